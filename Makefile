@@ -1,0 +1,39 @@
+# Every target sets up what it needs; nothing has to be done by hand first.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint clean
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# More arguments for the one pip call that installs torch, such as an index with smaller CPU builds.
+TORCH_ARGS ?=
+
+help: ## show this list
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 16
+
+demo: $(STAMP) ## fetch the default model and decode the same prompts with and without MTP
+	@$(BIN)/headstart pull
+	@$(BIN)/headstart demo
+
+test: lint ## lint, type check, fetch the default model, run all tests
+	@$(BIN)/headstart pull
+	@$(BIN)/python -m pytest -q
+
+lint: $(STAMP) ## ruff and mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+
+clean: ## remove build output and caches, keep the virtual environment
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find headstart tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml CMakeLists.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "headstart needs Python 3.11 or newer; try: make PYTHON=python3.12")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (once)"
+	@$(BIN)/python -m pip install --quiet $(TORCH_ARGS) torch==2.13.0
+	@$(BIN)/python -m pip install --quiet --editable '.[torch,dev]'
+	@touch $@
