@@ -1,0 +1,124 @@
+"""`EngineConfig`: the single source of engine flags, their defaults and their documentation."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, Literal, get_args
+
+from headstart import registry
+from headstart.errors import UsageError
+
+BackendName = Literal["auto", "reference"]
+Dtype = Literal["float32", "float64"]
+Device = Literal["cpu", "cuda"]
+Rule = Literal["exact", "rejection"]
+
+MAX_DEPTH = 16
+DRAFTER_WORDS = ("auto", "none")
+"""Values of `drafter` that are not names of drafters: what the model offers best, and plain decoding."""
+
+
+def _flag(default: Any, flag: str, doc: str) -> Any:
+    return field(default=default, metadata={"flag": flag, "doc": doc})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How an engine runs. Raises UsageError, naming the flag, for a value outside its range."""
+
+    backend: BackendName = _flag("auto", "--backend", "What computes: reference (plain torch), or auto to choose.")
+    dtype: Dtype = _flag("float32", "--dtype", "Arithmetic of the reference backend.")
+    device: Device = _flag("cpu", "--device", "Where the model runs.")
+    threads: int | None = _flag(None, "--threads", "CPU threads; default: what affinity and cgroup quota allow.")
+    drafter: str = _flag("auto", "--drafter", "What proposes tokens: auto, mtp, ngram, none or a plug-in's name.")
+    head: str | None = _flag(None, "--head", "Directory of a trained head to attach to the model.")
+    depth: int = _flag(3, "--depth", f"Tokens drafted per pass, 0 (plain decoding) to {MAX_DEPTH}.")
+    rule: Rule = _flag("exact", "--rule", "exact: the text is that of plain decoding; rejection: same distribution.")
+    max_model_len: int | None = _flag(None, "--max-model-len", "Longest prompt plus output; default: the model's own.")
+    max_num_seqs: int = _flag(64, "--max-num-seqs", "Sequences that run at the same time.")
+    max_num_batched_tokens: int = _flag(
+        512, "--max-num-batched-tokens", "Rows per pass; longer prompts are computed in chunks."
+    )
+    block_size: int = _flag(16, "--block-size", "Token positions per KV cache block.")
+    kv_blocks: int | None = _flag(None, "--kv-blocks", "KV cache blocks; default: sized from free memory.")
+    enable_prefix_caching: bool = _flag(
+        True, "--enable-prefix-caching", "Keep computed prompts for later requests that begin the same."
+    )
+    ngram_min: int = _flag(2, "--ngram-min", "Shortest n-gram that the ngram drafter looks up.")
+    ngram_max: int = _flag(4, "--ngram-max", "Longest n-gram that the ngram drafter looks up.")
+    seed: int | None = _flag(None, "--seed", "Seed of requests that bring none; default: drawn at random, reported.")
+
+    def __post_init__(self) -> None:
+        self._check_choice("backend", get_args(BackendName))
+        self._check_choice("dtype", get_args(Dtype))
+        self._check_choice("device", get_args(Device))
+        self._check_choice("rule", get_args(Rule))
+        if self.drafter not in DRAFTER_WORDS and self.drafter not in registry.available("drafters"):
+            self._check_choice("drafter", (*DRAFTER_WORDS, *registry.available("drafters")))
+        self._check_range("depth", 0, MAX_DEPTH)
+        for name in ("threads", "max_model_len", "max_num_seqs", "block_size", "kv_blocks", "ngram_min"):
+            self._check_range(name, 1)
+        self._check_range("max_num_batched_tokens", MAX_DEPTH + 1)
+        self._check_range("ngram_max", self.ngram_min, hint="it cannot be below --ngram-min")
+        self._check_range("seed", 0, 2**64 - 1)
+
+    def _check_choice(self, name: str, allowed: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if value not in allowed:
+            raise UsageError(f"{flag_of(name)} is {value!r}, which is unknown", f"choose from: {', '.join(allowed)}")
+
+    def _check_range(self, name: str, low: int, high: int | None = None, hint: str = "") -> None:
+        value = getattr(self, name)
+        if value is None:
+            return
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise UsageError(f"{flag_of(name)} is {value!r}, but must be a whole number")
+        if value < low or (high is not None and value > high):
+            bound = f"at least {low}" if high is None else f"between {low} and {high}"
+            raise UsageError(f"{flag_of(name)} is {value}, but must be {bound}", hint)
+
+
+def config_fields() -> dict[str, Field[Any]]:
+    """All fields by name, in order; `metadata` has `flag` and `doc`."""
+    return {item.name: item for item in fields(EngineConfig)}
+
+
+def flag_of(name: str) -> str:
+    """The command-line spelling of a field."""
+    return str(config_fields()[name].metadata["flag"])
+
+
+_SPECULATIVE_KEYS: dict[str, tuple[str, type]] = {
+    "method": ("drafter", str),
+    "num_speculative_tokens": ("depth", int),
+    "model": ("head", str),
+    "prompt_lookup_max": ("ngram_max", int),
+    "prompt_lookup_min": ("ngram_min", int),
+}
+
+
+def parse_speculative_config(text: str) -> dict[str, Any]:
+    """vLLM's `--speculative-config` JSON as EngineConfig overrides. Raises UsageError for anything it does not know."""
+    known = "known keys: " + ", ".join(_SPECULATIVE_KEYS)
+    try:
+        given = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UsageError(
+            f"--speculative-config is not valid JSON: {error}",
+            """for example: '{"method": "mtp", "num_speculative_tokens": 3}'""",
+        ) from None
+    if not isinstance(given, dict):
+        raise UsageError(f"--speculative-config must be a JSON object, not {type(given).__name__}", known)
+    overrides: dict[str, Any] = {}
+    for key, value in given.items():
+        if key not in _SPECULATIVE_KEYS:
+            raise UsageError(f"--speculative-config has the unknown key {key!r}", known)
+        name, kind = _SPECULATIVE_KEYS[key]
+        if not isinstance(value, kind) or isinstance(value, bool):
+            wanted = {str: "a string", int: "a whole number"}[kind]
+            raise UsageError(f"--speculative-config: {key} is {json.dumps(value)}, but must be {wanted}", known)
+        overrides[name] = value
+    if str(overrides.get("drafter", "")).endswith("_mtp"):  # vLLM's older, per-family spellings of "mtp"
+        overrides["drafter"] = "mtp"
+    return overrides

@@ -1,0 +1,144 @@
+"""Finds plug-ins by file name: one file = one model family, drafter, checkpoint format or launcher.
+
+Order: directories added with `search_path`, the package's own folder, then entry points of group `headstart.<kind>`.
+A plug-in module names itself with one constant (`FAMILY`, `DRAFTER`, `FORMAT`, `LAUNCHER`). Files that start with `_`
+and the helpers listed in `KINDS` are not plug-ins.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import pkgutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Literal
+
+from headstart.errors import HeadstartError, ModelError, UsageError
+
+KindName = Literal["models", "drafters", "formats", "launchers"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Where plug-ins of one kind live and what each must define."""
+
+    package: str
+    constant: str
+    word: str
+    error: type[HeadstartError]
+    helpers: frozenset[str] = frozenset({"base"})
+
+
+KINDS: dict[KindName, Kind] = {
+    "models": Kind("headstart.models", "FAMILY", "model family", ModelError),
+    "drafters": Kind("headstart.drafters", "DRAFTER", "drafter", UsageError),
+    "formats": Kind("headstart.formats", "FORMAT", "checkpoint format", ModelError),
+    "launchers": Kind("headstart.tools.launchers", "LAUNCHER", "launcher", UsageError),
+}
+
+_added: dict[str, list[Path]] = {kind: [] for kind in KINDS}  # changed by `search_path` only
+
+
+@contextmanager
+def search_path(kind: KindName, folder: Path) -> Iterator[None]:
+    """Look for plug-ins of `kind` in `folder` too, before all others, while the context is open."""
+    _added[kind].insert(0, folder)
+    try:
+        yield
+    finally:
+        _added[kind].remove(folder)
+        if folder not in _added[kind]:
+            for path in folder.glob("*.py"):
+                sys.modules.pop(_module_name(kind, path), None)
+
+
+def available(kind: KindName) -> list[str]:
+    """Sorted names of all plug-ins of one kind; imports none of them."""
+    names = {name for folder in _folders(kind) for name in _names_in(folder)} | set(_entry_points(kind))
+    return sorted(names - KINDS[kind].helpers)
+
+
+def find(kind: KindName, name: str) -> ModuleType:
+    """The module of one plug-in. Raises the kind's user error for an unknown name, listing what exists."""
+    key = name.replace("-", "_")
+    if key not in available(kind):
+        raise _unknown(kind, name)
+    module = _load(kind, key)
+    constant = KINDS[kind].constant
+    if not hasattr(module, constant):
+        where = getattr(module, "__file__", module.__name__)
+        raise KINDS[kind].error(
+            f"{KINDS[kind].word} {name!r} ({where}) does not define {constant}",
+            f"a plug-in ends with `{constant} = ...`; name a helper file with a leading underscore",
+        )
+    return module
+
+
+def _load(kind: KindName, key: str) -> ModuleType:
+    for folder in _added[kind]:
+        if (path := folder / f"{key}.py").is_file():
+            return _load_file(kind, path)
+    package = KINDS[kind].package
+    if any(key in _names_in(folder) for folder in _package_folders(package)):
+        return importlib.import_module(f"{package}.{key}")
+    loaded = _entry_points(kind)[key].load()
+    if not isinstance(loaded, ModuleType):
+        raise KINDS[kind].error(f"entry point {key!r} of headstart.{kind} is not a module", "point it at a module")
+    return loaded
+
+
+def _load_file(kind: str, path: Path) -> ModuleType:
+    """Import a file outside any package once; it stays in sys.modules because dataclasses look themselves up there."""
+    full_name = _module_name(kind, path)
+    if full_name in sys.modules:
+        return sys.modules[full_name]
+    spec = importlib.util.spec_from_file_location(full_name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[full_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[full_name]
+        raise
+    return module
+
+
+def _module_name(kind: str, path: Path) -> str:
+    folder = "".join(c if c.isalnum() else "_" for c in str(path.parent))
+    return f"_headstart_plugin.{kind}.{folder}.{path.stem}"
+
+
+def _unknown(kind: KindName, name: str) -> HeadstartError:
+    known = available(kind)
+    listed = f"available: {', '.join(known)}" if known else "none is installed"
+    close = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
+    hint = f"did you mean {close[0]}? {listed}" if close else listed
+    return KINDS[kind].error(f"unknown {KINDS[kind].word} {name!r}", hint)
+
+
+def _folders(kind: KindName) -> list[Path]:
+    return [*_added[kind], *_package_folders(KINDS[kind].package)]
+
+
+def _package_folders(package: str) -> list[Path]:
+    try:
+        spec = importlib.util.find_spec(package)
+    except ModuleNotFoundError:
+        return []
+    return [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec else []
+
+
+def _names_in(folder: Path) -> set[str]:
+    return {found.name for found in pkgutil.iter_modules([str(folder)]) if not found.name.startswith("_")}
+
+
+def _entry_points(kind: str) -> dict[str, EntryPoint]:
+    return {point.name.replace("-", "_"): point for point in entry_points(group=f"headstart.{kind}")}
