@@ -1,0 +1,282 @@
+"""The vocabulary of the engine: dataclasses, nothing else.
+
+Words (DESIGN section 3): *row* = one token position in a pass; *pass* = one trunk forward; *depth* = tokens drafted;
+*acceptance length* = 1 + accepted / drafts. Array shapes: R rows, S sequences, B blocks, L sampling rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headstart.errors import UsageError
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+Float32 = NDArray[np.float32]
+FinishReason = Literal["stop", "length", "abort"]
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy: argmax without noise."""
+
+
+def _in_range(name: str, value: float, low: float, high: float, hint: str = "") -> None:
+    if not (math.isfinite(value) and low <= value <= high):
+        bound = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
+        raise UsageError(f"{name} is {value}, but must be a finite number {bound}", hint)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request picks its tokens. Raises UsageError for a value outside its range."""
+
+    temperature: float = 0.0
+    top_k: int = 0  # 0 = off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None  # None: drawn at random and reported
+    max_tokens: int = 256
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None  # number of top alternatives beside the chosen token
+    prompt_logprobs: int | None = None
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        _in_range("temperature", self.temperature, 0, math.inf, "0 is greedy")
+        _in_range("top_k", self.top_k, 0, math.inf, "0 turns top-k off")
+        _in_range("top_p", self.top_p, 0, 1, "1 turns top-p off")
+        _in_range("min_p", self.min_p, 0, 1, "0 turns min-p off")
+        if not self.repetition_penalty > 0:
+            raise UsageError(f"repetition_penalty is {self.repetition_penalty}, but must be above 0", "1 is off")
+        _in_range("repetition_penalty", self.repetition_penalty, 0, math.inf, "1 is off")
+        _in_range("presence_penalty", self.presence_penalty, -2, 2)
+        _in_range("frequency_penalty", self.frequency_penalty, -2, 2)
+        _in_range("max_tokens", self.max_tokens, 1, math.inf)
+        _in_range("min_tokens", self.min_tokens, 0, self.max_tokens, "min_tokens cannot exceed max_tokens")
+        _in_range("n", self.n, 1, 128)
+        for name in ("logprobs", "prompt_logprobs"):
+            if (count := getattr(self, name)) is not None:
+                _in_range(name, count, 0, 20)
+        for token, bias in self.logit_bias.items():
+            _in_range(f"logit_bias[{token}]", bias, -100, 100)
+        if self.seed is not None and not 0 <= self.seed < 2**64:
+            raise UsageError(f"seed is {self.seed}, but must be between 0 and 2^64 - 1")
+        if any(not text for text in self.stop):
+            raise UsageError("a stop string is empty", "leave it out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One prompt and how to continue it. `seed` is resolved; `depth` None follows the engine, 0 switches drafting off."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    stop_ids: frozenset[int]  # end-of-text ids of the model (empty with ignore_eos) and stop_token_ids
+    banned_until_min: frozenset[int] = frozenset()  # masked while fewer than min_tokens are out
+    depth: int | None = None
+
+
+@dataclass
+class Draft:
+    """Tokens a drafter proposes to follow `Sequence.tokens`. `probs` [k, V] is what rule `rejection` needs, else None
+    (a one-hot draft)."""
+
+    tokens: list[int] = field(default_factory=list)
+    probs: Any = None
+    method: str = ""
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One running choice of a request: its committed tokens and what has been computed of them.
+
+    Invariant between steps: 0 <= num_computed <= len(tokens) - 1; trunk KV and hidden states are valid for positions
+    below num_computed; the drafter's own KV is valid for positions below num_drafter.
+    """
+
+    request: Request
+    choice: int
+    tokens: list[int]  # prompt, then output
+    order: int  # arrival; lower runs first
+    num_computed: int = 0
+    num_drafter: int = 0
+    num_cached: int = 0  # prompt positions taken from the prefix cache on first admission
+    block_table: list[int] = field(default_factory=list)
+    draft: Draft = field(default_factory=Draft)
+    counts: dict[int, int] = field(default_factory=dict)  # output token -> occurrences; kept only with penalties
+    stats: DraftStats = field(default_factory=lambda: DraftStats())
+    finish_reason: FinishReason | None = None
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+
+@dataclass
+class DraftStats:
+    """Counts of drafting, in vLLM's terms. `per_position[i]` = drafts whose token i was accepted;
+    `drafted_at[i]` = drafts that had a token i."""
+
+    drafts: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    passes: int = 0  # passes that gave at least one token
+    emitted: int = 0
+    per_position: list[int] = field(default_factory=list)
+    drafted_at: list[int] = field(default_factory=list)
+
+    def record(self, drafted: int, accepted: int) -> None:
+        if drafted:
+            self.drafts += 1
+            self.drafted += drafted
+            self.accepted += accepted
+            grow = drafted - len(self.per_position)
+            self.per_position += [0] * grow
+            self.drafted_at += [0] * grow
+            for i in range(drafted):
+                self.drafted_at[i] += 1
+                self.per_position[i] += i < accepted
+
+    def add(self, other: DraftStats) -> None:
+        for name in ("drafts", "drafted", "accepted", "passes", "emitted"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        grow = len(other.per_position) - len(self.per_position)
+        self.per_position += [0] * grow
+        self.drafted_at += [0] * grow
+        for i, (hits, tries) in enumerate(zip(other.per_position, other.drafted_at, strict=True)):
+            self.per_position[i] += hits
+            self.drafted_at[i] += tries
+
+    @property
+    def acceptance_rate(self) -> float:
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def acceptance_length(self) -> float:
+        return 1 + self.accepted / self.drafts if self.drafts else 1.0
+
+
+@dataclass(frozen=True)
+class Span:
+    """Rows of one sequence in a pass: positions start .. start + num_rows - 1, of which the last num_sample are sampled."""
+
+    sequence: Sequence
+    start: int
+    num_rows: int
+    num_sample: int
+
+
+@dataclass(frozen=True, eq=False)
+class StepPlan:
+    """The one per-step input of a forward: row -> token, position, KV slot, sequence."""
+
+    token_ids: Int32  # [R]
+    positions: Int32  # [R]
+    slots: Int32  # [R] where this row's KV is written
+    row_starts: Int32  # [S + 1] rows of sequence s are row_starts[s] .. row_starts[s + 1] - 1
+    context_lens: Int32  # [S] last position + 1
+    block_tables: Int32  # [S, B] block ids, padded with 0
+    logit_rows: Int32  # [L] rows whose logits are wanted
+    first_position: int = 0  # first position that holds KV: 0 in a trunk, 1 in an MTP head (pair p lives at p + 1)
+    hidden_slots: Int32 | None = None  # [R] slots of the stored hidden state a head reads; None in a trunk
+    block_size: int = 16
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, eq=False)
+class SamplingRows:
+    """What turns L rows of raw logits into L tokens. Order of processing: allowed mask -> bans, bias -> penalties ->
+    / T -> min-p -> top-k -> top-p -> + Gumbel noise -> argmax. Sparse parts are CSR over rows (indptr has L + 1)."""
+
+    temperature: Float32  # [L]; below 1e-5 greedy
+    top_k: Int32  # [L]; 0 off
+    top_p: Float32  # [L]; 1 off
+    min_p: Float32  # [L]; 0 off
+    seed: NDArray[np.uint64]  # [L] Philox key
+    position: Int64  # [L] absolute position of the token to be drawn (row position + 1)
+    choice: Int32  # [L] choice index of the request's n
+    bias_indptr: Int32
+    bias_ids: Int32
+    bias_values: Float32  # added to the logits; -inf bans (min_tokens)
+    penalty_indptr: Int32
+    penalty_ids: Int32  # distinct ids of prompt and output
+    penalty_counts: Int32  # occurrences in the output; 0 for prompt-only ids
+    repetition: Float32  # [L]; 1 off
+    presence: Float32  # [L]
+    frequency: Float32  # [L]
+    num_logprobs: Int32  # [L]; -1 none, else number of top alternatives
+    allowed: NDArray[np.uint32] | None = None  # [L, ceil(V / 32)] bit v % 32 of word v // 32; None = all
+
+    def __len__(self) -> int:
+        return len(self.temperature)
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Raw log-softmax (before mask, bias, penalties, temperature) of a token and of the top alternatives."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Sampled:
+    """Tokens of L rows; `logprobs[i]` for rows that asked; `probs` (opaque, [L, V]) when rule `rejection` asked."""
+
+    tokens: Int64
+    logprobs: Seq[TokenLogprob | None]
+    probs: Any = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one pass decided for one sequence: the tokens to emit (accepted drafts, then one recovered or bonus token)."""
+
+    tokens: tuple[int, ...]
+    num_drafted: int
+    num_accepted: int
+    logprobs: tuple[TokenLogprob | None, ...] = ()
+
+
+@dataclass(frozen=True)
+class Delta:
+    """Newly committed tokens of one sequence, in order."""
+
+    request_id: str
+    choice: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob | None, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    finish_reason: FinishReason | None = None
+    stats: DraftStats | None = None  # set with finish_reason
+
+
+@dataclass
+class Report:
+    """What a tool found: `ok` decides the exit code, `data` is the one JSON document, `lines` the text for people."""
+
+    ok: bool
+    data: dict[str, Any]
+    lines: list[str] = field(default_factory=list)

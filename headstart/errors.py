@@ -1,0 +1,63 @@
+"""User errors: what was wrong, which value, what to do. Everything else is a bug and may raise as it likes.
+
+HeadstartError
+  UsageError     a flag, parameter or request value is wrong
+  ModelError     a checkpoint, head or tokenizer cannot be read or does not fit
+  CapacityError  the request is well formed but does not fit this engine (context, memory)
+  CheckFailed    a check ran and its answer is no (verify, doctor)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class HeadstartError(Exception):
+    """Base of all errors shown to users: one line and, where there is one, a hint."""
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message} (hint: {self.hint})" if self.hint else self.message
+
+
+class UsageError(HeadstartError):
+    """A flag, parameter or request value is wrong."""
+
+
+class ModelError(HeadstartError):
+    """A checkpoint, head or tokenizer cannot be read, is unknown or does not fit."""
+
+
+class CapacityError(HeadstartError):
+    """A well-formed request that does not fit this engine: context length or memory."""
+
+
+class CheckFailed(HeadstartError):
+    """A check ran to its end and its answer is no."""
+
+
+@dataclass(frozen=True)
+class Status:
+    """What an error means to the outside: process exit code and HTTP status."""
+
+    exit_code: int
+    http: int
+
+
+STATUS: dict[type[BaseException], Status] = {
+    CheckFailed: Status(1, 500),
+    UsageError: Status(2, 400),
+    ModelError: Status(2, 404),
+    CapacityError: Status(2, 400),
+    KeyboardInterrupt: Status(130, 499),
+}
+INTERNAL = Status(3, 500)
+
+
+def status_of(error: BaseException) -> Status:
+    """The exit code and HTTP status of `error`; internal error if no row of the table fits."""
+    return next((status for kind, status in STATUS.items() if isinstance(error, kind)), INTERNAL)

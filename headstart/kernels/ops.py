@@ -1,0 +1,150 @@
+"""The one interface between model code and a device: `Ops` inside a forward, `Backend` around it.
+
+Family code is straight-line: it calls `Ops` on opaque buffers whose first dimension is the symbolic row count R, and
+branches on configuration only. `reference` executes each call at once; a recording backend runs the code once and
+replays the list for any R. Row i of every result depends on row i's inputs (and its own sequence's KV) only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headstart.core import Sampled, SamplingRows, StepPlan
+
+Buffer = Any
+"""Opaque activations [R, width] or per-row integers [R]."""
+Weight = Any
+"""Opaque weight owned by a backend."""
+Pool = Any
+"""Opaque paged storage: num_slots rows of keys and values, or of hidden states."""
+
+
+class RawTensor(Protocol):
+    """A tensor as its file has it (see formats.base)."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> str: ...
+    def float32(self) -> NDArray[np.float32]: ...
+    def take_rows(self, rows: NDArray[np.int64]) -> RawTensor: ...
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Rotary embedding, half-split (HF) layout: dims i and i + rotary_dim / 2 turn by position * inv_freq[i] * 1;
+    sin and cos are multiplied by `scale` (YaRN). dims beyond rotary_dim pass through."""
+
+    inv_freq: tuple[float, ...]
+    rotary_dim: int
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Shape of one grouped-query attention; `scale` multiplies q.k."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """Handles of the step's inputs inside a program; see StepPlan for meanings."""
+
+    token_ids: Buffer
+    positions: Buffer
+    logit_rows: Buffer
+    hidden: Buffer = None  # [R, width] of a head: stored or recycled hidden states
+
+
+class Ops(Protocol):
+    """Operations of a forward."""
+
+    def embed(self, table: Weight, ids: Buffer) -> Buffer:
+        """[R] ids -> [R, width] rows of the table."""
+
+    def linear(self, x: Buffer, weight: Weight, bias: Weight | None = None) -> Buffer:
+        """[R, in] x [out, in] (+ [out]) -> [R, out]."""
+
+    def rms_norm(self, x: Buffer, weight: Weight, eps: float) -> Buffer:
+        """x / sqrt(mean(x^2) + eps) * weight over the last `len(weight)` features; a weight narrower than x norms
+        each group of that width by itself (per-head q/k norm)."""
+
+    def add(self, a: Buffer, b: Buffer) -> Buffer:
+        """a + b."""
+
+    def add_rms_norm(self, x: Buffer, residual: Buffer, weight: Weight, eps: float) -> tuple[Buffer, Buffer]:
+        """(rms_norm(x + residual), x + residual)."""
+
+    def silu_mul(self, gate: Buffer, up: Buffer) -> Buffer:
+        """silu(gate) * up."""
+
+    def concat(self, a: Buffer, b: Buffer) -> Buffer:
+        """[R, n], [R, m] -> [R, n + m]."""
+
+    def rope(self, x: Buffer, positions: Buffer, spec: RopeSpec, head_dim: int) -> Buffer:
+        """Rotate each head of [R, heads * head_dim]."""
+
+    def attention(self, q: Buffer, k: Buffer, v: Buffer, pool: Pool, spec: AttentionSpec) -> Buffer:
+        """Write k, v [R, kv_heads * head_dim] at the rows' slots, then attend causally to every written position of
+        the row's own sequence from plan.first_position to the row's position -> [R, heads * head_dim]."""
+
+    def take_rows(self, x: Buffer, rows: Buffer) -> Buffer:
+        """x[rows]."""
+
+    def zero_where(self, x: Buffer, positions: Buffer, position: int) -> Buffer:
+        """x with the rows whose position equals `position` set to zero."""
+
+    def store(self, x: Buffer, pool: Pool) -> None:
+        """Keep row r of x in the hidden pool at the row's slot."""
+
+
+Program = Callable[[Ops, StepInputs], Mapping[str, Buffer]]
+"""Straight-line model code: named results, each [R, ...] or [L, ...]."""
+
+
+class Backend(Protocol):
+    """Owns weights and pools, runs programs, samples."""
+
+    name: str
+
+    def weight(self, tensor: RawTensor) -> Weight:
+        """Take a file's tensor into this backend's own form."""
+
+    def kv_pool(self, num_slots: int, spec: AttentionSpec) -> Pool: ...
+
+    def hidden_pool(self, num_slots: int, width: int) -> Pool: ...
+
+    def run(
+        self, program: Program, plan: StepPlan, *, hidden_pool: Pool = None, hidden: Buffer = None
+    ) -> Mapping[str, Buffer]:
+        """Run one program for all rows of the plan. A head's hidden input is `hidden` [R, width] when given, else
+        hidden_pool at plan.hidden_slots."""
+
+    def rows(self, x: Buffer, rows: NDArray[np.int32]) -> Buffer:
+        """x[rows] outside a program (between draft steps)."""
+
+    def sample(
+        self,
+        logits: Buffer,
+        rows: SamplingRows,
+        *,
+        vocab_size: int,
+        token_ids: Weight | None = None,
+        keep_probs: bool = False,
+    ) -> Sampled:
+        """Process and draw, one token per row of logits [L, V']. `token_ids` [V'] maps a reduced draft vocabulary to
+        target ids (see `index`); `keep_probs` also returns the processed distribution over all `vocab_size` ids."""
+
+    def index(self, ids: NDArray[np.int64]) -> Weight:
+        """Keep an ascending list of token ids on the device (a draft vocabulary)."""

@@ -1,0 +1,213 @@
+"""The oracle backend: plain torch, executed op by op, on CPU or CUDA.
+
+Shapes: R rows, S sequences of a group, Q rows of the longest span, L cached positions, K kv heads, G query heads per
+kv head, D head dim. Matrices run in torch's own kernels, so rows agree with each other up to rounding only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headstart.core import Sampled, SamplingRows, StepPlan
+from headstart.errors import UsageError
+from headstart.kernels.ops import AttentionSpec, Program, RawTensor, RopeSpec, StepInputs
+from headstart.kernels.reference_sampling import sample
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+SHORT_SPAN = 8
+"""Spans up to this many rows are padded together; longer ones (prefill chunks) form the second group."""
+
+
+@dataclass(frozen=True, eq=False)
+class KVPool:
+    """Keys and values [num_slots, K, D]."""
+
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """Spans of similar length, padded: `rows` [S, Q] into the pass, `valid` [S, Q], `slots` [S, L], `mask` [S, Q, L]
+    (0 where the row may look, -inf elsewhere)."""
+
+    rows: Tensor
+    valid: Tensor
+    slots: Tensor
+    mask: Tensor
+
+
+def _group(plan: StepPlan, spans: NDArray[np.int64], device: torch.device, dtype: torch.dtype) -> _Group:
+    starts = plan.row_starts[spans]
+    lengths = plan.row_starts[spans + 1] - starts
+    columns = np.arange(lengths.max())
+    valid = columns[None, :] < lengths[:, None]
+    rows = np.where(valid, starts[:, None] + columns, starts[:, None])
+    positions = np.arange(plan.first_position, plan.context_lens[spans].max())
+    tables = plan.block_tables[spans]
+    slots = tables[:, positions // plan.block_size] * plan.block_size + positions % plan.block_size
+    visible = positions[None, None, :] <= plan.positions[rows][:, :, None]
+    mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~torch.from_numpy(visible), float("-inf"))
+    as_tensor = lambda array: torch.from_numpy(np.ascontiguousarray(array)).to(device)  # noqa: E731
+    return _Group(as_tensor(rows), as_tensor(valid), as_tensor(slots), mask.to(device))
+
+
+class ReferenceOps:
+    """`Ops` over torch tensors for one pass."""
+
+    def __init__(self, plan: StepPlan, device: torch.device, dtype: torch.dtype) -> None:
+        self._plan, self._device, self._dtype = plan, device, dtype
+        self._rope_tables: dict[tuple[int, RopeSpec], tuple[Tensor, Tensor]] = {}
+        self._slots = self._ints(plan.slots)
+
+    def _ints(self, array: NDArray[np.int32]) -> Tensor:
+        return torch.from_numpy(array.astype(np.int64)).to(self._device)
+
+    @cached_property
+    def _groups(self) -> list[_Group]:
+        lengths = np.diff(self._plan.row_starts)
+        picks = (np.flatnonzero(lengths <= SHORT_SPAN), np.flatnonzero(lengths > SHORT_SPAN))
+        return [_group(self._plan, pick, self._device, self._dtype) for pick in picks if len(pick)]
+
+    def embed(self, table: Tensor, ids: Tensor) -> Tensor:
+        return table[ids]
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return torch.nn.functional.linear(x, weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        grouped = x.unflatten(-1, (-1, weight.shape[0]))
+        wide = grouped.float() if grouped.dtype == torch.bfloat16 else grouped
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        return (normed.to(x.dtype) * weight).flatten(-2)
+
+    def add(self, a: Tensor, b: Tensor) -> Tensor:
+        return a + b
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return self.rms_norm(total, weight, eps), total
+
+    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        return torch.nn.functional.silu(gate) * up
+
+    def concat(self, a: Tensor, b: Tensor) -> Tensor:
+        return torch.cat((a, b), dim=-1)
+
+    def rope(self, x: Tensor, positions: Tensor, spec: RopeSpec, head_dim: int) -> Tensor:
+        cos, sin = self._rope_table(positions, spec)
+        heads = x.unflatten(-1, (-1, head_dim))
+        half = spec.rotary_dim // 2
+        a, b, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
+        return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1).flatten(-2)
+
+    def _rope_table(self, positions: Tensor, spec: RopeSpec) -> tuple[Tensor, Tensor]:
+        """cos, sin [R, 1, rotary_dim / 2], shared by all layers of the pass."""
+        key = (id(positions), spec)
+        if key not in self._rope_tables:
+            frequencies = torch.tensor(spec.inv_freq, dtype=torch.float64, device=positions.device)
+            angles = positions[..., None, None].double() * frequencies
+            self._rope_tables[key] = (
+                (angles.cos() * spec.scale).to(self._dtype),
+                (angles.sin() * spec.scale).to(self._dtype),
+            )
+        return self._rope_tables[key]
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, pool: KVPool, spec: AttentionSpec) -> Tensor:
+        heads, dim = spec.num_kv_heads, spec.head_dim
+        pool.keys[self._slots] = k.unflatten(-1, (heads, dim))
+        pool.values[self._slots] = v.unflatten(-1, (heads, dim))
+        out = torch.empty_like(q)
+        for group in self._groups:
+            attended = self._attend(q[group.rows], pool, spec, group)
+            out[group.rows[group.valid]] = attended[group.valid]
+        return out
+
+    def _attend(self, q: Tensor, pool: KVPool, spec: AttentionSpec, group: _Group) -> Tensor:
+        """[S, Q, H * D] -> [S, Q, H * D]."""
+        num_spans, num_rows, _ = q.shape
+        kv_heads, dim = spec.num_kv_heads, spec.head_dim
+        repeat = spec.num_heads // kv_heads
+        # head h = kv head * G + g; the G query heads of a kv head share its keys, so they become rows
+        q_skgqd = q.view(num_spans, num_rows, kv_heads, repeat, dim).permute(0, 2, 3, 1, 4)
+        keys = pool.keys[group.slots].permute(0, 2, 3, 1)  # [S, K, D, L]
+        values = pool.values[group.slots].permute(0, 2, 1, 3)  # [S, K, L, D]
+        scores = q_skgqd.reshape(num_spans, kv_heads, repeat * num_rows, dim) @ keys
+        scores = scores.view(num_spans, kv_heads, repeat, num_rows, -1) * spec.scale + group.mask[:, None, None]
+        weights = scores.softmax(-1).view(num_spans, kv_heads, repeat * num_rows, -1)
+        out = (weights @ values).view(num_spans, kv_heads, repeat, num_rows, dim)
+        return out.permute(0, 3, 1, 2, 4).reshape(num_spans, num_rows, -1)
+
+    def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        return x[rows]
+
+    def zero_where(self, x: Tensor, positions: Tensor, position: int) -> Tensor:
+        return x.masked_fill((positions == position)[..., None], 0)
+
+    def store(self, x: Tensor, pool: Tensor) -> None:
+        pool[self._slots] = x
+
+    def inputs(self, hidden: Tensor | None) -> StepInputs:
+        plan = self._plan
+        return StepInputs(self._ints(plan.token_ids), self._ints(plan.positions), self._ints(plan.logit_rows), hidden)
+
+
+class ReferenceBackend:
+    """Torch tensors as buffers, weights and pools. `dtype` is what weights are widened to and all arithmetic runs in."""
+
+    name = "reference"
+
+    def __init__(self, *, device: str = "cpu", dtype: str = "float32", threads: int | None = None) -> None:
+        if device == "cuda" and not torch.cuda.is_available():
+            raise UsageError("device is cuda, but torch finds no CUDA GPU", "use --device cpu")
+        self.device, self.dtype = torch.device(device), DTYPES[dtype]
+        if threads:
+            torch.set_num_threads(threads)
+
+    def weight(self, tensor: RawTensor) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(tensor.float32())).to(self.device, self.dtype)
+
+    def index(self, ids: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(ids).to(self.device)
+
+    def kv_pool(self, num_slots: int, spec: AttentionSpec) -> KVPool:
+        shape = (num_slots, spec.num_kv_heads, spec.head_dim)
+        return KVPool(self._zeros(shape), self._zeros(shape))
+
+    def hidden_pool(self, num_slots: int, width: int) -> Tensor:
+        return self._zeros((num_slots, width))
+
+    def _zeros(self, shape: tuple[int, ...]) -> Tensor:
+        # zeros (calloc) are only backed by memory once touched, and stale NaN can never leak through a masked weight
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    @torch.inference_mode()
+    def run(
+        self, program: Program, plan: StepPlan, *, hidden_pool: Tensor | None = None, hidden: Tensor | None = None
+    ) -> Mapping[str, Tensor]:
+        ops = ReferenceOps(plan, self.device, self.dtype)
+        if hidden is None and hidden_pool is not None and plan.hidden_slots is not None:
+            hidden = hidden_pool[torch.from_numpy(plan.hidden_slots.astype(np.int64)).to(self.device)]
+        return program(ops, ops.inputs(hidden))
+
+    def rows(self, x: Tensor, rows: NDArray[np.int32]) -> Tensor:
+        return x[torch.from_numpy(rows.astype(np.int64)).to(self.device)]
+
+    @torch.inference_mode()
+    def sample(
+        self,
+        logits: Tensor,
+        rows: SamplingRows,
+        *,
+        vocab_size: int,
+        token_ids: Tensor | None = None,
+        keep_probs: bool = False,
+    ) -> Sampled:
+        return sample(logits, rows, token_ids=token_ids, vocab_size=vocab_size, keep_probs=keep_probs)

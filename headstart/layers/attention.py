@@ -1,0 +1,31 @@
+"""Grouped-query attention with rotary positions over a paged KV pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, RopeSpec
+from headstart.layers.linear import Linear
+from headstart.layers.norm import RMSNorm
+
+
+@dataclass(frozen=True)
+class Attention:
+    """q, k, v projections, optional per-head q/k norms, rope, causal attention, output projection."""
+
+    q_proj: Linear
+    k_proj: Linear
+    v_proj: Linear
+    o_proj: Linear
+    spec: AttentionSpec
+    rope: RopeSpec
+    q_norm: RMSNorm | None = None
+    k_norm: RMSNorm | None = None
+
+    def __call__(self, ops: Ops, x: Buffer, positions: Buffer, pool: Pool) -> Buffer:
+        q, k, v = self.q_proj(ops, x), self.k_proj(ops, x), self.v_proj(ops, x)
+        if self.q_norm and self.k_norm:
+            q, k = self.q_norm(ops, q), self.k_norm(ops, k)
+        q = ops.rope(q, positions, self.rope, self.spec.head_dim)
+        k = ops.rope(k, positions, self.rope, self.spec.head_dim)
+        return self.o_proj(ops, ops.attention(q, k, v, pool, self.spec))

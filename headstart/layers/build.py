@@ -1,0 +1,136 @@
+"""From named tensors to layers: the getter that checks shapes, and the builder of the common decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from headstart.errors import ModelError
+from headstart.kernels.ops import AttentionSpec, Backend, RawTensor, RopeSpec, Weight
+from headstart.layers.attention import Attention
+from headstart.layers.decoder import Decoder, DecoderLayer
+from headstart.layers.linear import Linear
+from headstart.layers.mlp import GatedMLP
+from headstart.layers.mtp import MTPModule
+from headstart.layers.norm import RMSNorm
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """Sizes and switches of the common decoder, whatever the family calls them."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    attention: AttentionSpec
+    rope: RopeSpec
+    eps: float
+    max_length: int
+    tied: bool  # LM head = embedding
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    num_mtp: int = 0  # native MTP modules promised by the config
+
+
+class Weights:
+    """Canonical names -> backend weights, with shape checks. A tensor asked for twice is taken once (tied weights)."""
+
+    def __init__(self, tensors: Mapping[str, RawTensor], backend: Backend, source: str) -> None:
+        self.tensors, self.backend, self.source = tensors, backend, source
+        self.used: set[str] = set()
+        self._taken: dict[str, Weight] = {}
+
+    def raw(self, name: str, shape: tuple[int, ...]) -> RawTensor:
+        """The file's tensor. Raises ModelError when it is absent or has another shape."""
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            raise ModelError(f"{self.source} has no tensor {name}", "is the checkpoint complete, and of this family?")
+        if tuple(tensor.shape) != shape:
+            raise ModelError(f"{self.source}: {name} has shape {tuple(tensor.shape)}, but the config implies {shape}")
+        self.used.add(name)
+        return tensor
+
+    def get(self, name: str, *shape: int) -> Weight:
+        if name not in self._taken:
+            self._taken[name] = self.backend.weight(self.raw(name, shape))
+        return self._taken[name]
+
+    def has(self, name: str) -> bool:
+        return name in self.tensors
+
+    def linear(self, prefix: str, num_out: int, num_in: int, *, bias: bool = False) -> Linear:
+        weight = self.get(f"{prefix}.weight", num_out, num_in)
+        return Linear(weight, self.get(f"{prefix}.bias", num_out) if bias else None)
+
+    def norm(self, name: str, size: int, eps: float) -> RMSNorm:
+        return RMSNorm(self.get(f"{name}.weight", size), eps)
+
+
+def decoder_layer(weights: Weights, prefix: str, config: DecoderConfig) -> DecoderLayer:
+    """The block whose tensors start with `prefix` (no trailing dot)."""
+    hidden, inner, spec, eps = config.hidden_size, config.intermediate_size, config.attention, config.eps
+    q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    attn, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    attention = Attention(
+        q_proj=weights.linear(f"{attn}.q_proj", q_size, hidden, bias=config.qkv_bias),
+        k_proj=weights.linear(f"{attn}.k_proj", kv_size, hidden, bias=config.qkv_bias),
+        v_proj=weights.linear(f"{attn}.v_proj", kv_size, hidden, bias=config.qkv_bias),
+        o_proj=weights.linear(f"{attn}.o_proj", hidden, q_size, bias=config.o_bias),
+        spec=spec,
+        rope=config.rope,
+        q_norm=weights.norm(f"{attn}.q_norm", spec.head_dim, eps) if config.qk_norm else None,
+        k_norm=weights.norm(f"{attn}.k_norm", spec.head_dim, eps) if config.qk_norm else None,
+    )
+    return DecoderLayer(
+        input_norm=weights.norm(f"{prefix}.input_layernorm", hidden, eps),
+        attention=attention,
+        post_norm=weights.norm(f"{prefix}.post_attention_layernorm", hidden, eps),
+        mlp=GatedMLP(
+            weights.linear(f"{mlp}.gate_proj", inner, hidden, bias=config.mlp_bias),
+            weights.linear(f"{mlp}.up_proj", inner, hidden, bias=config.mlp_bias),
+            weights.linear(f"{mlp}.down_proj", hidden, inner, bias=config.mlp_bias),
+        ),
+    )
+
+
+def decoder(weights: Weights, config: DecoderConfig) -> Decoder:
+    """The whole trunk under canonical names."""
+    embedding = weights.get("embed_tokens.weight", config.vocab_size, config.hidden_size)
+    head = lm_head_name(weights, config)
+    return Decoder(
+        embedding=embedding,
+        layers=[decoder_layer(weights, f"layers.{i}", config) for i in range(config.num_layers)],
+        norm=weights.norm("norm", config.hidden_size, config.eps),
+        lm_head=Linear(weights.get(head, config.vocab_size, config.hidden_size)),
+    )
+
+
+def lm_head_name(weights: Weights, config: DecoderConfig) -> str:
+    """Which tensor is the LM head: its own one, or the embedding when the two are tied."""
+    return "embed_tokens.weight" if config.tied or not weights.has("lm_head.weight") else "lm_head.weight"
+
+
+def draft_lm_head(weights: Weights, config: DecoderConfig, token_ids: np.ndarray | None) -> Linear:
+    """The trunk's LM head, or only its rows of the draft vocabulary (ascending target ids)."""
+    name = lm_head_name(weights, config)
+    if token_ids is None:
+        return Linear(weights.get(name, config.vocab_size, config.hidden_size))
+    rows = weights.raw(name, (config.vocab_size, config.hidden_size)).take_rows(token_ids)
+    return Linear(weights.backend.weight(rows))
+
+
+def mtp_module(weights: Weights, prefix: str, config: DecoderConfig) -> MTPModule:
+    """Canonical MTP tensors under `prefix`: norm_embedding, norm_hidden, projection, block, norm."""
+    hidden, eps = config.hidden_size, config.eps
+    return MTPModule(
+        embedding_norm=weights.norm(f"{prefix}.norm_embedding", hidden, eps),
+        hidden_norm=weights.norm(f"{prefix}.norm_hidden", hidden, eps),
+        projection=weights.linear(f"{prefix}.projection", hidden, 2 * hidden),
+        block=decoder_layer(weights, f"{prefix}.block", config),
+        norm=weights.norm(f"{prefix}.norm", hidden, eps),
+    )

@@ -1,0 +1,77 @@
+"""The pre-norm decoder block and the stack of blocks that most families share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, Program, StepInputs, Weight
+from headstart.layers.attention import Attention
+from headstart.layers.linear import Linear
+from headstart.layers.mlp import GatedMLP
+from headstart.layers.norm import RMSNorm
+
+Tap = Literal["post_norm", "pre_norm"]
+"""Which trunk hidden state a head reads: after or before the model's final norm."""
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """x + attention(norm(x)), then + mlp(norm(.)); the residual sum of a block is left to the next norm."""
+
+    input_norm: RMSNorm
+    attention: Attention
+    post_norm: RMSNorm
+    mlp: GatedMLP
+
+    def __call__(
+        self, ops: Ops, delta: Buffer | None, residual: Buffer, positions: Buffer, pool: Pool
+    ) -> tuple[Buffer, Buffer]:
+        """(delta, residual) -> (delta, residual); the stream's value is their sum."""
+        if delta is None:
+            x = self.input_norm(ops, residual)
+        else:
+            x, residual = self.input_norm.add(ops, delta, residual)
+        x, residual = self.post_norm.add(ops, self.attention(ops, x, positions, pool), residual)
+        return self.mlp(ops, x), residual
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Embedding, blocks, final norm, LM head: a whole trunk."""
+
+    embedding: Weight
+    layers: list[DecoderLayer]
+    norm: RMSNorm
+    lm_head: Linear
+
+    @property
+    def kv_specs(self) -> list[AttentionSpec]:
+        """One KV pool per block."""
+        return [layer.attention.spec for layer in self.layers]
+
+    def program(self, kv_pools: list[Pool], hidden_pool: Pool = None, tap: Tap = "post_norm") -> Program:
+        """The forward over `kv_pools`; `hidden_pool` None keeps no hidden states."""
+        return DecoderProgram(self, kv_pools, hidden_pool, tap)
+
+
+@dataclass(frozen=True)
+class DecoderProgram:
+    """Results: `logits` [L, V]; `hidden` [R, H] after the final norm."""
+
+    model: Decoder
+    kv_pools: list[Pool]
+    hidden_pool: Pool = None
+    tap: Tap = "post_norm"
+    results: tuple[str, ...] = field(default=("logits", "hidden"))
+
+    def __call__(self, ops: Ops, step: StepInputs) -> dict[str, Buffer]:
+        model = self.model
+        delta, residual = None, ops.embed(model.embedding, step.token_ids)
+        for layer, pool in zip(model.layers, self.kv_pools, strict=True):
+            delta, residual = layer(ops, delta, residual, step.positions, pool)
+        hidden, residual = model.norm.add(ops, delta, residual)
+        if self.hidden_pool is not None:
+            ops.store(hidden if self.tap == "post_norm" else residual, self.hidden_pool)
+        logits = model.lm_head(ops, ops.take_rows(hidden, step.logit_rows))
+        return {"logits": logits, "hidden": hidden}

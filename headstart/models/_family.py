@@ -1,0 +1,151 @@
+"""What a model family declares. One file per family in this folder; the file name is the `model_type` of config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headstart.errors import ModelError
+from headstart.kernels.ops import AttentionSpec
+from headstart.layers.build import DecoderConfig, Weights, mtp_module
+from headstart.layers.decoder import Decoder
+from headstart.layers.mtp import HeadSpec, MTPHead
+from headstart.layers.rope import rope_spec
+
+Config = Mapping[str, Any]
+Arrays = dict[str, NDArray[np.float32]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """`parse`: config.json -> sizes. `canonical`: a Hugging Face tensor name -> ours (None: not the model's).
+    `build`: weights -> trunk. `tiny`: a random small model (config.json content, Hugging Face tensors) for tests.
+    `head`: how the native MTP modules of a checkpoint work. `interleaved_rope`: GGUF files hold the q and k rows of
+    this family in llama.cpp's interleaved order."""
+
+    parse: Callable[[Config], DecoderConfig]
+    canonical: Callable[[str], str | None]
+    build: Callable[[Weights, DecoderConfig], Decoder]
+    tiny: Callable[[], tuple[dict[str, Any], Arrays]]
+    head: HeadSpec | None = None
+    interleaved_rope: bool = False
+
+
+def parse_decoder(config: Config, **switches: Any) -> DecoderConfig:
+    """The keys that decoder families share. Raises ModelError naming a missing or impossible one."""
+    try:
+        heads = int(config["num_attention_heads"])
+        hidden = int(config["hidden_size"])
+        kv_heads = int(config.get("num_key_value_heads") or heads)
+        head_dim = int(config.get("head_dim") or hidden // heads)
+        sizes = {
+            "vocab_size": int(config["vocab_size"]),
+            "hidden_size": hidden,
+            "intermediate_size": int(config["intermediate_size"]),
+            "num_layers": int(config["num_hidden_layers"]),
+            "max_length": int(config.get("max_position_embeddings") or 2048),
+        }
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelError(f"config.json: {error} is missing or not a number", "is this a model directory?") from None
+    if min(*sizes.values(), heads, kv_heads, head_dim) < 1 or heads % kv_heads:
+        raise ModelError(f"config.json: sizes must be positive and {heads} query heads a multiple of {kv_heads} kv heads")
+    if config.get("use_sliding_window") and config.get("sliding_window"):
+        raise ModelError("config.json: sliding-window attention is not supported for this family yet")
+    return DecoderConfig(
+        **sizes,
+        attention=AttentionSpec(heads, kv_heads, head_dim, head_dim**-0.5),
+        rope=rope_spec(config, head_dim),
+        eps=float(config.get("rms_norm_eps", 1e-6)),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        **switches,
+    )
+
+
+def without_prefix(name: str) -> str | None:
+    """`model.layers.0...` -> `layers.0...`; `lm_head.weight` stays."""
+    if name.endswith("rotary_emb.inv_freq"):
+        return None
+    return name.removeprefix("model.")
+
+
+def native_head(family: Family, weights: Weights, config: DecoderConfig) -> MTPHead | None:
+    """The MTP modules inside the checkpoint; None when the config promises none or the file holds none."""
+    if family.head is None or not config.num_mtp or not weights.has("mtp.0.projection.weight"):
+        return None
+    modules = [mtp_module(weights, f"mtp.{i}", config) for i in range(config.num_mtp)]
+    return MTPHead(family.head, modules)
+
+
+def tiny_config(**changes: Any) -> dict[str, Any]:
+    """config.json of a small model that still has grouped heads, several layers and odd sizes."""
+    return {
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 131,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "torch_dtype": "float32",
+        "eos_token_id": 2,
+        "bos_token_id": 1,
+        **changes,
+    }
+
+
+def random_arrays(shapes: Mapping[str, tuple[int, ...]], seed: int = 0) -> Arrays:
+    """Matrices ~ N(0, 1 / in), so that logits are of order 1 to 10; norm weights near 1."""
+    rng = np.random.default_rng(seed)
+    arrays = {}
+    for name, shape in shapes.items():
+        values = rng.standard_normal(shape)
+        scaled = values / np.sqrt(shape[-1]) if len(shape) == 2 else values * 0.1 + (1 if "norm" in name else 0)
+        arrays[name] = scaled.astype(np.float32)
+    return arrays
+
+
+def block_shapes(prefix: str, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Hugging Face names and shapes of one decoder block."""
+    hidden, inner, spec = config.hidden_size, config.intermediate_size, config.attention
+    q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    attn, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{prefix}.input_layernorm.weight": (hidden,),
+        f"{prefix}.post_attention_layernorm.weight": (hidden,),
+        f"{attn}.q_proj.weight": (q_size, hidden),
+        f"{attn}.k_proj.weight": (kv_size, hidden),
+        f"{attn}.v_proj.weight": (kv_size, hidden),
+        f"{attn}.o_proj.weight": (hidden, q_size),
+        f"{mlp}.gate_proj.weight": (inner, hidden),
+        f"{mlp}.up_proj.weight": (inner, hidden),
+        f"{mlp}.down_proj.weight": (hidden, inner),
+    }
+    if config.qkv_bias:
+        shapes |= {f"{attn}.{n}_proj.bias": (size,) for n, size in (("q", q_size), ("k", kv_size), ("v", kv_size))}
+    if config.o_bias:
+        shapes[f"{attn}.o_proj.bias"] = (hidden,)
+    if config.mlp_bias:
+        shapes |= {f"{mlp}.{n}_proj.bias": (size,) for n, size in (("gate", inner), ("up", inner), ("down", hidden))}
+    if config.qk_norm:
+        shapes |= {f"{attn}.{n}_norm.weight": (spec.head_dim,) for n in "qk"}
+    return shapes
+
+
+def decoder_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Hugging Face names and shapes of a whole trunk."""
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
+    for i in range(config.num_layers):
+        shapes |= block_shapes(f"model.layers.{i}", config)
+    shapes["model.norm.weight"] = (config.hidden_size,)
+    if not config.tied:
+        shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
+    return shapes
