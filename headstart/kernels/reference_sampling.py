@@ -1,0 +1,244 @@
+"""Logits to tokens in plain torch, in the order SamplingRows documents; every row's bits are its own.
+
+Scores are float64 (exact for float32 logits). Probability mass, where a sum of it is needed (top-p, logprobs), is a
+fixed-point int64: integer sums have no order, so no row, thread or vector width can change a cut-off. Ties and
+cut-offs go to the lowest token id.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headstart.core import GREEDY_BELOW, Int64, Sampled, SamplingRows, TokenLogprob
+from headstart.errors import UsageError
+from headstart.kernels import philox
+from headstart.kernels.reference_noise import NoiseKeys, draw, first_max
+
+_MASS_ONE = 2.0**40  # mass of the best token; V < 2^23 tokens cannot overflow an int64
+_MASS_REACH = 28.0  # exp(-28) < 2^-40: no mass below
+_INV_LN2, _LN2_HIGH, _LN2_LOW = 1.4426950216293335, 0.693145751953125, 1.428606765330187e-06  # float32 parts
+_TAYLOR = tuple(1.0 / math.factorial(n) for n in range(7, -1, -1))
+
+
+def sample(
+    logits: Tensor, rows: SamplingRows, token_ids: Tensor | None, vocab_size: int, keep_probs: bool = False, *,
+    prune: bool = True,
+) -> Sampled:  # fmt: skip
+    """One token for each row of float32 or float64 logits [L, V'].
+
+    token_ids: ascending target ids [V'] of a reduced draft vocabulary; sparse edits and noise address target ids.
+    keep_probs: also return the processed distribution as a float64 tensor [L, vocab_size] (greedy rows one-hot).
+    prune=False draws the noise of every token (for tests; the tokens are the same).
+    """
+    if token_ids is None:
+        logits = logits[:, :vocab_size]
+    scores = _edit(logits, rows, token_ids, vocab_size)
+    best = scores.amax(-1)
+    _require_finite(best)
+    sampled = np.flatnonzero(rows.temperature >= GREEDY_BELOW)
+    columns = first_max(scores, best) if len(sampled) < len(rows) else torch.zeros_like(best, dtype=torch.int64)
+    probs = scores.new_zeros((len(rows), vocab_size), dtype=torch.float64) if keep_probs else None
+    if len(sampled):
+        picked = torch.from_numpy(sampled).to(logits.device)
+        scores, best = _cool(scores, best, rows, sampled, picked)
+        keys = NoiseKeys.of(rows, sampled, logits.device)
+        columns[picked] = draw(scores, best, keys, token_ids, vocab_size, prune)
+    tokens = columns if token_ids is None else token_ids[columns]
+    if probs is not None:
+        probs.scatter_(1, tokens[:, None], 1.0)
+        if len(sampled):
+            weights = exp((scores - best[:, None]).float()).double() / mass_total(scores, best)[:, None]
+            probs[picked] = weights if token_ids is None else _spread(weights, token_ids, vocab_size)
+    found: Int64 = tokens.cpu().numpy()
+    return Sampled(found, _logprobs(logits, rows, found, token_ids), probs)
+
+
+def _spread(weights: Tensor, token_ids: Tensor, vocab_size: int) -> Tensor:
+    return weights.new_zeros((len(weights), vocab_size)).index_copy_(1, token_ids, weights)
+
+
+def _require_finite(best: Tensor) -> None:
+    for row, value in enumerate(best.tolist()):
+        if value == -math.inf:
+            raise UsageError(
+                f"no token is left to choose in row {row}: logit_bias, min_tokens or the allowed-token mask ban all",
+                "leave at least one token allowed",
+            )
+        if not math.isfinite(value):
+            raise FloatingPointError(f"the logits of row {row} hold NaN or infinity")
+
+
+# Mask, bans and bias, penalties: sparse edits of a copy.
+
+
+def _edit(logits: Tensor, rows: SamplingRows, token_ids: Tensor | None, vocab_size: int) -> Tensor:
+    """Logits after mask, bias and penalties; the untouched logits themselves when no row asks for any."""
+    if rows.allowed is None and not len(rows.bias_ids) and not len(rows.penalty_ids):
+        return logits
+    scores = logits.to(torch.float64, copy=True)
+    if rows.allowed is not None:
+        bits = np.unpackbits(rows.allowed.view(np.uint8), axis=-1, bitorder="little")[:, :vocab_size]
+        allowed = torch.from_numpy(bits).to(scores.device).bool()
+        scores.masked_fill_(~(allowed if token_ids is None else allowed[:, token_ids]), -math.inf)
+    if len(rows.bias_ids):
+        row, column, kept = _columns(rows.bias_indptr, rows.bias_ids, token_ids, scores)
+        scores[row, column] += _on(rows.bias_values, scores)[kept]
+    if len(rows.penalty_ids):
+        _penalize(scores, rows, token_ids)
+    return scores
+
+
+def _penalize(scores: Tensor, rows: SamplingRows, token_ids: Tensor | None) -> None:
+    row, column, kept = _columns(rows.penalty_indptr, rows.penalty_ids, token_ids, scores)
+    repetition, presence, frequency = (_on(x, scores)[row] for x in (rows.repetition, rows.presence, rows.frequency))
+    count = _on(rows.penalty_counts, scores)[kept]
+    values = scores[row, column]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    scores[row, column] = values - (frequency * count + torch.where(count > 0, presence, 0.0))
+
+
+def _columns(indptr: NDArray[Any], ids: NDArray[Any], token_ids: Tensor | None, scores: Tensor) -> tuple[Tensor, ...]:
+    """(row, column, kept): places of CSR entries (ids distinct within a row) that exist in these logits."""
+    row = torch.from_numpy(np.repeat(np.arange(len(indptr) - 1), np.diff(indptr))).to(scores.device)
+    wanted = torch.from_numpy(ids.astype(np.int64)).to(scores.device)
+    width = scores.shape[-1]
+    if token_ids is None:
+        kept, column = (wanted >= 0) & (wanted < width), wanted
+    else:
+        column = torch.searchsorted(token_ids, wanted).clamp_(max=width - 1)
+        kept = token_ids[column] == wanted
+    return row[kept], column[kept], kept
+
+
+def _on(values: NDArray[Any], scores: Tensor) -> Tensor:
+    return torch.from_numpy(values.astype(np.float64)).to(scores.device)
+
+
+# Temperature, min-p, top-k, top-p: of sampled rows only.
+
+
+def _cool(scores: Tensor, best: Tensor, rows: SamplingRows, sampled: Int64, picked: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores (float64) and maxima of the sampled rows after / T, min-p, top-k and top-p."""
+    if len(sampled) < len(scores):
+        scores, best = scores[picked], best[picked]
+    temperature = _on(rows.temperature[sampled], scores)
+    # A tensor divisor: torch turns division by a Python number into a product with its reciprocal on some devices.
+    scores, best = scores.double() / temperature[:, None], best.double() / temperature
+    if (rows.min_p[sampled] > 0).any():
+        scores = _min_p(scores, best, rows.min_p[sampled])
+    top_k = np.where(rows.top_k[sampled] > 0, rows.top_k[sampled], scores.shape[-1])
+    if (limited := np.flatnonzero(top_k < scores.shape[-1])).size:
+        _top_k(scores, limited, top_k[limited].astype(np.int64))
+    if (limited := np.flatnonzero(rows.top_p[sampled] < 1)).size:
+        _top_p(scores, best, limited, rows.top_p[sampled])
+    return scores, best
+
+
+def _min_p(scores: Tensor, best: Tensor, min_p: NDArray[np.float32]) -> Tensor:
+    """Drop tokens whose probability is below min_p times the best: l < best + log(min_p)."""
+    floor = np.full(len(min_p), -math.inf)
+    floor[min_p > 0] = philox.numpy_log(min_p[min_p > 0].astype(np.float64))
+    return scores.masked_fill_(scores < (best + _on(floor, scores))[:, None], -math.inf)
+
+
+def _top_k(scores: Tensor, limited: Int64, top_k: Int64) -> None:
+    """Keep the k best of each limited row; of equal scores the lower ids."""
+    index, k = (torch.from_numpy(x).to(scores.device)[:, None] for x in (limited, top_k))
+    part = scores[index[:, 0]]
+    cut = torch.topk(part, int(top_k.max())).values.gather(1, k - 1)
+    above, tied = part > cut, part == cut
+    room = k - above.sum(-1, keepdim=True)
+    if bool((tied.sum(-1, keepdim=True) > room).any()):
+        tied &= tied.cumsum(-1) <= room
+    scores[index[:, 0]] = part.masked_fill_(~(above | tied), -math.inf)
+
+
+def _top_p(scores: Tensor, best: Tensor, limited: Int64, top_p: NDArray[np.float32]) -> None:
+    """Keep the smallest prefix, best first, lower ids first among equals, that holds top_p of each row's mass."""
+    index = torch.from_numpy(limited).to(scores.device)
+    below = scores[index] - best[index, None]
+    masses = mass(below)
+    total = masses.sum(-1).tolist()
+    for i, row in enumerate(limited.tolist()):
+        kept = _nucleus(below[i], masses[i], float(top_p[row]) * float(total[i]))
+        values = scores[row, kept]
+        scores[row].fill_(-math.inf)
+        scores[row, kept] = values
+
+
+def _nucleus(below: Tensor, masses: Tensor, need: float) -> Tensor:
+    """Ids [n] of one row's smallest prefix with mass >= need; sorts the tokens near the top first."""
+    for reach in (6.0, 12.0, _MASS_REACH):
+        ids = (below >= -reach).nonzero()[:, 0]
+        if reach == _MASS_REACH or float(masses[ids].sum()) >= need:
+            break
+    ids = ids[below[ids].sort(descending=True, stable=True).indices]
+    short = int((masses[ids].cumsum(0).double() < need).sum())
+    return ids[: short + 1]
+
+
+# Mass and logprobs.
+
+
+def exp(x: Tensor) -> Tensor:
+    """e^x for float32 x <= 0, 0 below -87; own code, the same bits for an element wherever it stands.
+
+    x = k ln 2 + r, |r| <= ln(2) / 2; Taylor series of degree 7 (error below 6e-9), then 2^k by its bits."""
+    clamped = x.clamp(min=-87.0)
+    k = (clamped * _INV_LN2).round_()
+    r = (clamped - k * _LN2_HIGH) - k * _LN2_LOW
+    series = r * _TAYLOR[0]
+    for coefficient in _TAYLOR[1:-1]:
+        series = series.add_(coefficient).mul_(r)
+    series.add_(_TAYLOR[-1])
+    power = k.int().add_(127).bitwise_left_shift_(23).view(torch.float32)
+    return series.mul_(power).masked_fill_(x < -87.0, 0.0)
+
+
+def mass(below: Tensor) -> Tensor:
+    """Fixed-point e^x (int64, 1 = 2^40) of float64 distances to the maximum."""
+    return exp(below.float()).mul_(_MASS_ONE).long()
+
+
+def mass_total(scores: Tensor, best: Tensor) -> Tensor:
+    """Sum over the row of e^(score - best), float64 [L]."""
+    return mass(scores - best[:, None]).sum(-1).double() * (1 / _MASS_ONE)
+
+
+def token_logprob(logits: Tensor, token: int, num_top: int, token_ids: Tensor | None = None) -> TokenLogprob:
+    """Raw log-softmax of one row of untouched logits [V] at a token's column, and its top alternatives."""
+    scores = logits.double()
+    best = scores.amax()
+    total = mass_total(scores[None], best[None]).cpu().numpy()
+    log_total = float(philox.numpy_log(total)[0])
+
+    def logprob(column: int) -> float:
+        return float(np.float32(float(scores[column] - best) - log_total))
+
+    def target(column: int) -> int:
+        return column if token_ids is None else int(token_ids[column])
+
+    column = token if token_ids is None else int(torch.searchsorted(token_ids, token))
+    top = _top_columns(scores, min(num_top, len(scores))) if num_top else []
+    return TokenLogprob(token, logprob(column), tuple((target(c), logprob(c)) for c in top))
+
+
+def _top_columns(scores: Tensor, count: int) -> list[int]:
+    columns = (scores >= torch.topk(scores, count).values[-1]).nonzero()[:, 0]
+    order = scores[columns].sort(descending=True, stable=True).indices[:count]
+    return [int(column) for column in columns[order]]
+
+
+def _logprobs(
+    logits: Tensor, rows: SamplingRows, tokens: Int64, token_ids: Tensor | None
+) -> list[TokenLogprob | None]:
+    found: list[TokenLogprob | None] = [None] * len(rows)
+    for row in np.flatnonzero(rows.num_logprobs >= 0).tolist():
+        found[row] = token_logprob(logits[row], int(tokens[row]), int(rows.num_logprobs[row]), token_ids)
+    return found
