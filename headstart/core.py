@@ -184,6 +184,16 @@ class Span:
     num_sample: int
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Consecutive positions of one sequence in a pass; the last `num_logits` of them get logits."""
+
+    sequence: Sequence
+    start: int
+    token_ids: Seq[int]
+    num_logits: int
+
+
 @dataclass(frozen=True, eq=False)
 class StepPlan:
     """The one per-step input of a forward: row -> token, position, KV slot, sequence."""

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.core import Sampled, SamplingRows, StepPlan
+from headstart.core import Sampled, SamplingRows, StepPlan, TokenLogprob
 
 Buffer = Any
 """Opaque activations [R, width] or per-row integers [R]."""
@@ -145,6 +145,9 @@ class Backend(Protocol):
     ) -> Sampled:
         """Process and draw, one token per row of logits [L, V']. `token_ids` [V'] maps a reduced draft vocabulary to
         target ids (see `index`); `keep_probs` also returns the processed distribution over all `vocab_size` ids."""
+
+    def logprobs(self, logits: Buffer, tokens: NDArray[np.int64], num_top: int) -> list[TokenLogprob]:
+        """Raw log-softmax of given tokens [L] at logits [L, V], with the top alternatives."""
 
     def index(self, ids: NDArray[np.int64]) -> Weight:
         """Keep an ascending list of token ids on the device (a draft vocabulary)."""

@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headstart.core import Sampled, SamplingRows, StepPlan
+from headstart.core import Sampled, SamplingRows, StepPlan, TokenLogprob
 from headstart.errors import UsageError
 from headstart.kernels.ops import AttentionSpec, Program, RawTensor, RopeSpec, StepInputs
-from headstart.kernels.reference_sampling import sample
+from headstart.kernels.reference_sampling import logprobs, sample
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 SHORT_SPAN = 8
@@ -211,3 +211,7 @@ class ReferenceBackend:
         keep_probs: bool = False,
     ) -> Sampled:
         return sample(logits, rows, token_ids=token_ids, vocab_size=vocab_size, keep_probs=keep_probs)
+
+    @torch.inference_mode()
+    def logprobs(self, logits: Tensor, tokens: NDArray[np.int64], num_top: int) -> list[TokenLogprob]:
+        return logprobs(logits, tokens, np.full(len(tokens), num_top))

@@ -1,0 +1,80 @@
+"""Blocks of KV slots: reference counts, and a prefix index over the content of full, committed blocks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+
+ROOT = b""
+"""Parent key of a sequence's first block."""
+
+
+def block_key(parent: bytes, tokens: list[int]) -> bytes:
+    """Names a full block by its tokens and everything before them (a 128-bit hash chain: collisions do not happen)."""
+    content = np.asarray(tokens, dtype=np.int64).tobytes()
+    return hashlib.blake2b(parent + content, digest_size=16).digest()
+
+
+@dataclass
+class Block:
+    """`key` is set once the block is full of committed tokens. `num_drafter`: leading slots that hold the drafter's KV
+    too (slot 0 of a sequence holds none and counts as filled)."""
+
+    index: int
+    references: int = 0
+    key: bytes | None = None
+    num_drafter: int = 0
+
+
+class BlockPool:
+    """Hands out blocks. A released block keeps its content and its key until it is handed out again, oldest first."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.blocks = [Block(i) for i in range(num_blocks)]
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._index: dict[bytes, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def allocate(self) -> Block:
+        """A block of our own, emptied. The caller has checked num_free."""
+        index, _ = self._free.popitem(last=False)
+        block = self.blocks[index]
+        if block.key is not None and self._index.get(block.key) == index:
+            del self._index[block.key]
+        block.key, block.num_drafter, block.references = None, 0, 1
+        return block
+
+    def find(self, key: bytes) -> Block | None:
+        """The block with this content, whether in use or free."""
+        index = self._index.get(key)
+        return None if index is None else self.blocks[index]
+
+    def share(self, block: Block) -> None:
+        """Take one more reference to a found block."""
+        if block.references == 0:
+            del self._free[block.index]
+        block.references += 1
+
+    def publish(self, block: Block, key: bytes) -> None:
+        """The block is full of committed tokens: others may find it. An equal block published before stays first."""
+        block.key = key
+        self._index.setdefault(key, block.index)
+
+    def release(self, block: Block) -> None:
+        assert block.references > 0
+        block.references -= 1
+        if block.references == 0:
+            self._free[block.index] = None
+
+    def check(self) -> None:
+        """Assert the invariants (tests): free means unreferenced, the index names published blocks only."""
+        for block in self.blocks:
+            assert (block.references == 0) == (block.index in self._free), block
+        for key, index in self._index.items():
+            assert self.blocks[index].key == key

@@ -1,0 +1,84 @@
+"""Reserve, commit, release: which blocks a sequence holds, and what of a prompt is already computed."""
+
+from __future__ import annotations
+
+from headstart.cache.blocks import ROOT, Block, BlockPool, block_key
+from headstart.core import Sequence
+
+
+class KVMemory:
+    """Block tables of sequences over one pool; the trunk's and the drafter's KV and hidden states share them."""
+
+    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
+        self.pool, self.block_size, self.prefix_caching = BlockPool(num_blocks), block_size, prefix_caching
+        self._keys: dict[Sequence, list[bytes]] = {}  # keys of the published blocks of each live sequence
+
+    @property
+    def usage(self) -> float:
+        """Share of blocks that are referenced."""
+        return 1 - self.pool.num_free / len(self.pool.blocks)
+
+    def blocks_for(self, num_slots: int) -> int:
+        return -(-num_slots // self.block_size)
+
+    def attach_prefix(self, sequence: Sequence) -> int:
+        """Give a sequence without blocks the cached blocks of its longest known prefix; sets num_computed and
+        num_drafter. At least one row stays to be computed. Returns the number of cached positions."""
+        assert not sequence.block_table
+        keys = self._keys[sequence] = []
+        if not self.prefix_caching or sequence.request.params.prompt_logprobs is not None:
+            return 0
+        parent, drafter_complete = ROOT, True
+        for start in range(0, len(sequence.tokens) - self.block_size, self.block_size):
+            key = block_key(parent, sequence.tokens[start : start + self.block_size])
+            block = self.pool.find(key)
+            if block is None:
+                break
+            self.pool.share(block)
+            sequence.block_table.append(block.index)
+            keys.append(key)
+            parent = key
+            sequence.num_computed = start + self.block_size
+            if drafter_complete:
+                sequence.num_drafter = start + block.num_drafter
+                drafter_complete = block.num_drafter == self.block_size
+        return sequence.num_computed
+
+    def reserve(self, sequence: Sequence, num_slots: int) -> bool:
+        """Make the sequence's table cover `num_slots` positions; False (nothing taken) when blocks are short."""
+        missing = self.blocks_for(num_slots) - len(sequence.block_table)
+        if missing > self.pool.num_free:
+            return False
+        sequence.block_table += [self.pool.allocate().index for _ in range(missing)]
+        return True
+
+    def commit(self, sequence: Sequence) -> None:
+        """Publish the blocks that the computed, committed tokens have filled."""
+        if not self.prefix_caching:
+            return
+        keys = self._keys.setdefault(sequence, [])
+        while (len(keys) + 1) * self.block_size <= sequence.num_computed:
+            start = len(keys) * self.block_size
+            key = block_key(keys[-1] if keys else ROOT, sequence.tokens[start : start + self.block_size])
+            self.pool.publish(self._block(sequence, len(keys)), key)
+            keys.append(key)
+
+    def drafted(self, sequence: Sequence, num_drafter: int) -> None:
+        """The drafter's KV is now valid below position `num_drafter`."""
+        for i in range(sequence.num_drafter // self.block_size, self.blocks_for(num_drafter)):
+            block = self._block(sequence, i)
+            filled = min(self.block_size, num_drafter - i * self.block_size)
+            block.num_drafter = max(block.num_drafter, filled)
+        sequence.num_drafter = num_drafter
+
+    def release(self, sequence: Sequence) -> None:
+        """Give everything back; a preempted sequence starts again from its (possibly cached) prefix."""
+        # last blocks first, so that the front of a prefix survives longest
+        for index in reversed(sequence.block_table):
+            self.pool.release(self.pool.blocks[index])
+        sequence.block_table = []
+        sequence.num_computed = sequence.num_drafter = 0
+        self._keys.pop(sequence, None)
+
+    def _block(self, sequence: Sequence, i: int) -> Block:
+        return self.pool.blocks[sequence.block_table[i]]

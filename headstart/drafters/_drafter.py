@@ -1,0 +1,77 @@
+"""The one seam of drafters: attach to a target, propose, release. One file per drafter; the file name is its name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headstart.cache.memory import KVMemory
+from headstart.core import Rows, Sampled, Sequence
+from headstart.kernels.ops import Backend, Buffer, Program, Weight
+from headstart.layers.build import DecoderConfig, Weights
+from headstart.layers.decoder import Decoder, Tap
+from headstart.layers.mtp import MTPHead
+
+
+@dataclass(frozen=True)
+class AttachedHead:
+    """A head that fits the target: its modules, where it came from, its draft vocabulary (ascending target ids)."""
+
+    head: MTPHead
+    source: str
+    draft_token_ids: NDArray[np.int64] | None = None  # None: the full vocabulary
+
+
+class DraftRunner(Protocol):
+    """The engine's services during a draft."""
+
+    def run_head(self, program: Program, parts: Seq[Rows], hidden: Buffer = None) -> Mapping[str, Buffer]:
+        """A pass of a head program. Row q reads the trunk's hidden state of position q - 1, or its row of `hidden`."""
+
+    def draw(
+        self, logits: Buffer, entries: Seq[tuple[Sequence, int, Seq[int]]], token_ids: Weight | None = None
+    ) -> Sampled:
+        """One token per entry (sequence, absolute position, drafted tokens before it), by the trunk's own sampling
+        pipeline and noise; `probs` is kept when the engine's rule needs it."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a drafter may borrow. The block table of a sequence serves the drafter's pools too, as far as
+    `memory.reserve` has made it."""
+
+    backend: Backend
+    model: Decoder
+    config: DecoderConfig
+    weights: Weights
+    memory: KVMemory
+    runner: DraftRunner
+    num_slots: int
+    token_budget: int
+    ngram: tuple[int, int]  # smallest and largest n of prompt lookup
+    head: AttachedHead | None = None
+
+
+class Drafter(Protocol):
+    """Proposes tokens for sequences whose every token but the last is computed."""
+
+    method: str
+    max_depth: int
+
+    @classmethod
+    def attach(cls, target: Target) -> Self:
+        """Borrow and allocate. Raises UsageError or ModelError when this target cannot feed the drafter."""
+
+    @classmethod
+    def tap(cls, head: AttachedHead | None) -> Tap | None:
+        """The trunk hidden state to be kept in the hidden pool; None keeps none."""
+
+    def propose(self, wishes: Seq[tuple[Sequence, int]]) -> None:
+        """Set `draft` of each sequence: at most the wished number of tokens. Slots for them are reserved."""
+
+    def release(self, sequence: Sequence) -> None:
+        """The sequence is finished or preempted: forget it."""

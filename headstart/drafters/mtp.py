@@ -1,0 +1,138 @@
+"""The checkpoint's own multi-token-prediction head, or a trained one: drafts from the trunk's hidden states.
+
+The pair (h_p, t_{p+1}) lives at position and slot p + 1 of the head's KV. A round first makes up for all pairs since
+the last one, from true hidden states; its last row gives the first draft token. Each further step feeds the drafted
+token and the recycled vector at the next position; those rows are made again from true hidden states later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass
+from typing import Self, cast
+
+import numpy as np
+
+from headstart.config import MAX_DEPTH
+from headstart.core import Draft, Rows, Sequence
+from headstart.drafters._drafter import AttachedHead, Target
+from headstart.errors import UsageError
+from headstart.kernels.ops import Buffer, Program
+from headstart.layers.build import draft_lm_head
+from headstart.layers.decoder import Tap
+from headstart.layers.mtp import FIRST_PAIR_POSITION, HeadSpec
+
+
+def depth_limit(spec: HeadSpec) -> int:
+    """The deepest draft the head declares a module for."""
+    return next((step for step in range(MAX_DEPTH) if spec.module_of(step) is None), MAX_DEPTH)
+
+
+@dataclass
+class _Round:
+    """One sequence while its draft grows; `row` is its row in the latest pass."""
+
+    sequence: Sequence
+    depth: int
+    row: int
+    draft: Draft
+
+    @property
+    def wants_more(self) -> bool:
+        return len(self.draft.tokens) < self.depth
+
+
+class MTPDrafter:
+    """Any number of modules; step i runs module `spec.module_of(i)`."""
+
+    method = "mtp"
+
+    def __init__(self, target: Target, attached: AttachedHead) -> None:
+        self._target, self._spec = target, attached.head.spec
+        self.max_depth = depth_limit(self._spec)
+        ids = attached.draft_token_ids
+        self._token_ids = None if ids is None else target.backend.index(ids)
+        lm_head = draft_lm_head(target.weights, target.config, ids)
+        self._programs: list[Program] = []
+        for index, module in enumerate(attached.head.modules):
+            pool = target.backend.kv_pool(target.num_slots, module.kv_spec)
+            self._programs.append(attached.head.program(index, pool, target.model.embedding, lm_head))
+
+    @classmethod
+    def attach(cls, target: Target) -> Self:
+        if target.head is None:
+            raise UsageError(
+                "the model has no MTP head", "attach one with --head DIR, or use --drafter ngram, or --no-mtp"
+            )
+        return cls(target, target.head)
+
+    @classmethod
+    def tap(cls, head: AttachedHead | None) -> Tap | None:
+        return head.head.spec.tap if head else None
+
+    def propose(self, wishes: Seq[tuple[Sequence, int]]) -> None:
+        if not wishes:
+            return
+        hidden, rounds = self._catch_up(wishes)
+        step = 1
+        while rounds := [each for each in rounds if each.wants_more]:
+            hidden = self._next_step(step, rounds, hidden)
+            step += 1
+
+    def _catch_up(self, wishes: Seq[tuple[Sequence, int]]) -> tuple[Buffer, list[_Round]]:
+        """All true pairs since the last round, in chunks within the token budget; the last row of each sequence
+        draws the first draft token."""
+        for sequence, _ in wishes:
+            while len(sequence.tokens) - sequence.num_drafter > self._target.token_budget:
+                self._fill([self._pairs(sequence, self._target.token_budget)])
+        parts: list[Rows] = [self._pairs(sequence) for sequence, _ in wishes]
+        output = self._fill(parts)
+        ends = np.cumsum([len(part.token_ids) for part in parts]) - 1
+        rounds = [
+            _Round(sequence, depth, int(end), Draft(method=self.method))
+            for (sequence, depth), end in zip(wishes, ends, strict=True)
+        ]
+        for each in rounds:
+            each.sequence.draft = each.draft
+        self._draw(output["logits"], rounds)
+        return output["hidden"], rounds
+
+    def _pairs(self, sequence: Sequence, limit: int | None = None) -> Rows:
+        start = max(sequence.num_drafter, FIRST_PAIR_POSITION)
+        # one row is always remade, so that a fully caught-up sequence still has a row to draw from
+        start = min(start, len(sequence.tokens) - 1)
+        end = len(sequence.tokens) if limit is None else min(start + limit, len(sequence.tokens))
+        return Rows(sequence, start, sequence.tokens[start:end], 1 if limit is None else 0)
+
+    def _fill(self, parts: list[Rows]) -> Mapping[str, Buffer]:
+        """Run every module over true pairs; returns the first module's results."""
+        outputs = [self._target.runner.run_head(program, parts) for program in self._programs]
+        for part in parts:
+            self._target.memory.drafted(part.sequence, part.start + len(part.token_ids))
+        return outputs[0]
+
+    def _next_step(self, step: int, rounds: list[_Round], hidden: Buffer) -> Buffer:
+        """One more token for each round, from its last drafted token and recycled vector."""
+        module = cast(int, self._spec.module_of(step))
+        parts = [Rows(r.sequence, len(r.sequence.tokens) + step - 1, r.draft.tokens[-1:], 1) for r in rounds]
+        recycled = self._target.backend.rows(hidden, np.array([r.row for r in rounds], np.int32))
+        output = self._target.runner.run_head(self._programs[module], parts, recycled)
+        for row, each in enumerate(rounds):
+            each.row = row
+        self._draw(output["logits"], rounds)
+        return output["hidden"]
+
+    def _draw(self, logits: Buffer, rounds: list[_Round]) -> None:
+        """The trunk's own sampling pipeline and noise, on the head's logits (coupled sampling)."""
+        entries = [(r.sequence, len(r.sequence.tokens) + len(r.draft.tokens), r.draft.tokens) for r in rounds]
+        sampled = self._target.runner.draw(logits, entries, self._token_ids)
+        for i, each in enumerate(rounds):
+            each.draft.tokens.append(int(sampled.tokens[i]))
+            if sampled.probs is not None:
+                each.draft.probs = [*(each.draft.probs or []), sampled.probs[i]]
+
+    def release(self, sequence: Sequence) -> None:
+        """Nothing is kept per sequence: its pairs live in its blocks."""
+
+
+DRAFTER = MTPDrafter

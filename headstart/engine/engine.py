@@ -1,0 +1,175 @@
+"""The one loop: schedule -> forward -> judge -> commit -> propose. Token ids only; text is somebody else's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import replace
+from itertools import count
+
+from headstart.cache.memory import KVMemory
+from headstart.config import EngineConfig
+from headstart.core import Delta, Draft, DraftStats, FinishReason, Request, Sampled, Sequence, Span, Verdict
+from headstart.drafters._drafter import Drafter
+from headstart.engine.judge import judge_exact, judge_rejection
+from headstart.engine.runner import Forward, Runner
+from headstart.engine.scheduler import Scheduler
+from headstart.errors import CapacityError, UsageError
+
+Deliver = Callable[[list[Delta]], None]
+
+
+class Engine:
+    """Runs requests to their end. Not thread-safe: one thread submits and steps."""
+
+    def __init__(
+        self, runner: Runner, memory: KVMemory, drafter: Drafter | None, config: EngineConfig, max_length: int
+    ) -> None:
+        self.runner, self.memory, self.drafter, self.config, self.max_length = (
+            runner, memory, drafter, config, max_length,
+        )  # fmt: skip
+        self.scheduler = Scheduler(
+            memory, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
+        )
+        self.stats = DraftStats()
+        self._order = count()
+        self._live: dict[str, list[Sequence]] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def submit(self, request: Request) -> list[Sequence]:
+        """Queue the n choices of a request. Raises UsageError or CapacityError, leaving everything as it was."""
+        if not request.prompt_ids:
+            raise UsageError("the prompt is empty", "give at least one token")
+        if max(request.prompt_ids) >= self.runner.vocab_size or min(request.prompt_ids) < 0:
+            raise UsageError(f"the prompt holds a token id outside 0..{self.runner.vocab_size - 1}")
+        if len(request.prompt_ids) >= self.max_length:
+            raise CapacityError(
+                f"the prompt has {len(request.prompt_ids)} tokens, but the context holds {self.max_length}",
+                "shorten the prompt, or raise --max-model-len if the model allows it",
+            )
+        if request.request_id in self._live:
+            raise UsageError(f"a request with id {request.request_id!r} is running")
+        if (request.depth or 0) > self.max_depth and self.drafter:
+            raise UsageError(f"depth is {request.depth}, but the drafter's limit is {self.max_depth}")
+        sequences = [
+            Sequence(request, choice, list(request.prompt_ids), next(self._order)) for choice in range(request.params.n)
+        ]
+        self._live[request.request_id] = list(sequences)
+        for sequence in sequences:
+            self.scheduler.add(sequence)
+        return sequences
+
+    @property
+    def max_depth(self) -> int:
+        return self.drafter.max_depth if self.drafter else 0
+
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        """Stop a request, or one choice of it, and free its blocks. Unknown ids are ignored: it may just have ended."""
+        for sequence in list(self._live.get(request_id, ())):
+            if choice is None or sequence.choice == choice:
+                self._finish(sequence, "abort")
+
+    def step(self, deliver: Deliver) -> None:
+        """One pass. Committed tokens are delivered before the next draft is made."""
+        spans = self.scheduler.schedule()
+        if not spans:
+            return
+        forward = self.runner.forward(spans)
+        verdicts = self._judge(spans, forward)
+        deliver([delta for delta in self._commit(spans, verdicts, forward) if delta])
+        self._propose([span.sequence for span in spans])
+
+    def _judge(self, spans: Seq[Span], forward: Forward) -> list[Verdict]:
+        sampled, starts = self.runner.sample(spans, forward)
+        return [self._verdict(span, sampled, start) for span, start in zip(spans, starts, strict=False)]
+
+    def _verdict(self, span: Span, sampled: Sampled, start: int) -> Verdict:
+        """Rows start .. start + num_sample - 1 of the draws decide over the span's draft."""
+        if not span.num_sample:
+            return Verdict((), 0, 0)
+        rows = slice(start, start + span.num_sample)
+        sequence, draft = span.sequence, span.sequence.draft
+        if sampled.probs is None:
+            verdict = judge_exact(draft.tokens, sampled.tokens[rows].tolist())
+        else:
+            seed, position = sequence.request.seed, len(sequence.tokens)
+            verdict = judge_rejection(draft, sampled.probs[rows], seed, sequence.choice, position)
+        return replace(verdict, logprobs=tuple(sampled.logprobs[rows][: len(verdict.tokens)]))
+
+    def _commit(self, spans: Seq[Span], verdicts: Seq[Verdict], forward: Forward) -> list[Delta | None]:
+        return [
+            self._commit_one(span, verdict, forward, index)
+            for index, (span, verdict) in enumerate(zip(spans, verdicts, strict=True))
+        ]
+
+    def _commit_one(self, span: Span, verdict: Verdict, forward: Forward, index: int) -> Delta | None:
+        """Append what was decided, up to the end of the text; what was computed for it stays valid."""
+        sequence = span.sequence
+        prompt_logprobs = self.runner.prompt_logprobs(span, forward, index)
+        emitted = self._append(sequence, verdict.tokens)
+        sequence.num_computed = min(span.start + span.num_rows, len(sequence.tokens) - 1)
+        sequence.draft = Draft()
+        if emitted:
+            sequence.stats.record(verdict.num_drafted, verdict.num_accepted)
+            sequence.stats.passes += 1
+            sequence.stats.emitted += emitted
+        self.memory.commit(sequence)
+        reason = sequence.finish_reason
+        if reason:
+            self._finish(sequence, reason)
+        if not emitted and not prompt_logprobs:
+            return None
+        return Delta(
+            request_id=sequence.request.request_id,
+            choice=sequence.choice,
+            tokens=verdict.tokens[:emitted],
+            logprobs=verdict.logprobs[:emitted],
+            prompt_logprobs=tuple(prompt_logprobs),
+            finish_reason=reason,
+            stats=sequence.stats if reason else None,
+        )
+
+    def _append(self, sequence: Sequence, tokens: Seq[int]) -> int:
+        """Tokens one by one until a stop id or the length limit; returns how many were taken."""
+        request = sequence.request
+        for taken, token in enumerate(tokens, 1):
+            sequence.tokens.append(token)
+            if token in request.stop_ids:
+                sequence.finish_reason = "stop"
+            elif sequence.num_output >= request.params.max_tokens or len(sequence.tokens) >= self.max_length:
+                sequence.finish_reason = "length"
+            if sequence.finish_reason:
+                return taken
+        return len(tokens)
+
+    def _propose(self, sequences: Seq[Sequence]) -> None:
+        """Drafts for those whose every token but the last is computed, as far as length and blocks allow."""
+        if self.drafter is None:
+            return
+        wishes = []
+        for sequence in sequences:
+            ready = sequence.finish_reason is None and sequence.num_computed == len(sequence.tokens) - 1
+            depth = self._depth(sequence) if ready else 0
+            if depth > 0 and self.memory.reserve(sequence, len(sequence.tokens) + depth):
+                wishes.append((sequence, depth))
+        if wishes:
+            self.drafter.propose(wishes)
+
+    def _depth(self, sequence: Sequence) -> int:
+        request = sequence.request
+        wanted = self.config.depth if request.depth is None else request.depth
+        remaining = request.params.max_tokens - sequence.num_output - 1
+        return min(wanted, self.max_depth, remaining, self.max_length - len(sequence.tokens) - 1)
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        sequence.finish_reason = reason
+        self.scheduler.finish(sequence)
+        if self.drafter:
+            self.drafter.release(sequence)
+        self.stats.add(sequence.stats)
+        siblings = self._live[sequence.request.request_id]
+        siblings.remove(sequence)
+        if not siblings:
+            del self._live[sequence.request.request_id]

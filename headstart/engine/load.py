@@ -1,0 +1,216 @@
+"""From a model's name to a running engine: checkpoint, family, backend, weights, head, pools."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from headstart import registry
+from headstart.cache.memory import KVMemory
+from headstart.config import EngineConfig
+from headstart.drafters._drafter import AttachedHead, Drafter, Target
+from headstart.engine.engine import Engine
+from headstart.engine.runner import Runner
+from headstart.errors import ModelError, UsageError
+from headstart.formats import open_checkpoint
+from headstart.formats.base import Checkpoint, unpermute_rows
+from headstart.formats.head import read_head
+from headstart.hub import resolve_alias
+from headstart.kernels.ops import Backend, RawTensor
+from headstart.layers.build import DecoderConfig, Weights, mtp_module
+from headstart.layers.decoder import Decoder
+from headstart.layers.mtp import HeadSpec, MTPHead
+from headstart.models._family import Family, native_head
+from headstart.text.tokenizer import Tokenizer
+
+MEMORY_SHARE = 0.25
+"""Share of the free memory that the KV cache may take when --kv-blocks is not given."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A loaded trunk: everything that does not depend on how it is run."""
+
+    name: str
+    checkpoint: Checkpoint
+    family: Family
+    config: DecoderConfig
+    backend: Backend
+    weights: Weights
+    decoder: Decoder
+    tokenizer: Tokenizer
+    head: AttachedHead | None
+
+
+def make_backend(config: EngineConfig) -> tuple[str, Backend]:
+    """The backend the config asks for, and why it was chosen. Raises UsageError when it cannot run here."""
+    if importlib.util.find_spec("torch") is None:
+        raise UsageError("backend reference needs torch, which is not installed", "pip install 'headstart[torch]'")
+    from headstart.kernels.reference import ReferenceBackend  # torch is imported only when it is used
+
+    backend = ReferenceBackend(device=config.device, dtype=config.dtype, threads=config.threads or usable_threads())
+    return "the only backend of this version", backend
+
+
+def usable_threads() -> int:
+    """Cores that affinity and the cgroup quota leave to this process."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = Path("/sys/fs/cgroup/cpu.max")
+    if quota.exists():
+        limit, period = quota.read_text().split()
+        if limit != "max":
+            cores = min(cores, max(1, int(limit) // int(period)))
+    return cores
+
+
+def find_family(checkpoint: Checkpoint) -> Family:
+    """The family of a checkpoint by its model_type. Raises ModelError for one that is not known."""
+    model_type = checkpoint.config.get("model_type")
+    if not isinstance(model_type, str):
+        raise ModelError(f"{checkpoint.path}: config.json names no model_type")
+    family: Family = registry.find("models", model_type).FAMILY
+    return family
+
+
+def canonical_tensors(checkpoint: Checkpoint, family: Family, config: DecoderConfig) -> dict[str, RawTensor]:
+    """The checkpoint's tensors under canonical names, q and k rows in the half-split rope order."""
+    if not checkpoint.canonical_names:
+        named = ((family.canonical(name), tensor) for name, tensor in checkpoint.tensors.items())
+        return {name: tensor for name, tensor in named if name is not None}
+    tensors: dict[str, RawTensor] = dict(checkpoint.tensors)
+    if family.interleaved_rope:
+        heads = {"q_proj": config.attention.num_heads, "k_proj": config.attention.num_kv_heads}
+        for name, tensor in checkpoint.tensors.items():
+            if (part := name.split(".")[-2] if "." in name else "") in heads:
+                tensors[name] = unpermute_rows(tensor, heads[part])
+    return tensors
+
+
+def load_model(name: str | None, config: EngineConfig) -> Model:
+    """Read a model by path, alias or Hub name, and the head that goes with it. Raises ModelError or UsageError."""
+    alias = resolve_alias(name)
+    checkpoint = open_checkpoint(alias.trunk)
+    family = find_family(checkpoint)
+    sizes = family.parse(checkpoint.config)
+    _, backend = make_backend(config)
+    weights = Weights(canonical_tensors(checkpoint, family, sizes), backend, str(alias.trunk))
+    decoder = family.build(weights, sizes)
+    model = Model(
+        name or alias.name, checkpoint, family, sizes, backend, weights, decoder, checkpoint.load_tokenizer(), None
+    )
+    return replace(model, head=find_head(model, config.head, alias.head))
+
+
+def find_head(model: Model, asked: str | None, shipped: Path | None) -> AttachedHead | None:
+    """The head asked for, else the native one, else the one shipped with the alias."""
+    if asked is not None:
+        return attach_head(model, Path(asked))
+    native = native_head(model.family, model.weights, model.config)
+    if native is not None:
+        return AttachedHead(native, "the checkpoint")
+    return attach_head(model, shipped) if shipped is not None else None
+
+
+def attach_head(model: Model, path: Path) -> AttachedHead:
+    """Read a head checkpoint and fit it to the trunk. Raises ModelError saying which number differs."""
+    head, tensors = read_head(path)
+    for name, ours, theirs in (
+        ("hidden_size", head.hidden_size, model.config.hidden_size),
+        ("vocab_size", head.vocab_size, model.config.vocab_size),
+    ):
+        if ours != theirs:
+            raise ModelError(
+                f"the head {path} does not fit {model.name}: its {name} is {ours}, the model's is {theirs}",
+                "use a head trained for this model, or headstart train",
+            )
+    weights = Weights(tensors, model.backend, str(path))
+    modules = [mtp_module(weights, f"mtp.{i}", head.block) for i in range(head.spec.num_modules)]
+    return AttachedHead(MTPHead(head.spec, modules), str(path), head.draft_token_ids)
+
+
+def make_engine(model: Model, config: EngineConfig) -> Engine:
+    """Allocate pools for a loaded model and attach the drafter. Raises UsageError for what does not fit."""
+    max_length = context_length(model, config)
+    drafter_type, method = drafter_of(model, config)
+    tap = drafter_type.tap(model.head) if drafter_type else None
+    num_blocks = config.kv_blocks or _num_blocks(model, config, max_length)
+    if num_blocks * config.block_size < max_length:
+        raise UsageError(
+            f"--kv-blocks {num_blocks} of {config.block_size} tokens hold less than one sequence of {max_length}",
+            f"give at least {-(-max_length // config.block_size)} blocks, or lower --max-model-len",
+        )
+    memory = KVMemory(num_blocks, config.block_size, prefix_caching=config.enable_prefix_caching)
+    num_slots = num_blocks * config.block_size
+    runner = Runner(
+        model.backend,
+        model.decoder,
+        num_slots=num_slots,
+        hidden_size=model.config.hidden_size,
+        vocab_size=model.config.vocab_size,
+        tap=tap,
+        block_size=config.block_size,
+        keep_probs=config.rule == "rejection",
+    )
+    drafter: Drafter | None = None
+    if drafter_type is not None:
+        drafter = drafter_type.attach(
+            Target(
+                backend=model.backend,
+                model=model.decoder,
+                config=model.config,
+                weights=model.weights,
+                memory=memory,
+                runner=runner,
+                num_slots=num_slots,
+                token_budget=config.max_num_batched_tokens,
+                ngram=(config.ngram_min, config.ngram_max),
+                head=model.head,
+            )
+        )
+        if config.depth > drafter.max_depth:
+            raise UsageError(
+                f"--depth is {config.depth}, but drafter {method} goes to {drafter.max_depth} at most",
+                f"use --depth {drafter.max_depth} or less",
+            )
+    return Engine(runner, memory, drafter, config, max_length)
+
+
+def drafter_of(model: Model, config: EngineConfig) -> tuple[type[Drafter] | None, str]:
+    """The drafter class; `auto` takes the head when there is one, else prompt lookup needs no head. Depth 0 needs none."""
+    method = config.drafter
+    if method == "auto":
+        method = "mtp" if model.head else "ngram"
+    if method == "none" or config.depth == 0:
+        return None, "none"
+    found: type[Drafter] = registry.find("drafters", method).DRAFTER
+    return found, method
+
+
+def context_length(model: Model, config: EngineConfig) -> int:
+    """The longest prompt plus output. Raises UsageError for more than the model was made for."""
+    limit = model.config.max_length
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise UsageError(f"--max-model-len is {config.max_model_len}, but the model's context is {limit}")
+    return config.max_model_len or limit
+
+
+def _num_blocks(model: Model, config: EngineConfig, max_length: int) -> int:
+    """Enough for max_num_seqs full sequences, within a share of the free memory, never less than one sequence."""
+    element = {"float64": 8}.get(config.dtype, 4)
+    per_token = sum(2 * s.num_kv_heads * s.head_dim for s in model.decoder.kv_specs) + model.config.hidden_size
+    blocks_per_sequence = -(-max_length // config.block_size)
+    affordable = int(free_memory() * MEMORY_SHARE) // (per_token * element * config.block_size)
+    return max(min(config.max_num_seqs * blocks_per_sequence, affordable), blocks_per_sequence)
+
+
+def free_memory() -> int:
+    """Bytes that can be taken without swapping."""
+    info: Mapping[str, Any] = {}
+    path = Path("/proc/meminfo")
+    if path.exists():
+        info = dict(line.split(":", 1) for line in path.read_text().splitlines())
+    return int(str(info.get("MemAvailable", "4194304 kB")).split()[0]) * 1024

@@ -1,0 +1,94 @@
+"""Runs passes: the trunk's, and the drafter's on its behalf. The only place that knows pools and programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+
+from headstart.core import Rows, Sampled, SamplingRows, Sequence, Span, TokenLogprob
+from headstart.engine.plan import build_plan, span_rows
+from headstart.engine.sampling import build_rows
+from headstart.kernels.ops import Backend, Buffer, Pool, Program, Weight
+from headstart.layers.decoder import Decoder, Tap
+from headstart.layers.mtp import FIRST_PAIR_POSITION
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Logits of a trunk pass: `logits` [L, V]; those of span i are rows starts[i] .. starts[i + 1] - 1."""
+
+    logits: Buffer
+    starts: Seq[int]
+
+
+class Runner:
+    """One trunk with its pools on one backend. `num_passes` counts trunk forwards, `num_rows` their rows."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        model: Decoder,
+        *,
+        num_slots: int,
+        hidden_size: int,
+        vocab_size: int,
+        tap: Tap | None,
+        block_size: int,
+        keep_probs: bool,
+    ) -> None:
+        self.backend, self.vocab_size = backend, vocab_size
+        self._block_size, self._keep_probs = block_size, keep_probs
+        self._hidden_pool: Pool = backend.hidden_pool(num_slots, hidden_size) if tap else None
+        pools = [backend.kv_pool(num_slots, spec) for spec in model.kv_specs]
+        self._program = model.program(pools, self._hidden_pool, tap or "post_norm")
+        self.num_passes = self.num_rows = 0
+
+    def forward(self, spans: Seq[Span]) -> Forward:
+        """One forward for all rows of all spans."""
+        parts = [span_rows(span) for span in spans]
+        plan = build_plan(parts, self._block_size)
+        output = self.backend.run(self._program, plan)
+        self.num_passes += 1
+        self.num_rows += plan.num_rows
+        return Forward(output["logits"], [0, *np.cumsum([part.num_logits for part in parts]).tolist()])
+
+    def sample(self, spans: Seq[Span], forward: Forward) -> tuple[Sampled, list[int]]:
+        """Draw every sampling row of the pass at once. Returns the draws and where those of each span start."""
+        entries, rows, starts = [], [], [0]
+        for span, end in zip(spans, forward.starts[1:], strict=True):
+            sequence, draft = span.sequence, span.sequence.draft.tokens
+            for i in range(span.num_sample):
+                entries.append((sequence, len(sequence.tokens) + i, draft[:i]))
+                rows.append(end - span.num_sample + i)
+            starts.append(len(entries))
+        if not entries:
+            return Sampled(np.zeros(0, np.int64), ()), starts
+        logits = self.backend.rows(forward.logits, np.array(rows, np.int32))
+        return self._draw(logits, build_rows(entries)), starts
+
+    def prompt_logprobs(self, span: Span, forward: Forward, index: int) -> list[TokenLogprob]:
+        """Of the prompt tokens that this span's rows predict."""
+        sequence = span.sequence
+        num_wanted = sequence.request.params.prompt_logprobs
+        known = sequence.request.prompt_ids[span.start + 1 : span.start + 1 + span.num_rows]
+        if num_wanted is None or not known:
+            return []
+        first = forward.starts[index]
+        rows = np.arange(first, first + len(known), dtype=np.int32)
+        return self.backend.logprobs(self.backend.rows(forward.logits, rows), np.array(known, np.int64), num_wanted)
+
+    def run_head(self, program: Program, parts: Seq[Rows], hidden: Buffer = None) -> Mapping[str, Buffer]:
+        plan = build_plan(parts, self._block_size, first_position=FIRST_PAIR_POSITION)
+        return self.backend.run(program, plan, hidden_pool=self._hidden_pool, hidden=hidden)
+
+    def draw(
+        self, logits: Buffer, entries: Seq[tuple[Sequence, int, Seq[int]]], token_ids: Weight | None = None
+    ) -> Sampled:
+        return self._draw(logits, build_rows(entries, logprobs=False), token_ids)
+
+    def _draw(self, logits: Buffer, rows: SamplingRows, token_ids: Weight | None = None) -> Sampled:
+        return self.backend.sample(
+            logits, rows, vocab_size=self.vocab_size, token_ids=token_ids, keep_probs=self._keep_probs
+        )

@@ -1,0 +1,103 @@
+"""Which rows run in the next pass. There is no prefill and no decode phase: each sequence asks for
+len(tokens) + len(draft) - num_computed rows, within one token budget."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from headstart.cache.memory import KVMemory
+from headstart.core import Draft, Sequence, Span
+
+
+class Scheduler:
+    """Continuous batching, first come first served; the youngest sequence is preempted when blocks run out."""
+
+    def __init__(self, memory: KVMemory, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self.memory = memory
+        self.max_num_seqs, self.budget = max_num_seqs, max_num_batched_tokens
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self.prefix_queries = self.prefix_hits = 0  # prompt tokens looked up, and found
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def schedule(self) -> list[Span]:
+        """Spans of the next pass: running sequences first, then as many waiting ones as fit."""
+        spans: list[Span] = []
+        budget, preemptions = self.budget, self.num_preemptions
+        for sequence in list(self.running):
+            if sequence in self.running:  # not preempted by an older one in this very step
+                budget -= self._extend(sequence, budget, spans)
+        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+            # what was preempted in this very step waits: taking it back at once would only evict the next one
+            if self.num_preemptions > preemptions or not self._admit(self.waiting[0]):
+                break
+            sequence = self.waiting.popleft()
+            self.running.append(sequence)
+            budget -= self._extend(sequence, budget, spans)
+        return spans
+
+    def _extend(self, sequence: Sequence, budget: int, spans: list[Span]) -> int:
+        """Append the rows of one running sequence, cut to the budget; returns their number."""
+        pending = len(sequence.tokens) - sequence.num_computed
+        room = budget - pending
+        if len(sequence.draft.tokens) > max(room, 0):
+            sequence.draft = _cut(sequence.draft, max(room, 0))
+        num_rows = min(pending + len(sequence.draft.tokens), budget)
+        if num_rows <= 0 or not self._make_room(sequence, num_rows):
+            return 0
+        num_rows = min(num_rows, pending + len(sequence.draft.tokens))  # the draft may have been dropped
+        num_sample = 1 + len(sequence.draft.tokens) if num_rows >= pending else 0
+        spans.append(Span(sequence, sequence.num_computed, num_rows, num_sample))
+        return num_rows
+
+    def _make_room(self, sequence: Sequence, num_rows: int) -> bool:
+        """Blocks for the rows: give up the draft, then preempt from the youngest, then oneself."""
+        if self.memory.reserve(sequence, sequence.num_computed + num_rows):
+            return True
+        num_rows -= len(sequence.draft.tokens)
+        sequence.draft = Draft()
+        while not self.memory.reserve(sequence, sequence.num_computed + num_rows):
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.memory.release(sequence)
+        sequence.draft = Draft()
+        self.waiting.appendleft(sequence)
+        self.num_preemptions += 1
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Attach the cached prefix; refuse (and give it back) when not even one more block is free."""
+        cached = self.memory.attach_prefix(sequence)
+        if not self.memory.reserve(sequence, min(len(sequence.tokens), cached + self.budget)):
+            self.memory.release(sequence)
+            return False
+        if sequence.num_output == 0:
+            sequence.num_cached = cached
+            self.prefix_queries += sequence.num_prompt
+            self.prefix_hits += cached
+        return True
+
+    def finish(self, sequence: Sequence) -> None:
+        """Take a sequence out, wherever it is, and free its blocks."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+            self.memory.release(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+
+
+def _cut(draft: Draft, length: int) -> Draft:
+    probs = None if draft.probs is None else draft.probs[:length]
+    return Draft(draft.tokens[:length], probs, draft.method)
