@@ -35,11 +35,20 @@ def philox(counter: Words, key: tuple[Array, Array]) -> Words:
     for _ in range(_ROUNDS):
         # The low halves stay unmasked in c1, c3: the mask after the next xor (or at the end) removes what is above.
         p0, p1 = c0 * _MULTIPLY[0], c2 * _MULTIPLY[1]
-        c0 = ((p1 >> 32) ^ (c1 ^ k0)) & _MASK
-        c2 = ((p0 >> 32) ^ (c3 ^ k1)) & _MASK
-        c1, c3 = p1, p0
+        c0, c1, c2, c3 = _mix(p1, c1, k0), p1, _mix(p0, c3, k1), p0
         k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
     return c0, c1 & _MASK, c2, c3 & _MASK
+
+
+def _mix(product: Array, word: Array, key: Array) -> Array:
+    """High half of the product ^ word ^ key."""
+    high, mixed = product >> 32, word ^ key
+    if high.shape == mixed.shape:
+        mixed ^= high
+    else:
+        mixed = mixed ^ high
+    mixed &= _MASK
+    return mixed
 
 
 _LN2_HIGH = 0x2C5C85FDF47 * 2.0**-42  # 42 bits, so that k * _LN2_HIGH is exact

@@ -21,7 +21,7 @@ from headstart.kernels import philox
 from headstart.kernels.reference_noise import NoiseKeys, draw, first_max
 
 _MASS_ONE = 2.0**40  # mass of the best token; V < 2^23 tokens cannot overflow an int64
-_MASS_REACH = 28.0  # exp(-28) < 2^-40: no mass below
+_BINS_PER_NAT, _NUM_BINS = 16, 28 * 16 + 1  # the last bin has no mass: exp(-28) < 2^-40
 _INV_LN2, _LN2_HIGH, _LN2_LOW = 1.4426950216293335, 0.693145751953125, 1.428606765330187e-06  # float32 parts
 _TAYLOR = tuple(1.0 / math.factorial(n) for n in range(7, -1, -1))
 
@@ -56,7 +56,7 @@ def sample(
             weights = exp((scores - best[:, None]).float()).double() / mass_total(scores, best)[:, None]
             probs[picked] = weights if token_ids is None else _spread(weights, token_ids, vocab_size)
     found: Int64 = tokens.cpu().numpy()
-    return Sampled(found, _logprobs(logits, rows, found, token_ids), probs)
+    return Sampled(found, _asked(logits, rows, found, token_ids), probs)
 
 
 def _spread(weights: Tensor, token_ids: Tensor, vocab_size: int) -> Tensor:
@@ -160,27 +160,35 @@ def _top_k(scores: Tensor, limited: Int64, top_k: Int64) -> None:
 
 
 def _top_p(scores: Tensor, best: Tensor, limited: Int64, top_p: NDArray[np.float32]) -> None:
-    """Keep the smallest prefix, best first, lower ids first among equals, that holds top_p of each row's mass."""
+    """Keep the smallest prefix, best first, lower ids first among equals, that holds top_p of each row's mass.
+
+    A histogram of mass over the distance to the best finds the bin of the cut; only that bin is sorted."""
     index = torch.from_numpy(limited).to(scores.device)
-    below = scores[index] - best[index, None]
+    part = scores[index]
+    below = (part - best[index, None]).float()
     masses = mass(below)
-    total = masses.sum(-1).tolist()
-    for i, row in enumerate(limited.tolist()):
-        kept = _nucleus(below[i], masses[i], float(top_p[row]) * float(total[i]))
-        values = scores[row, kept]
-        scores[row].fill_(-math.inf)
-        scores[row, kept] = values
+    bins = (below * -_BINS_PER_NAT).clamp_(max=_NUM_BINS - 1).long()
+    histogram = masses.new_zeros((len(limited), _NUM_BINS)).scatter_add_(1, bins, masses)
+    up_to = histogram.cumsum(-1)
+    need = _on(top_p[limited], scores) * up_to[:, -1].double()
+    cut = (up_to.double() < need[:, None]).sum(-1)
+    before = (up_to - histogram).gather(1, cut[:, None])[:, 0]
+    drop = bins >= cut[:, None]
+    row, column = (bins == cut[:, None]).nonzero(as_tuple=True)
+    kept = _prefix(row, part[row, column], masses[row, column], before, need)
+    drop[row[kept], column[kept]] = False
+    scores[index] = part.masked_fill_(drop, -math.inf)
 
 
-def _nucleus(below: Tensor, masses: Tensor, need: float) -> Tensor:
-    """Ids [n] of one row's smallest prefix with mass >= need; sorts the tokens near the top first."""
-    for reach in (6.0, 12.0, _MASS_REACH):
-        ids = (below >= -reach).nonzero()[:, 0]
-        if reach == _MASS_REACH or float(masses[ids].sum()) >= need:
-            break
-    ids = ids[below[ids].sort(descending=True, stable=True).indices]
-    short = int((masses[ids].cumsum(0).double() < need).sum())
-    return ids[: short + 1]
+def _prefix(row: Tensor, scores: Tensor, masses: Tensor, before: Tensor, need: Tensor) -> Tensor:
+    """Which tokens [n] of each row's cut bin belong to the prefix: best first until before + mass >= need."""
+    rows, values, weights = (x.cpu().numpy() for x in (row, scores, masses))
+    start, goal = before.cpu().numpy(), need.cpu().numpy()
+    order = np.lexsort((-values, rows))  # stable: lower ids first among equals
+    rows, weights = rows[order], weights[order]
+    ahead = np.cumsum(weights) - weights  # integer sums: exact
+    ahead += start[rows] - ahead[np.searchsorted(rows, rows)]
+    return torch.from_numpy(order[(ahead < goal[rows]) | (ahead == 0)]).to(row.device)
 
 
 # Mass and logprobs.
@@ -202,43 +210,48 @@ def exp(x: Tensor) -> Tensor:
 
 
 def mass(below: Tensor) -> Tensor:
-    """Fixed-point e^x (int64, 1 = 2^40) of float64 distances to the maximum."""
-    return exp(below.float()).mul_(_MASS_ONE).long()
+    """Fixed-point e^x (int64, 1 = 2^40) of float32 distances to the maximum."""
+    return exp(below).mul_(_MASS_ONE).long()
 
 
 def mass_total(scores: Tensor, best: Tensor) -> Tensor:
     """Sum over the row of e^(score - best), float64 [L]."""
-    return mass(scores - best[:, None]).sum(-1).double() * (1 / _MASS_ONE)
+    return mass((scores - best[:, None]).float()).sum(-1).double() * (1 / _MASS_ONE)
 
 
-def token_logprob(logits: Tensor, token: int, num_top: int, token_ids: Tensor | None = None) -> TokenLogprob:
-    """Raw log-softmax of one row of untouched logits [V] at a token's column, and its top alternatives."""
+def logprobs(
+    logits: Tensor, tokens: NDArray[Any], num_top: NDArray[Any], token_ids: Tensor | None = None
+) -> list[TokenLogprob]:
+    """Raw log-softmax of untouched logits [N, V'] at one token of each row, and the row's top alternatives.
+
+    l - max - log(sum e^(l - max)) in float64, rounded to float32; ties go to the lowest id."""
     scores = logits.double()
-    best = scores.amax()
-    total = mass_total(scores[None], best[None]).cpu().numpy()
-    log_total = float(philox.numpy_log(total)[0])
-
-    def logprob(column: int) -> float:
-        return float(np.float32(float(scores[column] - best) - log_total))
-
-    def target(column: int) -> int:
-        return column if token_ids is None else int(token_ids[column])
-
-    column = token if token_ids is None else int(torch.searchsorted(token_ids, token))
-    top = _top_columns(scores, min(num_top, len(scores))) if num_top else []
-    return TokenLogprob(token, logprob(column), tuple((target(c), logprob(c)) for c in top))
+    best = scores.amax(-1)
+    log_total = _on(philox.numpy_log(mass_total(scores, best).cpu().numpy()), scores)
+    wanted = torch.from_numpy(tokens.astype(np.int64)).to(scores.device)
+    columns = wanted if token_ids is None else torch.searchsorted(token_ids, wanted)
+    chosen = scores.gather(1, columns[:, None])[:, 0] - best - log_total
+    tops = (_top(*row, token_ids) for row in zip(scores, best, log_total, num_top.tolist(), strict=True))
+    values = chosen.float().tolist()
+    return [TokenLogprob(int(t), v, top) for t, v, top in zip(tokens, values, tops, strict=True)]
 
 
-def _top_columns(scores: Tensor, count: int) -> list[int]:
+def _top(
+    scores: Tensor, best: Tensor, log_total: Tensor, count: int, token_ids: Tensor | None
+) -> tuple[tuple[int, float], ...]:
+    if not count:
+        return ()
+    count = min(count, len(scores))
     columns = (scores >= torch.topk(scores, count).values[-1]).nonzero()[:, 0]
-    order = scores[columns].sort(descending=True, stable=True).indices[:count]
-    return [int(column) for column in columns[order]]
+    columns = columns[scores[columns].sort(descending=True, stable=True).indices[:count]]
+    values = (scores[columns] - best - log_total).float().tolist()
+    return tuple(zip((columns if token_ids is None else token_ids[columns]).tolist(), values, strict=True))
 
 
-def _logprobs(
-    logits: Tensor, rows: SamplingRows, tokens: Int64, token_ids: Tensor | None
-) -> list[TokenLogprob | None]:
+def _asked(logits: Tensor, rows: SamplingRows, tokens: Int64, token_ids: Tensor | None) -> list[TokenLogprob | None]:
     found: list[TokenLogprob | None] = [None] * len(rows)
-    for row in np.flatnonzero(rows.num_logprobs >= 0).tolist():
-        found[row] = token_logprob(logits[row], int(tokens[row]), int(rows.num_logprobs[row]), token_ids)
+    if (asked := np.flatnonzero(rows.num_logprobs >= 0)).size:
+        part = logits if len(asked) == len(rows) else logits[torch.from_numpy(asked).to(logits.device)]
+        for row, logprob in zip(asked, logprobs(part, tokens[asked], rows.num_logprobs[asked], token_ids), strict=True):
+            found[row] = logprob
     return found
