@@ -30,24 +30,24 @@ class EngineConfig:
     backend: BackendName = _flag("auto", "--backend", "What computes: reference (plain torch), or auto to choose.")
     dtype: Dtype = _flag("float32", "--dtype", "Arithmetic of the reference backend.")
     device: Device = _flag("cpu", "--device", "Where the model runs.")
-    threads: int | None = _flag(None, "--threads", "CPU threads; default: what affinity and cgroup quota allow.")
+    threads: int | None = _flag(None, "--threads", "CPU threads. Default: what affinity and cgroup quota allow.")
     drafter: str = _flag("auto", "--drafter", "What proposes tokens: auto, mtp, ngram, none or a plug-in's name.")
     head: str | None = _flag(None, "--head", "Directory of a trained head to attach to the model.")
     depth: int = _flag(3, "--depth", f"Tokens drafted per pass, 0 (plain decoding) to {MAX_DEPTH}.")
     rule: Rule = _flag("exact", "--rule", "exact: the text is that of plain decoding; rejection: same distribution.")
-    max_model_len: int | None = _flag(None, "--max-model-len", "Longest prompt plus output; default: the model's own.")
+    max_model_len: int | None = _flag(None, "--max-model-len", "Longest prompt plus output. Default: the model's own.")
     max_num_seqs: int = _flag(64, "--max-num-seqs", "Sequences that run at the same time.")
     max_num_batched_tokens: int = _flag(
         512, "--max-num-batched-tokens", "Rows per pass; longer prompts are computed in chunks."
     )
     block_size: int = _flag(16, "--block-size", "Token positions per KV cache block.")
-    kv_blocks: int | None = _flag(None, "--kv-blocks", "KV cache blocks; default: sized from free memory.")
+    kv_blocks: int | None = _flag(None, "--kv-blocks", "KV cache blocks. Default: sized from free memory.")
     enable_prefix_caching: bool = _flag(
         True, "--enable-prefix-caching", "Keep computed prompts for later requests that begin the same."
     )
     ngram_min: int = _flag(2, "--ngram-min", "Shortest n-gram that the ngram drafter looks up.")
     ngram_max: int = _flag(4, "--ngram-max", "Longest n-gram that the ngram drafter looks up.")
-    seed: int | None = _flag(None, "--seed", "Seed of requests that bring none; default: drawn at random, reported.")
+    seed: int | None = _flag(None, "--seed", "Seed of requests that bring none. Default: drawn at random, reported.")
 
     def __post_init__(self) -> None:
         self._check_choice("backend", get_args(BackendName))

@@ -1,0 +1,58 @@
+"""`headstart demo`: the same prompts with and without MTP, side by side."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headstart.cli.options import EngineOptions, Model, OutputOptions
+from headstart.cli.render import finish, print_table, progress
+from headstart.errors import UsageError
+
+if TYPE_CHECKING:
+    from headstart.core import Report
+
+EXAMPLES = ("headstart demo", "headstart demo --depth 5 --max-tokens 128", "headstart demo --drafter ngram --json")
+
+
+def run(
+    model: Model = None,
+    *,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Tokens per prompt.")] = 64,
+    engine: EngineOptions,
+    output: OutputOptions,
+) -> int:
+    """Decode the same prompts with drafting off and on: is the text the same, what does it save?"""
+    if engine.config.depth == 0 or engine.config.drafter == "none":
+        raise UsageError("demo compares with drafting, but drafting is switched off", "leave out --no-mtp or --depth 0")
+
+    from headstart.tools import demo
+
+    with progress("decoding", quiet=output.as_json) as report_progress:
+        options = demo.DemoOptions(model=model, config=engine.config, max_tokens=max_tokens)
+        report = demo.run(options, report_progress)
+    if not output.as_json:
+        _print_table(report)
+    return finish(report, output.as_json)
+
+
+def _print_table(report: Report) -> None:
+    columns = (
+        "prompt", "same text", "tokens", "passes", "passes/token", "accept. length", "off tok/s", "on tok/s", "ratio",
+    )  # fmt: skip
+    rows = [
+        (
+            row["kind"],
+            "yes" if row["identical"] else f"no, from token {row['first_difference']}",
+            row["tokens"],
+            f"{row['passes_off']} -> {row['passes_on']}",
+            f"{row['passes_per_token']:.2f}",
+            f"{row['acceptance_length']:.2f}",
+            f"{row['tokens_per_s_off']:.1f}",
+            f"{row['tokens_per_s_on']:.1f}",
+            f"{row['speed_ratio']:.2f}x",
+        )
+        for row in report.data["prompts"]
+    ]
+    print_table(columns, rows)

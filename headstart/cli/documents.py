@@ -1,0 +1,57 @@
+"""Completions as JSON documents and as one line for people."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headstart.api import Completion
+    from headstart.core import DraftStats
+
+
+def completion_document(completion: Completion) -> dict[str, Any]:
+    """What `generate --json` prints; `logprobs` and `choices` only when they were asked for."""
+    document: dict[str, Any] = {
+        "text": completion.text,
+        "token_ids": list(completion.token_ids),
+        "finish_reason": completion.finish_reason,
+        "seed": completion.seed,
+        "usage": {name: completion.usage[name] for name in ("prompt_tokens", "completion_tokens")},
+        "speculation": speculation_document(completion.speculation, completion.method),
+        "timing": {
+            name: completion.timing[name] for name in ("load_s", "ttft_s", "decode_s", "decode_tokens_per_s")
+        },
+    }
+    if completion.logprobs:
+        document["logprobs"] = completion.logprobs
+    if len(completion.choices) > 1:
+        document["choices"] = [
+            {"text": choice.text, "token_ids": list(choice.token_ids), "finish_reason": choice.finish_reason}
+            for choice in completion.choices
+        ]
+    return document
+
+
+def speculation_document(stats: DraftStats, method: str) -> dict[str, Any]:
+    """Counts of drafting as in every JSON output; `per_position` counts accepted drafts by position."""
+    return {
+        "method": method,
+        "drafts": stats.drafts,
+        "drafted": stats.drafted,
+        "accepted": stats.accepted,
+        "acceptance_rate": stats.acceptance_rate,
+        "acceptance_length": stats.acceptance_length,
+        "per_position": list(stats.per_position),
+    }
+
+
+def summary(completion: Completion) -> str:
+    """One line: tokens, speed and what drafting did."""
+    stats = completion.speculation
+    parts = [
+        f"{completion.usage['completion_tokens']} tokens",
+        f"{completion.timing['decode_tokens_per_s']:.1f} tokens/s",
+    ]
+    if stats.drafts:
+        parts.append(f"acceptance length {stats.acceptance_length:.2f} ({completion.method})")
+    return ", ".join(parts)

@@ -1,0 +1,59 @@
+"""`headstart generate`: one prompt in, its continuation out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headstart.cli.documents import completion_document, summary
+from headstart.cli.options import EngineOptions, Model, OutputOptions, PromptOptions, SamplingOptions
+from headstart.cli.render import print_json, stderr
+
+if TYPE_CHECKING:
+    from headstart.api import LLM
+    from headstart.core import SamplingParams
+
+EXAMPLES = (
+    "headstart generate --prompt 'Write a haiku about rain.'",
+    "headstart generate ./my-model --prompt-file task.txt --temperature 0.7 --seed 1 --json",
+    "echo 'def add(a, b):' | headstart generate --raw --depth 5",
+)
+
+
+def run(
+    model: Model = None,
+    *,
+    prompts: PromptOptions,
+    sampling: SamplingOptions,
+    engine: EngineOptions,
+    output: OutputOptions,
+) -> int:
+    """Continue one prompt; streams to the terminal, or prints one JSON document."""
+    prompt = prompts.text()
+    params = sampling.params(engine.config.seed)
+
+    from headstart.api import LLM
+
+    llm = LLM(model, engine.config)
+    if output.as_json:
+        print_json(completion_document(llm.generate([prompt], params, raw=prompts.raw)[0]))
+    elif params.n > 1:
+        _print_choices(llm, prompt, params, prompts.raw)
+    else:
+        _stream(llm, prompt, params, prompts.raw)
+    return 0
+
+
+def _stream(llm: LLM, prompt: str, params: SamplingParams, raw: bool) -> None:
+    for delta in llm.stream(prompt, params, raw=raw):
+        print(delta.text, end="", flush=True)
+        if delta.completion is not None:
+            print()
+            stderr().print(summary(delta.completion), style="dim")
+
+
+def _print_choices(llm: LLM, prompt: str, params: SamplingParams, raw: bool) -> None:
+    completion = llm.generate([prompt], params, raw=raw)[0]
+    for index, choice in enumerate(completion.choices):
+        print(f"--- {index + 1} of {len(completion.choices)} ---")
+        print(choice.text)
+    stderr().print(summary(completion), style="dim")

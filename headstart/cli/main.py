@@ -1,0 +1,92 @@
+"""The `headstart` program: commands, and the one place where an error becomes a line on stderr and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headstart import __version__
+from headstart.cli import chat, demo, doctor, generate, inspect, pull, train, verify
+from headstart.cli.options import expand
+from headstart.cli.render import print_error
+from headstart.errors import INTERNAL, HeadstartError, UsageError, status_of
+
+
+def _examples(lines: Sequence[str]) -> str:
+    """Help text that ends a command's `--help`; blank lines keep one example per line."""
+    return "\n\n".join(["Examples:", *lines])
+
+TRACEBACK_VARIABLE = "HEADSTART_TRACEBACK"
+
+app = typer.Typer(
+    name="headstart",
+    help="An LLM engine built around multi-token prediction: the model's own heads draft, the text stays the same.",
+    epilog=_examples(["headstart demo", "headstart generate --prompt 'Why is the sky blue?'"]),
+    add_completion=False,
+    rich_markup_mode="rich",
+)
+for module in (demo, generate, chat, verify, inspect, train, pull, doctor):
+    name = module.__name__.rpartition(".")[2]
+    app.command(name, epilog=_examples(module.EXAMPLES))(expand(module.run))
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        print(f"headstart {__version__}")
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code (the `headstart` script exits with it)."""
+    try:
+        code = typer.main.get_command(app).main(
+            None if arguments is None else list(arguments), prog_name="headstart", standalone_mode=False
+        )
+    except HeadstartError as error:
+        print_error(error.message, error.hint)
+        return status_of(error).exit_code
+    except typer.TyperException as error:
+        return _wrong_usage(error)
+    except (KeyboardInterrupt, typer.Abort):
+        print_error("interrupted")
+        return status_of(KeyboardInterrupt()).exit_code
+    except Exception as error:  # noqa: BLE001  # the process edge
+        return _internal(error)
+    if code == status_of(KeyboardInterrupt()).exit_code:  # typer turns Ctrl-C into this code
+        print_error("interrupted")
+    return int(code or 0)
+
+
+def _wrong_usage(error: typer.TyperException) -> int:
+    """An option or argument that typer itself refused."""
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "headstart"
+    print_error(error.format_message(), f"see {path} --help")
+    return status_of(UsageError("")).exit_code
+
+
+def _internal(error: Exception) -> int:
+    """A bug: one line, and the trace for those who ask."""
+    if os.environ.get(TRACEBACK_VARIABLE) == "1":
+        traceback.print_exc()
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    print_error(
+        f"internal error: {type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})",
+        f"{TRACEBACK_VARIABLE}=1 shows the trace; please report it",
+    )
+    return INTERNAL.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

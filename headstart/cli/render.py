@@ -1,0 +1,91 @@
+"""Output helpers: stdout is data, everything else goes to stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # rich costs start-up time that `--help` of other commands need not pay
+    from rich.console import Console
+
+    from headstart.core import Report
+
+SLOW_SECONDS = 2.0
+"""Work shorter than this shows no progress bar."""
+
+Progress = Callable[[int, int, str], None]
+"""Called with (done, total, what is being done)."""
+
+
+def stdout() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False, soft_wrap=False)
+
+
+def stderr() -> Console:
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False)
+
+
+def print_json(document: dict[str, Any]) -> None:
+    """The one JSON document of a command."""
+    print(json.dumps(document, ensure_ascii=False, indent=2))
+
+
+def print_error(message: str, hint: str = "") -> None:
+    """One line for what was wrong, one for what to do."""
+    print(f"headstart: error: {' '.join(message.split())}", file=sys.stderr)
+    if hint:
+        print(f"hint: {' '.join(hint.split())}", file=sys.stderr)
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, title: str = "", footer: str = "") -> None:
+    """A table on stdout; the first column is text, the others are right-aligned."""
+    from rich.table import Table
+
+    table = Table(title=title or None, caption=footer or None, title_justify="left", caption_justify="left")
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="left" if index == 0 else "right", no_wrap=index > 0)
+    for row in rows:
+        table.add_row(*(str(cell) for cell in row))
+    stdout().print(table)
+
+
+def finish(report: Report, as_json: bool) -> int:
+    """Show a report and give the exit code: 0 if its answer is yes, else 1."""
+    if as_json:
+        print_json(report.data)
+    else:
+        for line in report.lines:
+            print(line)
+    return 0 if report.ok else 1
+
+
+@contextmanager
+def progress(what: str, *, quiet: bool = False) -> Iterator[Progress]:
+    """A callback that draws a bar on stderr once the work has taken a while; silent when stderr is not a terminal."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda done, total, text: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    bar = Bar(*columns, console=stderr(), transient=True)
+    task = bar.add_task(what, total=None)
+    begin = time.monotonic()
+
+    def report(done: int, total: int, text: str) -> None:
+        if not bar.live.is_started and time.monotonic() - begin > SLOW_SECONDS:
+            bar.start()
+        bar.update(task, completed=done, total=total, description=text or what)
+
+    try:
+        yield report
+    finally:
+        bar.stop()

@@ -1,0 +1,60 @@
+"""`headstart train`: a multi-token-prediction head for a frozen model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from headstart.cli.options import Model, OptionGroup, OutputOptions
+from headstart.cli.render import finish
+from headstart.errors import UsageError
+
+EXAMPLES = (
+    "headstart train --data texts.jsonl --out my-head --minutes 60",
+    "headstart train ./my-model --prompts prompts.jsonl --out my-head --tokens 2000000",
+    "headstart generate ./my-model --head my-head --prompt Hello",
+)
+Paths = list[Path] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainFlags(OptionGroup):
+    """TrainOptions from the command line; what is not given keeps the default written there."""
+
+    out: Annotated[Path, typer.Option("--out", help="Directory for the head; a second run goes on from it.")]
+    data: Annotated[Paths, typer.Option("--data", help="JSONL file or folder of texts; may be repeated.")] = None
+    prompts: Annotated[Paths, typer.Option("--prompts", help="JSONL prompts that the model answers first.")] = None
+    minutes: Annotated[float | None, typer.Option("--minutes", help="Stop after this time.")] = None
+    tokens: Annotated[int | None, typer.Option("--tokens", help="Stop after this many training tokens.")] = None
+    depth: Annotated[int | None, typer.Option("--depth", help="Unrolled draft steps. Default: 3.")] = None
+    draft_vocab: Annotated[
+        int | None, typer.Option("--draft-vocab", help="Most frequent tokens that the head can draft. Default: 8192.")
+    ] = None
+    threads: Annotated[int | None, typer.Option("--threads", help="CPU threads.")] = None
+    seed: Annotated[int | None, typer.Option("--seed", help="Order of data and initial weights. Default: 0.")] = None
+    device: Annotated[str | None, typer.Option("--device", help="cpu or cuda. Default: cpu.")] = None
+    restart: Annotated[bool, typer.Option("--restart", help="Start over instead of going on from --out.")] = False
+
+    def chosen(self) -> dict[str, Any]:
+        """The options that were given, by the names of TrainOptions."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        values["resume"] = not values.pop("restart")
+        values |= {name: tuple(values[name]) for name in ("data", "prompts") if values[name]}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+def run(model: Model = None, *, flags: TrainFlags, output: OutputOptions) -> int:
+    """Train a head by self-distillation; the model itself stays as it is."""
+    if (flags.minutes is None) == (flags.tokens is None):
+        raise UsageError("train needs a bound: exactly one of --minutes and --tokens", "for example --minutes 60")
+    if not flags.data and not flags.prompts:
+        raise UsageError("train needs text to learn from", "give --data or --prompts")
+
+    from headstart import hub
+    from headstart.train.run import TrainOptions, run as train
+
+    report = train(TrainOptions(model=model or hub.DEFAULT_MODEL, **flags.chosen()))
+    return finish(report, output.as_json)
