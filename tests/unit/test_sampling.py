@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import currently_in_test_context, given, reject, settings
-from hypothesis import strategies as st
+from hypothesis import currently_in_test_context, given, reject, settings, strategies as st
 
 from headstart.core import Request, SamplingParams, Sequence
 from headstart.engine.sampling import build_rows, update_counts
@@ -107,7 +106,7 @@ tokens = st.lists(st.integers(0, V - 1), max_size=6)
 @st.composite
 def row_cases(draw):
     seq = sequence(
-        draw(tokens) + [0], draw(tokens), seed=draw(st.integers(0, 2**64 - 1)), choice=draw(st.integers(0, 3)),
+        [*draw(tokens), 0], draw(tokens), seed=draw(st.integers(0, 2**64 - 1)), choice=draw(st.integers(0, 3)),
         banned=draw(st.sets(st.integers(0, V - 1), max_size=2)), min_tokens=draw(st.sampled_from([0, 4])),
         temperature=draw(st.sampled_from([0.0, 0.3, 1.0, 2.0])), top_k=draw(st.sampled_from([0, 1, 3, 12, 50])),
         top_p=draw(st.sampled_from([1.0, 0.9, 0.5, 0.05, 0.0])), min_p=draw(st.sampled_from([0.0, 0.07, 0.9])),
