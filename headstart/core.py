@@ -117,7 +117,7 @@ class Sequence:
     num_cached: int = 0  # prompt positions taken from the prefix cache on first admission
     block_table: list[int] = field(default_factory=list)
     draft: Draft = field(default_factory=Draft)
-    counts: dict[int, int] = field(default_factory=dict)  # output token -> occurrences; kept only with penalties
+    counts: dict[int, int] = field(default_factory=dict)  # id -> occurrences in the output; kept by engine.sampling
     stats: DraftStats = field(default_factory=lambda: DraftStats())
     finish_reason: FinishReason | None = None
 
@@ -227,7 +227,7 @@ class SamplingRows:
     position: Int64  # [L] absolute position of the token to be drawn (row position + 1)
     choice: Int32  # [L] choice index of the request's n
     bias_indptr: Int32
-    bias_ids: Int32
+    bias_ids: Int32  # distinct within a row
     bias_values: Float32  # added to the logits; -inf bans (min_tokens)
     penalty_indptr: Int32
     penalty_ids: Int32  # distinct ids of prompt and output

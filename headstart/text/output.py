@@ -1,0 +1,64 @@
+"""Tokens of one choice to its text: complete characters only, cut exactly before a stop string.
+
+Text is made token by token, so it does not depend on how many tokens a pass commits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from headstart.core import Delta, FinishReason, Request
+from headstart.text.detokenizer import Detokenizer, StopChecker
+from headstart.text.tokenizer import Tokenizer
+
+
+@dataclass
+class Piece:
+    """What one delta adds. `finish_reason` may be `stop` while the engine still runs the choice: abort it then."""
+
+    text: str = ""
+    num_tokens: int = 0  # tokens of the delta that count; fewer than it has when a stop string cut it
+    finish_reason: FinishReason | None = None
+
+
+@dataclass
+class TextOutput:
+    """The growing text of one choice."""
+
+    tokenizer: Tokenizer
+    request: Request
+    num_tokens: int = 0
+    _detokenizer: Detokenizer = field(init=False)
+    _stops: StopChecker = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._detokenizer = Detokenizer(self.tokenizer)
+        self._stops = StopChecker(self.request.params.stop)
+
+    def push(self, delta: Delta) -> Piece:
+        """Add the tokens of a delta; on the last one also what was held back."""
+        piece = Piece()
+        for token in delta.tokens:
+            piece.num_tokens += 1
+            self.num_tokens += 1
+            if self._push_token(token, piece):
+                piece.finish_reason = "stop"
+                return piece
+        piece.finish_reason = delta.finish_reason
+        if delta.finish_reason is not None:
+            emitted, stopped = self._stops.push(self._detokenizer.flush())
+            piece.text += emitted if stopped else emitted + self._stops.flush()
+            piece.finish_reason = "stop" if stopped else delta.finish_reason
+        return piece
+
+    def _push_token(self, token: int, piece: Piece) -> bool:
+        """True when this token completes a stop string."""
+        if token in self.request.stop_ids:
+            return False  # ends the text and is no part of it
+        text = self._detokenizer.push(token)
+        if self.num_tokens <= self.request.params.min_tokens:
+            piece.text += text
+            return False
+        emitted, stopped = self._stops.push(text)
+        piece.text += emitted
+        return stopped
