@@ -1,8 +1,8 @@
 """Finds plug-ins by file name: one file = one model family, drafter, checkpoint format or launcher.
 
 Order: directories added with `search_path`, the package's own folder, then entry points of group `headstart.<kind>`.
-A plug-in module names itself with one constant (`FAMILY`, `DRAFTER`, `FORMAT`, `LAUNCHER`). Files that start with `_`
-and the helpers listed in `KINDS` are not plug-ins.
+What a plug-in module must define is written in `KINDS`: one constant (`FAMILY`, `DRAFTER`, `LAUNCHER`), or a format's
+two functions. Files that start with `_` and the helpers listed there are not plug-ins.
 """
 
 from __future__ import annotations
@@ -30,17 +30,23 @@ class Kind:
     """Where plug-ins of one kind live and what each must define."""
 
     package: str
-    constant: str
+    required: tuple[str, ...]
     word: str
     error: type[HeadstartError]
     helpers: frozenset[str] = frozenset({"base"})
 
 
 KINDS: dict[KindName, Kind] = {
-    "models": Kind("headstart.models", "FAMILY", "model family", ModelError),
-    "drafters": Kind("headstart.drafters", "DRAFTER", "drafter", UsageError),
-    "formats": Kind("headstart.formats", "FORMAT", "checkpoint format", ModelError),
-    "launchers": Kind("headstart.tools.launchers", "LAUNCHER", "launcher", UsageError),
+    "models": Kind("headstart.models", ("FAMILY",), "model family", ModelError),
+    "drafters": Kind("headstart.drafters", ("DRAFTER",), "drafter", UsageError),
+    "formats": Kind(
+        "headstart.formats",
+        ("detect", "open_checkpoint"),
+        "checkpoint format",
+        ModelError,
+        helpers=frozenset({"base", "open"}),
+    ),
+    "launchers": Kind("headstart.tools.launchers", ("LAUNCHER",), "launcher", UsageError),
 }
 
 _added: dict[str, list[Path]] = {kind: [] for kind in KINDS}  # changed by `search_path` only
@@ -71,12 +77,11 @@ def find(kind: KindName, name: str) -> ModuleType:
     if key not in available(kind):
         raise _unknown(kind, name)
     module = _load(kind, key)
-    constant = KINDS[kind].constant
-    if not hasattr(module, constant):
+    if missing := [needed for needed in KINDS[kind].required if not hasattr(module, needed)]:
         where = getattr(module, "__file__", module.__name__)
         raise KINDS[kind].error(
-            f"{KINDS[kind].word} {name!r} ({where}) does not define {constant}",
-            f"a plug-in ends with `{constant} = ...`; name a helper file with a leading underscore",
+            f"{KINDS[kind].word} {name!r} ({where}) does not define {missing[0]}",
+            "each plug-in of its kind defines it; the name of a helper file begins with an underscore",
         )
     return module
 
