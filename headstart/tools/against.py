@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from headstart.api import LLM
 from headstart.core import Report, SamplingParams
 from headstart.errors import UsageError
-from headstart.tools.demo_prompts import PROMPTS
+from headstart.tools.prompts import builtin_prompts
 from headstart.tools.margin import Judge
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def run_against(options: VerifyOptions, progress: Progress) -> Report:
     if importlib.util.find_spec("transformers") is None:
         raise UsageError("--against transformers needs transformers, which is not installed", "pip install transformers")
     llm = LLM(options.model, replace(options.config, depth=3))
-    prompts = list(options.prompts or PROMPTS)
+    prompts = list(options.prompts or [prompt for _, prompt in builtin_prompts()])
     params = SamplingParams(max_tokens=options.max_tokens)
     ours = llm.generate(prompts, params, raw=options.raw)
     oracle = _Oracle(llm)

@@ -17,7 +17,7 @@ from headstart.core import Report, SamplingParams
 from headstart.engine.load import Model, load_model
 from headstart.tools.covering import Cell, pairwise
 from headstart.tools.margin import Judge
-from headstart.tools.demo_prompts import PROMPTS
+from headstart.tools.prompts import builtin_prompts
 
 Progress = Callable[[int, int, str], None]
 Prompt = str | list[int]
@@ -84,7 +84,7 @@ def run(options: VerifyOptions, progress: Progress = lambda done, total, text: N
 
         return run_against(options, progress)
     model = load_model(options.model, options.config)
-    prompts = list(options.prompts or PROMPTS)
+    prompts = list(options.prompts or [prompt for _, prompt in builtin_prompts()])
     cells = pairwise(options.factors())
     baselines = sorted({(cell["temperature"], cell["seed"]) for cell in cells})
     total = (len(cells) + len(baselines)) * len(prompts)
