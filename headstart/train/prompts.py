@@ -1,0 +1,239 @@
+"""Templated prompts for self-distillation.
+
+A head learns from text that the trunk itself writes, so it needs prompts of many kinds for the trunk to answer.  The
+templates and word lists live in ``prompt_lists.json``; this module fills them.  In a template
+
+* ``{name}`` is an entry of the list ``name``, the same one wherever it stands in that template;
+* ``{name#2}`` is another entry of the same list;
+* ``{3-9}`` is a number of that range, ``{10-50/5}`` one in steps of 5, drawn anew each time;
+* ``{passage}``, ``{passages}``, ``{article}``, ``{docs}`` and ``{foreign}`` are longer texts, given or composed.
+
+An entry may itself hold placeholders; those are filled on their own.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+
+__all__ = ["KIND_WEIGHTS", "PromptRecord", "follow_ups", "split_sentences", "templated_prompts"]
+
+KIND_WEIGHTS: dict[str, int] = {
+    "writing": 7,
+    "roleplay": 6,
+    "reasoning": 6,
+    "math": 6,
+    "coding": 6,
+    "extraction": 7,
+    "stem": 7,
+    "humanities": 7,
+    "translation": 10,
+    "summarization": 9,
+    "qa": 12,
+    "math_reasoning": 9,
+    "rag": 8,
+}
+"""How often each kind of prompt is made, relative to the others."""
+
+_PLACEHOLDER = re.compile(r"\{([^{}\n]+)\}")
+_NUMBER = re.compile(r"(\d+)(?:-(\d+))?(?:/(\d+))?")
+_ARTICLE_BEFORE_VOWEL = re.compile(r"\b([Aa]) (?=[aeiAEI](?![Uu])|o(?!ne\b)|O(?!ne\b))")
+_SENTENCE_END = re.compile(r"(?<=[a-zäöüß0-9)][.!?])\s+(?=[A-ZÄÖÜ\"„»])|(?<=[.!?][\"“])\s+(?=[A-ZÄÖÜ])")
+_FOCUS = re.compile(r"(?:[A-Z][\w&-]*)(?: [A-Z][\w&-]*)+")
+_RETRIES = 40
+
+
+@dataclass(frozen=True)
+class PromptRecord:
+    """One prompt for the trunk to answer.
+
+    ``passages`` are indices of the given texts that stand in the prompt (of the foreign ones for translation), so
+    that a caller can look up where they come from; ``licence`` covers the template's own words.
+    """
+
+    kind: str
+    prompt: str
+    source: str = "template"
+    licence: str = "own"
+    passages: tuple[int, ...] = ()
+
+
+@dataclass
+class _Texts:
+    """Given texts, handed out in shuffled order so that all are used about equally often."""
+
+    texts: list[str]
+    rng: random.Random
+    deck: list[int] = field(default_factory=list)
+
+    def draw(self, used: list[int]) -> str:
+        """Return the next text and note its index in ``used``."""
+        if not self.deck:
+            self.deck = list(range(len(self.texts)))
+            self.rng.shuffle(self.deck)
+        index = self.deck.pop()
+        used.append(index)
+        return self.texts[index]
+
+
+@dataclass(frozen=True)
+class _Data:
+    """The parsed data file."""
+
+    lists: dict[str, list[str]]
+    templates: dict[str, list[str]]
+    follow_ups: list[str]
+
+
+@cache
+def _data() -> _Data:
+    """Read ``prompt_lists.json`` once."""
+    raw = resources.files(__package__).joinpath("prompt_lists.json").read_text(encoding="utf-8")
+    parsed = json.loads(raw)
+    return _Data(parsed["lists"], parsed["templates"], parsed["follow_ups"])
+
+
+def follow_ups() -> list[str]:
+    """Return second-turn requests that suit an answer of any kind."""
+    return list(_data().follow_ups)
+
+
+def split_sentences(text: str) -> list[str]:
+    """Split running text into sentences; simple, and careful rather than complete."""
+    return [part for part in (piece.strip() for piece in _SENTENCE_END.split(" ".join(text.split()))) if part]
+
+
+def _number(match: re.Match[str], rng: random.Random) -> str:
+    """Draw a number for ``{low-high/step}``; ``{n}`` stands for itself."""
+    low, high, step = match.group(1), match.group(2), match.group(3)
+    return low if high is None else str(rng.randrange(int(low), int(high) + 1, int(step or 1)))
+
+
+class _Filler:
+    """Fills templates from the lists and the given texts."""
+
+    def __init__(self, rng: random.Random, passages: list[str], foreign: list[str]) -> None:
+        self._rng = rng
+        self._passages = _Texts(passages, rng)
+        self._foreign = _Texts(foreign, rng)
+        self._used: list[int] = []
+        self._docs: list[str] = []
+        self._makers: dict[str, Callable[[], str]] = {
+            "passage": self._passage,
+            "passages": self._several_passages,
+            "article": self._article,
+            "docs": self._several_docs,
+            "foreign": self._foreign_text,
+            "focus": self._focus,
+        }
+
+    def fill(self, template: str) -> tuple[str, tuple[int, ...]]:
+        """Return the filled template and the indices of the given texts in it."""
+        self._used = []
+        self._docs = []
+        return self._expand(template), tuple(self._used)
+
+    def _expand(self, template: str) -> str:
+        """Fill one template in a scope of its own."""
+        bound: dict[str, str] = {}
+        pieces: list[str] = []
+        end = 0
+        for match in _PLACEHOLDER.finditer(template):
+            pieces.append(template[end : match.start()])
+            value = self._value(match.group(1), bound)
+            end = match.end()
+            if value[:1].lower() in "aeio" and _ARTICLE_BEFORE_VOWEL.search(pieces[-1][-2:] + value[:4]):
+                pieces[-1] = pieces[-1][:-1] + "n "
+            pieces.append(value)
+        pieces.append(template[end:])
+        return "".join(pieces)
+
+    def _value(self, key: str, bound: dict[str, str]) -> str:
+        """Return what one placeholder stands for."""
+        number = _NUMBER.fullmatch(key)
+        if number is not None:
+            return _number(number, self._rng)
+        if key not in bound:
+            name = key.partition("#")[0]
+            maker = self._makers.get(name)
+            bound[key] = maker() if maker is not None else self._entry(name, set(bound.values()))
+        return bound[key]
+
+    def _entry(self, name: str, taken: set[str]) -> str:
+        """Draw an entry of a list that differs from those already taken, and fill it."""
+        entries = _data().lists[name]
+        free = [entry for entry in entries if entry not in taken]
+        return self._expand(self._rng.choice(free or entries))
+
+    def _passage(self) -> str:
+        return self._passages.draw(self._used)
+
+    def _foreign_text(self) -> str:
+        return self._foreign.draw(self._used)
+
+    def _article(self) -> str:
+        """Return a given passage or, half of the time and when there is none, a made-up news story."""
+        if self._passages.texts and self._rng.random() < 0.5:
+            return self._passage()
+        sentences = split_sentences(self._entry("news", set()))
+        drop = self._rng.sample(range(2, len(sentences)), self._rng.randint(0, min(3, len(sentences) - 3)))
+        return " ".join(sentence for i, sentence in enumerate(sentences) if i not in drop)
+
+    def _several_passages(self) -> str:
+        texts = [self._passage() for _ in range(self._rng.randint(1, 2))]
+        return "\n\n".join(texts)
+
+    def _several_docs(self) -> str:
+        """Return three to five made-up encyclopedia entries, sometimes numbered."""
+        self._docs = [self._entry("doc", set()) for _ in range(self._rng.randint(3, 5))]
+        if self._rng.random() < 0.5:
+            return "\n\n".join(f"[{i}] {doc}" for i, doc in enumerate(self._docs, 1))
+        return self._rng.choice(["\n\n", "\n"]).join(self._docs)
+
+    def _focus(self) -> str:
+        """Return the name that one of the entries in the prompt opens with."""
+        names = [found.group() for doc in self._docs for found in [_FOCUS.search(doc)] if found is not None]
+        return self._rng.choice(names) if names else "the first one"
+
+
+def _usable(kind: str, passages: list[str], foreign: list[str]) -> list[str]:
+    """Return the kind's templates that the given texts suffice for."""
+    missing = [*(() if passages else ("{passage}", "{passages}")), *(() if foreign else ("{foreign}",))]
+    return [t for t in _data().templates[kind] if not any(name in t for name in missing)]
+
+
+def _schedule(rng: random.Random, kinds: list[str], count: int) -> list[str]:
+    """Return ``count`` kinds in random order, in proportion to their weights."""
+    total = sum(KIND_WEIGHTS[kind] for kind in kinds)
+    plan = [kind for kind in kinds for _ in range(count * KIND_WEIGHTS[kind] // total)]
+    plan += rng.choices(kinds, [KIND_WEIGHTS[kind] for kind in kinds], k=count - len(plan))
+    rng.shuffle(plan)
+    return plan
+
+
+def templated_prompts(
+    seed: int, count: int, passages: list[str], foreign_passages: list[str]
+) -> Iterator[PromptRecord]:
+    """Yield up to ``count`` different prompts of all kinds, the same ones for the same arguments.
+
+    ``passages`` are texts of some 150 to 400 words to summarize, search and ask about; ``foreign_passages`` are
+    sentences or short paragraphs to translate.  Without them the kinds that need them are left out or made up.
+    Fewer prompts come when the templates are exhausted.
+    """
+    rng = random.Random(seed)
+    filler = _Filler(rng, passages, foreign_passages)
+    templates = {kind: _usable(kind, passages, foreign_passages) for kind in KIND_WEIGHTS}
+    kinds = [kind for kind, usable in templates.items() if usable]
+    seen: set[str] = set()
+    for kind in _schedule(rng, kinds, count):
+        for _ in range(_RETRIES):
+            prompt, used = filler.fill(rng.choice(templates[kind]))
+            if prompt.lower() not in seen:
+                seen.add(prompt.lower())
+                yield PromptRecord(kind, prompt, passages=used)
+                break

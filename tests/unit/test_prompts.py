@@ -1,0 +1,62 @@
+"""Tests of the templated prompts."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import pytest
+
+from headstart.train.prompts import KIND_WEIGHTS, PromptRecord, follow_ups, split_sentences, templated_prompts
+
+PASSAGES = [f"Passage number {i} is about the history of a town. It has several sentences." for i in range(40)]
+FOREIGN = [f"Dies ist der Satz Nummer {i}." for i in range(90)]
+
+
+@pytest.fixture(scope="module")
+def records() -> list[PromptRecord]:
+    return list(templated_prompts(7, 1000, PASSAGES, FOREIGN))
+
+
+def test_same_seed_gives_same_prompts(records: list[PromptRecord]) -> None:
+    assert list(templated_prompts(7, 1000, PASSAGES, FOREIGN)) == records
+    assert list(templated_prompts(8, 1000, PASSAGES, FOREIGN)) != records
+
+
+def test_all_kinds_come_in_proportion(records: list[PromptRecord]) -> None:
+    kinds = Counter(record.kind for record in records)
+    total = sum(KIND_WEIGHTS.values())
+    assert len(records) == 1000
+    for kind, weight in KIND_WEIGHTS.items():
+        assert kinds[kind] == pytest.approx(1000 * weight / total, abs=20)
+
+
+def test_no_duplicates(records: list[PromptRecord]) -> None:
+    assert len({record.prompt.lower() for record in records}) == len(records)
+
+
+def test_every_placeholder_is_filled(records: list[PromptRecord]) -> None:
+    assert not [record.prompt for record in records if re.search(r"[{}]", record.prompt)]
+    assert not [record.prompt for record in records if re.search(r"\ba [aei][a-z]", record.prompt.split("\n")[0])]
+
+
+def test_used_passages_stand_in_the_prompt(records: list[PromptRecord]) -> None:
+    assert any(record.passages for record in records)
+    for record in records:
+        texts = FOREIGN if record.kind == "translation" else PASSAGES
+        assert all(texts[index] in record.prompt for index in record.passages)
+
+
+def test_works_without_texts() -> None:
+    kinds = {record.kind for record in templated_prompts(1, 400, [], [])}
+    assert kinds == set(KIND_WEIGHTS) - {"translation"}
+
+
+def test_an_exhausted_kind_ends_instead_of_repeating() -> None:
+    prompts = [r.prompt for r in templated_prompts(1, 3000, PASSAGES, ["Guten Tag."]) if r.kind == "translation"]
+    assert 0 < len(prompts) <= 8
+
+
+def test_sentences_and_follow_ups() -> None:
+    assert split_sentences("It rained. We stayed in!  Why not?") == ["It rained.", "We stayed in!", "Why not?"]
+    assert len(follow_ups()) == len(set(follow_ups())) > 10
