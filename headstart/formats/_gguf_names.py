@@ -1,0 +1,109 @@
+"""Tensor names and configuration keys of GGUF files -> canonical names and Hugging Face's config keys. Data only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from headstart.errors import ModelError
+
+_TOP: Mapping[str, str] = {
+    "token_embd.weight": "embed_tokens.weight",
+    "output_norm.weight": "norm.weight",
+    "output.weight": "lm_head.weight",
+    "rope_freqs.weight": "rope_freqs.weight",
+}
+
+_BLOCK: Mapping[str, str] = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",  # [experts, out, in]
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+    "nextn.eh_proj": "eh_proj",
+    "nextn.embed_tokens": "embed_tokens",
+    "nextn.enorm": "enorm",
+    "nextn.hnorm": "hnorm",
+    "nextn.shared_head_head": "shared_head.head",
+    "nextn.shared_head_norm": "shared_head.norm",
+}
+
+_FULL: Mapping[str, str] = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
+
+KEYS: Mapping[str, str] = {
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.value_length": "v_head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
+    "rope.freq_base": "rope_theta",
+    "context_length": "max_position_embeddings",
+    "nextn_predict_layers": "num_nextn_predict_layers",
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_count": "n_shared_experts",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_weights_norm": "norm_topk_prob",
+    "leading_dense_block_count": "first_k_dense_replace",
+}
+"""Keys below `{arch}.` -> config.json keys."""
+
+ROPE_KEYS: Mapping[str, str] = {
+    "factor": "factor",
+    "original_context_length": "original_max_position_embeddings",
+    "attn_factor": "attention_factor",
+    "yarn_ext_factor": "ext_factor",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
+"""Keys below `{arch}.rope.scaling.` -> keys of `rope_scaling`."""
+
+
+def canonical_names(names: Iterable[str]) -> dict[str, str]:
+    """File name -> canonical name, for all tensors of a file; names not in the tables stay as they are."""
+    names = list(names)
+    post_norms = {name for name in names if ".post_attention_norm" in name}
+    found: dict[str, str] = {}
+    taken: dict[str, str] = {}
+    for name in names:
+        new = _canonical(name, post_norms)
+        if new in taken:
+            raise ModelError(f"tensors {taken[new]} and {name} both mean {new}", "convert the model again")
+        found[name] = taken[new] = new
+        taken[new] = name
+    return found
+
+
+def _canonical(name: str, post_norms: set[str]) -> str:
+    match = re.fullmatch(r"blk\.(\d+)\.(.+?)((?:\.weight|\.bias)?)", name)
+    if not match:
+        return _TOP.get(name, name)
+    layer, stem, suffix = match.groups()
+    # With a norm after attention of its own, the norm before the feed-forward part is a third one.
+    if stem == "ffn_norm" and f"blk.{layer}.post_attention_norm{suffix}" in post_norms:
+        return f"layers.{layer}.pre_feedforward_layernorm{suffix}"
+    if stem + suffix in _FULL:
+        return f"layers.{layer}.{_FULL[stem + suffix]}"
+    return f"layers.{layer}.{_BLOCK[stem]}{suffix}" if stem in _BLOCK else name

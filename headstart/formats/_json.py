@@ -1,0 +1,36 @@
+"""Reading JSON files of a checkpoint, with errors that name the file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from headstart.errors import ModelError
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key appears twice")
+    return found
+
+
+def parse_object(text: bytes, where: str) -> dict[str, Any]:
+    """A JSON object. ModelError naming `where` otherwise."""
+    try:
+        value = json.loads(text, object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{where} is not valid JSON: {error}", "download the file again") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{where} holds a JSON {type(value).__name__}, but an object is wanted")
+    return value
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. ModelError when it is missing, unreadable or something else."""
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}") from error
+    return parse_object(text, str(path))

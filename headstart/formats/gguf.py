@@ -1,0 +1,144 @@
+"""GGUF files: one file (or numbered parts) with weights, metadata and tokenizer.
+
+Rows of q_proj and k_proj stay in the file's order: a family whose converter permutes them says so and uses
+`base.unpermute_rows`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headstart.errors import ModelError
+from headstart.formats._gguf_file import MAGIC, GgufFile, read
+from headstart.formats._gguf_names import KEYS, ROPE_KEYS, canonical_names
+from headstart.formats.base import Checkpoint, Format, Tensor
+from headstart.text.chat import ChatTemplate
+from headstart.text.tokenizer import Tokenizer
+
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+
+
+def detect(path: Path) -> bool:
+    """A file that is named *.gguf or starts with GGUF's magic."""
+    if not path.is_file():
+        return False
+    if path.suffix == ".gguf":
+        return True
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == MAGIC
+    except OSError:
+        return False
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a GGUF file. Raises ModelError for a damaged file or one that holds no model."""
+    files = [read(part) for part in _parts(path)]
+    first = files[0]
+    tensors = _tensors(path, files)
+    config = _config(first, tensors)
+    return Checkpoint(
+        path=path,
+        format="gguf",
+        config=config,
+        tensors=tensors,
+        canonical_names=True,
+        generation_config={key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config},
+        tokenizer=lambda: Tokenizer.from_gguf(first.metadata, str(path)),
+        template=lambda: ChatTemplate.from_gguf(first.metadata, str(path)),
+    )
+
+
+def _parts(path: Path) -> list[Path]:
+    match = _PART.fullmatch(path.name)
+    if not match:
+        return [path]
+    stem, _, count = match.groups()
+    paths = [path.with_name(f"{stem}-{number:05}-of-{count}.gguf") for number in range(1, int(count) + 1)]
+    for part in paths:
+        if not part.exists():
+            raise ModelError(f"{path} is one of {int(count)} parts, but {part.name} is missing", "download all parts")
+    return paths
+
+
+def _tensors(path: Path, files: list[GgufFile]) -> dict[str, Tensor]:
+    raw: dict[str, Tensor] = {}
+    for file in files:
+        for name, tensor in file.tensors.items():
+            if name in raw:
+                raise ModelError(f"{path}: tensor {name} is in two parts", "download the model again")
+            raw[name] = tensor
+    if "token_embd.weight" not in raw:
+        raise ModelError(f"{path} has no token_embd.weight", "is it a language model's own file, not an adapter?")
+    names = canonical_names(raw)
+    return {names[name]: replace(tensor, name=names[name]) for name, tensor in raw.items()}
+
+
+def _plain(value: Any) -> Any:
+    """Per-layer arrays of one repeated number become that number; other arrays become lists."""
+    if isinstance(value, np.ndarray):
+        items = value.tolist()
+        return items[0] if items and len(set(items)) == 1 else items
+    return value
+
+
+def _config(file: GgufFile, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    metadata, path = file.metadata, file.path
+    arch = metadata.get("general.architecture")
+    if not isinstance(arch, str):
+        raise ModelError(f"{path} has no general.architecture", "is it a language model?")
+    config: dict[str, Any] = {"model_type": arch}
+    for key, name in KEYS.items():
+        if (value := metadata.get(f"{arch}.{key}")) is not None:
+            config[name] = _plain(value)
+    for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"):
+        if not (isinstance(config.get(name), int | list) and config[name]):
+            raise ModelError(f"{path} gives no usable {name} for {arch!r}", "convert the model again")
+    config["num_hidden_layers"] -= config.get("num_nextn_predict_layers", 0)  # llama.cpp counts the heads as blocks
+    config["vocab_size"] = tensors["embed_tokens.weight"].shape[0]
+    config["tie_word_embeddings"] = "lm_head.weight" not in tensors
+    config |= _heads(config) | _rope(metadata, arch, config) | _special_ids(metadata)
+    return config
+
+
+def _heads(config: dict[str, Any]) -> dict[str, Any]:
+    num_heads = config["num_attention_heads"]
+    found = {"num_key_value_heads": config.get("num_key_value_heads", num_heads)}
+    if "head_dim" not in config and isinstance(num_heads, int):
+        found["head_dim"] = config["hidden_size"] // num_heads
+    return found
+
+
+def _rope(metadata: dict[str, Any], arch: str, config: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {"rope_theta": config.get("rope_theta", 10000.0)}
+    rotary, head_dim = metadata.get(f"{arch}.rope.dimension_count"), config.get("head_dim")
+    if isinstance(rotary, int) and isinstance(head_dim, int) and 0 < rotary < head_dim:
+        found["partial_rotary_factor"] = rotary / head_dim
+    kind = metadata.get(f"{arch}.rope.scaling.type", "none")
+    scaling = {
+        name: _plain(metadata[f"{arch}.rope.scaling.{key}"])
+        for key, name in ROPE_KEYS.items()
+        if f"{arch}.rope.scaling.{key}" in metadata
+    }
+    if kind != "none" and scaling:
+        found["rope_scaling"] = {"rope_type": kind, **scaling}
+    return found
+
+
+def _special_ids(metadata: dict[str, Any]) -> dict[str, Any]:
+    """bos_token_id, and all ids that end a text: end of sequence, of turn, of message."""
+    found: dict[str, Any] = {}
+    if isinstance(bos := metadata.get("tokenizer.ggml.bos_token_id"), int):
+        found["bos_token_id"] = bos
+    ends = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
+    if ids := list(dict.fromkeys(end for end in ends if isinstance(end, int))):
+        found["eos_token_id"] = ids if len(ids) > 1 else ids[0]
+    return found
+
+
+FORMAT = Format(detect, open_checkpoint)

@@ -1,0 +1,172 @@
+"""Chat templates: Hugging Face's Jinja templates, in a sandbox that cannot change what it is given."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jinja2
+import jinja2.ext
+from jinja2 import nodes
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from headstart.errors import ModelError, UsageError
+from headstart.text import _gguf_tokenizer
+from headstart.text.tokenizer import special_tokens
+
+Message = Mapping[str, Any]
+
+
+Result = TypeVar("Result")
+
+# A template is a program that came with the model: it may fail in any of these ways.
+_FAILURES = (
+    jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
+)  # fmt: skip
+
+
+class _TemplateRefusal(jinja2.TemplateError):
+    """`raise_exception(...)` in a template: the template's own words about the messages."""
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's part for training; here its body is just rendered."""
+
+    tags = {"generation"}  # noqa: RUF012  jinja2 declares it so
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """One model's way to write messages as one text. `tokens`: texts of bos_token, eos_token, ... ."""
+
+    def __init__(
+        self, source: str | Mapping[str, str], tokens: Mapping[str, str] | None = None, where: str = "the chat template"
+    ) -> None:
+        """`source` is a template or several by name (`default`, `tool_use`). ModelError if one does not compile."""
+        self._tokens = dict(tokens or {})
+        self._where = where
+        named = {"default": source} if isinstance(source, str) else dict(source)
+        if not named:
+            raise ModelError(f"{where}: no template")
+        self.sources = named
+        environment = _environment()
+        self._compiled = {name: self._compile(environment, text) for name, text in named.items()}
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any], where: str = "the GGUF file") -> ChatTemplate | None:
+        """From GGUF metadata; None when it has no template."""
+        source = metadata.get("tokenizer.chat_template")
+        if not isinstance(source, str):
+            return None
+        named = {"default": source}
+        for name in metadata.get("tokenizer.chat_templates", []):
+            if isinstance(text := metadata.get(f"tokenizer.chat_template.{name}"), str):
+                named[name] = text
+        texts = metadata.get("tokenizer.ggml.tokens") or []
+        keys = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+        found = {name: _gguf_tokenizer.special_token(metadata, key, texts) for key, name in keys.items()}
+        return cls(named, {name: text for name, text in found.items() if text is not None}, where)
+
+    @classmethod
+    def from_directory(cls, path: Path) -> ChatTemplate | None:
+        """From chat_template.jinja (and additional_chat_templates/), chat_template.json or tokenizer_config.json."""
+        config = _json(path / "tokenizer_config.json")
+        named = _named(config.get("chat_template") or _json(path / "chat_template.json").get("chat_template"))
+        file = path / "chat_template.jinja"
+        if file.exists():
+            named["default"] = _text(file)
+        for extra in sorted((path / "additional_chat_templates").glob("*.jinja")):
+            named[extra.stem] = _text(extra)
+        return cls(named, special_tokens(config), str(path)) if named else None
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """The text of a conversation, special tokens included as text. UsageError with the template's words when it
+        refuses the messages; ModelError when the template itself fails."""
+        name = "tool_use" if tools and "tool_use" in self._compiled else "default"
+        template = self._compiled.get(name) or next(iter(self._compiled.values()))
+        values = self._tokens | {"documents": None} | kwargs
+        values |= {"messages": list(messages), "tools": tools, "add_generation_prompt": add_generation_prompt}
+        return self._guard("cannot be rendered", lambda: template.render(**values))
+
+    def _compile(self, environment: jinja2.Environment, source: str) -> jinja2.Template:
+        return self._guard("does not compile", lambda: environment.from_string(source))
+
+    def _guard(self, what: str, action: Callable[[], Result]) -> Result:
+        try:
+            return action()
+        except _TemplateRefusal as error:
+            hint = "the model's chat template says so; change the messages"
+            raise UsageError(f"the chat template refuses the messages: {error}", hint) from error
+        except _FAILURES as error:
+            kind = type(error).__name__
+            hint = "check roles and contents of the messages, or use raw prompts"
+            raise ModelError(f"{self._where}: the chat template {what}: {kind}: {error}", hint) from error
+
+
+def _environment() -> jinja2.Environment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _raise_exception(message: str) -> None:
+    raise _TemplateRefusal(message)
+
+
+def _strftime_now(layout: str) -> str:
+    return datetime.now().strftime(layout)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML and non-ASCII, which models were not trained on.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _named(value: object) -> dict[str, str]:
+    """A template string, or a list of {name, template}."""
+    if isinstance(value, str):
+        return {"default": value}
+    if isinstance(value, list):
+        items = [item for item in value if isinstance(item, dict) and {"name", "template"} <= item.keys()]
+        return {item["name"]: item["template"] for item in items}
+    return {}
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"cannot read {file}: {error}") from error
+
+
+def _json(file: Path) -> dict[str, Any]:
+    if not file.exists():
+        return {}
+    try:
+        value = json.loads(_text(file))
+    except ValueError as error:
+        raise ModelError(f"{file} is not valid JSON: {error}", "download it again") from error
+    return value if isinstance(value, dict) else {}

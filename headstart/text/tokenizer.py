@@ -1,0 +1,153 @@
+"""`Tokenizer`: text to token ids and back, from a tokenizer.json or from a GGUF file's metadata.
+
+Decoding is defined per token (see `_pieces`): the bytes of all tokens joined, read as UTF-8 with U+FFFD for what is
+not UTF-8. So text can be streamed and never changes later.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from headstart.errors import ModelError
+from headstart.text import _gguf_tokenizer
+from headstart.text._pieces import PieceRule, rule_of
+
+_END_KEYS = ("eos", "eot", "eom")
+
+
+class Tokenizer:
+    """Wraps a `tokenizers.Tokenizer`. `eos_ids`: every id that ends a text; `bos_id`: the id that starts one."""
+
+    def __init__(
+        self,
+        inner: tokenizers.Tokenizer,
+        *,
+        eos_ids: Iterable[int] = (),
+        bos_id: int | None = None,
+        where: str = "the tokenizer",
+    ) -> None:
+        """Raises ModelError for a tokenizer whose decoder is not known."""
+        self._inner = inner
+        self._inner.no_truncation()
+        self._inner.no_padding()
+        self._rule = rule_of(json.loads(inner.decoder.__getstate__()) if inner.decoder else None, where)
+        self._literal: tokenizers.Tokenizer | None = None
+        self._pieces: dict[int, bytes] = {}
+        self.special_ids = frozenset(i for i, token in inner.get_added_tokens_decoder().items() if token.special)
+        self.eos_ids = frozenset(eos_ids)
+        self.bos_id = bos_id
+        self.vocab_size = max(inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @classmethod
+    def from_directory(cls, path: Path) -> Tokenizer:
+        """From tokenizer.json and the configs beside it. Raises ModelError when it is missing or broken."""
+        file = path / "tokenizer.json"
+        if not file.exists():
+            other = any((path / name).exists() for name in ("tokenizer.model", "vocab.json", "tiktoken.model"))
+            hint = "only tokenizer.json is read: save the tokenizer once with transformers" if other else ""
+            raise ModelError(f"{path} has no tokenizer.json", hint or "download the model again, with its tokenizer")
+        inner = _parse(file)
+        tokens = special_tokens(_optional(path / "tokenizer_config.json"))
+        bos = inner.token_to_id(tokens["bos_token"]) if "bos_token" in tokens else None
+        ends = _declared_ends(_optional(path / "generation_config.json"), _optional(path / "config.json"))
+        if "eos_token" in tokens and (end := inner.token_to_id(tokens["eos_token"])) is not None:
+            ends.add(end)
+        return cls(inner, eos_ids=ends, bos_id=bos, where=str(file))
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any], where: str = "the GGUF file") -> Tokenizer:
+        """From GGUF metadata. Raises ModelError for an unknown kind of tokenizer."""
+        inner = _gguf_tokenizer.build(metadata, where)
+        ends = (metadata.get(f"tokenizer.ggml.{key}_token_id") for key in _END_KEYS)
+        bos = metadata.get("tokenizer.ggml.bos_token_id")
+        return cls(inner, eos_ids={end for end in ends if isinstance(end, int)}, bos_id=bos, where=where)
+
+    def encode(self, text: str, add_special: bool = False, parse_special: bool = True) -> list[int]:
+        """Token ids of `text`. `add_special` puts what the model wants around a raw text (often bos). Names of special
+        tokens inside the text become those tokens (a chat template's output needs that) unless `parse_special` is
+        False: then they are plain text."""
+        inner = self._inner if parse_special else self._without_special()
+        # Half of a surrogate pair (from careless JSON) is no text; the tokenizer would refuse it.
+        clean = text.encode("utf-8", "replace").decode() if any("\ud800" <= c <= "\udfff" for c in text) else text
+        return list(inner.encode(clean, add_special_tokens=add_special).ids)
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """The text of `ids`; ids that no token has give nothing."""
+        kept = [token for token in ids if not (skip_special and token in self.special_ids)]
+        return self.strip_start(b"".join(map(self.token_bytes, kept))).decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token adds to a text."""
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            text = self._inner.id_to_token(token_id) if token_id >= 0 else None
+            piece = self._pieces[token_id] = b"" if text is None else self._rule.to_bytes(text)
+        return piece
+
+    def token_text(self, token_id: int) -> str:
+        """One token for people: its bytes as text, U+FFFD for parts of a character."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def id_of(self, token: str) -> int | None:
+        """The id of a token by its name in the vocabulary."""
+        found: int | None = self._inner.token_to_id(token)
+        return found
+
+    def strip_start(self, data: bytes) -> bytes:
+        """`data`, the start of a text, without the space that the tokenizer put before it."""
+        for _ in range(self._rule.strip_start):
+            data = data.removeprefix(b" ")
+        return data
+
+    @property
+    def rule(self) -> PieceRule:
+        """How tokens become bytes."""
+        return self._rule
+
+    def _without_special(self) -> tokenizers.Tokenizer:
+        if self._literal is None:
+            self._literal = tokenizers.Tokenizer.from_str(self._inner.to_str())
+            self._literal.encode_special_tokens = True
+        return self._literal
+
+
+def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """The texts of bos_token, eos_token and so on in a tokenizer_config.json: plain strings or AddedToken objects."""
+    found: dict[str, str] = {}
+    for name, value in config.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            found[name] = text
+    return found
+
+
+def _declared_ends(generation: Mapping[str, Any], config: Mapping[str, Any]) -> set[int]:
+    nested = config.get("text_config")
+    sources = (generation, config, nested if isinstance(nested, dict) else {})
+    for value in (source.get("eos_token_id") for source in sources):
+        ids = value if isinstance(value, list) else [value]
+        if ends := {end for end in ids if isinstance(end, int)}:
+            return ends
+    return set()
+
+
+def _parse(file: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception for any broken file
+        raise ModelError(f"cannot read {file}: {error}", "download the tokenizer again") from error
+
+
+def _optional(file: Path) -> dict[str, Any]:
+    if not file.exists():
+        return {}
+    try:
+        value = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ModelError(f"{file} is not valid JSON: {error}", "download it again") from error
+    return value if isinstance(value, dict) else {}
