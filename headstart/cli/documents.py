@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,10 +24,10 @@ def completion_document(completion: Completion) -> dict[str, Any]:
         },
     }
     if completion.logprobs:
-        document["logprobs"] = completion.logprobs
+        document["logprobs"] = [asdict(entry) for entry in completion.logprobs]
     if len(completion.choices) > 1:
         document["choices"] = [
-            {"text": choice.text, "token_ids": list(choice.token_ids), "finish_reason": choice.finish_reason}
+            {name: getattr(choice, name) for name in ("index", "text", "token_ids", "finish_reason")}
             for choice in completion.choices
         ]
     return document

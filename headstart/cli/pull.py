@@ -13,9 +13,9 @@ def run(model: Model = None, *, output: OutputOptions) -> int:
     from headstart import hub
 
     with progress("fetching", quiet=output.as_json):
-        path = hub.resolve(model)
+        alias = hub.resolve_alias(model)
     if output.as_json:
-        print_json({"model": model, "path": str(path)})
+        print_json({"model": alias.name, "path": str(alias.trunk), "head": str(alias.head) if alias.head else None})
     else:
-        print(path)
+        print(alias.trunk)
     return 0

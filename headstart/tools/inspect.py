@@ -32,9 +32,9 @@ _OTHER = re.compile(r"(?:^|\.)(visual|vision_tower|vision_model|audio_tower|mult
 
 def run(model: str | None = None, *, head: str | None = None) -> Report:
     """Describe a model and its heads; `ok` is false when the config declares heads that are not there."""
-    resolved = hub.resolve(model)
-    checkpoint = open_checkpoint(resolved.path)
-    attached = head or resolved.head
+    alias = hub.resolve_alias(model)
+    checkpoint = open_checkpoint(alias.trunk)
+    attached = head or alias.head
     data = describe(checkpoint)
     data["attached_head"] = describe_head(Path(attached)) if attached else None
     return Report(ok=data["heads"]["status"] != "missing", data=data, lines=_lines(data))

@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture
+def fake_llm(monkeypatch: pytest.MonkeyPatch) -> type:
+    """headstart.api.LLM replaced by a fake that records what it is asked."""
+    from fake import FakeLLM
+
+    monkeypatch.setattr("headstart.api.LLM", FakeLLM)
+    monkeypatch.setattr(FakeLLM, "asked", [])
+    monkeypatch.setattr(FakeLLM, "configs", [])
+    return FakeLLM

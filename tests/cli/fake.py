@@ -1,0 +1,65 @@
+"""An LLM that answers with fixed words: what the commands need of headstart.api, without weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from headstart.api import Completion, TextDelta
+from headstart.config import EngineConfig
+from headstart.core import DraftStats, SamplingParams, TokenLogprob
+from headstart.errors import CapacityError
+
+WORDS = ("The ", "sky ", "is ", "blue.")
+
+
+class FakeLLM:
+    """Records what it was asked; drafting never changes its text unless `differs`."""
+
+    differs = False
+    asked: list[Any] = []  # noqa: RUF012  # cleared by the fixture
+    configs: list[EngineConfig] = []  # noqa: RUF012
+
+    def __init__(self, model: str | None = None, config: EngineConfig | None = None) -> None:
+        self.config = config or EngineConfig()
+        self.configs.append(self.config)
+
+    def generate(
+        self, prompts: list[Any], params: SamplingParams, *, raw: bool = False, depth: int | None = None
+    ) -> list[Completion]:
+        self.asked += [(prompt, params, raw, depth) for prompt in prompts]
+        return [self._completion(params, self.config.depth if depth is None else depth) for _ in prompts]
+
+    def stream(
+        self, prompt: Any, params: SamplingParams, *, raw: bool = False, depth: int | None = None
+    ) -> Iterator[TextDelta]:
+        self.asked.append((prompt, params, raw, depth))
+        if "too long" in str(prompt):
+            raise CapacityError("the prompt has 9000 tokens, but the context is 2048", "shorten it")
+        for index, word in enumerate(WORDS[:-1]):
+            yield TextDelta(word, [index])
+        done = self._completion(params, self.config.depth)
+        yield TextDelta(WORDS[-1], [len(WORDS) - 1], done.finish_reason, done)
+
+    def _completion(self, params: SamplingParams, depth: int) -> Completion:
+        stats = DraftStats(passes=2 if depth else 4, emitted=4)
+        if depth:
+            stats.record(depth, 1)
+        choices = [self._choice(params, depth, stats, index) for index in range(params.n)]
+        choices[0].choices = choices
+        return choices[0]
+
+    def _choice(self, params: SamplingParams, depth: int, stats: DraftStats, index: int) -> Completion:
+        return Completion(
+            index=index,
+            text="".join(WORDS),
+            token_ids=[0, 1, 2, 9 if depth and self.differs else 3],
+            prompt_token_ids=[5, 6],
+            finish_reason="stop",
+            seed=params.seed if params.seed is not None else 77,
+            usage={"prompt_tokens": 2, "completion_tokens": 4, "cached_tokens": 0},
+            method="mtp" if depth else "none",
+            speculation=stats,
+            timing={"load_s": 0.1, "ttft_s": 0.01, "decode_s": 0.1, "decode_tokens_per_s": 30.0},
+            logprobs=[TokenLogprob(0, -0.5, ((0, -0.5),))] if params.logprobs else [],
+        )

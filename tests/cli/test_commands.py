@@ -1,0 +1,171 @@
+"""Commands with a fake LLM: what they ask for, what they print, how they exit."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headstart.cli.main import main
+
+Capture = pytest.CaptureFixture[str]
+
+
+def error_lines(capsys: Capture) -> list[str]:
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err.splitlines()
+
+
+def test_generate_streams_text_to_stdout_and_a_summary_to_stderr(fake_llm: Any, capsys: Capture) -> None:
+    assert main(["generate", "--prompt", "Why?", "--temperature", "0.7", "--seed", "5", "--raw"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "The sky is blue.\n"
+    assert captured.err == "4 tokens, 30.0 tokens/s, acceptance length 2.00 (mtp)\n"
+    ((prompt, params, raw, _),) = fake_llm.asked
+    assert (prompt, params.temperature, params.seed, raw) == ("Why?", 0.7, 5, True)
+
+
+def test_generate_json_is_one_document_of_the_promised_shape(fake_llm: Any, capsys: Capture) -> None:
+    assert main(["generate", "--prompt", "Why?", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document == {
+        "text": "The sky is blue.",
+        "token_ids": [0, 1, 2, 3],
+        "finish_reason": "stop",
+        "seed": 77,
+        "usage": {"prompt_tokens": 2, "completion_tokens": 4},
+        "speculation": {
+            "method": "mtp",
+            "drafts": 1,
+            "drafted": 3,
+            "accepted": 1,
+            "acceptance_rate": 1 / 3,
+            "acceptance_length": 2.0,
+            "per_position": [1, 0, 0],
+        },
+        "timing": {"load_s": 0.1, "ttft_s": 0.01, "decode_s": 0.1, "decode_tokens_per_s": 30.0},
+    }
+
+
+def test_generate_json_with_choices_and_logprobs(fake_llm: Any, capsys: Capture) -> None:
+    assert main(["generate", "-p", "Why?", "--json", "-n", "2", "--logprobs", "1"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [choice["index"] for choice in document["choices"]] == [0, 1]
+    assert document["logprobs"][0] == {"token": 0, "logprob": -0.5, "top": [[0, -0.5]]}
+
+
+def test_prompt_comes_from_a_file_or_stdin(
+    fake_llm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    (tmp_path / "prompt.txt").write_text("from a file")
+    assert main(["generate", "--prompt-file", str(tmp_path / "prompt.txt")]) == 0
+    monkeypatch.setattr("sys.stdin", io.StringIO("from a pipe"))
+    assert main(["generate"]) == 0
+    assert [asked[0] for asked in fake_llm.asked] == ["from a file", "from a pipe"]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], {"depth": 3, "drafter": "auto"}),
+        (["--depth", "0"], {"depth": 0}),
+        (["--no-mtp"], {"depth": 0}),
+        (["--drafter", "ngram", "--ngram-max", "6"], {"drafter": "ngram", "ngram_max": 6}),
+        (["--no-enable-prefix-caching"], {"enable_prefix_caching": False}),
+        (
+            ["--speculative-config", '{"method": "mtp", "num_speculative_tokens": 5, "model": "my-head"}'],
+            {"drafter": "mtp", "depth": 5, "head": "my-head"},
+        ),
+    ],
+)
+def test_engine_options_make_the_config(
+    fake_llm: Any, options: list[str], expected: dict[str, Any], capsys: Capture
+) -> None:
+    assert main(["generate", "-p", "Why?", *options]) == 0
+    (config,) = fake_llm.configs
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--prompt", " "], "the prompt is empty"),
+        (["--prompt", "a", "--prompt-file", "b"], "both given"),
+        (["--prompt-file", "/no/such/file"], "cannot read /no/such/file: No such file or directory"),
+        (["--prompt", "a", "--temperature", "-1"], "temperature is -1.0"),
+        (["--prompt", "a", "--temperature", "nan"], "temperature is nan"),
+        (["--prompt", "a", "--depth", "17"], "--depth is 17, but must be between 0 and 16"),
+        (["--prompt", "a", "--depth", "two"], "Invalid value for '--depth'"),
+        (["--prompt", "a", "--drafter", "mpt"], "--drafter is 'mpt'"),
+        (["--prompt", "a", "--speculative-config", '{"metod": "mtp"}'], "unknown key 'metod'"),
+        (["--prompt", "a", "--depth", "2", "--no-mtp"], "contradict"),
+        (
+            ["--prompt", "a", "--depth", "2", "--speculative-config", '{"num_speculative_tokens": 3}'],
+            "--depth and --speculative-config both set depth",
+        ),
+        (["--prompt", "a", "--logit-bias", "x=1"], "--logit-bias is 'x=1'"),
+        (["--prompt", "a", "--nonsense"], "No such option: --nonsense"),
+    ],
+)
+def test_bad_input_is_one_line_with_exit_code_2(
+    fake_llm: Any, options: list[str], message: str, capsys: Capture
+) -> None:
+    assert main(["generate", *options]) == 2
+    lines = error_lines(capsys)
+    assert lines[0].startswith("headstart: error: ")
+    assert message in lines[0]
+    assert len(lines) <= 2
+    assert all(line.startswith("hint: ") for line in lines[1:])
+
+
+def test_a_bug_is_one_line_with_exit_code_3(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr("headstart.api.LLM", broken)
+    assert main(["generate", "-p", "a"]) == 3
+    lines = error_lines(capsys)
+    assert lines[0].startswith("headstart: error: internal error: ZeroDivisionError: oops (test_commands.py:")
+    monkeypatch.setenv("HEADSTART_TRACEBACK", "1")
+    assert main(["generate", "-p", "a"]) == 3
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_ctrl_c_exits_130(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("headstart.api.LLM", interrupted)
+    assert main(["generate", "-p", "a"]) == 130
+    assert error_lines(capsys) == ["headstart: error: interrupted"]
+
+
+def test_chat_keeps_the_conversation(fake_llm: Any, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    lines = ["Hello", "", "And?", "/what", "way too long", "/reset", "New", "/exit", "never"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+    assert main(["chat", "--system", "Be brief."]) == 0
+    asked = [[message["content"] for message in prompt] for prompt, *_ in fake_llm.asked]
+    answer = "The sky is blue."
+    assert asked == [
+        ["Be brief.", "Hello"],
+        ["Be brief.", "Hello", answer, "And?"],
+        ["Be brief.", "Hello", answer, "And?", answer, "way too long"],
+        ["Be brief.", "New"],
+    ]
+    captured = capsys.readouterr()
+    assert captured.out == f"{answer}\n" * 3
+    assert "unknown command /what" in captured.err
+    assert "the context is 2048" in captured.err
+
+
+def test_doctor(capsys: Capture) -> None:
+    assert main(["doctor", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["backend"]["name"] == "reference"
+    assert document["threads"]["usable"] >= 1
+    assert main(["doctor"]) == 0
+    assert "backend    reference" in capsys.readouterr().out

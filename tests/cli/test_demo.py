@@ -1,0 +1,40 @@
+"""The demo with a fake LLM: the comparison and the exit code."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from headstart.cli.main import main
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def fake_demo(fake_llm: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr("headstart.tools.demo.LLM", fake_llm)
+    return fake_llm
+
+
+def test_same_text(fake_demo: Any, capsys: Capture) -> None:
+    assert main(["demo"]) == 0
+    shown = capsys.readouterr().out
+    assert "identical 8/8" in shown
+    assert "passes    32 -> 16 for 32 tokens (0.50 per token, 50% saved)" in shown
+    _, *asked = fake_demo.asked  # the first is the warm-up
+    assert [depth for *_, depth in asked[:6]] == [0, None, None, 0, 0, None], "off and on take turns in going first"
+
+
+def test_different_text_fails(fake_demo: Any, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.setattr(fake_demo, "differs", True)
+    assert main(["demo", "--json"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert (document["identical"], document["total"]) == (0, 8)
+    assert {row["first_difference"] for row in document["prompts"]} == {3}
+
+
+def test_drafting_switched_off_is_refused(capsys: Capture) -> None:
+    assert main(["demo", "--no-mtp"]) == 2
+    assert "switched off" in capsys.readouterr().err

@@ -1,0 +1,80 @@
+"""The commands and options that users rely on, frozen: a change here is a change of the outside contract."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+import typer
+
+from headstart.cli.main import app, main
+
+SAMPLING = {
+    "--max-tokens", "--min-tokens", "--temperature", "-t", "--top-k", "--top-p", "--min-p", "--repetition-penalty",
+    "--presence-penalty", "--frequency-penalty", "--logit-bias", "--stop", "--stop-token-id", "--ignore-eos",
+    "--logprobs", "--n", "-n",
+}  # fmt: skip
+ENGINE = {
+    "--backend", "--dtype", "--device", "--threads", "--drafter", "--head", "--depth", "--rule", "--max-model-len",
+    "--max-num-seqs", "--max-num-batched-tokens", "--block-size", "--kv-blocks", "--no-enable-prefix-caching",
+    "--ngram-min", "--ngram-max", "--seed", "--speculative-config", "--no-mtp",
+}  # fmt: skip
+JSON = {"--json"}
+COMMANDS: dict[str, set[str]] = {
+    "demo": ENGINE | JSON | {"--max-tokens"},
+    "generate": SAMPLING | ENGINE | JSON | {"--prompt", "-p", "--prompt-file", "--raw"},
+    "chat": SAMPLING | ENGINE | {"--system"},
+    "verify": ENGINE
+    | JSON
+    | {"--prompts", "--raw", "--max-tokens", "--against"}
+    | {"--temperatures", "--depths", "--drafters", "--batch-sizes", "--chunk-sizes", "--prefix-cache", "--seeds"},
+    "inspect": JSON | {"--head"},
+    "train": JSON
+    | {"--out", "--data", "--prompts", "--minutes", "--tokens", "--depth", "--draft-vocab", "--threads", "--seed"}
+    | {"--device", "--restart"},
+    "pull": JSON,
+    "doctor": JSON,
+}
+
+
+def test_commands_are_frozen() -> None:
+    assert list(typer.main.get_command(app).commands) == list(COMMANDS)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_options_are_frozen(command: str) -> None:
+    found = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
+    options = {flag for item in found.params for flag in (*item.opts, *item.secondary_opts) if flag.startswith("-")}
+    assert options - {"--help"} == COMMANDS[command]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "Examples:" in shown
+    assert f"headstart {command}" in shown.partition("Examples:")[2]
+
+
+def test_root_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    shown = capsys.readouterr().out
+    assert all(command in shown for command in COMMANDS)
+
+
+def test_starting_imports_neither_torch_nor_the_engine() -> None:
+    heavy = ("torch", "headstart.engine", "gguf", "tokenizers")
+    code = f"import headstart.cli.main, sys; print([name for name in {heavy} if name in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_help_is_fast() -> None:
+    """The target is 0.4 s; the bound leaves room for a busy machine. The best of three counts."""
+    times = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "headstart.cli.main", "--help"], check=True, stdout=subprocess.DEVNULL)
+        times.append(time.perf_counter() - begin)
+    assert min(times) < 1.0
