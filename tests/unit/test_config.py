@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headstart.config import EngineConfig, config_fields, parse_speculative_config
+from headstart.errors import UsageError
+
+
+def test_every_field_has_a_default_a_flag_and_a_doc() -> None:
+    for name, item in config_fields().items():
+        assert item.metadata["flag"] == "--" + name.replace("_", "-")
+        assert item.metadata["doc"].endswith(".")
+    assert EngineConfig() == EngineConfig()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"depth": 17}, "--depth is 17, but must be between 0 and 16"),
+        ({"depth": -1}, "--depth is -1"),
+        ({"depth": True}, "--depth is True, but must be a whole number"),
+        ({"backend": "tpu"}, "--backend is 'tpu', which is unknown"),
+        ({"drafter": "nope"}, "--drafter is 'nope'"),
+        ({"ngram_min": 5, "ngram_max": 4}, "--ngram-max is 4, but must be at least 5"),
+        ({"threads": 0}, "--threads is 0"),
+        ({"seed": -1}, "--seed is -1"),
+    ],
+)
+def test_a_value_out_of_range_names_flag_and_value(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        EngineConfig(**values)
+
+
+def test_speculative_config() -> None:
+    text = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 5, "prompt_lookup_min": 2}'
+    assert parse_speculative_config(text) == {"drafter": "ngram", "depth": 4, "ngram_max": 5, "ngram_min": 2}
+    assert parse_speculative_config('{"method": "some_mtp", "model": "h"}') == {"drafter": "mtp", "head": "h"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "must be a JSON object, not list"),
+        ('{"methd": "mtp"}', "unknown key 'methd'"),
+        ('{"num_speculative_tokens": "3"}', 'num_speculative_tokens is "3", but must be a whole number'),
+        ('{"num_speculative_tokens": true}', "num_speculative_tokens is true"),
+    ],
+)
+def test_wrong_speculative_config(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        parse_speculative_config(text)
+    assert caught.value.hint
