@@ -1,8 +1,8 @@
 """Finds plug-ins by file name: one file = one model family, drafter, checkpoint format or launcher.
 
 Order: directories added with `search_path`, the package's own folder, then entry points of group `headstart.<kind>`.
-What a plug-in module must define is written in `KINDS`: one constant (`FAMILY`, `DRAFTER`, `LAUNCHER`), or a format's
-two functions. Files that start with `_` and the helpers listed there are not plug-ins.
+What a plug-in module must define is written in `KINDS`: one constant (`FAMILY`, `DRAFTER`, `FORMAT`, `LAUNCHER`).
+Files that start with `_` and the helpers listed there are not plug-ins.
 """
 
 from __future__ import annotations
@@ -39,12 +39,8 @@ class Kind:
 KINDS: dict[KindName, Kind] = {
     "models": Kind("headstart.models", ("FAMILY",), "model family", ModelError),
     "drafters": Kind("headstart.drafters", ("DRAFTER",), "drafter", UsageError),
-    "formats": Kind(
-        "headstart.formats",
-        ("detect", "open_checkpoint"),
-        "checkpoint format",
-        ModelError,
-        helpers=frozenset({"base", "open"}),
+    "formats": Kind(  # head checkpoints are read by name, not detected
+        "headstart.formats", ("FORMAT",), "checkpoint format", ModelError, helpers=frozenset({"base", "head"})
     ),
     "launchers": Kind("headstart.tools.launchers", ("LAUNCHER",), "launcher", UsageError),
 }

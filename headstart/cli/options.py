@@ -212,7 +212,7 @@ class EngineOptions(OptionGroup):
 
     @classmethod
     def collect(cls, values: Mapping[str, Any]) -> Self:
-        given = {
+        given: dict[str, Any] = {
             name: not item.default if values[name] is True else values[name]  # a switch turns its default around
             for name, item in config_fields().items()
             if values[name] is not None and values[name] is not False

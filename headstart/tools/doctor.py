@@ -137,8 +137,16 @@ def first_line(command: list[Any]) -> str | None:
 
 
 def cached_models() -> list[dict[str, Any]]:
-    """Models in the Hugging Face cache and in headstart's own, with their size in bytes."""
-    return []
+    """Models in the Hugging Face cache, with their size in bytes."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repos = scan_cache_dir().repos
+    except CacheNotFound:
+        return []
+    models = [repo for repo in repos if repo.repo_type == "model"]
+    return [{"name": repo.repo_id, "bytes": repo.size_on_disk} for repo in sorted(models, key=lambda r: r.repo_id)]
 
 
 def _lines(data: dict[str, Any]) -> list[str]:

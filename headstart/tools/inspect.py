@@ -15,8 +15,8 @@ from typing import Any
 
 from headstart import hub
 from headstart.core import Report
+from headstart.formats import open_checkpoint
 from headstart.formats.base import Checkpoint, Tensor
-from headstart.formats.open import open_checkpoint
 
 DECLARING_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "nextn_predict_layers")
 NESTED_CONFIGS = ("text_config", "llm_config", "language_config")
@@ -62,7 +62,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The language model's own settings; a multimodal config nests them. Outer values stand where none are inside."""
-    nested = next((config[key] for key in NESTED_CONFIGS if isinstance(config.get(key), dict)), {})
+    nested: dict[str, Any] = next((config[key] for key in NESTED_CONFIGS if isinstance(config.get(key), dict)), {})
     return {**config, **nested}
 
 
