@@ -1,4 +1,4 @@
-"""What a model family declares. One file per family in this folder; the file name is the `model_type` of config.json."""
+"""What a model family declares. One file per family here; its name is the `model_type` of config.json."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ Arrays = dict[str, NDArray[np.float32]]
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """`parse`: config.json -> sizes. `canonical`: a Hugging Face tensor name -> ours (None: not the model's).
-    `build`: weights -> trunk. `tiny`: a random small model (config.json content, Hugging Face tensors) for tests.
+    `build`: weights -> trunk. `tiny`: a random small model (config.json content, Hugging Face tensors) for tests; its
+    keyword arguments change keys of the config.
     `head`: how the native MTP modules of a checkpoint work. `interleaved_rope`: GGUF files hold the q and k rows of
     this family in llama.cpp's interleaved order."""
 
     parse: Callable[[Config], DecoderConfig]
     canonical: Callable[[str], str | None]
     build: Callable[[Weights, DecoderConfig], Decoder]
-    tiny: Callable[[], tuple[dict[str, Any], Arrays]]
+    tiny: Callable[..., tuple[dict[str, Any], Arrays]]
     head: HeadSpec | None = None
     interleaved_rope: bool = False
 
@@ -42,7 +43,7 @@ def parse_decoder(config: Config, **switches: Any) -> DecoderConfig:
         hidden = int(config["hidden_size"])
         kv_heads = int(config.get("num_key_value_heads") or heads)
         head_dim = int(config.get("head_dim") or hidden // heads)
-        sizes = {
+        sizes: dict[str, Any] = {
             "vocab_size": int(config["vocab_size"]),
             "hidden_size": hidden,
             "intermediate_size": int(config["intermediate_size"]),
@@ -52,7 +53,7 @@ def parse_decoder(config: Config, **switches: Any) -> DecoderConfig:
     except (KeyError, TypeError, ValueError) as error:
         raise ModelError(f"config.json: {error} is missing or not a number", "is this a model directory?") from None
     if min(*sizes.values(), heads, kv_heads, head_dim) < 1 or heads % kv_heads:
-        raise ModelError(f"config.json: sizes must be positive and {heads} query heads a multiple of {kv_heads} kv heads")
+        raise ModelError(f"config.json: sizes must be positive, {heads} query heads a multiple of {kv_heads} kv heads")
     if config.get("use_sliding_window") and config.get("sliding_window"):
         raise ModelError("config.json: sliding-window attention is not supported for this family yet")
     return DecoderConfig(
@@ -81,7 +82,7 @@ def native_head(family: Family, weights: Weights, config: DecoderConfig) -> MTPH
 
 
 def tiny_config(**changes: Any) -> dict[str, Any]:
-    """config.json of a small model that still has grouped heads, several layers and odd sizes."""
+    """config.json of a small model that still has grouped heads, several layers and odd sizes; `changes` win."""
     return {
         "hidden_size": 48,
         "intermediate_size": 80,

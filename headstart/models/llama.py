@@ -24,8 +24,9 @@ def parse(config: Config) -> DecoderConfig:
     )
 
 
-def tiny() -> tuple[dict[str, Any], Arrays]:
-    config = tiny_config(model_type="llama", architectures=["LlamaForCausalLM"], tie_word_embeddings=True)
+def tiny(**changes: Any) -> tuple[dict[str, Any], Arrays]:
+    defaults = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
+    config = tiny_config(**{**defaults, **changes})
     return config, random_arrays(decoder_shapes(parse(config)))
 
 

@@ -44,10 +44,9 @@ def canonical(name: str) -> str | None:
     return f"mtp.{index}.{MTP_NAMES[part]}.{rest}" if part in MTP_NAMES else f"mtp.{index}.block.{part}.{rest}"
 
 
-def tiny() -> tuple[dict[str, Any], Arrays]:
-    config = tiny_config(
-        model_type="mimo", architectures=["MiMoForCausalLM"], attention_bias=True, num_nextn_predict_layers=1
-    )
+def tiny(**changes: Any) -> tuple[dict[str, Any], Arrays]:
+    defaults = {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    config = tiny_config(**{**defaults, **changes})
     sizes = parse(config)
     shapes, hidden, prefix = decoder_shapes(sizes), sizes.hidden_size, "model.mtp_layers.0"
     shapes |= {f"{prefix}.{n}.weight": (hidden,) for n in MTP_NAMES if n.endswith("norm")}

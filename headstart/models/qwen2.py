@@ -21,8 +21,9 @@ def parse(config: Config) -> DecoderConfig:
     return parse_decoder(config, qkv_bias=True)
 
 
-def tiny() -> tuple[dict[str, Any], Arrays]:
-    config = tiny_config(model_type="qwen2", architectures=["Qwen2ForCausalLM"], rope_theta=1e6)
+def tiny(**changes: Any) -> tuple[dict[str, Any], Arrays]:
+    defaults = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "rope_theta": 1e6}
+    config = tiny_config(**{**defaults, **changes})
     return config, random_arrays(decoder_shapes(parse(config)))
 
 

@@ -22,8 +22,9 @@ def parse(config: Config) -> DecoderConfig:
     return parse_decoder({"head_dim": 128, **config}, qkv_bias=attention_bias, o_bias=attention_bias, qk_norm=True)
 
 
-def tiny() -> tuple[dict[str, Any], Arrays]:
-    config = tiny_config(model_type="qwen3", architectures=["Qwen3ForCausalLM"], head_dim=16, rope_theta=1e6)
+def tiny(**changes: Any) -> tuple[dict[str, Any], Arrays]:
+    defaults = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 16, "rope_theta": 1e6}
+    config = tiny_config(**{**defaults, **changes})
     return config, random_arrays(decoder_shapes(parse(config)))
 
 
