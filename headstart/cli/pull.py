@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headstart.cli.options import Model, OutputOptions
-from headstart.cli.render import print_json, progress
+from headstart.cli.render import print_json
 
 EXAMPLES = ("headstart pull", "headstart pull org/model", "headstart pull smollm2-135m-mtp --json")
 
@@ -12,8 +12,8 @@ def run(model: Model = None, *, output: OutputOptions) -> int:
     """Fetch a model, check it, keep it in the user cache; does nothing when it is already there."""
     from headstart import hub
 
-    with progress("fetching", quiet=output.as_json):
-        alias = hub.resolve_alias(model)
+    hub.pull(model)
+    alias = hub.resolve_alias(model)
     if output.as_json:
         print_json({"model": alias.name, "path": str(alias.trunk), "head": str(alias.head) if alias.head else None})
     else:

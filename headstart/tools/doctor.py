@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
 
-from headstart import __version__
+from headstart import __version__, hub
 from headstart.core import Report
 
 INSTRUCTION_SETS = (
@@ -137,16 +137,18 @@ def first_line(command: list[Any]) -> str | None:
 
 
 def cached_models() -> list[dict[str, Any]]:
-    """Models in the Hugging Face cache, with their size in bytes."""
+    """Built-in models in our own cache, then models in the Hugging Face cache, with their size in bytes."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
+    trunks = {name: path for name in hub.BUILTIN if (path := hub.cached_trunk(name))}
+    own = [{"name": name, "bytes": path.stat().st_size} for name, path in trunks.items()]
     try:
         repos = scan_cache_dir().repos
     except CacheNotFound:
-        return []
-    models = [repo for repo in repos if repo.repo_type == "model"]
-    return [{"name": repo.repo_id, "bytes": repo.size_on_disk} for repo in sorted(models, key=lambda r: r.repo_id)]
+        return own
+    models = sorted((repo for repo in repos if repo.repo_type == "model"), key=lambda repo: repo.repo_id)
+    return own + [{"name": repo.repo_id, "bytes": repo.size_on_disk} for repo in models]
 
 
 def _lines(data: dict[str, Any]) -> list[str]:

@@ -12,7 +12,7 @@ BROAD_EXCEPT_ALLOWED = {
     "cli/main.py",  # the process edge
     "text/tokenizer.py",  # the tokenizers library raises bare Exception for a bad file
 }
-ENVIRONMENT = {"HEADSTART_TRACEBACK", "HEADSTART_CACHE", "XDG_CACHE_HOME", "HF_HUB_OFFLINE"}
+ENVIRONMENT = {"HEADSTART_TRACEBACK", "HEADSTART_CACHE", "XDG_CACHE_HOME", "LOCALAPPDATA"}
 """Every environment variable that the package itself reads."""
 
 
