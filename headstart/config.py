@@ -10,7 +10,7 @@ from headstart import registry
 from headstart.errors import UsageError
 
 BackendName = Literal["auto", "reference"]
-Dtype = Literal["float32", "float64"]
+Dtype = Literal["float32", "float64", "bfloat16"]
 Device = Literal["cpu", "cuda"]
 Rule = Literal["exact", "rejection"]
 

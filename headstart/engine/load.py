@@ -23,7 +23,7 @@ from headstart.hub import resolve_alias
 from headstart.kernels.ops import Backend, RawTensor
 from headstart.layers.build import DecoderConfig, Weights, mtp_module
 from headstart.layers.decoder import Decoder
-from headstart.layers.mtp import HeadSpec, MTPHead
+from headstart.layers.mtp import MTPHead
 from headstart.models._family import Family, native_head
 from headstart.text.tokenizer import Tokenizer
 
@@ -180,7 +180,7 @@ def make_engine(model: Model, config: EngineConfig) -> Engine:
 
 
 def drafter_of(model: Model, config: EngineConfig) -> tuple[type[Drafter] | None, str]:
-    """The drafter class; `auto` takes the head when there is one, else prompt lookup needs no head. Depth 0 needs none."""
+    """The drafter class; `auto` takes the head when there is one, else prompt lookup. Depth 0 needs none."""
     method = config.drafter
     if method == "auto":
         method = "mtp" if model.head else "ngram"
@@ -200,7 +200,7 @@ def context_length(model: Model, config: EngineConfig) -> int:
 
 def _num_blocks(model: Model, config: EngineConfig, max_length: int) -> int:
     """Enough for max_num_seqs full sequences, within a share of the free memory, never less than one sequence."""
-    element = {"float64": 8}.get(config.dtype, 4)
+    element = {"float64": 8, "float32": 4, "bfloat16": 2}[config.dtype]
     per_token = sum(2 * s.num_kv_heads * s.head_dim for s in model.decoder.kv_specs) + model.config.hidden_size
     blocks_per_sequence = -(-max_length // config.block_size)
     affordable = int(free_memory() * MEMORY_SHARE) // (per_token * element * config.block_size)

@@ -6,6 +6,8 @@ kv head, D head dim. Matrices run in torch's own kernels, so rows agree with eac
 
 from __future__ import annotations
 
+import warnings
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -55,8 +57,8 @@ def _group(plan: StepPlan, spans: NDArray[np.int64], device: torch.device, dtype
     slots = tables[:, positions // plan.block_size] * plan.block_size + positions % plan.block_size
     visible = positions[None, None, :] <= plan.positions[rows][:, :, None]
     mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~torch.from_numpy(visible), float("-inf"))
-    as_tensor = lambda array: torch.from_numpy(np.ascontiguousarray(array)).to(device)  # noqa: E731
-    return _Group(as_tensor(rows), as_tensor(valid), as_tensor(slots), mask.to(device))
+    rows_t, valid_t, slots_t = (torch.from_numpy(np.ascontiguousarray(a)).to(device) for a in (rows, valid, slots))
+    return _Group(rows_t, valid_t, slots_t, mask.to(device))
 
 
 class ReferenceOps:
@@ -77,7 +79,7 @@ class ReferenceOps:
         return [_group(self._plan, pick, self._device, self._dtype) for pick in picks if len(pick)]
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
-        return table[ids]
+        return torch.nn.functional.embedding(ids, table)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return torch.nn.functional.linear(x, weight, bias)
@@ -160,7 +162,7 @@ class ReferenceOps:
 
 
 class ReferenceBackend:
-    """Torch tensors as buffers, weights and pools. `dtype` is what weights are widened to and all arithmetic runs in."""
+    """Torch tensors as buffers, weights and pools. Weights are widened to `dtype`, and all arithmetic runs in it."""
 
     name = "reference"
 
@@ -172,7 +174,11 @@ class ReferenceBackend:
             torch.set_num_threads(threads)
 
     def weight(self, tensor: RawTensor) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(tensor.float32())).to(self.device, self.dtype)
+        values = np.ascontiguousarray(tensor.float32())
+        with warnings.catch_warnings():
+            # a float32 weight may be the mapped file itself: it is read only, and nobody writes to weights
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+            return torch.from_numpy(values).to(self.device, self.dtype)
 
     def index(self, ids: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(ids).to(self.device)
@@ -185,8 +191,12 @@ class ReferenceBackend:
         return self._zeros((num_slots, width))
 
     def _zeros(self, shape: tuple[int, ...]) -> Tensor:
-        # zeros (calloc) are only backed by memory once touched, and stale NaN can never leak through a masked weight
-        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        """Zeros, so that no stale NaN can pass a masked weight. On CPU by numpy (calloc): memory is taken only as it
+        is used, where torch.zeros would fill it at once."""
+        if self.device.type == "cuda":
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        raw = np.zeros(math.prod(shape) * self.dtype.itemsize, np.uint8)
+        return torch.from_numpy(raw).view(self.dtype).view(shape)
 
     @torch.inference_mode()
     def run(
@@ -210,8 +220,10 @@ class ReferenceBackend:
         token_ids: Tensor | None = None,
         keep_probs: bool = False,
     ) -> Sampled:
+        logits = logits.float() if logits.dtype == torch.bfloat16 else logits
         return sample(logits, rows, token_ids=token_ids, vocab_size=vocab_size, keep_probs=keep_probs)
 
     @torch.inference_mode()
     def logprobs(self, logits: Tensor, tokens: NDArray[np.int64], num_top: int) -> list[TokenLogprob]:
+        logits = logits.float() if logits.dtype == torch.bfloat16 else logits
         return logprobs(logits, tokens, np.full(len(tokens), num_top))
