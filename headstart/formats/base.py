@@ -85,7 +85,7 @@ class Tensor:
             raise ModelError(f"tensor {self.name} is a scalar and has no rows")
         if len(self.shape) == 1 and self.dtype not in ITEM_BYTES:
             raise ModelError(f"tensor {self.name} is one row of {self.dtype} blocks and cannot be split")
-        grid = self.data.reshape(self.shape[0], -1)
+        grid = self.data.reshape(self.shape[0], self.nbytes // max(self.shape[0], 1))
         taken = grid[np.asarray(rows, dtype=np.int64)]
         flat = taken.reshape(-1) if len(self.shape) == 1 else taken
         return replace(self, shape=(len(rows), *self.shape[1:]), data=flat)
@@ -115,8 +115,8 @@ def _e4m3_table() -> NDArray[np.float32]:
 
 def make_tensor(name: str, shape: tuple[int, ...], dtype: str, raw: Bytes) -> Tensor:
     """A Tensor over `raw` (flat uint8 of exactly the right size), brought into the layout of `Tensor.data`."""
-    many = len(shape) > 1 and shape[0] > 0
-    return Tensor(name, shape, dtype, raw.reshape(shape[0], -1) if many else raw.reshape(-1))
+    rows = raw.reshape(shape[0], raw.size // max(shape[0], 1)) if len(shape) > 1 else raw.reshape(-1)
+    return Tensor(name, shape, dtype, rows)
 
 
 def plain_nbytes(shape: tuple[int, ...], dtype: str) -> int:

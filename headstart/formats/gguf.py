@@ -87,6 +87,12 @@ def _plain(value: Any) -> Any:
     return value
 
 
+def _positive(value: object, *, per_layer: bool) -> bool:
+    if isinstance(value, list):
+        return per_layer and bool(value) and all(isinstance(item, int) and item >= 0 for item in value)
+    return isinstance(value, int) and value > 0
+
+
 def _config(file: GgufFile, tensors: dict[str, Tensor]) -> dict[str, Any]:
     metadata, path = file.metadata, file.path
     arch = metadata.get("general.architecture")
@@ -97,9 +103,13 @@ def _config(file: GgufFile, tensors: dict[str, Tensor]) -> dict[str, Any]:
         if (value := metadata.get(f"{arch}.{key}")) is not None:
             config[name] = _plain(value)
     for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"):
-        if not (isinstance(config.get(name), int | list) and config[name]):
-            raise ModelError(f"{path} gives no usable {name} for {arch!r}", "convert the model again")
-    config["num_hidden_layers"] -= config.get("num_nextn_predict_layers", 0)  # llama.cpp counts the heads as blocks
+        # Only the number of heads may differ by layer.
+        if not _positive(config.get(name), per_layer=name == "num_attention_heads"):
+            raise ModelError(f"{path}: {name} of {arch!r} is {config.get(name)!r}", "convert the model again")
+    heads = config.get("num_nextn_predict_layers", 0)
+    if not isinstance(heads, int) or not 0 <= heads < config["num_hidden_layers"]:
+        raise ModelError(f"{path}: {heads!r} of {config['num_hidden_layers']} blocks are heads", "convert it again")
+    config["num_hidden_layers"] -= heads  # llama.cpp counts them as blocks
     config["vocab_size"] = tensors["embed_tokens.weight"].shape[0]
     config["tie_word_embeddings"] = "lm_head.weight" not in tensors
     config |= _heads(config) | _rope(metadata, arch, config) | _special_ids(metadata)

@@ -117,7 +117,7 @@ def _parse(path: Path, raw: Bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
 def _place(path: Path, name: str, entry: object, num_bytes: int) -> tuple[str, tuple[int, ...], int, int]:
@@ -157,7 +157,8 @@ def save(path: Path, tensors: Mapping[str, Array], metadata: Mapping[str, str] |
     blobs: list[Bytes] = []
     # Widest types first: every tensor then starts at a multiple of its own item size.
     for name, value in sorted(tensors.items(), key=lambda item: (-_bits(item[1]).itemsize, item[0])):
-        bits = np.ascontiguousarray(_bits(value))
+        bits = _bits(value)
+        bits = np.ascontiguousarray(bits, bits.dtype.newbyteorder("<")).reshape(bits.shape)
         begin = sum(map(len, blobs))
         blobs.append(bits.reshape(-1).view(np.uint8))
         header[name] = {

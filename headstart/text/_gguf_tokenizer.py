@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -123,7 +124,7 @@ def _byte_level(
 def pre_tokenizer_of(metadata: Mapping[str, Any], where: str) -> PreTokenizer:
     """The pre-tokenizer the file names. ModelError for an unknown one: a wrong guess would be wrong ids in silence."""
     name = metadata.get("tokenizer.ggml.pre", "default")
-    if name not in PRE_TOKENIZERS:
+    if not isinstance(name, str) or name not in PRE_TOKENIZERS:
         known = ", ".join(sorted(PRE_TOKENIZERS))
         raise ModelError(f"{where}: the pre-tokenizer {name!r} is not known", f"known are {known}")
     return PRE_TOKENIZERS[name]
@@ -133,11 +134,10 @@ def _sentencepiece(
     metadata: Mapping[str, Any], tokens: list[str], vocabulary: dict[str, int], where: str
 ) -> tokenizers.Tokenizer:
     scores = metadata.get("tokenizer.ggml.scores")
-    if scores is None or len(scores) != len(tokens):
+    if not isinstance(scores, np.ndarray) or len(scores) != len(tokens):
         raise ModelError(f"{where}: tokenizer.ggml.scores does not fit its {len(tokens)} tokens", "convert it again")
-    unknown = metadata.get("tokenizer.ggml.unknown_token_id")
-    unk = tokens[unknown] if isinstance(unknown, int) and unknown < len(tokens) else None
-    pairs = _merges(vocabulary, [float(score) for score in scores])
+    unk = special_token(metadata, "unknown", tokens)
+    pairs = _merges(vocabulary, scores.tolist())
     tokenizer = tokenizers.Tokenizer(_bpe(vocabulary, pairs, where, unk_token=unk, fuse_unk=True, byte_fallback=True))
     prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     steps: list[Any] = [normalizers.Prepend(SPACE)] if prefix else []
@@ -169,7 +169,7 @@ def _bpe(vocabulary: dict[str, int], pairs: list[tuple[str, str]], where: str, *
 
 def _add_special(tokenizer: tokenizers.Tokenizer, metadata: Mapping[str, Any], tokens: list[str]) -> None:
     types = metadata.get("tokenizer.ggml.token_type")
-    kinds = [int(kind) for kind in types][: len(tokens)] if types is not None else []
+    kinds = types.tolist() if isinstance(types, np.ndarray) else []
     special = [token for token, kind in zip(tokens, kinds, strict=False) if kind in (CONTROL, UNKNOWN) and token]
     plain = [token for token, kind in zip(tokens, kinds, strict=False) if kind == USER_DEFINED and token]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
@@ -180,8 +180,8 @@ def _add_special(tokenizer: tokenizers.Tokenizer, metadata: Mapping[str, Any], t
 def _add_ends(tokenizer: tokenizers.Tokenizer, metadata: Mapping[str, Any], tokens: list[str]) -> None:
     """What `add_special=True` puts around a text: bos and eos, where the file asks for them."""
     sentencepiece = metadata.get("tokenizer.ggml.model") == "llama"
-    name = metadata.get("tokenizer.ggml.pre", "default")
-    add_bos = metadata.get("tokenizer.ggml.add_bos_token", sentencepiece or PRE_TOKENIZERS[name].add_bos)
+    usual = sentencepiece or pre_tokenizer_of(metadata, "").add_bos
+    add_bos = metadata.get("tokenizer.ggml.add_bos_token", usual)
     bos = special_token(metadata, "bos", tokens) if add_bos else None
     eos = special_token(metadata, "eos", tokens) if metadata.get("tokenizer.ggml.add_eos_token", False) else None
     ends = {token: tokenizer.token_to_id(token) for token in (bos, eos) if token}

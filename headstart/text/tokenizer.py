@@ -72,9 +72,12 @@ class Tokenizer:
         tokens inside the text become those tokens (a chat template's output needs that) unless `parse_special` is
         False: then they are plain text."""
         inner = self._inner if parse_special else self._without_special()
-        # Half of a surrogate pair (from careless JSON) is no text; the tokenizer would refuse it.
-        clean = text.encode("utf-8", "replace").decode() if any("\ud800" <= c <= "\udfff" for c in text) else text
-        return list(inner.encode(clean, add_special_tokens=add_special).ids)
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            # Half of a surrogate pair (from careless JSON) is no text; the tokenizer would refuse it.
+            text = text.encode("utf-8", "replace").decode()
+        return list(inner.encode(text, add_special_tokens=add_special).ids)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """The text of `ids`; ids that no token has give nothing."""

@@ -1,0 +1,360 @@
+"""Formats: what is written is read back, and no damaged file does worse than a ModelError."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+from safetensors import safe_open
+
+from headstart.errors import ModelError
+from headstart.formats import _gguf_file, open_checkpoint, safetensors
+from headstart.formats._gguf_names import canonical_names
+from headstart.formats.base import make_tensor, unpermute_rows
+from headstart.hub import cached_trunk
+
+RNG = np.random.default_rng(0)
+SMALL = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def tensors() -> dict[str, Any]:
+    rng = np.random.default_rng(1)
+    return {
+        "a": rng.normal(size=(3, 5)).astype(np.float32),
+        "half": rng.normal(size=(4, 2)).astype(np.float16),
+        "ids": np.arange(7, dtype=np.int64),
+        "mask": np.array([True, False, True]),
+        "bf": (np.array([[0x3F80, 0xC000], [0x4049, 0]], np.uint16), "BF16"),
+        "f8": (np.array([0x38, 0xC0, 0x7F, 1], np.uint8), "F8_E4M3"),
+        "cube": rng.normal(size=(2, 3, 4)).astype(np.float32),
+        "scalar": np.array(3.5, np.float32),
+        "nothing": np.zeros((0, 4), np.float32),
+    }
+
+
+def directory(path: Path, config: dict[str, Any] | None = None) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps({"model_type": "llama"} if config is None else config))
+    safetensors.save(path / "model.safetensors", tensors(), {"format": "np"})
+    return path
+
+
+def raw_file(path: Path, header: object, data: bytes = b"") -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
+def entry(begin: int = 0, end: int = 8, **changes: Any) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": [2], "data_offsets": [begin, end]} | changes
+
+
+def test_safetensors_round_trip(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(directory(tmp_path / "m"))
+    assert checkpoint.format == "safetensors" and not checkpoint.canonical_names
+    found = checkpoint.tensors
+    expected = tensors()
+    for name in ("half", "scalar", "nothing"):
+        np.testing.assert_array_equal(found[name].float32(), expected[name].astype(np.float32))
+        assert found[name].shape == expected[name].shape
+    np.testing.assert_array_equal(found["ids"].numpy(), expected["ids"])
+    np.testing.assert_array_equal(found["mask"].numpy(), expected["mask"])
+    np.testing.assert_array_equal(found["bf"].float32(), [[1.0, -2.0], [3.140625, 0.0]])
+    np.testing.assert_array_equal(found["f8"].float32(), np.array([1.0, -2.0, np.nan, 2.0**-9], np.float32))
+    assert found["cube"].data.shape == (2, 48) and found["cube"].float32().shape == (2, 3, 4)
+    assert found["ids"].nbytes == 56
+    with pytest.raises(ModelError, match="holds I64"):
+        found["ids"].float32()
+    with pytest.raises(ModelError, match="BF16"):
+        found["bf"].numpy()
+
+
+def test_saved_file_is_read_by_the_library(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    plain = {name: value for name, value in tensors().items() if not isinstance(value, tuple)}
+    safetensors.save(path, plain, {"note": "hi"})
+    with safe_open(path, framework="np") as file:
+        assert file.metadata() == {"note": "hi"} == safetensors.read_metadata(path)
+        for name, value in plain.items():
+            np.testing.assert_array_equal(file.get_tensor(name), value)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(b"old")
+    with pytest.raises(ModelError, match="cannot be saved"):
+        safetensors.save(path, {"a": np.zeros(2, np.complex64)})
+    with pytest.raises(TypeError):
+        safetensors.write_atomically(path, [b"new", None])  # type: ignore[list-item]
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_take_rows_is_exact(tmp_path: Path) -> None:
+    found = open_checkpoint(directory(tmp_path / "m")).tensors
+    rows = np.array([2, 0, 2], np.int64)
+    np.testing.assert_array_equal(found["a"].take_rows(rows).float32(), found["a"].float32()[rows])
+    np.testing.assert_array_equal(found["ids"].take_rows(rows).numpy(), found["ids"].numpy()[rows])
+    np.testing.assert_array_equal(found["cube"].take_rows(rows[1:2]).float32(), found["cube"].float32()[[0]])
+    with pytest.raises(ModelError, match="scalar"):
+        found["scalar"].take_rows(rows)
+    assert found["nothing"].take_rows(np.zeros(0, np.int64)).shape == (0, 4)
+
+
+def test_sharded(tmp_path: Path) -> None:
+    directory(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    safetensors.save(tmp_path / "one.safetensors", {"a": np.zeros(2, np.float32)})
+    safetensors.save(tmp_path / "two.safetensors", {"b": np.ones(2, np.float32)})
+    assert set(open_checkpoint(tmp_path).tensors) == {"a", "b"}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}))
+    assert set(open_checkpoint(tmp_path).tensors) == {"a", "b"}
+    for weight_map, message in (
+        ({"a": "one.safetensors", "c": "two.safetensors"}, "tensor c is in two"),
+        ({"a": "three.safetensors"}, "three.safetensors, which is missing"),
+        ({"a": "../one.safetensors"}, "not a plain file name"),
+        ({"a": 1}, "no weight_map"),
+        (None, "no weight_map"),
+    ):
+        index.write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(ModelError, match=message):
+            open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("header", "data", "message"),
+    [
+        (b"{", b"", "not valid JSON"),
+        (b"[1]", b"", "an object is wanted"),
+        (b'{"a":' + b"[" * 100_000, b"", "not valid JSON"),
+        (b'{"a":{"dtype":"F32","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,8]}}', b"", "not valid JSON"),
+        (b'{"a":1,"a":2}', b"", "twice"),
+        ({"a": 3}, b"", "not an object"),
+        ({"a": entry()}, b"1234", "lies at bytes 0..8 of 4"),
+        ({"a": entry(8, 0)}, b"12345678", "lies at bytes"),
+        ({"a": entry(-8, 0)}, b"12345678", "offsets"),
+        ({"a": entry(0, 4)}, b"12345678", "needs 8 bytes, but has 4"),
+        ({"a": entry(shape=[2**62, 2**62])}, b"12345678", "needs"),
+        ({"a": entry(shape=[10**40])}, b"12345678", "shape"),
+        ({"a": entry(shape="2")}, b"12345678", "shape"),
+        ({"a": entry(dtype="F99")}, b"12345678", "dtype 'F99'"),
+        ({"a": entry(dtype=["F32"])}, b"12345678", "dtype"),
+        ({"a": entry(), "b": entry(4, 12)}, b"x" * 12, "overlap"),
+    ],
+)
+def test_damaged_safetensors(tmp_path: Path, header: object, data: bytes, message: str) -> None:
+    with pytest.raises(ModelError, match=message) as caught:
+        safetensors.read_file(raw_file(tmp_path / "x.safetensors", header, data))
+    assert "x.safetensors" in caught.value.message
+
+
+def test_header_longer_than_the_file_or_the_limit(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    for blob in (b"", b"123", (2**63).to_bytes(8, "little"), (100).to_bytes(8, "little") + b"{}"):
+        path.write_bytes(blob)
+        with pytest.raises(ModelError, match=r"x\.safetensors"):
+            safetensors.read_file(path)
+    with path.open("wb") as file:  # a sparse file: no bytes are written
+        file.write((safetensors.MAX_HEADER + 1).to_bytes(8, "little"))
+        file.truncate(safetensors.MAX_HEADER + 100)
+    with pytest.raises(ModelError, match="more than"):
+        safetensors.read_file(path)
+
+
+def test_what_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="does not exist"):
+        open_checkpoint(tmp_path / "gone")
+    with pytest.raises(ModelError, match="empty directory"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "note.txt").write_text("hello")
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        open_checkpoint(tmp_path)
+    with pytest.raises(ModelError, match="neither"):
+        open_checkpoint(tmp_path / "note.txt")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"no \*.safetensors"):
+        open_checkpoint(tmp_path)
+    directory(tmp_path, config={})
+    with pytest.raises(ModelError, match="model_type"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text("not json")
+    with pytest.raises(ModelError, match="not valid JSON"):
+        open_checkpoint(tmp_path)
+
+
+@SMALL
+@given(st.binary(max_size=200), st.integers(0, 300))
+def test_safetensors_fuzz(tmp_path: Path, blob: bytes, size: int) -> None:
+    path = tmp_path / "x.safetensors"
+    for text in (blob, size.to_bytes(8, "little") + blob):
+        path.write_bytes(text)
+        with suppress(ModelError):
+            safetensors.read_file(path)
+
+
+def write_gguf(path: Path, **extra: Any) -> Path:
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(extra.get("blocks", 1))
+    writer.add_embedding_length(32)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_context_length(128)
+    writer.add_rope_freq_base(5000.0)
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(4.0)
+    writer.add_rope_scaling_orig_ctx_len(32)
+    writer.add_eos_token_id(2)
+    writer.add_eot_token_id(5)
+    writer.add_array("llama.some.list", [1, 2, 3])
+    if "nextn" in extra:
+        writer.add_uint32("llama.nextn_predict_layers", extra["nextn"])
+    embed = RNG.normal(size=(16, 32)).astype(np.float32)
+    writer.add_tensor(
+        "token_embd.weight",
+        gguf.quantize(embed, gguf.GGMLQuantizationType.Q8_0),
+        raw_dtype=gguf.GGMLQuantizationType.Q8_0,
+    )
+    writer.add_tensor("output_norm.weight", np.ones(32, np.float32))
+    writer.add_tensor("blk.0.attn_q.weight", embed.astype(np.float16))
+    writer.add_tensor("blk.0.attn_q.bias", np.arange(16, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_gguf(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf"))
+    assert checkpoint.canonical_names and checkpoint.format == "gguf"
+    expected = {
+        "model_type": "llama", "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rope_theta": 5000.0,
+        "max_position_embeddings": 128, "vocab_size": 16, "tie_word_embeddings": True, "eos_token_id": [2, 5],
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    }  # fmt: skip
+    assert {key: checkpoint.config[key] for key in expected} == expected
+    assert set(checkpoint.tensors) == {
+        "embed_tokens.weight", "norm.weight", "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.q_proj.bias",
+    }  # fmt: skip
+    with pytest.raises(ModelError, match="no tokenizer"):
+        checkpoint.load_tokenizer()
+    assert checkpoint.chat_template() is None
+
+
+def test_gguf_tensors_read_as_the_library_reads_them(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf")
+    ours = {tensor.name: tensor for tensor in _gguf_file.read(path).tensors.values()}
+    for theirs in gguf.GGUFReader(path).tensors:
+        values = gguf.dequantize(theirs.data, theirs.tensor_type)
+        np.testing.assert_array_equal(ours[theirs.name].float32(), values)
+        rows = np.array([3, 1], np.int64)
+        np.testing.assert_array_equal(ours[theirs.name].take_rows(rows).float32(), values[rows])
+
+
+def test_heads_are_not_counted_as_layers(tmp_path: Path) -> None:
+    config = open_checkpoint(write_gguf(tmp_path / "m.gguf", blocks=3, nextn=1)).config
+    assert (config["num_hidden_layers"], config["num_nextn_predict_layers"]) == (2, 1)
+    with pytest.raises(ModelError, match="blocks are heads"):
+        open_checkpoint(write_gguf(tmp_path / "n.gguf", blocks=1, nextn=1))
+
+
+def test_every_truncation_of_a_gguf_is_a_clear_error(tmp_path: Path) -> None:
+    blob = write_gguf(tmp_path / "m.gguf").read_bytes()
+    path = tmp_path / "cut.gguf"
+    for size in [*range(0, 1500, 23), len(blob) - 200, len(blob) - 129]:
+        path.write_bytes(blob[:size])
+        with pytest.raises(ModelError, match=r"cut\.gguf"):
+            open_checkpoint(path)
+
+
+def test_wrong_magic_version_and_byte_order(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    for blob, message in (
+        (b"GGML" + bytes(40), "not a GGUF"),
+        (b"GGUF" + (1).to_bytes(4, "little") + bytes(40), "version 1"),
+        (b"GGUF" + (3).to_bytes(4, "big") + bytes(40), "big-endian"),
+        (b"GGUF" + (3).to_bytes(4, "little") + b"\xff" * 16, "room"),
+    ):
+        path.write_bytes(blob)
+        with pytest.raises(ModelError, match=message):
+            open_checkpoint(path)
+
+
+@SMALL
+@given(st.lists(st.tuples(st.integers(4, 1200), st.integers(0, 255)), min_size=1, max_size=6))
+def test_gguf_fuzz(tmp_path: Path, changes: list[tuple[int, int]]) -> None:
+    original = tmp_path / "m.gguf"
+    if not original.exists():
+        write_gguf(original)
+    blob = bytearray(original.read_bytes())
+    for at, byte in changes:
+        blob[at] = byte
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(blob)
+    try:
+        checkpoint = open_checkpoint(path)
+        for tensor in checkpoint.tensors.values():
+            tensor.float32()
+    except ModelError:
+        pass
+
+
+def test_gguf_in_parts(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m-00001-of-00002.gguf")
+    with pytest.raises(ModelError, match=r"m-00002-of-00002\.gguf is missing"):
+        open_checkpoint(tmp_path / "m-00001-of-00002.gguf")
+    writer = gguf.GGUFWriter(tmp_path / "m-00002-of-00002.gguf", "llama")
+    writer.add_tensor("output.weight", np.zeros((16, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    checkpoint = open_checkpoint(tmp_path / "m-00001-of-00002.gguf")
+    assert "lm_head.weight" in checkpoint.tensors and not checkpoint.config["tie_word_embeddings"]
+
+
+def test_canonical_names() -> None:
+    names = canonical_names(["blk.3.ffn_norm.weight", "blk.0.nextn.eh_proj.weight", "blk.1.exp_probs_b.bias", "odd"])
+    assert list(names.values()) == [
+        "layers.3.post_attention_layernorm.weight", "layers.0.eh_proj.weight",
+        "layers.1.mlp.gate.e_score_correction_bias", "odd",
+    ]  # fmt: skip
+    both = canonical_names(["blk.0.ffn_norm.weight", "blk.0.post_attention_norm.weight"])
+    assert both["blk.0.ffn_norm.weight"] == "layers.0.pre_feedforward_layernorm.weight"
+    with pytest.raises(ModelError, match="both mean"):
+        canonical_names(["output.weight", "output.weight"])
+
+
+@pytest.mark.parametrize("columns", [0, 3])
+def test_unpermute_rows_inverts_the_converter(columns: int) -> None:
+    heads, half = 3, 4
+    shape = (heads * 2 * half, columns) if columns else (heads * 2 * half,)
+    original = RNG.normal(size=shape).astype(np.float32)
+    # The converter's documented reordering: [head, half, pair] -> [head, pair, half].
+    permuted = np.ascontiguousarray(original.reshape(heads, 2, half, -1).swapaxes(1, 2)).reshape(shape)
+    tensor = make_tensor("q", shape, "F32", permuted.reshape(-1).view(np.uint8))
+    np.testing.assert_array_equal(unpermute_rows(tensor, heads).float32(), original)
+    with pytest.raises(ModelError, match="rotary pairs"):
+        unpermute_rows(tensor, 5)
+
+
+@pytest.mark.skipif(cached_trunk() is None, reason="the default model is not in the cache")
+def test_default_model() -> None:
+    trunk = cached_trunk()
+    assert trunk is not None
+    checkpoint = open_checkpoint(trunk)
+    assert checkpoint.config["num_hidden_layers"] == 30 and checkpoint.config["eos_token_id"] == 2
+    weight = checkpoint.tensors["layers.0.self_attn.q_proj.weight"]
+    assert (weight.shape, weight.dtype, weight.data.shape) == ((576, 576), "Q4_1", (576, 360))
+    rows = np.array([5, 0], np.int64)
+    np.testing.assert_array_equal(weight.take_rows(rows).float32(), weight.float32()[rows])
