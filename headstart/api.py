@@ -152,7 +152,9 @@ class LLM:
             raise UsageError(f"{self.model.name} has no chat template", "use raw prompts (--raw)")
         return self.tokenizer.encode(self._template.render(messages), add_special=False)
 
-    def request(self, prompt: Prompt, params: SamplingParams, *, raw: bool = False, depth: int | None = None) -> Request:
+    def request(
+        self, prompt: Prompt, params: SamplingParams, *, raw: bool = False, depth: int | None = None
+    ) -> Request:
         """A request as the engine takes it; an unset seed is drawn here."""
         if isinstance(prompt, str) and not prompt:
             raise UsageError("the prompt is empty", "give at least one character")

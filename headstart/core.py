@@ -79,7 +79,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One prompt and how to continue it. `seed` is resolved; `depth` None follows the engine, 0 switches drafting off."""
+    """One prompt and how to continue it. `seed` is resolved; `depth` None follows the engine, 0 drafts nothing."""
 
     request_id: str
     prompt_ids: tuple[int, ...]
@@ -115,6 +115,7 @@ class Sequence:
     num_computed: int = 0
     num_drafter: int = 0
     num_cached: int = 0  # prompt positions taken from the prefix cache on first admission
+    num_prompt_logprobs: int = 0  # prompt tokens whose logprobs are out; a preempted prompt is computed twice
     block_table: list[int] = field(default_factory=list)
     draft: Draft = field(default_factory=Draft)
     counts: dict[int, int] = field(default_factory=dict)  # id -> occurrences in the output; kept by engine.sampling
@@ -176,7 +177,7 @@ class DraftStats:
 
 @dataclass(frozen=True)
 class Span:
-    """Rows of one sequence in a pass: positions start .. start + num_rows - 1, of which the last num_sample are sampled."""
+    """Rows of one sequence in a pass: positions start .. start + num_rows - 1; the last num_sample are sampled."""
 
     sequence: Sequence
     start: int
@@ -262,7 +263,7 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one pass decided for one sequence: the tokens to emit (accepted drafts, then one recovered or bonus token)."""
+    """What one pass decided for one sequence: tokens to emit (accepted drafts, then one recovered or bonus token)."""
 
     tokens: tuple[int, ...]
     num_drafted: int

@@ -42,5 +42,5 @@ def span_rows(span: Span) -> Rows:
     sequence, prompt_logprobs = span.sequence, span.sequence.request.params.prompt_logprobs
     pending = sequence.tokens[span.start : span.start + span.num_rows]
     token_ids = pending + sequence.draft.tokens[: span.num_rows - len(pending)]
-    wants_all = prompt_logprobs is not None and span.start < sequence.num_prompt - 1
+    wants_all = prompt_logprobs is not None and sequence.num_prompt_logprobs < sequence.num_prompt - 1
     return Rows(sequence, span.start, token_ids, len(token_ids) if wants_all else span.num_sample)

@@ -69,13 +69,15 @@ class Runner:
         return self._draw(logits, build_rows(entries)), starts
 
     def prompt_logprobs(self, span: Span, forward: Forward, index: int) -> list[TokenLogprob]:
-        """Of the prompt tokens that this span's rows predict."""
+        """Of the prompt tokens that this span's rows predict and that no span before it did."""
         sequence = span.sequence
         num_wanted = sequence.request.params.prompt_logprobs
-        known = sequence.request.prompt_ids[span.start + 1 : span.start + 1 + span.num_rows]
+        start = max(span.start, sequence.num_prompt_logprobs)
+        known = sequence.request.prompt_ids[start + 1 : span.start + 1 + span.num_rows]
         if num_wanted is None or not known:
             return []
-        first = forward.starts[index]
+        sequence.num_prompt_logprobs = start + len(known)
+        first = forward.starts[index] + start - span.start
         rows = np.arange(first, first + len(known), dtype=np.int32)
         return self.backend.logprobs(self.backend.rows(forward.logits, rows), np.array(known, np.int64), num_wanted)
 

@@ -56,7 +56,9 @@ class MTPModule:
     def kv_spec(self) -> AttentionSpec:
         return self.block.attention.spec
 
-    def forward(self, ops: Ops, spec: HeadSpec, embedded: Buffer, step: StepInputs, pool: Pool) -> tuple[Buffer, Buffer]:
+    def forward(
+        self, ops: Ops, spec: HeadSpec, embedded: Buffer, step: StepInputs, pool: Pool
+    ) -> tuple[Buffer, Buffer]:
         """Embedded tokens [R, H] and step.hidden [R, H] -> (y for the LM head, recycled), both [R, H]."""
         if spec.mask_first:
             embedded = ops.zero_where(embedded, step.positions, FIRST_PAIR_POSITION)

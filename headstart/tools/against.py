@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from headstart.api import LLM
 from headstart.core import Report, SamplingParams
 from headstart.errors import UsageError
-from headstart.tools.prompts import builtin_prompts
 from headstart.tools.margin import Judge
+from headstart.tools.prompts import builtin_prompts
 
 if TYPE_CHECKING:
     from headstart.tools.verify import VerifyOptions
@@ -39,7 +39,7 @@ class Compared:
 def run_against(options: VerifyOptions, progress: Progress) -> Report:
     """Greedy text of every prompt from both. Raises UsageError where transformers is not installed."""
     if importlib.util.find_spec("transformers") is None:
-        raise UsageError("--against transformers needs transformers, which is not installed", "pip install transformers")
+        raise UsageError("--against transformers: transformers is not installed", "pip install transformers")
     llm = LLM(options.model, replace(options.config, depth=3))
     prompts = list(options.prompts or [prompt for _, prompt in builtin_prompts()])
     params = SamplingParams(max_tokens=options.max_tokens)
@@ -66,7 +66,7 @@ class _Oracle:
             if path.is_file()
             else {"pretrained_model_name_or_path": path}
         )
-        self._model = AutoModelForCausalLM.from_pretrained(**where, dtype="float32")
+        self._model: Any = AutoModelForCausalLM.from_pretrained(**where, dtype="float32")
         self._eos = sorted(llm.tokenizer.eos_ids)
 
     def greedy(self, prompt: Sequence[int], max_tokens: int) -> list[int]:

@@ -20,7 +20,7 @@ def pairwise(factors: Mapping[str, Sequence[Any]], seed: int = 0) -> list[Cell]:
     missing = {
         (i, a, j, b) for i, j in combinations(range(len(names)), 2) for a, b in product(levels[i], levels[j])
     }
-    cells: list[tuple[int, ...]] = [] if missing else [row for row in product(*levels)]
+    cells: list[tuple[int, ...]] = [] if missing else list(product(*levels))
     while missing:
         best = max(_candidates(levels, rng, missing), key=lambda row: len(missing & _pairs(row)))
         missing -= _pairs(best)

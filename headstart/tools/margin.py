@@ -21,9 +21,8 @@ class Judge:
 
     def __init__(self, model: str | None, config: EngineConfig) -> None:
         self._model = model
-        self._config = replace(
-            config, dtype="float64", drafter="none", depth=0, max_num_seqs=1, enable_prefix_caching=False, kv_blocks=None
-        )
+        plain = replace(config, drafter="none", depth=0, max_num_seqs=1, enable_prefix_caching=False)
+        self._config = replace(plain, dtype="float64", kv_blocks=None)
         self._llm: LLM | None = None
 
     def margin(self, context: Sequence[int], a: int, b: int, params: SamplingParams) -> tuple[float, bool]:

@@ -8,7 +8,7 @@ within TIE of each other.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from headstart.api import LLM
@@ -29,7 +29,7 @@ class VerifyOptions:
     """What to compare. Every pair of levels of two factors is covered by at least one cell."""
 
     model: str | None = None
-    config: EngineConfig = EngineConfig()
+    config: EngineConfig = field(default_factory=EngineConfig)
     prompts: tuple[Prompt, ...] | None = None
     raw: bool = False
     max_tokens: int = 64
@@ -115,9 +115,8 @@ def run(options: VerifyOptions, progress: Progress = lambda done, total, text: N
 
 def plain_cell(temperature: float, seed: int) -> Cell:
     """Plain decoding: one sequence, no drafter, no cached prefix, prompts in one chunk."""
-    return {
-        "temperature": temperature, "depth": 0, "drafter": PLAIN, "batch": 1, "chunk": 512, "cache": False, "seed": seed,
-    }  # fmt: skip
+    fixed = {"depth": 0, "drafter": PLAIN, "batch": 1, "chunk": 512, "cache": False}
+    return {"temperature": temperature, "seed": seed, **fixed}
 
 
 Decoded = tuple[list[int], list[int]]
