@@ -19,7 +19,9 @@ EXAMPLES = ("headstart demo", "headstart demo --depth 5 --max-tokens 128", "head
 def run(
     model: Model = None,
     *,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Tokens per prompt.")] = 64,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", min=1, help="Tokens per prompt. Default: up to 64, as time allows.")
+    ] = None,
     engine: EngineOptions,
     output: OutputOptions,
 ) -> int:
@@ -38,19 +40,16 @@ def run(
 
 
 def _print_table(report: Report) -> None:
-    columns = (
-        "prompt", "same text", "tokens", "passes", "passes/token", "accept. length", "off tok/s", "on tok/s", "ratio",
-    )  # fmt: skip
+    columns = ("prompt", "same\ntext", "tokens", "passes", "passes\n/token", "accept.\nlength", "tokens/s", "ratio")
     rows = [
         (
             row["kind"],
-            "yes" if row["identical"] else f"no, from token {row['first_difference']}",
+            "yes" if row["identical"] else f"no, at {row['first_difference']}",
             row["tokens"],
-            f"{row['passes_off']} -> {row['passes_on']}",
+            f"{row['passes_off']} → {row['passes_on']}",
             f"{row['passes_per_token']:.2f}",
             f"{row['acceptance_length']:.2f}",
-            f"{row['tokens_per_s_off']:.1f}",
-            f"{row['tokens_per_s_on']:.1f}",
+            f"{row['tokens_per_s_off']:.1f} → {row['tokens_per_s_on']:.1f}",
             f"{row['speed_ratio']:.2f}x",
         )
         for row in report.data["prompts"]

@@ -18,6 +18,8 @@ Progress = Callable[[int, int, str], None]
 MAX_ROUNDS = 3
 TIME_BUDGET_S = 90.0
 """No new round of measuring begins when it would probably end after this."""
+FEWEST_TOKENS, MOST_TOKENS = 16, 64
+WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +28,7 @@ class DemoOptions:
 
     model: str | None = None
     config: EngineConfig = field(default_factory=EngineConfig)
-    max_tokens: int = 64
+    max_tokens: int | None = None  # None: as many as the machine decodes in the time budget, at most MOST_TOKENS
 
 
 @dataclass
@@ -65,8 +67,9 @@ def run(options: DemoOptions, progress: Progress = lambda done, total, text: Non
     llm = LLM(options.model, options.config)
     prompts = json.loads(resources.files("headstart.tools").joinpath("demo_prompts.json").read_text("utf-8"))
     measured = [Measured(item["kind"]) for item in prompts]
-    params = SamplingParams(max_tokens=options.max_tokens)
-    llm.generate([prompts[0]["prompt"]], SamplingParams(max_tokens=4))  # warm up: first calls pay for allocations
+    warm_up = SamplingParams(max_tokens=WARM_UP_TOKENS, ignore_eos=True)  # first calls pay for allocations
+    speeds = [llm.generate([item["prompt"]], warm_up, depth=0)[0].timing["decode_tokens_per_s"] for item in prompts[:2]]
+    params = SamplingParams(max_tokens=options.max_tokens or affordable_tokens(speeds[-1], len(prompts)))
     begin = time.monotonic()
     rounds = 0
     while rounds < MAX_ROUNDS and (time.monotonic() - begin) * (rounds + 1) <= TIME_BUDGET_S * max(rounds, 1):
@@ -77,6 +80,11 @@ def run(options: DemoOptions, progress: Progress = lambda done, total, text: Non
                 measured[index].runs[drafting] += llm.generate([item["prompt"]], params, depth=depth)
         rounds += 1
     return _report(measured, options, rounds)
+
+
+def affordable_tokens(tokens_per_s: float, num_prompts: int) -> int:
+    """Tokens per prompt that one round, off and on, decodes in about half of the time budget."""
+    return max(FEWEST_TOKENS, min(MOST_TOKENS, int(TIME_BUDGET_S / 2 * tokens_per_s / (2 * num_prompts))))
 
 
 def first_difference(runs: dict[bool, list[Completion]]) -> int | None:

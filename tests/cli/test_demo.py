@@ -23,7 +23,7 @@ def test_same_text(fake_demo: Any, capsys: Capture) -> None:
     shown = capsys.readouterr().out
     assert "identical 8/8" in shown
     assert "passes    32 -> 16 for 32 tokens (0.50 per token, 50% saved)" in shown
-    _, *asked = fake_demo.asked  # the first is the warm-up
+    _, _, *asked = fake_demo.asked  # the first two are the warm-up
     assert [depth for *_, depth in asked[:6]] == [0, None, None, 0, 0, None], "off and on take turns in going first"
 
 
