@@ -86,9 +86,11 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """What one token adds to a text."""
+        if not 0 <= token_id < self.vocab_size:
+            return b""  # padding rows of the embedding have ids, but no text
         piece = self._pieces.get(token_id)
         if piece is None:
-            text = self._inner.id_to_token(token_id) if token_id >= 0 else None
+            text = self._inner.id_to_token(token_id)
             piece = self._pieces[token_id] = b"" if text is None else self._rule.to_bytes(text)
         return piece
 

@@ -1,0 +1,86 @@
+"""Chat templates: the helpers models rely on, and errors that say whose fault it is."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from toy_tokenizers import byte_level
+
+from headstart.errors import ModelError, UsageError
+from headstart.text.chat import ChatTemplate
+
+USER = [{"role": "user", "content": "hé <b>"}]
+MESSAGES = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+SIMPLE = MESSAGES + "{% if add_generation_prompt %}[a]{% endif %}"
+
+
+def test_render() -> None:
+    template = ChatTemplate(SIMPLE, {"bos_token": "<s>"})
+    assert template.render(USER) == "<s>[user]hé <b>[a]"
+    assert template.render(USER, add_generation_prompt=False) == "<s>[user]hé <b>"
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{{ messages | tojson }}", '[{"role": "user", "content": "hé <b>"}]'),
+        ("{{ {'a': 1} | tojson(indent=1) }}", '{\n "a": 1\n}'),
+        ("{% for m in messages %}{% break %}x{% endfor %}y", "y"),
+        ("{% generation %}{{ messages[0].role }}{% endgeneration %}!", "user!"),
+        ("  {% if true %}\nx\n  {% endif %}\ny", "x\ny"),
+        ("{{ strftime_now('%Y') }}", str(datetime.now().year)),
+        ("{{ thinking }}{{ tools is none }}{{ documents is none }}", "onTrueTrue"),
+        ("{% set ns = namespace(x=1) %}{% set ns.x = 2 %}{{ ns.x }}", "2"),
+    ],
+)
+def test_helpers(source: str, text: str) -> None:
+    assert ChatTemplate(source).render(USER, thinking="on") == text
+
+
+def test_refusals_are_the_users_and_failures_the_models() -> None:
+    with pytest.raises(UsageError, match="roles must alternate"):
+        ChatTemplate("{{ raise_exception('roles must alternate') }}").render(USER)
+    for source in ("{{ messages[0].content + 1 }}", "{{ 1 / 0 }}", "{{ messages.append(1) }}", "{{ x.y.z }}"):
+        with pytest.raises(ModelError, match=r"m\.gguf: the chat template cannot be rendered"):
+            ChatTemplate(source, where="m.gguf").render(USER)
+    with pytest.raises(ModelError, match="does not compile"):
+        ChatTemplate("{% if %}")
+
+
+def test_the_sandbox_holds() -> None:
+    for source in ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "{{ cycler.__init__.__globals__ }}"):
+        with pytest.raises(ModelError, match=r"SecurityError|unsafe"):
+            ChatTemplate(source).render(USER)
+
+
+def test_named_templates() -> None:
+    template = ChatTemplate({"default": "plain", "tool_use": "tools {{ tools | length }}"})
+    assert template.render(USER) == "plain"
+    assert template.render(USER, tools=[{"name": "f"}]) == "tools 1"
+
+
+def test_from_directory(tmp_path: Path) -> None:
+    assert ChatTemplate.from_directory(tmp_path) is None
+    config = {"bos_token": {"content": "<s>"}, "chat_template": [{"name": "default", "template": SIMPLE}]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    found = ChatTemplate.from_directory(tmp_path)
+    assert found is not None and found.render(USER) == "<s>[user]hé <b>[a]"
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }} new é", encoding="utf-8")
+    extra = tmp_path / "additional_chat_templates"
+    extra.mkdir()
+    (extra / "tool_use.jinja").write_text("tools")
+    found = ChatTemplate.from_directory(tmp_path)
+    assert found is not None and found.render(USER) == "<s> new é"
+    assert found.render(USER, tools=[{}]) == "tools"
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ModelError, match="not valid JSON"):
+        ChatTemplate.from_directory(tmp_path)
+
+
+def test_from_gguf() -> None:
+    assert ChatTemplate.from_gguf(byte_level()) is None
+    found = ChatTemplate.from_gguf(byte_level() | {"tokenizer.chat_template": "{{ bos_token }}{{ eos_token }}"})
+    assert found is not None and found.render(USER) == "<s></s>"

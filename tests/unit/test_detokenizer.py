@@ -1,0 +1,98 @@
+"""Streaming text: the pieces make the whole, and no piece ever has to be taken back."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import accumulate
+
+import pytest
+from hypothesis import given, settings, strategies as st
+from toy_tokenizers import byte_level, sentencepiece
+
+from headstart.text.detokenizer import Detokenizer, StopChecker
+from headstart.text.tokenizer import Tokenizer
+
+KINDS = ("byte_level", "sentencepiece")
+IDS = st.lists(st.integers(0, 290), max_size=30)
+STOPS = st.lists(st.text(alphabet="ab<", min_size=1, max_size=4), max_size=3)
+PIECES = st.lists(st.text(alphabet="ab<c", max_size=5), max_size=12)
+
+
+@cache
+def tokenizer(kind: str) -> Tokenizer:
+    return Tokenizer.from_gguf(byte_level() if kind == "byte_level" else sentencepiece())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("skip", [True, False])
+@given(ids=IDS)
+@settings(deadline=None, max_examples=200)
+def test_pushes_make_the_decoded_text(kind: str, skip: bool, ids: list[int]) -> None:
+    stream = Detokenizer(tokenizer(kind), skip_special=skip)
+    pieces = [stream.push(token) for token in ids]
+    whole = "".join(pieces) + stream.flush()
+    assert whole == tokenizer(kind).decode(ids, skip)
+    assert all(whole.startswith(text) for text in accumulate(pieces, initial=""))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(text=st.text(max_size=20))
+@settings(deadline=None, max_examples=200)
+def test_real_text_never_shows_half_a_character(kind: str, text: str) -> None:
+    stream = Detokenizer(tokenizer(kind))
+    pieces = [stream.push(token) for token in tokenizer(kind).encode(text, parse_special=False)]
+    assert "".join(pieces) == text and stream.flush() == ""
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_an_unfinished_character_is_shown_at_the_end() -> None:
+    stream = Detokenizer(tokenizer("byte_level"))
+    ids = tokenizer("byte_level").encode("🎉")
+    assert [stream.push(token) for token in ids[:-1]] == [""] * (len(ids) - 1)
+    assert stream.flush() == "\ufffd" and stream.flush() == ""
+
+
+def test_a_continued_text_keeps_its_space() -> None:
+    ids = tokenizer("sentencepiece").encode("hello")
+    assert Detokenizer(tokenizer("sentencepiece")).push(ids[0]) == "hello"
+    assert Detokenizer(tokenizer("sentencepiece"), continues=True).push(ids[0]) == " hello"
+
+
+def cut(text: str, stops: list[str]) -> str:
+    """The rule, written plainly: read until a stop string is complete, and drop the longest that ends there."""
+    for end in range(len(text) + 1):
+        if found := [stop for stop in stops if text[:end].endswith(stop)]:
+            return text[: end - max(map(len, found))]
+    return text
+
+
+@given(pieces=PIECES, stops=STOPS)
+@settings(deadline=None, max_examples=500)
+def test_the_cut_is_right_whatever_the_pieces(pieces: list[str], stops: list[str]) -> None:
+    checker, shown, stopped = StopChecker(tuple(stops)), "", False
+    for piece in pieces:
+        text, stopped = checker.push(piece)
+        shown += text
+        if stopped:
+            break
+    shown += checker.flush()
+    whole = "".join(pieces)
+    assert shown == cut(whole, stops)
+    assert stopped == any(stop in whole for stop in stops)
+    if stopped:
+        assert checker.push("more") == ("", True) and checker.flush() == ""
+
+
+def test_only_what_may_begin_a_stop_is_held_back() -> None:
+    checker = StopChecker(("</end>", "\n\n"))
+    assert checker.push("a < b") == ("a < b", False)
+    assert checker.push("x</e") == ("x", False)
+    assert checker.push("x\n") == ("</ex", False)
+    assert checker.push("\nrest") == ("", True)
+
+
+def test_the_stop_that_is_complete_first_wins() -> None:
+    for pieces in (["abcd"], list("abcd"), ["ab", "cd"]):
+        checker = StopChecker(("abcd", "bc"))
+        assert "".join(checker.push(piece)[0] for piece in pieces) == "a"

