@@ -1,0 +1,22 @@
+"""Puts `support` on the import path, and keeps the machine quiet: tests use one thread."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+settings.register_profile("headstart", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("headstart")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """Tiny matrices gain nothing from threads, and waiting for each other costs a lot on a busy machine."""
+    import torch
+
+    torch.set_num_threads(1)

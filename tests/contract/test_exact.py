@@ -1,0 +1,152 @@
+"""Every family with every drafter: drafting changes nothing but the speed.
+
+Tiny float64 models. Whatever the depth, batch, chunk size, prefix cache and KV pool, the token ids, ends and logprobs
+are those of plain decoding, and there are no ties to excuse.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+from support import (
+    DRAFTERS,
+    FAMILIES,
+    VOCAB,
+    OracleDrafter,
+    Outputs,
+    agreeing_model,
+    assert_same,
+    headed_model,
+    make,
+    make_head,
+    run,
+    varied_requests,
+)
+
+from headstart.errors import UsageError
+from headstart.layers.mtp import HeadSpec
+from headstart.tools.covering import pairwise
+
+TEMPERATURES = (0.0, 0.7, 1.0)
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "temperature": TEMPERATURES,
+    "depth": (1, 3, 5),
+    "max_num_seqs": (1, 8),
+    "max_num_batched_tokens": (20, 512),
+    "enable_prefix_caching": (True, False),
+    "kv_blocks": (16, 200),
+}
+CELLS = pairwise(FACTORS)
+
+
+@cache
+def plain(kind: str, family: str, temperature: float) -> Outputs:
+    """Plain decoding, one request after another."""
+    model = {"random": headed_model, "agreeing": agreeing_model}[kind](family)
+    engine = make(model, drafter="none", max_num_seqs=1, kv_blocks=16, enable_prefix_caching=False)
+    return run(engine, varied_requests(temperature))
+
+
+def check(kind: str, family: str, drafter: str, cell: dict[str, Any]) -> tuple[int, int]:
+    """Run one cell, compare; returns accepted tokens and preemptions."""
+    settings = {name: value for name, value in cell.items() if name != "temperature"}
+    model = {"random": headed_model, "agreeing": agreeing_model}[kind](family)
+    engine = make(model, drafter=drafter, **settings)
+    outputs = run(engine, varied_requests(cell["temperature"]))
+    assert_same(outputs, plain(kind, family, cell["temperature"]))
+    return engine.stats.accepted, engine.scheduler.num_preemptions
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafting_changes_nothing(family: str, drafter: str) -> None:
+    totals = [check("random", family, drafter, cell) for cell in CELLS]
+    assert sum(preemptions for _, preemptions in totals) > 0, "no cell ran out of blocks"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_head_that_is_often_right_changes_nothing(family: str) -> None:
+    totals = [check("agreeing", family, "mtp", cell) for cell in CELLS if cell["max_num_seqs"] > 1]
+    assert sum(accepted for accepted, _ in totals) > 25 * len(totals)
+    assert sum(preemptions for _, preemptions in totals) > 0
+
+
+# Every shape a head may have.
+
+SPECS = {
+    "embedding first, pre-norm hidden": HeadSpec(tap="pre_norm"),
+    "recycles before the norm": HeadSpec(recycle="pre_norm", mask_first=True),
+    "two modules in turn": HeadSpec(num_modules=2, beyond="cycle", hidden_first=True),
+    "three modules, then the last": HeadSpec(num_modules=3, beyond="last"),
+}
+
+
+@pytest.mark.parametrize("agreeing", [False, True])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+def test_every_kind_of_head_changes_nothing(spec: HeadSpec, agreeing: bool) -> None:
+    kind = "agreeing" if agreeing else "random"
+    model = (agreeing_model if agreeing else headed_model)(FAMILIES[0])
+    vocabulary = range(0, VOCAB, 2) if agreeing else None
+    model = replace(model, head=make_head(model, spec, agreeing=agreeing, draft_ids=vocabulary))
+    for temperature in (0.0, 1.0):
+        engine = make(model, drafter="mtp", depth=4, kv_blocks=24, max_num_batched_tokens=40)
+        assert_same(run(engine, varied_requests(temperature)), plain(kind, FAMILIES[0], temperature))
+        assert engine.stats.drafted > 100
+
+
+def test_a_head_with_no_module_for_a_depth_refuses_it() -> None:
+    model = headed_model(FAMILIES[0])
+    model = replace(model, head=make_head(model, HeadSpec(num_modules=2)))
+    with pytest.raises(UsageError, match="--depth is 3, but drafter mtp goes to 2"):
+        make(model, drafter="mtp", depth=3)
+    make(model, drafter="mtp", depth=2)
+
+
+# Any draft whatsoever.
+
+
+@given(
+    seed=st.integers(0, 2**31),
+    error=st.sampled_from([0.0, 0.05, 0.3, 1.0]),
+    depth=st.integers(1, 8),
+    temperature=st.sampled_from(TEMPERATURES),
+    batch=st.sampled_from([1, 3, 8]),
+    chunk=st.sampled_from([17, 33, 512]),
+    blocks=st.sampled_from([16, 24, 80]),
+    caching=st.booleans(),
+)
+@settings(max_examples=25)
+def test_no_draft_changes_the_text(
+    seed: int, error: float, depth: int, temperature: float, batch: int, chunk: int, blocks: int, caching: bool
+) -> None:
+    """Ragged lengths, junk, or the truth itself: acceptance bookkeeping is right for all of them."""
+    family = FAMILIES[seed % len(FAMILIES)]
+    truth = plain("random", family, temperature)
+    engine = make(
+        headed_model(family), drafter="none", depth=depth, max_num_seqs=batch, max_num_batched_tokens=chunk,
+        kv_blocks=blocks, enable_prefix_caching=caching,
+    )  # fmt: skip
+    engine.drafter = oracle = OracleDrafter(truth, seed, error)
+    outputs = run(engine, varied_requests(temperature))
+    assert_same(outputs, truth)
+    assert oracle.released == len(truth)
+    check_stats(outputs, oracle, error)
+
+
+def check_stats(outputs: Outputs, oracle: OracleDrafter, error: float) -> None:
+    """The counts of drafting add up, and the truth is accepted."""
+    for output in outputs.values():
+        stats = output.stats
+        assert stats is not None
+        assert stats.emitted == len(output.tokens)
+        assert stats.accepted == sum(stats.per_position)
+        assert stats.drafted == sum(stats.drafted_at) <= oracle.proposed
+        assert stats.per_position == sorted(stats.per_position, reverse=True)
+        assert stats.passes >= stats.drafts
+        if error == 0:  # a draft may run on past the end of the text, and only there be wrong
+            assert stats.drafted - stats.accepted <= 8
+            assert stats.emitted <= stats.passes + stats.accepted

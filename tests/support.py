@@ -1,0 +1,272 @@
+"""Tiny models, heads, requests and runs, shared by the contract and unit tests."""
+
+from __future__ import annotations
+
+import atexit
+import tempfile
+from collections.abc import Callable, Iterable, Sequence as Seq
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headstart import registry
+from headstart.config import EngineConfig
+from headstart.core import (
+    Delta,
+    Draft,
+    DraftStats,
+    FinishReason,
+    Request,
+    SamplingParams,
+    Sequence,
+    TokenLogprob,
+)
+from headstart.drafters._drafter import AttachedHead
+from headstart.engine.engine import Engine
+from headstart.engine.load import Model, load_model, make_engine
+from headstart.formats.base import make_tensor
+from headstart.layers.build import Weights, mtp_module
+from headstart.layers.mtp import HeadSpec, MTPHead
+from headstart.models._family import Arrays, Family, block_shapes, random_arrays
+from headstart.tools.tiny import write_model
+
+FAMILIES = registry.available("models")
+DRAFTERS = registry.available("drafters")
+VOCAB, EOS = 131, 2
+PLAIN_SPEC = HeadSpec()
+SMALL = {"threads": 1, "block_size": 8, "kv_blocks": 80, "max_model_len": 128}
+"""Engine settings of most tests; 16 blocks hold one sequence of 128 tokens, so `kv_blocks=16` forces preemption."""
+
+_temporary = tempfile.TemporaryDirectory(prefix="headstart-tests-")
+atexit.register(_temporary.cleanup)
+_serial = count()
+
+
+# Models and heads.
+
+
+def family_of(name: str) -> Family:
+    return registry.find("models", name).FAMILY
+
+
+def new_folder() -> Path:
+    return Path(_temporary.name) / str(next(_serial))
+
+
+def soften(arrays: Arrays, factor: float) -> Arrays:
+    """Blocks that say less: the next token then depends mostly on the last one, so that a head can guess it."""
+    quiet = ("o_proj.weight", "down_proj.weight")
+    return {name: array * np.float32(factor if name.endswith(quiet) else 1) for name, array in arrays.items()}
+
+
+@cache
+def tiny_model(family: str, dtype: str = "float64", softness: float = 1.0, **changes: Any) -> Model:
+    """The family's tiny model, read back from disk; loaded once per set of arguments."""
+    config, arrays = family_of(family).tiny(**changes)
+    folder = write_model(new_folder(), config, soften(arrays, softness))
+    return load_model(str(folder), EngineConfig(dtype=dtype, threads=1))
+
+
+def make_head(
+    model: Model,
+    spec: HeadSpec = PLAIN_SPEC,
+    *,
+    agreeing: bool = False,
+    draft_ids: Seq[int] | None = None,
+    seed: int = 1,
+) -> AttachedHead:
+    """A head for any trunk: random, or one that repeats what a softened trunk says from its last token."""
+    config = model.config
+    hidden = config.hidden_size
+    tensors: dict[str, Any] = {}
+    for i in range(spec.num_modules):
+        norms = {f"mtp.{i}.{name}.weight": (hidden,) for name in ("norm_embedding", "norm_hidden", "norm")}
+        block = block_shapes(f"mtp.{i}.block", config)
+        arrays = random_arrays({**norms, f"mtp.{i}.projection.weight": (hidden, 2 * hidden), **block}, seed + i)
+        if agreeing:
+            arrays = soften(arrays, 0.1)
+            halves = [np.eye(hidden), np.zeros((hidden, hidden))]
+            arrays[f"mtp.{i}.projection.weight"] = np.hstack(halves[::-1] if spec.hidden_first else halves)
+            arrays[f"mtp.{i}.norm_embedding.weight"] = np.ones(hidden)
+            arrays[f"mtp.{i}.norm.weight"] = model.weights.raw("norm.weight", (hidden,)).float32()
+        for name, array in arrays.items():
+            raw = np.ascontiguousarray(array, np.float32).reshape(-1).view(np.uint8)
+            tensors[name] = make_tensor(name, array.shape, "F32", raw)
+    weights = Weights(tensors, model.backend, "made head")
+    modules = [mtp_module(weights, f"mtp.{i}", config) for i in range(spec.num_modules)]
+    ids = None if draft_ids is None else np.array(sorted(draft_ids), np.int64)
+    return AttachedHead(MTPHead(spec, modules), "made", ids)
+
+
+@cache
+def headed_model(family: str) -> Model:
+    """The tiny model with its own head, or else a random one."""
+    model = tiny_model(family, num_hidden_layers=2)
+    return model if model.head else replace(model, head=make_head(model))
+
+
+@cache
+def agreeing_model(family: str) -> Model:
+    """A softened trunk with a head that is often right."""
+    model = tiny_model(family, softness=0.1, num_hidden_layers=2)
+    return replace(model, head=make_head(model, agreeing=True))
+
+
+def make(model: Model, **settings: Any) -> Engine:
+    """An engine over a model; settings are EngineConfig fields over `SMALL`."""
+    return make_engine(model, EngineConfig(**{**SMALL, "dtype": "float64", **settings}))
+
+
+# Requests.
+
+
+def request(
+    prompt: Iterable[int], *, name: str = "r", seed: int = 0, depth: int | None = None, stops: Iterable[int] = (EOS,),
+    **params: Any,
+) -> Request:  # fmt: skip
+    """As LLM.request makes it: stop ids are masked while min_tokens are not out."""
+    chosen = SamplingParams(**params)
+    stop_ids = frozenset(stops) | frozenset(chosen.stop_token_ids)
+    return Request(
+        request_id=name,
+        prompt_ids=tuple(int(token) for token in prompt),
+        params=chosen,
+        seed=seed,
+        stop_ids=stop_ids,
+        banned_until_min=stop_ids if chosen.min_tokens else frozenset(),
+        depth=depth,
+    )
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, VOCAB, length).tolist()
+
+
+VARIETY: tuple[dict[str, Any], ...] = (
+    {},
+    {"top_k": 20, "repetition_penalty": 1.3, "n": 2},
+    {"top_p": 0.9, "frequency_penalty": 0.4, "presence_penalty": 0.2},
+    {"min_p": 0.05, "logit_bias": {5: 4.0, 9: -100.0}, "logprobs": 3},
+    {"min_tokens": 8, "stop_token_ids": tuple(range(3, 40)), "logprobs": 0},
+    {"top_p": 0.8, "top_k": 40, "n": 2, "logprobs": 2},
+    {"stop_token_ids": tuple(range(100, 120)), "repetition_penalty": 0.8},
+    {"prompt_logprobs": 2, "max_tokens": 6},
+)
+"""One request each: every sampling parameter, alone and together."""
+
+
+def varied_requests(temperature: float, max_tokens: int = 14, shared: int = 20) -> list[Request]:
+    """A request for each entry of VARIETY; prompts of 1 to 60 tokens, of which some begin with the same tokens."""
+    common = prompt_of(shared, 99)
+    lengths = (1, 7, 30, 12, 40, 3, 25, 18)
+    requests = []
+    for i, (extra, length) in enumerate(zip(VARIETY, lengths, strict=True)):
+        prompt = ([] if i in (0, 5) else common) + prompt_of(length, i)
+        params = {"temperature": temperature, "max_tokens": max_tokens, **extra}
+        requests.append(request(prompt, name=f"r{i}", seed=1000 + i, **params))
+    return requests
+
+
+# Runs.
+
+
+@dataclass
+class Output:
+    """Everything one choice gave."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stats: DraftStats | None = None
+
+
+Outputs = dict[tuple[str, int], Output]
+
+
+def collect(outputs: Outputs, deltas: list[Delta]) -> None:
+    for delta in deltas:
+        output = outputs.setdefault((delta.request_id, delta.choice), Output())
+        assert output.finish_reason is None, "a delta after the end"
+        output.tokens += delta.tokens
+        output.logprobs += delta.logprobs
+        output.prompt_logprobs += delta.prompt_logprobs
+        output.finish_reason, output.stats = delta.finish_reason, delta.stats
+
+
+def run(engine: Engine, requests: Iterable[Request], after_step: Callable[[Engine], None] | None = None) -> Outputs:
+    """Run to the end; the engine is clean afterwards."""
+    outputs: Outputs = {}
+    for each in requests:
+        engine.submit(each)
+    for _ in range(10_000):
+        if not engine.has_work:
+            break
+        engine.step(lambda deltas: collect(outputs, deltas))
+        if after_step:
+            after_step(engine)
+    assert_clean(engine)
+    return outputs
+
+
+def assert_clean(engine: Engine) -> None:
+    """No work, no block, no sequence left."""
+    assert not engine.has_work
+    assert not engine._live
+    assert not engine.memory._keys
+    engine.memory.pool.check()
+    assert engine.memory.pool.num_free == len(engine.memory.pool.blocks)
+
+
+def assert_same(found: Outputs, expected: Outputs) -> None:
+    """Tokens, ends and logprobs; a logprob may differ in its last float32 bit, since rows are computed in company."""
+    assert found.keys() == expected.keys()
+    for key, want in expected.items():
+        have = found[key]
+        assert have.tokens == want.tokens, key
+        assert have.finish_reason == want.finish_reason, key
+        for ours, theirs in ((have.logprobs, want.logprobs), (have.prompt_logprobs, want.prompt_logprobs)):
+            assert_same_logprobs(ours, theirs)
+
+
+def assert_same_logprobs(found: Seq[TokenLogprob | None], expected: Seq[TokenLogprob | None]) -> None:
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        if ours is None or theirs is None:
+            assert ours is theirs
+            continue
+        assert (ours.token, [t for t, _ in ours.top]) == (theirs.token, [t for t, _ in theirs.top])
+        values = [[each.logprob, *(v for _, v in each.top)] for each in (ours, theirs)]
+        np.testing.assert_allclose(values[0], values[1], rtol=2e-7, atol=1e-9)
+
+
+# Drafters made for tests.
+
+
+class OracleDrafter:
+    """Proposes the true continuation, corrupted at random: random lengths, junk, nothing at all."""
+
+    method, max_depth = "oracle", 16
+
+    def __init__(self, truth: Outputs, seed: int, error: float) -> None:
+        self._truth, self._error = truth, error
+        self._rng = np.random.default_rng(seed)
+        self.proposed = self.released = 0
+
+    def propose(self, wishes: Seq[tuple[Sequence, int]]) -> None:
+        for sequence, depth in wishes:
+            if self._rng.random() < 0.15:
+                continue
+            done = sequence.num_output
+            right = self._truth[sequence.request.request_id, sequence.choice].tokens[done : done + depth]
+            tokens = right + self._rng.integers(0, VOCAB, depth - len(right)).tolist()
+            tokens = [int(self._rng.integers(VOCAB)) if self._rng.random() < self._error else t for t in tokens]
+            sequence.draft = Draft(tokens[: int(self._rng.integers(0, depth + 1))], method=self.method)
+            self.proposed += len(sequence.draft.tokens)
+
+    def release(self, sequence: Sequence) -> None:
+        self.released += 1
