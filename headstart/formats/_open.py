@@ -31,6 +31,8 @@ def _why_unknown(path: Path) -> str:
         return f"{path} is not a checkpoint: it is neither a GGUF file nor a directory"
     if not any(path.iterdir()):
         return f"{path} is an empty directory"
+    if files := sorted(path.glob("*.gguf")):
+        return f"{path} is a directory with GGUF files; name one of them, such as {files[0].name}"
     if not (path / "config.json").exists():
         return f"{path} is not a checkpoint: it has no config.json"
     return f"{path} has a config.json, but no *.safetensors file"

@@ -15,7 +15,8 @@ import numpy as np
 
 from headstart.errors import ModelError
 from headstart.formats._gguf_file import MAGIC, GgufFile, read
-from headstart.formats._gguf_names import KEYS, ROPE_KEYS, canonical_names
+from headstart.formats._gguf_names import KEYS, canonical_names
+from headstart.formats._gguf_rope import rope_config
 from headstart.formats.base import Checkpoint, Format, Tensor
 from headstart.text.chat import ChatTemplate
 from headstart.text.tokenizer import Tokenizer
@@ -102,6 +103,10 @@ def _config(file: GgufFile, tensors: dict[str, Tensor]) -> dict[str, Any]:
     for key, name in KEYS.items():
         if (value := metadata.get(f"{arch}.{key}")) is not None:
             config[name] = _plain(value)
+            if not isinstance(config[name], int | float | list):
+                raise ModelError(
+                    f"{path}: {arch}.{key} is {value!r}, but a number is wanted", "convert the model again"
+                )
     for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"):
         # Only the number of heads may differ by layer.
         if not _positive(config.get(name), per_layer=name == "num_attention_heads"):
@@ -112,8 +117,8 @@ def _config(file: GgufFile, tensors: dict[str, Tensor]) -> dict[str, Any]:
     config["num_hidden_layers"] -= heads  # llama.cpp counts them as blocks
     config["vocab_size"] = tensors["embed_tokens.weight"].shape[0]
     config["tie_word_embeddings"] = "lm_head.weight" not in tensors
-    config |= _heads(config) | _rope(metadata, arch, config) | _special_ids(metadata)
-    return config
+    config |= _heads(config) | _special_ids(metadata)
+    return config | rope_config(metadata, tensors, config)
 
 
 def _heads(config: dict[str, Any]) -> dict[str, Any]:
@@ -121,22 +126,6 @@ def _heads(config: dict[str, Any]) -> dict[str, Any]:
     found = {"num_key_value_heads": config.get("num_key_value_heads", num_heads)}
     if "head_dim" not in config and isinstance(num_heads, int):
         found["head_dim"] = config["hidden_size"] // num_heads
-    return found
-
-
-def _rope(metadata: dict[str, Any], arch: str, config: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {"rope_theta": config.get("rope_theta", 10000.0)}
-    rotary, head_dim = metadata.get(f"{arch}.rope.dimension_count"), config.get("head_dim")
-    if isinstance(rotary, int) and isinstance(head_dim, int) and 0 < rotary < head_dim:
-        found["partial_rotary_factor"] = rotary / head_dim
-    kind = metadata.get(f"{arch}.rope.scaling.type", "none")
-    scaling = {
-        name: _plain(metadata[f"{arch}.rope.scaling.{key}"])
-        for key, name in ROPE_KEYS.items()
-        if f"{arch}.rope.scaling.{key}" in metadata
-    }
-    if kind != "none" and scaling:
-        found["rope_scaling"] = {"rope_type": kind, **scaling}
     return found
 
 

@@ -16,6 +16,7 @@ from safetensors import safe_open
 from headstart.errors import ModelError
 from headstart.formats import _gguf_file, open_checkpoint, safetensors
 from headstart.formats._gguf_names import canonical_names
+from headstart.formats._gguf_rope import rope_config
 from headstart.formats.base import make_tensor, unpermute_rows
 from headstart.hub import cached_trunk
 
@@ -173,6 +174,10 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "gone")
     with pytest.raises(ModelError, match="empty directory"):
         open_checkpoint(tmp_path)
+    (tmp_path / "m.gguf").touch()
+    with pytest.raises(ModelError, match=r"name one of them, such as m\.gguf"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "m.gguf").unlink()
     (tmp_path / "note.txt").write_text("hello")
     with pytest.raises(ModelError, match=r"no config\.json"):
         open_checkpoint(tmp_path)
@@ -259,6 +264,30 @@ def test_gguf_tensors_read_as_the_library_reads_them(tmp_path: Path) -> None:
         np.testing.assert_array_equal(ours[theirs.name].float32(), values)
         rows = np.array([3, 1], np.int64)
         np.testing.assert_array_equal(ours[theirs.name].take_rows(rows).float32(), values[rows])
+
+
+def factors(theta: float, factor: float) -> np.ndarray:
+    """Llama 3.1's published rule, as its converter writes it."""
+    wavelengths = 2 * np.pi * theta ** (np.arange(0, 64, 2) / 64)
+    found = []
+    for length in wavelengths:
+        smooth = (8192 / length - 1) / 3
+        found.append(1 if length < 8192 / 4 else factor if length > 8192 else 1 / ((1 - smooth) / factor + smooth))
+    return np.array(found, np.float32)
+
+
+def test_rope_factors_become_the_scaling_they_came_from() -> None:
+    def scaling(values: np.ndarray) -> Any:
+        tensor = make_tensor("rope_freqs.weight", values.shape, "F32", values.view(np.uint8))
+        config = {"model_type": "llama", "head_dim": 64, "rope_theta": 500000.0}
+        return rope_config({}, {"rope_freqs.weight": tensor}, config).get("rope_scaling")
+
+    assert scaling(factors(500000.0, 32.0)) == {
+        "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    assert scaling(np.ones(32, np.float32)) is None
+    assert scaling(np.linspace(1, 9, 32, dtype=np.float32))["rope_type"] == "rope_freqs"
 
 
 def test_heads_are_not_counted_as_layers(tmp_path: Path) -> None:

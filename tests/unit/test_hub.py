@@ -100,6 +100,11 @@ def test_the_hub_is_the_second_choice(toy: hub.Builtin, tmp_path: Path, monkeypa
     (tmp_path / "snapshot" / "model.safetensors").touch()
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, **_: str(tmp_path / "snapshot"))
     assert hub.resolve("toy") == tmp_path / "snapshot"
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", refuse)
+        assert hub.resolve("toy") == tmp_path / "snapshot"  # pip is not asked again
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+    assert hub.pull("toy").read_bytes() == CONTENT  # unless the user says so
 
 
 def test_an_interrupt_leaves_nothing(toy: hub.Builtin, tmp_path: Path) -> None:

@@ -1,0 +1,58 @@
+"""Rope keys of a GGUF file -> `rope_theta`, `partial_rotary_factor` and `rope_scaling` of a config.json."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headstart.errors import ModelError
+from headstart.formats._gguf_names import ROPE_KEYS
+from headstart.formats.base import Tensor
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""What every Llama 3.1 to 3.3 uses; its GGUF files hold the resulting factors only."""
+
+
+def rope_config(
+    metadata: Mapping[str, Any], tensors: Mapping[str, Tensor], config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The rope part of the config; `config` has model_type, head_dim and perhaps rope_theta."""
+    arch, head_dim = config["model_type"], config.get("head_dim")
+    theta = config.get("rope_theta", 10000.0)
+    if not isinstance(theta, int | float) or not 0 < theta < math.inf:
+        raise ModelError(f"{arch}.rope.freq_base is {theta!r}, but must be above 0", "convert the model again")
+    found: dict[str, Any] = {"rope_theta": theta}
+    rotary = metadata.get(f"{arch}.rope.dimension_count")
+    if isinstance(rotary, int) and isinstance(head_dim, int) and 0 < rotary < head_dim:
+        found["partial_rotary_factor"] = rotary / head_dim
+    scaling = _declared(metadata, f"{arch}.rope.scaling.")
+    if scaling is None and "rope_freqs.weight" in tensors:
+        scaling = _from_factors(tensors["rope_freqs.weight"].float32(), float(theta))
+    return found | ({"rope_scaling": scaling} if scaling else {})
+
+
+def _declared(metadata: Mapping[str, Any], prefix: str) -> dict[str, Any] | None:
+    kind = metadata.get(f"{prefix}type", "none")
+    scaling = {name: metadata[prefix + key] for key, name in ROPE_KEYS.items() if prefix + key in metadata}
+    return {"rope_type": kind, **scaling} if kind != "none" and scaling else None
+
+
+def _from_factors(factors: NDArray[np.float32], theta: float) -> dict[str, Any] | None:
+    """The llama3 scaling whose divisors of the frequencies are `factors` [rotary_dim / 2]; None when all are 1.
+
+    Factors that are not Llama 3's keep a type of their own, which the rope layer then refuses by name: ignoring them
+    would give wrong text in silence."""
+    if factors.size == 0 or np.all(factors == 1):
+        return None
+    largest = float(factors.max())
+    inv_freq = theta ** (-np.arange(factors.size, dtype=np.float64) / factors.size)
+    turns = LLAMA3["original_max_position_embeddings"] * inv_freq / (2 * math.pi)
+    low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    if largest >= 1 and np.allclose(factors, 1 / (kept + (1 - kept) / largest), rtol=1e-4):
+        return {"rope_type": "llama3", "factor": largest, **LLAMA3}
+    return {"rope_type": "rope_freqs", "factors": factors.tolist()}
