@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from headstart.hub import resolve_alias
 from headstart.kernels.ops import Backend, RawTensor
 from headstart.layers.build import DecoderConfig, Weights, mtp_module
 from headstart.layers.decoder import Decoder
-from headstart.layers.mtp import MTPHead
+from headstart.layers.mtp import HeadSpec, MTPHead
 from headstart.models._family import Family, native_head
 from headstart.text.tokenizer import Tokenizer
 
@@ -117,7 +117,7 @@ def find_head(model: Model, asked: str | None, shipped: Path | None) -> Attached
 
 def attach_head(model: Model, path: Path) -> AttachedHead:
     """Read a head checkpoint and fit it to the trunk. Raises ModelError saying which number differs."""
-    head, tensors = read_head(path)
+    head, tensors, draft_token_ids = read_head(path)
     for name, ours, theirs in (
         ("hidden_size", head.hidden_size, model.config.hidden_size),
         ("vocab_size", head.vocab_size, model.config.vocab_size),
@@ -128,8 +128,10 @@ def attach_head(model: Model, path: Path) -> AttachedHead:
                 "use a head trained for this model, or headstart train",
             )
     weights = Weights(tensors, model.backend, str(path))
-    modules = [mtp_module(weights, f"mtp.{i}", head.block) for i in range(head.spec.num_modules)]
-    return AttachedHead(MTPHead(head.spec, modules), str(path), head.draft_token_ids)
+    sizes = replace(model.config, **vars(head.block))
+    modules = [mtp_module(weights, f"mtp.{i}", sizes) for i in range(head.num_modules)]
+    spec = HeadSpec(**{each.name: getattr(head, each.name) for each in fields(HeadSpec)})
+    return AttachedHead(MTPHead(spec, modules), str(path), draft_token_ids)
 
 
 def make_engine(model: Model, config: EngineConfig) -> Engine:

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from headstart.core import Rows, Span, StepPlan
+from headstart.core import Int32, Int64, Rows, Span, StepPlan
 
 
 def build_plan(rows: Seq[Rows], block_size: int, *, first_position: int = 0) -> StepPlan:
@@ -19,8 +19,9 @@ def build_plan(rows: Seq[Rows], block_size: int, *, first_position: int = 0) -> 
         tables[i, : len(part.sequence.block_table)] = part.sequence.block_table
     owner = np.repeat(np.arange(len(rows)), lengths)
 
-    def slots(at: np.ndarray) -> np.ndarray:
-        return (tables[owner, at // block_size] * block_size + at % block_size).astype(np.int32)
+    def slots(at: Int64) -> Int32:
+        found: Int32 = (tables[owner, at // block_size] * block_size + at % block_size).astype(np.int32)
+        return found
 
     logits = [np.arange(end - part.num_logits, end) for part, end in zip(rows, row_starts[1:], strict=True)]
     return StepPlan(

@@ -6,8 +6,8 @@ kv head, D head dim. Matrices run in torch's own kernels, so rows agree with eac
 
 from __future__ import annotations
 
-import warnings
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -87,8 +87,9 @@ class ReferenceOps:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         grouped = x.unflatten(-1, (-1, weight.shape[0]))
         wide = grouped.float() if grouped.dtype == torch.bfloat16 else grouped
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        return (normed.to(x.dtype) * weight).flatten(-2)
+        normed: Tensor = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        scaled: Tensor = normed.to(x.dtype) * weight
+        return scaled.flatten(-2)
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         return a + b

@@ -11,6 +11,9 @@ import numpy as np
 Cell = dict[str, Any]
 MAX_CANDIDATES = 4096
 
+Pair = tuple[int, int, int, int]
+"""Factor, level, other factor, level."""
+
 
 def pairwise(factors: Mapping[str, Sequence[Any]], seed: int = 0) -> list[Cell]:
     """Greedy covering array of strength 2: take the cell with most pairs not seen yet, until none is left."""
@@ -28,11 +31,11 @@ def pairwise(factors: Mapping[str, Sequence[Any]], seed: int = 0) -> list[Cell]:
     return [{name: factors[name][level] for name, level in zip(names, row, strict=True)} for row in cells]
 
 
-def _pairs(row: tuple[int, ...]) -> set[tuple[int, int, int, int]]:
+def _pairs(row: tuple[int, ...]) -> set[Pair]:
     return {(i, row[i], j, row[j]) for i, j in combinations(range(len(row)), 2)}
 
 
-def _candidates(levels: list[range], rng: np.random.Generator, missing: set[tuple[int, ...]]) -> list[tuple[int, ...]]:
+def _candidates(levels: list[range], rng: np.random.Generator, missing: set[Pair]) -> list[tuple[int, ...]]:
     """All cells in random order, or random ones when there are too many; each random one covers a missing pair."""
     total = int(np.prod([len(each) for each in levels]))
     if total <= MAX_CANDIDATES:
