@@ -94,7 +94,8 @@ def write_head(
 
 
 def _document(config: HeadConfig) -> dict[str, Any]:
-    names = ["kind", "hidden_size", "vocab_size", "num_modules", "hidden_first", "mask_first", "tap", "recycle", "beyond"]
+    names = ["kind", "hidden_size", "vocab_size", "num_modules", "hidden_first", "mask_first", "tap", "recycle"]
+    names.append("beyond")
     block, attention, rope = config.block, config.block.attention, config.block.rope
     return {
         MARK: VERSION,
