@@ -58,7 +58,17 @@ def _yarn(
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rotary_dim - 1)
     ramp = np.clip((np.arange(rotary_dim // 2) - low) / max(high - low, 0.001), 0, 1)
-    scale = scaling.get("attention_factor")
-    if scale is None:
-        scale = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
-    return inv_freq * (1 - ramp) + inv_freq / factor * ramp, float(scale)
+    return inv_freq * (1 - ramp) + inv_freq / factor * ramp, _yarn_scale(scaling, factor)
+
+
+def _yarn_scale(scaling: Mapping[str, Any], factor: float) -> float:
+    """What sin and cos are multiplied by: given, a quotient of two strengths (DeepSeek), or 0.1 ln(factor) + 1."""
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+
+    def strength(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
+
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return strength(float(scaling["mscale"])) / strength(float(scaling["mscale_all_dim"]))
+    return strength(1.0)

@@ -1,0 +1,299 @@
+"""Every family of the registry against an independent implementation, on tiny random models.
+
+The trunk: transformers, in float32. Native MTP heads: a plain torch restatement of the published formula, in float64.
+A new family that transformers knows is tested with no edit here; any other one names its oracle in TRUNKS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence as Seq
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import FAMILIES, VOCAB, family_of, make, prompt_of, request, run, tiny_model
+from torch import Tensor
+from torch.nn.functional import linear, silu
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from headstart.core import Sampled, Sequence, Span
+from headstart.engine.engine import Engine
+from headstart.engine.load import Model
+from headstart.errors import ModelError
+
+TRUNKS = {"mimo": "qwen2"}
+"""Families whose trunk is, to transformers, another family."""
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+VARIANTS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "tied": {"tie_word_embeddings": True},
+    "untied": {"tie_word_embeddings": False},
+    "as many kv heads": {"num_key_value_heads": 6},
+    "one kv head": {"num_key_value_heads": 1},
+    "wide odd heads": {"head_dim": 22, "num_attention_heads": 3, "num_key_value_heads": 1},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "one layer, odd sizes": {"num_hidden_layers": 1, "intermediate_size": 37, "vocab_size": 97},
+    "large epsilon": {"rms_norm_eps": 0.05},
+    "rope linear": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    "rope linear, older key": {"rope_scaling": {"type": "linear", "factor": 3.0}},
+    "rope llama3": {"rope_scaling": LLAMA3},
+    "rope yarn": {"rope_scaling": YARN},
+    "rope yarn, own scale, not rounded": {"rope_scaling": {**YARN, "attention_factor": 1.3, "truncate": False}},
+    "rope yarn, betas": {"rope_scaling": {**YARN, "beta_fast": 8.0, "beta_slow": 2.0}},
+    "rope yarn, mscale": {"rope_scaling": {**YARN, "mscale": 0.707, "mscale_all_dim": 1.0}},
+    "rope parameters of transformers 5": {"rope_parameters": {**LLAMA3, "rope_theta": 5000.0}, "rope_theta": None},
+}
+LENGTH = 90  # beyond the original context of the scaled ropes
+
+
+def changed(changes: dict[str, Any]) -> dict[str, Any]:
+    """Hashable arguments for tiny_model's cache."""
+    return {key: _Frozen(value) if isinstance(value, dict) else value for key, value in changes.items()}
+
+
+class _Frozen(dict[str, Any]):
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(sorted(self.items())))
+
+
+def oracle_of(family: str, model: Model) -> Any:
+    """transformers' model with the same weights, in float32."""
+    kind = TRUNKS.get(family, family)
+    assert kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, f"name the trunk of {family} in TRUNKS"
+    config = {key: value for key, value in model.checkpoint.config.items() if key != "model_type" and value is not None}
+    oracle = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config), attn_implementation="eager")
+    tensors = {name: torch.tensor(tensor.float32()) for name, tensor in model.checkpoint.tensors.items()}
+    missing, unexpected = oracle.load_state_dict(tensors, strict=False)
+    assert set(missing) <= ({"lm_head.weight"} if model.config.tied else set())
+    assert all(".mtp" in name for name in unexpected)
+    oracle.tie_weights()
+    return oracle.eval()
+
+
+def new_sequence(engine: Engine, tokens: Seq[int], known: int | None = None) -> Sequence:
+    """A sequence with blocks for all its tokens (and a draft), of which `known` are committed."""
+    sequence = Sequence(request(tokens[:1]), 0, list(tokens[:known]), 0)
+    assert engine.memory.reserve(sequence, len(tokens) + 8)
+    return sequence
+
+
+def logits_in_chunks(engine: Engine, tokens: Seq[int], first: int, chunk: int) -> Tensor:
+    """Logits [T, V] of all positions: of the first few at once, then chunk by chunk."""
+    sequence, start, pieces = new_sequence(engine, tokens), 0, []
+    while start < len(tokens):
+        length = min(chunk if start else first, len(tokens) - start)
+        pieces.append(engine.runner.forward([Span(sequence, start, length, length)]).logits)
+        start += length
+    engine.memory.release(sequence)
+    return torch.cat(pieces)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_transformers(family: str, variant: str) -> None:
+    model = tiny_model(family, dtype="float32", **changed(VARIANTS[variant]))
+    tokens = [token % model.config.vocab_size for token in prompt_of(LENGTH, 5)]
+    with torch.inference_mode():
+        expected = oracle_of(family, model)(torch.tensor([tokens])).logits[0]
+    assert expected.std() > 0.3, "logits too small for the tolerance to mean anything"
+    engine = make(model, dtype="float32", drafter="none")
+    for first, chunk in ((LENGTH, 1), (7, 7), (1, 1), (50, 1))[: None if variant == "as it is" else 2]:
+        found = logits_in_chunks(engine, tokens, first, chunk)
+        assert float((found - expected).abs().max()) <= 2e-4, (first, chunk)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_in_company(family: str) -> None:
+    """One pass with prefill, a chunk and single rows of several sequences gives each its own logits."""
+    model = tiny_model(family, dtype="float32")
+    engine = make(model, dtype="float32", drafter="none")
+    oracle, parts = oracle_of(family, model), [(prompt_of(60, 1), 0), (prompt_of(33, 2), 12), (prompt_of(9, 3), 8)]
+    spans, expected = [], []
+    for tokens, start in parts:
+        sequence = new_sequence(engine, tokens)
+        if start:
+            engine.runner.forward([Span(sequence, 0, start, 0)])
+        spans.append(Span(sequence, start, len(tokens) - start, 2 if start < 8 else 1))
+        with torch.inference_mode():
+            expected.append(oracle(torch.tensor([tokens])).logits[0, -spans[-1].num_sample :])
+    found = engine.runner.forward(spans).logits
+    assert float((found - torch.cat(expected)).abs().max()) <= 2e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_text_is_that_of_transformers(family: str) -> None:
+    model = tiny_model(family, dtype="float32")
+    prompt = prompt_of(12, 8)
+    oracle, expected = oracle_of(family, model), list(prompt)
+    with torch.inference_mode():
+        output = oracle(torch.tensor([prompt]), use_cache=True)
+        for _ in range(100):
+            expected.append(int(output.logits[0, -1].argmax()))
+            output = oracle(torch.tensor([expected[-1:]]), past_key_values=output.past_key_values, use_cache=True)
+    engine = make(model, dtype="float32", drafter="auto", depth=3)
+    found = run(engine, [request(prompt, max_tokens=100, stops=())])
+    assert found["r", 0].tokens == expected[len(prompt) :]
+
+
+def test_unknown_rope_is_refused() -> None:
+    with pytest.raises(ModelError, match="rope scaling type 'spiral'"):
+        tiny_model(FAMILIES[0], **changed({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}))
+
+
+# Native MTP heads, by hand. T tokens, H width, N heads, D head dim.
+
+Tensors = dict[str, Tensor]
+
+
+def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / torch.sqrt((x**2).mean(-1, keepdim=True) + eps) * weight
+
+
+def rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """x [T, N, D], as complex numbers of halves."""
+    dim = x.shape[-1]
+    angle = positions[:, None] * theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    turned = torch.complex(x[..., : dim // 2], x[..., dim // 2 :]) * torch.polar(torch.ones_like(angle), angle)[:, None]
+    return torch.cat((turned.real, turned.imag), dim=-1)
+
+
+def qwen2_block(x: Tensor, w: Callable[[str], Tensor], c: dict[str, Any], positions: Tensor) -> Tensor:
+    """A whole sequence at once, every row over itself and the rows before it."""
+    heads, kv_heads, dim, eps = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"], c["rms_norm_eps"]
+    y = rms(x, w("input_layernorm.weight"), eps)
+    q, k, v = (
+        linear(y, w(f"self_attn.{n}_proj.weight"), w(f"self_attn.{n}_proj.bias")).view(len(x), -1, dim) for n in "qkv"
+    )
+    q, k = rotated(q, positions, c["rope_theta"]), rotated(k, positions, c["rope_theta"])
+    out = torch.empty(len(x), heads, dim, dtype=x.dtype)
+    for head in range(heads):
+        group = head // (heads // kv_heads)
+        for row in range(len(x)):
+            weights = torch.softmax(k[: row + 1, group] @ q[row, head] / dim**0.5, 0)
+            out[row, head] = weights @ v[: row + 1, group]
+    x = x + linear(out.flatten(1), w("self_attn.o_proj.weight"))
+    y = rms(x, w("post_attention_layernorm.weight"), eps)
+    gate, up = linear(y, w("mlp.gate_proj.weight")), linear(y, w("mlp.up_proj.weight"))
+    return x + linear(silu(gate) * up, w("mlp.down_proj.weight"))
+
+
+def mimo_trunk(tensors: Tensors, c: dict[str, Any], tokens: Tensor) -> Tensor:
+    """Hidden states [T, H] after the final norm."""
+    x = tensors["model.embed_tokens.weight"][tokens]
+    for i in range(c["num_hidden_layers"]):
+        x = qwen2_block(x, lambda n, i=i: tensors[f"model.layers.{i}.{n}"], c, torch.arange(len(tokens)))
+    return rms(x, tensors["model.norm.weight"], c["rms_norm_eps"])
+
+
+def mimo_mtp(tensors: Tensors, c: dict[str, Any], hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Pairs (hidden [P, H], the token after it [P]) -> (logits [P, V], recycled [P, H])."""
+    w = lambda n: tensors[f"model.mtp_layers.0.{n}"]  # noqa: E731
+    e = tensors["model.embed_tokens.weight"][tokens].clone()
+    e[0] = 0  # the embedding of the first pair is masked
+    joined = torch.cat(
+        (
+            rms(hidden, w("hidden_layernorm.weight"), c["rms_norm_eps"]),
+            rms(e, w("token_layernorm.weight"), c["rms_norm_eps"]),
+        ),
+        dim=-1,
+    )
+    x = qwen2_block(linear(joined, w("input_proj.weight")), w, c, torch.arange(len(tokens)))
+    y = rms(x, w("final_layernorm.weight"), c["rms_norm_eps"])
+    return linear(y, tensors["lm_head.weight"]), y
+
+
+NATIVE_HEADS = {"mimo": (mimo_trunk, mimo_mtp)}
+
+
+@cache
+def native(family: str) -> tuple[Model, Tensors]:
+    model = tiny_model(family, num_hidden_layers=2)
+    tensors = {name: torch.tensor(tensor.float32()).double() for name, tensor in model.checkpoint.tensors.items()}
+    return model, tensors
+
+
+def expected_draft_logits(family: str, tokens: Seq[int], length: int, depth: int) -> list[Tensor]:
+    """Draft logits [V] of steps 1 .. depth after `length` tokens, each step fed the true token."""
+    model, tensors = native(family)
+    trunk, head = NATIVE_HEADS[family]
+    config = model.checkpoint.config
+    hidden = trunk(tensors, config, torch.tensor(tokens[: length - 1]))
+    logits = []
+    for step in range(depth):
+        output, recycled = head(tensors, config, hidden, torch.tensor(tokens[1 : length + step]))
+        logits.append(output[-1])
+        hidden = torch.cat((hidden, recycled[-1:]))
+    return logits
+
+
+class Forced:
+    """Stands in for Runner.draw: keeps the logits, draws the true tokens."""
+
+    def __init__(self, truth: Seq[int]) -> None:
+        self.truth = truth
+        self.seen: dict[tuple[int, int], Tensor] = {}  # (length, draft step) -> logits
+
+    def __call__(self, logits: Tensor, entries: Any, token_ids: Any = None) -> Sampled:
+        for row, (sequence, position, prefix) in zip(logits, entries, strict=True):
+            assert position == len(sequence.tokens) + len(prefix)
+            self.seen[len(sequence.tokens), len(prefix)] = row
+        return Sampled(np.array([self.truth[position] for _, position, _ in entries]), ())
+
+
+def test_every_native_head_has_its_formula_here() -> None:
+    assert {name for name in FAMILIES if family_of(name).head} == set(NATIVE_HEADS)
+
+
+@pytest.mark.parametrize("family", NATIVE_HEADS)
+def test_draft_logits_of_a_growing_sequence(family: str) -> None:
+    """Teacher-forced drafts at every length; each round catches up what the last one added."""
+    model, _ = native(family)
+    tokens = prompt_of(30, 3)
+    engine = make(model, drafter="mtp", depth=3)
+    engine.runner.draw = forced = Forced(tokens)  # type: ignore[method-assign, assignment]
+    sequence = new_sequence(engine, tokens, 2)
+    for length in range(2, len(tokens) - 3):
+        if length % 5 == 0:
+            continue  # two tokens at once, as after an accepted draft
+        sequence.tokens = list(tokens[:length])
+        engine.runner.forward([Span(sequence, sequence.num_computed, length - 1 - sequence.num_computed, 0)])
+        sequence.num_computed = length - 1
+        engine.drafter.propose([(sequence, 3)])
+        assert sequence.draft.tokens == tokens[length : length + 3]
+        for step, expected in enumerate(expected_draft_logits(family, tokens, length, 3)):
+            torch.testing.assert_close(forced.seen[length, step], expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("budget", [17, 512])
+@pytest.mark.parametrize("family", NATIVE_HEADS)
+def test_draft_logits_of_a_ragged_batch(family: str, budget: int) -> None:
+    """Sequences of many lengths and depths in one round, long ones caught up in chunks."""
+    model, _ = native(family)
+    tokens = prompt_of(50, 4)
+    engine = make(model, drafter="mtp", depth=3, max_num_batched_tokens=budget)
+    engine.runner.draw = forced = Forced(tokens)  # type: ignore[method-assign, assignment]
+    wishes = []
+    for length, depth in ((2, 3), (3, 1), (17, 2), (18, 3), (19, 4), (44, 2)):
+        sequence = new_sequence(engine, tokens, length)
+        engine.runner.forward([Span(sequence, 0, length - 1, 0)])
+        sequence.num_computed = length - 1
+        wishes.append((sequence, depth))
+    engine.drafter.propose(wishes)
+    assert len(forced.seen) == sum(depth for _, depth in wishes)
+    for sequence, depth in wishes:
+        length = len(sequence.tokens)
+        assert sequence.num_drafter == length
+        for step, expected in enumerate(expected_draft_logits(family, tokens, length, depth)):
+            torch.testing.assert_close(forced.seen[length, step], expected, rtol=1e-9, atol=1e-9)
+
+
+def test_vocabulary_of_the_tests() -> None:
+    assert all(family_of(name).tiny()[0]["vocab_size"] == VOCAB for name in FAMILIES)
