@@ -193,7 +193,7 @@ class LLM:
         requests = [self.request(p, s, raw=raw, depth=depth) for p, s in zip(prompts, chosen, strict=True)]
         order = {request.request_id: index for index, request in enumerate(requests)}
         choices: list[list[Completion]] = [[] for _ in requests]
-        for request, delta in self._run(requests):
+        for request, delta in self._run(requests, continues=raw):
             if delta.completion is None:
                 continue
             index = order[request.request_id]
@@ -209,17 +209,17 @@ class LLM:
         params = params or SamplingParams()
         if params.n != 1:
             raise UsageError(f"n is {params.n}, but only one choice can be streamed")
-        for _, delta in self._run([self.request(prompt, params, raw=raw, depth=depth)]):
+        for _, delta in self._run([self.request(prompt, params, raw=raw, depth=depth)], continues=raw):
             yield delta
 
-    def _run(self, requests: Seq[Request]) -> Iterator[tuple[Request, TextDelta]]:
+    def _run(self, requests: Seq[Request], *, continues: bool) -> Iterator[tuple[Request, TextDelta]]:
         """Submit all, step until all have ended; whatever happens, nothing of them stays in the engine."""
         started = time.perf_counter()
         running: dict[tuple[str, int], tuple[Sequence, _Choice]] = {}
         try:
             for request in requests:
                 for sequence in self.engine.submit(request):
-                    choice = _Choice(request, TextOutput(self.tokenizer, request), started)
+                    choice = _Choice(request, TextOutput(self.tokenizer, request, continues), started)
                     running[request.request_id, sequence.choice] = sequence, choice
             while running:
                 deltas: list[Delta] = []

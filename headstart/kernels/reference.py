@@ -23,8 +23,8 @@ from headstart.kernels.ops import AttentionSpec, Program, RawTensor, RopeSpec, S
 from headstart.kernels.reference_sampling import logprobs, sample
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
-SHORT_SPAN = 8
-"""Spans up to this many rows are padded together; longer ones (prefill chunks) form the second group."""
+SHORT_SPAN, SHORT_CONTEXT = 8, 128
+"""Spans are padded in groups of like size: up to 8 rows or more (prefill), contexts up to 128, 256, 512, ..."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +37,7 @@ class KVPool:
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """Spans of similar length, padded: `rows` [S, Q] into the pass, `valid` [S, Q], `slots` [S, L], `mask` [S, Q, L]
+    """Spans of like size, padded: `rows` [S, Q] into the pass, `valid` [S, Q], `slots` [S, L], `mask` [S, Q, L]
     (0 where the row may look, -inf elsewhere)."""
 
     rows: Tensor
@@ -74,9 +74,11 @@ class ReferenceOps:
 
     @cached_property
     def _groups(self) -> list[_Group]:
-        lengths = np.diff(self._plan.row_starts)
-        picks = (np.flatnonzero(lengths <= SHORT_SPAN), np.flatnonzero(lengths > SHORT_SPAN))
-        return [_group(self._plan, pick, self._device, self._dtype) for pick in picks if len(pick)]
+        is_long = np.diff(self._plan.row_starts) > SHORT_SPAN
+        doublings = np.ceil(np.log2(np.maximum(self._plan.context_lens / SHORT_CONTEXT, 1))).astype(int)
+        kinds = 2 * doublings + is_long
+        picks = (np.flatnonzero(kinds == kind) for kind in np.unique(kinds))
+        return [_group(self._plan, pick, self._device, self._dtype) for pick in picks]
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
         return torch.nn.functional.embedding(ids, table)

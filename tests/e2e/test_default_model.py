@@ -1,0 +1,102 @@
+"""The default model's real weights, against an independent implementation and against itself."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headstart import hub
+from headstart.api import LLM
+from headstart.config import EngineConfig
+from headstart.core import SamplingParams
+from headstart.tools.prompts import builtin_prompts
+
+trunk = hub.cached_trunk()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(trunk is None, reason="the default model is not in the cache: headstart pull"),
+]
+
+LOGPROB_TOLERANCE = 5e-4
+"""|log-softmax difference| to transformers in float32 over 30 layers; measured about 6e-5."""
+MORE_PROMPTS = [
+    "What is the capital of France?",
+    "Write a haiku about the sea.",
+    "List three uses of a paper clip.",
+    "Explain what a prime number is.",
+    "Translate to English: Guten Morgen, wie geht es dir?",
+    "Write a Python function that adds two numbers.",
+    "What is 17 + 25? Show your work.",
+    "Give me a short recipe for pancakes.",
+    "Who wrote Romeo and Juliet?",
+    "Write an email asking for a day off.",
+    "What causes rain?",
+    "Name two differences between cats and dogs.",
+]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(None, EngineConfig(max_model_len=2048, threads=1))
+
+
+@pytest.fixture(scope="module")
+def oracle() -> Any:
+    transformers = pytest.importorskip("transformers")
+    assert trunk is not None
+    return transformers.AutoModelForCausalLM.from_pretrained(trunk.parent, gguf_file=trunk.name, dtype="float32")
+
+
+def test_logits_equal_transformers(llm: LLM, oracle: Any) -> None:
+    import torch
+
+    for _, prompt in builtin_prompts()[:3]:
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+        completion = llm.generate([prompt], params)[0]
+        ids = completion.prompt_token_ids
+        with torch.inference_mode():
+            theirs = oracle(torch.tensor([ids])).logits[0].log_softmax(-1)
+        expected = [float(theirs[i, token]) for i, token in enumerate(ids[1:])]
+        found = [each.logprob for each in completion.prompt_logprobs]
+        np.testing.assert_allclose(found, expected, atol=LOGPROB_TOLERANCE)
+
+
+def test_greedy_text_equals_transformers(llm: LLM, oracle: Any) -> None:
+    import torch
+
+    prompts = [prompt for _, prompt in builtin_prompts()] + MORE_PROMPTS
+    ours = llm.generate(prompts[:20], SamplingParams(max_tokens=16))
+    assert len(ours) == 20
+    for completion in ours:
+        ids = torch.tensor([completion.prompt_token_ids])
+        theirs = oracle.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False, eos_token_id=2, pad_token_id=2
+        )
+        assert completion.token_ids == theirs[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_text_is_that_of_plain_decoding(llm: LLM, temperature: float) -> None:
+    prompts = [prompt for _, prompt in builtin_prompts()]
+    params = [SamplingParams(max_tokens=24, temperature=temperature, seed=i) for i in range(len(prompts))]
+    plain, drafted = llm.generate(prompts, params, depth=0), llm.generate(prompts, params)
+    assert [each.token_ids for each in drafted] == [each.token_ids for each in plain]
+    assert sum(each.speculation.accepted for each in drafted) > 0
+    assert sum(each.speculation.passes for each in drafted) < sum(each.speculation.passes for each in plain)
+
+
+def test_generate_prints_one_json_document() -> None:
+    options = ["--prompt", "Say hello.", "--max-tokens", "8", "--threads", "1", "--json"]
+    command = [sys.executable, "-m", "headstart.cli.main", "generate", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parent, check=False)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert set(document) == {"text", "token_ids", "finish_reason", "seed", "usage", "speculation", "timing"}
+    assert document["usage"]["completion_tokens"] == len(document["token_ids"])
+    assert document["speculation"]["method"] in {"mtp", "ngram"}
