@@ -1,0 +1,57 @@
+"""Which examples make up a step, and their tensors. The order is a function of (examples, seed, epoch) only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headstart.train.data import Example
+from headstart.train.features import FeatureCache, pad
+
+BUCKET = 256
+"""Examples sorted by length together before they are cut into batches: little padding, still random company."""
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """B sequences padded on the right to T rows."""
+
+    tokens: Tensor  # [B, T] int64
+    hidden: Tensor  # [B, T, W]
+    best: Tensor  # [B, T] int64 argmax of the trunk at row p; -1 where not known
+    loss: Tensor  # [B, T] bool, row p predicts a token that counts
+    kinds: tuple[str, ...]  # [B]
+    num_tokens: int  # without padding
+
+
+def plan_epoch(lengths: Sequence[int], budget: int, seed: int, epoch: int) -> list[list[int]]:
+    """Batches of example numbers: similar lengths, at most `budget` padded tokens (or one example) each."""
+    rng = np.random.default_rng((seed, epoch))
+    order = rng.permutation(len(lengths))
+    batches: list[list[int]] = []
+    for start in range(0, len(order), BUCKET):
+        batch: list[int] = []
+        for number in sorted(order[start : start + BUCKET].tolist(), key=lambda n: (lengths[n], n)):
+            if batch and lengths[number] * (len(batch) + 1) > budget:
+                batches.append(batch)
+                batch = []
+            batch.append(number)
+        batches.append(batch)
+    return [batches[i] for i in rng.permutation(len(batches))]
+
+
+def collate(examples: Sequence[Example], cache: FeatureCache, dtype: torch.dtype, device: torch.device) -> Batch:
+    """Examples with their cached features."""
+    features = [cache[example.key] for example in examples]
+    return Batch(
+        tokens=pad([torch.from_numpy(example.tokens).long() for example in examples]).to(device),
+        hidden=pad([part.hidden for part in features]).to(device, dtype),
+        best=pad([part.best for part in features]).to(device),
+        loss=pad([torch.from_numpy(example.loss) for example in examples]).to(device),
+        kinds=tuple(example.kind for example in examples),
+        num_tokens=sum(len(example) for example in examples),
+    )

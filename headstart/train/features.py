@@ -1,0 +1,174 @@
+"""Trunk hidden states, computed once and kept on disk: what later epochs read.
+
+The cache is a folder of shards, each complete or absent (written aside, then renamed):
+`shard-N/hidden.bin` bfloat16 [rows, W], `shard-N/best.npy` int32 [rows] (argmax of the trunk; -1 where no loss needs
+it), `shard-N/index.json` {example key: [first row, rows]}.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headstart.kernels.ops import StepInputs
+from headstart.layers.decoder import Decoder
+from headstart.train.data import Example
+from headstart.train.ops import TrainOps
+
+SHARD_TOKENS = 65_536
+BATCH_TOKENS = 4_096
+
+
+@dataclass(frozen=True, eq=False)
+class Features:
+    """Of one example: `hidden` [T, W] bfloat16 after the final norm, `best` [T] int64."""
+
+    hidden: Tensor
+    best: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Trunk:
+    """A frozen model: `model` in the arithmetic of the forward, `lm_head` [V, W] in full precision for the argmax."""
+
+    model: Decoder
+    lm_head: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.embedding.dtype  # type: ignore[no-any-return]
+
+
+@torch.inference_mode()
+def trunk_hidden(trunk: Trunk, tokens: Tensor) -> Tensor:
+    """tokens [B, T], padded on the right -> hidden states after the final norm [B, T, W]."""
+    ops = TrainOps(tokens.device, trunk.dtype)
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    no_rows = torch.empty(0, dtype=torch.int64, device=tokens.device)
+    program = trunk.model.program([None] * len(trunk.model.layers))
+    hidden: Tensor = program(ops, StepInputs(tokens, positions, no_rows))["hidden"]
+    return hidden
+
+
+@torch.inference_mode()
+def trunk_argmax(trunk: Trunk, hidden: Tensor, chunk: int = 512) -> Tensor:
+    """hidden [N, W] -> argmax token [N]. Fast in the model's arithmetic, then exact among what rounding leaves open."""
+    coarse_head = trunk.model.lm_head.weight
+    found = [_refine(part, part @ coarse_head.T, trunk.lm_head) for part in hidden.split(chunk)]
+    return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
+
+
+def _refine(hidden: Tensor, coarse: Tensor, lm_head: Tensor) -> Tensor:
+    """Coarse logits [n, V]: those within four units in the last place of bfloat16 of the best are scored again."""
+    best = coarse.amax(-1, keepdim=True)
+    rows, tokens = (coarse >= best - best.abs() * 2**-6).nonzero(as_tuple=True)
+    scores = (hidden[rows].to(lm_head.dtype) * lm_head[tokens]).sum(-1)
+    top = torch.full((len(hidden),), -torch.inf, dtype=scores.dtype).scatter_reduce(0, rows, scores, "amax")
+    winners = torch.where(scores == top[rows], tokens, coarse.shape[1])
+    return torch.full((len(hidden),), coarse.shape[1]).scatter_reduce(0, rows, winners, "amin")
+
+
+class FeatureCache:
+    """Features of examples by key, in `folder`, which is named after the trunk."""
+
+    def __init__(self, folder: Path, width: int) -> None:
+        self.folder, self.width = folder, width
+        folder.mkdir(parents=True, exist_ok=True)
+        self._where: dict[str, tuple[int, int, int]] = {}
+        self._hidden: list[Tensor] = []
+        self._best: list[Tensor] = []
+        self._names: set[str] = set()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take in complete shards that are new (another process may add some)."""
+        for path in sorted(self.folder.glob("shard-*")):
+            if path.name not in self._names:
+                self._open(path)
+
+    def _open(self, path: Path) -> None:
+        index = json.loads((path / "index.json").read_text())
+        best = torch.from_numpy(np.load(path / "best.npy", mmap_mode="c"))
+        size = len(best) * self.width
+        hidden = torch.from_file(str(path / "hidden.bin"), shared=False, size=size, dtype=torch.bfloat16)
+        self._names.add(path.name)
+        for key, (first, count) in index.items():
+            self._where[key] = (len(self._hidden), first, count)
+        self._hidden.append(hidden.view(-1, self.width))
+        self._best.append(best)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._where
+
+    def __getitem__(self, key: str) -> Features:
+        shard, first, count = self._where[key]
+        rows = slice(first, first + count)
+        return Features(self._hidden[shard][rows], self._best[shard][rows].long())
+
+    def fill(self, examples: Sequence[Example], trunk: Trunk, done: Callable[[int], None] = lambda _: None) -> None:
+        """Compute what is missing, shard by shard; `done` hears the tokens of each. Safe to interrupt at any point."""
+        missing = {example.key: example for example in examples if example.key not in self}
+        for group in _groups(list(missing.values()), SHARD_TOKENS):
+            self._write(group, trunk)
+            done(sum(len(example) for example in group))
+
+    def _write(self, group: list[Example], trunk: Trunk) -> None:
+        group = sorted(group, key=len)
+        batches = _groups(group, BATCH_TOKENS, padded=True)
+        self.add(group, [features for batch in batches for features in _compute(batch, trunk)])
+
+    def add(self, examples: Sequence[Example], features: Sequence[Features]) -> None:
+        """Keep the features of examples as one shard."""
+        index, first = {}, 0
+        for example in examples:
+            index[example.key] = (first, len(example))
+            first += len(example)
+        # named by content: processes that fill the same cache cannot meet
+        name = "shard-" + hashlib.sha256("".join(index).encode()).hexdigest()[:16]
+        aside = self.folder / f"writing-{name}"
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir()
+        hidden = torch.cat([part.hidden for part in features]).to(torch.bfloat16)
+        (aside / "hidden.bin").write_bytes(hidden.view(torch.int16).numpy().tobytes())
+        np.save(aside / "best.npy", torch.cat([part.best for part in features]).int().numpy())
+        (aside / "index.json").write_text(json.dumps(index))
+        aside.rename(self.folder / name)
+        self._open(self.folder / name)
+
+
+def _compute(batch: list[Example], trunk: Trunk) -> Iterator[Features]:
+    device = trunk.lm_head.device
+    hidden = trunk_hidden(trunk, pad([torch.from_numpy(example.tokens).long() for example in batch]).to(device))
+    for example, rows in zip(batch, hidden, strict=True):
+        states = rows[: len(example)]
+        best = torch.full((len(example),), -1)
+        wanted = torch.from_numpy(example.loss)
+        best[wanted] = trunk_argmax(trunk, states[wanted.to(device)]).cpu()
+        yield Features(states.to(torch.bfloat16).cpu(), best)
+
+
+def pad(parts: Sequence[Tensor]) -> Tensor:
+    """[T_i, ...] -> [B, T, ...], zeros on the right."""
+    return torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True)
+
+
+def _groups(examples: Sequence[Example], budget: int, *, padded: bool = False) -> Iterator[list[Example]]:
+    """Consecutive examples, up to `budget` tokens (with padding: to the longest of the group) or one example."""
+    group: list[Example] = []
+    longest = total = 0
+    for example in examples:
+        longest, total = max(longest, len(example)), total + len(example)
+        if group and (longest * (len(group) + 1) if padded else total) > budget:
+            yield group
+            group, longest, total = [], len(example), len(example)
+        group.append(example)
+    if group:
+        yield group

@@ -1,0 +1,224 @@
+"""The training loop over objects that are already built: step, evaluate, checkpoint, export."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headstart.layers.build import DecoderConfig
+from headstart.layers.mtp import HeadSpec
+from headstart.train.batches import collate, plan_epoch
+from headstart.train.data import Example
+from headstart.train.evaluate import Acceptance, evaluate
+from headstart.train.features import FeatureCache
+from headstart.train.head import head_module
+from headstart.train.objective import Target, Weighting, assess
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Hyper-parameters. The schedule runs over `tokens` when given, else over `minutes` of training time."""
+
+    tokens: int | None = None
+    minutes: float | None = None
+    batch_tokens: int = 2048
+    matrix_rate: float = 2e-3  # Muon, scaled to match AdamW's update size
+    vector_rate: float = 2e-3  # AdamW, norms and biases
+    weight_decay: float = 0.0
+    warmup: float = 0.02  # share of the schedule
+    floor: float = 0.02  # last learning rate, as a share of the highest
+    clip: float = 1.0
+    ema: float = 0.995
+    weighting: Weighting = Weighting()
+    optimizer: str = "muon"
+    seed: int = 0
+    dtype: torch.dtype = torch.bfloat16
+
+
+@dataclass
+class Progress:
+    """Where the run stands. `epoch` and `batch` are the data cursor, valid for `data_id` only."""
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
+    data_id: str = ""
+    tokens: int = 0
+    seconds: float = 0.0
+    loss: float = math.nan  # smoothed
+    rate: float = 0.0  # tokens per second, smoothed
+    accepted: list[float] = field(default_factory=list)  # held-out, cumulative per step
+
+
+class Trainer:
+    """Weights, their moving average, optimizers and cursor; `state` and `load_state` are all of it."""
+
+    def __init__(
+        self,
+        masters: dict[str, Tensor],
+        config: DecoderConfig,
+        spec: HeadSpec,
+        target: Target,
+        recipe: Recipe,
+    ) -> None:
+        self.config, self.spec, self.target, self.recipe = config, spec, target, recipe
+        self.masters = {name: torch.nn.Parameter(tensor) for name, tensor in masters.items()}
+        self.average = {name: tensor.clone() for name, tensor in masters.items()}
+        self.optimizers = _optimizers(self.masters, recipe)
+        self.progress = Progress()
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "masters": {name: weight.detach() for name, weight in self.masters.items()},
+            "average": self.average,
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "progress": dict(vars(self.progress)),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        with torch.no_grad():
+            for name, weight in state["masters"].items():
+                self.masters[name].copy_(weight)
+                self.average[name].copy_(state["average"][name])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.progress = Progress(**state["progress"])
+
+    @property
+    def share_done(self) -> float:
+        """Of the schedule, 0 to 1."""
+        if self.recipe.tokens:
+            return min(1.0, self.progress.tokens / self.recipe.tokens)
+        return min(1.0, self.progress.seconds / 60 / (self.recipe.minutes or 60))
+
+    def rate_factor(self) -> float:
+        """Linear warm-up, then a cosine down to the floor."""
+        recipe, done = self.recipe, self.share_done
+        # at least one step's worth, or the first step of a time-based run would have rate 0
+        ramp = min(1.0, (done + 1e-3) / recipe.warmup)
+        return ramp * (recipe.floor + (1 - recipe.floor) * (1 + math.cos(math.pi * done)) / 2)
+
+    def step(self, examples: Sequence[Example], cache: FeatureCache) -> float:
+        """One optimizer step on one batch; returns the loss."""
+        device = self.target.ids.device
+        batch = collate(examples, cache, self.recipe.dtype, device)
+        module = head_module(self.masters, self.config, self.recipe.dtype)
+        outcome = assess(module, self.spec, self.target, batch, self.recipe.weighting)
+        outcome.loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.masters.values(), self.recipe.clip)
+        factor = self.rate_factor()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["base_lr"] * factor
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self._update_average()
+        self.progress.step += 1
+        self.progress.tokens += batch.num_tokens
+        return outcome.loss.item()
+
+    @torch.no_grad()
+    def _update_average(self) -> None:
+        # a young average must forget its start quickly
+        decay = min(self.recipe.ema, (1 + self.progress.step) / (10 + self.progress.step))
+        for name, weight in self.masters.items():
+            self.average[name].lerp_(weight, 1 - decay)
+
+    def evaluate(self, examples: Sequence[Example], cache: FeatureCache) -> dict[str, Acceptance]:
+        """Of the averaged weights, per kind and over "all"."""
+        module = head_module(self.average, self.config, self.recipe.dtype)
+        return evaluate(module, self.spec, self.target, examples, cache, self.recipe.weighting)
+
+
+def _optimizers(masters: dict[str, torch.nn.Parameter], recipe: Recipe) -> list[torch.optim.Optimizer]:
+    matrices = [weight for weight in masters.values() if weight.ndim == 2]
+    vectors = [weight for weight in masters.values() if weight.ndim != 2]
+    decay, rate = recipe.weight_decay, recipe.matrix_rate
+    first: torch.optim.Optimizer
+    if recipe.optimizer == "muon":
+        first = torch.optim.Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+    else:
+        first = torch.optim.AdamW(matrices, lr=rate, weight_decay=decay, betas=(0.9, 0.95))
+    second = torch.optim.AdamW(vectors, lr=recipe.vector_rate, weight_decay=0.0, betas=(0.9, 0.95))
+    for optimizer in (first, second):
+        for group in optimizer.param_groups:
+            group["base_lr"] = group["lr"]
+    return [first, second]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hooks:
+    """What happens beside the steps, each every so many seconds. `shown` hears every step."""
+
+    checkpoint: Callable[[Trainer], None]
+    evaluated: Callable[[Trainer, dict[str, Acceptance]], None]
+    shown: Callable[[Trainer], None]
+    checkpoint_every: float = 120.0
+    evaluate_every: float = 240.0
+
+
+def train(
+    trainer: Trainer,
+    training: Sequence[Example],
+    held_out: Sequence[Example],
+    cache: FeatureCache,
+    data_id: str,
+    hooks: Hooks,
+) -> None:
+    """Run to the end of the schedule. An interrupt saves a checkpoint first, then goes on up."""
+    progress = trainer.progress
+    if progress.data_id != data_id:  # other data than before: the cursor means nothing there
+        progress.data_id, progress.batch = data_id, 0
+        progress.epoch += progress.step > 0
+    try:
+        _steps(trainer, training, held_out, cache, hooks)
+    except KeyboardInterrupt:
+        hooks.checkpoint(trainer)
+        raise
+    hooks.checkpoint(trainer)
+    hooks.evaluated(trainer, trainer.evaluate(held_out, cache))
+
+
+def _steps(
+    trainer: Trainer, training: Sequence[Example], held_out: Sequence[Example], cache: FeatureCache, hooks: Hooks
+) -> None:
+    progress, lengths = trainer.progress, [len(example) for example in training]
+    last_checkpoint = last_evaluation = time.monotonic()
+    while trainer.share_done < 1:
+        plan = plan_epoch(lengths, trainer.recipe.batch_tokens, trainer.recipe.seed, progress.epoch)
+        while progress.batch < len(plan) and trainer.share_done < 1:
+            started, before = time.monotonic(), progress.tokens
+            loss = trainer.step([training[i] for i in plan[progress.batch]], cache)
+            progress.batch += 1
+            _note(progress, loss, progress.tokens - before, time.monotonic() - started)
+            hooks.shown(trainer)
+            now = time.monotonic()
+            if now - last_checkpoint > hooks.checkpoint_every:
+                hooks.checkpoint(trainer)
+                last_checkpoint = time.monotonic()
+            if now - last_evaluation > hooks.evaluate_every:
+                hooks.evaluated(trainer, trainer.evaluate(held_out, cache))
+                last_evaluation = time.monotonic()
+        if progress.batch >= len(plan):
+            progress.epoch, progress.batch = progress.epoch + 1, 0
+
+
+def _note(progress: Progress, loss: float, tokens: int, seconds: float) -> None:
+    progress.seconds += seconds
+    progress.loss = loss if math.isnan(progress.loss) else 0.98 * progress.loss + 0.02 * loss
+    rate = tokens / max(seconds, 1e-9)
+    progress.rate = rate if not progress.rate else 0.95 * progress.rate + 0.05 * rate
+
+
+def save_checkpoint(trainer: Trainer, path: Path) -> None:
+    """Complete or not at all."""
+    aside = path.with_suffix(".writing")
+    torch.save(trainer.state(), aside)
+    aside.replace(path)
