@@ -10,7 +10,7 @@ from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-settings.register_profile("headstart", deadline=None, derandomize=True, print_blob=True)
+settings.register_profile("headstart", deadline=None, derandomize=True, report_multiple_bugs=False)
 settings.load_profile("headstart")
 
 

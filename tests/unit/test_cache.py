@@ -1,0 +1,285 @@
+"""Blocks and memory against a model that remembers what was written into every slot.
+
+A slot's content is named by the tokens up to its position: what a trunk (or a head) computed there depends on nothing
+else. Sequences over two tokens share prefixes all the time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings, strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
+
+from headstart.cache.blocks import ROOT, BlockPool, block_key
+from headstart.cache.memory import KVMemory
+from headstart.core import Request, SamplingParams, Sequence
+
+SIZE, NUM_BLOCKS, MAX_LENGTH = 4, 12, 30
+Prefix = tuple[int, ...]
+
+
+def new_sequence(tokens: list[int], **params: Any) -> Sequence:
+    request = Request(
+        request_id="r", prompt_ids=tuple(tokens), params=SamplingParams(**params), seed=0, stop_ids=frozenset()
+    )
+    return Sequence(request, 0, list(tokens), 0)
+
+
+class MemoryMachine(RuleBasedStateMachine):
+    """Steps of the engine on a few sequences, in any order."""
+
+    sequences = Bundle("sequences")
+    tokens = st.lists(st.integers(0, 1), min_size=1, max_size=20)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = KVMemory(NUM_BLOCKS, SIZE)
+        self.live: list[Sequence] = []
+        self.trunk: dict[int, Prefix] = {}  # slot -> what it holds
+        self.head: dict[int, Prefix] = {}
+        self.junk = 0
+
+    def slot(self, sequence: Sequence, position: int) -> int:
+        return sequence.block_table[position // SIZE] * SIZE + position % SIZE
+
+    def write(self, into: dict[int, Prefix], sequence: Sequence, positions: range, *, junk: bool = False) -> None:
+        """Compute rows. Rows of drafts are junk, each of its own kind."""
+        for position in positions:
+            slot = self.slot(sequence, position)
+            owners = [other for other in self.live if slot // SIZE in other.block_table]
+            assert not junk or owners == [sequence], "a draft is written into a block that others read"
+            self.junk += 1
+            into[slot] = (-self.junk,) if junk else tuple(sequence.tokens[: position + 1])
+
+    @rule(target=sequences, tokens=tokens)
+    def arrive(self, tokens: list[int]) -> Any:
+        sequence = new_sequence(tokens)
+        cached = self.memory.attach_prefix(sequence)
+        assert cached == sequence.num_computed < len(tokens)
+        assert cached % SIZE == 0
+        self.live.append(sequence)
+        return sequence
+
+    @rule(sequence=sequences, rows=st.integers(1, 9))
+    def prefill(self, sequence: Sequence, rows: int) -> None:
+        """A chunk that leaves the last token to be computed."""
+        end = min(sequence.num_computed + rows, len(sequence.tokens) - 1)
+        before = list(sequence.block_table)
+        if not self.memory.reserve(sequence, end):
+            assert sequence.block_table == before
+            assert self.memory.blocks_for(end) - len(before) > self.memory.pool.num_free
+            return
+        self.write(self.trunk, sequence, range(sequence.num_computed, end))
+        sequence.num_computed = max(end, sequence.num_computed)
+        self.memory.commit(sequence)
+
+    @rule(sequence=sequences, draft=st.integers(0, 4), new=st.lists(st.integers(0, 1), min_size=1, max_size=5))
+    def decode(self, sequence: Sequence, draft: int, new: list[int]) -> None:
+        """Compute all that is pending and a draft, of which len(new) - 1 tokens are accepted."""
+        new, length = new[: draft + 1], len(sequence.tokens)
+        if length + draft > MAX_LENGTH or not self.memory.reserve(sequence, length + draft):
+            return
+        self.write(self.trunk, sequence, range(sequence.num_computed, length))
+        sequence.tokens += new
+        computed = len(sequence.tokens) - 1
+        self.write(self.trunk, sequence, range(length, computed))
+        self.write(self.trunk, sequence, range(computed, length + draft), junk=True)
+        sequence.num_computed = computed
+        self.memory.commit(sequence)
+
+    @rule(sequence=sequences, depth=st.integers(1, 4), chunk=st.integers(1, 30))
+    def propose(self, sequence: Sequence, depth: int, chunk: int) -> None:
+        """The head fills true pairs, in chunks, then writes guesses after them."""
+        length = len(sequence.tokens)
+        if sequence.num_computed < length - 1 or not self.memory.reserve(sequence, length + depth):
+            return
+        start = max(sequence.num_drafter, 1)
+        while start < length:
+            end = min(start + chunk, length)
+            self.write(self.head, sequence, range(start, end))
+            self.memory.drafted(sequence, end)
+            start = end
+        self.write(self.head, sequence, range(length, length + depth), junk=True)
+
+    @rule(sequence=consumes(sequences))
+    def finish(self, sequence: Sequence) -> None:
+        self.memory.release(sequence)
+        self.live.remove(sequence)
+        assert not sequence.block_table
+
+    @rule(target=sequences, sequence=consumes(sequences))
+    def preempt(self, sequence: Sequence) -> Any:
+        """Give all back and start again from what is still cached."""
+        self.memory.release(sequence)
+        assert (sequence.num_computed, sequence.num_drafter) == (0, 0)
+        self.memory.attach_prefix(sequence)
+        return multiple(sequence)
+
+    @precondition(lambda self: self.live)
+    @rule()
+    def finish_all(self) -> None:
+        for sequence in self.live:
+            self.memory.release(sequence)
+        for sequence in self.live:
+            self.memory.attach_prefix(sequence)
+
+    @invariant()
+    def references_are_right(self) -> None:
+        self.memory.pool.check()
+        held = [index for sequence in self.live for index in sequence.block_table]
+        for sequence in self.live:
+            assert len(set(sequence.block_table)) == len(sequence.block_table)
+        for block in self.memory.pool.blocks:
+            assert block.references == held.count(block.index)
+            assert block.references < 2 or block.key is not None, "shared, but not published"
+        assert self.memory.pool.num_free == NUM_BLOCKS - len(set(held))
+        assert self.memory.usage == pytest.approx(len(set(held)) / NUM_BLOCKS)
+
+    @invariant()
+    def sequences_read_their_own_past(self) -> None:
+        for sequence in self.live:
+            for position in range(sequence.num_computed):
+                assert self.trunk[self.slot(sequence, position)] == tuple(sequence.tokens[: position + 1])
+            assert sequence.num_drafter <= len(sequence.tokens)
+            for position in range(1, sequence.num_drafter):
+                assert self.head[self.slot(sequence, position)] == tuple(sequence.tokens[: position + 1])
+
+    @invariant()
+    def published_blocks_hold_what_they_say(self) -> None:
+        for index in self.memory.pool._index.values():
+            block = self.memory.pool.blocks[index]
+            written = [self.trunk[index * SIZE + i] for i in range(SIZE)]
+            prefix = written[-1]
+            assert len(prefix) % SIZE == 0
+            assert written == [prefix[: len(prefix) - SIZE + 1 + i] for i in range(SIZE)]
+            key = ROOT
+            for start in range(0, len(prefix), SIZE):
+                key = block_key(key, list(prefix[start : start + SIZE]))
+            assert key == block.key
+            first = 1 if len(prefix) == SIZE else 0  # no pair lives in a sequence's first slot
+            for i in range(first, block.num_drafter):
+                assert self.head[index * SIZE + i] == prefix[: len(prefix) - SIZE + 1 + i]
+
+    def teardown(self) -> None:
+        for sequence in self.live:
+            self.memory.release(sequence)
+        assert self.memory.pool.num_free == NUM_BLOCKS
+        assert not self.memory._keys
+        self.memory.pool.check()
+
+
+TestMemory = MemoryMachine.TestCase
+TestMemory.settings = settings(max_examples=60, stateful_step_count=40)
+
+
+# Single facts that a random walk might meet too rarely.
+
+
+def computed(memory: KVMemory, tokens: list[int], num_computed: int) -> Sequence:
+    sequence = new_sequence(tokens)
+    memory.attach_prefix(sequence)
+    assert memory.reserve(sequence, len(tokens))
+    sequence.num_computed = num_computed
+    memory.commit(sequence)
+    return sequence
+
+
+def test_prefix_hit_leaves_one_row() -> None:
+    memory = KVMemory(8, SIZE)
+    tokens = list(range(8))
+    first = computed(memory, [*tokens, 9], 8)
+    second = new_sequence(tokens)
+    assert memory.attach_prefix(second) == 4  # all 8 are cached, but the last row must be computed
+    third = new_sequence([*tokens, 1])
+    assert memory.attach_prefix(third) == 8
+    assert third.block_table == first.block_table[:2]
+
+
+def test_a_different_past_is_no_hit() -> None:
+    memory = KVMemory(8, SIZE)
+    computed(memory, [1, 2, 3, 4, 5, 6, 7, 8, 9], 8)
+    other = new_sequence([0, 0, 0, 0, 5, 6, 7, 8, 9])
+    assert memory.attach_prefix(other) == 0
+
+
+def test_uncomputed_tokens_are_not_published() -> None:
+    memory = KVMemory(8, SIZE)
+    computed(memory, list(range(9)), 7)
+    assert memory.attach_prefix(new_sequence(list(range(9)))) == 4
+
+
+def test_released_blocks_are_found_until_taken() -> None:
+    memory = KVMemory(4, SIZE)
+    first = computed(memory, list(range(13)), 12)
+    memory.release(first)
+    assert memory.pool.num_free == 4
+    again = new_sequence(list(range(13)))
+    assert memory.attach_prefix(again) == 12
+    memory.release(again)
+    greedy = new_sequence([5] * 5)
+    assert memory.reserve(greedy, 2 * SIZE)  # takes the unused block and the end of the prefix, not its front
+    assert memory.attach_prefix(new_sequence(list(range(13)))) == 8
+
+
+def test_reserve_takes_all_or_nothing() -> None:
+    memory = KVMemory(4, SIZE)
+    sequence = new_sequence([1])
+    assert not memory.reserve(sequence, 4 * SIZE + 1)
+    assert memory.pool.num_free == 4
+    assert not sequence.block_table
+    assert memory.reserve(sequence, 4 * SIZE)
+    assert memory.reserve(sequence, 1)
+    assert memory.pool.num_free == 0
+
+
+def test_drafter_fill_stops_at_the_first_hole() -> None:
+    memory = KVMemory(8, SIZE)
+    first = computed(memory, list(range(13)), 12)
+    memory.drafted(first, 6)
+    second = new_sequence(list(range(13)))
+    memory.attach_prefix(second)
+    assert (second.num_computed, second.num_drafter) == (12, 6)
+    assert memory.reserve(second, 13)
+    memory.drafted(second, 13)
+    third = new_sequence([*range(12), 99])
+    memory.attach_prefix(third)
+    assert (third.num_computed, third.num_drafter) == (12, 12)
+
+
+def test_a_block_taken_again_forgets_the_drafter() -> None:
+    memory = KVMemory(3, SIZE)
+    first = computed(memory, list(range(9)), 8)
+    memory.drafted(first, 9)
+    memory.release(first)
+    second = computed(memory, [7] * 9, 8)
+    memory.release(second)
+    assert memory.attach_prefix(second) == 8
+    assert second.num_drafter == 0
+
+
+def test_switched_off_it_finds_nothing() -> None:
+    memory = KVMemory(8, SIZE, prefix_caching=False)
+    computed(memory, list(range(9)), 8)
+    assert memory.attach_prefix(new_sequence(list(range(9)))) == 0
+
+
+def test_prompt_logprobs_do_not_read_the_cache() -> None:
+    memory = KVMemory(8, SIZE)
+    computed(memory, list(range(9)), 8)
+    assert memory.attach_prefix(new_sequence(list(range(9)), prompt_logprobs=1)) == 0
+
+
+def test_equal_blocks_published_twice_stay_apart() -> None:
+    pool = BlockPool(3)
+    a, b = pool.allocate(), pool.allocate()
+    for block in (a, b):
+        pool.publish(block, b"same")
+    assert pool.find(b"same") is a
+    pool.release(b)
+    pool.release(a)
+    pool.check()
+    taken = {pool.allocate().index for _ in range(3)}
+    assert taken == {0, 1, 2}
+    assert pool.find(b"same") is None
