@@ -23,8 +23,8 @@ pytestmark = [
     pytest.mark.skipif(trunk is None, reason="the default model is not in the cache: headstart pull"),
 ]
 
-LOGPROB_TOLERANCE = 5e-4
-"""|log-softmax difference| to transformers in float32 over 30 layers; measured about 6e-5."""
+LOGPROB_TOLERANCE = 2e-4
+"""|log-softmax difference| to transformers in float32 over 30 layers; measured 3e-5 over 486 tokens."""
 MORE_PROMPTS = [
     "What is the capital of France?",
     "Write a haiku about the sea.",
