@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -224,7 +224,9 @@ class ReferenceBackend:
         keep_probs: bool = False,
     ) -> Sampled:
         logits = logits.float() if logits.dtype == torch.bfloat16 else logits
-        return sample(logits, rows, token_ids=token_ids, vocab_size=vocab_size, keep_probs=keep_probs)
+        drawn = sample(logits, rows, token_ids=token_ids, vocab_size=vocab_size, keep_probs=keep_probs)
+        # rejection is judged on the host
+        return drawn if drawn.probs is None else replace(drawn, probs=drawn.probs.cpu().numpy())
 
     @torch.inference_mode()
     def logprobs(self, logits: Tensor, tokens: NDArray[np.int64], num_top: int) -> list[TokenLogprob]:
