@@ -59,7 +59,8 @@ def main() -> int:
                     ratios.append(rates[True] / rates[False])
                     for on, rate in rates.items():
                         speeds[on].append(rate)
-    print(f"{llm.info}, T = {args.temperature:g}, {len(prompts)} prompts x {args.rounds} pairs, {args.max_tokens} tokens")
+    print(f"{llm.info}, T = {args.temperature:g}")
+    print(f"{len(prompts)} prompts x {args.rounds} pairs, {args.max_tokens} tokens")
     print(f"same text      {same}/{len(prompts) * args.rounds}")
     print(f"plain          {spread(speeds[False])} tokens/s")
     print(f"drafting       {spread(speeds[True])} tokens/s")
