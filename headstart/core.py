@@ -114,6 +114,7 @@ class Sequence:
     order: int  # arrival; lower runs first
     num_computed: int = 0
     num_drafter: int = 0
+    admitted: bool = False  # has run before, perhaps preempted since
     num_cached: int = 0  # prompt positions taken from the prefix cache on first admission
     num_prompt_logprobs: int = 0  # prompt tokens whose logprobs are out; a preempted prompt is computed twice
     block_table: list[int] = field(default_factory=list)

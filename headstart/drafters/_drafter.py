@@ -74,4 +74,4 @@ class Drafter(Protocol):
         """Set `draft` of each sequence: at most the wished number of tokens. Slots for them are reserved."""
 
     def release(self, sequence: Sequence) -> None:
-        """The sequence is finished or preempted: forget it."""
+        """The sequence is finished: forget it. A preempted one comes back with the same tokens and other blocks."""

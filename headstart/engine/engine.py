@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import replace
 from itertools import count
+from typing import Any
 
 from headstart.cache.memory import KVMemory
 from headstart.config import EngineConfig
@@ -51,6 +52,8 @@ class Engine:
             )
         if request.request_id in self._live:
             raise UsageError(f"a request with id {request.request_id!r} is running")
+        if request.depth is not None and request.depth < 0:
+            raise UsageError(f"depth is {request.depth}, but must be at least 0", "0 is plain decoding")
         if (request.depth or 0) > self.max_depth and self.drafter:
             raise UsageError(f"depth is {request.depth}, but the drafter's limit is {self.max_depth}")
         sequences = [
@@ -83,20 +86,27 @@ class Engine:
 
     def _judge(self, spans: Seq[Span], forward: Forward) -> list[Verdict]:
         sampled, starts = self.runner.sample(spans, forward)
-        return [self._verdict(span, sampled, start) for span, start in zip(spans, starts, strict=False)]
+        if sampled.probs is None:
+            return [self._exact(span, sampled, start) for span, start in zip(spans, starts, strict=False)]
+        places = enumerate(zip(spans, starts, strict=False))
+        return [self._rejection(span, sampled.probs, start, forward, index) for index, (span, start) in places]
 
-    def _verdict(self, span: Span, sampled: Sampled, start: int) -> Verdict:
+    def _exact(self, span: Span, sampled: Sampled, start: int) -> Verdict:
         """Rows start .. start + num_sample - 1 of the draws decide over the span's draft."""
+        rows = slice(start, start + span.num_sample)
         if not span.num_sample:
             return Verdict((), 0, 0)
-        rows = slice(start, start + span.num_sample)
-        sequence, draft = span.sequence, span.sequence.draft
-        if sampled.probs is None:
-            verdict = judge_exact(draft.tokens, sampled.tokens[rows].tolist())
-        else:
-            seed, position = sequence.request.seed, len(sequence.tokens)
-            verdict = judge_rejection(draft, sampled.probs[rows], seed, sequence.choice, position)
+        verdict = judge_exact(span.sequence.draft.tokens, sampled.tokens[rows].tolist())
         return replace(verdict, logprobs=tuple(sampled.logprobs[rows][: len(verdict.tokens)]))
+
+    def _rejection(self, span: Span, probs: Any, start: int, forward: Forward, index: int) -> Verdict:
+        """As `_exact`; what is emitted need not be what was drawn, so logprobs are looked up afterwards."""
+        sequence = span.sequence
+        if not span.num_sample:
+            return Verdict((), 0, 0)
+        position, rows = len(sequence.tokens), probs[start : start + span.num_sample]
+        verdict = judge_rejection(sequence.draft, rows, sequence.request.seed, sequence.choice, position)
+        return replace(verdict, logprobs=self.runner.logprobs(span, forward, index, verdict.tokens))
 
     def _commit(self, spans: Seq[Span], verdicts: Seq[Verdict], forward: Forward) -> list[Delta | None]:
         return [

@@ -81,6 +81,15 @@ class Runner:
         rows = np.arange(first, first + len(known), dtype=np.int32)
         return self.backend.logprobs(self.backend.rows(forward.logits, rows), np.array(known, np.int64), num_wanted)
 
+    def logprobs(self, span: Span, forward: Forward, index: int, tokens: Seq[int]) -> tuple[TokenLogprob | None, ...]:
+        """Of tokens at the first sampling rows of span `index`; nothing when the request asks for none."""
+        num_wanted = span.sequence.request.params.logprobs
+        if num_wanted is None:
+            return (None,) * len(tokens)
+        first = forward.starts[index + 1] - span.num_sample
+        logits = self.backend.rows(forward.logits, np.arange(first, first + len(tokens), dtype=np.int32))
+        return tuple(self.backend.logprobs(logits, np.array(tokens, np.int64), num_wanted))
+
     def run_head(self, program: Program, parts: Seq[Rows], hidden: Buffer = None) -> Mapping[str, Buffer]:
         plan = build_plan(parts, self._block_size, first_position=FIRST_PAIR_POSITION)
         return self.backend.run(program, plan, hidden_pool=self._hidden_pool, hidden=hidden)

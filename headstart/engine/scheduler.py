@@ -31,9 +31,10 @@ class Scheduler:
         """Spans of the next pass: running sequences first, then as many waiting ones as fit."""
         spans: list[Span] = []
         budget, preemptions = self.budget, self.num_preemptions
-        for sequence in list(self.running):
+        running = list(self.running)
+        for number, sequence in enumerate(running, 1):
             if sequence in self.running:  # not preempted by an older one in this very step
-                budget -= self._extend(sequence, budget, spans)
+                budget -= self._extend(sequence, budget, spans, behind=len(running) - number)
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             # what was preempted in this very step waits: taking it back at once would only evict the next one
             if self.num_preemptions > preemptions or not self._admit(self.waiting[0]):
@@ -43,10 +44,11 @@ class Scheduler:
             budget -= self._extend(sequence, budget, spans)
         return spans
 
-    def _extend(self, sequence: Sequence, budget: int, spans: list[Span]) -> int:
-        """Append the rows of one running sequence, cut to the budget; returns their number."""
+    def _extend(self, sequence: Sequence, budget: int, spans: list[Span], behind: int = 0) -> int:
+        """Append the rows of one running sequence, cut to the budget; returns their number. Its draft leaves a row
+        for each of the sequences `behind` it."""
         pending = len(sequence.tokens) - sequence.num_computed
-        room = budget - pending
+        room = budget - pending - behind
         if len(sequence.draft.tokens) > max(room, 0):
             sequence.draft = _cut(sequence.draft, max(room, 0))
         num_rows = min(pending + len(sequence.draft.tokens), budget)
@@ -83,8 +85,8 @@ class Scheduler:
         if not self.memory.reserve(sequence, min(len(sequence.tokens), cached + self.budget)):
             self.memory.release(sequence)
             return False
-        if sequence.num_output == 0:
-            sequence.num_cached = cached
+        if not sequence.admitted:
+            sequence.admitted, sequence.num_cached = True, cached
             self.prefix_queries += sequence.num_prompt
             self.prefix_hits += cached
         return True

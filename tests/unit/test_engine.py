@@ -1,0 +1,568 @@
+"""The engine's own promises: one forward a step, its budget, its state between steps, preemption, cache, errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import (
+    EOS,
+    FAMILIES,
+    VOCAB,
+    OracleDrafter,
+    Outputs,
+    agreeing_model,
+    assert_clean,
+    assert_same,
+    collect,
+    headed_model,
+    make,
+    make_head,
+    prompt_of,
+    request,
+    run,
+    tiny_model,
+    varied_requests,
+)
+
+from headstart.core import Delta, Draft, Request, Sequence, Span, StepPlan
+from headstart.engine.engine import Engine
+from headstart.errors import CapacityError, HeadstartError, UsageError
+
+FAMILY = "mimo"
+
+
+class Spy:
+    """A backend that notes every pass: its plan, whether it is the trunk's, and how many operations it takes."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._backend, self._trunk = engine.runner.backend, engine.runner._program
+        self.trunk: list[StepPlan] = []
+        self.head: list[StepPlan] = []
+        self.num_ops: list[int] = []
+        self.num_draws = 0
+        engine.runner.backend = self  # type: ignore[assignment]
+
+    def run(self, program: Any, plan: StepPlan, **options: Any) -> Mapping[str, Any]:
+        counted = CountedOps()
+        (self.trunk if program is self._trunk else self.head).append(plan)
+        output = self._backend.run(lambda ops, step: program(counted.over(ops), step), plan, **options)
+        if program is self._trunk:
+            self.num_ops.append(counted.count)
+        return output
+
+    def sample(self, *arguments: Any, **options: Any) -> Any:
+        self.num_draws += 1
+        return self._backend.sample(*arguments, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+
+class CountedOps:
+    """`Ops` that counts its calls."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def over(self, ops: Any) -> CountedOps:
+        self._ops = ops
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        operation = getattr(self._ops, name)
+
+        def counted(*arguments: Any, **options: Any) -> Any:
+            self.count += 1
+            return operation(*arguments, **options)
+
+        return counted
+
+
+def step(engine: Engine, outputs: Outputs | None = None) -> list[Delta]:
+    found: list[Delta] = []
+    engine.step(found.extend)
+    if outputs is not None:
+        collect(outputs, found)
+    return found
+
+
+# Passes.
+
+
+def test_one_forward_a_step_for_all_rows() -> None:
+    engine = make(agreeing_model(FAMILY), drafter="mtp", depth=5, max_num_batched_tokens=64)
+    spy, mixes = Spy(engine), set()
+    for each in varied_requests(0.0):
+        engine.submit(each)
+    while engine.has_work:
+        drafts = {id(s): len(s.draft.tokens) for s in engine.scheduler.running}
+        passes, rows, head, draws = len(spy.trunk), engine.runner.num_rows, len(spy.head), spy.num_draws
+        step(engine)
+        assert len(spy.trunk) == passes + 1
+        assert spy.trunk[-1].num_rows == engine.runner.num_rows - rows
+        assert len(spy.head) - head <= 5, "a head pass serves all sequences of a draft step"
+        assert spy.num_draws - draws <= 6
+        lengths = np.diff(spy.trunk[-1].row_starts).tolist()
+        kinds = {"prefill" if n > 6 else "decode" if n == 1 else "draft" for n in lengths}
+        mixes.add(frozenset(kinds) | {f"{len(set(drafts.values()))} lengths"})
+    assert engine.runner.num_passes == len(spy.trunk)
+    assert len(set(spy.num_ops)) == 1, "the forward loops over sequences or rows"
+    assert any({"prefill", "draft"} <= mix for mix in mixes)
+    assert any({"draft", "decode"} <= mix for mix in mixes)
+    assert any({"3 lengths", "4 lengths"} & mix for mix in mixes), "no ragged drafts"
+
+
+@pytest.mark.parametrize(("budget", "batch"), [(17, 8), (23, 3), (64, 64)])
+def test_budget_and_batch_are_kept(budget: int, batch: int) -> None:
+    engine = make(agreeing_model(FAMILY), drafter="mtp", depth=4, max_num_batched_tokens=budget, max_num_seqs=batch)
+    spy = Spy(engine)
+    run(engine, varied_requests(0.7))
+    assert max(plan.num_rows for plan in spy.trunk) <= budget
+    assert max(len(plan.context_lens) for plan in spy.trunk) <= batch
+    assert max(plan.num_rows for plan in spy.trunk) > budget // 2
+    if batch == 3:
+        assert max(len(plan.context_lens) for plan in spy.trunk) == 3
+
+
+def test_drafts_starve_nobody() -> None:
+    """Eight sequences want six rows each of a budget of 17: every one still gets its token in each step."""
+    engine = make(agreeing_model(FAMILY), drafter="none", depth=5, max_num_batched_tokens=17, kv_blocks=200)
+    truth = run(engine, requests := [request(prompt_of(2, i), name=f"{i}", max_tokens=40, stops=()) for i in range(8)])
+    engine.drafter = OracleDrafter(truth, 0, 0.2)
+    for each in requests:
+        engine.submit(each)
+    step(engine)
+    step(engine)
+    assert len(engine.scheduler.running) == 8
+    num_drafted = 0
+    while not engine.scheduler.waiting and len(engine.scheduler.running) == 8:
+        before = {s: s.num_output for s in engine.scheduler.running}
+        step(engine)
+        assert all(s.num_output > count for s, count in before.items())
+        num_drafted += engine.runner.num_rows
+    assert num_drafted
+
+
+def test_tokens_leave_before_the_next_draft() -> None:
+    engine, events = make(headed_model(FAMILY), drafter="none", depth=2), []
+
+    class Noted(OracleDrafter):
+        def propose(self, wishes: Seq[tuple[Sequence, int]]) -> None:
+            events.append("propose")
+
+    engine.drafter = Noted({}, 0, 0)
+    engine.submit(request([5, 6], max_tokens=3, stops=()))
+    while engine.has_work:
+        engine.step(lambda deltas: events.append("deliver"))
+    assert events == ["deliver", "propose", "deliver", "deliver"]  # no draft when one token is left
+
+
+# State between steps.
+
+
+def check_state(engine: Engine) -> None:
+    """What core.Sequence promises between steps."""
+    for sequence in engine.scheduler.waiting:
+        assert (sequence.num_computed, sequence.num_drafter, sequence.block_table) == (0, 0, [])
+        assert not sequence.draft.tokens
+    for sequence in engine.scheduler.running:
+        length, params = len(sequence.tokens), sequence.request.params
+        slots = len(sequence.block_table) * engine.memory.block_size
+        assert 0 <= sequence.num_computed <= length - 1
+        assert sequence.num_drafter <= length
+        assert sequence.num_output < params.max_tokens
+        assert sequence.finish_reason is None
+        assert slots >= max(sequence.num_computed, sequence.num_drafter, length if sequence.draft.tokens else 0)
+        if sequence.draft.tokens:
+            assert sequence.num_computed == length - 1
+            assert len(sequence.draft.tokens) <= min(engine.config.depth, params.max_tokens - sequence.num_output - 1)
+            assert slots >= length + len(sequence.draft.tokens)
+    held = [index for sequence in engine.scheduler.running for index in set(sequence.block_table)]
+    assert all(block.references == held.count(block.index) for block in engine.memory.pool.blocks)
+    engine.memory.pool.check()
+
+
+def states(engine: Engine, sequence: Sequence) -> dict[str, torch.Tensor]:
+    """Trunk keys, values and hidden states below num_computed; head keys and values of pairs below num_drafter."""
+    size = engine.memory.block_size
+    slots = torch.tensor([b * size + i for b in sequence.block_table for i in range(size)])
+    known, pairs = slots[: sequence.num_computed], slots[1 : max(sequence.num_drafter, 1)]
+    found = {"hidden": engine.runner._hidden_pool[known]}
+    for i, pool in enumerate(engine.runner._program.kv_pools):
+        found |= {f"keys {i}": pool.keys[known], f"values {i}": pool.values[known]}
+    for i, program in enumerate(engine.drafter._programs):
+        found |= {f"head keys {i}": program.pool.keys[pairs], f"head values {i}": program.pool.values[pairs]}
+    return found
+
+
+def fresh(engine: Engine, tokens: list[int], num_computed: int, num_drafter: int) -> tuple[Engine, Sequence]:
+    """The same tokens computed at once by an engine that never drafted."""
+    other = make(headed_model(FAMILY), drafter="mtp", depth=1, enable_prefix_caching=False)
+    sequence = Sequence(request(tokens[:1]), 0, list(tokens), 0)
+    assert other.memory.reserve(sequence, len(tokens) + 1)
+    if num_computed:
+        other.runner.forward([Span(sequence, 0, num_computed, 0)])
+    sequence.num_computed = num_computed
+    if num_drafter > 1:
+        sequence.tokens = tokens[:num_drafter]
+        other.drafter.propose([(sequence, 1)])
+    return other, sequence
+
+
+@pytest.mark.parametrize("settings", [{}, {"kv_blocks": 16, "max_num_batched_tokens": 23}])
+def test_state_after_any_acceptance_is_that_of_a_fresh_prefill(settings: dict[str, Any]) -> None:
+    """Keys, values, hidden states and head rows hold no trace of rejected drafts, chunks, preemption or the cache."""
+    model = headed_model(FAMILY)
+    engine = make(model, drafter="mtp", depth=4, **settings)
+    requests, rng, checked = varied_requests(0.7), np.random.default_rng(0), 0
+
+    def after(engine: Engine) -> None:
+        nonlocal checked
+        check_state(engine)
+        if rng.random() < 0.6 and engine.scheduler.running:
+            sequence = engine.scheduler.running[rng.integers(len(engine.scheduler.running))]
+            other, again = fresh(engine, sequence.tokens, sequence.num_computed, sequence.num_drafter)
+            expected = states(other, again)
+            for name, value in states(engine, sequence).items():
+                torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-9, msg=name)
+            checked += 1
+
+    run(engine, requests, after)
+    run(engine, [replace(each, request_id=f"again {each.request_id}") for each in requests], after)
+    assert checked > 10
+    assert engine.scheduler.prefix_hits > 0
+    assert bool(engine.scheduler.num_preemptions) == bool(settings)
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "none"])
+def test_state_with_other_drafters(drafter: str) -> None:
+    engine = make(headed_model(FAMILY), drafter=drafter, depth=4, kv_blocks=20, max_num_batched_tokens=31)
+    run(engine, varied_requests(0.0), check_state)
+
+
+# Preemption.
+
+
+def test_preempted_sequences_resume_with_the_same_text() -> None:
+    model = headed_model(FAMILY)
+    requests = [
+        request(prompt_of(30, i), name=f"{i}", seed=i, temperature=0.9, max_tokens=60, stops=()) for i in range(4)
+    ]
+    alone = run(make(model, drafter="none", max_num_seqs=1), requests)
+    engine = make(model, drafter="mtp", depth=3, kv_blocks=20)
+    order: list[str] = []
+
+    def after(engine: Engine) -> None:
+        waiting = [s for s in engine.scheduler.waiting if s.num_output]
+        order.extend(s.request.request_id for s in waiting)
+        assert [s.order for s in engine.scheduler.waiting] == sorted(s.order for s in engine.scheduler.waiting)
+
+    assert_same(run(engine, requests, after), alone)
+    assert engine.scheduler.num_preemptions >= 2
+    assert order, "nothing waited with tokens already out"
+    assert "0" not in order, "the oldest gave way"
+
+
+def test_what_is_reported_survives_preemption() -> None:
+    """Prompt logprobs come once; cached tokens and lookups are those of the first admission."""
+    model = headed_model(FAMILY)
+    extra = {"prompt_logprobs": 1, "max_tokens": 50, "stops": ()}
+    requests = [request(prompt_of(40, i), name=f"{i}", **extra) for i in range(3)]
+    engine = make(model, drafter="none", kv_blocks=18)
+    outputs = run(engine, requests)
+    assert engine.scheduler.num_preemptions
+    assert all(len(output.prompt_logprobs) == 39 for output in outputs.values())
+    for each in requests:
+        tokens = [t.token for t in outputs[each.request_id, 0].prompt_logprobs]
+        assert tokens == list(each.prompt_ids[1:])
+
+    engine = make(model, drafter="none", kv_blocks=18, max_num_batched_tokens=20)
+    submitted = [engine.submit(request(prompt_of(60, i), name=f"{i}", max_tokens=50, stops=()))[0] for i in range(3)]
+    while engine.has_work:
+        step(engine)
+    assert engine.scheduler.num_preemptions
+    assert [sequence.num_cached for sequence in submitted] == [0, 0, 0]
+    assert (engine.scheduler.prefix_queries, engine.scheduler.prefix_hits) == (180, 0)
+
+
+# Prefix cache.
+
+
+def test_prefix_hits_are_counted_and_change_nothing() -> None:
+    model, prompt = headed_model(FAMILY), prompt_of(43, 1)
+    engine = make(model, drafter="mtp", depth=3)
+    settings = {"temperature": 0.8, "seed": 3, "max_tokens": 20, "stops": ()}
+    first = run(engine, [request(prompt, **settings)])
+    assert (engine.scheduler.prefix_queries, engine.scheduler.prefix_hits) == (43, 0)
+    rows = engine.runner.num_rows
+    sequence = engine.submit(request(prompt, **settings))[0]
+    again: Outputs = {}
+    while engine.has_work:
+        step(engine, again)
+    assert_same(again, first)
+    assert sequence.num_cached == 40  # five blocks of eight
+    assert (engine.scheduler.prefix_queries, engine.scheduler.prefix_hits) == (86, 40)
+    assert engine.runner.num_rows - rows == rows - 40
+    assert again["r", 0].stats == first["r", 0].stats, "the head drafts as if it had computed the prefix itself"
+
+    engine = make(model, drafter="mtp", depth=3, enable_prefix_caching=False)
+    assert_same(run(engine, [request(prompt, **settings)]), first)
+    assert_same(run(engine, [request(prompt, **settings)]), first)
+    assert engine.scheduler.prefix_hits == 0
+
+
+def test_output_of_one_turn_is_the_prefix_of_the_next() -> None:
+    model, prompt = headed_model(FAMILY), prompt_of(20, 1)
+    engine = make(model, drafter="mtp", depth=3)
+    answer = run(engine, [request(prompt, max_tokens=30, stops=())])["r", 0].tokens
+    longer = [*prompt, *answer, 7, 8, 9]
+    sequence = engine.submit(request(longer, max_tokens=5, stops=()))[0]
+    found: Outputs = {}
+    while engine.has_work:
+        step(engine, found)
+    assert sequence.num_cached == 48  # of 49 computed positions
+    assert_same(found, run(make(model, drafter="none"), [request(longer, max_tokens=5, stops=())]))
+
+
+def test_a_cache_made_without_drafts_serves_drafts() -> None:
+    """Blocks whose head rows are missing are filled when a later request drafts over them."""
+    model, prompt = agreeing_model(FAMILY), prompt_of(43, 1)
+    settings = {"max_tokens": 20, "stops": ()}
+    engine = make(model, drafter="mtp", depth=3)
+    run(engine, [request(prompt, depth=0, **settings)])
+    mixed = run(engine, [request(prompt, name=f"{i}", depth=i, **settings) for i in range(4)])
+    cold = run(make(model, drafter="mtp", depth=3), [request(prompt, **settings)])
+    assert all(output.tokens == cold["r", 0].tokens for output in mixed.values())
+    assert mixed["3", 0].stats == cold["r", 0].stats
+    assert mixed["0", 0].stats.drafts == 0
+    assert 0 < mixed["1", 0].stats.accepted < mixed["3", 0].stats.accepted
+
+
+# Ends, depth.
+
+
+def test_max_tokens_and_context_are_limits() -> None:
+    model = agreeing_model(FAMILY)
+    engine = make(model, drafter="mtp", depth=5, max_model_len=64)
+    found = run(
+        engine,
+        [
+            request(prompt_of(50, 0), name="context", max_tokens=100, stops=()),
+            request(prompt_of(5, 1), name="max", max_tokens=7, stops=()),
+            request(prompt_of(63, 2), name="one left", max_tokens=9, stops=()),
+            request(prompt_of(5, 3), name="one", max_tokens=1, stops=()),
+        ],
+    )
+    assert {output.finish_reason for output in found.values()} == {"length"}
+    assert {name: len(output.tokens) for (name, _), output in found.items()} == {
+        "context": 14, "max": 7, "one left": 1, "one": 1,
+    }  # fmt: skip
+
+
+def test_a_stop_id_inside_an_accepted_draft_ends_the_text() -> None:
+    model = agreeing_model(FAMILY)
+    engine = make(model, drafter="none", depth=8)
+    truth = run(engine, [request([5, 9], max_tokens=30, stops=())])
+    tokens = truth["r", 0].tokens
+    stop = next(token for token in tokens[4:] if token not in tokens[:4])
+    engine.drafter = OracleDrafter(truth, 1, 0.0)
+    found = run(engine, [request([5, 9], max_tokens=30, stops=(stop,))])["r", 0]
+    assert found.tokens == tokens[: tokens.index(stop) + 1]
+    assert found.finish_reason == "stop"
+    assert found.stats.accepted > 0
+
+
+def test_depth_of_a_request_wins() -> None:
+    model = agreeing_model(FAMILY)
+    engine = make(model, drafter="mtp", depth=2)
+    settings = {"max_tokens": 20, "stops": ()}
+    requests = [request([5, 6, 7], name=str(depth), depth=depth, **settings) for depth in (None, 0, 1, 4)]
+    found = run(engine, requests)
+    assert {name: len(output.stats.drafted_at) for (name, _), output in found.items()} == {
+        "None": 2, "0": 0, "1": 1, "4": 4,
+    }  # fmt: skip
+    assert len({tuple(output.tokens) for output in found.values()}) == 1
+
+
+# Abort, errors.
+
+
+def test_abort_frees_blocks_wherever_the_sequence_is() -> None:
+    engine = make(headed_model(FAMILY), drafter="mtp", depth=3, max_num_seqs=2)
+    for i in range(4):
+        engine.submit(request(prompt_of(20, i), name=f"{i}", n=2 if i == 0 else 1, max_tokens=30, stops=()))
+    for _ in range(3):
+        step(engine)
+    assert {s.request.request_id for s in engine.scheduler.running} == {"0"}
+    engine.abort("0", choice=1)
+    engine.abort("3")  # waiting
+    engine.abort("nobody")
+    engine.abort("0", choice=1)
+    assert [s.choice for s in engine.scheduler.running] == [0]
+    outputs: Outputs = {}
+    for _ in range(3):
+        step(engine, outputs)
+    assert set(outputs) == {("0", 0), ("1", 0)}
+    engine.abort("0")
+    engine.abort("1")
+    engine.abort("2")
+    assert_clean(engine)
+    assert run(engine, [request([5], name="0", max_tokens=2, stops=())])["0", 0].finish_reason == "length"
+
+
+def test_abort_from_inside_deliver() -> None:
+    engine = make(headed_model(FAMILY), drafter="mtp", depth=3)
+    seen: list[str] = []
+
+    def deliver(deltas: list[Delta]) -> None:
+        for delta in deltas:
+            seen.append(delta.request_id)
+            engine.abort(delta.request_id)
+
+    for i in range(3):
+        engine.submit(request(prompt_of(5, i), name=f"{i}", max_tokens=30, stops=()))
+    while engine.has_work:
+        engine.step(deliver)
+    assert sorted(seen) == ["0", "1", "2"]
+    assert_clean(engine)
+
+
+BAD: dict[str, tuple[Request, type[HeadstartError], str]] = {
+    "empty": (request([]), UsageError, "the prompt is empty"),
+    "too long": (request([5] * 128), CapacityError, "128 tokens, but the context holds 128"),
+    "id too large": (request([5, VOCAB]), UsageError, f"outside 0..{VOCAB - 1}"),
+    "id below 0": (request([-1]), UsageError, "outside 0.."),
+    "deep": (request([5], depth=17), UsageError, "depth is 17, but the drafter's limit is 16"),
+    "depth below 0": (request([5], depth=-1), UsageError, "depth is -1, but must be at least 0"),
+    "id taken": (request([5], name="running"), UsageError, "'running' is running"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_refused_request_leaves_nothing_behind(case: str) -> None:
+    bad, error, message = BAD[case]
+    engine = make(headed_model(FAMILY), drafter="mtp", depth=3)
+    engine.submit(good := request([7, 8, 9], name="running", max_tokens=12, stops=()))
+    outputs: Outputs = {}
+    step(engine, outputs)
+    with pytest.raises(error, match=message):
+        engine.submit(bad)
+    assert list(engine._live) == ["running"]
+    assert not engine.scheduler.waiting
+    while engine.has_work:
+        step(engine, outputs)
+    assert_clean(engine)
+    assert_same(outputs, run(make(headed_model(FAMILY), drafter="none"), [good]))
+
+
+def test_an_idle_step_does_nothing() -> None:
+    engine = make(headed_model(FAMILY), drafter="mtp")
+    engine.step(lambda deltas: pytest.fail("delivered"))
+    assert engine.runner.num_passes == 0
+
+
+# Rule `rejection`: the distribution of plain sampling, the same text where nothing is random.
+
+SMALL_VOCAB = 5
+TEMPERATURE, TOP_K = 0.8, 4
+
+
+def processed(logits: np.ndarray) -> np.ndarray:
+    """Probabilities after temperature and top-k, by hand."""
+    scaled = np.exp((logits - logits.max()) / TEMPERATURE)
+    scaled[np.argsort(-logits, kind="stable")[TOP_K:]] = 0
+    return scaled / scaled.sum()
+
+
+def joint_of_three(prompt: list[int]) -> np.ndarray:
+    """P(t1, t2, t3) [V, V, V] from the trunk's own logits."""
+    engine = make(tiny_model(FAMILY, vocab_size=SMALL_VOCAB, num_hidden_layers=2), drafter="none")
+
+    def next_probs(*tokens: int) -> np.ndarray:
+        sequence = Sequence(request(prompt), 0, [*prompt, *tokens], 0)
+        assert engine.memory.reserve(sequence, 40)
+        logits = engine.runner.forward([Span(sequence, 0, len(sequence.tokens), 1)]).logits
+        engine.memory.release(sequence)
+        return processed(logits[0].numpy())
+
+    joint = np.zeros((SMALL_VOCAB,) * 3)
+    for a, b in product(range(SMALL_VOCAB), repeat=2):
+        joint[a, b] = next_probs()[a] * next_probs(a)[b] * next_probs(a, b)
+    return joint
+
+
+class JunkDrafter(OracleDrafter):
+    """One-hot drafts from nowhere."""
+
+    def propose(self, wishes: Seq[tuple[Sequence, int]]) -> None:
+        for sequence, depth in wishes:
+            sequence.draft = Draft(self._rng.integers(0, SMALL_VOCAB, depth).tolist(), method="junk")
+
+
+@pytest.mark.parametrize("rule", ["rejection", "exact"])
+@pytest.mark.parametrize("drafter", ["mtp", "mtp, reduced", "junk"])
+def test_three_tokens_follow_the_distribution_of_plain_sampling(drafter: str, rule: str) -> None:
+    """Chi-square of the joint distribution of the first three tokens, the last two of them drafted."""
+    prompt, runs = [3, 1, 4, 1], 12
+    model = tiny_model(FAMILY, vocab_size=SMALL_VOCAB, num_hidden_layers=2)
+    if drafter == "mtp, reduced":
+        model = replace(model, head=make_head(model, draft_ids=(0, 2, 3)))
+    engine = make(model, drafter="none" if drafter == "junk" else "mtp", depth=2, rule=rule, kv_blocks=400)
+    if drafter == "junk":
+        engine.drafter = JunkDrafter({}, 0, 0)
+    settings = {"n": 128, "temperature": TEMPERATURE, "top_k": TOP_K, "max_tokens": 4, "stops": ()}
+    found = run(engine, [request(prompt, name=f"{i}", seed=7000 + i, **settings) for i in range(runs)])
+    counts = np.zeros((SMALL_VOCAB,) * 3)
+    for output in found.values():
+        counts[tuple(output.tokens[:3])] += 1
+    expected = joint_of_three(prompt) * 128 * runs
+    assert counts.sum() == 128 * runs
+    assert (counts[expected == 0] == 0).all(), "a token that top-k removed"
+    often = expected >= 5
+    cells = [*zip(counts[often], expected[often], strict=True), (counts[~often].sum(), expected[~often].sum())]
+    chi_square = sum((have - want) ** 2 / want for have, want in cells if want > 0)
+    freedom = len(cells) - 1
+    assert freedom > 20
+    assert chi_square < freedom + 4 * (2 * freedom) ** 0.5, (chi_square, freedom)
+    accepted = engine.stats.accepted / engine.stats.drafted
+    assert 0.1 < accepted < 0.95
+
+
+@pytest.mark.parametrize("drafter", ["mtp", "ngram"])
+def test_rejection_is_exact_when_greedy(drafter: str) -> None:
+    requests = varied_requests(0.0)
+    expected = run(make(agreeing_model(FAMILY), drafter="none"), requests)
+    engine = make(agreeing_model(FAMILY), drafter=drafter, rule="rejection", kv_blocks=20, max_num_batched_tokens=33)
+    assert_same(run(engine, requests), expected)
+
+
+def test_rejection_reports_the_logprobs_of_what_it_emits() -> None:
+    engine = make(agreeing_model(FAMILY), drafter="mtp", rule="rejection", depth=3)
+    prompt = prompt_of(9, 2)
+    found = run(engine, [request(prompt, temperature=1.0, logprobs=2, max_tokens=40, stops=(), n=3, seed=5)])
+    plain = make(agreeing_model(FAMILY), drafter="none")
+    for output in found.values():
+        assert [each.token for each in output.logprobs] == output.tokens
+        again = request([*prompt, *output.tokens], prompt_logprobs=2, max_tokens=1, stops=())
+        expected = run(plain, [again])["r", 0].prompt_logprobs[len(prompt) - 1 :]
+        for ours, theirs in zip(output.logprobs, expected, strict=True):
+            assert dict(ours.top) == pytest.approx(dict(theirs.top))
+            assert ours.logprob == pytest.approx(theirs.logprob, rel=1e-6)
+
+
+def test_rejection_does_not_depend_on_the_neighbours() -> None:
+    """Its text may depend on drafts, but these depend on the sequence alone."""
+    requests = varied_requests(0.9)
+    engines = [make(agreeing_model(FAMILY), drafter="mtp", rule="rejection", max_num_seqs=n) for n in (1, 8)]
+    assert_same(*(run(engine, requests) for engine in engines))
+
+
+def test_every_family_is_used() -> None:
+    assert FAMILY in FAMILIES
+    assert EOS == 2
