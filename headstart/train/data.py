@@ -146,7 +146,7 @@ def parse(line: Any, default_kind: str) -> Record:
         if not line["text"].strip():
             raise ValueError("text is empty")
         return Record(kind, text=line["text"])
-    ids = {name: _ids(line[name]) for name in ("prompt_ids", "response_ids") if line.get(name)}
+    ids: dict[str, Any] = {name: _ids(line[name]) for name in ("prompt_ids", "response_ids") if line.get(name)}
     if "messages" in line:
         return Record(kind, messages=_checked(line["messages"]), **ids)
     if isinstance(line.get("prompt"), str) and isinstance(line.get("response"), str):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,12 +113,12 @@ class FeatureCache:
         rows = slice(first, first + count)
         return Features(self._hidden[shard][rows], self._best[shard][rows].long())
 
-    def fill(self, examples: Sequence[Example], trunk: Trunk, done: Callable[[int], None] = lambda _: None) -> None:
-        """Compute what is missing, shard by shard; `done` hears the tokens of each. Safe to interrupt at any point."""
+    def fill(self, examples: Sequence[Example], trunk: Trunk) -> Iterator[int]:
+        """Compute what is missing, shard by shard, giving the tokens of each. Safe to stop at any point."""
         missing = {example.key: example for example in examples if example.key not in self}
         for group in _groups(list(missing.values()), SHARD_TOKENS):
             self._write(group, trunk)
-            done(sum(len(example) for example in group))
+            yield sum(len(example) for example in group)
 
     def _write(self, group: list[Example], trunk: Trunk) -> None:
         group = sorted(group, key=len)

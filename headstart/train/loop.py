@@ -36,7 +36,7 @@ class Recipe:
     floor: float = 0.02  # last learning rate, as a share of the highest
     clip: float = 1.0
     ema: float = 0.995
-    weighting: Weighting = Weighting()
+    weighting: Weighting = field(default_factory=Weighting)
     optimizer: str = "muon"
     seed: int = 0
     dtype: torch.dtype = torch.bfloat16
@@ -177,6 +177,8 @@ def train(
     if progress.data_id != data_id:  # other data than before: the cursor means nothing there
         progress.data_id, progress.batch = data_id, 0
         progress.epoch += progress.step > 0
+    if progress.step == 0:  # what the head knows before it learns
+        hooks.evaluated(trainer, trainer.evaluate(held_out, cache))
     try:
         _steps(trainer, training, held_out, cache, hooks)
     except KeyboardInterrupt:

@@ -36,7 +36,9 @@ class _Distill(torch.autograd.Function):
     """sum over rows of weight * (cross-entropy to probs + top1 * cross-entropy to best); see `distill`."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, lm_head: Tensor, probs: Tensor, best: Tensor, rows: Tensor, weight: Tensor, top1: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, y: Tensor, lm_head: Tensor, probs: Tensor, best: Tensor, rows: Tensor, weight: Tensor, top1: float
+    ) -> tuple[Tensor, Tensor]:
         grad = torch.empty_like(y)
         total = torch.zeros((), dtype=torch.float64, device=y.device)
         hits = torch.zeros(len(y), dtype=torch.bool, device=y.device)
@@ -80,5 +82,7 @@ def distill(
 ) -> tuple[Tensor, Tensor]:
     """Head outputs y [N, W] against `teacher` at `rows` [N] -> (sum of weight * loss, hits [N]). Only what is needed is
     computed: the loss where gradients are recorded, the hits (argmax is the teacher's best) where they are not."""
-    loss, hits = _Distill.apply(y, lm_head, teacher.probs, teacher.best, rows, weight, top1)
+    loss, hits = _Distill.apply(  # type: ignore[no-untyped-call]
+        y, lm_head, teacher.probs, teacher.best, rows, weight, top1
+    )
     return loss, hits

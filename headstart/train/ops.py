@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from headstart.kernels.ops import AttentionSpec, RopeSpec
+from headstart.kernels.ops import AttentionSpec, Pool, RopeSpec
 from headstart.kernels.reference import ReferenceOps
 
 
@@ -35,20 +35,20 @@ class TrainOps(ReferenceOps):
         self._device, self._dtype = device, dtype
         self._rope_tables: dict[tuple[int, RopeSpec], tuple[Tensor, Tensor]] = {}
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, pool: DraftMemory | None, spec: AttentionSpec) -> Tensor:
-        """q [B, T, H * D], k and v [B, T, K * D] -> [B, T, H * D]. Each call on one pool is the next draft step;
-        pool None is a trunk layer, plain causal attention."""
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, pool: Pool, spec: AttentionSpec) -> Tensor:
+        """q [B, T, H * D], k and v [B, T, K * D] -> [B, T, H * D]. Each call on one DraftMemory is the
+        next draft step; pool None is a trunk layer, plain causal attention."""
         heads = q.unflatten(-1, (spec.num_heads, spec.head_dim)).transpose(1, 2)
         keys, values = (x.unflatten(-1, (spec.num_kv_heads, spec.head_dim)).transpose(1, 2) for x in (k, v))
-        pool = pool if pool is not None else DraftMemory()
-        pool.keys.append(keys)
-        pool.values.append(values)
-        if len(pool.keys) == 1:
+        memory: DraftMemory = pool if pool is not None else DraftMemory()
+        memory.keys.append(keys)
+        memory.values.append(values)
+        if len(memory.keys) == 1:
             out = scaled_dot_product_attention(
                 heads, keys, values, is_causal=True, scale=spec.scale, enable_gqa=spec.num_heads != spec.num_kv_heads
             )
         else:
-            out = _drafted_attention(heads, pool, spec)
+            out = _drafted_attention(heads, memory, spec)
         return out.transpose(1, 2).flatten(-2)
 
 

@@ -1,17 +1,48 @@
-"""`headstart train`: options in, a trained head directory and a report out."""
+"""`headstart train`: options in, a trained head directory and a report out.
+
+Beside the head `OUT` stands `OUT.training/`: checkpoint.pt, log.jsonl, answers.jsonl and the cache of hidden states.
+Running the same command again goes on from there; data files are read anew, so new ones are taken up.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import shlex
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from headstart.config import MAX_DEPTH
 from headstart.core import Report
+from headstart.errors import ModelError, UsageError
+from headstart.formats.head import read_head
+from headstart.layers.mtp import HeadSpec
+from headstart.train.data import coverage, draft_vocabulary
+from headstart.train.evaluate import Acceptance
+from headstart.train.export import export_head, trunk_fingerprint
+from headstart.train.head import initial_weights, stream_scale
+from headstart.train.loop import Hooks, Recipe, Trainer, save_checkpoint, train
+from headstart.train.objective import Target, Weighting
+from headstart.train.progress import note, shown
+from headstart.train.setup import Corpus, Subject, load_subject, prepare, write_answers
+
+STEP_WEIGHTS = (1.0, 0.8, 0.6)
+"""Of draft steps 1, 2, 3 in the loss; deeper ones count like the last."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
     """What `headstart train` takes. `data` files hold JSONL records (see train.data); `prompts` files are answered by
-    the model first (see train.generate). Exactly one of `minutes` and `tokens` bounds the run."""
+    the model first (see train.generate). Exactly one of `minutes` (of labelling and training) and `tokens` bounds the
+    run; a later run with a larger bound goes on."""
 
     model: str
     out: Path
@@ -23,10 +54,215 @@ class TrainOptions:
     draft_vocab: int = 8192
     threads: int | None = None
     seed: int = 0
-    resume: bool = True  # go on from a checkpoint in `out`; False starts over
+    resume: bool = True  # go on from a checkpoint beside `out`; False starts over
     device: str = "cpu"
+
+    @property
+    def work(self) -> Path:
+        return self.out.with_name(self.out.name + ".training")
+
+    @property
+    def command(self) -> str:
+        """The command line that says the same, for the record."""
+        words = ["headstart", "train", self.model, "--out", self.out.name]
+        for flag, paths in (("--data", self.data), ("--prompts", self.prompts)):
+            words += [word for path in paths for word in (flag, path.name)]
+        for name in ("minutes", "tokens", "depth", "draft_vocab", "seed"):
+            if (value := getattr(self, name)) is not None:
+                words += [f"--{name.replace('_', '-')}", f"{value:g}" if isinstance(value, float) else str(value)]
+        return shlex.join(words)
+
+
+def check(options: TrainOptions) -> None:
+    """Raises UsageError for options that cannot work."""
+    if (options.minutes is None) == (options.tokens is None):
+        raise UsageError("train needs a bound: exactly one of --minutes and --tokens", "for example --minutes 60")
+    bound = options.minutes if options.minutes is not None else options.tokens
+    if bound is None or not (math.isfinite(bound) and bound > 0):
+        raise UsageError(f"the bound of the training is {bound}, but must be above 0")
+    if not options.data and not options.prompts:
+        raise UsageError("train needs text to learn from", "give --data or --prompts")
+    if not 1 <= options.depth <= MAX_DEPTH:
+        raise UsageError(f"--depth is {options.depth}, but must be between 1 and {MAX_DEPTH}")
+    if options.draft_vocab < 2:
+        raise UsageError(f"--draft-vocab is {options.draft_vocab}, but must be at least 2")
+    if options.out.exists() and not _is_head(options.out):
+        # exporting replaces the directory: never one that holds something else
+        raise UsageError(f"{options.out} exists and is not a head", "give --out a new name")
+
+
+def _is_head(path: Path) -> bool:
+    try:
+        read_head(path)
+    except ModelError:
+        return path.is_dir() and not any(path.iterdir())
+    return True
 
 
 def run(options: TrainOptions) -> Report:
     """Train, export to `options.out`; the report's data holds tokens seen, minutes and held-out acceptance."""
-    raise NotImplementedError
+    check(options)
+    with _terminate_as_interrupt():
+        started = time.monotonic()
+        options.work.mkdir(parents=True, exist_ok=True)
+        subject = load_subject(options.model, options.threads, options.device)
+        answers = options.work / "answers.jsonl"
+        if options.prompts:
+            write_answers(subject, options.prompts, answers, options.seed)
+            started = time.monotonic()
+        files = (*options.data, *([answers] if answers.exists() else []))
+        label_seconds = options.minutes * 60 * LABEL_SHARE if options.minutes else None
+        corpus = prepare(subject, files, options.work, options.seed, label_seconds, options.tokens)
+        return _Run(options, subject, corpus).train((time.monotonic() - started) / 60)
+
+
+LABEL_SHARE = 0.45
+"""Of a run bounded by minutes, the part that computing hidden states may take."""
+
+
+class _Run:
+    """One training run with everything it writes."""
+
+    def __init__(self, options: TrainOptions, subject: Subject, corpus: Corpus) -> None:
+        self.options, self.subject, self.corpus = options, subject, corpus
+        self.spec = HeadSpec()
+        self.vocabulary = draft_vocabulary(
+            corpus.training, min(options.draft_vocab, subject.config.vocab_size), subject.text.end_ids
+        )
+        self.coverage = coverage(corpus.training, self.vocabulary)
+        for kind, share in self.coverage.items():
+            note(f"draft vocabulary of {len(self.vocabulary)} covers {share:.1%} of {kind}")
+        self.checkpoint = options.work / "checkpoint.pt"
+        self.log = options.work / "log.jsonl"
+        self.results: dict[str, Acceptance] = {}
+        if not options.resume:
+            self.checkpoint.unlink(missing_ok=True)
+            self.log.unlink(missing_ok=True)
+
+    def train(self, minutes_gone: float) -> Report:
+        options = self.options
+        weights = STEP_WEIGHTS + STEP_WEIGHTS[-1:] * options.depth
+        minutes = max(options.minutes - minutes_gone, 0.1) if options.minutes else None
+        recipe = Recipe(
+            tokens=options.tokens,
+            minutes=minutes,
+            weighting=Weighting(steps=weights[: options.depth]),
+            seed=options.seed,
+            dtype=self.subject.trunk.dtype,
+        )
+        trainer = self._trainer(recipe)
+        with shown("training") as show:
+
+            def update(each: Trainer) -> None:
+                p = each.progress
+                hits = " ".join(f"{x:.2f}" for x in p.accepted) or "not yet"
+                show(each.share_done, f"loss {p.loss:.3f}  {p.rate:.0f} tok/s  held-out acceptance {hits}")
+
+            hooks = Hooks(checkpoint=self._save, evaluated=self._evaluated, shown=update)
+            train(trainer, self.corpus.training, self.corpus.held_out, self.corpus.cache, self.corpus.identity, hooks)
+        return self._report(trainer)
+
+    def _trainer(self, recipe: Recipe) -> Trainer:
+        trunk, device = self.subject.trunk, self.subject.trunk.lm_head.device
+        longest = max(self.corpus.training, key=len)
+        scale = stream_scale(trunk.model, torch.from_numpy(longest.tokens).long().to(device))
+        ids = torch.from_numpy(self.vocabulary).to(device)
+        trainer = Trainer(
+            initial_weights(trunk.model, self.spec, scale),
+            self.subject.config,
+            self.spec,
+            Target.of(trunk.model.embedding, trunk.lm_head, ids),
+            recipe,
+        )
+        if self.checkpoint.exists():
+            try:
+                trainer.load_state(torch.load(self.checkpoint, map_location=device))
+            except (KeyError, RuntimeError, TypeError, ValueError) as error:
+                raise ModelError(
+                    f"{self.checkpoint} does not fit this model: {error}", "train with --restart, or another --out"
+                ) from error
+            note(f"going on from step {trainer.progress.step}, {trainer.progress.tokens:,} tokens seen")
+        return trainer
+
+    def _save(self, trainer: Trainer) -> None:
+        save_checkpoint(trainer, self.checkpoint)
+
+    def _evaluated(self, trainer: Trainer, results: dict[str, Acceptance]) -> None:
+        """Log, tell, and export: the newest head can be tried while training goes on."""
+        self.results, p = results, trainer.progress
+        p.accepted = results["all"].cumulative
+        row = {
+            "step": p.step,
+            "epoch": p.epoch,
+            "tokens": p.tokens,
+            "minutes": round(p.seconds / 60, 2),
+            "loss": p.loss,
+            "tokens_per_second": round(p.rate),
+            "rate_factor": trainer.rate_factor(),
+            "held_out": _plain(results),
+        }
+        with self.log.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        hits = " ".join(f"{x:.3f}" for x in p.accepted)
+        note(f"step {p.step}, {p.tokens:,} tokens: held-out acceptance {hits}, length {results['all'].length:.3f}")
+        export_head(
+            self.options.out,
+            trainer.average,
+            self.vocabulary,
+            self.spec,
+            self.subject.config,
+            {
+                "trunk": self.options.model,
+                "trunk_fingerprint": trunk_fingerprint(self.subject.tensors),
+                "training": self._facts(trainer),
+            },
+        )
+
+    def _facts(self, trainer: Trainer) -> dict[str, Any]:
+        p = trainer.progress
+        return {
+            "command": self.options.command,
+            "tokens": p.tokens,
+            "steps": p.step,
+            "minutes": round(p.seconds / 60, 1),
+            "data": self.corpus.counts,
+            "draft_coverage": {kind: round(share, 4) for kind, share in self.coverage.items()},
+            "held_out": _plain(self.results),
+        }
+
+    def _report(self, trainer: Trainer) -> Report:
+        facts = self._facts(trainer)
+        p = trainer.progress
+        lines = [
+            f"{self.options.out}: {p.tokens:,} tokens in {p.seconds / 60:.1f} minutes, {p.step} steps",
+            "held-out acceptance, all of the first 1, 2, ... drafts right (acceptance length):",
+        ]
+        for kind, result in self.results.items():
+            hits = "  ".join(f"{x:.3f}" for x in result.cumulative)
+            lines.append(f"  {kind:<20} {hits}  ({result.length:.2f})")
+        lines += self.corpus.problems
+        return Report(True, {"out": str(self.options.out), "log": str(self.log), **facts}, lines)
+
+
+def _plain(results: dict[str, Acceptance]) -> dict[str, Any]:
+    return {
+        kind: {"cumulative": [round(x, 4) for x in each.cumulative], "length": round(each.length, 4)}
+        for kind, each in results.items()
+    }
+
+
+@contextmanager
+def _terminate_as_interrupt() -> Iterator[None]:
+    """SIGTERM saves a checkpoint like Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

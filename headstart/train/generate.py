@@ -1,0 +1,133 @@
+"""Prompts to answers by our own engine: text that the model itself writes, which is what a head must learn to draft.
+
+Answers are appended to one shard file as they end; a second run answers what is not in it yet.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headstart.api import LLM, Completion
+from headstart.core import SamplingParams
+from headstart.errors import UsageError
+from headstart.train.data import find_files
+
+Message = Mapping[str, Any]
+GREEDY_SHARE = 0.5
+WARM = (0.7, 1.0)
+"""The other half of the answers is drawn at temperatures in this range."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One question with what came before it."""
+
+    messages: tuple[Message, ...]
+    kind: str
+    licence: str
+
+    @property
+    def key(self) -> str:
+        """Identity, for resuming."""
+        return hashlib.sha256(json.dumps([dict(m) for m in self.messages], sort_keys=True).encode()).hexdigest()[:32]
+
+
+def read_prompts(paths: Sequence[Path]) -> list[Prompt]:
+    """Lines {"prompt", "kind"?, "history"?, "licence"?} of the files. Raises UsageError for a file without any."""
+    prompts: list[Prompt] = []
+    for path in find_files(paths):
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            found = [prompt for line in lines if (prompt := _parse(line, path.stem))]
+        if not found:
+            raise UsageError(f"{path} holds no prompts", 'each line is {"prompt": "..."}')
+        prompts += found
+    return prompts
+
+
+def _parse(line: str, default_kind: str) -> Prompt | None:
+    try:
+        data = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    if not isinstance(data, dict) or not isinstance(data.get("prompt"), str) or not data["prompt"].strip():
+        return None
+    history = data.get("history")
+    before = [m for m in history if isinstance(m, dict)] if isinstance(history, list) else []
+    kind = str(data.get("kind") or data.get("category") or default_kind)
+    return Prompt((*before, {"role": "user", "content": data["prompt"]}), kind, str(data.get("licence", "")))
+
+
+def answer(
+    llm: LLM,
+    prompts: Sequence[Prompt],
+    shard: Path,
+    *,
+    seed: int = 0,
+    max_tokens: int = 256,
+    wave: int = 256,
+    done: Callable[[int, int], None] = lambda prompts, tokens: None,
+) -> int:
+    """Answer what `shard` does not hold yet, `wave` prompts to the engine at a time; `done` hears the number of prompts
+    and tokens of each answer. Returns the number of new tokens. Prompts longer than the context are left out."""
+    known = set(_keys(shard))
+    missing = [prompt for prompt in {p.key: p for p in prompts}.values() if prompt.key not in known]
+    # neighbours of similar length finish prefill together; the order is the same in every run
+    missing.sort(key=lambda prompt: (len(str(prompt.messages[-1]["content"])) // 256, prompt.key))
+    shard.parent.mkdir(parents=True, exist_ok=True)
+    total = 0
+    with shard.open("a", encoding="utf-8") as file:
+        for start in range(0, len(missing), wave):
+            part = [p for p in missing[start : start + wave] if _fits(llm, p, max_tokens)]
+            params = [sampling(prompt, seed, max_tokens) for prompt in part]
+
+            def write(index: int, each: Completion, part: list[Prompt] = part, chosen: Any = params) -> None:
+                nonlocal total
+                file.write(json.dumps(_record(part[index], each, chosen[index])) + "\n")
+                file.flush()
+                total += len(each.token_ids)
+                done(1, len(each.token_ids))
+
+            llm.generate([list(prompt.messages) for prompt in part], params, depth=0, on_finish=write)
+    return total
+
+
+def _fits(llm: LLM, prompt: Prompt, max_tokens: int) -> bool:
+    return len(llm.encode(list(prompt.messages))) + max_tokens <= int(llm.info["context"])
+
+
+def sampling(prompt: Prompt, seed: int, max_tokens: int) -> SamplingParams:
+    """Temperature and seed follow from the prompt, so a resumed run draws what it would have drawn."""
+    rng = random.Random(f"{seed} {prompt.key}")
+    temperature = 0.0 if rng.random() < GREEDY_SHARE else round(rng.uniform(*WARM), 2)
+    return SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=rng.getrandbits(32))
+
+
+def _record(prompt: Prompt, each: Completion, params: SamplingParams) -> dict[str, Any]:
+    return {
+        "key": prompt.key,
+        "kind": prompt.kind,
+        "source": "self-generated",
+        "licence": prompt.licence,
+        "temperature": params.temperature,
+        "messages": [*prompt.messages, {"role": "assistant", "content": each.text}],
+        "prompt_ids": each.prompt_token_ids,
+        "response_ids": each.token_ids,
+    }
+
+
+def _keys(shard: Path) -> Iterator[str]:
+    """Keys of the answers in the shard; a last line cut off by a crash is taken out."""
+    if not shard.exists():
+        return
+    lines = shard.read_bytes().splitlines(keepends=True)
+    if lines and not lines[-1].endswith(b"\n"):
+        lines.pop()
+        shard.write_bytes(b"".join(lines))
+    for line in lines:
+        yield json.loads(line)["key"]

@@ -1,0 +1,199 @@
+"""What a training run needs before its first step: the trunk, the text, hidden states on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headstart.api import LLM
+from headstart.config import EngineConfig
+from headstart.engine.load import Model, load_model
+from headstart.errors import UsageError
+from headstart.kernels.ops import RawTensor
+from headstart.kernels.reference import ReferenceBackend
+from headstart.layers.build import DecoderConfig, lm_head_name
+from headstart.text.chat import ChatTemplate
+from headstart.text.tokenizer import Tokenizer
+from headstart.train.data import ChatText, Example, Problems, count_tokens, encode_records, read_records
+from headstart.train.export import weights_fingerprint
+from headstart.train.features import FeatureCache, Trunk
+from headstart.train.generate import answer, read_prompts
+from headstart.train.progress import note, shown
+
+HELD_OUT_TOKENS = 40_000
+"""What one evaluation reads at most, all kinds together."""
+
+
+@dataclass(frozen=True)
+class ModelText:
+    """A tokenizer and its chat template, as train.data wants them."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        return self.tokenizer.eos_ids
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special=False)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+        if self.template is None:
+            raise ValueError("the model has no chat template; only records with text can be used")
+        return self.template.render(messages, add_generation_prompt)
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """The model that gets a head."""
+
+    model: Model
+    trunk: Trunk
+    text: ChatText
+    engine_config: EngineConfig
+
+    @property
+    def config(self) -> DecoderConfig:
+        return self.model.config
+
+    @property
+    def tensors(self) -> Mapping[str, RawTensor]:
+        return self.model.weights.tensors
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """Examples whose hidden states are in `cache`. `identity` names the set and order of the training examples."""
+
+    training: list[Example]
+    held_out: list[Example]
+    cache: FeatureCache
+    counts: dict[str, dict[str, int]]
+    problems: list[str]
+
+    @property
+    def identity(self) -> str:
+        return hashlib.sha256("".join(example.key for example in self.training).encode()).hexdigest()[:16]
+
+
+def load_subject(name: str, threads: int | None, device: str) -> Subject:
+    """Read the model in the arithmetic that is fastest here. Raises ModelError or UsageError."""
+    if device not in ("cpu", "cuda"):
+        raise UsageError(f"--device is {device!r}, which is unknown", "choose cpu or cuda")
+    engine_config = EngineConfig(
+        threads=threads, device=cast(Literal["cpu", "cuda"], device), dtype=_fastest(device), drafter="none", seed=0
+    )
+    model = load_model(name, engine_config)
+    return subject_of(model, engine_config)
+
+
+def subject_of(model: Model, engine_config: EngineConfig) -> Subject:
+    """From a model already loaded."""
+    exact = "float64" if engine_config.dtype == "float64" else "float32"
+    head_name = lm_head_name(model.weights, model.config)
+    raw = model.weights.raw(head_name, (model.config.vocab_size, model.config.hidden_size))
+    lm_head: Tensor = ReferenceBackend(device=engine_config.device, dtype=exact).weight(raw)
+    text = ModelText(model.tokenizer, model.checkpoint.chat_template())
+    return Subject(model, Trunk(model.decoder, lm_head), text, engine_config)
+
+
+def _fastest(device: str) -> Literal["float32", "bfloat16"]:
+    """bfloat16 where the processor has instructions for it: a matrix product tells."""
+    if device == "cuda":
+        return "bfloat16"
+    seconds: dict[torch.dtype, float] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.ones(256, 1024, dtype=dtype)
+        w = torch.ones(1024, 1024, dtype=dtype)
+        x @ w.T
+        started = time.perf_counter()
+        for _ in range(3):
+            x @ w.T
+        seconds[dtype] = time.perf_counter() - started
+    return "bfloat16" if seconds[torch.bfloat16] < seconds[torch.float32] else "float32"
+
+
+def write_answers(subject: Subject, prompts: Sequence[Path], shard: Path, seed: int) -> None:
+    """Have the model answer the prompts that `shard` does not hold yet."""
+    found = read_prompts(prompts)
+    finished = tokens = 0
+    started = time.monotonic()
+    with shown("answering prompts") as show:
+
+        def done(count: int, new_tokens: int) -> None:
+            nonlocal finished, tokens
+            finished, tokens = finished + count, tokens + new_tokens
+            rate = tokens / (time.monotonic() - started)
+            show(finished / len(found), f"{tokens:,} tokens, {rate:.0f} tok/s")
+
+        answer(LLM(subject.model, subject.engine_config), found, shard, seed=seed, done=done)
+
+
+def prepare(
+    subject: Subject,
+    files: Sequence[Path],
+    work: Path,
+    seed: int,
+    label_seconds: float | None,
+    max_tokens: int | None,
+) -> Corpus:
+    """Read, encode, split, and compute hidden states: of all data, or of as much of a random mix as `label_seconds`
+    or `max_tokens` allow. What an earlier run has computed is always used."""
+    problems = Problems()
+    examples = encode_records(read_records(files, problems), subject.text, problems)
+    for line in problems.lines():
+        note(line)
+    order = np.random.default_rng(seed).permutation(len(examples))
+    examples = [examples[i] for i in order]
+    held_out, training = _split(examples)
+    name = f"cache-{weights_fingerprint(subject.tensors)}-{str(subject.trunk.dtype).removeprefix('torch.')}"
+    cache = FeatureCache(work / name, subject.config.hidden_size)
+    if max_tokens is not None:
+        training = _up_to(training, max_tokens)
+    _label(cache, subject.trunk, held_out, None)
+    _label(cache, subject.trunk, training, label_seconds)
+    training = [example for example in training if example.key in cache]
+    counts = count_tokens(training)
+    for kind, row in counts.items():
+        note(f"{kind}: {row['sequences']} sequences, {row['tokens']:,} tokens, loss on {row['loss']:,}")
+    return Corpus(training, held_out, cache, counts, problems.lines())
+
+
+def _split(examples: list[Example]) -> tuple[list[Example], list[Example]]:
+    """Held out, training. Few records may have none held out by hash: then one in ten is."""
+    held_out = [example for example in examples if example.held_out]
+    training = [example for example in examples if not example.held_out]
+    if not held_out:
+        held_out, training = training[: -(-len(training) // 10)], training[-(-len(training) // 10) :]
+    if not training:
+        raise UsageError("one record is not enough to train and to evaluate", "add data")
+    return _up_to(held_out, HELD_OUT_TOKENS), training
+
+
+def _up_to(examples: list[Example], max_tokens: int) -> list[Example]:
+    ends = np.cumsum([len(example) for example in examples])
+    return examples[: max(1, int(np.searchsorted(ends, max_tokens, side="right")))]
+
+
+def _label(cache: FeatureCache, trunk: Trunk, examples: list[Example], seconds: float | None) -> None:
+    missing = [example for example in examples if example.key not in cache]
+    if not missing:
+        return
+    total, finished, started = sum(map(len, missing)), 0, time.monotonic()
+    with shown("hidden states") as show:
+        for tokens in cache.fill(missing, trunk):
+            finished += tokens
+            spent = time.monotonic() - started
+            share = finished / total if seconds is None else max(finished / total, spent / seconds)
+            show(min(share, 1.0), f"{finished:,} tokens, {finished / spent:.0f} tok/s")
+            if seconds is not None and spent > seconds:
+                break

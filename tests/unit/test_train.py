@@ -1,0 +1,348 @@
+"""Training of heads: what is trained is what runs, it learns, it resumes, and bad data is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import support
+
+torch = pytest.importorskip("torch")
+
+from headstart.api import LLM  # noqa: E402
+from headstart.config import EngineConfig  # noqa: E402
+from headstart.core import SamplingParams, StepPlan  # noqa: E402
+from headstart.errors import UsageError  # noqa: E402
+from headstart.formats.head import read_head  # noqa: E402
+from headstart.layers.linear import Linear  # noqa: E402
+from headstart.layers.mtp import HeadSpec, MTPProgram  # noqa: E402
+from headstart.tools.tiny import write_model  # noqa: E402
+from headstart.train import data, generate  # noqa: E402
+from headstart.train.batches import plan_epoch  # noqa: E402
+from headstart.train.features import FeatureCache, trunk_argmax, trunk_hidden  # noqa: E402
+from headstart.train.head import initial_weights, stream_scale  # noqa: E402
+from headstart.train.loop import Hooks, Recipe, Trainer, save_checkpoint, train  # noqa: E402
+from headstart.train.losses import distill, teach  # noqa: E402
+from headstart.train.objective import Target, Weighting  # noqa: E402
+from headstart.train.run import TrainOptions, run  # noqa: E402
+from headstart.train.setup import Corpus, Subject, prepare, subject_of  # noqa: E402
+from headstart.train.unroll import unroll  # noqa: E402
+
+SPECS = [
+    HeadSpec(),
+    HeadSpec(recycle="pre_norm"),
+    HeadSpec(hidden_first=True, mask_first=True),
+]
+WORDS = ["the", "other", "thin", "thing", "in", "tower", "then", "hears", "an", "aunt", "or", "ant", "out", "there"]
+
+
+# The unrolled forward is the run-time forward.
+
+
+def head_plan(tokens: list[int], start: int) -> StepPlan:
+    """Rows of one sequence at positions start.. of a head's KV; slot = position."""
+    ints = lambda values: np.asarray(values, np.int32)  # noqa: E731
+    count = len(tokens)
+    positions = ints(range(start, start + count))
+    return StepPlan(
+        token_ids=ints(tokens),
+        positions=positions,
+        slots=positions,
+        row_starts=ints([0, count]),
+        context_lens=ints([start + count]),
+        block_tables=ints([[0, 1, 2, 3]]),
+        logit_rows=ints(range(count)),
+        first_position=1,
+        block_size=8,
+    )
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_unrolled_forward_is_the_run_time_forward(spec: HeadSpec, family: str) -> None:
+    model = support.tiny_model(family)
+    head = support.make_head(model, spec)
+    length, depth, width = 9, 4, model.config.hidden_size
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, support.VOCAB, (2, length))
+    hidden = torch.from_numpy(rng.standard_normal((2, length, width)))
+    embedding = model.decoder.embedding
+    ours = unroll(head.head.modules[0], spec, embedding, hidden, torch.from_numpy(tokens), depth)
+
+    identity = Linear(torch.eye(width, dtype=torch.float64))  # so that `logits` is y itself
+    for b in range(2):
+        for origin in range(length - depth):
+            pool = model.backend.kv_pool(32, head.head.modules[0].kv_spec)
+            program = MTPProgram(spec, head.head.modules[0], pool, embedding, identity)
+            row = tokens[b].tolist()
+            out = model.backend.run(program, head_plan(row[1 : origin + 2], 1), hidden=hidden[b, : origin + 1])
+            for step in range(1, depth + 1):
+                if step > 1:
+                    plan = head_plan([row[origin + step]], origin + step)
+                    out = model.backend.run(program, plan, hidden=out["hidden"][-1:])
+                torch.testing.assert_close(ours[step - 1][b, origin], out["logits"][-1], rtol=0, atol=1e-9)
+
+
+def test_trunk_over_whole_sequences_is_the_engine() -> None:
+    """The hidden states that are cached are those the engine computes, and so is their argmax."""
+    model = support.tiny_model("llama")
+    subject = subject_of(model, EngineConfig(dtype="float64", threads=1))
+    prompt = support.prompt_of(20, 3)
+    hidden = trunk_hidden(subject.trunk, torch.tensor([prompt, prompt[:5] + [0] * 15]))
+    llm = LLM(model, EngineConfig(dtype="float64", threads=1, drafter="none", max_model_len=64))
+    answers = llm.generate([prompt, prompt[:5]], SamplingParams(max_tokens=1, ignore_eos=True))
+    rows = torch.stack((hidden[0, 19], hidden[1, 4]))
+    assert trunk_argmax(subject.trunk, rows).tolist() == [each.token_ids[0] for each in answers]
+
+
+def test_loss_and_its_gradient() -> None:
+    torch.manual_seed(0)
+    num, width, vocab, top1 = 7, 5, 11, 0.4
+    lm_head = torch.randn(vocab, width, dtype=torch.float64)
+    teacher = teach(torch.randn(9, width, dtype=torch.float64), lm_head, torch.tensor([3, -1, 0, 10, 2, 5, -1, 7, 1]))
+    rows, weight = torch.randint(0, 9, (num,)), torch.rand(num, dtype=torch.float64)
+    y = torch.randn(num, width, dtype=torch.float64, requires_grad=True)
+    loss, _ = distill(y, lm_head, teacher, rows, weight, top1)
+    loss.backward()
+    found, y.grad = y.grad, None
+    log_probs = (y @ lm_head.T).log_softmax(-1)
+    best = teacher.best[rows]
+    hard = torch.where(best >= 0, log_probs.gather(1, best.clamp(min=0)[:, None])[:, 0], 0.0)
+    plain = (-(teacher.probs[rows] * log_probs).sum(-1) - top1 * hard) @ weight
+    plain.backward()
+    torch.testing.assert_close(loss, plain)
+    torch.testing.assert_close(found, y.grad)
+
+
+# It learns, and the engine can use it.
+
+
+def write_texts(path: Path, count: int = 60) -> Path:
+    rng = np.random.default_rng(1)
+    with path.open("w") as file:
+        for i in range(count):
+            words = " ".join(rng.choice(WORDS, 40))
+            if i % 2:
+                record: dict[str, Any] = {"kind": "plain", "text": words}
+            else:
+                record = {"kind": "chat", "prompt": words[:30], "response": words[30:]}
+            file.write(json.dumps(record) + "\n")
+    return path
+
+
+def tiny_folder(tmp_path: Path, softness: float = 0.3) -> Path:
+    config, arrays = support.family_of("llama").tiny(num_hidden_layers=2)
+    return write_model(tmp_path / "model", config, support.soften(arrays, softness))
+
+
+def test_training_raises_held_out_acceptance(tmp_path: Path) -> None:
+    subject, corpus = objects(tmp_path, softness=0.1)
+    trainer = new_trainer(subject, corpus, vocab=support.VOCAB, tokens=30_000)
+    before = trainer.evaluate(corpus.held_out, corpus.cache)["all"]
+    hooks = Hooks(checkpoint=lambda _: None, evaluated=lambda *_: None, shown=lambda _: None)
+    train(trainer, corpus.training, corpus.held_out, corpus.cache, corpus.identity, hooks)
+    after = trainer.evaluate(corpus.held_out, corpus.cache)["all"]
+    assert after.cumulative[0] > before.cumulative[0] + 0.3
+    assert after.cumulative[1] > before.cumulative[1] + 0.3
+
+
+def test_from_prompts_to_a_head_that_the_engine_runs(tmp_path: Path) -> None:
+    folder, prompts = tiny_folder(tmp_path, 0.1), tmp_path / "prompts.jsonl"
+    asked = np.random.default_rng(2).choice(WORDS, (40, 3))
+    prompts.write_text("".join(json.dumps({"prompt": " ".join(words)}) + "\n" for words in asked))
+    options = TrainOptions(
+        model=str(folder), out=tmp_path / "head", prompts=(prompts,), tokens=40_000, depth=2, draft_vocab=100, threads=1
+    )
+    report = run(options)
+    rows = [json.loads(line) for line in (options.work / "log.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, report.data["steps"]]
+    assert report.data["held_out"]["all"]["length"] > 1.5
+    config, tensors, ids = read_head(options.out)
+    assert ids is not None and len(ids) == 100 and support.EOS in ids
+    assert config.training["tokens"] == report.data["tokens"] >= 40_000
+    assert {tensor.dtype for tensor in tensors.values()} == {"BF16"}
+
+    llm = LLM(str(folder), EngineConfig(head=str(options.out), threads=1, max_model_len=256, depth=2))
+    questions = ["the other thing", "an ant out there", "then hears in the tower"]
+    answers = llm.generate(questions, SamplingParams(max_tokens=60, ignore_eos=True))
+    plain = llm.generate(questions, SamplingParams(max_tokens=60, ignore_eos=True), depth=0)
+    assert [each.token_ids for each in answers] == [each.token_ids for each in plain]
+    assert np.mean([each.speculation.acceptance_length for each in answers]) > 1.5
+
+
+def objects(tmp_path: Path, softness: float = 0.3) -> tuple[Subject, Corpus]:
+    model = support.tiny_model("llama", "float32", softness, num_hidden_layers=2)
+    subject = subject_of(model, EngineConfig(dtype="float32", threads=1))
+    corpus = prepare(subject, [write_texts(tmp_path / "t.jsonl")], tmp_path, 0, None, None)
+    return subject, corpus
+
+
+def new_trainer(subject: Subject, corpus: Corpus, vocab: int = 64, **recipe: Any) -> Trainer:
+    found = data.draft_vocabulary(corpus.training, vocab, subject.text.end_ids)
+    ids = torch.arange(vocab) if vocab == support.VOCAB else torch.from_numpy(found)
+    trunk = subject.trunk
+    scale = stream_scale(trunk.model, torch.from_numpy(corpus.training[0].tokens).long())
+    return Trainer(
+        initial_weights(trunk.model, HeadSpec(), scale),
+        subject.config,
+        HeadSpec(),
+        Target.of(trunk.model.embedding, trunk.lm_head, ids),
+        Recipe(batch_tokens=256, dtype=torch.float32, weighting=Weighting(steps=(1.0, 0.5)), **recipe),
+    )
+
+
+def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
+    subject, corpus = objects(tmp_path)
+    checkpoint = tmp_path / "checkpoint.pt"
+
+    def go_on(trainer: Trainer, stop_at: int | None) -> None:
+        def shown(each: Trainer) -> None:
+            if each.progress.step == stop_at:
+                raise KeyboardInterrupt
+
+        hooks = Hooks(checkpoint=lambda t: save_checkpoint(t, checkpoint), evaluated=lambda *_: None, shown=shown)
+        train(trainer, corpus.training, corpus.held_out, corpus.cache, corpus.identity, hooks)
+
+    whole = new_trainer(subject, corpus, tokens=12_000)
+    go_on(whole, None)
+    for stop_at in (5, 20):
+        broken = new_trainer(subject, corpus, tokens=12_000)
+        if stop_at > 5:
+            broken.load_state(torch.load(checkpoint))
+        with pytest.raises(KeyboardInterrupt):
+            go_on(broken, stop_at)
+    last = new_trainer(subject, corpus, tokens=12_000)
+    last.load_state(torch.load(checkpoint))
+    assert last.progress.step == 20
+    go_on(last, None)
+    assert last.progress.step == whole.progress.step
+    for name, weight in whole.masters.items():
+        assert torch.equal(weight, last.masters[name]), name
+        assert torch.equal(whole.average[name], last.average[name]), name
+
+
+def test_a_run_of_the_command_goes_on_and_takes_up_new_data(tmp_path: Path) -> None:
+    texts, folder = write_texts(tmp_path / "texts.jsonl", 30), tiny_folder(tmp_path)
+    common: dict[str, Any] = {"model": str(folder), "out": tmp_path / "head", "depth": 1, "threads": 1}
+    first = run(TrainOptions(data=(texts,), tokens=4_000, **common))
+    more = write_texts(tmp_path / "more.jsonl", 50)
+    second = run(TrainOptions(data=(texts, more), tokens=9_000, **common))
+    assert first.data["tokens"] < second.data["tokens"]
+    assert second.data["steps"] > first.data["steps"]
+    count = {name: row["sequences"] for name, row in second.data["data"].items()}
+    assert sum(count.values()) > sum(row["sequences"] for row in first.data["data"].values())
+    with pytest.raises(UsageError, match="not a head"):
+        run(TrainOptions(data=(texts,), tokens=10, **{**common, "out": tmp_path}))
+
+
+def test_interrupted_feature_shards_leave_nothing(tmp_path: Path) -> None:
+    subject, corpus = objects(tmp_path)
+    cache = FeatureCache(tmp_path / "other", subject.config.hidden_size)
+    assert sum(cache.fill(corpus.training, subject.trunk)) == sum(map(len, corpus.training))
+    assert list(cache.fill(corpus.training, subject.trunk)) == []
+    again = FeatureCache(tmp_path / "other", subject.config.hidden_size)
+    example = corpus.training[0]
+    assert torch.equal(again[example.key].hidden, cache[example.key].hidden)
+    assert not list((tmp_path / "other").glob("writing-*"))
+
+
+# Data.
+
+
+def test_bad_lines_are_named_and_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "mixed.jsonl"
+    lines = ['{"text": "a good line"}', "{broken", '{"prompt": "no answer"}', "[1]", '{"messages": [{"role": "user"}]}']
+    path.write_text("\n".join(lines) + "\n")
+    problems = data.Problems()
+    assert [record.text for record in data.read_records([path], problems)] == ["a good line"]
+    assert problems.count == 4
+    shown = "\n".join(problems.lines())
+    assert f"{path}:2: not JSON" in shown
+    assert f"{path}:3: has neither text, messages nor prompt and response" in shown
+    assert f"{path}:5: a message lacks role or content" in shown
+
+
+def test_files_without_records_are_refused(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n")
+    with pytest.raises(UsageError, match=r"empty\.jsonl holds no training records"):
+        data.read_records([empty], data.Problems())
+    with pytest.raises(UsageError, match="does not exist"):
+        data.read_records([tmp_path / "nowhere"], data.Problems())
+    with pytest.raises(UsageError, match="holds no prompts"):
+        generate.read_prompts([empty])
+
+
+def test_only_answers_carry_loss(tmp_path: Path) -> None:
+    subject, _ = objects(tmp_path)
+    messages = [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "the thing"},
+        {"role": "user", "content": "two"},
+        {"role": "assistant", "content": "an ant"},
+    ]
+    record = data.parse({"messages": messages}, "x")
+    (example,) = data.encode_records([record], subject.text, data.Problems()) if not record.held_out else (None,)
+    assert example is not None
+    predicted = example.tokens[1:][example.loss[:-1]]
+    assert (
+        subject.model.tokenizer.decode(predicted.tolist(), skip_special=False) == "the thing<|im_end|>an ant<|im_end|>"
+    )
+
+
+def test_exact_tokens_are_taken_as_they_are() -> None:
+    line = {"prompt": "a", "response": "b", "prompt_ids": [5, 6], "response_ids": [7, 8, 2]}
+    record = data.parse(line, "x")
+    (example,) = [data._exact(record)]
+    assert example.tokens.tolist() == [5, 6, 7, 8, 2]
+    assert example.loss.tolist() == [False, True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens": None}, "exactly one of"),
+        ({"minutes": 5.0}, "exactly one of"),
+        ({"tokens": 0}, "must be above 0"),
+        ({"data": ()}, "text to learn from"),
+        ({"depth": 17}, "--depth is 17"),
+    ],
+)
+def test_options_that_cannot_work(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    options: dict[str, Any] = {"model": "x", "out": tmp_path / "h", "data": (tmp_path,), "tokens": 5, **change}
+    with pytest.raises(UsageError, match=message):
+        run(TrainOptions(**options))
+
+
+def test_every_example_is_in_an_epoch_once() -> None:
+    lengths = np.random.default_rng(0).integers(5, 300, 700).tolist()
+    plan = plan_epoch(lengths, 1024, seed=3, epoch=1)
+    assert sorted(i for batch in plan for i in batch) == list(range(700))
+    assert plan == plan_epoch(lengths, 1024, seed=3, epoch=1) != plan_epoch(lengths, 1024, seed=3, epoch=2)
+    assert all(len(batch) * max(lengths[i] for i in batch) <= 1024 for batch in plan)
+
+
+# Answers by the model itself.
+
+
+def test_answers_resume_and_can_be_trained_on(tmp_path: Path) -> None:
+    folder, shard = tiny_folder(tmp_path), tmp_path / "answers.jsonl"
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"kind": "k", "prompt": f"the {word}"}) + "\n" for word in sorted(set(WORDS))))
+    prompts = generate.read_prompts([path])
+    llm = LLM(str(folder), EngineConfig(threads=1, drafter="none", max_model_len=128))
+    generate.answer(llm, prompts[:4], shard, max_tokens=12)
+    with shard.open("a") as file:
+        file.write('{"key": "cut off')
+    generate.answer(llm, prompts, shard, max_tokens=12)
+    records = [json.loads(line) for line in shard.read_text().splitlines()]
+    assert sorted(record["key"] for record in records) == sorted(prompt.key for prompt in prompts)
+    assert {record["temperature"] > 0 for record in records} == {True, False}
+    whole = tmp_path / "whole.jsonl"
+    generate.answer(llm, prompts, whole, max_tokens=12)
+    by_key = {record["key"]: record for record in map(json.loads, whole.read_text().splitlines())}
+    assert all(record["response_ids"] == by_key[record["key"]]["response_ids"] for record in records)
+    assert data.read_records([shard], data.Problems())
