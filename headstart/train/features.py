@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,7 @@ from headstart.train.ops import TrainOps
 
 SHARD_TOKENS = 65_536
 BATCH_TOKENS = 4_096
+STALE_SECONDS = 3600
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +85,9 @@ class FeatureCache:
     def __init__(self, folder: Path, width: int) -> None:
         self.folder, self.width = folder, width
         folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.glob("writing-*"):
+            if time.time() - path.stat().st_mtime > STALE_SECONDS:  # of a process that was killed
+                shutil.rmtree(path, ignore_errors=True)
         self._where: dict[str, tuple[int, int, int]] = {}
         self._hidden: list[Tensor] = []
         self._best: list[Tensor] = []
@@ -131,16 +137,18 @@ class FeatureCache:
         for example in examples:
             index[example.key] = (first, len(example))
             first += len(example)
-        # named by content: processes that fill the same cache cannot meet
+        # named by content: processes may fill the same cache
         name = "shard-" + hashlib.sha256("".join(index).encode()).hexdigest()[:16]
-        aside = self.folder / f"writing-{name}"
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir()
-        hidden = torch.cat([part.hidden for part in features]).to(torch.bfloat16)
-        (aside / "hidden.bin").write_bytes(hidden.view(torch.int16).numpy().tobytes())
-        np.save(aside / "best.npy", torch.cat([part.best for part in features]).int().numpy())
-        (aside / "index.json").write_text(json.dumps(index))
-        aside.rename(self.folder / name)
+        aside = Path(tempfile.mkdtemp(prefix="writing-", dir=self.folder))
+        try:
+            hidden = torch.cat([part.hidden for part in features]).to(torch.bfloat16)
+            (aside / "hidden.bin").write_bytes(hidden.view(torch.int16).numpy().tobytes())
+            np.save(aside / "best.npy", torch.cat([part.best for part in features]).int().numpy())
+            (aside / "index.json").write_text(json.dumps(index))
+            if not (self.folder / name).exists():
+                aside.rename(self.folder / name)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
         self._open(self.folder / name)
 
 
