@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
+
+import numpy as np
 
 from headstart.config import EngineConfig
 from headstart.core import Delta, DraftStats, FinishReason, Request, SamplingParams, Sequence, TokenLogprob
@@ -120,6 +123,7 @@ class LLM:
         self.load_s = time.perf_counter() - started
         self._template: ChatTemplate | None = self.model.checkpoint.chat_template()
         self._ids = count()
+        self._inboxes: dict[str, deque[Delta]] = {}  # request id -> deltas that its call has not taken yet
 
     @property
     def method(self) -> str:
@@ -145,9 +149,15 @@ class LLM:
             if raw or self._template is None:
                 return self.tokenizer.encode(prompt, add_special=True)
             prompt = [{"role": "user", "content": prompt}]
-        messages = [message for message in prompt if isinstance(message, Mapping)]
-        if not messages:
-            return [token for token in prompt if isinstance(token, int)]
+        if not isinstance(prompt, Iterable):
+            raise UsageError(f"a prompt is {prompt!r}", "give a text, token ids or messages: generate([prompt, ...])")
+        parts = list(prompt)
+        ids = [int(part) for part in parts if isinstance(part, int | np.integer)]
+        if len(ids) == len(parts):
+            return ids
+        messages = [part for part in parts if isinstance(part, Mapping)]
+        if len(messages) < len(parts):
+            raise UsageError("a prompt is neither token ids nor messages", "give only ids, or only role and content")
         if self._template is None:
             raise UsageError(f"{self.model.name} has no chat template", "use raw prompts (--raw)")
         return self.tokenizer.encode(self._template.render(messages), add_special=False)
@@ -187,6 +197,8 @@ class LLM:
         `on_finish(index, completion)` is called as each prompt ends. Raises UsageError before anything runs when one
         of the prompts is wrong.
         """
+        if isinstance(prompts, str):
+            raise UsageError("prompts is one text", "give a list: generate([prompt])")
         chosen = [params or SamplingParams()] * len(prompts) if not isinstance(params, Seq) else list(params)
         if len(chosen) != len(prompts):
             raise UsageError(f"{len(prompts)} prompts, but {len(chosen)} sets of sampling parameters")
@@ -216,19 +228,30 @@ class LLM:
         """Submit all, step until all have ended; whatever happens, nothing of them stays in the engine."""
         started = time.perf_counter()
         running: dict[tuple[str, int], tuple[Sequence, _Choice]] = {}
+        inbox: deque[Delta] = deque()
         try:
             for request in requests:
+                self._inboxes[request.request_id] = inbox
                 for sequence in self.engine.submit(request):
                     choice = _Choice(request, TextOutput(self.tokenizer, request, continues), started)
                     running[request.request_id, sequence.choice] = sequence, choice
             while running:
-                deltas: list[Delta] = []
-                self.engine.step(deltas.extend)
-                for delta in deltas:
-                    yield self._take(delta, running)
+                if not inbox:
+                    self.engine.step(self._deliver)
+                while inbox:
+                    delta = inbox.popleft()
+                    if (delta.request_id, delta.choice) in running:  # else a stop string has ended it meanwhile
+                        yield self._take(delta, running)
         finally:
             for request in requests:
                 self.engine.abort(request.request_id)
+                self._inboxes.pop(request.request_id, None)
+
+    def _deliver(self, deltas: list[Delta]) -> None:
+        """A step serves whatever runs: each delta waits for the call that asked for it."""
+        for delta in deltas:
+            if (inbox := self._inboxes.get(delta.request_id)) is not None:
+                inbox.append(delta)
 
     def _take(
         self, delta: Delta, running: dict[tuple[str, int], tuple[Sequence, _Choice]]

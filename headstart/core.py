@@ -54,6 +54,8 @@ class SamplingParams:
     n: int = 1
 
     def __post_init__(self) -> None:
+        if isinstance(self.stop, str):  # one text is not a tuple of its characters
+            object.__setattr__(self, "stop", (self.stop,))
         _in_range("temperature", self.temperature, 0, math.inf, "0 is greedy")
         _in_range("top_k", self.top_k, 0, math.inf, "0 turns top-k off")
         _in_range("top_p", self.top_p, 0, 1, "1 turns top-p off")

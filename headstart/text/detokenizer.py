@@ -55,14 +55,17 @@ class StopChecker:
         self._held = ""
         self._stopped = False
 
-    def push(self, text: str) -> tuple[str, bool]:
-        """What can be shown now, and whether a stop string was found. After that, nothing more comes."""
+    def push(self, text: str, *, may_stop: bool = True) -> tuple[str, bool]:
+        """What can be shown now, and whether a stop string was found. After that, nothing more comes.
+
+        A stop string that is complete while `may_stop` is False counts for nothing; one that only begins there may
+        still stop the text later."""
         if self._stopped:
             return "", True
         if not self._stop:
             return text, False
-        text = self._held + text
-        cut = self._first_stop(text)
+        known, text = len(self._held), self._held + text
+        cut = self._first_stop(text, known) if may_stop else None
         if cut is not None:
             self._held, self._stopped = "", True
             return text[:cut], True
@@ -75,8 +78,10 @@ class StopChecker:
         held, self._held = self._held, ""
         return held
 
-    def _first_stop(self, text: str) -> int | None:
-        found = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
+    def _first_stop(self, text: str, known: int) -> int | None:
+        """Where the first stop string begins of those that end after `known` characters."""
+        places = ((stop, text.find(stop, max(known - len(stop) + 1, 0))) for stop in self._stop)
+        found = [(at + len(stop), at) for stop, at in places if at >= 0]
         return min(found)[1] if found else None
 
     def _possible_start(self, text: str) -> int:

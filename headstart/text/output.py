@@ -56,10 +56,7 @@ class TextOutput:
         """True when this token completes a stop string."""
         if token in self.request.stop_ids:
             return False  # ends the text and is no part of it
-        text = self._detokenizer.push(token)
-        if self.num_tokens <= self.request.params.min_tokens:
-            piece.text += text
-            return False
-        emitted, stopped = self._stops.push(text)
+        may_stop = self.num_tokens > self.request.params.min_tokens
+        emitted, stopped = self._stops.push(self._detokenizer.push(token), may_stop=may_stop)
         piece.text += emitted
         return stopped

@@ -114,8 +114,10 @@ def test_logits_are_those_of_transformers(family: str, variant: str) -> None:
 def test_logits_in_company(family: str) -> None:
     """One pass with prefill, a chunk and single rows of several sequences gives each its own logits."""
     model = tiny_model(family, dtype="float32")
-    engine = make(model, dtype="float32", drafter="none")
-    oracle, parts = oracle_of(family, model), [(prompt_of(60, 1), 0), (prompt_of(33, 2), 12), (prompt_of(9, 3), 8)]
+    engine = make(model, dtype="float32", drafter="none", max_model_len=512, kv_blocks=200)
+    # spans and contexts on both sides of where the reference backend parts its groups
+    lengths = ((60, 0), (33, 12), (9, 8), (300, 290), (129, 128), (257, 200), (128, 124))
+    oracle, parts = oracle_of(family, model), [(prompt_of(length, length), start) for length, start in lengths]
     spans, expected = [], []
     for tokens, start in parts:
         sequence = new_sequence(engine, tokens)
