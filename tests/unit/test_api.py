@@ -1,0 +1,430 @@
+"""LLM on tiny directories: text, streams, stop strings, seeds, logprobs, prompts of every kind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from support import EOS, SMALL, VOCAB, agreeing_model, assert_clean, headed_model
+
+from headstart.api import LLM, Completion
+from headstart.config import EngineConfig
+from headstart.core import SamplingParams
+from headstart.errors import CapacityError, UsageError
+from headstart.tools.tiny import write_tiny
+
+FAMILY = "mimo"
+MODELS = {"random": headed_model, "agreeing": agreeing_model}
+
+
+def llm(kind: str = "random", **settings: Any) -> LLM:
+    return LLM(MODELS[kind](FAMILY), EngineConfig(**{**SMALL, "dtype": "float64", "max_model_len": 256, **settings}))
+
+
+PLAIN: dict[str, Any] = {"drafter": "none", "max_num_seqs": 1, "enable_prefix_caching": False}
+PROMPTS = ["the thing", "an answer about the inner ring", "x", "hello there, you"]
+
+
+def text_of(each: LLM, completion: Completion) -> str:
+    """The text its ids stand for."""
+    return each.tokenizer.decode([t for t in completion.token_ids if t not in each.tokenizer.eos_ids])
+
+
+# Loading.
+
+
+def test_from_a_directory(tmp_path) -> None:
+    folder = write_tiny(FAMILY, tmp_path / "model", num_hidden_layers=2)
+    each = LLM(str(folder), EngineConfig(threads=1, kv_blocks=40))
+    assert each.method == "mtp"
+    assert each.load_s > 0
+    assert each.info == {
+        "model": str(folder), "backend": "reference", "drafter": "mtp", "head": "the checkpoint", "depth": 3,
+        "context": 512,
+    }  # fmt: skip
+    assert each.generate(["the"], SamplingParams(max_tokens=5))[0].method == "mtp"
+
+
+@pytest.mark.parametrize("settings", [{"drafter": "none"}, {"depth": 0}])
+def test_no_drafter(settings: dict[str, Any]) -> None:
+    each = llm(**settings)
+    done = each.generate(["the"], SamplingParams(max_tokens=6, ignore_eos=True))[0]
+    assert (each.method, done.method, each.info["depth"]) == ("none", "none", 0)
+    assert (done.speculation.drafts, done.speculation.passes, done.speculation.emitted) == (0, 6, 6)
+
+
+# Text.
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("kind", MODELS)
+def test_drafting_does_not_change_the_text(kind: str, temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, seed=11, max_tokens=30)
+    expected = llm(kind, **PLAIN).generate(PROMPTS, params)
+    each = llm(kind, depth=4)
+    found = each.generate(PROMPTS, params)
+    assert [(c.text, c.token_ids, c.finish_reason) for c in found] == [
+        (c.text, c.token_ids, c.finish_reason) for c in expected
+    ]
+    for completion in found:
+        assert completion.text == text_of(each, completion)
+        assert completion.usage["completion_tokens"] == len(completion.token_ids) <= 30
+        assert completion.usage["prompt_tokens"] == len(completion.prompt_token_ids)
+    assert_clean(each.engine)
+
+
+def test_stream_is_generate() -> None:
+    params = SamplingParams(temperature=0.9, seed=3, max_tokens=40, logprobs=1, stop=("zz",))
+    for kind in MODELS:
+        each = llm(kind, depth=4)
+        whole = each.generate(["the thing"], params)[0]
+        deltas = list(each.stream("the thing", params))
+        assert "".join(delta.text for delta in deltas) == whole.text
+        assert [token for delta in deltas for token in delta.token_ids] == whole.token_ids
+        assert [delta.finish_reason for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
+        last = deltas[-1].completion
+        assert last is not None
+        assert (last.text, last.finish_reason, last.seed) == (whole.text, whole.finish_reason, 3)
+        assert [x.token for x in last.logprobs] == whole.token_ids
+        assert last.timing["ttft_s"] > 0
+        assert last.timing["decode_s"] > 0
+    assert any(len(delta.token_ids) > 1 for delta in deltas), "an accepted draft arrives at once"
+
+
+def test_a_closed_stream_frees_everything() -> None:
+    each = llm()
+    stream = each.stream("the thing", SamplingParams(max_tokens=50, ignore_eos=True))
+    next(stream)
+    assert each.engine.has_work
+    stream.close()
+    assert_clean(each.engine)
+    assert not each._inboxes
+
+
+def test_streams_side_by_side() -> None:
+    """Two streams and a whole answer over one engine, taken in turns: each gets its own text."""
+    each = llm("agreeing", depth=4)
+    params = [SamplingParams(temperature=0.9, seed=i, max_tokens=25, ignore_eos=True, stop=("q",)) for i in range(3)]
+    alone = [each.generate([prompt], p)[0].text for prompt, p in zip(PROMPTS, params, strict=False)]
+    streams = [each.stream(prompt, p) for prompt, p in zip(PROMPTS, params[:2], strict=False)]
+    texts = ["", ""]
+    texts[0] += next(streams[0]).text
+    texts[1] += next(streams[1]).text
+    texts[0] += next(streams[0]).text
+    between = each.generate([PROMPTS[2]], params[2])[0].text
+    for i in (1, 0):
+        texts[i] += "".join(delta.text for delta in streams[i])
+    assert [*texts, between] == alone
+    assert_clean(each.engine)
+
+
+def test_on_finish_may_ask_again() -> None:
+    each, seen = llm(), []
+
+    def again(index: int, completion: Completion) -> None:
+        seen.append((index, completion.text, each.generate(["x"], SamplingParams(max_tokens=3, seed=1))[0].text))
+
+    found = each.generate(PROMPTS, SamplingParams(max_tokens=8, seed=1), on_finish=again)
+    assert sorted(index for index, _, _ in seen) == [0, 1, 2, 3]
+    assert {index: text for index, text, _ in seen} == {i: c.text for i, c in enumerate(found)}
+    assert len({text for _, _, text in seen}) == 1
+
+
+def test_results_come_in_the_order_of_the_prompts() -> None:
+    each = llm(max_num_seqs=2)
+    lengths = [20, 3, 9, 1]
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths]
+    finished: list[int] = []
+    found = each.generate(PROMPTS, params, on_finish=lambda index, _: finished.append(index))
+    assert [len(c.token_ids) for c in found] == lengths
+    assert [c.prompt_token_ids for c in found] == [each.encode(prompt) for prompt in PROMPTS]
+    assert finished[0] == 1
+    assert sorted(finished) == [0, 1, 2, 3]
+
+
+def test_nothing_asked_nothing_answered() -> None:
+    assert llm().generate([]) == []
+
+
+# Ends.
+
+
+def free_text(each: LLM, **changes: Any) -> Completion:
+    """A long text to take stop strings from."""
+    params = SamplingParams(**{"temperature": 1.0, "seed": 5, "max_tokens": 80, "ignore_eos": True, **changes})
+    return each.generate(["the thing"], params)[0]
+
+
+def printable(text: str) -> str:
+    assert len(text) > 40
+    return text
+
+
+@pytest.mark.parametrize("drafter", ["none", "mtp", "ngram"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_stop_strings_cut_exactly(kind: str, drafter: str) -> None:
+    """Every short piece of the text as a stop string, most of them across tokens: the text ends right before it."""
+    each = llm(kind, drafter=drafter, depth=5)
+    whole = printable(free_text(each).text)
+    stops = [whole[at : at + size] for at, size in ((3, 1), (9, 2), (20, 3), (31, 5))]
+    for stop in stops:
+        found = free_text(each, stop=(stop, "never there", stop + "\0"))
+        assert found.text == whole[: whole.index(stop)]
+        assert found.finish_reason == "stop"
+        ids = [each.tokenizer.decode(found.token_ids[:n]) for n in range(len(found.token_ids) + 1)]
+        assert stop in ids[-1], "the token that completes it counts"
+        assert stop not in ids[-2]
+        assert [delta.text for delta in each.stream("the thing", params_with(stop))] != []
+        assert "".join(delta.text for delta in each.stream("the thing", params_with(stop))) == found.text
+    assert_clean(each.engine)
+
+
+def params_with(stop: str) -> SamplingParams:
+    return SamplingParams(temperature=1.0, seed=5, max_tokens=80, ignore_eos=True, stop=(stop,))
+
+
+def test_the_first_of_several_stop_strings_wins() -> None:
+    each = llm("agreeing")
+    whole = printable(free_text(each).text)
+    early, late = whole[12:15], whole[25:28]
+    assert free_text(each, stop=(late, early)).text == whole[: min(whole.index(early), whole.index(late))]
+
+
+def test_a_text_held_back_comes_out_at_the_end() -> None:
+    """The last characters may begin a stop string; when the text ends there, they are text."""
+    each = llm()
+    whole = printable(free_text(each).text)
+    found = free_text(each, stop=(whole[-3:] + "and more",))
+    assert (found.text, found.finish_reason) == (whole, "length")
+
+
+def test_one_stop_text_is_not_its_characters() -> None:
+    params = SamplingParams(stop="END")  # type: ignore[arg-type]
+    assert params.stop == ("END",)
+
+
+def test_min_tokens_puts_off_every_stop() -> None:
+    each = llm("agreeing")
+    whole = free_text(each)
+    text = printable(whole.text)
+    stop = text[2:4]
+    assert len(free_text(each, stop=(stop,)).token_ids) < 8
+    found = free_text(each, stop=(stop,), min_tokens=20)
+    assert len(found.token_ids) >= 20
+    assert whole.token_ids[: len(found.token_ids)] == found.token_ids
+    stop_id = whole.token_ids[3]
+    assert free_text(each, stop_token_ids=(stop_id,)).token_ids == whole.token_ids[: whole.token_ids.index(stop_id) + 1]
+    late = free_text(each, stop_token_ids=(stop_id,), min_tokens=20)
+    assert stop_id not in late.token_ids[:20]
+    assert len(late.token_ids) >= 20
+
+
+def test_a_stop_string_may_begin_before_min_tokens_are_out() -> None:
+    each = llm()
+    whole = free_text(each)
+    texts = [each.tokenizer.decode(whole.token_ids[:n]) for n in range(81)]
+    at = next(
+        n
+        for n in range(10, 70)
+        if len(texts[n]) == len(texts[n - 1]) + 1 == len(texts[n + 1]) - 1
+        and texts[n + 1][-2:].isascii()
+        and texts[n + 1][-2:] not in texts[n]
+    )
+    stop = texts[at + 1][-2:]  # one character of token `at`, one of the token after it
+    found = free_text(each, stop=(stop,), min_tokens=at)
+    assert found.text == texts[at - 1]
+    assert len(found.token_ids) == at + 1
+    ignored = free_text(each, stop=(stop,), min_tokens=at + 1)
+    assert ignored.text.startswith(texts[at + 1])
+
+
+def test_the_end_of_text_id_is_no_text() -> None:
+    each = llm()
+    bias = {EOS: 100.0}
+    found = each.generate(["the"], SamplingParams(max_tokens=9, logit_bias=bias))[0]
+    assert (found.token_ids, found.text, found.finish_reason) == ([EOS], "", "stop")
+    found = each.generate(["the"], SamplingParams(max_tokens=9, logit_bias=bias, ignore_eos=True))[0]
+    assert (found.token_ids, found.text, found.finish_reason) == ([EOS] * 9, "", "length")
+    found = each.generate(["the"], SamplingParams(max_tokens=9, logit_bias=bias, min_tokens=4))[0]
+    assert found.token_ids.index(EOS) == 4
+    assert found.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 17])
+def test_max_tokens(max_tokens: int) -> None:
+    each = llm("agreeing", depth=5)
+    whole = free_text(each, max_tokens=40)
+    found = free_text(each, max_tokens=max_tokens)
+    assert (found.token_ids, found.finish_reason) == (whole.token_ids[:max_tokens], "length")
+
+
+def test_the_context_ends_a_text() -> None:
+    each = llm("agreeing", max_model_len=64)
+    found = free_text(each, max_tokens=200)
+    assert found.finish_reason == "length"
+    assert len(found.prompt_token_ids) + len(found.token_ids) == 64
+
+
+def test_characters_of_several_tokens_stream_whole() -> None:
+    """A euro sign is three tokens: none of them is shown before the last."""
+    each = llm()
+    euro = each.tokenizer.encode("€")
+    assert len(euro) == 3
+    texts = []
+    for forced in euro:
+        texts.append(each.generate(["the"], SamplingParams(max_tokens=2, logit_bias={forced: 100.0}))[0].text)
+    assert set("".join(texts)) == {"\ufffd"}
+
+
+# Several choices, seeds.
+
+
+def test_choices_differ_and_are_those_of_plain_decoding() -> None:
+    params = SamplingParams(temperature=1.0, seed=9, n=4, max_tokens=20)
+    found = llm("agreeing").generate(["the thing", "x"], params)
+    expected = llm("agreeing", **PLAIN).generate(["the thing", "x"], params)
+    for have, want in zip(found, expected, strict=True):
+        assert [c.index for c in have.choices] == [0, 1, 2, 3]
+        assert have is have.choices[0]
+        assert [c.token_ids for c in have.choices] == [c.token_ids for c in want.choices]
+        assert len({tuple(c.token_ids) for c in have.choices}) == 4
+    first = llm("agreeing").generate(["the thing"], replace(params, n=1))[0]
+    assert first.token_ids == found[0].token_ids
+
+
+def test_an_unset_seed_is_drawn_reported_and_enough_to_repeat() -> None:
+    each = llm()
+    params = SamplingParams(temperature=1.0, max_tokens=20)
+    drawn = each.generate(["the thing"] * 3, params)
+    assert len({c.seed for c in drawn}) == 3
+    assert all(0 <= c.seed < 2**53 for c in drawn), "a JSON reader may keep it in a double"
+    for completion in drawn:
+        again = llm(depth=1).generate(["the thing"], replace(params, seed=completion.seed))[0]
+        assert (again.token_ids, again.seed) == (completion.token_ids, completion.seed)
+
+
+def test_the_seed_of_the_engine_serves_requests_without_one() -> None:
+    each = llm(seed=4)
+    assert each.generate(["x"], SamplingParams(max_tokens=1))[0].seed == 4
+    assert each.generate(["x"], SamplingParams(max_tokens=1, seed=0))[0].seed == 0
+
+
+# Logprobs.
+
+
+def test_logprobs_of_every_token() -> None:
+    params = SamplingParams(temperature=1.0, seed=2, max_tokens=20, logprobs=4, prompt_logprobs=1, ignore_eos=True)
+    found = llm("agreeing", depth=4).generate(["the thing"], params)[0]
+    plain = llm("agreeing", **PLAIN).generate(["the thing"], params)[0]
+    assert [x.token for x in found.logprobs] == found.token_ids
+    assert [x.token for x in found.prompt_logprobs] == found.prompt_token_ids[1:]
+    assert all(len(x.top) == 4 and x.logprob <= x.top[0][1] + 1e-6 for x in found.logprobs)
+    np.testing.assert_allclose(
+        [x.logprob for x in found.logprobs], [x.logprob for x in plain.logprobs], rtol=2e-7, atol=1e-9
+    )
+    ids = [*found.prompt_token_ids, *found.token_ids]
+    whole = llm("agreeing").generate([ids], SamplingParams(max_tokens=1, prompt_logprobs=0))[0].prompt_logprobs
+    np.testing.assert_allclose(
+        [x.logprob for x in [*found.prompt_logprobs, *found.logprobs]], [x.logprob for x in whole], rtol=2e-7, atol=1e-9
+    )
+
+
+def test_logprobs_end_with_the_text() -> None:
+    each = llm("agreeing", depth=5)
+    whole = free_text(each)
+    stop = whole.text[12:15]
+    found = free_text(each, stop=(stop,), logprobs=0)
+    assert [x.token for x in found.logprobs] == found.token_ids
+    assert free_text(each).logprobs == []
+
+
+# Prompts.
+
+
+def test_every_kind_of_prompt() -> None:
+    each = llm()
+    messages = [{"role": "user", "content": "the thing"}]
+    ids = each.encode("the thing")
+    assert ids == each.encode(messages)
+    assert each.tokenizer.decode(ids, skip_special=False) == (
+        "<|im_start|>user\nthe thing<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert each.tokenizer.decode(each.encode("the thing", raw=True)) == "the thing"
+    params = SamplingParams(max_tokens=8)
+    prompts = ["the thing", messages, ids, tuple(ids), np.array(ids), [np.int64(i) for i in ids]]
+    found = each.generate(prompts, params)  # type: ignore[arg-type]
+    assert len({tuple(c.token_ids) for c in found}) == 1
+    assert all(c.prompt_token_ids == ids for c in found)
+    raw = each.generate(["the thing"], params, raw=True)[0]
+    assert raw.prompt_token_ids == each.encode("the thing", raw=True) != ids
+
+
+def test_a_system_message_changes_the_prompt() -> None:
+    each = llm()
+    messages = [{"role": "system", "content": "an inner ring"}, {"role": "user", "content": "x"}]
+    assert "system\nan inner ring" in each.tokenizer.decode(each.encode(messages))
+
+
+BAD = {
+    "empty text": ([""], {}, UsageError, "the prompt is empty"),
+    "no ids": ([[]], {}, UsageError, "the prompt is empty"),
+    "a text alone": ("the thing", {}, UsageError, "prompts is one text"),
+    "ids alone": ([1, 2, 3], {}, UsageError, "a prompt is 1"),
+    "broken ids": ([[5, 6.5]], {}, UsageError, "neither token ids nor messages"),
+    "mixed": ([[{"role": "user", "content": "x"}, 7]], {}, UsageError, "neither token ids nor messages"),
+    "unknown id": ([[5, VOCAB]], {}, UsageError, f"outside 0..{VOCAB - 1}"),
+    "too long": ([[5] * 256], {}, CapacityError, "256 tokens, but the context holds 256"),
+    "bias": (["x"], {"logit_bias": {VOCAB: 1.0}}, UsageError, f"logit_bias names token {VOCAB}"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_prompts(case: str) -> None:
+    prompts, params, error, message = BAD[case]
+    each = llm()
+    with pytest.raises(error, match=message):
+        each.generate(prompts if isinstance(prompts, str) else ["fine", *prompts], SamplingParams(**params))
+    assert_clean(each.engine)
+    assert not each._inboxes
+    assert each.generate(["fine"], SamplingParams(max_tokens=2, ignore_eos=True))[0].usage["completion_tokens"] == 2
+
+
+def test_bad_arguments() -> None:
+    each = llm()
+    with pytest.raises(UsageError, match="2 prompts, but 1 sets"):
+        each.generate(["a", "b"], [SamplingParams()])
+    with pytest.raises(UsageError, match="n is 2, but only one choice can be streamed"):
+        next(each.stream("a", SamplingParams(n=2)))
+    with pytest.raises(UsageError, match="depth is 17, but the drafter's limit is 16"):
+        each.generate(["a"], depth=17)
+    assert_clean(each.engine)
+
+
+def test_no_chat_template(tmp_path) -> None:
+    folder = write_tiny(FAMILY, tmp_path / "model", num_hidden_layers=1)
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    each = LLM(str(folder), EngineConfig(threads=1, kv_blocks=40))
+    with pytest.raises(UsageError, match="has no chat template"):
+        each.encode([{"role": "user", "content": "x"}])
+    assert each.tokenizer.decode(each.encode("the thing")) == "the thing"
+
+
+# Cache and counts.
+
+
+def test_cached_tokens_are_reported_and_speculation_adds_up() -> None:
+    each = llm("agreeing", depth=4)
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    first = each.generate(["an answer about the inner ring"], params)[0]
+    second = each.generate(["an answer about the inner ring"], params)[0]
+    assert first.usage["cached_tokens"] == 0
+    assert second.usage["cached_tokens"] == (len(first.prompt_token_ids) - 1) // 8 * 8 > 0
+    assert second.token_ids == first.token_ids
+    stats = first.speculation
+    assert stats.emitted == 30 == stats.passes + stats.accepted
+    assert stats.acceptance_length == pytest.approx(1 + stats.accepted / stats.drafts)
+    assert stats.accepted == sum(stats.per_position) > 0
+    none = each.generate(["an answer about the inner ring"], params, depth=0)[0]
+    assert (none.speculation.drafts, none.token_ids) == (0, first.token_ids)
