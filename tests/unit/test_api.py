@@ -185,6 +185,16 @@ def params_with(stop: str) -> SamplingParams:
     return SamplingParams(temperature=1.0, seed=5, max_tokens=80, ignore_eos=True, stop=(stop,))
 
 
+def test_a_choice_that_a_stop_string_ended_runs_no_further() -> None:
+    each = llm("agreeing")
+    stop = printable(free_text(each).text)[2:4]
+    alive: list[int] = []
+    short = SamplingParams(temperature=1.0, seed=5, max_tokens=80, ignore_eos=True, stop=(stop,))
+    long = SamplingParams(max_tokens=60, ignore_eos=True)
+    each.generate(["the thing", "x"], [short, long], on_finish=lambda *_: alive.append(len(each.engine._live)))
+    assert alive == [1, 0]
+
+
 def test_the_first_of_several_stop_strings_wins() -> None:
     each = llm("agreeing")
     whole = printable(free_text(each).text)
@@ -216,6 +226,8 @@ def test_min_tokens_puts_off_every_stop() -> None:
     assert whole.token_ids[: len(found.token_ids)] == found.token_ids
     stop_id = whole.token_ids[3]
     assert free_text(each, stop_token_ids=(stop_id,)).token_ids == whole.token_ids[: whole.token_ids.index(stop_id) + 1]
+    ended = free_text(each, stop_token_ids=(stop_id,))
+    assert ended.text == each.tokenizer.decode(ended.token_ids[:-1]), "a stop id is no part of the text"
     late = free_text(each, stop_token_ids=(stop_id,), min_tokens=20)
     assert stop_id not in late.token_ids[:20]
     assert len(late.token_ids) >= 20

@@ -96,3 +96,11 @@ def test_the_stop_that_is_complete_first_wins() -> None:
     for pieces in (["abcd"], list("abcd"), ["ab", "cd"]):
         checker = StopChecker(("abcd", "bc"))
         assert "".join(checker.push(piece)[0] for piece in pieces) == "a"
+
+
+def test_a_stop_string_complete_too_early_counts_for_nothing() -> None:
+    checker = StopChecker(["abcd", "bc"])
+    assert checker.push("xabc", may_stop=False) == ("x", False)
+    assert checker.push("x") == ("abcx", False)  # bc was complete before it may stop
+    assert checker.push("a", may_stop=False) == ("", False)
+    assert checker.push("bc") == ("a", True)  # begun before, complete now
