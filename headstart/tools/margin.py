@@ -17,10 +17,12 @@ TIE = 1e-3
 
 
 class Judge:
-    """Recomputes single rows on a float64 engine that is loaded when the first difference shows up."""
+    """Recomputes single rows on a float64 engine that is loaded when the first difference shows up.
 
-    def __init__(self, model: str | None, config: EngineConfig) -> None:
-        self._model = model
+    `tie`: scores closer than this are a tie; 0 where rounding excuses nothing."""
+
+    def __init__(self, model: str | None, config: EngineConfig, tie: float = TIE) -> None:
+        self._model, self._tie = model, tie
         plain = replace(config, drafter="none", depth=0, max_num_seqs=1, enable_prefix_caching=False)
         self._config = replace(plain, dtype="float64", kv_blocks=None)
         self._llm: LLM | None = None
@@ -38,10 +40,12 @@ class Judge:
             noise = philox.numpy_gumbel(np.array([a, b]), params.seed or 0, len(context), 0, philox.TOKEN)
             scores = [value / params.temperature + g for value, g in zip(logprobs, noise.tolist(), strict=True)]
         gap = abs(scores[0] - scores[1])
-        return gap, gap <= TIE
+        return gap, gap < self._tie
 
     @staticmethod
     def _logprob(llm: LLM, context: Sequence[int], token: int) -> float:
-        params = SamplingParams(max_tokens=1, prompt_logprobs=0, ignore_eos=True)
-        completion = llm.generate([[*context, token]], params)[0]
-        return completion.prompt_logprobs[-1].logprob
+        """The raw logprob of `token` after `context`: the token is forced, which its raw logprob does not show."""
+        params = SamplingParams(max_tokens=1, logprobs=0, logit_bias={token: 100.0}, ignore_eos=True)
+        found = llm.generate([list(context)], params)[0].logprobs[0]
+        assert found.token == token, "a bias of 100 is more than any trunk says"
+        return found.logprob

@@ -1,8 +1,8 @@
 """`headstart verify`: the token ids of every way of running against plain decoding, one prompt at a time.
 
-Only the first difference of a prompt counts: what follows has another context. On a backend that is exact only up to
-rounding, a difference is a *tie* when a float64 recomputation of that one row puts the two tokens' scores (l + g)
-within TIE of each other.
+Only the first difference of a prompt counts: what follows has another context. Where arithmetic is exact only up to
+rounding (float32), a difference is a *tie* when a float64 recomputation of that one row puts the two tokens' scores
+(l + g) within TIE of each other. In float64 nothing is excused.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import Any
 from headstart.api import LLM
 from headstart.config import EngineConfig
 from headstart.core import Report, SamplingParams
-from headstart.engine.load import Model, load_model
+from headstart.engine.load import Model, load_model, make_engine
+from headstart.errors import UsageError
 from headstart.tools.covering import Cell, pairwise
-from headstart.tools.margin import Judge
+from headstart.tools.margin import TIE, Judge
 from headstart.tools.prompts import builtin_prompts
 
 Progress = Callable[[int, int, str], None]
@@ -63,7 +64,7 @@ class Difference:
     position: int  # output token, from 0
     plain: int
     other: int
-    margin: float  # |score of plain - score of other| in float64
+    margin: float | None  # |score of plain - score of other| in float64; None when one text ends before the other
     tie: bool
 
 
@@ -83,7 +84,11 @@ def run(options: VerifyOptions, progress: Progress = lambda done, total, text: N
         from headstart.tools.against import run_against  # transformers is imported only when it is asked for
 
         return run_against(options, progress)
+    if options.config.rule != "exact":
+        raise UsageError(f"--rule {options.config.rule} promises the same distribution, not the same text")
     model = load_model(options.model, options.config)
+    for drafter in options.drafters:  # whatever does not fit is said before the work begins
+        make_engine(model, replace(options.config, drafter=drafter, depth=max(options.depths)))
     prompts = list(options.prompts or [prompt for _, prompt in builtin_prompts()])
     cells = pairwise(options.factors())
     baselines = sorted({(cell["temperature"], cell["seed"]) for cell in cells})
@@ -102,7 +107,7 @@ def run(options: VerifyOptions, progress: Progress = lambda done, total, text: N
         key: _decode(model, options, plain_cell(*key), prompts, advance(f"plain decoding, T = {key[0]:g}"))[0]
         for key in baselines
     }
-    judge = Judge(options.model, options.config)
+    judge = Judge(options.model, options.config, 0.0 if options.config.dtype == "float64" else TIE)
     results = []
     for number, cell in enumerate(cells, 1):
         others, length = _decode(model, options, cell, prompts, advance(f"cell {number}/{len(cells)}"))
@@ -155,7 +160,7 @@ def _compare(cell: Cell, index: int, plain: Decoded, other: Decoded, judge: Judg
     at = next((i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), None)
     if at is None:  # one is a prefix of the other: no tie can explain that
         at = min(len(expected), len(found))
-        return Difference(cell, index, at, -1, -1, float("inf"), False)
+        return Difference(cell, index, at, -1, -1, None, False)
     params = params_of(cell, index, 1)
     margin, tie = judge.margin([*prompt, *expected[:at]], expected[at], found[at], params)
     return Difference(cell, index, at, expected[at], found[at], margin, tie)
@@ -184,7 +189,7 @@ def summarize(model: Model, options: VerifyOptions, results: list[CellResult], n
     lines = [_cell_line(result, num_prompts) for result in results]
     lines += [
         f"  {'tie' if each.tie else 'DIFFERENT'}: prompt {each.prompt}, output token {each.position}: "
-        f"{each.plain} and {each.other}, margin {each.margin:.2g}, in {_name(each.cell)}"
+        f"{_values(each)}, in {_name(each.cell)}"
         for each in found
     ]
     lines.append(
@@ -196,6 +201,12 @@ def summarize(model: Model, options: VerifyOptions, results: list[CellResult], n
         "sampling parameters and seed" + ("" if options.config.dtype == "float64" else ", up to numeric ties")
     )
     return Report(ok=not wrong, data=data, lines=lines)
+
+
+def _values(each: Difference) -> str:
+    if each.margin is None:
+        return "one text ends there"
+    return f"{each.plain} and {each.other}, margin {each.margin:.2g}"
 
 
 def _name(cell: Cell) -> str:

@@ -1,0 +1,230 @@
+"""verify finds no difference where there is none, and every one that there is."""
+
+from __future__ import annotations
+
+import json
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from support import family_of, make, new_folder, prompt_of, request, run, soften, tiny_model
+
+from headstart.cli.main import main
+from headstart.config import EngineConfig
+from headstart.core import SamplingParams, Span, Verdict
+from headstart.engine.judge import judge_exact
+from headstart.errors import UsageError
+from headstart.tools import verify
+from headstart.tools.covering import pairwise
+from headstart.tools.margin import TIE, Judge
+from headstart.tools.tiny import write_model
+
+FAMILY = "mimo"
+PROMPTS = ("the thing", "an inner ring and the other thing, then nothing", "x")
+GRID: dict[str, Any] = {
+    "temperatures": (0.0, 0.7, 1.0),
+    "depths": (1, 3, 5),
+    "drafters": ("mtp", "ngram"),
+    "batch_sizes": (1, 8),
+    "chunk_sizes": (32, 512),
+    "prefix_caching": (True, False),
+}
+SMALL_GRID = {**GRID, "temperatures": (0.0, 1.0), "depths": (3,), "drafters": ("mtp",), "batch_sizes": (8,)}
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    config, arrays = family_of(FAMILY).tiny(num_hidden_layers=2)
+    return write_model(new_folder(), config, soften(arrays, 0.3))
+
+
+def options(folder: Path, grid: dict[str, Any] = SMALL_GRID, dtype: str = "float64", **changes: Any) -> Any:
+    config = EngineConfig(dtype=dtype, threads=1, kv_blocks=40)
+    return verify.VerifyOptions(
+        **{"model": str(folder), "config": config, "prompts": PROMPTS, "max_tokens": 16, **grid, **changes}
+    )
+
+
+def test_no_difference_over_the_whole_grid(folder: Path) -> None:
+    calls: list[tuple[int, int, str]] = []
+    report = verify.run(options(folder, GRID), lambda *call: calls.append(call))
+    data = report.data
+    assert report.ok
+    assert (data["differences"], data["ties"], data["found"]) == (0, 0, [])
+    assert data["identical"] == data["texts"] == len(data["cells"]) * len(PROMPTS)
+    assert data["tokens"] > data["texts"] * 10
+    assert max(cell["acceptance_length"] for cell in data["cells"]) > 1.2, "drafts were accepted"
+    assert [done for done, _, _ in calls] == list(range(1, len(calls) + 1))
+    assert {total for _, total, _ in calls} == {len(calls)}
+    assert report.lines[-2].startswith(f"identical {data['texts']}/{data['texts']} texts")
+    assert "float64" in report.lines[-1]
+    json.dumps(data, allow_nan=False)
+
+
+def wrong_judge(draft: list[int], targets: list[int]) -> Verdict:
+    """Believes the first drafted token, whatever the target says."""
+    if draft and draft[0] != targets[0]:
+        return Verdict((draft[0],), len(draft), 1)
+    return judge_exact(draft, targets)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_a_judge_that_believes_a_draft_is_caught(folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headstart.engine.engine.judge_exact", wrong_judge)
+    report = verify.run(options(folder, dtype=dtype))
+    assert not report.ok
+    assert report.data["differences"] > len(PROMPTS)
+    assert report.data["identical"] + len(report.data["found"]) == report.data["texts"]
+    wrong = [each for each in report.data["found"] if not each["tie"]]
+    assert len(wrong) == report.data["differences"]
+    assert all(each["plain"] != each["other"] and each["margin"] > TIE for each in wrong if each["margin"])
+    assert any("DIFFERENT" in line for line in report.lines)
+
+
+def test_an_engine_that_forgets_the_end_is_caught(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that is the beginning of the other is a difference that no tie explains."""
+    from headstart.engine.engine import Engine
+
+    honest = Engine._append
+
+    def short(self: Engine, sequence: Any, tokens: Any) -> int:
+        taken = honest(self, sequence, tokens)
+        if self.drafter and sequence.num_output > 9 and not sequence.finish_reason:
+            sequence.finish_reason = "stop"
+        return taken
+
+    monkeypatch.setattr(Engine, "_append", short)
+    report = verify.run(options(folder))
+    assert not report.ok
+    assert {each["margin"] for each in report.data["found"]} == {None}
+    assert any("one text ends there" in line for line in report.lines)
+    json.dumps(report.data, allow_nan=False)
+
+
+def test_a_wrong_cache_is_caught(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks named by their own tokens only, without what came before them."""
+    from headstart.cache.blocks import block_key
+
+    monkeypatch.setattr("headstart.cache.memory.block_key", lambda parent, tokens: block_key(b"", tokens))
+    common = prompt_of(16, 0)
+    prompts = tuple([*prompt_of(16, seed), *common, *common, 5] for seed in range(1, 4))
+    assert not verify.run(options(folder, prompts=prompts, prefix_caching=(True,))).ok
+    assert verify.run(options(folder, prompts=prompts, prefix_caching=(False,))).ok
+
+
+def test_exit_codes_of_the_command(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("the thing\nx\n")
+    command = [
+        "verify", str(folder), "--dtype", "float64", "--threads", "1", "--kv-blocks", "40", "--max-tokens", "12",
+        "--prompts", str(prompts), "--temperatures", "0,1", "--depths", "2", "--drafters", "mtp", "--json",
+    ]  # fmt: skip
+    assert main(command) == 0
+    assert json.loads(capsys.readouterr().out)["ok"] is True
+    monkeypatch.setattr("headstart.engine.engine.judge_exact", wrong_judge)
+    assert main(command) == 1
+    assert json.loads(capsys.readouterr().out)["differences"] > 0
+
+
+def test_what_cannot_be_verified_is_said_first(folder: Path, tmp_path: Path) -> None:
+    calls: list[Any] = []
+    with pytest.raises(UsageError, match="--rule rejection promises the same distribution"):
+        verify.run(options(folder, config=EngineConfig(rule="rejection")), lambda *call: calls.append(call))
+    headless = write_model(tmp_path / "headless", *family_of(FAMILY).tiny(num_nextn_predict_layers=0))
+    with pytest.raises(UsageError, match="the model has no MTP head"):
+        verify.run(options(headless, GRID), lambda *call: calls.append(call))
+    assert not calls
+
+
+# The referee.
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_margin_is_the_distance_of_two_scores(temperature: float) -> None:
+    model = tiny_model(FAMILY)
+    context, params = prompt_of(20, 0), SamplingParams(temperature=temperature, seed=5)
+    engine = make(model, drafter="none")
+    sequence = engine.submit(request(context))[0]
+    assert engine.memory.reserve(sequence, len(context))
+    logits = engine.runner.forward([Span(sequence, 0, len(context), 1)]).logits[0].numpy()
+    best, second = np.argsort(-logits)[:2]
+    judge = Judge(str(model.checkpoint.path), EngineConfig(threads=1))
+    margin, tie = judge.margin(context, int(best), int(second), params)
+    assert not tie
+    if temperature == 0:
+        assert margin == pytest.approx(logits[best] - logits[second], abs=1e-5)
+    else:
+        drawn = run_one(model, context, params)
+        gaps = [judge.margin(context, drawn, token, params)[0] for token in range(3, 12) if token != drawn]
+        assert min(gaps) > 0
+        assert len({round(gap, 6) for gap in gaps}) == len(gaps)
+
+
+def run_one(model: Any, context: list[int], params: SamplingParams) -> int:
+    found = run(make(model, drafter="none"), [request(context, temperature=params.temperature, seed=5, max_tokens=1)])
+    return found["r", 0].tokens[0]
+
+
+def test_equal_scores_are_a_tie(tmp_path: Path) -> None:
+    """Two tokens with the same LM head row have the same logit."""
+    config, arrays = family_of(FAMILY).tiny(num_hidden_layers=1, tie_word_embeddings=False)
+    arrays["lm_head.weight"][77] = arrays["lm_head.weight"][33]
+    model = str(write_model(tmp_path / "twins", config, arrays))
+    for tolerance, expected in ((TIE, True), (0.0, False)):
+        judge = Judge(model, EngineConfig(threads=1), tolerance)
+        margin, tie = judge.margin([5, 6], 33, 77, SamplingParams())
+        assert margin == pytest.approx(0, abs=1e-6)
+        assert tie is expected
+
+
+def test_float64_excuses_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What float32 may call a tie is a difference in float64."""
+    monkeypatch.setattr("headstart.engine.engine.judge_exact", wrong_judge)
+    monkeypatch.setattr("headstart.tools.verify.TIE", 1e9)
+    report = verify.run(options(folder, dtype="float32"))
+    assert report.ok
+    assert report.data["ties"] == report.data["texts"] - report.data["identical"] > 0
+    assert not verify.run(options(folder, dtype="float64")).ok
+
+
+def test_margin_at_the_end_of_the_context() -> None:
+    model = tiny_model(FAMILY)
+    judge = Judge(str(model.checkpoint.path), EngineConfig(threads=1, max_model_len=64))
+    margin, _ = judge.margin(prompt_of(63, 0), 5, 6, SamplingParams())
+    assert 0 < margin < 50
+
+
+# Covering arrays.
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(0, 3))
+@settings(max_examples=40)
+def test_all_pairs_are_covered(sizes: list[int], seed: int) -> None:
+    factors = {f"f{i}": [f"{i}.{level}" for level in range(size)] for i, size in enumerate(sizes)}
+    cells = pairwise(factors, seed)
+    assert all(cell.keys() == factors.keys() for cell in cells)
+    for one, other in combinations(factors, 2):
+        seen = {(cell[one], cell[other]) for cell in cells}
+        assert seen == set(product(factors[one], factors[other]))
+    if len(sizes) == 1:
+        assert [cell["f0"] for cell in cells] == factors["f0"]
+    assert len(cells) <= np.prod(sizes)
+    assert len({tuple(cell.values()) for cell in cells}) == len(cells)
+
+
+def test_the_grid_is_small() -> None:
+    cells = pairwise(options(Path()).factors() | verify.VerifyOptions().factors())
+    assert len(cells) <= 14
+
+
+def test_many_candidates_are_sampled_and_still_cover() -> None:
+    factors = {f"f{i}": range(4) for i in range(8)}  # 65536 cells
+    cells = pairwise(factors)
+    assert len(cells) < 50
+    for one, other in combinations(factors, 2):
+        assert len({(cell[one], cell[other]) for cell in cells}) == 16
