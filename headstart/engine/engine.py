@@ -166,6 +166,8 @@ class Engine:
                 wishes.append((sequence, depth))
         if wishes:
             self.drafter.propose(wishes)
+        for sequence, depth in wishes:
+            assert len(sequence.draft.tokens) <= depth, f"{self.drafter.method} drafts more than it was asked for"
 
     def _depth(self, sequence: Sequence) -> int:
         request = sequence.request

@@ -1,0 +1,129 @@
+"""A drafter and a family from one file each: the text of CONTRIBUTING.md, found by its file name and run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import SMALL, family_of, tiny_model
+
+from headstart import registry
+from headstart.api import LLM
+from headstart.cli.main import main
+from headstart.config import EngineConfig
+from headstart.core import SamplingParams
+from headstart.engine.load import Model, load_model
+from headstart.errors import ModelError, UsageError
+from headstart.models._family import Arrays
+from headstart.tools import tiny
+from headstart.tools.tiny import write_tiny
+
+PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
+SECTIONS: dict[registry.KindName, str] = {"drafters": "Write a drafter", "models": "Write a family"}
+PROMPTS = ["the thing", "an inner ring, then another", "x x x x"]
+
+
+def code_of(section: str) -> tuple[str, str]:
+    """File name and content of the one example of a section."""
+    text = PAGE.read_text("utf-8").split(f"## {section}\n")[1].split("\n## ")[0]
+    names, blocks = re.findall(r"^`(\w+\.py)`", text, re.M), re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
+    assert len(names) == len(blocks) == 1
+    return names[0], blocks[0]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Both files on the search path, and nothing else changed."""
+    made: dict[registry.KindName, Path] = {}
+    for kind, section in SECTIONS.items():
+        name, code = code_of(section)
+        made[kind] = tmp_path_factory.mktemp(kind)
+        (made[kind] / name).write_text(code, "utf-8")
+    with registry.search_path("drafters", made["drafters"]), registry.search_path("models", made["models"]):
+        yield
+
+
+@pytest.fixture(scope="module")
+def acme(folders: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny("acme", tmp_path_factory.mktemp("acme"))
+
+
+def texts(model: Model, temperature: float, **settings: Any) -> tuple[list[list[int]], LLM]:
+    llm = LLM(model, EngineConfig(**{**SMALL, "dtype": "float64", **settings}))
+    params = SamplingParams(temperature=temperature, seed=3, max_tokens=30, repetition_penalty=0.7)
+    return [done.token_ids for done in llm.generate(PROMPTS, params)], llm
+
+
+def test_they_are_found_by_their_file_names(tmp_path: Path) -> None:
+    """With the files on the search path, and no longer after it."""
+    for kind, section in SECTIONS.items():
+        name, code = code_of(section)
+        (tmp_path / name).write_text(code, "utf-8")
+        with registry.search_path(kind, tmp_path):
+            assert Path(name).stem in registry.available(kind)
+            assert registry.find(kind, Path(name).stem)
+    with registry.search_path("drafters", tmp_path):
+        assert EngineConfig(drafter="repeat_last").drafter == "repeat_last"
+    with pytest.raises(UsageError, match="--drafter is 'repeat_last', which is unknown"):
+        EngineConfig(drafter="repeat_last")
+    with pytest.raises(ModelError, match="unknown model family 'acme'"):
+        registry.find("models", "acme")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("drafter", ["repeat_last", "mtp", "ngram", "auto"])
+def test_the_new_family_runs_exactly_with_every_drafter(acme: Path, drafter: str, temperature: float) -> None:
+    model = load_model(str(acme), EngineConfig(dtype="float64", threads=1))
+    expected, _ = texts(model, temperature, drafter="none", max_num_seqs=1)
+    found, llm = texts(model, temperature, drafter=drafter, depth=4)
+    assert found == expected
+    assert llm.method == {"auto": "mtp"}.get(drafter, drafter)
+    if drafter != "ngram":
+        assert llm.engine.stats.drafted > 20
+
+
+def test_the_new_drafter_runs_on_every_family(folders: None) -> None:
+    for family in registry.available("models"):
+        model = tiny_model(family, num_hidden_layers=2)
+        assert texts(model, 0.9, drafter="repeat_last")[0] == texts(model, 0.9, drafter="none")[0]
+
+
+def test_the_new_drafter_is_right_where_the_text_repeats(acme: Path) -> None:
+    model = load_model(str(acme), EngineConfig(dtype="float64", threads=1))
+    llm = LLM(model, EngineConfig(**{**SMALL, "dtype": "float64", "drafter": "repeat_last", "depth": 3}))
+    done = llm.generate(["x"], SamplingParams(max_tokens=40, logit_bias={88: 100.0}))[0]
+    assert done.token_ids == [88] * 40
+    assert done.speculation.acceptance_rate == 1
+    assert done.speculation.passes == 11  # the prompt's, then four tokens each but for the last
+
+
+def test_the_new_trunk_is_the_one_it_says(acme: Path) -> None:
+    """Llama with q and k norms is what another family has: the same weights under its names give the same text."""
+    config, arrays = family_of("acme").tiny()
+    renamed: Arrays = {
+        name.replace("transformer.", "model."): array for name, array in arrays.items() if not name.startswith("draft.")
+    }
+    twin = tiny.write_model(acme.parent / "twin", {**config, "model_type": "qwen3"}, renamed)
+    models = [load_model(str(path), EngineConfig(dtype="float64", threads=1)) for path in (acme, twin)]
+    assert models[0].head and not models[1].head
+    assert texts(models[0], 0.0, drafter="none")[0] == texts(models[1], 0.0, drafter="none")[0]
+
+
+def test_commands_take_them(acme: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n".join(PROMPTS))
+    engine = ["--dtype", "float64", "--threads", "1", "--kv-blocks", "40"]
+    levels = ["--drafters", "repeat_last,mtp", "--depths", "2,4", "--temperatures", "0,1", "--max-tokens", "12"]
+    assert main(["verify", str(acme), "--prompts", str(prompts), *engine, *levels]) == 0
+    assert "differences 0" in capsys.readouterr().out
+
+
+def test_a_drafter_that_drafts_more_than_asked_is_a_bug(folders: None, acme: Path, tmp_path: Path) -> None:
+    (tmp_path / "eager.py").write_text(code_of("Write a drafter")[1].replace("] * depth", "] * (depth + 1)"))
+    with registry.search_path("drafters", tmp_path):
+        llm = LLM(str(acme), EngineConfig(**SMALL, drafter="eager"))
+        with pytest.raises(AssertionError, match="drafts more than it was asked for"):
+            llm.generate(["x"], SamplingParams(max_tokens=9, ignore_eos=True))
