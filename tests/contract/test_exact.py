@@ -56,8 +56,13 @@ def check(kind: str, family: str, drafter: str, cell: dict[str, Any]) -> tuple[i
     settings = {name: value for name, value in cell.items() if name != "temperature"}
     model = {"random": headed_model, "agreeing": agreeing_model}[kind](family)
     engine = make(model, drafter=drafter, **settings)
-    outputs = run(engine, varied_requests(cell["temperature"]))
-    assert_same(outputs, plain(kind, family, cell["temperature"]))
+    requests = varied_requests(cell["temperature"])
+    if cell["max_num_seqs"] == 1:  # one after another takes long: every other request, these or those
+        requests = requests[cell["depth"] == 1 :: 2]
+    outputs = run(engine, requests)
+    expected = plain(kind, family, cell["temperature"])
+    names = {each.request_id for each in requests}
+    assert_same(outputs, {key: output for key, output in expected.items() if key[0] in names})
     return engine.stats.accepted, engine.scheduler.num_preemptions
 
 
@@ -119,7 +124,7 @@ def test_a_head_with_no_module_for_a_depth_refuses_it() -> None:
     blocks=st.sampled_from([16, 24, 80]),
     caching=st.booleans(),
 )
-@settings(max_examples=25)
+@settings(max_examples=20)
 def test_no_draft_changes_the_text(
     seed: int, error: float, depth: int, temperature: float, batch: int, chunk: int, blocks: int, caching: bool
 ) -> None:

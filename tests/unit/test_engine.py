@@ -511,7 +511,7 @@ class JunkDrafter(OracleDrafter):
 @pytest.mark.parametrize("drafter", ["mtp", "mtp, reduced", "junk"])
 def test_three_tokens_follow_the_distribution_of_plain_sampling(drafter: str, rule: str) -> None:
     """Chi-square of the joint distribution of the first three tokens, the last two of them drafted."""
-    prompt, runs = [3, 1, 4, 1], 12
+    prompt, runs = [3, 1, 4, 1], 8
     model = tiny_model(FAMILY, vocab_size=SMALL_VOCAB, num_hidden_layers=2)
     if drafter == "mtp, reduced":
         model = replace(model, head=make_head(model, draft_ids=(0, 2, 3)))
