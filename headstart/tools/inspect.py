@@ -17,6 +17,7 @@ from headstart import hub
 from headstart.core import Report
 from headstart.formats import open_checkpoint
 from headstart.formats.base import Checkpoint, Tensor
+from headstart.formats.head import read_head
 
 DECLARING_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "nextn_predict_layers")
 NESTED_CONFIGS = ("text_config", "llm_config", "language_config")
@@ -106,9 +107,17 @@ def place_of(name: str) -> str:
 
 def describe_head(path: Path) -> dict[str, Any]:
     """A head that is a checkpoint of its own."""
-    checkpoint = open_checkpoint(path)
-    plain = {key: value for key, value in checkpoint.config.items() if not isinstance(value, list | dict)}
-    return {"path": str(path), "config": plain, **_part(checkpoint.tensors.values())}
+    head, tensors, draft_token_ids = read_head(path)
+    return {
+        "path": str(path),
+        "kind": head.kind,
+        "modules": head.num_modules,
+        "hidden_size": head.hidden_size,
+        "vocab_size": head.vocab_size,
+        "draft_vocab_size": head.vocab_size if draft_token_ids is None else len(draft_token_ids),
+        "trunk": head.trunk,
+        **_part(tensors.values()),
+    }
 
 
 def _part(tensors: Iterable[Tensor]) -> dict[str, Any]:
@@ -155,4 +164,7 @@ def _heads_line(heads: dict[str, Any]) -> str:
 
 
 def _attached_line(head: dict[str, Any]) -> str:
-    return f"attached head: {head['path']}, {head['parameters']:,} parameters, {head['bytes'] / 1e6:.1f} MB"
+    return (
+        f"attached head: {head['kind']}, {head['modules']} module, {head['parameters']:,} parameters, "
+        f"{head['bytes'] / 1e6:.1f} MB, {head['draft_vocab_size']:,} draft tokens, {head['path']}"
+    )

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from headstart.formats.base import Tensor
+from headstart.formats.head import BlockConfig, HeadConfig, write_head
+from headstart.kernels.ops import AttentionSpec, RopeSpec
+from headstart.tools import inspect
 from headstart.tools.inspect import find_heads, part_of, text_config
+from headstart.tools.tiny import write_tiny
 
 
 def tensor(name: str) -> Tensor:
@@ -53,3 +58,13 @@ def test_declared_against_found(config: dict[str, Any], names: list[str], expect
 )
 def test_parts(name: str, part: str) -> None:
     assert part_of(name, 4) == part
+
+
+def test_head_of_its_own(tmp_path: Path) -> None:
+    block = BlockConfig(intermediate_size=8, attention=AttentionSpec(2, 1, 4, 0.5), rope=RopeSpec((1.0,), 2), eps=1e-5)
+    config = HeadConfig(hidden_size=8, vocab_size=131, block=block, trunk="a", trunk_fingerprint="")
+    write_head(tmp_path / "head", config, {"mtp.0.norm.weight": np.ones(8, np.float32)}, np.arange(5, dtype=np.int64))
+    report = inspect.run(str(write_tiny("llama", tmp_path / "trunk")), head=str(tmp_path / "head"))
+    assert report.data["attached_head"]["draft_vocab_size"] == 5
+    assert report.data["attached_head"]["parameters"] == 8
+    assert "5 draft tokens" in "\n".join(report.lines)
