@@ -92,3 +92,20 @@ def test_pruned_draw_is_the_full_argmax():
 
 def test_no_draft_draws_from_the_target():
     assert judge_rejection(Draft(), P[:1], 3, 0, 9).tokens == (draw(P[0], 3, 9, 0, philox.TOKEN),)
+
+
+def test_noise_that_drew_the_draft_is_not_used_again() -> None:
+    """The engine's drafter draws with the token noise of the request's own seed. What is drawn after it, instead of a
+    rejected token or as a bonus, must know nothing of that noise."""
+    q, p = np.array([0.5, 0.3, 0.1, 0.1]), np.array([0.1, 0.4, 0.25, 0.25])
+    instead, bonus = np.zeros(4), np.zeros((4, 4))
+    for seed in range(3000):
+        token = draw(q, seed, 11, 0, philox.TOKEN)
+        first = judge_rejection(Draft([token], q[None]), np.stack([p, p]), seed, 0, 11)
+        if not first.num_accepted:
+            instead[first.tokens[0]] += 1
+        if seed < 1000:
+            bonus[judge_rejection(Draft([token], q[None]), np.stack([q, p]), seed, 0, 11).tokens] += 1
+    rest = np.maximum(p - q, 0)
+    assert chi_square(instead, rest / rest.sum()) < 13.8  # 2 degrees of freedom: p = 0.001
+    assert chi_square(bonus.ravel(), np.outer(q, p).ravel()) < 37.7  # 15 degrees of freedom: p = 0.001
