@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -78,7 +78,7 @@ def native_head(family: Family, weights: Weights, config: DecoderConfig) -> MTPH
     if family.head is None or not config.num_mtp or not weights.has("mtp.0.projection.weight"):
         return None
     modules = [mtp_module(weights, f"mtp.{i}", config) for i in range(config.num_mtp)]
-    return MTPHead(family.head, modules)
+    return MTPHead(replace(family.head, num_modules=len(modules)), modules)
 
 
 def tiny_config(**changes: Any) -> dict[str, Any]:
