@@ -24,6 +24,10 @@ MARK = "headstart_head"
 VERSION = 1
 KINDS = ("mtp",)
 DRAFT_IDS = "draft_token_ids"
+WRITTEN = (
+    "kind", "hidden_size", "vocab_size", "num_modules", "hidden_first", "mask_first", "tap", "recycle", "beyond",
+)  # fmt: skip
+"""Fields of HeadConfig that config.json holds as they are, at its top level."""
 Tap = Literal["post_norm", "pre_norm"]
 Beyond = Literal["last", "cycle"]
 
@@ -94,12 +98,10 @@ def write_head(
 
 
 def _document(config: HeadConfig) -> dict[str, Any]:
-    names = ["kind", "hidden_size", "vocab_size", "num_modules", "hidden_first", "mask_first", "tap", "recycle"]
-    names.append("beyond")
     block, attention, rope = config.block, config.block.attention, config.block.rope
     return {
         MARK: VERSION,
-        **{name: getattr(config, name) for name in names},
+        **{name: getattr(config, name) for name in WRITTEN},
         "block": {
             "intermediate_size": block.intermediate_size,
             "num_heads": attention.num_heads,

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib import resources
 from statistics import median
 from typing import Any
 
 from headstart.api import LLM, Completion
 from headstart.config import EngineConfig
 from headstart.core import DraftStats, Report, SamplingParams
+from headstart.tools.prompts import builtin_prompts
 
 Progress = Callable[[int, int, str], None]
 MAX_ROUNDS = 3
@@ -65,19 +64,19 @@ def run(options: DemoOptions, progress: Progress = lambda done, total, text: Non
     """Decode every prompt greedily with drafting off and on, in alternating order, as often as the time allows;
     `ok` is false if any two runs of a prompt differ in a token."""
     llm = LLM(options.model, options.config)
-    prompts = json.loads(resources.files("headstart.tools").joinpath("demo_prompts.json").read_text("utf-8"))
-    measured = [Measured(item["kind"]) for item in prompts]
+    prompts = builtin_prompts()
+    measured = [Measured(kind) for kind, _ in prompts]
     warm_up = SamplingParams(max_tokens=WARM_UP_TOKENS, ignore_eos=True)  # first calls pay for allocations
-    speeds = [llm.generate([item["prompt"]], warm_up, depth=0)[0].timing["decode_tokens_per_s"] for item in prompts[:2]]
+    speeds = [llm.generate([prompt], warm_up, depth=0)[0].timing["decode_tokens_per_s"] for _, prompt in prompts[:2]]
     params = SamplingParams(max_tokens=options.max_tokens or affordable_tokens(speeds[-1], len(prompts)))
     begin = time.monotonic()
     rounds = 0
     while rounds < MAX_ROUNDS and (time.monotonic() - begin) * (rounds + 1) <= TIME_BUDGET_S * max(rounds, 1):
-        for index, item in enumerate(prompts):
-            progress(rounds * len(prompts) + index, MAX_ROUNDS * len(prompts), f"round {rounds + 1}: {item['kind']}")
+        for index, (kind, prompt) in enumerate(prompts):
+            progress(rounds * len(prompts) + index, MAX_ROUNDS * len(prompts), f"round {rounds + 1}: {kind}")
             for drafting in (False, True) if (index + rounds) % 2 == 0 else (True, False):
                 depth = None if drafting else 0
-                measured[index].runs[drafting] += llm.generate([item["prompt"]], params, depth=depth)
+                measured[index].runs[drafting] += llm.generate([prompt], params, depth=depth)
         rounds += 1
     return _report(measured, options, rounds)
 
