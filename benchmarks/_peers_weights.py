@@ -6,9 +6,6 @@ import json
 import subprocess
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from headstart.engine.load import canonical_tensors, find_family
 from headstart.formats import open_checkpoint, safetensors
 
@@ -27,12 +24,6 @@ def gguf_copy(llama_bin: Path, source: Path, work: Path, weights: str) -> Path:
     return target
 
 
-def bfloat16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """Upper halves of finite float32 numbers, rounded to nearest, ties to even."""
-    bits = np.ascontiguousarray(values).view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-
-
 def safetensors_copy(source: Path, work: Path) -> Path:
     """A Hugging Face directory of a Llama GGUF, dequantized to bfloat16; tokenizer and template by transformers."""
     target = work / f"{source.stem}-bf16"
@@ -44,7 +35,7 @@ def safetensors_copy(source: Path, work: Path) -> Path:
     family = find_family(checkpoint)
     tensors = canonical_tensors(checkpoint, family, family.parse(checkpoint.config))
     arrays = {
-        name if name == "lm_head.weight" else f"model.{name}": (bfloat16_bits(tensor.float32()), "BF16")
+        name if name == "lm_head.weight" else f"model.{name}": safetensors.bfloat16(tensor.float32())
         for name, tensor in tensors.items()
     }
     safetensors.save(target / "model.safetensors", arrays, {"format": "pt"})

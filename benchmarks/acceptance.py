@@ -33,9 +33,7 @@ def first_turns(path: Path, per_category: int) -> list[tuple[str, str]]:
 
 def measure(llm: LLM, prompts: list[tuple[str, str]], temperature: float, max_tokens: int) -> dict[str, DraftStats]:
     """Counts of drafting per category."""
-    params = [
-        SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed) for seed in range(len(prompts))
-    ]
+    params = [SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed) for seed in range(len(prompts))]
     done = 0
     with progress("decoding") as advance:
 

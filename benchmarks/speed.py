@@ -19,6 +19,7 @@ from headstart.api import LLM
 from headstart.cli.render import progress
 from headstart.config import EngineConfig
 from headstart.core import DraftStats, SamplingParams
+from headstart.tools.pairs import decode_pair
 
 
 def spread(values: list[float]) -> str:
@@ -49,8 +50,7 @@ def main() -> int:
         for number in range(args.rounds):
             for index, prompt in enumerate(prompts):
                 params = SamplingParams(temperature=args.temperature, seed=index, max_tokens=args.max_tokens)
-                order = (False, True) if (number + index) % 2 == 0 else (True, False)
-                runs = {on: llm.generate([prompt], params, depth=None if on else 0)[0] for on in order}
+                runs = decode_pair(llm, prompt, params, number + index)
                 advance(number * len(prompts) + index + 1, args.rounds * len(prompts), f"round {number + 1}")
                 same += runs[True].token_ids == runs[False].token_ids
                 stats.add(runs[True].speculation)

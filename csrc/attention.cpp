@@ -40,6 +40,7 @@ struct Query {
 };
 
 template <Store kStore, int kQueries> struct Attend {
+    explicit Attend(const AttendTask& work) : task(work) {} // the rest is set where it is used: it is large
     const AttendTask& task;
     Query query[kQueries];
     const uint8_t *tile[kTiles], *next[kTiles]; // of this chunk and the one after it
@@ -191,8 +192,7 @@ template <Store kStore, int kQueries> struct Attend {
 };
 
 template <Store kStore, int kQueries> void attend_few(const AttendTask& task) {
-    Attend<kStore, kQueries> work{task, {}, {}, {}, 0, 0};
-    work.run(task.first_query);
+    Attend<kStore, kQueries>(task).run(task.first_query);
 }
 
 template <Store kStore> void attend_store(const AttendTask& task) {

@@ -22,7 +22,7 @@ from typing import Literal
 
 from headstart.errors import HeadstartError, ModelError, UsageError
 
-KindName = Literal["models", "drafters", "formats", "launchers"]
+KindName = Literal["models", "drafters", "formats", "launchers", "head_kinds", "tool_formats", "reasoning_formats"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,9 @@ KINDS: dict[KindName, Kind] = {
         "headstart.formats", ("FORMAT",), "checkpoint format", ModelError, helpers=frozenset({"base", "head"})
     ),
     "launchers": Kind("headstart.tools.launchers", ("LAUNCHER",), "launcher", UsageError),
+    "head_kinds": Kind("headstart.train.kinds", ("KIND",), "kind of head", UsageError),
+    "tool_formats": Kind("headstart.text.parsers", ("PARSER",), "tool format", UsageError),
+    "reasoning_formats": Kind("headstart.text.reasoning", ("REASONING",), "reasoning format", UsageError),
 }
 
 _added: dict[str, list[Path]] = {kind: [] for kind in KINDS}  # changed by `search_path` only

@@ -29,7 +29,7 @@ from headstart.drafters._drafter import AttachedHead
 from headstart.engine.engine import Engine
 from headstart.engine.load import Model, load_model, make_engine
 from headstart.formats.base import make_tensor
-from headstart.layers.build import Weights, eagle3_head, mtp_module
+from headstart.layers.build import DecoderConfig, Weights, eagle3_head, mtp_module
 from headstart.layers.mtp import HeadSpec, MTPHead
 from headstart.models._family import Arrays, Family, block_shapes, random_arrays
 from headstart.tools.tiny import write_model
@@ -71,6 +71,21 @@ def tiny_model(family: str, dtype: str = "float64", softness: float = 1.0, **cha
     return load_model(str(folder), EngineConfig(backend="reference", dtype=dtype, threads=1))
 
 
+def mtp_shapes(prefix: str, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Canonical names and shapes of one MTP module."""
+    hidden = config.hidden_size
+    norms = {f"{prefix}.{name}.weight": (hidden,) for name in ("norm_embedding", "norm_hidden", "norm")}
+    return {**norms, f"{prefix}.projection.weight": (hidden, 2 * hidden), **block_shapes(f"{prefix}.block", config)}
+
+
+def as_tensors(arrays: Arrays) -> dict[str, Any]:
+    """Arrays as tensors of a float32 file."""
+    return {
+        name: make_tensor(name, array.shape, "F32", np.ascontiguousarray(array, np.float32).reshape(-1).view(np.uint8))
+        for name, array in arrays.items()
+    }
+
+
 def make_head(
     model: Model,
     spec: HeadSpec = PLAIN_SPEC,
@@ -84,18 +99,14 @@ def make_head(
     hidden = config.hidden_size
     tensors: dict[str, Any] = {}
     for i in range(spec.num_modules):
-        norms = {f"mtp.{i}.{name}.weight": (hidden,) for name in ("norm_embedding", "norm_hidden", "norm")}
-        block = block_shapes(f"mtp.{i}.block", config)
-        arrays = random_arrays({**norms, f"mtp.{i}.projection.weight": (hidden, 2 * hidden), **block}, seed + i)
+        arrays = random_arrays(mtp_shapes(f"mtp.{i}", config), seed + i)
         if agreeing:
             arrays = soften(arrays, 0.1)
             halves = [np.eye(hidden), np.zeros((hidden, hidden))]
             arrays[f"mtp.{i}.projection.weight"] = np.hstack(halves[::-1] if spec.hidden_first else halves)
             arrays[f"mtp.{i}.norm_embedding.weight"] = np.ones(hidden)
             arrays[f"mtp.{i}.norm.weight"] = model.weights.raw("norm.weight", (hidden,)).float32()
-        for name, array in arrays.items():
-            raw = np.ascontiguousarray(array, np.float32).reshape(-1).view(np.uint8)
-            tensors[name] = make_tensor(name, array.shape, "F32", raw)
+        tensors |= as_tensors(arrays)
     weights = Weights(tensors, model.backend, "made head")
     modules = [mtp_module(weights, f"mtp.{i}", config) for i in range(spec.num_modules)]
     ids = None if draft_ids is None else np.array(sorted(draft_ids), np.int64)
@@ -116,10 +127,7 @@ def eagle3_tensors(model: Model, draft_ids: Seq[int] | None = None, taps: int = 
 
 def make_eagle3(model: Model, tap: tuple[int, ...] = (0, 1), draft_ids: Seq[int] | None = None) -> AttachedHead:
     """A random EAGLE-3 head for any trunk of two layers or more."""
-    tensors = {}
-    for name, array in eagle3_tensors(model, draft_ids, len(tap)).items():
-        raw = np.ascontiguousarray(array, np.float32).reshape(-1).view(np.uint8)
-        tensors[name] = make_tensor(name, array.shape, "F32", raw)
+    tensors = as_tensors(eagle3_tensors(model, draft_ids, len(tap)))
     ids = None if draft_ids is None else np.array(sorted(draft_ids), np.int64)
     weights = Weights(tensors, model.backend, "made head")
     sizes = replace(model.config, qkv_bias=False, qk_norm=False)

@@ -9,7 +9,6 @@ import typer
 
 from headstart.cli.options import EngineOptions, Model, OptionGroup, OutputOptions, comma_list
 from headstart.cli.render import finish, print_table, progress
-from headstart.config import flag_of
 from headstart.errors import UsageError
 
 HELP = "Measure speed on this machine."
@@ -43,8 +42,7 @@ class StepFlags(OptionGroup):
 
 def step(model: Model = None, *, flags: StepFlags, engine: EngineOptions, output: OutputOptions) -> int:
     """Time one pass by its number of rows, a draft, and the share of the memory's speed that a pass reaches."""
-    if unused := sorted(engine.given - STEP_USES):
-        raise UsageError(f"{flag_of(unused[0])} has no meaning for single passes of one sequence", "leave it out")
+    engine.refuse_others(STEP_USES, "single passes of one sequence")
     rows = comma_list("--rows", flags.rows, int)
     if any(count < 1 for count in rows):
         raise UsageError(f"--rows is {flags.rows!r}, but a pass has at least 1 row", "for example --rows 1,4,8")

@@ -10,7 +10,6 @@ import typer
 
 from headstart.cli.options import EngineOptions, Model, OptionGroup, OutputOptions
 from headstart.cli.render import finish, progress
-from headstart.config import flag_of
 from headstart.errors import UsageError
 
 EXAMPLES = (
@@ -54,8 +53,7 @@ class DataFlags(OptionGroup):
 
 def run(model: Model = None, *, flags: DataFlags, engine: EngineOptions, output: OutputOptions) -> int:
     """Have a model write text that a head can learn from."""
-    if unused := sorted(engine.given - USES):
-        raise UsageError(f"{flag_of(unused[0])} has no meaning for writing data", "leave it out")
+    engine.refuse_others(USES, "writing data")
 
     from headstart.tools import data
 

@@ -19,9 +19,7 @@ def completion_document(completion: Completion) -> dict[str, Any]:
         "seed": completion.seed,
         "usage": {name: completion.usage[name] for name in ("prompt_tokens", "completion_tokens")},
         "speculation": speculation_document(completion.speculation, completion.method),
-        "timing": {
-            name: completion.timing[name] for name in ("load_s", "ttft_s", "decode_s", "decode_tokens_per_s")
-        },
+        "timing": {name: completion.timing[name] for name in ("load_s", "ttft_s", "decode_s", "decode_tokens_per_s")},
     }
     if completion.logprobs:
         document["logprobs"] = [asdict(entry) for entry in completion.logprobs]

@@ -22,6 +22,7 @@ def _examples(lines: Sequence[str]) -> str:
     """Help text that ends a command's `--help`; blank lines keep one example per line."""
     return "\n\n".join(["Examples:", *lines])
 
+
 TRACEBACK_VARIABLE = "HEADSTART_TRACEBACK"
 
 app = typer.Typer(

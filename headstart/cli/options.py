@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar, get_args, get_type_hints
@@ -238,6 +238,11 @@ class EngineOptions(OptionGroup):
             given["depth"] = 0
         return cls(config=EngineConfig(**given), given=frozenset(given))
 
+    def refuse_others(self, used: Set[str], purpose: str) -> None:
+        """Raises UsageError for an option that was given but has no meaning for `purpose`."""
+        if unused := sorted(self.given - used):
+            raise UsageError(f"{flag_of(unused[0])} has no meaning for {purpose}", "leave it out")
+
 
 def _engine_option(name: str) -> Any:
     item = config_fields()[name]
@@ -254,5 +259,3 @@ def _as_option(hint: Any) -> Any:
     if members and all(isinstance(member, str) for member in members):
         return str
     return members[0] if members else hint
-
-

@@ -172,6 +172,12 @@ def save(path: Path, tensors: Mapping[str, Array], metadata: Mapping[str, str] |
     write_atomically(Path(path), [len(text).to_bytes(8, "little"), text, *(blob.data for blob in blobs)])
 
 
+def bfloat16(values: NDArray[np.float32]) -> tuple[NDArray[np.uint16], str]:
+    """Finite float32 numbers rounded to the nearest bfloat16, ties to even, as `save` takes them."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16), "BF16"
+
+
 def _bits(value: Array) -> NDArray[Any]:
     return value[0] if isinstance(value, tuple) else value
 

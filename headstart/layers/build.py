@@ -10,7 +10,7 @@ import numpy as np
 from headstart.errors import ModelError
 from headstart.kernels.ops import AttentionSpec, Backend, RawTensor, RopeSpec, Weight
 from headstart.layers.attention import Attention
-from headstart.layers.decoder import Decoder, DecoderLayer
+from headstart.layers.decoder import Decoder, DecoderLayer, tapped_layers
 from headstart.layers.eagle3 import Eagle3Module
 from headstart.layers.linear import Linear
 from headstart.layers.mlp import GatedMLP
@@ -163,7 +163,7 @@ def eagle3_head(
 ) -> MTPHead:
     """An EAGLE-3 head; taps that it does not name are those of its paper's code (low, middle, high)."""
     layers = config.num_layers
-    tap = spec.tap if isinstance(spec.tap, tuple) and spec.tap else (2, layers // 2, layers - 3)
+    tap = tapped_layers(spec.tap) or (2, layers // 2, layers - 3)
     if not all(0 <= layer < layers for layer in tap) or list(tap) != sorted(set(tap)):
         raise ModelError(f"{weights.source} taps the layers {tap}, but they must ascend below {layers}")
     module = eagle3_module(weights, config, len(tap), norm_before_residual)

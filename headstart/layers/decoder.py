@@ -18,7 +18,12 @@ side by side."""
 
 def tap_width(tap: Tap, hidden_size: int) -> int:
     """Columns of a stored hidden state."""
-    return hidden_size * (len(tap) if isinstance(tap, tuple) else 1)
+    return hidden_size * max(len(tapped_layers(tap)), 1)
+
+
+def tapped_layers(tap: Tap) -> tuple[int, ...]:
+    """The layers whose streams are tapped; none for a final state."""
+    return tap if isinstance(tap, tuple) else ()
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,7 @@ class DecoderProgram:
     def __call__(self, ops: Ops, step: StepInputs) -> dict[str, Buffer]:
         model = self.model
         delta, residual = None, ops.embed(model.embedding, step.token_ids)
-        wanted = self.tap if isinstance(self.tap, tuple) else ()
+        wanted = tapped_layers(self.tap)
         tapped: Buffer | None = None
         for i, (layer, pool) in enumerate(zip(model.layers, self.kv_pools, strict=True)):
             if i in wanted:

@@ -13,7 +13,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +102,13 @@ class _Work:
         self._own_attempts = int(self._state.read_text()) if self._state.exists() else 0
         self._seen: set[str] = set()
         self._turns: list[Prompt] = []  # second turns that may be asked
-        self.tokens = self._before = 0
+        self._kinds: dict[str, Counter[str]] = defaultdict(Counter)
+        self._sources: dict[str, Counter[str]] = defaultdict(Counter)
+        self.tokens = 0
         for record in self.answers:
             self._note(record)
+        for record in self.text:
+            self._count(record)
         self._before = self.tokens
         self._started = time.monotonic()
 
@@ -113,7 +117,8 @@ class _Work:
         room = TEXT_SHARE * (self.options.tokens or MOST_TEXT_TOKENS) * CHARACTERS_PER_TOKEN
         pieces = random.Random(self.options.seed).sample(self.pieces, len(self.pieces))
         for record in records(pieces, self.options.licence):
-            self.text.append(record)
+            if self.text.append(record):
+                self._count(record)
             room -= len(record["text"])
             if room <= 0:
                 break
@@ -175,8 +180,17 @@ class _Work:
             done=self._done,
         )
 
+    def _count(self, record: dict[str, Any]) -> None:
+        tokens = len(record.get("response_ids", ()))
+        for counter in (
+            self._kinds[record["kind"]],
+            self._sources[f"{record['source']} ({record['licence']})"],
+        ):
+            counter.update(records=1, answer_tokens=tokens, text_characters=len(record.get("text", "")))
+
     def _note(self, record: dict[str, Any]) -> None:
-        """Remember how a prompt began; offer a second turn after some of the answers."""
+        """Count an answer, remember how its prompt began; offer a second turn after some."""
+        self._count(record)
         self.tokens += len(record["response_ids"])
         messages, rng = record["messages"], random.Random(f"{self.options.seed} turn {record['key']}")
         self._seen.add(fingerprint(Prompt(tuple(messages[:-1]), "")))
@@ -221,19 +235,13 @@ class _Work:
 
     def manifest(self) -> dict[str, Any]:
         """Counts by kind, sources with their licences, and how it was made."""
-        kinds: dict[str, Counter[str]] = defaultdict(Counter)
-        sources: dict[str, Counter[str]] = defaultdict(Counter)
-        for record in chain(self.answers, self.text):
-            tokens = len(record.get("response_ids", ()))
-            for counter in (kinds[record["kind"]], sources[f"{record['source']} ({record['licence']})"]):
-                counter.update(records=1, answer_tokens=tokens, text_characters=len(record.get("text", "")))
         return {
             "headstart_version": __version__,
             "model": self.llm.model.name,
             "seed": self.options.seed,
             "answer_tokens": self.tokens,
-            "kinds": {kind: dict(counts) for kind, counts in sorted(kinds.items())},
-            "sources": {name: dict(counts) for name, counts in sorted(sources.items())},
+            "kinds": {kind: dict(counts) for kind, counts in sorted(self._kinds.items())},
+            "sources": {name: dict(counts) for name, counts in sorted(self._sources.items())},
         }
 
     def report(self) -> Report:

@@ -11,6 +11,7 @@ from typing import Any
 from headstart.api import LLM, Completion
 from headstart.config import EngineConfig
 from headstart.core import DraftStats, Report, SamplingParams
+from headstart.tools.pairs import decode_pair
 from headstart.tools.prompts import builtin_prompts
 
 Progress = Callable[[int, int, str], None]
@@ -74,9 +75,8 @@ def run(options: DemoOptions, progress: Progress = lambda done, total, text: Non
     while rounds < MAX_ROUNDS and (time.monotonic() - begin) * (rounds + 1) <= TIME_BUDGET_S * max(rounds, 1):
         for index, (kind, prompt) in enumerate(prompts):
             progress(rounds * len(prompts) + index, MAX_ROUNDS * len(prompts), f"round {rounds + 1}: {kind}")
-            for drafting in (False, True) if (index + rounds) % 2 == 0 else (True, False):
-                depth = None if drafting else 0
-                measured[index].runs[drafting] += llm.generate([prompt], params, depth=depth)
+            for drafting, each in decode_pair(llm, prompt, params, index + rounds).items():
+                measured[index].runs[drafting].append(each)
         rounds += 1
     return _report(measured, options, rounds)
 

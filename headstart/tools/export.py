@@ -17,13 +17,7 @@ from headstart.tools.exports import vllm_eagle3, vllm_mtp
 from headstart.tools.exports._source import Source
 
 Progress = Callable[[int, int, str], None]
-LAYOUTS = {"vllm-mimo": vllm_mtp.write, "vllm-eagle3": vllm_eagle3.write}
-USE = {
-    "vllm-mimo": "vllm serve {out} --trust-remote-code --speculative-config "
-    """'{{"method": "mtp", "num_speculative_tokens": 3}}'""",
-    "vllm-eagle3": "vllm serve MODEL --speculative-config "
-    """'{{"method": "eagle3", "model": "{out}", "num_speculative_tokens": 3}}'""",
-}
+LAYOUTS = {"vllm-mimo": vllm_mtp, "vllm-eagle3": vllm_eagle3}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +45,7 @@ def run(options: ExportOptions, progress: Progress = lambda done, total, text: N
     aside = options.out.with_name(f".{options.out.name}.{secrets.token_hex(6)}")
     try:
         aside.mkdir(parents=True)
-        LAYOUTS[options.to](source, aside, progress)
+        LAYOUTS[options.to].write(source, aside, progress)
         if options.out.exists():
             shutil.rmtree(options.out)
         aside.rename(options.out)
@@ -61,7 +55,7 @@ def run(options: ExportOptions, progress: Progress = lambda done, total, text: N
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     size = sum(path.stat().st_size for path in options.out.iterdir())
-    use = USE[options.to].format(out=options.out)
+    use = LAYOUTS[options.to].USE.format(out=options.out)
     return Report(
         True,
         {"out": str(options.out), "to": options.to, "bytes": size, "use": use},

@@ -12,6 +12,7 @@ from headstart.api import LLM
 from headstart.config import EngineConfig
 from headstart.core import DraftStats, SamplingParams
 from headstart.tools import bench_step
+from headstart.tools.pairs import decode_pair
 from headstart.train.data import Example
 from headstart.train.progress import shown
 
@@ -91,11 +92,10 @@ def measure(model: str, head: Path, examples: Sequence[Example], depth: int, thr
     with shown("measuring the gain") as show:
         for turn in range(ROUNDS):
             for index, ids in enumerate(prompts):
-                for drafting in (False, True) if (turn + index) % 2 == 0 else (True, False):
-                    (each,) = llm.generate([ids], params, depth=None if drafting else 0)
+                pair = decode_pair(llm, ids, params, turn + index)
+                for drafting, each in pair.items():
                     rates[drafting].append(each.timing["decode_tokens_per_s"])
-                    if drafting:
-                        stats.add(each.speculation)
+                stats.add(pair[True].speculation)
                 show((turn * len(prompts) + index + 1) / (ROUNDS * len(prompts)), f"round {turn + 1}")
     pairs = [on / off for off, on in zip(rates[False], rates[True], strict=True) if on and off]
     low, middle, high = quantiles(pairs, n=4) if len(pairs) > 1 else pairs * 3

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Sequence as Seq
+from dataclasses import replace
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
 
-from headstart.core import Int32, StepPlan
+from headstart.core import Request, Rows, SamplingParams, Sequence, StepPlan
 from headstart.engine.load import Model
+from headstart.engine.plan import build_plan
 from headstart.train.data import MAX_TOKENS, Example
 from headstart.train.features import Features
 
@@ -29,7 +29,7 @@ class NativeTrunk:
         pools = [self._backend.kv_pool(slots, spec) for spec in decoder.kv_specs]
         self._program = decoder.program(pools, None, tap or "post_norm")
 
-    def features(self, examples: Sequence[Example]) -> Iterator[Features]:
+    def features(self, examples: Seq[Example]) -> Iterator[Features]:
         """Of each example, in order."""
         part: list[Example] = []
         for example in examples:
@@ -52,27 +52,19 @@ class NativeTrunk:
             yield Features(hidden[first:last], torch.from_numpy(best[first:last]))
 
 
-def _ints(values: ArrayLike) -> Int32:
-    return np.asarray(values, np.int32)
-
-
-def plan_of(examples: Sequence[Example]) -> StepPlan:
+def plan_of(examples: Seq[Example]) -> StepPlan:
     """One pass over whole sequences, each in blocks of its own; logits where loss needs the trunk's choice."""
-    lengths = [len(example) for example in examples]
-    blocks = [-(-length // BLOCK_SIZE) for length in lengths]
-    first_block = list(accumulate(blocks, initial=0))
-    tables = np.zeros((len(examples), max(blocks)), np.int32)
-    for row, (first, count) in enumerate(zip(first_block, blocks, strict=False)):
-        tables[row, :count] = np.arange(first, first + count)
-    positions = np.concatenate([np.arange(length) for length in lengths])
-    starts = np.repeat([first * BLOCK_SIZE for first in first_block[:-1]], lengths)
-    return StepPlan(
-        token_ids=_ints(np.concatenate([example.tokens for example in examples])),
-        positions=_ints(positions),
-        slots=_ints(starts + positions),
-        row_starts=_ints(list(accumulate(lengths, initial=0))),
-        context_lens=_ints(lengths),
-        block_tables=tables,
-        logit_rows=_ints(np.flatnonzero(np.concatenate([example.loss for example in examples]))),
-        block_size=BLOCK_SIZE,
-    )
+    parts: list[Rows] = []
+    first_block = 0
+    for example in examples:
+        tokens = example.tokens.tolist()
+        request = Request(
+            request_id="", prompt_ids=tuple(tokens), params=SamplingParams(), seed=0, stop_ids=frozenset()
+        )
+        sequence = Sequence(request, 0, tokens, 0)
+        last_block = first_block + -(-len(tokens) // BLOCK_SIZE)
+        sequence.block_table.extend(range(first_block, last_block))
+        parts.append(Rows(sequence, 0, tokens, 0))
+        first_block = last_block
+    wanted = np.flatnonzero(np.concatenate([example.loss for example in examples]))
+    return replace(build_plan(parts, BLOCK_SIZE), logit_rows=wanted.astype(np.int32))

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headstart import registry
 from headstart.config import MAX_DEPTH
 from headstart.core import Report
 from headstart.errors import ModelError, UsageError
@@ -30,12 +31,12 @@ from headstart.train.evaluate import Acceptance, evaluate
 from headstart.train.export import export_head, trunk_fingerprint
 from headstart.train.gain import measure
 from headstart.train.head import stream_scale
-from headstart.train.kinds import KINDS, head_kind
+from headstart.train.kinds import head_kind
 from headstart.train.loop import Hooks, Recipe, Trainer, save_checkpoint, train
 from headstart.train.objective import Target, Weighting
 from headstart.train.plot import draw
 from headstart.train.progress import note, shown
-from headstart.train.setup import Corpus, Subject, existing_head, load_subject, prepare, write_answers
+from headstart.train.setup import Corpus, Subject, as_masters, existing_head, load_subject, prepare, write_answers
 
 PATIENCE = 10
 """Evaluations without a better one after which a run ends early."""
@@ -94,8 +95,8 @@ def check(options: TrainOptions) -> None:
         raise UsageError("train needs text to learn from", "give --data or --prompts")
     if options.head is not None and not options.finetune:
         raise UsageError("--head says what to begin with, which only --finetune does", "add --finetune")
-    if options.kind not in KINDS:
-        raise UsageError(f"--kind is {options.kind!r}, which is unknown", f"choose {' or '.join(KINDS)}")
+    if options.kind not in (kinds := registry.available("head_kinds")):
+        raise UsageError(f"--kind is {options.kind!r}, which is unknown", f"choose {' or '.join(kinds)}")
     if not 1 <= options.depth <= MAX_DEPTH:
         raise UsageError(f"--depth is {options.depth}, but must be between 1 and {MAX_DEPTH}")
     if options.draft_vocab < 2:
@@ -171,7 +172,7 @@ class _Run:
                 "give --out a new name",
             )
         device = trunk.lm_head.device
-        weights = {name: torch.from_numpy(each.float32().copy()).to(device) for name, each in tensors.items()}
+        weights = {name: each.to(device) for name, each in as_masters(tensors).items()}
         found = torch.arange(config.vocab_size) if ids is None else torch.from_numpy(ids)
         module = self.kind.module(weights, self.spec, config, trunk.dtype)
         target = Target.of(trunk.model.embedding, trunk.lm_head, found.to(device))

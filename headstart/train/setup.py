@@ -21,6 +21,7 @@ from headstart.formats.head import read_head
 from headstart.kernels.ops import RawTensor
 from headstart.kernels.reference import ReferenceBackend
 from headstart.layers.build import DecoderConfig, lm_head_name
+from headstart.layers.decoder import tapped_layers
 from headstart.layers.mtp import HeadSpec
 from headstart.text.chat import ChatTemplate
 from headstart.text.tokenizer import Tokenizer
@@ -135,8 +136,7 @@ def subject_of(model: Model, engine_config: EngineConfig, kind: str = "mtp") -> 
     lm_head: Tensor = ReferenceBackend(device=engine_config.device, dtype=exact).weight(raw)
     text = ModelText(model.tokenizer, model.checkpoint.chat_template())
     spec = head_kind(kind).spec(model.config.num_layers)
-    tap = spec.tap if isinstance(spec.tap, tuple) else ()
-    return Subject(model, Trunk(model.decoder, lm_head, tap), text, engine_config, spec)
+    return Subject(model, Trunk(model.decoder, lm_head, tapped_layers(spec.tap)), text, engine_config, spec)
 
 
 def existing_head(subject: Subject, kind: HeadKind, path: Path | None) -> tuple[HeadSpec, dict[str, Tensor]]:

@@ -56,9 +56,7 @@ def plain_eagle3(t: dict[str, Any], streams: Any, embedded: Any, spec: Any, inv_
         return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
 
     g = streams @ t["fc.weight"].T
-    x = torch.cat(
-        (norm(embedded, t["midlayer.input_layernorm.weight"]), norm(g, t["midlayer.hidden_norm.weight"])), -1
-    )
+    x = torch.cat((norm(embedded, t["midlayer.input_layernorm.weight"]), norm(g, t["midlayer.hidden_norm.weight"])), -1)
     q, k, v = (x @ t[f"midlayer.self_attn.{n}_proj.weight"].T for n in "qkv")
     q = turned(q.view(len(x), spec.num_heads, -1))
     k, v = turned(k.view(len(x), spec.num_kv_heads, -1)), v.view(len(x), spec.num_kv_heads, -1)

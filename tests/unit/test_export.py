@@ -19,9 +19,9 @@ from headstart.core import SamplingParams  # noqa: E402
 from headstart.engine.load import load_model  # noqa: E402
 from headstart.errors import ModelError, UsageError  # noqa: E402
 from headstart.formats.head import BlockConfig, HeadConfig, write_head  # noqa: E402
-from headstart.models._family import block_shapes, random_arrays  # noqa: E402
+from headstart.formats.safetensors import bfloat16  # noqa: E402
+from headstart.models._family import random_arrays  # noqa: E402
 from headstart.tools.export import ExportOptions, run  # noqa: E402
-from headstart.tools.exports._source import bfloat16  # noqa: E402
 from headstart.train.unroll import unroll  # noqa: E402
 
 
@@ -30,8 +30,6 @@ def trunk_and_head(tmp_path: Path, hidden_first: bool) -> tuple[Path, Path]:
     model = support.write_model(tmp_path / "model", config, arrays)
     sizes = support.family_of("llama").parse(config)
     hidden = sizes.hidden_size
-    shapes = {f"mtp.0.{name}.weight": (hidden,) for name in ("norm_embedding", "norm_hidden", "norm")}
-    shapes |= {"mtp.0.projection.weight": (hidden, 2 * hidden)} | block_shapes("mtp.0.block", sizes)
     block = BlockConfig(
         intermediate_size=sizes.intermediate_size, attention=sizes.attention, rope=sizes.rope, eps=sizes.eps
     )
@@ -39,7 +37,7 @@ def trunk_and_head(tmp_path: Path, hidden_first: bool) -> tuple[Path, Path]:
         hidden_size=hidden, vocab_size=sizes.vocab_size, block=block, trunk="x", trunk_fingerprint="y",
         hidden_first=hidden_first,
     )  # fmt: skip
-    arrays = {name: bfloat16(array) for name, array in random_arrays(shapes, 5).items()}
+    arrays = {name: bfloat16(array) for name, array in random_arrays(support.mtp_shapes("mtp.0", sizes), 5).items()}
     write_head(tmp_path / "head", head, arrays, np.arange(0, sizes.vocab_size, 2))
     return model, tmp_path / "head"
 

@@ -44,10 +44,14 @@ def ulps(value: float, exact: Decimal) -> float:
 
 def test_log_is_accurate():
     rng = np.random.default_rng(0)
-    x = np.concatenate([
-        rng.uniform(1e-9, 2, 300), np.exp(rng.uniform(-23, 4, 300)), 1 - np.exp(rng.uniform(-23, -1, 300)),
-        [2.0**-33, 1 - 2.0**-33, 1.0 + 2.0**-52, 1e-300, 1e300, 0.5, 2**0.5, 0.5**0.5],
-    ])
+    x = np.concatenate(
+        [
+            rng.uniform(1e-9, 2, 300),
+            np.exp(rng.uniform(-23, 4, 300)),
+            1 - np.exp(rng.uniform(-23, -1, 300)),
+            [2.0**-33, 1 - 2.0**-33, 1.0 + 2.0**-52, 1e-300, 1e300, 0.5, 2**0.5, 0.5**0.5],
+        ]
+    )
     got = philox.numpy_log(x)
     with localcontext() as context:
         context.prec = 50

@@ -56,8 +56,7 @@ def oracle(logits, ids, seq, prefix, allowed=None):
     for v in scores:
         scores[v] += float(np.float32(params.logit_bias.get(v, 0.0)))
         repetition, presence, frequency = (
-            float(np.float32(x))
-            for x in (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+            float(np.float32(x)) for x in (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         )
         if v in output or v in request.prompt_ids:
             scores[v] = scores[v] / repetition if scores[v] > 0 else scores[v] * repetition

@@ -13,6 +13,7 @@ import support
 
 torch = pytest.importorskip("torch")
 
+from headstart import registry  # noqa: E402
 from headstart.api import LLM  # noqa: E402
 from headstart.config import EngineConfig  # noqa: E402
 from headstart.core import SamplingParams, StepPlan  # noqa: E402
@@ -25,7 +26,7 @@ from headstart.train import data, generate  # noqa: E402
 from headstart.train.batches import plan_epoch  # noqa: E402
 from headstart.train.features import FeatureCache, trunk_argmax, trunk_hidden  # noqa: E402
 from headstart.train.head import stream_scale  # noqa: E402
-from headstart.train.kinds import KINDS, head_kind  # noqa: E402
+from headstart.train.kinds import head_kind  # noqa: E402
 from headstart.train.loop import Hooks, Recipe, Trainer, save_checkpoint, train  # noqa: E402
 from headstart.train.losses import distill, teach  # noqa: E402
 from headstart.train.objective import Target, Weighting  # noqa: E402
@@ -174,7 +175,7 @@ def test_training_raises_held_out_acceptance(tmp_path: Path) -> None:
     assert after.cumulative[1] > before.cumulative[1] + 0.3
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", registry.available("head_kinds"))
 def test_from_prompts_to_a_head_that_the_engine_runs(tmp_path: Path, kind: str) -> None:
     folder, prompts = tiny_folder(tmp_path, 0.1, 2 if kind == "mtp" else 7), tmp_path / "prompts.jsonl"
     asked = np.random.default_rng(2).choice(WORDS, (40, 3))

@@ -1,1 +1,2 @@
-"""Layouts that a model with its head can be written in, one file each: LAYOUT = write(source, target, progress)."""
+"""Layouts that a model with its head can be written in, one file each: `write(source, target, progress)` and `USE`, the
+command that runs what was written."""

@@ -18,7 +18,6 @@ from headstart.formats.head import HeadConfig
 from headstart.kernels.ops import RawTensor
 from headstart.layers.build import DecoderConfig
 
-Bits = tuple[NDArray[np.uint16], str]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 
 
@@ -45,12 +44,6 @@ class Source:
         family = find_family(checkpoint)
         sizes = family.parse(checkpoint.config)
         return Source(name, checkpoint, sizes, canonical_tensors(checkpoint, family, sizes), head[0], path, *head[1:])
-
-
-def bfloat16(values: NDArray[np.float32]) -> Bits:
-    """Upper halves of float32 numbers, rounded to nearest, ties to even."""
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16), "BF16"
 
 
 def write_text_side(source: Source, target: Path) -> None:

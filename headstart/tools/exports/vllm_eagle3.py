@@ -9,6 +9,11 @@ from pathlib import Path
 from headstart.errors import ModelError
 from headstart.tools.exports._source import Source
 
+USE = (
+    "vllm serve MODEL --speculative-config "
+    """'{{"method": "eagle3", "model": "{out}", "num_speculative_tokens": 3}}'"""
+)
+
 
 def write(source: Source, target: Path, progress: Callable[[int, int, str], None]) -> None:
     """Fill the directory `target`, which exists and is empty."""

@@ -15,11 +15,15 @@ from typing import Any
 import numpy as np
 
 from headstart.errors import ModelError
-from headstart.formats.safetensors import Array, save
+from headstart.formats.safetensors import Array, bfloat16, save
 from headstart.kernels.ops import RawTensor
-from headstart.tools.exports._source import Source, bfloat16, write_text_side
+from headstart.tools.exports._source import Source, write_text_side
 
 Progress = Callable[[int, int, str], None]
+USE = (
+    "vllm serve {out} --trust-remote-code --speculative-config "
+    """'{{"method": "mtp", "num_speculative_tokens": 3}}'"""
+)
 MODULE = "configuration_mimo"
 PREFIX = "model.mtp_layers.0"
 NAMES = {

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headstart import registry
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import Decoder
 from headstart.layers.mtp import HeadSpec, Module
@@ -27,10 +28,6 @@ class HeadKind:
 
 
 def head_kind(name: str) -> HeadKind:
-    """A kind by its name. Raises KeyError for an unknown one."""
-    from headstart.train.kinds import eagle3, mtp
-
-    return {kind.name: kind for kind in (mtp.KIND, eagle3.KIND)}[name]
-
-
-KINDS = ("mtp", "eagle3")
+    """A kind by its name. Raises UsageError for an unknown one."""
+    found: HeadKind = registry.find("head_kinds", name).KIND
+    return found

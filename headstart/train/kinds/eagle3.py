@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headstart.errors import UsageError
 from headstart.layers.build import DecoderConfig, eagle3_module
-from headstart.layers.decoder import Decoder
+from headstart.layers.decoder import Decoder, tapped_layers
 from headstart.layers.eagle3 import Eagle3Module
 from headstart.layers.mtp import HeadSpec
 from headstart.train.head import EMBEDDING_SHARE, cast_weights, copied, layer_tensors
@@ -28,13 +28,11 @@ def spec(layers: int) -> HeadSpec:
 
 
 def module(masters: Mapping[str, Tensor], spec: HeadSpec, config: DecoderConfig, dtype: torch.dtype) -> Eagle3Module:
-    assert isinstance(spec.tap, tuple)
-    return eagle3_module(cast_weights(masters, dtype), config, len(spec.tap))
+    return eagle3_module(cast_weights(masters, dtype), config, len(tapped_layers(spec.tap)))
 
 
 def initial(trunk: Decoder, spec: HeadSpec, scale: float) -> dict[str, Tensor]:
     """The trunk's last block over its highest tapped stream; the embedding enters attention at EMBEDDING_SHARE."""
-    assert isinstance(spec.tap, tuple)
     layer = layer_tensors(trunk.layers[-1])
     masters = {f"block.{name}": tensor.float() for name, tensor in layer.items()}
     for name in ("q_proj", "k_proj", "v_proj"):
@@ -43,7 +41,7 @@ def initial(trunk: Decoder, spec: HeadSpec, scale: float) -> dict[str, Tensor]:
     width = len(trunk.norm.weight)
     eye = torch.eye(width)
     masters |= {
-        "fuse.weight": torch.cat([OTHER_STREAMS * eye] * (len(spec.tap) - 1) + [eye], dim=1),
+        "fuse.weight": torch.cat([OTHER_STREAMS * eye] * (len(tapped_layers(spec.tap)) - 1) + [eye], dim=1),
         "block.hidden_norm.weight": layer["input_layernorm.weight"],
         "block.input_layernorm.weight": torch.ones(width),
         "norm.weight": 0.5 * trunk.norm.weight.float(),
