@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +174,7 @@ def attach_head(model: Model, path: Path) -> AttachedHead:
             )
     weights = Weights(tensors, model.backend, str(path), drafts=True)
     sizes = replace(model.config, **vars(head.block))
-    spec = HeadSpec(**{each.name: getattr(head, each.name) for each in fields(HeadSpec)})
+    spec = HeadSpec.of(head)
     if head.kind == "eagle3":
         made = eagle3_head(weights, sizes, spec, head.norm_before_residual, draft_token_ids)
     else:

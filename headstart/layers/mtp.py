@@ -7,7 +7,7 @@ the *recycled* vector (y or x') in place of h (DeepSeek-V3 report, section 2.2).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal, Protocol
 
 from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, Program, StepInputs, Weight
@@ -33,6 +33,11 @@ class HeadSpec:
     recycle: Tap = "post_norm"
     num_modules: int = 1
     beyond: Literal["last", "cycle"] | None = None
+
+    @staticmethod
+    def of(declared: object) -> HeadSpec:
+        """From anything that has these fields as attributes, such as a head's config."""
+        return HeadSpec(**{each.name: getattr(declared, each.name) for each in fields(HeadSpec)})
 
     def module_of(self, step: int) -> int | None:
         """The module that serves draft step `step` (0-based); None when the head declares none."""

@@ -1,7 +1,8 @@
 """MiMo-7B: a Qwen2 trunk with native MTP layers (`model.mtp_layers.{i}`), hidden state first in the concat.
 
-Formula: vLLM 0.32 `model_executor/models/mimo_mtp.py`: x = input_proj[hidden_layernorm(h) ; token_layernorm(e)], a
-Qwen2 block, final_layernorm for the logits and for recycling; the embedding of the first pair is masked.
+Formula: vLLM 0.32 `model_executor/models/mimo.py`, `mimo_mtp.py`: x = input_proj[hidden_layernorm(h) ;
+token_layernorm(e)], h the trunk's stream before its final norm; a Qwen2 block, final_layernorm for the logits and for
+recycling; the embedding of the first pair is masked.
 """
 
 from __future__ import annotations
@@ -59,5 +60,5 @@ FAMILY = Family(
     canonical=canonical,
     build=decoder,
     tiny=tiny,
-    head=HeadSpec(hidden_first=True, mask_first=True),
+    head=HeadSpec(hidden_first=True, mask_first=True, tap="pre_norm"),
 )

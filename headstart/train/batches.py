@@ -21,7 +21,7 @@ class Batch:
     """B sequences padded on the right to T rows."""
 
     tokens: Tensor  # [B, T] int64
-    hidden: Tensor  # [B, T, W], or [B, T, taps x W] of a head that taps streams
+    tapped: Tensor  # [B, T, taps x W] streams, as many as the cache keeps
     final: Tensor  # [B, T, W] after the final norm
     best: Tensor  # [B, T] int64 argmax of the trunk at row p; -1 where not known
     loss: Tensor  # [B, T] bool, row p predicts a token that counts
@@ -51,7 +51,7 @@ def collate(examples: Sequence[Example], cache: FeatureCache, dtype: torch.dtype
     kept = pad([part.hidden for part in features]).to(device, dtype)
     return Batch(
         tokens=pad([torch.from_numpy(example.tokens).long() for example in examples]).to(device),
-        hidden=kept[..., : -cache.hidden_size] if cache.num_taps else kept,
+        tapped=kept[..., : -cache.hidden_size],
         final=kept[..., -cache.hidden_size :],
         best=pad([part.best for part in features]).to(device),
         loss=pad([torch.from_numpy(example.loss) for example in examples]).to(device),

@@ -40,6 +40,12 @@ def stream_scale(trunk: Decoder, tokens: Tensor) -> float:
     return float(stream.float().square().mean(-1).sqrt().median())
 
 
+def before_norm(final: Tensor, weight: Tensor) -> Tensor:
+    """States after an RMSNorm of `weight` [W] -> what entered it, up to a positive factor per row (which the head's own
+    norm takes out again) and zero where the weight is."""
+    return torch.where(weight == 0, 0, final / weight).to(final.dtype)
+
+
 def cast_weights(masters: Mapping[str, Tensor], dtype: torch.dtype) -> Weights:
     """Layer builders see the masters cast to `dtype`."""
     return Weights(masters, cast(Backend, Cast(dtype)), "the head")  # type: ignore[arg-type]

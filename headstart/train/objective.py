@@ -7,8 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headstart.layers.decoder import tapped_layers
 from headstart.layers.mtp import HeadSpec, Module
 from headstart.train.batches import Batch
+from headstart.train.features import Trunk
+from headstart.train.head import before_norm
 from headstart.train.losses import Teacher, distill, teach
 from headstart.train.unroll import shift, unroll
 
@@ -16,21 +19,23 @@ from headstart.train.unroll import shift, unroll
 @dataclass(frozen=True, eq=False)
 class Target:
     """What the head imitates. V draft tokens: `ids` [V] ascending target ids, `lm_head` [V, W] in the head's
-    arithmetic and `exact` [V, W] in full precision; `lookup` [vocabulary] target id -> draft index or -1."""
+    arithmetic and `exact` [V, W] in full precision; `lookup` [vocabulary] target id -> draft index or -1. Of the trunk
+    itself: `embedding` [vocabulary, W], and `norm` [W], the weight of the final norm."""
 
     embedding: Tensor
+    norm: Tensor
     ids: Tensor
     lm_head: Tensor
     exact: Tensor
     lookup: Tensor
 
     @staticmethod
-    def of(embedding: Tensor, lm_head: Tensor, ids: Tensor) -> Target:
-        """From the trunk's embedding [vocabulary, W] (head arithmetic) and full-precision LM head [vocabulary, W]."""
+    def of(trunk: Trunk, ids: Tensor) -> Target:
+        lm_head = trunk.lm_head
         lookup = torch.full((len(lm_head),), -1, dtype=torch.int64, device=ids.device)
         lookup[ids] = torch.arange(len(ids), device=ids.device)
-        exact = lm_head[ids].clone()
-        return Target(embedding, ids, exact.to(embedding.dtype), exact, lookup)
+        exact, embedding = lm_head[ids].clone(), trunk.model.embedding
+        return Target(embedding, trunk.model.norm.weight, ids, exact.to(embedding.dtype), exact, lookup)
 
 
 @dataclass(frozen=True)
@@ -54,11 +59,11 @@ def assess(module: Module, spec: HeadSpec, target: Target, batch: Batch, weighti
     """Unroll and compare. Origin p counts at step i if both t_{p+1} and t_{p+i+1} are tokens that carry loss: at run
     time a draft starts only after an answer token. Step i's teacher is the trunk at row p + i."""
     depth = len(weighting.steps)
-    outputs = unroll(module, spec, target.embedding, batch.hidden, batch.tokens, depth)
+    outputs = unroll(module, spec, target.embedding, _read(spec, target, batch), batch.tokens, depth)
     valid = torch.stack([batch.loss & shift(batch.loss, i) for i in range(1, depth + 1)], dim=-1)
     teacher, row_of = _teacher(target, batch)
     hits = torch.zeros_like(valid)
-    total = batch.hidden.new_zeros((), dtype=torch.float32)
+    total = batch.final.new_zeros((), dtype=torch.float32)
     for i, (y, weight) in enumerate(zip(outputs, weighting.steps, strict=True)):
         where = valid[..., i]
         rows = shift(row_of, i + 1)[where]
@@ -67,6 +72,13 @@ def assess(module: Module, spec: HeadSpec, target: Target, batch: Batch, weighti
         hits[..., i][where] = correct
         total = total + loss
     return Outcome(total / valid[..., 0].sum().clamp(min=1), hits, valid)
+
+
+def _read(spec: HeadSpec, target: Target, batch: Batch) -> Tensor:
+    """What the head reads of the trunk, [B, T, W or taps x W]."""
+    if tapped_layers(spec.tap):
+        return batch.tapped
+    return batch.final if spec.tap == "post_norm" else before_norm(batch.final, target.norm)
 
 
 def _teacher(target: Target, batch: Batch) -> tuple[Teacher, Tensor]:

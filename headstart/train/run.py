@@ -26,6 +26,7 @@ from headstart.config import MAX_DEPTH
 from headstart.core import Report
 from headstart.errors import ModelError, UsageError
 from headstart.formats.head import read_head
+from headstart.layers.mtp import HeadSpec
 from headstart.train.data import coverage, draft_vocabulary
 from headstart.train.evaluate import Acceptance, evaluate
 from headstart.train.export import export_head, trunk_fingerprint
@@ -174,9 +175,10 @@ class _Run:
         device = trunk.lm_head.device
         weights = {name: each.to(device) for name, each in as_masters(tensors).items()}
         found = torch.arange(config.vocab_size) if ids is None else torch.from_numpy(ids)
-        module = self.kind.module(weights, self.spec, config, trunk.dtype)
-        target = Target.of(trunk.model.embedding, trunk.lm_head, found.to(device))
-        results = evaluate(module, self.spec, target, self.corpus.held_out, self.corpus.cache, self._weighting)
+        spec = HeadSpec.of(head)
+        module = self.kind.module(weights, spec, config, trunk.dtype)
+        target = Target.of(trunk, found.to(device))
+        results = evaluate(module, spec, target, self.corpus.held_out, self.corpus.cache, self._weighting)
         note(f"the head in {out}: held-out acceptance length {results['all'].length:.3f}")
         return results
 
@@ -217,7 +219,7 @@ class _Run:
             self.subject.config,
             self.kind,
             self.spec,
-            Target.of(trunk.model.embedding, trunk.lm_head, ids),
+            Target.of(trunk, ids),
             recipe,
         )
         if self.checkpoint.exists():

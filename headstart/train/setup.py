@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -156,8 +156,8 @@ def existing_head(subject: Subject, kind: HeadKind, path: Path | None) -> tuple[
     config, tensors, _ = read_head(path)
     if config.kind != kind.name or config.num_modules != 1:
         raise ModelError(f"{path} holds {config.num_modules} {config.kind} module(s)", f"--kind is {kind.name}")
-    spec = HeadSpec(**{each.name: getattr(config, each.name) for each in fields(HeadSpec)})
-    return spec, as_masters({name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"})
+    own = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
+    return HeadSpec.of(config), as_masters(own)
 
 
 def as_masters(tensors: Mapping[str, RawTensor]) -> dict[str, Tensor]:

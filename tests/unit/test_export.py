@@ -35,7 +35,7 @@ def trunk_and_head(tmp_path: Path, hidden_first: bool) -> tuple[Path, Path]:
     )
     head = HeadConfig(
         hidden_size=hidden, vocab_size=sizes.vocab_size, block=block, trunk="x", trunk_fingerprint="y",
-        hidden_first=hidden_first,
+        hidden_first=hidden_first, tap="pre_norm",
     )  # fmt: skip
     arrays = {name: bfloat16(array) for name, array in random_arrays(support.mtp_shapes("mtp.0", sizes), 5).items()}
     write_head(tmp_path / "head", head, arrays, np.arange(0, sizes.vocab_size, 2))

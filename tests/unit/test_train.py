@@ -21,15 +21,17 @@ from headstart.errors import ModelError, UsageError  # noqa: E402
 from headstart.formats.head import read_head  # noqa: E402
 from headstart.layers.linear import Linear  # noqa: E402
 from headstart.layers.mtp import HeadSpec, MTPProgram  # noqa: E402
+from headstart.layers.norm import RMSNorm  # noqa: E402
 from headstart.tools.tiny import write_model  # noqa: E402
 from headstart.train import data, generate  # noqa: E402
 from headstart.train.batches import plan_epoch  # noqa: E402
 from headstart.train.features import FeatureCache, trunk_argmax, trunk_hidden  # noqa: E402
-from headstart.train.head import stream_scale  # noqa: E402
+from headstart.train.head import before_norm, stream_scale  # noqa: E402
 from headstart.train.kinds import head_kind  # noqa: E402
 from headstart.train.loop import Hooks, Recipe, Trainer, save_checkpoint, train  # noqa: E402
 from headstart.train.losses import distill, teach  # noqa: E402
 from headstart.train.objective import Target, Weighting  # noqa: E402
+from headstart.train.ops import TrainOps  # noqa: E402
 from headstart.train.run import TrainOptions, run  # noqa: E402
 from headstart.train.setup import Corpus, Subject, prepare, subject_of  # noqa: E402
 from headstart.train.shards import Shards  # noqa: E402
@@ -143,6 +145,14 @@ def test_loss_and_its_gradient() -> None:
     torch.testing.assert_close(found, y.grad)
 
 
+def test_states_before_the_final_norm_are_found_again() -> None:
+    torch.manual_seed(0)
+    norm = RMSNorm(torch.randn(8), 1e-6)
+    own = RMSNorm(torch.rand(8) + 0.5, 1e-6)
+    ops, stream = TrainOps(torch.device("cpu"), torch.float32), 7 * torch.randn(3, 5, 8)
+    torch.testing.assert_close(own(ops, before_norm(norm(ops, stream), norm.weight)), own(ops, stream))
+
+
 # It learns, and the engine can use it.
 
 
@@ -218,11 +228,11 @@ def new_trainer(subject: Subject, corpus: Corpus, vocab: int = 64, **recipe: Any
     trunk = subject.trunk
     scale = stream_scale(trunk.model, torch.from_numpy(corpus.training[0].tokens).long())
     return Trainer(
-        head_kind("mtp").initial(trunk.model, HeadSpec(), scale),
+        head_kind("mtp").initial(trunk.model, subject.spec, scale),
         subject.config,
         head_kind("mtp"),
-        HeadSpec(),
-        Target.of(trunk.model.embedding, trunk.lm_head, ids),
+        subject.spec,
+        Target.of(trunk, ids),
         Recipe(batch_tokens=256, dtype=torch.float32, weighting=Weighting(steps=(1.0, 0.5)), **recipe),
     )
 

@@ -1,7 +1,8 @@
 """Trunk and MTP head as one MiMo checkpoint, which vLLM runs with {"method": "mtp"}.
 
 MiMo is a trunk with q, k and v biases, an LM head of its own, and `model.mtp_layers.0`: input_proj reads [hidden ;
-embedding] (vLLM 0.32, `model_executor/models/mimo_mtp.py`). A trunk without biases gets zeros; a tied embedding is
+embedding], hidden being the stream before the trunk's final norm, later the head's own normed output (vLLM 0.32,
+`model_executor/models/mimo.py` and `mimo_mtp.py`). A trunk without biases gets zeros; a tied embedding is
 written twice. transformers does not know the type, so the directory brings the few lines that declare it.
 """
 
@@ -52,7 +53,8 @@ def check(source: Source) -> None:
     wrong = [
         (head.kind != "mtp", f"the head is of kind {head.kind}"),
         (head.num_modules != 1, f"the head has {head.num_modules} modules"),
-        (head.tap != "post_norm" or head.recycle != "post_norm", "the head reads states before the final norm"),
+        (head.tap != "pre_norm", "the head reads the trunk's state after its final norm"),
+        (head.recycle != "post_norm", "the head recycles a vector before its own norm"),
         (sizes.qk_norm or head.block.qk_norm, "q and k are normed"),
         (sizes.o_bias or sizes.mlp_bias, "there are biases outside q, k and v"),
     ]

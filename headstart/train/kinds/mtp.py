@@ -21,23 +21,20 @@ def module(masters: Mapping[str, Tensor], spec: HeadSpec, config: DecoderConfig,
 
 
 def initial(trunk: Decoder, spec: HeadSpec, scale: float) -> dict[str, Tensor]:
-    """Block and final norm from the trunk's last layer, which reads a stream whose rms is about `scale`.
-
-    The hidden state h = w * r / rms(r) has passed the final norm w; dividing by w and multiplying by `scale` gives the
-    block the stream r that it knows. The token's embedding enters at EMBEDDING_SHARE of that.
-    """
+    """Block and final norm from the trunk's last layer, which reads a stream whose rms is about `scale`; the token's
+    embedding enters at EMBEDDING_SHARE of that."""
     masters = {f"block.{name}": tensor for name, tensor in layer_tensors(trunk.layers[-1]).items()}
     final = trunk.norm.weight.detach().float()
     width = len(final)
-    hidden_rms = final.square().mean().sqrt()
     eye = torch.eye(width)
     masters |= {
         "norm_embedding.weight": torch.full((width,), scale),
-        "norm_hidden.weight": scale * hidden_rms * final.sign() / final.abs().clamp(min=0.1 * hidden_rms),
+        "norm_hidden.weight": torch.full((width,), scale),
         "projection.weight": torch.cat((EMBEDDING_SHARE * eye, eye)[:: -1 if spec.hidden_first else 1], dim=1),
         "norm.weight": 0.5 * final,  # modest logits: the first guesses are wrong
     }
     return copied({f"{PREFIX}.{name}": tensor for name, tensor in masters.items()})
 
 
-KIND = HeadKind("mtp", lambda layers: HeadSpec(), initial, module)
+KIND = HeadKind("mtp", lambda layers: HeadSpec(tap="pre_norm"), initial, module)
+"""The stream before the final norm goes in, as in the one dense family that vLLM drafts for (tools.exports.vllm_mtp)."""
