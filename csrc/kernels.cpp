@@ -381,6 +381,10 @@ void norm(const float* x, const float* residual, const float* weight, float eps,
     }
 }
 
+void silu_only(const float* x, int64_t width, float* out) {
+    for (int64_t i = 0; i < width; i += 16) store_some(out + i, width - i, silu(load_some(x + i, width - i)));
+}
+
 void silu_mul(const float* gate, const float* up, int64_t width, float* out) {
     for (int64_t i = 0; i < width; i += 16)
         store_some(out + i, width - i, silu(load_some(gate + i, width - i)) * load_some(up + i, width - i));
@@ -454,7 +458,7 @@ void attend(const AttendTask& task); // attention.cpp
 
 const Kernels& kernels() {
     static constexpr Kernels table{NAME_OF(HEADSTART_PATH), linear, gated,    embed,  quantize, norm,
-                                   silu_mul,                add,    rope, store_kv, attend};
+                                   silu_only,               silu_mul, add,  rope,     store_kv, attend};
     return table;
 }
 

@@ -82,6 +82,7 @@ struct Kernels {
     // total = x + residual (x when residual is nullptr); out = total / rms(total) * weight per group of `group`.
     void (*norm)(const float* x, const float* residual, const float* weight, float eps, int64_t width, int64_t group,
                  float* out, float* total);
+    void (*silu)(const float* x, int64_t width, float* out);
     void (*silu_mul)(const float* gate, const float* up, int64_t width, float* out);
     void (*add)(const float* a, const float* b, int64_t width, float* out);
     void (*rope)(const float* x, const float* cosines, const float* sines, int64_t num_heads, int64_t head_dim,

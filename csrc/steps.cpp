@@ -144,6 +144,13 @@ int add(Program& program, int a, int b) {
     });
 }
 
+int silu(Program& program, int x) {
+    const int64_t width = program.buffers[x].width;
+    return rowwise(program, x, -1, width, [&program, x, width](int64_t row, int out) {
+        program.kernels.silu(program.values(x, row), width, program.values(out, row));
+    });
+}
+
 int silu_mul(Program& program, int gate, int up) {
     const int64_t width = program.buffers[gate].width;
     require(program.buffers[up].width == width, "silu_mul: widths differ");
@@ -357,6 +364,7 @@ void bind_program(nb::module_& m) {
              nb::arg("up_bias").none(), nb::arg("label"))
         .def("norm", norm)
         .def("add", add)
+        .def("silu", silu)
         .def("silu_mul", silu_mul)
         .def("concat", concat)
         .def("rope", rope)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from headstart import registry
-from headstart.config import EngineConfig
+from headstart.config import MAX_DEPTH, EngineConfig
 from headstart.core import (
     Delta,
     Draft,
@@ -29,7 +29,7 @@ from headstart.drafters._drafter import AttachedHead
 from headstart.engine.engine import Engine
 from headstart.engine.load import Model, load_model, make_engine
 from headstart.formats.base import make_tensor
-from headstart.layers.build import DecoderConfig, Weights, eagle3_head, mtp_module
+from headstart.layers.build import DecoderConfig, Weights, eagle3_head, medusa_modules, mtp_module
 from headstart.layers.mtp import HeadSpec, MTPHead
 from headstart.models._family import Arrays, Family, block_shapes, random_arrays
 from headstart.tools.tiny import write_model
@@ -134,12 +134,23 @@ def make_eagle3(model: Model, tap: tuple[int, ...] = (0, 1), draft_ids: Seq[int]
     return AttachedHead(eagle3_head(weights, sizes, HeadSpec(tap=tap, recycle="pre_norm"), False, ids), "made", ids)
 
 
+def make_medusa(model: Model, heads: int = MAX_DEPTH) -> AttachedHead:
+    """Random Medusa heads, one for each draft step."""
+    hidden = model.config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {f"medusa.{k}.weight": (hidden, hidden) for k in range(heads)}
+    arrays = random_arrays(shapes | {f"medusa.{k}.bias": (hidden,) for k in range(heads)})
+    modules = medusa_modules(Weights(as_tensors(arrays), model.backend, "made head"), model.config, heads)
+    return AttachedHead(MTPHead(HeadSpec(num_modules=heads), modules, "medusa"), "made")
+
+
 @cache
 def headed_model(family: str, kind: str = "mtp") -> Model:
     """The tiny model with its own head, or else a random one."""
     model = tiny_model(family, num_hidden_layers=2)
     if kind == "eagle3":
         return replace(model, head=make_eagle3(model))
+    if kind == "medusa":
+        return replace(model, head=make_medusa(model))
     return model if model.head else replace(model, head=make_head(model))
 
 

@@ -25,7 +25,7 @@ class TrainFlags(OptionGroup):
     """TrainOptions from the command line; what is not given keeps the default written there."""
 
     out: Annotated[Path, typer.Option("--out", help="Directory for the head; a second run goes on from it.")]
-    kind: Annotated[str | None, typer.Option("--kind", help="Kind of head: mtp or eagle3. Default: mtp.")] = None
+    kind: Annotated[str | None, typer.Option("--kind", help="mtp, eagle3 or medusa. Default: mtp.")] = None
     finetune: Annotated[
         bool, typer.Option("--finetune", help="Begin with the head that goes with the model, or with --head.")
     ] = False
@@ -35,6 +35,9 @@ class TrainFlags(OptionGroup):
     minutes: Annotated[float | None, typer.Option("--minutes", help="Stop after this time.")] = None
     tokens: Annotated[int | None, typer.Option("--tokens", help="Stop after this many training tokens.")] = None
     depth: Annotated[int | None, typer.Option("--depth", help="Unrolled draft steps. Default: 3.")] = None
+    modules: Annotated[
+        int | None, typer.Option("--modules", help="Layers of an mtp head, one for each draft step. Default: 1.")
+    ] = None
     draft_vocab: Annotated[
         int | None, typer.Option("--draft-vocab", help="Most frequent tokens that the head can draft. Default: 8192.")
     ] = None

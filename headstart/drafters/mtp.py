@@ -2,7 +2,8 @@
 
 The pair (h_p, t_{p+1}) lives at position and slot p + 1 of the head's KV. A round first makes up for all pairs since
 the last one, from true hidden states; its last row gives the first draft token. Each further step feeds the drafted
-token and the recycled vector at the next position; those rows are made again from true hidden states later.
+token and the recycled vector behind the last row of its module; those rows are made again from true hidden states
+later.
 """
 
 from __future__ import annotations
@@ -54,12 +55,13 @@ class MTPDrafter:
         ids = attached.draft_token_ids
         self._token_ids = None if ids is None else target.backend.index(ids)
         lm_head = attached.head.lm_head or draft_lm_head(target.weights, target.config, ids)
-        self._first: list[Program] = []  # by module: from stored trunk states
-        self._next: list[Program] = []  # from recycled vectors
+        self._first: list[Program] = []  # from stored trunk states: the first module, and others that keep them
+        self._next: list[Program] = []  # by module: from recycled vectors
         for index, module in enumerate(attached.head.modules):
-            pool = target.backend.kv_pool(target.num_slots, module.kv_spec)
+            pool = target.backend.kv_pool(target.num_slots, module.kv_spec) if module.kv_spec else None
             first, following = attached.head.programs(index, pool, target.model.embedding, lm_head)
-            self._first.append(first)
+            if index == 0 or pool is not None:
+                self._first.append(first)
             self._next.append(following)
 
     @classmethod
@@ -112,7 +114,7 @@ class MTPDrafter:
         return Rows(sequence, start, sequence.tokens[start:end], 1 if limit is None else 0)
 
     def _fill(self, parts: list[Rows]) -> Mapping[str, Buffer]:
-        """Run every module over true pairs; returns the first module's results."""
+        """Run the modules over true pairs; returns the first module's results."""
         outputs = [self._target.runner.run_head(program, parts) for program in self._first]
         for part in parts:
             self._target.memory.drafted(part.sequence, part.start + len(part.token_ids))
@@ -121,7 +123,8 @@ class MTPDrafter:
     def _next_step(self, step: int, rounds: list[_Round], hidden: Buffer) -> Buffer:
         """One more token for each round, from its last drafted token and recycled vector."""
         module = cast(int, self._spec.module_of(step))
-        parts = [Rows(r.sequence, len(r.sequence.tokens) + step - 1, r.draft.tokens[-1:], 1) for r in rounds]
+        before = self._spec.rows_before(step)
+        parts = [Rows(r.sequence, len(r.sequence.tokens) + before, r.draft.tokens[-1:], 1) for r in rounds]
         # a copy even where all rows are taken: the results of a pass are not its own next input
         recycled = self._target.backend.rows(hidden, np.array([r.row for r in rounds], np.int32))
         output = self._target.runner.run_head(self._next[module], parts, recycled)

@@ -21,7 +21,7 @@ from headstart.formats.base import Checkpoint, unpermute_rows
 from headstart.formats.head import read_head
 from headstart.hub import resolve_alias
 from headstart.kernels.ops import Backend, RawTensor
-from headstart.layers.build import DecoderConfig, Weights, eagle3_head, mtp_module
+from headstart.layers.build import DecoderConfig, Weights, eagle3_head, medusa_modules, mtp_module
 from headstart.layers.decoder import Decoder, tap_width
 from headstart.layers.mtp import HeadSpec, MTPHead
 from headstart.models._family import Family, native_head
@@ -177,6 +177,8 @@ def attach_head(model: Model, path: Path) -> AttachedHead:
     spec = HeadSpec.of(head)
     if head.kind == "eagle3":
         made = eagle3_head(weights, sizes, spec, head.norm_before_residual, draft_token_ids)
+    elif head.kind == "medusa":
+        made = MTPHead(spec, medusa_modules(weights, sizes, head.num_modules), head.kind)
     else:
         made = MTPHead(spec, [mtp_module(weights, f"mtp.{i}", sizes) for i in range(head.num_modules)])
     return AttachedHead(made, str(path), draft_token_ids)
@@ -252,7 +254,7 @@ def context_length(model: Model, config: EngineConfig) -> int:
 def _num_blocks(model: Model, config: EngineConfig, max_length: int) -> int:
     """Enough for max_num_seqs full sequences, within a share of the free memory, never less than one sequence."""
     specs = [*model.decoder.kv_specs, *(module.kv_spec for module in (model.head.head.modules if model.head else ()))]
-    per_token = sum(model.backend.kv_bytes(spec) for spec in specs) + 4 * model.config.hidden_size
+    per_token = sum(model.backend.kv_bytes(spec) for spec in specs if spec) + 4 * model.config.hidden_size
     blocks_per_sequence = -(-max_length // config.block_size)
     affordable = int(free_memory() * MEMORY_SHARE) // (per_token * config.block_size)
     return max(min(config.max_num_seqs * blocks_per_sequence, affordable), blocks_per_sequence)

@@ -23,7 +23,7 @@ from headstart.kernels.ops import AttentionSpec, RopeSpec
 
 MARK = "headstart_head"
 VERSION = 1
-KINDS = ("mtp", "eagle3")
+KINDS = ("mtp", "eagle3", "medusa")
 DRAFT_IDS = "draft_token_ids"
 WRITTEN = (
     "kind", "hidden_size", "vocab_size", "num_modules", "hidden_first", "mask_first", "tap", "recycle", "beyond",
@@ -152,6 +152,7 @@ def _parse(data: Mapping[str, Any], path: Path) -> HeadConfig:
         )
         switches = {name: bool(block[name]) for name in ("qkv_bias", "o_bias", "mlp_bias", "qk_norm")}
         return HeadConfig(
+            kind=data["kind"],
             hidden_size=int(data["hidden_size"]),
             vocab_size=int(data["vocab_size"]),
             num_modules=int(data["num_modules"]),

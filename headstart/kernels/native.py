@@ -23,6 +23,7 @@ from headstart.kernels.packing import pack
 Array = NDArray[np.float32]
 _STORES: Mapping[KVDtype, int] = {"float32": 0, "bfloat16": 1, "int8": 2}
 
+
 class NativeBackend:
     """Weights in the file's precision (or quantized), KV in bfloat16 or int8, activations float32.
 

@@ -60,6 +60,9 @@ class Recorder:
         self._held.append(made)
         return made
 
+    def silu(self, x: Buffer) -> Buffer:
+        return Buffer(x.width, self.program.silu(self._index(x)))
+
     def silu_mul(self, gate: Buffer, up: Buffer) -> Buffer:
         if gate in self._held and up in self._held and gate.x is up.x and gate.x is not None:
             self._held = [each for each in self._held if each is not gate and each is not up]

@@ -86,6 +86,9 @@ class Ops(Protocol):
     def add_rms_norm(self, x: Buffer, residual: Buffer, weight: Weight, eps: float) -> tuple[Buffer, Buffer]:
         """(rms_norm(x + residual), x + residual)."""
 
+    def silu(self, x: Buffer) -> Buffer:
+        """x / (1 + e^-x)."""
+
     def silu_mul(self, gate: Buffer, up: Buffer) -> Buffer:
         """silu(gate) * up."""
 

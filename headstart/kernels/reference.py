@@ -101,6 +101,9 @@ class ReferenceOps:
         total = x + residual
         return self.rms_norm(total, weight, eps), total
 
+    def silu(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.silu(x)
+
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         return torch.nn.functional.silu(gate) * up
 

@@ -13,6 +13,7 @@ from headstart.layers.attention import Attention
 from headstart.layers.decoder import Decoder, DecoderLayer, tapped_layers
 from headstart.layers.eagle3 import Eagle3Module
 from headstart.layers.linear import Linear
+from headstart.layers.medusa import MedusaModule
 from headstart.layers.mlp import GatedMLP
 from headstart.layers.mtp import HeadSpec, MTPHead, MTPModule
 from headstart.layers.norm import RMSNorm
@@ -142,6 +143,12 @@ def mtp_module(weights: Weights, prefix: str, config: DecoderConfig) -> MTPModul
         block=decoder_layer(weights, f"{prefix}.block", config),
         norm=weights.norm(f"{prefix}.norm", hidden, eps),
     )
+
+
+def medusa_modules(weights: Weights, config: DecoderConfig, count: int) -> list[MedusaModule]:
+    """Canonical Medusa tensors: medusa.{k}.weight and .bias."""
+    hidden = config.hidden_size
+    return [MedusaModule(weights.linear(f"medusa.{k}", hidden, hidden, bias=True)) for k in range(count)]
 
 
 def eagle3_module(

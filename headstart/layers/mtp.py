@@ -47,6 +47,11 @@ class HeadSpec:
             return self.num_modules - 1
         return step % self.num_modules if self.beyond == "cycle" else None
 
+    def rows_before(self, step: int) -> int:
+        """Rows that lie between the true pairs and the row of draft step `step` >= 1 in the KV of the step's module: of
+        earlier steps that the same module served."""
+        return sum(self.module_of(each) == self.module_of(step) for each in range(1, step))
+
 
 @dataclass(frozen=True)
 class MTPModule:
@@ -80,7 +85,8 @@ class Module(Protocol):
     """One draft step's computation: MTPModule, or another kind of head's."""
 
     @property
-    def kv_spec(self) -> AttentionSpec: ...
+    def kv_spec(self) -> AttentionSpec | None:
+        """None: it keeps nothing between rounds."""
 
     def forward(
         self, ops: Ops, spec: HeadSpec, embedded: Buffer, step: StepInputs, pool: Pool, *, recycled: bool = False
@@ -101,7 +107,7 @@ class MTPHead:
         """A draft step from stored trunk states, and one from recycled vectors; the same where they are read alike."""
         own = self.embedding if self.embedding is not None else embedding
         first = MTPProgram(self.spec, self.modules[module], pool, own, self.lm_head or lm_head)
-        return first, first if self.kind == "mtp" else replace(first, recycled=True)
+        return first, replace(first, recycled=True) if self.kind == "eagle3" else first
 
 
 @dataclass(frozen=True)

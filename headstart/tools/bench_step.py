@@ -20,6 +20,7 @@ from headstart.config import EngineConfig
 from headstart.core import Report, SamplingParams, Sequence, Span
 from headstart.engine.load import Model, free_memory, load_model, usable_threads
 from headstart.errors import UsageError
+from headstart.formats.head import KINDS
 from headstart.kernels.ops import Backend
 from headstart.tools import doctor
 from headstart.tools.meter import Meter
@@ -121,7 +122,7 @@ def bench_config(model: Model, config: EngineConfig, length: int) -> EngineConfi
 
 def run(options: StepOptions, progress: Progress = lambda done, total, text: None) -> Report:
     """Time passes, drafts and, if asked for, their parts. Raises UsageError for what this model or backend lacks."""
-    if options.config.drafter not in ("auto", "mtp", "eagle3", "none"):
+    if options.config.drafter not in ("auto", "none", *KINDS):
         raise UsageError(f"--drafter {options.config.drafter}: bench step times a head", "use --drafter auto")
     bench = Bench(options)
     progress(0, 1, "reading memory")

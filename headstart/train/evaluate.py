@@ -39,7 +39,7 @@ class Acceptance:
 
 @torch.no_grad()
 def evaluate(
-    module: Module,
+    modules: Sequence[Module],
     spec: HeadSpec,
     target: Target,
     examples: Sequence[Example],
@@ -50,7 +50,7 @@ def evaluate(
     results = {"all": Acceptance((0,) * len(weighting.steps), 0)}
     for numbers in plan_epoch([len(example) for example in examples], BATCH_TOKENS, 0, 0):
         batch = collate([examples[i] for i in numbers], cache, target.embedding.dtype, target.ids.device)
-        accepted, tried = cumulative(assess(module, spec, target, batch, weighting))
+        accepted, tried = cumulative(assess(modules, spec, target, batch, weighting))
         for kind, hits, tries in zip(batch.kinds, accepted.tolist(), tried[:, 0].tolist(), strict=True):
             found = Acceptance(tuple(hits), tries)
             results["all"] = results["all"] + found

@@ -110,8 +110,8 @@ class Trainer:
         """One optimizer step on one batch; returns the loss."""
         device = self.target.ids.device
         batch = collate(examples, cache, self.recipe.dtype, device)
-        module = self.kind.module(self.masters, self.spec, self.config, self.recipe.dtype)
-        outcome = assess(module, self.spec, self.target, batch, self.recipe.weighting)
+        modules = self.kind.modules(self.masters, self.spec, self.config, self.recipe.dtype)
+        outcome = assess(modules, self.spec, self.target, batch, self.recipe.weighting)
         outcome.loss.backward()
         torch.nn.utils.clip_grad_norm_(self.masters.values(), self.recipe.clip)
         factor = self.rate_factor()
@@ -134,8 +134,8 @@ class Trainer:
 
     def evaluate(self, examples: Sequence[Example], cache: FeatureCache) -> dict[str, Acceptance]:
         """Of the averaged weights, per kind and over "all"."""
-        module = self.kind.module(self.average, self.spec, self.config, self.recipe.dtype)
-        return evaluate(module, self.spec, self.target, examples, cache, self.recipe.weighting)
+        modules = self.kind.modules(self.average, self.spec, self.config, self.recipe.dtype)
+        return evaluate(modules, self.spec, self.target, examples, cache, self.recipe.weighting)
 
 
 def _optimizers(masters: dict[str, torch.nn.Parameter], recipe: Recipe) -> list[torch.optim.Optimizer]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,11 +56,11 @@ class Outcome:
     valid: Tensor
 
 
-def assess(module: Module, spec: HeadSpec, target: Target, batch: Batch, weighting: Weighting) -> Outcome:
+def assess(modules: Sequence[Module], spec: HeadSpec, target: Target, batch: Batch, weighting: Weighting) -> Outcome:
     """Unroll and compare. Origin p counts at step i if both t_{p+1} and t_{p+i+1} are tokens that carry loss: at run
     time a draft starts only after an answer token. Step i's teacher is the trunk at row p + i."""
     depth = len(weighting.steps)
-    outputs = unroll(module, spec, target.embedding, _read(spec, target, batch), batch.tokens, depth)
+    outputs = unroll(modules, spec, target.embedding, _read(spec, target, batch), batch.tokens, depth)
     valid = torch.stack([batch.loss & shift(batch.loss, i) for i in range(1, depth + 1)], dim=-1)
     teacher, row_of = _teacher(target, batch)
     hits = torch.zeros_like(valid)

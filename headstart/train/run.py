@@ -61,6 +61,7 @@ class TrainOptions:
     minutes: float | None = None
     tokens: int | None = None
     depth: int = 3  # unrolled steps
+    modules: int = 1  # mtp: so many layers, each for a draft step of its own
     draft_vocab: int = 8192
     threads: int | None = None
     seed: int = 0
@@ -79,7 +80,7 @@ class TrainOptions:
         files = {"--data": self.data, "--prompts": self.prompts, "--head": (self.head,) if self.head else ()}
         for flag, paths in files.items():
             words += [word for path in paths for word in (flag, path.name)]
-        for name in ("kind", "minutes", "tokens", "depth", "draft_vocab", "seed"):
+        for name in ("kind", "minutes", "tokens", "depth", "modules", "draft_vocab", "seed"):
             if (value := getattr(self, name)) is not None:
                 words += [f"--{name.replace('_', '-')}", f"{value:g}" if isinstance(value, float) else str(value)]
         return shlex.join(words)
@@ -100,6 +101,11 @@ def check(options: TrainOptions) -> None:
         raise UsageError(f"--kind is {options.kind!r}, which is unknown", f"choose {' or '.join(kinds)}")
     if not 1 <= options.depth <= MAX_DEPTH:
         raise UsageError(f"--depth is {options.depth}, but must be between 1 and {MAX_DEPTH}")
+    if options.modules != 1 and not (1 < options.modules <= options.depth and head_kind(options.kind).stacks):
+        raise UsageError(
+            f"--modules is {options.modules} at --kind {options.kind} and --depth {options.depth}",
+            "a head of kind mtp may have a layer for each draft step; others decide it themselves",
+        )
     if options.draft_vocab < 2:
         raise UsageError(f"--draft-vocab is {options.draft_vocab}, but must be at least 2")
     if options.out.exists() and not _is_head(options.out):
@@ -121,7 +127,9 @@ def run(options: TrainOptions) -> Report:
     with _terminate_as_interrupt():
         started = time.monotonic()
         options.work.mkdir(parents=True, exist_ok=True)
-        subject = load_subject(options.model, options.threads, options.device, options.kind)
+        subject = load_subject(
+            options.model, options.threads, options.device, options.kind, options.depth, options.modules
+        )
         answers = options.work / "answers"
         if options.prompts:
             write_answers(subject, options.prompts, answers, options.seed)
@@ -145,6 +153,10 @@ class _Run:
         self.start: dict[str, Tensor] | None = None
         if options.finetune:
             self.spec, self.start = existing_head(subject, self.kind, options.head)
+            if self.spec.module_of(options.depth - 1) is None:
+                raise UsageError(
+                    f"--depth is {options.depth}, but the head to begin with has {self.spec.num_modules} module(s)"
+                )
         self.vocabulary = draft_vocabulary(
             corpus.training, min(options.draft_vocab, subject.config.vocab_size), subject.text.end_ids
         )
@@ -176,9 +188,9 @@ class _Run:
         weights = {name: each.to(device) for name, each in as_masters(tensors).items()}
         found = torch.arange(config.vocab_size) if ids is None else torch.from_numpy(ids)
         spec = HeadSpec.of(head)
-        module = self.kind.module(weights, spec, config, trunk.dtype)
+        modules = self.kind.modules(weights, spec, config, trunk.dtype)
         target = Target.of(trunk, found.to(device))
-        results = evaluate(module, spec, target, self.corpus.held_out, self.corpus.cache, self._weighting)
+        results = evaluate(modules, spec, target, self.corpus.held_out, self.corpus.cache, self._weighting)
         note(f"the head in {out}: held-out acceptance length {results['all'].length:.3f}")
         return results
 

@@ -109,7 +109,9 @@ class Corpus:
         return hashlib.sha256("".join(example.key for example in self.training).encode()).hexdigest()[:16]
 
 
-def load_subject(name: str, threads: int | None, device: str, kind: str = "mtp") -> Subject:
+def load_subject(
+    name: str, threads: int | None, device: str, kind: str = "mtp", depth: int = 3, modules: int = 1
+) -> Subject:
     """Read the model in the arithmetic that is fastest here. Raises ModelError or UsageError."""
     if device not in ("cpu", "cuda"):
         raise UsageError(f"--device is {device!r}, which is unknown", "choose cpu or cuda")
@@ -121,21 +123,25 @@ def load_subject(name: str, threads: int | None, device: str, kind: str = "mtp")
         drafter="none",
         seed=0,
     )
-    subject = subject_of(load_model(name, engine_config), engine_config, kind)
+    subject = subject_of(load_model(name, engine_config), engine_config, kind, depth, modules)
     native = EngineConfig(threads=threads, device=engine_config.device, drafter="none", seed=0)
     if choose_backend(native)[0] != "native":
         return subject
     return replace(subject, runner=load_model(name, native))
 
 
-def subject_of(model: Model, engine_config: EngineConfig, kind: str = "mtp") -> Subject:
-    """From a model already loaded, for a kind of head."""
+def subject_of(
+    model: Model, engine_config: EngineConfig, kind: str = "mtp", depth: int = 3, modules: int = 1
+) -> Subject:
+    """From a model already loaded, for a kind of head, so many draft steps and, where the kind stacks, modules."""
     exact = "float64" if engine_config.dtype == "float64" else "float32"
     head_name = lm_head_name(model.weights, model.config)
     raw = model.weights.raw(head_name, (model.config.vocab_size, model.config.hidden_size))
     lm_head: Tensor = ReferenceBackend(device=engine_config.device, dtype=exact).weight(raw)
     text = ModelText(model.tokenizer, model.checkpoint.chat_template())
-    spec = head_kind(kind).spec(model.config.num_layers)
+    spec = head_kind(kind).spec(model.config.num_layers, depth)
+    if modules > 1:
+        spec = replace(spec, num_modules=modules, beyond="last")
     return Subject(model, Trunk(model.decoder, lm_head, tapped_layers(spec.tap)), text, engine_config, spec)
 
 
@@ -154,8 +160,8 @@ def existing_head(subject: Subject, kind: HeadKind, path: Path | None) -> tuple[
     if path is None:
         raise ModelError("the model has no head to fine-tune", "leave out --finetune, or give --head")
     config, tensors, _ = read_head(path)
-    if config.kind != kind.name or config.num_modules != 1:
-        raise ModelError(f"{path} holds {config.num_modules} {config.kind} module(s)", f"--kind is {kind.name}")
+    if config.kind != kind.name:
+        raise ModelError(f"{path} is a head of kind {config.kind}", f"--kind is {kind.name}")
     own = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
     return HeadSpec.of(config), as_masters(own)
 

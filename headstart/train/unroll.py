@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import cast
+
 import torch
 from torch import Tensor
 
 from headstart.kernels.ops import StepInputs
-from headstart.layers.mtp import HeadSpec, Module
+from headstart.layers.mtp import FIRST_PAIR_POSITION, HeadSpec, Module
 from headstart.train.ops import DraftMemory, TrainOps
 
 
 def unroll(
-    module: Module, spec: HeadSpec, embedding: Tensor, hidden: Tensor, tokens: Tensor, depth: int
+    modules: Sequence[Module], spec: HeadSpec, embedding: Tensor, hidden: Tensor, tokens: Tensor, depth: int
 ) -> list[Tensor]:
     """What the head reads of the trunk [B, T, W or taps x W] and tokens [B, T] -> y of draft steps 1..depth, each
     [B, T, W].
 
     Row p of step i reads token p + i; where the text ends before that, token 0 stands in and the row is worth nothing.
     """
-    ops, memory = TrainOps(hidden.device, hidden.dtype), DraftMemory()
-    origins = torch.arange(tokens.shape[1], device=tokens.device)
-    outputs, steps = [], []
-    for i in range(1, depth + 1):
-        ids = shift(tokens, i)
-        step = StepInputs(ids, origins + i, None, hidden)
-        steps.append(step)  # TrainOps keeps rope tables by the identity of the positions: they must outlive the loop
-        output, hidden = module.forward(ops, spec, ops.embed(embedding, ids), step, memory, recycled=i > 1)
+    ops, memories = TrainOps(hidden.device, hidden.dtype), [DraftMemory() for _ in modules]
+    origins = torch.arange(FIRST_PAIR_POSITION, FIRST_PAIR_POSITION + tokens.shape[1], device=tokens.device)
+    pairs = StepInputs(shift(tokens, 1), origins, None, hidden)
+    kept = [pairs]  # TrainOps keeps rope tables by the identity of the positions: they must outlive the loop
+    output, recycled = modules[0].forward(ops, spec, ops.embed(embedding, pairs.token_ids), pairs, memories[0])
+    outputs = [output]
+    for i in range(1, depth):
+        number = cast(int, spec.module_of(i))
+        module, memory = modules[number], memories[number]
+        if module.kv_spec and not memory.keys:
+            module.forward(ops, spec, ops.embed(embedding, pairs.token_ids), pairs, memory)
+        ids = shift(tokens, i + 1)
+        kept.append(StepInputs(ids, origins + 1 + spec.rows_before(i), None, recycled))
+        output, recycled = module.forward(ops, spec, ops.embed(embedding, ids), kept[-1], memory, recycled=True)
         outputs.append(output)
     return outputs
 

@@ -53,7 +53,7 @@ def plain(kind: str, family: str, temperature: float) -> Outputs:
 
 def head_kind(drafter: str) -> str:
     """What a drafter must find at the model."""
-    return drafter if drafter == "eagle3" else "mtp"
+    return drafter if drafter in ("eagle3", "medusa") else "mtp"
 
 
 def check(kind: str, family: str, drafter: str, cell: dict[str, Any]) -> tuple[int, int]:

@@ -96,7 +96,7 @@ def test_rowwise_ops(path: str) -> None:
         normed, total = ops.add_rms_norm(x, out["norm 22"], norms[66], 0.1)
         both = ops.concat(normed, x)
         zeroed = ops.zero_where(both, step.positions, 1)
-        added = ops.add(total, ops.silu_mul(x, normed))
+        added = ops.add(total, ops.silu_mul(x, ops.silu(normed)))
         logits = ops.rms_norm(ops.take_rows(zeroed, step.logit_rows), norms[66], 1e-6)
         return out | {"both": both, "zeroed": zeroed, "total": total, "added": added, "logits": logits}
 

@@ -39,7 +39,7 @@ COMMANDS: dict[str, set[str]] = {
     | {"--out", "--tokens", "--minutes", "--prompts", "--text", "--licence", "--only-prompts", "--language"}
     | {"--max-tokens"},
     "train": JSON
-    | {"--out", "--data", "--prompts", "--minutes", "--tokens", "--depth", "--draft-vocab", "--threads", "--seed"}
+    | {"--out", "--data", "--prompts", "--minutes", "--modules", "--tokens", "--depth", "--draft-vocab", "--threads", "--seed"}
     | {"--device", "--restart", "--kind", "--finetune", "--head"},
     "export": JSON | {"--to", "--out", "--head", "--force"},
     "pull": JSON,

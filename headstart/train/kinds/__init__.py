@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,15 +16,17 @@ from headstart.layers.mtp import HeadSpec, Module
 
 @dataclass(frozen=True)
 class HeadKind:
-    """`spec`: for a trunk of so many layers. `initial`: (trunk, spec, rms of the stream that its last layer reads) ->
-    float32 masters under canonical names. `module`: masters -> what runs, in an arithmetic; gradients reach them.
-    `own_lm_head`: its file holds the LM head's rows too."""
+    """`spec`: for a trunk of so many layers and so many draft steps. `initial`: (trunk, spec, rms of the stream that
+    its last layer reads) -> float32 masters under canonical names. `modules`: masters -> what runs, in an arithmetic;
+    gradients reach them. `own_lm_head`: its file holds the LM head's rows too. `stacks`: it may have a module for each
+    draft step instead of one that is used again."""
 
     name: str
-    spec: Callable[[int], HeadSpec]
+    spec: Callable[[int, int], HeadSpec]
     initial: Callable[[Decoder, HeadSpec, float], dict[str, Tensor]]
-    module: Callable[[Mapping[str, Tensor], HeadSpec, DecoderConfig, torch.dtype], Module]
+    modules: Callable[[Mapping[str, Tensor], HeadSpec, DecoderConfig, torch.dtype], Sequence[Module]]
     own_lm_head: bool = False
+    stacks: bool = False
 
 
 def head_kind(name: str) -> HeadKind:

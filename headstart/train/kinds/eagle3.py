@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -20,15 +20,17 @@ OTHER_STREAMS = 0.02
 """Weight of the lower streams at the start: not zero, so that they get gradients of their own."""
 
 
-def spec(layers: int) -> HeadSpec:
+def spec(layers: int, depth: int) -> HeadSpec:
     """Low, middle and high layer as in the paper's code; llama.cpp wants exactly three."""
     if layers < FEWEST_LAYERS:
         raise UsageError(f"an EAGLE-3 head taps three layers apart, but the model has {layers}", "train --kind mtp")
     return HeadSpec(tap=(2, layers // 2, layers - 3), recycle="pre_norm")
 
 
-def module(masters: Mapping[str, Tensor], spec: HeadSpec, config: DecoderConfig, dtype: torch.dtype) -> Eagle3Module:
-    return eagle3_module(cast_weights(masters, dtype), config, len(tapped_layers(spec.tap)))
+def modules(
+    masters: Mapping[str, Tensor], spec: HeadSpec, config: DecoderConfig, dtype: torch.dtype
+) -> Sequence[Eagle3Module]:
+    return [eagle3_module(cast_weights(masters, dtype), config, len(tapped_layers(spec.tap)))]
 
 
 def initial(trunk: Decoder, spec: HeadSpec, scale: float) -> dict[str, Tensor]:
@@ -49,4 +51,4 @@ def initial(trunk: Decoder, spec: HeadSpec, scale: float) -> dict[str, Tensor]:
     return copied(masters)
 
 
-KIND = HeadKind("eagle3", spec, initial, module, own_lm_head=True)
+KIND = HeadKind("eagle3", spec, initial, modules, own_lm_head=True)

@@ -1,8 +1,8 @@
-"""An MTP layer that is used again for every draft step."""
+"""MTP: a layer that is used again for every draft step, or one for each."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,11 +13,12 @@ from headstart.layers.mtp import HeadSpec, MTPModule
 from headstart.train.head import EMBEDDING_SHARE, cast_weights, copied, layer_tensors
 from headstart.train.kinds import HeadKind
 
-PREFIX = "mtp.0"
 
-
-def module(masters: Mapping[str, Tensor], spec: HeadSpec, config: DecoderConfig, dtype: torch.dtype) -> MTPModule:
-    return mtp_module(cast_weights(masters, dtype), PREFIX, config)
+def modules(
+    masters: Mapping[str, Tensor], spec: HeadSpec, config: DecoderConfig, dtype: torch.dtype
+) -> Sequence[MTPModule]:
+    weights = cast_weights(masters, dtype)
+    return [mtp_module(weights, f"mtp.{i}", config) for i in range(spec.num_modules)]
 
 
 def initial(trunk: Decoder, spec: HeadSpec, scale: float) -> dict[str, Tensor]:
@@ -33,8 +34,8 @@ def initial(trunk: Decoder, spec: HeadSpec, scale: float) -> dict[str, Tensor]:
         "projection.weight": torch.cat((EMBEDDING_SHARE * eye, eye)[:: -1 if spec.hidden_first else 1], dim=1),
         "norm.weight": 0.5 * final,  # modest logits: the first guesses are wrong
     }
-    return copied({f"{PREFIX}.{name}": tensor for name, tensor in masters.items()})
+    return copied({f"mtp.{i}.{name}": tensor for i in range(spec.num_modules) for name, tensor in masters.items()})
 
 
-KIND = HeadKind("mtp", lambda layers: HeadSpec(tap="pre_norm"), initial, module)
-"""The stream before the final norm goes in, as in the one dense family that vLLM drafts for (tools.exports.vllm_mtp)."""
+KIND = HeadKind("mtp", lambda layers, depth: HeadSpec(tap="pre_norm"), initial, modules, stacks=True)
+"""It reads the stream before the final norm, as in the one dense family that vLLM drafts for (exports.vllm_mtp)."""
