@@ -56,7 +56,7 @@ class TextDelta:
 
 
 @dataclass
-class _Choice:
+class Choice:
     """One choice while it runs."""
 
     request: Request
@@ -121,7 +121,7 @@ class LLM:
         self.engine = make_engine(self.model, self.config)
         self.tokenizer = self.model.tokenizer
         self.load_s = time.perf_counter() - started
-        self._template: ChatTemplate | None = self.model.checkpoint.chat_template()
+        self.chat_template: ChatTemplate | None = self.model.checkpoint.chat_template()
         self._ids = count()
         self._inboxes: dict[str, deque[Delta]] = {}  # request id -> deltas that its call has not taken yet
 
@@ -132,7 +132,7 @@ class LLM:
 
     @property
     def has_chat_template(self) -> bool:
-        return self._template is not None
+        return self.chat_template is not None
 
     @property
     def info(self) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class LLM:
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """Token ids of a prompt. Text is a user message of the chat template unless `raw` or there is no template."""
         if isinstance(prompt, str):
-            if raw or self._template is None:
+            if raw or self.chat_template is None:
                 return self.tokenizer.encode(prompt, add_special=True)
             prompt = [{"role": "user", "content": prompt}]
         if not isinstance(prompt, Iterable):
@@ -162,9 +162,9 @@ class LLM:
         messages = [part for part in parts if isinstance(part, Mapping)]
         if len(messages) < len(parts):
             raise UsageError("a prompt is neither token ids nor messages", "give only ids, or only role and content")
-        if self._template is None:
+        if self.chat_template is None:
             raise UsageError(f"{self.model.name} has no chat template", "use raw prompts (--raw)")
-        return self.tokenizer.encode(self._template.render(messages), add_special=False)
+        return self.tokenizer.encode(self.chat_template.render(messages), add_special=False)
 
     def request(
         self, prompt: Prompt, params: SamplingParams, *, raw: bool = False, depth: int | None = None
@@ -231,13 +231,13 @@ class LLM:
     def _run(self, requests: Seq[Request], *, continues: bool) -> Iterator[tuple[Request, TextDelta]]:
         """Submit all, step until all have ended; whatever happens, nothing of them stays in the engine."""
         started = time.perf_counter()
-        running: dict[tuple[str, int], tuple[Sequence, _Choice]] = {}
+        running: dict[tuple[str, int], tuple[Sequence, Choice]] = {}
         inbox: deque[Delta] = deque()
         try:
             for request in requests:
                 self._inboxes[request.request_id] = inbox
                 for sequence in self.engine.submit(request):
-                    choice = _Choice(request, TextOutput(self.tokenizer, request, continues), started)
+                    choice = Choice(request, TextOutput(self.tokenizer, request, continues), started)
                     running[request.request_id, sequence.choice] = sequence, choice
             while running:
                 if not inbox:
@@ -257,9 +257,7 @@ class LLM:
             if (inbox := self._inboxes.get(delta.request_id)) is not None:
                 inbox.append(delta)
 
-    def _take(
-        self, delta: Delta, running: dict[tuple[str, int], tuple[Sequence, _Choice]]
-    ) -> tuple[Request, TextDelta]:
+    def _take(self, delta: Delta, running: dict[tuple[str, int], tuple[Sequence, Choice]]) -> tuple[Request, TextDelta]:
         key = (delta.request_id, delta.choice)
         sequence, choice = running[key]
         text = choice.push(delta)

@@ -225,6 +225,18 @@ class DraftStats:
             self.per_position[i] += hits
             self.drafted_at[i] += tries
 
+    def document(self, method: str) -> dict[str, Any]:
+        """As every JSON output has it; `per_position` counts accepted drafts by position."""
+        return {
+            "method": method,
+            "drafts": self.drafts,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "acceptance_rate": self.acceptance_rate,
+            "acceptance_length": self.acceptance_length,
+            "per_position": list(self.per_position),
+        }
+
     @property
     def acceptance_rate(self) -> float:
         return self.accepted / self.drafted if self.drafted else 0.0

@@ -5,6 +5,9 @@ HeadstartError
   ModelError     a checkpoint, head or tokenizer cannot be read or does not fit
   CapacityError  the request is well formed but does not fit this engine (context, memory)
   CheckFailed    a check ran and its answer is no (verify, doctor)
+  BusyError      the server has too much to do, or is about to end
+  TimeLimitError a request took longer than it may
+  EngineError    the engine could not go on with a request
 """
 
 from __future__ import annotations
@@ -40,6 +43,18 @@ class CheckFailed(HeadstartError):
     """A check ran to its end and its answer is no."""
 
 
+class BusyError(HeadstartError):
+    """The server has too much to do, or is about to end: later, or somewhere else."""
+
+
+class TimeLimitError(HeadstartError):
+    """A request took longer than it may."""
+
+
+class EngineError(HeadstartError):
+    """The engine could not go on with a request: a fault in a step, or numbers that are none."""
+
+
 @dataclass(frozen=True)
 class Status:
     """What an error means to the outside: process exit code and HTTP status."""
@@ -53,6 +68,9 @@ STATUS: dict[type[BaseException], Status] = {
     UsageError: Status(2, 400),
     ModelError: Status(2, 404),
     CapacityError: Status(2, 400),
+    BusyError: Status(3, 503),
+    TimeLimitError: Status(3, 504),
+    EngineError: Status(3, 500),
     KeyboardInterrupt: Status(130, 499),
 }
 INTERNAL = Status(3, 500)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headstart.api import Completion
-    from headstart.core import DraftStats
 
 
 def completion_document(completion: Completion) -> dict[str, Any]:
@@ -18,7 +17,7 @@ def completion_document(completion: Completion) -> dict[str, Any]:
         "finish_reason": completion.finish_reason,
         "seed": completion.seed,
         "usage": {name: completion.usage[name] for name in ("prompt_tokens", "completion_tokens")},
-        "speculation": speculation_document(completion.speculation, completion.method),
+        "speculation": completion.speculation.document(completion.method),
         "timing": {name: completion.timing[name] for name in ("load_s", "ttft_s", "decode_s", "decode_tokens_per_s")},
     }
     if completion.logprobs:
@@ -29,19 +28,6 @@ def completion_document(completion: Completion) -> dict[str, Any]:
             for choice in completion.choices
         ]
     return document
-
-
-def speculation_document(stats: DraftStats, method: str) -> dict[str, Any]:
-    """Counts of drafting as in every JSON output; `per_position` counts accepted drafts by position."""
-    return {
-        "method": method,
-        "drafts": stats.drafts,
-        "drafted": stats.drafted,
-        "accepted": stats.accepted,
-        "acceptance_rate": stats.acceptance_rate,
-        "acceptance_length": stats.acceptance_length,
-        "per_position": list(stats.per_position),
-    }
 
 
 def summary(completion: Completion) -> str:

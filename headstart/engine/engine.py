@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence as Seq
 from itertools import count
 from typing import Any
@@ -31,6 +32,8 @@ class Engine:
             memory, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
         )
         self.stats = DraftStats()
+        self.depth = config.depth  # of requests that ask for none; may be changed at any time
+        self.seconds = {"verify": 0.0, "draft": 0.0, "host": 0.0}  # in trunk passes, in drafts, in the rest of steps
         self._order = count()
         self._live: dict[str, list[Sequence]] = {}
 
@@ -75,13 +78,20 @@ class Engine:
 
     def step(self, deliver: Deliver) -> None:
         """One pass. Committed tokens are delivered before the next draft is made."""
+        begun = time.perf_counter()
         spans = self.scheduler.schedule()
         if not spans:
             return
+        scheduled = time.perf_counter()
         forward = self.runner.forward(spans)
+        computed = time.perf_counter()
         verdicts = self._judge(spans, forward)
         deliver([delta for delta in self._commit(spans, verdicts, forward) if delta])
+        delivered = time.perf_counter()
         self._propose([span.sequence for span in spans])
+        self.seconds["verify"] += computed - scheduled
+        self.seconds["draft"] += time.perf_counter() - delivered
+        self.seconds["host"] += scheduled - begun + delivered - computed
 
     def _judge(self, spans: Seq[Span], forward: Forward) -> list[Verdict]:
         sampled, starts = self.runner.sample(spans, forward)
@@ -122,9 +132,10 @@ class Engine:
         sequence.num_computed = min(span.start + span.num_rows, len(sequence.tokens) - 1)
         sequence.draft = Draft()
         if emitted:
-            sequence.stats.record(verdict.num_drafted, verdict.num_accepted)
-            sequence.stats.passes += 1
-            sequence.stats.emitted += emitted
+            for stats in (sequence.stats, self.stats):
+                stats.record(verdict.num_drafted, verdict.num_accepted)
+                stats.passes += 1
+                stats.emitted += emitted
         self.memory.commit(sequence)
         reason = sequence.finish_reason
         if reason:
@@ -176,7 +187,7 @@ class Engine:
     def _depth(self, sequence: Sequence) -> int:
         wanted = sequence.request.depth
         if wanted is None:
-            wanted = self.config.depth
+            wanted = self.depth
         return min(wanted, self.max_depth, self._room(sequence) - 1, self.scheduler.budget - 1)
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -184,7 +195,6 @@ class Engine:
         self.scheduler.finish(sequence)
         if self.drafter:
             self.drafter.release(sequence)
-        self.stats.add(sequence.stats)
         siblings = self._live[sequence.request.request_id]
         siblings.remove(sequence)
         if not siblings:

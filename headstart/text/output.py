@@ -28,12 +28,13 @@ class TextOutput:
     tokenizer: Tokenizer
     request: Request
     continues: bool = False  # the output goes on in the middle of a text (raw prompts), so its first space counts
+    skip_special: bool = True  # False: a parser of tool calls wants to see their marks
     num_tokens: int = 0
     _detokenizer: Detokenizer = field(init=False)
     _stops: StopChecker = field(init=False)
 
     def __post_init__(self) -> None:
-        self._detokenizer = Detokenizer(self.tokenizer, continues=self.continues)
+        self._detokenizer = Detokenizer(self.tokenizer, skip_special=self.skip_special, continues=self.continues)
         self._stops = StopChecker(self.request.params.stop)
 
     def push(self, delta: Delta) -> Piece:

@@ -11,6 +11,7 @@ import pytest
 import typer
 
 from headstart.cli.main import app, main
+from headstart.cli.vllm_flags import FLAGS
 
 SAMPLING = {
     "--max-tokens", "--min-tokens", "--temperature", "-t", "--top-k", "--top-p", "--min-p", "--repetition-penalty",
@@ -28,6 +29,11 @@ COMMANDS: dict[str, set[str]] = {
     "demo": ENGINE | JSON | {"--max-tokens"},
     "generate": SAMPLING | ENGINE | JSON | {"--prompt", "-p", "--prompt-file", "--raw"},
     "chat": SAMPLING | ENGINE | {"--system"},
+    "serve": ENGINE
+    | set(FLAGS)
+    | {"--host", "--port", "--served-model-name", "--max-queue", "--request-timeout", "--shutdown-timeout"}
+    | {"--api-key", "--ssl-certfile", "--ssl-keyfile", "--chat-template", "--tool-call-parser", "--reasoning-parser"}
+    | {"--log-format"},
     "verify": ENGINE
     | JSON
     | {"--prompts", "--raw", "--max-tokens", "--against", "--numerics", "--full"}
@@ -39,8 +45,8 @@ COMMANDS: dict[str, set[str]] = {
     | {"--out", "--tokens", "--minutes", "--prompts", "--text", "--licence", "--only-prompts", "--language"}
     | {"--max-tokens"},
     "train": JSON
-    | {"--out", "--data", "--prompts", "--minutes", "--modules", "--tokens", "--depth", "--draft-vocab", "--threads", "--seed"}
-    | {"--device", "--restart", "--kind", "--finetune", "--head"},
+    | {"--out", "--data", "--prompts", "--minutes", "--tokens", "--depth", "--draft-vocab", "--threads", "--seed"}
+    | {"--modules", "--device", "--restart", "--kind", "--finetune", "--head"},
     "export": JSON | {"--to", "--out", "--head", "--force"},
     "pull": JSON,
     "doctor": JSON,

@@ -3,6 +3,8 @@ it defines `PARSER`, made from the request's tools. What stands before the answe
 
 from __future__ import annotations
 
+from typing import Literal
+
 from headstart import registry
 from headstart.text.parsers._events import Arguments, Content, Event, Reasoning, ToolCall, joined
 from headstart.text.parsers._plain import PlainParser
@@ -10,7 +12,7 @@ from headstart.text.parsers._stream import Parser
 from headstart.text.parsers._tools import Tools
 
 __all__ = [
-    "Arguments", "Content", "Event", "Parser", "Reasoning", "ToolCall", "Tools", "joined", "make_parser",
+    "Arguments", "Content", "Event", "Parser", "Reasoning", "ToolCall", "Tools", "format_in", "joined", "make_parser",
     "reasoning_formats", "tool_formats",
 ]  # fmt: skip
 
@@ -23,6 +25,14 @@ def tool_formats() -> list[str]:
 def reasoning_formats() -> list[str]:
     """Names of the reasoning formats."""
     return registry.available("reasoning_formats")
+
+
+def format_in(template: str, kind: Literal["tool_formats", "reasoning_formats"]) -> str | None:
+    """The format whose marks a chat template holds, the most of them where several fit; None where none does."""
+    constant = registry.KINDS[kind].required[0]
+    marks = {name: getattr(registry.find(kind, name), constant).marks for name in registry.available(kind)}
+    fitting = {name: len(each) for name, each in marks.items() if each and all(mark in template for mark in each)}
+    return max(fitting, key=lambda name: fitting[name], default=None)
 
 
 def make_parser(

@@ -27,6 +27,9 @@ _NAME = re.compile(r"[\w.:/$@-]*")
 class ToolParser(JsonSteps):
     """State of the calls of one answer."""
 
+    marks: tuple[str, ...] = ()
+    """Texts that all stand in the chat templates of models with this format; none: it cannot be told so."""
+
     def __init__(self, tools: Tools = ()) -> None:
         self._tools = tools
         self._num_calls = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headstart.text.parsers._deepseek import CALL_END, CALLS_END, OPENS, SEPARATOR
+from headstart.text.parsers._deepseek import CALL_BEGIN, CALL_END, CALLS_END, OPENS, SEPARATOR
 from headstart.text.parsers._stream import NotThis, Steps
 from headstart.text.parsers._tools import MarkedToolParser
 
@@ -13,6 +13,7 @@ class DeepSeekV3Parser(MarkedToolParser):
     """Call begin, `function`, separator, name, arguments in a fence that says json (it may lack), call end."""
 
     opens = OPENS
+    marks = (CALL_BEGIN, "function" + SEPARATOR)
 
     def _call(self, opened: str) -> Steps[None]:
         yield from self._name()

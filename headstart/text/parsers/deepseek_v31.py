@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headstart.text.parsers._deepseek import CALL_END, CALLS_END, OPENS, SEPARATOR
+from headstart.text.parsers._deepseek import CALL_BEGIN, CALL_END, CALLS_END, OPENS, SEPARATOR
 from headstart.text.parsers._stream import Steps
 from headstart.text.parsers._tools import MarkedToolParser
 
@@ -11,6 +11,7 @@ class DeepSeekV31Parser(MarkedToolParser):
     """Call begin, name, separator, arguments, call end; all calls between the begin and end of calls."""
 
     opens = OPENS
+    marks = (CALL_BEGIN,)
 
     def _call(self, opened: str) -> Steps[None]:
         name = yield from self._name()

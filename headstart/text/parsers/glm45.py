@@ -13,6 +13,7 @@ class Glm45Parser(MemberCalls):
     """`<tool_call>name\\n<arg_key>k</arg_key>\\n<arg_value>v</arg_value>\\n</tool_call>`; newlines may lack."""
 
     opens = ("<tool_call>",)
+    marks = (*opens, _KEY)
     untyped = frozenset({ANY})
 
     def _call(self, opened: str) -> Steps[None]:

@@ -13,6 +13,7 @@ class HermesParser(ObjectCalls, MarkedToolParser):
     """`<tool_call>\\n{"name": ..., "arguments": {...}}\\n</tool_call>`; the last brace and the end tag may lack."""
 
     opens = ("<tool_call>",)
+    marks = opens
 
     def _call(self, opened: str) -> Steps[None]:
         yield from self._space()

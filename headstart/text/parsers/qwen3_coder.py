@@ -18,6 +18,7 @@ class Qwen3CoderParser(MemberCalls):
     """
 
     opens = (_OPEN, _FUNCTION)
+    marks = opens
     untyped = frozenset({"string"})
 
     def _call(self, opened: str) -> Steps[None]:

@@ -15,6 +15,8 @@ class ThinkParser(StreamParser):
     inside each tag and up to two behind `</think>` belong to the format.
     """
 
+    marks = ("<think>",)
+
     def __init__(self, answer: Parser | None = None, *, opened: bool = False) -> None:
         self._answer = answer
         self._opened = opened

@@ -1,0 +1,101 @@
+"""`headstart serve`: an OpenAI-compatible endpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from headstart.cli.options import EngineOptions, Model, OptionGroup, _option, read_text
+from headstart.cli.vllm_flags import VllmFlags
+from headstart.errors import UsageError
+
+EXAMPLES = (
+    "headstart serve --port 8000",
+    "headstart serve ./my-model --head my-head --depth 3 --max-num-seqs 16",
+    """curl localhost:8000/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Hello"}]}'""",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(OptionGroup):
+    """Where and how the server listens."""
+
+    host: Annotated[str, _option("--host", help="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, _option("--port", help="Port; 0 takes a free one.")] = 8000
+    served_model_name: Annotated[
+        list[str] | None, _option("--served-model-name", help="Name that requests use; may be repeated.")
+    ] = None
+    max_queue: Annotated[int, _option("--max-queue", help="Sequences that may wait; beyond: 503.")] = 256
+    request_timeout: Annotated[
+        float | None, _option("--request-timeout", help="Seconds that a request may take. Default: any.")
+    ] = None
+    shutdown_timeout: Annotated[
+        int, _option("--shutdown-timeout", help="Seconds that running requests get after SIGTERM.")
+    ] = 30
+    api_key: Annotated[
+        str | None, _option("--api-key", help="Bearer token that requests must bring.", envvar="HEADSTART_API_KEY")
+    ] = None
+    ssl_certfile: Annotated[Path | None, _option("--ssl-certfile", help="TLS certificate (PEM).")] = None
+    ssl_keyfile: Annotated[Path | None, _option("--ssl-keyfile", help="TLS key (PEM).")] = None
+    chat_template: Annotated[
+        Path | None, _option("--chat-template", help="Jinja file that replaces the model's template.")
+    ] = None
+    tool_call_parser: Annotated[
+        str | None, _option("--tool-call-parser", help="Format of tool calls. Default: by the chat template.")
+    ] = None
+    reasoning_parser: Annotated[
+        str | None, _option("--reasoning-parser", help="Format of thoughts. Default: by the chat template.")
+    ] = None
+    log_format: Annotated[str, _option("--log-format", help="text or json.")] = "text"
+
+    def check(self) -> None:
+        """Raises UsageError for values out of range and files that are not there."""
+        if not 0 <= self.port <= 65535:
+            raise UsageError(f"--port is {self.port}, but must be between 0 and 65535")
+        for flag, value in (("--max-queue", self.max_queue), ("--shutdown-timeout", self.shutdown_timeout)):
+            if value < 0:
+                raise UsageError(f"{flag} is {value}, but must be at least 0")
+        if self.request_timeout is not None and not self.request_timeout > 0:
+            raise UsageError(f"--request-timeout is {self.request_timeout}, but must be above 0")
+        if self.log_format not in ("text", "json"):
+            raise UsageError(f"--log-format is {self.log_format!r}, which is unknown", "choose text or json")
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise UsageError("TLS needs both --ssl-certfile and --ssl-keyfile")
+        for flag, path in (("--ssl-certfile", self.ssl_certfile), ("--ssl-keyfile", self.ssl_keyfile)):
+            if path is not None and not path.is_file():
+                raise UsageError(f"{flag}: {path} is not a file")
+
+
+def run(model: Model = None, *, serving: ServeOptions, engine: EngineOptions, vllm: VllmFlags) -> int:
+    """Serve a model over HTTP, with OpenAI's and vLLM's request fields."""
+    serving.check()
+    vllm.check()
+    template = read_text(serving.chat_template, "--chat-template") if serving.chat_template else None
+
+    from headstart.api import LLM
+    from headstart.server.app import ServerConfig
+    from headstart.server.run import Listen, serve
+    from headstart.text.chat import ChatTemplate
+
+    llm = LLM(model, engine.config)
+    if template is not None:
+        llm.chat_template = ChatTemplate(template, where=str(serving.chat_template))
+    config = ServerConfig(
+        names=tuple(serving.served_model_name or ()),
+        max_queue=serving.max_queue,
+        request_timeout=serving.request_timeout,
+        api_key=serving.api_key,
+        tool_format=serving.tool_call_parser,
+        reasoning_format=serving.reasoning_parser,
+    )
+    listen = Listen(
+        host=serving.host,
+        port=serving.port,
+        shutdown_timeout=serving.shutdown_timeout,
+        tls_cert=serving.ssl_certfile,
+        tls_key=serving.ssl_keyfile,
+        log_format=serving.log_format,
+    )
+    serve(llm, config, listen)
+    return 0

@@ -1,0 +1,78 @@
+"""vLLM's spellings that `serve` takes beside its own: each is honoured, or refused with what to do instead."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Self
+
+from headstart.cli.options import OptionGroup, _option, _parameter
+from headstart.errors import UsageError
+
+ONE = "headstart runs one copy of a model on one machine; for more, run vLLM or SGLang"
+
+
+@dataclass(frozen=True)
+class Flag:
+    """`hint` None: it asks for what happens anyway. `allowed`: values that do so; switches have none."""
+
+    help: str
+    hint: str | None = None
+    takes_value: bool = False
+    allowed: tuple[str, ...] = ()
+
+
+FLAGS: Mapping[str, Flag] = {
+    "--enable-prefix-caching": Flag("On anyway."),
+    "--enable-chunked-prefill": Flag("On anyway."),
+    "--enable-auto-tool-choice": Flag("On anyway."),
+    "--disable-log-requests": Flag("So it is anyway."),
+    "--no-enable-log-requests": Flag("So it is anyway."),
+    "--enable-log-requests": Flag("Refused: prompts are never logged.", "leave it out"),
+    "--no-enable-chunked-prefill": Flag(
+        "Refused: prompts go in chunks.", "--max-num-batched-tokens sets the size of the chunks"
+    ),
+    "--enforce-eager": Flag("Refused: nothing is compiled or captured.", "leave it out"),
+    "--trust-remote-code": Flag("Refused: no code is run from checkpoints.", "leave it out"),
+    "--gpu-memory-utilization": Flag("Refused.", "--kv-blocks sizes the KV cache", True),
+    "--swap-space": Flag("Refused: preempted sequences are computed again.", "leave it out", True),
+    "--tensor-parallel-size": Flag("1.", ONE, True, ("1",)),
+    "--pipeline-parallel-size": Flag("1.", ONE, True, ("1",)),
+    "--data-parallel-size": Flag("1.", ONE, True, ("1",)),
+    "--load-format": Flag("auto.", "safetensors and GGUF are recognized: leave it out", True, ("auto",)),
+    "--tokenizer": Flag("Refused.", "the checkpoint's own tokenizer is used: leave it out", True),
+    "--revision": Flag("Refused.", "write MODEL@REVISION", True),
+}
+
+
+def _name(flag: str) -> str:
+    return "vllm_" + flag.removeprefix("--").replace("-", "_")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmFlags(OptionGroup):
+    """The flags of `FLAGS` that were given, with their values (True: a switch)."""
+
+    given: Mapping[str, str | bool] = field(default_factory=dict)
+
+    @classmethod
+    def parameters(cls) -> list[inspect.Parameter]:
+        def parameter(flag: str, entry: Flag) -> inspect.Parameter:
+            kind: Any = str | None if entry.takes_value else bool
+            shown = _option(flag, help=entry.help, panel="vLLM's spellings")
+            return _parameter(_name(flag), Annotated[kind, shown], None if entry.takes_value else False)
+
+        return [parameter(flag, entry) for flag, entry in FLAGS.items()]
+
+    @classmethod
+    def collect(cls, values: Mapping[str, Any]) -> Self:
+        return cls(given={flag: values[_name(flag)] for flag in FLAGS if values[_name(flag)] not in (None, False)})
+
+    def check(self) -> None:
+        """Raises UsageError for what cannot be honoured."""
+        for flag, value in self.given.items():
+            entry = FLAGS[flag]
+            if entry.hint and value not in entry.allowed:
+                shown = flag if value is True else f"{flag} {value}"
+                raise UsageError(f"{shown} cannot be honoured", entry.hint)

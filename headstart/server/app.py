@@ -1,0 +1,131 @@
+"""The ASGI application: endpoints, errors, and the guards in front of them."""
+
+from __future__ import annotations
+
+import hmac
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import headstart
+from headstart.api import LLM
+from headstart.server import errors
+from headstart.server.bridge import Bridge
+from headstart.server.prepare import Formats
+from headstart.server.routes import router
+from headstart.server.state import State
+from headstart.server.watch import Watch
+from headstart.text.parsers import format_in, make_parser
+
+MOST_BODY_BYTES = 16 * 2**20
+OPEN_PATHS = frozenset({"/health"})
+"""What needs no API key: whoever restarts a server has none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """How one engine is served. `names`: by which requests may call the model. Times in seconds; None: no limit."""
+
+    names: tuple[str, ...] = ()
+    max_queue: int = 256
+    request_timeout: float | None = None
+    api_key: str | None = None
+    tool_format: str | None = None
+    reasoning_format: str | None = None
+
+
+def make_app(llm: LLM, config: ServerConfig) -> FastAPI:
+    """The application over a loaded model. Its engine thread runs while the application does."""
+    names = config.names or (llm.model.name,)
+    bridge = Bridge(llm, Watch(llm.engine, names[0]), config.max_queue)
+    template = "\n".join(llm.chat_template.sources.values()) if llm.chat_template else ""
+    formats = Formats(
+        config.tool_format or format_in(template, "tool_formats"),
+        config.reasoning_format or format_in(template, "reasoning_formats"),
+    )
+    make_parser(formats.tools, (), formats.reasoning)  # a wrong name fails now, not at the first request
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        bridge.start()
+        yield
+        bridge.stop()
+
+    app = FastAPI(
+        title="headstart",
+        version=headstart.__version__,
+        description="An OpenAI-compatible endpoint over one model, decoded with multi-token prediction.",
+        lifespan=lifespan,
+    )
+    app.state.headstart = State(bridge, names, formats, int(time.time()), config.request_timeout)
+    app.include_router(router)
+    errors.install(app)
+    app.add_middleware(BodyLimit, most=MOST_BODY_BYTES)
+    if config.api_key:
+        app.add_middleware(ApiKey, key=config.api_key)
+    return app
+
+
+class BodyLimit:
+    """413 for bodies above `most` bytes, whatever their headers say."""
+
+    def __init__(self, app: ASGIApp, most: int) -> None:
+        self.app, self.most = app, most
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        declared = dict(scope["headers"]).get(b"content-length", b"0")
+        if not declared.isdigit() or int(declared) > self.most:
+            await self._refuse(scope, receive, send)
+            return
+        seen, answered = 0, False
+
+        async def counted() -> Message:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > self.most:
+                raise _TooLarge
+            return message
+
+        async def watched(message: Message) -> None:
+            nonlocal answered
+            answered = answered or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self.app(scope, counted, watched)
+        except _TooLarge:
+            if not answered:
+                await self._refuse(scope, receive, send)
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = errors.document(f"the body is larger than {self.most} bytes", 413)
+        await JSONResponse(body, 413, {"Connection": "close"})(scope, receive, send)
+
+
+class _TooLarge(Exception):
+    pass
+
+
+class ApiKey:
+    """401 without the right bearer token."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self.app, self.wanted = app, f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, self.wanted):  # takes the same time wherever they differ
+                body = errors.document("the API key is missing or wrong", 401)
+                await JSONResponse(body, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+                return
+        await self.app(scope, receive, send)

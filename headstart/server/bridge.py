@@ -1,0 +1,197 @@
+"""The engine in a thread of its own, fed by one queue; what it commits comes back in one call a step.
+
+Two worlds: `_begin`, `_step` and everything they call run in the engine's thread; `open`, `Stream` and `_hand_out` on
+the event loop. They share the command queue, `call_soon_threadsafe`, and counters that are only read elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence as Seq
+from functools import partial
+from queue import Empty, SimpleQueue
+
+from headstart.api import LLM
+from headstart.core import Delta, Request, Sequence
+from headstart.errors import BusyError, EngineError, HeadstartError
+from headstart.server.watch import Watch
+
+log = logging.getLogger("headstart.server")
+
+
+class Stream:
+    """The engine requests of one HTTP request, and what comes back for them: (request number, delta)."""
+
+    def __init__(self, bridge: Bridge, requests: Seq[Request]) -> None:
+        self.requests = requests
+        self.sequences: dict[tuple[str, int], Sequence] = {}
+        self.arrived = time.perf_counter()
+        self._bridge = bridge
+        self._numbers = {request.request_id: number for number, request in enumerate(requests)}
+        self._items: asyncio.Queue[Delta | HeadstartError] = asyncio.Queue()
+        self._open = {(request.request_id, choice) for request in requests for choice in range(request.params.n)}
+
+    def put(self, item: Delta | HeadstartError) -> None:
+        self._items.put_nowait(item)
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Delta]]:
+        """Deltas until every choice has ended or was stopped. Raises what ended the request early."""
+        while self._open:
+            item = await self._items.get()
+            if isinstance(item, HeadstartError):
+                raise item
+            key = (item.request_id, item.choice)
+            if key not in self._open:
+                continue  # a stop string has ended it meanwhile
+            if item.finish_reason:
+                self._open.discard(key)
+            yield self._numbers[item.request_id], item
+
+    def stop(self, number: int, choice: int) -> None:
+        """This choice needs no more tokens."""
+        key = (self.requests[number].request_id, choice)
+        if key in self._open:
+            self._open.discard(key)
+            self._bridge.abort(*key)
+
+    def close(self) -> None:
+        """Free whatever still runs; the engine does so before its next step."""
+        self._bridge.forget(self, running=bool(self._open))
+        self._open.clear()
+
+    def sequence(self, number: int, choice: int) -> Sequence:
+        return self.sequences[self.requests[number].request_id, choice]
+
+
+class Bridge:
+    """One engine, its thread, and the streams that wait for it."""
+
+    def __init__(self, llm: LLM, watch: Watch, max_queue: int) -> None:
+        self.llm, self.watch = llm, watch
+        self.failures = 0  # steps in a row that raised
+        self.draining = False
+        self._room = llm.config.max_num_seqs + max_queue
+        self._in_flight = 0  # choices
+        self._streams: dict[str, Stream] = {}
+        self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    # On the event loop.
+
+    def start(self) -> None:
+        """Bind to the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; what still runs is dropped."""
+        self._commands.put(None)
+        self._thread.join(timeout=30)
+
+    async def open(self, requests: Seq[Request]) -> Stream:
+        """Hand requests to the engine. Raises BusyError when too much waits, and what `Engine.submit` raises."""
+        count = sum(request.params.n for request in requests)
+        if self.draining:
+            raise BusyError("the server is shutting down", "send the request to another one")
+        if self._in_flight + count > self._room:
+            raise BusyError(f"{self._in_flight} sequences run or wait, and {self._room} are allowed", "try again later")
+        stream = Stream(self, requests)
+        self._in_flight += count
+        self._streams |= dict.fromkeys([request.request_id for request in requests], stream)
+        accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._commands.put(partial(self._begin, stream, accepted))
+        try:
+            await accepted
+        except BaseException:
+            stream.close()
+            raise
+        return stream
+
+    def forget(self, stream: Stream, *, running: bool) -> None:
+        for request in stream.requests:
+            if self._streams.pop(request.request_id, None) is None:
+                continue
+            self._in_flight -= request.params.n
+            if running:
+                self.abort(request.request_id)
+
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        self._commands.put(partial(self.llm.engine.abort, request_id, choice))
+
+    def _hand_out(self, items: Seq[tuple[str, Delta | HeadstartError]]) -> None:
+        for request_id, item in items:
+            if stream := self._streams.get(request_id):
+                stream.put(item)
+
+    # In the engine's thread.
+
+    def _run(self) -> None:
+        engine = self.llm.engine
+        while True:
+            try:
+                command = self._commands.get(block=not engine.has_work)
+            except Empty:
+                self._step()
+                continue
+            if command is None:
+                return
+            command()
+
+    def _begin(self, stream: Stream, accepted: asyncio.Future[None]) -> None:
+        engine = self.llm.engine
+        begun: list[str] = []
+        try:
+            for request in stream.requests:
+                for sequence in engine.submit(request):
+                    stream.sequences[request.request_id, sequence.choice] = sequence
+                begun.append(request.request_id)
+        except HeadstartError as error:
+            for request_id in begun:
+                engine.abort(request_id)
+            self._call(_settle, accepted, error)
+        else:
+            self._call(_settle, accepted, None)
+
+    def _step(self) -> None:
+        engine = self.llm.engine
+        try:
+            engine.step(self._deliver)
+        except Exception as error:  # noqa: BLE001  a fault of one step must not end the server
+            self._fail_step(error)
+        else:
+            self.failures = 0
+            self.watch.stepped(engine)
+
+    def _deliver(self, deltas: list[Delta]) -> None:
+        self._call(self._hand_out, [(delta.request_id, delta) for delta in deltas])
+
+    def _fail_step(self, error: Exception) -> None:
+        """Everything that ran in the step ends with an error; what waits goes on."""
+        self.failures += 1
+        log.exception("a step failed", exc_info=error)
+        scheduler = self.llm.engine.scheduler
+        names = {each.request.request_id for each in scheduler.running or list(scheduler.waiting)}
+        for name in names:
+            self.llm.engine.abort(name)
+        shown = EngineError("the engine failed while it worked on this request", "see the server's log")
+        self._call(self._hand_out, [(name, shown) for name in names])
+
+    def _call(self, function: Callable[..., None], *arguments: object) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:  # the loop is closed: nobody waits any more
+            log.debug("a result came after the end of the event loop")
+
+
+def _settle(accepted: asyncio.Future[None], error: HeadstartError | None) -> None:
+    if accepted.done():  # the client has gone
+        return
+    if error is None:
+        accepted.set_result(None)
+    else:
+        accepted.set_exception(error)

@@ -1,0 +1,196 @@
+"""The endpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+import headstart
+from headstart.api import LLM
+from headstart.errors import HeadstartError, ModelError, TimeLimitError, UsageError
+from headstart.server.errors import document, error_of
+from headstart.server.prepare import Job, chat_job, completion_job
+from headstart.server.replies import Reply
+from headstart.server.schema import ChatRequest, Common, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from headstart.server.state import State
+
+log = logging.getLogger("headstart.server")
+router = APIRouter()
+ERRORS: dict[int | str, dict[str, Any]] = {
+    code: {"description": text}
+    for code, text in {
+        400: "The request is wrong.",
+        401: "The API key is missing or wrong.",
+        404: "There is no such model.",
+        413: "The body is too large.",
+        500: "The engine failed.",
+        503: "Too much waits, or the server is shutting down.",
+        504: "The request took longer than --request-timeout.",
+    }.items()
+}
+STREAM_ENDED = "data: [DONE]\n\n"
+
+
+@router.post("/v1/completions", responses=ERRORS)
+async def completions(body: CompletionRequest, request: Request) -> Response:
+    """Continue a text, or several."""
+    return await _answer(request, body, partial(completion_job, body=body))
+
+
+@router.post("/v1/chat/completions", responses=ERRORS)
+async def chat_completions(body: ChatRequest, request: Request) -> Response:
+    """The next turn of a conversation."""
+    return await _answer(request, body, partial(chat_job, formats=_state(request).formats, body=body))
+
+
+async def _answer(request: Request, body: Common, prepare: Callable[[LLM], Job]) -> Response:
+    state = _state(request)
+    _check_model(state, body.model)
+    job = await run_in_threadpool(prepare, state.bridge.llm)
+    reply = Reply(state.bridge, job, body, body.model or state.name)
+    await reply.begin()
+    if body.stream:
+        return StreamingResponse(_events(reply, state.request_timeout), media_type="text/event-stream")
+    return JSONResponse(await _unless_gone(request, _in_time(reply, state.request_timeout)))
+
+
+async def _in_time(reply: Reply, seconds: float | None) -> dict[str, Any]:
+    try:
+        async with asyncio.timeout(seconds):
+            return await reply.whole()
+    except TimeoutError:
+        raise TimeLimitError(f"the request took longer than {seconds:g} s", "ask for fewer tokens") from None
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+    """Run `work`, but stop it as soon as the client hangs up."""
+    task, gone = asyncio.create_task(work), asyncio.create_task(_hung_up(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+        return await task
+    finally:
+        gone.cancel()
+        task.cancel()
+
+
+async def _hung_up(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _events(reply: Reply, seconds: float | None) -> AsyncIterator[str]:
+    """Server-sent events. An error after the first byte can only be told in the stream."""
+    try:
+        async with asyncio.timeout(seconds):
+            async for chunk in reply.chunks():
+                yield f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
+        yield STREAM_ENDED
+    except TimeoutError:
+        yield _told(TimeLimitError(f"the request took longer than {seconds:g} s", "ask for fewer tokens"))
+    except HeadstartError as error:
+        yield _told(error)
+
+
+def _told(error: HeadstartError) -> str:
+    return f"data: {json.dumps(error_of(error)[1])}\n\n{STREAM_ENDED}"
+
+
+def _check_model(state: State, name: str | None) -> None:
+    if name is not None and name not in state.names:
+        raise ModelError(f"the model {name!r} does not exist", f"this server has {', '.join(state.names)}")
+
+
+def _state(request: Request) -> State:
+    state: State = request.app.state.headstart
+    return state
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> dict[str, Any]:
+    """What this server serves."""
+    state = _state(request)
+    info = state.bridge.llm.info
+    entry = {
+        "object": "model", "created": state.started, "owned_by": "headstart", "root": info["model"],
+        "max_model_len": info["context"],
+    }  # fmt: skip
+    return {"object": "list", "data": [{"id": name, **entry} for name in state.names]}
+
+
+@router.get("/v1/models/{name:path}", responses={404: ERRORS[404]})
+async def model(name: str, request: Request) -> dict[str, Any]:
+    """One model."""
+    _check_model(_state(request), name)
+    found: dict[str, Any] = next(each for each in (await models(request))["data"] if each["id"] == name)
+    return found
+
+
+@router.post("/tokenize", responses=ERRORS)
+async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
+    """Token ids of a text or of messages under the chat template."""
+    state = _state(request)
+    _check_model(state, body.model)
+    llm = state.bridge.llm
+    ids = await run_in_threadpool(_tokens, llm, body)
+    found: dict[str, Any] = {"count": len(ids), "max_model_len": llm.engine.max_length, "tokens": ids}
+    if body.return_token_strs:
+        found["token_strs"] = [llm.tokenizer.token_text(token) for token in ids]
+    return found
+
+
+def _tokens(llm: LLM, body: TokenizeRequest) -> list[int]:
+    if (body.prompt is None) == (body.messages is None):
+        raise UsageError("tokenize needs exactly one of prompt and messages")
+    if body.prompt is not None:
+        return llm.tokenizer.encode(body.prompt, add_special=body.add_special_tokens)
+    if llm.chat_template is None:
+        raise ModelError(f"{llm.model.name} has no chat template", "use prompt")
+    messages = [each.model_dump(exclude_none=True) for each in body.messages or ()]
+    text = llm.chat_template.render(messages, body.add_generation_prompt)
+    return llm.tokenizer.encode(text, add_special=False)
+
+
+@router.post("/detokenize", responses=ERRORS)
+async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any]:
+    """The text of token ids."""
+    state = _state(request)
+    _check_model(state, body.model)
+    llm = state.bridge.llm
+    if wrong := [token for token in body.tokens if not 0 <= token < llm.model.config.vocab_size]:
+        raise UsageError(f"token id {wrong[0]} is outside 0..{llm.model.config.vocab_size - 1}")
+    return {"prompt": llm.tokenizer.decode(body.tokens)}
+
+
+@router.get("/health", responses={503: {"description": "The engine fails, or the server is shutting down."}})
+async def health(request: Request) -> Response:
+    """200 while requests are answered."""
+    bridge = _state(request).bridge
+    if bridge.failures > 1:
+        return JSONResponse(document(f"{bridge.failures} steps in a row have failed; see the server's log", 503), 503)
+    if bridge.draining:
+        return JSONResponse(document("the server is shutting down", 503), 503)
+    return JSONResponse({"status": "ok"})
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    """Of headstart."""
+    return {"version": headstart.__version__}
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """For Prometheus, under vLLM's names."""
+    text = generate_latest(_state(request).bridge.watch.registry)
+    return Response(text, media_type=CONTENT_TYPE_LATEST)

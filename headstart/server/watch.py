@@ -1,0 +1,137 @@
+"""What the server tells about itself: Prometheus metrics under vLLM's names, and a log line every ten seconds."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from headstart.engine.engine import Engine
+
+log = logging.getLogger("headstart.server")
+
+LOG_EVERY = 10.0
+"""Seconds between log lines while there is work."""
+FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5)
+WHOLE = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600)
+DEAD_AFTER = 400
+"""Drafts after which a head that is never right is called dead."""
+DEAD_BELOW = 1.02
+"""Acceptance length of a dead head."""
+
+
+@dataclass
+class Watch:
+    """Counts and times of one server. `stepped` runs in the engine's thread, the rest on the event loop."""
+
+    engine: Engine
+    model: str
+    requests: dict[str, int] = field(default_factory=dict)  # finish reason -> choices
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    spec_disabled: bool = False
+    registry: CollectorRegistry = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.first_token = self._histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", FIRST)
+        self.between = self._histogram("vllm:inter_token_latency_seconds", "Between tokens of a choice.", BETWEEN)
+        self.whole = self._histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", WHOLE)
+        self.registry.register(_Counters(self))
+        self._last_log = time.monotonic()
+        self._last_emitted = 0
+        self._last_drafts = (0, 0)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        made = Histogram(name, text, ("model_name",), registry=self.registry, buckets=buckets)
+        return made.labels(self.model)
+
+    def finished(self, reason: str, prompt_tokens: int, tokens: int, seconds: float) -> None:
+        """One choice has ended."""
+        self.requests[reason] = self.requests.get(reason, 0) + 1
+        self.prompt_tokens += prompt_tokens
+        self.generated_tokens += tokens
+        self.whole.observe(seconds)
+
+    def stepped(self, engine: Engine) -> None:
+        """After every step: now and then a line, and a look at the head."""
+        stats = engine.stats
+        if stats.drafts >= DEAD_AFTER and not self.spec_disabled and stats.acceptance_length < DEAD_BELOW:
+            self._disable(engine)
+        now = time.monotonic()
+        if now - self._last_log < LOG_EVERY:
+            return
+        seconds, self._last_log = now - self._last_log, now
+        tokens, self._last_emitted = stats.emitted - self._last_emitted, stats.emitted
+        drafts, accepted = stats.drafts - self._last_drafts[0], stats.accepted - self._last_drafts[1]
+        self._last_drafts = (stats.drafts, stats.accepted)
+        log.info(
+            "%.1f tokens/s, %d running, %d waiting, KV cache %.1f %%, acceptance length %.2f, depth %d",
+            tokens / seconds, len(engine.scheduler.running), len(engine.scheduler.waiting),
+            100 * engine.memory.usage, 1 + accepted / drafts if drafts else 1.0, engine.depth,
+        )  # fmt: skip
+
+    def _disable(self, engine: Engine) -> None:
+        self.spec_disabled = True
+        engine.depth = 0
+        log.error(
+            "THE HEAD IS DEAD: of %d drafts %d tokens were right (acceptance length %.3f). Drafting is off now. "
+            "Run `headstart inspect` and `headstart verify` on the model: is this head one of this trunk?",
+            engine.stats.drafts, engine.stats.accepted, engine.stats.acceptance_length,
+        )  # fmt: skip
+
+
+class _Counters(Collector):
+    """Totals that the engine keeps anyway, read when somebody asks."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+
+    def collect(self) -> Iterator[Metric]:
+        watch, engine = self._watch, self._watch.engine
+        stats, scheduler = engine.stats, engine.scheduler
+        yield self._counter("vllm:spec_decode_num_drafts", "Drafts.", stats.drafts)
+        yield self._counter("vllm:spec_decode_num_draft_tokens", "Drafted tokens.", stats.drafted)
+        yield self._counter("vllm:spec_decode_num_accepted_tokens", "Accepted tokens.", stats.accepted)
+        positions = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted, by place.", labels=("model_name", "position")
+        )
+        for place, count in enumerate(list(stats.per_position)):
+            positions.add_metric([watch.model, str(place)], count)
+        yield positions
+        yield self._gauge("vllm:spec_decode_draft_acceptance_rate", "Accepted / drafted.", stats.acceptance_rate)
+        yield self._gauge("vllm:num_requests_running", "Sequences in the batch.", len(scheduler.running))
+        yield self._gauge("vllm:num_requests_waiting", "Sequences in the queue.", len(scheduler.waiting))
+        yield self._gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", engine.memory.usage)
+        yield self._counter("vllm:num_preemptions", "Sequences put back.", scheduler.num_preemptions)
+        yield self._counter("vllm:prompt_tokens", "Prompt tokens.", watch.prompt_tokens)
+        yield self._counter("vllm:generation_tokens", "Tokens put out.", watch.generated_tokens)
+        yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", scheduler.prefix_queries)
+        yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found.", scheduler.prefix_hits)
+        ended = CounterMetricFamily(
+            "vllm:request_success", "Choices by how they ended.", labels=("model_name", "finished_reason")
+        )
+        for reason, count in list(watch.requests.items()):
+            ended.add_metric([watch.model, reason], count)
+        yield ended
+        for name, seconds in engine.seconds.items():
+            yield self._counter(f"headstart:{name}_seconds", f"Time in {name}.", seconds)
+        yield self._counter("headstart:passes_saved", "Tokens that no pass was spent on.", stats.emitted - stats.passes)
+        yield self._gauge("headstart:depth", "Tokens drafted per pass.", engine.depth)
+        yield self._gauge("headstart:spec_disabled", "1: drafting was switched off.", int(watch.spec_disabled))
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, text, labels=("model_name",))
+        family.add_metric([self._watch.model], value)
+        return family
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=("model_name",))
+        family.add_metric([self._watch.model], value)
+        return family
