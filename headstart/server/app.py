@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 import headstart
 from headstart.api import LLM
@@ -61,58 +61,30 @@ def make_app(llm: LLM, config: ServerConfig) -> FastAPI:
         version=headstart.__version__,
         description="An OpenAI-compatible endpoint over one model, decoded with multi-token prediction.",
         lifespan=lifespan,
+        max_body_size=MOST_BODY_BYTES,
     )
     app.state.headstart = State(bridge, names, formats, int(time.time()), config.request_timeout)
     app.include_router(router)
     errors.install(app)
-    app.add_middleware(BodyLimit, most=MOST_BODY_BYTES)
+    app.add_middleware(DeclaredLength, most=MOST_BODY_BYTES)
     if config.api_key:
         app.add_middleware(ApiKey, key=config.api_key)
     return app
 
 
-class BodyLimit:
-    """413 for bodies above `most` bytes, whatever their headers say."""
+class DeclaredLength:
+    """413 in OpenAI's shape for bodies that say they are too long; FastAPI counts those that say nothing."""
 
     def __init__(self, app: ASGIApp, most: int) -> None:
         self.app, self.most = app, most
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        declared = dict(scope.get("headers", ())).get(b"content-length", b"0")
+        if scope["type"] == "http" and declared.isdigit() and int(declared) > self.most:
+            body = errors.document(f"the body is larger than {self.most} bytes", 413)
+            await JSONResponse(body, 413, {"Connection": "close"})(scope, receive, send)
+        else:
             await self.app(scope, receive, send)
-            return
-        declared = dict(scope["headers"]).get(b"content-length", b"0")
-        if not declared.isdigit() or int(declared) > self.most:
-            await self._refuse(scope, receive, send)
-            return
-        seen, answered = 0, False
-
-        async def counted() -> Message:
-            nonlocal seen
-            message = await receive()
-            seen += len(message.get("body", b""))
-            if seen > self.most:
-                raise _TooLarge
-            return message
-
-        async def watched(message: Message) -> None:
-            nonlocal answered
-            answered = answered or message["type"] == "http.response.start"
-            await send(message)
-
-        try:
-            await self.app(scope, counted, watched)
-        except _TooLarge:
-            if not answered:
-                await self._refuse(scope, receive, send)
-
-    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = errors.document(f"the body is larger than {self.most} bytes", 413)
-        await JSONResponse(body, 413, {"Connection": "close"})(scope, receive, send)
-
-
-class _TooLarge(Exception):
-    pass
 
 
 class ApiKey:

@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from process import Server, running
+
+from headstart import hub
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """The default model, served by a process of its own."""
+    if hub.cached_trunk() is None:
+        pytest.skip("the default model is not in the cache: headstart pull")
+    with running("--threads", "1", "--max-num-seqs", "16", "--kv-blocks", "1024") as found:
+        yield found

@@ -1,0 +1,178 @@
+"""Bad input, limits and the other endpoints, over a real socket."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from process import Server, running
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+MESSAGES = [{"role": "user", "content": "Hi"}]
+BAD: list[tuple[str, dict[str, Any], int, str]] = [
+    (TEXT, {}, 400, "prompt"),
+    (TEXT, {"prompt": 5}, 400, "prompt"),
+    (TEXT, {"prompt": ""}, 400, "empty"),
+    (TEXT, {"prompt": []}, 400, "empty"),
+    (TEXT, {"prompt": [[]]}, 400, "empty"),
+    (TEXT, {"prompt": [-1]}, 400, "outside"),
+    (TEXT, {"prompt": [10**9]}, 400, "outside"),
+    (TEXT, {"prompt": "x" * 200_000}, 400, "context"),
+    (TEXT, {"prompt": "x", "model": "no-such"}, 404, "no-such"),
+    (TEXT, {"prompt": "x", "max_tokens": 0}, 400, "max_tokens"),
+    (TEXT, {"prompt": "x", "max_tokens": -3}, 400, "max_tokens"),
+    (TEXT, {"prompt": "x", "max_tokens": "5"}, 400, "max_tokens"),
+    (TEXT, {"prompt": "x", "max_tokens": 2.5}, 400, "max_tokens"),
+    (TEXT, {"prompt": "x", "temperature": -0.1}, 400, "temperature"),
+    (TEXT, {"prompt": "x", "temperature": "hot"}, 400, "temperature"),
+    (TEXT, {"prompt": "x", "top_p": 1.5}, 400, "top_p"),
+    (TEXT, {"prompt": "x", "n": 0}, 400, "n is 0"),
+    (TEXT, {"prompt": "x", "n": 1000}, 400, "n is 1000"),
+    (TEXT, {"prompt": "x", "logprobs": 100}, 400, "logprobs"),
+    (TEXT, {"prompt": "x", "seed": -1}, 400, "seed"),
+    (TEXT, {"prompt": "x", "logit_bias": {"a": 1}}, 400, "logit_bias"),
+    (TEXT, {"prompt": "x", "logit_bias": {"999999": 1}}, 400, "logit_bias"),
+    (TEXT, {"prompt": "x", "suffix": "y"}, 400, "suffix"),
+    (TEXT, {"prompt": "x", "speculation": {"mode": "fast"}}, 400, "speculation.mode"),
+    (TEXT, {"prompt": "x", "speculation": {"depth": -1}}, 400, "depth"),
+    (TEXT, {"prompt": "x", "guided_regex": "("}, 400, "regex"),
+    (TEXT, {"prompt": "x", "guided_grammar": "start: "}, 400, "grammar"),
+    (TEXT, {"prompt": "x", "guided_choice": []}, 400, "choice"),
+    (TEXT, {"prompt": "x", "guided_choice": ["a"], "guided_regex": "a"}, 400, "several"),
+    (CHAT, {}, 400, "messages"),
+    (CHAT, {"messages": []}, 400, "messages"),
+    (CHAT, {"messages": "hi"}, 400, "messages"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url"),
+    (CHAT, {"messages": MESSAGES, "top_logprobs": 2}, 400, "logprobs"),
+    (CHAT, {"messages": MESSAGES, "tool_choice": "required"}, 400, "tools"),
+    (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_schema"}}, 400, "schema"),
+    (CHAT, {"messages": MESSAGES, "response_format": {"type": "yaml"}}, 400, "response_format"),
+    ("/tokenize", {}, 400, "exactly one"),
+    ("/detokenize", {"tokens": [-1]}, 400, "outside"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "says"), BAD, ids=[f"{i}" for i in range(len(BAD))])
+def test_what_is_wrong_is_named(server: Server, path: str, body: dict[str, Any], status: int, says: str) -> None:
+    answer = server.post(path, **body)
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert says in error["message"]
+    assert {"message", "type", "param", "code"} == set(error)
+    assert "Traceback" not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [
+        (b"", 400),
+        (b"{", 400),
+        (b"[1]", 400),
+        (b'"x"', 400),
+        (b'{"prompt": "\xff\xfe"}', 400),
+        (b'{"prompt": "x", "temperature": NaN}', 400),
+        (b'{"prompt": "x", "temperature": 1e999}', 400),
+        (b"{" * 100_000, 400),
+        (b'{"prompt": "' + b"x" * 20_000_000 + b'"}', 413),
+    ],
+    ids=["empty", "half", "list", "text", "latin", "nan", "infinity", "deep", "large"],
+)
+def test_bodies_that_are_none(server: Server, content: bytes, status: int) -> None:
+    answer = server.client.post(TEXT, content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code == status
+    assert answer.json()["error"]["message"]
+
+
+def test_a_large_body_that_does_not_say_so(server: Server) -> None:
+    def parts() -> Iterator[bytes]:
+        yield b'{"prompt": "'
+        for _ in range(20):
+            yield b"x" * 2**20
+
+    answer = httpx.post(f"{server.url}{TEXT}", content=parts(), headers={"Content-Type": "application/json"})
+    assert answer.status_code == 413
+    assert answer.json()["error"]["message"]
+
+
+def test_unknown_fields_and_nulls_are_fine(server: Server) -> None:
+    extra = dict.fromkeys(("temperature", "top_p", "n", "stop", "seed", "stream", "logit_bias", "max_tokens", "user"))
+    answer = server.post(TEXT, prompt="x", store=True, metadata={"a": "b"}, **extra)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] <= 16
+
+
+def test_paths_and_methods(server: Server) -> None:
+    assert server.client.get("/v2/chat").status_code == 404
+    assert server.client.get(CHAT).status_code == 405
+    assert "error" in server.client.get("/nowhere").json()
+    assert server.client.get("/health").json() == {"status": "ok"}
+    assert server.client.get("/version").json()["version"]
+
+
+def test_a_client_that_hangs_up_frees_its_sequence(server: Server) -> None:
+    body = {"prompt": "Tell me everything.", "max_tokens": 4000, "ignore_eos": True}
+    with httpx.stream("POST", f"{server.url}{TEXT}", json=body | {"stream": True}, timeout=30) as answer:
+        lines = answer.iter_lines()
+        assert json.loads(next(lines).removeprefix("data: "))["choices"]
+        assert server.metric("vllm:num_requests_running") == 1
+    server.wait_idle(5)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}{TEXT}", json=body, timeout=0.5)
+    server.wait_idle(5)
+
+
+def test_neighbours_of_bad_requests(server: Server) -> None:
+    body = {"prompt": "Once upon a time", "max_tokens": 200, "temperature": 0.9, "seed": 11, "ignore_eos": True}
+    alone = server.post(TEXT, **body).json()["choices"][0]["text"]
+    with httpx.stream("POST", f"{server.url}{TEXT}", json=body | {"stream": True}, timeout=60) as answer:
+        lines = (line.removeprefix("data: ") for line in answer.iter_lines() if line)
+        text = json.loads(next(lines))["choices"][0]["text"]
+        for path, bad, status, _ in BAD[::3]:
+            assert server.post(path, **bad).status_code == status
+        text += "".join(json.loads(line)["choices"][0]["text"] for line in lines if line != "[DONE]")
+    assert text == alone
+
+
+def test_queue_limit_api_key_and_timeout() -> None:
+    arguments = ("--threads", "1", "--max-num-seqs", "1", "--max-queue", "0", "--api-key", "secret")
+    with running(*arguments, "--request-timeout", "1", "--max-model-len", "4096") as server:
+        assert server.client.get("/health").status_code == 200
+        for key in ("", "Bearer", "Bearer wrong", "secret"):
+            assert server.client.get("/v1/models", headers={"Authorization": key}).status_code == 401
+        server.client.headers["Authorization"] = "Bearer secret"
+        assert server.client.get("/v1/models").status_code == 200
+        refused = server.post(TEXT, prompt="x", n=2)
+        assert refused.status_code == 503
+        assert refused.headers["Retry-After"]
+        late = server.post(TEXT, prompt="x", max_tokens=4000, ignore_eos=True)
+        assert late.status_code == 504
+        streamed = server.post(TEXT, prompt="x", max_tokens=4000, ignore_eos=True, stream=True).text
+        assert '"code": 504' in streamed
+        assert streamed.endswith("data: [DONE]\n\n")
+        server.wait_idle()
+        assert server.stop() == 0
+
+
+def test_sigterm_lets_requests_end() -> None:
+    with running("--threads", "1") as server:
+        body = {"prompt": "Tell me", "max_tokens": 300, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{server.url}{TEXT}", json=body, timeout=60) as answer:
+            lines = (line for line in answer.iter_lines() if line)
+            next(lines)
+            server.process.terminate()
+            rest = list(lines)
+        assert rest[-1] == "data: [DONE]"
+        assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+        assert server.process.wait(timeout=30) == 0
+
+
+def test_kill_and_start_again() -> None:
+    with running("--threads", "1") as first:
+        port = first.url.rpartition(":")[2]
+        first.process.kill()
+        first.process.wait()
+    with running("--threads", "1", port=int(port)) as again:
+        assert again.post(TEXT, prompt="x", max_tokens=4).status_code == 200
