@@ -39,8 +39,8 @@ class ServerConfig:
     reasoning_format: str | None = None
 
 
-def make_app(llm: LLM, config: ServerConfig) -> FastAPI:
-    """The application over a loaded model. Its engine thread runs while the application does."""
+def make_app(llm: LLM, config: ServerConfig) -> tuple[ASGIApp, Bridge]:
+    """The application over a loaded model, and its engine thread, which runs while the application does."""
     names = config.names or (llm.model.name,)
     bridge = Bridge(llm, Watch(llm.engine, names[0]), config.max_queue)
     template = "\n".join(llm.chat_template.sources.values()) if llm.chat_template else ""
@@ -66,10 +66,9 @@ def make_app(llm: LLM, config: ServerConfig) -> FastAPI:
     app.state.headstart = State(bridge, names, formats, int(time.time()), config.request_timeout)
     app.include_router(router)
     errors.install(app)
-    app.add_middleware(DeclaredLength, most=MOST_BODY_BYTES)
     if config.api_key:
         app.add_middleware(ApiKey, key=config.api_key)
-    return app
+    return DeclaredLength(app, MOST_BODY_BYTES), bridge  # outermost: before FastAPI's own limit and its plain text
 
 
 class DeclaredLength:

@@ -36,7 +36,7 @@ class Listen:
 def serve(llm: LLM, config: ServerConfig, listen: Listen) -> None:
     """Serve until SIGINT or SIGTERM. Raises UsageError where the address is taken."""
     set_up_logs(listen.log_format)
-    app = make_app(llm, config)
+    app, bridge = make_app(llm, config)
     server = _Server(
         uvicorn.Config(
             app,
@@ -49,7 +49,6 @@ def serve(llm: LLM, config: ServerConfig, listen: Listen) -> None:
             ssl_keyfile=listen.tls_key,
         )
     )
-    bridge = app.state.headstart.bridge
 
     def drain(*_: object) -> None:
         if bridge.draining:
