@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence as Seq
+from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 
@@ -132,14 +133,11 @@ class Bridge:
     def _run(self) -> None:
         engine = self.llm.engine
         while True:
-            try:
-                command = self._commands.get(block=not engine.has_work)
-            except Empty:
-                self._step()
-                continue
-            if command is None:
+            with suppress(Empty):
+                while command := self._commands.get(block=not engine.has_work):
+                    command()
                 return
-            command()
+            self._step()
 
     def _begin(self, stream: Stream, accepted: asyncio.Future[None]) -> None:
         engine = self.llm.engine

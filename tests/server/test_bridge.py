@@ -1,0 +1,144 @@
+"""The engine behind the event loop: faults of a step, clients that leave, heads that are dead."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import support
+
+from headstart.api import LLM
+from headstart.config import EngineConfig
+from headstart.core import Delta, SamplingParams
+from headstart.engine.load import Model
+from headstart.errors import BusyError, EngineError, UsageError
+from headstart.server.bridge import Bridge, Stream
+from headstart.server.watch import DEAD_AFTER, Watch
+
+CONFIG = EngineConfig(**{**support.SMALL, "backend": "reference", "dtype": "float64", "threads": 1})
+
+
+def with_bridge(
+    check: Callable[[Bridge], Coroutine[Any, Any, None]], *, queue: int = 100, model: Model | None = None
+) -> None:
+    llm = LLM(model or support.headed_model("llama"), CONFIG)
+
+    async def main() -> None:
+        bridge = Bridge(llm, Watch(llm.engine, "tiny"), queue)
+        bridge.start()
+        try:
+            async with asyncio.timeout(60):
+                await check(bridge)
+        finally:
+            bridge.stop()
+
+    asyncio.run(main())
+    support.assert_clean(llm.engine)
+
+
+async def tokens_of(stream: Stream) -> list[int]:
+    try:
+        return [token async for _, delta in stream for token in delta.tokens]
+    finally:
+        stream.close()
+
+
+def request(bridge: Bridge, seed: int, tokens: int = 20, **more: Any) -> Any:
+    params = SamplingParams(max_tokens=tokens, seed=seed, temperature=1.0, ignore_eos=True, **more)
+    return bridge.llm.request(support.prompt_of(10, seed), params)
+
+
+def test_a_failing_step_fails_its_requests_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def check(bridge: Bridge) -> None:
+        expected = await tokens_of(await bridge.open([request(bridge, 1)]))
+        runner, left = bridge.llm.engine.runner, []
+        forward = runner.forward
+
+        def broken(spans: Any) -> Any:
+            if left:
+                raise RuntimeError(left.pop())
+            return forward(spans)
+
+        monkeypatch.setattr(runner, "forward", broken)
+        for faults in (1, 2):
+            left += ["a bug"] * faults
+            for number in range(faults):
+                with pytest.raises(EngineError, match="engine failed"):
+                    await tokens_of(await bridge.open([request(bridge, 2)]))
+                assert bridge.failures == number + 1
+            assert await tokens_of(await bridge.open([request(bridge, 1)])) == expected
+            assert bridge.failures == 0
+
+    with_bridge(check)
+
+
+def test_who_leaves_frees_everything() -> None:
+    async def check(bridge: Bridge) -> None:
+        stay = asyncio.create_task(tokens_of(await bridge.open([request(bridge, 1, 60)])))
+        leaving = [asyncio.create_task(tokens_of(await bridge.open([request(bridge, seed, 80)]))) for seed in (2, 3)]
+        await asyncio.sleep(0.05)
+        for task in leaving:
+            task.cancel()
+        kept = await stay
+        assert kept == await tokens_of(await bridge.open([request(bridge, 1, 60)]))
+
+    with_bridge(check)
+
+
+def test_a_full_queue_and_bad_requests_are_refused() -> None:
+    async def check(bridge: Bridge) -> None:
+        room = bridge.llm.config.max_num_seqs + 1
+        streams = [await bridge.open([request(bridge, seed)]) for seed in range(room)]
+        with pytest.raises(BusyError):
+            await bridge.open([request(bridge, 99)])
+        for stream in streams:
+            assert len(await tokens_of(stream)) == 20
+        wrong = bridge.llm.request([10**6], SamplingParams())
+        with pytest.raises(UsageError, match="outside"):
+            await bridge.open([request(bridge, 1), wrong])
+        assert len(await tokens_of(await bridge.open([request(bridge, 99)]))) == 20
+
+    with_bridge(check, queue=1)
+
+
+def test_a_dead_head_is_switched_off_loudly(caplog: pytest.LogCaptureFixture) -> None:
+    """It always drafts one token, which no request may say."""
+
+    async def check(bridge: Bridge) -> None:
+        engine = bridge.llm.engine
+        seed = 0
+        while engine.depth and seed < 200:
+            seed += 1
+            await tokens_of(await bridge.open([request(bridge, seed, logit_bias={3: -100})]))
+        assert bridge.watch.spec_disabled
+        before = engine.stats.drafts
+        assert before >= DEAD_AFTER
+        await tokens_of(await bridge.open([request(bridge, 1)]))
+        assert engine.stats.drafts == before
+
+    model = support.tiny_model("llama", num_hidden_layers=2)
+    with caplog.at_level(logging.ERROR):
+        with_bridge(check, model=replace(model, head=support.make_head(model, draft_ids=[3])))
+    assert caplog.text.count("THE HEAD IS DEAD") == 1
+
+
+def test_deltas_of_a_step_come_in_one_call() -> None:
+    async def check(bridge: Bridge) -> None:
+        calls: list[int] = []
+        hand_out = bridge._hand_out
+
+        def counted(items: list[tuple[str, Delta]]) -> None:
+            calls.append(len(items))
+            hand_out(items)
+
+        bridge._hand_out = counted  # type: ignore[method-assign,assignment]
+        streams = [await bridge.open([request(bridge, seed)]) for seed in range(4)]
+        await asyncio.gather(*map(tokens_of, streams))
+        assert max(calls) > 1
+        assert len(calls) <= bridge.llm.engine.stats.passes
+
+    with_bridge(check)
