@@ -1,10 +1,11 @@
 """User errors: what was wrong, which value, what to do. Everything else is a bug and may raise as it likes.
 
 HeadstartError
-  UsageError     a flag, parameter or request value is wrong
-  ModelError     a checkpoint, head or tokenizer cannot be read or does not fit
-  CapacityError  the request is well formed but does not fit this engine (context, memory)
-  CheckFailed    a check ran and its answer is no (verify, doctor)
+  UsageError       a flag, parameter or request value is wrong
+  ModelError       a checkpoint, head or tokenizer cannot be read or does not fit
+  CapacityError    the request is well formed but does not fit this engine (context, memory)
+  CheckFailed      a check ran and its answer is no (verify, doctor)
+  GenerationError  a text could not be finished: no token was left to choose, or the logits were not finite
 """
 
 from __future__ import annotations
@@ -40,6 +41,10 @@ class CheckFailed(HeadstartError):
     """A check ran to its end and its answer is no."""
 
 
+class GenerationError(HeadstartError):
+    """A text broke off: no token was left to choose, or the model's logits were not finite. Others ran on."""
+
+
 @dataclass(frozen=True)
 class Status:
     """What an error means to the outside: process exit code and HTTP status."""
@@ -53,6 +58,7 @@ STATUS: dict[type[BaseException], Status] = {
     UsageError: Status(2, 400),
     ModelError: Status(2, 404),
     CapacityError: Status(2, 400),
+    GenerationError: Status(3, 500),
     KeyboardInterrupt: Status(130, 499),
 }
 INTERNAL = Status(3, 500)
