@@ -351,15 +351,14 @@ class TokenLogprob:
 
 
 NOTHING_LEFT = "no token is left to choose: logit_bias, min_tokens or the allowed-token mask ban all"
-NOT_FINITE = "the logits hold NaN or infinity"
-"""Why a row has no token."""
+NOT_FINITE = "the logits hold NaN or infinity"  # these two: why a row has no token
 
 
 @dataclass(frozen=True, eq=False)
 class Sampled:
     """Tokens of L rows; `logprobs[i]` for rows that asked; `probs` (opaque, [L, V]) when rule `rejection` asked.
 
-    `failures`: row -> why it has no token. Its token is -1, its logprobs None, its probs 0; other rows do not notice."""
+    `failures`: why a row has no token (its token is -1, its logprobs None, its probs 0). Other rows do not notice."""
 
     tokens: Int64
     logprobs: Seq[TokenLogprob | None]
