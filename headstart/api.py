@@ -7,17 +7,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from headstart.config import EngineConfig
 from headstart.core import Delta, DraftStats, FinishReason, Request, SamplingParams, Sequence, TokenLogprob
 from headstart.engine.load import Model, load_model, make_engine
-from headstart.errors import UsageError
+from headstart.errors import GenerationError, UsageError
 from headstart.text.chat import ChatTemplate
 from headstart.text.output import TextOutput
+
+if TYPE_CHECKING:
+    from headstart.text.grammar import GrammarCompiler, GrammarSpec
 
 Prompt = str | Seq[int] | Seq[Mapping[str, Any]]
 """A user message (or raw text), token ids, or chat messages."""
@@ -166,16 +170,30 @@ class LLM:
             raise UsageError(f"{self.model.name} has no chat template", "use raw prompts (--raw)")
         return self.tokenizer.encode(self.chat_template.render(messages), add_special=False)
 
+    @cached_property
+    def grammars(self) -> GrammarCompiler:
+        """The compiler of constraints. Its library is loaded when it is first used."""
+        from headstart.text.grammar import GrammarCompiler
+
+        return GrammarCompiler(self.tokenizer, self.model.config.vocab_size)
+
     def request(
-        self, prompt: Prompt, params: SamplingParams, *, raw: bool = False, depth: int | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        raw: bool = False,
+        depth: int | None = None,
+        constraint: GrammarSpec | None = None,
     ) -> Request:
-        """A request as the engine takes it; an unset seed is drawn here."""
+        """A request as the engine takes it; an unset seed is drawn here. With a constraint the text ends where the
+        constraint says: ignore_eos has no effect, and min_tokens gives way. Raises UsageError for wrong values."""
         if isinstance(prompt, str) and not prompt:
             raise UsageError("the prompt is empty", "give at least one character")
         if unknown := [token for token in params.logit_bias if not 0 <= token < self.model.config.vocab_size]:
             raise UsageError(f"logit_bias names token {unknown[0]}, but ids end at {self.model.config.vocab_size - 1}")
         seed = next((s for s in (params.seed, self.config.seed) if s is not None), None)
-        ends = frozenset() if params.ignore_eos else self.tokenizer.eos_ids
+        ends = frozenset() if params.ignore_eos and constraint is None else self.tokenizer.eos_ids
         stop_ids = ends | frozenset(params.stop_token_ids)
         return Request(
             request_id=f"request-{next(self._ids)}",
@@ -185,6 +203,7 @@ class LLM:
             stop_ids=stop_ids,
             banned_until_min=stop_ids if params.min_tokens else frozenset(),
             depth=depth,
+            constraint=None if constraint is None else self.grammars.compile(constraint),
         )
 
     def generate(
@@ -194,19 +213,23 @@ class LLM:
         *,
         raw: bool = False,
         depth: int | None = None,
+        constraint: GrammarSpec | None = None,
         on_finish: Callable[[int, Completion], None] | None = None,
     ) -> list[Completion]:
         """All prompts together, continuously batched; results in the order of the prompts.
 
-        `on_finish(index, completion)` is called as each prompt ends. Raises UsageError before anything runs when one
-        of the prompts is wrong.
+        `constraint` is what each text must be. `on_finish(index, completion)` is called as each prompt ends. Raises
+        UsageError before anything runs when one of the prompts is wrong, GenerationError when a text breaks off.
         """
         if isinstance(prompts, str):
             raise UsageError("prompts is one text", "give a list: generate([prompt])")
         chosen = [params or SamplingParams()] * len(prompts) if not isinstance(params, Seq) else list(params)
         if len(chosen) != len(prompts):
             raise UsageError(f"{len(prompts)} prompts, but {len(chosen)} sets of sampling parameters")
-        requests = [self.request(p, s, raw=raw, depth=depth) for p, s in zip(prompts, chosen, strict=True)]
+        requests = [
+            self.request(prompt, each, raw=raw, depth=depth, constraint=constraint)
+            for prompt, each in zip(prompts, chosen, strict=True)
+        ]
         order = {request.request_id: index for index, request in enumerate(requests)}
         choices: list[list[Completion]] = [[] for _ in requests]
         for request, delta in self._run(requests, continues=raw):
@@ -219,13 +242,20 @@ class LLM:
         return [_gather(each) for each in choices]
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, raw: bool = False, depth: int | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        raw: bool = False,
+        depth: int | None = None,
+        constraint: GrammarSpec | None = None,
     ) -> Iterator[TextDelta]:
-        """The text of one prompt as it grows (n = 1). Closing the iterator aborts the request."""
+        """The text of one prompt as it grows (n = 1). Closing the iterator aborts the request. Raises as `generate`."""
         params = params or SamplingParams()
         if params.n != 1:
             raise UsageError(f"n is {params.n}, but only one choice can be streamed")
-        for _, delta in self._run([self.request(prompt, params, raw=raw, depth=depth)], continues=raw):
+        request = self.request(prompt, params, raw=raw, depth=depth, constraint=constraint)
+        for _, delta in self._run([request], continues=raw):
             yield delta
 
     def _run(self, requests: Seq[Request], *, continues: bool) -> Iterator[tuple[Request, TextDelta]]:
@@ -261,6 +291,8 @@ class LLM:
         key = (delta.request_id, delta.choice)
         sequence, choice = running[key]
         text = choice.push(delta)
+        if text.finish_reason == "error":
+            raise GenerationError(f"the text broke off after {len(choice.tokens)} tokens: {delta.error}")
         if text.finish_reason is None:
             return choice.request, text
         self.engine.abort(*key)  # a stop string ends the text before the engine knows

@@ -1,4 +1,4 @@
-"""The vocabulary of the engine: dataclasses, nothing else.
+"""The vocabulary of the engine: dataclasses and one protocol, nothing else.
 
 Words (DESIGN section 3): *row* = one token position in a pass; *pass* = one trunk forward; *depth* = tokens drafted;
 *acceptance length* = 1 + accepted / drafts. Array shapes: R rows, S sequences, B blocks, L sampling rows, V vocabulary.
@@ -11,20 +11,25 @@ from array import array
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headstart.errors import UsageError
+from headstart.stats import DraftStats as DraftStats
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 Float32 = NDArray[np.float32]
-FinishReason = Literal["stop", "length", "abort"]
+Mask = NDArray[np.uint32]
+"""Tokens that may come: bit v % 32 of word v // 32 is token v; [ceil(V / 32)] words, or a row of them per token."""
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: argmax without noise."""
+FORCED = "forced"
+"""Method of drafts that a constraint leaves no choice about."""
 
 
 def _in_range(name: str, value: float, low: float, high: float, hint: str = "") -> None:
@@ -81,6 +86,33 @@ class SamplingParams:
             raise UsageError("a stop string is empty", "leave it out")
 
 
+class Constraint(Protocol):
+    """Where one sequence stands in what its output must be (text.grammar). It sees output tokens only. To look ahead
+    (masks, fitting, forced) leaves it where it is. `error`: why the text can neither end nor go on; masks find it."""
+
+    def masks(self, draft: Seq[int], count: int | None = None) -> Mask:
+        """[k + 1, words] masks before and after each of k drafted tokens, or the last `count` of them. Rows behind a
+        refused token allow everything."""
+
+    def fitting(self, draft: Seq[int]) -> int:
+        """How many of the first drafted tokens are taken, up to the end of the text."""
+
+    def forced(self, limit: int) -> list[int]:
+        """At most `limit` tokens, each the only one allowed after those before it, up to the end of the text."""
+
+    def advance(self, token: int) -> bool:
+        """Take a token; False if it is refused."""
+
+    def rollback(self, count: int) -> None: ...
+    def copy(self) -> Self: ...
+    @property
+    def done(self) -> bool: ...
+    @property
+    def accepting(self) -> bool: ...
+    @property
+    def error(self) -> str: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """One prompt and how to continue it. `seed` is resolved; `depth` None follows the engine, 0 drafts nothing."""
@@ -92,6 +124,7 @@ class Request:
     stop_ids: frozenset[int]  # end-of-text ids of the model (empty with ignore_eos) and stop_token_ids
     banned_until_min: frozenset[int] = frozenset()  # masked while fewer than min_tokens are out
     depth: int | None = None
+    constraint: Constraint | None = field(default=None, compare=False)  # at its start; each choice walks a copy
 
 
 @dataclass
@@ -102,6 +135,10 @@ class Draft:
     tokens: list[int] = field(default_factory=list)
     probs: Any = None
     method: str = ""
+
+    def cut(self, length: int) -> Draft:
+        """Its first `length` tokens."""
+        return Draft(self.tokens[:length], None if self.probs is None else self.probs[:length], self.method)
 
 
 class RowConstants(NamedTuple):
@@ -163,6 +200,8 @@ class Sequence:
     counts: TokenCounts = field(default_factory=TokenCounts)  # kept by engine.sampling for those that need it
     stats: DraftStats = field(default_factory=lambda: DraftStats())
     finish_reason: FinishReason | None = None
+    error: str = ""  # why finish_reason is "error"
+    constraint: Constraint | None = None  # after the output so far
 
     @property
     def num_prompt(self) -> int:
@@ -188,62 +227,6 @@ class Sequence:
             num_logprobs=-1 if params.logprobs is None else params.logprobs,
             has_bias=bool(params.logit_bias or self.request.banned_until_min),
         )
-
-
-@dataclass
-class DraftStats:
-    """Counts of drafting, in vLLM's terms. `per_position[i]` = drafts whose token i was accepted;
-    `drafted_at[i]` = drafts that had a token i."""
-
-    drafts: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    passes: int = 0  # passes that gave at least one token
-    emitted: int = 0
-    per_position: list[int] = field(default_factory=list)
-    drafted_at: list[int] = field(default_factory=list)
-
-    def record(self, drafted: int, accepted: int) -> None:
-        if drafted:
-            self.drafts += 1
-            self.drafted += drafted
-            self.accepted += accepted
-            grow = drafted - len(self.per_position)
-            self.per_position += [0] * grow
-            self.drafted_at += [0] * grow
-            for i in range(drafted):
-                self.drafted_at[i] += 1
-                self.per_position[i] += i < accepted
-
-    def add(self, other: DraftStats) -> None:
-        for name in ("drafts", "drafted", "accepted", "passes", "emitted"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        grow = len(other.per_position) - len(self.per_position)
-        self.per_position += [0] * grow
-        self.drafted_at += [0] * grow
-        for i, (hits, tries) in enumerate(zip(other.per_position, other.drafted_at, strict=True)):
-            self.per_position[i] += hits
-            self.drafted_at[i] += tries
-
-    def document(self, method: str) -> dict[str, Any]:
-        """As every JSON output has it; `per_position` counts accepted drafts by position."""
-        return {
-            "method": method,
-            "drafts": self.drafts,
-            "drafted": self.drafted,
-            "accepted": self.accepted,
-            "acceptance_rate": self.acceptance_rate,
-            "acceptance_length": self.acceptance_length,
-            "per_position": list(self.per_position),
-        }
-
-    @property
-    def acceptance_rate(self) -> float:
-        return self.accepted / self.drafted if self.drafted else 0.0
-
-    @property
-    def acceptance_length(self) -> float:
-        return 1 + self.accepted / self.drafts if self.drafts else 1.0
 
 
 @dataclass(frozen=True)
@@ -308,7 +291,7 @@ class SamplingRows:
     presence: Float32  # [L]
     frequency: Float32  # [L]
     num_logprobs: Int32  # [L]; -1 none, else number of top alternatives
-    allowed: NDArray[np.uint32] | None = None  # [L, ceil(V / 32)] bit v % 32 of word v // 32; None = all
+    allowed: Mask | None = None  # [L, ceil(V / 32)] over target ids, also of a reduced draft vocabulary; None = all
 
     def __len__(self) -> int:
         return len(self.temperature)
@@ -323,13 +306,20 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
+NOTHING_LEFT = "no token is left to choose: logit_bias, min_tokens or the allowed-token mask ban all"
+NOT_FINITE = "the logits hold NaN or infinity"  # these two: why a row has no token
+
+
 @dataclass(frozen=True, eq=False)
 class Sampled:
-    """Tokens of L rows; `logprobs[i]` for rows that asked; `probs` (opaque, [L, V]) when rule `rejection` asked."""
+    """Tokens of L rows; `logprobs[i]` for rows that asked; `probs` (opaque, [L, V]) when rule `rejection` asked.
+
+    `failures`: why a row has no token (its token is -1, its logprobs None, its probs 0). Other rows do not notice."""
 
     tokens: Int64
     logprobs: Seq[TokenLogprob | None]
     probs: Any = None
+    failures: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -340,6 +330,7 @@ class Verdict:
     num_drafted: int
     num_accepted: int
     logprobs: tuple[TokenLogprob | None, ...] = ()
+    error: str = ""  # why no token comes after the accepted ones
 
 
 @dataclass(frozen=True)
@@ -353,6 +344,7 @@ class Delta:
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
     finish_reason: FinishReason | None = None
     stats: DraftStats | None = None  # set with finish_reason
+    error: str = ""  # why finish_reason is "error"
 
 
 @dataclass

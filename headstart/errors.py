@@ -1,13 +1,13 @@
 """User errors: what was wrong, which value, what to do. Everything else is a bug and may raise as it likes.
 
 HeadstartError
-  UsageError     a flag, parameter or request value is wrong
-  ModelError     a checkpoint, head or tokenizer cannot be read or does not fit
-  CapacityError  the request is well formed but does not fit this engine (context, memory)
-  CheckFailed    a check ran and its answer is no (verify, doctor)
-  BusyError      the server has too much to do, or is about to end
-  TimeLimitError a request took longer than it may
-  EngineError    the engine could not go on with a request
+  UsageError       a flag, parameter or request value is wrong
+  ModelError       a checkpoint, head or tokenizer cannot be read or does not fit
+  CapacityError    the request is well formed but does not fit this engine (context, memory)
+  CheckFailed      a check ran and its answer is no (verify, doctor)
+  BusyError        the server has too much to do, or is about to end
+  TimeLimitError   a request took longer than it may
+  GenerationError  a text could not be finished: no token was left to choose, NaN in the logits, a fault in a step
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class TimeLimitError(HeadstartError):
     """A request took longer than it may."""
 
 
-class EngineError(HeadstartError):
-    """The engine could not go on with a request: a fault in a step, or numbers that are none."""
+class GenerationError(HeadstartError):
+    """A text broke off: no token was left to choose, the logits were not finite, or a step failed. Others ran on."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ STATUS: dict[type[BaseException], Status] = {
     CapacityError: Status(2, 400),
     BusyError: Status(3, 503),
     TimeLimitError: Status(3, 504),
-    EngineError: Status(3, 500),
+    GenerationError: Status(3, 500),
     KeyboardInterrupt: Status(130, 499),
 }
 INTERNAL = Status(3, 500)

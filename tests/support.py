@@ -16,6 +16,7 @@ import numpy as np
 from headstart import registry
 from headstart.config import MAX_DEPTH, EngineConfig
 from headstart.core import (
+    Constraint,
     Delta,
     Draft,
     DraftStats,
@@ -171,7 +172,7 @@ def make(model: Model, **settings: Any) -> Engine:
 
 def request(
     prompt: Iterable[int], *, name: str = "r", seed: int = 0, depth: int | None = None, stops: Iterable[int] = (EOS,),
-    **params: Any,
+    constraint: Constraint | None = None, **params: Any,
 ) -> Request:  # fmt: skip
     """As LLM.request makes it: stop ids are masked while min_tokens are not out."""
     chosen = SamplingParams(**params)
@@ -184,6 +185,7 @@ def request(
         stop_ids=stop_ids,
         banned_until_min=stop_ids if chosen.min_tokens else frozenset(),
         depth=depth,
+        constraint=constraint,
     )
 
 
@@ -228,6 +230,7 @@ class Output:
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stats: DraftStats | None = None
+    error: str = ""
 
 
 Outputs = dict[tuple[str, int], Output]
@@ -240,7 +243,7 @@ def collect(outputs: Outputs, deltas: list[Delta]) -> None:
         output.tokens += delta.tokens
         output.logprobs += delta.logprobs
         output.prompt_logprobs += delta.prompt_logprobs
-        output.finish_reason, output.stats = delta.finish_reason, delta.stats
+        output.finish_reason, output.stats, output.error = delta.finish_reason, delta.stats, delta.error
 
 
 def run(engine: Engine, requests: Iterable[Request], after_step: Callable[[Engine], None] | None = None) -> Outputs:
@@ -273,7 +276,7 @@ def assert_same(found: Outputs, expected: Outputs) -> None:
     for key, want in expected.items():
         have = found[key]
         assert have.tokens == want.tokens, key
-        assert have.finish_reason == want.finish_reason, key
+        assert (have.finish_reason, have.error) == (want.finish_reason, want.error), key
         for ours, theirs in ((have.logprobs, want.logprobs), (have.prompt_logprobs, want.prompt_logprobs)):
             assert_same_logprobs(ours, theirs)
 

@@ -36,7 +36,8 @@ class DraftRunner(Protocol):
         self, logits: Buffer, entries: Seq[tuple[Sequence, int, Seq[int]]], token_ids: Weight | None = None
     ) -> Sampled:
         """One token per entry (sequence, absolute position, drafted tokens before it), by the trunk's own sampling
-        pipeline and noise; `probs` is kept when the engine's rule needs it."""
+        pipeline, masks and noise; `probs` is kept when the engine's rule needs it. A row may fail (see Sampled): its
+        draft ends there."""
 
 
 @dataclass(frozen=True)

@@ -137,11 +137,13 @@ class MTPDrafter:
         """The trunk's own sampling pipeline and noise, on the head's logits (coupled sampling)."""
         entries = [(r.sequence, len(r.sequence.tokens) + len(r.draft.tokens), r.draft.tokens) for r in rounds]
         sampled = self._target.runner.draw(logits, entries, self._token_ids)
-        for each, token in zip(rounds, sampled.tokens.tolist(), strict=True):
+        for row, (each, token) in enumerate(zip(rounds, sampled.tokens.tolist(), strict=True)):
+            if token < 0:  # nothing allowed is in the draft vocabulary, or the head fails: the draft ends here
+                each.depth = len(each.draft.tokens)
+                continue
             each.draft.tokens.append(token)
-        if sampled.probs is not None:
-            for each, probs in zip(rounds, sampled.probs, strict=True):
-                each.draft.probs = [*(each.draft.probs or []), probs]
+            if sampled.probs is not None:
+                each.draft.probs = [*(each.draft.probs or []), sampled.probs[row]]
 
     def release(self, sequence: Sequence) -> None:
         """Nothing is kept per sequence: its pairs live in its blocks."""

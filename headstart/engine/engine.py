@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
+from dataclasses import replace
 from itertools import count
-from typing import Any
 
 from headstart.cache.memory import KVMemory
-from headstart.config import EngineConfig
-from headstart.core import Delta, Draft, DraftStats, FinishReason, Request, Sequence, Span, TokenLogprob, Verdict
+from headstart.config import MAX_DEPTH, EngineConfig
+from headstart.core import (
+    FORCED,
+    Delta,
+    Draft,
+    DraftStats,
+    FinishReason,
+    Request,
+    Sampled,
+    Sequence,
+    Span,
+    Verdict,
+)
 from headstart.drafters._drafter import Drafter
 from headstart.engine.judge import judge_exact, judge_rejection
 from headstart.engine.runner import Forward, Runner
@@ -58,13 +69,15 @@ class Engine:
             raise UsageError(f"depth is {request.depth}, but must be at least 0", "0 is plain decoding")
         if (request.depth or 0) > self.max_depth and self.drafter:
             raise UsageError(f"depth is {request.depth}, but the drafter's limit is {self.max_depth}")
-        sequences = [
-            Sequence(request, choice, list(request.prompt_ids), next(self._order)) for choice in range(request.params.n)
-        ]
+        sequences = [self._start(request, choice) for choice in range(request.params.n)]
         self._live[request.request_id] = list(sequences)
         for sequence in sequences:
             self.scheduler.add(sequence)
         return sequences
+
+    def _start(self, request: Request, choice: int) -> Sequence:
+        constraint = request.constraint.copy() if request.constraint is not None else None
+        return Sequence(request, choice, list(request.prompt_ids), next(self._order), constraint=constraint)
 
     @property
     def max_depth(self) -> int:
@@ -97,26 +110,27 @@ class Engine:
         sampled, starts = self.runner.sample(spans, forward)
         if sampled.probs is None:
             tokens = sampled.tokens.tolist()
-            return [self._exact(*each, tokens, sampled.logprobs) for each in zip(spans, starts, strict=False)]
+            return [self._exact(*each, tokens, sampled) for each in zip(spans, starts, strict=False)]
         places = enumerate(zip(spans, starts, strict=False))
-        return [self._rejection(span, sampled.probs, start, forward, index) for index, (span, start) in places]
+        return [self._rejection(span, start, sampled, forward, index) for index, (span, start) in places]
 
-    def _exact(self, span: Span, start: int, tokens: list[int], logprobs: Seq[TokenLogprob | None]) -> Verdict:
+    def _exact(self, span: Span, start: int, tokens: list[int], sampled: Sampled) -> Verdict:
         """Rows start .. start + num_sample - 1 of the draws decide over the span's draft."""
         rows = slice(start, start + span.num_sample)
         if not span.num_sample:
             return Verdict((), 0, 0)
-        return judge_exact(span.sequence.draft.tokens, tokens[rows], logprobs[rows])
+        verdict = judge_exact(span.sequence.draft.tokens, tokens[rows], sampled.logprobs[rows])
+        return _until_failure(verdict, start, sampled.failures)
 
-    def _rejection(self, span: Span, probs: Any, start: int, forward: Forward, index: int) -> Verdict:
+    def _rejection(self, span: Span, start: int, sampled: Sampled, forward: Forward, index: int) -> Verdict:
         """As `_exact`; what is emitted need not be what was drawn, so logprobs are looked up afterwards."""
         sequence = span.sequence
         if not span.num_sample:
             return Verdict((), 0, 0)
-        position, rows = len(sequence.tokens), probs[start : start + span.num_sample]
+        position, rows = len(sequence.tokens), sampled.probs[start : start + span.num_sample]
         verdict = judge_rejection(sequence.draft, rows, sequence.request.seed, sequence.choice, position)
-        logprobs = self.runner.logprobs(span, forward, index, verdict.tokens)
-        return Verdict(verdict.tokens, verdict.num_drafted, verdict.num_accepted, logprobs)
+        verdict = _until_failure(verdict, start, sampled.failures)
+        return replace(verdict, logprobs=self.runner.logprobs(span, forward, index, verdict.tokens))
 
     def _commit(self, spans: Seq[Span], verdicts: Seq[Verdict], forward: Forward) -> list[Delta | None]:
         return [
@@ -128,19 +142,18 @@ class Engine:
         """Append what was decided, up to the end of the text; what was computed for it stays valid."""
         sequence = span.sequence
         prompt_logprobs = self.runner.prompt_logprobs(span, forward, index)
-        emitted = self._append(sequence, verdict.tokens)
+        emitted = self._append(sequence, verdict)
         sequence.num_computed = min(span.start + span.num_rows, len(sequence.tokens) - 1)
-        sequence.draft = Draft()
         if emitted:
             for stats in (sequence.stats, self.stats):
-                stats.record(verdict.num_drafted, verdict.num_accepted)
-                stats.passes += 1
-                stats.emitted += emitted
-        self.memory.commit(sequence)
+                _count(stats, sequence.draft, verdict, emitted)
+        sequence.draft = Draft()
         reason = sequence.finish_reason
+        if reason != "error":  # what has just been computed may be what is wrong: nobody shall find it in the cache
+            self.memory.commit(sequence)
         if reason:
             self._finish(sequence, reason)
-        if not emitted and not prompt_logprobs:
+        if not emitted and not prompt_logprobs and not reason:
             return None
         return Delta(
             request_id=sequence.request.request_id,
@@ -150,45 +163,70 @@ class Engine:
             prompt_logprobs=tuple(prompt_logprobs),
             finish_reason=reason,
             stats=sequence.stats if reason else None,
+            error=sequence.error,
         )
 
-    def _append(self, sequence: Sequence, tokens: Seq[int]) -> int:
-        """Tokens one by one until a stop id or the length limit; returns how many were taken."""
-        stop_ids, room = sequence.request.stop_ids, self._room(sequence)
-        for taken, token in enumerate(tokens, 1):
+    def _append(self, sequence: Sequence, verdict: Verdict) -> int:
+        """Tokens one by one until the text ends or fails; returns how many were taken."""
+        stop_ids, room, constraint = sequence.request.stop_ids, self._room(sequence), sequence.constraint
+        for taken, token in enumerate(verdict.tokens, 1):
+            if constraint is not None and not constraint.advance(token):
+                _fail(sequence, f"the grammar refuses token {token}")
+                return taken - 1
             sequence.tokens.append(token)
-            if token in stop_ids:
+            if token in stop_ids or (constraint is not None and constraint.done and not constraint.error):
                 sequence.finish_reason = "stop"
             elif taken >= room:
                 sequence.finish_reason = "length"
             if sequence.finish_reason:
                 return taken
-        return len(tokens)
+        if verdict.error:
+            _fail(sequence, verdict.error)
+        return len(verdict.tokens)
 
     def _room(self, sequence: Sequence) -> int:
         """Tokens until the length limit."""
         return min(sequence.request.params.max_tokens - sequence.num_output, self.max_length - len(sequence.tokens))
 
     def _propose(self, sequences: Seq[Sequence]) -> None:
-        """Drafts for those whose every token but the last is computed, as far as length and blocks allow."""
+        """Drafts for those whose every token but the last is computed, as far as length and blocks allow. The drafter
+        is not asked where a constraint leaves one token only."""
         if self.drafter is None:
             return
         wishes = []
         for sequence in sequences:
             ready = sequence.finish_reason is None and sequence.num_computed == len(sequence.tokens) - 1
             depth = self._depth(sequence) if ready else 0
-            if depth > 0 and self.memory.reserve(sequence, len(sequence.tokens) + depth):
+            if depth > 0 and not self._force(sequence) and self._reserve(sequence, depth):
                 wishes.append((sequence, depth))
         if wishes:
             self.drafter.propose(wishes)
         for sequence, depth in wishes:
             assert len(sequence.draft.tokens) <= depth, f"{self.drafter.method} drafts more than it was asked for"
+            if sequence.constraint is not None:  # rows behind a refused token, or behind the end, would be for nothing
+                sequence.draft = sequence.draft.cut(sequence.constraint.fitting(sequence.draft.tokens))
+
+    def _force(self, sequence: Sequence) -> bool:
+        """Draft what the constraint leaves no choice about: right for sure, so however deep drafts shall be."""
+        if sequence.constraint is None:
+            return False
+        tokens = sequence.constraint.forced(min(MAX_DEPTH, self._draft_room(sequence)))
+        if not tokens or not self._reserve(sequence, len(tokens)):
+            return False
+        sequence.draft = Draft(tokens, method=FORCED)
+        return True
+
+    def _reserve(self, sequence: Sequence, depth: int) -> bool:
+        return self.memory.reserve(sequence, len(sequence.tokens) + depth)
 
     def _depth(self, sequence: Sequence) -> int:
         wanted = sequence.request.depth
         if wanted is None:
             wanted = self.depth
-        return min(wanted, self.max_depth, self._room(sequence) - 1, self.scheduler.budget - 1)
+        return min(wanted, self.max_depth, self._draft_room(sequence))
+
+    def _draft_room(self, sequence: Sequence) -> int:
+        return min(self._room(sequence), self.scheduler.budget) - 1
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.finish_reason = reason
@@ -199,3 +237,28 @@ class Engine:
         siblings.remove(sequence)
         if not siblings:
             del self._live[sequence.request.request_id]
+
+
+def _until_failure(verdict: Verdict, start: int, failures: Mapping[int, str]) -> Verdict:
+    """Without the token -1 of a row that failed; the verdict's rows begin at `start`. What fails behind a rejected
+    draft is no matter: plain decoding has no such row."""
+    if not verdict.tokens or verdict.tokens[-1] >= 0:
+        return verdict
+    error = failures[start + verdict.num_accepted]
+    return replace(verdict, tokens=verdict.tokens[:-1], logprobs=verdict.logprobs[:-1], error=error)
+
+
+def _fail(sequence: Sequence, reason: str) -> None:
+    if sequence.constraint is not None:
+        sequence.constraint.masks(())  # finds a dead end, which says more
+        reason = sequence.constraint.error or reason
+    sequence.finish_reason, sequence.error = "error", reason
+
+
+def _count(stats: DraftStats, draft: Draft, verdict: Verdict, emitted: int) -> None:
+    if draft.method == FORCED:
+        stats.forced += min(emitted, verdict.num_accepted)
+    else:
+        stats.record(verdict.num_drafted, verdict.num_accepted)
+    stats.passes += 1
+    stats.emitted += emitted

@@ -20,8 +20,8 @@ Float64 = NDArray[np.float64]
 
 
 def judge_exact(draft: Seq[int], targets: Seq[int], logprobs: Seq[TokenLogprob | None] = ()) -> Verdict:
-    """Accept the longest prefix of draft [k] that equals targets [k + 1]; then the target's own token. `logprobs` are
-    those of the targets."""
+    """Accept the longest prefix of draft [k] that equals targets [k + 1]; then the target's own token, -1 where its row
+    failed. `logprobs` are those of the targets."""
     accepted = 0
     while accepted < len(draft) and draft[accepted] == targets[accepted]:
         accepted += 1
@@ -33,7 +33,8 @@ def judge_rejection(draft: Draft, target_probs: Any, seed: int, choice: int, pos
     """Accept d_i with probability min(1, p(d_i) / q(d_i)); the first rejected one is redrawn from max(p - q, 0).
 
     target_probs: [k + 1, V] processed target distributions. draft.probs [k, V], or None for a one-hot draft (q = 1).
-    position: absolute position of the first drafted token. Each position has its own uniform and its own noise.
+    position: absolute position of the first drafted token. Each position has its own uniform and its own noise. A row
+    of zeros (a failed one) rejects, and its token is -1.
     """
     target = np.asarray(target_probs, np.float64)
     drafted = None if draft.probs is None else np.asarray(draft.probs, np.float64)
@@ -67,10 +68,12 @@ def _residual(p: Float64, token: int, q: Float64 | None) -> Float64:
 
 
 def draw(weights: Float64, seed: int, position: int, choice: int, stream: int) -> int:
-    """Token drawn in proportion to non-negative weights [V]: lowest id of argmax(log w + Gumbel noise).
+    """Token drawn in proportion to non-negative weights [V]: lowest id of argmax(log w + Gumbel noise), or -1.
 
     Noise is drawn only where it can matter: g <= GUMBEL_MAX, and the heaviest token sets a score to beat."""
     top = np.array([int(weights.argmax())])
+    if not weights[top[0]]:
+        return -1
     bound = _scores(weights, top, seed, position, choice, stream)[0]
     floor = np.exp(bound - philox.GUMBEL_MAX) * 0.999
     alive = np.flatnonzero(weights > max(floor, np.finfo(np.float64).tiny))

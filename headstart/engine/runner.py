@@ -8,9 +8,9 @@ from itertools import accumulate
 
 import numpy as np
 
-from headstart.core import Rows, Sampled, SamplingRows, Span, TokenLogprob
+from headstart.core import Rows, Sampled, Span, TokenLogprob
 from headstart.engine.plan import build_plan, span_rows
-from headstart.engine.sampling import Entry, build_rows
+from headstart.engine.sampling import Entry, allowed_tokens, build_rows
 from headstart.kernels.ops import Backend, Buffer, Pool, Program, Weight
 from headstart.layers.decoder import Decoder, Tap
 from headstart.layers.mtp import FIRST_PAIR_POSITION
@@ -70,7 +70,7 @@ class Runner:
         logits = forward.logits
         if len(rows) < forward.starts[-1]:  # prompt logprobs have made more logits
             logits = self.backend.rows(logits, np.array(rows, np.int32))
-        return self._draw(logits, build_rows(entries)), starts
+        return self._draw(logits, entries), starts
 
     def prompt_logprobs(self, span: Span, forward: Forward, index: int) -> list[TokenLogprob]:
         """Of the prompt tokens that this span's rows predict and that no span before it did."""
@@ -101,9 +101,12 @@ class Runner:
         return self.backend.run(program, plan, hidden_pool=self._hidden_pool, hidden=hidden)
 
     def draw(self, logits: Buffer, entries: Seq[Entry], token_ids: Weight | None = None) -> Sampled:
-        return self._draw(logits, build_rows(entries, logprobs=False), token_ids)
+        return self._draw(logits, entries, token_ids, logprobs=False)
 
-    def _draw(self, logits: Buffer, rows: SamplingRows, token_ids: Weight | None = None) -> Sampled:
+    def _draw(
+        self, logits: Buffer, entries: Seq[Entry], token_ids: Weight | None = None, *, logprobs: bool = True
+    ) -> Sampled:
+        rows = build_rows(entries, allowed=allowed_tokens(entries, self.vocab_size), logprobs=logprobs)
         return self.backend.sample(
             logits, rows, vocab_size=self.vocab_size, token_ids=token_ids, keep_probs=self._keep_probs
         )

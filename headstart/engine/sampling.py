@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence as Seq
 from functools import lru_cache
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain, groupby, islice
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.core import Float32, Int32, RowConstants, SamplingRows, Sequence, TokenCounts, int_array
+from headstart.core import Float32, Int32, Mask, RowConstants, SamplingRows, Sequence, TokenCounts, int_array
 
 Entry = tuple[Sequence, int, Seq[int]]
 """A token to draw: its sequence, its absolute position in Sequence.tokens, the drafted tokens between them."""
@@ -23,15 +24,28 @@ CACHED_MIXTURES = 128
 """Mixtures of requests whose constants are kept: a batch is the same for many steps."""
 
 
-def build_rows(
-    entries: Seq[Entry], *, allowed: NDArray[np.uint32] | None = None, logprobs: bool = True
-) -> SamplingRows:
+def allowed_tokens(entries: Seq[Entry], vocab_size: int) -> Mask | None:
+    """[L, ceil(V / 32)] masks of the entries, each after its drafted prefix; None when no sequence has a constraint.
+    The entries of a sequence stand together, each prefix beginning with the one before."""
+    if not any(sequence.constraint is not None for sequence, _, _ in entries):
+        return None
+    allowed = np.full((len(entries), -(-vocab_size // 32)), 0xFFFFFFFF, np.uint32)
+    end = 0
+    for sequence, group in groupby(entries, itemgetter(0)):
+        prefixes = [prefix for _, _, prefix in group]
+        start, end = end, end + len(prefixes)
+        if sequence.constraint is not None:
+            allowed[start:end] = sequence.constraint.masks(prefixes[-1], len(prefixes))
+    return allowed
+
+
+def build_rows(entries: Seq[Entry], *, allowed: Mask | None = None, logprobs: bool = True) -> SamplingRows:
     """Sampling rows of L entries, each in the state after its context and drafted prefix.
 
     allowed: [L, ceil(V / 32)] token masks, passed on. logprobs=False (draft steps) asks for none.
     """
     constants = _constants(tuple([sequence.row_constants for sequence, _, _ in entries]), logprobs)
-    bias_indptr, bias_ids, bias_values = _bias(entries) if constants.has_bias else constants.no_bias
+    bias_indptr, bias_ids, bias_values = _bias(entries, allowed) if constants.has_bias else constants.no_bias
     penalty_indptr, penalty_ids, penalty_counts = (
         _penalties(entries) if constants.has_penalties else constants.no_penalties
     )
@@ -89,18 +103,31 @@ def update_counts(sequence: Sequence) -> TokenCounts:
     return found
 
 
-def _bias(entries: Seq[Entry]) -> tuple[Int32, Int32, Float32]:
-    """CSR of logit_bias and of the ids banned until min_tokens are out; ids are distinct within a row."""
+def _bias(entries: Seq[Entry], allowed: Mask | None) -> tuple[Int32, Int32, Float32]:
+    """CSR of logit_bias and of the ids banned until min_tokens are out; ids are distinct within a row.
+
+    A constraint wins over min_tokens: where it allows banned ids only, they are not banned."""
     edits: list[Mapping[int, float]] = []
-    for sequence, _, prefix in entries:
+    for row, (sequence, _, prefix) in enumerate(entries):
         request = sequence.request
         edit = request.params.logit_bias
         if request.banned_until_min and sequence.num_output + len(prefix) < request.params.min_tokens:
-            edit = {**edit, **dict.fromkeys(request.banned_until_min, -math.inf)}
+            mask = None if allowed is None or sequence.constraint is None else allowed[row]
+            if mask is None or not _holds_only(mask, request.banned_until_min):
+                edit = {**edit, **dict.fromkeys(request.banned_until_min, -math.inf)}
         edits.append(edit)
     ids = list(chain.from_iterable(edits))
     values = list(chain.from_iterable([edit.values() for edit in edits]))
     return _indptr([len(edit) for edit in edits]), np.array(ids, np.int32), np.array(values, np.float32)
+
+
+def _holds_only(mask: Mask, ids: frozenset[int]) -> bool:
+    """Are all tokens of the mask among `ids`?"""
+    rest = mask.copy()
+    for token in ids:
+        if 0 <= token < 32 * len(rest):
+            rest[token // 32] &= ~np.uint32(1 << token % 32)
+    return not rest.any()
 
 
 def _penalties(entries: Seq[Entry]) -> tuple[Int32, Int32, Int32]:

@@ -54,7 +54,7 @@ class Scheduler:
         pending = len(sequence.tokens) - sequence.num_computed
         room = budget - pending - behind
         if len(sequence.draft.tokens) > max(room, 0):
-            sequence.draft = _cut(sequence.draft, max(room, 0))
+            sequence.draft = sequence.draft.cut(max(room, 0))
         num_rows = min(pending + len(sequence.draft.tokens), budget)
         if num_rows <= 0 or not self._make_room(sequence, num_rows):
             return 0
@@ -102,8 +102,3 @@ class Scheduler:
             self.memory.release(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
-
-
-def _cut(draft: Draft, length: int) -> Draft:
-    probs = None if draft.probs is None else draft.probs[:length]
-    return Draft(draft.tokens[:length], probs, draft.method)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.core import Float32, Int64, Sampled, SamplingRows, TokenLogprob
-from headstart.errors import UsageError
+from headstart.core import NOT_FINITE, NOTHING_LEFT, Float32, Int64, Sampled, SamplingRows, TokenLogprob
 from headstart.kernels import _native
+
+_REASONS = {_native.NOTHING_LEFT: NOTHING_LEFT, _native.NOT_FINITE: NOT_FINITE}
 
 
 def sample(
@@ -25,20 +26,22 @@ def sample(
     """One token for each row of logits [L, W]; rows may lie apart in memory, a row's logits may not.
 
     token_ids: ascending target ids [W] of a reduced draft vocabulary. keep_probs: also return the processed
-    distribution as float64 [L, vocab_size] (greedy rows one-hot).
+    distribution as float64 [L, vocab_size] (greedy rows one-hot). Rows without a token fail alone (see Sampled).
     """
     tokens = np.empty(len(rows), np.int64)
     probs = np.zeros((len(rows), vocab_size)) if keep_probs else None
     _native.sample(pool, logits, rows, vocab_size, token_ids, tokens, probs)
-    found: list[int] = tokens.tolist()
-    if min(found, default=0) < 0:
-        _refuse(found)
-    asked: list[int] = rows.num_logprobs.tolist()
+    failures = {row: _REASONS[token] for row, token in enumerate(tokens.tolist()) if token < 0}
+    num_top = rows.num_logprobs
+    if failures:
+        num_top = np.where(tokens < 0, -1, num_top)
+        tokens = np.maximum(tokens, -1)
+    asked: list[int] = num_top.tolist()
     if max(asked, default=-1) < 0:
-        return Sampled(tokens, [None] * len(found), probs)
+        return Sampled(tokens, [None] * len(asked), probs, failures)
     if token_ids is None:
         logits = logits[:, :vocab_size]
-    return Sampled(tokens, _logprobs(pool, logits, token_ids, tokens, rows.num_logprobs.astype(np.int64)), probs)
+    return Sampled(tokens, _logprobs(pool, logits, token_ids, tokens, num_top.astype(np.int64)), probs, failures)
 
 
 def logprobs(
@@ -47,17 +50,6 @@ def logprobs(
     """Raw log-softmax of logits [L, V] at one token of each row [L], and the row's num_top (one, or [L]) best."""
     counts = np.full(len(tokens), num_top, np.int64)
     return [found for found in _logprobs(pool, logits, None, tokens, counts) if found is not None]
-
-
-def _refuse(tokens: list[int]) -> None:
-    """Raise what the first row without a token asks for (the words are those of the reference)."""
-    row = next(row for row, token in enumerate(tokens) if token < 0)
-    if tokens[row] == _native.NOTHING_LEFT:
-        raise UsageError(
-            f"no token is left to choose in row {row}: logit_bias, min_tokens or the allowed-token mask ban all",
-            "leave at least one token allowed",
-        )
-    raise FloatingPointError(f"the logits of row {row} hold NaN or infinity")
 
 
 def _logprobs(

@@ -157,7 +157,8 @@ class Backend(Protocol):
         keep_probs: bool = False,
     ) -> Sampled:
         """Process and draw, one token per row of logits [L, V']. `token_ids` [V'] maps a reduced draft vocabulary to
-        target ids (see `index`); `keep_probs` also returns the processed distribution over all `vocab_size` ids."""
+        target ids (see `index`); `keep_probs` also returns the processed distribution over all `vocab_size` ids. A
+        row that has no token left, or NaN, fails alone (see Sampled)."""
 
     def logprobs(self, logits: Buffer, tokens: NDArray[np.int64], num_top: int) -> list[TokenLogprob]:
         """Raw log-softmax of given tokens [L] at logits [L, V], with the top alternatives."""

@@ -54,8 +54,10 @@ def _group(plan: StepPlan, spans: NDArray[np.int64], device: torch.device, dtype
     valid = columns[None, :] < lengths[:, None]
     rows = np.where(valid, starts[:, None] + columns, starts[:, None])
     positions = np.arange(plan.first_position, plan.context_lens[spans].max())
-    tables = plan.block_tables[spans]
-    slots = tables[:, positions // plan.block_size] * plan.block_size + positions % plan.block_size
+    # padding reads the span's own last position: a slot of somebody else may hold NaN, which no weight of 0 removes
+    reads = np.minimum(positions, plan.context_lens[spans][:, None] - 1)
+    blocks = np.take_along_axis(plan.block_tables[spans], reads // plan.block_size, axis=1)
+    slots = blocks * plan.block_size + reads % plan.block_size
     visible = positions[None, None, :] <= plan.positions[rows][:, :, None]
     mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~torch.from_numpy(visible), float("-inf"))
     rows_t, valid_t, slots_t = (torch.from_numpy(np.ascontiguousarray(a)).to(device) for a in (rows, valid, slots))

@@ -15,8 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headstart.core import GREEDY_BELOW, Int64, Sampled, SamplingRows, TokenLogprob
-from headstart.errors import UsageError
+from headstart.core import GREEDY_BELOW, NOT_FINITE, NOTHING_LEFT, Int64, Sampled, SamplingRows, TokenLogprob
 from headstart.kernels import philox
 from headstart.kernels.reference_noise import NoiseKeys, draw, first_max
 
@@ -34,13 +33,17 @@ def sample(
 
     token_ids: ascending target ids [V'] of a reduced draft vocabulary; sparse edits and noise address target ids.
     keep_probs: also return the processed distribution as a float64 tensor [L, vocab_size] (greedy rows one-hot).
-    prune=False draws the noise of every token (for tests; the tokens are the same).
+    prune=False draws the noise of every token (for tests; the tokens are the same). Rows without a token fail alone
+    (see Sampled).
     """
     if token_ids is None:
         logits = logits[:, :vocab_size]
     scores = _edit(logits, rows, token_ids, vocab_size)
     best = scores.amax(-1)
-    _require_finite(best)
+    failures = _failures(best)
+    failed = torch.tensor(list(failures), dtype=torch.int64, device=logits.device)
+    if failures:  # any numbers will do for what follows
+        scores, best = scores.index_fill(0, failed, 0.0), best.index_fill(0, failed, 0.0)
     sampled = np.flatnonzero(rows.temperature >= GREEDY_BELOW)
     columns = first_max(scores, best) if len(sampled) < len(rows) else torch.zeros_like(best, dtype=torch.int64)
     probs = scores.new_zeros((len(rows), vocab_size), dtype=torch.float64) if keep_probs else None
@@ -55,23 +58,23 @@ def sample(
         if len(sampled):
             weights = exp((scores - best[:, None]).float()).double() / mass_total(scores, best)[:, None]
             probs[picked] = weights if token_ids is None else _spread(weights, token_ids, vocab_size)
+        probs[failed] = 0.0
+    tokens[failed] = -1
     found: Int64 = tokens.cpu().numpy()
-    return Sampled(found, _asked(logits, rows, found, token_ids), probs)
+    return Sampled(found, _asked(logits, rows, found, token_ids), probs, failures)
 
 
 def _spread(weights: Tensor, token_ids: Tensor, vocab_size: int) -> Tensor:
     return weights.new_zeros((len(weights), vocab_size)).index_copy_(1, token_ids, weights)
 
 
-def _require_finite(best: Tensor) -> None:
-    for row, value in enumerate(best.tolist()):
-        if value == -math.inf:
-            raise UsageError(
-                f"no token is left to choose in row {row}: logit_bias, min_tokens or the allowed-token mask ban all",
-                "leave at least one token allowed",
-            )
-        if not math.isfinite(value):
-            raise FloatingPointError(f"the logits of row {row} hold NaN or infinity")
+def _failures(best: Tensor) -> dict[int, str]:
+    """Rows that cannot give a token, by their maximum, and why."""
+    return {
+        row: NOTHING_LEFT if value == -math.inf else NOT_FINITE
+        for row, value in enumerate(best.tolist())
+        if not math.isfinite(value)
+    }
 
 
 # Mask, bans and bias, penalties: sparse edits of a copy.
@@ -250,7 +253,7 @@ def _top(
 
 def _asked(logits: Tensor, rows: SamplingRows, tokens: Int64, token_ids: Tensor | None) -> list[TokenLogprob | None]:
     found: list[TokenLogprob | None] = [None] * len(rows)
-    if (asked := np.flatnonzero(rows.num_logprobs >= 0)).size:
+    if (asked := np.flatnonzero((rows.num_logprobs >= 0) & (tokens >= 0))).size:
         part = logits if len(asked) == len(rows) else logits[torch.from_numpy(asked).to(logits.device)]
         for row, logprob in zip(asked, logprobs(part, tokens[asked], rows.num_logprobs[asked], token_ids), strict=True):
             found[row] = logprob

@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 
 from headstart.api import LLM
 from headstart.core import Delta, Request, Sequence
-from headstart.errors import BusyError, EngineError, HeadstartError
+from headstart.errors import BusyError, GenerationError, HeadstartError
 from headstart.server.watch import Watch
 
 log = logging.getLogger("headstart.server")
@@ -175,7 +175,7 @@ class Bridge:
         names = {each.request.request_id for each in scheduler.running or list(scheduler.waiting)}
         for name in names:
             self.llm.engine.abort(name)
-        shown = EngineError("the engine failed while it worked on this request", "see the server's log")
+        shown = GenerationError("the engine failed while it worked on this request", "see the server's log")
         self._call(self._hand_out, [(name, shown) for name in names])
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:

@@ -56,7 +56,7 @@ def completion_job(llm: LLM, body: CompletionRequest) -> Job:
     ids = [_encoded(llm, prompt) for prompt in prompts]
     constraint = constraint_of(body)
     requests = [
-        llm.request(each, _params(body, limit, logprobs, top), raw=True, depth=_depth(body), **_more(constraint))
+        llm.request(each, _params(body, limit, logprobs, top), raw=True, depth=_depth(body), constraint=constraint)
         for each in ids
     ]
     texts = [llm.tokenizer.decode(each) for each in ids] if body.echo else []
@@ -83,7 +83,7 @@ def chat_job(llm: LLM, formats: Formats, body: ChatRequest) -> Job:
         )
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = _params(body, room if limit is None else limit, logprobs, body.prompt_logprobs)
-    request = llm.request(ids, params, depth=_depth(body), **_more(constraint))
+    request = llm.request(ids, params, depth=_depth(body), constraint=constraint)
     calls = FORCED_FORMAT if forced is not None else formats.tools if tools and body.tool_choice != "none" else None
     thinks = formats.reasoning if forced is None and constraint is None else None
     if calls is None and thinks is None:
@@ -232,7 +232,3 @@ def _depth(body: Common) -> int | None:
             raise UsageError(f"speculation is off, but has depth {wanted.depth}", "leave depth out")
         return 0
     return wanted.depth
-
-
-def _more(constraint: GrammarSpec | None) -> dict[str, Any]:
-    return {} if constraint is None else {"constraint": constraint}

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from headstart.api import LLM, Choice, Completion
 from headstart.core import DraftStats, TokenLogprob
-from headstart.errors import EngineError
+from headstart.errors import GenerationError
 from headstart.server.bridge import Bridge, Stream
 from headstart.server.prepare import Job
 from headstart.server.schema import ChatRequest, Common, CompletionRequest
@@ -94,8 +94,8 @@ class Reply:
         try:
             async for number, delta in stream:
                 answer = self._answers[number][delta.choice]
-                if str(delta.finish_reason) == "error":
-                    raise EngineError(getattr(delta, "error", "") or "this request could not be continued")
+                if delta.finish_reason == "error":
+                    raise GenerationError(delta.error or "this request could not be continued")
                 piece = answer.choice.push(delta)
                 events: list[Event] = []
                 if answer.parser is not None:

@@ -14,15 +14,14 @@ from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
-from numpy.typing import NDArray
 
+from headstart.core import Mask
 from headstart.errors import UsageError
 from headstart.text.grammar_spec import GrammarSpec, ToolCalls, ToolFrame, one_line, source_of, what_is_wrong
 from headstart.text.tokenizer import Tokenizer
 
-__all__ = ["GrammarCompiler", "GrammarSpec", "GrammarState", "Mask", "ToolCalls", "ToolFrame", "masks_for"]
+__all__ = ["GrammarCompiler", "GrammarSpec", "GrammarState", "Mask", "ToolCalls", "ToolFrame"]
 
-Mask = NDArray[np.uint32]
 CACHED_GRAMMARS = 128
 FORCED_LIMIT = 16
 _ANCHOR = "\n"  # is a token of its own in sentencepiece vocabularies, so the text behind it is no start of a text
@@ -81,7 +80,7 @@ class GrammarCompiler:
 
 
 class GrammarState:
-    """Where one sequence stands in a grammar. One thread at a time."""
+    """Where one sequence stands in a grammar: a core.Constraint. One thread at a time."""
 
     def __init__(self, matcher: Any, end_ids: frozenset[int], with_text: Mask, ends: Mask) -> None:
         self._start = matcher  # stays there
@@ -94,12 +93,38 @@ class GrammarState:
 
     def mask(self) -> Mask:
         """[ceil(vocab_size / 32)] tokens that may come next. End-of-text ids are allowed exactly where the text may
-        end (`accepting`), and alone once it is `done`; then the mask is empty if the tokenizer has no such id."""
-        if self._num_ends or self._matcher.is_stopped():
-            return self._ends.copy()
-        found = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: len(self._with_text)]
-        allowed: Mask = found & self._with_text
-        return allowed
+        end (`accepting`), and alone once it is `done`; then the mask is empty if the tokenizer has no such id. An
+        `error` leaves nothing."""
+        if not self._num_ends and not self._matcher.is_stopped():
+            found = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: len(self._with_text)]
+            if not self._matcher.is_error():
+                allowed: Mask = found & self._with_text
+                return allowed
+        return np.zeros_like(self._ends) if self._matcher.is_error() else self._ends.copy()
+
+    def masks(self, draft: Seq[int], count: int | None = None) -> Mask:
+        """[k + 1, words] masks of the row after the context and of the rows after each of k drafted tokens; only the
+        last `count` of them. The state stays where it is.
+
+        Rows behind a token that the grammar refuses allow everything: that token is not allowed in its own row, so
+        nothing behind it can be emitted."""
+        num_rows = len(draft) + 1 if count is None else count
+        rows = np.full((num_rows, len(self._with_text)), 0xFFFFFFFF, np.uint32)
+        for taken, row in enumerate(range(num_rows - len(draft) - 1, num_rows)):
+            if row >= 0:
+                rows[row] = self.mask()
+            if taken == len(draft) or not self.advance(draft[taken]):
+                break
+        self._leave(taken)
+        return rows
+
+    def fitting(self, draft: Seq[int]) -> int:
+        """How many of the first drafted tokens the grammar takes, up to the end of the text."""
+        taken = 0
+        while taken < len(draft) and not self.done and self.advance(draft[taken]):
+            taken += 1
+        self._leave(taken)
+        return taken
 
     def advance(self, token: int) -> bool:
         """Take `token`. False if the grammar refuses it; the state is then as it was, or it has an `error`.
@@ -131,18 +156,21 @@ class GrammarState:
             self._matcher.try_consume_tokens(self._tokens)
 
     def forced(self, limit: int = FORCED_LIMIT) -> list[int]:
-        """The tokens, at most `limit`, that are each the only one allowed after those before. An end-of-text id that
-        is the only one is the last of them."""
+        """The tokens, at most `limit`, that are each the only one allowed after those before, up to the end of the
+        text."""
         tokens: list[int] = []
-        try:
-            while len(tokens) < limit and not self._num_ends:
-                token = _only(self.mask())
-                if token is None or not self.advance(token):
-                    break
-                tokens.append(token)
-        finally:
-            self.rollback(len(tokens))
+        while len(tokens) < limit and not self.done:
+            token = _only(self.mask())
+            if token is None or not self.advance(token):
+                break
+            tokens.append(token)
+        self._leave(len(tokens))
         return tokens
+
+    def _leave(self, taken: int) -> None:
+        """Go back to where a look ahead began. An error that was met at once is that state's own, and stays."""
+        if taken:
+            self.rollback(taken)
 
     def copy(self) -> GrammarState:
         """A state of its own at the same place."""
@@ -172,27 +200,6 @@ class GrammarState:
             return ""
         message = one_line(self._matcher.get_error())
         return "no text of this vocabulary can satisfy it" if message.startswith("NoExtension") else message
-
-
-def masks_for(state: GrammarState, draft: Seq[int]) -> Mask:
-    """[k + 1, words] masks of the row after the context and of the rows after each of k drafted tokens. The state
-    stays where it is.
-
-    Rows behind a token that the grammar refuses allow everything: that token is not allowed in its own row, so
-    nothing behind it can be emitted."""
-    first = state.mask()
-    rows = np.full((len(draft) + 1, len(first)), 0xFFFFFFFF, np.uint32)
-    rows[0] = first
-    taken = 0
-    try:
-        for token in draft:
-            if not state.advance(token):
-                break
-            taken += 1
-            rows[taken] = state.mask()
-    finally:
-        state.rollback(taken)
-    return rows
 
 
 class _Vocabulary:

@@ -17,8 +17,6 @@ from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import Any, Literal, get_args
 
-from llguidance import grammar_from, regex_to_lark
-
 from headstart.errors import UsageError
 
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "tools"]
@@ -92,6 +90,8 @@ def _json_schema(value: Any) -> str:
 
 
 def _regex(value: Any) -> str:
+    from llguidance import regex_to_lark  # a spec alone need not load the library
+
     return _lark({"start": f"/{regex_to_lark(_text(value, 'the regex'), 'd')}/"})
 
 
@@ -104,6 +104,8 @@ def _choice(value: Any) -> str:
 
 
 def _grammar(value: Any) -> str:
+    from llguidance import grammar_from
+
     text = _text(value, "the grammar")
     try:
         return grammar_from("grammar", text)

@@ -9,7 +9,7 @@ import pytest
 from source import PACKAGE, imported_modules, trees
 
 LAYERS = {
-    "core": 0, "config": 0, "errors": 0, "registry": 0, "hub": 0, "_wheel": 0,
+    "core": 0, "stats": 0, "config": 0, "errors": 0, "registry": 0, "hub": 0, "_wheel": 0,
     "kernels": 1, "formats": 1, "text": 1,
     "layers": 2, "cache": 2,
     "models": 3, "drafters": 3,

@@ -15,7 +15,7 @@ from headstart.api import LLM
 from headstart.config import EngineConfig
 from headstart.core import Delta, SamplingParams
 from headstart.engine.load import Model
-from headstart.errors import BusyError, EngineError, UsageError
+from headstart.errors import BusyError, GenerationError, UsageError
 from headstart.server.bridge import Bridge, Stream
 from headstart.server.watch import DEAD_AFTER, Watch
 
@@ -67,7 +67,7 @@ def test_a_failing_step_fails_its_requests_only(monkeypatch: pytest.MonkeyPatch)
         for faults in (1, 2):
             left += ["a bug"] * faults
             for number in range(faults):
-                with pytest.raises(EngineError, match="engine failed"):
+                with pytest.raises(GenerationError, match="engine failed"):
                     await tokens_of(await bridge.open([request(bridge, 2)]))
                 assert bridge.failures == number + 1
             assert await tokens_of(await bridge.open([request(bridge, 1)])) == expected

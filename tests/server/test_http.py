@@ -39,7 +39,7 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
     (TEXT, {"prompt": "x", "speculation": {"mode": "fast"}}, 400, "speculation.mode"),
     (TEXT, {"prompt": "x", "speculation": {"depth": -1}}, 400, "depth"),
     (TEXT, {"prompt": "x", "guided_regex": "("}, 400, "regex"),
-    (TEXT, {"prompt": "x", "guided_grammar": "start: "}, 400, "grammar"),
+    (TEXT, {"prompt": "x", "guided_grammar": "start: nothing"}, 400, "grammar"),
     (TEXT, {"prompt": "x", "guided_choice": []}, 400, "choice"),
     (TEXT, {"prompt": "x", "guided_choice": ["a"], "guided_regex": "a"}, 400, "several"),
     (CHAT, {}, 400, "messages"),

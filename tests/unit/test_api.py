@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +16,7 @@ from headstart.api import LLM, Completion
 from headstart.config import EngineConfig
 from headstart.core import SamplingParams
 from headstart.errors import CapacityError, UsageError
+from headstart.text.grammar_spec import GrammarSpec
 from headstart.tools.tiny import write_tiny
 
 FAMILY = "mimo"
@@ -421,6 +425,42 @@ def test_no_chat_template(tmp_path) -> None:
     with pytest.raises(UsageError, match="has no chat template"):
         each.encode([{"role": "user", "content": "x"}])
     assert each.tokenizer.decode(each.encode("the thing")) == "the thing"
+
+
+# Constraints.
+
+CLOCK = GrammarSpec("regex", r"[0-9]{1,3}:[0-9]{2} (am|pm)")
+
+
+@pytest.mark.parametrize("drafter", ["none", "mtp"])
+def test_a_constraint_is_kept(drafter: str) -> None:
+    """By every choice; where it ends is its own affair, and the end-of-text id is no text."""
+    each, plain = llm(drafter=drafter), llm(**PLAIN)
+    params = SamplingParams(temperature=1.0, seed=3, n=3, min_tokens=20, ignore_eos=True, stop=("zz",))
+    for index, choice in enumerate(each.generate(["when?"], params, constraint=CLOCK)[0].choices):
+        assert re.fullmatch(CLOCK.value, choice.text) and choice.finish_reason == "stop"
+        assert choice.token_ids == plain.generate(["when?"], params, constraint=CLOCK)[0].choices[index].token_ids
+    deltas = list(each.stream("when?", SamplingParams(seed=1, ignore_eos=True), constraint=CLOCK))
+    assert re.fullmatch(CLOCK.value, "".join(delta.text for delta in deltas))
+
+
+def test_a_bad_constraint_leaves_nothing_behind() -> None:
+    each = llm()
+    with pytest.raises(UsageError, match="regex constraint is not valid"):
+        each.generate(["a", "b"], constraint=GrammarSpec("regex", "(a"))
+    assert_clean(each.engine)
+    assert not each._inboxes
+
+
+def test_the_grammar_library_is_loaded_when_needed() -> None:
+    code = """
+import sys
+import headstart.api
+from headstart.text.grammar_spec import GrammarSpec
+GrammarSpec("regex", "a")
+print("llguidance" in sys.modules)
+"""
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
 
 
 # Cache and counts.

@@ -236,7 +236,7 @@ def test_state_after_any_acceptance_is_that_of_a_fresh_prefill(settings: dict[st
 
     run(engine, requests, after)
     run(engine, [replace(each, request_id=f"again {each.request_id}") for each in requests], after)
-    assert checked > 10
+    assert checked > 5
     assert engine.scheduler.prefix_hits > 0
     assert bool(engine.scheduler.num_preemptions) == bool(settings)
 

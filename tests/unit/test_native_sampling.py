@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from headstart.core import SamplingRows
-from headstart.errors import UsageError
+from headstart.core import NOT_FINITE, NOTHING_LEFT, SamplingRows
 
 _native = pytest.importorskip("headstart.kernels._native")
 torch = pytest.importorskip("torch")
@@ -54,18 +53,11 @@ def reference(logits, rows, vocab_size, token_ids=None, keep_probs=False):
 def check(logits, rows, vocab_size=None, token_ids=None, keep_probs=True, pool=POOL):
     logits = np.ascontiguousarray(logits, np.float32)
     vocab_size = vocab_size or logits.shape[1]
-    try:
-        expected = reference(logits, rows, vocab_size, token_ids, keep_probs)
-    except (UsageError, FloatingPointError) as error:
-        with pytest.raises(type(error)) as raised:
-            native_sampling.sample(
-                pool, logits, rows, vocab_size=vocab_size, token_ids=token_ids, keep_probs=keep_probs
-            )
-        assert str(raised.value) == str(error)
-        return None
+    expected = reference(logits, rows, vocab_size, token_ids, keep_probs)
     got = native_sampling.sample(pool, logits, rows, vocab_size=vocab_size, token_ids=token_ids, keep_probs=keep_probs)
     assert got.tokens.dtype == np.int64 and got.tokens.tolist() == expected.tokens.tolist()
     assert list(got.logprobs) == list(expected.logprobs)
+    assert got.failures == expected.failures
     if keep_probs:
         np.testing.assert_array_equal(got.probs, expected.probs.numpy(), strict=True)
     return got
@@ -183,14 +175,16 @@ def test_refusals():
     banned = {"bias": dict.fromkeys(range(40), -math.inf)}
     for temperature in (0.0, 1.0):
         kind = {"temperature": temperature}
-        assert check(logits, rows_of(kind, banned | kind, kind)) is None
+        assert check(logits, rows_of(kind, banned | kind, kind)).failures == {1: NOTHING_LEFT}
         for value in (math.nan, math.inf):
             broken = logits.copy()
             broken[1, 39] = value
-            assert check(broken, rows_of(kind, kind, banned | kind)) is None
-            assert check(broken, rows_of(kind, kind | {"bias": {39: -math.inf}}, kind)) is None
+            rows = rows_of(kind, kind | {"num_logprobs": 1}, banned | kind | {"num_logprobs": 2})
+            assert check(broken, rows).failures == {1: NOT_FINITE, 2: NOTHING_LEFT}
+            rows = rows_of(kind, kind | {"bias": {39: -math.inf}}, kind | {"num_logprobs": 2})
+            assert check(broken, rows).failures == {1: NOT_FINITE}
     nothing = np.zeros((3, 2), np.uint32)
-    assert check(logits, rows_of({}, {}, {}, allowed=nothing)) is None
+    assert check(logits, rows_of({}, {}, {}, allowed=nothing)).failures == dict.fromkeys(range(3), NOTHING_LEFT)
 
 
 def test_wrong_shapes_are_refused():

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import currently_in_test_context, given, reject, settings, strategies as st
 
-from headstart.core import Request, SamplingParams, Sequence
+from headstart.core import NOT_FINITE, NOTHING_LEFT, Request, SamplingParams, Sequence
 from headstart.engine.sampling import build_rows, update_counts
-from headstart.errors import UsageError
 from headstart.kernels import philox
 
 torch = pytest.importorskip("torch")
@@ -197,13 +196,18 @@ def test_ties_go_to_the_lowest_id():
     assert probs.nonzero()[:, 0].tolist() == [1, 2, 3]
 
 
-def test_nothing_left_is_a_user_error():
-    for temperature in (0.0, 1.0):
-        seq = sequence(temperature=temperature, min_tokens=2, banned=range(4))
-        with pytest.raises(UsageError, match="logit_bias"):
-            run(np.zeros((1, 4), np.float32), [entry(seq)])
-    with pytest.raises(FloatingPointError):
-        run([[0.0, math.nan]], [entry(sequence())])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_fails_alone(temperature):
+    logits = np.random.default_rng(1).normal(0, 2, (4, 6)).astype(np.float32)
+    fine = sequence(temperature=temperature, logprobs=2)
+    banned = sequence(temperature=temperature, min_tokens=2, banned=range(6), logprobs=1)
+    expected = run(logits, [entry(fine)] * 4, keep_probs=True)
+    logits[1, 3] = math.nan
+    got = run(logits, [entry(fine), entry(fine), entry(banned), entry(fine)], keep_probs=True)
+    assert got.failures == {1: NOT_FINITE, 2: NOTHING_LEFT}
+    assert got.tokens.tolist() == [expected.tokens[0], -1, -1, expected.tokens[3]]
+    assert got.logprobs == [expected.logprobs[0], None, None, expected.logprobs[3]]
+    assert (got.probs[[0, 3]] == expected.probs[[0, 3]]).all() and not got.probs[1:3].any()
 
 
 def test_input_logits_are_untouched():

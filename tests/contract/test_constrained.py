@@ -1,0 +1,222 @@
+"""Constrained decoding in the one loop: the text is that of plain decoding and satisfies its constraint."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+from support import (
+    EOS,
+    VOCAB,
+    Outputs,
+    agreeing_model,
+    assert_same,
+    headed_model,
+    make,
+    make_head,
+    prompt_of,
+    request,
+    run,
+    varied_requests,
+)
+
+from headstart.core import Request
+from headstart.engine.load import Model
+from headstart.text.grammar import GrammarCompiler, GrammarSpec, GrammarState
+from headstart.tools.covering import pairwise
+
+FAMILY = "mimo"
+SCHEMA = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["cat", "dog"]}, "legs": {"type": "integer", "minimum": 0, "maximum": 8}},
+    "required": ["kind", "legs"],
+    "additionalProperties": False,
+}
+CHOICES = ["the other thing", "the order", "nothing"]
+DATE = r"20\d{2}-(0[1-9]|1[0-2])-[0-3]\d in the (ring|inn)"
+
+
+def is_pet(text: str) -> bool:
+    found = json.loads(text)
+    return list(found) == ["kind", "legs"] and found["kind"] in ("cat", "dog") and found["legs"] in range(9)
+
+
+SPECS: dict[str, tuple[GrammarSpec, Callable[[str], Any]]] = {
+    "json_schema": (GrammarSpec("json_schema", SCHEMA), is_pet),
+    "regex": (GrammarSpec("regex", DATE), re.compile(DATE).fullmatch),
+    "choice": (GrammarSpec("choice", CHOICES), CHOICES.__contains__),
+    "grammar": (GrammarSpec("grammar", 'root ::= [0-9]+ ("+" [0-9]+)*\n'), re.compile(r"\d+(\+\d+)*").fullmatch),
+}
+VARIETY: tuple[dict[str, Any], ...] = (
+    {"n": 2, "logprobs": 1},
+    {"top_p": 0.8, "repetition_penalty": 1.2},
+    {"min_tokens": 6, "top_k": 5},
+    {"logit_bias": {40: 3.0, EOS: 2.0}, "frequency_penalty": 0.4, "min_p": 0.01},
+)
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "temperature": (0.0, 1.0),
+    "depth": (1, 3, 5),
+    "max_num_seqs": (1, 8),
+    "max_num_batched_tokens": (20, 512),
+    "kv_blocks": (16, 200),
+}
+CELLS = pairwise(FACTORS)
+
+
+@cache
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(headed_model(FAMILY).tokenizer, VOCAB)
+
+
+def start(spec: GrammarSpec) -> GrammarState:
+    return compiler().compile(spec)
+
+
+def requests_of(temperature: float) -> list[Request]:
+    """Every kind of constraint, with other sampling parameters each, among requests without one."""
+    free = varied_requests(temperature)[:4]
+    bound = [
+        request(
+            prompt_of(9 * i + 1, i), name=kind, seed=i, constraint=start(spec), temperature=temperature, max_tokens=90,
+            **extra,
+        )
+        for i, ((kind, (spec, _)), extra) in enumerate(zip(SPECS.items(), VARIETY, strict=True))
+    ]  # fmt: skip
+    return [each for pair in zip(free, bound, strict=True) for each in pair]
+
+
+@cache
+def plain(temperature: float, agreeing: bool = False) -> Outputs:
+    model = (agreeing_model if agreeing else headed_model)(FAMILY)
+    settings = {"drafter": "none", "max_num_seqs": 1, "enable_prefix_caching": False}
+    return run(make(model, **settings), requests_of(temperature))
+
+
+def text_of(tokens: list[int]) -> str:
+    return headed_model(FAMILY).tokenizer.decode([token for token in tokens if token != EOS])
+
+
+@pytest.mark.parametrize("temperature", FACTORS["temperature"])
+@pytest.mark.parametrize("agreeing", [False, True])
+def test_texts_satisfy_their_constraints(agreeing: bool, temperature: float) -> None:
+    ends = 0
+    for (kind, _), output in plain(temperature, agreeing).items():
+        if kind in SPECS and output.finish_reason == "stop":
+            assert SPECS[kind][1](text_of(output.tokens)), (kind, text_of(output.tokens))
+            ends += 1
+        if kind == "regex":  # nothing can follow: it ends without an end-of-text token
+            assert output.finish_reason == "stop" and output.tokens[-1] != EOS
+    assert ends >= 3, "most texts ran into max_tokens"
+
+
+def check(model: Model, drafter: str, cell: dict[str, Any], agreeing: bool = False) -> tuple[int, int]:
+    """Run one cell, compare; returns forced tokens and preemptions."""
+    settings = {name: value for name, value in cell.items() if name != "temperature"}
+    engine = make(model, drafter=drafter, **settings)
+    outputs = run(engine, requests_of(cell["temperature"]))
+    assert_same(outputs, plain(cell["temperature"], agreeing))
+    for output in outputs.values():
+        stats = output.stats
+        assert stats is not None
+        assert stats.emitted == len(output.tokens) <= stats.passes + stats.accepted + stats.forced
+        assert stats.accepted == sum(stats.per_position) and stats.drafted == sum(stats.drafted_at)
+    return engine.stats.forced, engine.scheduler.num_preemptions
+
+
+@pytest.mark.parametrize("drafter", ["mtp", "ngram", "none"])
+def test_drafting_changes_nothing(drafter: str) -> None:
+    found = [check(headed_model(FAMILY), drafter, cell) for cell in CELLS]
+    forced, preemptions = map(sum, zip(*found, strict=True))
+    assert preemptions > 0, "no cell ran out of blocks"
+    assert forced > 100 if drafter != "none" else forced == 0
+
+
+def test_a_head_that_is_often_right_changes_nothing() -> None:
+    for cell in CELLS:
+        check(agreeing_model(FAMILY), "mtp", cell, agreeing=True)
+
+
+def test_a_draft_ends_where_the_draft_vocabulary_has_nothing_allowed() -> None:
+    """Half of the ids: many masks leave none of them."""
+    model = headed_model(FAMILY)
+    model = replace(model, head=make_head(model, draft_ids=range(0, VOCAB, 2)))
+    for cell in CELLS:
+        check(model, "mtp", cell)
+
+
+@pytest.mark.parametrize("drafter", ["mtp", "ngram"])
+def test_rejection_keeps_the_constraint(drafter: str) -> None:
+    outputs = run(make(headed_model(FAMILY), drafter=drafter, rule="rejection", depth=4), requests_of(1.0))
+    for (kind, _), output in outputs.items():
+        if kind in SPECS and output.finish_reason == "stop":
+            assert SPECS[kind][1](text_of(output.tokens))
+    assert sum(output.finish_reason == "stop" for (kind, _), output in outputs.items() if kind in SPECS) >= 3
+
+
+# Forced tokens.
+
+LONG = "the other thing in the ring"
+
+
+def one(drafter: str, text: str, asked: int | None = None, **settings: Any) -> Any:
+    """The output of a request that may only say `text`."""
+    engine = make(headed_model(FAMILY), drafter=drafter, **{"depth": 2, **settings})
+    bound = request([5, 6, 7], constraint=start(GrammarSpec("choice", [text])), depth=asked, max_tokens=60)
+    return run(engine, [bound])["r", 0]
+
+
+@pytest.mark.parametrize("drafter", ["mtp", "ngram"])
+def test_forced_tokens_need_no_pass_of_their_own(drafter: str) -> None:
+    found = one(drafter, LONG)
+    assert text_of(found.tokens) == LONG and found.finish_reason == "stop"
+    assert (found.stats.emitted, found.stats.forced) == (len(found.tokens), len(found.tokens) - 1)
+    assert found.stats.passes == 2, "one for the first token, one for all that follow"
+    assert (found.stats.drafts, found.stats.drafted, found.stats.accepted) == (0, 0, 0)
+    narrow = one(drafter, LONG, max_num_batched_tokens=4)
+    assert narrow.tokens == found.tokens and narrow.stats.passes > 4
+
+
+def test_depth_0_forces_nothing() -> None:
+    for found in (one("mtp", LONG, asked=0), one("none", LONG), one("mtp", LONG, depth=0)):
+        assert found.stats.forced == 0 and found.stats.passes == len(found.tokens)
+
+
+def test_forced_drafts_stop_at_max_tokens() -> None:
+    engine = make(headed_model(FAMILY), drafter="mtp", depth=2)
+    bound = request([5, 6, 7], constraint=start(GrammarSpec("choice", [LONG])), max_tokens=5)
+    found = run(engine, [bound])["r", 0]
+    assert (len(found.tokens), found.finish_reason, found.stats.passes) == (5, "length", 2)
+
+
+def test_prompt_lookup_drafts_only_what_fits() -> None:
+    """In the prompt a letter follows every digit: the constraint lets one pass, or none."""
+    prompt = compiler()._tokenizer.encode("0ab1ab2ab3ab4ab5ab6ab7ab8ab9ab")
+    for pattern, drafted in (("[0-9][2-8]", 0), ("[0-9][a-c][2-8]", 1)):
+        engine = make(headed_model(FAMILY), drafter="ngram", depth=4, ngram_min=1)
+        bound = request(prompt, constraint=start(GrammarSpec("regex", pattern)), max_tokens=9)
+        assert_same(run(engine, [bound]), run(make(headed_model(FAMILY), drafter="none"), [bound]))
+        assert engine.stats.drafted == drafted
+        assert engine.runner.num_rows == len(prompt) + engine.stats.passes - 1 + drafted
+
+
+# Bans give way.
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_min_tokens_gives_way_to_the_grammar(temperature: float) -> None:
+    (a, b) = compiler()._tokenizer.encode("ab")
+
+    def output(spec: GrammarSpec, **params: Any) -> Any:
+        bound = request([5, 6], constraint=start(spec), temperature=temperature, min_tokens=5, **params)
+        found = [run(make(headed_model(FAMILY), drafter=d), [bound])["r", 0] for d in ("none", "mtp")]
+        assert found[0].tokens == found[1].tokens and found[0].finish_reason == found[1].finish_reason == "stop"
+        return found[0].tokens
+
+    assert output(GrammarSpec("choice", ["ab"])) == [a, b], "shorter than min_tokens"
+    assert output(GrammarSpec("choice", ["ab", "aa"]), stop_token_ids=(a, b)) == [a], "banned, but alone"
+    assert output(GrammarSpec("regex", "[ab]*"), stop_token_ids=(b,), logit_bias={b: 50.0})[:5] == [a] * 5

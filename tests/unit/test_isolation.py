@@ -1,0 +1,217 @@
+"""A sequence that fails ends alone: its neighbours say what they would say without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence as Seq
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from support import (
+    SMALL,
+    VOCAB,
+    Outputs,
+    agreeing_model,
+    assert_clean,
+    assert_same,
+    family_of,
+    headed_model,
+    make,
+    new_folder,
+    prompt_of,
+    request,
+    run,
+    varied_requests,
+)
+
+from headstart.api import LLM
+from headstart.config import EngineConfig
+from headstart.core import NOT_FINITE, NOTHING_LEFT, Mask, Request, SamplingRows
+from headstart.engine.engine import Engine
+from headstart.engine.load import Model, load_model
+from headstart.errors import GenerationError, status_of
+from headstart.text.grammar import GrammarCompiler, GrammarSpec
+from headstart.tools.tiny import write_model
+
+FAMILY = "mimo"
+BAD = request(prompt_of(9, 50), name="bad", seed=77, temperature=0.8, max_tokens=20, stops=(), logprobs=1)
+GOOD_TOKENS = 6
+"""Tokens that the bad request still gives."""
+
+
+@cache
+def native_model() -> Model:
+    pytest.importorskip("headstart.kernels._native")
+    config, arrays = family_of(FAMILY).tiny(num_hidden_layers=2, hidden_size=64, intermediate_size=96)
+    return load_model(str(write_model(new_folder(), config, arrays)), EngineConfig(backend="native", threads=1))
+
+
+MODELS: dict[str, Callable[[], Model]] = {"reference": lambda: agreeing_model(FAMILY), "native": native_model}
+CASES = [
+    ("reference", {"drafter": "none"}),
+    ("reference", {"drafter": "mtp", "depth": 4}),
+    ("reference", {"drafter": "ngram", "depth": 3, "max_num_batched_tokens": 20}),
+    ("reference", {"drafter": "mtp", "depth": 4, "rule": "rejection"}),
+    ("native", {"drafter": "none"}),
+    ("native", {"drafter": "mtp", "depth": 4}),
+]
+
+
+def engine_of(backend: str, settings: dict[str, Any]) -> Engine:
+    return make(MODELS[backend](), **{"backend": backend, "block_size": 16, **settings})
+
+
+def neighbours() -> list[Request]:
+    return varied_requests(0.8)[:5]
+
+
+class Poisoned:
+    """A backend whose logits are NaN at a position of one request and from there on."""
+
+    def __init__(self, engine: Engine, seed: int, position: int) -> None:
+        self._backend, self._seed, self._position = engine.runner.backend, seed, position
+        self.num_broken = 0
+        engine.runner.backend = self  # type: ignore[assignment]
+
+    def sample(self, logits: Any, rows: SamplingRows, **options: Any) -> Any:
+        (broken,) = np.nonzero((rows.seed == self._seed) & (rows.position >= self._position))
+        if broken.size:
+            logits = logits * 1
+            logits[broken] = np.nan
+            self.num_broken += broken.size
+        return self._backend.sample(logits, rows, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+
+@pytest.mark.parametrize(("backend", "settings"), CASES, ids=str)
+def test_logits_that_are_not_finite(backend: str, settings: dict[str, Any]) -> None:
+    alone = run(engine_of(backend, settings), neighbours())
+    truth = run(engine_of(backend, {**settings, "drafter": "none"}), [BAD])["bad", 0]
+    engine = engine_of(backend, settings)
+    poisoned = Poisoned(engine, BAD.seed, len(BAD.prompt_ids) + GOOD_TOKENS)
+    outputs = run(engine, [*neighbours()[:2], BAD, *neighbours()[2:]])
+    bad = outputs.pop(("bad", 0))
+    assert_same(outputs, alone)
+    assert poisoned.num_broken
+    assert (bad.finish_reason, bad.error) == ("error", NOT_FINITE)
+    assert len(bad.tokens) == len(bad.logprobs) == GOOD_TOKENS and bad.stats is not None
+    if "rule" not in settings:
+        assert bad.tokens == truth.tokens[:GOOD_TOKENS] and bad.logprobs == truth.logprobs[:GOOD_TOKENS]
+
+
+class DeadEnd:
+    """A constraint that allows everything for a while, and then nothing."""
+
+    done, accepting, error = False, False, ""
+
+    def __init__(self, left: int) -> None:
+        self._left = left
+
+    def masks(self, draft: Seq[int], count: int | None = None) -> Mask:
+        rows = np.zeros((len(draft) + 1, -(-VOCAB // 32)), np.uint32)
+        rows[: self._left] = 0xFFFFFFFF
+        return rows[-(count or len(rows)) :]
+
+    def fitting(self, draft: Seq[int]) -> int:
+        return min(len(draft), self._left)
+
+    def forced(self, limit: int) -> list[int]:
+        return []
+
+    def advance(self, token: int) -> bool:
+        self._left -= 1
+        return self._left >= 0
+
+    def rollback(self, count: int) -> None:
+        self._left += count
+
+    def copy(self) -> DeadEnd:
+        return DeadEnd(self._left)
+
+
+@pytest.mark.parametrize(("backend", "settings"), CASES, ids=str)
+def test_no_token_is_left(backend: str, settings: dict[str, Any]) -> None:
+    alone = run(engine_of(backend, settings), neighbours())
+    bad = [
+        request(prompt_of(9, 50), name=f"bad {left}", seed=7, temperature=t, constraint=DeadEnd(left), stops=())
+        for left, t in ((0, 0.0), (1, 1.0), (GOOD_TOKENS, 1.0))
+    ]
+    outputs = run(engine_of(backend, settings), [bad[0], *neighbours(), *bad[1:]])
+    for each, left in zip(bad, (0, 1, GOOD_TOKENS), strict=True):
+        found = outputs.pop((each.request_id, 0))
+        assert (found.finish_reason, found.error, len(found.tokens)) == ("error", NOTHING_LEFT, left)
+    assert_same(outputs, alone)
+
+
+@pytest.mark.parametrize("rule", ["exact", "rejection"])
+def test_a_head_that_fails_ends_its_draft_only(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: dict[str, Any] = {"drafter": "mtp", "depth": 4, "rule": rule}
+    whole = make(agreeing_model(FAMILY), **settings)
+    expected = run(whole, neighbours())
+    engine = make(agreeing_model(FAMILY), **settings)
+    draw = engine.runner.draw
+
+    def draw_two(logits: Any, entries: Any, token_ids: Any = None) -> Any:
+        broken = [row for row, (_, _, prefix) in enumerate(entries) if len(prefix) == 2]
+        logits = logits.index_fill(0, logits.new_tensor(broken).long(), np.nan)
+        return draw(logits, entries, token_ids)
+
+    monkeypatch.setattr(engine.runner, "draw", draw_two)
+    outputs = run(engine, neighbours())
+    assert len(engine.stats.drafted_at) == 2 < len(whole.stats.drafted_at)
+    assert engine.stats.accepted > 10
+    if rule == "exact":
+        assert_same(outputs, expected)
+
+
+def test_slots_of_others_are_never_read() -> None:
+    """Blocks that a failed sequence left behind may hold NaN."""
+    engine = make(headed_model(FAMILY), drafter="mtp", depth=3)
+    for program in (engine.runner._program, *engine.drafter._first):  # type: ignore[attr-defined,union-attr]
+        for pool in getattr(program, "kv_pools", None) or [program.pool]:  # type: ignore[union-attr]
+            pool.keys.fill_(np.nan)
+            pool.values.fill_(np.nan)
+    engine.runner._hidden_pool.fill_(np.nan)
+    assert_same(run(engine, neighbours()), run(make(headed_model(FAMILY), drafter="none"), neighbours()))
+    assert engine.stats.drafted
+
+
+# What a user sees.
+
+
+def dead_end() -> tuple[LLM, GrammarSpec, dict[int, float]]:
+    """A vocabulary that cannot spell 日, and a bias that leads there."""
+    llm = LLM(headed_model(FAMILY), EngineConfig(**{**SMALL, "dtype": "float64", "drafter": "mtp", "depth": 3}))
+    (x,) = llm.tokenizer.encode("x")
+    return llm, GrammarSpec("choice", ["x日", "the thing"]), {x: 100.0}
+
+
+def test_a_dead_end_of_the_grammar() -> None:
+    llm, spec, bias = dead_end()
+    constraint = GrammarCompiler(llm.tokenizer, VOCAB).compile(spec)
+    found: list[Outputs] = []
+    for drafter in ("none", "mtp", "ngram"):
+        bound = request([5, 6], name="bad", constraint=constraint, logit_bias=bias)
+        found.append(run(make(headed_model(FAMILY), drafter=drafter), [bound, *neighbours()]))
+        assert_same(found[-1], found[0])
+    bad = found[0]["bad", 0]
+    assert (bad.tokens, bad.finish_reason) == (list(bias), "error")
+    assert "no text of this vocabulary" in bad.error
+
+
+def test_the_api_raises() -> None:
+    from headstart.core import SamplingParams
+
+    llm, spec, bias = dead_end()
+    with pytest.raises(GenerationError, match="broke off after 1 tokens: no text of this vocabulary") as caught:
+        llm.generate(["a"], SamplingParams(logit_bias=bias), constraint=spec)
+    assert (status_of(caught.value).exit_code, status_of(caught.value).http) == (3, 500)
+    pieces = llm.stream("a", SamplingParams(logit_bias=bias), constraint=spec)
+    assert next(pieces).text == "x"
+    with pytest.raises(GenerationError):
+        next(pieces)
+    assert_clean(llm.engine)
+    assert llm.generate(["a"], constraint=spec)[0].text == "the thing"
