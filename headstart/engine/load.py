@@ -18,7 +18,7 @@ from headstart.engine.runner import Runner
 from headstart.errors import ModelError, UsageError
 from headstart.formats import open_checkpoint
 from headstart.formats.base import Checkpoint, unpermute_rows
-from headstart.formats.head import read_head
+from headstart.formats.head import is_head, read_head
 from headstart.hub import resolve_alias
 from headstart.kernels.ops import Backend, RawTensor
 from headstart.layers.build import DecoderConfig, Weights, eagle3_head, medusa_modules, mtp_module
@@ -161,17 +161,12 @@ def find_head(model: Model, asked: str | None, shipped: Path | None) -> Attached
 
 
 def attach_head(model: Model, path: Path) -> AttachedHead:
-    """Read a head checkpoint and fit it to the trunk. Raises ModelError saying which number differs."""
+    """Read a head checkpoint, or the head inside another checkpoint, and fit it to the trunk. Raises ModelError saying
+    which number differs."""
+    if not is_head(path) and path.exists():
+        return _head_of_checkpoint(model, path)
     head, tensors, draft_token_ids = read_head(path)
-    for name, ours, theirs in (
-        ("hidden_size", head.hidden_size, model.config.hidden_size),
-        ("vocab_size", head.vocab_size, model.config.vocab_size),
-    ):
-        if ours != theirs:
-            raise ModelError(
-                f"the head {path} does not fit {model.name}: its {name} is {ours}, the model's is {theirs}",
-                "use a head trained for this model, or headstart train",
-            )
+    _check_fit(model, path, head.hidden_size, head.vocab_size)
     weights = Weights(tensors, model.backend, str(path), drafts=True)
     sizes = replace(model.config, **vars(head.block))
     spec = HeadSpec.of(head)
@@ -182,6 +177,29 @@ def attach_head(model: Model, path: Path) -> AttachedHead:
     else:
         made = MTPHead(spec, [mtp_module(weights, f"mtp.{i}", sizes) for i in range(head.num_modules)])
     return AttachedHead(made, str(path), draft_token_ids)
+
+
+def _head_of_checkpoint(model: Model, path: Path) -> AttachedHead:
+    """The native head of a model in another file: a target and its drafter are often published apart."""
+    checkpoint = open_checkpoint(path)
+    family = find_family(checkpoint)
+    sizes = family.parse(checkpoint.config)
+    _check_fit(model, path, sizes.hidden_size, sizes.vocab_size)
+    weights = Weights(canonical_tensors(checkpoint, family, sizes), model.backend, str(path), drafts=True)
+    found = native_head(family, weights, sizes)
+    if found is None:
+        raise ModelError(f"{path} is a {checkpoint.config.get('model_type')} model without an MTP head of its own")
+    return AttachedHead(found, str(path))
+
+
+def _check_fit(model: Model, path: Path, hidden_size: int, vocab_size: int) -> None:
+    sizes = {"hidden_size": hidden_size, "vocab_size": vocab_size}
+    for name, ours in sizes.items():
+        if ours != (theirs := getattr(model.config, name)):
+            raise ModelError(
+                f"the head {path} does not fit {model.name}: its {name} is {ours}, the model's is {theirs}",
+                "use a head trained for this model, or headstart train",
+            )
 
 
 def make_engine(model: Model, config: EngineConfig) -> Engine:

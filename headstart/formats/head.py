@@ -68,6 +68,15 @@ class HeadConfig:
     training: Mapping[str, Any] = field(default_factory=dict)
 
 
+def is_head(path: Path) -> bool:
+    """Does a directory say that it is a head, of our layout or EAGLE-3's?"""
+    config = path / "config.json"
+    if not config.is_file():
+        return False
+    document = read_object(config)
+    return MARK in document or _eagle3.matches(document)
+
+
 def read_head(path: Path) -> tuple[HeadConfig, dict[str, Tensor], NDArray[np.int64] | None]:
     """Config, tensors under canonical names, and the draft vocabulary (ascending target ids; None: the full one).
     Raises ModelError for a directory that is no head, or a damaged one."""

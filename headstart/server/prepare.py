@@ -74,7 +74,7 @@ def chat_job(llm: LLM, formats: Formats, body: ChatRequest) -> Job:
         if constraint is not None:
             raise UsageError("tool_choice and a response format both constrain the text", "ask for one of them")
         constraint = GrammarSpec("tools", forced)
-    ids, opened = _rendered(llm, body, tools if body.tool_choice != "none" else [])
+    ids, opened = rendered(llm, body, tools if body.tool_choice != "none" else [])
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     room = llm.engine.max_length - len(ids)
     if room <= 0:
@@ -130,16 +130,20 @@ def _forced_tools(body: ChatRequest, tools: list[dict[str, Any]]) -> ToolCalls |
     return ToolCalls(tools, name, ToolFrame(separator=separator))
 
 
-def _rendered(llm: LLM, body: ChatRequest, tools: list[dict[str, Any]]) -> tuple[list[int], bool]:
+def rendered(llm: LLM, body: ChatRequest, tools: list[dict[str, Any]]) -> tuple[list[int], bool]:
     """Prompt ids, and whether the template has already opened the thoughts."""
     template = llm.chat_template
     if template is None:
-        raise ModelError(f"{llm.model.name} has no chat template", "use /v1/completions")
+        raise UsageError(f"{llm.model.name} has no chat template", "use /v1/completions")
     messages = [_message(each) for each in body.messages]
     own = any("tools" in source for source in template.sources.values())
     if tools and not own:
         messages.insert(0, {"role": "system", "content": _tool_prompt(tools)})
-    text = template.render(messages, body.add_generation_prompt, (tools or None) if own else None, **_kwargs(body))
+    shown = (tools or None) if own else None
+    try:
+        text = template.render(messages, body.add_generation_prompt, shown, **_kwargs(body))
+    except ModelError as error:  # here it is the messages that the template cannot cope with
+        raise UsageError(error.message, error.hint) from error
     return llm.tokenizer.encode(text, add_special=False), text.rstrip().endswith("<think>")
 
 

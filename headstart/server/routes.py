@@ -18,7 +18,7 @@ import headstart
 from headstart.api import LLM
 from headstart.errors import HeadstartError, ModelError, TimeLimitError, UsageError
 from headstart.server.errors import document, error_of
-from headstart.server.prepare import Job, chat_job, completion_job
+from headstart.server.prepare import Job, chat_job, completion_job, rendered
 from headstart.server.replies import Reply
 from headstart.server.schema import ChatRequest, Common, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from headstart.server.state import State
@@ -154,11 +154,8 @@ def _tokens(llm: LLM, body: TokenizeRequest) -> list[int]:
         raise UsageError("tokenize needs exactly one of prompt and messages")
     if body.prompt is not None:
         return llm.tokenizer.encode(body.prompt, add_special=body.add_special_tokens)
-    if llm.chat_template is None:
-        raise ModelError(f"{llm.model.name} has no chat template", "use prompt")
-    messages = [each.model_dump(exclude_none=True) for each in body.messages or ()]
-    text = llm.chat_template.render(messages, body.add_generation_prompt)
-    return llm.tokenizer.encode(text, add_special=False)
+    chat = ChatRequest(messages=body.messages or [], add_generation_prompt=body.add_generation_prompt)
+    return rendered(llm, chat, [])[0]
 
 
 @router.post("/detokenize", responses=ERRORS)

@@ -57,6 +57,9 @@ def serve(llm: LLM, config: ServerConfig, listen: Listen) -> None:
         log.info("shutting down: %d s for what runs", listen.shutdown_timeout)
         bridge.draining = server.should_exit = True
 
+    info = llm.info
+    log.info("%(model)s on %(backend)s: drafter %(drafter)s, depth %(depth)d, context %(context)d", info)
+
     async def main() -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -156,7 +156,7 @@ class TokenizeRequest(Body):
 
     model: StrictStr | None = None
     prompt: StrictStr | None = None
-    messages: list[Message] | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
     add_special_tokens: StrictBool = True
     add_generation_prompt: StrictBool = True
     return_token_strs: StrictBool | None = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -176,3 +177,24 @@ def test_kill_and_start_again() -> None:
         first.process.wait()
     with running("--threads", "1", port=int(port)) as again:
         assert again.post(TEXT, prompt="x", max_tokens=4).status_code == 200
+
+
+TEMPLATE = """{% for m in messages %}{% if m.content == "no" %}{{ raise_exception("I refuse") }}{% endif %}\
+{% if m.content == "bug" %}{{ 1 / 0 }}{% endif %}{{ m.content }}{% endfor %}"""
+
+
+def test_a_chat_template_that_raises(tmp_path: Path) -> None:
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    with running(
+        "--threads", "1", "--chat-template", str(tmp_path / "template.jinja"), "--log-format", "json"
+    ) as server:
+        for content, says in (("no", "I refuse"), ("bug", "division")):
+            answer = server.post(CHAT, messages=[{"role": "user", "content": content}])
+            assert answer.status_code == 400
+            assert says in answer.json()["error"]["message"]
+        fine = {"messages": [{"role": "user", "content": "Secret word: swordfish"}], "max_tokens": 3}
+        assert server.post(CHAT, **fine).status_code == 200
+        assert server.post("/tokenize", messages=fine["messages"]).json()["count"] > 3
+        lines = [json.loads(line) for line in server.log.read_text("utf-8").splitlines()]
+        assert {"time", "level", "logger", "message"} <= lines[0].keys()
+        assert "swordfish" not in server.log.read_text("utf-8")

@@ -71,6 +71,11 @@ def test_a_mimo_directory_says_and_drafts_the_same(tmp_path: Path, hidden_first:
     assert llm.method == "mtp"
     texts = [[each.token_ids for each in llm.generate(prompts, params, depth=depth)] for depth in (0, 3)]
     assert texts[0] == texts[1]
+    # the same head from a checkpoint of its own: the same drafts
+    apart = LLM(str(model), EngineConfig(head=str(out), **common))
+    assert [each.token_ids for each in apart.generate(prompts, params)] == texts[0]
+    counts = [[each.speculation for each in one.generate(prompts, params)] for one in (llm, apart)]
+    assert counts[0] == counts[1]
 
 
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
