@@ -235,14 +235,14 @@ def logprobs(
     columns = wanted if token_ids is None else torch.searchsorted(token_ids, wanted)
     chosen = scores.gather(1, columns[:, None])[:, 0] - best - log_total
     tops = (_top(*row, token_ids) for row in zip(scores, best, log_total, num_top.tolist(), strict=True))
-    values = chosen.float().tolist()
+    values = chosen.masked_fill(~best.isfinite(), math.nan).float().tolist()
     return [TokenLogprob(int(t), v, top) for t, v, top in zip(tokens, values, tops, strict=True)]
 
 
 def _top(
     scores: Tensor, best: Tensor, log_total: Tensor, count: int, token_ids: Tensor | None
 ) -> tuple[tuple[int, float], ...]:
-    if not count:
+    if not count or not math.isfinite(float(best)):  # a row that is not finite has no best ones
         return ()
     count = min(count, len(scores))
     columns = (scores >= torch.topk(scores, count).values[-1]).nonzero()[:, 0]

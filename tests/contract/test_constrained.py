@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support import (
+    DRAFTERS,
     EOS,
     VOCAB,
     Outputs,
@@ -128,9 +129,10 @@ def check(model: Model, drafter: str, cell: dict[str, Any], agreeing: bool = Fal
     return engine.stats.forced, engine.scheduler.num_preemptions
 
 
-@pytest.mark.parametrize("drafter", ["mtp", "ngram", "none"])
+@pytest.mark.parametrize("drafter", [*DRAFTERS, "none"])
 def test_drafting_changes_nothing(drafter: str) -> None:
-    found = [check(headed_model(FAMILY), drafter, cell) for cell in CELLS]
+    model = headed_model(FAMILY, drafter if drafter in ("eagle3", "medusa") else "mtp")
+    found = [check(model, drafter, cell) for cell in CELLS]
     forced, preemptions = map(sum, zip(*found, strict=True))
     assert preemptions > 0, "no cell ran out of blocks"
     assert forced > 100 if drafter != "none" else forced == 0

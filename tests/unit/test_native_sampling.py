@@ -168,6 +168,13 @@ def test_logprobs(num_top):
     assert native_sampling.logprobs(MANY, logits, tokens, num_top) == expected
     with pytest.raises(IndexError):
         native_sampling.logprobs(POOL, logits, np.full(5, 333), num_top)
+    logits[1, 7], logits[2, 8] = math.nan, math.inf
+    for broken in (
+        native_sampling.logprobs(POOL, logits, tokens, num_top),
+        reference_sampling.logprobs(torch.from_numpy(logits), tokens, counts),
+    ):
+        assert [math.isnan(each.logprob) for each in broken] == [False, True, True, False, False]
+        assert broken[1].top == broken[2].top == () and broken[0] == expected[0]
 
 
 def test_refusals():

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import currently_in_test_context, given, reject, settings, strategies as st
 
 from headstart.core import NOT_FINITE, NOTHING_LEFT, Request, SamplingParams, Sequence
-from headstart.engine.sampling import build_rows, update_counts
+from headstart.engine.sampling import allowed_tokens, build_rows, update_counts
 from headstart.kernels import philox
 
 torch = pytest.importorskip("torch")
@@ -307,6 +307,7 @@ def test_build_rows_bans_until_min_tokens():
 
 
 def test_plain_rows_carry_no_sparse_parts():
+    assert allowed_tokens([entry(sequence())] * 3, 40) is None
     rows = build_rows([entry(sequence(seed=2**64 - 1))], logprobs=False)
     assert not len(rows.bias_ids) and not len(rows.penalty_ids) and rows.seed[0] == 2**64 - 1
     assert rows.num_logprobs.tolist() == [-1] and rows.bias_indptr.tolist() == [0, 0]
