@@ -188,11 +188,11 @@ def qwen2_block(x: Tensor, w: Callable[[str], Tensor], c: dict[str, Any], positi
 
 
 def mimo_trunk(tensors: Tensors, c: dict[str, Any], tokens: Tensor) -> Tensor:
-    """Hidden states [T, H] after the final norm."""
+    """The stream [T, H] before the final norm: what vLLM's mimo.py gives the head."""
     x = tensors["model.embed_tokens.weight"][tokens]
     for i in range(c["num_hidden_layers"]):
         x = qwen2_block(x, lambda n, i=i: tensors[f"model.layers.{i}.{n}"], c, torch.arange(len(tokens)))
-    return rms(x, tensors["model.norm.weight"], c["rms_norm_eps"])
+    return x
 
 
 def mimo_mtp(tensors: Tensors, c: dict[str, Any], hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:

@@ -112,7 +112,7 @@ def test_head_of_another_trunk(
 
 
 def test_head_that_is_no_head(capsys: pytest.CaptureFixture[str], tiny: Path, tmp_path: Path) -> None:
-    assert "no headstart head" in refused(capsys, *generate(tiny, "--head", str(tiny)))
+    assert "without an MTP head" in refused(capsys, *generate(tiny, "--head", str(tiny)))
     assert "nothing" in refused(capsys, *generate(tiny, "--head", str(tmp_path / "nothing")))
 
 

@@ -72,7 +72,7 @@ def test_a_mimo_directory_says_and_drafts_the_same(tmp_path: Path, hidden_first:
     texts = [[each.token_ids for each in llm.generate(prompts, params, depth=depth)] for depth in (0, 3)]
     assert texts[0] == texts[1]
     # the same head from a checkpoint of its own: the same drafts
-    apart = LLM(str(model), EngineConfig(head=str(out), **common))
+    apart = LLM(str(out), EngineConfig(head=str(out), **common))
     assert [each.token_ids for each in apart.generate(prompts, params)] == texts[0]
     counts = [[each.speculation for each in one.generate(prompts, params)] for one in (llm, apart)]
     assert counts[0] == counts[1]

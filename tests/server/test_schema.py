@@ -1,0 +1,45 @@
+"""Requests made from the server's own OpenAPI description, valid and not: none may end in a fault of ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from process import Server
+
+schemathesis = pytest.importorskip("schemathesis")
+
+PATHS = {
+    "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{name}", "/tokenize", "/detokenize",
+    "/health", "/version", "/metrics",
+}  # fmt: skip
+POSTED = {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"}
+EXAMPLES = 40
+
+
+@pytest.fixture(scope="module")
+def operations(server: Server) -> dict[str, Any]:
+    api = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    return {found.ok().path: found.ok() for found in api.get_all_operations()}
+
+
+@pytest.mark.parametrize(
+    ("path", "mode"),
+    [(path, mode) for mode in schemathesis.GenerationMode for path in sorted(PATHS if mode.is_positive else POSTED)],
+)
+def test_no_server_error(operations: dict[str, Any], path: str, mode: Any) -> None:
+    assert set(operations) == PATHS
+
+    @given(case=operations[path].as_strategy(generation_mode=mode))
+    @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+    def check(case: Any) -> None:
+        if isinstance(case.body, dict):  # long answers are not the point
+            limits = {name: case.body.get(name, 8) for name in ("max_tokens", "max_completion_tokens")}
+            case.body |= {name: min(value, 8) for name, value in limits.items() if type(value) is int}
+        answer = case.call(timeout=30)
+        assert answer.status_code < 500, answer.text
+        if answer.status_code >= 400:
+            assert "error" in answer.json()
+
+    check()
