@@ -1,6 +1,7 @@
 # headstart serve in a container: docker build -t headstart . && docker run -p 8000:8000 headstart [MODEL] [FLAGS]
 
 FROM python:3.11-slim AS build
+# hadolint ignore=DL3008  any g++ 12 or later will do
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ \
     && rm -rf /var/lib/apt/lists/*
@@ -11,13 +12,14 @@ COPY headstart headstart
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 FROM python:3.11-slim
+# hadolint ignore=DL3008  any version will do
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends libstdc++6 \
     && rm -rf /var/lib/apt/lists/* \
-    && useradd --create-home headstart
+    && useradd --uid 1000 --create-home headstart
 COPY --from=build /wheels /wheels
 RUN pip install --no-cache-dir /wheels/*.whl && rm -r /wheels
-USER headstart
+USER 1000
 # models that were fetched outlive the container when a volume is mounted here
 ENV HEADSTART_CACHE=/home/headstart/cache
 RUN mkdir -p "$HEADSTART_CACHE"

@@ -1,13 +1,11 @@
-"""A small HTTP/1.1 client for load: one connection per request, little work per chunk, since client and server share
-the machine's cores."""
+"""A small HTTP/1.1 client for load: one connection per request; what arrives is only stamped and kept, and read when
+the answer is complete, since client and server share the machine's cores."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,16 +24,24 @@ class Answer:
     body: str = ""
 
 
-async def _chunks(reader: asyncio.StreamReader, headers: dict[str, str]) -> AsyncIterator[bytes]:
-    if headers.get("transfer-encoding", "") == "chunked":
-        while size := int(await reader.readline(), 16):
-            yield await reader.readexactly(size)
-            await reader.readexactly(2)
-    elif "content-length" in headers:
-        yield await reader.readexactly(int(headers["content-length"]))
-    else:
-        while data := await reader.read(65536):
-            yield data
+class _Collector(asyncio.Protocol):
+    """Keeps (time, bytes) until the server closes the connection."""
+
+    def __init__(self, request: bytes) -> None:
+        self.request = request
+        self.parts: list[tuple[float, bytes]] = []
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(self.request)
+
+    def data_received(self, data: bytes) -> None:
+        self.parts.append((time.perf_counter(), data))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.closed.done():
+            self.closed.set_result(None)
 
 
 async def post(
@@ -43,45 +49,58 @@ async def post(
 ) -> Answer:
     """POST and read to the end, or hang up after `leave_after` seconds (status -1)."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-    )
-    reader, writer = await asyncio.open_connection(*address)
-    answer, sent = Answer(), time.perf_counter()
+    fields = f"Host: x\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+    request = f"POST {path} HTTP/1.1\r\n{fields}\r\n\r\n".encode() + content
+    sent = time.perf_counter()
+    loop = asyncio.get_running_loop()
+    transport, collector = await loop.create_connection(lambda: _Collector(request), *address)
+    answer = Answer()
     try:
         async with asyncio.timeout(leave_after):
-            writer.write(head.encode() + content)
-            answer.status = int((await reader.readline()).split()[1])
-            headers = {}
-            while (line := (await reader.readline()).strip()) != b"":
-                name, _, value = line.decode().partition(":")
-                headers[name.lower()] = value.strip().lower()
-            await _read(reader, headers, answer, sent)
-    except TimeoutError:
-        answer.status = -1
-    finally:
+            await collector.closed
         answer.seconds = time.perf_counter() - sent
-        writer.close()
-        with suppress(OSError):
-            await writer.wait_closed()
+        _read(collector.parts, answer, sent)
+    except TimeoutError:
+        answer.status, answer.seconds = -1, time.perf_counter() - sent
+    finally:
+        transport.abort()
     return answer
 
 
-async def _read(reader: asyncio.StreamReader, headers: dict[str, str], answer: Answer, sent: float) -> None:
-    if "event-stream" not in headers.get("content-type", ""):
-        answer.body = b"".join([chunk async for chunk in _chunks(reader, headers)]).decode()
-        answer.first = time.perf_counter() - sent
+def _read(parts: list[tuple[float, bytes]], answer: Answer, sent: float) -> None:
+    """Take the answer apart. Chunk sizes of the transfer coding stand between events and are skipped."""
+    whole = b"".join(data for _, data in parts)
+    head, _, body = whole.partition(b"\r\n\r\n")
+    answer.status = int(head.split(b" ", 2)[1]) if head.startswith(b"HTTP/") else 0
+    if b"text/event-stream" not in head.lower():
+        answer.body = _unchunked(body).decode() if b"chunked" in head.lower() else body.decode()
+        answer.first = parts[-1][0] - sent if parts else 0.0
         if answer.status == 200:
             _take(json.loads(answer.body), answer, answer.first)
         return
-    rest = b""
-    async for chunk in _chunks(reader, headers):
-        now = time.perf_counter() - sent
-        *events, rest = (rest + chunk).split(b"\n\n")
-        for event in events:
-            data = event.removeprefix(b"data: ")
-            if data != b"[DONE]":
-                _take(json.loads(data), answer, now)
+    arrived, ends = [when for when, _ in parts], []
+    for _, data in parts:
+        ends.append((ends[-1] if ends else 0) + len(data))
+    at, part = whole.find(b"data: "), 0
+    while at >= 0:
+        end = whole.index(b"\n", at)
+        while ends[part] < end:
+            part += 1
+        data = whole[at + 6 : end]
+        if not data.startswith(b"[DONE]"):
+            _take(json.loads(data), answer, arrived[part] - sent)
+        at = whole.find(b"data: ", end)
+
+
+def _unchunked(body: bytes) -> bytes:
+    found = b""
+    while body:
+        size, _, body = body.partition(b"\r\n")
+        count = int(size, 16)
+        found, body = found + body[:count], body[count + 2 :]
+        if not count:
+            break
+    return found
 
 
 def _take(document: dict[str, Any], answer: Answer, now: float) -> None:

@@ -67,7 +67,8 @@ def serve(llm: LLM, config: ServerConfig, listen: Listen) -> None:
         await server.serve()
 
     try:
-        asyncio.run(main())
+        with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:  # uvloop where it is installed
+            runner.run(main())
     except SystemExit as error:  # uvicorn's way to say that it could not start; it has logged why
         raise UsageError(f"cannot listen on {listen.host}:{listen.port}", "is the port taken? --port") from error
 
