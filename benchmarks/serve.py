@@ -284,6 +284,14 @@ async def replay(args: argparse.Namespace, log: list[Any]) -> list[Body]:
     return different
 
 
+def resident(pid: int | None) -> float | None:
+    """Megabytes of a process on this machine."""
+    if pid is None:
+        return None
+    found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    return int(found[1]) / 1000 if found else None
+
+
 def storm(args: argparse.Namespace) -> Body:
     """Counts of everything, what differed in the replay, and what was left behind."""
     texts, log = questions(args), list[Any]()
@@ -292,9 +300,11 @@ def storm(args: argparse.Namespace) -> Body:
     async def together() -> None:
         await asyncio.gather(*(storm_client(args, texts, seed, end, log) for seed in range(args.clients)))
 
+    memory = [resident(args.pid)]
     started = time.perf_counter()
     asyncio.run(together())
     seconds = time.perf_counter() - started
+    memory.append(resident(args.pid))
     time.sleep(1)
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
     left = {name: metric(args, name) for name in names}
@@ -307,7 +317,7 @@ def storm(args: argparse.Namespace) -> Body:
     tokens = sum(answer.usage.get("completion_tokens", 0) for _, answer in done)
     return {
         "seconds": seconds, "requests": len(log), "statuses": dict(statuses), "completed_tokens_seen": tokens,
-        "left_behind": left, "replayed": len(chosen), "different": different,
+        "left_behind": left, "resident_mb": memory, "replayed": len(chosen), "different": different,
     }  # fmt: skip
 
 
@@ -327,6 +337,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=5)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--replays", type=int, default=300)
+    parser.add_argument("--pid", type=int, help="storm: the server's process, to see that its memory stays")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     result = {"sweep": sweep, "inside": inside, "agent": agent, "storm": storm}[args.what](args)

@@ -37,6 +37,8 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         504: "The request took longer than --request-timeout.",
     }.items()
 }
+CLIENT_GONE = 499
+"""As nginx calls it; nobody reads it."""
 STREAM_ENDED = "data: [DONE]\n\n"
 
 
@@ -60,7 +62,8 @@ async def _answer(request: Request, body: Common, prepare: Callable[[LLM], Job])
     await reply.begin()
     if body.stream:
         return StreamingResponse(_events(reply, state.request_timeout), media_type="text/event-stream")
-    return JSONResponse(await _unless_gone(request, _in_time(reply, state.request_timeout)))
+    whole = await _unless_gone(request, _in_time(reply, state.request_timeout))
+    return Response(status_code=CLIENT_GONE) if whole is None else JSONResponse(whole)
 
 
 async def _in_time(reply: Reply, seconds: float | None) -> dict[str, Any]:
@@ -71,14 +74,12 @@ async def _in_time(reply: Reply, seconds: float | None) -> dict[str, Any]:
         raise TimeLimitError(f"the request took longer than {seconds:g} s", "ask for fewer tokens") from None
 
 
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
-    """Run `work`, but stop it as soon as the client hangs up."""
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any] | None:
+    """Run `work`, but stop it as soon as the client hangs up; then None."""
     task, gone = asyncio.create_task(work), asyncio.create_task(_hung_up(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            task.cancel()
-        return await task
+        return await task if task.done() else None
     finally:
         gone.cancel()
         task.cancel()

@@ -1,0 +1,33 @@
+"""A short storm of mixed requests (benchmarks/serve.py has the long one): nothing is lost, nothing is left."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+from process import Server
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+TEXTS = ["Name a colour.", "Tell me a long story about a fox.", "Write a poem.", "What is 7 + 5?", "x " * 300]
+
+
+def test_storm(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
+    import serve
+
+    monkeypatch.setattr(serve, "questions", lambda args: TEXTS)
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    found = serve.storm(
+        Namespace(host=host, port=int(port), minutes=0.2, clients=24, replays=30, pid=server.process.pid)
+    )
+    assert found["different"] == []
+    assert not any(found["left_behind"].values())
+    assert found["replayed"] == 30
+    statuses = found["statuses"]
+    assert statuses.keys() <= {
+        "asked 200", "asked 400", "left -1", "left 200", "left 400", "bad 400", "bad 404", "bad 413",
+    }, statuses  # fmt: skip
+    assert statuses["asked 200"] > 50
+    assert "Traceback" not in server.log.read_text("utf-8")
