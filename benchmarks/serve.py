@@ -8,7 +8,7 @@
 sweep  `--concurrency` clients, each sending the next question as soon as its last one is answered (first turns of all
        categories in turn, streamed, greedy, up to `--max-tokens`); drafting on and off in alternating blocks through
        the request field `speculation`.
-inside The same prompts through `LLM.generate` in this process, as many at once: what HTTP costs is the difference.
+cost   The same requests over HTTP and through `LLM.generate` in this process, as many at once, in alternating order.
 agent  A loop as agents run it: `--steps` steps over a growing shared prefix, each answer JSON of 50, 150 or 300 tokens
        under a schema, `--tasks` at once.
 storm  Mixed requests (streams, hang-ups, bad bodies, every sampling option) for `--minutes`, then `--replays` of the
@@ -96,8 +96,14 @@ def summarize(answers: list[Answer], seconds: float) -> Body:
     }
 
 
-def inside(args: argparse.Namespace) -> Body:
-    """Tokens/s without HTTP."""
+def streamed(args: argparse.Namespace, texts: list[str], mode: str) -> list[Body]:
+    common = {"temperature": 0, "max_tokens": args.max_tokens, "speculation": {"mode": mode}}
+    common |= {"stream": True, "stream_options": {"include_usage": True}}
+    return [{"messages": message(text), **common} for text in texts]
+
+
+def cost(args: argparse.Namespace) -> Body:
+    """Tokens/s with and without HTTP, and the median of their ratios."""
     from headstart.api import LLM
     from headstart.config import EngineConfig
     from headstart.core import SamplingParams
@@ -108,15 +114,29 @@ def inside(args: argparse.Namespace) -> Body:
         llm, count = LLM(None, EngineConfig(max_num_seqs=clients)), max(2 * clients, args.requests)
         for turn in range(args.rounds):
             chosen = list(islice(cycle(texts), turn * count, (turn + 1) * count))
-            for mode in ("off", "auto") if turn % 2 else ("auto", "off"):
-                started = time.perf_counter()
-                done = llm.generate(chosen, params, depth=0 if mode == "off" else None)
-                tokens = sum(len(each.token_ids) for each in done)
-                rows.append(
-                    {"clients": clients, "mode": mode, "tokens_per_s": tokens / (time.perf_counter() - started)}
-                )
+            for mode in ("off", "auto"):
+                row: Body = {"clients": clients, "mode": mode}
+                for way in ("http", "inside") if turn % 2 else ("inside", "http"):
+                    started = time.perf_counter()
+                    if way == "http":
+                        answers, _ = asyncio.run(closed_loop(args, streamed(args, chosen, mode), clients))
+                        tokens = sum(answer.usage["completion_tokens"] for answer in answers)
+                    else:
+                        done = llm.generate(chosen, params, depth=0 if mode == "off" else None)
+                        tokens = sum(len(each.token_ids) for each in done)
+                    row[way] = tokens / (time.perf_counter() - started)
+                rows.append(row | {"ratio": row["http"] / row["inside"]})
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    return {"rows": rows}
+    keys = dict.fromkeys((row["clients"], row["mode"]) for row in rows)
+    return {
+        "median_ratio": {
+            f"{clients} {mode}": statistics.median(
+                row["ratio"] for row in rows if (row["clients"], row["mode"]) == (clients, mode)
+            )
+            for clients, mode in keys
+        },
+        "rows": rows,
+    }
 
 
 def sweep(args: argparse.Namespace) -> Body:
@@ -127,12 +147,7 @@ def sweep(args: argparse.Namespace) -> Body:
         for turn in range(args.rounds):
             for mode in ("off", "auto") if turn % 2 else ("auto", "off"):
                 chosen = list(islice(cycle(texts), turn * count, (turn + 1) * count))
-                bodies = [
-                    {"messages": message(text), "temperature": 0, "max_tokens": args.max_tokens, "stream": True,
-                     "stream_options": {"include_usage": True}, "speculation": {"mode": mode}}
-                    for text in chosen
-                ]  # fmt: skip
-                row = summarize(*asyncio.run(closed_loop(args, bodies, clients)))
+                row = summarize(*asyncio.run(closed_loop(args, streamed(args, chosen, mode), clients)))
                 found.append({"clients": clients, "mode": mode, **row})
                 print(json.dumps(found[-1]), file=sys.stderr, flush=True)
     return {"rows": found}
@@ -323,7 +338,7 @@ def storm(args: argparse.Namespace) -> Body:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("sweep", "inside", "agent", "storm"))
+    parser.add_argument("what", choices=("sweep", "cost", "agent", "storm"))
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--questions", type=Path)
@@ -340,7 +355,7 @@ def main() -> int:
     parser.add_argument("--pid", type=int, help="storm: the server's process, to see that its memory stays")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    result = {"sweep": sweep, "inside": inside, "agent": agent, "storm": storm}[args.what](args)
+    result = {"sweep": sweep, "cost": cost, "agent": agent, "storm": storm}[args.what](args)
     if args.json:
         args.json.write_text(json.dumps(result, indent=1))
     if args.what == "sweep":

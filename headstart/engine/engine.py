@@ -42,9 +42,8 @@ class Engine:
         self.scheduler = Scheduler(
             memory, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
         )
-        self.stats = DraftStats()
         self.depth = config.depth  # of requests that ask for none; may be changed at any time
-        self.seconds = {"verify": 0.0, "draft": 0.0, "host": 0.0}  # in trunk passes, in drafts, in the rest of steps
+        self.reset_stats()
         self._order = count()
         self._live: dict[str, list[Sequence]] = {}
 
@@ -78,6 +77,11 @@ class Engine:
     def _start(self, request: Request, choice: int) -> Sequence:
         constraint = request.constraint.copy() if request.constraint is not None else None
         return Sequence(request, choice, list(request.prompt_ids), next(self._order), constraint=constraint)
+
+    def reset_stats(self) -> None:
+        """Count from here on. `seconds`: in trunk passes, in drafts, in the rest of steps."""
+        self.stats = DraftStats()
+        self.seconds = {"verify": 0.0, "draft": 0.0, "host": 0.0}
 
     @property
     def max_depth(self) -> int:

@@ -20,18 +20,22 @@ LOG_EVERY = 10.0
 FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5)
 WHOLE = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600)
-DEAD_AFTER = 400
-"""Drafts after which a head that is never right is called dead."""
+JUDGED_AFTER = 400
+"""Drafts over which a head is judged, again and again."""
 DEAD_BELOW = 1.02
 """Acceptance length of a dead head."""
+LOSSES = 3
+"""So many judgements in a row that drafting costs more than it saves switch it off."""
 
 
 @dataclass
 class Watch:
-    """Counts and times of one server. `stepped` runs in the engine's thread, the rest on the event loop."""
+    """Counts and times of one server. `needed`: the acceptance length from which on drafting pays (see server.worth).
+    `stepped` runs in the engine's thread, the rest on the event loop."""
 
     engine: Engine
     model: str
+    needed: float | None = None
     requests: dict[str, int] = field(default_factory=dict)  # finish reason -> choices
     prompt_tokens: int = 0
     generated_tokens: int = 0
@@ -46,7 +50,8 @@ class Watch:
         self.registry.register(_Counters(self))
         self._last_log = time.monotonic()
         self._last_emitted = 0
-        self._last_drafts = (0, 0)
+        self._last_drafts = self._judged = (0, 0)
+        self._losses = 0
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         made = Histogram(name, text, ("model_name",), registry=self.registry, buckets=buckets)
@@ -62,8 +67,8 @@ class Watch:
     def stepped(self, engine: Engine) -> None:
         """After every step: now and then a line, and a look at the head."""
         stats = engine.stats
-        if stats.drafts >= DEAD_AFTER and not self.spec_disabled and stats.acceptance_length < DEAD_BELOW:
-            self._disable(engine)
+        if stats.drafts - self._judged[0] >= JUDGED_AFTER and not self.spec_disabled:
+            self._judge(engine)
         now = time.monotonic()
         if now - self._last_log < LOG_EVERY:
             return
@@ -77,14 +82,23 @@ class Watch:
             100 * engine.memory.usage, 1 + accepted / drafts if drafts else 1.0, engine.depth,
         )  # fmt: skip
 
-    def _disable(self, engine: Engine) -> None:
+    def _judge(self, engine: Engine) -> None:
+        drafts, accepted = engine.stats.drafts - self._judged[0], engine.stats.accepted - self._judged[1]
+        self._judged = (engine.stats.drafts, engine.stats.accepted)
+        length = 1 + accepted / drafts
+        self._losses = self._losses + 1 if self.needed and length < self.needed else 0
+        if length < DEAD_BELOW:
+            why = f"THE HEAD IS DEAD: of {drafts} drafts {accepted} tokens were right"
+            self._disable(engine, why, "run `headstart inspect` and `headstart verify`: is it a head of this trunk?")
+        elif self._losses == LOSSES:
+            why = f"DRAFTING COSTS MORE THAN IT SAVES: acceptance length {length:.2f}, {self.needed:.2f} needed"
+            hint = "try a smaller --depth, --drafter ngram, or `headstart train --finetune` on text like yours"
+            self._disable(engine, why, hint)
+
+    def _disable(self, engine: Engine, why: str, hint: str) -> None:
         self.spec_disabled = True
         engine.depth = 0
-        log.error(
-            "THE HEAD IS DEAD: of %d drafts %d tokens were right (acceptance length %.3f). Drafting is off now. "
-            "Run `headstart inspect` and `headstart verify` on the model: is this head one of this trunk?",
-            engine.stats.drafts, engine.stats.accepted, engine.stats.acceptance_length,
-        )  # fmt: skip
+        log.error("%s. Drafting is off now; %s", why, hint)
 
 
 class _Counters(Collector):

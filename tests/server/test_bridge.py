@@ -17,7 +17,8 @@ from headstart.core import Delta, SamplingParams
 from headstart.engine.load import Model
 from headstart.errors import BusyError, GenerationError, UsageError
 from headstart.server.bridge import Bridge, Stream
-from headstart.server.watch import DEAD_AFTER, Watch
+from headstart.server.watch import JUDGED_AFTER, LOSSES, Watch
+from headstart.server.worth import needed_acceptance
 
 CONFIG = EngineConfig(**{**support.SMALL, "backend": "reference", "dtype": "float64", "threads": 1})
 
@@ -116,7 +117,7 @@ def test_a_dead_head_is_switched_off_loudly(caplog: pytest.LogCaptureFixture) ->
             await tokens_of(await bridge.open([request(bridge, seed, logit_bias={3: -100})]))
         assert bridge.watch.spec_disabled
         before = engine.stats.drafts
-        assert before >= DEAD_AFTER
+        assert before >= JUDGED_AFTER
         await tokens_of(await bridge.open([request(bridge, 1)]))
         assert engine.stats.drafts == before
 
@@ -124,6 +125,35 @@ def test_a_dead_head_is_switched_off_loudly(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.ERROR):
         with_bridge(check, model=replace(model, head=support.make_head(model, draft_ids=[3])))
     assert caplog.text.count("THE HEAD IS DEAD") == 1
+
+
+def test_a_head_that_costs_more_than_it_saves_is_switched_off(caplog: pytest.LogCaptureFixture) -> None:
+    """One that is often right, but would have to be right more often."""
+
+    async def check(bridge: Bridge) -> None:
+        engine = bridge.llm.engine
+        bridge.watch.needed = 5.5
+        for seed in range(200):
+            await tokens_of(await bridge.open([request(bridge, seed, 60)]))
+            if not engine.depth:
+                break
+        assert bridge.watch.spec_disabled
+        assert engine.stats.acceptance_length > 1.1
+        assert engine.stats.drafts >= LOSSES * JUDGED_AFTER
+
+    with caplog.at_level(logging.ERROR):
+        with_bridge(check, model=support.agreeing_model("llama"))
+    assert caplog.text.count("DRAFTING COSTS MORE THAN IT SAVES") == 1
+
+
+def test_what_a_head_needs_is_measured() -> None:
+    """A draft takes time, so one token a step is not enough; the count of it does not stay in the statistics."""
+    llm = LLM(support.agreeing_model("llama"), CONFIG)
+    needed = needed_acceptance(llm)
+    assert needed is not None
+    assert needed > 1
+    assert llm.engine.stats.emitted == 0
+    assert needed_acceptance(LLM(support.agreeing_model("llama"), replace(CONFIG, depth=0))) is None
 
 
 def test_deltas_of_a_step_come_in_one_call() -> None:
