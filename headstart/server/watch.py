@@ -24,6 +24,8 @@ JUDGED_AFTER = 400
 """Drafts over which a head is judged, again and again."""
 DEAD_BELOW = 1.02
 """Acceptance length of a dead head."""
+MARGIN = 0.95
+"""A loss of less than 5 % is nothing to shout about."""
 LOSSES = 3
 """So many judgements in a row that drafting costs more than it saves switch it off."""
 
@@ -86,7 +88,7 @@ class Watch:
         drafts, accepted = engine.stats.drafts - self._judged[0], engine.stats.accepted - self._judged[1]
         self._judged = (engine.stats.drafts, engine.stats.accepted)
         length = 1 + accepted / drafts
-        self._losses = self._losses + 1 if self.needed and length < self.needed else 0
+        self._losses = self._losses + 1 if self.needed and length < MARGIN * self.needed else 0
         if length < DEAD_BELOW:
             why = f"THE HEAD IS DEAD: of {drafts} drafts {accepted} tokens were right"
             self._disable(engine, why, "run `headstart inspect` and `headstart verify`: is it a head of this trunk?")
