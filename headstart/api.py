@@ -192,6 +192,8 @@ class LLM:
             raise UsageError("the prompt is empty", "give at least one character")
         if unknown := [token for token in params.logit_bias if not 0 <= token < self.model.config.vocab_size]:
             raise UsageError(f"logit_bias names token {unknown[0]}, but ids end at {self.model.config.vocab_size - 1}")
+        if unknown := [token for token in params.stop_token_ids if not 0 <= token < self.model.config.vocab_size]:
+            raise UsageError(f"stop_token_ids holds {unknown[0]}, but ids end at {self.model.config.vocab_size - 1}")
         seed = next((s for s in (params.seed, self.config.seed) if s is not None), None)
         ends = frozenset() if params.ignore_eos and constraint is None else self.tokenizer.eos_ids
         stop_ids = ends | frozenset(params.stop_token_ids)

@@ -32,8 +32,12 @@ FORCED = "forced"
 """Method of drafts that a constraint leaves no choice about."""
 
 
+MOST = 1e18
+"""No parameter means anything above this."""
+
+
 def _in_range(name: str, value: float, low: float, high: float, hint: str = "") -> None:
-    if not (math.isfinite(value) and low <= value <= high):
+    if not low <= value <= min(high, MOST):  # NaN is in no range; integers may be too large for a float
         bound = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
         raise UsageError(f"{name} is {value}, but must be a finite number {bound}", hint)
 

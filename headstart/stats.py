@@ -38,7 +38,7 @@ class DraftStats:
         grow = len(other.per_position) - len(self.per_position)
         self.per_position += [0] * grow
         self.drafted_at += [0] * grow
-        for i, (hits, tries) in enumerate(zip(other.per_position, other.drafted_at, strict=True)):
+        for i, (hits, tries) in enumerate(zip(other.per_position, other.drafted_at, strict=False)):
             self.per_position[i] += hits
             self.drafted_at[i] += tries
 

@@ -80,7 +80,8 @@ def run(model: Model = None, *, serving: ServeOptions, engine: EngineOptions, vl
 
     llm = LLM(model, engine.config)
     if template is not None:
-        llm.chat_template = ChatTemplate(template, where=str(serving.chat_template))
+        known = llm.chat_template or ChatTemplate("")
+        llm.chat_template = known.replaced(template, str(serving.chat_template))
     config = ServerConfig(
         names=tuple(serving.served_model_name or ()),
         max_queue=serving.max_queue,

@@ -78,9 +78,17 @@ class Engine:
         constraint = request.constraint.copy() if request.constraint is not None else None
         return Sequence(request, choice, list(request.prompt_ids), next(self._order), constraint=constraint)
 
+    @property
+    def live(self) -> set[str]:
+        """Ids of the requests that run or wait."""
+        return set(self._live)
+
     def reset_stats(self) -> None:
-        """Count from here on. `seconds`: in trunk passes, in drafts, in the rest of steps."""
-        self.stats = DraftStats()
+        """Count from here on. `judged`: of sequences at the engine's own depth. `seconds`: in trunk passes, in drafts,
+        in the rest of steps."""
+        self.stats, self.judged = DraftStats(), DraftStats()
+        scheduler = self.scheduler
+        scheduler.prefix_queries = scheduler.prefix_hits = scheduler.num_preemptions = 0
         self.seconds = {"verify": 0.0, "draft": 0.0, "host": 0.0}
 
     @property
@@ -149,7 +157,8 @@ class Engine:
         emitted = self._append(sequence, verdict)
         sequence.num_computed = min(span.start + span.num_rows, len(sequence.tokens) - 1)
         if emitted:
-            for stats in (sequence.stats, self.stats):
+            own_depth = sequence.request.depth is None
+            for stats in (sequence.stats, self.stats, *([self.judged] if own_depth else [])):
                 _count(stats, sequence.draft, verdict, emitted)
         sequence.draft = Draft()
         reason = sequence.finish_reason

@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 
 from headstart.api import LLM
 from headstart.core import Delta, Request, Sequence
-from headstart.errors import BusyError, GenerationError, HeadstartError
+from headstart.errors import BusyError, CapacityError, GenerationError, HeadstartError
 from headstart.server.watch import Watch
 
 log = logging.getLogger("headstart.server")
@@ -98,6 +98,7 @@ class Bridge:
         count = sum(request.params.n for request in requests)
         if self.draining:
             raise BusyError("the server is shutting down", "send the request to another one")
+        self.check_room(count)
         if self._in_flight + count > self._room:
             raise BusyError(f"{self._in_flight} sequences run or wait, and {self._room} are allowed", "try again later")
         stream = Stream(self, requests)
@@ -111,6 +112,17 @@ class Bridge:
             stream.close()
             raise
         return stream
+
+    def check_room(self, count: int) -> None:
+        """Raises CapacityError for more choices than there is ever room for."""
+        if count > self._room:
+            raise CapacityError(
+                f"the request asks for {count} texts, but {self._room} may run or wait", "ask for fewer"
+            )
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
 
     def forget(self, stream: Stream, *, running: bool) -> None:
         for request in stream.requests:
@@ -135,44 +147,53 @@ class Bridge:
         while True:
             with suppress(Empty):
                 while command := self._commands.get(block=not engine.has_work):
-                    command()
+                    self._guarded(command)
                 return
             self._step()
 
     def _begin(self, stream: Stream, accepted: asyncio.Future[None]) -> None:
         engine = self.llm.engine
-        begun: list[str] = []
         try:
             for request in stream.requests:
                 for sequence in engine.submit(request):
                     stream.sequences[request.request_id, sequence.choice] = sequence
-                begun.append(request.request_id)
-        except HeadstartError as error:
-            for request_id in begun:
-                engine.abort(request_id)
+        except BaseException as error:
+            for request in stream.requests:
+                engine.abort(request.request_id)
+            if not isinstance(error, HeadstartError):
+                log.exception("a request could not be begun", exc_info=error)
+                error = GenerationError("the engine failed to begin this request", "see the server's log")
             self._call(_settle, accepted, error)
         else:
             self._call(_settle, accepted, None)
 
+    def _guarded(self, command: Callable[[], None]) -> None:
+        try:
+            command()
+        except BaseException:
+            log.exception("a command to the engine failed")
+
     def _step(self) -> None:
         engine = self.llm.engine
+        live = engine.live
         try:
             engine.step(self._deliver)
-        except Exception as error:  # noqa: BLE001  a fault of one step must not end the server
-            self._fail_step(error)
+            self.watch.stepped(engine)
+        except BaseException as error:  # noqa: BLE001  a fault of one step must not end the server
+            self._fail_step(error, live)
         else:
             self.failures = 0
-            self.watch.stepped(engine)
 
     def _deliver(self, deltas: list[Delta]) -> None:
         self._call(self._hand_out, [(delta.request_id, delta) for delta in deltas])
 
-    def _fail_step(self, error: Exception) -> None:
-        """Everything that ran in the step ends with an error; what waits goes on."""
+    def _fail_step(self, error: BaseException, live: set[str]) -> None:
+        """Everything that ran in the step ends with an error, what had just finished too: its last tokens are lost.
+        What waits goes on."""
         self.failures += 1
         log.exception("a step failed", exc_info=error)
-        scheduler = self.llm.engine.scheduler
-        names = {each.request.request_id for each in scheduler.running or list(scheduler.waiting)}
+        waiting = {each.request.request_id for each in self.llm.engine.scheduler.waiting}
+        names = live - waiting or waiting
         for name in names:
             self.llm.engine.abort(name)
         shown = GenerationError("the engine failed while it worked on this request", "see the server's log")

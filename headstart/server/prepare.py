@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headstart.api import LLM
@@ -43,6 +43,12 @@ class Job:
     continues: bool = False  # the output goes on in the middle of a text
 
 
+def num_choices(body: Common) -> int:
+    """How many texts a body asks for."""
+    prompts = len(_prompts(body.prompt)) if isinstance(body, CompletionRequest) else 1
+    return prompts * max(body.n or 1, 1)
+
+
 def completion_job(llm: LLM, body: CompletionRequest) -> Job:
     """Raises UsageError, CapacityError or ModelError for what cannot be done."""
     if body.suffix:
@@ -53,14 +59,14 @@ def completion_job(llm: LLM, body: CompletionRequest) -> Job:
     logprobs = body.logprobs
     top = body.prompt_logprobs if body.prompt_logprobs is not None else (logprobs if body.echo else None)
     limit = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    ids = [_encoded(llm, prompt) for prompt in prompts]
-    constraint = constraint_of(body)
-    requests = [
-        llm.request(each, _params(body, limit, logprobs, top), raw=True, depth=_depth(body), constraint=constraint)
-        for each in ids
-    ]
-    texts = [llm.tokenizer.decode(each) for each in ids] if body.echo else []
-    return Job(requests, texts, continues=True)
+    params, constraint = _params(body, limit, logprobs, top), constraint_of(body)
+    requests: list[Request] = []
+    for prompt in prompts:
+        ids = llm.encode(prompt, raw=True)
+        requests.append(llm.request(ids, params, raw=True, depth=_depth(body), constraint=constraint))
+        params = replace(params, seed=requests[0].seed)  # one drawn seed for all of them, since one is reported
+    texts = [p if isinstance(p, str) else llm.tokenizer.decode(p, skip_special=False) for p in prompts]
+    return Job(requests, texts if body.echo else [], continues=True)
 
 
 def chat_job(llm: LLM, formats: Formats, body: ChatRequest) -> Job:
@@ -84,7 +90,8 @@ def chat_job(llm: LLM, formats: Formats, body: ChatRequest) -> Job:
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = _params(body, room if limit is None else limit, logprobs, body.prompt_logprobs)
     request = llm.request(ids, params, depth=_depth(body), constraint=constraint)
-    calls = FORCED_FORMAT if forced is not None else formats.tools if tools and body.tool_choice != "none" else None
+    own = formats.tools or FORCED_FORMAT  # as `_tool_prompt` asks for where the template has no place for tools
+    calls = FORCED_FORMAT if forced is not None else own if tools and body.tool_choice != "none" else None
     thinks = formats.reasoning if forced is None and constraint is None else None
     if calls is None and thinks is None:
         return Job([request])
@@ -173,7 +180,7 @@ def _message(message: Message) -> dict[str, Any]:
         function = call.get("function")
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
             try:
-                function["arguments"] = json.loads(function["arguments"])
+                function["arguments"] = json.loads(function["arguments"] or "{}")
             except ValueError as error:
                 raise UsageError(f"the arguments of a tool call in the messages are no JSON: {error}") from error
     return found
@@ -185,12 +192,6 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
     if not prompt:
         raise UsageError("prompt is an empty list", "give at least one prompt")
     return list(prompt)
-
-
-def _encoded(llm: LLM, prompt: str | list[int]) -> list[int]:
-    if not isinstance(prompt, str):
-        return prompt
-    return llm.encode(prompt, raw=True)
 
 
 def _params(body: Common, limit: int, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
@@ -223,7 +224,7 @@ def _logit_bias(given: Mapping[str, float] | None) -> dict[int, float] | None:
         return None
     try:
         return {int(token): float(bias) for token, bias in given.items()}
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise UsageError(f"logit_bias: {error}", "keys are token ids") from None
 
 

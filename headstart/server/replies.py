@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, Literal
 
 from headstart.api import LLM, Choice, Completion
@@ -33,6 +34,7 @@ class Answer:
     num_logprobs: int = 0  # already sent
     begun: bool = False
     last: float = 0.0
+    offset: int = 0  # characters of tokens whose logprobs were told
     call_ids: list[str] = field(default_factory=list)
     completion: Completion | None = None
 
@@ -71,13 +73,13 @@ class Reply:
         llm, texts = bridge.llm, job.prompts or [""] * len(job.requests)
         now = time.perf_counter()
         self._answers: list[list[Answer]] = []
+        numbers = count()
         for request, prompt in zip(job.requests, texts, strict=True):
-            first = sum(map(len, self._answers))
             self._answers.append([])
-            for number in range(request.params.n):
+            for _ in range(request.params.n):
                 output = TextOutput(llm.tokenizer, request, job.continues, skip_special=not job.keeps_special)
                 parser = job.parser() if job.parser else None
-                self._answers[-1].append(Answer(first + number, prompt, Choice(request, output, now), parser))
+                self._answers[-1].append(Answer(next(numbers), prompt, Choice(request, output, now), parser))
 
     @property
     def answers(self) -> list[Answer]:
@@ -89,7 +91,7 @@ class Reply:
 
     async def steps(self) -> AsyncIterator[Step]:
         """As the engine goes on. Raises HeadstartError; whatever happens, nothing is left in the engine."""
-        stream, watch = self._stream, self._bridge.watch
+        stream = self._stream
         assert stream is not None, "begin() comes first"
         try:
             async for number, delta in stream:
@@ -108,20 +110,30 @@ class Reply:
                     stream.stop(number, delta.choice)
                     sequence, llm = stream.sequence(number, delta.choice), self._bridge.llm
                     answer.completion = answer.choice.completion(sequence, piece.finish_reason, llm.method, llm.load_s)
-                    seconds = time.perf_counter() - stream.arrived
-                    watch.finished(piece.finish_reason, sequence.num_prompt, len(answer.choice.tokens), seconds)
+                    self._bridge.watch.finished(piece.finish_reason, time.perf_counter() - stream.arrived)
                 yield Step(answer, piece.text, events, piece.token_ids)
         finally:
-            stream.close()
+            self.close()
+
+    def close(self) -> None:
+        """Leave nothing in the engine; what has not ended is counted as given up."""
+        stream, self._stream = self._stream, None
+        if stream is None:
+            return
+        stream.close()
+        for answer in self.answers:
+            if answer.completion is None:
+                self._bridge.watch.finished("abort", time.perf_counter() - stream.arrived)
 
     def _timed(self, answer: Answer, tokens: int) -> None:
         if not tokens:
             return
         now, watch = time.perf_counter(), self._bridge.watch
+        watch.generated_tokens += tokens
         if answer.last:
             watch.between.observe((now - answer.last) / tokens)
-        else:
-            assert self._stream is not None
+        elif self._stream is not None:
+            watch.prompt_tokens += len(answer.choice.request.prompt_ids)
             watch.first_token.observe(now - self._stream.arrived)
         answer.last = now
 
@@ -181,10 +193,13 @@ class Reply:
             "finish_reason": answer.finish_reason,
         }
         if self.body.logprobs is not None:
-            prompt = [None, *choice.prompt_logprobs] if echo else []
-            first = list(choice.request.prompt_ids[:1]) if echo else []
-            found["logprobs"] = self._text_logprobs([*prompt, *choice.logprobs], first)
+            found["logprobs"] = self._text_logprobs(answer, [*self._echoed(answer), *choice.logprobs])
         return found | self._ids(answer, choice.tokens, whole=True)
+
+    def _echoed(self, answer: Answer) -> list[TokenLogprob | None]:
+        """Logprobs of the prompt's tokens; the first has none."""
+        assert isinstance(self.body, CompletionRequest)
+        return [None, *answer.choice.prompt_logprobs] if self.body.echo and self.body.logprobs is not None else []
 
     def _message(self, answer: Answer) -> Json:
         message: Json = {"role": "assistant", "content": answer.choice.text}
@@ -222,13 +237,14 @@ class Reply:
     def _text_deltas(self, step: Step) -> list[Json]:
         assert isinstance(self.body, CompletionRequest)
         answer, text = step.answer, step.text
+        logprobs: list[TokenLogprob | None] = [*answer.new_logprobs()]
         if not answer.begun:
             answer.begun = True
             text = (answer.prompt if self.body.echo else "") + text
-        logprobs = answer.new_logprobs()
+            logprobs = [*self._echoed(answer), *logprobs]
         if not (text or logprobs or answer.finish_reason or (self.body.return_token_ids and step.token_ids)):
             return []
-        shown = self._text_logprobs(list(logprobs), []) if self.body.logprobs is not None else None
+        shown = self._text_logprobs(answer, logprobs) if self.body.logprobs is not None else None
         choice = {"index": answer.index, "text": text, "logprobs": shown, "finish_reason": answer.finish_reason}
         return [choice | self._ids(answer, step.token_ids, whole=False)]
 
@@ -243,7 +259,7 @@ class Reply:
         deltas += [each for event in step.events if (each := self._event(answer, event))]
         logprobs = answer.new_logprobs() if self._wants_logprobs else []
         carries = answer.finish_reason or logprobs or (self.body.return_token_ids and step.token_ids)
-        if carries and len(deltas) < 2:  # what ends or counts goes with the last piece of text, not with the role
+        if carries and (not deltas or "role" in deltas[-1]):  # what ends or counts goes with text, not with the role
             deltas.append({})
         choices: list[Json] = [
             {"index": answer.index, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas
@@ -276,11 +292,19 @@ class Reply:
         return isinstance(self.body, ChatRequest) and self.body.include_reasoning
 
     def _ids(self, answer: Answer, token_ids: Seq[int], *, whole: bool) -> Json:
-        if not self.body.return_token_ids:
-            return {}
-        return {"token_ids": list(token_ids)} | (
-            {"prompt_token_ids": list(answer.choice.request.prompt_ids)} if whole else {}
-        )
+        found: Json = {}
+        if self.body.return_token_ids:
+            found["token_ids"] = list(token_ids)
+        if self.body.return_token_ids and whole:
+            found["prompt_token_ids"] = list(answer.choice.request.prompt_ids)
+        if self.body.prompt_logprobs is not None and whole:
+            found["prompt_logprobs"] = [None, *map(self._prompt_logprob, answer.choice.prompt_logprobs)]
+        return found
+
+    def _prompt_logprob(self, entry: TokenLogprob) -> Json:
+        """vLLM's shape: token id -> its logprob and text, the token itself first."""
+        pairs = dict([(entry.token, entry.logprob), *entry.top])
+        return {str(token): {"logprob": value, "decoded_token": self._shown(token)} for token, value in pairs.items()}
 
     def _chat_logprobs(self, entries: Seq[TokenLogprob]) -> list[Json]:
         return [
@@ -289,14 +313,14 @@ class Reply:
             for each in entries
         ]  # fmt: skip
 
-    def _text_logprobs(self, entries: Seq[TokenLogprob | None], first: list[int]) -> Json:
-        """`first`: the echoed prompt's first token, which has no logprob."""
-        tokens, values, tops, offsets, at = list[str](), list[float | None](), list[Json | None](), list[int](), 0
+    def _text_logprobs(self, answer: Answer, entries: Seq[TokenLogprob | None]) -> Json:
+        """None stands for the prompt's first token, which has no logprob. Offsets go on from chunk to chunk."""
+        tokens, values, tops, offsets = list[str](), list[float | None](), list[Json | None](), list[int]()
         for entry in entries:
-            text = self._shown(entry.token if entry else first[0])
+            text = self._shown(entry.token if entry else answer.choice.request.prompt_ids[0])
             tokens.append(text)
-            offsets.append(at)
-            at += len(text)
+            offsets.append(answer.offset)
+            answer.offset += len(text)
             values.append(entry.logprob if entry else None)
             tops.append({self._shown(token): value for token, value in entry.top} if entry and entry.top else None)
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}

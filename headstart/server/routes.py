@@ -13,12 +13,13 @@ from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.types import Receive, Scope, Send
 
 import headstart
 from headstart.api import LLM
-from headstart.errors import HeadstartError, ModelError, TimeLimitError, UsageError
+from headstart.errors import GenerationError, HeadstartError, ModelError, TimeLimitError, UsageError
 from headstart.server.errors import document, error_of
-from headstart.server.prepare import Job, chat_job, completion_job, rendered
+from headstart.server.prepare import Job, chat_job, completion_job, num_choices, rendered
 from headstart.server.replies import Reply
 from headstart.server.schema import ChatRequest, Common, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from headstart.server.state import State
@@ -57,13 +58,28 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
 async def _answer(request: Request, body: Common, prepare: Callable[[LLM], Job]) -> Response:
     state = _state(request)
     _check_model(state, body.model)
+    state.bridge.check_room(num_choices(body))
     job = await run_in_threadpool(prepare, state.bridge.llm)
     reply = Reply(state.bridge, job, body, body.model or state.name)
     await reply.begin()
     if body.stream:
-        return StreamingResponse(_events(reply, state.request_timeout), media_type="text/event-stream")
+        return _EventStream(reply, state.request_timeout)
     whole = await _unless_gone(request, _in_time(reply, state.request_timeout))
     return Response(status_code=CLIENT_GONE) if whole is None else JSONResponse(whole)
+
+
+class _EventStream(StreamingResponse):
+    """Whatever becomes of the response, nothing of the reply is left in the engine."""
+
+    def __init__(self, reply: Reply, seconds: float | None) -> None:
+        super().__init__(_events(reply, seconds), media_type="text/event-stream")
+        self._reply = reply
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._reply.close()
 
 
 async def _in_time(reply: Reply, seconds: float | None) -> dict[str, Any]:
@@ -101,6 +117,9 @@ async def _events(reply: Reply, seconds: float | None) -> AsyncIterator[str]:
         yield _told(TimeLimitError(f"the request took longer than {seconds:g} s", "ask for fewer tokens"))
     except HeadstartError as error:
         yield _told(error)
+    except Exception:
+        log.exception("a stream failed")
+        yield _told(GenerationError("the server failed on this request"))
 
 
 def _told(error: HeadstartError) -> str:
@@ -146,7 +165,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
     ids = await run_in_threadpool(_tokens, llm, body)
     found: dict[str, Any] = {"count": len(ids), "max_model_len": llm.engine.max_length, "tokens": ids}
     if body.return_token_strs:
-        found["token_strs"] = [llm.tokenizer.token_text(token) for token in ids]
+        found["token_strs"] = await run_in_threadpool(lambda: [llm.tokenizer.token_text(token) for token in ids])
     return found
 
 
@@ -167,13 +186,15 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any
     llm = state.bridge.llm
     if wrong := [token for token in body.tokens if not 0 <= token < llm.model.config.vocab_size]:
         raise UsageError(f"token id {wrong[0]} is outside 0..{llm.model.config.vocab_size - 1}")
-    return {"prompt": llm.tokenizer.decode(body.tokens)}
+    return {"prompt": await run_in_threadpool(llm.tokenizer.decode, body.tokens)}
 
 
 @router.get("/health", responses={503: {"description": "The engine fails, or the server is shutting down."}})
 async def health(request: Request) -> Response:
     """200 while requests are answered."""
     bridge = _state(request).bridge
+    if not bridge.alive:
+        return JSONResponse(document("the engine's thread has ended; see the server's log", 503), 503)
     if bridge.failures > 1:
         return JSONResponse(document(f"{bridge.failures} steps in a row have failed; see the server's log", 503), 503)
     if bridge.draining:

@@ -59,17 +59,15 @@ class Watch:
         made = Histogram(name, text, ("model_name",), registry=self.registry, buckets=buckets)
         return made.labels(self.model)
 
-    def finished(self, reason: str, prompt_tokens: int, tokens: int, seconds: float) -> None:
-        """One choice has ended."""
+    def finished(self, reason: str, seconds: float) -> None:
+        """One choice has ended, or was given up."""
         self.requests[reason] = self.requests.get(reason, 0) + 1
-        self.prompt_tokens += prompt_tokens
-        self.generated_tokens += tokens
         self.whole.observe(seconds)
 
     def stepped(self, engine: Engine) -> None:
         """After every step: now and then a line, and a look at the head."""
         stats = engine.stats
-        if stats.drafts - self._judged[0] >= JUDGED_AFTER and not self.spec_disabled:
+        if engine.judged.drafts - self._judged[0] >= JUDGED_AFTER and not self.spec_disabled:
             self._judge(engine)
         now = time.monotonic()
         if now - self._last_log < LOG_EVERY:
@@ -85,8 +83,9 @@ class Watch:
         )  # fmt: skip
 
     def _judge(self, engine: Engine) -> None:
-        drafts, accepted = engine.stats.drafts - self._judged[0], engine.stats.accepted - self._judged[1]
-        self._judged = (engine.stats.drafts, engine.stats.accepted)
+        stats = engine.judged
+        drafts, accepted = stats.drafts - self._judged[0], stats.accepted - self._judged[1]
+        self._judged = (stats.drafts, stats.accepted)
         length = 1 + accepted / drafts
         self._losses = self._losses + 1 if self.needed and length < MARGIN * self.needed else 0
         if length < DEAD_BELOW:

@@ -59,6 +59,10 @@ class ChatTemplate:
         environment = _environment()
         self._compiled = {name: self._compile(environment, text) for name, text in named.items()}
 
+    def replaced(self, source: str, where: str) -> ChatTemplate:
+        """Another template that knows the same tokens."""
+        return ChatTemplate(source, self._tokens, where)
+
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], where: str = "the GGUF file") -> ChatTemplate | None:
         """From GGUF metadata; None when it has no template."""

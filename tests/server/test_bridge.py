@@ -77,6 +77,40 @@ def test_a_failing_step_fails_its_requests_only(monkeypatch: pytest.MonkeyPatch)
     with_bridge(check)
 
 
+def test_who_had_just_finished_in_a_failing_step_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def check(bridge: Bridge) -> None:
+        engine = bridge.llm.engine
+        commit_one = engine._commit_one
+
+        def broken(span: Any, *rest: Any) -> Any:
+            if span.sequence.request.seed == 2 and span.sequence.num_output > 3:
+                raise MemoryError
+            return commit_one(span, *rest)
+
+        monkeypatch.setattr(engine, "_commit_one", broken)
+        streams = [await bridge.open([request(bridge, seed, tokens)]) for seed, tokens in ((1, 8), (2, 40))]
+        done = await asyncio.gather(*map(tokens_of, streams), return_exceptions=True)
+        assert isinstance(done[1], GenerationError)
+        assert isinstance(done[0], GenerationError) or len(done[0]) == 8
+        monkeypatch.setattr(engine, "_commit_one", commit_one)
+        assert len(await tokens_of(await bridge.open([request(bridge, 1)]))) == 20
+
+    with_bridge(check)
+
+
+def test_a_request_that_cannot_be_begun_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def check(bridge: Bridge) -> None:
+        submit = bridge.llm.engine.submit
+        monkeypatch.setattr(bridge.llm.engine, "submit", lambda request: 1 / 0)
+        with pytest.raises(GenerationError, match="begin"):
+            await bridge.open([request(bridge, 1)])
+        monkeypatch.setattr(bridge.llm.engine, "submit", submit)
+        assert bridge.alive
+        assert len(await tokens_of(await bridge.open([request(bridge, 1)]))) == 20
+
+    with_bridge(check)
+
+
 def test_who_leaves_frees_everything() -> None:
     async def check(bridge: Bridge) -> None:
         stay = asyncio.create_task(tokens_of(await bridge.open([request(bridge, 1, 60)])))

@@ -30,8 +30,13 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
     (TEXT, {"prompt": "x", "temperature": -0.1}, 400, "temperature"),
     (TEXT, {"prompt": "x", "temperature": "hot"}, 400, "temperature"),
     (TEXT, {"prompt": "x", "top_p": 1.5}, 400, "top_p"),
+    (TEXT, {"prompt": "x", "temperature": 10**400}, 400, "temperature"),
+    (TEXT, {"prompt": "x", "max_tokens": 10**400}, 400, "max_tokens"),
+    (TEXT, {"prompt": "x", "logit_bias": {"1": 10**400}}, 400, "logit_bias"),
+    (TEXT, {"prompt": "x", "stop_token_ids": [2**40], "min_tokens": 1}, 400, "stop_token_ids"),
+    (TEXT, {"prompt": ["x"] * 400}, 400, "400 texts"),
     (TEXT, {"prompt": "x", "n": 0}, 400, "n is 0"),
-    (TEXT, {"prompt": "x", "n": 1000}, 400, "n is 1000"),
+    (TEXT, {"prompt": "x", "n": 200}, 400, "n is 200"),
     (TEXT, {"prompt": "x", "logprobs": 100}, 400, "logprobs"),
     (TEXT, {"prompt": "x", "seed": -1}, 400, "seed"),
     (TEXT, {"prompt": "x", "logit_bias": {"a": 1}}, 400, "logit_bias"),
@@ -145,9 +150,15 @@ def test_queue_limit_api_key_and_timeout() -> None:
             assert server.client.get("/v1/models", headers={"Authorization": key}).status_code == 401
         server.client.headers["Authorization"] = "Bearer secret"
         assert server.client.get("/v1/models").status_code == 200
-        refused = server.post(TEXT, prompt="x", n=2)
-        assert refused.status_code == 503
-        assert refused.headers["Retry-After"]
+        assert server.post(TEXT, prompt="x", n=2).status_code == 400  # there is never room for two
+        long = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        with server.client.stream("POST", TEXT, json=long) as running_now:
+            lines = running_now.iter_lines()  # kept: httpx hangs up when it is collected
+            next(lines)
+            refused = server.post(TEXT, prompt="x")
+            assert refused.status_code == 503
+            assert refused.headers["Retry-After"]
+        server.wait_idle()
         late = server.post(TEXT, prompt="x", max_tokens=4000, ignore_eos=True)
         assert late.status_code == 504
         streamed = server.post(TEXT, prompt="x", max_tokens=4000, ignore_eos=True, stream=True).text

@@ -91,6 +91,8 @@ def test_logprobs(client: OpenAI) -> None:
     pieces = [choice for chunk in chat(client, **options, stream=True) for choice in chunk.choices]
     streamed = [entry for piece in pieces if piece.logprobs for entry in piece.logprobs.content]
     assert [each.logprob for each in streamed] == [each.logprob for each in entries]
+    with_text = [piece for piece in pieces if piece.delta.content]
+    assert all(piece.logprobs for piece in with_text), "a piece of text comes with its logprobs"
 
 
 def test_completions_echo_and_logprobs(client: OpenAI) -> None:
@@ -104,6 +106,23 @@ def test_completions_echo_and_logprobs(client: OpenAI) -> None:
     assert found.token_logprobs[0] is None
     assert all(value < 0 for value in found.token_logprobs[1:])
     assert found.text_offset == [len("".join(found.tokens[:i])) for i in range(len(found.tokens))]
+    chunks = client.completions.create(
+        model=MODEL, prompt=prompt, max_tokens=6, temperature=0, echo=True, logprobs=2, seed=1, stream=True
+    )
+    streamed = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]
+    assert [token for each in streamed for token in each.tokens] == found.tokens
+    assert [offset for each in streamed for offset in each.text_offset] == found.text_offset
+
+
+def test_prompt_logprobs_and_special_tokens(client: OpenAI) -> None:
+    prompt = "<|im_start|>user\nHi<|im_end|>"
+    answer = client.completions.create(
+        model=MODEL, prompt=prompt, max_tokens=2, echo=True, extra_body={"prompt_logprobs": 1}
+    ).choices[0]
+    assert answer.text.startswith(prompt)
+    found = answer.model_extra["prompt_logprobs"]
+    assert found[0] is None
+    assert all(each["logprob"] <= 0 for entry in found[1:] for each in entry.values())
 
 
 def test_prompts_as_lists_and_as_ids(client: OpenAI, server: Server) -> None:
@@ -187,3 +206,12 @@ def test_a_tool_answer_goes_back(client: OpenAI) -> None:
         {"role": "tool", "tool_call_id": "call_1", "content": "12:30"},
     ]
     assert chat(client, messages=messages, tools=[TIME]).choices[0].finish_reason in ("stop", "length", "tool_calls")
+
+
+def test_a_call_that_the_model_makes_by_itself(client: OpenAI) -> None:
+    """The default model's template has no place for tools: it is told Hermes' format, and that is read."""
+    call = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
+    answer = chat(client, tools=[TIME], max_tokens=60, extra_body={"guided_choice": [call]}).choices[0]
+    assert answer.finish_reason == "tool_calls"
+    assert answer.message.tool_calls[0].function.name == "get_time"
+    assert answer.message.content is None
