@@ -70,7 +70,7 @@ def main() -> int:
             accepted += timings.get("draft_n_accepted", 0)
             same += answer["tokens"] == own
     finally:
-        server.group.stop()
+        server.group.end()
     length = tokens / (tokens - accepted)  # every pass gives one token beside the accepted ones
     own_length = stats.emitted / stats.passes
     print(f"eagle3, depth {args.depth}, {len(prompts)} prompts, up to {args.max_tokens} tokens, greedy")
