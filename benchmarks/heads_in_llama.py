@@ -16,10 +16,10 @@ from pathlib import Path
 
 from _peers_llama import Server
 from acceptance import first_turns
+from heads_in_vllm import in_headstart
 
 from headstart.api import LLM
 from headstart.config import EngineConfig
-from headstart.core import DraftStats, SamplingParams
 
 
 def converted(args: argparse.Namespace, source: Path, more: tuple[str, ...] = ()) -> Path:
@@ -49,11 +49,7 @@ def main() -> int:
     config = EngineConfig(head=str(args.head), depth=args.depth, max_model_len=4096, threads=args.threads)
     llm = LLM(str(args.trunk), config)
     prompts = [llm.encode(question) for _, question in first_turns(args.questions, args.per_category)]
-    stats, ours = DraftStats(), []
-    for ids in prompts:
-        (each,) = llm.generate([ids], SamplingParams(max_tokens=args.max_tokens))
-        stats.add(each.speculation)
-        ours.append(each.token_ids)
+    stats, ours = in_headstart(llm, prompts, args.max_tokens)
     depth = str(args.depth)
     more = [
         "-md", str(head), "--spec-type", "draft-eagle3", "--spec-draft-n-max", depth, "--spec-draft-n-min", depth,

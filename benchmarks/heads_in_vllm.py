@@ -51,6 +51,16 @@ def in_vllm(python: Path, job: dict[str, Any]) -> dict[str, Any]:
     sys.exit(f"vLLM ended with {done.returncode} and no result")
 
 
+def in_headstart(llm: LLM, prompts: list[list[int]], max_tokens: int) -> tuple[DraftStats, list[list[int]]]:
+    """Counts of drafting and the texts' tokens, greedy, one prompt after another."""
+    stats, texts = DraftStats(), []
+    for ids in prompts:
+        (each,) = llm.generate([ids], SamplingParams(max_tokens=max_tokens))
+        stats.add(each.speculation)
+        texts.append(each.token_ids)
+    return stats, texts
+
+
 def shares(per_position: list[float]) -> str:
     return "by position " + " ".join(f"{share:.3f}" for share in per_position)
 
@@ -70,11 +80,7 @@ def main() -> int:
     llm = LLM(model, config)
     questions = [prompt for _, prompt in first_turns(args.questions, args.per_category)]
     prompts = [llm.encode(question) for question in questions]
-    stats, ours = DraftStats(), []
-    for ids in prompts:
-        (each,) = llm.generate([ids], SamplingParams(max_tokens=args.max_tokens))
-        stats.add(each.speculation)
-        ours.append(each.token_ids)
+    stats, ours = in_headstart(llm, prompts, args.max_tokens)
     speculative = {"num_speculative_tokens": args.depth, "method": llm.method}
     if args.trunk:
         speculative["model"] = str(args.export)

@@ -190,10 +190,10 @@ class LLM:
         constraint says: ignore_eos has no effect, and min_tokens gives way. Raises UsageError for wrong values."""
         if isinstance(prompt, str) and not prompt:
             raise UsageError("the prompt is empty", "give at least one character")
-        if unknown := [token for token in params.logit_bias if not 0 <= token < self.model.config.vocab_size]:
-            raise UsageError(f"logit_bias names token {unknown[0]}, but ids end at {self.model.config.vocab_size - 1}")
-        if unknown := [token for token in params.stop_token_ids if not 0 <= token < self.model.config.vocab_size]:
-            raise UsageError(f"stop_token_ids holds {unknown[0]}, but ids end at {self.model.config.vocab_size - 1}")
+        size = self.model.config.vocab_size
+        for name, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            if unknown := [token for token in tokens if not 0 <= token < size]:
+                raise UsageError(f"{name} names token {unknown[0]}, but ids end at {size - 1}")
         seed = next((s for s in (params.seed, self.config.seed) if s is not None), None)
         ends = frozenset() if params.ignore_eos and constraint is None else self.tokenizer.eos_ids
         stop_ids = ends | frozenset(params.stop_token_ids)

@@ -19,7 +19,6 @@ from headstart.text.parsers import Parser, make_parser
 
 COMPLETION_TOKENS = 16
 """max_tokens of /v1/completions where none is given, as OpenAI and vLLM have it."""
-MOST_TOP_LOGPROBS = 20
 FORCED_FORMAT = "hermes"
 """How calls are written that a grammar enforces: whatever the model's own format, this one is then read."""
 
@@ -62,8 +61,7 @@ def completion_job(llm: LLM, body: CompletionRequest) -> Job:
     params, constraint = _params(body, limit, logprobs, top), constraint_of(body)
     requests: list[Request] = []
     for prompt in prompts:
-        ids = llm.encode(prompt, raw=True)
-        requests.append(llm.request(ids, params, raw=True, depth=_depth(body), constraint=constraint))
+        requests.append(llm.request(prompt, params, raw=True, depth=_depth(body), constraint=constraint))
         params = replace(params, seed=requests[0].seed)  # one drawn seed for all of them, since one is reported
     texts = [p if isinstance(p, str) else llm.tokenizer.decode(p, skip_special=False) for p in prompts]
     return Job(requests, texts if body.echo else [], continues=True)

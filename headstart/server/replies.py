@@ -326,12 +326,12 @@ class Reply:
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
     def _shown(self, token: int) -> str:
-        return self._bridge.llm.tokenizer.token_bytes(token).decode("utf-8", "replace")
+        return self._bridge.llm.tokenizer.token_text(token)
 
 
 def _token(llm: LLM, token: int, logprob: float) -> Json:
-    data = llm.tokenizer.token_bytes(token)
-    return {"token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}
+    known = llm.tokenizer
+    return {"token": known.token_text(token), "logprob": logprob, "bytes": list(known.token_bytes(token))}
 
 
 def _call(answer: Answer, event: ToolCall) -> Json:

@@ -87,7 +87,7 @@ async def _in_time(reply: Reply, seconds: float | None) -> dict[str, Any]:
         async with asyncio.timeout(seconds):
             return await reply.whole()
     except TimeoutError:
-        raise TimeLimitError(f"the request took longer than {seconds:g} s", "ask for fewer tokens") from None
+        raise _too_long(seconds) from None
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any] | None:
@@ -114,12 +114,16 @@ async def _events(reply: Reply, seconds: float | None) -> AsyncIterator[str]:
                 yield f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
         yield STREAM_ENDED
     except TimeoutError:
-        yield _told(TimeLimitError(f"the request took longer than {seconds:g} s", "ask for fewer tokens"))
+        yield _told(_too_long(seconds))
     except HeadstartError as error:
         yield _told(error)
     except Exception:
         log.exception("a stream failed")
         yield _told(GenerationError("the server failed on this request"))
+
+
+def _too_long(seconds: float | None) -> TimeLimitError:
+    return TimeLimitError(f"the request took longer than {seconds:g} s", "ask for fewer tokens")
 
 
 def _told(error: HeadstartError) -> str:
