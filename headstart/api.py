@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headstart.config import EngineConfig
+from headstart.config import AUTO, EngineConfig
 from headstart.core import Delta, DraftStats, FinishReason, Request, SamplingParams, Sequence, TokenLogprob
-from headstart.engine.load import Model, load_model, make_engine
+from headstart.engine.calibrate import known_costs
+from headstart.engine.load import Model, identity, load_model, make_engine
 from headstart.errors import GenerationError, UsageError
 from headstart.text.chat import ChatTemplate
 from headstart.text.output import TextOutput
@@ -123,6 +124,8 @@ class LLM:
         self.config = config or EngineConfig()
         self.model = model if isinstance(model, Model) else load_model(model, self.config)
         self.engine = make_engine(self.model, self.config)
+        if self.config.depth == AUTO and self.engine.drafter:
+            self.engine.pilot.costs = known_costs(self.engine, identity(self.model, self.config))
         self.tokenizer = self.model.tokenizer
         self.load_s = time.perf_counter() - started
         self.chat_template: ChatTemplate | None = self.model.checkpoint.chat_template()
@@ -147,7 +150,7 @@ class LLM:
             "backend": self.model.backend.name,
             "drafter": self.method,
             "head": head.source if head and self.method == head.head.kind else None,
-            "depth": self.config.depth if self.engine.drafter else 0,
+            "depth": self.engine.depth if self.engine.drafter else 0,
             "context": self.engine.max_length,
         }
 

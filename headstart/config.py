@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import Field, dataclass, field, fields
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
 from headstart import registry
@@ -15,8 +16,12 @@ KVDtype = Literal["float32", "bfloat16", "int8"]
 Dtype = Literal["float32", "float64", "bfloat16"]
 Device = Literal["cpu", "cuda"]
 Rule = Literal["exact", "rejection"]
+Depth = int | Literal["auto"]
 
+AUTO: Literal["auto"] = "auto"
 MAX_DEPTH = 16
+FIXED_DEPTH = 3
+"""Where auto will not do."""
 DRAFTER_WORDS = ("auto", "none")
 """Values of `drafter` that are not names of drafters: what the model offers best, and plain decoding."""
 
@@ -43,7 +48,14 @@ class EngineConfig:
     threads: int | None = _flag(None, "--threads", "CPU threads. Default: what affinity and cgroup quota allow.")
     drafter: str = _flag("auto", "--drafter", "What proposes tokens: auto, mtp, ngram, none or a plug-in's name.")
     head: str | None = _flag(None, "--head", "Directory of a trained head to attach to the model.")
-    depth: int = _flag(3, "--depth", f"Tokens drafted per pass, 0 (plain decoding) to {MAX_DEPTH}.")
+    depth: Depth = _flag(
+        AUTO,
+        "--depth",
+        f"Tokens drafted per pass, 0 (plain decoding) to {MAX_DEPTH}, or auto: what pays, step by step.",
+    )
+    depth_by_batch: str | None = _flag(
+        None, "--depth-by-batch", "Deepest draft by running sequences, as JSON [[from, to, depth], ...]."
+    )
     rule: Rule = _flag("exact", "--rule", "exact: the text is that of plain decoding; rejection: same distribution.")
     max_model_len: int | None = _flag(None, "--max-model-len", "Longest prompt plus output. Default: the model's own.")
     max_num_seqs: int = _flag(64, "--max-num-seqs", "Sequences that run at the same time.")
@@ -70,12 +82,21 @@ class EngineConfig:
         self._check_choice("rule", get_args(Rule))
         if self.drafter not in DRAFTER_WORDS and self.drafter not in registry.available("drafters"):
             self._check_choice("drafter", (*DRAFTER_WORDS, *registry.available("drafters")))
-        self._check_range("depth", 0, MAX_DEPTH)
+        if self.depth == AUTO and self.rule == "rejection":  # its text depends on drafts: these must not follow a clock
+            object.__setattr__(self, "depth", FIXED_DEPTH)
+        if self.depth != AUTO:
+            self._check_range("depth", 0, MAX_DEPTH, "or auto")
+        _depth_table(self.depth_by_batch)
         for name in ("threads", "max_model_len", "max_num_seqs", "block_size", "kv_blocks", "ngram_min"):
             self._check_range(name, 1)
         self._check_range("max_num_batched_tokens", 1)
         self._check_range("ngram_max", self.ngram_min, hint="it cannot be below --ngram-min")
         self._check_range("seed", 0, 2**64 - 1)
+
+    def depth_limit(self, running: int) -> int:
+        """The deepest draft while so many sequences run."""
+        depths = [depth for start, depth in _depth_table(self.depth_by_batch) if start <= running]
+        return depths[-1] if depths else MAX_DEPTH
 
     def _check_choice(self, name: str, allowed: tuple[str, ...]) -> None:
         value = getattr(self, name)
@@ -87,10 +108,27 @@ class EngineConfig:
         if value is None:
             return
         if isinstance(value, bool) or not isinstance(value, int):
-            raise UsageError(f"{flag_of(name)} is {value!r}, but must be a whole number")
+            raise UsageError(f"{flag_of(name)} is {value!r}, but must be a whole number", hint)
         if value < low or (high is not None and value > high):
             bound = f"at least {low}" if high is None else f"between {low} and {high}"
             raise UsageError(f"{flag_of(name)} is {value}, but must be {bound}", hint)
+
+
+@lru_cache
+def _depth_table(text: str | None) -> tuple[tuple[int, int], ...]:
+    """(first number of sequences, depth), ascending; a gap goes on with the depth before it, as in vLLM."""
+    if text is None:
+        return ()
+    hint = "for example [[1, 4, 3], [5, 64, 0]]"
+    try:
+        rows = [tuple(row) for row in json.loads(text)]
+    except (json.JSONDecodeError, TypeError):
+        raise UsageError(f"--depth-by-batch is {text!r}, which is not a JSON list of lists", hint) from None
+    for row in rows:
+        whole = len(row) == 3 and all(isinstance(value, int) and not isinstance(value, bool) for value in row)
+        if not whole or not 1 <= row[0] <= row[1] or not 0 <= row[2] <= MAX_DEPTH:
+            raise UsageError(f"--depth-by-batch has the row {list(row)}, which is not [from, to, depth]", hint)
+    return tuple((row[0], row[2]) for row in sorted(rows))
 
 
 def config_fields() -> dict[str, Field[Any]]:
@@ -109,6 +147,7 @@ _SPECULATIVE_KEYS: dict[str, tuple[str, type]] = {
     "model": ("head", str),
     "prompt_lookup_max": ("ngram_max", int),
     "prompt_lookup_min": ("ngram_min", int),
+    "num_speculative_tokens_per_batch_size": ("depth_by_batch", list),
 }
 
 
@@ -130,9 +169,9 @@ def parse_speculative_config(text: str) -> dict[str, Any]:
             raise UsageError(f"--speculative-config has the unknown key {key!r}", known)
         name, kind = _SPECULATIVE_KEYS[key]
         if not isinstance(value, kind) or isinstance(value, bool):
-            wanted = {str: "a string", int: "a whole number"}[kind]
+            wanted = {str: "a string", int: "a whole number", list: "a list of [from, to, depth]"}[kind]
             raise UsageError(f"--speculative-config: {key} is {json.dumps(value)}, but must be {wanted}", known)
-        overrides[name] = value
+        overrides[name] = json.dumps(value) if kind is list else value
     if str(overrides.get("drafter", "")).endswith("_mtp"):  # vLLM's older, per-family spellings of "mtp"
         overrides["drafter"] = "mtp"
     return overrides

@@ -134,15 +134,17 @@ class Request:
 @dataclass
 class Draft:
     """Tokens a drafter proposes to follow `Sequence.tokens`. `probs` [k, V] is what rule `rejection` needs, else None
-    (a one-hot draft)."""
+    (a one-hot draft). `scores`: how sure the drafter is of each, 0..1, in its own measure; none if it cannot say."""
 
     tokens: list[int] = field(default_factory=list)
     probs: Any = None
     method: str = ""
+    scores: list[float] = field(default_factory=list)
 
     def cut(self, length: int) -> Draft:
         """Its first `length` tokens."""
-        return Draft(self.tokens[:length], None if self.probs is None else self.probs[:length], self.method)
+        probs = None if self.probs is None else self.probs[:length]
+        return Draft(self.tokens[:length], probs, self.method, self.scores[:length])
 
 
 class RowConstants(NamedTuple):

@@ -26,7 +26,7 @@ from headstart.core import (
     Sequence,
     TokenLogprob,
 )
-from headstart.drafters._drafter import AttachedHead
+from headstart.drafters._drafter import AttachedHead, Wish
 from headstart.engine.engine import Engine
 from headstart.engine.load import Model, load_model, make_engine
 from headstart.formats.base import make_tensor
@@ -305,8 +305,8 @@ class OracleDrafter:
         self._rng = np.random.default_rng(seed)
         self.proposed = self.released = 0
 
-    def propose(self, wishes: Seq[tuple[Sequence, int]]) -> None:
-        for sequence, depth in wishes:
+    def propose(self, wishes: Seq[Wish]) -> None:
+        for sequence, depth in [(wish.sequence, wish.depth) for wish in wishes]:
             if self._rng.random() < 0.15:
                 continue
             done = sequence.num_output

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Self, TypeVar, get_args, get_type_hints
 
 import typer
 
-from headstart.config import EngineConfig, config_fields, flag_of, parse_speculative_config
+from headstart.config import Depth, EngineConfig, config_fields, flag_of, parse_speculative_config
 from headstart.core import SamplingParams
 from headstart.errors import UsageError
 
@@ -228,6 +228,8 @@ class EngineOptions(OptionGroup):
             for name, item in config_fields().items()
             if values[name] is not None and values[name] is not False
         }
+        if "depth" in given:
+            given["depth"] = as_depth(given["depth"])
         overrides = parse_speculative_config(values["speculative_config"]) if values["speculative_config"] else {}
         if twice := sorted(given.keys() & overrides.keys()):
             raise UsageError(f"{flag_of(twice[0])} and --speculative-config both set {twice[0]}", "give one of them")
@@ -258,4 +260,9 @@ def _as_option(hint: Any) -> Any:
     members = [member for member in get_args(hint) if member is not type(None)]
     if members and all(isinstance(member, str) for member in members):
         return str
-    return members[0] if members else hint
+    return str if hint == Depth else members[0] if members else hint
+
+
+def as_depth(text: str) -> Any:
+    """A number where it is one; EngineConfig refuses other words."""
+    return int(text) if text.lstrip("-").isdigit() else text

@@ -70,7 +70,7 @@ class ServeOptions(OptionGroup):
 def run(model: Model = None, *, serving: ServeOptions, engine: EngineOptions, vllm: VllmFlags) -> int:
     """Serve a model over HTTP, with OpenAI's and vLLM's request fields."""
     serving.check()
-    vllm.check()
+    config = vllm.apply(engine.config)
     template = read_text(serving.chat_template, "--chat-template") if serving.chat_template else None
 
     from headstart.api import LLM
@@ -78,11 +78,11 @@ def run(model: Model = None, *, serving: ServeOptions, engine: EngineOptions, vl
     from headstart.server.run import Listen, serve
     from headstart.text.chat import ChatTemplate
 
-    llm = LLM(model, engine.config)
+    llm = LLM(model, config)
     if template is not None:
         known = llm.chat_template or ChatTemplate("")
         llm.chat_template = known.replaced(template, str(serving.chat_template))
-    config = ServerConfig(
+    server = ServerConfig(
         names=tuple(serving.served_model_name or ()),
         max_queue=serving.max_queue,
         request_timeout=serving.request_timeout,
@@ -98,5 +98,5 @@ def run(model: Model = None, *, serving: ServeOptions, engine: EngineOptions, vl
         tls_key=serving.ssl_keyfile,
         log_format=serving.log_format,
     )
-    serve(llm, config, listen)
+    serve(llm, server, listen)
     return 0

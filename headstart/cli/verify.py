@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headstart.cli.options import EngineOptions, Model, OptionGroup, OutputOptions, comma_list, read_text
+from headstart.cli.options import EngineOptions, Model, OptionGroup, OutputOptions, as_depth, comma_list, read_text
 from headstart.cli.render import finish, progress
 from headstart.config import flag_of
 from headstart.errors import UsageError
@@ -44,8 +44,8 @@ class LevelOptions(OptionGroup):
     """What verify varies; each is a comma-separated list. Defaults are VerifyOptions'."""
 
     temperatures: Annotated[str | None, _levels("Temperatures", "--temperatures", "0,0.7,1.0")] = None
-    depths: Annotated[str | None, _levels("Depths", "--depths", "0,1,3,5")] = None
-    drafters: Annotated[str | None, _levels("Drafters", "--drafters", "mtp,ngram")] = None
+    depths: Annotated[str | None, _levels("Depths", "--depths", "0,1,3,5,auto")] = None
+    drafters: Annotated[str | None, _levels("Drafters", "--drafters", "mtp,ngram,mixed")] = None
     batch_sizes: Annotated[str | None, _levels("Prompts at the same time", "--batch-sizes", "1,8")] = None
     chunk_sizes: Annotated[str | None, _levels("Rows per pass", "--chunk-sizes", "32,512")] = None
     prefix_cache: Annotated[str | None, _levels("Prefix cache", "--prefix-cache", "on,off")] = None
@@ -60,8 +60,8 @@ class LevelOptions(OptionGroup):
         bool,
         typer.Option(
             "--full",
-            help="The big grid: temperatures 0,0.7,1.0,1.5, depths 0 to 5, batches 1,4,16, chunks 1,37,512, and 2000 "
-            "texts or more. Levels given by hand win.",
+            help="The big grid: temperatures 0,0.7,1.0,1.5, depths 0 to 5 and auto, batches 1,4,16, chunks 1,37,512, "
+            "and 2000 texts or more. Levels given by hand win.",
             rich_help_panel="Levels",
         ),
     ] = False
@@ -70,7 +70,7 @@ class LevelOptions(OptionGroup):
         """The lists that were given, by the names that VerifyOptions has for them."""
         found = {
             "temperatures": comma_list("--temperatures", self.temperatures, float),
-            "depths": comma_list("--depths", self.depths, int),
+            "depths": comma_list("--depths", self.depths, as_depth),
             "drafters": comma_list("--drafters", self.drafters, str),
             "batch_sizes": comma_list("--batch-sizes", self.batch_sizes, int),
             "chunk_sizes": comma_list("--chunk-sizes", self.chunk_sizes, int),

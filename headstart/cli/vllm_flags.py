@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Self
 
 from headstart.cli.options import OptionGroup, _option, _parameter
+from headstart.config import MAX_DEPTH, EngineConfig
 from headstart.errors import UsageError
 
 ONE = "headstart runs one copy of a model on one machine; for more, run vLLM or SGLang"
@@ -40,6 +42,7 @@ FLAGS: Mapping[str, Flag] = {
     "--tensor-parallel-size": Flag("1.", ONE, True, ("1",)),
     "--pipeline-parallel-size": Flag("1.", ONE, True, ("1",)),
     "--data-parallel-size": Flag("1.", ONE, True, ("1",)),
+    "--speculative-disable-by-batch-size": Flag("No drafts while more sequences run.", takes_value=True),
     "--load-format": Flag("auto.", "safetensors and GGUF are recognized: leave it out", True, ("auto",)),
     "--tokenizer": Flag("Refused.", "the checkpoint's own tokenizer is used: leave it out", True),
     "--revision": Flag("Refused.", "write MODEL@REVISION", True),
@@ -68,6 +71,20 @@ class VllmFlags(OptionGroup):
     @classmethod
     def collect(cls, values: Mapping[str, Any]) -> Self:
         return cls(given={flag: values[_name(flag)] for flag in FLAGS if values[_name(flag)] not in (None, False)})
+
+    def apply(self, config: EngineConfig) -> EngineConfig:
+        """The engine's settings with those of vLLM's flags. Raises UsageError for what cannot be honoured."""
+        self.check()
+        text = self.given.get("--speculative-disable-by-batch-size")
+        if text is None:
+            return config
+        if not str(text).isdigit() or int(text) < 1:
+            raise UsageError(f"--speculative-disable-by-batch-size is {text}, but must be a number above 0")
+        if config.depth_by_batch is not None:
+            raise UsageError("--speculative-disable-by-batch-size and a table by batch size are both given", "give one")
+        most = int(text)
+        rows = [[1, most, MAX_DEPTH], [most + 1, most + 1, 0]]
+        return replace(config, depth_by_batch=json.dumps(rows))
 
     def check(self) -> None:
         """Raises UsageError for what cannot be honoured."""

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.cache.memory import KVMemory
-from headstart.core import Rows, Sampled, Sequence
+from headstart.core import Draft, Rows, Sampled, Sequence
 from headstart.kernels.ops import Backend, Buffer, Program, Weight
 from headstart.layers.build import DecoderConfig, Weights
 from headstart.layers.decoder import Decoder, Tap
@@ -26,6 +26,29 @@ class AttachedHead:
     draft_token_ids: NDArray[np.int64] | None = None  # None: the full vocabulary
 
 
+class Gate(Protocol):
+    """Decides for one sequence how far its draft goes (engine.depth). `starts`: a draft that costs a pass of a head is
+    worth beginning."""
+
+    starts: bool
+
+    def goes_on(self, draft: Draft) -> bool:
+        """Called once after each drafted token, with its score in place: shall there be another?"""
+
+    def takes(self, draft: Draft) -> bool:
+        """Is a draft that cost nothing good enough, or shall the head be asked?"""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A sequence that wants a draft of up to `depth` tokens: exactly so many where there is no gate, as far as the
+    drafter knows any; a drafter may ignore the gate."""
+
+    sequence: Sequence
+    depth: int
+    gate: Gate | None = None
+
+
 class DraftRunner(Protocol):
     """The engine's services during a draft."""
 
@@ -33,11 +56,16 @@ class DraftRunner(Protocol):
         """A pass of a head program. Row q reads the trunk's hidden state of position q - 1, or its row of `hidden`."""
 
     def draw(
-        self, logits: Buffer, entries: Seq[tuple[Sequence, int, Seq[int]]], token_ids: Weight | None = None
+        self,
+        logits: Buffer,
+        entries: Seq[tuple[Sequence, int, Seq[int]]],
+        token_ids: Weight | None = None,
+        *,
+        scored: bool = False,
     ) -> Sampled:
         """One token per entry (sequence, absolute position, drafted tokens before it), by the trunk's own sampling
-        pipeline, masks and noise; `probs` is kept when the engine's rule needs it. A row may fail (see Sampled): its
-        draft ends there."""
+        pipeline, masks and noise; `probs` is kept when the engine's rule needs it. scored: with the raw log
+        probability of each token. A row may fail (see Sampled): its draft ends there."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +99,7 @@ class Drafter(Protocol):
     def tap(cls, head: AttachedHead | None) -> Tap | None:
         """The trunk hidden state to be kept in the hidden pool; None keeps none."""
 
-    def propose(self, wishes: Seq[tuple[Sequence, int]]) -> None:
+    def propose(self, wishes: Seq[Wish]) -> None:
         """Set `draft` of each sequence: at most the wished number of tokens. Slots for them are reserved."""
 
     def release(self, sequence: Sequence) -> None:

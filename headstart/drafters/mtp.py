@@ -8,6 +8,7 @@ later.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
 from itertools import accumulate
@@ -17,7 +18,7 @@ import numpy as np
 
 from headstart.config import MAX_DEPTH
 from headstart.core import Draft, Rows, Sequence
-from headstart.drafters._drafter import AttachedHead, Target
+from headstart.drafters._drafter import AttachedHead, Gate, Target, Wish
 from headstart.errors import UsageError
 from headstart.kernels.ops import Buffer, Program
 from headstart.layers.build import draft_lm_head
@@ -38,10 +39,19 @@ class _Round:
     depth: int
     row: int
     draft: Draft
+    gate: Gate | None
 
     @property
     def wants_more(self) -> bool:
         return len(self.draft.tokens) < self.depth
+
+    def push(self, token: int, logprob: float | None) -> None:
+        """One more token; the gate may end the draft behind it."""
+        self.draft.tokens.append(token)
+        if logprob is not None:
+            self.draft.scores.append(math.exp(logprob))
+        if self.wants_more and self.gate is not None and not self.gate.goes_on(self.draft):
+            self.depth = len(self.draft.tokens)
 
 
 class MTPDrafter:
@@ -79,7 +89,8 @@ class MTPDrafter:
     def tap(cls, head: AttachedHead | None) -> Tap | None:
         return head.head.spec.tap if head else None
 
-    def propose(self, wishes: Seq[tuple[Sequence, int]]) -> None:
+    def propose(self, wishes: Seq[Wish]) -> None:
+        wishes = [wish for wish in wishes if wish.gate is None or wish.gate.starts]
         if not wishes:
             return
         hidden, rounds = self._catch_up(wishes)
@@ -88,18 +99,18 @@ class MTPDrafter:
             hidden = self._next_step(step, rounds, hidden)
             step += 1
 
-    def _catch_up(self, wishes: Seq[tuple[Sequence, int]]) -> tuple[Buffer, list[_Round]]:
+    def _catch_up(self, wishes: Seq[Wish]) -> tuple[Buffer, list[_Round]]:
         """All true pairs since the last round, in chunks within the token budget; the last row of each sequence
         draws the first draft token."""
-        for sequence, _ in wishes:
+        for sequence in [wish.sequence for wish in wishes]:
             while len(sequence.tokens) - sequence.num_drafter > self._target.token_budget:
                 self._fill([self._pairs(sequence, self._target.token_budget)])
-        parts: list[Rows] = [self._pairs(sequence) for sequence, _ in wishes]
+        parts: list[Rows] = [self._pairs(wish.sequence) for wish in wishes]
         output = self._fill(parts)
         ends = list(accumulate([len(part.token_ids) for part in parts]))
         rounds = [
-            _Round(sequence, depth, end - 1, Draft(method=self.method))
-            for (sequence, depth), end in zip(wishes, ends, strict=True)
+            _Round(wish.sequence, wish.depth, end - 1, Draft(method=self.method), wish.gate)
+            for wish, end in zip(wishes, ends, strict=True)
         ]
         for each in rounds:
             each.sequence.draft = each.draft
@@ -136,14 +147,16 @@ class MTPDrafter:
     def _draw(self, logits: Buffer, rounds: list[_Round]) -> None:
         """The trunk's own sampling pipeline and noise, on the head's logits (coupled sampling)."""
         entries = [(r.sequence, len(r.sequence.tokens) + len(r.draft.tokens), r.draft.tokens) for r in rounds]
-        sampled = self._target.runner.draw(logits, entries, self._token_ids)
+        scored = any(r.gate is not None for r in rounds)
+        sampled = self._target.runner.draw(logits, entries, self._token_ids, scored=scored)
         for row, (each, token) in enumerate(zip(rounds, sampled.tokens.tolist(), strict=True)):
             if token < 0:  # nothing allowed is in the draft vocabulary, or the head fails: the draft ends here
                 each.depth = len(each.draft.tokens)
                 continue
-            each.draft.tokens.append(token)
             if sampled.probs is not None:
                 each.draft.probs = [*(each.draft.probs or []), sampled.probs[row]]
+            found = sampled.logprobs[row]
+            each.push(token, found.logprob if found else None)
 
     def release(self, sequence: Sequence) -> None:
         """Nothing is kept per sequence: its pairs live in its blocks."""

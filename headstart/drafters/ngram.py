@@ -8,7 +8,7 @@ from typing import Self
 
 from headstart.config import MAX_DEPTH
 from headstart.core import Draft, Sequence
-from headstart.drafters._drafter import AttachedHead, Target
+from headstart.drafters._drafter import AttachedHead, Target, Wish
 from headstart.layers.decoder import Tap
 
 
@@ -38,22 +38,28 @@ class NgramDrafter:
     def tap(cls, head: AttachedHead | None) -> Tap | None:
         return None
 
-    def propose(self, wishes: Seq[tuple[Sequence, int]]) -> None:
-        for sequence, depth in wishes:
-            tokens = sequence.tokens
-            start = self._find(sequence)
-            if start is not None:
-                sequence.draft = Draft(tokens[start : start + depth], method=self.method)
+    def propose(self, wishes: Seq[Wish]) -> None:
+        for wish in wishes:
+            tokens = wish.sequence.tokens
+            start, size = self._find(wish.sequence)
+            if size:
+                found = tokens[start : start + wish.depth]
+                # longer matches are right more often; how often is for others to learn
+                score = (size - self._sizes[0] + 0.5) / len(self._sizes)
+                wish.sequence.draft = Draft(found, method=self.method, scores=[score] * len(found))
 
-    def _find(self, sequence: Sequence) -> int | None:
+    def _find(self, sequence: Sequence) -> tuple[int, int]:
+        """Where the continuation of the longest match begins, and the length of the match; 0 if there is none."""
         tokens, index = sequence.tokens, self._indexes.setdefault(sequence, _Index())
         for end in range(max(index.num_indexed, 1), len(tokens)):
             for size in self._sizes:
                 if size <= end:
                     index.after[tuple(tokens[end - size : end])] = end
         index.num_indexed = len(tokens)
-        matches = (index.after.get(tuple(tokens[-size:])) for size in reversed(self._sizes) if size < len(tokens))
-        return next((start for start in matches if start is not None), None)
+        for size in reversed(self._sizes):
+            if size < len(tokens) and (start := index.after.get(tuple(tokens[-size:]))) is not None:
+                return start, size
+        return 0, 0
 
     def release(self, sequence: Sequence) -> None:
         self._indexes.pop(sequence, None)

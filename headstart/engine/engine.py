@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import count
 
 from headstart.cache.memory import KVMemory
-from headstart.config import MAX_DEPTH, EngineConfig
+from headstart.config import AUTO, MAX_DEPTH, EngineConfig
 from headstart.core import (
     FORCED,
     Delta,
@@ -21,11 +21,14 @@ from headstart.core import (
     Span,
     Verdict,
 )
-from headstart.drafters._drafter import Drafter
+from headstart.drafters._drafter import Drafter, Wish
+from headstart.engine.costs import Samples, Work
+from headstart.engine.depth import AutoDepth, Room
 from headstart.engine.judge import judge_exact, judge_rejection
 from headstart.engine.runner import Forward, Runner
 from headstart.engine.scheduler import Scheduler
 from headstart.errors import CapacityError, UsageError
+from headstart.layers.mtp import FIRST_PAIR_POSITION
 
 Deliver = Callable[[list[Delta]], None]
 
@@ -43,6 +46,8 @@ class Engine:
             memory, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
         )
         self.depth = config.depth  # of requests that ask for none; may be changed at any time
+        self.pilot = AutoDepth(drafter.method if drafter else "none")  # of depth "auto"
+        self.samples: Samples | None = None  # where a calibration wants the times of steps
         self.reset_stats()
         self._order = count()
         self._live: dict[str, list[Sequence]] = {}
@@ -92,6 +97,12 @@ class Engine:
         self.seconds = {"verify": 0.0, "draft": 0.0, "host": 0.0}
 
     @property
+    def mean_depth(self) -> float:
+        """Tokens drafted per sequence of the latest step."""
+        running = self.scheduler.running
+        return sum([len(sequence.draft.tokens) for sequence in running]) / max(len(running), 1)
+
+    @property
     def max_depth(self) -> int:
         return self.drafter.max_depth if self.drafter else 0
 
@@ -111,12 +122,32 @@ class Engine:
         forward = self.runner.forward(spans)
         computed = time.perf_counter()
         verdicts = self._judge(spans, forward)
-        deliver([delta for delta in self._commit(spans, verdicts, forward) if delta])
+        deltas = [delta for delta in self._commit(spans, verdicts, forward) if delta]
+        committed = time.perf_counter()
+        deliver(deltas)
         delivered = time.perf_counter()
         self._propose([span.sequence for span in spans])
+        drafted = time.perf_counter()
         self.seconds["verify"] += computed - scheduled
-        self.seconds["draft"] += time.perf_counter() - delivered
+        self.seconds["draft"] += drafted - delivered
         self.seconds["host"] += scheduled - begun + delivered - computed
+        emitted = sum([len(delta.tokens) for delta in deltas])
+        self._learn(spans, emitted, committed - begun, drafted - delivered)
+
+    def _learn(self, spans: Seq[Span], emitted: int, pass_s: float, draft_s: float) -> None:
+        """What the step took, for those who want to know."""
+        if self.samples is None and self.depth != AUTO:
+            return
+        rows = sum([span.num_sample for span in spans])
+        work = Work(
+            rows=rows,
+            prompt_rows=sum([span.num_rows for span in spans]) - rows,
+            reach=sum([span.num_rows * (span.start + span.num_rows) for span in spans]),
+        )
+        if self.samples is not None:
+            self.samples.passed(work, pass_s)
+            return
+        self.pilot.stepped(work, len(spans), emitted, pass_s, draft_s)
 
     def _judge(self, spans: Seq[Span], forward: Forward) -> list[Verdict]:
         sampled, starts = self.runner.sample(spans, forward)
@@ -155,6 +186,7 @@ class Engine:
         sequence = span.sequence
         prompt_logprobs = self.runner.prompt_logprobs(span, forward, index)
         emitted = self._append(sequence, verdict)
+        self.pilot.odds.came(sequence)
         sequence.num_computed = min(span.start + span.num_rows, len(sequence.tokens) - 1)
         if emitted:
             own_depth = sequence.request.depth is None
@@ -206,18 +238,53 @@ class Engine:
         is not asked where a constraint leaves one token only."""
         if self.drafter is None:
             return
-        wishes = []
-        for sequence in sequences:
-            ready = sequence.finish_reason is None and sequence.num_computed == len(sequence.tokens) - 1
-            depth = self._depth(sequence) if ready else 0
-            if depth > 0 and not self._force(sequence) and self._reserve(sequence, depth):
-                wishes.append((sequence, depth))
-        if wishes:
-            self.drafter.propose(wishes)
-        for sequence, depth in wishes:
-            assert len(sequence.draft.tokens) <= depth, f"{self.drafter.method} drafts more than it was asked for"
+        wishes = self._wishes(sequences)
+        if not wishes:
+            return
+        begun = time.perf_counter()
+        missed = {wish.sequence: _missed(wish.sequence) for wish in wishes}
+        self.drafter.propose(wishes)
+        self._learn_draft(wishes, missed, time.perf_counter() - begun)
+        for wish in wishes:
+            sequence = wish.sequence
+            assert len(sequence.draft.tokens) <= wish.depth, f"{self.drafter.method} drafts more than it was asked for"
             if sequence.constraint is not None:  # rows behind a refused token, or behind the end, would be for nothing
                 sequence.draft = sequence.draft.cut(sequence.constraint.fitting(sequence.draft.tokens))
+        if gated := [wish for wish in wishes if wish.gate is not None]:
+            self.pilot.cut(gated)
+
+    def _wishes(self, sequences: Seq[Sequence]) -> list[Wish]:
+        ready = [each for each in sequences if each.finish_reason is None and _is_ready(each)]
+        most = min(self.max_depth, self.config.depth_limit(len(self.scheduler.running)))
+        wishes, rooms = [], []
+        for sequence in ready:
+            depth = self.depth if sequence.request.depth is None else sequence.request.depth
+            limit = min(most, self._draft_room(sequence), MAX_DEPTH if depth == AUTO else depth)
+            if limit <= 0 or self._force(sequence) or not self._reserve(sequence, limit):
+                continue
+            if depth == AUTO:
+                rooms.append(Room(sequence, limit, _missed(sequence)))
+            else:
+                wishes.append(Wish(sequence, limit))
+        return wishes + self.pilot.wishes(rooms, self._ahead(ready)) if rooms else wishes
+
+    def _ahead(self, ready: Seq[Sequence]) -> Work:
+        """The next pass without drafts, as far as one can tell."""
+        scheduler = self.scheduler
+        waiting = scheduler.waiting if len(scheduler.running) < scheduler.max_num_seqs else ()
+        pending = sum([len(each.tokens) - each.num_computed for each in (*scheduler.running, *waiting)]) - len(ready)
+        reach = sum([len(each.tokens) for each in ready])
+        return Work(len(ready), max(0, min(pending, scheduler.budget - len(ready))), reach)
+
+    def _learn_draft(self, wishes: Seq[Wish], missed: Mapping[Sequence, int], seconds: float) -> None:
+        """By how many sequences each draft step had; what a lookup found is no work of a head."""
+        learner = self.samples or (self.pilot.costs if self.depth == AUTO else None)
+        drafts = [wish.sequence for wish in wishes if wish.sequence.draft.method == self.pilot.method]
+        if learner is None or not drafts:
+            return
+        lengths = [len(sequence.draft.tokens) for sequence in drafts]
+        steps = [sum([length > i for length in lengths]) for i in range(max(lengths))]
+        learner.drafted(steps, sum([missed[sequence] for sequence in drafts]), seconds)
 
     def _force(self, sequence: Sequence) -> bool:
         """Draft what the constraint leaves no choice about: right for sure, so however deep drafts shall be."""
@@ -232,12 +299,6 @@ class Engine:
     def _reserve(self, sequence: Sequence, depth: int) -> bool:
         return self.memory.reserve(sequence, len(sequence.tokens) + depth)
 
-    def _depth(self, sequence: Sequence) -> int:
-        wanted = sequence.request.depth
-        if wanted is None:
-            wanted = self.depth
-        return min(wanted, self.max_depth, self._draft_room(sequence))
-
     def _draft_room(self, sequence: Sequence) -> int:
         return min(self._room(sequence), self.scheduler.budget) - 1
 
@@ -246,10 +307,21 @@ class Engine:
         self.scheduler.finish(sequence)
         if self.drafter:
             self.drafter.release(sequence)
+            self.pilot.release(sequence)
         siblings = self._live[sequence.request.request_id]
         siblings.remove(sequence)
         if not siblings:
             del self._live[sequence.request.request_id]
+
+
+def _is_ready(sequence: Sequence) -> bool:
+    """Is every token but the last computed?"""
+    return sequence.num_computed == len(sequence.tokens) - 1
+
+
+def _missed(sequence: Sequence) -> int:
+    """Pairs that a head makes up for before its next draft, beside the newest."""
+    return len(sequence.tokens) - 1 - max(sequence.num_drafter, FIRST_PAIR_POSITION)
 
 
 def _until_failure(verdict: Verdict, start: int, failures: Mapping[int, str]) -> Verdict:

@@ -11,7 +11,7 @@ from typing import Any
 
 from headstart import registry
 from headstart.cache.memory import KVMemory
-from headstart.config import EngineConfig
+from headstart.config import AUTO, EngineConfig
 from headstart.drafters._drafter import AttachedHead, Drafter, Target
 from headstart.engine.engine import Engine
 from headstart.engine.runner import Runner
@@ -241,7 +241,7 @@ def make_engine(model: Model, config: EngineConfig) -> Engine:
                 head=model.head,
             )
         )
-        if config.depth > drafter.max_depth:
+        if config.depth != AUTO and config.depth > drafter.max_depth:
             raise UsageError(
                 f"--depth is {config.depth}, but drafter {method} goes to {drafter.max_depth} at most",
                 f"use --depth {drafter.max_depth} or less",
@@ -250,11 +250,26 @@ def make_engine(model: Model, config: EngineConfig) -> Engine:
     return Engine(runner, memory, drafter, config, max_length)
 
 
+def identity(model: Model, config: EngineConfig) -> dict[str, Any]:
+    """What the costs of passes and drafts depend on, beside the machine."""
+    files = [(str(path), stat.st_size, stat.st_mtime_ns) for path in model.checkpoint.files for stat in [path.stat()]]
+    return {
+        "files": files,
+        "head": model.head.source if model.head else None,
+        "drafter": drafter_of(model, config)[1],
+        "backend": [model.backend.name, config.device, config.dtype, config.quantization, config.kv_cache_dtype],
+        "threads": config.threads or usable_threads(),
+        "block_size": config.block_size,
+    }
+
+
 def drafter_of(model: Model, config: EngineConfig) -> tuple[type[Drafter] | None, str]:
-    """The drafter class; `auto` takes the head when there is one, else prompt lookup. Depth 0 needs none."""
+    """The drafter class; `auto` takes the head when there is one, with prompt lookup beside it where depths are chosen
+    step by step, else prompt lookup alone. Depth 0 needs none."""
     method = config.drafter
     if method == "auto":
-        method = model.head.head.kind if model.head else "ngram"
+        by_head = "mixed" if config.depth == AUTO else model.head.head.kind if model.head else ""
+        method = by_head if model.head else "ngram"
     if method == "none" or config.depth == 0:
         return None, "none"
     found: type[Drafter] = registry.find("drafters", method).DRAFTER

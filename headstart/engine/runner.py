@@ -100,13 +100,15 @@ class Runner:
         plan = build_plan(parts, self._block_size, first_position=FIRST_PAIR_POSITION)
         return self.backend.run(program, plan, hidden_pool=self._hidden_pool, hidden=hidden)
 
-    def draw(self, logits: Buffer, entries: Seq[Entry], token_ids: Weight | None = None) -> Sampled:
-        return self._draw(logits, entries, token_ids, logprobs=False)
+    def draw(
+        self, logits: Buffer, entries: Seq[Entry], token_ids: Weight | None = None, *, scored: bool = False
+    ) -> Sampled:
+        return self._draw(logits, entries, token_ids, 0 if scored else -1)
 
     def _draw(
-        self, logits: Buffer, entries: Seq[Entry], token_ids: Weight | None = None, *, logprobs: bool = True
+        self, logits: Buffer, entries: Seq[Entry], token_ids: Weight | None = None, num_logprobs: int | None = None
     ) -> Sampled:
-        rows = build_rows(entries, allowed=allowed_tokens(entries, self.vocab_size), logprobs=logprobs)
+        rows = build_rows(entries, allowed=allowed_tokens(entries, self.vocab_size), num_logprobs=num_logprobs)
         return self.backend.sample(
             logits, rows, vocab_size=self.vocab_size, token_ids=token_ids, keep_probs=self._keep_probs
         )

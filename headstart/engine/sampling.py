@@ -39,12 +39,12 @@ def allowed_tokens(entries: Seq[Entry], vocab_size: int) -> Mask | None:
     return allowed
 
 
-def build_rows(entries: Seq[Entry], *, allowed: Mask | None = None, logprobs: bool = True) -> SamplingRows:
+def build_rows(entries: Seq[Entry], *, allowed: Mask | None = None, num_logprobs: int | None = None) -> SamplingRows:
     """Sampling rows of L entries, each in the state after its context and drafted prefix.
 
-    allowed: [L, ceil(V / 32)] token masks, passed on. logprobs=False (draft steps) asks for none.
+    allowed: [L, ceil(V / 32)] token masks, passed on. num_logprobs: of every row, instead of what requests ask for.
     """
-    constants = _constants(tuple([sequence.row_constants for sequence, _, _ in entries]), logprobs)
+    constants = _constants(tuple([sequence.row_constants for sequence, _, _ in entries]), num_logprobs)
     bias_indptr, bias_ids, bias_values = _bias(entries, allowed) if constants.has_bias else constants.no_bias
     penalty_indptr, penalty_ids, penalty_counts = (
         _penalties(entries) if constants.has_penalties else constants.no_penalties
@@ -73,11 +73,10 @@ class _Constants(NamedTuple):
 
 
 @lru_cache(CACHED_MIXTURES)
-def _constants(rows: tuple[RowConstants, ...], logprobs: bool) -> _Constants:
-    columns = {
-        name: np.array([getattr(row, name) if logprobs or name != "num_logprobs" else -1 for row in rows], dtype)
-        for name, dtype in _DTYPES.items()
-    }
+def _constants(rows: tuple[RowConstants, ...], num_logprobs: int | None) -> _Constants:
+    columns = {name: np.array([getattr(row, name) for row in rows], dtype) for name, dtype in _DTYPES.items()}
+    if num_logprobs is not None:
+        columns["num_logprobs"] = np.full(len(rows), num_logprobs, np.int32)
     indptr, no_ints, no_floats = np.zeros(len(rows) + 1, np.int32), np.zeros(0, np.int32), np.zeros(0, np.float32)
     for array in (*columns.values(), indptr, no_ints, no_floats):
         array.flags.writeable = False

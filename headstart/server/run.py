@@ -58,7 +58,7 @@ def serve(llm: LLM, config: ServerConfig, listen: Listen) -> None:
         bridge.draining = server.should_exit = True
 
     info = llm.info
-    log.info("%(model)s on %(backend)s: drafter %(drafter)s, depth %(depth)d, context %(context)d", info)
+    log.info("%(model)s on %(backend)s: drafter %(drafter)s, depth %(depth)s, context %(context)d", info)
 
     async def main() -> None:
         loop = asyncio.get_running_loop()

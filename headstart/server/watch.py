@@ -77,9 +77,9 @@ class Watch:
         drafts, accepted = stats.drafts - self._last_drafts[0], stats.accepted - self._last_drafts[1]
         self._last_drafts = (stats.drafts, stats.accepted)
         log.info(
-            "%.1f tokens/s, %d running, %d waiting, KV cache %.1f %%, acceptance length %.2f, depth %d",
+            "%.1f tokens/s, %d running, %d waiting, KV cache %.1f %%, acceptance length %.2f, depth %.1f",
             tokens / seconds, len(engine.scheduler.running), len(engine.scheduler.waiting),
-            100 * engine.memory.usage, 1 + accepted / drafts if drafts else 1.0, engine.depth,
+            100 * engine.memory.usage, 1 + accepted / drafts if drafts else 1.0, engine.mean_depth,
         )  # fmt: skip
 
     def _judge(self, engine: Engine) -> None:
@@ -138,7 +138,7 @@ class _Counters(Collector):
         for name, seconds in engine.seconds.items():
             yield self._counter(f"headstart:{name}_seconds", f"Time in {name}.", seconds)
         yield self._counter("headstart:passes_saved", "Tokens that no pass was spent on.", stats.emitted - stats.passes)
-        yield self._gauge("headstart:depth", "Tokens drafted per pass.", engine.depth)
+        yield self._gauge("headstart:depth", "Tokens drafted per sequence, lately.", engine.mean_depth)
         yield self._gauge("headstart:spec_disabled", "1: drafting was switched off.", int(watch.spec_disabled))
 
     def _counter(self, name: str, text: str, value: float) -> Metric:

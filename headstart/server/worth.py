@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from headstart.api import LLM
+from headstart.config import AUTO
 from headstart.core import SamplingParams
 from headstart.tools.prompts import builtin_prompts
 
@@ -15,9 +16,10 @@ ROUNDS = 3
 
 def needed_acceptance(llm: LLM) -> float | None:
     """The acceptance length at which drafting for one sequence costs what it saves: seconds of a step with drafts over
-    seconds of one without. Batches need more. None without drafter, or where the machine is too slow to try."""
+    seconds of one without. Batches need more. None without drafter, with depth auto, or where the
+    machine is too slow to try."""
     engine = llm.engine
-    if engine.drafter is None or not engine.depth:
+    if engine.drafter is None or engine.depth in (0, AUTO):
         return None
     room = engine.max_length // 2
     prompt = llm.encode(builtin_prompts()[0][1])[:room]

@@ -16,8 +16,9 @@ import numpy as np
 
 from headstart import __version__
 from headstart.api import LLM
-from headstart.config import EngineConfig
+from headstart.config import AUTO, FIXED_DEPTH, EngineConfig
 from headstart.core import Report, SamplingParams, Sequence, Span
+from headstart.drafters._drafter import Wish
 from headstart.engine.load import Model, free_memory, load_model, usable_threads
 from headstart.errors import UsageError
 from headstart.formats.head import KINDS
@@ -68,7 +69,9 @@ class Bench:
         self.model, self.context = model, options.context
         self.rows = fitting_rows(options, model.config.max_length)
         length = min(model.config.max_length, self.context + max(*self.rows, ROOM))
-        self.llm = LLM(replace(model, backend=cast(Backend, self.meter)), bench_config(model, options.config, length))
+        self.depth = FIXED_DEPTH if options.config.depth == AUTO else options.config.depth
+        config = replace(bench_config(model, options.config, length), depth=self.depth)
+        self.llm = LLM(replace(model, backend=cast(Backend, self.meter)), config)
         self.engine = self.llm.engine
         self.text = self.llm.encode(builtin_prompts()[0][1])
         self._sequence = self._prefilled(self.repeated_text(self.context + max(self.rows)))
@@ -168,18 +171,18 @@ def affordable_repeats(seconds: float, budget: float) -> int:
 def time_draft(bench: Bench, repeats: int) -> dict[str, Any]:
     """Whole drafts by the drafter itself, for a sequence of which it has seen all but the last token; its Python and
     its sampling are part of a draft, but not of a step, which is one pass of the head over one row."""
-    drafter, config = bench.engine.drafter, bench.engine.config
+    drafter = bench.engine.drafter
     assert drafter is not None
-    sequence = bench.submit(bench.repeated_text(max(bench.context, 1)), config.depth)
+    sequence = bench.submit(bench.repeated_text(max(bench.context, 1)), bench.depth)
     while bench.engine.has_work and not sequence.draft.tokens:
         bench.engine.step(lambda deltas: None)
     depth = len(sequence.draft.tokens)
-    drafter.propose([(sequence, depth)])
+    drafter.propose([Wish(sequence, depth)])
     bench.meter.head.clear()
     wholes = []
     for _ in range(repeats):
         begin = time.perf_counter()
-        drafter.propose([(sequence, depth)])
+        drafter.propose([Wish(sequence, depth)])
         wholes.append(time.perf_counter() - begin)
     bench.engine.abort(sequence.request.request_id)
     return {"depth": depth, "step": spread(bench.meter.head), "whole": spread(wholes)}
@@ -227,7 +230,7 @@ def profile(bench: Bench, progress: Progress) -> dict[str, Any]:
     """Parts of passes, and of engine steps of a greedy generation without and with drafting."""
     counts = sorted({*PROFILED_ROWS, bench.rows[-1]})
     fitting = [rows for rows in counts if rows <= bench.rows[-1]]
-    depths = [0, bench.engine.config.depth] if bench.engine.drafter else [0]
+    depths = [0, bench.depth] if bench.engine.drafter else [0]
     found: dict[str, Any] = {"passes": [], "steps": []}
     with profiling(bench.meter):
         for rows in fitting:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from headstart.api import LLM
-from headstart.config import EngineConfig
+from headstart.config import AUTO, Depth, EngineConfig
 from headstart.core import Report, SamplingParams
 from headstart.engine.load import Model, load_model, make_backend, make_engine, usable_threads
 from headstart.errors import UsageError
@@ -28,7 +28,7 @@ GRID_SEED = 0
 
 FULL: Mapping[str, Any] = {
     "temperatures": (0.0, 0.7, 1.0, 1.5),
-    "depths": (0, 1, 2, 3, 4, 5),
+    "depths": (0, 1, 2, 3, 4, 5, AUTO),
     "batch_sizes": (1, 4, 16),
     "chunk_sizes": (1, 37, 512),
     "min_texts": 2000,
@@ -47,8 +47,8 @@ class VerifyOptions:
     max_tokens: int = 64
     min_texts: int = 0  # cells are added until so many (cell, prompt) pairs are compared
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
-    depths: tuple[int, ...] = (0, 1, 3, 5)
-    drafters: tuple[str, ...] = ("mtp", "ngram")
+    depths: tuple[Depth, ...] = (0, 1, 3, 5, AUTO)
+    drafters: tuple[str, ...] = ("mtp", "ngram", "mixed")
     batch_sizes: tuple[int, ...] = (1, 8)
     chunk_sizes: tuple[int, ...] = (32, 512)
     prefix_caching: tuple[bool, ...] = (True, False)
@@ -155,7 +155,8 @@ class _Verification:
         if not self._plain:
             self.name = model.name
             for drafter in options.drafters:  # a drafter that does not fit is said before the work begins
-                make_engine(model, replace(options.config, drafter=drafter, depth=max(options.depths)))
+                for depth in options.depths:
+                    make_engine(model, replace(options.config, drafter=drafter, depth=depth))
             for temperature, seed in self._baselines:
                 config = _config(options, plain_cell(temperature, seed, threads))
                 llm = LLM(model, config)

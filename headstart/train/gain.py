@@ -104,7 +104,7 @@ def measure(model: str, head: Path, examples: Sequence[Example], depth: int, thr
         acceptance_length=stats.acceptance_length,
         ratio=(low, middle, high),
         tokens_per_s=(median(rates[False]), median(rates[True])),
-        costs=_costs(model, config),
+        costs=_costs(model, config, depth),
     )
 
 
@@ -114,9 +114,9 @@ def prompt_of(example: Example) -> list[int]:
     return example.tokens[:first].tolist() if 2 <= first <= LONGEST_PROMPT else []
 
 
-def _costs(model: str, config: EngineConfig) -> tuple[float, float, float]:
+def _costs(model: str, config: EngineConfig, depth: int) -> tuple[float, float, float]:
     """Milliseconds by `headstart bench step`."""
-    rows_wanted = (1, config.depth + 1)
+    rows_wanted = (1, depth + 1)
     options = bench_step.StepOptions(model=model, config=config, rows=rows_wanted, repeats=15, read_bytes=2**20)
     data = bench_step.run(options).data
     one, rows = (row["median_ms"] for row in data["passes"])

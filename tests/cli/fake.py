@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from headstart.api import Completion, TextDelta
-from headstart.config import EngineConfig
+from headstart.config import AUTO, FIXED_DEPTH, Depth, EngineConfig
 from headstart.core import DraftStats, SamplingParams, TokenLogprob
 from headstart.errors import CapacityError
 
@@ -41,7 +41,8 @@ class FakeLLM:
         done = self._completion(params, self.config.depth)
         yield TextDelta(WORDS[-1], [len(WORDS) - 1], done.finish_reason, done)
 
-    def _completion(self, params: SamplingParams, depth: int) -> Completion:
+    def _completion(self, params: SamplingParams, asked: Depth) -> Completion:
+        depth = FIXED_DEPTH if asked == AUTO else asked
         stats = DraftStats(passes=2 if depth else 4, emitted=4)
         if depth:
             stats.record(depth, 1)

@@ -72,7 +72,9 @@ def test_prompt_comes_from_a_file_or_stdin(
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ([], {"depth": 3, "drafter": "auto"}),
+        ([], {"depth": "auto", "drafter": "auto"}),
+        (["--depth", "auto"], {"depth": "auto"}),
+        (["--depth", "4"], {"depth": 4}),
         (["--depth", "0"], {"depth": 0}),
         (["--no-mtp"], {"depth": 0}),
         (["--drafter", "ngram", "--ngram-max", "6"], {"drafter": "ngram", "ngram_max": 6}),
@@ -100,7 +102,7 @@ def test_engine_options_make_the_config(
         (["--prompt", "a", "--temperature", "-1"], "temperature is -1.0"),
         (["--prompt", "a", "--temperature", "nan"], "temperature is nan"),
         (["--prompt", "a", "--depth", "17"], "--depth is 17, but must be between 0 and 16"),
-        (["--prompt", "a", "--depth", "two"], "Invalid value for '--depth'"),
+        (["--prompt", "a", "--depth", "two"], "--depth is 'two', but must be a whole number"),
         (["--prompt", "a", "--drafter", "mpt"], "--drafter is 'mpt'"),
         (["--prompt", "a", "--speculative-config", '{"metod": "mtp"}'], "unknown key 'metod'"),
         (["--prompt", "a", "--depth", "2", "--no-mtp"], "contradict"),

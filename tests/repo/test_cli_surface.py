@@ -20,7 +20,7 @@ SAMPLING = {
 }  # fmt: skip
 ENGINE = {
     "--backend", "--quantization", "--kv-cache-dtype", "--dtype", "--device", "--threads", "--drafter", "--head",
-    "--depth", "--rule", "--max-model-len", "--max-num-seqs",
+    "--depth", "--depth-by-batch", "--rule", "--max-model-len", "--max-num-seqs",
     "--max-num-batched-tokens", "--block-size", "--kv-blocks", "--no-enable-prefix-caching",
     "--ngram-min", "--ngram-max", "--seed", "--speculative-config", "--no-mtp",
 }  # fmt: skip

@@ -31,6 +31,7 @@ from support import (
 )
 
 from headstart.core import Delta, Draft, Request, Sequence, Span, StepPlan
+from headstart.drafters._drafter import Wish
 from headstart.engine.engine import Engine
 from headstart.errors import CapacityError, HeadstartError, UsageError
 
@@ -154,7 +155,7 @@ def test_tokens_leave_before_the_next_draft() -> None:
     engine, events = make(headed_model(FAMILY), drafter="none", depth=2), []
 
     class Noted(OracleDrafter):
-        def propose(self, wishes: Seq[tuple[Sequence, int]]) -> None:
+        def propose(self, wishes: Seq[Wish]) -> None:
             events.append("propose")
 
     engine.drafter = Noted({}, 0, 0)
@@ -212,7 +213,7 @@ def fresh(engine: Engine, tokens: list[int], num_computed: int, num_drafter: int
     sequence.num_computed = num_computed
     if num_drafter > 1:
         sequence.tokens = tokens[:num_drafter]
-        other.drafter.propose([(sequence, 1)])
+        other.drafter.propose([Wish(sequence, 1)])
     return other, sequence
 
 
@@ -501,8 +502,8 @@ def joint_of_three(prompt: list[int]) -> np.ndarray:
 class JunkDrafter(OracleDrafter):
     """One-hot drafts from nowhere."""
 
-    def propose(self, wishes: Seq[tuple[Sequence, int]]) -> None:
-        for sequence, depth in wishes:
+    def propose(self, wishes: Seq[Wish]) -> None:
+        for sequence, depth in [(wish.sequence, wish.depth) for wish in wishes]:
             # always the same ones: a uniform choice would average a wrong residual away
             sequence.draft = Draft([2, 3][:depth], method="junk")
 

@@ -308,7 +308,7 @@ def test_build_rows_bans_until_min_tokens():
 
 def test_plain_rows_carry_no_sparse_parts():
     assert allowed_tokens([entry(sequence())] * 3, 40) is None
-    rows = build_rows([entry(sequence(seed=2**64 - 1))], logprobs=False)
+    rows = build_rows([entry(sequence(seed=2**64 - 1))], num_logprobs=-1)
     assert not len(rows.bias_ids) and not len(rows.penalty_ids) and rows.seed[0] == 2**64 - 1
     assert rows.num_logprobs.tolist() == [-1] and rows.bias_indptr.tolist() == [0, 0]
 
@@ -330,8 +330,8 @@ def test_rows_follow_each_sequence_in_any_company():
     """Constants of a batch are kept between steps: others of the same length, or in another order, get their own."""
     sequences = [sequence(seed=i, choice=i, temperature=i / 4, top_k=i, logprobs=i or None) for i in range(4)]
     for order in ([0, 1], [1, 0], [2, 3], [0, 1], [3, 3]):
-        for logprobs in (True, False):
-            rows = build_rows([entry(sequences[i]) for i in order], logprobs=logprobs)
+        for num_logprobs in (None, -1, 0):
+            rows = build_rows([entry(sequences[i]) for i in order], num_logprobs=num_logprobs)
             assert rows.seed.tolist() == rows.choice.tolist() == rows.top_k.tolist() == order
             assert rows.temperature.tolist() == [i / 4 for i in order]
-            assert rows.num_logprobs.tolist() == [i if i and logprobs else -1 for i in order]
+            assert rows.num_logprobs.tolist() == [(i or -1) if num_logprobs is None else num_logprobs for i in order]

@@ -1,0 +1,164 @@
+"""A short calibration: what passes, drafts and long contexts cost here, from real steps of the engine itself."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from headstart import __version__, hub
+from headstart.core import Request, SamplingParams
+from headstart.engine.costs import Costs, Curve, Samples
+from headstart.engine.engine import Engine
+
+MOST_SECONDS = 3.0
+WORTH_KEEPING_S = 0.25
+"""Shorter calibrations are made again at each start."""
+PROMPT = 24
+STEPS, WARM_UP = 6, 1
+PLAN = ((1, 0), (1, 1), (1, 3), (4, 0), (1, 7), (4, 3), (1, 2), (16, 0), (1, 5), (16, 3), (64, 0), (1, 11), (64, 3))
+"""(sequences, depth), what matters most first: a slow machine gets as far as the time goes, and learns the rest."""
+LONG, LONG_DEPTH = 448, 3
+CHECKED_DEPTH, TOLERANCE = 3, 0.15
+"""What is kept from an earlier start holds if t(4) / t(1) is the same up to so much."""
+
+
+@dataclass
+class _Run:
+    """An engine, with the steps of one setting at a time."""
+
+    engine: Engine
+    rng: np.random.Generator
+    count: int = 0
+
+    def measure(self, sequences: int, depth: int, length: int, steps: int) -> tuple[Samples, Samples]:
+        """Samples of the prompts' passes, and of decode steps after a warm-up."""
+        engine, names = self.engine, []
+        before = engine.samples = Samples()
+        for _ in range(sequences):
+            self.count += 1
+            names.append(f"calibration-{self.count}")
+            prompt = tuple(self.rng.integers(0, engine.runner.vocab_size, length).tolist())
+            params = SamplingParams(max_tokens=4 * (steps + WARM_UP) * (depth + 1))
+            request = Request(
+                request_id=names[-1], prompt_ids=prompt, params=params, seed=0, stop_ids=frozenset(), depth=depth
+            )
+            engine.submit(request)
+        try:
+            while any(sequence.num_output == 0 for sequence in [*engine.scheduler.waiting, *engine.scheduler.running]):
+                engine.step(_nowhere)
+            for _ in range(WARM_UP):
+                engine.step(_nowhere)
+            found = engine.samples = Samples()
+            for _ in range(steps):
+                engine.step(_nowhere)
+            return before, found
+        finally:
+            engine.samples = None
+            for name in names:
+                engine.abort(name)
+
+
+def _nowhere(deltas: Any) -> None:
+    """Nobody waits for the tokens of a calibration."""
+
+
+def calibrate(engine: Engine) -> Costs:
+    """Measure for about MOST_SECONDS; what was not reached is extrapolated. The engine must be idle."""
+    begun = time.perf_counter()
+    run, samples = _Run(engine, np.random.default_rng(0)), Samples()
+    deepest, most = engine.max_depth, engine.config.max_num_seqs
+    length = min(PROMPT, engine.max_length // 4)
+    blocks = engine.memory.blocks_for(length + 8 * STEPS)
+    for sequences, depth in PLAN:
+        if sequences > most or depth > deepest or sequences * blocks > len(engine.memory.pool.blocks):
+            continue
+        _, found = run.measure(sequences, depth, length, STEPS)
+        for kind in ("passes", "drafts"):
+            for count, seconds in getattr(found, kind).items():
+                getattr(samples, kind).setdefault(count, []).extend(seconds)
+        if time.perf_counter() - begun > MOST_SECONDS:
+            break
+    costs = Costs(Curve.fit(samples.passes), Curve.fit(samples.drafts or {1: [0.1 * median(samples.passes[1])]}))
+    _measure_long(run, costs, length)
+    engine.reset_stats()
+    return costs
+
+
+def _measure_long(run: _Run, costs: Costs, short: int) -> None:
+    """What prompt rows, far positions and missed pairs cost, from one longer prompt."""
+    engine = run.engine
+    length = min(LONG, engine.max_length // 2, engine.scheduler.budget)
+    if length < 2 * short:
+        return
+    prompts, steps = run.measure(1, min(LONG_DEPTH, engine.max_depth), length, STEPS)
+    rows, seconds = next(((rows, values) for rows, values in steps.passes.items()), (0, []))
+    if seconds:
+        costs.reach = max(0.0, (median(seconds) - costs.passes.at(rows)) / (rows * (length - short)))
+    if prompts.prompts:
+        work, taken = prompts.prompts[0]
+        own = taken - costs.reach * work.reach / 2  # rows of a prompt attend to half of it
+        low, high = 0.05, 1.5
+        for _ in range(20):  # the share at which the pass would cost what it did
+            middle = (low + high) / 2
+            low, high = (
+                (middle, high) if costs.passes.at(work.rows + middle * work.prompt_rows) < own else (low, middle)
+            )
+        costs.prompt_share = low
+    if prompts.caught_up:
+        missed, count, taken = prompts.caught_up[0]
+        costs.catch_up = max(0.0, (taken - count * costs.drafts.at(1)) / missed)
+
+
+def known_costs(engine: Engine, identity: Mapping[str, Any]) -> Costs:
+    """Of this machine, model and settings: as kept from an earlier start, if that still holds, or measured now."""
+    text = json.dumps(
+        {**identity, "version": __version__, "machine": platform.uname()[:5]}, sort_keys=True, default=str
+    )
+    path = hub.cache_dir() / "costs" / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        kept = Costs.of(json.loads(path.read_text())["costs"])
+        if _still_holds(engine, kept):
+            return kept
+    begun = time.perf_counter()
+    costs = calibrate(engine)
+    if time.perf_counter() - begun > WORTH_KEEPING_S:
+        _keep(path, {"costs": costs.document(), "of": json.loads(text)})
+    return costs
+
+
+def _still_holds(engine: Engine, costs: Costs) -> bool:
+    """Are a plain pass and a deeper one in the proportion that is kept? The machine as a whole may be slower or faster
+    than it was: that is made good."""
+    run = _Run(engine, np.random.default_rng(0))
+    length, depth = min(PROMPT, engine.max_length // 4), min(CHECKED_DEPTH, engine.max_depth)
+    factors = []
+    for drafted in (0, depth):
+        _, found = run.measure(1, drafted, length, STEPS)
+        factors.append(median(found.passes.get(drafted + 1) or [0.0]) / costs.passes.at(drafted + 1))
+    engine.reset_stats()
+    if min(factors) <= 0 or max(factors) > (1 + TOLERANCE) * min(factors):
+        return False
+    scale = sum(factors) / 2
+    for curve in (costs.passes, costs.drafts):
+        curve.seconds = [scale * value for value in curve.seconds]
+    return True
+
+
+def _keep(path: Path, document: dict[str, Any]) -> None:
+    """A cache that cannot be written is none."""
+    aside = path.with_suffix(f".{os.getpid()}")
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_text(json.dumps(document, indent=1))
+        aside.replace(path)

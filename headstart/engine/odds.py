@@ -1,0 +1,153 @@
+"""How likely drafted tokens are right, learned from what came of them.
+
+A drafter scores each of its tokens in 0..1 (a head: the token's own probability); scores are calibrated by counting.
+What a draft said is held against the tokens that came, verified or not: at depth 0 a guess still teaches something.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from headstart.core import GREEDY_BELOW, Draft, Sequence
+
+EDGES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+MIDDLES = tuple((low + high) / 2 for low, high in zip((0.0, *EDGES), (*EDGES, 1.0), strict=True))
+NO_SCORE = 0.5
+"""Score of a token whose drafter gives none."""
+PRIOR = 2.0
+"""Observations that a bin starts with: its score is right, and all bins are as frequent."""
+MEMORY = 2000.0
+"""Observations of a table after which older ones count half."""
+OWN_PRIOR = 6.0
+"""Expected hits of a sequence that it takes until its own record weighs as much as everybody's."""
+OWN_MEMORY = 24.0
+WARM = 0.85
+"""Temperatures from here on are one class, those below it down to greedy another."""
+
+
+@dataclass
+class Table:
+    """Bins of scores: how often each came, and how often the token was right then."""
+
+    tries: list[float] = field(default_factory=lambda: [PRIOR] * len(MIDDLES))
+    hits: list[float] = field(default_factory=lambda: [PRIOR * middle for middle in MIDDLES])
+    seen: float = 0.0
+    _bins: list[tuple[float, float]] = field(default_factory=list)
+
+    def learn(self, score: float, hit: bool) -> None:
+        place = bisect_right(EDGES, score)
+        self.tries[place] += 1
+        self.hits[place] += hit
+        self.seen += 1
+        self._bins = []
+        if self.seen > MEMORY:
+            self.tries, self.hits = [count / 2 for count in self.tries], [count / 2 for count in self.hits]
+            self.seen /= 2
+
+    def chance(self, score: float) -> float:
+        place = bisect_right(EDGES, score)
+        return self.hits[place] / self.tries[place]
+
+    @property
+    def mean(self) -> float:
+        return sum(self.hits) / sum(self.tries)
+
+    def bins(self) -> list[tuple[float, float]]:
+        """(share of all tokens, chance to be right) of each bin."""
+        if not self._bins:
+            whole = sum(self.tries)
+            self._bins = [(tries / whole, hits / tries) for tries, hits in zip(self.tries, self.hits, strict=True)]
+        return self._bins
+
+
+Key = tuple[str, int, bool]
+"""Drafter, class of temperature, first token of a draft or a later one."""
+
+
+@dataclass
+class _Own:
+    """A sequence's record with one drafter: hits, and those that the tables expected."""
+
+    hits: float = OWN_PRIOR
+    expected: float = OWN_PRIOR
+
+    @property
+    def factor(self) -> float:
+        return self.hits / self.expected
+
+    def learn(self, expected: float, hit: bool) -> None:
+        self.hits += hit
+        self.expected += expected
+        if self.expected > OWN_MEMORY:
+            self.hits, self.expected = self.hits / 2, self.expected / 2
+
+
+class Odds:
+    """Chances of drafted tokens, given that all tokens before them are right."""
+
+    def __init__(self) -> None:
+        self.tables: dict[Key, Table] = {}
+        self._own: dict[Sequence, dict[str, _Own]] = {}
+        self._open: dict[Sequence, tuple[int, list[Draft]]] = {}  # length of the text, and what was to follow
+
+    def table(self, sequence: Sequence, method: str, place: int) -> Table:
+        """Of a drafter's token at a place of its draft, counted from 0."""
+        return self.tables.setdefault((method, _warmth(sequence), place == 0), Table())
+
+    def factor(self, sequence: Sequence, method: str) -> float:
+        """How much more often than expected this drafter is right in this sequence."""
+        own = self._own.get(sequence, {}).get(method)
+        return own.factor if own else 1.0
+
+    def chance(self, sequence: Sequence, draft: Draft, place: int) -> float:
+        """That the token at `place` is right, if those before it are."""
+        table = self.table(sequence, draft.method, place)
+        return min(1.0, self.factor(sequence, draft.method) * table.chance(_score(draft, place)))
+
+    def drafted(self, sequence: Sequence, draft: Draft) -> None:
+        """Remember a draft, as it was before anything was cut from it; of several drafters there may be several."""
+        start, drafts = self._open.setdefault(sequence, (len(sequence.tokens), []))
+        if start == len(sequence.tokens) and not any(draft is other for other in drafts):
+            drafts.append(draft)
+
+    def came(self, sequence: Sequence) -> None:
+        """Tokens have been committed: hold the open drafts against them, as far as each was right and one further."""
+        start, drafts = self._open.pop(sequence, (0, ()))
+        for draft in drafts:
+            own = self._own.setdefault(sequence, {}).setdefault(draft.method, _Own())
+            for place, (guess, token) in enumerate(zip(draft.tokens, sequence.tokens[start:], strict=False)):
+                table, score, hit = self.table(sequence, draft.method, place), _score(draft, place), guess == token
+                own.learn(table.chance(score), hit)
+                table.learn(score, hit)
+                if not hit:
+                    break
+
+    def release(self, sequence: Sequence) -> None:
+        self._open.pop(sequence, None)
+        self._own.pop(sequence, None)
+
+    def seen(self, method: str) -> tuple[float, float]:
+        """(tries, share that was right) of a drafter's first tokens, of late."""
+        tables = [table for (name, _, first), table in self.tables.items() if name == method and first]
+        tries = sum(table.seen for table in tables)
+        return tries, sum(table.mean * table.seen for table in tables) / tries if tries else 0.0
+
+
+def chances(odds: Odds, sequence: Sequence, draft: Draft) -> Seq[float]:
+    """That the first 1, 2, ... tokens of a draft are all right."""
+    found, product = [], 1.0
+    for place in range(len(draft.tokens)):
+        product *= odds.chance(sequence, draft, place)
+        found.append(product)
+    return found
+
+
+def _score(draft: Draft, place: int) -> float:
+    return draft.scores[place] if place < len(draft.scores) else NO_SCORE
+
+
+def _warmth(sequence: Sequence) -> int:
+    temperature = sequence.row_constants.temperature
+    return 0 if temperature < GREEDY_BELOW else 1 if temperature < WARM else 2

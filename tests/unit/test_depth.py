@@ -1,0 +1,294 @@
+"""Costs, odds, and the depth that follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from support import SMALL, headed_model
+
+from headstart.api import LLM
+from headstart.config import AUTO, EngineConfig
+from headstart.core import Draft, Request, SamplingParams, Sequence
+from headstart.drafters._drafter import Wish
+from headstart.engine.calibrate import calibrate
+from headstart.engine.costs import KNOTS, Costs, Curve, Work
+from headstart.engine.depth import AutoDepth, Room
+from headstart.engine.odds import Odds
+
+FLAT = Curve.fit({1: [1.0], 8: [1.07], 64: [8.0]})
+"""A pass that waits for memory up to 8 rows, and computes from there on."""
+STEEP = Curve.fit({1: [1.0], 2: [2.0], 64: [64.0]})
+CHEAP_DRAFTS = Curve.fit({1: [0.02], 64: [0.3]})
+
+
+def sequence(tokens: int = 10, temperature: float = 0.0) -> Sequence:
+    params = SamplingParams(temperature=temperature, max_tokens=1000)
+    prompt = tuple(range(tokens))
+    request = Request(request_id="r", prompt_ids=prompt, params=params, seed=1, stop_ids=frozenset())
+    return Sequence(request, 0, list(prompt), 0)
+
+
+# Costs.
+
+
+def test_a_curve_goes_through_what_was_measured() -> None:
+    curve = Curve.fit({1: [3.0, 9.0, 3.1], 4: [4.0], 64: [64.0]})
+    assert [curve.at(n) for n in (1, 4, 64)] == pytest.approx([3.1, 4.0, 64.0])
+    assert curve.at(34) == pytest.approx(34.0)
+    assert curve.at(600) == pytest.approx(600.0)
+
+
+def test_more_rows_never_look_cheaper() -> None:
+    curve = Curve.fit({1: [3.0], 2: [2.0], 3: [3.5]})
+    assert curve.at(2) == 3.0
+
+
+def test_a_curve_learns_where_it_is_looked_at_and_drifts_elsewhere() -> None:
+    curve = Curve.fit({1: [1.0], 512: [512.0]})
+    for _ in range(200):
+        curve.learn(4, 5.0 / curve.at(4))
+    assert curve.at(4) == pytest.approx(5.0, rel=0.01)
+    assert 1.01 < curve.at(64) / 64 < 1.25
+
+
+def test_costs_survive_a_file() -> None:
+    costs = Costs(FLAT, CHEAP_DRAFTS, prompt_share=0.7, reach=1e-6, catch_up=1e-5)
+    assert Costs.of(costs.document()) == costs
+    with pytest.raises(ValueError, match="knots"):
+        Costs.of({**costs.document(), "knots": [1, 2]})
+    with pytest.raises(ValueError, match="sense"):
+        Costs.of({**costs.document(), "passes": [0.0] * len(KNOTS)})
+
+
+def test_a_calibration_measures_this_engine() -> None:
+    engine = LLM(headed_model("mimo"), EngineConfig(**SMALL)).engine
+    costs = calibrate(engine)
+    assert costs.passes.at(1) > 0
+    assert costs.passes.at(16) >= costs.passes.at(1)
+    assert costs.drafts.at(1) > 0
+    assert not engine.has_work
+    assert engine.stats.passes == 0
+
+
+# Odds.
+
+
+def draft_of(tokens: list[int], scores: list[float]) -> Draft:
+    return Draft(tokens, method="mtp", scores=scores)
+
+
+def learn(odds: Odds, each: Sequence, score: float, right: bool) -> None:
+    odds.drafted(each, draft_of([7 if right else 8], [score]))
+    each.tokens.append(7)
+    odds.came(each)
+
+
+def test_scores_are_calibrated() -> None:
+    odds, rng = Odds(), np.random.default_rng(0)
+    for _ in range(600):
+        score = float(rng.choice([0.15, 0.55, 0.97]))
+        learn(odds, sequence(), score, rng.random() < score / 2)
+    found = [odds.chance(sequence(), draft_of([7], [score]), 0) for score in (0.15, 0.55, 0.97)]
+    assert found == pytest.approx([0.075, 0.275, 0.485], abs=0.08)
+
+
+def test_nothing_is_learned_behind_a_miss() -> None:
+    odds, each = Odds(), sequence()
+    odds.drafted(each, draft_of([7, 8, 9], [0.5] * 3))
+    each.tokens += [7, 1, 9]
+    odds.came(each)
+    assert odds.table(each, "mtp", 0).seen == 1
+    assert odds.table(each, "mtp", 1).seen == 1  # the miss itself; the third token says nothing
+
+
+def test_a_sequence_has_a_record_of_its_own() -> None:
+    odds, good, bad = Odds(), sequence(), sequence()
+    for _ in range(40):
+        learn(odds, good, 0.5, True)
+        learn(odds, bad, 0.5, False)
+    assert odds.factor(good, "mtp") > 1.3
+    assert odds.factor(bad, "mtp") < 0.6
+    odds.release(bad)
+    assert odds.factor(bad, "mtp") == 1.0
+
+
+def test_temperatures_have_tables_of_their_own() -> None:
+    odds, cold, hot = Odds(), sequence(), sequence(temperature=1.0)
+    for _ in range(100):
+        learn(odds, cold, 0.5, True)
+        learn(odds, hot, 0.5, False)
+    assert odds.table(cold, "mtp", 0).mean > odds.table(hot, "mtp", 0).mean + 0.2
+
+
+# Depth, in a world that is known: costs do not change, and tokens come as `rate` says.
+
+
+class Known(Costs):
+    """Costs that nobody corrects."""
+
+    def passed(self, work: Work, seconds: float) -> None:
+        pass
+
+
+@dataclass
+class World:
+    """Sequences that are drafted for as the pilot says; the drafter's score is what its token's chance is."""
+
+    costs: Costs
+    count: int
+    rate: Callable[[np.random.Generator], float]
+    prompt_rows: int = 0
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(1))
+
+    def run(self, steps: int) -> tuple[float, float, float]:
+        """(seconds per token, tokens verified per step and sequence, share of the time spent on drafts), of the second
+        half."""
+        pilot = AutoDepth("mtp")
+        pilot.costs = self.costs
+        sequences = [sequence() for _ in range(self.count)]
+        seconds = drafting = 0.0
+        tokens = verified = 0
+        for step in range(2 * steps):
+            if step == steps:
+                seconds = drafting = 0.0
+                tokens = verified = 0
+            work = Work(self.count, self.prompt_rows)
+            wishes = pilot.wishes([Room(each, 8, 0) for each in sequences], work)
+            chances = {wish.sequence: self._draft(wish) for wish in wishes}
+            lengths = [len(wish.sequence.draft.tokens) for wish in wishes]
+            taken = self.costs.of_draft([sum(n > i for n in lengths) for i in range(max(lengths, default=0))], 0)
+            pilot.cut(wishes)
+            rows = self.count + sum(len(each.draft.tokens) for each in sequences)
+            took = self.costs.of_pass(Work(rows, self.prompt_rows))
+            emitted = sum(self._commit(pilot, each, chances.get(each, ())) for each in sequences)
+            pilot.stepped(Work(rows, self.prompt_rows), self.count, emitted, took, taken)
+            seconds, drafting, tokens = seconds + took + taken, drafting + taken, tokens + emitted
+            verified += rows - self.count
+        return seconds / tokens, verified / steps / self.count, drafting / seconds
+
+    def _draft(self, wish: Wish) -> Seq[float]:
+        wish.sequence.draft, chances = Draft(method="mtp"), []
+        if wish.gate is None or not wish.gate.starts:
+            return chances
+        while len(wish.sequence.draft.tokens) < wish.depth:
+            chances.append(self.rate(self.rng))
+            wish.sequence.draft.tokens.append(int(self.rng.random() < chances[-1]))  # 1 is right
+            wish.sequence.draft.scores.append(chances[-1])
+            if not wish.gate.goes_on(wish.sequence.draft):
+                break
+        return chances
+
+    def _commit(self, pilot: AutoDepth, each: Sequence, chances: Seq[float]) -> int:
+        accepted = next((i for i, token in enumerate(each.draft.tokens) if token != 1), len(each.draft.tokens))
+        each.tokens += [1] * (accepted + 1)
+        pilot.odds.came(each)
+        each.draft = Draft()
+        return accepted + 1
+
+
+def always(chance: float) -> Callable[[Any], float]:
+    return lambda rng: chance
+
+
+def confident(rng: np.random.Generator) -> float:
+    """Sure in half of the cases, clueless in the other."""
+    return float(rng.choice([0.03, 0.97]))
+
+
+def plain(costs: Costs, count: int) -> float:
+    return costs.of_pass(Work(count)) / count
+
+
+def test_free_rows_and_right_guesses_go_deep() -> None:
+    costs = Known(FLAT, CHEAP_DRAFTS)
+    per_token, depth, _ = World(costs, 1, always(0.97)).run(200)
+    assert depth > 5
+    assert per_token < 0.3 * plain(costs, 1)
+
+
+def test_wrong_guesses_cost_next_to_nothing() -> None:
+    costs = Known(FLAT, CHEAP_DRAFTS)
+    per_token, _, drafting = World(costs, 1, always(0.02)).run(400)
+    assert per_token < 1.01 * plain(costs, 1)
+    assert drafting < 0.01
+
+
+def test_dear_rows_are_left_alone() -> None:
+    costs = Known(STEEP, CHEAP_DRAFTS)
+    per_token, depth, _ = World(costs, 1, always(0.8)).run(300)
+    assert per_token < 1.01 * plain(costs, 1)
+    assert depth < 0.05
+
+
+def test_the_depth_falls_with_the_number_of_sequences() -> None:
+    depths = []
+    for count in (1, 2, 4, 8, 32):
+        costs = Known(FLAT, CHEAP_DRAFTS)
+        per_token, depth, _ = World(costs, count, always(0.6)).run(150)
+        assert per_token < 1.01 * plain(costs, count)
+        depths.append(depth)
+    assert depths[0] > 2
+    assert depths[-1] < 0.1
+    assert depths == sorted(depths, reverse=True)
+
+
+def test_never_far_from_the_best_fixed_depth() -> None:
+    costs = Known(Curve.fit({1: [1.0], 8: [1.6], 64: [9.0]}), Curve.fit({1: [0.08], 64: [0.8]}))
+    for rate in (0.3, 0.5, 0.7, 0.9):
+        fixed = [
+            (costs.of_pass(Work(1 + k)) + costs.of_draft([1] * k, 0)) / sum(rate**i for i in range(k + 1))
+            for k in range(9)
+        ]
+        per_token, _, _ = World(costs, 1, always(rate)).run(400)
+        assert per_token < 1.03 * min(fixed)
+
+
+def test_a_score_decides_over_each_draft() -> None:
+    """Half of the drafts are worthless: no fixed depth can do what looking at each of them does."""
+    costs = Known(Curve.fit({1: [1.0], 8: [3.0], 64: [20.0]}), CHEAP_DRAFTS)
+    per_token, _, _ = World(costs, 1, confident).run(400)
+    fixed = [
+        (costs.of_pass(Work(1 + k)) + costs.of_draft([1] * k, 0)) / sum(0.5**i for i in range(k + 1)) for k in range(5)
+    ]
+    assert per_token < 0.95 * min(fixed)
+
+
+def test_prompt_rows_make_rows_dearer() -> None:
+    costs = Known(FLAT, CHEAP_DRAFTS)
+    _, alone, _ = World(costs, 1, always(0.5)).run(150)
+    _, beside, _ = World(replace(costs), 1, always(0.5), prompt_rows=64).run(150)
+    assert beside < alone
+
+
+def test_what_a_head_must_make_up_for_has_to_pay() -> None:
+    pilot = AutoDepth("mtp")
+    pilot.costs = Known(FLAT, CHEAP_DRAFTS, catch_up=0.05)
+    each = sequence()
+    starts = [
+        pilot.wishes([Room(each, 8, missed)], Work(1))[0].gate.starts  # type: ignore[union-attr]
+        for missed in (0, 100, 100_000)
+    ]
+    assert starts == [True, True, False]
+
+
+# In the engine.
+
+
+def test_a_table_by_batch_size_limits_auto_too() -> None:
+    model = headed_model("mimo")
+    engine = LLM(model, EngineConfig(**SMALL, depth_by_batch="[[1, 2, 1], [3, 64, 0]]")).engine
+    assert [engine.config.depth_limit(n) for n in (1, 2, 3, 100)] == [1, 1, 0, 0]
+
+
+def test_auto_drafts_and_keeps_the_text() -> None:
+    model = headed_model("mimo")
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    texts = {}
+    for depth in (0, AUTO):
+        llm = LLM(model, EngineConfig(**SMALL, depth=depth))
+        texts[depth] = [done.token_ids for done in llm.generate(["one two three", "the"], params)]
+    assert texts[0] == texts[AUTO]
