@@ -33,7 +33,8 @@ class Table:
 
     tries: list[float] = field(default_factory=lambda: [PRIOR] * len(MIDDLES))
     hits: list[float] = field(default_factory=lambda: [PRIOR * middle for middle in MIDDLES])
-    seen: float = 0.0
+    seen: float = 0.0  # without the prior
+    right: float = 0.0
     _bins: list[tuple[float, float]] = field(default_factory=list)
 
     def learn(self, score: float, hit: bool) -> None:
@@ -41,10 +42,11 @@ class Table:
         self.tries[place] += 1
         self.hits[place] += hit
         self.seen += 1
+        self.right += hit
         self._bins = []
         if self.seen > MEMORY:
             self.tries, self.hits = [count / 2 for count in self.tries], [count / 2 for count in self.hits]
-            self.seen /= 2
+            self.seen, self.right = self.seen / 2, self.right / 2
 
     def chance(self, score: float) -> float:
         place = bisect_right(EDGES, score)
@@ -132,7 +134,7 @@ class Odds:
         """(tries, share that was right) of a drafter's first tokens, of late."""
         tables = [table for (name, _, first), table in self.tables.items() if name == method and first]
         tries = sum(table.seen for table in tables)
-        return tries, sum(table.mean * table.seen for table in tables) / tries if tries else 0.0
+        return tries, sum(table.right for table in tables) / max(tries, 1.0)
 
 
 def chances(odds: Odds, sequence: Sequence, draft: Draft) -> Seq[float]:

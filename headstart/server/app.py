@@ -20,7 +20,6 @@ from headstart.server.prepare import Formats
 from headstart.server.routes import router
 from headstart.server.state import State
 from headstart.server.watch import Watch
-from headstart.server.worth import needed_acceptance
 from headstart.text.parsers import format_in, make_parser
 
 MOST_BODY_BYTES = 16 * 2**20
@@ -43,7 +42,7 @@ class ServerConfig:
 def make_app(llm: LLM, config: ServerConfig) -> tuple[ASGIApp, Bridge]:
     """The application over a loaded model, and its engine thread, which runs while the application does."""
     names = config.names or (llm.model.name,)
-    bridge = Bridge(llm, Watch(llm.engine, names[0], needed_acceptance(llm)), config.max_queue)
+    bridge = Bridge(llm, Watch(llm.engine, names[0]), config.max_queue)
     template = "\n".join(llm.chat_template.sources.values()) if llm.chat_template else ""
     formats = Formats(
         config.tool_format or format_in(template, "tool_formats"),

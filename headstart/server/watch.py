@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from headstart.config import AUTO
 from headstart.engine.engine import Engine
 
 log = logging.getLogger("headstart.server")
@@ -22,22 +23,16 @@ BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.
 WHOLE = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600)
 JUDGED_AFTER = 400
 """Drafts over which a head is judged, again and again."""
-DEAD_BELOW = 1.02
-"""Acceptance length of a dead head."""
-MARGIN = 0.95
-"""A loss of less than 5 % is nothing to shout about."""
-LOSSES = 3
-"""So many judgements in a row that drafting costs more than it saves switch it off."""
+DEAD_BELOW = 0.02
+"""Accepted tokens per draft of a dead head."""
 
 
 @dataclass
 class Watch:
-    """Counts and times of one server. `needed`: the acceptance length from which on drafting pays (see server.worth).
-    `stepped` runs in the engine's thread, the rest on the event loop."""
+    """Counts and times of one server. `stepped` runs in the engine's thread, the rest on the event loop."""
 
     engine: Engine
     model: str
-    needed: float | None = None
     requests: dict[str, int] = field(default_factory=dict)  # finish reason -> choices
     prompt_tokens: int = 0
     generated_tokens: int = 0
@@ -53,7 +48,6 @@ class Watch:
         self._last_log = time.monotonic()
         self._last_emitted = 0
         self._last_drafts = self._judged = (0, 0)
-        self._losses = 0
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         made = Histogram(name, text, ("model_name",), registry=self.registry, buckets=buckets)
@@ -67,7 +61,7 @@ class Watch:
     def stepped(self, engine: Engine) -> None:
         """After every step: now and then a line, and a look at the head."""
         stats = engine.stats
-        if engine.judged.drafts - self._judged[0] >= JUDGED_AFTER and not self.spec_disabled:
+        if engine.drafter is not None and engine.depth:
             self._judge(engine)
         now = time.monotonic()
         if now - self._last_log < LOG_EVERY:
@@ -83,23 +77,21 @@ class Watch:
         )  # fmt: skip
 
     def _judge(self, engine: Engine) -> None:
-        stats = engine.judged
-        drafts, accepted = stats.drafts - self._judged[0], stats.accepted - self._judged[1]
-        self._judged = (stats.drafts, stats.accepted)
-        length = 1 + accepted / drafts
-        self._losses = self._losses + 1 if self.needed and length < MARGIN * self.needed else 0
-        if length < DEAD_BELOW:
-            why = f"THE HEAD IS DEAD: of {drafts} drafts {accepted} tokens were right"
-            self._disable(engine, why, "run `headstart inspect` and `headstart verify`: is it a head of this trunk?")
-        elif self._losses == LOSSES:
-            why = f"DRAFTING COSTS MORE THAN IT SAVES: acceptance length {length:.2f}, {self.needed:.2f} needed"
-            hint = "try a smaller --depth, --drafter ngram, or `headstart train --finetune` on text like yours"
-            self._disable(engine, why, hint)
-
-    def _disable(self, engine: Engine, why: str, hint: str) -> None:
-        self.spec_disabled = True
-        engine.depth = 0
-        log.error("%s. Drafting is off now; %s", why, hint)
+        """Of depth auto all guesses count, verified or not; else the drafts of the engine's own depth."""
+        if engine.depth == AUTO:
+            tries, rate = engine.pilot.odds.seen(engine.pilot.method)
+        else:
+            tries, accepted = engine.judged.drafts - self._judged[0], engine.judged.accepted - self._judged[1]
+            rate = accepted / max(tries, 1)
+        if tries < JUDGED_AFTER:
+            return
+        self._judged = (engine.judged.drafts, engine.judged.accepted)
+        if rate < DEAD_BELOW:
+            self.spec_disabled, engine.depth = True, 0
+            log.error(
+                "THE HEAD IS DEAD: of %d drafts %.1f %% began right. Drafting is off now; run `headstart inspect` and "
+                "`headstart verify`: is it a head of this trunk?", tries, 100 * rate,
+            )  # fmt: skip
 
 
 class _Counters(Collector):

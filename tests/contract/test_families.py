@@ -244,11 +244,11 @@ class Forced:
         self.truth = truth
         self.seen: dict[tuple[int, int], Tensor] = {}  # (length, draft step) -> logits
 
-    def __call__(self, logits: Tensor, entries: Any, token_ids: Any = None) -> Sampled:
+    def __call__(self, logits: Tensor, entries: Any, token_ids: Any = None, *, scored: bool = False) -> Sampled:
         for row, (sequence, position, prefix) in zip(logits, entries, strict=True):
             assert position == len(sequence.tokens) + len(prefix)
             self.seen[len(sequence.tokens), len(prefix)] = row
-        return Sampled(np.array([self.truth[position] for _, position, _ in entries]), ())
+        return Sampled(np.array([self.truth[position] for _, position, _ in entries]), [None] * len(entries))
 
 
 def test_every_native_head_has_its_formula_here() -> None:

@@ -124,6 +124,6 @@ def test_commands_take_them(acme: Path, capsys: pytest.CaptureFixture[str], tmp_
 def test_a_drafter_that_drafts_more_than_asked_is_a_bug(folders: None, acme: Path, tmp_path: Path) -> None:
     (tmp_path / "eager.py").write_text(code_of("Write a drafter")[1].replace("] * wish.depth", "] * (wish.depth + 1)"))
     with registry.search_path("drafters", tmp_path):
-        llm = LLM(str(acme), EngineConfig(**SMALL, drafter="eager"))
+        llm = LLM(str(acme), EngineConfig(**SMALL, drafter="eager", depth=3))
         with pytest.raises(AssertionError, match="drafts more than it was asked for"):
             llm.generate(["x"], SamplingParams(max_tokens=9, ignore_eos=True))

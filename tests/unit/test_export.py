@@ -67,12 +67,12 @@ def test_a_mimo_directory_says_and_drafts_the_same(tmp_path: Path, hidden_first:
         torch.testing.assert_close(step, again, rtol=1e-9, atol=1e-9)
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     prompts = [support.prompt_of(12, seed) for seed in range(3)]
-    llm = LLM(str(out), EngineConfig(**common))
+    llm = LLM(str(out), EngineConfig(depth=3, **common))
     assert llm.method == "mtp"
     texts = [[each.token_ids for each in llm.generate(prompts, params, depth=depth)] for depth in (0, 3)]
     assert texts[0] == texts[1]
     # the same head from a checkpoint of its own: the same drafts
-    apart = LLM(str(out), EngineConfig(head=str(out), **common))
+    apart = LLM(str(out), EngineConfig(head=str(out), depth=3, **common))
     assert [each.token_ids for each in apart.generate(prompts, params)] == texts[0]
     counts = [[each.speculation for each in one.generate(prompts, params)] for one in (llm, apart)]
     assert counts[0] == counts[1]

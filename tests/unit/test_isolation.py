@@ -154,10 +154,10 @@ def test_a_head_that_fails_ends_its_draft_only(rule: str, monkeypatch: pytest.Mo
     engine = make(agreeing_model(FAMILY), **settings)
     draw = engine.runner.draw
 
-    def draw_two(logits: Any, entries: Any, token_ids: Any = None) -> Any:
+    def draw_two(logits: Any, entries: Any, token_ids: Any = None, **more: Any) -> Any:
         broken = [row for row, (_, _, prefix) in enumerate(entries) if len(prefix) == 2]
         logits = logits.index_fill(0, logits.new_tensor(broken).long(), np.nan)
-        return draw(logits, entries, token_ids)
+        return draw(logits, entries, token_ids, **more)
 
     monkeypatch.setattr(engine.runner, "draw", draw_two)
     outputs = run(engine, neighbours())
