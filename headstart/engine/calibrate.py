@@ -151,7 +151,7 @@ def _still_holds(engine: Engine, costs: Costs) -> bool:
         return False
     scale = sum(factors) / 2
     for curve in (costs.passes, costs.drafts):
-        curve.seconds = [scale * value for value in curve.seconds]
+        curve.scale *= scale
     return True
 
 

@@ -23,9 +23,10 @@ MANY = 8
 
 @dataclass
 class Curve:
-    """Seconds by a count, piecewise linear between KNOTS and from 0 below and on beyond them."""
+    """Seconds by a count of 1 or more: `scale` times what is piecewise linear between KNOTS, and on beyond the last."""
 
     seconds: list[float]
+    scale: float = 1.0
 
     @classmethod
     def fit(cls, samples: Mapping[int, Seq[float]]) -> Self:
@@ -42,15 +43,16 @@ class Curve:
 
     def at(self, count: float) -> float:
         low, share = _place(count)
-        return self.seconds[low] + share * (self.seconds[low + 1] - self.seconds[low])
+        return self.scale * (self.seconds[low] + share * (self.seconds[low + 1] - self.seconds[low]))
 
     def learn(self, count: float, factor: float) -> None:
         """What was expected at `count` was wrong by `factor` (measured / expected)."""
         surprise = RATE * (min(max(factor, 1 / OUTLIER), OUTLIER) - 1)
         low, share = _place(count)
-        near = {low: 1 - share, low + 1: share} if 0 <= share <= 1 else {low + (share > 1): 1.0}
-        for i in range(len(KNOTS)):
-            self.seconds[i] *= 1 + surprise * max(near.get(i, 0.0), DRIFT)
+        share = min(share, 1.0)
+        self.scale *= 1 + DRIFT * surprise
+        self.seconds[low] *= 1 + (1 - DRIFT) * (1 - share) * surprise
+        self.seconds[low + 1] *= 1 + (1 - DRIFT) * share * surprise
 
 
 def _place(count: float) -> tuple[int, float]:
@@ -115,8 +117,8 @@ class Costs:
     def document(self) -> dict[str, Any]:
         return {
             "knots": list(KNOTS),
-            "passes": self.passes.seconds,
-            "drafts": self.drafts.seconds,
+            "passes": [self.passes.at(knot) for knot in KNOTS],
+            "drafts": [self.drafts.at(knot) for knot in KNOTS],
             "prompt_share": self.prompt_share,
             "reach": self.reach,
             "catch_up": self.catch_up,

@@ -96,11 +96,16 @@ class Odds:
 
     def table(self, sequence: Sequence, method: str, place: int) -> Table:
         """Of a drafter's token at a place of its draft, counted from 0."""
-        return self.tables.setdefault((method, _warmth(sequence), place == 0), Table())
+        key = (method, _warmth(sequence), place == 0)
+        found = self.tables.get(key)
+        if found is None:
+            found = self.tables[key] = Table()
+        return found
 
     def factor(self, sequence: Sequence, method: str) -> float:
         """How much more often than expected this drafter is right in this sequence."""
-        own = self._own.get(sequence, {}).get(method)
+        records = self._own.get(sequence)
+        own = records.get(method) if records else None
         return own.factor if own else 1.0
 
     def chance(self, sequence: Sequence, draft: Draft, place: int) -> float:
@@ -116,9 +121,15 @@ class Odds:
 
     def came(self, sequence: Sequence) -> None:
         """Tokens have been committed: hold the open drafts against them, as far as each was right and one further."""
-        start, drafts = self._open.pop(sequence, (0, ()))
+        opened = self._open.pop(sequence, None)
+        if opened is None:
+            return
+        start, drafts = opened
         for draft in drafts:
-            own = self._own.setdefault(sequence, {}).setdefault(draft.method, _Own())
+            records = self._own.setdefault(sequence, {})
+            own = records.get(draft.method)
+            if own is None:
+                own = records[draft.method] = _Own()
             for place, (guess, token) in enumerate(zip(draft.tokens, sequence.tokens[start:], strict=False)):
                 table, score, hit = self.table(sequence, draft.method, place), _score(draft, place), guess == token
                 own.learn(table.chance(score), hit)
