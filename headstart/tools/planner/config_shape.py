@@ -83,7 +83,7 @@ def _mixer(config: Config, kind: str) -> Attention:
 
 
 def grouped(config: Config, window: int) -> Attention:
-    """Query heads over fewer key and value heads. A model with recurrent layers gates its output: q is twice as wide."""
+    """Query heads over fewer key and value heads. Beside recurrent layers the output is gated: q is twice as wide."""
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     kv_heads = int(config.get("num_key_value_heads") or heads)
     size = int(config.get("head_dim") or hidden // heads)

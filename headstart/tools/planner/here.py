@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import secrets
 from collections.abc import Sequence as Seq
 from contextlib import suppress
@@ -148,4 +147,4 @@ def write(path: Path, measured: dict[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
         aside.write_text(json.dumps(measured, indent=1), "utf-8")
-        os.replace(aside, path)
+        aside.replace(path)

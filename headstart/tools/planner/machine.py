@@ -41,12 +41,12 @@ class Rates:
             return memory + compute
         # the same as (m^p + c^p)^(1/p), safe for any exponent
         long, short = max(memory, compute), min(memory, compute)
-        return long * float(1 + (short / long) ** self.overlap) ** (1 / self.overlap)
+        return float(long * (1 + (short / long) ** self.overlap) ** (1 / self.overlap))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A row of the catalogue. Bytes, bytes/s, dense operations/s; link: bytes/s in one direction, seconds of latency."""
+    """A row of the catalogue: bytes, bytes/s, dense TFLOP/s; link: bytes/s in one direction, seconds of latency."""
 
     name: str
     memory: float
@@ -135,7 +135,8 @@ def rates_of(device: Device, wanted: str) -> tuple[Rates, str]:
         f"{device.name}: {device.bandwidth / 1e9:.0f} GB/s and {peak / 1e12:.0f} TFLOP/s ({runs_in}, dense; "
         f"{device.source}), of which a {device.kind} reaches {shares['bandwidth']:.0%} and {shares['compute']:.0%} "
         f"(attention {shares['attention']:.0%} of bf16); {shares['kernel_us']} us for each kernel, "
-        f"{shares['step_us']} us for each step of the engine, {shares['draft_us']} us for each draft step: {shares['why']}"
+        f"{shares['step_us']} us for each step of the engine, {shares['draft_us']} us for each draft step: "
+        f"{shares['why']}"
     )
 
 
@@ -154,8 +155,8 @@ def make_machine(name: str, count: int, compute: str, *, tp: int | None = None, 
     notes = [said]
     if tp > 1:
         notes.append(
-            f"tensor parallel {tp}: two all-reduces a layer, {device.link_s * 1e6:.0f} us each and 2 (n - 1) / n of the "
-            f"bytes at {(device.link or 0) / 1e9:.0f} GB/s"
+            f"tensor parallel {tp}: two all-reduces a layer, {device.link_s * 1e6:.0f} us each and 2 (n - 1) / n of "
+            f"the bytes at {(device.link or 0) / 1e9:.0f} GB/s"
         )
     if ep > 1:
         notes.append(

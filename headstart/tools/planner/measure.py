@@ -132,4 +132,3 @@ class Passes:
 def cache_bytes(loaded: Loaded) -> int:
     """Bytes of keys and values of one position."""
     return sum(loaded.backend.kv_bytes(spec) for spec in loaded.decoder.kv_specs)
-

@@ -113,10 +113,11 @@ def first_token(model: Model, machine: Machine, prompt: int) -> float:
     return pass_seconds(model, machine, Work(1, prompt, prompt / 2, logit_rows=1)) + rates.step_s + rates.step_row_s
 
 
-def floor_seconds(model: Model, machine: Machine, batch: int, context: float) -> float:
-    """What no engine can beat: weights and cache of one plain pass at the full speed of all memories together."""
-    work = Work(batch, 1, context)
-    num_bytes = sum(
+def floor_bytes(model: Model, batch: int, context: float, depth: int) -> float:
+    """Bytes that a pass over depth + 1 rows of every sequence cannot do without: weights (of experts those expected to
+    be chosen) and caches, each read once."""
+    work = Work(batch, 1 + depth, context)
+    layers = sum(
         group.count
         * (
             group.attention.weights * model.bytes("attention")
@@ -126,8 +127,14 @@ def floor_seconds(model: Model, machine: Machine, batch: int, context: float) ->
         )
         for group in model.shape.layers
     )
-    num_bytes += model.shape.vocab * model.shape.hidden * model.bytes("lm_head")
-    return num_bytes / (machine.count * machine.device.bandwidth)
+    return layers + model.shape.vocab * model.shape.hidden * model.bytes("lm_head")
+
+
+def most_tokens_per_s(model: Model, machine: Machine, batch: int, context: float, depth: int) -> float:
+    """What no engine can beat: every draft stands, drafting is free, and all memories together read the bytes of a pass
+    at their full speed."""
+    num_bytes = floor_bytes(model, batch, context, depth)
+    return batch * (1 + depth) * machine.count * machine.device.bandwidth / num_bytes
 
 
 def dollars_per_million(price_per_hour: float, tokens_per_s: float) -> float:

@@ -68,7 +68,7 @@ class Model:
 
     def weight_bytes(self) -> dict[Part, float]:
         """Bytes of all weights by part; `head` without the LM head that it shares."""
-        found = {part: count * self.bytes(part) for part, count in self.shape.parameters().items() if part != "head"}
+        found: dict[Part, float] = {part: count * self.bytes(part) for part, count in self.shape.parameters().items()}
         head, drafting = self.shape.head, self.drafting()
         mlp = head.block.mlp
         found["head"] = (
@@ -83,7 +83,9 @@ def pass_costs(model: Model, machine: Machine, work: Work) -> list[Cost]:
     """A pass of the trunk, part by part. Sequences of different replicas run at the same time."""
     local = _local(machine, work)
     costs = [cost for group in model.shape.layers for cost in _layer_costs(model, machine, work, local, group)]
-    costs.append(_matrix(machine, "lm_head", model.shape.vocab * model.shape.hidden, local.num_logits, model.bytes("lm_head")))
+    costs.append(
+        _matrix(machine, "lm_head", model.shape.vocab * model.shape.hidden, local.num_logits, model.bytes("lm_head"))
+    )
     kernels = LAST_KERNELS + sum(g.count * (g.attention.kernels + g.mlp.kernels) for g in model.shape.layers)
     costs.append(Cost("fixed", seconds=machine.rates.pass_s + kernels * machine.rates.kernel_s))
     costs += _links(model, machine, work, local, model.shape.layers)
@@ -167,7 +169,9 @@ def _links(model: Model, machine: Machine, work: Work, local: Work, layers: tupl
         for group in (each for each in layers if each.mlp.experts):
             sent = work.num_rows / ep * group.mlp.active * model.shape.hidden * (ep - 1) / ep
             num_bytes = sent * (DISPATCH_BYTES + ACTIVATION_BYTES)
-            costs.append(Cost("all-to-all", group.count * num_bytes, 0.0, group.count * (2 * latency + num_bytes / link)))
+            costs.append(
+                Cost("all-to-all", group.count * num_bytes, 0.0, group.count * (2 * latency + num_bytes / link))
+            )
     return costs
 
 

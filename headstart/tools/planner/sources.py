@@ -159,4 +159,6 @@ def with_head(shape: Shape, path: Path) -> Shape:
     changed = replace(shape, head=Head(block=block, projection=2 * hidden * hidden, draft_vocab=draft_vocab))
     size = sum(tensor.nbytes for tensor in tensors.values()) / changed.parameters()["head"]
     notes = [note for note in shape.notes if "no MTP head" not in note]
-    return replace(changed, bytes_per_weight=shape.bytes_per_weight | {"head": size}, notes=(*notes, f"head: {path.name}"))
+    return replace(
+        changed, bytes_per_weight=shape.bytes_per_weight | {"head": size}, notes=(*notes, f"head: {path.name}")
+    )
