@@ -12,7 +12,7 @@ from headstart.cli.render import finish, print_table, progress
 
 EXAMPLES = (
     "headstart plan deepseek-v4 --gpu h200x4 --batch 1,4,8,32 --price-per-hour 3.31 --api-price 0.9",
-    "headstart plan qwen3.6-27b --gpu 4090 --weights int4 --acceptance 0.85,0.7,0.6 --context 8000",
+    "headstart plan ./my-model --gpu 4090 --weights int4 --acceptance 0.85,0.7,0.6 --context 8000",
     "headstart plan --gpu here --batch 1,8,32",
     "headstart plan --published",
 )

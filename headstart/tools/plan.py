@@ -72,6 +72,8 @@ class PlanOptions:
 def run(options: PlanOptions, progress: Progress = lambda done, total, text: None) -> Report:
     """Predict; `ok` is false when the weights do not fit. Raises UsageError or ModelError."""
     shape = find_shape(options.model, _file_weights(options))
+    if shape.max_length and options.context > shape.max_length:
+        raise UsageError(f"--context is {options.context}, but the model's context is {shape.max_length}")
     acceptances, said = _acceptances(options, shape)
     model, machine = _set_up(options, shape, progress)
     room = memory(model, machine, options.context)

@@ -21,7 +21,6 @@ from headstart.tools.planner.formats import weight_format
 from headstart.tools.planner.machine import HERE, Device, Machine, Rates
 from headstart.tools.planner.measure import (
     BATCHES,
-    CONTEXTS,
     ENGINE_DEPTH,
     PASSES_BUDGET_S,
     WORKS,
@@ -110,10 +109,10 @@ def calibrated(shape: Shape, measured: dict[str, Any]) -> tuple[Model, Machine]:
 
 
 def said(measured: dict[str, Any], rates: Rates) -> str:
-    draft = rates.measured_draft
+    draft, contexts = rates.measured_draft, sorted({each["context"] for each in measured["passes"]})
     return (
         f"here: {measured['cpu']}, {measured['threads']} threads, backend {measured['backend']}; fitted to passes of "
-        f"{' and '.join(map(str, BATCHES))} rows at contexts {' and '.join(map(str, CONTEXTS))}: "
+        f"{' and '.join(map(str, BATCHES))} rows at contexts {' and '.join(map(str, contexts))}: "
         f"{rates.bandwidth / 1e9:.1f} of {measured['read_bandwidth'] / 1e9:.1f} GB/s, "
         f"{rates.compute / 1e9:.0f} Gop/s in matrices, {rates.attention / 1e9:.0f} in attention, overlap exponent "
         f"{rates.overlap or 0:.1f}, {rates.pass_s * 1e3:.2f} ms for each pass; engine {rates.step_s * 1e3:.2f} ms a "

@@ -114,7 +114,24 @@ def from_checkpoint(checkpoint: Checkpoint, name: str) -> Shape:
     measured, unlikely = measured_bytes(shape, checkpoint.tensors)
     notes = [f"shape of {name}: config and tensor headers of {checkpoint.path.name}; {main} for the most part"]
     notes += [f"the tensors of {part} do not match the config's sizes; format {shape.weights}" for part in unlikely]
+    notes += undescribed(shape, checkpoint.tensors)
     return replace(shape, bytes_per_weight=measured).noted(*notes)
+
+
+def undescribed(shape: Shape, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Kinds of layers that the tensors' names show, but the metadata (of GGUF files, mostly) do not."""
+    recurrent = any(group.attention.state for group in shape.layers)
+    latent = any(group.attention.width and group.attention.splits == 1 for group in shape.layers)
+    shown = {
+        "recurrent": not recurrent and any("ssm" in name or "linear_attn" in name for name in tensors),
+        "latent": not latent and any("kv_a" in name for name in tensors),
+    }
+    return [
+        f"the file has {kind} attention that its metadata do not describe: its cache is overestimated; use a card or a "
+        "config.json"
+        for kind in shown
+        if shown[kind]
+    ]
 
 
 def measured_bytes(shape: Shape, tensors: Mapping[str, Tensor]) -> tuple[dict[Part, float], list[Part]]:
