@@ -3,8 +3,8 @@
     python benchmarks/plan_error.py                                      # the default model, 1 to 64 sequences and rows
     python benchmarks/plan_error.py --counts 1,2,4,8,16 --contexts 128,1024 --json errors.json
 
-Calibrates on passes of 1 and 8 sequences (and 8 rows of one) at contexts 128 and 1024, then times passes of other
-batches, rows and contexts in the same process and prints predicted against measured. Two kinds: `batch`, n sequences
+Times passes of many batches, rows and contexts in turns, calibrates on those of 1 and 8 sequences (and 8 rows of one)
+at contexts 128 and 1024 (marked *), and prints predicted against measured for all. Two kinds: `batch`, n sequences
 with one row each (decoding), and `rows`, n rows of one sequence (verification of n - 1 drafts). Run it on a quiet
 machine; filling the caches of 64 sequences of 4,096 positions takes several minutes and 7 GB.
 """
@@ -45,22 +45,26 @@ def main() -> int:
     args = parser.parse_args()
 
     config = EngineConfig(quantization=args.quantization)
-    works = [Work(n, 1, context) for context in args.contexts for n in args.counts]
+    works = [*WORKS]
+    works += [Work(n, 1, context) for context in args.contexts for n in args.counts]
     works += [Work(1, n, context) for context in args.contexts for n in args.counts if n > 1]
-    passes = Passes(load_model(args.model, config), config, (*WORKS, *works), progress)
+    works = list(dict.fromkeys(works))
+    passes = Passes(load_model(args.model, config), config, works, progress)
     timed = passes.time(works, args.seconds, progress)
-    model, machine = calibrated(find_shape(args.model), measure(passes, WORKS, progress))
+    model, machine = calibrated(
+        find_shape(args.model), measure(passes, {each: timed[each] for each in WORKS}, progress)
+    )
     print(file=sys.stderr)
 
     print(machine.assumptions[0])
     print(f"{'kind':6}{'n':>5}{'context':>9}{'measured ms':>13}{'predicted ms':>14}{'error':>8}")
     rows = []
-    for work, seconds in timed.items():
+    for work, seconds in sorted(timed.items(), key=lambda item: (item[0].rows > 1, item[0].context, item[0].num_rows)):
         predicted = pass_seconds(model, machine, work)
         kind = "batch" if work.rows == 1 else "rows"
         n, error = int(work.num_rows), predicted / seconds - 1
         rows.append({"kind": kind, "n": n, "context": work.context, "s": seconds, "predicted_s": predicted})
-        mark = "" if abs(error) <= TARGET else "  beyond"
+        mark = ("  *" if work in WORKS else "") + ("" if abs(error) <= TARGET else "  beyond")
         print(f"{kind:6}{n:5}{work.context:9.0f}{seconds * 1e3:13.2f}{predicted * 1e3:14.2f}{error:+8.1%}{mark}")
     errors = sorted(abs(row["predicted_s"] / row["s"] - 1) for row in rows)
     within = sum(error <= TARGET for error in errors)

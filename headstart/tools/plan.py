@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from headstart.config import MAX_DEPTH, EngineConfig
@@ -125,6 +125,7 @@ def _set_up(options: PlanOptions, shape: Shape, progress: Progress) -> tuple[Mod
     if count > 1 or options.tp not in (None, 1) or options.ep not in (None, 1):
         raise UsageError("--gpu here is this one machine", "leave the count, --tp and --ep out")
     config = EngineConfig(quantization=_here_weights(options.weights), kv_cache_dtype=_here_cache(options.kv_dtype))
+    shape = replace(shape, weights=options.weights or shape.weights)
     return machine_for(options.model, shape, config, measure_again=options.recalibrate, progress=progress)
 
 

@@ -13,9 +13,11 @@ from headstart.tools.planner.roofline import Model, Work, pass_seconds
 
 Vector = NDArray[np.float64]
 
-TRUSTED = 0.02
+TRUSTED = 0.03
 """Relative error of a measured pass."""
-SPREADS = {"bandwidth": 0.3, "compute": 2.0, "attention": 2.0, "overlap": 0.3, "pass_s": 1.0}
+SPREADS = {
+    "bandwidth": 0.3, "cache_bandwidth": 0.5, "compute": 2.0, "attention": 2.0, "overlap": 0.3, "pass_s": 0.3,
+}  # fmt: skip
 """How far, in log, the fit may move each rate from where it starts before that counts as much as one TRUSTED."""
 START_OVERLAP = 4.0
 START_PASS_S = 1e-4
@@ -40,7 +42,7 @@ def fit(points: Sequence[Point], model: Model, machine: Machine, read_bandwidth:
     if len(points) < 2:
         raise ValueError("a fit needs at least two measured passes")
     names = list(SPREADS)
-    start = np.log([read_bandwidth, *_start_rates(points, model), START_OVERLAP, START_PASS_S])
+    start = np.log([read_bandwidth, read_bandwidth, *_start_rates(points, model), START_OVERLAP, START_PASS_S])
     spreads = np.array([SPREADS[name] for name in names])
 
     def residuals(logs: Vector) -> Vector:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -44,18 +44,18 @@ def machine_for(
     if measured is None:
         loaded = load_model(model, config)
         longest = loaded.config.max_length - max(BATCHES)
-        works = tuple(replace(work, context=min(work.context, longest)) for work in WORKS)
-        measured = measure(Passes(loaded, config, tuple(dict.fromkeys(works)), progress), works, progress)
+        works = [replace(work, context=min(work.context, longest)) for work in WORKS]
+        passes = Passes(loaded, config, works, progress)
+        measured = measure(passes, passes.time(works, PASSES_BUDGET_S, progress), progress)
         write(path, measured)
     return calibrated(shape, measured)
 
 
-def measure(passes: Passes, works: Seq[Work], progress: Progress) -> dict[str, Any]:
-    """Everything a calibration needs, as a JSON document: seconds, bytes."""
+def measure(passes: Passes, timed: Mapping[Work, float], progress: Progress) -> dict[str, Any]:
+    """Everything a calibration needs, as a JSON document: seconds, bytes. `timed`: seconds of its passes."""
     loaded = passes.model
     progress(0, 1, "reading memory")
     bandwidth = loaded.backend.read_bandwidth(min(MOST_READ_BYTES, free_memory() // 4), READ_RUNS)
-    timed = passes.time(works, PASSES_BUDGET_S, progress)
     passes.release()
     depth = passes.engine.max_depth and min(ENGINE_DEPTH, passes.config.depth)
     plain = [(batch, passes.engine_seconds(batch, 0)["host"]) for batch in BATCHES]
@@ -113,7 +113,8 @@ def said(measured: dict[str, Any], rates: Rates) -> str:
     return (
         f"here: {measured['cpu']}, {measured['threads']} threads, backend {measured['backend']}; fitted to passes of "
         f"{' and '.join(map(str, BATCHES))} rows at contexts {' and '.join(map(str, contexts))}: "
-        f"{rates.bandwidth / 1e9:.1f} of {measured['read_bandwidth'] / 1e9:.1f} GB/s, "
+        f"{rates.bandwidth / 1e9:.1f} of {measured['read_bandwidth'] / 1e9:.1f} GB/s for weights and "
+        f"{(rates.cache_bandwidth or rates.bandwidth) / 1e9:.1f} for caches, "
         f"{rates.compute / 1e9:.0f} Gop/s in matrices, {rates.attention / 1e9:.0f} in attention, overlap exponent "
         f"{rates.overlap or 0:.1f}, {rates.pass_s * 1e3:.2f} ms for each pass; engine {rates.step_s * 1e3:.2f} ms a "
         f"step and {rates.step_row_s * 1e6:.0f} us a row"

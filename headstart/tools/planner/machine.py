@@ -24,6 +24,7 @@ class Rates:
     bandwidth: float
     compute: float
     attention: float
+    cache_bandwidth: float | None = None  # of keys and values; None: as the weights
     overlap: float | None = None  # exponent, of a measured machine; None: memory and compute overlap perfectly (max)
     kernel_s: float = 0.0
     pass_s: float = 0.0
@@ -34,7 +35,8 @@ class Rates:
 
     def seconds(self, num_bytes: float, operations: float, *, attention: bool = False) -> float:
         """Time of one part."""
-        memory, compute = num_bytes / self.bandwidth, operations / (self.attention if attention else self.compute)
+        bandwidth = (attention and self.cache_bandwidth) or self.bandwidth
+        memory, compute = num_bytes / bandwidth, operations / (self.attention if attention else self.compute)
         if self.overlap is None or not memory or not compute:
             return max(memory, compute)
         if attention:  # on a measured machine: a few rows over one key leave nothing to hide its arrival behind
