@@ -146,7 +146,7 @@ def _print_published(data: dict[str, Any]) -> None:
     print_table(("published", "figure", "is", "predicted", "error"), rows)
     before = ""
     for row in data["figures"]:
-        if not row["verdict"].startswith("explained"):
+        if not row["verdict"].startswith("within"):
             if (assumed := data["assumed"][row["who"]]) != before:
                 print(f"assumed: {assumed}")
             before = assumed

@@ -396,9 +396,8 @@ def test_errors_are_those_of_the_nearer_end_of_a_range(figures: list[dict[str, A
     assert row["error"] == pytest.approx(row["predicted"] / 110 - 1)
 
 
-def test_the_model_explains_single_machines_with_known_set_ups(figures: list[dict[str, Any]]) -> None:
-    for who in ("MTPLX, Qwen3.6-27B, M5 Max", "llama.cpp, Qwen3.6-27B, M2 Max", "llama.cpp, Qwen3.6-27B, 2 R9700"):
-        assert abs(figure(figures, who, "plain tok/s")["error"]) < 0.15
+def test_a_single_memory_bound_machine_is_predicted(figures: list[dict[str, Any]]) -> None:
+    assert abs(figure(figures, "MTPLX, Qwen3.6-27B, M5 Max", "plain tok/s")["error"]) < 0.15
 
 
 # The command

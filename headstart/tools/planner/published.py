@@ -26,8 +26,9 @@ from headstart.tools.planner.sources import find_shape
 
 DEFAULT_CONTEXT = 2048
 MOST_BATCH = 4096
-EXPLAINED = 0.25
-"""A prediction within this share of a published figure explains it."""
+CLOSE = 0.25
+"""A prediction within this share of a published figure is close; where much was assumed that may be luck."""
+WITHIN = "within"
 LIKELY_SHARE = 0.85
 """Engines do not get more than this of what the memories allow."""
 
@@ -117,8 +118,8 @@ class SetUp:
 
     def _verdict(self, error: float, rate: float, depth: int | None) -> str:
         missing = self._missing_memory()
-        if abs(error) <= EXPLAINED:
-            return f"explained{missing}"
+        if abs(error) <= CLOSE:
+            return f"{WITHIN} {CLOSE:.0%}{missing}"
         if depth is None:
             return f"predicted is {_times(error)} the figure{missing}"
         bound = most_tokens_per_s(self.model, self.machine, self.batch, self.context, depth)
