@@ -116,6 +116,17 @@ def pull(name: str | None = None, progress: Progress | None = None) -> Path:
     return resolve(name, progress)
 
 
+def is_repo(name: str) -> bool:
+    """Does a name look like a Hub repo id (org/model, or org/model@revision)?"""
+    return _REPO.fullmatch(name.partition("@")[0]) is not None
+
+
+def config_file(name: str) -> Path:
+    """config.json of a Hub repo, alone: what a model looks like without its weights. Raises UsageError."""
+    repo, _, revision = name.partition("@")
+    return _hub_file(repo, "config.json", revision)
+
+
 def _trunk_path(builtin: Builtin) -> Path:
     return cache_dir() / "models" / builtin.name / Path(builtin.trunk.member).name
 

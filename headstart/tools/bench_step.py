@@ -245,6 +245,11 @@ def profile(bench: Bench, progress: Progress) -> dict[str, Any]:
 
 def weight_bytes(model: Model) -> int:
     """Bytes of weights that every pass reads: all but an embedding table, of which it needs single rows."""
+    return held_bytes(model.decoder.layers, model.decoder.norm, model.decoder.lm_head)
+
+
+def held_bytes(*parts: Any) -> int:
+    """Bytes of all weights within modules, each counted once."""
     found: dict[int, int] = {}
 
     def visit(part: Any) -> None:
@@ -257,7 +262,7 @@ def weight_bytes(model: Model) -> int:
         else:
             found[id(part)] = int(getattr(part, "num_bytes", 0) or getattr(part, "nbytes", 0))
 
-    for part in (model.decoder.layers, model.decoder.norm, model.decoder.lm_head):
+    for part in parts:
         visit(part)
     return sum(found.values())
 

@@ -40,6 +40,9 @@ COMMANDS: dict[str, set[str]] = {
     | {"--temperatures", "--depths", "--drafters", "--batch-sizes", "--chunk-sizes", "--prefix-cache", "--seeds"}
     | {"--preemption", "--thread-counts"},
     "inspect": JSON | {"--head"},
+    "plan": JSON
+    | {"--gpu", "--batch", "--context", "--acceptance", "--depth", "--weights", "--kv-dtype", "--tp", "--ep"}
+    | {"--price-per-hour", "--api-price", "--recalibrate", "--published"},
     "data": ENGINE
     | JSON
     | {"--out", "--tokens", "--minutes", "--prompts", "--text", "--licence", "--only-prompts", "--language"}

@@ -1,0 +1,458 @@
+"""The roofline behind `headstart plan`: shapes, passes, depths, memory, cost, calibration, published figures."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headstart.cli.main import main
+from headstart.config import EngineConfig
+from headstart.errors import ModelError, UsageError
+from headstart.formats import open_checkpoint
+from headstart.tools import plan
+from headstart.tools.planner import acceptance, calibrate, here, published
+from headstart.tools.planner.config_shape import shape_of
+from headstart.tools.planner.formats import weight_format
+from headstart.tools.planner.machine import Device, Machine, Rates, find_device, make_machine, parse_gpu
+from headstart.tools.planner.predict import (
+    best,
+    break_even,
+    devices_needed,
+    dollars_per_million,
+    first_token,
+    memory,
+    most_tokens_per_s,
+    speed,
+)
+from headstart.tools.planner.roofline import Model, Work, draft_seconds, pass_costs, pass_seconds
+from headstart.tools.planner.shape import MLP
+from headstart.tools.planner.sources import card_names, cards, find_shape, from_checkpoint
+from headstart.tools.tiny import write_tiny
+
+Capture = pytest.CaptureFixture[str]
+SHARP = Rates(bandwidth=1e12, compute=1e14, attention=1e14)
+"""A machine without fixed costs: only bytes and operations count."""
+
+
+def model(name: str, weights: str | None = None, kv: float = 2) -> Model:
+    shape = find_shape(name, weights)
+    return Model(shape=shape, format=weight_format(shape.weights), kv=kv)
+
+
+def sharp(count: int = 1, tp: int | None = None, ep: int = 1, rates: Rates = SHARP) -> Machine:
+    device = Device(
+        name="sharp", memory=1e12, bandwidth=1e12, tflops={"bf16": 100}, kind="gpu", source="", link=1e11, link_s=1e-5
+    )
+    return Machine(device=device, rates=rates, count=count, tp=tp or count, ep=ep)
+
+
+# Shapes
+
+
+@pytest.mark.parametrize(
+    ("card", "total", "active"),
+    [
+        ("deepseek-v3", 671, 37),
+        ("deepseek-v4", 284, 13),
+        ("deepseek-v4-pro", 1600, 49),
+        ("glm-5.1", 744, 40),
+        ("glm-4.5", 355, 32),
+        ("qwen3.5-397b-a17b", 397, 17),
+        ("qwen3-30b-a3b", 30.5, 3.3),
+        ("gpt-oss-120b", 117, 5.1),
+        ("step-3.5-flash", 196, 11),
+        ("llama-2-7b", 6.74, 6.6),
+    ],
+)
+def test_a_cards_shape_has_the_published_number_of_parameters(card: str, total: float, active: float) -> None:
+    """In billions; published figures are rounded, and count embedding or not."""
+    shape = find_shape(card)
+    counts = shape.parameters()
+    chosen = sum(group.count * group.mlp.active * group.mlp.expert_weights for group in shape.layers)
+    assert sum(counts.values()) - counts["head"] == pytest.approx(total * 1e9, rel=0.02)
+    assert counts["attention"] + counts["mlp"] + counts["lm_head"] + chosen == pytest.approx(active * 1e9, rel=0.1)
+
+
+def test_the_head_of_a_card_has_its_published_size() -> None:
+    assert find_shape("qwen3.6-27b").parameters()["head"] * 2 == pytest.approx(811e6 + 40e6, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("card", "per_position"), [("deepseek-v3", 61 * 576), ("qwen3.6-27b", 16 * 2048), ("qwen3-30b-a3b", 48 * 1024)]
+)
+def test_cached_elements_grow_by_the_kinds_of_layers(card: str, per_position: int) -> None:
+    layers = find_shape(card).layers
+    kept = [sum(group.count * group.attention.kept(context) for group in layers) for context in (1000, 1001)]
+    assert kept[1] - kept[0] == per_position
+
+
+def test_windows_and_choices_bound_what_a_row_reads() -> None:
+    sliding = next(g.attention for g in find_shape("gpt-oss-120b").layers if g.attention.window)
+    chosen = find_shape("glm-5.1").layers[0].attention
+    assert sliding.read(100_000, 1) == sliding.read(128, 1) == 128 * sliding.width
+    assert chosen.entries(100_000) == 2048
+    assert chosen.read(100_000, 1) == 2048 * 576 + 100_000 * 128  # the indexer looks at every position
+
+
+def test_compressed_layers_keep_one_entry_for_many_positions() -> None:
+    coarse = next(g.attention for g in find_shape("deepseek-v4").layers if g.attention.stride == 128)
+    assert coarse.entries(128_000) == 128 + 1000
+
+
+def test_expected_experts() -> None:
+    mlp = MLP(weights=0, kernels=0, experts=64, active=4, expert_weights=1)
+    assert mlp.touched(1) == pytest.approx(4)
+    assert mlp.touched(2) == pytest.approx(4 + 4 * 60 / 64)
+    assert mlp.touched(10_000) == pytest.approx(64)
+
+
+def test_a_missing_size_is_named() -> None:
+    with pytest.raises(ModelError, match="no num_attention_heads"):
+        shape_of("made up", {"num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 8, "vocab_size": 8})
+
+
+# Passes
+
+
+def test_one_row_takes_the_bytes_over_the_bandwidth() -> None:
+    dense = model("llama-2-7b")
+    counts = dense.shape.parameters()
+    weights = 2 * (counts["attention"] + counts["mlp"] + counts["lm_head"])
+    cache = 2 * 32 * 8192 * 500
+    assert pass_seconds(dense, sharp(), Work(1, 1, 500)) == pytest.approx((weights + cache) / 1e12)
+
+
+def test_many_rows_take_the_operations_over_the_compute() -> None:
+    dense = model("llama-2-7b")
+    counts = dense.shape.parameters()
+    operations = 2 * 4096 * (counts["attention"] + counts["mlp"] + counts["lm_head"])
+    assert pass_seconds(dense, sharp(), Work(1, 4096, 0)) == pytest.approx(operations / 1e14)
+
+
+def test_rows_of_one_sequence_share_its_cache() -> None:
+    together, apart = (
+        {cost.name: cost.bytes for cost in pass_costs(model("llama-2-7b"), sharp(), work)}
+        for work in (Work(1, 8, 4096), Work(8, 1, 4096))
+    )
+    assert apart["cache"] == 8 * together["cache"]
+    assert apart["mlp"] == together["mlp"]
+
+
+def test_tensor_parallel_divides_bytes_and_adds_all_reduces() -> None:
+    one, four = (pass_costs(model("llama-2-7b"), sharp(count), Work(1, 1, 0)) for count in (1, 4))
+    by_name = {cost.name: cost.seconds for cost in four}
+    assert by_name["mlp"] == pytest.approx({cost.name: cost.seconds for cost in one}["mlp"] / 4)
+    latency, num_bytes = 65 * 1e-5, 65 * 2 * 3 / 4 * 4096 * 2
+    assert by_name["all-reduce"] == pytest.approx(latency + num_bytes / 1e11)
+
+
+def test_a_latent_cache_is_not_divided_among_devices() -> None:
+    one, four = (pass_costs(model("deepseek-v3"), sharp(count), Work(1, 1, 1000)) for count in (1, 4))
+    caches = [next(cost.bytes for cost in costs if cost.name == "cache") for costs in (one, four)]
+    assert caches[0] == caches[1]
+
+
+def test_expert_parallel_waits_for_the_busiest_device() -> None:
+    even, spread = (pass_costs(model("deepseek-v3"), sharp(8, ep=ep), Work(8, 1, 0)) for ep in (1, 8))
+    experts = [next(cost.bytes for cost in costs if cost.name == "experts") for costs in (even, spread)]
+    assert experts[0] < experts[1] < 8 * experts[0]
+    assert any(cost.name == "all-to-all" for cost in spread)
+
+
+def test_kernels_and_the_pass_have_fixed_costs() -> None:
+    slow = replace(SHARP, kernel_s=1e-3, pass_s=1.0)
+    quick, fixed = (pass_seconds(model("llama-2-7b"), sharp(rates=rates), Work(1, 1, 0)) for rates in (SHARP, slow))
+    assert fixed - quick == pytest.approx(1.0 + 1e-3 * (3 + 32 * (7 + 4)))
+
+
+def test_a_draft_step_reads_the_head_and_the_lm_head() -> None:
+    dense = model("qwen3.6-27b")
+    num_bytes = 2 * (dense.shape.parameters()["head"] + dense.shape.vocab * dense.shape.hidden)
+    assert draft_seconds(dense, sharp(), 1, 0) == pytest.approx(num_bytes / 1e12)
+
+
+def test_formats_that_leave_the_head_as_it_was() -> None:
+    assert model("qwen3.6-27b", "int4").weight_bytes()["head"] == model("qwen3.6-27b").weight_bytes()["head"]
+
+
+# Depths, memory, cost
+
+
+def test_expected_tokens() -> None:
+    assert acceptance.expected_tokens((0.5,), 3) == 1.875
+    assert acceptance.expected_tokens((0.9, 0.5), 2) == pytest.approx(2.35)
+    assert acceptance.expected_tokens((0.9,), 0) == 1
+
+
+def test_acceptances_of_lengths_give_the_lengths_again() -> None:
+    lengths = (1.8, 2.4, 2.7)
+    found = acceptance.of_lengths(lengths)
+    assert [acceptance.expected_tokens(found, depth) for depth in (1, 2, 3)] == pytest.approx(lengths)
+
+
+def test_an_acceptance_length_becomes_one_share() -> None:
+    found, _ = acceptance.parse("2.5", (2,))
+    assert acceptance.expected_tokens(found, 2) == pytest.approx(2.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("a", "not numbers"), ("4.5", "depth 3 gives 1 to 4"), ("-1", "0 and 1")]
+)
+def test_acceptances_that_make_no_sense(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        acceptance.parse(text, ())
+
+
+@pytest.mark.parametrize(("share", "depth"), [(0.0, 0), (1.0, 8)])
+def test_the_best_depth_follows_acceptance(share: float, depth: int) -> None:
+    dense = model("llama-2-7b")
+    assert best([speed(dense, sharp(), 1, 100, each, (share,)) for each in range(9)]).depth == depth
+
+
+def test_the_best_depth_falls_when_rows_cost_compute() -> None:
+    dense = model("llama-2-7b")
+    depths = [best([speed(dense, sharp(), b, 100, k, (0.7,)) for k in range(9)]).depth for b in (1, 32, 256)]
+    assert depths[0] > depths[1] > depths[2] == 0
+
+
+def test_memory() -> None:
+    dense = model("llama-2-7b")
+    room = memory(dense, sharp(), 1000)
+    assert room.weights == pytest.approx(sum(dense.weight_bytes().values()))
+    assert room.per_sequence == 33 * 8192 * 1000 * 2
+    assert room.max_batch == math.floor((0.9e12 - room.weights) / room.per_sequence)
+    assert memory(dense, make_machine("3060", 1, "bf16"), 1000).max_batch == 0
+
+
+def test_devices_that_weights_need() -> None:
+    assert devices_needed(model("glm-5.1", "fp8"), make_machine("h200", 1, "fp8")) == 6
+
+
+def test_first_token_grows_with_the_prompt() -> None:
+    dense, machine = model("llama-2-7b"), make_machine("4090", 1, "bf16")
+    assert 1.9 < first_token(dense, machine, 8000) / first_token(dense, machine, 4000) < 2.5
+
+
+def test_cost_of_a_million_tokens() -> None:
+    assert dollars_per_million(3.31, 1700) == pytest.approx(0.54, abs=0.001)
+    assert dollars_per_million(3.31, break_even(3.31, 0.27)) == pytest.approx(0.27)
+
+
+# Machines
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("h200x4", ("h200", 4)), ("H200", ("h200", 1)), ("mi300x", ("mi300x", 1)), ("mi300xx8", ("mi300x", 8)),
+     ("7900xtxx2", ("7900xtx", 2)), ("here", ("here", 1))],
+)  # fmt: skip
+def test_machines_by_name(text: str, found: tuple[str, int]) -> None:
+    assert parse_gpu(text) == found
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "division", "message"),
+    [("h2000", 1, {}, "catalogue"), ("h200", 4, {"tp": 3}, "divide"), ("h200", 4, {"ep": 2}, "all 4"),
+     ("m5-max", 2, {}, "interconnect")],
+)  # fmt: skip
+def test_machines_that_are_not(name: str, count: int, division: dict[str, int], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make_machine(name, count, "bf16", **division)
+
+
+def test_every_device_and_card_names_its_source() -> None:
+    assert all(find_device(name).source for name in ("h200", "b200", "h100", "a100-80g", "a6000", "rtx-6000-ada"))
+    assert all(find_device(name).source for name in ("3090", "4080", "4090", "5090", "7900xtx", "mi300x", "3060"))
+    assert all(cards()[name]["source"] for name in card_names())
+
+
+# Calibration
+
+
+TRUE = Rates(bandwidth=31e9, compute=5e11, attention=9e10, overlap=4.0, pass_s=2e-4)
+
+
+@pytest.fixture
+def small() -> Model:
+    config = {
+        "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+        "intermediate_size": 1536, "vocab_size": 49152, "tie_word_embeddings": True,
+    }  # fmt: skip
+    return Model(shape=shape_of("small", config), format=weight_format("q4_1"), kv=2)
+
+
+def measured(small: Model, *works: Work) -> list[calibrate.Point]:
+    return [calibrate.Point(work, pass_seconds(small, sharp(rates=TRUE), work)) for work in works]
+
+
+def worst(small: Model, rates: Rates, *works: Work) -> float:
+    pairs = [[pass_seconds(small, sharp(rates=each), work) for each in (rates, TRUE)] for work in works]
+    return max(abs(fitted / true - 1) for fitted, true in pairs)
+
+
+def test_two_passes_predict_the_others_at_their_context(small: Model) -> None:
+    rates = calibrate.fit(measured(small, Work(1, 1, 128), Work(1, 8, 128)), small, sharp(), 36e9)
+    assert worst(small, rates, *(Work(1, rows, 128) for rows in (1, 2, 3, 4, 6, 8, 16, 32, 64))) < 0.1
+
+
+def test_passes_at_two_contexts_predict_batches_and_contexts(small: Model) -> None:
+    works = [Work(batch, 1, context) for batch in (1, 8) for context in (128, 1024)]
+    points = measured(small, *works, Work(1, 8, 1024))
+    rates = calibrate.fit(points, small, sharp(), 36e9)
+    others = [Work(batch, 1, context) for batch in (2, 16, 64) for context in (128, 1024, 4096)]
+    assert worst(small, rates, *others, *(Work(1, rows, 4096) for rows in (4, 64))) < 0.05
+
+
+def test_one_pass_is_not_enough(small: Model) -> None:
+    with pytest.raises(ValueError, match="two"):
+        calibrate.fit(measured(small, Work(1, 1, 128)), small, sharp(), 36e9)
+
+
+def test_a_line_through_two_points() -> None:
+    assert calibrate.line((1, 3.0), (8, 10.0)) == (2.0, 1.0)
+    assert calibrate.line((1, 3.0), (8, 1.0)) == (3.0, 0.0)  # noise: no row takes less than no time
+
+
+@pytest.fixture
+def tiny_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    pytest.importorskip("headstart.kernels._native")
+    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(here, "MOST_READ_BYTES", 1 << 16)
+    monkeypatch.setattr(here, "PASSES_BUDGET_S", 0.1)
+    return str(write_tiny("mimo", tmp_path / "model"))
+
+
+def test_this_machine_is_measured_once(tiny_here: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = plan.run(plan.PlanOptions(model=tiny_here, context=100)).data
+    assert first["machine"]["name"] == "here"
+    assert first["machine"]["rates"]["measured_draft"] is not None
+    monkeypatch.setattr(here, "load_model", lambda *args: pytest.fail("measured again"))
+    assert plan.run(plan.PlanOptions(model=tiny_here, context=100)).data == first
+    here.cache_path(tiny_here, EngineConfig()).write_text("damaged")
+    with pytest.raises(pytest.fail.Exception):
+        plan.run(plan.PlanOptions(model=tiny_here, context=100))
+
+
+def test_more_than_the_models_context_is_refused(tiny_here: str) -> None:
+    with pytest.raises(UsageError, match="context is 512"):
+        plan.run(plan.PlanOptions(model=tiny_here, context=513))
+
+
+# Checkpoints
+
+
+def test_bytes_of_a_checkpoint_are_its_tensors(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write_tiny("qwen3", tmp_path / "model"))
+    shape = from_checkpoint(checkpoint, "tiny")
+    found = Model(shape=shape, format=weight_format("bf16"), kv=2).weight_bytes()
+    whole = sum(tensor.nbytes for name, tensor in checkpoint.tensors.items() if name != "model.norm.weight")
+    assert sum(found.values()) - found["head"] == pytest.approx(whole)
+
+
+def test_layers_that_the_metadata_do_not_describe_are_noted(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write_tiny("qwen3", tmp_path / "model"))
+    checkpoint.tensors["blk.0.ssm_out.weight"] = checkpoint.tensors["lm_head.weight"]
+    assert any("recurrent" in note for note in from_checkpoint(checkpoint, "tiny").notes)
+
+
+def test_a_lone_config_is_enough(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(cards()["glm-4.5"]["config"]))
+    assert find_shape(str(tmp_path)).parameters() == find_shape("glm-4.5").parameters()
+
+
+# Published figures
+
+
+@pytest.fixture(scope="module")
+def figures() -> list[dict[str, Any]]:
+    return list(plan.compare_published().data["figures"])
+
+
+def figure(figures: list[dict[str, Any]], who: str, what: str) -> dict[str, Any]:
+    return next(row for row in figures if row["who"] == who and row["what"] == what)
+
+
+def test_every_published_point_is_predicted_or_says_why_not(figures: list[dict[str, Any]]) -> None:
+    compared = {row["who"] for row in figures}
+    for point in published.documents():
+        assert point["unknown"] if "unknown" in point else point["who"] in compared and point["assumed"]
+
+
+def test_one_stream_cannot_be_faster_than_memory(figures: list[dict[str, Any]]) -> None:
+    row = figure(figures, "DeepSeek V4 FP8, H200, batch 1", "plain tok/s")
+    served = model("deepseek-v4", "fp8")
+    assert most_tokens_per_s(served, make_machine("h200", 4, "fp8"), 1, 2048, 0) < 1700
+    assert row["verdict"].startswith("impossible for one stream")
+    assert "as a total of about" in row["verdict"]
+
+
+def test_errors_are_those_of_the_nearer_end_of_a_range(figures: list[dict[str, Any]]) -> None:
+    row = figure(figures, "Qwen3.6-27B AWQ, 24 GB", "MTP tok/s")
+    assert row["error"] == pytest.approx(row["predicted"] / 110 - 1)
+
+
+def test_a_single_memory_bound_machine_is_predicted(figures: list[dict[str, Any]]) -> None:
+    assert abs(figure(figures, "MTPLX, Qwen3.6-27B, M5 Max", "plain tok/s")["error"]) < 0.15
+
+
+# The command
+
+
+def test_json(capsys: Capture) -> None:
+    arguments = "plan deepseek-v4 --gpu h200x4 --batch 1,32 --price-per-hour 3.31 --api-price 0.9 --json"
+    assert main(arguments.split()) == 0
+    data = json.loads(capsys.readouterr().out)
+    one, many = data["batches"]
+    assert one["plain"]["step_ms"] < many["plain"]["step_ms"]
+    assert one["with_mtp"][0]["depth"] == one["best_depth"] > 0
+    per_hour = 4 * 3.31
+    rate = many["plain"]["tokens_per_s"]
+    assert many["plain"]["dollars_per_million"] == pytest.approx(per_hour / 3600 / rate * 1e6)
+    assert data["break_even"][0]["tokens_per_s"] == pytest.approx(per_hour / 3600 / 0.9 * 1e6)
+    assert any("GB/s" in text for text in data["assumptions"])
+
+
+def test_text_says_how_to_give_a_price(capsys: Capture) -> None:
+    assert main(["plan", "qwen3.6-27b", "--gpu", "4090", "--weights", "int4", "--depth", "1,3"]) == 0
+    shown = capsys.readouterr().out
+    assert "--price-per-hour" in shown
+    assert "$/M" not in shown
+
+
+def test_what_does_not_fit_is_a_no(capsys: Capture) -> None:
+    assert main(["plan", "glm-5.1", "--gpu", "h200x4"]) == 1
+    assert "6 devices hold the weights" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("deepseek-v4 --gpu h200x4 --api-price 0.9", "not what the machine costs"),
+        ("deepseek-v4 --gpu h200x4 --price-per-hour -1", "a price is above 0"),
+        ("deepseek-v4 --gpu h200x4 --price-per-hour x", "valid number"),
+        ("deepseek-v5 --gpu h200x4", "did you mean deepseek-v"),
+        ("deepseek-v4 --gpu toaster", "not in the catalogue"),
+        ("deepseek-v4", "card without weights"),
+        ("deepseek-v4 --gpu h200x4 --weights int3", "known: bf16"),
+        ("deepseek-v4 --gpu h200x4 --kv-dtype int3", "known: float32"),
+        ("deepseek-v4 --gpu h200x4 --batch 0", "at least 1"),
+        ("deepseek-v4 --gpu h200x4 --depth 99", "0 to 16"),
+        ("deepseek-v4 --gpu h200x4 --context 0", "at least 1"),
+        ("deepseek-v4 --gpu h200x4 --recalibrate", "--gpu here"),
+    ],
+)
+def test_bad_input(arguments: str, message: str, capsys: Capture) -> None:
+    assert main(["plan", *arguments.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_published_prints_a_table(capsys: Capture) -> None:
+    assert main(["plan", "--published"]) == 0
+    shown = capsys.readouterr().out
+    assert "impossible for one stream" in shown
+    assert "not predicted:" in shown
