@@ -83,7 +83,7 @@ def locate_all(folder: Path) -> dict[str, Stored]:
 
 @dataclass(frozen=True)
 class Planned:
-    """A tensor to be written. `pieces` yields arrays that hold its little-endian bytes in order, when its turn comes."""
+    """A tensor to be written. `pieces` yields arrays that hold its little-endian bytes in order, when it is written."""
 
     name: str
     dtype: str

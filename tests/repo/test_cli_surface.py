@@ -48,6 +48,7 @@ COMMANDS: dict[str, set[str]] = {
     | {"--out", "--data", "--prompts", "--minutes", "--tokens", "--depth", "--draft-vocab", "--threads", "--seed"}
     | {"--modules", "--device", "--restart", "--kind", "--finetune", "--head"},
     "export": JSON | {"--to", "--out", "-o", "--head", "--model-type", "--force"},
+    "graft": JSON | {"--out", "-o", "--from", "--strip", "--quantize-head", "--force"},
     "pull": JSON,
     "doctor": JSON,
     "bench": set(),

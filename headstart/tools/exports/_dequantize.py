@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.errors import ModelError
-from headstart.formats._stream import Planned, Stored
+from headstart.formats._stream import Planned, Stored, copied
 from headstart.formats.base import make_tensor
 from headstart.formats.safetensors import bfloat16
 
@@ -33,6 +33,7 @@ CODES = ("F8_E4M3", "F8_E5M2", "I8", "U8")
 FLOAT4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 """The sixteen values of FP4 E2M1."""
 FLOAT4_GROUP = 32
+AGAIN = "is a shard missing? download the model again"
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,48 @@ def _misfit(weight: Stored, scale: Stored, sizes: tuple[int, int] | None = None)
         f"the scales {scale.name} {list(scale.shape)} do not fit the blocks{of} of {weight.name} {list(weight.shape)}",
         "quantization_config.weight_block_size and the tensors must agree",
     )
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Tensors with nothing quantized left. `converted`: names of those that were; `scales`: what scaled them."""
+
+    planned: list[Planned]
+    converted: list[str]
+    scales: set[str]
+    notes: list[str]
+
+
+def make_plain(
+    names: Mapping[str, str], tensors: Mapping[str, Stored], block: tuple[int, int] | None, described: bool = False
+) -> Plain:
+    """Plan tensors (name -> new name), quantized ones turned back. `described`: another file says how integers are to
+    be read, so that their scales stay. ModelError for packings, for codes without scales and scales without codes."""
+    if packed := next((name for name in names if name.rpartition(".")[2] in PACKED), None):
+        raise ModelError(f"{packed} belongs to a packing that is not turned back here", "take the unquantized model")
+    plain = Plain([], [], set(), [])
+    for name, new in names.items():
+        scale = scale_of(name, tensors)
+        if scale is not None and (not described or scale.name.endswith("_scale_inv")):
+            plain.planned.append(planned(new, pair(tensors[name], scale, block)))
+            plain.converted.append(name)
+            plain.scales.add(scale.name)
+        elif described or not (is_scale(name, tensors) or name.endswith(PASSED_OVER)):
+            plain.planned.append(copied(new, tensors[name]))
+    if not described:
+        _check_left(names, tensors, plain)
+    return plain
+
+
+def _check_left(names: Mapping[str, str], tensors: Mapping[str, Stored], plain: Plain) -> None:
+    for name in names:
+        scales = is_scale(name, tensors)
+        if scales and name not in plain.scales:
+            raise ModelError(f"{name} scales a weight that is not there", AGAIN)
+        if not scales and tensors[name].dtype in CODES and name not in plain.converted:
+            raise ModelError(f"{name} is {tensors[name].dtype}, but no scales stand beside it", AGAIN)
+    if dropped := [name for name in names if name.endswith(PASSED_OVER)]:
+        plain.notes.append(f"{len(dropped)} scales of activations were left out")
 
 
 def planned(name: str, quantized: Quantized) -> Planned:

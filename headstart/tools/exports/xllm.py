@@ -13,7 +13,7 @@ from typing import Any
 
 from headstart.errors import ModelError
 from headstart.formats._json import read_object
-from headstart.formats._stream import INDEX, Planned, Stored, copied
+from headstart.formats._stream import INDEX, Planned, Stored
 from headstart.tools.exports import _dequantize as dequantize
 from headstart.tools.exports._detect import count_modules, detect_model_type, draft_config, nested, positive
 from headstart.tools.exports._directory import Directory
@@ -24,7 +24,6 @@ from headstart.tools.exports._source import Request
 HELP = "xllm (the MTP module alone, as xLLM's export_mtp.py writes it)"
 SHARD = "mtp_layer_parameters.safetensors"
 DESCRIPTION = "quant_model_description.json"
-_AGAIN = "is a shard missing? download the model again"
 ROTATION = {"rot.weight": "model.rot.weight"}
 USE = "xllm --draft_model {out} --num_speculative_tokens 1"
 
@@ -129,7 +128,7 @@ def _check_whole(source: Directory, layout: Layout, rests: set[str]) -> None:
     if experts and (absent := sorted(set(range(int(promised))) - experts)):
         raise ModelError(
             f"{source.name}: the MTP module has {len(experts)} of {promised} experts; {absent[0]} is missing",
-            _AGAIN,
+            dequantize.AGAIN,
         )
 
 
@@ -147,46 +146,19 @@ def _check_shared(source: Directory, layout: Layout) -> None:
 
 def _write_plain(source: Directory, layout: Layout, names: Mapping[str, str], cut: Cut) -> None:
     """Fill `cut.planned`."""
-    if packed := next((name for name in names if name.rpartition(".")[2] in dequantize.PACKED), None):
-        hint = "export the unquantized model: the head is the same"
-        raise ModelError(f"{packed} belongs to a packing that xLLM's draft config has no word for", hint)
     described = (source.path / DESCRIPTION).exists()  # then the engine reads scales by it
-    plain: list[str] = []
-    used: set[str] = set()
-    for name, new in names.items():
-        scale = dequantize.scale_of(name, source.tensors)
-        if scale is not None and (not described or scale.name.endswith("_scale_inv")):
-            pair = dequantize.pair(source.tensors[name], scale, _block_size(source, layout))
-            cut.planned.append(dequantize.planned(new, pair))
-            used.add(scale.name)
-            plain.append(name)
-        elif described or not (dequantize.is_scale(name, source.tensors) or name.endswith(dequantize.PASSED_OVER)):
-            cut.planned.append(copied(new, source.tensors[name]))
-    _check_scales(source, names, cut, used)
-    if plain and not (layout.fp8_blocks and all(name.endswith("_scale_inv") for name in used)):
+    plain = dequantize.make_plain(names, source.tensors, _block_size(source, layout), described)
+    cut.planned += plain.planned
+    cut.notes += plain.notes
+    if plain.converted and not (layout.fp8_blocks and all(name.endswith("_scale_inv") for name in plain.scales)):
         cut.notes.append(
-            f"{len(plain)} quantized tensors were turned into bfloat16; export_mtp.py copies them without their scales"
+            f"{len(plain.converted)} quantized tensors were turned into bfloat16; export_mtp.py copies them without "
+            "their scales"
         )
-    coded = [name for name in names if cut.tensors[name].dtype in dequantize.CODES and name not in plain]
-    if not described and (lone := [name for name in coded if not dequantize.is_scale(name, source.tensors)]):
-        raise ModelError(f"{lone[0]} is {cut.tensors[lone[0]].dtype}, but no scales stand beside it", _AGAIN)
-
-
-def _check_scales(source: Directory, names: Mapping[str, str], cut: Cut, used: set[str]) -> None:
-    """Scales of nothing mean that a weight is missing."""
-    left = [name for name in names if dequantize.is_scale(name, source.tensors) and name not in used]
-    if left and not (source.path / DESCRIPTION).exists():
-        raise ModelError(f"{left[0]} scales a weight that is not there", _AGAIN)
-    if dropped := [name for name in names if name.endswith(dequantize.PASSED_OVER)]:
-        cut.notes.append(f"{len(dropped)} scales of activations were left out")
 
 
 def _block_size(source: Directory, layout: Layout) -> tuple[int, int] | None:
-    quantization = _text(source, "quantization_config")
-    declared = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
-    if isinstance(declared, list) and len(declared) == 2 and all(map(positive, declared)):
-        return int(declared[0]), int(declared[1])
-    return (128, 128) if layout.fp8_blocks else None
+    return source.weight_block_size or ((128, 128) if layout.fp8_blocks else None)
 
 
 def _description(source: Directory) -> dict[str, Any]:
