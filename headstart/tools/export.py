@@ -7,11 +7,18 @@ from pathlib import Path
 
 from headstart.core import Report
 from headstart.errors import UsageError
-from headstart.tools.exports import vllm_eagle3, vllm_mtp, xllm
+from headstart.tools.exports import gguf, speculators, vllm_eagle, vllm_eagle3, vllm_mtp, xllm
 from headstart.tools.exports._plan import Progress, carry_out, check_target
 from headstart.tools.exports._source import Request
 
-LAYOUTS = {"xllm": xllm, "vllm-mimo": vllm_mtp, "vllm-eagle3": vllm_eagle3}
+LAYOUTS = {
+    "xllm": xllm,
+    "vllm-mimo": vllm_mtp,
+    "vllm-eagle": vllm_eagle,
+    "vllm-eagle3": vllm_eagle3,
+    "speculators": speculators,
+    "gguf": gguf,
+}
 DEFAULT = "xllm"
 
 

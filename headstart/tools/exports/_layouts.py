@@ -154,6 +154,27 @@ UNLIKE = {
 """Model types that share a name with one of LAYOUTS, and why they are not it."""
 
 
+EAGLE_TYPES = ("deepseek_v3",)
+"""Types whose module is an EAGLE drafter of vLLM: EagleDeepSeekMTPModel. V3.2's block wants an indexer it has not."""
+SPECULATORS_TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Types of text models for which speculators has an MTP layer."""
+GGUF_ARCHITECTURES = (
+    "qwen35", "qwen35moe", "qwen3next", "qwen4exp", "glm4moe", "deepseek2", "deepseek32", "glm-dsa", "mimo2",
+    "nemotron_h_moe", "step35", "hy-v3", "bailingmoe3", "cohere2moe",
+)  # fmt: skip
+"""Architectures of llama.cpp with a graph for their MTP blocks."""
+GGUF_WITHOUT = {
+    "deepseek_v3": "its converter drops the module",
+    "kimi_k2": "its converter drops the module",
+    "mimo": "its converter does not know the type",
+    "ernie4_5_moe": "its converter drops the module",
+    "longcat_flash": "its converter does not know the type",
+    "exaone_moe": "the module is converted, but not run",
+    "glm5_next": "its graph is not written yet",
+}
+"""Types whose head no file for llama.cpp can hold, and why."""
+
+
 def layout_of(model_type: str) -> Layout:
     """Raises ModelError for a type that is not declared here."""
     if model_type in LAYOUTS:

@@ -33,6 +33,7 @@ class Plan:
     copies: dict[str, Path] = field(default_factory=dict)
     links: dict[str, Path] = field(default_factory=dict)
     writers: dict[str, Callable[[Path], None]] = field(default_factory=dict)  # other formats
+    other_bytes: int = 0  # of `writers`
     notes: list[str] = field(default_factory=list)
     use: str = ""
     data: dict[str, Any] = field(default_factory=dict)
@@ -41,7 +42,7 @@ class Plan:
     def nbytes(self) -> int:
         """Bytes of tensors and copies: what takes room and time."""
         planned = sum(each.nbytes for tensors in self.tensors.values() for each in tensors)
-        return planned + sum(path.stat().st_size for path in self.copies.values())
+        return planned + self.other_bytes + sum(path.stat().st_size for path in self.copies.values())
 
 
 def as_json(document: Any, *, indent: int = 2, sort: bool = False) -> str:
@@ -87,6 +88,7 @@ def carry_out(plan: Plan, out: Path, progress: Progress) -> int:
             write_stream(aside / name, tensors, plan.metadata, meter.wrote)
         for name, writer in plan.writers.items():
             writer(aside / name)
+        meter.wrote(plan.other_bytes)
     return sum(path.stat().st_size for path in out.iterdir())
 
 
@@ -124,8 +126,8 @@ def _link(source: Path, target: Path) -> None:
 def check_room(out: Path, nbytes: int) -> None:
     """Raises CapacityError when the file system has less free."""
     existing = next(folder for folder in out.absolute().parents if folder.exists())
-    free = shutil.disk_usage(existing).free
-    if free < nbytes:
+    total, _, free = shutil.disk_usage(existing)
+    if total and free < nbytes:
         raise CapacityError(f"{out} needs {nbytes / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free", "make room")
 
 

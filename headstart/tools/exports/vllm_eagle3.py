@@ -6,7 +6,6 @@ from headstart.errors import ModelError
 from headstart.tools.exports._plan import Plan
 from headstart.tools.exports._source import Request
 
-HELP = "vllm-eagle3 (an EAGLE-3 head)"
 USE = (
     "vllm serve MODEL --speculative-config "
     """'{{"method": "eagle3", "model": "{out}", "num_speculative_tokens": 3}}'"""

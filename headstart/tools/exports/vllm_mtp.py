@@ -24,7 +24,6 @@ from headstart.tools.exports._plan import Plan
 from headstart.tools.exports._source import Request, Source, text_side
 
 Convert = Callable[[NDArray[np.float32]], NDArray[np.float32]]
-HELP = "vllm-mimo (trunk and MTP head as one MiMo checkpoint)"
 USE = (
     "vllm serve {out} --trust-remote-code --speculative-config "
     """'{{"method": "mtp", "num_speculative_tokens": 3}}'"""

@@ -21,7 +21,6 @@ from headstart.tools.exports._layouts import Layout, layout_of
 from headstart.tools.exports._plan import Plan, as_json, index_text
 from headstart.tools.exports._source import Request
 
-HELP = "xllm (the MTP module alone, as xLLM's export_mtp.py writes it)"
 SHARD = "mtp_layer_parameters.safetensors"
 DESCRIPTION = "quant_model_description.json"
 ROTATION = {"rot.weight": "model.rot.weight"}
