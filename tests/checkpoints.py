@@ -11,7 +11,6 @@ import numpy as np
 
 from headstart.formats.safetensors import Array, save
 
-SIZES = {"F32": 4, "BF16": 2, "F8_E4M3": 1, "F8_E8M0": 1, "I8": 1}
 Raw = tuple[str, tuple[int, ...], bytes]
 
 

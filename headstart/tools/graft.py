@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -71,7 +71,7 @@ def run(options: GraftOptions, progress: Progress = lambda done, total, text: No
     data = {"out": str(options.out), "bytes": size, "notes": plan.notes, **plan.data}
     lines = [f"{options.out}: {size / 1e6:.0f} MB, {plan.data['what']}", *(f"note: {note}" for note in plan.notes)]
     if base is not None:
-        data["acceptance"] = found = measure(options.out)
+        data["acceptance"] = found = measure(options.out, progress)
         lines.append(found["verdict"])
         _add_to_provenance(options.out, found)
     return Report(True, data, lines)
@@ -228,7 +228,9 @@ def _write_index(plan: Plan, target: Directory, head: set[str], added: Mapping[s
     plan.texts[INDEX] = index_text(dict(sorted({**trunk, **added}.items())), total) + "\n"
 
 
-def _write_provenance(target: Directory, base: Directory, head_file: str, plan: Plan, path: Path) -> None:
+def _write_provenance(
+    target: Directory, base: Directory, head_file: str, plan: Plan, path: Path, wrote: Callable[[int], None]
+) -> None:
     document = {
         "made_by": f"headstart {headstart.__version__}",
         "made_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -263,7 +265,7 @@ def _add_to_provenance(out: Path, found: Mapping[str, Any]) -> None:
     aside.replace(out / PROVENANCE)
 
 
-def measure(model: Path) -> dict[str, Any]:
+def measure(model: Path, progress: Progress) -> dict[str, Any]:
     """Acceptance length on the built-in prompts, and a verdict; only a verdict where the family does not run here."""
     directory = Directory.open(str(model))
     model_type = str(directory.config.get("model_type"))
@@ -273,7 +275,7 @@ def measure(model: Path) -> dict[str, Any]:
         method = directory.quantization.get("quant_method")
         return {"verdict": f"acceptance not measured: weights quantized by {method!r} do not run here"}
     try:
-        stats = _draft(str(model))
+        stats = _draft(str(model), progress)
     except HeadstartError as error:
         return {"verdict": f"acceptance not measured: {error.message}"}
     length = stats.acceptance_length
@@ -287,13 +289,14 @@ def measure(model: Path) -> dict[str, Any]:
     return {"verdict": f"acceptance length {length:.2f}: {verdict}", "passes_saved": saved, **stats.document("mtp")}
 
 
-def _draft(model: str) -> DraftStats:
+def _draft(model: str, progress: Progress) -> DraftStats:
     """Greedy, depth 3, the built-in prompts."""
     from headstart.api import LLM  # the engine is loaded only when there is something to measure
 
     llm = LLM(model, EngineConfig(drafter="mtp", depth=3))
     total = DraftStats()
     prompts = [prompt for _, prompt in builtin_prompts()]
-    for answer in llm.generate(prompts, SamplingParams(max_tokens=MAX_TOKENS)):
-        total.add(answer.speculation)
+    for done, prompt in enumerate(prompts):
+        progress(done, len(prompts), "measuring acceptance")
+        total.add(llm.generate([prompt], SamplingParams(max_tokens=MAX_TOKENS))[0].speculation)
     return total

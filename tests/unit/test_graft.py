@@ -147,6 +147,17 @@ def test_a_quantized_head_in_a_plain_model_becomes_plain(tuned: Path, tmp_path: 
     assert f"{name}_scale_inv" not in found
 
 
+def test_a_head_quantized_as_the_target_stays_so(tmp_path: Path) -> None:
+    config = {**CONFIG, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    name = "model.layers.1.self_attn.o_proj.weight"
+    head = {**HEAD, name: tensor("F8_E4M3", 130, 200), f"{name}_scale_inv": np.ones((2, 2), np.float32)}
+    base = write_checkpoint(tmp_path / "base", config, {**TRUNK, **head})
+    tuned = write_checkpoint(tmp_path / "tuned", {**config, "num_nextn_predict_layers": 0}, TRUNK)
+    run(GraftOptions(model=str(tuned), base=str(base), out=tmp_path / "out"))
+    assert all_tensors(tmp_path / "out") == all_tensors(base)
+    assert config_of(tmp_path / "out") == config_of(base)
+
+
 def test_quantized_heads_are_fp8_blocks(base: Path, tuned: Path, tmp_path: Path) -> None:
     run(GraftOptions(model=str(tuned), base=str(base), out=tmp_path / "out", quantize_head=True))
     found = all_tensors(tmp_path / "out")
@@ -172,6 +183,14 @@ def test_nearest_e4m3() -> None:
     assert codes[:127].tolist() == list(range(127))
     assert codes[127:254].tolist() == [128 + code for code in range(127)]
     assert codes[254:].tolist() == [126, 8, 10]
+
+
+def test_no_second_quantization(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {**CONFIG, "num_nextn_predict_layers": 0, "quantization_config": {"quant_method": "awq"}}
+    tuned = write_checkpoint(tmp_path / "tuned", config, TRUNK)
+    out = str(tmp_path / "out")
+    assert main(["graft", str(tuned), "--from", str(base), "--quantize-head", "-o", out]) == 2
+    assert "quantized by 'awq'" in capsys.readouterr().err
 
 
 def other(change: str, folder: Path) -> Path:

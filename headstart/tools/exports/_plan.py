@@ -17,6 +17,8 @@ from headstart.errors import CapacityError, UsageError
 from headstart.formats._stream import PIECE_BYTES, Planned, write_stream
 
 Progress = Callable[[int, int, str], None]
+Writer = Callable[[Path, Callable[[int], None]], None]
+"""Writes one file, and says after each piece how many bytes it had."""
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 MEGABYTE = 1_000_000
 
@@ -32,25 +34,23 @@ class Plan:
     texts: dict[str, str] = field(default_factory=dict)
     copies: dict[str, Path] = field(default_factory=dict)
     links: dict[str, Path] = field(default_factory=dict)
-    writers: dict[str, Callable[[Path], None]] = field(default_factory=dict)  # other formats
+    writers: dict[str, Writer] = field(default_factory=dict)  # of other formats, run last
     other_bytes: int = 0  # of `writers`
     notes: list[str] = field(default_factory=list)
     use: str = ""
     data: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of tensors and copies: what takes room and time."""
+    def nbytes(self, out: Path) -> int:
+        """What takes room and time: everything but links within one file system."""
         planned = sum(each.nbytes for tensors in self.tensors.values() for each in tensors)
-        return planned + self.other_bytes + sum(path.stat().st_size for path in self.copies.values())
+        device = _existing(out).stat().st_dev
+        links = [path.stat() for path in self.links.values()]
+        copied = [path.stat() for path in self.copies.values()] + [each for each in links if each.st_dev != device]
+        return planned + self.other_bytes + sum(each.st_size for each in copied)
 
 
 def as_json(document: Any, *, indent: int = 2, sort: bool = False) -> str:
     return json.dumps(document, indent=indent, ensure_ascii=False, sort_keys=sort)
-
-
-def weight_map(files: dict[str, Sequence[Planned]]) -> dict[str, str]:
-    return {each.name: file for file, tensors in files.items() for each in tensors}
 
 
 def index_text(files: dict[str, str], total: int | None = None, indent: int = 2) -> str:
@@ -74,21 +74,22 @@ def check_target(out: Path, force: bool, sources: Sequence[Path] = ()) -> None:
 def carry_out(plan: Plan, out: Path, progress: Progress) -> int:
     """Write a plan. Returns the bytes that are in the directory. Raises CapacityError where it cannot be written; then
     nothing is left."""
-    check_room(out, plan.nbytes)
+    nbytes = plan.nbytes(out)
+    check_room(out, nbytes)
     with written_aside(out) as aside:
-        meter = _Meter(progress, plan.nbytes)
+        meter = _Meter(progress, nbytes)
         for name, text in plan.texts.items():
             (aside / name).write_text(text, "utf-8")
         for name, source in plan.copies.items():
             _copy(source, aside / name, meter)
         for name, source in plan.links.items():
-            _link(source, aside / name)
+            _link(source, aside / name, meter)
         for name, tensors in plan.tensors.items():
             meter.what = name
             write_stream(aside / name, tensors, plan.metadata, meter.wrote)
         for name, writer in plan.writers.items():
-            writer(aside / name)
-        meter.wrote(plan.other_bytes)
+            meter.what = name
+            writer(aside / name, meter.wrote)
     return sum(path.stat().st_size for path in out.iterdir())
 
 
@@ -113,20 +114,24 @@ def _copy(source: Path, target: Path, meter: _Meter) -> None:
     shutil.copystat(source, target)
 
 
-def _link(source: Path, target: Path) -> None:
+def _link(source: Path, target: Path, meter: _Meter) -> None:
     """Shared bytes where both are on one file system that can; a copy elsewhere."""
     try:
         os.link(source.resolve(), target)
     except OSError as error:
         if error.errno in FULL:
             raise
-        shutil.copyfile(source, target)
+        _copy(source, target, meter)
+
+
+def _existing(out: Path) -> Path:
+    """The nearest folder above that is there."""
+    return next(folder for folder in out.absolute().parents if folder.exists())
 
 
 def check_room(out: Path, nbytes: int) -> None:
     """Raises CapacityError when the file system has less free."""
-    existing = next(folder for folder in out.absolute().parents if folder.exists())
-    total, _, free = shutil.disk_usage(existing)
+    total, _, free = shutil.disk_usage(_existing(out))
     if total and free < nbytes:
         raise CapacityError(f"{out} needs {nbytes / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free", "make room")
 
@@ -156,7 +161,12 @@ def _replace(aside: Path, out: Path) -> None:
     old = aside.with_name(f"{aside.name}.old")
     if out.exists():
         out.rename(old)
-    aside.rename(out)
+    try:
+        aside.rename(out)
+    except BaseException:
+        if old.exists():
+            old.rename(out)
+        raise
     shutil.rmtree(old, ignore_errors=True)
 
 

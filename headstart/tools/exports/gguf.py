@@ -28,6 +28,7 @@ from headstart.tools.exports._layouts import GGUF_ARCHITECTURES, GGUF_WITHOUT
 from headstart.tools.exports._plan import Plan
 from headstart.tools.exports._source import Request, Source
 
+Wrote = Callable[[int], None]
 BESIDE = ("token_embd.weight", "output_norm.weight", "output.weight", "rope_freqs.weight")
 CONVERT = "convert it with llama.cpp's convert_hf_to_gguf.py, then export the head from that file"
 MTP = "llama-server -m MODEL.gguf -md {out}/%s --spec-type draft-mtp"
@@ -92,7 +93,7 @@ def _block(name: str) -> int:
     return int(match[1]) if match else -1
 
 
-def _write_cut(source: Path, names: frozenset[str], target: Path) -> None:
+def _write_cut(source: Path, names: frozenset[str], target: Path, wrote: Wrote) -> None:
     from gguf import GGUFReader, GGUFWriter
 
     reader = GGUFReader(source)
@@ -102,7 +103,7 @@ def _write_cut(source: Path, names: frozenset[str], target: Path) -> None:
     for tensor in chosen:
         data = tensor.data
         writer.add_tensor_info(tensor.name, data.shape, data.dtype, data.nbytes, tensor.tensor_type)
-    _write_tensors(writer, (tensor.data for tensor in chosen))
+    _write_tensors(writer, (tensor.data for tensor in chosen), wrote)
 
 
 def _copy_metadata(reader: Any, writer: Any, wanted: Callable[[str], bool]) -> None:
@@ -113,13 +114,14 @@ def _copy_metadata(reader: Any, writer: Any, wanted: Callable[[str], bool]) -> N
         writer.add_key_value(key, field.contents(), field.types[0], sub_type=sub_type)
 
 
-def _write_tensors(writer: Any, data: Iterator[NDArray[Any]]) -> None:
+def _write_tensors(writer: Any, data: Iterator[NDArray[Any]], wrote: Wrote) -> None:
     """One at a time: nothing else is held."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for each in data:
         writer.write_tensor_data(each)
+        wrote(each.nbytes)
     writer.close()
 
 
@@ -146,7 +148,7 @@ def _eagle3(source: Source) -> Plan:
     return plan
 
 
-def _write_eagle3(source: Source, target: Path) -> None:
+def _write_eagle3(source: Source, target: Path, wrote: Wrote) -> None:
     from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 
     writer = GGUFWriter(target, arch="eagle3")
@@ -163,7 +165,7 @@ def _write_eagle3(source: Source, target: Path) -> None:
         ids = source.draft_ids.astype(np.int64)
         writer.add_tensor_info("d2t", ids.shape, ids.dtype, ids.nbytes, GGMLQuantizationType.I64)
         arrays.append(lambda: ids)
-    _write_tensors(writer, (load() for load in arrays))
+    _write_tensors(writer, (load() for load in arrays), wrote)
 
 
 def _array(source: Source, name: str, tensor: RawTensor) -> tuple[Any, Callable[[], NDArray[Any]]]:

@@ -24,7 +24,7 @@ from headstart.tools.exports._source import Request
 SHARD = "mtp_layer_parameters.safetensors"
 DESCRIPTION = "quant_model_description.json"
 ROTATION = {"rot.weight": "model.rot.weight"}
-USE = "xllm --draft_model {out} --num_speculative_tokens 1"
+USE = "xllm --model MODEL --draft_model {out} --num_speculative_tokens 1"
 
 
 def plan(request: Request) -> Plan:
