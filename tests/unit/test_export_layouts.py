@@ -209,6 +209,76 @@ def test_an_mtp_head_cut_out_of_a_gguf_file(tmp_path: Path) -> None:
     assert told[0] == told[1]
 
 
+BLOCK = {
+    "input_layernorm": ("attn_norm", (H,)), "post_attention_layernorm": ("post_attention_norm", (H,)),
+    "self_attn.q_proj": ("attn_q", (2 * H, H)), "self_attn.k_proj": ("attn_k", (4, H)),
+    "self_attn.v_proj": ("attn_v", (4, H)), "self_attn.o_proj": ("attn_output", (H, H)),
+    "self_attn.q_norm": ("attn_q_norm", (4,)), "self_attn.k_norm": ("attn_k_norm", (4,)),
+    "mlp.gate": ("ffn_gate_inp", (3, H)), "mlp.shared_expert_gate": ("ffn_gate_inp_shexp", (1, H)),
+    "mlp.shared_expert.gate_proj": ("ffn_gate_shexp", (F, H)), "mlp.shared_expert.up_proj": ("ffn_up_shexp", (F, H)),
+    "mlp.shared_expert.down_proj": ("ffn_down_shexp", (H, F)),
+}  # fmt: skip
+LINK = {
+    "mtp.fc": ("blk.1.nextn.eh_proj", (H, 2 * H)), "mtp.norm": ("blk.1.nextn.shared_head_norm", (H,)),
+    "mtp.pre_fc_norm_hidden": ("blk.1.nextn.hnorm", (H,)), "mtp.pre_fc_norm_embedding": ("blk.1.nextn.enorm", (H,)),
+    "model.language_model.embed_tokens": ("token_embd", (V, H)), "lm_head": ("output", (V, H)),
+    "model.language_model.norm": ("output_norm", (H,)),
+}  # fmt: skip
+QWEN_SIZES = {
+    **QWEN_TEXT, "vocab_size": V, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "num_experts": 3,
+    "num_experts_per_tok": 2, "moe_intermediate_size": F, "shared_expert_intermediate_size": F, "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 64, "layer_types": ["linear_attention"], "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 2, "linear_value_head_dim": 3, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]},
+}  # fmt: skip
+
+
+def float32(array: Array, shift: float) -> bytes:
+    assert isinstance(array, tuple)
+    return ((array[0].astype(np.uint32) << 16).view(np.float32) + np.float32(shift)).tobytes()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_qwen_module_as_llama_cpp_wants_it(fused: bool, tmp_path: Path) -> None:
+    names = LINK | {f"mtp.layers.0.{name}": (f"blk.1.{new}", shape) for name, (new, shape) in BLOCK.items()}
+    tensors = {f"{name}.weight": tensor("BF16", *shape, seed=i) for i, (name, (_, shape)) in enumerate(names.items())}
+    parts = {part: tensor("BF16", 3, *shape) for part, shape in (("gate", (F, H)), ("up", (F, H)), ("down", (H, F)))}
+    bits = {part: array[0] for part, array in parts.items() if isinstance(array, tuple)}
+    prefix = "mtp.layers.0.mlp.experts"
+    if fused:
+        tensors[f"{prefix}.gate_up_proj"] = np.concatenate((bits["gate"], bits["up"]), 1), "BF16"
+        tensors[f"{prefix}.down_proj"] = parts["down"]
+    else:
+        tensors |= {f"{prefix}.{e}.{part}_proj.weight": (bits[part][e], "BF16") for e in range(3) for part in bits}
+    config = {"model_type": "qwen3_5_moe", "architectures": [], "text_config": QWEN_SIZES}
+    source = write_checkpoint(tmp_path / "model", config, tensors)
+    vocabulary = {"a": 0, "b": 1, "ab": 2}
+    added = [{"id": 4, "content": "<|end|>", "special": True}, {"id": 5, "content": "tool", "special": False}]
+    (source / "tokenizer.json").write_text(
+        json.dumps({"model": {"vocab": vocabulary, "merges": ["a b"]}, "added_tokens": added})
+    )
+    (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
+    run(ExportOptions(model=str(source), to="gguf", out=tmp_path / "out"))
+    reader = GGUFReader(tmp_path / "out" / "mtp-model.gguf")
+    found = {each.name: (each.tensor_type.name, each.data.tobytes()) for each in reader.tensors}
+    expected = {f"blk.1.ffn_{part}_exps.weight": ("BF16", bits[part].tobytes()) for part in bits}
+    for name, (new, shape) in names.items():
+        array = tensors[f"{name}.weight"]
+        in_float = len(shape) == 1 or "gate_inp" in new
+        shift = 1.0 if len(shape) == 1 else 0.0  # norms multiply by 1 + w
+        expected[f"{new}.weight"] = ("F32", float32(array, shift)) if in_float else ("BF16", raw(array)[2])
+    assert found == expected
+    values = {key.removeprefix("qwen35moe."): field.contents() for key, field in reader.fields.items()}
+    assert values | {
+        "general.architecture": "qwen35moe", "block_count": 2, "nextn_predict_layers": 1, "expert_count": 3,
+        "attention.key_length": 4, "rope.dimension_count": 2, "rope.dimension_sections": [1, 1, 0, 0],
+        "rope.freq_base": 1e7, "attention.recurrent_layers": [True, False], "ssm.inner_size": 12,
+        "ssm.time_step_rank": 4, "tokenizer.ggml.pre": "qwen35", "tokenizer.ggml.eos_token_id": 4,
+        "tokenizer.ggml.merges": ["a b"], "tokenizer.ggml.token_type": [1, 1, 1, 5, 3, 4, 5, 5, 5, 5, 5, 5],
+        "tokenizer.ggml.tokens": ["a", "b", "ab", "[PAD3]", "<|end|>", "tool", *(f"[PAD{i}]" for i in range(6, 12))],
+    } == values  # fmt: skip
+
+
 def mtp_head(folder: Path) -> Path:
     config = support.family_of("llama").tiny()[0]
     sizes = support.family_of("llama").parse(config)
@@ -228,7 +298,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "glm4_moe vllm-eagle": ("vllm-eagle", "no EAGLE drafter with the formula of glm4_moe"),
     "deepseek_v3 speculators": ("speculators", "no MTP layer for 'deepseek_v3'"),
     "deepseek_v3 gguf": ("gguf", "its converter drops the module"),
-    "glm4_moe gguf": ("gguf", "convert_hf_to_gguf.py"),
+    "deepseek_v32 gguf": ("gguf", "convert_hf_to_gguf.py --mtp"),
     "head vllm-eagle": ("vllm-eagle", "no norms around its projection"),
     "head speculators": ("speculators", "has no class for this one"),
     "head gguf": ("gguf", "no architecture for it"),
@@ -257,7 +327,8 @@ def test_where_it_cannot_be_it_says_why(case: str, tmp_path: Path, capsys: pytes
         more = ["--head", str(mtp_head(tmp_path / "head"))]
     else:
         source = write_checkpoint(
-            tmp_path / "model", {**DEEPSEEK, "model_type": kind, "architectures": [], "n_routed_experts": 1},
+            tmp_path / "model",
+            {**DEEPSEEK, "model_type": kind, "architectures": [], "n_routed_experts": 1, "index_topk": 1},
             {f"model.layers.2.{name}": array for name, array in TRAILING.items()},
         )  # fmt: skip
     assert main(["export", str(source), "--to", to, "-o", str(tmp_path / "out"), *more]) == 2

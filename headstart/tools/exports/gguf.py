@@ -1,7 +1,7 @@
 """A GGUF file with the head alone, as llama.cpp loads it beside a model (`--spec-type draft-mtp` or `draft-eagle3`).
 
-An MTP head is cut out of a GGUF file that holds it: the blocks after the trunk's last, the embedding, the final norm
-and the LM head, with the whole of its metadata, which is what `convert_hf_to_gguf.py --mtp` writes; the loader knows
+An MTP head comes from a Hugging Face directory (`_gguf_model`), or is cut out of a GGUF file that holds it: the blocks
+after the trunk's last, the embedding, the final norm and the LM head, with the whole of its metadata. The loader knows
 such a file by the first block that is not there. An EAGLE-3 head is an architecture of its own; its tokenizer is the
 trunk's. Source: llama.cpp b11434, `conversion/`, `src/models/`.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,17 @@ from headstart.formats import _gguf_file
 from headstart.formats._json import read_object
 from headstart.formats.safetensors import bfloat16
 from headstart.kernels.ops import RawTensor
+from headstart.tools.exports._directory import Directory
+from headstart.tools.exports._gguf_model import HeadModel, head_model
+from headstart.tools.exports._heads import text_part
 from headstart.tools.exports._layouts import GGUF_ARCHITECTURES, GGUF_WITHOUT
 from headstart.tools.exports._plan import Plan
 from headstart.tools.exports._source import Request, Source
 
+_ITEM = {"F32": 4, "BF16": 2}
 Wrote = Callable[[int], None]
 BESIDE = ("token_embd.weight", "output_norm.weight", "output.weight", "rope_freqs.weight")
-CONVERT = "convert it with llama.cpp's convert_hf_to_gguf.py, then export the head from that file"
+CONVERT = "llama.cpp's convert_hf_to_gguf.py --mtp does; or give a GGUF file of the whole model"
 MTP = "llama-server -m MODEL.gguf -md {out}/%s --spec-type draft-mtp"
 EAGLE3 = "llama-server -m MODEL.gguf -md {out}/%s --spec-type draft-eagle3"
 NUM_TAPS = 3
@@ -57,13 +61,81 @@ def plan(request: Request) -> Plan:
     if request.has_own_head:
         return _eagle3(request.source)
     path = hub.resolve(request.model)
-    if path.is_dir():
-        model_type = str(read_object(path / "config.json").get("model_type"))
-        why = GGUF_WITHOUT.get(model_type)
-        if why is not None:
-            raise ModelError(f"llama.cpp has no graph for the MTP head of {model_type}: {why}", "use another --to")
-        raise ModelError(f"{path} is no GGUF file", CONVERT)
-    return _cut(path)
+    return _converted(Directory.open(request.model)) if path.is_dir() else _cut(path)
+
+
+def _converted(source: Directory) -> Plan:
+    """From a Hugging Face directory."""
+    model_type = str(source.config.get("model_type"))
+    if why := GGUF_WITHOUT.get(model_type):
+        raise ModelError(f"llama.cpp has no graph for the MTP head of {model_type}: {why}", "use another --to")
+    model = head_model(source)
+    if model is None:
+        raise ModelError(f"{model_type} is not turned into GGUF here", CONVERT)
+    for needed in ("tokenizer.json", "tokenizer_config.json"):
+        if not (source.path / needed).is_file():
+            raise ModelError(f"{source.name} has no {needed}, which a GGUF file needs", "take it from the original")
+    made = f"mtp-{source.path.resolve().name}.gguf"
+    plan = Plan(use=MTP % made, notes=model.notes, data={"architecture": model.architecture.name})
+    plan.other_bytes = sum(math.prod(each.shape) * _ITEM[each.dtype] for each in model.tensors)
+    plan.writers[made] = partial(_write_converted, source, model)
+    return plan
+
+
+def _write_converted(source: Directory, model: HeadModel, target: Path, wrote: Wrote) -> None:
+    from gguf import GGMLQuantizationType, GGUFWriter
+
+    writer = GGUFWriter(target, arch=model.architecture.name)
+    _introduce(writer, f"MTP head of {source.path.resolve().name}")
+    for key, (value, kind) in model.metadata.items():
+        getattr(writer, f"add_{kind}")(key, value)
+    _add_tokenizer(source, model, writer)
+    for each in model.tensors:
+        dtype = np.dtype(np.float32 if each.dtype == "F32" else np.float16)
+        nbytes = math.prod(each.shape) * dtype.itemsize
+        writer.add_tensor_info(each.name, each.shape, dtype, nbytes, GGMLQuantizationType[each.dtype])
+    _write_tensors(writer, (each.array() for each in model.tensors), wrote)
+
+
+def _introduce(writer: Any, name: str) -> None:
+    from gguf import LlamaFileType
+    from gguf.constants import GGML_QUANT_VERSION
+
+    writer.add_type("model")
+    writer.add_name(name)
+    writer.add_file_type(LlamaFileType.MOSTLY_BF16)
+    writer.add_quantization_version(GGML_QUANT_VERSION)
+
+
+def _add_tokenizer(source: Directory, model: HeadModel, writer: Any) -> None:
+    """A byte-level BPE tokenizer. Ids that mean nothing get a name, since every row of the embedding needs one."""
+    from gguf import SpecialVocab, TokenType
+
+    document = read_object(source.path / "tokenizer.json")
+    vocabulary = {int(number): str(token) for token, number in document["model"]["vocab"].items()}
+    added = {int(each["id"]): each for each in document.get("added_tokens") or []}
+    vocabulary |= {number: str(each["content"]) for number, each in added.items()}
+    size = int(text_part(source.config)["vocab_size"])
+    kinds = {number: _kind(each) for number, each in added.items()}
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(model.architecture.pre)
+    writer.add_token_list([vocabulary.get(number, f"[PAD{number}]") for number in range(size)])
+    writer.add_token_types(
+        [int(kinds.get(n, TokenType.NORMAL) if n in vocabulary else TokenType.UNUSED) for n in range(size)]
+    )
+    special = SpecialVocab(source.path, load_merges=True)
+    ids = {token: number for number, token in vocabulary.items()}
+    special.special_token_ids.update(
+        {name: ids[token] for name, token in model.architecture.special.items() if token in ids}
+    )
+    special.add_to_gguf(writer, quiet=True)
+
+
+def _kind(added: Mapping[str, Any]) -> int:
+    from gguf import TokenType
+
+    marked = re.fullmatch(r"<[|\uff5c].*[|\uff5c]>", str(added["content"])) is not None
+    return int(TokenType.CONTROL if added.get("special") or marked else TokenType.USER_DEFINED)
 
 
 def _cut(path: Path) -> Plan:
@@ -189,7 +261,7 @@ def _array(source: Source, name: str, tensor: RawTensor) -> tuple[Any, Callable[
 def _describe(source: Source, writer: Any) -> None:
     head, block, attention = source.head, source.head.block, source.head.block.attention
     document = read_object(source.head_path / "config.json")
-    writer.add_name(f"EAGLE-3 head of {source.name}")
+    _introduce(writer, f"EAGLE-3 head of {source.name}")
     writer.add_block_count(1)
     writer.add_context_length(int(document.get("max_position_embeddings") or source.sizes.max_length))
     writer.add_embedding_length(head.hidden_size)
