@@ -38,6 +38,11 @@ class Directory:
         return locate_all(self.path)
 
     @property
+    def title(self) -> str:
+        """The last part of the name: a cached repo's folder is called by its commit."""
+        return Path(self.name).name or self.path.resolve().name
+
+    @property
     def quantization(self) -> dict[str, Any]:
         """quantization_config, wherever it stands; empty for a model that is not quantized."""
         inner = self.config.get("text_config")

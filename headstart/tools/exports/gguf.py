@@ -75,7 +75,7 @@ def _converted(source: Directory) -> Plan:
     for needed in ("tokenizer.json", "tokenizer_config.json"):
         if not (source.path / needed).is_file():
             raise ModelError(f"{source.name} has no {needed}, which a GGUF file needs", "take it from the original")
-    made = f"mtp-{source.path.resolve().name}.gguf"
+    made = f"mtp-{source.title}.gguf"
     plan = Plan(use=MTP % made, notes=model.notes, data={"architecture": model.architecture.name})
     plan.other_bytes = sum(math.prod(each.shape) * _ITEM[each.dtype] for each in model.tensors)
     plan.writers[made] = partial(_write_converted, source, model)
@@ -86,7 +86,7 @@ def _write_converted(source: Directory, model: HeadModel, target: Path, wrote: W
     from gguf import GGMLQuantizationType, GGUFWriter
 
     writer = GGUFWriter(target, arch=model.architecture.name)
-    _introduce(writer, f"MTP head of {source.path.resolve().name}")
+    _introduce(writer, f"MTP head of {source.title}")
     for key, (value, kind) in model.metadata.items():
         getattr(writer, f"add_{kind}")(key, value)
     _add_tokenizer(source, model, writer)
