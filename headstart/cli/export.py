@@ -12,17 +12,22 @@ from headstart.cli.options import Model, OptionGroup, OutputOptions
 from headstart.cli.render import finish, progress
 
 EXAMPLES = (
-    "headstart export --to vllm-mimo --out smollm2-mimo",
-    "headstart export ./my-model --head my-head --to vllm-eagle3 --out my-eagle3",
+    "headstart export ./DeepSeek-V3 -o deepseek-v3-mtp",
+    "headstart export --to vllm-mimo -o smollm2-mimo",
+    "headstart export ./my-model --head my-head --to vllm-eagle3 -o my-eagle3",
 )
+LAYOUTS = "xllm, vllm-eagle, speculators or gguf (the head alone); vllm-mimo (trunk and MTP head); vllm-eagle3 (a head)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportFlags(OptionGroup):
     """What to write where."""
 
-    to: Annotated[str, typer.Option("--to", help="Layout: vllm-mimo (trunk and MTP head) or vllm-eagle3 (the head).")]
-    out: Annotated[Path, typer.Option("--out", help="Directory to write.")]
+    out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")]
+    to: Annotated[str, typer.Option("--to", help=f"Layout: {LAYOUTS}.")] = "xllm"
+    model_type: Annotated[
+        str | None, typer.Option("--model-type", help="With --to xllm: do not ask config.json, such as deepseek_v3.")
+    ] = None
     head: Annotated[Path | None, typer.Option("--head", help="Head directory; none: the model's own.")] = None
     force: Annotated[bool, typer.Option("--force", help="Replace a directory that exists.")] = False
 
@@ -31,7 +36,7 @@ def run(model: Model = None, *, flags: ExportFlags, output: OutputOptions) -> in
     """Write a model with its head so that another engine can run it."""
     from headstart.tools import export
 
-    options = export.ExportOptions(model=model, head=flags.head, to=flags.to, out=flags.out, force=flags.force)
+    options = export.ExportOptions(model=model, **vars(flags))
     with progress("exporting", quiet=output.as_json) as report_progress:
         report = export.run(options, report_progress)
     return finish(report, output.as_json)

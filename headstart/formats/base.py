@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Bytes = NDArray[np.uint8]
 
 ITEM_BYTES: Mapping[str, int] = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
 }  # fmt: skip
 """Plain types: bytes per element. Every other dtype name is a ggml block type."""
@@ -66,6 +66,10 @@ class Tensor:
             values = (self._view("<u2").astype(np.uint32) << 16).view(np.float32)
         elif self.dtype == "F8_E4M3":
             values = _e4m3_table()[self.data]
+        elif self.dtype == "F8_E5M2":  # the upper half of a float16
+            values = (self.data.astype(np.uint16) << 8).view(np.float16)
+        elif self.dtype == "F8_E8M0":
+            values = np.where(self.data == 255, np.nan, np.ldexp(1.0, self.data.astype(np.int32) - 127))
         elif self.dtype in ITEM_BYTES:
             raise ModelError(f"tensor {self.name} holds {self.dtype}, but floating-point weights are wanted here")
         else:

@@ -60,7 +60,7 @@ def _read_all(path: Path) -> dict[str, Tensor]:
     index = path / _INDEX
     single = path / "model.safetensors"
     if index.exists():
-        return _read_indexed(path, read_object(index).get("weight_map"))
+        return _read_indexed(path, read_weight_map(path, read_object(index).get("weight_map")))
     files = [single] if single.exists() else sorted(path.glob("*.safetensors"))
     tensors: dict[str, Tensor] = {}
     for file in files:
@@ -71,17 +71,21 @@ def _read_all(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _read_indexed(path: Path, weight_map: object) -> dict[str, Tensor]:
+def read_weight_map(path: Path, weight_map: object) -> dict[str, str]:
+    """Tensor -> shard of a directory's index, checked: plain file names that exist. ModelError otherwise."""
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise ModelError(f"{path / _INDEX} has no weight_map from tensor names to file names", _AGAIN)
-    shards: dict[str, dict[str, Tensor]] = {}
     for name in sorted(set(weight_map.values())):
         # A name with a directory part could point outside the checkpoint.
         if Path(name).name != name:
             raise ModelError(f"{path / _INDEX} names the shard {name!r}, which is not a plain file name")
         if not (path / name).exists():
             raise ModelError(f"{path / _INDEX} names the shard {name}, which is missing", "download the model again")
-        shards[name] = read_file(path / name)
+    return weight_map
+
+
+def _read_indexed(path: Path, weight_map: dict[str, str]) -> dict[str, Tensor]:
+    shards = {name: read_file(path / name) for name in sorted(set(weight_map.values()))}
     tensors: dict[str, Tensor] = {}
     for tensor, file in weight_map.items():
         if tensor not in shards[file]:
@@ -101,6 +105,20 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 
 def _parse(path: Path, raw: Bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
+    placed, metadata, start = parse_header(path, raw)
+    data = raw[start:]
+    tensors = {
+        name: make_tensor(name, shape, dtype, data[begin:end]) for name, (dtype, shape, begin, end) in placed.items()
+    }
+    return tensors, metadata
+
+
+Placed = tuple[str, tuple[int, ...], int, int]
+"""dtype, shape, begin and end of a tensor in the data that follows the header."""
+
+
+def parse_header(path: Path, raw: Bytes) -> tuple[dict[str, Placed], dict[str, str], int]:
+    """Tensors by name, the `__metadata__` strings, and where the data starts. ModelError for anything out of bounds."""
     size = int.from_bytes(raw[:8].tobytes(), "little")
     if len(raw) < 8 or size > len(raw) - 8:
         raise ModelError(f"{path} is {len(raw)} bytes long, too short for its header of {size} bytes", _AGAIN)
@@ -108,21 +126,18 @@ def _parse(path: Path, raw: Bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise ModelError(f"{path} claims a header of {size} bytes; more than {MAX_HEADER} is not accepted", _AGAIN)
     header = parse_object(raw[8 : 8 + size].tobytes(), f"the header of {path}")
     metadata = header.pop("__metadata__", None) or {}
-    data = raw[8 + size :]
-    placed = {name: _place(path, name, entry, len(data)) for name, entry in header.items()}
+    placed = {name: _place(path, name, entry, len(raw) - 8 - size) for name, entry in header.items()}
     _check_overlap(path, {name: (begin, end) for name, (_, _, begin, end) in placed.items()})
-    tensors = {
-        name: make_tensor(name, shape, dtype, data[begin:end]) for name, (dtype, shape, begin, end) in placed.items()
-    }
-    return tensors, {str(key): str(value) for key, value in metadata.items()} if isinstance(metadata, dict) else {}
+    strings = {str(key): str(value) for key, value in metadata.items()} if isinstance(metadata, dict) else {}
+    return placed, strings, 8 + size
 
 
 def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
-def _place(path: Path, name: str, entry: object, num_bytes: int) -> tuple[str, tuple[int, ...], int, int]:
-    """dtype, shape, begin and end of one header entry, checked."""
+def _place(path: Path, name: str, entry: object, num_bytes: int) -> Placed:
+    """One header entry, checked."""
     if not isinstance(entry, dict):
         raise ModelError(f"{path}: the header entry of tensor {name} is not an object", _AGAIN)
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")

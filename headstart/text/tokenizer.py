@@ -98,9 +98,9 @@ class Tokenizer:
         """One token for people: its bytes as text, U+FFFD for parts of a character."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
-    def save(self, path: Path) -> None:
-        """Write tokenizer.json."""
-        self._inner.save(str(path))
+    def to_json(self) -> str:
+        """The content of a tokenizer.json."""
+        return str(self._inner.to_str(pretty=True))
 
     def id_of(self, token: str) -> int | None:
         """The id of a token by its name in the vocabulary."""

@@ -50,7 +50,8 @@ COMMANDS: dict[str, set[str]] = {
     "train": JSON
     | {"--out", "--data", "--prompts", "--minutes", "--tokens", "--depth", "--draft-vocab", "--threads", "--seed"}
     | {"--modules", "--device", "--restart", "--kind", "--finetune", "--head"},
-    "export": JSON | {"--to", "--out", "--head", "--force"},
+    "export": JSON | {"--to", "--out", "-o", "--head", "--model-type", "--force"},
+    "graft": JSON | {"--out", "-o", "--from", "--strip", "--quantize-head", "--force"},
     "pull": JSON,
     "doctor": JSON,
     "bench": set(),

@@ -19,8 +19,14 @@ LAYERS = {
 }  # fmt: skip
 TORCH_FOLDERS = ("kernels", "train")
 FAMILIES = {path.stem for path in (PACKAGE / "models").glob("[!_]*.py")}
-FOREIGN_NAMES = {"formats/_eagle3.py", "tools/exports/vllm_mtp.py", "text/_gguf_tokenizer.py"}
-"""Files that translate other projects' vocabulary: GGUF names kinds of tokenizers, EAGLE-3 its layout, by families."""
+FOREIGN_NAMES = {
+    "formats/_eagle3.py", "text/_gguf_tokenizer.py",
+    "tools/exports/vllm_mtp.py", "tools/exports/_layouts.py", "tools/exports/_detect.py",
+    "tools/exports/gguf.py", "tools/exports/_gguf_model.py", "tools/exports/speculators.py",
+    "tools/exports/vllm_eagle.py",
+}  # fmt: skip
+"""Files that translate other projects' vocabulary: GGUF names kinds of tokenizers, EAGLE-3 its layout, xLLM its drafts
+by families."""
 SHARED_WORDS = {"llama", "mimo"}
 """Families whose name is also that of a project, a format or a tokenizer kind: only exact identifiers count."""
 

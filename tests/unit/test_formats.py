@@ -387,3 +387,12 @@ def test_default_model() -> None:
     assert (weight.shape, weight.dtype, weight.data.shape) == ((576, 576), "Q4_1", (576, 360))
     rows = np.array([5, 0], np.int64)
     np.testing.assert_array_equal(weight.take_rows(rows).float32(), weight.float32()[rows])
+
+
+def test_small_floats_by_their_definition() -> None:
+    """E5M2 is half a float16; E8M0 is a power of two, 255 is NaN."""
+    codes = np.array([0x00, 0x3C, 0xC0, 0x7B, 0x01], np.uint8)
+    assert make_tensor("x", (5,), "F8_E5M2", codes).float32().tolist() == [0, 1, -2, 57344, 2.0**-16]
+    powers = make_tensor("x", (4,), "F8_E8M0", np.array([0, 127, 130, 255], np.uint8)).float32()
+    assert powers[:3].tolist() == [2.0**-127, 1, 8]
+    assert np.isnan(powers[3])

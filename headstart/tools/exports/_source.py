@@ -1,11 +1,11 @@
-"""What every layout starts from: a trunk, its head, and plain arrays of their tensors."""
+"""What every layout starts from: a checkpoint directory as it is, or a trunk and its head as arrays."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.engine.load import canonical_tensors, find_family
+from headstart.errors import ModelError
+from headstart.formats import open_checkpoint
 from headstart.formats.base import Checkpoint
-from headstart.formats.head import HeadConfig
+from headstart.formats.head import HeadConfig, read_head
+from headstart.hub import Alias, resolve_alias
 from headstart.kernels.ops import RawTensor
 from headstart.layers.build import DecoderConfig
+from headstart.tools.exports._directory import Directory
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 
@@ -46,16 +50,48 @@ class Source:
         return Source(name, checkpoint, sizes, canonical_tensors(checkpoint, family, sizes), head[0], path, *head[1:])
 
 
-def write_text_side(source: Source, target: Path) -> None:
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for. Both ways to read it raise ModelError when it is not there."""
+
+    model: str | None
+    head: Path | None = None
+    model_type: str | None = None
+
+    @cached_property
+    def alias(self) -> Alias:
+        return resolve_alias(self.model)
+
+    @property
+    def has_own_head(self) -> bool:
+        """Is the head a directory of its own, not a part of the checkpoint?"""
+        return self.head is not None or self.alias.head is not None
+
+    @cached_property
+    def directory(self) -> Directory:
+        """The checkpoint's files."""
+        if self.has_own_head:
+            raise ModelError(
+                f"the head of {self.alias.name} is a directory of its own, but this layout is cut out of a checkpoint",
+                "--to vllm-mimo makes one checkpoint of trunk and head; export that one",
+            )
+        return Directory.open(self.model)
+
+    @cached_property
+    def source(self) -> Source:
+        """Trunk and head as arrays."""
+        head = self.head or self.alias.head
+        if head is None:
+            raise ModelError(f"{self.alias.name} has no head of its own directory", "give one with --head")
+        return Source.of(self.alias.name, open_checkpoint(self.alias.trunk), read_head(head), head)
+
+
+def text_side(source: Source) -> dict[str, str]:
     """Tokenizer and chat template: the files of a directory, or made from a GGUF file's own."""
     folder = source.checkpoint.path
     if folder.is_dir():
-        for name in TOKENIZER_FILES:
-            if (folder / name).exists():
-                shutil.copyfile(folder / name, target / name)
-        return
+        return {name: (folder / name).read_text("utf-8") for name in TOKENIZER_FILES if (folder / name).exists()}
     tokenizer = source.checkpoint.load_tokenizer()
-    tokenizer.save(target / "tokenizer.json")
     template = source.checkpoint.chat_template()
     ends = sorted(tokenizer.eos_ids)
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
@@ -63,5 +99,8 @@ def write_text_side(source: Source, target: Path) -> None:
         config["eos_token"] = tokenizer.token_text(ends[0])
     if template is not None:
         config["chat_template"] = template.sources["default"]
-    (target / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
-    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}) + "\n")
+    return {
+        "tokenizer.json": tokenizer.to_json(),
+        "tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False) + "\n",
+        "generation_config.json": json.dumps({"eos_token_id": ends}) + "\n",
+    }

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable
-from pathlib import Path
-
 from headstart.errors import ModelError
-from headstart.tools.exports._source import Source
+from headstart.tools.exports._plan import Plan
+from headstart.tools.exports._source import Request
 
 USE = (
     "vllm serve MODEL --speculative-config "
@@ -15,13 +12,13 @@ USE = (
 )
 
 
-def write(source: Source, target: Path, progress: Callable[[int, int, str], None]) -> None:
-    """Fill the directory `target`, which exists and is empty."""
+def plan(request: Request) -> Plan:
+    """The head's files. Raises ModelError for a head of another kind."""
+    source = request.source
     if source.head.kind != "eagle3":
         raise ModelError(
             f"the head {source.head_path} is of kind {source.head.kind}, not eagle3",
             "headstart train --kind eagle3 makes one; an MTP head goes with --to vllm-mimo",
         )
-    for number, name in enumerate(("model.safetensors", "config.json")):
-        progress(number, 2, name)
-        shutil.copyfile(source.head_path / name, target / name)
+    names = ("config.json", "model.safetensors")
+    return Plan(copies={name: source.head_path / name for name in names}, use=USE)

@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headstart.errors import ModelError
-from headstart.formats.safetensors import Array, bfloat16, save
+from headstart.formats._stream import Planned
+from headstart.formats.safetensors import bfloat16
 from headstart.kernels.ops import RawTensor
-from headstart.tools.exports._source import Source, write_text_side
+from headstart.tools.exports._plan import Plan
+from headstart.tools.exports._source import Request, Source, text_side
 
-Progress = Callable[[int, int, str], None]
+Convert = Callable[[NDArray[np.float32]], NDArray[np.float32]]
 USE = (
     "vllm serve {out} --trust-remote-code --speculative-config "
     """'{{"method": "mtp", "num_speculative_tokens": 3}}'"""
@@ -63,47 +66,59 @@ def check(source: Source) -> None:
             raise ModelError(f"{source.name} cannot be written as MiMo: {what}", "its formula has no place for that")
 
 
-def write(source: Source, target: Path, progress: Progress) -> None:
-    """Fill the directory `target`, which exists and is empty."""
+def plan(request: Request) -> Plan:
+    """Trunk and head under MiMo's names, in bfloat16. Raises ModelError where MiMo's formula is another one."""
+    source = request.source
     check(source)
-    arrays: dict[str, Array] = {}
-    names = [(name, tensor) for name, tensor in source.tensors.items() if not name.startswith("mtp.")]
-    for done, (name, tensor) in enumerate(names):
-        progress(done, len(names), name)
-        arrays[name if name == "lm_head.weight" else f"model.{name}"] = bfloat16(tensor.float32())
-    arrays.setdefault("lm_head.weight", arrays["model.embed_tokens.weight"])
-    for layer in range(source.sizes.num_layers):
-        arrays = _biases(source, f"model.layers.{layer}") | arrays
-    arrays |= _biases(source, PREFIX) | _head(source)
-    save(target / "model.safetensors", arrays, {"format": "pt"})
-    write_text_side(source, target)
-    (target / f"{MODULE}.py").write_text(CONFIGURATION)
-    (target / "config.json").write_text(json.dumps(config(source), indent=2) + "\n")
+    tensors = {name: tensor for name, tensor in source.tensors.items() if not name.startswith("mtp.")}
+    planned = [_matrix(name if name == "lm_head.weight" else f"model.{name}", each) for name, each in tensors.items()]
+    if "lm_head.weight" not in tensors:
+        planned.append(_matrix("lm_head.weight", tensors["embed_tokens.weight"]))
+    planned += _head(source)
+    known = {each.name for each in planned}
+    for prefix in (*(f"model.layers.{layer}" for layer in range(source.sizes.num_layers)), PREFIX):
+        planned += [each for each in _biases(source, prefix) if each.name not in known]
+    texts = {
+        **text_side(source),
+        f"{MODULE}.py": CONFIGURATION,
+        "config.json": json.dumps(config(source), indent=2) + "\n",
+    }
+    return Plan(tensors={"model.safetensors": planned}, metadata={"format": "pt"}, texts=texts, use=USE)
 
 
-def _biases(source: Source, prefix: str) -> dict[str, Array]:
+def _matrix(name: str, tensor: RawTensor, convert: Convert = lambda values: values) -> Planned:
+    """The tensor in bfloat16, made when it is written."""
+    return Planned(name, "BF16", tuple(tensor.shape), lambda: [bfloat16(convert(tensor.float32()))[0]])
+
+
+def _biases(source: Source, prefix: str) -> list[Planned]:
     """Zeros for q, k and v."""
     spec = source.sizes.attention
     sizes = {"q": spec.num_heads, "k": spec.num_kv_heads, "v": spec.num_kv_heads}
-    return {
-        f"{prefix}.self_attn.{name}_proj.bias": bfloat16(np.zeros(heads * spec.head_dim, np.float32))
-        for name, heads in sizes.items()
-    }
+    return [
+        Planned(f"{prefix}.self_attn.{name}_proj.bias", "BF16", (size,), partial(_zeros, size))
+        for name, size in ((name, heads * spec.head_dim) for name, heads in sizes.items())
+    ]
 
 
-def _head(source: Source) -> dict[str, Array]:
-    arrays: dict[str, Array] = {}
+def _zeros(size: int) -> list[NDArray[np.uint16]]:
+    return [np.zeros(size, np.uint16)]
+
+
+def _head(source: Source) -> list[Planned]:
+    planned = []
     for name, tensor in source.head_tensors.items():
         part, _, rest = name.removeprefix("mtp.0.").partition(".")
         new = f"{PREFIX}.{rest}" if part == "block" else f"{PREFIX}.{NAMES[part]}.{rest}"
-        arrays[new] = bfloat16(_hidden_first(source, tensor) if part == "projection" else tensor.float32())
-    return arrays
+        turned = part == "projection" and not source.head.hidden_first
+        planned.append(_matrix(new, tensor, _swap_halves) if turned else _matrix(new, tensor))
+    return planned
 
 
-def _hidden_first(source: Source, tensor: RawTensor) -> np.ndarray:
-    """The projection's columns in the order [hidden ; embedding]."""
-    values, half = tensor.float32(), source.sizes.hidden_size
-    return values if source.head.hidden_first else np.hstack((values[:, half:], values[:, :half]))
+def _swap_halves(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Columns [embedding ; hidden] in the order [hidden ; embedding]."""
+    half = values.shape[1] // 2
+    return np.hstack((values[:, half:], values[:, :half]))
 
 
 def config(source: Source) -> dict[str, Any]:

@@ -1,0 +1,88 @@
+"""Which tensors and config keys of a checkpoint are its MTP head, for all families, by how they are called."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+Path = tuple[str, ...]
+NESTED = ("text_config", "llm_config", "language_config")
+OWN_NAME = re.compile(r"(?:^|\.)(?:mtp|mtp_\w+|nextn)\.")
+LAYER = re.compile(r"^((?:\w+\.)*?)layers\.(\d+)\.")
+CONFIG_KEY = re.compile(r"(?:^|_)(?:mtp|nextn)(?:_|$)")
+COUNT_KEY = re.compile(
+    r"^(?:num_nextn_predict_layers|mtp_num_hidden_layers|num_mtp_(?:layers|modules)|nextn_predict_layers)$"
+)
+LINKING = re.compile(r"(?:^|\.)(?:eh_proj|e_proj|h_proj|fc|fc_\w+|input_proj|mtp_linear_proj)\.")
+"""Projections from hidden state and embedding into the block: engines keep them unquantized."""
+MATRIX = re.compile(r"\.(?:\w+_proj|kv_a_proj_with_mqa|w[123]|wq_\w+|wk\w*|wo_\w+)\.weight$")
+
+
+def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The language model's own settings; outer values stand where none are inside."""
+    inner: dict[str, Any] = next((config[key] for key in NESTED if isinstance(config.get(key), dict)), {})
+    return {**config, **inner}
+
+
+def head_names(names: Iterable[str], config: Mapping[str, Any]) -> set[str]:
+    """Tensors under a name of their own, and of layers after the trunk's last."""
+    layers = int(text_part(config).get("num_hidden_layers") or 0)
+    found = set()
+    for name in names:
+        match = LAYER.match(name)
+        if OWN_NAME.search(name) or (match and layers and int(match[2]) >= layers):
+            found.add(name)
+    return found
+
+
+def trunk_prefix(names: Iterable[str]) -> str:
+    """What stands before `layers.0.`."""
+    return next((match[1] for name in names if (match := LAYER.match(name)) and not OWN_NAME.search(name)), "")
+
+
+def can_be_quantized(name: str) -> bool:
+    """Is it a matrix of the decoder block that quantized checkpoints of its kind keep in FP8?"""
+    return bool(MATRIX.search(name)) and not LINKING.search(name) and "weights_proj" not in name
+
+
+def head_keys(config: Mapping[str, Any]) -> dict[Path, Any]:
+    """Config keys that describe the head, by where they stand."""
+    return dict(_walk(config, ()))
+
+
+def _walk(section: Mapping[str, Any], path: Path) -> Iterable[tuple[Path, Any]]:
+    for key, value in section.items():
+        if CONFIG_KEY.search(key):
+            yield (*path, key), value
+        elif isinstance(value, dict) and key in NESTED:
+            yield from _walk(value, (*path, key))
+
+
+def promised(config: Mapping[str, Any]) -> int:
+    """How many modules the config promises."""
+    counts = [value for path, value in head_keys(config).items() if COUNT_KEY.match(path[-1])]
+    inner = [promised(value) for value in head_keys(config).values() if isinstance(value, dict)]
+    return max((int(value) for value in (*counts, *inner) if isinstance(value, int)), default=0)
+
+
+def with_keys(config: Mapping[str, Any], keys: Mapping[Path, Any]) -> dict[str, Any]:
+    """A copy of the config with these keys; where there is no such section, they go to the top level."""
+    changed = copy.deepcopy(dict(config))
+    for path, value in keys.items():
+        section = changed
+        for part in path[:-1]:
+            section = section[part] if isinstance(section.get(part), dict) else changed
+        section[path[-1]] = value
+    return changed
+
+
+def without_head(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with every count at zero (a class may have a default of one) and lists of heads empty."""
+    changes: dict[Path, Any] = {
+        path: 0 if COUNT_KEY.match(path[-1]) else []
+        for path, value in head_keys(config).items()
+        if COUNT_KEY.match(path[-1]) or isinstance(value, list)
+    }
+    return with_keys(config, changes)

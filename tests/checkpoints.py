@@ -1,0 +1,61 @@
+"""Synthetic checkpoints for exporters: sharded safetensors directories, and reading them without the package."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headstart.formats.safetensors import Array, save
+
+Raw = tuple[str, tuple[int, ...], bytes]
+
+
+def tensor(dtype: str, *shape: int, seed: int = 0) -> Array:
+    """Random bits that are finite numbers in the dtype."""
+    rng = np.random.default_rng([seed, *shape])
+    if dtype == "F32":
+        return rng.standard_normal(shape).astype(np.float32)
+    if dtype == "BF16":
+        return (rng.standard_normal(shape).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16), dtype
+    if dtype == "I8":
+        return rng.integers(-128, 128, shape).astype(np.int8)
+    low, high = {"F8_E4M3": (0, 0x7F), "F8_E8M0": (120, 135)}[dtype]
+    return rng.integers(low, high, shape).astype(np.uint8), dtype
+
+
+def write_checkpoint(
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Array], shards: int = 3, index: bool = True
+) -> Path:
+    """A directory with tensors dealt out to shards in turn, so that neighbours are never in one file."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+    names = [f"model-{i + 1:05}-of-{shards:05}.safetensors" for i in range(shards)]
+    weight_map = {name: names[i % shards] for i, name in enumerate(tensors)}
+    for file in names:
+        save(folder / file, {name: tensors[name] for name in tensors if weight_map[name] == file}, {"format": "pt"})
+    if index:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+def read_raw(file: Path) -> dict[str, Raw]:
+    """dtype, shape and bytes of each tensor, by the format's own description."""
+    data = file.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    return {
+        name: (entry["dtype"], tuple(entry["shape"]), data[8 + size :][slice(*entry["data_offsets"])])
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
+
+
+def raw(array: Array) -> Raw:
+    """What `read_raw` gives for a tensor that was written as it is."""
+    bits, dtype = array if isinstance(array, tuple) else (array, {"float32": "F32", "int8": "I8"}[array.dtype.name])
+    return dtype, bits.shape, bits.tobytes()

@@ -1,0 +1,337 @@
+"""`headstart export` to EAGLE, speculators and GGUF: where the formula allows it, by tables; where not, the reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import support
+from checkpoints import raw, read_raw, tensor, write_checkpoint
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
+
+from headstart.cli.main import main
+from headstart.formats.base import Tensor
+from headstart.formats.head import BlockConfig, HeadConfig, write_head
+from headstart.formats.safetensors import Array, bfloat16, read_file
+from headstart.models._family import random_arrays
+from headstart.tools.export import ExportOptions, run
+
+H, V, F = 8, 12, 16
+DEEPSEEK = {
+    "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "num_hidden_layers": 2, "hidden_size": H,
+    "num_nextn_predict_layers": 1, "first_k_dense_replace": 1, "quantization_config": {"weight_block_size": [128, 128]},
+}  # fmt: skip
+TRAILING: dict[str, Array] = {
+    "embed_tokens.weight": tensor("BF16", V, H),
+    "shared_head.head.weight": tensor("BF16", V, H),
+    "shared_head.norm.weight": tensor("BF16", H),
+    "enorm.weight": tensor("BF16", H, seed=1),
+    "hnorm.weight": tensor("BF16", H, seed=2),
+    "eh_proj.weight": tensor("BF16", H, 2 * H),
+    "input_layernorm.weight": tensor("BF16", H, seed=3),
+    "self_attn.o_proj.weight": tensor("F8_E4M3", 4, H),
+    "self_attn.o_proj.weight_scale_inv": tensor("F32", 1, 1),
+}
+QWEN_TEXT = {"model_type": "qwen3_5_moe_text", "num_hidden_layers": 1, "mtp_num_hidden_layers": 1, "hidden_size": H}
+QWEN: dict[str, Array] = {
+    "mtp.fc.weight": tensor("BF16", H, 2 * H),
+    "mtp.norm.weight": tensor("BF16", H),
+    "mtp.pre_fc_norm_hidden.weight": tensor("BF16", H, seed=1),
+    "mtp.pre_fc_norm_embedding.weight": tensor("BF16", H, seed=2),
+    "mtp.layers.0.input_layernorm.weight": tensor("BF16", H, seed=3),
+    **{
+        f"mtp.layers.0.mlp.experts.{expert}.{part}_proj.weight": tensor("BF16", *shape, seed=10 * expert + len(part))
+        for expert in range(3)
+        for part, shape in (("gate", (F, H)), ("up", (F, H)), ("down", (H, F)))
+    },
+}
+
+
+def test_a_deepseek_module_is_an_eagle_drafter(tmp_path: Path) -> None:
+    tensors = {f"model.layers.2.{name}": array for name, array in TRAILING.items()}
+    source = write_checkpoint(tmp_path / "model", DEEPSEEK, {"model.norm.weight": tensor("BF16", H), **tensors})
+    run(ExportOptions(model=str(source), to="vllm-eagle", out=tmp_path / "out"))
+    assert read_raw(tmp_path / "out" / "model.safetensors") == {
+        "enorm.weight": raw(TRAILING["enorm.weight"]),
+        "hnorm.weight": raw(TRAILING["hnorm.weight"]),
+        "fc.weight": raw(TRAILING["eh_proj.weight"]),
+        "norm.weight": raw(TRAILING["shared_head.norm.weight"]),
+        "layers.0.input_layernorm.weight": raw(TRAILING["input_layernorm.weight"]),
+        "layers.0.self_attn.o_proj.weight": raw(TRAILING["self_attn.o_proj.weight"]),
+        "layers.0.self_attn.o_proj.weight_scale_inv": raw(TRAILING["self_attn.o_proj.weight_scale_inv"]),
+    }
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written == {**DEEPSEEK, "num_hidden_layers": 1, "first_k_dense_replace": 0}
+
+
+def test_a_qwen_module_in_the_speculators_container(tmp_path: Path) -> None:
+    config = {"model_type": "qwen3_5_moe", "architectures": ["Qwen3_5Moe"], "text_config": QWEN_TEXT}
+    trunk = {"model.language_model.embed_tokens.weight": tensor("BF16", V, H), "lm_head.weight": tensor("BF16", V, H)}
+    source = write_checkpoint(tmp_path / "model", config, {**trunk, **QWEN})
+    run(ExportOptions(model=str(source), to="speculators", out=tmp_path / "out"))
+    found = read_raw(tmp_path / "out" / "model.safetensors")
+
+    def of(expert: int, part: str) -> bytes:
+        return raw(QWEN[f"mtp.layers.0.mlp.experts.{expert}.{part}_proj.weight"])[2]
+
+    layer = "mtp_layers.0."
+    assert found == {
+        f"{layer}input_proj.weight": raw(QWEN["mtp.fc.weight"]),
+        f"{layer}final_layernorm.weight": raw(QWEN["mtp.norm.weight"]),
+        f"{layer}hidden_layernorm.weight": raw(QWEN["mtp.pre_fc_norm_hidden.weight"]),
+        f"{layer}token_layernorm.weight": raw(QWEN["mtp.pre_fc_norm_embedding.weight"]),
+        f"{layer}input_layernorm.weight": raw(QWEN["mtp.layers.0.input_layernorm.weight"]),
+        f"{layer}mlp.experts.gate_up_proj": (
+            "BF16", (3, 2 * F, H), b"".join(of(expert, part) for expert in range(3) for part in ("gate", "up"))
+        ),
+        f"{layer}mlp.experts.down_proj": ("BF16", (3, H, F), b"".join(of(expert, "down") for expert in range(3))),
+    }  # fmt: skip
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["speculators_model_type"] == "mtp"
+    assert written["transformer_layer_config"] == {**QWEN_TEXT, "architectures": ["Qwen3_5Moe"]}
+    assert written["speculators_config"]["verifier"]["architectures"] == ["Qwen3_5Moe"]
+
+
+@pytest.fixture
+def trunk_gguf(tmp_path: Path) -> Path:
+    """A GGUF trunk of the tiny Llama's sizes; only what an exporter reads of it is real."""
+    writer = GGUFWriter(tmp_path / "trunk.gguf", arch="llama")
+    sizes = support.family_of("llama").parse(support.family_of("llama").tiny()[0])
+    writer.add_block_count(sizes.num_layers)
+    writer.add_context_length(512)
+    writer.add_embedding_length(sizes.hidden_size)
+    writer.add_feed_forward_length(sizes.intermediate_size)
+    writer.add_head_count(sizes.attention.num_heads)
+    writer.add_head_count_kv(sizes.attention.num_kv_heads)
+    writer.add_rope_dimension_count(sizes.attention.head_dim)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(sizes.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list([f"t{number}" for number in range(sizes.vocab_size)])
+    writer.add_token_merges([])
+    writer.add_tensor("token_embd.weight", np.zeros((sizes.vocab_size, sizes.hidden_size), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return tmp_path / "trunk.gguf"
+
+
+@pytest.fixture
+def eagle3(tmp_path: Path) -> Path:
+    """A random EAGLE-3 head for the tiny Llama, with a draft vocabulary."""
+    model = support.tiny_model("llama")
+    sizes, ids = model.config, np.arange(1, model.config.vocab_size, 2)
+    names = {
+        name: bfloat16(each.float32())
+        for name, each in support.as_tensors(support.eagle3_tensors(model, ids.tolist())).items()
+    }
+    block = BlockConfig(
+        intermediate_size=sizes.intermediate_size, attention=sizes.attention, rope=sizes.rope, eps=sizes.eps
+    )
+    head = HeadConfig(
+        kind="eagle3", hidden_size=sizes.hidden_size, vocab_size=sizes.vocab_size, block=block, trunk="x",
+        trunk_fingerprint="y", tap=(0, 1, 2), recycle="pre_norm",
+    )  # fmt: skip
+    write_head(tmp_path / "eagle3", head, names, ids)
+    return tmp_path / "eagle3"
+
+
+def plain(tensor: Tensor) -> bytes:
+    return tensor.data.tobytes()
+
+
+def test_an_eagle3_head_in_the_speculators_container(trunk_gguf: Path, eagle3: Path, tmp_path: Path) -> None:
+    run(ExportOptions(model=str(trunk_gguf), head=eagle3, to="speculators", out=tmp_path / "out"))
+    found, expected = read_raw(tmp_path / "out" / "model.safetensors"), read_raw(eagle3 / "model.safetensors")
+    assert found == {name.replace("midlayer.", "layers.0."): each for name, each in expected.items()}
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (written["speculators_model_type"], written["draft_vocab_size"]) == ("eagle3", 65)
+    assert written["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
+    assert written["transformer_layer_config"]["hidden_size"] == 48
+    assert written["transformer_layer_config"]["model_type"] == "llama"
+
+
+def test_an_eagle3_head_as_llama_cpp_wants_it(trunk_gguf: Path, eagle3: Path, tmp_path: Path) -> None:
+    run(ExportOptions(model=str(trunk_gguf), head=eagle3, to="gguf", out=tmp_path / "out"))
+    reader = GGUFReader(tmp_path / "out" / "eagle3-trunk.gguf")
+    values = {key: field.contents() for key, field in reader.fields.items()}
+    assert values["general.architecture"] == "eagle3"
+    assert values["eagle3.target_layers"] == [0, 1, 2]
+    assert values["eagle3.target_hidden_size"] == values["eagle3.embedding_length"] == 48
+    assert values["eagle3.norm_before_residual"] is False
+    assert values["tokenizer.ggml.tokens"][5] == "t5"
+    assert values["eagle3.rope.freq_base"] == 10000.0
+    tensors = {each.name: each for each in reader.tensors}
+    assert tensors["d2t"].data.tolist() == list(range(1, 131, 2))  # ids, not offsets
+    theirs = read_file(eagle3 / "model.safetensors")
+    assert tensors["fc.weight"].data.tobytes() == plain(theirs["fc.weight"])
+    assert tensors["blk.0.attn_v.weight"].data.tobytes() == plain(theirs["midlayer.self_attn.v_proj.weight"])
+    query = theirs["midlayer.self_attn.q_proj.weight"].data.view(np.uint16)
+    paired = [row for head in range(6) for i in range(4) for row in (8 * head + i, 8 * head + i + 4)]
+    assert tensors["blk.0.attn_q.weight"].data.tobytes() == query[paired].tobytes()
+    assert tensors["blk.0.attn_norm_2.weight"].tensor_type == GGMLQuantizationType.F32
+
+
+def write_gguf(path: Path, architecture: str = "qwen35", heads: int = 1, last: str = "nextn.eh_proj") -> Path:
+    """Two blocks of a trunk and one of a head, in two types, and metadata of every kind."""
+    writer = GGUFWriter(path, arch=architecture)
+    writer.add_block_count(3)
+    if heads:
+        writer.add_uint32(f"{architecture}.nextn_predict_layers", heads)
+    writer.add_array(f"{architecture}.rope.dimension_sections", [11, 11, 10, 0])
+    writer.add_float32(f"{architecture}.rope.freq_base", 1e7)
+    writer.add_token_list(["a", "ü", "c"])
+    writer.add_bool("tokenizer.ggml.add_bos_token", False)
+    for i, name in enumerate(("token_embd", "blk.0.attn_norm", "blk.1.ffn_up", f"blk.2.{last}", "output_norm")):
+        writer.add_tensor(f"{name}.weight", np.full((2, 32), i, np.float32))
+    quantized = np.arange(2 * 34, dtype=np.uint8).reshape(2, 34)
+    writer.add_tensor("blk.2.ffn_up.weight", quantized, raw_dtype=GGMLQuantizationType.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_an_mtp_head_cut_out_of_a_gguf_file(tmp_path: Path) -> None:
+    source = write_gguf(tmp_path / "model.gguf")
+    run(ExportOptions(model=str(source), to="gguf", out=tmp_path / "out"))
+    before, after = GGUFReader(source), GGUFReader(tmp_path / "out" / "mtp-model.gguf")
+    kept = {"token_embd.weight", "output_norm.weight", "blk.2.nextn.eh_proj.weight", "blk.2.ffn_up.weight"}
+    expected = {each.name: (each.tensor_type, each.data.tobytes()) for each in before.tensors if each.name in kept}
+    assert {each.name: (each.tensor_type, each.data.tobytes()) for each in after.tensors} == expected
+    told = [{k: f.contents() for k, f in r.fields.items() if not k.startswith("GGUF.")} for r in (before, after)]
+    assert told[0] == told[1]
+
+
+BLOCK = {
+    "input_layernorm": ("attn_norm", (H,)), "post_attention_layernorm": ("post_attention_norm", (H,)),
+    "self_attn.q_proj": ("attn_q", (2 * H, H)), "self_attn.k_proj": ("attn_k", (4, H)),
+    "self_attn.v_proj": ("attn_v", (4, H)), "self_attn.o_proj": ("attn_output", (H, H)),
+    "self_attn.q_norm": ("attn_q_norm", (4,)), "self_attn.k_norm": ("attn_k_norm", (4,)),
+    "mlp.gate": ("ffn_gate_inp", (3, H)), "mlp.shared_expert_gate": ("ffn_gate_inp_shexp", (1, H)),
+    "mlp.shared_expert.gate_proj": ("ffn_gate_shexp", (F, H)), "mlp.shared_expert.up_proj": ("ffn_up_shexp", (F, H)),
+    "mlp.shared_expert.down_proj": ("ffn_down_shexp", (H, F)),
+}  # fmt: skip
+LINK = {
+    "mtp.fc": ("blk.1.nextn.eh_proj", (H, 2 * H)), "mtp.norm": ("blk.1.nextn.shared_head_norm", (H,)),
+    "mtp.pre_fc_norm_hidden": ("blk.1.nextn.hnorm", (H,)), "mtp.pre_fc_norm_embedding": ("blk.1.nextn.enorm", (H,)),
+    "model.language_model.embed_tokens": ("token_embd", (V, H)), "lm_head": ("output", (V, H)),
+    "model.language_model.norm": ("output_norm", (H,)),
+}  # fmt: skip
+QWEN_SIZES = {
+    **QWEN_TEXT, "vocab_size": V, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "num_experts": 3,
+    "num_experts_per_tok": 2, "moe_intermediate_size": F, "shared_expert_intermediate_size": F, "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 64, "layer_types": ["linear_attention"], "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 2, "linear_value_head_dim": 3, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]},
+}  # fmt: skip
+
+
+def float32(array: Array, shift: float) -> bytes:
+    assert isinstance(array, tuple)
+    return ((array[0].astype(np.uint32) << 16).view(np.float32) + np.float32(shift)).tobytes()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_qwen_module_as_llama_cpp_wants_it(fused: bool, tmp_path: Path) -> None:
+    names = LINK | {f"mtp.layers.0.{name}": (f"blk.1.{new}", shape) for name, (new, shape) in BLOCK.items()}
+    tensors = {f"{name}.weight": tensor("BF16", *shape, seed=i) for i, (name, (_, shape)) in enumerate(names.items())}
+    parts = {part: tensor("BF16", 3, *shape) for part, shape in (("gate", (F, H)), ("up", (F, H)), ("down", (H, F)))}
+    bits = {part: array[0] for part, array in parts.items() if isinstance(array, tuple)}
+    prefix = "mtp.layers.0.mlp.experts"
+    if fused:
+        tensors[f"{prefix}.gate_up_proj"] = np.concatenate((bits["gate"], bits["up"]), 1), "BF16"
+        tensors[f"{prefix}.down_proj"] = parts["down"]
+    else:
+        tensors |= {f"{prefix}.{e}.{part}_proj.weight": (bits[part][e], "BF16") for e in range(3) for part in bits}
+    config = {"model_type": "qwen3_5_moe", "architectures": [], "text_config": QWEN_SIZES}
+    source = write_checkpoint(tmp_path / "model", config, tensors)
+    vocabulary = {"a": 0, "b": 1, "ab": 2}
+    added = [{"id": 4, "content": "<|end|>", "special": True}, {"id": 5, "content": "tool", "special": False}]
+    (source / "tokenizer.json").write_text(
+        json.dumps({"model": {"vocab": vocabulary, "merges": ["a b"]}, "added_tokens": added})
+    )
+    (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
+    run(ExportOptions(model=str(source), to="gguf", out=tmp_path / "out"))
+    reader = GGUFReader(tmp_path / "out" / "mtp-model.gguf")
+    found = {each.name: (each.tensor_type.name, each.data.tobytes()) for each in reader.tensors}
+    expected = {f"blk.1.ffn_{part}_exps.weight": ("BF16", bits[part].tobytes()) for part in bits}
+    for name, (new, shape) in names.items():
+        array = tensors[f"{name}.weight"]
+        in_float = len(shape) == 1 or "gate_inp" in new
+        shift = 1.0 if len(shape) == 1 else 0.0  # norms multiply by 1 + w
+        expected[f"{new}.weight"] = ("F32", float32(array, shift)) if in_float else ("BF16", raw(array)[2])
+    assert found == expected
+    values = {key.removeprefix("qwen35moe."): field.contents() for key, field in reader.fields.items()}
+    assert values | {
+        "general.architecture": "qwen35moe", "block_count": 2, "nextn_predict_layers": 1, "expert_count": 3,
+        "attention.key_length": 4, "rope.dimension_count": 2, "rope.dimension_sections": [1, 1, 0, 0],
+        "rope.freq_base": 1e7, "attention.recurrent_layers": [True, False], "ssm.inner_size": 12,
+        "ssm.time_step_rank": 4, "tokenizer.ggml.pre": "qwen35", "tokenizer.ggml.eos_token_id": 4,
+        "tokenizer.ggml.merges": ["a b"], "tokenizer.ggml.token_type": [1, 1, 1, 5, 3, 4, 5, 5, 5, 5, 5, 5],
+        "tokenizer.ggml.tokens": ["a", "b", "ab", "[PAD3]", "<|end|>", "tool", *(f"[PAD{i}]" for i in range(6, 12))],
+    } == values  # fmt: skip
+
+
+def mtp_head(folder: Path) -> Path:
+    config = support.family_of("llama").tiny()[0]
+    sizes = support.family_of("llama").parse(config)
+    block = BlockConfig(
+        intermediate_size=sizes.intermediate_size, attention=sizes.attention, rope=sizes.rope, eps=sizes.eps
+    )
+    head = HeadConfig(
+        hidden_size=sizes.hidden_size, vocab_size=sizes.vocab_size, block=block, trunk="x", trunk_fingerprint="y"
+    )
+    write_head(
+        folder, head, {n: bfloat16(a) for n, a in random_arrays(support.mtp_shapes("mtp.0", sizes)).items()}, None
+    )
+    return folder
+
+
+REFUSED: dict[str, tuple[str, str]] = {
+    "glm4_moe vllm-eagle": ("vllm-eagle", "no EAGLE drafter with the formula of glm4_moe"),
+    "deepseek_v3 speculators": ("speculators", "no MTP layer for 'deepseek_v3'"),
+    "deepseek_v3 gguf": ("gguf", "its converter drops the module"),
+    "deepseek_v32 gguf": ("gguf", "convert_hf_to_gguf.py --mtp"),
+    "head vllm-eagle": ("vllm-eagle", "no norms around its projection"),
+    "head speculators": ("speculators", "has no class for this one"),
+    "head gguf": ("gguf", "no architecture for it"),
+    "head xllm": ("xllm", "--to vllm-mimo makes one checkpoint"),
+    "llama.gguf gguf": ("gguf", "no MTP graph for exaone-moe"),
+    "bare.gguf gguf": ("gguf", "nextn_predict_layers is not set"),
+    "hollow.gguf gguf": ("gguf", "no tensors of an MTP head in blocks 2 and up"),
+    "bare.gguf xllm": ("xllm", "is a single file"),
+    "mimo vllm-eagle3": ("vllm-eagle3", "has no head of its own directory"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_where_it_cannot_be_it_says_why(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    to, said = REFUSED[case]
+    kind = case.split()[0]
+    more: list[str] = []
+    if kind.endswith(".gguf"):
+        options: dict[str, dict[str, Any]] = {
+            "llama": {"architecture": "exaone-moe"}, "bare": {"heads": 0}, "hollow": {"last": "attn_norm"}
+        }  # fmt: skip
+        source = write_gguf(tmp_path / kind, **options[kind.removesuffix(".gguf")])
+    elif kind == "head":
+        config, arrays = support.family_of("llama").tiny()
+        source = support.write_model(tmp_path / "model", config, arrays)
+        more = ["--head", str(mtp_head(tmp_path / "head"))]
+    else:
+        source = write_checkpoint(
+            tmp_path / "model",
+            {**DEEPSEEK, "model_type": kind, "architectures": [], "n_routed_experts": 1, "index_topk": 1},
+            {f"model.layers.2.{name}": array for name, array in TRAILING.items()},
+        )  # fmt: skip
+    assert main(["export", str(source), "--to", to, "-o", str(tmp_path / "out"), *more]) == 2
+    captured = capsys.readouterr()
+    assert said in " ".join(captured.err.split())
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,106 @@
+"""Exports and grafts that cannot be written to the end: a clear line, the right exit code, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from checkpoints import tensor, write_checkpoint
+
+from headstart.cli import export as export_command, graft as graft_command
+from headstart.cli.main import main
+from headstart.tools.exports._plan import check_room
+
+CONFIG = {"model_type": "mimo", "num_hidden_layers": 1, "num_nextn_predict_layers": 1}
+VECTORS = ("token_layernorm", "hidden_layernorm", "final_layernorm", "input_layernorm")
+HEAD = {f"model.mtp_layers.0.{name}.weight": tensor("BF16", 8) for name in VECTORS}
+HEAD |= {"model.mtp_layers.0.input_proj.weight": tensor("BF16", 512, 1024)}
+TRUNK = {"model.norm.weight": tensor("BF16", 8)}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "model", CONFIG, {**TRUNK, **HEAD})
+
+
+COMMANDS = {
+    "export": lambda model: ("export", str(model)),
+    "strip": lambda model: ("graft", str(model), "--strip"),
+}
+
+
+@contextmanager
+def largest_file(nbytes: int) -> Iterator[None]:
+    """No file may grow beyond this: what a full disk does to a writer."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_no_space_in_the_middle(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "deep" / "out"
+    with largest_file(100_000):
+        assert main(["export", str(model), "-o", str(out)]) == 2
+    assert "no space to write" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_what_was_there_stays_when_the_new_one_fails(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine").write_text("x")
+    with largest_file(100_000):
+        assert main(["export", str(model), "-o", str(out), "--force"]) == 2
+    assert [path.name for path in out.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no file system that refuses directories")
+def test_a_target_that_cannot_be_written(command: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMANDS[command](model), "-o", "/proc/headstart/out"]) == 2
+    assert "cannot write /proc/headstart/out" in capsys.readouterr().err
+
+
+def test_too_little_room_is_said_before(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="GB are free"):
+        check_room(tmp_path / "out", 1 << 60)
+
+
+@contextmanager
+def interrupting(what: str, *, quiet: bool = False) -> Iterator[Callable[[int, int, str], None]]:
+    """Progress that presses Ctrl-C as soon as something is written."""
+    yield lambda done, total, text: os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_interrupted(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(export_command, "progress", interrupting)
+    monkeypatch.setattr(graft_command, "progress", interrupting)
+    for command in COMMANDS.values():
+        assert main([*command(model), "-o", str(tmp_path / "out")]) == 130
+        assert "interrupted" in capsys.readouterr().err
+        assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_the_source_is_never_replaced(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for out in (model, model.parent):
+        assert main(["export", str(model), "-o", str(out), "--force"]) == 2
+        assert "holds the source" in capsys.readouterr().err
+    assert (model / "config.json").exists()
+
+
+def test_a_link_or_a_file_is_not_replaced(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    for name in ("file", "link"):
+        assert main(["export", str(model), "-o", str(tmp_path / name), "--force"]) == 2
+        assert "is not a directory" in capsys.readouterr().err

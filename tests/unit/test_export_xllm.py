@@ -1,0 +1,452 @@
+"""`headstart export --to xllm`: names, bytes and config keys of each model type, against tables written by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import Raw, raw, read_raw, tensor, write_checkpoint
+
+from headstart.cli.main import main
+from headstart.errors import ModelError
+from headstart.formats.safetensors import Array
+from headstart.tools.export import ExportOptions, run
+
+H, V, F = 8, 12, 16  # hidden size, vocabulary, inner size
+SHARD = "mtp_layer_parameters.safetensors"
+
+
+def of(prefix: str, *names: str, **shapes: tuple[int, ...]) -> dict[str, Array]:
+    """bfloat16 tensors, vectors of H unless a shape is given (dots are two underscores)."""
+    all_shapes = dict.fromkeys(names, (H,)) | {name.replace("__", "."): s for name, s in shapes.items()}
+    return {
+        f"{prefix}{name}.weight": tensor("BF16", *shape, seed=i) for i, (name, shape) in enumerate(all_shapes.items())
+    }
+
+
+TRUNK = of("model.", "norm", embed_tokens=(V, H)) | of("", lm_head=(V, H))
+TRUNK |= of("model.layers.0.", "input_layernorm", self_attn__q_proj=(H, H))
+LINK = of("", "enorm", "hnorm", "shared_head.norm", eh_proj=(H, 2 * H))
+COPIES = of("", embed_tokens=(V, H), shared_head__head=(V, H))
+BLOCK = of("", "input_layernorm", "post_attention_layernorm", self_attn__q_a_proj=(4, H), self_attn__o_proj=(H, H))
+MOE = of("", mlp__gate=(2, H)) | {"mlp.gate.e_score_correction_bias": tensor("F32", 2)}
+for expert in range(2):
+    MOE |= of(f"mlp.experts.{expert}.", gate_proj=(F, H), up_proj=(F, H), down_proj=(H, F))
+INDEXER = of("self_attn.indexer.", wq_b=(4, 4), wk=(4, H)) | {"self_attn.indexer.k_norm.bias": tensor("F32", 4)}
+FC = of("", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", fc=(H, 2 * H))
+DENSE = of("layers.0.", "input_layernorm", self_attn__q_proj=(2 * H, H), mlp__gate_proj=(F, H))
+MIMO = of("", "token_layernorm", "hidden_layernorm", "final_layernorm", "input_layernorm", input_proj=(H, 2 * H))
+V4 = of("", "enorm", "hnorm", "norm", "attn_norm", e_proj=(H, H), h_proj=(H, H), ffn__gate=(2, H))
+V4 |= {"hc_head_scale": tensor("F32", 4), "hc_attn_scale": tensor("F32", 3), "attn.attn_sink": tensor("F32", 2)}
+
+
+def under(prefix: str, tensors: dict[str, Array]) -> dict[str, Array]:
+    return {prefix + name: array for name, array in tensors.items()}
+
+
+TRAILING = {**LINK, **COPIES, **BLOCK, **MOE}
+TRAILING_DRAFT = {
+    **under("model.", {**LINK, **COPIES}),
+    **under("model.layers.0.", {**BLOCK, **MOE}),
+}
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_hidden_layers": 1,
+    "num_nextn_predict_layers": 1,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 2,
+    "hidden_size": H,
+    "vocab_size": V,
+}
+SPARSE = {"index_n_heads": 2, "index_head_dim": 4, "index_topk": 8}
+QWEN_TEXT = {
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 1,
+    "mtp_num_hidden_layers": 1,
+    "layer_types": ["linear"],
+}
+QWEN = {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": QWEN_TEXT}
+QWEN_TRUNK = {**of("model.language_model.", "norm", embed_tokens=(V, H)), **of("", lm_head=(V, H))}
+QWEN_SHARED = {name: array for name, array in QWEN_TRUNK.items() if "norm" not in name}
+DONE = {"num_hidden_layers": 1, "num_nextn_predict_layers": 1, "quantization_config": "", "first_k_dense_replace": 0}
+
+
+def kept(config: dict[str, Any], model_type: str, architecture: str, **changes: Any) -> dict[str, Any]:
+    return {**config, **DONE, "model_type": model_type, "architectures": [architecture], **changes}
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Array], dict[str, Array], dict[str, Any]]] = {
+    "deepseek_v3": (
+        DEEPSEEK,
+        {**TRUNK, **under("model.layers.1.", TRAILING)},
+        TRAILING_DRAFT,
+        kept(DEEPSEEK, "deepseek_v3_mtp", "DeepseekMTPForCausalLM"),
+    ),
+    "kimi, without copies": (
+        {**DEEPSEEK, "model_type": "kimi_k2"},
+        {**TRUNK, **under("model.layers.1.", {**LINK, **BLOCK, **MOE}), "rot.weight": tensor("BF16", H, H)},
+        {
+            **under("model.", LINK),
+            **under("model.layers.0.", {**BLOCK, **MOE}),
+            "model.rot.weight": tensor("BF16", H, H),
+        },
+        kept(DEEPSEEK, "deepseek_v3_mtp", "DeepseekMTPForCausalLM"),
+    ),
+    "deepseek_v32": (
+        {**DEEPSEEK, **SPARSE},
+        {**TRUNK, **under("model.layers.1.", {**TRAILING, **INDEXER})},
+        {**TRAILING_DRAFT, **under("model.layers.0.", INDEXER)},
+        kept({**DEEPSEEK, **SPARSE}, "deepseek_v32_mtp", "DeepseekV32MtpForCausalLM"),
+    ),
+    "glm_moe_dsa": (
+        {
+            **DEEPSEEK,
+            **SPARSE,
+            "model_type": "glm_moe_dsa",
+            "architectures": ["GlmMoeDsaForCausalLM"],
+            "index_share_for_mtp_iteration": True,
+            "index_topk_freq": 1,
+            "indexer_types": ["full", "shared"],
+        },
+        {**TRUNK, **under("model.layers.1.", {**TRAILING, **INDEXER})},
+        {**TRAILING_DRAFT, **under("model.layers.0.", INDEXER)},
+        kept(
+            {**DEEPSEEK, **SPARSE},
+            "glm_moe_dsa_mtp",
+            "GlmMoeDsaMtpForCausalLM",
+            index_share_for_mtp_iteration=True,
+            index_topk_freq=2,
+            indexer_types=["full"],
+        ),
+    ),
+    "glm4_moe": (
+        {**DEEPSEEK, "model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"]},
+        {**TRUNK, **under("model.layers.1.", TRAILING)},
+        TRAILING_DRAFT,
+        kept(DEEPSEEK, "glm4_moe_mtp", "Glm4MoeMtpForCausalLM"),
+    ),
+    "deepseek_v4": (
+        {**DEEPSEEK, "model_type": "deepseek_v4", "architectures": ["DeepseekV4ForCausalLM"], "num_hash_layers": 3},
+        {"embed.weight": tensor("BF16", V, H), **under("mtp.0.", V4)},
+        under("model.layers.0.", V4),
+        kept(DEEPSEEK, "deepseek_v4_mtp", "DeepseekV4MtpForCausalLM", num_hash_layers=0),
+    ),
+    "glm5_next": (
+        {"model_type": "glm5_next", "text_config": {"num_hidden_layers": 1, "num_nextn_predict_layers": 1}},
+        {
+            **under("model.language_model.", of("", embed_tokens=(V, H))),
+            **of("", lm_head=(V, H)),
+            **under("model.language_model.layers.1.", {**LINK, **BLOCK}),
+        },
+        {
+            **of("model.", embed_tokens=(V, H)),
+            **of("", lm_head=(V, H)),
+            **under("model.layers.0.", BLOCK),
+            **under("model.", {n: a for n, a in LINK.items() if n != "shared_head.norm.weight"}),
+            "model.norm.weight": LINK["shared_head.norm.weight"],
+        },
+        (
+            GLM5 := {
+                **DONE,
+                "model_type": "glm5_next_mtp",
+                "architectures": ["Glm5NextMtpForCausalLM"],
+                "index_share_for_mtp_iteration": False,
+                "layer_types": ["deepseek_sparse_attention"],
+                "mlp_layer_types": ["sparse"],
+                "indexer_types": ["full"],
+            }
+        )
+        | {"text_config": GLM5},
+    ),
+    "mimo": (
+        {
+            "model_type": "mimo",
+            "architectures": ["MiMoForCausalLM"],
+            "num_hidden_layers": 1,
+            "num_nextn_predict_layers": 1,
+        },
+        {**TRUNK, **under("model.mtp_layers.0.", MIMO)},
+        under("model.mtp_layers.0.", MIMO),
+        kept({}, "mimo_mtp", "MiMoMtpForCausalLM"),
+    ),
+    "qwen3_5": (
+        QWEN,
+        {**QWEN_TRUNK, **under("mtp.", {**FC, **DENSE})},
+        {**QWEN_SHARED, **under("mtp.", {**FC, **DENSE})},
+        kept(
+            {},
+            "qwen3_5_mtp",
+            "Qwen3_5MtpForCausalLM",
+            mtp_num_hidden_layers=1,
+            text_config={**QWEN_TEXT, "layer_types": ["full_attention"]},
+        ),
+    ),
+    "qwen3_5, tied, two layers": (
+        {**QWEN, "tie_word_embeddings": True, "text_config": {**QWEN_TEXT, "mtp_num_hidden_layers": 2}},
+        {**of("model.language_model.", embed_tokens=(V, H)), **under("model.mtp.", {**FC, **DENSE})},
+        {**of("model.language_model.", embed_tokens=(V, H)), **under("model.mtp.", {**FC, **DENSE})},
+        kept(
+            {},
+            "qwen3_5_mtp",
+            "Qwen3_5MtpForCausalLM",
+            tie_word_embeddings=True,
+            mtp_num_hidden_layers=2,
+            num_hidden_layers=2,
+            num_nextn_predict_layers=2,
+            text_config={
+                **QWEN_TEXT,
+                "num_hidden_layers": 2,
+                "mtp_num_hidden_layers": 2,
+                "layer_types": ["full_attention"] * 2,
+            },
+        ),
+    ),
+    "qwen3_5_moe": (
+        {**QWEN, "model_type": "qwen3_5_moe", "text_config": {**QWEN_TEXT, "num_experts": 2}},
+        {**QWEN_TRUNK, **under("mtp.", {**FC, **DENSE, **under("layers.0.", MOE)})},
+        {**QWEN_SHARED, **under("mtp.", {**FC, **DENSE, **under("layers.0.", MOE)})},
+        kept(
+            {},
+            "qwen3_5_moe_mtp",
+            "Qwen3_5MtpForCausalLM",
+            mtp_num_hidden_layers=1,
+            text_config={**QWEN_TEXT, "num_experts": 2, "layer_types": ["full_attention"]},
+        ),
+    ),
+}
+
+
+def export(source: Path, out: Path, **options: Any) -> tuple[dict[str, Raw], dict[str, Any], list[str]]:
+    """Tensors, config and notes of an export."""
+    report = run(ExportOptions(model=str(source), out=out, **options))
+    return read_raw(out / SHARD), json.loads((out / "config.json").read_text()), report.data["notes"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_type_tensor_by_tensor(case: str, tmp_path: Path) -> None:
+    config, tensors, draft, expected = CASES[case]
+    source = write_checkpoint(tmp_path / "model", {**config, "mine": "ü"}, tensors)
+    found, written, _ = export(source, tmp_path / "out")
+    assert found == {name: raw(array) for name, array in draft.items()}
+    assert written == {**config, **expected, "mine": "ü"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        SHARD,
+        "config.json",
+        "tokenizer.json",
+        "model.safetensors.index.json",
+    }
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index == {"weight_map": dict.fromkeys(draft, SHARD)}
+
+
+def test_the_config_is_written_as_there(tmp_path: Path) -> None:
+    """Keys sorted, two blanks, letters as they are, no end of line."""
+    config, tensors, *_ = CASES["mimo"]
+    write_checkpoint(tmp_path / "model", {**config, "mine": "ü"}, tensors)
+    _, written, _ = export(tmp_path / "model", tmp_path / "out")
+    text = (tmp_path / "out" / "config.json").read_text()
+    assert text == json.dumps(written, indent=2, ensure_ascii=False, sort_keys=True)
+
+
+def e4m3(code: int) -> float:
+    """FP8 E4M3 by its definition."""
+    exponent, mantissa = code >> 3 & 15, code & 7
+    size = mantissa / 8 * 2**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+    return -size if code & 128 else size
+
+
+def to_bfloat16(value: float) -> int:
+    """Nearest of the two neighbours, ties to even."""
+    bits = int(np.float32(value).view(np.uint32))
+    low, rest = bits >> 16, bits & 0xFFFF
+    return low + (rest > 0x8000 or (rest == 0x8000 and low & 1))
+
+
+def blocks(codes: np.ndarray, scales: np.ndarray, size: tuple[int, int]) -> bytes:
+    """codes * scales, element by element."""
+    rows, columns = codes.shape
+    values = [
+        to_bfloat16(np.float32(e4m3(int(codes[r, c]))) * np.float32(scales[r // size[0], c // size[1]]))
+        for r in range(rows)
+        for c in range(columns)
+    ]
+    return np.array(values, np.uint16).tobytes()
+
+
+def fp8_module(rows: int, columns: int, scale: str, *shape: int) -> tuple[dict[str, Array], np.ndarray, np.ndarray]:
+    """A module with one FP8 matrix, the scales in another shard and before it."""
+    codes, scales = tensor("F8_E4M3", rows, columns), np.abs(tensor("F32", *shape)) + 0.1  # type: ignore[operator]
+    module = {f"self_attn.q_a_proj.{scale}": scales, **TRAILING, "self_attn.q_a_proj.weight": codes}
+    return under("model.layers.1.", module), codes[0], scales
+
+
+@pytest.mark.parametrize("columns", [128, 200])
+def test_fp8_blocks_become_bfloat16(tmp_path: Path, columns: int) -> None:
+    module, codes, scales = fp8_module(130, columns, "weight_scale_inv", 2, math.ceil(columns / 128))
+    write_checkpoint(tmp_path / "model", DEEPSEEK, {**TRUNK, **module})
+    found, _, notes = export(tmp_path / "model", tmp_path / "out")
+    name = "model.layers.0.self_attn.q_a_proj.weight"
+    assert found.pop(name) == ("BF16", (130, columns), blocks(codes, scales, (128, 128)))
+    assert found == {n: raw(array) for n, array in TRAILING_DRAFT.items() if n != name}
+    assert notes == []
+
+
+WRONG_THERE = {
+    "blocks of a type it does not know": ("glm4_moe", "weight_scale_inv", (2, 2), (128, 128), {}),
+    "channels": ("glm4_moe", "weight_scale", (130, 1), (1, 200), {}),
+    "one scale": ("glm4_moe", "weight_scale", (1,), (130, 200), {}),
+    "blocks of another size": ("deepseek_v3", "weight_scale_inv", (3, 4), (64, 64), {"weight_block_size": [64, 64]}),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_THERE)
+def test_what_the_other_tool_copies_without_its_scales(tmp_path: Path, case: str) -> None:
+    model_type, ending, shape, size, quantization = WRONG_THERE[case]
+    module, codes, scales = fp8_module(130, 200, ending, *shape)
+    config = {**DEEPSEEK, "model_type": model_type, "architectures": None, "quantization_config": quantization}
+    write_checkpoint(tmp_path / "model", config, {**TRUNK, **module})
+    found, _, notes = export(tmp_path / "model", tmp_path / "out")
+    expected = blocks(codes, scales.reshape(-(-130 // size[0]), -1), size)
+    assert found["model.layers.0.self_attn.q_a_proj.weight"] == ("BF16", (130, 200), expected)
+    assert not [name for name in found if "scale" in name]
+    assert bool(notes) == (model_type == "glm4_moe")
+
+
+def test_fp4_experts_with_power_of_two_scales(tmp_path: Path) -> None:
+    config, tensors, *_ = CASES["deepseek_v4"]
+    packed, scale = tensor("I8", 3, 32), tensor("F8_E8M0", 3, 2)
+    expert = {"mtp.0.ffn.experts.0.w1.weight": packed, "mtp.0.ffn.experts.0.w1.scale": scale}
+    write_checkpoint(tmp_path / "model", {**config, "n_routed_experts": 1}, {**tensors, **expert})
+    found, _, _ = export(tmp_path / "model", tmp_path / "out")
+    values = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
+    expected = [
+        to_bfloat16(values[int(packed[r, c // 2]) >> 4 * (c % 2) & 15] * 2.0 ** (int(scale[0][r, c // 32]) - 127))
+        for r in range(3)
+        for c in range(64)
+    ]
+    got = found["model.layers.0.ffn.experts.0.w1.weight"]
+    assert got == ("BF16", (3, 64), np.array(expected, np.uint16).tobytes())
+
+
+def test_ascend_descriptions_keep_their_scales(tmp_path: Path) -> None:
+    module = {**TRAILING, "self_attn.q_a_proj.weight": tensor("I8", 4, H)}
+    module["self_attn.q_a_proj.weight_scale"] = tensor("F32", 4, 1)
+    source = write_checkpoint(tmp_path / "model", DEEPSEEK, {**TRUNK, **under("model.layers.1.", module)})
+    described = {"model.layers.1.self_attn.q_a_proj.weight": "W8A8", "model.layers.0.x": "FLOAT", "version": "1"}
+    (source / "quant_model_description.json").write_text(json.dumps(described))
+    found, _, _ = export(source, tmp_path / "out")
+    prefix = "model.layers.0.self_attn.q_a_proj.weight"
+    assert found[prefix] == raw(module["self_attn.q_a_proj.weight"])
+    assert found[f"{prefix}_scale"] == raw(module["self_attn.q_a_proj.weight_scale"])
+    assert json.loads((tmp_path / "out" / "quant_model_description.json").read_text()) == {prefix: "W8A8"}
+
+
+def test_a_head_in_a_file_of_its_own_beside_the_index(tmp_path: Path) -> None:
+    config, tensors, draft, _ = CASES["mimo"]
+    source = write_checkpoint(tmp_path / "model", config, TRUNK)
+    write_checkpoint(tmp_path / "head", config, {n: a for n, a in tensors.items() if n not in TRUNK}, shards=1)
+    (tmp_path / "head" / "model-00001-of-00001.safetensors").rename(source / "mtp.safetensors")
+    found, _, _ = export(source, tmp_path / "out")
+    assert found.keys() == draft.keys()
+
+
+def test_model_type_is_taken_as_given(tmp_path: Path) -> None:
+    _, tensors, draft, _ = CASES["deepseek_v3"]
+    config = {**DEEPSEEK, "model_type": "mine", "architectures": []}
+    write_checkpoint(tmp_path / "model", config, tensors)
+    with pytest.raises(ModelError, match="'mine'"):
+        export(tmp_path / "model", tmp_path / "out")
+    found, written, _ = export(tmp_path / "model", tmp_path / "out", model_type="DeepSeek_V3")
+    assert found.keys() == draft.keys()
+    assert written["model_type"] == "deepseek_v3_mtp"
+
+
+def spoil_index(source: Path) -> None:
+    file = source / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    index["weight_map"]["nowhere.weight"] = "model-00001-of-00003.safetensors"
+    file.write_text(json.dumps(index))
+
+
+def truncate(source: Path) -> None:
+    file = source / "model-00002-of-00003.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+FP8 = {"self_attn.q_a_proj.weight": tensor("F8_E4M3", 4, H)}
+GRID = FP8 | {"self_attn.q_a_proj.weight_scale_inv": tensor("F32", 2, 2)}
+LONE = TRAILING | {"self_attn.kv_b_proj.weight_scale_inv": tensor("F32", 1, 1)}
+NO_EXPERT = {name: array for name, array in TRAILING.items() if "experts.1." not in name}
+NO_PROJECTION = {name: array for name, array in TRAILING.items() if "eh_proj" not in name}
+BROKEN_MODULES: dict[str, tuple[dict[str, Array], str]] = {
+    "no module": ({}, "no tensors under model.layers.1."),
+    "half a module": (NO_PROJECTION, "lacks eh_proj.weight"),
+    "an expert": (NO_EXPERT, "1 of 2 experts"),
+    "scales alone": (LONE, "scales a weight that is not there"),
+    "codes alone": (TRAILING | FP8, "no scales stand beside it"),
+    "GPTQ": (TRAILING | {"mlp.experts.0.up_proj.qweight": tensor("F32", 4, H)}, "belongs to a packing"),
+    "grid": (TRAILING | GRID, "do not fit the blocks"),
+}
+BROKEN_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
+    "two modules": ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is 2"),
+    "no promise": ({"num_nextn_predict_layers": None}, "has none of num_nextn_predict_layers"),
+    "zero": ({"num_nextn_predict_layers": 0}, "num_nextn_predict_layers is 0"),
+    "no layers": ({"num_hidden_layers": None}, "num_hidden_layers is None"),
+    "no type": ({"model_type": "", "architectures": None}, "neither model_type nor architectures"),
+    "MiMo-V2": ({"model_type": "mimo_v2_flash", "architectures": ["MiMoV2FlashForCausalLM"]}, "mimo_v2"),
+    "DSpark": ({"model_type": "deepseek_v4", "dspark_block_size": 7}, "DSpark"),
+}
+BROKEN_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "shard": (
+        lambda source: (source / "model-00002-of-00003.safetensors").unlink(),
+        "names the shard model-00002-of-00003.safetensors, which is missing",
+    ),
+    "index": (spoil_index, "says tensor nowhere.weight is in"),
+    "truncated": (truncate, "model-00002-of-00003.safetensors"),
+    "config": (lambda source: (source / "config.json").write_text("{"), "not valid JSON"),
+    "no config": (lambda source: (source / "config.json").unlink(), "config.json"),
+}
+BROKEN = {**BROKEN_MODULES, **BROKEN_CONFIGS, **BROKEN_FILES}
+
+
+@pytest.mark.parametrize("change", BROKEN)
+def test_bad_input_is_said_before_anything_is_written(
+    change: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module, _ = BROKEN_MODULES.get(change, (TRAILING, ""))
+    config, _ = BROKEN_CONFIGS.get(change, ({}, ""))
+    source = write_checkpoint(tmp_path / "model", {**DEEPSEEK, **config}, {**TRUNK, **under("model.layers.1.", module)})
+    spoil, said = BROKEN_FILES.get(change, (lambda source: None, BROKEN[change][1]))
+    spoil(source)
+    assert main(["export", str(source), "-o", str(tmp_path / "deep" / "out")]) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert captured.out == ""
+    assert not (tmp_path / "deep").exists()
+
+
+def test_memory_stays_below_two_of_the_largest_tensors(tmp_path: Path) -> None:
+    """One plain tensor of 24 MB and one FP8 matrix that becomes 24 MB."""
+    rows, columns = 6144, 2048
+    module = {
+        **TRAILING,
+        "embed_tokens.weight": tensor("BF16", rows, columns),
+        "mlp.experts.0.up_proj.weight": tensor("F8_E4M3", rows, columns),
+        "mlp.experts.0.up_proj.weight_scale_inv": np.ones((rows // 128, columns // 128), np.float32),
+    }
+    source = write_checkpoint(tmp_path / "model", DEEPSEEK, {**TRUNK, **under("model.layers.1.", module)})
+    del module
+    export(source, tmp_path / "warm")
+    tracemalloc.start()
+    export_options = ExportOptions(model=str(source), out=tmp_path / "out")
+    run(export_options)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < rows * columns * 2 * 2
