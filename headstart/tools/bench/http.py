@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Coroutine, Mapping, Sequence as Seq
-from typing import Any
+from collections.abc import Coroutine, Iterator, Mapping, Sequence as Seq
+from itertools import pairwise
+from typing import Any, TypeVar
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -28,6 +29,7 @@ PASSES_SAVED = "headstart:passes_saved"
 SHOWN = 200
 """Characters of a server's error that are shown."""
 
+T = TypeVar("T")
 Metrics = dict[str, dict[str, float]]
 """Counters: name without _total -> position ("" where it has none) -> value, summed over other labels."""
 
@@ -101,7 +103,7 @@ class OverHttp:
                 return self._server, {}
             hint = "leave --modes out; --off-url names a second server that does not draft"
             raise UsageError(f"--modes has {mode!r}, but {self._server} is not headstart's: it cannot be told", hint)
-        if mode == OFF or mode == AUTO:
+        if mode in (OFF, AUTO):
             return self._server, {"speculation": {"mode": mode}}
         if not mode.isdigit() or int(mode) < 1:
             raise UsageError(f"--modes has {mode!r}, which is unknown", "modes are off, auto and depths such as 3")
@@ -130,7 +132,7 @@ class _Session:
         spent = _difference(before, after)
         return Outcome(samples=self._samples, seconds=seconds, speculation=spent, lost=self._lost)
 
-    async def _client(self, left: Any) -> None:
+    async def _client(self, left: Iterator[Task]) -> None:
         for task in left:
             await self._talk(task)
 
@@ -157,7 +159,7 @@ class _Session:
         late = 0.0 if due is None else max(0.0, time.perf_counter() - due)
         try:
             answer = await post(self._server, CHAT, {**body_of(task, messages), **self._extra})
-        except (OSError, TimeoutError) as error:
+        except OSError as error:
             self._lost = self._lost or f"{self._server}: {_reason(error)}"
             return Sample(error=self._lost), ""
         except ValueError as error:
@@ -165,8 +167,8 @@ class _Session:
         if answer.broken:
             self._lost = self._lost or f"{self._server} hung up in the middle of an answer"
             return sample_of(answer, late, error=self._lost), ""
-        error = "" if answer.status == 200 else f"HTTP {answer.status}: {_message(answer.body)}"
-        return sample_of(answer, late, error=error), answer.text
+        refused = "" if answer.status == 200 else f"HTTP {answer.status}: {_message(answer.body)}"
+        return sample_of(answer, late, error=refused), answer.text
 
 
 def body_of(task: Task, messages: list[dict[str, str]]) -> dict[str, Any]:
@@ -194,12 +196,12 @@ def sample_of(answer: Answer, late: float = 0.0, *, error: str = "") -> Sample:
         output_tokens=answer.usage.get("completion_tokens", len(answer.pieces)),
         ttft_s=late + times[0],
         seconds=late + times[-1],
-        gaps_s=tuple(after - before for before, after in zip(times, times[1:], strict=False)),
+        gaps_s=tuple(after - before for before, after in pairwise(times)),
         error=error,
     )
 
 
-def _call(work: Coroutine[Any, Any, Any]) -> Any:
+def _call(work: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(work)
 
 
@@ -207,7 +209,7 @@ def _models(server: Server) -> list[dict[str, Any]]:
     """Entries of /v1/models. Raises UsageError saying what is wrong with the server."""
     try:
         answer = _call(get(server, MODELS))
-    except (OSError, TimeoutError) as error:
+    except OSError as error:
         hint = "is the server running, and the address right? headstart serve --port 8000 starts one"
         raise UsageError(f"cannot reach {server}: {_reason(error)}", hint) from None
     if answer.status == 401:

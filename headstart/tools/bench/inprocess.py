@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from headstart.api import LLM, Choice
@@ -36,6 +37,13 @@ class InProcess:
         first = LLM(self.model, config)
         self._config = replace(config, kv_blocks=len(first.engine.memory.pool.blocks))
         self._drafting, self._plain = first, None if first.engine.drafter else first
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        return (OFF, AUTO) if self._drafting.engine.drafter else (OFF,)
+
+    def is_alive(self) -> bool:
+        return True
 
     @property
     def about(self) -> Mapping[str, Any]:
@@ -139,7 +147,7 @@ class _Running:
             output_tokens=len(self.choice.tokens),
             ttft_s=times[0] - self.since,
             seconds=times[-1] - self.since,
-            gaps_s=tuple(after - before for before, after in zip(times, times[1:], strict=False)),
+            gaps_s=tuple(after - before for before, after in pairwise(times)),
             error=error,
         )
 

@@ -76,6 +76,13 @@ class Runner(Protocol):
     def about(self) -> Mapping[str, Any]:
         """Model, backend, server: what a report says was measured."""
 
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """What to measure when the user names no modes."""
+
+    def is_alive(self) -> bool:
+        """After failures: does it make sense to go on?"""
+
     def count_tokens(self, text: str) -> int: ...
 
     def settle(self, tasks: Seq[Task], mode: str) -> None:
@@ -102,30 +109,28 @@ def measure(
     runner: Runner,
     workload: Workload,
     mode: str,
-    concurrency: int | None,
+    load: Load,
     *,
-    rate: float | None = None,
     num_requests: int | None = None,
     repeat: int = 0,
-    seed: int = 0,
     meter: EnergyMeter | None = None,
     notify: Notify = lambda: None,
 ) -> Cell:
-    """One run. Tasks, their seeds and their arrivals depend on `seed` only, so that all modes and repeats get the same
-    ones. `concurrency` None: Poisson arrivals of `rate` per second. Raises UsageError for a mode that the runner does
-    not have, CapacityError for tasks that do not fit the model's context."""
-    tasks = workload.tasks(num_requests or requests_for(concurrency), seed)
+    """One run. Tasks, their seeds and their arrivals depend on `load.seed` only, so that all modes and repeats get the
+    same ones. Raises UsageError for a mode that the runner does not have, CapacityError for tasks that do not fit the
+    model's context."""
+    tasks = workload.tasks(num_requests or requests_for(load.concurrency), load.seed)
     runner.settle(tasks, mode)
     with meter or nullcontext():
-        outcome = runner.run(tasks, mode, Load(concurrency=concurrency, rate=rate, seed=seed), notify)
+        outcome = runner.run(tasks, mode, load, notify)
     done = [sample for sample in outcome.samples if not sample.error]
     errors = Counter(sample.error for sample in outcome.samples if sample.error)
     cached = [sample.cached_tokens for sample in done if sample.cached_tokens is not None]
     return Cell(
         workload=workload.name,
         mode=mode,
-        concurrency=concurrency,
-        rate=rate,
+        concurrency=load.concurrency,
+        rate=load.rate,
         chunked_prefill=runner.chunked_prefill,
         repeat=repeat,
         complete=not outcome.lost and bool(done),
