@@ -156,13 +156,14 @@ def run(model: Model = None, *, flags: RunFlags, engine: EngineOptions, output: 
         engine.refuse_others({"seed"}, "a server: it was started with its own")
 
     from headstart.tools.bench import run as bench
-    from headstart.tools.bench.summary import table
+    from headstart.tools.bench.summary import tables
 
     options = bench.BenchOptions(model=model, config=engine.config, **flags.chosen())
     with progress("loading", quiet=output.as_json) as report_progress:
         report, document = bench.run(options, report_progress)
     if not output.as_json:
-        print_table(*table(document))
+        for each in tables(document):
+            print_table(*each)
     return finish(report, output.as_json)
 
 

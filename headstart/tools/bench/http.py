@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence as Seq
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -77,7 +78,7 @@ class OverHttp:
 
     def settle(self, tasks: Seq[Task], mode: str) -> None:
         self._server_of(mode)
-        short = [Task(turns=task.turns[:1], system=task.system, max_tokens=1) for task in tasks]
+        short = [replace(task, turns=task.turns[:1], max_tokens=1) for task in tasks]
         self.run(short, mode, Load(concurrency=8), lambda: None)
 
     def run(self, tasks: Seq[Task], mode: str, load: Load, notify: Notify) -> Outcome:

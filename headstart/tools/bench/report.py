@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from headstart.tools.bench.document import LEVELS, Distribution, Document, Group, Row
 from headstart.tools.bench.measure import AUTO, OFF, SERVER
-from headstart.tools.bench.summary import milliseconds, mode_order, table
+from headstart.tools.bench.summary import milliseconds, mode_order, tables
 from headstart.tools.bench.svg import Plot, Point, Series, Style, intervals, lines, swatch
 
 STYLES = {
@@ -41,13 +41,13 @@ class Section:
     title: str
     text: str
     plots: tuple[Markup, ...]
+    drafting_only: bool = False  # mode off is in none of them
 
 
 def render(document: Document) -> str:
     """The HTML text."""
     rows = document.rows
     styles = styles_of({row.mode for row in rows})
-    columns, cells = table(document)
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     text = resources.files(__package__).joinpath("report.html").read_text("utf-8")
     return environment.from_string(text).render(
@@ -55,10 +55,10 @@ def render(document: Document) -> str:
         legend=[(mode, Markup(swatch(style))) for mode, style in styles.items()],
         sections=[section for section in _sections(rows, styles) if section.plots],
         heat=_heat(rows),
-        columns=[name.replace("\n", " ") for name in columns],
-        cells=cells,
+        tables=[([name.replace("\n", " ") for name in columns], cells) for columns, cells in tables(document)],
         facts=_facts(document),
-        checks=[(check, _group(check).load) for check in document.checks],
+        checks=[(check, _group(check).load) for check in document.checks if check.ok is not None],
+        unjudged={check.name: check.text for check in document.checks if check.ok is None},
         broken=[cell for cell in document.cells if not cell.complete],
         settings=json.dumps(dict(document.settings), ensure_ascii=False),
     )
@@ -104,11 +104,13 @@ def _sections(rows: tuple[Row, ...], styles: dict[str, Style]) -> Iterator[Secti
         "How many times as fast as without a drafter (1: no difference). Bars: 95 % bootstrap intervals over "
         "alternating pairs of runs.",
         tuple(by_load("Speed-up", "times off", _speedup, reference=1.0, floor=None, y_format="{:.2f}".format)),
+        drafting_only=True,
     )
     yield Section(
         "Speed-up by workload",
         "The same numbers, workloads side by side.",
         tuple(_by_workload(rows, styles)),
+        drafting_only=True,
     )
     yield Section(
         "Throughput",
@@ -117,14 +119,15 @@ def _sections(rows: tuple[Row, ...], styles: dict[str, Style]) -> Iterator[Secti
     )
     yield Section(
         "Latency",
-        "Share of answers or tokens that took at most so long (log scale): the further left, the better. The dotted "
-        "lines are the median, 90 % and 99 %. Gaps are between deliveries; one delivery holds all tokens of a pass.",
+        "The share of answers, or of gaps, that took at most so long (log scale): the further left, the better. A gap "
+        "is the time between deliveries, and one delivery holds all tokens of a pass.",
         tuple(_latency(rows, styles)),
     )
     yield Section(
         "Acceptance by position",
         "Of the drafts that had a token at this position, the share that was right up to it.",
         tuple(_acceptance(rows, styles)),
+        drafting_only=True,
     )
     yield Section(
         "Cost",

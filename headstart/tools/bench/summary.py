@@ -83,29 +83,35 @@ def pooled(parts: Iterable[Distribution | None]) -> Distribution | None:
     return Distribution(count, mean, at[0], at[1], at[2], tuple(at[3:]))
 
 
-COLUMNS = (
-    "workload", "load", "mode", "out\ntok/s", "all\ntok/s", "TTFT ms\nmean", "p50/p90/p99", "TPOT ms\nmean",
-    "p50/p90/p99", "gap ms\np50/p99", "accept.\nrate", "length", "passes\nsaved", "speed-up against off",
-)  # fmt: skip
-COST, ENERGY = "per 1M\ntokens", "joules\n/token"
+NAMES = ("workload", "load", "mode")
+SPEED = (
+    *NAMES,
+    "output\ntokens/s",
+    "all\ntokens/s",
+    "acceptance\nrate",
+    "length",
+    "passes\nsaved",
+    "speed-up against off",
+)
+LATENCY = (*NAMES, "TTFT ms\nmean", "p50 / p90 / p99", "TPOT ms\nmean", "p50 / p90 / p99", "gap ms\np50 / p90 / p99")
+COST, ENERGY = "per million\ntokens", "joules\nper token"
+
+Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
+"""Columns, and rows of as many texts."""
 
 
-def table(document: Document) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Columns and cells as texts; cost and energy only where they are known."""
+def tables(document: Document) -> tuple[Table, Table]:
+    """Speed, with cost and energy where they are known; and latency."""
     costs = any(row.cost_per_million is not None for row in document.rows)
     energy = any(row.joules_per_token is not None for row in document.rows)
-    columns = COLUMNS + ((COST,) if costs else ()) + ((ENERGY,) if energy else ())
-    return columns, [tuple(_texts(row, costs, energy)) for row in document.rows]
+    columns = SPEED + ((COST,) if costs else ()) + ((ENERGY,) if energy else ())
+    speeds = [tuple(_speed(row, costs, energy)) for row in document.rows]
+    return (columns, speeds), (LATENCY, [tuple(_latency(row)) for row in document.rows])
 
 
-def _texts(row: Row, costs: bool, energy: bool) -> Iterator[str]:
-    times = row.latency
+def _speed(row: Row, costs: bool, energy: bool) -> Iterator[str]:
     yield from (row.workload, row.group.load, row.mode)
     yield from (f"{row.output_tokens_per_s:.1f}", f"{row.total_tokens_per_s:.1f}")
-    for each in (times.ttft, times.tpot):
-        yield milliseconds(each.mean) if each else ""
-        yield f"{milliseconds(each.p50)}/{milliseconds(each.p90)}/{milliseconds(each.p99)}" if each else ""
-    yield f"{milliseconds(times.itl.p50)}/{milliseconds(times.itl.p99)}" if times.itl else ""
     yield number(row.acceptance_rate, "{:.2f}")
     yield number(row.acceptance_length, "{:.2f}")
     yield number(row.passes_saved if row.acceptance_length is not None else None, "{:.0%}")
@@ -114,6 +120,18 @@ def _texts(row: Row, costs: bool, energy: bool) -> Iterator[str]:
         yield number(row.cost_per_million, "{:.3g}")
     if energy:
         yield number(row.joules_per_token, "{:.3g}")
+
+
+def _latency(row: Row) -> Iterator[str]:
+    yield from (row.workload, row.group.load, row.mode)
+    for each in (row.latency.ttft, row.latency.tpot):
+        yield milliseconds(each.mean) if each else ""
+        yield _percentiles(each)
+    yield _percentiles(row.latency.itl)
+
+
+def _percentiles(times: Distribution | None) -> str:
+    return " / ".join(map(milliseconds, (times.p50, times.p90, times.p99))) if times else ""
 
 
 def number(value: float | None, pattern: str) -> str:
@@ -130,8 +148,11 @@ def table_lines(document: Document) -> list[str]:
     for cell in (each for each in document.cells if not each.complete):
         answered = f"{cell.requests - cell.failed} answers, {cell.failed} failed"
         lines.append(f"broke off, in no row: {cell.workload}, {cell.group.load}, {cell.mode}: {answered}")
-    answers = {True: "yes", False: "NO", None: "?"}
     for check in document.checks:
-        group = Group(check.workload, check.concurrency, check.rate, check.chunked_prefill)
-        lines.append(f"{check.name}, {check.workload}, {group.load}: {answers[check.ok]} ({check.text})")
+        if check.ok is not None:
+            group = Group(check.workload, check.concurrency, check.rate, check.chunked_prefill)
+            answer = "yes" if check.ok else "NO"
+            lines.append(f"{check.name}, {check.workload}, {group.load}: {answer} ({check.text})")
+    if unknown := {check.name: check.text for check in document.checks if check.ok is None}:
+        lines += [f"{name}: {text}" for name, text in unknown.items()]
     return lines + [f"note: {note}" for note in document.notes]

@@ -10,10 +10,11 @@ from functools import partial
 from html import escape
 from typing import Literal, NamedTuple
 
-WIDTH, HEIGHT = 480, 290
-LEFT, RIGHT, TOP, BOTTOM = 56, 14, 30, 44
+WIDTH, HEIGHT = 420, 270
+LEFT, RIGHT, TOP, BOTTOM = 54, 14, 30, 44
 ROW = 18
 """Height of one interval in `intervals`."""
+MOST_LOG_TICKS = 8
 DODGE = 5
 """Pixels between markers of several series at the same place."""
 AXIS, GRID, TEXT = "#6b7280", "#e5e7eb", "#374151"
@@ -94,7 +95,7 @@ def intervals(plot: Plot, names: Seq[str]) -> str:
     shown = [series for series in plot.series if series.points]
     band = ROW * max(len(shown), 1) + 8
     height = TOP + band * len(names) + BOTTOM
-    left = 150
+    left = 130
     values = [value for p in points for value in (p.x, p.low, p.high) if value is not None]
     low, high = _padded([*values, *([plot.reference] if plot.reference is not None else [])], None)
     ticks = nice_ticks(low, high)
@@ -207,19 +208,25 @@ def _padded(values: Seq[float], floor: float | None) -> tuple[float, float]:
 
 def nice_ticks(low: float, high: float, count: int = 6) -> list[float]:
     """Round numbers from `low` to `high`, about `count` of them."""
-    raw = (high - low) / max(count - 1, 1)
+    raw = (high - low) / count
     power = 10 ** math.floor(math.log10(raw))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * 0.999)
+    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= raw * 0.999)
     first = math.ceil(low / step - 1e-9)
     return [round(i * step, 10) for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """1, 2, 5, 10, ... from `low` to `high`; only powers of ten where that would be many."""
+    """Round numbers from `low` to `high`: as many of 1, 2, 3, 5 and 7 times a power of ten as there is room for, and
+    evenly spaced ones where even these are too few."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    factors = (1, 2, 5) if len(powers) <= 4 else (1,)
-    found = [factor * 10.0**power for power in powers for factor in factors]
-    return [tick for tick in found if low * 0.999 <= tick <= high * 1.001]
+    found = list[float]()
+    for factors in ((1,), (1, 3), (1, 2, 5), (1, 2, 3, 5, 7)):
+        ticks = [factor * 10.0**power for power in powers for factor in factors]
+        finer = [tick for tick in ticks if low * 0.999 <= tick <= high * 1.001]
+        if len(finer) > MOST_LOG_TICKS:
+            break
+        found = finer
+    return found if len(found) >= 3 else nice_ticks(low, high, 4)
 
 
 def _frame(plot: Plot, x_ticks: Seq[tuple[float, str]], y_ticks: Seq[tuple[float, str]]) -> Iterator[str]:
