@@ -164,7 +164,10 @@ def run(model: Model = None, *, flags: RunFlags, engine: EngineOptions, output: 
     if not output.as_json:
         for each in tables(document):
             print_table(*each)
-    return finish(report, output.as_json)
+    code = finish(report, output.as_json)
+    if document.error == bench.INTERRUPTED:
+        raise KeyboardInterrupt
+    return code
 
 
 def _compare(paths: tuple[Path, Path], output: OutputOptions) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from headstart.core import Report
 from headstart.errors import UsageError
-from headstart.tools.bench.document import Document, Group, Row
+from headstart.tools.bench.document import Cell, Document, Group, Row
 from headstart.tools.bench.statistics import unpaired
 from headstart.tools.bench.summary import milliseconds, number
 
@@ -47,17 +47,20 @@ def table(data: Mapping[str, Any]) -> list[tuple[str, ...]]:
     ]  # fmt: skip
 
 
-def _key(row: Row) -> tuple[Group, str]:
-    return row.group, row.mode
+def _key(item: Row | Cell) -> tuple[Group, str]:
+    """A server does not tell whether it cuts prompts into chunks; most do."""
+    return item.group._replace(chunked_prefill=item.chunked_prefill is not False), item.mode
 
 
 def _names(document: Document) -> str:
-    return ", ".join(dict.fromkeys(f"{row.workload} at {row.group.load} {row.mode}" for row in document.rows)) or "none"
+    kinds = ([row.workload for row in document.rows], [row.group.load for row in document.rows],
+             [row.mode for row in document.rows])  # fmt: skip
+    return ", ".join("/".join(dict.fromkeys(names)) for names in kinds if names) or "nothing"
 
 
 def _compare(first: Document, second: Document, one: Row, two: Row) -> dict[str, Any]:
     speeds = [
-        [cell.speed for cell in document.cells if cell.complete and (cell.group, cell.mode) == _key(one)]
+        [cell.speed for cell in document.cells if cell.complete and _key(cell) == _key(one)]
         for document in (first, second)
     ]
     ratio = unpaired(*speeds)

@@ -52,6 +52,10 @@ class InProcess:
     def count_tokens(self, text: str) -> int:
         return len(self._drafting.tokenizer.encode(text, add_special=False))
 
+    def check(self, tasks: Seq[Task]) -> None:
+        for task in tasks:
+            _Talk(self._drafting, task, None)
+
     def settle(self, tasks: Seq[Task], mode: str) -> None:
         """No prompt is cached at the start of a run."""
         llm, _ = self._mode(mode)
@@ -211,7 +215,12 @@ class _Session:
         del self._running[delta.request_id]
         self.samples.append(running.sample(delta.error))
         self._notify()
-        if not delta.error:
+        if delta.error:
+            return
+        try:
             running.talk.answered(running.choice.text)
-            if running.talk.next is not None:
-                self._send(running.talk, time.perf_counter())
+        except CapacityError as error:  # the conversation has become too long
+            self.samples.append(Sample(error=error.message))
+            return
+        if running.talk.next is not None:
+            self._send(running.talk, time.perf_counter())

@@ -85,6 +85,9 @@ class Runner(Protocol):
 
     def count_tokens(self, text: str) -> int: ...
 
+    def check(self, tasks: Seq[Task]) -> None:
+        """Raises CapacityError or UsageError for tasks that cannot be done, where that can be told beforehand."""
+
     def settle(self, tasks: Seq[Task], mode: str) -> None:
         """Make what is cached at the start of a run the same for every mode. Raises UsageError for a mode that it does
         not have."""

@@ -19,9 +19,10 @@ from headstart.tools.bench.energy import EnergyMeter
 from headstart.tools.bench.measure import Load, Runner, measure, requests_for, warm_up
 from headstart.tools.bench.statistics import checks
 from headstart.tools.bench.summary import rows_of, table_lines
-from headstart.tools.bench.workloads import Workload
+from headstart.tools.bench.workloads import Task, Workload
 
 Progress = Callable[[int, int, str], None]
+INTERRUPTED = "interrupted"
 WARM_CACHE = 0.1
 """Above this share of prompt tokens from the prefix cache, times to first token say little about prefill."""
 
@@ -122,7 +123,7 @@ class Bench:
 
     def run(self) -> Document:
         plan = list(self._plan())
-        per_cell = [len(self._tasks(workload, load)) for _, workload, load, _, _ in plan]
+        per_cell = [sum(len(task.turns) for task in self._tasks(workload, load)) for _, workload, load, _, _ in plan]
         total, done = sum(per_cell), 0
         try:
             self._warm_up()
@@ -139,7 +140,7 @@ class Bench:
                     break
                 self._save(complete=False)
         except KeyboardInterrupt:
-            self._error = "interrupted"
+            self._error = INTERRUPTED
         document = self._save(complete=not self._error)
         if self.options.report:
             from headstart.tools.bench.report import render
@@ -156,13 +157,14 @@ class Bench:
                         for mode in self._modes if repeat % 2 == 0 else self._modes[::-1]:
                             yield runner, workload, load, repeat, mode
 
-    def _tasks(self, workload: Workload, load: Load) -> list[str]:
-        tasks = workload.tasks(self.options.num_requests or requests_for(load.concurrency))
-        return [turn for task in tasks for turn in task.turns]
+    def _tasks(self, workload: Workload, load: Load) -> list[Task]:
+        return workload.tasks(self.options.num_requests or requests_for(load.concurrency), load.seed)
 
     def _warm_up(self) -> None:
-        """Every mode once, which also finds modes that do not exist before anything is measured."""
+        """Every mode once. Modes that do not exist and tasks that do not fit are found before anything is measured."""
         for runner in self._runners:
+            for workload in self._workloads:
+                runner.check(max((self._tasks(workload, load) for load in self.options.loads), key=len))
             for mode in self._modes:
                 self._progress(0, 1, f"warming up, {mode}")
                 warm_up(runner, self._workloads[0], mode)
