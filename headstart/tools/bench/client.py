@@ -28,7 +28,7 @@ class Server:
     port: int
     tls: bool = False
     prefix: str = ""
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
 
     @classmethod
     def at(cls, url: str, api_key: str | None = None) -> Self:

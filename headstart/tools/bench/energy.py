@@ -88,5 +88,7 @@ class _GpuPower:
         self._process.terminate()
         self._process.wait()
         self._thread.join()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
         means = [sum(watts) / len(watts) for watts in self._readings.values() if watts]
         return seconds * sum(means) if means else None

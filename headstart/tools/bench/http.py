@@ -23,10 +23,10 @@ OWN = "headstart"
 """Owner of the models of headstart's servers, which take the request field `speculation`."""
 CHARACTERS_PER_TOKEN = 4
 """Of English, about; for servers that do not count tokens."""
-SPECULATION = "vllm:spec_decode_num_"
-DRAFTS, DRAFTED, ACCEPTED = (f"{SPECULATION}{name}" for name in ("drafts", "draft_tokens", "accepted_tokens"))
+DRAFTS, DRAFTED, ACCEPTED = (f"vllm:spec_decode_num_{name}" for name in ("drafts", "draft_tokens", "accepted_tokens"))
 AT_POSITION = f"{ACCEPTED}_per_pos"
 PASSES_SAVED = "headstart:passes_saved"
+COUNTERS = {DRAFTS, DRAFTED, ACCEPTED, AT_POSITION, PASSES_SAVED}
 SHOWN = 200
 """Characters of a server's error that are shown."""
 
@@ -252,12 +252,11 @@ async def _metrics(server: Server) -> Metrics | None:
     except (OSError, ValueError):
         return None
     found: Metrics = {}
-    for family in families:
-        if family.name.startswith(SPECULATION) or family.name == PASSES_SAVED:
-            for sample in (each for each in family.samples if not each.name.endswith("_created")):
-                values = found.setdefault(family.name, {})
-                position = sample.labels.get("position", "")
-                values[position] = values.get(position, 0.0) + sample.value
+    for sample in (sample for family in families for sample in family.samples):
+        name = sample.name.removesuffix("_total")
+        if name in COUNTERS:
+            values, position = found.setdefault(name, {}), sample.labels.get("position", "")
+            values[position] = values.get(position, 0.0) + sample.value
     return found if DRAFTS in found else None
 
 
