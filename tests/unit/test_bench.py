@@ -273,7 +273,7 @@ def runner(headed: str) -> InProcess:
 
 def sums(count: int, **changes: Any) -> Workload:
     tasks = [Task(turns=(f"What is {i} and {i}?",), max_tokens=6, ignore_eos=True, **changes) for i in range(count)]
-    return Workload("sums", lambda n: tasks[:n])
+    return Workload("sums", tasks.__getitem__)
 
 
 @pytest.mark.parametrize("mode", ["off", "2", "auto"])
@@ -302,14 +302,14 @@ def test_no_more_run_at_a_time_than_asked_for(runner: InProcess, monkeypatch: py
 
 
 def test_prompts_are_not_cached_from_run_to_run(runner: InProcess) -> None:
-    workload = Workload("long", lambda n: [Task(turns=("again and " * 30,), max_tokens=2)] * n)
+    workload = Workload("long", lambda index: Task(turns=("again and " * 30,), max_tokens=2))
     found = [measure(runner, workload, "off", Load(concurrency=1), num_requests=1) for _ in range(2)]
     assert [each.cached_tokens for each in found] == [0, 0]
 
 
 def test_turns_of_a_task_follow_each_other(runner: InProcess) -> None:
     task = Task(turns=("one", "two", "three"), system="You count.", max_tokens=4, ignore_eos=True)
-    found = measure(runner, Workload("talk", lambda n: [task] * n), "auto", Load(concurrency=2), num_requests=2)
+    found = measure(runner, Workload("talk", lambda index: task), "auto", Load(concurrency=2), num_requests=2)
     assert (found.requests, found.output_tokens) == (6, 24)
     assert found.cached_tokens  # the conversation so far
 
@@ -336,7 +336,7 @@ def test_tasks_that_do_not_fit(runner: InProcess) -> None:
 
 def test_a_conversation_that_becomes_too_long_fails_alone(runner: InProcess) -> None:
     task = Task(turns=("one", "x " * 300), max_tokens=2)
-    found = measure(runner, Workload("talk", lambda n: [task] * n), "off", Load(concurrency=1), num_requests=1)
+    found = measure(runner, Workload("talk", lambda index: task), "off", Load(concurrency=1), num_requests=1)
     assert (found.requests, found.failed) == (2, 1)
     assert "the context holds 256" in found.errors[0]
 

@@ -24,7 +24,7 @@ from headstart.tools.bench.workloads import Task, Workload
 
 Capture = pytest.CaptureFixture[str]
 WORDS = ("The ", "sky ", "is ", "blue", ".")
-TASKS = Workload("sky", lambda count: [Task(turns=("Why?",), max_tokens=5)] * count)
+TASKS = Workload("sky", lambda index: Task(turns=("Why?",), max_tokens=5))
 
 
 @dataclass

@@ -35,7 +35,8 @@ class InProcess:
             longest = context_length(self.model, config)
             config = replace(config, max_num_batched_tokens=max(config.max_num_batched_tokens, longest))
         first = LLM(self.model, config)
-        self._config = replace(config, kv_blocks=len(first.engine.memory.pool.blocks))
+        self.kv_blocks = len(first.engine.memory.pool.blocks)
+        self._config = replace(config, kv_blocks=self.kv_blocks)
         self._drafting, self._plain = first, None if first.engine.drafter else first
 
     @property
@@ -47,7 +48,7 @@ class InProcess:
 
     @property
     def about(self) -> Mapping[str, Any]:
-        return {"runner": "in process", **self._drafting.info, "threads": self._config.threads}
+        return {"runner": "in process", **self._drafting.info, "kv_blocks": self.kv_blocks}
 
     def count_tokens(self, text: str) -> int:
         return len(self._drafting.tokenizer.encode(text, add_special=False))

@@ -187,7 +187,7 @@ def _by_workload(rows: tuple[Row, ...], styles: dict[str, Style]) -> Iterator[Ma
 def _latency(rows: tuple[Row, ...], styles: dict[str, Style]) -> Iterator[Markup]:
     """The first and the last load of each workload."""
     panels = list(dict.fromkeys(map(_panel, rows)))
-    names = (("ttft", "Time to first token"), ("tpot", "Time per output token"), ("itl", "Gap between deliveries"))
+    names = (("ttft", "Time to first token"), ("tpot", "Time per token"), ("itl", "Gaps"))
     for panel in panels:
         loads = list(dict.fromkeys(row.group for row in rows if _panel(row) == panel))
         ends = loads[:1] if len(panels) > MOST_LATENCY_WORKLOADS else list(dict.fromkeys((loads[0], loads[-1])))

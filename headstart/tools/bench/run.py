@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from headstart.config import EngineConfig
+from headstart.config import EngineConfig, config_fields
 from headstart.core import Report
 from headstart.errors import CapacityError, UsageError
 from headstart.tools.bench import workloads
@@ -138,10 +138,10 @@ class Bench:
                 self._error = _fatal(runner, cell)
                 if self._error:
                     break
-                self._save(complete=False)
+                self._save("not finished yet")
         except KeyboardInterrupt:
             self._error = INTERRUPTED
-        document = self._save(complete=not self._error)
+        document = self._save(self._error)
         if self.options.report:
             from headstart.tools.bench.report import render
 
@@ -169,15 +169,16 @@ class Bench:
                 self._progress(0, 1, f"warming up, {mode}")
                 warm_up(runner, self._workloads[0], mode)
 
-    def _save(self, *, complete: bool) -> Document:
+    def _save(self, error: str) -> Document:
+        """Everything so far; with an error it is marked as incomplete."""
         rows = rows_of(self._cells, price_per_hour=self.options.price_per_hour)
         document = Document(
             created=self._created,
             source=dict(self._runners[0].about),
             machine=self._machine,
             settings=_settings(self.options, self._modes, self._workloads),
-            complete=complete,
-            error=self._error,
+            complete=not error,
+            error=error,
             notes=tuple(_notes(self.options, rows, self._cells)),
             rows=tuple(rows),
             checks=tuple(checks(self._cells)),
@@ -219,7 +220,7 @@ def _runners(options: BenchOptions) -> Iterator[Runner]:
     model: Any = options.model
     for chunked in options.chunked_prefill:
         runner = InProcess(model, config, chunked_prefill=chunked)
-        model = runner.model
+        model, config = runner.model, replace(config, kv_blocks=runner.kv_blocks)  # the same for all
         yield runner
 
 
@@ -295,6 +296,11 @@ def _settings(options: BenchOptions, modes: tuple[str, ...], found: list[Workloa
         "scale": options.scale,
         "seed": options.config.seed or 0,
         "price_per_hour": options.price_per_hour,
+        "engine": {
+            name: value
+            for name, item in config_fields().items()
+            if (value := getattr(options.config, name)) != item.default
+        },
     }
 
 

@@ -105,7 +105,7 @@ def intervals(plot: Plot, names: Seq[str]) -> str:
         return left + (x - low) / (high - low) * inner
 
     bottom = height - BOTTOM
-    parts = [_text(left, 18, plot.title, anchor="start", weight="600", size=13)]
+    parts = [_text(12, 18, plot.title, anchor="start", weight="600", size=13)]
     for tick in ticks:
         parts.append(_line(at(tick), TOP, at(tick), bottom, GRID))
         parts.append(_text(at(tick), bottom + 16, plot.x_format(tick)))
@@ -210,7 +210,7 @@ def nice_ticks(low: float, high: float, count: int = 6) -> list[float]:
     """Round numbers from `low` to `high`, about `count` of them."""
     raw = (high - low) / count
     power = 10 ** math.floor(math.log10(raw))
-    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= raw * 0.999)
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * 0.999)
     first = math.ceil(low / step - 1e-9)
     return [round(i * step, 10) for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
@@ -226,12 +226,12 @@ def log_ticks(low: float, high: float) -> list[float]:
         if len(finer) > MOST_LOG_TICKS:
             break
         found = finer
-    return found if len(found) >= 3 else nice_ticks(low, high, 4)
+    return found if len(found) >= 3 else nice_ticks(low, high)
 
 
 def _frame(plot: Plot, x_ticks: Seq[tuple[float, str]], y_ticks: Seq[tuple[float, str]]) -> Iterator[str]:
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
-    yield _text(LEFT, 18, plot.title, anchor="start", weight="600", size=13)
+    yield _text(12, 18, plot.title, anchor="start", weight="600", size=13)
     for y, label in y_ticks:
         yield _line(LEFT, y, right, y, GRID)
         yield _text(LEFT - 6, y + 4, label, anchor="end")

@@ -7,7 +7,7 @@ import random
 import re
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -39,30 +39,25 @@ class Task:
 
 @dataclass(frozen=True)
 class Workload:
-    """A named way to make tasks: `make(count)` gives the first `count` of them, always the same ones."""
+    """A named, endless row of tasks: `task(index)` is always the same one."""
 
     name: str
-    make: Callable[[int], list[Task]]
+    task: Callable[[int], Task]
 
     def tasks(self, count: int, seed: int = 0) -> list[Task]:
-        """Each with a seed of its own."""
-        return [replace(task, seed=seed + index) for index, task in enumerate(self.make(count))]
+        """The first ones, each with a seed of its own."""
+        return [replace(self.task(index), seed=seed + index) for index in range(count)]
 
     def at(self, temperature: float) -> Workload:
         """The same tasks at another temperature, which the name then says."""
-        return Workload(
-            f"{self.name} T={temperature:g}",
-            lambda count: [replace(task, temperature=temperature) for task in self.make(count)],
-        )
+        name = f"{self.name} T={temperature:g}"
+        return Workload(name, lambda index: replace(self.task(index), temperature=temperature))
 
     def limited(self, max_tokens: int | None, *, exactly: bool = False) -> Workload:
         """With answers of at most `max_tokens`, or of exactly so many."""
         if max_tokens is None:
             return self
-        return Workload(
-            self.name,
-            lambda count: [replace(each, max_tokens=max_tokens, ignore_eos=exactly) for each in self.make(count)],
-        )
+        return Workload(self.name, lambda index: replace(self.task(index), max_tokens=max_tokens, ignore_eos=exactly))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,22 +89,23 @@ def find(name: str, count_tokens: Callable[[str], int], texts: Seq[str] = ()) ->
     if path != name:
         return from_file(Path(f"{path}.jsonl"), category)
     if name == "mixed":
-        return [Workload(name, lambda count: _mixed(count, count_tokens))]
+        return [Workload(name, lambda i: _task(MIXED[i % len(MIXED)], i // len(MIXED), count_tokens))]
     if name == "synthetic":
         return [synthetic(SYNTHETIC_INPUT, count_tokens, texts, name)]
     if name not in names():
         hint = f"choose {', '.join(names())}, or a FILE.jsonl"
         raise UsageError(f"--workload is {name!r}, which is unknown", hint)
-    return [Workload(name, lambda count: [_task(name, index, count_tokens) for index in range(count)])]
+    return [Workload(name, cache(partial(_task, name, count_tokens=count_tokens)))]
 
 
 def synthetic(tokens: int, count_tokens: Callable[[str], int], texts: Seq[str] = (), name: str = "") -> Workload:
     """Prompts of about `tokens` tokens, cut from running text: of `texts`, or else of built-in sentences."""
 
-    def make(count: int) -> list[Task]:
-        return [Task(turns=(cut(_endless(texts, index), tokens, count_tokens),)) for index in range(count)]
+    @cache  # counting tokens takes time
+    def task(index: int) -> Task:
+        return Task(turns=(cut(_endless(texts, index), tokens, count_tokens),))
 
-    return Workload(name or f"synthetic {tokens}", make)
+    return Workload(name or f"synthetic {tokens}", task)
 
 
 def cut(text: Callable[[int], str], tokens: int, count_tokens: Callable[[str], int]) -> str:
@@ -143,10 +139,6 @@ def _endless(texts: Seq[str], start: int) -> Callable[[int], str]:
 def _data() -> dict[str, Any]:
     found: dict[str, Any] = json.loads(resources.files(__package__).joinpath("workloads.json").read_text("utf-8"))
     return found
-
-
-def _mixed(count: int, count_tokens: Callable[[str], int]) -> list[Task]:
-    return [_task(MIXED[i % len(MIXED)], i // len(MIXED), count_tokens) for i in range(count)]
 
 
 def _task(name: str, index: int, count_tokens: Callable[[str], int]) -> Task:
@@ -189,7 +181,7 @@ def from_file(path: Path, category: str = "") -> list[Workload]:
         return [_cycle(path.stem, _in_turn(list(groups.values())))]
     if category != EACH and category not in groups:
         hint = f"it has {', '.join(filter(None, groups)) or 'none'}"
-        raise UsageError(f"--workload: {path} has no category {category!r}", hint)
+        raise UsageError(f"{path} has no category {category!r}", hint)
     chosen = groups if category == EACH else {category: groups[category]}
     return [_cycle(name or path.stem, tasks) for name, tasks in chosen.items()]
 
@@ -201,7 +193,7 @@ def _in_turn(groups: list[list[Task]]) -> list[Task]:
 
 
 def _cycle(name: str, tasks: list[Task]) -> Workload:
-    return Workload(name, lambda count: [tasks[index % len(tasks)] for index in range(count)])
+    return Workload(name, lambda index: tasks[index % len(tasks)])
 
 
 def read_tasks(path: Path) -> list[Task]:
@@ -210,7 +202,7 @@ def read_tasks(path: Path) -> list[Task]:
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise UsageError(f"--workload: cannot read {path}: {reason}", "is the path right?") from None
+        raise UsageError(f"cannot read {path}: {reason}", "is the path right?") from None
     tasks, bad = list[Task](), list[str]()
     for number, line in enumerate(lines, 1):
         if line.strip():
@@ -222,9 +214,9 @@ def read_tasks(path: Path) -> list[Task]:
         more = f"; and {len(bad) - 3} more" if len(bad) > 3 else ""
         hint = 'a record is {"prompt": "text"}, {"turns": ["text", ...]} or {"messages": [{"role", "content"}, ...]}'
         count = f"{len(bad)} bad line{'s' if len(bad) > 1 else ''} of {len(lines)}"
-        raise UsageError(f"--workload: {path} has {count}: {'; '.join(bad[:3])}{more}", hint)
+        raise UsageError(f"{path} has {count}: {'; '.join(bad[:3])}{more}", hint)
     if not tasks:
-        raise UsageError(f"--workload: {path} holds no task", "one JSON record per line")
+        raise UsageError(f"{path} holds no task", "one JSON record per line")
     return tasks
 
 
