@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +12,7 @@ import typer
 
 from headstart.cli.options import EngineOptions, Model, OptionGroup, OutputOptions, comma_list
 from headstart.cli.render import finish, print_table, progress
+from headstart.core import SamplingParams
 from headstart.errors import UsageError
 
 HELP = "Measure speed, latency, acceptance and cost: of a model here, or of a server. Without a command: run."
@@ -120,11 +123,12 @@ class RunFlags(OptionGroup):
         concurrency = comma_list("--concurrency", self.concurrency, int)
         rates = comma_list("--request-rate", self.request_rate, float)
         temperatures = comma_list("--temperature", self.temperature, float)
-        above(0, "--concurrency", concurrency)
-        above(0, "--request-rate", rates)
-        above(0, "--scale", (self.scale,))
-        above(0, "--price-per-hour", () if self.price_per_hour is None else (self.price_per_hour,))
-        above(-1e-9, "--temperature", temperatures)
+        positive("--concurrency", concurrency)
+        positive("--request-rate", rates)
+        positive("--scale", (self.scale,))
+        positive("--price-per-hour", () if self.price_per_hour is None else (self.price_per_hour,))
+        for temperature in temperatures:
+            SamplingParams(temperature=temperature)  # checks it
         if self.chunked_prefill not in CHUNKED:
             raise UsageError(f"--chunked-prefill is {self.chunked_prefill!r}", f"choose {', '.join(CHUNKED)}")
         same = ("preset", "scale", "requests", "input_tokens", "output_tokens", "prompts", "pairs", "url", "off_url",
@@ -139,11 +143,11 @@ class RunFlags(OptionGroup):
         }
 
 
-def above(bound: float, flag: str, values: tuple[float, ...]) -> None:
-    """Raises UsageError for a value that is not a finite number above `bound`."""
+def positive(flag: str, values: Sequence[float]) -> None:
+    """Raises UsageError for a value that is not a finite number above 0."""
     for value in values:
-        if not bound < value < float("inf"):
-            raise UsageError(f"{flag} is {value:g}, which is too small or no number", f"see {flag} in --help")
+        if not 0 < value < math.inf:
+            raise UsageError(f"{flag} is {value:g}, but must be a finite number above 0")
 
 
 def run(model: Model = None, *, flags: RunFlags, engine: EngineOptions, output: OutputOptions) -> int:

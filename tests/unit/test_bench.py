@@ -460,6 +460,8 @@ def test_command_prints_one_document(headed: str, capsys: Capture) -> None:
         (["--price-per-hour", "-1"], "--price-per-hour is -1"),
         (["--concurrency", "0"], "--concurrency is 0"),
         (["--concurrency", "1", "--request-rate", "2"], "both given"),
+        (["--request-rate", "nan"], "--request-rate is nan"),
+        (["--temperature", "0,-1"], "temperature is -1.0"),
         (["--preset", "nope"], "--preset is 'nope'"),
         (["--preset", "sharegpt-2500-1500", "--workload", "code"], "both given"),
         (["--depth", "3"], "--depth and --no-mtp"),

@@ -248,26 +248,20 @@ def _heat(rows: tuple[Row, ...]) -> list[tuple[str, str, str, list[float]]]:
 def _facts(document: Document) -> list[tuple[str, str]]:
     """The few numbers to begin with."""
     source, machine = document.source, document.machine
-    best = max((row for row in document.rows if row.speedup), key=lambda r: r.speedup.point, default=None)  # type: ignore[union-attr]
-    worst = min((row for row in document.rows if row.speedup), key=lambda r: r.speedup.point, default=None)  # type: ignore[union-attr]
     facts = [("model", str(source.get("model")))]
     facts += [(name, str(source[name])) for name in ("backend", "drafter", "url", "off_url") if source.get(name)]
-    facts += [
-        ("machine", ", ".join([str(machine.get("cpu")), f"{machine.get('threads')} threads", *machine.get("gpu", [])]))
-    ]
-    for name, row in (("largest speed-up", best), ("smallest speed-up", worst)):
-        if row is not None:
-            facts.append((name, f"{row.speedup} ({_panel(row)}, {row.group.load}, {row.mode})"))
-    quickest = min((row for row in document.rows if row.latency.tpot), key=_tpot, default=None)
-    if quickest is not None:
-        facts.append(
-            (
-                "lowest TPOT",
-                f"{milliseconds(_tpot(quickest))} ms ({_panel(quickest)}, {quickest.group.load}, {quickest.mode})",
-            )
-        )
+    parts = [str(machine.get("cpu")), f"{machine.get('threads')} threads", *machine.get("gpu", [])]
+    facts.append(("machine", ", ".join(parts)))
+    ratios = sorted((row.speedup.point, f"{row.speedup}: {_where(row)}") for row in document.rows if row.speedup)
+    if ratios:
+        facts += [("largest speed-up", ratios[-1][1]), ("smallest speed-up", ratios[0][1])]
+    times = sorted((row.latency.tpot.mean, _where(row)) for row in document.rows if row.latency.tpot)
+    if times:
+        facts.append(("lowest TPOT", f"{milliseconds(times[0][0])} ms: {times[0][1]}"))
     return facts
 
 
-def _tpot(row: Row) -> float:
-    return row.latency.tpot.mean if row.latency.tpot else float("inf")
+def _where(row: Row) -> str:
+    """For people."""
+    load = f"{row.rate:g} per second" if row.rate is not None else f"{row.concurrency} at a time"
+    return f"{_panel(row)}, {load}, mode {row.mode}"
