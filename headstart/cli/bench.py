@@ -111,7 +111,9 @@ class RunFlags(OptionGroup):
     price_per_hour: Annotated[
         float | None, typer.Option("--price-per-hour", help="Of the machine: gives cost per million tokens.")
     ] = None
-    out: Annotated[Path | None, typer.Option("--out", help="Write the JSON document here, after every run.")] = None
+    out: Annotated[Path | None, typer.Option("--out", help="Write the JSON document here; what is done is kept.")] = (
+        None
+    )
     report: Annotated[Path | None, typer.Option("--report", help="Write an HTML report here.")] = None
     force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False
     compare: Annotated[

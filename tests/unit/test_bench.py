@@ -88,7 +88,7 @@ def test_interval_covers_the_truth_as_often_as_it_says() -> None:
     hits = 0
     for _ in range(100):
         logs = rng.normal(0, 0.05, 12)
-        found = statistics.paired([(1.0, math.exp(value)) for value in logs])
+        found = statistics.paired(tuple((1.0, math.exp(value)) for value in logs))
         assert found is not None and found.low is not None and found.high is not None
         hits += found.low <= 1 <= found.high
     assert 88 <= hits <= 100
@@ -422,25 +422,56 @@ def test_compare_without_anything_in_common(measured: tuple[Document, Path], cap
     assert "in common" in capsys.readouterr().err
 
 
-def test_interruption_keeps_what_was_measured(
-    headed: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("raised", "code", "error"), [(KeyboardInterrupt(), 130, "interrupted"), (CapacityError("no room"), 1, "no room")]
+)
+def test_whatever_ends_a_run_what_was_measured_is_kept(
+    headed: str,
+    tmp_path: Path,
+    capsys: Capture,
+    monkeypatch: pytest.MonkeyPatch,
+    raised: BaseException,
+    code: int,
+    error: str,
 ) -> None:
     calls = list[str]()
 
     def stopped(*args: Any, **settings: Any) -> Cell:
         calls.append(args[2])
         if len(calls) == 3:
-            raise KeyboardInterrupt
+            raise raised
         return measure(*args, **settings)
 
     monkeypatch.setattr(bench, "measure", stopped)
     out = tmp_path / "a.json"
     arguments = ["--backend", "native", "--max-model-len", "256", "--kv-blocks", "128", "--workload", "prose"]
     arguments += ["--output-tokens", "2", "--concurrency", "1", "--requests", "1", "--out", str(out)]
-    assert main(["bench", headed, *arguments]) == 130
+    assert main(["bench", headed, *arguments]) == code
     document = Document.read(out)
-    assert (document.complete, document.error, len(document.cells)) == (False, "interrupted", 2)
-    assert "INCOMPLETE: interrupted" in capsys.readouterr().out
+    assert (document.complete, document.error, len(document.cells)) == (False, error, 2)
+    assert f"INCOMPLETE: {error}" in capsys.readouterr().out
+
+
+def test_a_growing_document_is_written_as_loads_are_done(
+    headed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that is killed leaves the loads that were done."""
+    out, seen = tmp_path / "a.json", list[tuple[bool, int]]()
+
+    def watched(*args: Any, **settings: Any) -> Cell:
+        if out.exists():
+            document = Document.read(out)
+            seen.append((document.complete, len(document.cells)))
+        return measure(*args, **settings)
+
+    monkeypatch.setattr(bench, "measure", watched)
+    options = BenchOptions(
+        model=headed, config=TINY, workloads=("prose",), concurrency=(1, 2), requests=1, output_tokens=2,
+        modes=("off",), pairs=2, out=out,
+    )  # fmt: skip
+    bench.run(options)
+    assert seen == [(False, 2), (False, 2)]
+    assert Document.read(out).complete
 
 
 def test_command_prints_one_document(headed: str, capsys: Capture) -> None:

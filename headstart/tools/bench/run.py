@@ -12,7 +12,7 @@ from typing import Any
 
 from headstart.config import EngineConfig, config_fields
 from headstart.core import Report
-from headstart.errors import CapacityError, UsageError
+from headstart.errors import CapacityError, HeadstartError, UsageError
 from headstart.tools.bench import workloads
 from headstart.tools.bench.document import Cell, Document, Row
 from headstart.tools.bench.energy import EnergyMeter
@@ -89,9 +89,9 @@ class BenchOptions:
 
 
 def run(options: BenchOptions, progress: Progress = lambda done, total, text: None) -> tuple[Report, Document]:
-    """Measure everything; the report's data are the document's. What was found is written after every cell: whatever
-    ends a run, it is kept. `ok` is false when the run broke off or requests failed. Raises UsageError and ModelError
-    before anything is measured."""
+    """Measure everything; the report's data are the document's. What was found is written as each workload and load is
+    done, and at the end, however that comes. `ok` is false when the run broke off or requests failed. Raises UsageError
+    and ModelError before anything is measured."""
     bench = Bench(options, progress)
     document = bench.run()
     lines = table_lines(document)
@@ -117,36 +117,42 @@ class Bench:
         self._workloads = _workloads(options, self._runners[0].count_tokens, texts)
         self._meter = EnergyMeter()
         self._cells: list[Cell] = []
-        self._error = ""
         self._machine = _machine()
         self._created = datetime.now(UTC).isoformat(timespec="seconds")
 
     def run(self) -> Document:
-        plan = list(self._plan())
-        per_cell = [sum(len(task.turns) for task in self._tasks(workload, load)) for _, workload, load, _, _ in plan]
-        total, done = sum(per_cell), 0
+        self._warm_up()
         try:
-            self._warm_up()
-            for (runner, workload, load, repeat, mode), count in zip(plan, per_cell, strict=True):
-                counter = _Counter(self._progress, done, total, f"{workload.name}, {_shown(load)}, {mode}")
-                cell = measure(
-                    runner, workload, mode, load,
-                    num_requests=self.options.num_requests, repeat=repeat, meter=self._meter, notify=counter,
-                )  # fmt: skip
-                self._cells.append(cell)
-                done += count
-                self._error = _fatal(runner, cell)
-                if self._error:
-                    break
-                self._save("not finished yet")
+            error = self._measure()
         except KeyboardInterrupt:
-            self._error = INTERRUPTED
-        document = self._save(self._error)
+            error = INTERRUPTED
+        except HeadstartError as broken:
+            error = str(broken)
+        document = self._save(error)
         if self.options.report:
             from headstart.tools.bench.report import render
 
             _write(self.options.report, render(document))
         return document
+
+    def _measure(self) -> str:
+        """All cells; why it ended early, or nothing."""
+        plan = list(self._plan())
+        counts = [sum(len(task.turns) for task in self._tasks(workload, load)) for _, workload, load, _, _ in plan]
+        total, done = sum(counts), 0
+        for (runner, workload, load, repeat, mode), count in zip(plan, counts, strict=True):
+            if self._cells and repeat == 0 and mode == self._modes[0]:
+                self._save("not finished yet")  # whatever may end the program
+            counter = _Counter(self._progress, done, total, f"{workload.name}, {_shown(load)}, {mode}")
+            cell = measure(
+                runner, workload, mode, load,
+                num_requests=self.options.num_requests, repeat=repeat, meter=self._meter, notify=counter,
+            )  # fmt: skip
+            self._cells.append(cell)
+            done += count
+            if error := _fatal(runner, cell):
+                return error
+        return ""
 
     def _plan(self) -> Iterator[tuple[Runner, Workload, Load, int, str]]:
         """Every other repeat has its modes the other way round, so that drift of the machine cancels out."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence as Seq
+from functools import lru_cache
 
 import numpy as np
 
@@ -28,10 +29,11 @@ NEAR_BEST = 0.97
 
 def speedup(off: Iterable[Cell], on: Iterable[Cell], *, seed: int = 0) -> Interval | None:
     """How many times as fast `on` is as `off`, over their pairs; None when there is no complete pair."""
-    return paired(_pairs(off, on), seed=seed)
+    return paired(tuple(_pairs(off, on)), seed=seed)
 
 
-def paired(pairs: Seq[tuple[float, float]], *, seed: int = 0) -> Interval | None:
+@lru_cache(maxsize=4096)  # documents are written again and again while they grow
+def paired(pairs: tuple[tuple[float, float], ...], *, seed: int = 0) -> Interval | None:
     """The same of (speed before, speed after)."""
     logs = np.array([math.log(after / before) for before, after in pairs if before > 0 and after > 0])
     if not len(logs):
