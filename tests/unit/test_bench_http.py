@@ -20,7 +20,7 @@ from headstart.tools.bench.client import Server, get, post
 from headstart.tools.bench.document import Document
 from headstart.tools.bench.http import OverHttp
 from headstart.tools.bench.measure import Load, measure
-from headstart.tools.bench.workloads import Task, Workload
+from headstart.tools.bench.workloads import Task, Workload, synthetic
 
 Capture = pytest.CaptureFixture[str]
 WORDS = ("The ", "sky ", "is ", "blue", ".")
@@ -34,6 +34,7 @@ class Fake:
     owner: str = "someone"
     metrics: bool = False
     usage: bool = True
+    counts: bool = False
     cuts: int = 10_000
     refuses: Callable[[int], int] = lambda number: 200
     dies_after: int | None = None
@@ -56,6 +57,8 @@ class Fake:
             self._answer(writer, 200, json.dumps({"data": [{"id": "m", "owned_by": self.owner}]}))
         elif path == "/metrics" and self.metrics:
             self._answer(writer, 200, self._metrics())
+        elif path == "/tokenize" and self.counts:
+            self._answer(writer, 200, json.dumps({"count": len(body["prompt"].split())}))
         elif path == "/v1/chat/completions":
             await self._chat(writer, body)
         else:
@@ -275,7 +278,7 @@ def test_a_lost_connection_ends_a_run_early() -> None:
     assert not runner.is_alive()
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://no-such-host.invalid"])
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://no-such-host.invalid", f"http://{'x' * 70}.invalid"])
 def test_unreachable_server(url: str, capsys: Capture) -> None:
     assert main(["bench", "--url", url]) == 2
     shown = capsys.readouterr().err
@@ -314,3 +317,18 @@ def test_a_model_that_the_server_does_not_have(capsys: Capture) -> None:
 def test_a_server_has_its_own_engine_options(capsys: Capture) -> None:
     assert main(["bench", "--url", "http://127.0.0.1:1", "--threads", "2"]) == 2
     assert "--threads has no meaning for a server" in capsys.readouterr().err
+
+
+def test_prompts_of_a_length_where_the_server_counts_tokens() -> None:
+    with running(Fake(counts=True)) as fake:
+        runner = runner_of(fake)
+        (task,) = synthetic(30, runner.count_tokens).tasks(1)
+    assert len(task.turns[0].split()) == 30
+    with pytest.raises(UsageError, match="no longer counts tokens"):
+        runner.count_tokens("gone")
+
+
+def test_prompts_of_a_length_where_it_does_not() -> None:
+    with running(Fake()) as fake:
+        (task,) = synthetic(30, runner_of(fake).count_tokens).tasks(1)
+    assert len(task.turns[0]) == pytest.approx(120, abs=8)

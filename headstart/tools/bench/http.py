@@ -73,8 +73,10 @@ class OverHttp:
         if not self._counts:
             return max(1, len(text) // CHARACTERS_PER_TOKEN)
         body = {"model": self._names[self._server], "prompt": text, "add_special_tokens": False}
-        answer = _call(post(self._server, TOKENIZE, body))
-        return int(json.loads(answer.body)["count"])
+        try:
+            return int(json.loads(_call(post(self._server, TOKENIZE, body)).body)["count"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{self._server} no longer counts tokens: {_reason(error)}", "is it running?") from None
 
     def check(self, tasks: Seq[Task]) -> None:
         """Only the server can tell."""
@@ -213,7 +215,7 @@ def _models(server: Server) -> list[dict[str, Any]]:
     """Entries of /v1/models. Raises UsageError saying what is wrong with the server."""
     try:
         answer = _call(get(server, MODELS))
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter: no such name can be looked up
         hint = "is the server running, and the address right? headstart serve --port 8000 starts one"
         raise UsageError(f"cannot reach {server}: {_reason(error)}", hint) from None
     if answer.status == 401:

@@ -17,6 +17,8 @@ ROW = 18
 MOST_LOG_TICKS = 8
 DODGE = 5
 """Pixels between markers of several series at the same place."""
+LETTER = 6.4
+"""Width of a letter, about."""
 AXIS, GRID, TEXT = "#6b7280", "#e5e7eb", "#374151"
 Scale = Literal["linear", "log", "steps"]
 
@@ -66,7 +68,7 @@ class Plot:
 
 
 def lines(plot: Plot) -> str:
-    """The plot as an <svg> element; a note in its place when there is nothing to draw."""
+    """The plot as an <svg> element; nothing when there is nothing to draw."""
     points = [point for series in plot.series for point in series.points]
     if not points:
         return ""
@@ -95,7 +97,7 @@ def intervals(plot: Plot, names: Seq[str]) -> str:
     shown = [series for series in plot.series if series.points]
     band = ROW * max(len(shown), 1) + 8
     height = TOP + band * len(names) + BOTTOM
-    left = 130
+    left = 16 + LETTER * max(map(len, names))
     values = [value for p in points for value in (p.x, p.low, p.high) if value is not None]
     low, high = _padded([*values, *([plot.reference] if plot.reference is not None else [])], None)
     ticks = nice_ticks(low, high)
