@@ -32,8 +32,9 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from _http import Answer, post
 from acceptance import first_turns
+
+from headstart.tools.bench.client import Answer, Server, post
 
 CHAT = "/v1/chat/completions"
 Body = dict[str, Any]
@@ -66,7 +67,7 @@ async def closed_loop(args: argparse.Namespace, bodies: list[Body], clients: int
 
     async def client() -> None:
         for body in left:
-            answers.append(await post((args.host, args.port), CHAT, body))
+            answers.append(await post(Server(args.host, args.port), CHAT, body))
 
     started = time.perf_counter()
     await asyncio.gather(*(client() for _ in range(clients)))
@@ -198,7 +199,7 @@ async def agent_task(args: argparse.Namespace, number: int, mode: str) -> tuple[
             "seed": 100 * number + step, "speculation": {"mode": mode},
             "response_format": {"type": "json_schema", "json_schema": {"name": "step", "schema": SCHEMA}},
         }  # fmt: skip
-        answer = await post((args.host, args.port), CHAT, body)
+        answer = await post(Server(args.host, args.port), CHAT, body)
         if answer.status != 200:
             sys.exit(f"step {step}: {answer.status} {answer.body[:300]}")
         tokens += answer.usage["completion_tokens"]
@@ -279,21 +280,23 @@ async def storm_client(args: argparse.Namespace, texts: list[str], seed: int, en
     while time.monotonic() < end:
         kind = rng.random()
         if kind < 0.1:
-            answer = await post((args.host, args.port), CHAT, rng.choice(BAD))
+            answer = await post(Server(args.host, args.port), CHAT, rng.choice(BAD))
             log.append(("bad", None, answer))
         elif kind < 0.2:
-            answer = await post((args.host, args.port), CHAT, storm_body(texts, rng), leave_after=rng.uniform(0.0, 0.5))
+            answer = await post(
+                Server(args.host, args.port), CHAT, storm_body(texts, rng), leave_after=rng.uniform(0.0, 0.5)
+            )
             log.append(("left", None, answer))
         else:
             body = storm_body(texts, rng)
-            log.append(("asked", body, await post((args.host, args.port), CHAT, body)))
+            log.append(("asked", body, await post(Server(args.host, args.port), CHAT, body)))
 
 
 async def replay(args: argparse.Namespace, log: list[Any]) -> list[Body]:
     """The completed requests again, one at a time: those whose text differs."""
     different = []
     for body, before in log:
-        after = await post((args.host, args.port), CHAT, body)
+        after = await post(Server(args.host, args.port), CHAT, body)
         if after.text != before.text or after.finish_reason != before.finish_reason:
             different.append({"body": body, "before": before.text, "after": after.text})
     return different

@@ -66,6 +66,10 @@ class BlockPool:
         block.key = key
         self._index.setdefault(key, block.index)
 
+    def forget(self) -> None:
+        """Nothing that was published before is found again."""
+        self._index.clear()
+
     def release(self, block: Block) -> None:
         assert block.references > 0
         block.references -= 1

@@ -7,9 +7,10 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from headstart import __version__
 from headstart.cli import (
@@ -50,15 +51,19 @@ app = typer.Typer(
 for module in (demo, generate, chat, serve, verify, inspect, plan, data, train, export, graft, pull, doctor):
     name = module.__name__.rpartition(".")[2]
     app.command(name, epilog=_examples(module.EXAMPLES))(expand(module.run))
-bench_app = typer.Typer(name="bench", help=bench.HELP, epilog=_examples(bench.EXAMPLES))
+
+
+class RunsByDefault(TyperGroup):
+    """A group whose command `run` is meant when none is named."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, args if args[:1] and args[0] in (*self.commands, "--help") else ["run", *args])
+
+
+bench_app = typer.Typer(name="bench", cls=RunsByDefault, help=bench.HELP, epilog=_examples(bench.EXAMPLES))
+bench_app.command("run", epilog=_examples(bench.RUN_EXAMPLES))(expand(bench.run))
 bench_app.command("step", epilog=_examples(bench.STEP_EXAMPLES))(expand(bench.step))
 app.add_typer(bench_app)
-
-
-@bench_app.callback(invoke_without_command=True)
-def _group(context: typer.Context) -> None:
-    if context.invoked_subcommand is None:
-        print(context.get_help())
 
 
 @app.callback(invoke_without_command=True)
@@ -68,8 +73,8 @@ def _root(
 ) -> None:
     if version:
         print(f"headstart {__version__}")
-    else:
-        _group(context)
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -55,6 +55,11 @@ COMMANDS: dict[str, set[str]] = {
     "pull": JSON,
     "doctor": JSON,
     "bench": set(),
+    "bench run": ENGINE
+    | JSON
+    | {"--workload", "--preset", "--scale", "--concurrency", "--request-rate", "--requests", "--input-tokens"}
+    | {"--output-tokens", "--prompts", "--temperature", "--modes", "--pairs", "--chunked-prefill", "--url", "--off-url"}
+    | {"--api-key", "--price-per-hour", "--out", "--report", "--force", "--compare"},
     "bench step": ENGINE | JSON | {"--rows", "--context", "--repeats", "--profile"},
 }
 

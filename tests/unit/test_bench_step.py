@@ -160,6 +160,6 @@ def test_wrong_options(arguments: list[str], message: str, capsys: Capture) -> N
     assert message in captured.err
 
 
-def test_group_alone_shows_its_commands(capsys: Capture) -> None:
-    assert main(["bench"]) == 0
+def test_help_of_the_group_shows_its_commands(capsys: Capture) -> None:
+    assert main(["bench", "--help"]) == 0
     assert "headstart bench step" in capsys.readouterr().out

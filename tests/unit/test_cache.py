@@ -259,6 +259,20 @@ def test_a_block_taken_again_forgets_the_drafter() -> None:
     assert second.num_drafter == 0
 
 
+def test_what_is_forgotten_is_not_found_until_it_is_published_again() -> None:
+    memory = KVMemory(NUM_BLOCKS, SIZE)
+    for forgets, expected in ((False, 0), (False, 4), (True, 0), (False, 4)):
+        if forgets:
+            memory.pool.forget()
+        sequence = new_sequence([1, 2, 3, 4, 5])
+        assert memory.attach_prefix(sequence) == expected
+        assert memory.reserve(sequence, 5)
+        sequence.num_computed = 4
+        memory.commit(sequence)
+        memory.release(sequence)
+        memory.pool.check()
+
+
 def test_switched_off_it_finds_nothing() -> None:
     memory = KVMemory(8, SIZE, prefix_caching=False)
     computed(memory, list(range(9)), 8)

@@ -1,0 +1,276 @@
+"""The bench's JSON document. The same for engines of this process and for servers; times are in milliseconds, rates in
+tokens per second. What was not measured is null, never 0.
+
+A *cell* is one run of one workload under one load in one mode. Cells of the same workload, load and `repeat` ran right
+after each other: they are a pair. A *row* sums up the cells that differ in `repeat` only.
+
+Modes: "off" (no drafter), "1", "3", ... (a fixed depth), "auto" (the engine decides), "server" (a server that cannot
+be told: whatever it does).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Self
+
+import numpy as np
+
+from headstart.errors import UsageError
+
+KIND: Literal["headstart-bench"] = "headstart-bench"
+VERSION: Literal[1] = 1
+LEVELS = (0.0, *(i / 20 for i in range(1, 20)), 0.99, 1.0)
+"""Levels of `Distribution.quantiles`: minimum, every 5 %, 99 %, maximum."""
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """How `count` times in ms are spread. `quantiles`: at LEVELS, for plots."""
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    quantiles: tuple[float, ...]
+
+    @classmethod
+    def of(cls, seconds: Iterable[float]) -> Self | None:
+        """None of no values."""
+        values = np.fromiter(seconds, np.float64) * 1e3
+        if not len(values):
+            return None
+        p50, p90, p99, *quantiles = np.quantile(values, (0.5, 0.9, 0.99, *LEVELS)).tolist()
+        return cls(len(values), float(values.mean()), p50, p90, p99, tuple(quantiles))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latency:
+    """Times of answers and tokens in ms; null where there was nothing to time."""
+
+    ttft: Distribution | None
+    """Request sent (or due, with Poisson arrivals) to first token."""
+    tpot: Distribution | None
+    """Per answer: (last - first token) / (tokens - 1), the time per output token."""
+    itl: Distribution | None
+    """Between deliveries, as a reader sees them: one delivery holds all tokens that a pass accepted."""
+    e2e: Distribution | None
+    """Request sent to last token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speculation:
+    """Counts of drafting, in vLLM's terms. `per_position[i]`: drafts whose token i was accepted. `drafted_at[i]`:
+    drafts that had a token i; null where a server does not tell. `passes_saved`: output tokens that no pass of the
+    model was spent on."""
+
+    drafts: int
+    drafted: int
+    accepted: int
+    per_position: tuple[int, ...]
+    drafted_at: tuple[int, ...] | None = None
+    passes_saved: int = 0
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        return self.accepted / self.drafted if self.drafted else None
+
+    @property
+    def acceptance_length(self) -> float:
+        """1 + accepted / drafts; 1 is no help."""
+        return 1 + self.accepted / self.drafts if self.drafts else 1.0
+
+    @property
+    def acceptance_at(self) -> list[float]:
+        """By position: the share of drafts reaching it that were right up to there; of all drafts where a server does
+        not tell how long they were."""
+        tries = self.drafted_at or (self.drafts,) * len(self.per_position)
+        return [hits / count for hits, count in zip(self.per_position, tries, strict=False) if count]
+
+    @classmethod
+    def total(cls, parts: Iterable[Speculation | None]) -> Speculation | None:
+        """Their sum; None when one of them is unknown, or there is none."""
+        found = list(parts)
+        known = [part for part in found if part is not None]
+        if not found or len(known) < len(found):
+            return None
+        tries = [part.drafted_at for part in known if part.drafted_at is not None]
+        return cls(
+            drafts=sum(part.drafts for part in known),
+            drafted=sum(part.drafted for part in known),
+            accepted=sum(part.accepted for part in known),
+            per_position=_sum(part.per_position for part in known),
+            drafted_at=_sum(tries) if len(tries) == len(known) else None,
+            passes_saved=sum(part.passes_saved for part in known),
+        )
+
+
+def _sum(counts: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    total = list[int]()
+    for each in counts:
+        total += [0] * (len(each) - len(total))
+        for i, count in enumerate(each):
+            total[i] += count
+    return tuple(total)
+
+
+class Group(NamedTuple):
+    """What the cells of a row have in common, but for the mode."""
+
+    workload: str
+    concurrency: int | None
+    rate: float | None
+    chunked_prefill: bool | None
+
+    @property
+    def load(self) -> str:
+        """For people."""
+        text = f"{self.concurrency}" if self.rate is None else f"{self.rate:g}/s"
+        return text + (" unchunked" if self.chunked_prefill is False else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One run. `concurrency`: requests at a time; null with Poisson arrivals, of `rate` per second. `chunked_prefill`
+    is null where the server decides. `complete` is false when it broke off: it then counts in no row."""
+
+    workload: str
+    mode: str
+    concurrency: int | None
+    rate: float | None
+    chunked_prefill: bool | None
+    repeat: int
+    complete: bool
+    requests: int
+    failed: int
+    errors: tuple[str, ...]  # distinct ones of failed requests
+    seconds: float
+    prompt_tokens: int
+    cached_tokens: int | None  # prompt tokens that the prefix cache held; null where the server does not tell
+    output_tokens: int
+    latency: Latency
+    speculation: Speculation | None
+    joules: float | None
+
+    @property
+    def group(self) -> Group:
+        return Group(self.workload, self.concurrency, self.rate, self.chunked_prefill)
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        return self.output_tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def total_tokens_per_s(self) -> float:
+        return (self.prompt_tokens + self.output_tokens) / self.seconds if self.seconds else 0.0
+
+    @property
+    def speed(self) -> float:
+        """What a speed-up is a ratio of: output tokens/s; with Poisson arrivals, which set that, 1 / mean TPOT."""
+        if self.rate is None:
+            return self.output_tokens_per_s
+        return 1e3 / self.latency.tpot.mean if self.latency.tpot and self.latency.tpot.mean else 0.0
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A ratio of speeds with its bootstrap interval (statistics.speedup); `low` and `high` are null for fewer pairs
+    than an interval needs."""
+
+    point: float
+    low: float | None
+    high: float | None
+    pairs: int
+
+    def __str__(self) -> str:
+        return f"{self.point:.2f}x" + ("" if self.low is None else f" [{self.low:.2f}, {self.high:.2f}]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """The complete cells of one workload, load and mode. Latencies are of all their answers together, rates are
+    medians over cells. `speedup` is against mode "off". Cost is per million output tokens, in the price's currency."""
+
+    workload: str
+    mode: str
+    concurrency: int | None
+    rate: float | None
+    chunked_prefill: bool | None
+    cells: int
+    failed: int
+    output_tokens: int
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    latency: Latency
+    speculation: Speculation | None
+    acceptance_rate: float | None
+    acceptance_length: float | None
+    acceptance_at: tuple[float, ...]
+    passes_saved: float | None  # share of the output tokens
+    cached_share: float | None  # of the prompt tokens
+    speedup: Interval | None
+    cost_per_million: float | None
+    joules_per_token: float | None
+
+    @property
+    def group(self) -> Group:
+        return Group(self.workload, self.concurrency, self.rate, self.chunked_prefill)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """An answer to a question about one workload and load; `ok` is null when there are too few pairs to tell."""
+
+    name: Literal["never slower", "near the best depth"]
+    workload: str
+    concurrency: int | None
+    rate: float | None
+    chunked_prefill: bool | None
+    ok: bool | None
+    ratio: Interval | None
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """Everything a bench found. `source`: what was measured (model, backend, server); `machine`: where the bench ran;
+    `settings`: what was asked. `complete` is false when it broke off, for the reason in `error`."""
+
+    kind: Literal["headstart-bench"] = KIND
+    version: Literal[1] = VERSION
+    created: str  # UTC, ISO 8601
+    source: Mapping[str, Any]
+    machine: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    complete: bool
+    error: str
+    notes: tuple[str, ...] = ()
+    rows: tuple[Row, ...] = ()
+    checks: tuple[Check, ...] = ()
+    cells: tuple[Cell, ...] = field(default=(), repr=False)
+
+    def json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def read(cls, path: Path) -> Document:
+        """Raises UsageError for a file that is no such document."""
+        from pydantic import TypeAdapter, ValidationError  # costs start-up time that measuring need not pay
+
+        try:
+            found: Document = TypeAdapter(cls).validate_python(json.loads(path.read_text("utf-8")))
+        except OSError as error:
+            raise UsageError(f"cannot read {path}: {error.strerror}", "is the path right?") from None
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            hint = "such a file is what headstart bench --out writes"
+            raise UsageError(f"{path} is no bench document: {where}: {first['msg']}", hint) from None
+        except ValueError as error:
+            raise UsageError(
+                f"{path} is not JSON: {error}", "such a file is what headstart bench --out writes"
+            ) from None
+        return found

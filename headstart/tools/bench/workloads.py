@@ -1,0 +1,258 @@
+"""What a bench asks for: workloads that come with headstart, made of its own sentences, and those of a JSONL file."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence as Seq
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from headstart.errors import UsageError
+
+DEFAULT_TOKENS = 64
+"""Longest answers, in tokens, where neither the user nor a task says more."""
+MIXED = ("code", "prose", "json", "repetitive")
+SYNTHETIC_INPUT = 256
+EACH = "each"
+_SLOT = re.compile(r"\{([a-z_]+?)(\d?)\}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One conversation: each of `turns` is a user message, sent when the one before has been answered. An answer has at
+    most `max_tokens`, exactly so many with `ignore_eos`; with a `schema` it is JSON of that schema."""
+
+    turns: tuple[str, ...]
+    system: str = ""
+    max_tokens: int = DEFAULT_TOKENS
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    seed: int = 0
+    schema: Mapping[str, Any] | None = None
+    category: str = ""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A named, endless row of tasks: `task(index)` is always the same one."""
+
+    name: str
+    task: Callable[[int], Task]
+
+    def tasks(self, count: int, seed: int = 0) -> list[Task]:
+        """The first ones, each with a seed of its own."""
+        return [replace(self.task(index), seed=seed + index) for index in range(count)]
+
+    def at(self, temperature: float) -> Workload:
+        """The same tasks at another temperature, which the name then says."""
+        name = f"{self.name} T={temperature:g}"
+        return Workload(name, lambda index: replace(self.task(index), temperature=temperature))
+
+    def limited(self, max_tokens: int | None, *, exactly: bool = False) -> Workload:
+        """With answers of at most `max_tokens`, or of exactly so many."""
+        if max_tokens is None:
+            return self
+        return Workload(self.name, lambda index: replace(self.task(index), max_tokens=max_tokens, ignore_eos=exactly))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """A setting that others have published numbers for. Lengths in tokens, before `--scale`."""
+
+    input_tokens: int
+    output_tokens: int
+    requests: int
+    concurrency: tuple[int, ...]
+
+
+PRESETS = {
+    "sharegpt-2500-1500": Preset(
+        input_tokens=2500, output_tokens=1500, requests=80, concurrency=(1, 2, 4, 8, 16, 20, 32, 40, 64, 80)
+    )
+}
+
+
+def names() -> tuple[str, ...]:
+    """Workloads that come with headstart."""
+    return (*(name for name in _data() if name not in ("sentences", "slots")), "mixed", "synthetic")
+
+
+def find(name: str, count_tokens: Callable[[str], int], texts: Seq[str] = ()) -> list[Workload]:
+    """Workloads of one name: a built-in one, FILE.jsonl, FILE.jsonl:CATEGORY, or FILE.jsonl:each for one workload per
+    category. `texts`: what synthetic prompts are made of. Raises UsageError."""
+    path, _, category = name.partition(".jsonl:") if ".jsonl:" in name else (name.removesuffix(".jsonl"), "", "")
+    if path != name:
+        return from_file(Path(f"{path}.jsonl"), category)
+    if name == "mixed":
+        return [Workload(name, lambda i: _task(MIXED[i % len(MIXED)], i // len(MIXED), count_tokens))]
+    if name == "synthetic":
+        return [synthetic(SYNTHETIC_INPUT, count_tokens, texts, name)]
+    if name not in names():
+        hint = f"choose {', '.join(names())}, or a FILE.jsonl"
+        raise UsageError(f"--workload is {name!r}, which is unknown", hint)
+    return [Workload(name, cache(partial(_task, name, count_tokens=count_tokens)))]
+
+
+def synthetic(tokens: int, count_tokens: Callable[[str], int], texts: Seq[str] = (), name: str = "") -> Workload:
+    """Prompts of about `tokens` tokens, cut from running text: of `texts`, or else of built-in sentences."""
+
+    @cache  # counting tokens takes time
+    def task(index: int) -> Task:
+        return Task(turns=(cut(_endless(texts, index), tokens, count_tokens),))
+
+    return Workload(name or f"synthetic {tokens}", task)
+
+
+def cut(text: Callable[[int], str], tokens: int, count_tokens: Callable[[str], int]) -> str:
+    """A text of `tokens` tokens, give or take a word. `text(words)` gives its first so many words."""
+    words = max(1, tokens * 2 // 3)
+    for _ in range(6):
+        found = count_tokens(text(words))
+        if found == tokens:
+            break
+        step = round((tokens - found) * words / max(found, 1)) or (1 if found < tokens else -1)
+        words = max(1, words + step)
+    return text(words)
+
+
+def _endless(texts: Seq[str], start: int) -> Callable[[int], str]:
+    """Running text that is another one for each `start`."""
+    rng = random.Random(start)
+    words = list[str]()
+
+    def first(count: int) -> str:
+        while len(words) < count:
+            number = start * 97 + len(words)
+            sentence = texts[rng.randrange(len(texts))] if texts else _fill(rng.choice(_data()["sentences"]), number)
+            words.extend(sentence.split())
+        return " ".join(words[:count])
+
+    return first
+
+
+@cache
+def _data() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(resources.files(__package__).joinpath("workloads.json").read_text("utf-8"))
+    return found
+
+
+def _task(name: str, index: int, count_tokens: Callable[[str], int]) -> Task:
+    """The kinds of a workload in turn, with other words each time."""
+    kind: Mapping[str, Any] = _data()[name]
+    turns: list[str] = kind["turns"][index % len(kind["turns"])]
+    if context_tokens := kind.get("context_tokens"):
+        context = cut(_endless((), index), context_tokens, count_tokens)
+        turns = [turn.replace("{context}", context) for turn in turns]
+    return Task(
+        turns=tuple(_fill(turn, index // len(kind["turns"])) for turn in turns),
+        system=kind.get("system", ""),
+        temperature=kind.get("temperature", 0.0),
+        schema=kind.get("schema"),
+        category=name,
+    )
+
+
+def _fill(template: str, number: int) -> str:
+    """{name} is entry `number` of the list, {name2} the one after it. The lists' lengths have no common factor, so it
+    takes long until all words come together again."""
+    slots: Mapping[str, list[str]] = {**_data()["slots"], "number": [str(n) for n in range(3, 40)]}
+
+    def entry(match: re.Match[str]) -> str:
+        words = slots[match[1]]
+        return words[(number + int(match[2] or 1) - 1) % len(words)]
+
+    return _SLOT.sub(entry, template)
+
+
+def from_file(path: Path, category: str = "") -> list[Workload]:
+    """Tasks of a JSONL file, from the first on, again and again. A record is {"prompt": text} or {"turns": [text,
+    ...]}, of which benchmarks use the first turn, or {"messages": [...]}; "category", "system", "max_tokens" and
+    "temperature" are optional. Raises UsageError that names every bad line."""
+    tasks = read_tasks(path)
+    groups: dict[str, list[Task]] = {}
+    for task in tasks:
+        groups.setdefault(task.category, []).append(task)
+    if not category:
+        return [_cycle(path.stem, _in_turn(list(groups.values())))]
+    if category != EACH and category not in groups:
+        hint = f"it has {', '.join(filter(None, groups)) or 'none'}"
+        raise UsageError(f"{path} has no category {category!r}", hint)
+    chosen = groups if category == EACH else {category: groups[category]}
+    return [_cycle(name or path.stem, tasks) for name, tasks in chosen.items()]
+
+
+def _in_turn(groups: list[list[Task]]) -> list[Task]:
+    """One of each category, then the next of each: the first few tasks are of many kinds."""
+    longest = max(map(len, groups))
+    return [tasks[i] for i in range(longest) for tasks in groups if i < len(tasks)]
+
+
+def _cycle(name: str, tasks: list[Task]) -> Workload:
+    return Workload(name, lambda index: tasks[index % len(tasks)])
+
+
+def read_tasks(path: Path) -> list[Task]:
+    """Raises UsageError for a file that cannot be read, is empty or has bad lines; it names the first of these."""
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise UsageError(f"cannot read {path}: {reason}", "is the path right?") from None
+    tasks, bad = list[Task](), list[str]()
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                tasks.append(_parse(line))
+            except ValueError as error:
+                bad.append(f"line {number} {error}")
+    if bad:
+        more = f"; and {len(bad) - 3} more" if len(bad) > 3 else ""
+        hint = 'a record is {"prompt": "text"}, {"turns": ["text", ...]} or {"messages": [{"role", "content"}, ...]}'
+        count = f"{len(bad)} bad line{'s' if len(bad) > 1 else ''} of {len(lines)}"
+        raise UsageError(f"{path} has {count}: {'; '.join(bad[:3])}{more}", hint)
+    if not tasks:
+        raise UsageError(f"{path} holds no task", "one JSON record per line")
+    return tasks
+
+
+def _parse(line: str) -> Task:
+    """Raises ValueError saying what is wrong."""
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is not JSON ({error.msg})") from None
+    if not isinstance(record, dict):
+        raise ValueError("is not a JSON object")
+    turns, system = _turns(record)
+    if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        raise ValueError("has no prompt")
+    tokens, temperature = record.get("max_tokens", DEFAULT_TOKENS), record.get("temperature", 0.0)
+    if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
+        raise ValueError(f"has max_tokens {tokens!r}, not a whole number above 0")
+    if not isinstance(temperature, int | float) or isinstance(temperature, bool) or not 0 <= temperature < 100:
+        raise ValueError(f"has temperature {temperature!r}, not a number from 0 on")
+    return Task(
+        turns=tuple(turns),
+        system=str(record.get("system", system)),
+        max_tokens=tokens,
+        temperature=float(temperature),
+        category=str(record.get("category", "")),
+    )
+
+
+def _turns(record: Mapping[str, Any]) -> tuple[list[Any], str]:
+    """User messages and the system's; answers in the file are not used, the model gives its own."""
+    if "prompt" in record:
+        return [record["prompt"]], ""
+    if isinstance(turns := record.get("turns"), list):
+        return turns[:1], ""
+    if isinstance(messages := record.get("messages"), list):
+        parts = [each for each in messages if isinstance(each, dict)]
+        system = " ".join(str(each.get("content")) for each in parts if each.get("role") == "system")
+        return [each.get("content") for each in parts if each.get("role") == "user"], system
+    return [], ""

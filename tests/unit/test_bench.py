@@ -1,0 +1,555 @@
+"""`headstart bench` in process: statistics, workloads, runs on tiny models, the document and its report."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import stat
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from headstart.cli.main import main
+from headstart.config import EngineConfig
+from headstart.errors import CapacityError, UsageError
+from headstart.tools.bench import compare, run as bench, statistics, workloads
+from headstart.tools.bench.document import Cell, Distribution, Document, Latency, Speculation
+from headstart.tools.bench.energy import EnergyMeter
+from headstart.tools.bench.inprocess import InProcess
+from headstart.tools.bench.measure import Load, measure
+from headstart.tools.bench.report import render
+from headstart.tools.bench.run import BenchOptions
+from headstart.tools.bench.summary import cost_per_million, pooled, rows_of
+from headstart.tools.bench.svg import log_ticks, nice_ticks
+from headstart.tools.bench.workloads import Task, Workload
+from headstart.tools.tiny import write_tiny
+
+pytest.importorskip("headstart.kernels._native")
+Capture = pytest.CaptureFixture[str]
+NO_TIMES = Latency(ttft=None, tpot=None, itl=None, e2e=None)
+TINY = EngineConfig(backend="native", threads=1, max_model_len=256, kv_blocks=128)
+
+
+def cell(speed: float = 100.0, *, mode: str = "off", repeat: int = 0, **changes: Any) -> Cell:
+    """A run of one second that put out `speed` tokens."""
+    plain = Cell(
+        workload="w", mode=mode, concurrency=1, rate=None, chunked_prefill=True, repeat=repeat, complete=True,
+        requests=4, failed=0, errors=(), seconds=1.0, prompt_tokens=50, cached_tokens=0, output_tokens=round(speed),
+        latency=NO_TIMES, speculation=None, joules=None,
+    )  # fmt: skip
+    return replace(plain, **changes)
+
+
+def cells(speeds: Seq[float], mode: str = "off") -> list[Cell]:
+    return [cell(speed, mode=mode, repeat=repeat) for repeat, speed in enumerate(speeds)]
+
+
+# Statistics.
+
+
+def test_speedup_is_the_median_over_pairs() -> None:
+    found = statistics.speedup(cells([100, 200, 100, 100, 100]), cells([110, 240, 130, 120, 900], "auto"))
+    assert found is not None
+    assert found.point == pytest.approx(1.2)
+    assert found.pairs == 5
+    assert found.low is not None and found.high is not None
+    assert found.low <= found.point <= found.high
+
+
+def test_speedup_pairs_runs_of_the_same_repeat() -> None:
+    off = [cell(100, repeat=0), cell(1000, repeat=1), cell(9, repeat=2, complete=False)]
+    auto = [cell(200, mode="auto", repeat=repeat) for repeat in (2, 0)]
+    found = statistics.speedup(off, auto)
+    assert found is not None
+    assert (found.point, found.low, found.pairs) == (pytest.approx(2.0), None, 1)
+
+
+def test_speedup_of_nothing_is_unknown() -> None:
+    assert statistics.speedup(cells([100]), []) is None
+
+
+def test_interval_of_equal_pairs_is_a_point() -> None:
+    found = statistics.speedup(cells([100] * 10), cells([150] * 10, "auto"))
+    assert found is not None
+    assert (found.low, found.high) == (pytest.approx(1.5), pytest.approx(1.5))
+
+
+def test_interval_covers_the_truth_as_often_as_it_says() -> None:
+    """True ratio 1, noise of 5 %: about 95 of 100 intervals hold it; the bootstrap of a median is a bit off."""
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    hits = 0
+    for _ in range(100):
+        logs = rng.normal(0, 0.05, 12)
+        found = statistics.paired(tuple((1.0, math.exp(value)) for value in logs))
+        assert found is not None and found.low is not None and found.high is not None
+        hits += found.low <= 1 <= found.high
+    assert 88 <= hits <= 100
+
+
+@pytest.mark.parametrize(
+    ("auto", "ok"),
+    [
+        ([101] * 10, True),
+        ([97] * 10, False),
+        ([100, 100, 100, 100, 100, 100, 80, 80, 80, 80], False),  # the median is 1, the lower bound is not
+        ([120] * 9, None),
+    ],
+)
+def test_never_slower(auto: list[float], ok: bool | None) -> None:
+    check = statistics.never_slower(cells([100] * len(auto)), cells(auto, "auto"))
+    assert check.ok is ok
+
+
+def test_best_depth_is_chosen_on_even_pairs_and_judged_on_odd_ones() -> None:
+    fixed = {"1": cells([110, 100] * 5, "1"), "3": cells([105, 200] * 5, "3")}
+    check = statistics.near_best(fixed, cells([99] * 10, "auto"))
+    assert check.ok is True
+    assert "of mode 1" in check.text
+    assert check.ratio is not None
+    assert (check.ratio.point, check.ratio.pairs) == (pytest.approx(0.99), 5)
+
+
+def test_not_near_the_best_depth() -> None:
+    assert statistics.near_best({"1": cells([110] * 10, "1")}, cells([100] * 10, "auto")).ok is False
+
+
+def test_with_a_request_rate_speed_is_that_of_a_token() -> None:
+    times = replace(NO_TIMES, tpot=Distribution.of([0.004, 0.006]))
+    assert cell(100, rate=2.0, concurrency=None, latency=times).speed == pytest.approx(200)
+
+
+# Document and rows.
+
+
+def test_cost_per_million() -> None:
+    assert cost_per_million(3.6, 1000) == pytest.approx(1.0)
+    assert cost_per_million(None, 1000) is None
+
+
+def test_distribution() -> None:
+    found = Distribution.of([i / 1000 for i in range(1, 101)])
+    assert found is not None
+    assert (found.count, found.mean, found.p50) == (100, pytest.approx(50.5), pytest.approx(50.5))
+    assert (found.quantiles[0], found.quantiles[-1]) == (pytest.approx(1), pytest.approx(100))
+    assert Distribution.of([]) is None
+
+
+def test_pooled_distribution_is_that_of_all_values() -> None:
+    low, high = [i / 1000 for i in range(100)], [i / 1000 for i in range(200, 500)]
+    both, whole = pooled([Distribution.of(low), None, Distribution.of(high)]), Distribution.of(low + high)
+    assert both is not None and whole is not None
+    assert (both.count, both.mean) == (whole.count, pytest.approx(whole.mean))
+    assert both.p50 == pytest.approx(whole.p50, rel=0.02)
+    assert both.p90 == pytest.approx(whole.p90, rel=0.02)
+
+
+def test_acceptance_counts_drafts_that_had_the_position() -> None:
+    counts = Speculation(drafts=10, drafted=14, accepted=7, per_position=(5, 2), drafted_at=(10, 4))
+    assert (counts.acceptance_rate, counts.acceptance_length) == (0.5, 1.7)
+    assert counts.acceptance_at == [0.5, 0.5]
+    assert replace(counts, drafted_at=None).acceptance_at == [0.5, 0.2]
+    total = Speculation.total([counts, Speculation(drafts=1, drafted=3, accepted=3, per_position=(1, 1, 1))])
+    assert total is not None
+    assert (total.drafts, total.per_position, total.drafted_at) == (11, (6, 3, 1), None)
+    assert Speculation.total([counts, None]) is None
+
+
+def test_rows_leave_out_what_broke_off() -> None:
+    found = rows_of([cell(100), cell(50, repeat=1, complete=False), cell(120, mode="auto")], price_per_hour=0.36)
+    assert [(row.mode, row.cells) for row in found] == [("off", 1), ("auto", 1)]
+    assert found[0].cost_per_million == pytest.approx(1.0)
+    assert found[1].speedup is not None and found[1].speedup.point == pytest.approx(1.2)
+
+
+# Workloads.
+
+
+def words(text: str) -> int:
+    return len(text.split())
+
+
+@pytest.mark.parametrize("name", workloads.names())
+def test_builtin_workloads(name: str) -> None:
+    (workload,) = workloads.find(name, words)
+    tasks = workload.tasks(60)
+    assert tasks == workload.tasks(60)
+    assert len({task.turns for task in tasks}) == 60
+    assert not any(re.search(r"\{[a-z_]+\d?\}", turn) for task in tasks for turn in task.turns)
+
+
+def test_a_task_keeps_its_place_whatever_the_number_of_tasks() -> None:
+    (workload,) = workloads.find("mixed", words)
+    assert workload.tasks(12)[:4] == workload.tasks(4)
+
+
+def test_unknown_workload() -> None:
+    with pytest.raises(UsageError, match="unknown"):
+        workloads.find("cooking", words)
+
+
+@pytest.mark.parametrize("length", [1, 10, 500])
+def test_synthetic_prompts_have_the_length_asked_for(length: int) -> None:
+    tasks = workloads.synthetic(length, words).tasks(3)
+    assert [words(task.turns[0]) for task in tasks] == [length] * 3
+    assert length < 10 or len({task.turns for task in tasks}) == 3
+
+
+def test_synthetic_prompts_from_given_texts() -> None:
+    (task,) = workloads.synthetic(20, words, ["only these words"]).tasks(1)
+    assert set(task.turns[0].split()) == {"only", "these", "words"}
+
+
+def test_temperature_is_in_the_name() -> None:
+    hot = workloads.synthetic(5, words, name="s").at(0.7)
+    assert (hot.name, hot.tasks(1)[0].temperature) == ("s T=0.7", 0.7)
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    """Spec-Bench's layout, and our own."""
+    records: list[dict[str, Any]] = [
+        {"question_id": 1, "category": "math", "turns": ["1 + 1?", "and 2?"]},
+        {"category": "math", "prompt": "3 + 3?", "max_tokens": 5, "temperature": 1},
+        {"category": "qa", "messages": [{"role": "system", "content": "Short."}, {"role": "user", "content": "Who?"}]},
+    ]
+    path = tmp_path / "question.jsonl"
+    path.write_text("\n".join(map(json.dumps, records)) + "\n\n")
+    return path
+
+
+def test_file_takes_categories_in_turn(questions: Path) -> None:
+    (workload,) = workloads.find(str(questions), words)
+    assert [task.turns for task in workload.tasks(4)] == [("1 + 1?",), ("Who?",), ("3 + 3?",), ("1 + 1?",)]
+    assert workload.tasks(2)[1].system == "Short."
+
+
+def test_file_by_category(questions: Path) -> None:
+    assert [each.name for each in workloads.find(f"{questions}:each", words)] == ["math", "qa"]
+    (math_only,) = workloads.find(f"{questions}:math", words)
+    assert [(task.max_tokens, task.temperature) for task in math_only.tasks(2)] == [(64, 0), (5, 1)]
+    with pytest.raises(UsageError, match="no category 'art'"):
+        workloads.find(f"{questions}:art", words)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ('{"prompt": "a"}\n{oops\n', "1 bad line of 2: line 2 is not JSON"),
+        ("[1]\n", "line 1 is not a JSON object"),
+        ('{"prompt": " "}\n{"text": "a"}\n', "2 bad lines of 2: line 1 has no prompt; line 2 has no prompt"),
+        ('{"prompt": "a", "max_tokens": 0}\n', "line 1 has max_tokens 0"),
+        ('{"prompt": "a", "temperature": "hot"}\n', "line 1 has temperature 'hot'"),
+        ("x\n" * 9, "and 6 more"),
+        ("\n", "holds no task"),
+    ],
+)
+def test_bad_lines(tmp_path: Path, capsys: Capture, lines: str, message: str) -> None:
+    path = tmp_path / "own.jsonl"
+    path.write_text(lines)
+    assert main(["bench", "--workload", str(path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+# Runs in process.
+
+
+@pytest.fixture(scope="module")
+def headed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_tiny("mimo", tmp_path_factory.mktemp("headed")))
+
+
+@pytest.fixture(scope="module")
+def runner(headed: str) -> InProcess:
+    return InProcess(headed, TINY)
+
+
+def sums(count: int, **changes: Any) -> Workload:
+    tasks = [Task(turns=(f"What is {i} and {i}?",), max_tokens=6, ignore_eos=True, **changes) for i in range(count)]
+    return Workload("sums", tasks.__getitem__)
+
+
+@pytest.mark.parametrize("mode", ["off", "2", "auto"])
+def test_measure(runner: InProcess, mode: str) -> None:
+    found = measure(runner, sums(5), mode, Load(concurrency=2), num_requests=5, repeat=3)
+    assert (found.complete, found.requests, found.failed, found.repeat) == (True, 5, 0, 3)
+    assert (found.output_tokens, found.cached_tokens) == (30, 0)
+    assert found.latency.ttft is not None and found.latency.ttft.count == 5
+    assert found.speculation is not None
+    assert (found.speculation.drafts > 0) == (mode != "off")
+    assert len(found.speculation.per_position) == {"off": 0, "2": 2, "auto": len(found.speculation.per_position)}[mode]
+
+
+def test_mode_off_has_no_drafter(runner: InProcess) -> None:
+    measure(runner, sums(1), "off", Load(concurrency=1), num_requests=1)
+    assert runner._plain is not None and runner._plain.engine.drafter is None
+    assert runner._drafting.engine.drafter is not None
+
+
+def test_no_more_run_at_a_time_than_asked_for(runner: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, seen = runner._drafting.engine, list[int]()
+    step = engine.step
+    monkeypatch.setattr(engine, "step", lambda deliver: (seen.append(len(engine.live)), step(deliver)))
+    measure(runner, sums(7), "auto", Load(concurrency=3), num_requests=7)
+    assert max(seen) == 3
+
+
+def test_prompts_are_not_cached_from_run_to_run(runner: InProcess) -> None:
+    workload = Workload("long", lambda index: Task(turns=("again and " * 30,), max_tokens=2))
+    found = [measure(runner, workload, "off", Load(concurrency=1), num_requests=1) for _ in range(2)]
+    assert [each.cached_tokens for each in found] == [0, 0]
+
+
+def test_turns_of_a_task_follow_each_other(runner: InProcess) -> None:
+    task = Task(turns=("one", "two", "three"), system="You count.", max_tokens=4, ignore_eos=True)
+    found = measure(runner, Workload("talk", lambda index: task), "auto", Load(concurrency=2), num_requests=2)
+    assert (found.requests, found.output_tokens) == (6, 24)
+    assert found.cached_tokens  # the conversation so far
+
+
+def test_requests_at_random_times(runner: InProcess) -> None:
+    load = Load(rate=200.0, seed=1)
+    due = list(load.arrivals(6))
+    found = measure(runner, sums(6), "off", load, num_requests=6)
+    assert (found.concurrency, found.rate, found.requests) == (None, 200.0, 6)
+    assert found.seconds >= due[-1]
+    assert due == sorted(due) == list(load.arrivals(6))
+
+
+@pytest.mark.parametrize(("mode", "message"), [("17", "1 to 16"), ("0", "1 to 16"), ("deep", "unknown")])
+def test_modes_that_do_not_exist(runner: InProcess, mode: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        measure(runner, sums(1), mode, Load(concurrency=1), num_requests=1)
+
+
+def test_tasks_that_do_not_fit(runner: InProcess) -> None:
+    with pytest.raises(CapacityError, match="the context holds 256"):
+        runner.check([Task(turns=("x " * 300,))])
+
+
+def test_a_conversation_that_becomes_too_long_fails_alone(runner: InProcess) -> None:
+    task = Task(turns=("one", "x " * 300), max_tokens=2)
+    found = measure(runner, Workload("talk", lambda index: task), "off", Load(concurrency=1), num_requests=1)
+    assert (found.requests, found.failed) == (2, 1)
+    assert "the context holds 256" in found.errors[0]
+
+
+def test_unchunked_prefill_takes_a_prompt_in_one_pass(headed: str) -> None:
+    small = replace(TINY, max_num_batched_tokens=16)
+    engines = [InProcess(headed, small, chunked_prefill=chunked)._drafting.engine for chunked in (True, False)]
+    assert [engine.scheduler.budget for engine in engines] == [16, 256]
+
+
+# The whole bench.
+
+
+@pytest.fixture(scope="module")
+def measured(headed: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Document, Path]:
+    folder = tmp_path_factory.mktemp("bench")
+    options = BenchOptions(
+        model=headed, config=TINY, workloads=("prose", "repetitive"), concurrency=(1, 2), requests=2, output_tokens=4,
+        modes=("off", "1", "auto"), pairs=2, price_per_hour=1.0, out=folder / "a.json", report=folder / "a.html",
+    )  # fmt: skip
+    report, document = bench.run(options)
+    assert report.ok
+    return document, folder
+
+
+def test_modes_alternate(measured: tuple[Document, Path]) -> None:
+    order = [each.mode for each in measured[0].cells[:6]]
+    assert order == ["off", "1", "auto", "auto", "1", "off"]
+
+
+def test_document_can_be_read_back(measured: tuple[Document, Path]) -> None:
+    document, folder = measured
+    assert Document.read(folder / "a.json") == document
+    assert (document.complete, len(document.rows), len(document.cells)) == (True, 12, 24)
+    assert not list(folder.glob(".*"))
+
+
+def test_checks_need_ten_pairs(measured: tuple[Document, Path]) -> None:
+    assert {check.ok for check in measured[0].checks} == {None}
+
+
+def test_report_is_one_file_of_valid_plots(measured: tuple[Document, Path]) -> None:
+    text = (measured[1] / "a.html").read_text("utf-8")
+    assert not re.search(r"(src|href)=|url\(|@import|<script", text)
+    plots = re.findall(r"<svg viewBox.*?</svg>", text, re.DOTALL)
+    assert len(plots) >= 2 * (1 + 1 + 6 + 1 + 1) + 2
+    for plot in plots:
+        ElementTree.fromstring(plot)
+    titles = ("Speed-up by load", "Speed-up by workload", "Throughput", "Latency", "Acceptance by position", "Cost")
+    assert [title for title in titles if f"<h2>{title}</h2>" in text] == list(titles)
+
+
+def test_report_escapes_names_and_says_what_is_missing(measured: tuple[Document, Path]) -> None:
+    document = measured[0]
+    rows = tuple(replace(row, workload="<b>", cost_per_million=None) for row in document.rows)
+    broken = replace(document, rows=rows, complete=False, error="the server <died>", cells=(cell(complete=False),))
+    text = render(broken)
+    assert "<b>mixed" not in text and "&lt;b&gt;" in text
+    assert "the server &lt;died&gt;" in text
+    assert "<h2>Cost</h2>" not in text
+
+
+def test_report_of_nothing(measured: tuple[Document, Path]) -> None:
+    assert "All numbers" in render(replace(measured[0], rows=(), checks=(), cells=()))
+
+
+def test_compare(measured: tuple[Document, Path], tmp_path: Path) -> None:
+    document = measured[0]
+    twice = tuple(replace(each, output_tokens=2 * each.output_tokens) for each in document.cells)
+    faster = replace(document, cells=twice, rows=tuple(rows_of(twice)), source={**document.source, "model": "other"})
+    after = tmp_path / "b.json"
+    after.write_text(json.dumps(faster.json()))
+    report = compare.run(measured[1] / "a.json", after)
+    assert len(report.data["rows"]) == 12
+    assert all(row["ratio"]["point"] == pytest.approx(2) for row in report.data["rows"])
+    assert any("model" in line and "other" in line for line in report.lines)
+
+
+def test_compare_without_anything_in_common(measured: tuple[Document, Path], capsys: Capture, tmp_path: Path) -> None:
+    other = tmp_path / "b.json"
+    other.write_text(json.dumps(replace(measured[0], rows=()).json()))
+    assert main(["bench", "--compare", str(measured[1] / "a.json"), str(other)]) == 2
+    assert "in common" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "error"), [(KeyboardInterrupt(), 130, "interrupted"), (CapacityError("no room"), 1, "no room")]
+)
+def test_whatever_ends_a_run_what_was_measured_is_kept(
+    headed: str,
+    tmp_path: Path,
+    capsys: Capture,
+    monkeypatch: pytest.MonkeyPatch,
+    raised: BaseException,
+    code: int,
+    error: str,
+) -> None:
+    calls = list[str]()
+
+    def stopped(*args: Any, **settings: Any) -> Cell:
+        calls.append(args[2])
+        if len(calls) == 3:
+            raise raised
+        return measure(*args, **settings)
+
+    monkeypatch.setattr(bench, "measure", stopped)
+    out = tmp_path / "a.json"
+    arguments = ["--backend", "native", "--max-model-len", "256", "--kv-blocks", "128", "--workload", "prose"]
+    arguments += ["--output-tokens", "2", "--concurrency", "1", "--requests", "1", "--out", str(out)]
+    assert main(["bench", headed, *arguments]) == code
+    document = Document.read(out)
+    assert (document.complete, document.error, len(document.cells)) == (False, error, 2)
+    assert f"INCOMPLETE: {error}" in capsys.readouterr().out
+
+
+def test_a_growing_document_is_written_as_loads_are_done(
+    headed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that is killed leaves the loads that were done."""
+    out, seen = tmp_path / "a.json", list[tuple[bool, int]]()
+
+    def watched(*args: Any, **settings: Any) -> Cell:
+        if out.exists():
+            document = Document.read(out)
+            seen.append((document.complete, len(document.cells)))
+        return measure(*args, **settings)
+
+    monkeypatch.setattr(bench, "measure", watched)
+    options = BenchOptions(
+        model=headed, config=TINY, workloads=("prose",), concurrency=(1, 2), requests=1, output_tokens=2,
+        modes=("off",), pairs=2, out=out,
+    )  # fmt: skip
+    bench.run(options)
+    assert seen == [(False, 2), (False, 2)]
+    assert Document.read(out).complete
+
+
+def test_command_prints_one_document(headed: str, capsys: Capture) -> None:
+    arguments = ["--max-model-len", "256", "--kv-blocks", "128", "--preset", "sharegpt-2500-1500", "--scale", "0.005"]
+    assert main(["bench", headed, *arguments, "--concurrency", "2", "--requests", "2", "--pairs", "1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(row["workload"], row["mode"]) for row in found["rows"]] == [
+        ("sharegpt-2500-1500", "off"), ("sharegpt-2500-1500", "auto"),
+    ]  # fmt: skip
+    assert [each["output_tokens"] for each in found["cells"]] == [16, 16]
+    assert "no cost: --price-per-hour says what the machine costs" in found["notes"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--price-per-hour", "-1"], "--price-per-hour is -1"),
+        (["--concurrency", "0"], "--concurrency is 0"),
+        (["--concurrency", "1", "--request-rate", "2"], "both given"),
+        (["--request-rate", "nan"], "--request-rate is nan"),
+        (["--temperature", "0,-1"], "temperature is -1.0"),
+        (["--preset", "nope"], "--preset is 'nope'"),
+        (["--preset", "sharegpt-2500-1500", "--workload", "code"], "both given"),
+        (["--depth", "3"], "--depth and --no-mtp"),
+        (["--chunked-prefill", "maybe"], "--chunked-prefill is 'maybe'"),
+        (["--off-url", "http://x"], "give --url too"),
+        (["--url", "http://x", "--chunked-prefill", "off"], "cannot be changed over HTTP"),
+        (["--out", __file__], "exists"),
+        (["--compare", __file__, __file__], "is not JSON"),
+    ],
+)
+def test_bad_options(arguments: list[str], message: str, capsys: Capture) -> None:
+    assert main(["bench", *arguments]) == 2
+    shown = capsys.readouterr()
+    assert message in shown.err + shown.err.partition("hint: ")[2]
+    assert not shown.out
+
+
+# Energy and axes.
+
+
+def test_energy_of_packages(tmp_path: Path) -> None:
+    zones = {"intel-rapl:0": 1_000_000, "intel-rapl:1": 900_000, "intel-rapl:0:0": 5}
+    for name, value in zones.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "energy_uj").write_text(f"{value}\n")
+        (tmp_path / name / "max_energy_range_uj").write_text("1000000\n")
+    with (meter := EnergyMeter(tmp_path, "no-such-program")):
+        (tmp_path / "intel-rapl:0" / "energy_uj").write_text("3500000\n")
+        (tmp_path / "intel-rapl:1" / "energy_uj").write_text("400000\n")  # began anew
+    assert meter.joules == pytest.approx(2.5 + 0.5)
+
+
+def test_energy_of_gpus(tmp_path: Path) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nfor i in 1 2 3; do echo '0, 100.0'; echo '1, [N/A]'; done\nexec sleep 60\n")
+    program.chmod(program.stat().st_mode | stat.S_IEXEC)
+    with (meter := EnergyMeter(tmp_path / "none", str(program))):
+        time.sleep(0.2)
+    assert meter.joules is not None
+    assert 15 < meter.joules < 200
+
+
+def test_energy_that_nobody_tells(tmp_path: Path) -> None:
+    with (meter := EnergyMeter(tmp_path, "no-such-program")):
+        pass
+    assert meter.joules is None
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (0.7, 1.3), (0, 283), (3e-4, 5e-4)])
+def test_ticks_are_few_and_inside(low: float, high: float) -> None:
+    ticks = nice_ticks(low, high)
+    assert 3 <= len(ticks) <= 9
+    assert low - 1e-9 <= ticks[0] and ticks[-1] <= high + 1e-9
+
+
+@pytest.mark.parametrize(("low", "high"), [(1, 1000), (5.2, 6.1), (0.001, 90000), (40, 60)])
+def test_log_ticks_are_few_and_inside(low: float, high: float) -> None:
+    ticks = log_ticks(low, high)
+    assert 3 <= len(ticks) <= 9
+    assert low * 0.99 <= ticks[0] and ticks[-1] <= high * 1.01

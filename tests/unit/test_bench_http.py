@@ -1,0 +1,334 @@
+"""`headstart bench --url` against small servers made here: odd, refusing and dying ones."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headstart.cli.main import main
+from headstart.errors import UsageError
+from headstart.tools.bench.client import Server, get, post
+from headstart.tools.bench.document import Document
+from headstart.tools.bench.http import OverHttp
+from headstart.tools.bench.measure import Load, measure
+from headstart.tools.bench.workloads import Task, Workload, synthetic
+
+Capture = pytest.CaptureFixture[str]
+WORDS = ("The ", "sky ", "is ", "blue", ".")
+TASKS = Workload("sky", lambda index: Task(turns=("Why?",), max_tokens=5))
+
+
+@dataclass
+class Fake:
+    """How a server answers. `dies_after`: answers after which it is gone, in the middle of the next one."""
+
+    owner: str = "someone"
+    metrics: bool = False
+    usage: bool = True
+    counts: bool = False
+    cuts: int = 10_000
+    refuses: Callable[[int], int] = lambda number: 200
+    dies_after: int | None = None
+    delay: float = 0.001
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    at_once: Counter[str] = field(default_factory=Counter)
+    port: int = 0
+    server: asyncio.Server | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        method, path, _ = head.split(" ", 2)
+        length = int(head.lower().partition("content-length:")[2].partition("\r\n")[0])
+        body = json.loads(await reader.readexactly(length)) if length else {}
+        if path == "/v1/models":
+            self._answer(writer, 200, json.dumps({"data": [{"id": "m", "owned_by": self.owner}]}))
+        elif path == "/metrics" and self.metrics:
+            self._answer(writer, 200, self._metrics())
+        elif path == "/tokenize" and self.counts:
+            self._answer(writer, 200, json.dumps({"count": len(body["prompt"].split())}))
+        elif path == "/v1/chat/completions":
+            await self._chat(writer, body)
+        else:
+            self._answer(writer, 404, json.dumps({"error": {"message": f"{method} {path}?"}}))
+        writer.close()
+
+    def _answer(self, writer: asyncio.StreamWriter, status: int, text: str) -> None:
+        fields = f"HTTP/1.1 {status} X\r\nContent-Length: {len(text.encode())}\r\n\r\n"
+        writer.write(fields.encode() + text.encode())
+
+    def _metrics(self) -> str:
+        drafts = 10 * len(self.asked)
+        labels = 'model_name="m"'
+        return "\n".join(
+            [
+                "# TYPE vllm:spec_decode_num_drafts_total counter",
+                f"vllm:spec_decode_num_drafts_total{{{labels}}} {drafts}.0",
+                f"vllm:spec_decode_num_draft_tokens_total{{{labels}}} {2 * drafts}.0",
+                f"vllm:spec_decode_num_accepted_tokens_total{{{labels}}} {drafts}.0",
+                "# TYPE vllm:spec_decode_num_accepted_tokens_per_pos_total counter",
+                f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels},position="0"}} {7 * drafts // 10}.0',
+                f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels},position="1"}} {3 * drafts // 10}.0',
+                f"vllm:spec_decode_num_drafts_created{{{labels}}} 1.7e9",
+                "",
+            ]
+        )
+
+    async def _chat(self, writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
+        self.asked.append(body)
+        number = len(self.asked)
+        if (status := self.refuses(number)) != 200:
+            self._answer(writer, status, json.dumps({"error": {"message": "no room\nhere"}}))
+            return
+        self.at_once["now"] += 1
+        self.at_once["most"] = max(self.at_once["most"], self.at_once["now"])
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
+        for index, word in enumerate(WORDS[: body["max_tokens"]]):
+            await asyncio.sleep(self.delay)
+            if self.dies_after is not None and number > self.dies_after and index == 2:
+                assert self.server is not None
+                self.server.close()
+                writer.transport.abort()
+                return
+            self._event(writer, {"choices": [{"index": 0, "delta": {"content": word}}]})
+        if self.usage:
+            counts = {"prompt_tokens": 7, "completion_tokens": min(len(WORDS), body["max_tokens"])}
+            self._event(writer, {"choices": [], "usage": counts})
+        self._data(writer, b"data: [DONE]\r\n\r\n")
+        writer.write(b"0\r\n\r\n")
+        await writer.drain()
+        self.at_once["now"] -= 1
+
+    def _event(self, writer: asyncio.StreamWriter, document: dict[str, Any]) -> None:
+        self._data(writer, f"data: {json.dumps(document)}\n\n".encode())
+
+    def _data(self, writer: asyncio.StreamWriter, data: bytes) -> None:
+        """Chunks of the transfer coding that end wherever they like."""
+        for start in range(0, len(data), self.cuts):
+            part = data[start : start + self.cuts]
+            writer.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
+
+
+@contextmanager
+def running(fake: Fake) -> Iterator[Fake]:
+    """The server in a thread of its own."""
+    loop, ready = asyncio.new_event_loop(), threading.Event()
+
+    async def start() -> None:
+        fake.server = await asyncio.start_server(fake.serve, "127.0.0.1", 0)
+        fake.port = fake.server.sockets[0].getsockname()[1]
+        ready.set()
+
+    async def stop() -> None:
+        assert fake.server is not None
+        fake.server.close()
+        await asyncio.sleep(0.02)  # connections that have just been closed end
+
+    def work() -> None:
+        asyncio.set_event_loop(loop)
+        loop.run_until_complete(start())
+        loop.run_forever()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    ready.wait()
+    try:
+        yield fake
+    finally:
+        asyncio.run_coroutine_threadsafe(stop(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def runner_of(fake: Fake) -> OverHttp:
+    return OverHttp(Server.at(fake.url))
+
+
+@pytest.mark.parametrize("cuts", [10_000, 7, 1])
+def test_any_cut_of_the_stream_gives_the_same_answer(cuts: int) -> None:
+    with running(Fake(cuts=cuts)) as fake:
+        answer = asyncio.run(post(Server.at(fake.url), "/v1/chat/completions", {"max_tokens": 5}))
+    assert (answer.status, answer.text, answer.broken) == (200, "The sky is blue.", False)
+    assert (len(answer.pieces), answer.usage["completion_tokens"]) == (5, 5)
+    assert 0 < answer.first < answer.seconds
+
+
+def test_measure() -> None:
+    with running(Fake()) as fake:
+        found = measure(runner_of(fake), TASKS, "server", Load(concurrency=2), num_requests=6)
+        assert fake.at_once["most"] <= 6
+    assert (found.complete, found.requests, found.failed) == (True, 6, 0)
+    assert (found.prompt_tokens, found.output_tokens) == (42, 30)
+    assert found.latency.itl is not None and found.latency.itl.count == 24
+    assert (found.speculation, found.cached_tokens, found.chunked_prefill) == (None, None, None)
+
+
+def test_no_more_clients_than_asked_for() -> None:
+    with running(Fake(delay=0.003)) as fake:
+        runner = runner_of(fake)
+        runner.run(TASKS.tasks(9), "server", Load(concurrency=3), lambda: None)
+        assert fake.at_once["most"] == 3
+
+
+def test_requests_at_random_times() -> None:
+    load = Load(rate=100.0)
+    with running(Fake()) as fake:
+        found = measure(runner_of(fake), TASKS, "server", load, num_requests=5)
+    assert found.seconds >= list(load.arrivals(5))[-1]
+    assert found.requests == 5
+
+
+def test_without_usage_pieces_are_tokens() -> None:
+    with running(Fake(usage=False)) as fake:
+        assert measure(runner_of(fake), TASKS, "server", Load(concurrency=1), num_requests=2).output_tokens == 10
+
+
+def test_metrics_of_vllm() -> None:
+    with running(Fake(metrics=True)) as fake:
+        found = measure(runner_of(fake), TASKS, "server", Load(concurrency=1), num_requests=4).speculation
+    assert found is not None
+    assert (found.drafts, found.drafted, found.accepted, found.per_position) == (40, 80, 40, (28, 12))
+    assert found.acceptance_at == [0.7, 0.3]
+
+
+def test_conversation_goes_on_with_the_answer() -> None:
+    task = Task(turns=("one", "two"), system="Count.", max_tokens=5, schema={"type": "object"}, ignore_eos=True)
+    with running(Fake()) as fake:
+        runner_of(fake).run([task], "server", Load(concurrency=1), lambda: None)
+        last = fake.asked[-1]
+    assert [each["role"] for each in last["messages"]] == ["system", "user", "assistant", "user"]
+    assert last["messages"][2]["content"] == "The sky is blue."
+    assert (last["ignore_eos"], last["response_format"]["type"], last["model"]) == (True, "json_schema", "m")
+
+
+@pytest.mark.parametrize(
+    ("mode", "field_"), [("off", {"mode": "off"}), ("auto", {"mode": "auto"}), ("3", {"mode": "auto", "depth": 3})]
+)
+def test_modes_of_our_own_server(mode: str, field_: dict[str, Any]) -> None:
+    with running(Fake(owner="headstart")) as fake:
+        measure(runner_of(fake), TASKS, mode, Load(concurrency=1), num_requests=1)
+        assert fake.asked[-1]["speculation"] == field_
+
+
+def test_mode_off_of_a_second_server() -> None:
+    with running(Fake()) as fake, running(Fake()) as plain:
+        runner = OverHttp(Server.at(fake.url), Server.at(plain.url))
+        assert runner.modes == ("off", "server")
+        measure(runner, TASKS, "off", Load(concurrency=1), num_requests=2)
+        assert (len(fake.asked), len(plain.asked)) == (0, 4)  # each prompt once before
+
+
+def test_modes_that_a_server_does_not_know() -> None:
+    with running(Fake()) as fake, pytest.raises(UsageError, match="is not headstart's"):
+        measure(runner_of(fake), TASKS, "off", Load(concurrency=1), num_requests=1)
+
+
+def test_refused_requests_are_counted() -> None:
+    with running(Fake()) as fake:
+        runner = runner_of(fake)
+        fake.refuses = lambda number: 503 if number % 4 == 0 else 200
+        found = measure(runner, TASKS, "server", Load(concurrency=1), num_requests=4)
+    assert (found.complete, found.requests, found.failed) == (True, 4, 1)
+    assert found.errors == ("HTTP 503: no room here",)
+    assert found.output_tokens == 15
+
+
+def test_a_server_that_refuses_everything_ends_the_run(tmp_path: Path, capsys: Capture) -> None:
+    out = tmp_path / "a.json"
+    with running(Fake(refuses=lambda number: 400)) as fake:
+        assert main(["bench", "--url", fake.url, "--concurrency", "1,2", "--out", str(out)]) == 1
+    assert "all 8 requests of a run failed: HTTP 400: no room here" in capsys.readouterr().out
+    assert len(Document.read(out).cells) == 1
+
+
+def test_a_server_that_dies_leaves_what_was_measured(tmp_path: Path, capsys: Capture) -> None:
+    """Runs of 2 requests; each is preceded by as many of one token. It dies in the third run."""
+    out, page = tmp_path / "a.json", tmp_path / "a.html"
+    arguments = ["--concurrency", "2", "--requests", "2", "--workload", "prose", "--output-tokens", "5"]
+    with running(Fake(dies_after=4 + 4 + 4 + 2)) as fake:
+        code = main(["bench", "--url", fake.url, *arguments, "--out", str(out), "--report", str(page)])
+    shown = capsys.readouterr().out
+    assert code == 1
+    assert "INCOMPLETE: the server died" in shown
+    document = Document.read(out)
+    assert [each.complete for each in document.cells] == [True, True, False]
+    assert (document.complete, len(document.rows), document.rows[0].cells) == (False, 1, 2)
+    assert "Incomplete:" in page.read_text("utf-8")
+
+
+def test_a_lost_connection_ends_a_run_early() -> None:
+    with running(Fake(dies_after=3)) as fake:
+        runner = runner_of(fake)
+        outcome = runner.run(TASKS.tasks(50), "server", Load(concurrency=1), lambda: None)
+    assert "hung up" in outcome.lost
+    assert [bool(each.error) for each in outcome.samples] == [False, False, False, True]
+    assert not runner.is_alive()
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://no-such-host.invalid", f"http://{'x' * 70}.invalid"])
+def test_unreachable_server(url: str, capsys: Capture) -> None:
+    assert main(["bench", "--url", url]) == 2
+    shown = capsys.readouterr().err
+    assert f"cannot reach {url}" in shown
+    assert "is the server running" in shown
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://x", "http://", "http://x:port"])
+def test_addresses_that_are_none(url: str) -> None:
+    with pytest.raises(UsageError, match="--url is"):
+        Server.at(url)
+
+
+def test_addresses() -> None:
+    assert str(Server.at("https://host/api/v1/")) == "https://host:443/api"
+    assert str(Server.at("http://[::1]:80")) == "http://[::1]:80"
+    assert "secret" not in repr(replace(Server.at("http://x"), api_key="secret"))
+
+
+def test_something_else_than_such_a_server() -> None:
+    with running(Fake()) as fake:
+        server = replace(Server.at(fake.url), prefix="/nothing")
+        assert asyncio.run(get(server, "/v1/models")).status == 404
+        with pytest.raises(UsageError, match="no OpenAI-compatible server: /v1/models answers 404"):
+            OverHttp(server)
+
+
+def test_a_model_that_the_server_does_not_have(capsys: Capture) -> None:
+    with running(Fake()) as fake:
+        assert main(["bench", "other", "--url", fake.url]) == 2
+    shown = capsys.readouterr().err
+    assert "has no model 'other'" in shown
+    assert "it has m" in shown
+
+
+def test_a_server_has_its_own_engine_options(capsys: Capture) -> None:
+    assert main(["bench", "--url", "http://127.0.0.1:1", "--threads", "2"]) == 2
+    assert "--threads has no meaning for a server" in capsys.readouterr().err
+
+
+def test_prompts_of_a_length_where_the_server_counts_tokens() -> None:
+    with running(Fake(counts=True)) as fake:
+        runner = runner_of(fake)
+        (task,) = synthetic(30, runner.count_tokens).tasks(1)
+    assert len(task.turns[0].split()) == 30
+    with pytest.raises(UsageError, match="no longer counts tokens"):
+        runner.count_tokens("gone")
+
+
+def test_prompts_of_a_length_where_it_does_not() -> None:
+    with running(Fake()) as fake:
+        (task,) = synthetic(30, runner_of(fake).count_tokens).tasks(1)
+    assert len(task.turns[0]) == pytest.approx(120, abs=8)
