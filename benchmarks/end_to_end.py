@@ -6,12 +6,12 @@
 Every engine is a server of its own on the default model's weights: headstart on the Q4_1 file, llama.cpp on the same
 file and on its Q8_0 copy, OpenVINO on the Q8_0 copy (its Q4_1 reading gives broken text), vLLM on the bf16 copy. One
 server at a time may run (the others are stopped by SIGSTOP); a prompt goes through all of them before the next one, in
-alternating order, `--rounds` times. POST /v1/completions, the prompt as token ids in the chat template, greedy, streamed,
-natural end of text but at most `--max-tokens`; the first `--per-category` questions of each category. No prefix cache
-helps: each prompt is sent to each server once a round, and the servers that can are told not to keep it.
+alternating order, `--rounds` times. POST /v1/completions, the prompt as token ids in the chat template, greedy,
+streamed, natural end of text but at most `--max-tokens`; the first `--per-category` questions of each category. No
+prefix cache helps: those that can be switched off are off.
 
-tokens/s = tokens put out / seconds from sending the request to its last byte: prompt, decoding and HTTP. The tables show
-medians over prompts and rounds with quartiles, and ratios to the best row of each peer, prompt by prompt.
+tokens/s = tokens put out / seconds from sending the request to its last byte: prompt, decoding and HTTP. The tables
+show medians over prompts and rounds with quartiles, and ratios to the best row of each peer, prompt by prompt.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from _http import post
 from _peers_load import load_now, others, verdict
 from _peers_process import EngineFailed, Group
 from _peers_prompts import Prompts
@@ -43,6 +42,7 @@ from heads_in_llama import converted
 import headstart
 from headstart import hub
 from headstart.tools import export
+from headstart.tools.bench.client import post
 
 START_SECONDS = 300
 DEPTHS = (1, 2, 3, 4)
@@ -118,7 +118,7 @@ def llama_servers(args: argparse.Namespace, source: Path) -> list[Server]:
     if not args.llama_source:
         return []
     binaries = args.llama_source / "build/bin"
-    common = ["-t", str(args.threads), "-c", "4096", "-np", "1", "--no-webui", "--host", "127.0.0.1", "--port", "{port}"]
+    common = ["-t", str(args.threads), "-c", "4096", "-np", "1", "--no-webui", "--port", "{port}"]
     keep = {"cache_prompt": False}
 
     def server(name: str, model: Path, *more: str | Path) -> Server:
@@ -276,9 +276,12 @@ def main() -> int:
             if server.group:
                 server.group.end()
     about = {
-        "command": shlex.join(sys.argv), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "headstart": headstart.__version__,
-        "python": platform.python_version(), "cores": os.cpu_count(),
-    }  # fmt: skip
+        "command": shlex.join(sys.argv),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "headstart": headstart.__version__,
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+    }
     if args.json:
         args.json.write_text(json.dumps({"about": about, "records": records}, indent=1))
     print("\n".join(table(records)))
