@@ -42,7 +42,7 @@ from heads_in_llama import converted
 import headstart
 from headstart import hub
 from headstart.tools import export
-from headstart.tools.bench.client import post
+from headstart.tools.bench import client
 
 START_SECONDS = 300
 DEPTHS = (1, 2, 3, 4)
@@ -90,7 +90,7 @@ class Server:
         }
         self.group.resume()
         try:
-            answer = asyncio.run(post(("127.0.0.1", self.port), "/v1/completions", body))
+            answer = asyncio.run(client.post(client.Server("127.0.0.1", self.port), "/v1/completions", body))
         finally:
             self.group.halt()
         tokens = answer.usage.get("completion_tokens", 0)

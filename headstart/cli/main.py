@@ -27,6 +27,7 @@ from headstart.cli import (
     pull,
     serve,
     train,
+    tune,
     verify,
 )  # fmt: skip
 from headstart.cli.options import expand
@@ -48,7 +49,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="rich",
 )
-for module in (demo, generate, chat, serve, verify, inspect, plan, data, train, export, graft, pull, doctor):
+for module in (demo, generate, chat, serve, verify, inspect, plan, tune, data, train, export, graft, pull, doctor):
     name = module.__name__.rpartition(".")[2]
     app.command(name, epilog=_examples(module.EXAMPLES))(expand(module.run))
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 from headstart.cli.options import EngineOptions, Model, OptionGroup, _option, read_text
 from headstart.cli.vllm_flags import VllmFlags
+from headstart.config import EngineConfig
 from headstart.errors import UsageError
 
 EXAMPLES = (
@@ -67,10 +69,24 @@ class ServeOptions(OptionGroup):
                 raise UsageError(f"{flag}: {path} is not a file")
 
 
+def with_tuned(model: str | None, config: EngineConfig) -> EngineConfig:
+    """What `headstart tune` has found for this model here, and said so; the user's own choice comes first."""
+    from headstart.tools import tuned
+    from headstart.tools.tune import said
+
+    choice = tuned.find(model, config)
+    if choice is None:
+        return config
+    print(f"headstart: tuned: {said(choice)}", file=sys.stderr)
+    return replace(config, drafter=choice.drafter, depth=choice.depth)
+
+
 def run(model: Model = None, *, serving: ServeOptions, engine: EngineOptions, vllm: VllmFlags) -> int:
     """Serve a model over HTTP, with OpenAI's and vLLM's request fields."""
     serving.check()
     config = vllm.apply(engine.config)
+    if not engine.given & {"depth", "drafter", "rule"} and config.depth_by_batch is None:
+        config = with_tuned(model, config)
     template = read_text(serving.chat_template, "--chat-template") if serving.chat_template else None
 
     from headstart.api import LLM

@@ -136,7 +136,8 @@ class AutoDepth:
             self._kept += (1 - LONGEST) * (kept / len(drafts) - self._kept)
 
     def stepped(self, work: Work, count: int, emitted: int, pass_s: float, draft_s: float) -> None:
-        """A step of `count` sequences has emitted so many tokens; seconds of its pass, and of the drafts after it."""
+        """A step of `count` sequences has emitted so many tokens (0: others have chosen some of the depths); seconds of
+        its pass, and of the drafts after it."""
         self._credit += PROBES * (pass_s + draft_s)
         if not work.prompt_rows and emitted:
             plain = self.costs.of_pass(Work(count, 0, work.reach * count // work.rows)) / count

@@ -147,7 +147,8 @@ class Engine:
         if self.samples is not None:
             self.samples.passed(work, pass_s)
             return
-        self.pilot.stepped(work, len(spans), emitted, pass_s, draft_s)
+        own = all(span.sequence.request.depth is None for span in spans)
+        self.pilot.stepped(work, len(spans), emitted if own else 0, pass_s, draft_s)
 
     def _judge(self, spans: Seq[Span], forward: Forward) -> list[Verdict]:
         sampled, starts = self.runner.sample(spans, forward)

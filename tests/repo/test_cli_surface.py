@@ -43,6 +43,7 @@ COMMANDS: dict[str, set[str]] = {
     "plan": JSON
     | {"--gpu", "--batch", "--context", "--acceptance", "--depth", "--weights", "--kv-dtype", "--tp", "--ep"}
     | {"--price-per-hour", "--api-price", "--recalibrate", "--published"},
+    "tune": ENGINE | JSON | {"--workload", "--concurrency", "--minutes", "--retune"},
     "data": ENGINE
     | JSON
     | {"--out", "--tokens", "--minutes", "--prompts", "--text", "--licence", "--only-prompts", "--language"}

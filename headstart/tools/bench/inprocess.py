@@ -40,6 +40,10 @@ class InProcess:
         self._drafting, self._plain = first, None if first.engine.drafter else first
 
     @property
+    def max_depth(self) -> int:
+        return self._drafting.engine.max_depth
+
+    @property
     def modes(self) -> tuple[str, ...]:
         return (OFF, AUTO) if self._drafting.engine.drafter else (OFF,)
 

@@ -1,0 +1,70 @@
+"""`headstart tune`: measure what pays here, and keep the choice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from headstart.cli.options import EngineOptions, Model, OptionGroup, OutputOptions, comma_list
+from headstart.cli.render import finish, print_table, progress
+from headstart.errors import UsageError
+
+EXAMPLES = (
+    "headstart tune",
+    "headstart tune ./my-model --workload my-prompts.jsonl --concurrency 1,8 --minutes 10",
+    "headstart tune --workload high-temperature --retune",
+)
+
+
+TUNED = {"depth", "depth_by_batch", "rule"}
+"""Engine options that have no meaning where depths are what is looked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneFlags(OptionGroup):
+    """What to tune for; defaults are TuneOptions'."""
+
+    workload: Annotated[str, typer.Option("--workload", help="As in headstart bench: a name, or FILE.jsonl.")] = "mixed"
+    concurrency: Annotated[str, typer.Option("--concurrency", help="Requests at a time, comma-separated.")] = "1,4"
+    minutes: Annotated[float, typer.Option("--minutes", help="Stop at the latest after so long.")] = 5.0
+    retune: Annotated[bool, typer.Option("--retune", help="Measure again what is known already.")] = False
+
+
+def run(model: Model = None, *, flags: TuneFlags, engine: EngineOptions, output: OutputOptions) -> int:
+    """Find the drafter and the depth that pay on this machine; serve and launch then use them."""
+    engine.refuse_others(engine.given - TUNED, "tune, which finds the depth")
+    concurrency = comma_list("--concurrency", flags.concurrency, int)
+    if any(count < 1 for count in concurrency):
+        raise UsageError(f"--concurrency is {flags.concurrency!r}, but counts begin at 1")
+    if not flags.minutes > 0:
+        raise UsageError(f"--minutes is {flags.minutes}, but must be above 0")
+
+    from headstart.tools import tune
+
+    options = tune.TuneOptions(
+        model=model,
+        config=engine.config,
+        workload=flags.workload,
+        concurrency=concurrency,
+        minutes=flags.minutes,
+        retune=flags.retune,
+    )
+    with progress("tuning", quiet=output.as_json) as report_progress:
+        report = tune.run(options, report_progress)
+    if not output.as_json and not report.data["kept"]:
+        _print_candidates(report.data["candidates"])
+    return finish(report, output.as_json)
+
+
+def _print_candidates(candidates: list[dict[str, Any]]) -> None:
+    rows = []
+    for each in candidates:
+        known = each["low"] is not None
+        interval = f"{each['low']:.2f} to {each['high']:.2f}" if known else ""
+        rows.append(
+            (each["drafter"], str(each["depth"]), f"{each['speedup']:.2f}x", interval, each["pairs"],
+             f"{each['acceptance_length']:.2f}")
+        )  # fmt: skip
+    print_table(("drafter", "depth", "speed", "95 % interval", "pairs", "acceptance\nlength"), rows)

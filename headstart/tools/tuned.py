@@ -1,0 +1,83 @@
+"""What `headstart tune` has found, where `serve` and `launch` look for it: one file per machine, model and settings."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from headstart import __version__, hub
+from headstart.config import AUTO, Depth, EngineConfig
+from headstart.engine.load import choose_backend, usable_threads
+from headstart.errors import CapacityError
+
+WEIGHTS = ("*.safetensors", "*.gguf", "config.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """`speedup`: against plain decoding, [point, low, high]; of `workload` at `concurrency` requests at a time."""
+
+    drafter: str
+    depth: Depth
+    workload: str
+    concurrency: tuple[int, ...]
+    speedup: tuple[float, float, float]
+
+    @property
+    def pays(self) -> bool:
+        return self.drafter != "none"
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> Self:
+        """Raises KeyError, TypeError or ValueError for what `save` has not written."""
+        depth = document["depth"] if document["depth"] == AUTO else int(document["depth"])
+        low, point, high = (float(value) for value in document["speedup"])
+        concurrency = tuple(int(value) for value in document["concurrency"])
+        drafter, workload = str(document["drafter"]), str(document["workload"])
+        return cls(drafter=drafter, depth=depth, workload=workload, concurrency=concurrency, speedup=(low, point, high))
+
+
+def path_of(model: str | None, config: EngineConfig) -> Path:
+    """Where the choice for a model on this machine is kept. Raises UsageError for a model that is not there."""
+    alias = hub.resolve_alias(model)
+    trunk = alias.trunk
+    files = [trunk] if trunk.is_file() else sorted(path for pattern in WEIGHTS for path in trunk.glob(pattern))
+    known = {
+        "files": [(path.name, stat.st_size, stat.st_mtime_ns) for path in files for stat in [path.stat()]],
+        "head": config.head or str(alias.head or ""),
+        "engine": [choose_backend(config)[0], config.device, config.dtype, config.quantization, config.kv_cache_dtype],
+        "threads": config.threads or usable_threads(),
+        "machine": platform.uname()[:5],
+        "version": __version__,
+    }
+    digest = hashlib.sha256(json.dumps(known, default=str).encode()).hexdigest()[:24]
+    return hub.cache_dir() / "tuned" / f"{digest}.json"
+
+
+def find(model: str | None, config: EngineConfig) -> Choice | None:
+    """The choice that was made for this model here, if there is one."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return Choice.of(json.loads(path_of(model, config).read_text("utf-8")))
+    return None
+
+
+def save(model: str | None, config: EngineConfig, choice: Choice) -> Path:
+    """Raises CapacityError when it cannot be written."""
+    path = path_of(model, config)
+    aside = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_text(json.dumps(asdict(choice), indent=1), "utf-8")
+        aside.replace(path)
+    except OSError as error:
+        raise CapacityError(f"cannot write {path}: {error.strerror}", "HEADSTART_CACHE names another folder") from None
+    finally:
+        aside.unlink(missing_ok=True)
+    return path

@@ -1,0 +1,106 @@
+"""Tuning: what is chosen, kept and found again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import family_of, new_folder, write_model
+
+from headstart.cli.serve import with_tuned
+from headstart.config import AUTO, EngineConfig
+from headstart.errors import UsageError
+from headstart.tools import tune, tuned
+from headstart.tools.bench.document import Cell
+from headstart.tools.tune import Candidate, TuneOptions, _Tuning
+
+CONFIG = EngineConfig(threads=1, kv_blocks=128)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def model() -> str:
+    config, arrays = family_of("mimo").tiny(num_hidden_layers=2)
+    return str(write_model(new_folder(), config, arrays))
+
+
+def cell(mode: str, repeat: int, rate: float) -> Cell:
+    nothing: dict[str, Any] = {"ttft": None, "tpot": None, "itl": None, "e2e": None}
+    from headstart.tools.bench.document import Latency
+
+    return Cell(
+        workload="w", mode=mode, concurrency=1, rate=None, chunked_prefill=True, repeat=repeat, complete=True,
+        requests=1, failed=0, errors=(), seconds=1.0, prompt_tokens=1, cached_tokens=0, output_tokens=round(rate),
+        latency=Latency(**nothing), speculation=None, joules=None,
+    )  # fmt: skip
+
+
+def tuning(speeds: dict[tuple[str, Any], float]) -> _Tuning:
+    """As if six rounds had been measured, with a little noise."""
+    made = _Tuning.__new__(_Tuning)
+    made.options, made.rounds = TuneOptions(concurrency=(1,)), 6
+    made.workload = type("W", (), {"name": "w"})()
+    noise = (1.0, 1.01, 0.99, 1.0, 1.005, 0.995)
+    made.plain = [cell("off", i, 10_000) for i in range(6)]
+    made.candidates = [
+        Candidate(drafter, depth, None, [cell(str(depth), i, 10_000 * speed * noise[i]) for i in range(6)])  # type: ignore[arg-type]
+        for (drafter, depth), speed in speeds.items()
+    ]
+    return made
+
+
+def test_the_fastest_wins() -> None:
+    found = tuning({("mixed", 3): 1.5, ("mixed", AUTO): 1.2, ("ngram", AUTO): 1.1})
+    assert found._decided()
+    assert (found.choice().drafter, found.choice().depth) == ("mixed", 3)
+
+
+def test_of_equals_the_one_that_decides_itself() -> None:
+    found = tuning({("mixed", 3): 1.505, ("mixed", AUTO): 1.5, ("ngram", AUTO): 1.1})
+    assert not found._decided()
+    assert found.choice().depth == AUTO
+
+
+def test_what_does_not_pay_is_said() -> None:
+    choice = tuning({("mixed", 3): 0.7, ("mixed", AUTO): 0.995}).choice()
+    assert (choice.drafter, choice.depth, choice.pays) == ("none", 0, False)
+    assert "does not pay here" in tune.said(choice)
+
+
+def test_a_choice_is_kept_and_found(model: str) -> None:
+    assert tuned.find(model, CONFIG) is None
+    assert with_tuned(model, CONFIG) == CONFIG
+    choice = tuning({("ngram", 2): 1.3}).choice()
+    tuned.save(model, CONFIG, choice)
+    assert tuned.find(model, CONFIG) == choice
+    found = with_tuned(model, CONFIG)
+    assert (found.drafter, found.depth) == ("ngram", 2)
+    assert tuned.find(model, replace(CONFIG, threads=2)) is None  # another setting, another choice
+
+
+def test_a_damaged_choice_is_none(model: str) -> None:
+    path = tuned.save(model, CONFIG, tuning({("ngram", 2): 1.3}).choice())
+    path.write_text("{")
+    assert tuned.find(model, CONFIG) is None
+
+
+def test_it_measures_and_keeps(model: str) -> None:
+    options = TuneOptions(model=model, config=CONFIG, workload="repetitive", concurrency=(1,), minutes=0.001)
+    report = tune.run(options)
+    assert report.data["pairs"] >= 1
+    names = {(row["drafter"], row["depth"]) for row in report.data["candidates"]}
+    assert {("none", 0), ("mixed", AUTO), ("mixed", 3), ("ngram", AUTO)} <= names
+    again = tune.run(options)
+    assert again.data["kept"]
+    assert again.lines[0].startswith("tuned before")
+
+
+def test_nothing_to_tune(model: str) -> None:
+    with pytest.raises(UsageError, match="nothing to tune"):
+        tune.run(TuneOptions(model=model, config=replace(CONFIG, drafter="none")))
