@@ -33,7 +33,7 @@ COMMANDS: dict[str, set[str]] = {
     | set(FLAGS)
     | {"--host", "--port", "--served-model-name", "--max-queue", "--request-timeout", "--shutdown-timeout"}
     | {"--api-key", "--ssl-certfile", "--ssl-keyfile", "--chat-template", "--tool-call-parser", "--reasoning-parser"}
-    | {"--log-format"},
+    | {"--log-format", "--price-per-hour"},
     "verify": ENGINE
     | JSON
     | {"--prompts", "--raw", "--max-tokens", "--against", "--numerics", "--full"}
