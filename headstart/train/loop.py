@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -224,6 +225,10 @@ def _note(progress: Progress, loss: float, tokens: int, seconds: float) -> None:
 
 def save_checkpoint(trainer: Trainer, path: Path) -> None:
     """Complete or not at all."""
-    aside = path.with_suffix(".writing")
-    torch.save(trainer.state(), aside)
-    aside.replace(path)
+    aside, content = path.with_suffix(".writing"), io.BytesIO()
+    torch.save(trainer.state(), content)  # straight into a file, a full disk would be a RuntimeError without a reason
+    try:
+        aside.write_bytes(content.getbuffer())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)

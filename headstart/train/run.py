@@ -24,7 +24,7 @@ from torch import Tensor
 from headstart import registry
 from headstart.config import MAX_DEPTH
 from headstart.core import Report
-from headstart.errors import ModelError, UsageError
+from headstart.errors import CapacityError, ModelError, UsageError
 from headstart.formats.head import read_head
 from headstart.layers.mtp import HeadSpec
 from headstart.train.data import coverage, draft_vocabulary
@@ -124,7 +124,7 @@ def _is_head(path: Path) -> bool:
 def run(options: TrainOptions) -> Report:
     """Train, export to `options.out`; the report's data holds tokens seen, minutes and held-out acceptance."""
     check(options)
-    with _terminate_as_interrupt():
+    with _terminate_as_interrupt(), _told_where_disks_are_full(options):
         started = time.monotonic()
         options.work.mkdir(parents=True, exist_ok=True)
         subject = load_subject(
@@ -322,6 +322,18 @@ def _plain(results: dict[str, Acceptance]) -> dict[str, Any]:
         kind: {"cumulative": [round(x, 4) for x in each.cumulative], "length": round(each.length, 4)}
         for kind, each in results.items()
     }
+
+
+@contextmanager
+def _told_where_disks_are_full(options: TrainOptions) -> Iterator[None]:
+    """Every file is written aside and renamed, so what was complete before still is."""
+    try:
+        yield
+    except OSError as error:
+        raise CapacityError(
+            f"cannot write to {options.work} or {options.out}: {error.strerror or error}",
+            "make room and run the same command again: it goes on from the last checkpoint",
+        ) from error
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from headstart import registry  # noqa: E402
 from headstart.api import LLM  # noqa: E402
 from headstart.config import EngineConfig  # noqa: E402
 from headstart.core import SamplingParams, StepPlan  # noqa: E402
-from headstart.errors import ModelError, UsageError  # noqa: E402
+from headstart.errors import CapacityError, ModelError, UsageError  # noqa: E402
 from headstart.formats.head import read_head  # noqa: E402
 from headstart.layers.linear import Linear  # noqa: E402
 from headstart.layers.mtp import HeadSpec, MTPProgram  # noqa: E402
@@ -321,6 +322,24 @@ def test_a_run_of_the_command_goes_on_and_takes_up_new_data(tmp_path: Path) -> N
     assert sum(count.values()) > sum(row["sequences"] for row in first.data["data"].values())
     with pytest.raises(UsageError, match="not a head"):
         run(TrainOptions(data=(texts,), tokens=10, **{**common, "out": tmp_path}))
+
+
+def test_a_full_disk_is_said_and_the_run_goes_on_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts, folder = write_texts(tmp_path / "texts.jsonl", 30), tiny_folder(tmp_path)
+    options = TrainOptions(model=str(folder), data=(texts,), out=tmp_path / "head", depth=1, threads=1, tokens=4_000)
+    full, write_bytes = OSError(errno.ENOSPC, "No space left on device"), Path.write_bytes
+
+    def write(path: Path, content: Any) -> int:
+        if path.name.startswith("checkpoint"):
+            raise full
+        return write_bytes(path, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", write)
+        with pytest.raises(CapacityError, match="No space left on device"):
+            run(options)
+    assert not list(options.work.glob("*.writing"))
+    assert run(options).data["tokens"] >= 4_000
 
 
 def test_interrupted_feature_shards_leave_nothing(tmp_path: Path) -> None:
