@@ -32,7 +32,7 @@ class GgufFile:
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, Tensor]
-    offsets: dict[str, int]  # of each tensor's first byte, from the file's beginning
+    spans: dict[str, tuple[int, int]]  # each tensor's first byte, from the file's beginning, and its bytes
 
 
 class MoreNeeded(Exception):
@@ -111,8 +111,8 @@ def parse(path: Path, raw: Bytes, size: int) -> GgufFile:
         metadata[key] = cursor.value(cursor.scalar("<I"))
     cursor.plausible(num_tensors, 24, "tensors")
     table = [_entry(cursor) for _ in range(num_tensors)]
-    tensors, offsets = _tensors(cursor, table, metadata.get("general.alignment", 32))
-    return GgufFile(path, metadata, tensors, offsets)
+    tensors, spans = _tensors(cursor, table, metadata.get("general.alignment", 32))
+    return GgufFile(path, metadata, tensors, spans)
 
 
 def _check_version(cursor: _Cursor) -> None:
@@ -137,23 +137,24 @@ def _entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
 
 def _tensors(
     cursor: _Cursor, table: list[tuple[str, tuple[int, ...], int, int]], align: object
-) -> tuple[dict[str, Tensor], dict[str, int]]:
+) -> tuple[dict[str, Tensor], dict[str, tuple[int, int]]]:
     if not isinstance(align, int) or align <= 0 or align & (align - 1):
         raise cursor.fail(f"general.alignment is {align}, but must be a power of two")
     start = -(-cursor.at // align) * align
     tensors: dict[str, Tensor] = {}
-    offsets: dict[str, int] = {}
+    spans: dict[str, tuple[int, int]] = {}
     for name, shape, kind, offset in table:
         dtype, size = _size(cursor, name, shape, kind)
-        begin = offsets[name] = start + offset
+        begin = start + offset
         if begin + size > cursor.size:
             raise cursor.fail(f"tensor {name} lies at bytes {begin}..{begin + size} of {cursor.size}")
         if name in tensors:
             raise cursor.fail(f"tensor {name} appears twice")
+        spans[name] = begin, size
         here = begin + size <= len(cursor.raw)
         raw = cursor.raw[begin : begin + size]
         tensors[name] = make_tensor(name, shape, dtype, raw) if here else Tensor(name, shape, dtype, raw[:0])
-    return tensors, offsets
+    return tensors, spans
 
 
 def _size(cursor: _Cursor, name: str, shape: tuple[int, ...], kind: int) -> tuple[str, int]:

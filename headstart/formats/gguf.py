@@ -40,7 +40,7 @@ def detect(path: Path) -> bool:
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open a GGUF file. Raises ModelError for a damaged file or one that holds no model."""
-    return join_files(path, [read(part) for part in _parts(path)])
+    return join_files(path, [read(part) for part in parts_of(path)])
 
 
 def join_files(path: Path, files: list[GgufFile]) -> Checkpoint:
@@ -61,9 +61,10 @@ def join_files(path: Path, files: list[GgufFile]) -> Checkpoint:
     )
 
 
-def _parts(path: Path) -> list[Path]:
+def parts_of(path: Path) -> list[Path]:
+    """The file, or all numbered parts of the model that it belongs to. ModelError for a part that is missing."""
     match = _PART.fullmatch(path.name)
-    if not match:
+    if not match or not int(match[3]):
         return [path]
     stem, _, count = match.groups()
     paths = [path.with_name(f"{stem}-{number:05}-of-{count}.gguf") for number in range(1, int(count) + 1)]
