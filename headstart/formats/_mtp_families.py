@@ -14,7 +14,7 @@ from importlib import resources
 from typing import Any, Literal, NamedTuple
 
 from headstart.errors import ModelError
-from headstart.formats._symbols import Sizes, as_size, lookup, text_config
+from headstart.formats._symbols import NESTED, Sizes, as_size, lookup, text_config
 
 MOST_MODULES = 64
 MOST_EXPERTS = 4096
@@ -22,17 +22,17 @@ _WRAPPER = re.compile(r"^(?:model\.|language_model\.|text_model\.|llm\.|backbone
 
 
 class Slot(NamedTuple):
-    """A tensor that a head should have: canonical name, and a shape whose unknown dimensions are None."""
+    """A tensor that a head should have: canonical name and shape; None is a dimension, or a shape, not known."""
 
     name: str
-    shape: tuple[int | None, ...]
+    shape: tuple[int | None, ...] | None
     optional: bool
 
 
 class Declared(NamedTuple):
     """What a config promises: number of MTP modules, and the key that says so (dotted; None: no key does)."""
 
-    count: int
+    modules: int
     key: str | None
 
 
@@ -61,6 +61,7 @@ class Layout:
     concat: str = ""
     norm: str = ""
     rope: Literal["trunk", "sliding", "none"] = "trunk"
+    count_key: str = "num_nextn_predict_layers"
     default: int | None = None
     released: int | None = None
     most: int | None = None
@@ -78,7 +79,7 @@ class Layout:
 
     def sizes(self, config: Mapping[str, Any]) -> Sizes:
         """The symbols of a checkpoint of this layout."""
-        return Sizes({**_table()["symbols"], **self.symbols}, text_config(config))
+        return Sizes({**symbols(), **self.symbols}, text_config(config))
 
     def canonical(self, name: str) -> str:
         """A tensor's name as the table has it: without wrappers, with this layout's renames."""
@@ -160,7 +161,7 @@ def declared(config: Mapping[str, Any], layout: Layout | None = None) -> Declare
     there is no key. ModelError for an absurd number."""
     found = [
         (f"{prefix}{key}", value)
-        for prefix in ("", *(f"{name}." for name in _nested(config)))
+        for prefix in ("", *(f"{name}." for name in NESTED))
         for key in _table()["count_keys"]
         if (value := lookup(config, prefix + key)) is not None and not isinstance(value, list)
     ]
@@ -173,14 +174,6 @@ def declared(config: Mapping[str, Any], layout: Layout | None = None) -> Declare
     return Declared(count, key)
 
 
-def _nested(config: Mapping[str, Any]) -> Iterator[str]:
-    from headstart.formats._symbols import NESTED
-
-    for name in NESTED:
-        if isinstance(config.get(name), dict):
-            yield name
-
-
 def families_by_key() -> Mapping[str, Layout]:
     """All families with native MTP."""
     return _layouts("families")
@@ -189,6 +182,17 @@ def families_by_key() -> Mapping[str, Layout]:
 def drafters_by_key() -> Mapping[str, Layout]:
     """All kinds of drafters that are checkpoints of their own, in the order in which they are looked for."""
     return _layouts("drafters")
+
+
+def symbols() -> Mapping[str, Mapping[str, Any]]:
+    """The table's symbols: the config keys of each, and what it is where none is there."""
+    found: Mapping[str, Mapping[str, Any]] = _table()["symbols"]
+    return found
+
+
+def sizes_of(config: Mapping[str, Any]) -> Sizes:
+    """The symbols of any model."""
+    return Sizes(symbols(), text_config(config))
 
 
 def gguf_layout() -> Layout:
@@ -203,7 +207,7 @@ def _layouts(section: str) -> Mapping[str, Layout]:
 
 def _layout(key: str, row: Mapping[str, Any]) -> Layout:
     lists = ("model_types", "gguf", "own", "per_layer", "per_module", "speculators", "architectures", "count")
-    values = {name: tuple(value) if name in lists else value for name, value in row.items()}
+    values: dict[str, Any] = {name: tuple(value) if name in lists else value for name, value in row.items()}
     values["rename"] = tuple((old, new) for old, new in row.get("rename", ()))
     return Layout(key=key, **values)
 

@@ -39,7 +39,7 @@ COMMANDS: dict[str, set[str]] = {
     | {"--prompts", "--raw", "--max-tokens", "--against", "--numerics", "--full"}
     | {"--temperatures", "--depths", "--drafters", "--batch-sizes", "--chunk-sizes", "--prefix-cache", "--seeds"}
     | {"--preemption", "--thread-counts"},
-    "inspect": JSON | {"--head"},
+    "inspect": JSON | {"--head", "--target", "--deep"},
     "data": ENGINE
     | JSON
     | {"--out", "--tokens", "--minutes", "--prompts", "--text", "--licence", "--only-prompts", "--language"}
