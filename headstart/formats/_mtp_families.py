@@ -18,7 +18,9 @@ from headstart.formats._symbols import NESTED, Sizes, as_size, lookup, text_conf
 
 MOST_MODULES = 64
 MOST_EXPERTS = 4096
-_WRAPPER = re.compile(r"^(?:model\.|language_model\.|text_model\.|llm\.|backbone\.)+")
+WRAPPER = r"(?:(?:model|language_model|text_model|llm|backbone)\.)*"
+"""Regular expression of what may stand before a language model's names."""
+_WRAPPER = re.compile(WRAPPER)
 
 
 class Slot(NamedTuple):
@@ -110,7 +112,8 @@ class Layout:
 
 def strip(name: str) -> str:
     """A tensor's name without the wrappers before a language model."""
-    return _WRAPPER.sub("", name)
+    match = _WRAPPER.match(name)
+    return name[match.end() :] if match else name
 
 
 def _applies(part: Part, config: Mapping[str, Any]) -> bool:

@@ -22,7 +22,7 @@ from headstart.tools.inspection import deep, drafters
 from headstart.tools.inspection.drafters import Check, Drafter, check_fit, check_native, describe_drafter
 from headstart.tools.inspection.findings import Finding, Subject, findings, shared_tensors
 from headstart.tools.inspection.heads import Heads, examine
-from headstart.tools.inspection.parts import MTP, by_part, summary
+from headstart.tools.inspection.parts import summary
 from headstart.tools.inspection.render import lines
 from headstart.tools.inspection.verdict import judge
 from headstart.tools.inspection.weights import Weight, quantization_of, weights_of
@@ -90,7 +90,7 @@ def describe(listing: Listing, target: Listing | None = None) -> dict[str, Any]:
     if layout is not None or drafters.is_own(config):
         return _describe_drafter(listing, weights, describe_drafter(listing, weights, layout), target)
     heads = examine(weights, config, listing.format)
-    shared = shared_tensors(listing, weights, heads)
+    shared = shared_tensors(listing, heads)
     checks = check_native(heads, weights, config, target) if target else None
     family = heads.family
     told = {
@@ -130,7 +130,7 @@ def _document(
     listing: Listing, weights: Mapping[str, Weight], heads: Heads | None, told: dict[str, Any], found: list[Finding]
 ) -> dict[str, Any]:
     text = text_config(listing.config)
-    parts = _parts(weights, heads)
+    parts = heads.parts if heads else {"drafter": dict(weights)}
     quantization = quantization_of(listing.config)
     family = heads.family if heads else None
     return {
@@ -154,17 +154,6 @@ def _document(
         "attached_head": None,
         "deep": None,
     }
-
-
-def _parts(weights: Mapping[str, Weight], heads: Heads | None) -> dict[str, dict[str, Weight]]:
-    if heads is None:
-        return {"drafter": dict(weights)}
-    parts = by_part(weights, heads.num_layers)
-    if heads.moved_to:  # they stand among the trunk's layers
-        inside = set(heads.names.values())
-        parts = {part: {n: w for n, w in group.items() if n not in inside} for part, group in parts.items()}
-        parts[MTP] = {name: weights[name] for name in inside}
-    return parts
 
 
 def _fit(target: Listing | None, checks: list[Check] | None) -> dict[str, Any] | None:

@@ -56,10 +56,10 @@ def findings(subject: Subject) -> list[Finding]:
     return [each for about in ABOUT for each in about(subject)]
 
 
-def shared_tensors(listing: Listing, weights: Mapping[str, Weight], heads: Heads) -> dict[str, str]:
+def shared_tensors(listing: Listing, heads: Heads) -> dict[str, str]:
     """How the heads come by `embedding` and `lm_head`: shared (the trunk's), own, copy (of the trunk's, as far as
     sampled bytes say), changed (stored as a copy, but other bytes) or copy? (nothing could be read)."""
-    trunk = {part_of(name, heads.num_layers): name for name in weights}
+    trunk = {part: next(iter(heads.parts.get(part, ())), "") for part in ("embedding", "lm_head")}
     layout = heads.family
     found: dict[str, str] = {}
     for what in ("embedding", "lm_head") if heads.names else ():
@@ -70,7 +70,7 @@ def shared_tensors(listing: Listing, weights: Mapping[str, Weight], heads: Heads
         elif name is None:
             found[what] = "shared"
         else:
-            found[what] = _same(listing, name, trunk.get(what) or trunk.get("embedding", ""))
+            found[what] = _same(listing, name, trunk[what] or trunk["embedding"])
     return found
 
 
@@ -102,9 +102,9 @@ def _copies(subject: Subject) -> Iterator[Finding]:
 
 
 def _tied(subject: Subject) -> Iterator[Finding]:
-    config, names = subject.config, subject.weights
+    config = subject.config
     tied = bool(config.get("tie_word_embeddings", text_config(config).get("tie_word_embeddings", False)))
-    stored = any(part_of(name, subject.heads.num_layers) == "lm_head" for name in names)
+    stored = "lm_head" in subject.heads.parts
     if tied and stored:
         yield Finding("note", "tied", "tie_word_embeddings is set, but an lm_head is stored: engines may ignore it")
     if not tied and not stored:
@@ -116,11 +116,8 @@ def _tied(subject: Subject) -> Iterator[Finding]:
 def _quantized(subject: Subject) -> Iterator[Finding]:
     head = {name: w for name, w in subject.of_heads().items() if w.shape is None or len(w.shape) > 1}
     packed = {w.kind for w in head.values() if w.quantized}
-    trunk = {
-        weight.kind
-        for name, weight in subject.weights.items()
-        if weight.quantized and part_of(name, subject.heads.num_layers) in ("layers", "experts")
-    }
+    blocks = [subject.heads.parts.get(part, {}) for part in ("layers", "experts")]
+    trunk = {weight.kind for group in blocks for weight in group.values() if weight.quantized}
     if packed:
         level: Literal["note", "warning"] = "warning" if any(_is_small(kind) for kind in packed) else "note"
         text = f"the head is quantized ({', '.join(sorted(packed))})"

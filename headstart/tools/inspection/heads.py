@@ -17,7 +17,7 @@ from headstart.formats._mtp_families import (
     find_family,
     gguf_layout,
 )
-from headstart.tools.inspection.parts import MTP, part_of
+from headstart.tools.inspection.parts import MTP, Parts, by_part
 from headstart.tools.inspection.weights import Weight
 
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
@@ -59,6 +59,7 @@ class Heads:
     layout: Layout | None  # of the names: the family's, or GGUF's
     promised: Declared
     num_layers: int
+    parts: Parts
     modules: list[Module]
     names: dict[str, str] = field(default_factory=dict)  # canonical -> the checkpoint's, of tensors of the heads
     extra: list[str] = field(default_factory=list)  # the checkpoint's names
@@ -79,11 +80,13 @@ def examine(
     sizes = (layout or gguf_layout()).sizes(config)
     num_layers = sizes.value("N") or 0
     canonical = layout.canonical if layout else (lambda name: name)
-    names = {canonical(name): name for name in weights if part_of(name, num_layers) == MTP}
+    parts = by_part(weights, num_layers)
+    names = {canonical(name): name for name in parts.get(MTP, ())}
     if layout is None:
-        return Heads(family, None, promised, num_layers, [], names)
+        return Heads(family, None, promised, num_layers, parts, [], names)
     layers, moved = _layers(layout, promised, num_layers, names, weights)
-    names |= {canonical(name): name for name in weights if moved and _layer_of(canonical(name)) in moved}
+    if moved:
+        names |= {canonical(name): name for name in weights if _layer_of(canonical(name)) in moved}
     shapes = {short: weights[name].shape for short, name in names.items()}
     modules, used = [], set[str]()
     for index, layer in enumerate(layers):
@@ -93,7 +96,11 @@ def examine(
         modules.append(compare(index, layer if layout.index == "trailing" else None, slots, shapes))
         used |= {slot.name for slot in slots}
     extra = [] if layout.open else [name for short, name in names.items() if short not in used]
-    return Heads(family, layout, promised, num_layers, modules, names, sorted(extra), moved)
+    if moved:  # they stand among the trunk's layers
+        inside = set(names.values())
+        parts = {part: {n: w for n, w in group.items() if n not in inside} for part, group in parts.items()}
+        parts[MTP] = {name: weights[name] for name in inside}
+    return Heads(family, layout, promised, num_layers, parts, modules, names, sorted(extra), moved)
 
 
 def _layers(
@@ -106,8 +113,8 @@ def _layers(
         return [num_layers + i for i in range(_checked(count))], ()
     marked = {
         layer
-        for name in map(layout.canonical, weights)
-        if name.endswith(_MARKERS) and (layer := _layer_of(name)) is not None
+        for name in weights
+        if name.endswith(_MARKERS) and (layer := _layer_of(layout.canonical(name))) is not None
     }
     trailing = {layer for name in names if (layer := _layer_of(name)) is not None}
     if marked and num_layers and min(marked) != num_layers and len(marked) >= promised.modules:

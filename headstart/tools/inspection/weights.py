@@ -7,15 +7,26 @@ NVFP4, MXFP4, bitsandbytes and MLX files.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from headstart.formats._listing import Entry
 from headstart.formats._symbols import lookup
 
 Shape = tuple[int, ...]
-Companions = Mapping[str, Entry]
+Companion = tuple[str, str, Shape, int]
+"""Last word of the name, dtype, shape and bytes of a tensor that belongs to a weight."""
+
+
+class Stored(NamedTuple):
+    """How a tensor is stored."""
+
+    dtype: str
+    shape: Shape
+
+
+Scales = Mapping[str, Stored]
 
 _OF_WEIGHT = frozenset({
     "weight_scale_inv", "weight_scale", "weight_scale_2", "weight_global_scale", "weight_zero_point", "weight_shape",
@@ -47,7 +58,7 @@ class Weight(NamedTuple):
 
 def weights_of(tensors: Mapping[str, Entry], config: Mapping[str, Any]) -> dict[str, Weight]:
     """Weights by name; the name of a packed one ends in `.weight` too."""
-    companions: dict[str, dict[str, Entry]] = defaultdict(dict)
+    companions: dict[str, tuple[Companion, ...]] = {}
     main: dict[str, Entry] = {}
     packed: dict[str, str] = {}
     for name, entry in tensors.items():
@@ -58,13 +69,14 @@ def weights_of(tensors: Mapping[str, Entry], config: Mapping[str, Any]) -> dict[
             packed[f"{base}.weight"] = last
             main[f"{base}.weight"] = entry
         elif owner := _owner(base, last, tensors):
-            companions[owner][last if last in _OF_WEIGHT else name[len(owner) :]] = entry
+            word = last if last in _OF_WEIGHT else name[len(owner) :]
+            companions[owner] = (*companions.get(owner, ()), (word, entry.dtype, entry.shape, entry.nbytes))
         elif last not in _CACHE:
             main[name] = entry
     bits = _bits(config)
     return {
-        name: _weight(entry, packed.get(name, ""), companions[name], bits) if name in companions else _plain(entry)
-        for name, entry in main.items()
+        name: _weight(dtype, shape, nbytes, packed.get(name, ""), companions.get(name, ()), bits)
+        for name, (dtype, shape, nbytes, _, _) in main.items()
     }
 
 
@@ -102,30 +114,33 @@ def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _plain(entry: Entry) -> Weight:
-    parameters = 0 if entry.dtype in _TABLES else math.prod(entry.shape)
-    return Weight(entry.shape, entry.dtype, parameters, entry.nbytes, entry.dtype not in {*_FLOATS, *_TABLES})
+@lru_cache(maxsize=4096)  # a checkpoint has few different ones
+def _weight(dtype: str, shape: Shape, nbytes: int, packed: str, companions: tuple[Companion, ...], bits: int) -> Weight:
+    scales = {word: Stored(scale_dtype, scale_shape) for word, scale_dtype, scale_shape, _ in companions}
+    unpack = _UNPACK.get(packed) or (_by_type if companions else _as_it_is)
+    logical, kind = unpack(Stored(dtype, shape), scales, bits)
+    count = nbytes * 2 if logical is None else 0 if dtype in _TABLES and not companions else math.prod(logical)
+    return Weight(logical, kind, count, nbytes + sum(each[3] for each in companions), kind not in _FLOATS + _TABLES)
 
 
-def _weight(entry: Entry, packed: str, companions: Companions, bits: int) -> Weight:
-    shape, kind = (_UNPACK.get(packed) or _by_type)(entry, companions, bits)
-    count = math.prod(shape) if shape is not None else entry.nbytes * 2
-    return Weight(shape, kind, count, entry.nbytes + sum(each.nbytes for each in companions.values()), True)
+def _as_it_is(entry: Stored, companions: Scales, bits: int) -> tuple[Shape | None, str]:
+    return entry.shape, entry.dtype
 
 
-def _integer_matrix(entry: Entry, companions: Companions, bits: int) -> tuple[Shape | None, str]:
+def _integer_matrix(entry: Stored, companions: Scales, bits: int) -> tuple[Shape | None, str]:
     """GPTQ packs along the input, AWQ along the output; both store [in, out]."""
     if len(entry.shape) != 2:
         return None, f"int{bits}"
     rows, columns = entry.shape
     outputs = companions["scales"].shape[-1] if "scales" in companions and companions["scales"].shape else columns
     if outputs == columns:
-        inputs = companions["g_idx"].shape[0] if "g_idx" in companions else rows * 32 // bits
+        order = companions.get("g_idx")
+        inputs = order.shape[0] if order and order.shape else rows * 32 // bits
         return (outputs, inputs), f"int{rows * 32 // inputs if inputs else bits} (gptq)"
     return (outputs, rows), f"int{columns * 32 // outputs if outputs else bits} (awq)"
 
 
-def _compressed(entry: Entry, companions: Companions, bits: int) -> tuple[Shape | None, str]:
+def _compressed(entry: Stored, companions: Scales, bits: int) -> tuple[Shape | None, str]:
     """compressed-tensors: two 4-bit floats in a byte, or integers in 32-bit words, along the input."""
     if not entry.shape:
         return None, "packed"
@@ -136,19 +151,19 @@ def _compressed(entry: Entry, companions: Companions, bits: int) -> tuple[Shape 
     return (*entry.shape[:-1], entry.shape[-1] * 32 // bits), f"int{bits} (compressed-tensors)"
 
 
-_UNPACK: Mapping[str, Callable[[Entry, Companions, int], tuple[Shape | None, str]]] = {
+_UNPACK: Mapping[str, Callable[[Stored, Scales, int], tuple[Shape | None, str]]] = {
     "qweight": _integer_matrix,
     "weight_packed": _compressed,
 }
 
 
-def _by_type(entry: Entry, companions: Companions, bits: int) -> tuple[Shape | None, str]:
+def _by_type(entry: Stored, companions: Scales, bits: int) -> tuple[Shape | None, str]:
     """A `.weight` whose companions say what its bytes mean."""
     if entry.dtype.startswith("F8_E"):
         return entry.shape, _fp8(entry, companions)
     if "SCB" in companions:
         return entry.shape, "int8 (bitsandbytes)"
-    if entry.dtype == "U32" and "scales" in companions:
+    if entry.dtype == "U32" and "scales" in companions and entry.shape:
         return (*entry.shape[:-1], entry.shape[-1] * 32 // bits), f"int{bits} (mlx)"
     if any("absmax" in word for word in companions):
         return None, "4-bit (bitsandbytes)"
@@ -159,7 +174,7 @@ def _by_type(entry: Entry, companions: Companions, bits: int) -> tuple[Shape | N
     return entry.shape, entry.dtype
 
 
-def _fp8(entry: Entry, companions: Companions) -> str:
+def _fp8(entry: Stored, companions: Scales) -> str:
     scale = companions.get("weight_scale_inv") or companions.get("scale") or companions.get("weight_scale")
     if scale is None or len(scale.shape) < 2 or len(entry.shape) < 2 or 0 in scale.shape[-2:] or 1 in scale.shape[-2:]:
         return "FP8"
@@ -168,7 +183,7 @@ def _fp8(entry: Entry, companions: Companions) -> str:
     return f"FP8 ({block[0]}x{block[1]} blocks)"
 
 
-def _four_or_eight(entry: Entry, companions: Companions) -> tuple[Shape, str]:
+def _four_or_eight(entry: Stored, companions: Scales) -> tuple[Shape, str]:
     """Bytes with scales: two 4-bit floats each, where the scales' groups say so, else 8-bit integers."""
     scale = next((companions[word] for word in ("weight_scale", "scale") if word in companions), None)
     doubled = (*entry.shape[:-1], entry.shape[-1] * 2) if entry.shape else entry.shape
