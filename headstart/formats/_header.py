@@ -29,13 +29,18 @@ BITS: Mapping[str, int] = {
 """Bits per element of every dtype that a header may name."""
 
 
-class Place(NamedTuple):
-    """One tensor of a header; `begin` and `end` count bytes from the end of the header."""
+class Entry(NamedTuple):
+    """One tensor of a file: type name, shape, and the bytes of the file that hold it."""
 
     dtype: str
     shape: tuple[int, ...]
     begin: int
     end: int
+    file: str
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
 
 
 def header_size(first: bytes, file_bytes: int, where: str) -> int:
@@ -48,13 +53,14 @@ def header_size(first: bytes, file_bytes: int, where: str) -> int:
     return size
 
 
-def parse_header(text: bytes, data_bytes: int, where: str) -> tuple[dict[str, Place], dict[str, str]]:
+def parse_header(text: bytes, file_bytes: int, where: str, file: str = "") -> tuple[dict[str, Entry], dict[str, str]]:
     """Tensors by name, and the `__metadata__` strings. ModelError for anything out of bounds or overlapping."""
     header = _object(text, f"the header of {where}")
     metadata = header.pop("__metadata__", None) or {}
-    places = {name: _place(where, name, entry, data_bytes) for name, entry in header.items()}
-    _check_overlap(where, places)
-    return places, {str(key): str(value) for key, value in metadata.items()} if isinstance(metadata, dict) else {}
+    base = PREFIX + len(text)
+    entries = {name: _entry(where, name, row, base, file_bytes, file) for name, row in header.items()}
+    _check_overlap(where, entries)
+    return entries, {str(key): str(value) for key, value in metadata.items()} if isinstance(metadata, dict) else {}
 
 
 def _object(text: bytes, where: str) -> dict[str, Any]:
@@ -71,11 +77,11 @@ def _object(text: bytes, where: str) -> dict[str, Any]:
     return parse_object(text, where)
 
 
-def _place(where: str, name: str, entry: Any, data_bytes: int) -> Place:
-    """One header entry, checked."""
-    if not isinstance(entry, dict):
+def _entry(where: str, name: str, row: Any, base: int, file_bytes: int, file: str) -> Entry:
+    """One header entry, checked; its offsets count from byte `base` of the file."""
+    if not isinstance(row, dict):
         raise ModelError(f"{where}: the header entry of tensor {name} is not an object", AGAIN)
-    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    dtype, shape, offsets = row.get("dtype"), row.get("shape"), row.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in BITS:
         raise ModelError(f"{where}: tensor {name} has dtype {dtype!r}", f"known are {', '.join(BITS)}")
     if not _are_sizes(shape) or len(shape) > _MAX_DIMS:
@@ -85,13 +91,13 @@ def _place(where: str, name: str, entry: Any, data_bytes: int) -> Place:
     begin, end = offsets
     if type(begin) is not int or type(end) is not int or begin < 0:
         raise ModelError(f"{where}: tensor {name} has the offsets {offsets!r}", AGAIN)
-    if begin > end or end > data_bytes:
-        raise ModelError(f"{where}: tensor {name} lies at bytes {begin}..{end} of {data_bytes}", AGAIN)
+    if begin > end or end > file_bytes - base:
+        raise ModelError(f"{where}: tensor {name} lies at bytes {begin}..{end} of {file_bytes - base}", AGAIN)
     bits = BITS[dtype]
     wanted, rest = divmod(math.prod(shape) * bits, 8)
     if wanted != end - begin or rest or (bits < 8 and shape and shape[-1] * bits % 8):
         raise ModelError(f"{where}: tensor {name} {dtype}{shape} needs {wanted} bytes, but has {end - begin}", AGAIN)
-    return Place(dtype, tuple(shape), begin, end)
+    return Entry(dtype, tuple(shape), base + begin, base + end, file)
 
 
 def _are_sizes(values: Any) -> TypeGuard[list[int]]:
@@ -103,9 +109,9 @@ def _are_sizes(values: Any) -> TypeGuard[list[int]]:
     return True
 
 
-def _check_overlap(where: str, places: Mapping[str, Place]) -> None:
+def _check_overlap(where: str, entries: Mapping[str, Entry]) -> None:
     last_name, last_end = "", 0
-    for begin, end, name in sorted([(begin, end, name) for name, (_, _, begin, end) in places.items()]):
+    for begin, end, name in sorted([(begin, end, name) for name, (_, _, begin, end, _) in entries.items()]):
         if begin < last_end and begin < end:
             raise ModelError(f"{where}: tensors {last_name} and {name} overlap", AGAIN)
         if end > last_end:

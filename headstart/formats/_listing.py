@@ -9,30 +9,20 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from headstart import hub
 from headstart.errors import ModelError
 from headstart.formats import gguf
 from headstart.formats._gguf_file import GgufFile, read
 from headstart.formats._gguf_names import canonical_names
-from headstart.formats._header import PREFIX, Place, header_size, parse_header
+from headstart.formats._header import PREFIX, Entry, header_size, parse_header
 from headstart.formats._index import INDEX, SINGLE, join, missing_shard, pick, weight_map_of
 from headstart.formats._json import read_object
 
 Progress = Callable[[int, int, str], None]
 HINT = "give a directory with config.json and *.safetensors, a .gguf file or a Hugging Face repo id"
 CONFIG, GENERATION = "config.json", "generation_config.json"
-
-
-class Entry(NamedTuple):
-    """One tensor: type name, shape in Hugging Face order, bytes, and where they are."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-    file: str
-    begin: int  # from the file's beginning
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,18 +115,9 @@ def read_shard(path: Path) -> dict[str, Entry]:
         with path.open("rb") as file:
             size = path.stat().st_size
             length = header_size(file.read(PREFIX), size, str(path))
-            places, _ = parse_header(file.read(length), size - PREFIX - length, str(path))
+            return parse_header(file.read(length), size, str(path), path.name)[0]
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror}") from error
-    return entries_of(places, path.name, PREFIX + length)
-
-
-def entries_of(places: Mapping[str, Place], file: str, base: int) -> dict[str, Entry]:
-    """Entries of one file, whose data begins at byte `base`."""
-    return {
-        name: Entry(dtype, shape, end - begin, file, base + begin)
-        for name, (dtype, shape, begin, end) in places.items()
-    }
 
 
 def _stray(
@@ -158,7 +139,7 @@ def list_gguf(path: Path, parts: list[GgufFile], name: str = "") -> Listing:
     for part in parts:
         for gguf_name, (begin, size) in part.spans.items():
             tensor = checkpoint.tensors[canonical[gguf_name]]
-            tensors[tensor.name] = Entry(tensor.dtype, tensor.shape, size, part.path.name, begin)
+            tensors[tensor.name] = Entry(tensor.dtype, tensor.shape, begin, begin + size, part.path.name)
     return Listing(
         name=name or str(path),
         format="gguf",

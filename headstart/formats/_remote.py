@@ -15,15 +15,13 @@ import numpy as np
 
 from headstart.errors import ModelError, UsageError
 from headstart.formats._gguf_file import GgufFile, MoreNeeded, parse
-from headstart.formats._header import MAX_HEADER, PREFIX, header_size, parse_header
+from headstart.formats._header import MAX_HEADER, PREFIX, Entry, header_size, parse_header
 from headstart.formats._index import INDEX, join, pick, weight_map_of
 from headstart.formats._json import read_object
 from headstart.formats._listing import (
     CONFIG,
     GENERATION,
-    Entry,
     Listing,
-    entries_of,
     list_directory,
     list_gguf,
     read_shard,
@@ -133,8 +131,7 @@ class _Remote:
         length = header_size(first, size, where)
         if (missing := PREFIX + length - len(first)) > 0:
             first += self._bytes(file, len(first), missing)[0]
-        places, _ = parse_header(first[PREFIX : PREFIX + length], size - PREFIX - length, where)
-        return entries_of(places, file, PREFIX + length)
+        return parse_header(first[PREFIX : PREFIX + length], size, where, file)[0]
 
     def _gguf(self, file: str) -> Listing:
         path = Path(self.asked.repo, file)

@@ -77,10 +77,9 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 def _parse(path: Path, raw: Bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
     size = header_size(raw[:PREFIX].tobytes(), len(raw), str(path))
-    data = raw[PREFIX + size :]
-    places, metadata = parse_header(raw[PREFIX : PREFIX + size].tobytes(), len(data), str(path))
+    entries, metadata = parse_header(raw[PREFIX : PREFIX + size].tobytes(), len(raw), str(path))
     tensors = {
-        name: make_tensor(name, shape, dtype, data[begin:end]) for name, (dtype, shape, begin, end) in places.items()
+        name: make_tensor(name, shape, dtype, raw[begin:end]) for name, (dtype, shape, begin, end, _) in entries.items()
     }
     return tensors, metadata
 

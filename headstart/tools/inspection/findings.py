@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from headstart.formats._listing import Entry, Listing
+from headstart.formats._header import Entry
+from headstart.formats._listing import Listing
 from headstart.formats._symbols import NESTED, lookup, text_config
 from headstart.tools.inspection.heads import Heads
 from headstart.tools.inspection.parts import MTP, part_of

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from headstart.formats._listing import Entry
+from headstart.formats._header import Entry
 from headstart.formats._symbols import lookup
 
 Shape = tuple[int, ...]
@@ -75,8 +75,8 @@ def weights_of(tensors: Mapping[str, Entry], config: Mapping[str, Any]) -> dict[
             main[name] = entry
     bits = _bits(config)
     return {
-        name: _weight(dtype, shape, nbytes, packed.get(name, ""), companions.get(name, ()), bits)
-        for name, (dtype, shape, nbytes, _, _) in main.items()
+        name: _weight(dtype, shape, end - begin, packed.get(name, ""), companions.get(name, ()), bits)
+        for name, (dtype, shape, begin, end, _) in main.items()
     }
 
 
