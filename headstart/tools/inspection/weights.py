@@ -41,7 +41,7 @@ _CACHE = frozenset({"k_scale", "v_scale", "q_scale", "prob_scale"})
 _FUSED = ("_scale_inv", "_scale_2", "_input_scale", "_weight_scale", "_scale", "_scales")
 """Endings of scales of fused experts, whose names have no `.weight`."""
 _FLOATS = ("F64", "F32", "F16", "BF16")
-_TABLES = ("BOOL", "I64")
+_TABLES = ("BOOL", "I64", "I32", "I16")
 """Types of masks and token ids: no parameters."""
 PACKED = {"qweight", "weight_packed"}
 
