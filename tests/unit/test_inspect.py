@@ -143,7 +143,7 @@ PACKED: dict[str, tuple[dict[str, Any], dict[str, tuple[str, tuple[int, ...]]], 
     ),
     "nvfp4 packed": (
         {"quant_method": "compressed-tensors"},
-        {"weight_packed": ("U8", (256, 256)), "weight_scale": ("F8_E4M3", (256, 32)), "input_global_scale": ("F32", ())},
+        {"weight_packed": ("U8", (256, 256)), "weight_scale": ("F8_E4M3", (256, 32)), "input_scale": ("F32", ())},
         ((256, 512), "NVFP4"),
     ),
     "nvfp4": (
