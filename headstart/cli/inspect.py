@@ -13,7 +13,7 @@ from headstart.cli.render import finish, progress
 EXAMPLES = (
     "headstart inspect",
     "headstart inspect ./my-model",
-    "headstart inspect Qwen/Qwen3.5-4B --json",
+    "headstart inspect org/model --json",
     "headstart inspect ./my-eagle3 --target ./my-model",
     "headstart inspect ./my-model --deep",
 )

@@ -21,7 +21,7 @@ def weight_map_of(index: Mapping[str, object], where: str) -> dict[str, str]:
         raise ModelError(f"{where} has no weight_map from tensor names to file names", AGAIN)
     for file in set(found.values()):
         if PurePath(file).name != file:
-            raise ModelError(f"{where} names the shard {file!r}, which is not a plain file name")
+            raise ModelError(f"{where} names the shard {file!r}, which is not a plain file name", AGAIN)
     return found
 
 

@@ -117,7 +117,7 @@ def read_shard(path: Path) -> dict[str, Entry]:
             length = header_size(file.read(PREFIX), size, str(path))
             return parse_header(file.read(length), size, str(path), path.name)[0]
     except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror}") from error
+        raise ModelError(f"cannot read {path}: {error.strerror}", "is it a file, and may you read it?") from error
 
 
 def _stray(

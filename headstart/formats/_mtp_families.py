@@ -18,7 +18,7 @@ from headstart.formats._symbols import NESTED, Sizes, as_size, lookup, text_conf
 
 MOST_MODULES = 64
 MOST_EXPERTS = 4096
-WRAPPER = r"(?:(?:model|language_model|text_model|llm|backbone)\.)*"
+WRAPPER = r"(?:(?:model|language_model|text_model|llm|thinker|backbone)\.)*"
 """Regular expression of what may stand before a language model's names."""
 _WRAPPER = re.compile(WRAPPER)
 
@@ -58,6 +58,8 @@ class Layout:
     tensors: Mapping[str, list[str]]
     model_types: tuple[str, ...] = ()
     gguf: tuple[str, ...] = ()
+    requires: str | None = None
+    note: str = ""
     stem: str = ""
     index: Literal["trailing", "own"] = "own"
     concat: str = ""
@@ -78,6 +80,7 @@ class Layout:
     architectures: tuple[str, ...] = ()
     aux: Literal["input", "output"] | None = None
     count: tuple[str, ...] = ()
+    targets: str = ""
 
     def sizes(self, config: Mapping[str, Any]) -> Sizes:
         """The symbols of a checkpoint of this layout."""
@@ -140,23 +143,28 @@ def _expand(part: Part, prefix: str, sizes: Sizes, where: Mapping[str, int]) -> 
 def find_family(config: Mapping[str, Any], file_format: str = "safetensors") -> Layout | None:
     """The family of a config.json (or of a GGUF file's metadata in that shape); None for one that is not known."""
     kinds = [config.get("model_type"), text_config(config).get("model_type")]
-    families = families_by_key().values()
+    families = [each for each in families_by_key().values() if not each.requires or each.requires in config]
     if file_format == "gguf":
         return next((each for each in families if kinds[0] in each.gguf), None)
-    return next((each for kind in kinds for each in families if kind in each.model_types), None)
+    known = [each for kind in kinds for each in families if kind in each.model_types]
+    return next(iter(known or [each for each in families if _has_architecture(config, each)]), None)
 
 
 def find_drafter(config: Mapping[str, Any]) -> Layout | None:
     """The kind of drafter that a config.json describes; None for what is no drafter of its own."""
     algorithm, kind = config.get("speculators_model_type"), config.get("model_type")
-    names = config.get("architectures")
-    architectures = " ".join(map(str, names)).lower() if isinstance(names, list) else ""
     for each in drafters_by_key().values():
         if algorithm in each.speculators or kind in each.model_types:
             return each
-        if algorithm is None and any(word in architectures for word in each.architectures):
+        if algorithm is None and _has_architecture(config, each):
             return each
     return None
+
+
+def _has_architecture(config: Mapping[str, Any], layout: Layout) -> bool:
+    names = config.get("architectures")
+    written = " ".join(map(str, names)).lower() if isinstance(names, list) else ""
+    return any(word in written for word in layout.architectures)
 
 
 def declared(config: Mapping[str, Any], layout: Layout | None = None) -> Declared:

@@ -29,6 +29,9 @@ def of(prefix: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, 
 
 FUSED = {"fc.weight": (H, 3 * H), "norm.weight": (H,), "lm_head.weight": (50, H), "d2t": (50,)}
 DFLASH = {"fc.weight": (H, 2 * H), "hidden_norm.weight": (H,), "norm.weight": (H,), **of("layers.0.", QWEN3)}
+MODULE = {f"{part}_layernorm.weight": (H,) for part in ("token", "hidden", "final")}
+DEEPSEEK_NORMS = ("enorm", "hnorm", "shared_head.norm")
+QWEN_NORMS = ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
 DRAFTERS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
     "eagle3": (
         {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 50},
@@ -61,6 +64,18 @@ DRAFTERS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
     "medusa (blocks)": (
         {"architectures": ["MedusaModel"], "num_heads": 1},
         {"medusa_heads.0.0.linear.weight": (H, H), "lm_heads.0.weight": (V, H)},
+    ),
+    "speculators_mtp": (
+        {"speculators_model_type": "mtp", "num_nextn_predict_layers": 1, "transformer_layer_config": SIZES},
+        of("mtp_layers.0.", {**MODULE, "input_proj.weight": (H, 2 * H)}),
+    ),
+    "xllm_mtp": (
+        {"model_type": "glm4_moe_mtp", "architectures": ["Glm4MoeMtpForCausalLM"]},
+        of("model.", {**{f"{n}.weight": (H,) for n in DEEPSEEK_NORMS}, "eh_proj.weight": (H, 2 * H)}),
+    ),
+    "xllm_mtp (qwen)": (
+        {"model_type": "qwen3_5_mtp", "architectures": ["Qwen3_5MtpForCausalLM"]},
+        of("mtp.", {"fc.weight": (H, 2 * H), **{f"{n}.weight": (H,) for n in QWEN_NORMS}}),
     ),
     "gemma4_assistant": (
         {"model_type": "gemma4_assistant", "num_hidden_layers": 1, "backbone_hidden_size": H},

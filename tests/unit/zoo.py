@@ -60,6 +60,13 @@ def qwen(kind: str, fc: str = "mtp.fc.weight", **more: Any) -> Animal:
 ZOO: dict[str, Animal] = {
     "deepseek_v3": deepseek("deepseek_v3"),
     "deepseek_v32": deepseek("deepseek_v32", **DSA),
+    "deepseek_v4_dspark": Animal(
+        {"model_type": "deepseek_v4", "dspark_block_size": 5, "hc_mult": 2},
+        {"mtp.2.attn_norm.weight": (H,), "mtp.0.ffn_norm.weight": (H,)},
+        key="n_mtp_layers",
+        count=3,
+        wrapper="",
+    ),
     "deepseek_v4": Animal(
         {"model_type": "deepseek_v4", **MOE, "q_lora_rank": 12, "hc_mult": 2, "o_groups": 2, "o_lora_rank": 6},
         {"mtp.0.e_proj.weight": (H, H), "mtp.0.hc_head_fn": (2, 2 * H), "mtp.0.attn.wo_a.weight": (12, 16)},

@@ -163,9 +163,9 @@ def check_fit(drafter: Drafter, config: Mapping[str, Any], target: Listing) -> l
         checks.append(
             Check("architecture", str(wanted[0]), str(found[0]) if found else None, bool({*wanted} & {*found}))
         )
-    if drafter.kind == "gemma4_assistant":
+    if drafter.layout and (family := drafter.layout.targets):
         kind = str(target.config.get("model_type"))
-        checks.append(Check("family", "gemma4", kind, kind.startswith("gemma4")))
+        checks.append(Check("family", family, kind, kind.startswith(family)))
     return [check for check in checks if check.target is not None and check.drafter is not None]
 
 

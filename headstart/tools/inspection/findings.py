@@ -164,6 +164,8 @@ def _conventions(subject: Subject) -> Iterator[Finding]:
     family = subject.heads.family
     if family is None or not subject.heads.names:
         return
+    if family.note:
+        yield Finding("warning", "method", family.note)
     folded = subject.listing.format == "gguf" and family.norm == "1+w"
     if family.norm:
         text = "RMSNorm multiplies by w: the converter has added the 1" if folded else _NORMS[family.norm]

@@ -16,6 +16,7 @@ from headstart.formats._mtp_families import (
     declared,
     find_family,
     gguf_layout,
+    strip,
 )
 from headstart.tools.inspection.parts import MTP, Parts, by_part
 from headstart.tools.inspection.weights import Weight
@@ -70,11 +71,9 @@ class Heads:
         return sum(len(module.missing) for module in self.modules)
 
 
-def examine(
-    weights: Mapping[str, Weight], config: Mapping[str, Any], file_format: str, family: Layout | None = None
-) -> Heads:
-    """Compare. `family` overrules what the config says. Raises ModelError for an absurd config."""
-    family = family or find_family(config, file_format)
+def examine(weights: Mapping[str, Weight], config: Mapping[str, Any], file_format: str) -> Heads:
+    """Compare. Raises ModelError for an absurd config."""
+    family = find_family(config, file_format)
     layout = gguf_layout() if file_format == "gguf" else family
     promised = declared(config, family)
     sizes = (layout or gguf_layout()).sizes(config)
@@ -88,12 +87,13 @@ def examine(
     if moved:
         names |= {canonical(name): name for name in weights if _layer_of(canonical(name)) in moved}
     shapes = {short: weights[name].shape for short, name in names.items()}
+    wrapper = next((name.removesuffix(strip(name)) for name in names.values()), layout.stem)
     modules, used = [], set[str]()
     for index, layer in enumerate(layers):
         slots = list(layout.expected(sizes, index, layer, shapes))
         if file_format == "gguf":
             slots += _as_in_the_trunk(weights, layer, num_layers, shapes)
-        modules.append(compare(index, layer if layout.index == "trailing" else None, slots, shapes))
+        modules.append(compare(index, layer if layout.index == "trailing" else None, slots, shapes, wrapper))
         used |= {slot.name for slot in slots}
     extra = [] if layout.open else [name for short, name in names.items() if short not in used]
     if moved:  # they stand among the trunk's layers
@@ -142,11 +142,17 @@ def _layer_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def compare(index: int, layer: int | None, slots: list[Slot], shapes: Mapping[str, tuple[int, ...] | None]) -> Module:
-    """One module: the tensors it should have against those that are there."""
-    missing = [slot.name for slot in slots if not slot.optional and slot.name not in shapes]
+def compare(
+    index: int,
+    layer: int | None,
+    slots: list[Slot],
+    shapes: Mapping[str, tuple[int, ...] | None],
+    wrapper: str = "",
+) -> Module:
+    """One module: the tensors it should have against those that are there. `wrapper` goes before reported names."""
+    missing = [wrapper + slot.name for slot in slots if not slot.optional and slot.name not in shapes]
     wrong = [
-        WrongShape(slot.name, shape, slot.shape)
+        WrongShape(wrapper + slot.name, shape, slot.shape)
         for slot in slots
         if slot.shape is not None and (shape := shapes.get(slot.name)) is not None and not _fits(shape, slot.shape)
     ]
