@@ -81,6 +81,7 @@ class Layout:
     aux: Literal["input", "output"] | None = None
     count: tuple[str, ...] = ()
     targets: str = ""
+    marker: str = ""
 
     def sizes(self, config: Mapping[str, Any]) -> Sizes:
         """The symbols of a checkpoint of this layout."""
@@ -150,13 +151,14 @@ def find_family(config: Mapping[str, Any], file_format: str = "safetensors") -> 
     return next(iter(known or [each for each in families if _has_architecture(config, each)]), None)
 
 
-def find_drafter(config: Mapping[str, Any]) -> Layout | None:
-    """The kind of drafter that a config.json describes; None for what is no drafter of its own."""
+def find_drafter(config: Mapping[str, Any], names: Container[str] = ()) -> Layout | None:
+    """The kind of drafter that a config.json describes, or that a tensor among `names` gives away; None for what is no
+    drafter of its own."""
     algorithm, kind = config.get("speculators_model_type"), config.get("model_type")
     for each in drafters_by_key().values():
         if algorithm in each.speculators or kind in each.model_types:
             return each
-        if algorithm is None and _has_architecture(config, each):
+        if algorithm is None and (_has_architecture(config, each) or (each.marker and each.marker in names)):
             return each
     return None
 

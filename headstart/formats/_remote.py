@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from headstart.errors import ModelError, UsageError
-from headstart.formats._gguf_file import GgufFile, MoreNeeded, parse
-from headstart.formats._header import MAX_HEADER, PREFIX, Entry, header_size, parse_header
+from headstart.errors import HeadstartError, ModelError, UsageError
+from headstart.formats import gguf
+from headstart.formats._gguf_file import GgufFile, MoreNeeded, parse, read
+from headstart.formats._header import AGAIN, MAX_HEADER, PREFIX, Entry, header_size, parse_header
 from headstart.formats._index import INDEX, join, pick, weight_map_of
 from headstart.formats._json import read_object
 from headstart.formats._listing import (
@@ -30,6 +31,7 @@ from headstart.formats._listing import (
 from headstart.hub import Repo, hub_errors
 
 Progress = Callable[[int, int, str], None]
+T = TypeVar("T")
 FIRST = 128 * 1024
 """Bytes of the first request: most headers end within them."""
 AT_ONCE = 8
@@ -52,7 +54,7 @@ def list_repo(asked: Repo, progress: Progress) -> Listing:
                 raise
             try:
                 return _cached(asked)
-            except UsageError:
+            except HeadstartError:
                 raise error from None
     files = [each.rfilename for each in info.siblings or []]
     return _Remote(asked, str(info.sha or asked.revision or "main"), files, progress).listing()
@@ -65,9 +67,7 @@ def _cached(asked: Repo) -> Listing:
     with hub_errors(asked.repo):
         if asked.file:
             path = Path(hf_hub_download(asked.repo, asked.file, local_files_only=True, dry_run=False))
-            from headstart.formats._gguf_file import read
-
-            return list_gguf(path, [read(path)])
+            return list_gguf(path, [read(part) for part in gguf.parts_of(path)])
         folder = snapshot_download(asked.repo, revision=asked.revision or None, local_files_only=True, dry_run=False)
     return list_directory(Path(folder))
 
@@ -85,7 +85,7 @@ class _Remote:
         if CONFIG in self.files and (weights or INDEX in self.files):
             return self._safetensors(weights)
         found = [file for file in self.files if file.endswith(".gguf")]
-        if len(found) == 1:
+        if found and set(found) == set(gguf.part_names(found[0])):
             return self._gguf(found[0])
         if found:
             hint = f"name one, as in {self.asked.repo}/{found[0]}"
@@ -97,11 +97,7 @@ class _Remote:
         index = self._json(INDEX) if INDEX in self.files else None
         where = f"{self.asked.repo}/{INDEX}"
         wanted = shards_of(weights, index, where, self.asked.repo)
-        shards: dict[str, dict[str, Entry]] = {}
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            for done, (file, entries) in enumerate(zip(wanted, pool.map(self._shard, wanted), strict=True), 1):
-                shards[file] = entries
-                self.progress(done, len(wanted), f"reading headers of {self.asked.repo}")
+        shards = dict(zip(wanted, self._all(self._shard, wanted), strict=True))
         tensors = pick(weight_map_of(index, where), shards, where) if index else join(shards, self.asked.repo)
         return Listing(
             name=self.asked.repo,
@@ -133,18 +129,34 @@ class _Remote:
             first += self._bytes(file, len(first), missing)[0]
         return parse_header(first[PREFIX : PREFIX + length], size, where, file)[0]
 
+    def _all(self, fetch: Callable[[str], T], files: list[str]) -> list[T]:
+        """What `fetch` makes of each file, several at a time."""
+        found: list[T] = []
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            try:
+                for result in pool.map(fetch, files):
+                    found.append(result)
+                    self.progress(len(found), len(files), f"reading headers of {self.asked.repo}")
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        return found
+
     def _gguf(self, file: str) -> Listing:
+        parts = self._all(self._part, gguf.part_names(file))
+        return list_gguf(Path(self.asked.repo, file), parts, f"{self.asked.repo}/{file}")
+
+    def _part(self, file: str) -> GgufFile:
         path = Path(self.asked.repo, file)
         first, size = self._bytes(file, 0, FIRST)
         while True:
             try:
-                part: GgufFile = parse(path, np.frombuffer(first, np.uint8), size)
-                return list_gguf(path, [part], f"{self.asked.repo}/{file}")
+                return parse(path, np.frombuffer(first, np.uint8), size)
             except MoreNeeded:
-                if len(first) > MAX_HEADER:
-                    raise ModelError(f"{path} has a header of more than {MAX_HEADER} bytes") from None
-                self.progress(len(first), size, f"reading the header of {file}")
-                first += self._bytes(file, len(first), 3 * len(first))[0]
+                more = self._bytes(file, len(first), 3 * len(first))[0] if len(first) <= MAX_HEADER else b""
+                if not more:
+                    raise ModelError(f"{path} ends, or is too long, before its header does", AGAIN) from None
+                first += more
 
     def _bytes(self, file: str, begin: int, count: int) -> tuple[bytes, int]:
         """At most `count` bytes of a file from byte `begin` on, and the file's size. UsageError if it cannot be had."""

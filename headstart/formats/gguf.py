@@ -61,17 +61,22 @@ def join_files(path: Path, files: list[GgufFile]) -> Checkpoint:
     )
 
 
+def part_names(name: str) -> list[str]:
+    """The names of all numbered parts of the model that a file belongs to; its own name if it is whole."""
+    match = _PART.fullmatch(name)
+    if not match or not int(match[3]):
+        return [name]
+    stem, _, count = match.groups()
+    return [f"{stem}-{number:05}-of-{count}.gguf" for number in range(1, int(count) + 1)]
+
+
 def parts_of(path: Path) -> list[Path]:
     """The file, or all numbered parts of the model that it belongs to. ModelError for a part that is missing."""
-    match = _PART.fullmatch(path.name)
-    if not match or not int(match[3]):
-        return [path]
-    stem, _, count = match.groups()
-    paths = [path.with_name(f"{stem}-{number:05}-of-{count}.gguf") for number in range(1, int(count) + 1)]
-    for part in paths:
-        if not part.exists():
-            raise ModelError(f"{path} is one of {int(count)} parts, but {part.name} is missing", "download all parts")
-    return paths
+    names = part_names(path.name)
+    for name in names:
+        if len(names) > 1 and not path.with_name(name).exists():
+            raise ModelError(f"{path} is one of {len(names)} parts, but {name} is missing", "download all parts")
+    return [path.with_name(name) for name in names]
 
 
 def _tensors(path: Path, files: list[GgufFile]) -> dict[str, Tensor]:

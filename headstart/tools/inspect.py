@@ -101,7 +101,7 @@ def describe(listing: Listing, target: Listing | None = None) -> dict[str, Any]:
     """Everything about one checkpoint, from headers alone, and whether its drafts fit a target."""
     config = listing.config
     weights = weights_of(listing.tensors, config)
-    layout = find_drafter(config)
+    layout = find_drafter(config, listing.tensors)
     if layout is not None or drafters.is_own(config):
         return _describe_drafter(listing, weights, describe_drafter(listing, weights, layout), target)
     heads = examine(weights, config, listing.format)

@@ -49,6 +49,10 @@ DRAFTERS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
         {**FUSED, **of("layers.0.", EAGLE3), "mask_hidden": (1, 1, 3 * H)},
     ),
     "eagle": ({"model_type": "eagle"}, {"fc.weight": (H, 2 * H), **of("layers.0.", BLOCK)}),
+    "eagle (as a Llama)": (
+        {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1},
+        {"fc.weight": (H, 2 * H), "embed_tokens.weight": (V, H), **of("layers.0.", BLOCK)},
+    ),
     "dflash": (
         {"architectures": ["DFlashDraftModel"], "num_hidden_layers": 1, "dflash_config": {"target_layer_ids": [1, 3]}},
         DFLASH,

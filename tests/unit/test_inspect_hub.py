@@ -191,6 +191,31 @@ def test_a_gguf_repo(hub: Hub, monkeypatch: pytest.MonkeyPatch, step: int) -> No
     assert hub.weight_bytes < 600_000
 
 
+def test_a_gguf_in_parts(hub: Hub) -> None:
+    whole = gguf.GGUFWriter(hub.folder / "m.gguf", "llama", split_max_tensors=1)
+    whole.add_block_count(1)
+    whole.add_embedding_length(32)
+    whole.add_head_count(4)
+    for name in ("token_embd.weight", "output_norm.weight", "blk.0.ffn_up.weight"):
+        whole.add_tensor(name, np.zeros((8, 32), np.float32))
+    whole.write_header_to_file()
+    whole.write_kv_data_to_file()
+    whole.write_tensors_to_file()
+    whole.close()
+    data = look()
+    assert (data["files"], data["total"]["parameters"]) == (3, 3 * 8 * 32)
+    (hub.folder / "m-00002-of-00003.gguf").unlink()
+    assert "no such file" in refused(f"{REPO}/m-00001-of-00003.gguf")
+
+
+def test_a_server_that_sends_less_than_it_says(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_remote, "FIRST", 30)
+    header = b"GGUF" + (3).to_bytes(4, "little") + bytes(8) + (1).to_bytes(8, "little") + bytes(200)
+    (hub.folder / "m.gguf").write_bytes(header)
+    monkeypatch.setattr(Handler, "file", lambda self, name: self.answer(206, header[:30], {"Content-Range": "x/9999"}))
+    refused(REPO, ModelError)
+
+
 def refused(name: str, kind: type[HeadstartError] = UsageError) -> str:
     with pytest.raises(kind) as caught:
         look(name)

@@ -13,7 +13,7 @@ from headstart.formats._symbols import Sizes, as_size, lookup, text_config
 from headstart.formats.head import MARK
 from headstart.tools.inspection.findings import Finding
 from headstart.tools.inspection.heads import Heads, Module, compare
-from headstart.tools.inspection.verdict import Verdict, shape_text
+from headstart.tools.inspection.verdict import Verdict, shape_text, tensors
 from headstart.tools.inspection.weights import Weight
 
 Scalar = int | str | list[int] | None
@@ -130,11 +130,11 @@ def judge_drafter(drafter: Drafter, checks: list[Check] | None) -> Verdict:
     if drafter.modules and not any(module.found for module in drafter.modules):
         return Verdict("stripped", f"no tensor of the {drafter.title} drafter is there", "download the drafter again")
     if missing:
-        reason = f"{len(missing)} tensors of this {drafter.title} drafter are missing, such as {missing[0]}"
+        reason = f"{tensors(len(missing))} missing of this {drafter.title} drafter, such as {missing[0]}"
         return Verdict("partial", reason, "download the drafter again")
     if wrong:
         first = wrong[0]
-        reason = f"{len(wrong)} tensors have another shape than config.json asks for: {first.name} is "
+        reason = f"{tensors(len(wrong))} of another shape than config.json asks for: {first.name} is "
         reason += f"{list(first.shape)}, not {shape_text(first.expected or ())}"
         return Verdict("mismatch", reason, "use the config.json that was published with these weights")
     for check in checks or ():
@@ -142,6 +142,8 @@ def judge_drafter(drafter: Drafter, checks: list[Check] | None) -> Verdict:
             reason = f"does not fit the target: {check.what} {check.drafter}, but the target has {check.target}"
             return Verdict("mismatch", reason, "use the drafter made for this target")
     fit = ", and it fits the target" if checks else ""
+    if drafter.layout is None:
+        return Verdict("alive", f"a {drafter.title}; its tensors are checked when it is loaded{fit}")
     return Verdict("alive", f"all tensors of this {drafter.title} drafter are there{fit}")
 
 
@@ -173,7 +175,9 @@ def _equal(what: str, drafter: int | None, target: int | None) -> Check:
     return Check(what, drafter, target, drafter == target)
 
 
-def check_native(heads: Heads, shapes: Mapping[str, Weight], config: Mapping[str, Any], target: Listing) -> list[Check]:
+def check_native(
+    heads: Heads, weights: Mapping[str, Weight], config: Mapping[str, Any], target: Listing
+) -> list[Check]:
     """Do the native heads of one checkpoint fit another one's trunk, as for a graft?"""
     own, other = sizes_of(config), sizes_of(target.config)
     checks = [_equal("hidden size", own.value("H"), other.value("H"))]
@@ -181,7 +185,7 @@ def check_native(heads: Heads, shapes: Mapping[str, Weight], config: Mapping[str
     family = find_family(target.config, target.format)
     if heads.family is not None and target.format == "safetensors":
         checks.append(Check("family", heads.family.key, family.key if family else None, family is heads.family))
-        checks += _shape_checks(heads, shapes, target)
+        checks += _shape_checks(heads, weights, target)
     return [check for check in checks if check.drafter is not None]
 
 

@@ -109,9 +109,7 @@ def _tied(subject: Subject) -> Iterator[Finding]:
     if tied and stored:
         yield Finding("note", "tied", "tie_word_embeddings is set, but an lm_head is stored: engines may ignore it")
     if not tied and not stored:
-        yield Finding(
-            "warning", "tied", "no lm_head is stored and tie_word_embeddings is not set: the embedding must serve"
-        )
+        yield Finding("note", "tied", "no lm_head is stored: the embedding serves, though the config does not say so")
 
 
 def _quantized(subject: Subject) -> Iterator[Finding]:

@@ -47,10 +47,6 @@ class Module:
     missing: list[str]
     wrong_shape: list[WrongShape]
 
-    @property
-    def complete(self) -> bool:
-        return bool(self.found) and not self.missing
-
 
 @dataclass(frozen=True)
 class Heads:
@@ -65,10 +61,6 @@ class Heads:
     names: dict[str, str] = field(default_factory=dict)  # canonical -> the checkpoint's, of tensors of the heads
     extra: list[str] = field(default_factory=list)  # the checkpoint's names
     moved_to: tuple[int, ...] = ()  # layers that hold heads, where they are not those that the config asks for
-
-    @property
-    def num_missing(self) -> int:
-        return sum(len(module.missing) for module in self.modules)
 
 
 def examine(weights: Mapping[str, Weight], config: Mapping[str, Any], file_format: str) -> Heads:

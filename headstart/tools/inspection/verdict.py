@@ -41,11 +41,11 @@ def judge(heads: Heads, model: str) -> Verdict:
     if not any(module.found for module in wanted):
         return Verdict("stripped", f"{promise}, but none of their tensors is there", graft)
     if missing := [name for module in wanted for name in module.missing]:
-        return Verdict("partial", f"{promise}, but {len(missing)} tensors are missing: {_some(missing)}", graft)
+        return Verdict("partial", f"{promise}, but {tensors(len(missing))} missing: {_some(missing)}", graft)
     if heads.moved_to:
         return _moved(heads)
     if wrong := [each for module in wanted for each in module.wrong_shape]:
-        reason = f"{len(wrong)} tensors do not have the shape that the config asks for: {_shapes(wrong)}"
+        reason = f"{tensors(len(wrong))} of another shape than the config asks for: {_shapes(wrong)}"
         return Verdict("mismatch", reason, f"the head is of another model, or config.json is; {graft}")
     there = f"all {sum(module.required for module in wanted)} tensors of {_count(len(wanted))} are there, in shape"
     if not heads.promised.modules and (heads.promised.key or heads.family is None or heads.family.released is None):
@@ -97,6 +97,11 @@ def _moved(heads: Heads) -> Verdict:
 def _declare(heads: Heads, modules: Iterable[Module]) -> str:
     key = heads.promised.key or (heads.family.count_key if heads.family else "num_nextn_predict_layers")
     return f'set "{key}" to {len(list(modules))} in config.json'
+
+
+def tensors(count: int) -> str:
+    """`1 tensor is`, `2 tensors are`."""
+    return "1 tensor is" if count == 1 else f"{count} tensors are"
 
 
 def _some(names: list[str]) -> str:
