@@ -28,7 +28,11 @@ class InspectFlags(OptionGroup):
         str | None, typer.Option("--target", help="A model: does this drafter, or this model's head, fit it?")
     ] = None
     deep: Annotated[
-        bool, typer.Option("--deep", help="Measure acceptance on a few hundred tokens, where the model can run here.")
+        bool,
+        typer.Option(
+            "--deep",
+            help="Measure acceptance on a few hundred tokens, where the model can run here; a repo is downloaded.",
+        ),
     ] = False
 
 

@@ -69,6 +69,7 @@ class Layout:
     default: int | None = None
     released: int | None = None
     most: int | None = None
+    spare: int = 0
     open: bool = False
     copies: Mapping[str, str] = field(default_factory=dict)
     own: tuple[str, ...] = ()
@@ -184,7 +185,8 @@ def declared(config: Mapping[str, Any], layout: Layout | None = None) -> Declare
         raise ModelError(f"config.json: {key} is {count}, but at most {MOST_MODULES} MTP modules make sense")
     if key is None and layout is not None and layout.default:
         return Declared(layout.default, None)
-    return Declared(count, key)
+    spare = layout.spare if layout else 0
+    return Declared(max(count - spare, min(count, 1)), key)
 
 
 def families_by_key() -> Mapping[str, Layout]:

@@ -59,6 +59,13 @@ def test_all_spellings_of_the_promise(config: dict[str, Any], expected: tuple[in
     assert declared(config) == expected
 
 
+def test_a_key_that_counts_one_too_many(tmp_path: Path) -> None:
+    animal = ZOO["hy_v4"]
+    tensors = trunk(animal) | heads("hy_v4", animal)
+    for count, verdict in ((1, "alive"), (2, "alive"), (3, "partial")):
+        assert look(tmp_path, config_of(animal, count), tensors)["heads"]["verdict"] == verdict
+
+
 def test_absurd_promises_are_refused() -> None:
     with pytest.raises(ModelError, match="1000000000"):
         declared({"num_nextn_predict_layers": 10**9})
