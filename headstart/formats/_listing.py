@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headstart import hub
 from headstart.errors import ModelError
-from headstart.formats import gguf
-from headstart.formats._gguf_file import GgufFile, read
-from headstart.formats._gguf_names import canonical_names
 from headstart.formats._header import PREFIX, Entry, header_size, parse_header
 from headstart.formats._index import INDEX, SINGLE, join, missing_shard, pick, weight_map_of
 from headstart.formats._json import read_object
+
+if TYPE_CHECKING:
+    from headstart.formats._gguf_file import GgufFile
 
 Progress = Callable[[int, int, str], None]
 HINT = "give a directory with config.json and *.safetensors, a .gguf file or a Hugging Face repo id"
@@ -58,6 +58,9 @@ def list_checkpoint(name: str | Path, progress: Progress = lambda done, total, t
     path = hub.resolve(str(name)) if str(name) in hub.BUILTIN else Path(name).expanduser()
     if path.is_dir():
         return list_directory(path)
+    from headstart.formats import gguf  # tokenizers and templates: more than safetensors' headers need
+    from headstart.formats._gguf_file import read
+
     if not gguf.detect(path):
         raise ModelError(f"{path} is neither a directory nor a GGUF file", HINT)
     return list_gguf(path, [read(part) for part in gguf.parts_of(path)])
@@ -133,6 +136,9 @@ def _stray(
 
 def list_gguf(path: Path, parts: list[GgufFile], name: str = "") -> Listing:
     """A GGUF file, or the parts of one, of which the headers were read; `name` is that of a remote one."""
+    from headstart.formats import gguf
+    from headstart.formats._gguf_names import canonical_names
+
     checkpoint = gguf.join_files(path, parts)
     canonical = canonical_names(name for part in parts for name in part.spans)
     tensors = {}

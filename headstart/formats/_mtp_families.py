@@ -157,7 +157,7 @@ def find_drafter(config: Mapping[str, Any], names: Container[str] = ()) -> Layou
     drafter of its own."""
     algorithm, kind = config.get("speculators_model_type"), config.get("model_type")
     for each in drafters_by_key().values():
-        if algorithm in each.speculators or kind in each.model_types:
+        if algorithm in each.speculators or kind in each.model_types or each.requires in config:
             return each
         if algorithm is None and (_has_architecture(config, each) or (each.marker and each.marker in names)):
             return each

@@ -19,7 +19,6 @@ from headstart.errors import UsageError
 from headstart.formats._listing import Listing, list_checkpoint
 from headstart.formats._mtp_families import find_drafter
 from headstart.formats._symbols import text_config
-from headstart.formats.head import is_head, read_head
 from headstart.tools.inspection import deep, drafters
 from headstart.tools.inspection.drafters import Check, Drafter, check_fit, check_native, describe_drafter
 from headstart.tools.inspection.findings import Finding, Subject, findings, shared_tensors
@@ -102,7 +101,7 @@ def describe(listing: Listing, target: Listing | None = None) -> dict[str, Any]:
     config = listing.config
     weights = weights_of(listing.tensors, config)
     layout = find_drafter(config, listing.tensors)
-    if layout is not None or drafters.is_own(config):
+    if layout is not None:
         return _describe_drafter(listing, weights, describe_drafter(listing, weights, layout), target)
     heads = examine(weights, config, listing.format)
     shared = shared_tensors(listing, heads)
@@ -180,11 +179,16 @@ def _fit(target: Listing | None, checks: list[Check] | None) -> dict[str, Any] |
 
 def describe_head(path: Path, model: Listing) -> dict[str, Any]:
     """A head that is a checkpoint of its own, and whether it fits the model. Raises UsageError for what is none."""
+    from headstart.formats.head import is_head, read_head  # it needs more than headers do
+
     if path.is_dir() and not is_head(path):
         raise UsageError(f"--head {path} is not a head directory", f"look at it with `headstart inspect {path}`")
     head, _, draft_token_ids = read_head(path)
     listing = list_checkpoint(path)
-    drafter = describe_drafter(listing, weights_of(listing.tensors, listing.config), find_drafter(listing.config))
+    layout = find_drafter(listing.config)
+    assert layout is not None  # it is a head
+    weights = weights_of(listing.tensors, listing.config)
+    drafter = describe_drafter(listing, weights, layout)
     return {
         "path": str(path),
         "kind": head.kind,
@@ -193,6 +197,6 @@ def describe_head(path: Path, model: Listing) -> dict[str, Any]:
         "vocab_size": head.vocab_size,
         "draft_vocab_size": head.vocab_size if draft_token_ids is None else len(draft_token_ids),
         "trunk": head.trunk,
-        **summary(weights_of(listing.tensors, {}).values()),
+        **summary(weights.values()),
         "fit": _fit(model, check_fit(drafter, listing.config, model)),
     }

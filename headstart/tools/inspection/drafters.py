@@ -10,7 +10,6 @@ from headstart.errors import ModelError
 from headstart.formats._listing import Listing
 from headstart.formats._mtp_families import MOST_MODULES, Layout, find_family, sizes_of, symbols
 from headstart.formats._symbols import Sizes, as_size, lookup, text_config
-from headstart.formats.head import MARK
 from headstart.tools.inspection.findings import Finding
 from headstart.tools.inspection.heads import Heads, Module, compare
 from headstart.tools.inspection.verdict import Verdict, shape_text, tensors
@@ -33,7 +32,7 @@ class Check:
 class Drafter:
     """A separate drafter. Sizes are None where its config does not say them."""
 
-    layout: Layout | None  # None: headstart's own layout
+    layout: Layout
     kind: str
     title: str
     hidden_size: int | None
@@ -50,11 +49,11 @@ class Drafter:
         return {**found, "modules": [asdict(module) for module in self.modules]}
 
 
-def describe_drafter(listing: Listing, weights: Mapping[str, Weight], layout: Layout | None) -> Drafter:
-    """A drafter whose config was recognized as `layout` (None: one that headstart has trained)."""
+def describe_drafter(listing: Listing, weights: Mapping[str, Weight], layout: Layout) -> Drafter:
+    """A drafter whose config was recognized as `layout`."""
     config = listing.config
-    if layout is None:
-        return _own(config)
+    if layout.requires:
+        return _own(config, layout)
     sizes = layout.sizes(config)
     names = {layout.canonical(name): weight.shape for name, weight in weights.items()}
     count = max((as_size(lookup(sizes.config, key)) or 0 for key in layout.count), default=0) or 1
@@ -88,10 +87,11 @@ def _target_width(sizes: Sizes, names: Mapping[str, tuple[int, ...] | None]) -> 
     return sizes.value("TH")
 
 
-def _own(config: Mapping[str, Any]) -> Drafter:
+def _own(config: Mapping[str, Any], layout: Layout) -> Drafter:
+    """A head in headstart's own layout, whose config says it all (formats.head)."""
     tap = config.get("tap")
     return Drafter(
-        layout=None,
+        layout=layout,
         kind=str(config.get("kind")),
         title=f"{config.get('kind')} head of headstart",
         hidden_size=as_size(config.get("hidden_size")),
@@ -103,11 +103,6 @@ def _own(config: Mapping[str, Any]) -> Drafter:
         verifier=str(config.get("trunk") or "") or None,
         modules=[],
     )
-
-
-def is_own(config: Mapping[str, Any]) -> bool:
-    """Is this the config of a head in headstart's own layout?"""
-    return MARK in config
 
 
 def _aux_layers(sizes: Sizes) -> list[int]:
@@ -142,7 +137,7 @@ def judge_drafter(drafter: Drafter, checks: list[Check] | None) -> Verdict:
             reason = f"does not fit the target: {check.what} {check.drafter}, but the target has {check.target}"
             return Verdict("mismatch", reason, "use the drafter made for this target")
     fit = ", and it fits the target" if checks else ""
-    if drafter.layout is None:
+    if not drafter.modules:
         return Verdict("alive", f"a {drafter.title}; its tensors are checked when it is loaded{fit}")
     return Verdict("alive", f"all tensors of this {drafter.title} drafter are there{fit}")
 
@@ -157,7 +152,7 @@ def check_fit(drafter: Drafter, config: Mapping[str, Any], target: Listing) -> l
         enough = drafter.draft_vocab_size <= vocabulary
         checks.append(Check("draft vocabulary", drafter.draft_vocab_size, vocabulary, enough))
     if drafter.aux_layers and layers:
-        last = layers if drafter.layout is None or drafter.layout.aux == "input" else layers - 1
+        last = layers if drafter.layout.aux == "input" else layers - 1
         within = all(0 <= layer <= last for layer in drafter.aux_layers)
         checks.append(Check("layers read", drafter.aux_layers, layers, within))
     wanted = lookup(config, "speculators_config.verifier.architectures")
@@ -165,7 +160,7 @@ def check_fit(drafter: Drafter, config: Mapping[str, Any], target: Listing) -> l
         checks.append(
             Check("architecture", str(wanted[0]), str(found[0]) if found else None, bool({*wanted} & {*found}))
         )
-    if drafter.layout and (family := drafter.layout.targets):
+    if family := drafter.layout.targets:
         kind = str(target.config.get("model_type"))
         checks.append(Check("family", family, kind, kind.startswith(family)))
     return [check for check in checks if check.target is not None and check.drafter is not None]
