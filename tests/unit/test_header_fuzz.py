@@ -66,9 +66,6 @@ def test_safetensors_bytes(tmp_path: Path, header: bytes, claims: int | None) ->
         read_shard(raw(tmp_path / "x.safetensors", header, claims=claims))
 
 
-gguf_scalars = st.tuples(st.integers(0, 14), st.binary(max_size=12))
-
-
 @FUZZ
 @given(
     st.sampled_from([2, 3]), st.integers(0, 3) | st.just(2**62), st.integers(0, 3) | st.just(2**62),

@@ -12,8 +12,6 @@ from headstart.formats._mtp_families import families_by_key
 from headstart.tools import inspect
 from headstart.tools.inspect import InspectOptions
 
-KEYLESS = {key for key, animal in ZOO.items() if animal.key is None}
-
 
 def look(folder: Path, config: dict[str, Any], tensors: Tensors) -> tuple[bool, dict[str, Any]]:
     report = inspect.run(InspectOptions(model=str(write(folder, config, tensors))))

@@ -174,6 +174,8 @@ def check_native(
     heads: Heads, weights: Mapping[str, Weight], config: Mapping[str, Any], target: Listing
 ) -> list[Check]:
     """Do the native heads of one checkpoint fit another one's trunk, as for a graft?"""
+    if not heads.names:
+        return [Check("MTP modules", 0, "one or more", False)]
     own, other = sizes_of(config), sizes_of(target.config)
     checks = [_equal("hidden size", own.value("H"), other.value("H"))]
     checks.append(_equal("vocabulary", own.value("V"), other.value("V")))

@@ -21,6 +21,7 @@ from headstart.tools.inspection.weights import Weight, quantization_of
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
 _EXCLUDING = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules", "disable_quant_module")
+_MOST_REPEATS = 4
 _NORMS = {
     "w": "RMSNorm multiplies by w",
     "1+w": "RMSNorm multiplies by 1 + w: a converter that loads w as it is kills the head",
@@ -147,15 +148,21 @@ def _excluded(subject: Subject) -> bool:
 
 
 def _names(pattern: str, module: str) -> bool:
-    """compared as compressed-tensors (re:), ModelOpt (*) and the others (a part of the name) do."""
+    """Does a pattern name a module, as compressed-tensors (re:), ModelOpt (*) and the others (a part of it) write it?"""
     if pattern.startswith("re:"):
         try:
-            return re.search(pattern[3:], module) is not None
+            return _is_slow(pattern) or re.search(pattern[3:], module) is not None
         except re.error:
             return False
     if "*" in pattern:
         return fnmatch.fnmatchcase(module, pattern) or fnmatch.fnmatchcase(module, f"{pattern}*")
     return pattern in module
+
+
+def _is_slow(pattern: str) -> bool:
+    """May searching for it take very long? A config could hold such a pattern on purpose; it gets the benefit of the
+    doubt."""
+    return len(re.findall(r"[*+{]", pattern)) > _MOST_REPEATS or bool(re.search(r"\)[*+?{]", pattern))
 
 
 def _conventions(subject: Subject) -> Iterator[Finding]:
