@@ -148,7 +148,7 @@ def _excluded(subject: Subject) -> bool:
 
 
 def _names(pattern: str, module: str) -> bool:
-    """Does a pattern name a module, as compressed-tensors (re:), ModelOpt (*) and the others (a part of it) write it?"""
+    """Does a pattern name a module? compressed-tensors writes re:, ModelOpt *, the others a part of the name."""
     if pattern.startswith("re:"):
         try:
             return _is_slow(pattern) or re.search(pattern[3:], module) is not None
