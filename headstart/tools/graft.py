@@ -16,7 +16,8 @@ from headstart import registry
 from headstart.config import EngineConfig
 from headstart.core import Report, SamplingParams
 from headstart.errors import HeadstartError, ModelError, UsageError
-from headstart.formats._stream import INDEX, PIECE_BYTES, Planned, Stored, copied
+from headstart.formats._index import INDEX
+from headstart.formats._stream import PIECE_BYTES, Planned, Stored, copied
 from headstart.stats import DraftStats
 from headstart.tools.exports import _dequantize, _quantize
 from headstart.tools.exports._directory import Directory
