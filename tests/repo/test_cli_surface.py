@@ -107,7 +107,7 @@ def test_starting_imports_neither_torch_nor_the_engine() -> None:
 
 
 def test_help_is_fast() -> None:
-    """The target is 0.4 s of CPU time: what a busy machine or a cold disk adds is not ours. The best of three counts."""
+    """The target is 0.4 s of CPU time; what a busy machine or a cold disk adds is not ours."""
     times = []
     for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
