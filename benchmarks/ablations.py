@@ -5,8 +5,8 @@
 
 The cache of an EAGLE-3 run holds three tapped streams and the final states, so every kind of head trains on the same
 examples in the same order. Every run: `--tokens` training tokens from the start, one seed, the same held-out examples;
-the number is the held-out acceptance length over three draft steps, greedy, teacher-forced. A run that is in the JSON
-file is not made again.
+the number is the held-out acceptance length over three draft steps, greedy, teacher-forced, in int4 as drafts run. A
+run that is in the JSON file is not made again.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from headstart.train.features import FeatureCache
 from headstart.train.kinds import head_kind
 from headstart.train.loop import Recipe, Trainer
 from headstart.train.objective import Target, Weighting
+from headstart.train.rounding import int4
 from headstart.train.setup import Subject, load_subject
 
 STEPS = (1.0, 0.8, 0.6)
@@ -50,6 +51,7 @@ class Variant:
     keeps: Callable[[Example], bool] = lambda example: True
     tokens: float = 1.0
     top1: float = 0.5
+    rounded: bool = True
 
 
 def own(example: Example) -> bool:
@@ -71,6 +73,7 @@ VARIANTS: dict[str, Variant] = {
     "random start": Variant(random_start=True),
     "a layer for each step": Variant(modules=3),
     "soft loss only": Variant(top1=0.0),
+    "not trained for int4": Variant(rounded=False),
     "EAGLE-3": Variant(kind="eagle3"),
     "Medusa": Variant(kind="medusa"),
 }
@@ -98,8 +101,9 @@ def train(
         tokens=round(tokens * variant.tokens),
         weighting=Weighting(variant.steps, variant.top1),
         dtype=subject.trunk.dtype,
+        rounded=variant.rounded,
     )
-    trainer = Trainer(start, config, kind, spec, Target.of(subject.trunk, ids), recipe)
+    trainer = Trainer(start, config, kind, spec, Target.of(subject.trunk, ids, rounded=variant.rounded), recipe)
     lengths, begun, epoch = [len(example) for example in chosen], time.monotonic(), 0
     while trainer.share_done < 1:
         for batch in plan_epoch(lengths, recipe.batch_tokens, 0, epoch):
@@ -107,8 +111,9 @@ def train(
             if trainer.share_done >= 1:
                 break
         epoch += 1
-    modules = kind.modules(trainer.average, spec, config, recipe.dtype)
-    found = evaluate(modules, spec, trainer.target, held_out, cache, Weighting(STEPS))["all"]
+    weights = {name: int4(weight) if weight.ndim == 2 else weight for name, weight in trainer.average.items()}
+    modules, target = kind.modules(weights, spec, config, recipe.dtype), Target.of(subject.trunk, ids, rounded=True)
+    found = evaluate(modules, spec, target, held_out, cache, Weighting(STEPS))["all"]
     return {
         "length": found.length,
         "by_position": found.cumulative,

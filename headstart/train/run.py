@@ -37,6 +37,7 @@ from headstart.train.loop import Hooks, Recipe, Trainer, save_checkpoint, train
 from headstart.train.objective import Target, Weighting
 from headstart.train.plot import draw
 from headstart.train.progress import note, shown
+from headstart.train.rounding import int4
 from headstart.train.setup import Corpus, Subject, as_masters, existing_head, load_subject, prepare, write_answers
 
 PATIENCE = 10
@@ -186,13 +187,20 @@ class _Run:
             )
         device = trunk.lm_head.device
         weights = {name: each.to(device) for name, each in as_masters(tensors).items()}
+        if self._rounded:
+            weights = {name: int4(each) if each.ndim == 2 else each for name, each in weights.items()}
         found = torch.arange(config.vocab_size) if ids is None else torch.from_numpy(ids)
         spec = HeadSpec.of(head)
         modules = self.kind.modules(weights, spec, config, trunk.dtype)
-        target = Target.of(trunk, found.to(device))
+        target = Target.of(trunk, found.to(device), rounded=self._rounded)
         results = evaluate(modules, spec, target, self.corpus.held_out, self.corpus.cache, self._weighting)
         note(f"the head in {out}: held-out acceptance length {results['all'].length:.3f}")
         return results
+
+    @property
+    def _rounded(self) -> bool:
+        """Will the head run on the native backend, whose drafts are rounded?"""
+        return self.subject.runner is not None
 
     @property
     def _weighting(self) -> Weighting:
@@ -208,6 +216,7 @@ class _Run:
             weighting=self._weighting,
             seed=options.seed,
             dtype=self.subject.trunk.dtype,
+            rounded=self._rounded,
         )
         trainer = self._trainer(recipe)
         with shown("training") as show:
@@ -231,7 +240,7 @@ class _Run:
             self.subject.config,
             self.kind,
             self.spec,
-            Target.of(trunk, ids),
+            Target.of(trunk, ids, rounded=recipe.rounded),
             recipe,
         )
         if self.checkpoint.exists():

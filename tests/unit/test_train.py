@@ -19,6 +19,7 @@ from headstart.api import LLM  # noqa: E402
 from headstart.config import EngineConfig  # noqa: E402
 from headstart.core import SamplingParams, StepPlan  # noqa: E402
 from headstart.errors import CapacityError, ModelError, UsageError  # noqa: E402
+from headstart.formats.base import make_tensor  # noqa: E402
 from headstart.formats.head import read_head  # noqa: E402
 from headstart.layers.linear import Linear  # noqa: E402
 from headstart.layers.mtp import HeadSpec, MTPProgram  # noqa: E402
@@ -33,6 +34,7 @@ from headstart.train.loop import Hooks, Recipe, Trainer, save_checkpoint, train 
 from headstart.train.losses import distill, teach  # noqa: E402
 from headstart.train.objective import Target, Weighting  # noqa: E402
 from headstart.train.ops import TrainOps  # noqa: E402
+from headstart.train.rounding import int4  # noqa: E402
 from headstart.train.run import TrainOptions, run  # noqa: E402
 from headstart.train.setup import Corpus, Subject, prepare, subject_of  # noqa: E402
 from headstart.train.shards import Shards  # noqa: E402
@@ -453,3 +455,22 @@ def test_answers_resume_and_can_be_trained_on(tmp_path: Path) -> None:
     assert all(record["response_ids"] == by_key[record["key"]]["response_ids"] for record in records)
     assert len(list(folder.glob("*.jsonl"))) == -(-len(prompts) // 5)
     assert data.read_records([folder], data.Problems())
+
+
+def test_weights_are_rounded_as_drafts_run() -> None:
+    """About as near to the weights as the native backend's int4, on the same number of levels; gradients pass."""
+    weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    rounded = int4(weight)
+    rounded.sum().backward()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, torch.ones_like(weight))
+    groups = rounded.detach().view(-1, 32)
+    assert max(len(group.unique()) for group in groups) <= 16
+    native = pytest.importorskip("headstart.kernels.packing", exc_type=ImportError)
+    values = weight.detach().numpy()
+    pool = native.ThreadPool(1)
+    packed = native.pack(make_tensor("w", values.shape, "F32", values.reshape(-1).view(np.uint8)), pool, "int4")
+    errors = [np.square(found - values).mean() for found in (rounded.detach().numpy(), native.dequantize(packed, pool))]
+    assert errors[0] < 1.1 * errors[1]
+    odd = torch.randn(4, 20)
+    assert int4(odd) is odd
