@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from headstart import __version__
-from headstart.cli import bench, chat, data, demo, doctor, export, generate, inspect, plan, pull, serve, train, verify
+from headstart.cli import bench, chat, data, demo, doctor, export, generate, inspect, launch, plan, probe, pull, serve, train, verify
 from headstart.cli.options import expand
 from headstart.cli.render import print_error
 from headstart.errors import INTERNAL, HeadstartError, UsageError, status_of
@@ -32,7 +32,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="rich",
 )
-for module in (demo, generate, chat, serve, verify, inspect, plan, data, train, export, pull, doctor):
+for module in (demo, generate, chat, serve, verify, inspect, launch, probe, plan, data, train, export, pull, doctor):
     name = module.__name__.rpartition(".")[2]
     app.command(name, epilog=_examples(module.EXAMPLES))(expand(module.run))
 bench_app = typer.Typer(name="bench", help=bench.HELP, epilog=_examples(bench.EXAMPLES))
