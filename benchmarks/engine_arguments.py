@@ -35,7 +35,9 @@ def vllm(root: Path) -> Found:
         for config, name in (("speculative_config", "SpeculativeConfig"), ("kv_transfer_config", "KVTransferConfig")):
             yield from ((f"{config}.{field}", file) for field in _fields(root, file, name))
     for file in ("vllm/config.py", "vllm/config/speculative.py"):
-        yield from ((f"speculative_config.method={value}", file) for value in _literals(root, file, "SpeculativeMethod"))
+        yield from (
+            (f"speculative_config.method={value}", file) for value in _literals(root, file, "SpeculativeMethod")
+        )
     for file in sorted(root.glob("vllm/distributed/kv_transfer/kv_connector/factory.py")):
         names = re.findall(r'register_connector\(\s*"(\w+)"', file.read_text("utf-8"))
         yield from ((f"kv_transfer_config.kv_connector={name}", str(file.relative_to(root))) for name in names)
@@ -96,7 +98,9 @@ def xllm(root: Path) -> Found:
         flags = re.findall(r"^DEFINE_(?:bool|string|u?int32|u?int64|double)\(\s*(\w+),", path.read_text("utf-8"), re.M)
         yield from ((f"--{flag}", str(path.relative_to(root))) for flag in flags)
     file = "xllm/core/framework/config/speculative_config.cpp"
-    words = re.search(r"Supported options: ([^.]*)\.", (root / file).read_text("utf-8").replace('"\n              "', ""))
+    words = re.search(
+        r"Supported options: ([^.]*)\.", (root / file).read_text("utf-8").replace('"\n              "', "")
+    )
     for value in words[1].split(",") if words else ():
         yield f"--speculative_algorithm={value.strip()}", file
 

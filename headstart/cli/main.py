@@ -12,7 +12,23 @@ from typing import Annotated
 import typer
 
 from headstart import __version__
-from headstart.cli import bench, chat, data, demo, doctor, export, generate, inspect, launch, plan, probe, pull, serve, train, verify
+from headstart.cli import (
+    bench,
+    chat,
+    data,
+    demo,
+    doctor,
+    export,
+    generate,
+    inspect,
+    launch,
+    plan,
+    probe,
+    pull,
+    serve,
+    train,
+    verify,
+)
 from headstart.cli.options import expand
 from headstart.cli.render import print_error
 from headstart.errors import INTERNAL, HeadstartError, UsageError, status_of

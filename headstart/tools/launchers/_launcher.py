@@ -1,7 +1,7 @@
 """What every launcher is made of: a table of flags by version, a command line that takes no other, and the plan.
 
-A launcher's file declares `FLAGS` (each with the versions that have it and the file it was read from), `settings` (which
-of them stands for a common option), what is stale, and one method that puts the command together.
+A launcher's file declares its flags (each with the versions that have it and the file it was read from), which of them
+stands for a common option, what is stale, and one method that puts the command together.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What is asked of an engine. `depth` 0: no drafting. `settings`: common options by name, see `Launcher.settings`."""
+    """What is asked of an engine. `depth` 0: no drafting. `settings`: common options by name (`Launcher.settings`)."""
 
     depth: int
     layout: Layout = Layout()
@@ -172,7 +172,9 @@ class Launcher:
                 continue
             if name not in self.settings:
                 option = f"--{name.replace('_', '-')}"
-                raise UsageError(f"{self.title} has nothing for {option}", "leave it out, or give its own flag after --")
+                raise UsageError(
+                    f"{self.title} has nothing for {option}", "leave it out, or give its own flag after --"
+                )
             flag = self.settings[name]
             for each in value if isinstance(value, Sequence) and not isinstance(value, str) else [value]:
                 arguments.add(flag, None if each is True else each)

@@ -53,7 +53,9 @@ def divide(facts: Facts, devices: Devices, *, nodes: int, tp: int | None, dp: in
     CapacityError."""
     if not devices.count:
         if nodes > 1 or (tp or 1) > 1 or (dp or 1) > 1:
-            raise UsageError("--nodes, --tp and --dp divide GPUs, but there are none", "describe them, as in --gpus h200x8")
+            raise UsageError(
+                "--nodes, --tp and --dp divide GPUs, but there are none", "describe them, as in --gpus h200x8"
+            )
         return Layout(), []
     total = devices.count * nodes
     allowed = [size for size in range(1, total // (dp or 1) + 1) if facts.attention_heads % size == 0]
@@ -70,8 +72,9 @@ def divide(facts: Facts, devices: Devices, *, nodes: int, tp: int | None, dp: in
     data = dp or 1
     notes = []
     if left := total - tp * data:
-        notes.append(f"{left} of {total} GPUs stay idle: --dp {total // tp} runs copies on them" if total // tp > data
-                     else f"{left} of {total} GPUs stay idle: tensor parallel sizes must divide the attention heads")
+        notes.append(
+            f"{left} of {total} GPUs stay idle: sizes must divide {facts.attention_heads} heads; see --tp, --dp"
+        )
     expert = tp * data if facts.experts and tp * data > 1 else 1
     return Layout(gpus=total, tensor=tp, data=data, expert=expert, nodes=nodes), notes
 
@@ -84,6 +87,6 @@ def _fewest(facts: Facts, devices: Devices, allowed: list[int]) -> int:
             return size
     need = -(-facts.weight_bytes // int(devices.memory * FREE))
     raise CapacityError(
-        f"{facts.source} has {facts.weight_bytes / 1e9:.0f} GB of weights: too much for {max(allowed)} x {devices.name}",
+        f"{facts.source} has {facts.weight_bytes / 1e9:.0f} GB: too much for {max(allowed)} x {devices.name}",
         f"it takes about {need} of them: --nodes, or a quantized checkpoint",
     )

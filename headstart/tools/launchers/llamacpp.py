@@ -22,6 +22,33 @@ FLAGS = (
     Flag("--spec-type", ARG, values=("draft-mtp", "draft-eagle3", "draft-simple", "draft-dflash", "draft-dspark")),
 )  # fmt: skip
 KINDS = {"mtp": "draft-mtp", "eagle3": "draft-eagle3", "dflash": "draft-dflash", "dspark": "draft-dspark"}
+SETTINGS = {
+    "max_num_seqs": "--parallel",
+    "max_num_batched_tokens": "--batch-size",
+    "kv_cache_dtype": "--cache-type-k",
+    "served_model_name": "--alias",
+    "api_key": "--api-key",
+    "ssl_certfile": "--ssl-cert-file",
+    "ssl_keyfile": "--ssl-key-file",
+    "chat_template": "--chat-template-file",
+    "seed": "--seed",
+    "threads": "--threads",
+    "no_prefix_caching": "--no-cache-prompt",
+}
+RENAMED = {
+    "--draft-max": "--spec-draft-n-max",
+    "--draft-n": "--spec-draft-n-max",
+    "--draft": "--spec-draft-n-max",
+    "--draft-min": "--spec-draft-n-min",
+    "--draft-n-min": "--spec-draft-n-min",
+    "--draft-p-min": "--spec-draft-p-min",
+    "--model-draft": "--spec-draft-model",
+}
+REMOVED = {
+    "--spec-ngram-size-n": "each n-gram type has its own: --spec-ngram-simple-size-n and so on",
+    "--spec-ngram-size-m": "each n-gram type has its own: --spec-ngram-simple-size-m and so on",
+    "--spec-ngram-min-hits": "each n-gram type has its own: --spec-ngram-simple-min-hits and so on",
+}
 
 
 class LlamaCpp(Launcher):
@@ -33,38 +60,15 @@ class LlamaCpp(Launcher):
     newest = "11434"
     image = "ghcr.io/ggml-org/llama.cpp:server-cuda-b{version}"
     flags = FLAGS
-    settings = {
-        "max_num_seqs": "--parallel",
-        "max_num_batched_tokens": "--batch-size",
-        "kv_cache_dtype": "--cache-type-k",
-        "served_model_name": "--alias",
-        "api_key": "--api-key",
-        "ssl_certfile": "--ssl-cert-file",
-        "ssl_keyfile": "--ssl-key-file",
-        "chat_template": "--chat-template-file",
-        "seed": "--seed",
-        "threads": "--threads",
-        "no_prefix_caching": "--no-cache-prompt",
-    }
-    renamed = {
-        "--draft-max": "--spec-draft-n-max",
-        "--draft-n": "--spec-draft-n-max",
-        "--draft": "--spec-draft-n-max",
-        "--draft-min": "--spec-draft-n-min",
-        "--draft-n-min": "--spec-draft-n-min",
-        "--draft-p-min": "--spec-draft-p-min",
-        "--model-draft": "--spec-draft-model",
-    }
-    removed = {
-        "--spec-ngram-size-n": "each n-gram type has its own: --spec-ngram-simple-size-n and so on",
-        "--spec-ngram-size-m": "each n-gram type has its own: --spec-ngram-simple-size-m and so on",
-        "--spec-ngram-min-hits": "each n-gram type has its own: --spec-ngram-simple-min-hits and so on",
-    }
+    settings = SETTINGS
+    renamed = RENAMED
+    removed = REMOVED
 
     def plan(self, facts: Facts, wanted: Wanted, version: Version) -> Plan:
         if facts.format != "gguf" and facts.local:
             raise UsageError(
-                f"{facts.source} is no GGUF file", "convert it: convert_hf_to_gguf.py keeps the MTP head unless told --no-mtp"
+                f"{facts.source} is no GGUF file",
+                "convert it: convert_hf_to_gguf.py keeps the MTP head unless told --no-mtp",
             )
         self.refuse(
             wanted,

@@ -47,6 +47,28 @@ ALGORITHMS = {
     "mtp": "NEXTN", "eagle": "EAGLE", "eagle3": "EAGLE3", "draft_model": "STANDALONE", "dflash": "DFLASH",
     "dspark": "DSPARK",
 }  # fmt: skip
+SETTINGS = {
+    "max_model_len": "--context-length",
+    "max_num_seqs": "--max-running-requests",
+    "max_num_batched_tokens": "--chunked-prefill-size",
+    "kv_cache_dtype": "--kv-cache-dtype",
+    "gpu_memory_utilization": "--mem-fraction-static",
+    "served_model_name": "--served-model-name",
+    "api_key": "--api-key",
+    "ssl_certfile": "--ssl-certfile",
+    "ssl_keyfile": "--ssl-keyfile",
+    "chat_template": "--chat-template",
+    "tool_call_parser": "--tool-call-parser",
+    "reasoning_parser": "--reasoning-parser",
+    "trust_remote_code": "--trust-remote-code",
+    "dtype": "--dtype",
+    "seed": "--random-seed",
+    "quantization": "--quantization",
+    "load_format": "--load-format",
+    "revision": "--revision",
+    "no_prefix_caching": "--disable-radix-cache",
+}
+REMOVED = {"--enable-ep-moe": "--ep-size says it"}
 
 
 class Sglang(Launcher):
@@ -58,44 +80,14 @@ class Sglang(Launcher):
     newest = "0.5.23"
     image = "lmsysorg/sglang:v{version}"
     flags = FLAGS
-    settings = {
-        "max_model_len": "--context-length",
-        "max_num_seqs": "--max-running-requests",
-        "max_num_batched_tokens": "--chunked-prefill-size",
-        "kv_cache_dtype": "--kv-cache-dtype",
-        "gpu_memory_utilization": "--mem-fraction-static",
-        "served_model_name": "--served-model-name",
-        "api_key": "--api-key",
-        "ssl_certfile": "--ssl-certfile",
-        "ssl_keyfile": "--ssl-keyfile",
-        "chat_template": "--chat-template",
-        "tool_call_parser": "--tool-call-parser",
-        "reasoning_parser": "--reasoning-parser",
-        "trust_remote_code": "--trust-remote-code",
-        "dtype": "--dtype",
-        "seed": "--random-seed",
-        "quantization": "--quantization",
-        "load_format": "--load-format",
-        "revision": "--revision",
-        "no_prefix_caching": "--disable-radix-cache",
-    }
-    removed = {"--enable-ep-moe": "--ep-size says it"}
+    settings = SETTINGS
+    removed = REMOVED
     switches = frozenset({"--enable-ep-moe"})
 
     def plan(self, facts: Facts, wanted: Wanted, version: Version) -> Plan:
         plan, arguments = Plan(), Arguments(self, version)
         layout = wanted.layout
-        arguments.add("--model-path", facts.source)
-        arguments.add("--host", wanted.host)
-        arguments.add("--port", wanted.port)
-        arguments.add("--enable-metrics")
-        if facts.remote_code and not wanted.settings.get("trust_remote_code"):
-            arguments.add("--trust-remote-code")
-        if not layout.gpus:
-            arguments.add("--device", "cpu")
-        for flag, size in (("--tp-size", layout.tensor), ("--dp-size", layout.data), ("--ep-size", layout.expert)):
-            if size > 1:
-                arguments.add(flag, size)
+        self._place(facts, wanted, arguments)
         if wanted.depth_drafted:
             self._speculation(facts, wanted, arguments, plan)
         elif wanted.role == "prefill" and wanted.depth:
@@ -116,6 +108,20 @@ class Sglang(Launcher):
             node.add("--dist-init-addr", f"{layout.head_node}:20000")
             plan.serve.append(Step((*words, *node.words, *wanted.extra), f"node {rank}"))
         return plan
+
+    def _place(self, facts: Facts, wanted: Wanted, arguments: Arguments) -> None:
+        layout = wanted.layout
+        arguments.add("--model-path", facts.source)
+        arguments.add("--host", wanted.host)
+        arguments.add("--port", wanted.port)
+        arguments.add("--enable-metrics")
+        if facts.remote_code and not wanted.settings.get("trust_remote_code"):
+            arguments.add("--trust-remote-code")
+        if not layout.gpus:
+            arguments.add("--device", "cpu")
+        for flag, size in (("--tp-size", layout.tensor), ("--dp-size", layout.data), ("--ep-size", layout.expert)):
+            if size > 1:
+                arguments.add(flag, size)
 
     def _speculation(self, facts: Facts, wanted: Wanted, arguments: Arguments, plan: Plan) -> None:
         method = wanted.method if wanted.head else "mtp"
@@ -138,7 +144,9 @@ class Sglang(Launcher):
             arguments.add("--speculative-adaptive-config", "adaptive.json")
         if "max_num_seqs" not in wanted.settings:
             arguments.add("--max-running-requests", DEFAULT_REQUESTS)
-            plan.notes.append(f"without --max-running-requests SGLang takes 48 while drafting; {DEFAULT_REQUESTS} asked")
+            plan.notes.append(
+                f"without --max-running-requests SGLang takes 48 while drafting; {DEFAULT_REQUESTS} asked"
+            )
         if wanted.layout.gpus:
             if arguments.has("--speculative-use-rejection-sampling"):
                 arguments.add("--speculative-use-rejection-sampling")
@@ -169,7 +177,9 @@ class Sglang(Launcher):
             drafts.value = str(int(steps.value) + 1)
         if algorithm and at_least(version, "0.5") and not line.find("--max-running-requests"):
             line.put("--max-running-requests", str(DEFAULT_REQUESTS))
-            line.changes.append(f"--max-running-requests {DEFAULT_REQUESTS} added: 48 is the silent default with drafts")
+            line.changes.append(
+                f"--max-running-requests {DEFAULT_REQUESTS} added: 48 is the silent default with drafts"
+            )
 
 
 LAUNCHER = Sglang()

@@ -35,6 +35,19 @@ FLAGS = (
     Flag("speculative_config.max_draft_len", BASE),
     Flag("speculative_config.num_nextn_predict_layers", ARGUMENTS, until=RENAMED_IN),
 )  # fmt: skip
+SETTINGS = {
+    "max_model_len": "--max_seq_len",
+    "max_num_seqs": "--max_batch_size",
+    "max_num_batched_tokens": "--max_num_tokens",
+    "kv_cache_dtype": "--kv_cache_dtype",
+    "gpu_memory_utilization": "--free_gpu_memory_fraction",
+    "served_model_name": "--served_model_name",
+    "chat_template": "--chat_template",
+    "tool_call_parser": "--tool_parser",
+    "reasoning_parser": "--reasoning_parser",
+    "trust_remote_code": "--trust_remote_code",
+    "revision": "--revision",
+}
 
 
 class TrtLlm(Launcher):
@@ -45,19 +58,7 @@ class TrtLlm(Launcher):
     newest = "1.3.0"
     image = "nvcr.io/nvidia/tensorrt-llm/release:{version}"
     flags = FLAGS
-    settings = {
-        "max_model_len": "--max_seq_len",
-        "max_num_seqs": "--max_batch_size",
-        "max_num_batched_tokens": "--max_num_tokens",
-        "kv_cache_dtype": "--kv_cache_dtype",
-        "gpu_memory_utilization": "--free_gpu_memory_fraction",
-        "served_model_name": "--served_model_name",
-        "chat_template": "--chat_template",
-        "tool_call_parser": "--tool_parser",
-        "reasoning_parser": "--reasoning_parser",
-        "trust_remote_code": "--trust_remote_code",
-        "revision": "--revision",
-    }
+    settings = SETTINGS
 
     def plan(self, facts: Facts, wanted: Wanted, version: Version) -> Plan:
         if facts.format == "gguf":
@@ -114,7 +115,9 @@ class TrtLlm(Launcher):
     def modernize(self, line: CommandLine, version: Version) -> None:
         """Keys of the YAML file may stand in the text too, as people paste them."""
         new = at_least(version, RENAMED_IN)
-        old_key, key = ("num_nextn_predict_layers", "max_draft_len") if new else ("max_draft_len", "num_nextn_predict_layers")
+        old_key, key = (
+            ("num_nextn_predict_layers", "max_draft_len") if new else ("max_draft_len", "num_nextn_predict_layers")
+        )
         for word in line.words:
             text = word.value or ""
             if old_key in text:

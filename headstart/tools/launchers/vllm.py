@@ -54,6 +54,43 @@ FLAGS = (
     Flag("kv_transfer_config.kv_role", TRANSFER, values=("kv_producer", "kv_consumer", "kv_both")),
 )  # fmt: skip
 GONE_METHODS = {"medusa": "0.33", "mlp_speculator": "0.33"}
+SETTINGS = {
+    "max_model_len": "--max-model-len",
+    "max_num_seqs": "--max-num-seqs",
+    "max_num_batched_tokens": "--max-num-batched-tokens",
+    "kv_cache_dtype": "--kv-cache-dtype",
+    "gpu_memory_utilization": "--gpu-memory-utilization",
+    "served_model_name": "--served-model-name",
+    "api_key": "--api-key",
+    "ssl_certfile": "--ssl-certfile",
+    "ssl_keyfile": "--ssl-keyfile",
+    "chat_template": "--chat-template",
+    "tool_call_parser": "--tool-call-parser",
+    "reasoning_parser": "--reasoning-parser",
+    "enable_auto_tool_choice": "--enable-auto-tool-choice",
+    "trust_remote_code": "--trust-remote-code",
+    "dtype": "--dtype",
+    "seed": "--seed",
+    "block_size": "--block-size",
+    "quantization": "--quantization",
+    "enable_prefix_caching": "--enable-prefix-caching",
+    "enable_chunked_prefill": "--enable-chunked-prefill",
+    "enforce_eager": "--enforce-eager",
+    "load_format": "--load-format",
+    "tokenizer": "--tokenizer",
+    "revision": "--revision",
+    "swap_space": "--swap-space",
+    "pipeline_parallel_size": "--pipeline-parallel-size",
+}
+REMOVED = {
+    "--disable-logprobs-during-spec-decoding": "V0 only, ended in 0.10; logprobs work while drafting",
+    "--spec-decoding-acceptance-method": "V0 only, ended in 0.10: rejection sampling is the default",
+    "--typical-acceptance-sampler-posterior-threshold": "V0 only, ended in 0.10",
+    "--typical-acceptance-sampler-posterior-alpha": "V0 only, ended in 0.10",
+    "--speculative-max-model-len": "V0 only, ended in 0.10",
+    "--num-lookahead-slots": "V0 only, ended in 0.10",
+    "--use-v2-block-manager": "V0 only, ended in 0.10",
+}
 
 
 class Vllm(Launcher):
@@ -66,43 +103,8 @@ class Vllm(Launcher):
     image = "vllm/vllm-openai:v{version}"
     start_module = "vllm.entrypoints.openai.api_server"
     flags = FLAGS
-    settings = {
-        "max_model_len": "--max-model-len",
-        "max_num_seqs": "--max-num-seqs",
-        "max_num_batched_tokens": "--max-num-batched-tokens",
-        "kv_cache_dtype": "--kv-cache-dtype",
-        "gpu_memory_utilization": "--gpu-memory-utilization",
-        "served_model_name": "--served-model-name",
-        "api_key": "--api-key",
-        "ssl_certfile": "--ssl-certfile",
-        "ssl_keyfile": "--ssl-keyfile",
-        "chat_template": "--chat-template",
-        "tool_call_parser": "--tool-call-parser",
-        "reasoning_parser": "--reasoning-parser",
-        "enable_auto_tool_choice": "--enable-auto-tool-choice",
-        "trust_remote_code": "--trust-remote-code",
-        "dtype": "--dtype",
-        "seed": "--seed",
-        "block_size": "--block-size",
-        "quantization": "--quantization",
-        "enable_prefix_caching": "--enable-prefix-caching",
-        "enable_chunked_prefill": "--enable-chunked-prefill",
-        "enforce_eager": "--enforce-eager",
-        "load_format": "--load-format",
-        "tokenizer": "--tokenizer",
-        "revision": "--revision",
-        "swap_space": "--swap-space",
-        "pipeline_parallel_size": "--pipeline-parallel-size",
-    }
-    removed = {
-        "--disable-logprobs-during-spec-decoding": "V0 only, ended in 0.10; logprobs work while drafting",
-        "--spec-decoding-acceptance-method": "V0 only, ended in 0.10: rejection sampling is the default",
-        "--typical-acceptance-sampler-posterior-threshold": "V0 only, ended in 0.10",
-        "--typical-acceptance-sampler-posterior-alpha": "V0 only, ended in 0.10",
-        "--speculative-max-model-len": "V0 only, ended in 0.10",
-        "--num-lookahead-slots": "V0 only, ended in 0.10",
-        "--use-v2-block-manager": "V0 only, ended in 0.10",
-    }
+    settings = SETTINGS
+    removed = REMOVED
     switches = frozenset({"--use-v2-block-manager"})
 
     def plan(self, facts: Facts, wanted: Wanted, version: Version) -> Plan:
@@ -164,7 +166,9 @@ class Vllm(Launcher):
             notes.append(f"one module is used {depth} times: vLLM warns that acceptance may fall, which is normal")
         if wanted.table:
             if wanted.layout.data > 1:
-                raise UsageError("vLLM ignores a depth by batch size with data parallelism", "--dp 1, or no --depth-by-batch")
+                raise UsageError(
+                    "vLLM ignores a depth by batch size with data parallelism", "--dp 1, or no --depth-by-batch"
+                )
             if at_least(version, "0.24"):
                 found["num_speculative_tokens_per_batch_size"] = _capped(wanted.table, depth)
             else:
@@ -204,7 +208,9 @@ def _given_json(line: CommandLine) -> dict[str, Any]:
     try:
         found = json.loads(word.value)
     except json.JSONDecodeError as error:
-        raise UsageError(f"--speculative-config is not valid JSON: {error}", "quote it with '...' in the shell") from None
+        raise UsageError(
+            f"--speculative-config is not valid JSON: {error}", "quote it with '...' in the shell"
+        ) from None
     if not isinstance(found, dict):
         raise UsageError("--speculative-config is no JSON object", """for example '{"method": "mtp"}'""")
     return found

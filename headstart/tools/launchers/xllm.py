@@ -25,6 +25,19 @@ FLAGS = (
     Flag("--speculative_algorithm", f"{FOLDER}/speculative_config.cpp", values=("MTP", "Eagle3", "DFlash", "DSpark")),
 )
 ALGORITHMS = {"mtp": "MTP", "eagle3": "Eagle3", "dflash": "DFlash", "dspark": "DSpark"}
+SETTINGS = {
+    "max_num_seqs": "--max_seqs_per_batch",
+    "max_num_batched_tokens": "--max_tokens_per_batch",
+    "kv_cache_dtype": "--kv_cache_dtype",
+    "gpu_memory_utilization": "--max_memory_utilization",
+    "tool_call_parser": "--tool_call_parser",
+    "reasoning_parser": "--reasoning_parser",
+    "block_size": "--block_size",
+}
+REMOVED = {
+    "--devices": "set CUDA_VISIBLE_DEVICES, ASCEND_RT_VISIBLE_DEVICES or the like",
+    "--draft_devices": "the draft runs on the target's devices; choose those by CUDA_VISIBLE_DEVICES or the like",
+}
 
 
 class Xllm(Launcher):
@@ -35,19 +48,8 @@ class Xllm(Launcher):
     image = "quay.io/jd_xllm/xllm-ai:{version}"
     device = "--privileged"
     flags = FLAGS
-    settings = {
-        "max_num_seqs": "--max_seqs_per_batch",
-        "max_num_batched_tokens": "--max_tokens_per_batch",
-        "kv_cache_dtype": "--kv_cache_dtype",
-        "gpu_memory_utilization": "--max_memory_utilization",
-        "tool_call_parser": "--tool_call_parser",
-        "reasoning_parser": "--reasoning_parser",
-        "block_size": "--block_size",
-    }
-    removed = {
-        "--devices": "set CUDA_VISIBLE_DEVICES, ASCEND_RT_VISIBLE_DEVICES or the like",
-        "--draft_devices": "the draft runs on the target's devices; choose those by CUDA_VISIBLE_DEVICES or the like",
-    }
+    settings = SETTINGS
+    removed = REMOVED
 
     def plan(self, facts: Facts, wanted: Wanted, version: Version) -> Plan:
         if facts.format == "gguf":
@@ -97,7 +99,9 @@ class Xllm(Launcher):
         if wanted.table:
             arguments.add("--enable_adaptive_speculative_decode", "true")
             plan.notes.append("xLLM sizes drafts by its own measurements: the table is replaced by that")
-        plan.notes.append("sampling while drafting is not exact in xLLM: it keeps the probability of the drafted token only")
+        plan.notes.append(
+            "sampling while drafting is not exact in xLLM: it keeps the probability of the drafted token only"
+        )
 
     def modernize(self, line: CommandLine, version: Version) -> None:
         for word in line.words:

@@ -78,11 +78,11 @@ class Client:
     def stream(self, kind: Kind, prompt: str, max_tokens: int, temperature: float) -> Trace:
         """One streamed answer. Text completions, or chat where there are none; unknown fields are left out."""
         while True:
-            body = self._body(prompt, max_tokens, temperature)
+            body, sent = self._body(prompt, max_tokens, temperature), time.perf_counter()
             try:
                 with self._http.stream("POST", self._path, json=body) as response:
                     if response.status_code == 200:
-                        return _read(response, kind, max_tokens, time.perf_counter())
+                        return _read(response, kind, max_tokens, sent)
                     response.read()
             except httpx.HTTPError as error:
                 raise UsageError(f"{self.url}{self._path} broke off: {error}", "see the server's log") from None
@@ -108,7 +108,6 @@ class Client:
 
 
 def _read(response: httpx.Response, kind: Kind, max_tokens: int, sent: float) -> Trace:
-    """`sent` is when the head of the answer came: on most servers the prompt is still being read then."""
     arrivals: list[float] = []
     tokens: int | None = None
     for when, line in _lines(response):

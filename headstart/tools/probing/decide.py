@@ -50,10 +50,16 @@ def from_metrics(counts: Counts) -> Verdict:
     if counts.active:
         shown = "" if length is None else f", acceptance length {length:.2f}"
         drafted = counts.drafts or counts.drafted
-        line = f"{counts.engine}'s metrics: {drafted:.0f} drafts{shown}" if drafted else f"{counts.engine}'s gauge{shown}"
+        line = (
+            f"{counts.engine}'s metrics: {drafted:.0f} drafts{shown}" if drafted else f"{counts.engine}'s gauge{shown}"
+        )
         dead = length is not None and length < DEAD
         return Verdict(
-            answer="dead" if dead else "on", confidence=0.99, source="metrics", acceptance_length=length, evidence=[line]
+            answer="dead" if dead else "on",
+            confidence=0.99,
+            source="metrics",
+            acceptance_length=length,
+            evidence=[line],
         )
     if counts.known:
         line = f"{counts.engine}'s metrics count drafts, and there were none"
@@ -75,9 +81,7 @@ def from_timing(predictable: Summary, random: Summary) -> Verdict:
     confidence = max(share, 1 - share)
     answer: Answer = "unknown" if confidence < SURE else "on" if share > 0.5 else "off"
     length = predictable.tokens_per_burst if answer == "on" and burst is not None else None
-    return Verdict(
-        answer=answer, confidence=confidence, source="timing", acceptance_length=length, evidence=evidence
-    )
+    return Verdict(answer=answer, confidence=confidence, source="timing", acceptance_length=length, evidence=evidence)
 
 
 def _from_bursts(predictable: Summary, random: Summary, evidence: list[str]) -> float | None:
@@ -100,6 +104,7 @@ def _from_pace(predictable: Summary, random: Summary, evidence: list[str]) -> fl
         return None
     ratio = random.ms_per_token / predictable.ms_per_token
     evidence.append(
-        f"{predictable.ms_per_token:.1f} ms a token of predictable text, {random.ms_per_token:.1f} of random: {ratio:.2f}x"
+        f"{predictable.ms_per_token:.1f} ms a token of predictable text, {random.ms_per_token:.1f} of random "
+        f"({ratio:.2f} times)"
     )
     return max(-PACE_LEAST, min(PACE_MOST, (ratio - PACE) / PACE_SCALE))

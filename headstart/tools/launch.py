@@ -1,0 +1,257 @@
+"""`headstart launch`: the exact command that makes another engine draft, or that engine started and checked."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from headstart import registry
+from headstart.core import Report
+from headstart.errors import UsageError
+from headstart.tools.launchers import _depth, _detect, _facts, _layout, _translate
+from headstart.tools.launchers._launcher import Launcher, Plan, Step, Wanted
+from headstart.tools.launchers._published import published
+from headstart.tools.launchers._start import Running, check, start
+from headstart.tools.launchers._versions import Version, parse, text_of
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """What to launch and where; None lets the program decide. `settings`: common options by name."""
+
+    engine: str
+    model: str | None = None
+    engine_version: str | None = None
+    program: str | None = None
+    depth: int | None = None
+    head: str | None = None
+    gpus: str | None = None
+    tp: int | None = None
+    dp: int | None = None
+    nodes: int = 1
+    head_node: str = "HEAD_NODE"
+    role: str | None = None
+    kv_offload_gb: int | None = None
+    depth_by_batch: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    extra: tuple[str, ...] = ()
+
+
+@dataclass
+class Prepared:
+    """A plan with what it was made from."""
+
+    launcher: Launcher
+    version: Version
+    assumed: bool  # nothing was installed or named
+    installed: _detect.Installed | None
+    facts: _facts.Facts
+    wanted: Wanted
+    why_depth: str
+    plan: Plan
+
+    def commands(self) -> list[tuple[Step, list[str]]]:
+        """The servers' commands with the programs that are really there."""
+        return [(step, _detect.command(self.launcher, step.words, self.installed)) for step in self.plan.serve]
+
+
+def launcher_of(engine: str) -> Launcher:
+    """Raises UsageError for an engine without a launcher."""
+    found: Launcher = registry.find("launchers", engine).LAUNCHER
+    return found
+
+
+def prepare(options: LaunchOptions) -> Prepared:
+    """Look at engine, model and machine, and put the command together. Raises UsageError, ModelError or
+    CapacityError."""
+    launcher = launcher_of(options.engine)
+    installed = _detect.find(launcher, options.program)
+    version, assumed = version_of(launcher, options.engine_version, installed)
+    facts = _facts.read(options.model)
+    devices = _layout.named(options.gpus)
+    choice = _depth.choose(facts, options.depth, gpus=devices.count, separate=options.head is not None)
+    layout, notes = _layout.divide(facts, devices, nodes=options.nodes, tp=options.tp, dp=options.dp)
+    wanted = Wanted(
+        depth=choice.depth,
+        layout=replace(layout, head_node=options.head_node),
+        head=options.head,
+        method=_facts.method_of(options.head) if options.head else "mtp",
+        depth_by_batch=options.depth_by_batch,
+        role=options.role,
+        kv_offload_gb=options.kv_offload_gb,
+        host=options.host,
+        port=options.port,
+        settings=options.settings,
+        extra=options.extra,
+    )
+    _check_wanted(facts, wanted)
+    _check_extra(launcher, version, options.extra)
+    plan = launcher.plan(facts, wanted, version)
+    plan.notes = [*notes, *plan.notes]
+    return Prepared(launcher, version, assumed, installed, facts, wanted, choice.why, plan)
+
+
+def version_of(launcher: Launcher, named: str | None, installed: _detect.Installed | None) -> tuple[Version, bool]:
+    """The version to write for, and whether it is only assumed."""
+    if named is not None:
+        return parse(named), False
+    if installed is not None and installed.version is not None:
+        return installed.version, False
+    return parse(launcher.newest), True
+
+
+def _check_wanted(facts: _facts.Facts, wanted: Wanted) -> None:
+    if wanted.role not in (None, "prefill", "decode"):
+        raise UsageError(f"--role is {wanted.role!r}, which is unknown", "choose prefill or decode")
+    if wanted.head and facts.modules and wanted.method != "mtp":
+        raise UsageError(
+            f"{facts.source} has an MTP head of its own, and --head is another drafter",
+            "engines draft with one of them: leave --head out, or launch a model without its head",
+        )
+
+
+def _check_extra(launcher: Launcher, version: Version, extra: tuple[str, ...]) -> None:
+    """Flags given after -- exist in this version, as far as is known."""
+    known = published(launcher.name)
+    for word in extra:
+        flag = word.partition("=")[0]
+        if known is None or not flag.startswith("--") or known.has(flag, version):
+            continue
+        like = known.like(flag, version)
+        raise UsageError(
+            f"{launcher.title} {known.nearest(version)} has no {flag}",
+            f"did you mean {like}?" if like else "see its --help",
+        )
+
+
+def run(options: LaunchOptions, *, docker: bool = False) -> Report:
+    """What would be run. Raises UsageError, ModelError or CapacityError."""
+    prepared = prepare(options)
+    data = document(prepared, docker=docker)
+    return Report(True, data, _lines(data))
+
+
+def run_started(options: LaunchOptions, progress: Progress, ready: Callable[[Report], None], *, stay: bool) -> Report:
+    """Start the engine, wait until it answers, warm it up, read its metrics; `ready` gets the report. With `stay` it
+    then runs until it ends or Ctrl-C. It never outlives this call. Raises UsageError with the end of its log when it does
+    not start."""
+    prepared = prepare(options)
+    if prepared.installed is None:
+        raise UsageError(
+            f"{prepared.launcher.program} is not installed here",
+            "--program PATH says where it is; --dry-run needs none",
+        )
+    if prepared.plan.before or len(prepared.plan.serve) > 1:
+        raise UsageError("this takes more than one command", "--dry-run prints them all")
+    with start(prepared.launcher, *prepared.commands()[0], prepared.plan.files, prepared.wanted) as running:
+        running.wait(progress)
+        found = check(running, prepared.wanted, progress)
+        data = {**document(prepared, docker=False), "log": str(running.log), "started_s": round(running.started_s, 1)}
+        data["check"] = found
+        report = Report(found["alive"] or not prepared.wanted.depth_drafted, data, [*_lines(data), *_check_lines(data)])
+        ready(report)
+        if stay:
+            _stay(running)
+    return report
+
+
+def _stay(running: Running) -> None:
+    code = running.process.wait()
+    raise running.failed(f"the engine has ended with code {code}")
+
+
+def translate(text: str, engine_version: str | None, program: str | None = None) -> Report:
+    """An old command line for the installed (or named) version, with a line on each change."""
+    line, launcher = _translate.read(text)
+    installed = _detect.find(launcher, program)
+    version, assumed = version_of(launcher, engine_version, installed)
+    _translate.apply(line, launcher, version)
+    data = {
+        "engine": launcher.name,
+        "version": text_of(version),
+        "version_assumed": assumed,
+        "command": line.text(),
+        "changes": line.changes,
+        "warnings": line.warnings,
+    }
+    lines = [line.text(), *(f"# {change}" for change in line.changes or ["nothing to change"])]
+    return Report(not line.warnings, data, [*lines, *(f"# WARNING: {warning}" for warning in line.warnings)])
+
+
+def document(prepared: Prepared, *, docker: bool) -> dict[str, Any]:
+    plan, wanted, facts = prepared.plan, prepared.wanted, prepared.facts
+    commands = [
+        {"where": step.where, "command": _docker(prepared, step) if docker else _shell(step.environment, words)}
+        for step, words in prepared.commands()
+    ]
+    return {
+        "engine": prepared.launcher.name,
+        "version": text_of(prepared.version),
+        "version_assumed": prepared.assumed,
+        "model": {"source": facts.source, "type": facts.model_type, "modules": facts.modules,
+                  "weight_bytes": facts.weight_bytes, "attention_heads": facts.attention_heads},
+        "depth": wanted.depth_drafted,
+        "why_depth": prepared.why_depth,
+        "layout": {name: value for name, value in vars(wanted.layout).items() if name != "head_node"},
+        "before": [{"where": step.where, "command": _shell(step.environment, step.words)} for step in plan.before],
+        "serve": commands,
+        "files": plan.files,
+        "notes": plan.notes,
+    }  # fmt: skip
+
+
+def _shell(environment: Mapping[str, str], words: list[str] | tuple[str, ...]) -> str:
+    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in environment.items()), shlex.join(words)])
+
+
+def _docker(prepared: Prepared, step: Step) -> str:
+    """The same in the engine's own image: model and files mounted, the program as entry point."""
+    launcher, source = prepared.launcher, prepared.facts.source
+    words = ["docker", "run", "--rm", "--ipc=host", "-p", f"{prepared.wanted.port}:{prepared.wanted.port}"]
+    words += launcher.device.split() if prepared.wanted.layout.gpus else []
+    for name, value in step.environment.items():
+        words += ["-e", f"{name}={value}"]
+    if Path(source).exists():
+        words += ["-v", f"{Path(source).resolve()}:{Path(source).resolve()}:ro"]
+    else:
+        words += ["-v", "hf-cache:/root/.cache/huggingface"]
+    for name in prepared.plan.files:
+        words += ["-v", f"./{name}:/config/{name}:ro"]
+    inside = [f"/config/{word}" if word in prepared.plan.files else word for word in step.words]
+    inside = [str(Path(word).resolve()) if word == source and Path(source).exists() else word for word in inside]
+    inside = ["0.0.0.0" if word == prepared.wanted.host else word for word in inside]
+    image = launcher.image.format(version=text_of(prepared.version))
+    return shlex.join([*words, "--entrypoint", inside[0], image, *inside[1:]])
+
+
+def _lines(data: dict[str, Any]) -> list[str]:
+    model, assumed = data["model"], " (assumed)" if data["version_assumed"] else ""
+    lines = [
+        f"# {data['engine']} {data['version']}{assumed}; {model['type']}, MTP modules: {model['modules']}",
+        f"# depth {data['depth']}: {data['why_depth']}",
+    ]
+    lines += [f"# note: {note}" for note in data["notes"]]
+    for name, text in data["files"].items():
+        lines += [f"cat > {name} <<'EOF'", *text.splitlines(), "EOF"]
+    for each in (*data["before"], *data["serve"]):
+        lines += [f"# {each['where']}:"] if each["where"] else []
+        lines.append(each["command"])
+    return lines
+
+
+def _check_lines(data: dict[str, Any]) -> list[str]:
+    found, length = data["check"], data["check"]["acceptance_length"]
+    if not data["depth"]:
+        said = "plain decoding, as asked"
+    elif found["alive"]:
+        said = f"drafting is alive: acceptance length {length:.2f}" if length else "drafting is alive"
+    else:
+        said = f"DRAFTING IS NOT ALIVE: {found['why']}"
+    return [f"# answered after {data['started_s']} s; log {data['log']}", f"# {said}"]
