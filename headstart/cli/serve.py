@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Annotated
 
 from headstart.cli.options import EngineOptions, Model, OptionGroup, _option, read_text
+from headstart.cli.render import finish
+from headstart.cli.serve_elsewhere import OtherEngine, launch_options
 from headstart.cli.vllm_flags import VllmFlags
 from headstart.errors import UsageError
 
 EXAMPLES = (
     "headstart serve --port 8000",
     "headstart serve ./my-model --head my-head --depth 3 --max-num-seqs 16",
+    "headstart serve ./my-model --engine vllm --max-num-seqs 64 --dry-run",
     """curl localhost:8000/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Hello"}]}'""",
 )
 
@@ -67,9 +70,20 @@ class ServeOptions(OptionGroup):
                 raise UsageError(f"{flag}: {path} is not a file")
 
 
-def run(model: Model = None, *, serving: ServeOptions, engine: EngineOptions, vllm: VllmFlags) -> int:
+def run(
+    model: Model = None, *, serving: ServeOptions, engine: EngineOptions, vllm: VllmFlags, other: OtherEngine
+) -> int:
     """Serve a model over HTTP, with OpenAI's and vLLM's request fields."""
     serving.check()
+    other.check()
+    if other.engine_name is not None:
+        from headstart.cli import launch
+        from headstart.tools.launch import run as dry_run
+
+        options = launch_options(other.engine_name, model, serving, engine, vllm.given)
+        if other.dry_run:
+            return finish(dry_run(options), as_json=False)
+        return launch.started(options, stay=True, as_json=False)
     config = vllm.apply(engine.config)
     template = read_text(serving.chat_template, "--chat-template") if serving.chat_template else None
 
