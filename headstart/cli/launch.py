@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from headstart.tools.launch import LaunchOptions
 
 EXAMPLES = (
-    "headstart launch vllm Qwen/Qwen3.5-4B --dry-run --gpus h100x1",
+    "headstart launch vllm org/model --gpus h100x1 --dry-run",
     "headstart launch llamacpp model.gguf --program ./build/bin --check",
     "headstart launch sglang deepseek-ai/DeepSeek-V3 --gpus h200x8 --nodes 2 --head-node 10.0.0.1 --dry-run",
     "headstart launch vllm ./my-model -- --enable-log-requests",

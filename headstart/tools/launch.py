@@ -139,9 +139,9 @@ def run(options: LaunchOptions, *, docker: bool = False) -> Report:
 
 
 def run_started(options: LaunchOptions, progress: Progress, ready: Callable[[Report], None], *, stay: bool) -> Report:
-    """Start an engine, wait for it, warm it up, read its metrics; `ready` gets the report. With `stay` it
-    then runs until it ends or Ctrl-C. It never outlives this call. Raises UsageError with the end of its log when it does
-    not start."""
+    """Start an engine, wait for it, warm it up, read its metrics; `ready` gets the report. With `stay` it then runs
+    until it ends or Ctrl-C. It never outlives this call. Raises UsageError with the end of its log when it does not
+    start."""
     prepared = prepare(options)
     if prepared.installed is None:
         raise UsageError(

@@ -74,7 +74,7 @@ def start(
         (folder / name).write_text(text, "utf-8")
     log = folder / "log"
     local = [str(folder / word) if word in files else word for word in words]
-    environment = {**os.environ, **{name: os.environ.get(name, value) for name, value in step.environment.items()}}
+    environment = {**step.environment, **os.environ}  # what the user has set wins
     with log.open("wb") as output:
         try:
             process = subprocess.Popen(

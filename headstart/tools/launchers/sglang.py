@@ -22,8 +22,8 @@ SOURCES = {
     "serving.py": ("--host", "--port", "--api-key", "--served-model-name", "--chat-template"),
     "model.py": ("--model-path", "--context-length", "--kv-cache-dtype", "--quantization", "--trust-remote-code",
                  "--dtype", "--load-format", "--revision"),
-    "memory.py": ("--mem-fraction-static", "--enable-hierarchical-cache", "--disable-radix-cache", "--hicache-size"),
-    "schedule.py": ("--max-running-requests", "--chunked-prefill-size"),
+    "memory.py": ("--enable-hierarchical-cache", "--disable-radix-cache", "--hicache-size"),
+    "schedule.py": ("--mem-fraction-static", "--max-running-requests", "--chunked-prefill-size"),
     "disagg.py": ("--disaggregation-mode",),
     "observability.py": ("--enable-metrics",),
 }  # fmt: skip

@@ -42,11 +42,10 @@ FLAGS = (
         for name in ("model", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min",
                      "draft_tensor_parallel_size")
     ),
-    Flag("speculative_config.method", SPECULATIVE, values=("eagle", "eagle3", "ngram")),
-    Flag("speculative_config.method", SPECULATIVE, until="0.11", values=("deepseek_mtp",)),
+    Flag("speculative_config.method", SPECULATIVE, values=("eagle", "eagle3", "ngram", "draft_model", "deepseek_mtp")),
     Flag("speculative_config.method", SPECULATIVE, since="0.11", values=("mtp",)),
     Flag("speculative_config.method", SPECULATIVE, until="0.33", values=("medusa",)),
-    Flag("speculative_config.method", SPECULATIVE, since="0.24", values=("draft_model", "suffix", "dflash")),
+    Flag("speculative_config.method", SPECULATIVE, since="0.24", values=("suffix", "dflash")),
     Flag("speculative_config.method", SPECULATIVE, since="0.32", values=("dspark",)),
     Flag("speculative_config.num_speculative_tokens_per_batch_size", SPECULATIVE, since="0.24"),
     Flag("speculative_config.disable_by_batch_size", SPECULATIVE, until="0.24"),
