@@ -20,9 +20,9 @@ from headstart.tools.probing.decide import Verdict, decide
 from headstart.tools.probing.traces import Kind, Trace, by_length, summarize
 
 Progress = Callable[[int, int, str], None]
-LENGTHS = (24, 48, 96)
+LENGTHS = (16, 32, 64)
 ROUNDS = 3
-ENOUGH = 0.98
+ENOUGH = 0.95
 """Confidence at which further rounds would tell nothing new."""
 PREDICTABLE = (
     "".join(f"Item {number}: the number is {number}, and the next number is {number + 1}.\n" for number in range(1, 9)),
@@ -34,13 +34,14 @@ NAIVE = "the naive test (200 tokens against 50, whole answers) is confounded by 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeOptions:
-    """`use_metrics` False: times only."""
+    """`use_metrics` False: times only. `seed` chooses the texts."""
 
     url: str
     model: str | None = None
     api_key: str | None = None
     use_metrics: bool = True
     rounds: int = ROUNDS
+    seed: int = 0
 
 
 @dataclass
@@ -73,14 +74,15 @@ def measure(client: Client, options: ProbeOptions, progress: Progress) -> Measur
     """Stream texts until the answer is clear or the rounds are over; counters are read before and after."""
     measured = Measured()
     total = options.rounds * len(LENGTHS) * 2
-    client.stream("random", random_text(0), 8, 1.0)  # warm-up, not counted
+    client.stream("random", random_text(options.seed), 8, 1.0)  # warm-up, not counted
     before = client.metrics() if options.use_metrics else None
     for turn in range(options.rounds):
         for place, length in enumerate(LENGTHS):
             progress(len(measured.traces), total, "streaming")
-            prompt = PREDICTABLE[(turn + place) % len(PREDICTABLE)]
+            prompt = PREDICTABLE[(options.seed + turn + place) % len(PREDICTABLE)]
             measured.traces.append(client.stream("predictable", prompt, length, 0.0))
-            measured.traces.append(client.stream("random", random_text(turn * 10 + place + 1), length, 1.0))
+            text = random_text(1000 * options.seed + 10 * turn + place + 1)
+            measured.traces.append(client.stream("random", text, length, 1.0))
         if before is not None and (now := client.metrics()):
             measured.counts = now.since(before)
         verdict = measured.verdict()
@@ -92,7 +94,7 @@ def measure(client: Client, options: ProbeOptions, progress: Progress) -> Measur
 def random_text(seed: int) -> str:
     """Digits and letters that cannot be guessed."""
     source = random.Random(seed)
-    return " ".join("".join(source.choices("0123456789abcdefghjkmnpqrstvwxyz", k=7)) for _ in range(40))
+    return " ".join("".join(source.choices("0123456789abcdefghjkmnpqrstvwxyz", k=7)) for _ in range(16))
 
 
 def document(client: Client, verdict: Verdict, measured: Measured) -> dict[str, Any]:

@@ -330,7 +330,8 @@ def test_versions_compare_as_numbers(version: str, bound: str, answer: bool) -> 
 
 TRANSLATED = [
     ("0.32.0", "vllm serve m --speculative-model '[ngram]' --num-speculative-tokens 4 --ngram-prompt-lookup-max 3",
-     """vllm serve m --speculative-config '{"num_speculative_tokens": 4, "prompt_lookup_max": 3, "method": "ngram"}'"""),
+     """vllm serve m --speculative-config '{"num_speculative_tokens": 4, "prompt_lookup_max": 3, """
+     """"method": "ngram"}'"""),
     ("0.32.0", """vllm serve m -sc '{"method": "deepseek_mtp", "num_speculative_tokens": 1}'""",
      """vllm serve m --speculative-config '{"method": "mtp", "num_speculative_tokens": 1}'"""),
     ("0.32.0", """vllm serve m -sc '{"model": "h", "tensor_parallel_size": 1}'""",

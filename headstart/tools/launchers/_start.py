@@ -115,7 +115,7 @@ def check(running: Running, wanted: Wanted, progress: Progress) -> dict[str, Any
         for done, prompt in enumerate(PREDICTABLE):
             progress(done, len(PREDICTABLE), "warming up")
             tokens += client.stream("predictable", prompt, WARM_TOKENS, 0.0).tokens or 0
-        now = _settled(client, before)
+        now = _settled(client, before) if wanted.depth_drafted else client.metrics()
     finally:
         client.close()
     counts = now.since(before) if now and before else now
