@@ -13,7 +13,6 @@ from headstart.cli.render import finish, progress
 from headstart.errors import UsageError
 
 if TYPE_CHECKING:
-    from headstart.core import Report
     from headstart.tools.launch import LaunchOptions
 
 EXAMPLES = (
@@ -138,13 +137,12 @@ def started(options: LaunchOptions, *, stay: bool, as_json: bool) -> int:
     """Run an engine, print what its check found as soon as it is there, and stay with it."""
     from headstart.tools import launch
 
-    codes = []
-
-    def ready(report: Report) -> None:
-        codes.append(finish(report, as_json))
+    with launch.started(options) as engine:
+        with progress("starting", quiet=as_json) as report_progress:
+            report = engine.check(report_progress)
+        code = finish(report, as_json)
+        sys.stdout.flush()
         if stay:
             print("serving; Ctrl-C ends it", file=sys.stderr)
-
-    with progress("starting", quiet=as_json) as report_progress:
-        launch.run_started(options, report_progress, ready, stay=stay)
-    return codes[0]
+            engine.stay()
+    return code

@@ -78,8 +78,6 @@ def _serving(serving: OptionGroup) -> dict[str, Any]:
             flag = f"--{item.name.replace('_', '-')}"
             raise UsageError(f"{flag} is an option of headstart's own server", "leave it out with --engine")
         found[item.name] = [str(each) for each in value] if isinstance(value, list) else str(value)
-    if "tool_call_parser" in found:
-        found["enable_auto_tool_choice"] = True
     return found
 
 
@@ -109,8 +107,14 @@ DRAFTING: Mapping[str, Callable[[Any, dict[str, Any]], None]] = {
     "depth_by_batch": _plain("depth_by_batch"),
 }
 PARALLEL = {"--tensor-parallel-size": "tp", "--data-parallel-size": "dp"}
-ALWAYS = ("--enable-prefix-caching", "--enable-chunked-prefill", "--disable-log-requests", "--no-enable-log-requests")
-"""What those engines do anyway."""
+ALWAYS = (
+    "--enable-prefix-caching",
+    "--enable-chunked-prefill",
+    "--disable-log-requests",
+    "--no-enable-log-requests",
+    "--enable-auto-tool-choice",
+)
+"""What those engines do anyway, or their launchers see to."""
 
 
 def _vllm(given: Mapping[str, str | bool], chosen: dict[str, Any], settings: dict[str, Any]) -> None:

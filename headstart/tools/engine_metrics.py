@@ -105,7 +105,7 @@ class Counts:
     def active(self) -> bool:
         """Were tokens drafted?"""
         return any(count is not None and count > 0 for count in (self.drafts, self.drafted)) or (
-            self.drafts is None and self.drafted is None and (self.length or 0) > 1
+            self.drafts is None and self.drafted is None and (self.length or 0) > 0
         )
 
     @property
@@ -145,5 +145,11 @@ def read(text: str) -> Counts | None:
         drafted=total(names.drafted),
         accepted=total(names.accepted),
         per_position=dict(sorted(places.items())),
-        length=total((names.length,)),
+        length=_mean([sample.value for sample in samples if sample.name == names.length]),
     )
+
+
+def _mean(gauges: list[float]) -> float | None:
+    """Of the workers that have drafted; 0 if none has."""
+    busy = [value for value in gauges if value > 0]
+    return sum(busy) / len(busy) if busy else 0.0 if gauges else None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from headstart import registry
+from headstart.config import EngineConfig
 from headstart.core import Report
 from headstart.errors import UsageError
 from headstart.tools.launchers import _depth, _detect, _facts, _layout, _translate
@@ -71,6 +73,7 @@ def launcher_of(engine: str) -> Launcher:
 def prepare(options: LaunchOptions) -> Prepared:
     """Look at engine, model and machine, and put the command together. Raises UsageError, ModelError or
     CapacityError."""
+    _check_numbers(options)
     launcher = launcher_of(options.engine)
     installed = _detect.find(launcher, options.program)
     version, assumed = version_of(launcher, options.engine_version, installed)
@@ -107,6 +110,17 @@ def version_of(launcher: Launcher, named: str | None, installed: _detect.Install
     return parse(launcher.newest), True
 
 
+def _check_numbers(options: LaunchOptions) -> None:
+    """Raises UsageError for a value out of range."""
+    EngineConfig(depth_by_batch=options.depth_by_batch)
+    low = {"nodes": 1, "tp": 1, "dp": 1, "kv_offload_gb": 1, "depth": 0, "port": 1}
+    for name, least in low.items():
+        value = getattr(options, name)
+        if value is not None and value < least:
+            flag = f"--{name.removesuffix('_gb').replace('_', '-')}"
+            raise UsageError(f"{flag} is {value}, but must be at least {least}")
+
+
 def _check_wanted(facts: _facts.Facts, wanted: Wanted) -> None:
     if wanted.role not in (None, "prefill", "decode"):
         raise UsageError(f"--role is {wanted.role!r}, which is unknown", "choose prefill or decode")
@@ -138,10 +152,32 @@ def run(options: LaunchOptions, *, docker: bool = False) -> Report:
     return Report(True, data, _lines(data))
 
 
-def run_started(options: LaunchOptions, progress: Progress, ready: Callable[[Report], None], *, stay: bool) -> Report:
-    """Start an engine, wait for it, warm it up, read its metrics; `ready` gets the report. With `stay` it then runs
-    until it ends or Ctrl-C. It never outlives this call. Raises UsageError with the end of its log when it does not
-    start."""
+@dataclass
+class Started:
+    """An engine that runs, and what it was started with."""
+
+    prepared: Prepared
+    running: Running
+
+    def check(self, progress: Progress) -> Report:
+        """Wait for it, warm it up and read its metrics; `ok`: it drafts, or was told not to. Raises UsageError with the
+        reason in its log when it does not start."""
+        wanted = self.prepared.wanted
+        self.running.wait(progress)
+        found = check(self.running, wanted, progress)
+        started = {"log": str(self.running.log), "started_s": round(self.running.started_s, 1), "check": found}
+        data = {**document(self.prepared, docker=False), **started}
+        return Report(found["alive"] or not wanted.depth_drafted, data, [*_lines(data), *_check_lines(data)])
+
+    def stay(self) -> None:
+        """Until it ends, which is an error, or Ctrl-C."""
+        code = self.running.process.wait()
+        raise self.running.failed(f"the engine has ended with code {code}")
+
+
+@contextmanager
+def started(options: LaunchOptions) -> Iterator[Started]:
+    """The engine as a child process, which ends with the context. Raises UsageError for what one process cannot do."""
     prepared = prepare(options)
     if prepared.installed is None:
         raise UsageError(
@@ -151,20 +187,7 @@ def run_started(options: LaunchOptions, progress: Progress, ready: Callable[[Rep
     if prepared.plan.before or len(prepared.plan.serve) > 1:
         raise UsageError("this takes more than one command", "--dry-run prints them all")
     with start(prepared.launcher, *prepared.commands()[0], prepared.plan.files, prepared.wanted) as running:
-        running.wait(progress)
-        found = check(running, prepared.wanted, progress)
-        data = {**document(prepared, docker=False), "log": str(running.log), "started_s": round(running.started_s, 1)}
-        data["check"] = found
-        report = Report(found["alive"] or not prepared.wanted.depth_drafted, data, [*_lines(data), *_check_lines(data)])
-        ready(report)
-        if stay:
-            _stay(running)
-    return report
-
-
-def _stay(running: Running) -> None:
-    code = running.process.wait()
-    raise running.failed(f"the engine has ended with code {code}")
+        yield Started(prepared, running)
 
 
 def translate(text: str, engine_version: str | None, program: str | None = None) -> Report:
@@ -218,14 +241,15 @@ def _docker(prepared: Prepared, step: Step) -> str:
     words += launcher.device.split() if prepared.wanted.layout.gpus else []
     for name, value in step.environment.items():
         words += ["-e", f"{name}={value}"]
-    if Path(source).exists():
-        words += ["-v", f"{Path(source).resolve()}:{Path(source).resolve()}:ro"]
-    else:
+    local = {word: str(Path(word).resolve()) for word in (source, prepared.wanted.head) if word and Path(word).exists()}
+    for place in local.values():
+        words += ["-v", f"{place}:{place}:ro"]
+    if source not in local:
         words += ["-v", "hf-cache:/root/.cache/huggingface"]
     for name in prepared.plan.files:
         words += ["-v", f"./{name}:/config/{name}:ro"]
     inside = [f"/config/{word}" if word in prepared.plan.files else word for word in step.words]
-    inside = [str(Path(word).resolve()) if word == source and Path(source).exists() else word for word in inside]
+    inside = [local.get(word, word) for word in inside]
     inside = ["0.0.0.0" if word == prepared.wanted.host else word for word in inside]
     image = launcher.image.format(version=text_of(prepared.version))
     return shlex.join([*words, "--entrypoint", inside[0], image, *inside[1:]])

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from process import PROGRAM, Server, running
 
 from headstart import hub, registry
 from headstart.cli.main import main
-from headstart.core import Report
+from headstart.errors import UsageError
 from headstart.tools import launch
+from headstart.tools.launchers._launcher import Wanted
+from headstart.tools.launchers._start import Running, check
 
 SMALL = ("--threads", "1", "--max-num-seqs", "2", "--max-model-len", "1024", "--kv-blocks", "128")
 
@@ -74,12 +77,11 @@ from headstart.tools.launchers._launcher import Arguments, Flag, Launcher, Plan,
 
 class Itself(Launcher):
     name, title, program, newest = "itself", "headstart", {program!r}, "0.1"
-    flags = (Flag("--port", "headstart/cli/serve.py"), Flag("--depth", "headstart/config.py"))
+    flags = (Flag("--port", "headstart/cli/serve.py"),)
 
     def plan(self, facts, wanted, version):
         arguments = Arguments(self, version)
         arguments.add("--port", wanted.port)
-        arguments.add("--depth", wanted.depth)
         return Plan(serve=[Step((self.program, "serve", *arguments.words, *wanted.extra))])
 
 
@@ -95,22 +97,41 @@ def itself(tmp_path: Path) -> Iterator[str]:
         yield "itself"
 
 
-def launched(engine: str, depth: int, port: int) -> Report:
-    reports: list[Report] = []
-    model = str(hub.cached_trunk())
+def test_launch_starts_waits_warms_up_and_ends(itself: str, tmp_path: Path) -> None:
+    """Its model is the default one, as headstart picks it; the options say nothing of the head."""
     head = str(Path(hub.__file__).parent / "heads" / hub.DEFAULT_MODEL)
-    options = launch.LaunchOptions(engine=engine, model=model, depth=0, gpus="none", port=port, extra=(
-        *SMALL, "--depth", str(depth), "--head", head))  # fmt: skip
-    launch.run_started(options, lambda done, total, text: None, reports.append, stay=False)
-    return reports[0]
+    port = _free_port()
+    options = launch.LaunchOptions(
+        engine=itself, model=str(hub.cached_trunk()), depth=0, gpus="none", port=port, extra=(*SMALL, "--head", head)
+    )
+    with launch.started(options) as engine:
+        report = engine.check(lambda done, total, text: None)
+        process = engine.running.process
+    assert report.ok and report.data["check"]["tokens"] > 100
+    assert process.poll() is not None
 
 
-@pytest.mark.parametrize(("depth", "alive"), [(3, True), (0, False)])
-def test_launch_waits_warms_up_and_reads_metrics(itself: str, depth: int, alive: bool) -> None:
-    found = launched(itself, depth, _free_port()).data["check"]
-    assert found["alive"] is alive
-    assert found["tokens"] > 100
-    assert (found["acceptance_length"] or 1) > 1.3 if alive else found["why"] == "its metrics count no drafts"
+def test_launch_refuses_a_port_that_is_in_use(itself: str, plain: Server) -> None:
+    port = int(plain.url.rpartition(":")[2])
+    options = launch.LaunchOptions(engine=itself, model=str(hub.cached_trunk()), depth=0, gpus="none", port=port)
+    with pytest.raises(UsageError, match="is in use"), launch.started(options):
+        pass
+
+
+def checked(server: Server) -> dict[str, Any]:
+    running = Running(server.process, server.log, server.url, "/health", {})
+    running.wait(lambda done, total, text: None)
+    return check(running, Wanted(depth=3), lambda done, total, text: None)
+
+
+def test_check_finds_drafting_alive(drafting: Server) -> None:
+    found = checked(drafting)
+    assert found["alive"] and found["acceptance_length"] > 1.3 and found["accepted"] > 0
+
+
+def test_check_finds_that_nothing_is_drafted(plain: Server) -> None:
+    found = checked(plain)
+    assert not found["alive"] and found["why"] == "its metrics count no drafts"
 
 
 def _free_port() -> int:

@@ -315,8 +315,9 @@ def test_an_engine_that_ends_at_once_is_told_with_its_log(installed: Path, tmp_p
     model = write_tiny("mimo", tmp_path / "m")
     (installed / "python").write_text("#!/bin/sh\necho 'ValueError: no such thing' >&2\nexit 9\n")
     options = launch.LaunchOptions(engine="vllm", model=str(model), program=str(installed), gpus="none", port=1)
-    with pytest.raises(UsageError, match="ended with code 9 before it answered: ValueError: no such thing"):
-        launch.run_started(options, lambda done, total, text: None, lambda report: None, stay=False)
+    wrong = pytest.raises(UsageError, match="ended with code 9 before it answered: ValueError: no such thing")
+    with wrong, launch.started(options) as engine:
+        engine.check(lambda done, total, text: None)
 
 
 @pytest.mark.parametrize(("version", "bound", "answer"), [
@@ -340,6 +341,8 @@ TRANSLATED = [
      """vllm serve m --speculative-config '{"method": "mtp", "num_speculative_tokens": 2, """
      """"num_speculative_tokens_per_batch_size": [[1, 8, 2], [9, 1024, 0]]}'"""),
     ("0.32.0", "vllm serve --use-v2-block-manager m", "vllm serve m"),
+    ("0.32.0", "docker run --gpus all --rm vllm/vllm-openai:v0.9 --model m --num-lookahead-slots 4",
+     "docker run --gpus all --rm vllm/vllm-openai:v0.9 --model m"),
     ("0.5.23", "SGLANG_ENABLE_SPEC_V2=1 python -m sglang.launch_server --model m --speculative-algo MTP "
      "--max-running-requests 64", "python -m sglang.launch_server --model m --speculative-algorithm NEXTN "
      "--max-running-requests 64"),
@@ -424,6 +427,9 @@ def test_docker_listens_on_all_addresses(tmp_path: Path, capsys: pytest.CaptureF
         (["vllm", "{model}", "--translate", "vllm serve m"], "takes no ENGINE"),
         (["llamacpp", "{model}", "--dry-run"], "is no GGUF file"),
         (["vllm", "{model}", "--dry-run", "--engine-version", "new"], "'new' is not a version"),
+        (["vllm", "{model}", "--dry-run", "--depth-by-batch", "[[1"], "is not a JSON list of lists"),
+        (["vllm", "{model}", "--dry-run", "--tp", "0"], "--tp is 0, but must be at least 1"),
+        (["vllm", "{model}", "--dry-run", "--depth", "-1"], "--depth is -1, but must be at least 0"),
     ],
 )
 def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:

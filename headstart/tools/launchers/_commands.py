@@ -35,6 +35,7 @@ class CommandLine:
     words: list[Word] = field(default_factory=list)
     changes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    begin: int = 0  # place of the engine's program; a container's own flags stand before it
 
     @classmethod
     def parse(cls, text: str) -> CommandLine:

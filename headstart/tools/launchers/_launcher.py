@@ -16,6 +16,8 @@ from headstart.tools.launchers._commands import CommandLine
 from headstart.tools.launchers._facts import Facts
 from headstart.tools.launchers._versions import Version, at_least, text_of
 
+OFFLOAD = "drafting over an offloaded KV cache has corrupted texts in some versions: compare with --depth 0"
+
 
 @dataclass(frozen=True)
 class Flag:
@@ -124,7 +126,7 @@ class Arguments:
             self.check(f"{name}.{key}", value)
         return dict(entries)
 
-    def json(self, name: str, option: str, entries: Mapping[str, Any]) -> None:
+    def document(self, name: str, option: str, entries: Mapping[str, Any]) -> None:
         self.add(option, json.dumps(self.config(name, entries)))
 
 
@@ -160,6 +162,11 @@ class Launcher:
 
     def modernize(self, line: CommandLine, version: Version) -> None:
         """Change an old command line in place, beyond `renamed` and `removed`; `line.changes` says what was done."""
+
+    @property
+    def repository(self) -> str:
+        """The image without its tag."""
+        return self.image.partition(":")[0]
 
     def as_module(self, words: tuple[str, ...]) -> list[str]:
         """The arguments of `start_module` that do what the program does with `words`."""

@@ -75,7 +75,7 @@ def divide(facts: Facts, devices: Devices, *, nodes: int, tp: int | None, dp: in
         notes.append(
             f"{left} of {total} GPUs stay idle: sizes must divide {facts.attention_heads} heads; see --tp, --dp"
         )
-    expert = tp * data if facts.experts and tp * data > 1 else 1
+    expert = tp if facts.experts and tp > 1 else 1
     return Layout(gpus=total, tensor=tp, data=data, expert=expert, nodes=nodes), notes
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import tempfile
 import time
@@ -69,6 +70,7 @@ def start(
     launcher: Launcher, step: Step, words: list[str], files: Mapping[str, str], wanted: Wanted
 ) -> Iterator[Running]:
     """Run a command in a folder of its own with its files; its whole process group is ended with the context."""
+    _check_free(wanted)
     folder = Path(tempfile.mkdtemp(prefix=f"headstart-{launcher.name}-"))
     for name, text in files.items():
         (folder / name).write_text(text, "utf-8")
@@ -86,10 +88,25 @@ def start(
     key = wanted.settings.get("api_key")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     scheme = "https" if wanted.settings.get("ssl_certfile") else "http"
+    before = signal.signal(signal.SIGTERM, _interrupt)  # the engine must not outlive us
     try:
         yield Running(process, log, f"{scheme}://{host}:{wanted.port}", launcher.health, headers)
     finally:
         _end(process)
+        signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _check_free(wanted: Wanted) -> None:
+    """Raises UsageError where something listens already: its answers would be taken for the engine's."""
+    host = "127.0.0.1" if wanted.host == "0.0.0.0" else wanted.host
+    with socket.socket() as found:
+        found.settimeout(2)
+        if found.connect_ex((host, wanted.port)) == 0:
+            raise UsageError(f"--port {wanted.port} is in use on {wanted.host}", "choose another one")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -15,14 +15,19 @@ from headstart.tools.launchers._versions import Version
 def read(text: str) -> tuple[CommandLine, Launcher]:
     """A command line and whose it is. Raises UsageError for one of no known engine."""
     line = CommandLine.parse(text)
-    first = [str(word.value) for word in line.words if word.value is not None][:4]
-    names = {PurePath(word).name for word in first} | set(first)
-    for name in registry.available("launchers"):
-        launcher: Launcher = registry.find("launchers", name).LAUNCHER
-        if names & {launcher.program, *launcher.modules}:
-            return line, launcher
+    launchers: list[Launcher] = [registry.find("launchers", name).LAUNCHER for name in registry.available("launchers")]
+    for place, word in enumerate(line.words):
+        for launcher in launchers:
+            if _starts(launcher, str(word.value)):
+                line.begin = place
+                return line, launcher
     known = ", ".join(registry.available("launchers"))
-    raise UsageError(f"--translate: {' '.join(first) or text!r} is the command of no known engine", f"known: {known}")
+    raise UsageError(f"--translate: {text[:60]!r} is the command of no known engine", f"known: {known}")
+
+
+def _starts(launcher: Launcher, word: str) -> bool:
+    """Is it the engine's program, Python module or container image?"""
+    return PurePath(word).name in {launcher.program, *launcher.modules} or word.split(":")[0] == launcher.repository
 
 
 def apply(line: CommandLine, launcher: Launcher, version: Version) -> None:
@@ -35,7 +40,7 @@ def apply(line: CommandLine, launcher: Launcher, version: Version) -> None:
     known = published(launcher.name)
     if known is None:
         return
-    for word in line.words:
+    for word in line.words[line.begin + 1 :]:
         if word.flag.startswith("--") and not known.has(word.flag, version):
             like = known.like(word.flag, version)
             hint = f"; did you mean {like}?" if like else ""

@@ -7,7 +7,7 @@ import json
 from headstart.errors import UsageError
 from headstart.tools.launchers._commands import CommandLine
 from headstart.tools.launchers._facts import Facts
-from headstart.tools.launchers._launcher import Arguments, Flag, Launcher, Plan, Step, Wanted
+from headstart.tools.launchers._launcher import OFFLOAD, Arguments, Flag, Launcher, Plan, Step, Wanted
 from headstart.tools.launchers._versions import Version, at_least
 
 FIELDS = "sglang/srt/arg_groups/fields"
@@ -85,6 +85,8 @@ class Sglang(Launcher):
     switches = frozenset({"--enable-ep-moe"})
 
     def plan(self, facts: Facts, wanted: Wanted, version: Version) -> Plan:
+        if facts.format == "gguf":
+            raise UsageError(f"{facts.source} is a GGUF file, whose heads SGLang cannot draft with", "give safetensors")
         plan, arguments = Plan(), Arguments(self, version)
         layout = wanted.layout
         self._place(facts, wanted, arguments)
@@ -97,6 +99,8 @@ class Sglang(Launcher):
         if wanted.kv_offload_gb:
             arguments.add("--enable-hierarchical-cache")
             arguments.add("--hicache-size", wanted.kv_offload_gb)
+            if wanted.depth_drafted:
+                plan.notes.append(OFFLOAD)
         self.apply_settings(arguments, wanted.settings)
         words = ("python", "-m", "sglang.launch_server", *arguments.words)
         if layout.nodes == 1:
@@ -136,8 +140,6 @@ class Sglang(Launcher):
         elif not facts.model_type.startswith(OWN_DRAFT):
             arguments.add("--speculative-draft-model-path", facts.source)
         if wanted.table:
-            if wanted.layout.data > 1:
-                raise UsageError("SGLang's adaptive drafting does not go with data parallelism", "--dp 1")
             steps = {str(low): {"candidate_steps": [min(deep, wanted.depth)]} for low, _, deep in wanted.table}
             plan.files["adaptive.json"] = json.dumps(steps, indent=1) + "\n"
             arguments.add("--speculative-adaptive")

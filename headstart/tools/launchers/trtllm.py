@@ -68,7 +68,7 @@ class TrtLlm(Launcher):
         self.refuse(
             wanted,
             role="prefill and decode apart are set up by `trtllm-serve disaggregated` and its own config file",
-            kv_offload_gb="kv_cache_config.host_cache_size in your own --extra_llm_api_options does it",
+            kv_offload_gb="take what --dry-run prints, and add host_cache_size under kv_cache_config in extra.yaml",
         )
         plan, arguments = Plan(), Arguments(self, version)
         layout = wanted.layout
@@ -78,7 +78,7 @@ class TrtLlm(Launcher):
         if layout.tensor > 1:
             arguments.add("--tp_size", layout.tensor)
         if layout.expert > 1:
-            arguments.add("--ep_size", layout.tensor)
+            arguments.add("--ep_size", layout.expert)
         if layout.data > 1:
             raise UsageError("one trtllm-serve runs one copy of a model", "--dp 1, and one server for each copy")
         if facts.remote_code and not wanted.settings.get("trust_remote_code"):

@@ -8,7 +8,7 @@ from typing import Any
 from headstart.errors import UsageError
 from headstart.tools.launchers._commands import CommandLine
 from headstart.tools.launchers._facts import Facts
-from headstart.tools.launchers._launcher import Arguments, Flag, Launcher, Plan, Step, Wanted
+from headstart.tools.launchers._launcher import OFFLOAD, Arguments, Flag, Launcher, Plan, Step, Wanted
 from headstart.tools.launchers._versions import Version, at_least
 
 ENGINE, FRONTEND = "vllm/engine/arg_utils.py", "vllm/entrypoints/launchers/cli_args.py"
@@ -66,7 +66,6 @@ SETTINGS = {
     "chat_template": "--chat-template",
     "tool_call_parser": "--tool-call-parser",
     "reasoning_parser": "--reasoning-parser",
-    "enable_auto_tool_choice": "--enable-auto-tool-choice",
     "trust_remote_code": "--trust-remote-code",
     "dtype": "--dtype",
     "seed": "--seed",
@@ -113,6 +112,30 @@ class Vllm(Launcher):
                 "export model and head for it: headstart export --to vllm-mimo --out DIRECTORY",
             )
         plan, arguments = Plan(), Arguments(self, version)
+        self._place(facts, wanted, arguments, plan)
+        if speculation := self._speculation(facts, wanted, version, plan.notes):
+            arguments.document("speculative_config", "--speculative-config", speculation)
+            plan.notes.append("requests with min_p or logit_bias are refused while drafting is on")
+        self._transfer(wanted, arguments, plan)
+        self.apply_settings(arguments, wanted.settings)
+        if wanted.settings.get("tool_call_parser"):
+            arguments.add("--enable-auto-tool-choice")
+        layout = wanted.layout
+        environment = {} if layout.gpus else {"VLLM_CPU_KVCACHE_SPACE": "2"}
+        if not layout.gpus and "dtype" not in wanted.settings:
+            arguments.add("--dtype", "bfloat16")
+        words = ("vllm", "serve", facts.source, *arguments.words, *wanted.extra)
+        if layout.nodes > 1:
+            plan.before = [
+                Step(("ray", "start", "--head", "--port=6379"), "node 0"),
+                Step(("ray", "start", f"--address={layout.head_node}:6379"), f"nodes 1 to {layout.nodes - 1}"),
+            ]
+            plan.serve = [Step(words, "node 0", environment)]
+        else:
+            plan.serve = [Step(words, "", environment)]
+        return plan
+
+    def _place(self, facts: Facts, wanted: Wanted, arguments: Arguments, plan: Plan) -> None:
         layout = wanted.layout
         arguments.add("--host", wanted.host)
         arguments.add("--port", wanted.port)
@@ -127,24 +150,6 @@ class Vllm(Launcher):
             arguments.add("--enable-expert-parallel")
         if layout.nodes > 1:
             arguments.add("--distributed-executor-backend", "ray")
-        if speculation := self._speculation(facts, wanted, version, plan.notes):
-            arguments.json("speculative_config", "--speculative-config", speculation)
-            plan.notes.append("requests with min_p or logit_bias are refused while drafting is on")
-        self._transfer(wanted, arguments, plan)
-        self.apply_settings(arguments, wanted.settings)
-        environment = {} if layout.gpus else {"VLLM_CPU_KVCACHE_SPACE": "2"}
-        if not layout.gpus and "dtype" not in wanted.settings:
-            arguments.add("--dtype", "bfloat16")
-        words = ("vllm", "serve", facts.source, *arguments.words, *wanted.extra)
-        if layout.nodes > 1:
-            plan.before = [
-                Step(("ray", "start", "--head", "--port=6379"), "node 0"),
-                Step(("ray", "start", f"--address={layout.head_node}:6379"), f"nodes 1 to {layout.nodes - 1}"),
-            ]
-            plan.serve = [Step(words, "node 0", environment)]
-        else:
-            plan.serve = [Step(words, "", environment)]
-        return plan
 
     def _speculation(self, facts: Facts, wanted: Wanted, version: Version, notes: list[str]) -> dict[str, Any]:
         """The JSON of --speculative-config; empty without drafts."""
@@ -181,12 +186,14 @@ class Vllm(Launcher):
             raise UsageError("--role and --kv-offload need two KV connectors at once", "give one of them")
         if wanted.role:
             role = {"prefill": "kv_producer", "decode": "kv_consumer"}[wanted.role]
-            arguments.json(
+            arguments.document(
                 "kv_transfer_config", "--kv-transfer-config", {"kv_connector": "NixlConnector", "kv_role": role}
             )
         if wanted.kv_offload_gb:
             arguments.add("--kv-offloading-size", wanted.kv_offload_gb)
             arguments.add("--kv-offloading-backend", "native")
+            if wanted.depth_drafted:
+                plan.notes.append(OFFLOAD)
 
     def as_module(self, words: tuple[str, ...]) -> list[str]:
         _, _, model, *rest = words

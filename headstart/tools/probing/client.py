@@ -16,6 +16,8 @@ from headstart.tools.probing.traces import Kind, Trace
 
 EXTRAS = {"ignore_eos": True, "seed": 1, "stream_options": {"include_usage": True}}
 """Fields that not every server knows; left out for one that refuses them."""
+NEW_LENGTH = "max_completion_tokens"
+"""What some servers want instead of max_tokens, and say so."""
 
 
 @dataclass
@@ -28,6 +30,7 @@ class Client:
     timeout: float = 120.0
     _path: str = "/v1/completions"
     _extras: dict[str, Any] = field(default_factory=lambda: dict(EXTRAS))
+    _length: str = "max_tokens"
     _metrics_path: str | None = None
 
     def __post_init__(self) -> None:
@@ -90,7 +93,9 @@ class Client:
 
     def _try_another(self, response: httpx.Response) -> None:
         """Ask in another way the next time. Raises UsageError when there is none left."""
-        if response.status_code in (400, 422) and self._extras:
+        if response.status_code == 400 and NEW_LENGTH in response.text and self._length != NEW_LENGTH:
+            self._length = NEW_LENGTH
+        elif response.status_code in (400, 422) and self._extras:
             named = [name for name in self._extras if name in response.text]
             for name in named or list(self._extras):
                 del self._extras[name]
@@ -103,7 +108,7 @@ class Client:
     def _body(self, prompt: str, max_tokens: int, temperature: float) -> dict[str, Any]:
         chat = {"messages": [{"role": "user", "content": f"Go on with this text, and write nothing else:\n{prompt}"}]}
         asked: dict[str, Any] = chat if "chat" in self._path else {"prompt": prompt}
-        own = {"model": self.model, "max_tokens": max_tokens, "temperature": temperature, "stream": True}
+        own = {"model": self.model, self._length: max_tokens, "temperature": temperature, "stream": True}
         return {**asked, **own, **self._extras}
 
 
