@@ -67,7 +67,7 @@ def settings(options: argparse.Namespace) -> Iterator[Setting]:
         for depth in (options.depth, 0):
             launch = LaunchOptions(
                 engine="vllm", model=str(options.mimo), program=str(options.vllm), depth=depth, gpus="none",
-                settings={"max_model_len": 2048, "max_num_seqs": 4},
+                settings={"max_model_len": 2048, "max_num_seqs": 4}, extra=("--trust-remote-code",),  # our own export
             )  # fmt: skip
             step, words = prepare(launch).commands()[0]
             placed = tuple("PORT" if word == str(launch.port) else word for word in words)

@@ -66,7 +66,8 @@ class ServerFlags(OptionGroup):
     depth: Annotated[int | None, _option("--depth", help="Tokens drafted. Default: tuned, else by the head.")] = None
     head: Annotated[str | None, _option("--head", help="A drafter of its own, in the engine's layout.")] = None
     depth_by_batch: Annotated[
-        str | None, _option("--depth-by-batch", help="Depth by running requests: [[from, to, depth], ...].")
+        str | None,
+        _option("--depth-by-batch", help="Depth by running requests, as JSON: a list of rows from, to, depth."),
     ] = None
     host: Annotated[str, _option("--host", help="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, _option("--port", help="Port.")] = 8000

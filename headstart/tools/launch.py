@@ -97,7 +97,8 @@ def prepare(options: LaunchOptions) -> Prepared:
     _check_wanted(facts, wanted)
     _check_extra(launcher, version, options.extra)
     plan = launcher.plan(facts, wanted, version)
-    plan.notes = [*notes, *plan.notes]
+    _check_twice(plan, options.extra)
+    plan.notes = [*notes, *_remote_code(launcher, facts, wanted), *plan.notes]
     return Prepared(launcher, version, assumed, installed, facts, wanted, choice.why, plan)
 
 
@@ -143,6 +144,23 @@ def _check_extra(launcher: Launcher, version: Version, extra: tuple[str, ...]) -
             f"{launcher.title} {known.nearest(version)} has no {flag}",
             f"did you mean {like}?" if like else "see its --help",
         )
+
+
+def _check_twice(plan: Plan, extra: tuple[str, ...]) -> None:
+    """Raises UsageError for a flag given after -- that the command has already."""
+    words = plan.serve[0].words
+    for flag in (word.partition("=")[0] for word in extra if word.startswith("--")):
+        if sum(word.partition("=")[0] == flag for word in words) > 1:
+            hint = "leave it out, or use launch's own option for it; --depth 0 leaves drafting to your flags"
+            raise UsageError(f"{flag} is given after --, but is set already", hint)
+
+
+def _remote_code(launcher: Launcher, facts: _facts.Facts, wanted: Wanted) -> list[str]:
+    """Code from a checkpoint runs only if the user says so."""
+    flag = launcher.settings.get("trust_remote_code")
+    if not facts.remote_code or flag is None or flag in wanted.extra or wanted.settings.get("trust_remote_code"):
+        return []
+    return [f"the checkpoint brings Python code: if {launcher.title} asks for it and you trust it, add -- {flag}"]
 
 
 def run(options: LaunchOptions, *, docker: bool = False) -> Report:
@@ -237,7 +255,9 @@ def _shell(environment: Mapping[str, str], words: list[str] | tuple[str, ...]) -
 def _docker(prepared: Prepared, step: Step) -> str:
     """The same in the engine's own image: model and files mounted, the program as entry point."""
     launcher, source = prepared.launcher, prepared.facts.source
-    words = ["docker", "run", "--rm", "--ipc=host", "-p", f"{prepared.wanted.port}:{prepared.wanted.port}"]
+    words = ["docker", "run", "--rm", "--ipc=host"]
+    several = len(prepared.plan.serve) > 1 or prepared.wanted.layout.nodes > 1
+    words += ["--network=host"] if several else ["-p", f"{prepared.wanted.port}:{prepared.wanted.port}"]
     words += launcher.device.split() if prepared.wanted.layout.gpus else []
     for name, value in step.environment.items():
         words += ["-e", f"{name}={value}"]
@@ -273,7 +293,7 @@ def _lines(data: dict[str, Any]) -> list[str]:
 def _check_lines(data: dict[str, Any]) -> list[str]:
     found, length = data["check"], data["check"]["acceptance_length"]
     if not data["depth"]:
-        said = "plain decoding, as asked"
+        said = f"plain decoding: {data['why_depth']}"
     elif found["alive"]:
         said = f"drafting is alive: acceptance length {length:.2f}" if length else "drafting is alive"
     else:

@@ -408,6 +408,17 @@ def test_dry_run_prints_a_command_that_the_version_takes(tmp_path: Path, capsys:
     assert document["serve"][0]["command"].endswith("--enable-log-requests")
 
 
+def test_code_of_a_checkpoint_runs_only_if_the_user_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_tiny("mimo", tmp_path, auto_map={"AutoConfig": "code.Config"})
+    arguments = ["launch", "vllm", str(model), "--dry-run", "--gpus", "none"]
+    main(arguments)
+    *notes, command = capsys.readouterr().out.splitlines()
+    assert any("brings Python code" in note for note in notes) and "--trust-remote-code" not in command
+    main([*arguments, "--", "--trust-remote-code"])
+    *notes, command = capsys.readouterr().out.splitlines()
+    assert not any("brings Python code" in note for note in notes) and command.endswith("--trust-remote-code")
+
+
 def test_docker_listens_on_all_addresses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write_tiny("mimo", tmp_path)
     assert main(["launch", "sglang", str(model), "--docker", "--gpus", "h100x1"]) == 0
@@ -422,6 +433,7 @@ def test_docker_listens_on_all_addresses(tmp_path: Path, capsys: pytest.CaptureF
         (["vlm", "{model}", "--dry-run"], "unknown launcher 'vlm'"),
         (["vllm", "{model}", "--dry-run", "--gpus", "none", "--", "--max-num-seq", "3"], "has no --max-num-seq"),
         (["vllm", "{model}", "--dry-run", "--gpus", "none", "--nodes", "2"], "divide GPUs"),
+        (["vllm", "{model}", "--dry-run", "--gpus", "none", "--", "--port", "9"], "--port is given after --"),
         (["vllm", "{model}", "--dry-run", "--role", "both", "--gpus", "h100"], "--role is 'both'"),
         (["vllm", "{model}", "--program", "/nowhere/vllm"], "/nowhere/vllm is no program"),
         (["vllm", "{model}", "--translate", "vllm serve m"], "takes no ENGINE"),

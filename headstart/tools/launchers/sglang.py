@@ -119,8 +119,6 @@ class Sglang(Launcher):
         arguments.add("--host", wanted.host)
         arguments.add("--port", wanted.port)
         arguments.add("--enable-metrics")
-        if facts.remote_code and not wanted.settings.get("trust_remote_code"):
-            arguments.add("--trust-remote-code")
         if not layout.gpus:
             arguments.add("--device", "cpu")
         for flag, size in (("--tp-size", layout.tensor), ("--dp-size", layout.data), ("--ep-size", layout.expert)):

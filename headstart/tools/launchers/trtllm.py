@@ -81,8 +81,6 @@ class TrtLlm(Launcher):
             arguments.add("--ep_size", layout.expert)
         if layout.data > 1:
             raise UsageError("one trtllm-serve runs one copy of a model", "--dp 1, and one server for each copy")
-        if facts.remote_code and not wanted.settings.get("trust_remote_code"):
-            arguments.add("--trust_remote_code")
         top: dict[str, Any] = {"return_perf_metrics": True, "enable_iter_perf_stats": True}
         if speculation := self._speculation(wanted, arguments, plan.notes):
             top["speculative_config"] = arguments.config("speculative_config", speculation)

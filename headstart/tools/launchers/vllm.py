@@ -112,7 +112,7 @@ class Vllm(Launcher):
                 "export model and head for it: headstart export --to vllm-mimo --out DIRECTORY",
             )
         plan, arguments = Plan(), Arguments(self, version)
-        self._place(facts, wanted, arguments, plan)
+        self._place(wanted, arguments)
         if speculation := self._speculation(facts, wanted, version, plan.notes):
             arguments.document("speculative_config", "--speculative-config", speculation)
             plan.notes.append("requests with min_p or logit_bias are refused while drafting is on")
@@ -135,13 +135,10 @@ class Vllm(Launcher):
             plan.serve = [Step(words, "", environment)]
         return plan
 
-    def _place(self, facts: Facts, wanted: Wanted, arguments: Arguments, plan: Plan) -> None:
+    def _place(self, wanted: Wanted, arguments: Arguments) -> None:
         layout = wanted.layout
         arguments.add("--host", wanted.host)
         arguments.add("--port", wanted.port)
-        if facts.remote_code and not wanted.settings.get("trust_remote_code"):
-            arguments.add("--trust-remote-code")
-            plan.notes.append("the checkpoint brings Python code: --trust-remote-code lets vLLM run it")
         if layout.tensor > 1:
             arguments.add("--tensor-parallel-size", layout.tensor)
         if layout.data > 1:

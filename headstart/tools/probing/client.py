@@ -28,6 +28,7 @@ class Client:
     api_key: str | None = None
     model: str | None = None
     timeout: float = 120.0
+    verify: bool = True  # certificates
     _path: str = "/v1/completions"
     _extras: dict[str, Any] = field(default_factory=lambda: dict(EXTRAS))
     _length: str = "max_tokens"
@@ -40,7 +41,9 @@ class Client:
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         limits = httpx.Limits(max_keepalive_connections=0)  # llama.cpp closes idle connections
         try:
-            self._http = httpx.Client(base_url=self.url, headers=headers, timeout=self.timeout, limits=limits)
+            self._http = httpx.Client(
+                base_url=self.url, headers=headers, timeout=self.timeout, limits=limits, verify=self.verify
+            )
         except (httpx.InvalidURL, ValueError) as error:
             raise UsageError(f"{self.url} is not an address: {error}", "for example http://localhost:8000") from None
         if self.model is None:
