@@ -74,10 +74,12 @@ ENGINES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Totals of a server. None: this engine does not tell; `known` False: none of its names for drafting is there."""
+    """Totals of a server. None: this engine does not tell. `known` False: none of its names for drafting is there; it
+    does not draft, then, unless they are `always_there`."""
 
     engine: str
     known: bool
+    always_there: bool = True
     drafts: float | None = None
     drafted: float | None = None
     accepted: float | None = None
@@ -94,6 +96,7 @@ class Counts:
         return Counts(
             engine=self.engine,
             known=self.known,
+            always_there=self.always_there,
             drafts=less(self.drafts, before.drafts),
             drafted=less(self.drafted, before.drafted),
             accepted=less(self.accepted, before.accepted),
@@ -141,6 +144,7 @@ def read(text: str) -> Counts | None:
     return Counts(
         engine=names.engine,
         known=any(name in totals for name in names.all),
+        always_there=names.always_there,
         drafts=total(names.drafts),
         drafted=total(names.drafted),
         accepted=total(names.accepted),

@@ -130,7 +130,7 @@ def method_of(head: str) -> str:
         config = read_object(path / "config.json")
     else:
         raise UsageError(f"--head: there is no model at {head}", "give a directory, a .gguf file or a repo id")
-    if "headstart_head" in config or config.get("format") == "headstart-head":
+    if "headstart_head" in config:
         raise UsageError(f"--head: {head} is in headstart's own layout", "write it for the engine: headstart export")
     words = " ".join(
         str(config.get(key) or "") for key in ("architectures", "model_type", "speculators_model_type")

@@ -25,7 +25,6 @@ from headstart.tools.probing.client import Client
 START_SECONDS = 3600
 """Large models take half an hour to load and compile."""
 END_SECONDS = 20
-LOG_LINES = 15
 WARM_TOKENS = 64
 Progress = Callable[[int, int, str], None]
 

@@ -51,7 +51,9 @@ def from_metrics(counts: Counts) -> Verdict:
         shown = "" if length is None else f", acceptance length {length:.2f}"
         drafted = counts.drafts or counts.drafted
         line = (
-            f"{counts.engine}'s metrics: {drafted:.0f} drafts{shown}" if drafted else f"{counts.engine}'s gauge{shown}"
+            f"{counts.engine}'s metrics: {drafted:.0f} drafts over both kinds of text{shown}"
+            if drafted
+            else f"{counts.engine}'s gauge{shown}"
         )
         dead = length is not None and length < DEAD
         return Verdict(
@@ -64,7 +66,7 @@ def from_metrics(counts: Counts) -> Verdict:
     if counts.known:
         line = f"{counts.engine}'s metrics count drafts, and there were none"
         return Verdict(answer="off", confidence=0.97, source="metrics", evidence=[line])
-    if counts.engine in ("vllm", "trtllm"):
+    if not counts.always_there:
         line = f"{counts.engine}'s metrics have nothing on drafts, as without speculation"
         return Verdict(answer="off", confidence=0.95, source="metrics", evidence=[line])
     return Verdict(answer="unknown", confidence=0.5, source="metrics")
