@@ -23,13 +23,15 @@ from headstart.cli import (
     generate,
     graft,
     inspect,
+    launch,
     plan,
+    probe,
     pull,
     serve,
     train,
     tune,
     verify,
-)  # fmt: skip
+)
 from headstart.cli.options import expand
 from headstart.cli.render import print_error
 from headstart.errors import INTERNAL, HeadstartError, UsageError, status_of
@@ -49,7 +51,10 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="rich",
 )
-for module in (demo, generate, chat, serve, verify, inspect, plan, tune, data, train, export, graft, pull, doctor):
+COMMANDS = (
+    demo, generate, chat, serve, verify, inspect, launch, probe, plan, tune, data, train, export, graft, pull, doctor,
+)  # fmt: skip
+for module in COMMANDS:
     name = module.__name__.rpartition(".")[2]
     app.command(name, epilog=_examples(module.EXAMPLES))(expand(module.run))
 

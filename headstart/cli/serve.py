@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Annotated
 
 from headstart.cli.options import EngineOptions, Model, OptionGroup, _option, read_text
+from headstart.cli.render import finish
+from headstart.cli.serve_elsewhere import OtherEngine, launch_options
 from headstart.cli.vllm_flags import VllmFlags
 from headstart.config import EngineConfig
 from headstart.errors import UsageError
@@ -15,6 +17,7 @@ from headstart.errors import UsageError
 EXAMPLES = (
     "headstart serve --port 8000",
     "headstart serve ./my-model --head my-head --depth 3 --max-num-seqs 16",
+    "headstart serve ./my-model --engine vllm --max-num-seqs 64 --dry-run",
     """curl localhost:8000/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Hello"}]}'""",
 )
 
@@ -86,9 +89,20 @@ def with_tuned(model: str | None, config: EngineConfig) -> EngineConfig:
     return replace(config, drafter=choice.drafter, depth=choice.depth)
 
 
-def run(model: Model = None, *, serving: ServeOptions, engine: EngineOptions, vllm: VllmFlags) -> int:
+def run(
+    model: Model = None, *, serving: ServeOptions, engine: EngineOptions, vllm: VllmFlags, other: OtherEngine
+) -> int:
     """Serve a model over HTTP, with OpenAI's and vLLM's request fields."""
     serving.check()
+    other.check()
+    if other.engine_name is not None:
+        from headstart.cli import launch
+        from headstart.tools.launch import run as dry_run
+
+        options = launch_options(other.engine_name, model, serving, engine, vllm.given)
+        if other.dry_run:
+            return finish(dry_run(options), as_json=False)
+        return launch.started(options, stay=True, as_json=False)
     config = vllm.apply(engine.config)
     if not engine.given & {"depth", "drafter", "rule"} and config.depth_by_batch is None:
         config = with_tuned(model, config)

@@ -15,7 +15,7 @@ from typing import Any, Self
 from headstart import __version__, hub
 from headstart.config import AUTO, Depth, EngineConfig
 from headstart.engine.load import choose_backend, usable_threads
-from headstart.errors import CapacityError
+from headstart.errors import CapacityError, UsageError
 
 WEIGHTS = ("*.safetensors", "*.gguf", "config.json")
 
@@ -45,13 +45,11 @@ class Choice:
 
 
 def path_of(model: str | None, config: EngineConfig) -> Path:
-    """Where the choice for a model on this machine is kept. Raises UsageError for a model that is not there."""
-    alias = hub.resolve_alias(model)
-    trunk = alias.trunk
-    files = [trunk] if trunk.is_file() else sorted(path for pattern in WEIGHTS for path in trunk.glob(pattern))
+    """Where the choice for a model on this machine is kept; nothing is fetched. Raises UsageError for a model that is
+    not there."""
     known = {
-        "files": [(path.name, stat.st_size, stat.st_mtime_ns) for path in files for stat in [path.stat()]],
-        "head": config.head or str(alias.head or ""),
+        "model": _identity(model),
+        "head": config.head,
         "engine": [choose_backend(config)[0], config.device, config.dtype, config.quantization, config.kv_cache_dtype],
         "threads": config.threads or usable_threads(),
         "machine": platform.uname()[:5],
@@ -61,9 +59,18 @@ def path_of(model: str | None, config: EngineConfig) -> Path:
     return hub.cache_dir() / "tuned" / f"{digest}.json"
 
 
+def _identity(model: str | None) -> Any:
+    """A name on the Hub stands for itself."""
+    if model is not None and hub.repo_of(model) is not None:
+        return model
+    trunk = hub.resolve_alias(model).trunk
+    files = [trunk] if trunk.is_file() else sorted(path for pattern in WEIGHTS for path in trunk.glob(pattern))
+    return [(path.name, stat.st_size, stat.st_mtime_ns) for path in files for stat in [path.stat()]]
+
+
 def find(model: str | None, config: EngineConfig) -> Choice | None:
     """The choice that was made for this model here, if there is one."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, UsageError):
         return Choice.of(json.loads(path_of(model, config).read_text("utf-8")))
     return None
 

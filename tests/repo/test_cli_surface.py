@@ -33,13 +33,19 @@ COMMANDS: dict[str, set[str]] = {
     | set(FLAGS)
     | {"--host", "--port", "--served-model-name", "--max-queue", "--request-timeout", "--shutdown-timeout"}
     | {"--api-key", "--ssl-certfile", "--ssl-keyfile", "--chat-template", "--tool-call-parser", "--reasoning-parser"}
-    | {"--log-format", "--price-per-hour"},
+    | {"--log-format", "--price-per-hour", "--engine", "--dry-run"},
     "verify": ENGINE
     | JSON
     | {"--prompts", "--raw", "--max-tokens", "--against", "--numerics", "--full"}
     | {"--temperatures", "--depths", "--drafters", "--batch-sizes", "--chunk-sizes", "--prefix-cache", "--seeds"}
     | {"--preemption", "--thread-counts"},
     "inspect": JSON | {"--head", "--target", "--deep"},
+    "launch": JSON
+    | {"--dry-run", "--docker", "--check", "--translate", "--engine-version", "--program"}
+    | {"--depth", "--head", "--depth-by-batch", "--host", "--port", "--max-model-len", "--max-num-seqs"}
+    | {"--served-model-name", "--api-key"}
+    | {"--gpus", "--tp", "--dp", "--nodes", "--head-node", "--role", "--kv-offload"},
+    "probe": JSON | {"--model", "--api-key", "--no-metrics"},
     "plan": JSON
     | {"--gpu", "--batch", "--context", "--acceptance", "--depth", "--weights", "--kv-dtype", "--tp", "--ep"}
     | {"--price-per-hour", "--api-price", "--recalibrate", "--published"},

@@ -12,7 +12,7 @@ def test_finds_files_by_name_and_leaves_helpers_out() -> None:
     assert {"mtp", "ngram"} <= set(registry.available("drafters"))
     assert all(not name.startswith("_") for kind in registry.KINDS for name in registry.available(kind))
     assert not {"base", "head"} & set(registry.available("formats"))
-    assert registry.available("launchers") == []
+    assert registry.available("launchers") == ["llamacpp", "sglang", "trtllm", "vllm", "xllm"]
 
 
 def test_unknown_name_says_what_exists() -> None:

