@@ -11,6 +11,9 @@ from headstart.core import Draft, Sequence
 from headstart.drafters._drafter import AttachedHead, Target, Wish
 from headstart.layers.decoder import Tap
 
+LONGEST = 16
+"""Longer matches say no more."""
+
 
 @dataclass
 class _Index:
@@ -45,7 +48,7 @@ class NgramDrafter:
             if size:
                 found = tokens[start : start + wish.depth]
                 # longer matches are right more often; how often is for others to learn
-                score = (size - self._sizes[0] + 0.5) / len(self._sizes)
+                score = min(_matched(tokens, start, size), LONGEST) / LONGEST
                 wish.sequence.draft = Draft(found, method=self.method, scores=[score] * len(found))
 
     def _find(self, sequence: Sequence) -> tuple[int, int]:
@@ -63,6 +66,13 @@ class NgramDrafter:
 
     def release(self, sequence: Sequence) -> None:
         self._indexes.pop(sequence, None)
+
+
+def _matched(tokens: Seq[int], start: int, size: int) -> int:
+    """How many tokens before `start` are those at the end of the text; at least `size` are."""
+    while size < LONGEST and size < start and tokens[start - 1 - size] == tokens[-1 - size]:
+        size += 1
+    return size
 
 
 DRAFTER = NgramDrafter

@@ -19,6 +19,9 @@ from headstart.engine.odds import Odds, chances
 
 MARGIN = 0.01
 """Drafting begins when it promises this share of a token's worth at least; what it promises is never exact."""
+PRUDENCE = 0.3
+"""In large batches rows and draft steps must promise so much more than they cost, in smaller ones less: a token saved
+in one sequence does not shorten a batch by its share, and what is given up at the margin is worth little."""
 PROBES = 0.005
 """Share of all time that may go into asking drafters that do not pay now."""
 LEAST_ROW = 0.002
@@ -46,7 +49,7 @@ class AutoDepth:
         self.method = method
         self._spent = self._plain = 0.0  # seconds that steps took, and would have taken for the same tokens
         self._kept, self._credit, self._length = 2.0, 0.0, 128.0
-        self._work = Work(0)
+        self._work, self._prudence = Work(0), 1.0
 
     @property
     def share(self) -> float:
@@ -68,9 +71,11 @@ class AutoDepth:
         plain = costs.of_pass(Work(count, 0, work.reach))
         more = max(1, round(count * self._kept))
         deeper = Work(count + more, work.prompt_rows, work.reach + work.reach * more // count)
-        self.row_s = max((costs.of_pass(deeper) - costs.of_pass(work)) / more, LEAST_ROW * plain)
+        row_s = (costs.of_pass(deeper) - costs.of_pass(work)) / more
+        self._prudence = 1 + PRUDENCE * (1 - 1 / count)
+        self.row_s = self._prudence * max(row_s, LEAST_ROW * plain)
         self.token_s = self.share * plain / count
-        self.draft_s = costs.drafts.at(count) / count
+        self.draft_s = self._prudence * costs.drafts.at(count) / count
         self._work = work
 
     def _pays(self, room: Room) -> bool:
@@ -128,7 +133,7 @@ class AutoDepth:
             kept += length
         work = self._work
         deeper = Work(work.rows + kept, work.prompt_rows, work.reach + work.reach * kept // work.rows)
-        if promised * self.token_s < self.costs.of_pass(deeper) - self.costs.of_pass(work):
+        if promised * self.token_s < self._prudence * (self.costs.of_pass(deeper) - self.costs.of_pass(work)):
             kept = 0
         for sequence, length in drafts:
             sequence.draft = sequence.draft.cut(length if kept else 0)

@@ -64,8 +64,20 @@ class Table:
         return self._bins
 
 
-Key = tuple[str, int, bool]
-"""Drafter, class of temperature, first token of a draft or a later one."""
+PLACES = 6
+"""Tokens of a draft from this place on are judged by the one at it: the longer a draft has been right, the likelier it
+goes on."""
+Key = tuple[str, int, int]
+"""Drafter, class of temperature, place in the draft."""
+
+
+@dataclass
+class _Open:
+    """A draft to be held against the text: its token at `place` is the text's next, all before it were right."""
+
+    draft: Draft
+    start: int
+    place: int = 0
 
 
 @dataclass
@@ -92,11 +104,11 @@ class Odds:
     def __init__(self) -> None:
         self.tables: dict[Key, Table] = {}
         self._own: dict[Sequence, dict[str, _Own]] = {}
-        self._open: dict[Sequence, tuple[int, list[Draft]]] = {}  # length of the text, and what was to follow
+        self._open: dict[Sequence, dict[str, _Open]] = {}  # by drafter
 
     def table(self, sequence: Sequence, method: str, place: int) -> Table:
         """Of a drafter's token at a place of its draft, counted from 0."""
-        key = (method, _warmth(sequence), place == 0)
+        key = (method, _warmth(sequence), min(place, PLACES))
         found = self.tables.get(key)
         if found is None:
             found = self.tables[key] = Table()
@@ -114,28 +126,32 @@ class Odds:
         return min(1.0, self.factor(sequence, draft.method) * table.chance(_score(draft, place)))
 
     def drafted(self, sequence: Sequence, draft: Draft) -> None:
-        """Remember a draft, as it was before anything was cut from it; of several drafters there may be several."""
-        start, drafts = self._open.setdefault(sequence, (len(sequence.tokens), []))
-        if start == len(sequence.tokens) and not any(draft is other for other in drafts):
-            drafts.append(draft)
+        """Remember a draft, as it was before anything was cut from it, unless the drafter's last one still holds."""
+        self._open.setdefault(sequence, {}).setdefault(draft.method, _Open(draft, len(sequence.tokens)))
 
     def came(self, sequence: Sequence) -> None:
-        """Tokens have been committed: hold the open drafts against them, as far as each was right and one further."""
-        opened = self._open.pop(sequence, None)
-        if opened is None:
+        """Tokens have been committed: hold open drafts against them, each up to its first miss. What was cut from a
+        draft is compared too, when the text gets there."""
+        opened = self._open.get(sequence)
+        if not opened:
             return
-        start, drafts = opened
-        for draft in drafts:
-            records = self._own.setdefault(sequence, {})
-            own = records.get(draft.method)
+        tokens, records = sequence.tokens, self._own.setdefault(sequence, {})
+        for method, each in list(opened.items()):
+            own = records.get(method)
             if own is None:
-                own = records[draft.method] = _Own()
-            for place, (guess, token) in enumerate(zip(draft.tokens, sequence.tokens[start:], strict=False)):
-                table, score, hit = self.table(sequence, draft.method, place), _score(draft, place), guess == token
-                own.learn(table.chance(score), hit)
-                table.learn(score, hit)
-                if not hit:
-                    break
+                own = records[method] = _Own()
+            guesses = each.draft.tokens
+            hit = True
+            while hit and each.place < len(guesses) and each.start + each.place < len(tokens):
+                place = each.place
+                table, score = self.table(sequence, method, place), _score(each.draft, place)
+                hit = guesses[place] == tokens[each.start + place]
+                if place <= PLACES:  # one long copy must not outvote all others
+                    own.learn(table.chance(score), hit)
+                    table.learn(score, hit)
+                each.place += 1
+            if not hit or each.place == len(guesses):
+                del opened[method]
 
     def release(self, sequence: Sequence) -> None:
         self._open.pop(sequence, None)
@@ -143,7 +159,7 @@ class Odds:
 
     def seen(self, method: str) -> tuple[float, float]:
         """(tries, share that was right) of a drafter's first tokens, of late."""
-        tables = [table for (name, _, first), table in self.tables.items() if name == method and first]
+        tables = [table for (name, _, place), table in self.tables.items() if name == method and place == 0]
         tries = sum(table.seen for table in tables)
         return tries, sum(table.right for table in tables) / max(tries, 1.0)
 
