@@ -93,7 +93,7 @@ def test_text_is_that_of_plain_decoding(served: LLM, temperature: float) -> None
     llm = served
     prompts = [prompt for _, prompt in builtin_prompts()]
     params = [SamplingParams(max_tokens=24, temperature=temperature, seed=i) for i in range(len(prompts))]
-    plain, drafted = llm.generate(prompts, params, depth=0), llm.generate(prompts, params)
+    plain, drafted = (llm.generate(prompts, params, depth=depth) for depth in (0, 3))
     assert [each.token_ids for each in drafted] == [each.token_ids for each in plain]
     assert sum(each.speculation.accepted for each in drafted) > 0
     assert sum(each.speculation.passes for each in drafted) < sum(each.speculation.passes for each in plain)
