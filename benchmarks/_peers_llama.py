@@ -8,7 +8,6 @@ Batches: llama-batched-bench (random tokens, no sampling).
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import time
 import urllib.error
@@ -18,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from _peers_process import EngineFailed, Group
+from _peers_process import EngineFailed, Group, free_port
 
 CONTEXT = 4096
 START_SECONDS = 120
@@ -30,9 +29,7 @@ class Server:
     """A llama-server on a free local port."""
 
     def __init__(self, llama_bin: Path, model: Path, threads: int, log: Path, more: Sequence[str] = ()) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.group = Group(
             [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,13 @@ from typing import Any, Protocol
 
 END_SECONDS = 10
 LOG_LINES = 12
+
+
+def free_port() -> int:
+    """One that nobody listens on right now."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
 
 
 class EngineFailed(Exception):

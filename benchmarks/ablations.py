@@ -32,7 +32,7 @@ from headstart.train.features import FeatureCache
 from headstart.train.kinds import head_kind
 from headstart.train.loop import Recipe, Trainer
 from headstart.train.objective import Target, Weighting
-from headstart.train.rounding import int4
+from headstart.train.rounding import rounded
 from headstart.train.setup import Subject, load_subject
 
 STEPS = (1.0, 0.8, 0.6)
@@ -111,8 +111,8 @@ def train(
             if trainer.share_done >= 1:
                 break
         epoch += 1
-    weights = {name: int4(weight) if weight.ndim == 2 else weight for name, weight in trainer.average.items()}
-    modules, target = kind.modules(weights, spec, config, recipe.dtype), Target.of(subject.trunk, ids, rounded=True)
+    modules = kind.modules(rounded(trainer.average), spec, config, recipe.dtype)
+    target = Target.of(subject.trunk, ids, rounded=True)
     found = evaluate(modules, spec, target, held_out, cache, Weighting(STEPS))["all"]
     return {
         "length": found.length,

@@ -22,7 +22,6 @@ import json
 import os
 import platform
 import shlex
-import socket
 import statistics
 import sys
 import time
@@ -34,8 +33,9 @@ from pathlib import Path
 from typing import Any
 
 from _peers_load import load_now, others, verdict
-from _peers_process import EngineFailed, Group
+from _peers_process import EngineFailed, Group, free_port
 from _peers_prompts import Prompts
+from _peers_sections import say
 from _peers_weights import gguf_copy, safetensors_copy
 from heads_in_llama import converted
 
@@ -62,9 +62,7 @@ class Server:
 
     def start(self, work: Path) -> None:
         """Load, and wait until it answers; then it is stopped. Raises EngineFailed."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         words = [str(word).replace("{port}", str(self.port)) for word in self.command]
         self.group = Group(words, work / f"{self.name.replace(' ', '-')}.log", self.environment, piped=False)
         deadline = time.monotonic() + START_SECONDS
@@ -225,10 +223,6 @@ def by_category(records: Sequence[Mapping[str, Any]], rows: Sequence[str]) -> li
             cells.append(f" {statistics.median(found):.1f} |")
         lines.append(f"| {category} |{''.join(cells)}")
     return lines
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def options() -> argparse.Namespace:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import socket
 import statistics
 import sys
 import tempfile
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from _peers_process import EngineFailed, Group
+from _peers_process import EngineFailed, Group, free_port
 
 from headstart import hub
 from headstart.tools import probe
@@ -77,9 +76,7 @@ def settings(options: argparse.Namespace) -> Iterator[Setting]:
 @contextmanager
 def served(setting: Setting, log: Path) -> Iterator[str]:
     """Its address, once it is healthy. Raises EngineFailed."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    port = free_port()
     words = [str(port) if word == "PORT" else word for word in setting.command]
     group, url = Group(words, log, setting.environment, piped=False), f"http://127.0.0.1:{port}"
     try:

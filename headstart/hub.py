@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import hashlib
+import json
 import os
+import platform
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from headstart import _wheel
+from headstart import __version__, _wheel
 from headstart._wheel import Progress, WheelFile, terminal_progress
 from headstart.errors import UsageError
 
@@ -73,6 +77,29 @@ def cache_dir() -> Path:
     else:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return base / "headstart"
+
+
+def stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
+    """Path, size and time of change (ns) of files: what is made from them holds as long as these do. Raises OSError."""
+    return [(str(file.resolve()), stat.st_size, stat.st_mtime_ns) for file in files for stat in [file.stat()]]
+
+
+def record_path(folder: str, facts: Mapping[str, Any]) -> Path:
+    """Where something measured is kept, as JSON in the user cache: for these facts, this machine and this version."""
+    known = {**facts, "machine": platform.uname()[:5], "version": __version__}
+    digest = hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()[:24]
+    return cache_dir() / folder / f"{digest}.json"
+
+
+def keep_record(path: Path, document: Mapping[str, Any]) -> None:
+    """Written aside and renamed. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(f".{os.getpid()}")
+    try:
+        aside.write_text(json.dumps(document, indent=1, default=str), "utf-8")
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def cached_trunk(name: str = DEFAULT_MODEL) -> Path | None:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
-import os
-import platform
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from headstart import __version__, hub
+from headstart import hub
 from headstart.core import Request, SamplingParams
 from headstart.engine.costs import Costs, Curve, Samples
 from headstart.engine.engine import Engine
@@ -122,10 +118,7 @@ def _measure_long(run: _Run, costs: Costs, short: int) -> None:
 
 def known_costs(engine: Engine, identity: Mapping[str, Any]) -> Costs:
     """Of this machine, model and settings: as kept from an earlier start, if that still holds, or measured now."""
-    text = json.dumps(
-        {**identity, "version": __version__, "machine": platform.uname()[:5]}, sort_keys=True, default=str
-    )
-    path = hub.cache_dir() / "costs" / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+    path = hub.record_path("costs", identity)
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         kept = Costs.of(json.loads(path.read_text())["costs"])
         if _still_holds(engine, kept):
@@ -133,7 +126,8 @@ def known_costs(engine: Engine, identity: Mapping[str, Any]) -> Costs:
     begun = time.perf_counter()
     costs = calibrate(engine)
     if time.perf_counter() - begun > WORTH_KEEPING_S:
-        _keep(path, {"costs": costs.document(), "of": json.loads(text)})
+        with contextlib.suppress(OSError):  # a cache that cannot be written is none
+            hub.keep_record(path, {"costs": costs.document(), "of": identity})
     return costs
 
 
@@ -153,12 +147,3 @@ def _still_holds(engine: Engine, costs: Costs) -> bool:
     for curve in (costs.passes, costs.drafts):
         curve.scale *= scale
     return True
-
-
-def _keep(path: Path, document: dict[str, Any]) -> None:
-    """A cache that cannot be written is none."""
-    aside = path.with_suffix(f".{os.getpid()}")
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(json.dumps(document, indent=1))
-        aside.replace(path)

@@ -22,7 +22,7 @@ from headstart.core import (
     Verdict,
 )
 from headstart.drafters._drafter import Drafter, Wish
-from headstart.engine.costs import Samples, Work
+from headstart.engine.costs import Costs, Samples, Work
 from headstart.engine.depth import AutoDepth, Room
 from headstart.engine.judge import judge_exact, judge_rejection
 from headstart.engine.runner import Forward, Runner
@@ -242,10 +242,12 @@ class Engine:
         wishes = self._wishes(sequences)
         if not wishes:
             return
+        learner = self.samples or (self.pilot.costs if self.depth == AUTO else None)
+        missed = {wish.sequence: _missed(wish.sequence) for wish in wishes} if learner else {}
         begun = time.perf_counter()
-        missed = {wish.sequence: _missed(wish.sequence) for wish in wishes}
         self.drafter.propose(wishes)
-        self._learn_draft(wishes, missed, time.perf_counter() - begun)
+        if learner:
+            self._learn_draft(learner, wishes, missed, time.perf_counter() - begun)
         for wish in wishes:
             sequence = wish.sequence
             assert len(sequence.draft.tokens) <= wish.depth, f"{self.drafter.method} drafts more than it was asked for"
@@ -277,11 +279,12 @@ class Engine:
         reach = sum([len(each.tokens) for each in ready])
         return Work(len(ready), max(0, min(pending, scheduler.budget - len(ready))), reach)
 
-    def _learn_draft(self, wishes: Seq[Wish], missed: Mapping[Sequence, int], seconds: float) -> None:
+    def _learn_draft(
+        self, learner: Costs | Samples, wishes: Seq[Wish], missed: Mapping[Sequence, int], seconds: float
+    ) -> None:
         """By how many sequences each draft step had; what a lookup found is no work of a head."""
-        learner = self.samples or (self.pilot.costs if self.depth == AUTO else None)
         drafts = [wish.sequence for wish in wishes if wish.sequence.draft.method == self.pilot.method]
-        if learner is None or not drafts:
+        if not drafts:
             return
         lengths = [len(sequence.draft.tokens) for sequence in drafts]
         steps = [sum([length > i for length in lengths]) for i in range(max(lengths))]

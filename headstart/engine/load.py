@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from headstart import registry
+from headstart import hub, registry
 from headstart.cache.memory import KVMemory
 from headstart.config import AUTO, EngineConfig
 from headstart.drafters._drafter import AttachedHead, Drafter, Target
@@ -19,7 +19,6 @@ from headstart.errors import ModelError, UsageError
 from headstart.formats import open_checkpoint
 from headstart.formats.base import Checkpoint, unpermute_rows
 from headstart.formats.head import is_head, read_head
-from headstart.hub import resolve_alias
 from headstart.kernels.ops import Backend, RawTensor
 from headstart.layers.build import DecoderConfig, Weights, eagle3_head, medusa_modules, mtp_module
 from headstart.layers.decoder import Decoder, tap_width
@@ -137,7 +136,7 @@ def canonical_tensors(checkpoint: Checkpoint, family: Family, config: DecoderCon
 def load_model(name: str | None, config: EngineConfig) -> Model:
     """Read a model by path, alias or Hub name, and the head that goes with it. Raises ModelError or UsageError."""
     choose_backend(config)  # before anything is fetched
-    alias = resolve_alias(name)
+    alias = hub.resolve_alias(name)
     checkpoint = open_checkpoint(alias.trunk)
     family = find_family(checkpoint)
     sizes = family.parse(checkpoint.config)
@@ -252,9 +251,8 @@ def make_engine(model: Model, config: EngineConfig) -> Engine:
 
 def identity(model: Model, config: EngineConfig) -> dict[str, Any]:
     """What the costs of passes and drafts depend on, beside the machine."""
-    files = [(str(path), stat.st_size, stat.st_mtime_ns) for path in model.checkpoint.files for stat in [path.stat()]]
     return {
-        "files": files,
+        "files": hub.stamps(model.checkpoint.files),
         "head": model.head.source if model.head else None,
         "drafter": drafter_of(model, config)[1],
         "backend": [model.backend.name, config.device, config.dtype, config.quantization, config.kv_cache_dtype],
@@ -268,8 +266,7 @@ def drafter_of(model: Model, config: EngineConfig) -> tuple[type[Drafter] | None
     step by step, else prompt lookup alone. Depth 0 needs none."""
     method = config.drafter
     if method == "auto":
-        by_head = "mixed" if config.depth == AUTO else model.head.head.kind if model.head else ""
-        method = by_head if model.head else "ngram"
+        method = "ngram" if model.head is None else "mixed" if config.depth == AUTO else model.head.head.kind
     if method == "none" or config.depth == 0:
         return None, "none"
     found: type[Drafter] = registry.find("drafters", method).DRAFTER

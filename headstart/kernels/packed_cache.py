@@ -54,11 +54,10 @@ class Key:
 def key_of(files: Sequence[Path], quantization: str | None) -> Key | None:
     """The key of a checkpoint's files (weights; trunk and head), or None when one of them cannot be looked at."""
     try:
-        known = [(str(file.resolve()), file.stat()) for file in files]
+        seen = hub.stamps(files)
     except OSError:
         return None
-    place = hashlib.sha256(json.dumps([[path for path, _ in known], quantization]).encode()).hexdigest()[:32]
-    seen = [[path, stat.st_size, stat.st_mtime_ns] for path, stat in known]
+    place = hashlib.sha256(json.dumps([[path for path, _, _ in seen], quantization]).encode()).hexdigest()[:32]
     return Key(place, json.dumps([LAYOUT, __version__, quantization, seen]))
 
 

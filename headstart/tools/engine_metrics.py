@@ -22,6 +22,7 @@ class Names:
     accepted: tuple[str, ...] = ()
     per_position: str = ""
     length: str = ""  # a gauge
+    saved: str = ""  # passes that drafting saved
     always_there: bool = True  # also without drafting
 
     @property
@@ -29,7 +30,7 @@ class Names:
         return tuple(name for name in (*self.drafts, *self.drafted, *self.accepted, self.length) if name)
 
 
-def _vllm(engine: str, marker: str, prefix: str, *, always_there: bool = True) -> Names:
+def _vllm(engine: str, marker: str, prefix: str, *, saved: str = "", always_there: bool = True) -> Names:
     """vLLM's four counters, which others took over."""
     return Names(
         engine=engine,
@@ -38,12 +39,13 @@ def _vllm(engine: str, marker: str, prefix: str, *, always_there: bool = True) -
         drafted=(f"{prefix}spec_decode_num_draft_tokens_total",),
         accepted=(f"{prefix}spec_decode_num_accepted_tokens_total",),
         per_position=f"{prefix}spec_decode_num_accepted_tokens_per_pos_total",
+        saved=saved,
         always_there=always_there,
     )
 
 
 ENGINES = (
-    _vllm("headstart", "headstart:depth", "vllm:"),
+    _vllm("headstart", "headstart:depth", "vllm:", saved="headstart:passes_saved_total"),
     _vllm("vllm", "vllm:", "vllm:", always_there=False),
     _vllm("llamacpp", "llamacpp:", "llamacpp:"),
     Names(
@@ -85,6 +87,7 @@ class Counts:
     accepted: float | None = None
     per_position: dict[int, float] = field(default_factory=dict)
     length: float | None = None  # a gauge: of late
+    saved: float | None = None
 
     def since(self, before: Counts) -> Counts:
         """What happened in between. The gauge stays."""
@@ -102,6 +105,7 @@ class Counts:
             accepted=less(self.accepted, before.accepted),
             per_position=places,
             length=self.length,
+            saved=less(self.saved, before.saved),
         )
 
     @property
@@ -149,6 +153,7 @@ def read(text: str) -> Counts | None:
         drafted=total(names.drafted),
         accepted=total(names.accepted),
         per_position=dict(sorted(places.items())),
+        saved=total((names.saved,)),
         length=_mean([sample.value for sample in samples if sample.name == names.length]),
     )
 

@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import headstart
 from headstart import registry
 from headstart.config import EngineConfig
-from headstart.core import Report, SamplingParams
+from headstart.core import Report
 from headstart.errors import HeadstartError, ModelError, UsageError
 from headstart.formats._index import INDEX
 from headstart.formats._mtp_families import declared
@@ -293,11 +294,9 @@ def measure(model: Path, progress: Progress) -> dict[str, Any]:
 def _draft(model: str, progress: Progress) -> DraftStats:
     """Greedy, depth 3, the built-in prompts."""
     from headstart.api import LLM  # the engine is loaded only when there is something to measure
+    from headstart.tools.acceptance import on_builtin_prompts
 
+    finished = count(1)
+    number = len(builtin_prompts())
     llm = LLM(model, EngineConfig(drafter="mtp", depth=3))
-    total = DraftStats()
-    prompts = [prompt for _, prompt in builtin_prompts()]
-    for done, prompt in enumerate(prompts):
-        progress(done, len(prompts), "measuring acceptance")
-        total.add(llm.generate([prompt], SamplingParams(max_tokens=MAX_TOKENS))[0].speculation)
-    return total
+    return on_builtin_prompts(llm, MAX_TOKENS, lambda: progress(next(finished), number, "measuring acceptance"))

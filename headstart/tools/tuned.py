@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
-import os
-import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from headstart import __version__, hub
+from headstart import hub
 from headstart.config import AUTO, Depth, EngineConfig
 from headstart.engine.load import choose_backend, usable_threads
 from headstart.errors import CapacityError, UsageError
@@ -52,11 +49,8 @@ def path_of(model: str | None, config: EngineConfig) -> Path:
         "head": config.head,
         "engine": [choose_backend(config)[0], config.device, config.dtype, config.quantization, config.kv_cache_dtype],
         "threads": config.threads or usable_threads(),
-        "machine": platform.uname()[:5],
-        "version": __version__,
     }
-    digest = hashlib.sha256(json.dumps(known, default=str).encode()).hexdigest()[:24]
-    return hub.cache_dir() / "tuned" / f"{digest}.json"
+    return hub.record_path("tuned", known)
 
 
 def _identity(model: str | None) -> Any:
@@ -78,13 +72,8 @@ def find(model: str | None, config: EngineConfig) -> Choice | None:
 def save(model: str | None, config: EngineConfig, choice: Choice) -> Path:
     """Raises CapacityError when it cannot be written."""
     path = path_of(model, config)
-    aside = path.with_suffix(f".{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(json.dumps(asdict(choice), indent=1), "utf-8")
-        aside.replace(path)
+        hub.keep_record(path, asdict(choice))
     except OSError as error:
         raise CapacityError(f"cannot write {path}: {error.strerror}", "HEADSTART_CACHE names another folder") from None
-    finally:
-        aside.unlink(missing_ok=True)
     return path

@@ -154,9 +154,9 @@ class _Verification:
         options = self.options
         if not self._plain:
             self.name = model.name
+            deepest = max((depth for depth in options.depths if depth != AUTO), default=AUTO)
             for drafter in options.drafters:  # a drafter that does not fit is said before the work begins
-                for depth in options.depths:
-                    make_engine(model, replace(options.config, drafter=drafter, depth=depth))
+                make_engine(model, replace(options.config, drafter=drafter, depth=deepest))
             for temperature, seed in self._baselines:
                 config = _config(options, plain_cell(temperature, seed, threads))
                 llm = LLM(model, config)

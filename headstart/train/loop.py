@@ -21,7 +21,7 @@ from headstart.train.evaluate import Acceptance, evaluate
 from headstart.train.features import FeatureCache
 from headstart.train.kinds import HeadKind
 from headstart.train.objective import Target, Weighting, assess
-from headstart.train.rounding import int4
+from headstart.train.rounding import rounded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +131,7 @@ class Trainer:
     def _modules(self, weights: Mapping[str, Tensor]) -> Sequence[Module]:
         """As they will run."""
         if self.recipe.rounded:
-            weights = {name: int4(weight) if weight.ndim == 2 else weight for name, weight in weights.items()}
+            weights = rounded(weights)
         return self.kind.modules(weights, self.spec, self.config, self.recipe.dtype)
 
     @torch.no_grad()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,11 @@ def int4(weight: Tensor) -> Tensor:
         return weight
     found: Tensor = _Pass.apply(weight)  # type: ignore[no-untyped-call]
     return found
+
+
+def rounded(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A module's weights as drafts run with them: matrices in int4, vectors as they are."""
+    return {name: int4(weight) if weight.ndim == 2 else weight for name, weight in weights.items()}
 
 
 class _Pass(torch.autograd.Function):

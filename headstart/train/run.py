@@ -37,7 +37,7 @@ from headstart.train.loop import Hooks, Recipe, Trainer, save_checkpoint, train
 from headstart.train.objective import Target, Weighting
 from headstart.train.plot import draw
 from headstart.train.progress import note, shown
-from headstart.train.rounding import int4
+from headstart.train.rounding import rounded
 from headstart.train.setup import Corpus, Subject, as_masters, existing_head, load_subject, prepare, write_answers
 
 PATIENCE = 10
@@ -188,7 +188,7 @@ class _Run:
         device = trunk.lm_head.device
         weights = {name: each.to(device) for name, each in as_masters(tensors).items()}
         if self._rounded:
-            weights = {name: int4(each) if each.ndim == 2 else each for name, each in weights.items()}
+            weights = rounded(weights)
         found = torch.arange(config.vocab_size) if ids is None else torch.from_numpy(ids)
         spec = HeadSpec.of(head)
         modules = self.kind.modules(weights, spec, config, trunk.dtype)

@@ -10,29 +10,25 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from headstart.errors import UsageError
+from headstart.tools import engine_metrics
 from headstart.tools.bench.client import Answer, Server, get, post
 from headstart.tools.bench.document import Speculation
 from headstart.tools.bench.measure import AUTO, OFF, SERVER, Load, Notify, Outcome, Sample
 from headstart.tools.bench.workloads import Task
+from headstart.tools.engine_metrics import Counts
 
 CHAT, MODELS, METRICS, TOKENIZE = "/v1/chat/completions", "/v1/models", "/metrics", "/tokenize"
 OWN = "headstart"
 """Owner of the models of headstart's servers, which take the request field `speculation`."""
 CHARACTERS_PER_TOKEN = 4
 """Of English, about; for servers that do not count tokens."""
-DRAFTS, DRAFTED, ACCEPTED = (f"vllm:spec_decode_num_{name}" for name in ("drafts", "draft_tokens", "accepted_tokens"))
-AT_POSITION = f"{ACCEPTED}_per_pos"
-PASSES_SAVED = "headstart:passes_saved"
-COUNTERS = {DRAFTS, DRAFTED, ACCEPTED, AT_POSITION, PASSES_SAVED}
+WITH_VLLM_NAMES = ("headstart", "vllm")
+"""Engines whose counters say everything that a cell holds."""
 SHOWN = 200
 """Characters of a server's error that are shown."""
 
 T = TypeVar("T")
-Metrics = dict[str, dict[str, float]]
-"""Counters: name without _total -> position ("" where it has none) -> value, summed over other labels."""
 
 
 class OverHttp:
@@ -246,41 +242,31 @@ async def _status(server: Server, path: str, body: dict[str, Any]) -> int:
         return 0
 
 
-async def _metrics(server: Server) -> Metrics | None:
+async def _metrics(server: Server) -> Counts | None:
     """None for a server without metrics of speculation."""
     try:
         answer = await get(server, METRICS)
-        families = list(text_string_to_metric_families(answer.body)) if answer.status == 200 else []
     except (OSError, ValueError):
         return None
-    found: Metrics = {}
-    for sample in (sample for family in families for sample in family.samples):
-        name = sample.name.removesuffix("_total")
-        if name in COUNTERS:
-            values, position = found.setdefault(name, {}), sample.labels.get("position", "")
-            values[position] = values.get(position, 0.0) + sample.value
-    return found if DRAFTS in found else None
+    found = engine_metrics.read(answer.body) if answer.status == 200 else None
+    return found if found and found.engine in WITH_VLLM_NAMES and found.drafts is not None else None
 
 
-def _difference(before: Metrics | None, after: Metrics | None) -> Speculation | None:
+def _difference(before: Counts | None, after: Counts | None) -> Speculation | None:
     """What was drafted in between, by whoever used the server."""
     if before is None or after is None:
         return None
-
-    def grown(name: str, position: str = "") -> int:
-        return round(after.get(name, {}).get(position, 0.0) - before.get(name, {}).get(position, 0.0))
-
-    places = sorted(map(int, filter(str.isdigit, after.get(AT_POSITION, {}))))
-    hits = [grown(AT_POSITION, str(place)) for place in places]
+    spent = after.since(before)
+    hits = [round(count) for count in spent.per_position.values()]
     while hits and not hits[-1]:
         hits.pop()
-    saved = grown(PASSES_SAVED) if PASSES_SAVED in after else grown(ACCEPTED)  # each accepted token saves a pass
+    accepted = round(spent.accepted or 0)
     return Speculation(
-        drafts=grown(DRAFTS),
-        drafted=grown(DRAFTED),
-        accepted=grown(ACCEPTED),
+        drafts=round(spent.drafts or 0),
+        drafted=round(spent.drafted or 0),
+        accepted=accepted,
         per_position=tuple(hits),
-        passes_saved=saved,
+        passes_saved=accepted if spent.saved is None else round(spent.saved),  # each accepted token saves a pass
     )
 
 

@@ -41,23 +41,20 @@ def measure(model: str | None, head: str | None, progress: Progress) -> dict[str
 
 def _measure(model: Model, config: Any, progress: Progress) -> dict[str, Any]:
     from headstart.api import LLM
-    from headstart.core import SamplingParams
+    from headstart.tools.acceptance import on_builtin_prompts
 
-    prompts = [prompt for _, prompt in builtin_prompts()]
     deepest = _deepest(LLM(model, replace(config, depth=1)))
     rows: list[dict[str, Any]] = []
     tokens = done = 0
     for depth in DEPTHS[:deepest]:
         llm = LLM(model, replace(config, depth=depth))
 
-        def finished(index: int, completion: object, depth: int = depth) -> None:
+        def finished(depth: int = depth) -> None:
             nonlocal done
             done += 1
-            progress(done, len(prompts) * deepest, f"measuring acceptance at depth {depth}")
+            progress(done, len(builtin_prompts()) * deepest, f"measuring acceptance at depth {depth}")
 
-        stats = DraftStats()
-        for completion in llm.generate(prompts, SamplingParams(max_tokens=TOKENS), on_finish=finished):
-            stats.add(completion.speculation)
+        stats = on_builtin_prompts(llm, TOKENS, finished)
         tokens += stats.emitted
         rows.append({"depth": depth, "acceptance_length": stats.acceptance_length, "per_position": _rates(stats)})
     first = rows[0]["per_position"][0] if rows and rows[0]["per_position"] else 0.0

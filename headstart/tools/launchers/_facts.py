@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from headstart.formats._gguf_file import read as read_gguf
 from headstart.formats._json import read_object
 from headstart.formats._mtp_families import declared, find_family
 from headstart.formats._symbols import text_config
+from headstart.tools.inspection.parts import MTP, part_of
 from headstart.tools.planner.config_shape import shape_of
 
 EXPERT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
@@ -93,7 +93,7 @@ def of_config(
     text = text_config(config)
     quantization = (config.get("quantization_config") or text.get("quantization_config") or {}).get("quant_method")
     promised = declared(config, find_family(config)).modules
-    there = names is None or has_modules(names, int(text.get("num_hidden_layers") or 0))
+    there = names is None or any(part_of(name, int(text.get("num_hidden_layers") or 0)) == MTP for name in names)
     return Facts(
         source=source,
         model_type=str(text.get("model_type") or "unknown"),
@@ -107,17 +107,6 @@ def of_config(
         declared=promised,
         local=local,
     )
-
-
-def has_modules(names: Iterable[str], layers: int) -> bool:
-    """Do tensors of an MTP module stand there: under a name of their own, or behind the last layer?"""
-    for name in names:
-        if re.search(r"(?:^|\.)(?:mtp|nextn|mtp_layers|mtp_block)\.", name):
-            return True
-        layer = re.match(r"(?:model\.|language_model\.)*layers\.(\d+)\.", name)
-        if layer and layers and int(layer[1]) >= layers:
-            return True
-    return False
 
 
 def method_of(head: str) -> str:

@@ -34,6 +34,11 @@ class Flag:
         return at_least(version, self.since) and (self.until is None or not at_least(version, self.until))
 
 
+def spelled_alike(*options: str) -> dict[str, str]:
+    """`Launcher.settings` of options whose flag is their own name with dashes."""
+    return {option: f"--{option.replace('_', '-')}" for option in options}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """Devices side by side. `gpus` 0: a CPU."""

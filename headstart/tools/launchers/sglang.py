@@ -7,7 +7,16 @@ import json
 from headstart.errors import UsageError
 from headstart.tools.launchers._commands import CommandLine
 from headstart.tools.launchers._facts import Facts
-from headstart.tools.launchers._launcher import OFFLOAD, Arguments, Flag, Launcher, Plan, Step, Wanted
+from headstart.tools.launchers._launcher import (
+    OFFLOAD,
+    Arguments,
+    Flag,
+    Launcher,
+    Plan,
+    Step,
+    Wanted,
+    spelled_alike,
+)
 from headstart.tools.launchers._versions import Version, at_least
 
 FIELDS = "sglang/srt/arg_groups/fields"
@@ -51,22 +60,24 @@ SETTINGS = {
     "max_model_len": "--context-length",
     "max_num_seqs": "--max-running-requests",
     "max_num_batched_tokens": "--chunked-prefill-size",
-    "kv_cache_dtype": "--kv-cache-dtype",
     "gpu_memory_utilization": "--mem-fraction-static",
-    "served_model_name": "--served-model-name",
-    "api_key": "--api-key",
-    "ssl_certfile": "--ssl-certfile",
-    "ssl_keyfile": "--ssl-keyfile",
-    "chat_template": "--chat-template",
-    "tool_call_parser": "--tool-call-parser",
-    "reasoning_parser": "--reasoning-parser",
-    "trust_remote_code": "--trust-remote-code",
-    "dtype": "--dtype",
     "seed": "--random-seed",
-    "quantization": "--quantization",
-    "load_format": "--load-format",
-    "revision": "--revision",
     "no_prefix_caching": "--disable-radix-cache",
+    **spelled_alike(
+        "kv_cache_dtype",
+        "served_model_name",
+        "api_key",
+        "ssl_certfile",
+        "ssl_keyfile",
+        "chat_template",
+        "tool_call_parser",
+        "reasoning_parser",
+        "trust_remote_code",
+        "dtype",
+        "quantization",
+        "load_format",
+        "revision",
+    ),
 }
 REMOVED = {"--enable-ep-moe": "--ep-size says it"}
 

@@ -8,7 +8,16 @@ from typing import Any
 from headstart.errors import UsageError
 from headstart.tools.launchers._commands import CommandLine
 from headstart.tools.launchers._facts import Facts
-from headstart.tools.launchers._launcher import OFFLOAD, Arguments, Flag, Launcher, Plan, Step, Wanted
+from headstart.tools.launchers._launcher import (
+    OFFLOAD,
+    Arguments,
+    Flag,
+    Launcher,
+    Plan,
+    Step,
+    Wanted,
+    spelled_alike,
+)
 from headstart.tools.launchers._versions import Version, at_least
 
 ENGINE, FRONTEND = "vllm/engine/arg_utils.py", "vllm/entrypoints/launchers/cli_args.py"
@@ -53,33 +62,33 @@ FLAGS = (
     Flag("kv_transfer_config.kv_role", TRANSFER, values=("kv_producer", "kv_consumer", "kv_both")),
 )  # fmt: skip
 GONE_METHODS = {"medusa": "0.33", "mlp_speculator": "0.33"}
-SETTINGS = {
-    "max_model_len": "--max-model-len",
-    "max_num_seqs": "--max-num-seqs",
-    "max_num_batched_tokens": "--max-num-batched-tokens",
-    "kv_cache_dtype": "--kv-cache-dtype",
-    "gpu_memory_utilization": "--gpu-memory-utilization",
-    "served_model_name": "--served-model-name",
-    "api_key": "--api-key",
-    "ssl_certfile": "--ssl-certfile",
-    "ssl_keyfile": "--ssl-keyfile",
-    "chat_template": "--chat-template",
-    "tool_call_parser": "--tool-call-parser",
-    "reasoning_parser": "--reasoning-parser",
-    "trust_remote_code": "--trust-remote-code",
-    "dtype": "--dtype",
-    "seed": "--seed",
-    "block_size": "--block-size",
-    "quantization": "--quantization",
-    "enable_prefix_caching": "--enable-prefix-caching",
-    "enable_chunked_prefill": "--enable-chunked-prefill",
-    "enforce_eager": "--enforce-eager",
-    "load_format": "--load-format",
-    "tokenizer": "--tokenizer",
-    "revision": "--revision",
-    "swap_space": "--swap-space",
-    "pipeline_parallel_size": "--pipeline-parallel-size",
-}
+SETTINGS = spelled_alike(
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "kv_cache_dtype",
+    "gpu_memory_utilization",
+    "served_model_name",
+    "api_key",
+    "ssl_certfile",
+    "ssl_keyfile",
+    "chat_template",
+    "tool_call_parser",
+    "reasoning_parser",
+    "trust_remote_code",
+    "dtype",
+    "seed",
+    "block_size",
+    "quantization",
+    "enable_prefix_caching",
+    "enable_chunked_prefill",
+    "enforce_eager",
+    "load_format",
+    "tokenizer",
+    "revision",
+    "swap_space",
+    "pipeline_parallel_size",
+)
 REMOVED = {
     "--disable-logprobs-during-spec-decoding": "V0 only, ended in 0.10; logprobs work while drafting",
     "--spec-decoding-acceptance-method": "V0 only, ended in 0.10: rejection sampling is the default",

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from headstart import __version__, hub
+from headstart import hub
 from headstart.config import EngineConfig
 from headstart.engine.load import Model as Loaded, free_memory, load_model, usable_threads
 from headstart.tools import doctor
@@ -126,10 +124,13 @@ def cache_path(model: str | None, config: EngineConfig) -> Path:
     """plan/ in the user cache, by model files, weights, cache type, threads, processor and version."""
     trunk = hub.resolve_alias(model).trunk
     files = sorted(trunk.glob("*.safetensors")) if trunk.is_dir() else [trunk]
-    seen = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    settings = (config.backend, config.quantization, config.kv_cache_dtype, config.threads or usable_threads())
-    key = [__version__, VERSION, seen, settings, doctor.cpu(Path("/proc/cpuinfo"))["model"]]
-    return hub.cache_dir() / "plan" / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]}.json"
+    facts = {
+        "format": VERSION,
+        "files": hub.stamps(files),
+        "settings": (config.backend, config.quantization, config.kv_cache_dtype, config.threads or usable_threads()),
+        "cpu": doctor.cpu(Path("/proc/cpuinfo"))["model"],
+    }
+    return hub.record_path("plan", facts)
 
 
 def read(path: Path) -> dict[str, Any] | None:
@@ -142,9 +143,6 @@ def read(path: Path) -> dict[str, Any] | None:
 
 
 def write(path: Path, measured: dict[str, Any]) -> None:
-    """Written aside and renamed; a folder that cannot be written only means measuring again."""
+    """A folder that cannot be written only means measuring again."""
     with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
-        aside.write_text(json.dumps(measured, indent=1), "utf-8")
-        aside.replace(path)
+        hub.keep_record(path, measured)
