@@ -11,13 +11,14 @@ from typing import Any
 
 from headstart import registry
 from headstart.cache.memory import KVMemory
-from headstart.config import AUTO, EngineConfig
+from headstart.cache.recurrent import StateMemory
+from headstart.config import AUTO, MAX_DEPTH, EngineConfig
 from headstart.drafters._drafter import AttachedHead, Drafter, Target
 from headstart.engine.engine import Engine
 from headstart.engine.runner import Runner
 from headstart.errors import ModelError, UsageError
 from headstart.formats import open_checkpoint
-from headstart.formats.base import Checkpoint, unpermute_rows
+from headstart.formats.base import Checkpoint, Tensor, unpermute_rows
 from headstart.formats.head import is_head, read_head
 from headstart.hub import resolve_alias
 from headstart.kernels.ops import Backend, RawTensor
@@ -28,7 +29,9 @@ from headstart.models._family import Family, native_head
 from headstart.text.tokenizer import Tokenizer
 
 MEMORY_SHARE = 0.25
-"""Share of the free memory that the KV cache may take when --kv-blocks is not given."""
+"""Share of the free memory that the KV cache may take when --kv-blocks is not given; half of it where there is
+recurrent state, a quarter of it each for sequences and snapshots."""
+MOST_SNAPSHOTS = 256
 
 
 @dataclass(frozen=True)
@@ -116,17 +119,25 @@ def find_family(checkpoint: Checkpoint) -> Family:
     model_type = checkpoint.config.get("model_type")
     if not isinstance(model_type, str):
         raise ModelError(f"{checkpoint.path}: config.json names no model_type")
+    names = registry.available("models")
+    if model_type not in names and model_type.replace("-", "_") not in names:
+        for name in names:
+            other: Family = registry.find("models", name).FAMILY
+            if model_type in other.aliases:
+                return other
     family: Family = registry.find("models", model_type).FAMILY
     return family
 
 
-def canonical_tensors(checkpoint: Checkpoint, family: Family, config: DecoderConfig) -> dict[str, RawTensor]:
+def canonical_tensors(checkpoint: Checkpoint, family: Family, config: DecoderConfig) -> Mapping[str, RawTensor]:
     """The checkpoint's tensors under canonical names, q and k rows in the half-split rope order."""
+    tensors: dict[str, Tensor] = dict(checkpoint.tensors)
     if not checkpoint.canonical_names:
         named = ((family.canonical(name), tensor) for name, tensor in checkpoint.tensors.items())
-        return {name: tensor for name, tensor in named if name is not None}
-    tensors: dict[str, RawTensor] = dict(checkpoint.tensors)
-    if family.interleaved_rope:
+        tensors = {name: tensor for name, tensor in named if name is not None}
+    if family.adapt:
+        tensors = family.adapt(tensors, config, checkpoint.canonical_names)
+    if checkpoint.canonical_names and family.interleaved_rope:
         heads = {"q_proj": config.attention.num_heads, "k_proj": config.attention.num_kv_heads}
         for name, tensor in checkpoint.tensors.items():
             if (part := name.split(".")[-2] if "." in name else "") in heads:
@@ -207,13 +218,15 @@ def make_engine(model: Model, config: EngineConfig) -> Engine:
     max_length = context_length(model, config)
     drafter_type, method = drafter_of(model, config)
     tap = drafter_type.tap(model.head) if drafter_type else None
-    num_blocks = config.kv_blocks or _num_blocks(model, config, max_length)
+    budget = int(free_memory() * MEMORY_SHARE)
+    states = _states(model, config, budget, drafts=drafter_type is not None)
+    num_blocks = config.kv_blocks or _num_blocks(model, config, max_length, budget // 2 if states else budget)
     if num_blocks * config.block_size < max_length:
         raise UsageError(
             f"--kv-blocks {num_blocks} of {config.block_size} tokens hold less than one sequence of {max_length}",
             f"give at least {-(-max_length // config.block_size)} blocks, or lower --max-model-len",
         )
-    memory = KVMemory(num_blocks, config.block_size, prefix_caching=config.enable_prefix_caching)
+    memory = KVMemory(num_blocks, config.block_size, prefix_caching=config.enable_prefix_caching, states=states)
     num_slots = num_blocks * config.block_size
     runner = Runner(
         model.backend,
@@ -224,6 +237,7 @@ def make_engine(model: Model, config: EngineConfig) -> Engine:
         tap=tap,
         block_size=config.block_size,
         keep_probs=config.rule == "rejection",
+        states=states,
     )
     drafter: Drafter | None = None
     if drafter_type is not None:
@@ -284,12 +298,24 @@ def context_length(model: Model, config: EngineConfig) -> int:
     return config.max_model_len or limit
 
 
-def _num_blocks(model: Model, config: EngineConfig, max_length: int) -> int:
-    """Enough for max_num_seqs full sequences, within a share of the free memory, never less than one sequence."""
+def _states(model: Model, config: EngineConfig, budget: int, *, drafts: bool) -> StateMemory | None:
+    """Recurrent state for max_num_seqs sequences within a quarter of the budget (bytes), never less than one, and
+    snapshots within another; None for a model without any."""
+    specs, kept = model.decoder.state_specs, MAX_DEPTH if drafts else 0
+    if not specs:
+        return None
+    running_bytes, snapshot_bytes = (sum(model.backend.state_bytes(spec, rows) for spec in specs) for rows in (kept, 0))
+    running = max(1, min(config.max_num_seqs, budget // 4 // running_bytes))
+    snapshots = min(MOST_SNAPSHOTS, budget // 4 // snapshot_bytes) if config.enable_prefix_caching else 0
+    return StateMemory(running, snapshots, kept, block_size=config.block_size)
+
+
+def _num_blocks(model: Model, config: EngineConfig, max_length: int, budget: int) -> int:
+    """Enough for max_num_seqs full sequences, within the budget (bytes), never less than one sequence."""
     specs = [*model.decoder.kv_specs, *(module.kv_spec for module in (model.head.head.modules if model.head else ()))]
     per_token = sum(model.backend.kv_bytes(spec) for spec in specs if spec) + 4 * model.config.hidden_size
     blocks_per_sequence = -(-max_length // config.block_size)
-    affordable = int(free_memory() * MEMORY_SHARE) // (per_token * config.block_size)
+    affordable = budget // (per_token * config.block_size)
     return max(min(config.max_num_seqs * blocks_per_sequence, affordable), blocks_per_sequence)
 
 

@@ -58,6 +58,53 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True)
+class ConvSpec:
+    """A short causal convolution: each channel sums its last `width` inputs. State: the last width - 1 inputs."""
+
+    channels: int
+    width: int
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        return self.width - 1, self.channels
+
+    @property
+    def row_width(self) -> int:
+        """Columns of a kept row (see Ops.causal_conv)."""
+        return self.channels
+
+
+@dataclass(frozen=True)
+class DeltaSpec:
+    """Gated DeltaNet (Yang, Kautz, Hatamizadeh 2024): one state matrix [key_dim, value_dim] per value head. Value head
+    v reads key head v // (num_heads / num_key_heads), or v % num_key_heads where they are `tiled`."""
+
+    num_key_heads: int
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    tiled: bool = False
+
+    @property
+    def channels(self) -> int:
+        """Width of [q, k, v]."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        return self.num_heads, self.key_dim, self.value_dim
+
+    @property
+    def row_width(self) -> int:
+        """Columns of a kept row: [q, k, v], log decay, strength."""
+        return self.channels + 2 * self.num_heads
+
+
+StateSpec = ConvSpec | DeltaSpec
+"""What a recurrent layer keeps per sequence instead of keys and values."""
+
+
+@dataclass(frozen=True)
 class StepInputs:
     """Handles of the step's inputs inside a program; see StepPlan for meanings."""
 
@@ -92,6 +139,12 @@ class Ops(Protocol):
     def silu_mul(self, gate: Buffer, up: Buffer) -> Buffer:
         """silu(gate) * up."""
 
+    def sigmoid(self, x: Buffer) -> Buffer:
+        """1 / (1 + e^-x)."""
+
+    def mul(self, a: Buffer, b: Buffer) -> Buffer:
+        """a * b."""
+
     def concat(self, a: Buffer, b: Buffer) -> Buffer:
         """[R, n], [R, m] -> [R, n + m]."""
 
@@ -101,6 +154,18 @@ class Ops(Protocol):
     def attention(self, q: Buffer, k: Buffer, v: Buffer, pool: Pool, spec: AttentionSpec) -> Buffer:
         """Write k, v [R, kv_heads * head_dim] at the rows' slots, then attend causally to every written position of
         the row's own sequence from plan.first_position to the row's position -> [R, heads * head_dim]."""
+
+    def causal_conv(self, x: Buffer, weight: Weight, pool: Pool, spec: ConvSpec) -> Buffer:
+        """y_p = sum over j of weight[j] * x_(p - width + 1 + j) along each sequence, zeros before its first row;
+        weight [width * channels], taps oldest first. States are read and written as plan.states says."""
+
+    def decay(self, x: Buffer, rate: Weight, bias: Weight) -> Buffer:
+        """rate * ln(1 + e^(x + bias)), by column: the log decay of a recurrent state (rate < 0)."""
+
+    def gated_delta(self, qkv: Buffer, log_decay: Buffer, strength: Buffer, pool: Pool, spec: DeltaSpec) -> Buffer:
+        """The recurrence, row by row in prefill too: with q and k of length 1 (L2, epsilon 1e-6) and q / sqrt(key_dim),
+        S = e^log_decay S;  S += k (strength (v - S^T k))^T;  out = S^T q. qkv [R, channels]; log_decay, strength
+        [R, heads] -> [R, heads * value_dim]. States are read and written as plan.states says."""
 
     def take_rows(self, x: Buffer, rows: Buffer) -> Buffer:
         """x[rows]."""
@@ -134,6 +199,12 @@ class Backend(Protocol):
     def kv_pool(self, num_slots: int, spec: AttentionSpec) -> Pool: ...
 
     def hidden_pool(self, num_slots: int, width: int) -> Pool: ...
+
+    def state_bytes(self, spec: StateSpec, num_kept: int = 0) -> int:
+        """Bytes of one recurrent state, with as many kept rows."""
+
+    def state_pool(self, num_slots: int, num_owned: int, num_kept: int, spec: StateSpec) -> Pool:
+        """Recurrent states; the first `num_owned` slots belong to sequences and have `num_kept` rows each."""
 
     def run(
         self, program: Program, plan: StepPlan, *, hidden_pool: Pool = None, hidden: Buffer = None

@@ -20,7 +20,17 @@ from torch import Tensor
 
 from headstart.core import Sampled, SamplingRows, StepPlan, TokenLogprob
 from headstart.errors import UsageError
-from headstart.kernels.ops import AttentionSpec, Program, RawTensor, RopeSpec, StepInputs
+from headstart.kernels.ops import (
+    AttentionSpec,
+    ConvSpec,
+    DeltaSpec,
+    Program,
+    RawTensor,
+    RopeSpec,
+    StateSpec,
+    StepInputs,
+)
+from headstart.kernels.reference_recurrent import StatePool, conv_step, delta_step, walk
 from headstart.kernels.reference_sampling import logprobs, sample
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -109,6 +119,12 @@ class ReferenceOps:
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         return torch.nn.functional.silu(gate) * up
 
+    def sigmoid(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(x)
+
+    def mul(self, a: Tensor, b: Tensor) -> Tensor:
+        return a * b
+
     def concat(self, a: Tensor, b: Tensor) -> Tensor:
         return torch.cat((a, b), dim=-1)
 
@@ -155,6 +171,18 @@ class ReferenceOps:
         weights = scores.softmax(-1).view(num_spans, kv_heads, repeat * num_rows, -1)
         out = (weights @ values).view(num_spans, kv_heads, repeat, num_rows, dim)
         return out.permute(0, 3, 1, 2, 4).reshape(num_spans, num_rows, -1)
+
+    def causal_conv(self, x: Tensor, weight: Tensor, pool: StatePool, spec: ConvSpec) -> Tensor:
+        return walk(conv_step(weight, spec), x, spec.channels, pool, self._plan)
+
+    def decay(self, x: Tensor, rate: Tensor, bias: Tensor) -> Tensor:
+        return rate * torch.nn.functional.softplus(x + bias, threshold=30)
+
+    def gated_delta(
+        self, qkv: Tensor, log_decay: Tensor, strength: Tensor, pool: StatePool, spec: DeltaSpec
+    ) -> Tensor:
+        rows = torch.cat((qkv, log_decay, strength), dim=-1)
+        return walk(delta_step(spec), rows, spec.num_heads * spec.value_dim, pool, self._plan)
 
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         return x[rows]
@@ -205,13 +233,26 @@ class ReferenceBackend:
     def hidden_pool(self, num_slots: int, width: int) -> Tensor:
         return self._zeros((num_slots, width))
 
-    def _zeros(self, shape: tuple[int, ...]) -> Tensor:
+    def state_bytes(self, spec: StateSpec, num_kept: int = 0) -> int:
+        return (math.prod(spec.state_shape) + num_kept * spec.row_width) * self._state_dtype.itemsize
+
+    def state_pool(self, num_slots: int, num_owned: int, num_kept: int, spec: StateSpec) -> StatePool:
+        rows = self._zeros((num_owned, num_kept, spec.row_width), self._state_dtype)
+        return StatePool(self._zeros((num_slots, *spec.state_shape), self._state_dtype), rows)
+
+    @property
+    def _state_dtype(self) -> torch.dtype:
+        """A sum over a whole text is not for eight bits."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """Zeros, so that no stale NaN can pass a masked weight. On CPU by numpy (calloc): memory is taken only as it
         is used, where torch.zeros would fill it at once."""
-        if self.device.type == "cuda":
-            return torch.zeros(shape, dtype=self.dtype, device=self.device)
-        raw = np.zeros(math.prod(shape) * self.dtype.itemsize, np.uint8)
-        return torch.from_numpy(raw).view(self.dtype).view(shape)
+        dtype = dtype or self.dtype
+        if self.device.type == "cuda" or 0 in shape:
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+        raw = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+        return torch.from_numpy(raw).view(dtype).view(shape)
 
     @torch.inference_mode()
     def run(

@@ -8,15 +8,29 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from headstart.errors import ModelError
-from headstart.kernels.ops import AttentionSpec, Backend, RawTensor, RopeSpec, Weight
+from headstart.kernels.ops import AttentionSpec, Backend, ConvSpec, DeltaSpec, RawTensor, RopeSpec, Weight
 from headstart.layers.attention import Attention
-from headstart.layers.decoder import Decoder, DecoderLayer, tapped_layers
+from headstart.layers.decoder import Decoder, DecoderLayer, Mixer, tapped_layers
+from headstart.layers.delta import GatedDeltaNet
 from headstart.layers.eagle3 import Eagle3Module
 from headstart.layers.linear import Linear
 from headstart.layers.medusa import MedusaModule
 from headstart.layers.mlp import GatedMLP
 from headstart.layers.mtp import HeadSpec, MTPHead, MTPModule
 from headstart.layers.norm import RMSNorm
+
+
+@dataclass(frozen=True)
+class DeltaConfig:
+    """Gated DeltaNet in place of attention in some `layers`."""
+
+    spec: DeltaSpec
+    conv_width: int
+    layers: frozenset[int]
+
+    @property
+    def conv(self) -> ConvSpec:
+        return ConvSpec(self.spec.channels, self.conv_width)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +50,8 @@ class DecoderConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    gated_attention: bool = False  # rows of q_proj are [query, gate] by head
+    delta: DeltaConfig | None = None
     num_mtp: int = 0  # native MTP modules promised by the config
 
 
@@ -68,6 +84,10 @@ class Weights:
     def has(self, name: str) -> bool:
         return name in self.tensors
 
+    def rows(self, name: str, shape: tuple[int, ...], rows: np.ndarray) -> Weight:
+        """Some rows of a tensor of this shape."""
+        return self.backend.weight(self.raw(name, shape).take_rows(rows.reshape(-1)), drafts=self.drafts)
+
     def linear(self, prefix: str, num_out: int, num_in: int, *, bias: bool = False) -> Linear:
         weight = self.get(f"{prefix}.weight", num_out, num_in)
         return Linear(weight, self.get(f"{prefix}.bias", num_out) if bias else None)
@@ -76,17 +96,19 @@ class Weights:
         return RMSNorm(self.get(f"{name}.weight", size), eps)
 
 
-def decoder_layer(
-    weights: Weights, prefix: str, config: DecoderConfig, *, attention_input: int | None = None
-) -> DecoderLayer:
-    """The block whose tensors start with `prefix` (no trailing dot). `attention_input`: columns that q, k and v read,
-    where they are not the hidden size."""
-    hidden, inner, spec, eps = config.hidden_size, config.intermediate_size, config.attention, config.eps
-    reads = attention_input or hidden
+def attention(weights: Weights, attn: str, config: DecoderConfig, reads: int) -> Attention:
+    """The attention whose tensors start with `attn`; q, k and v read as many columns as `reads`."""
+    hidden, spec, eps = config.hidden_size, config.attention, config.eps
     q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    attn, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-    attention = Attention(
-        q_proj=weights.linear(f"{attn}.q_proj", q_size, reads, bias=config.qkv_bias),
+    if config.gated_attention:
+        by_head = np.arange(2 * q_size).reshape(spec.num_heads, 2, spec.head_dim)
+        q, gate = (
+            Linear(weights.rows(f"{attn}.q_proj.weight", (2 * q_size, reads), by_head[:, part])) for part in (0, 1)
+        )
+    else:
+        q, gate = weights.linear(f"{attn}.q_proj", q_size, reads, bias=config.qkv_bias), None
+    return Attention(
+        q_proj=q,
         k_proj=weights.linear(f"{attn}.k_proj", kv_size, reads, bias=config.qkv_bias),
         v_proj=weights.linear(f"{attn}.v_proj", kv_size, reads, bias=config.qkv_bias),
         o_proj=weights.linear(f"{attn}.o_proj", hidden, q_size, bias=config.o_bias),
@@ -94,10 +116,51 @@ def decoder_layer(
         rope=config.rope,
         q_norm=weights.norm(f"{attn}.q_norm", spec.head_dim, eps) if config.qk_norm else None,
         k_norm=weights.norm(f"{attn}.k_norm", spec.head_dim, eps) if config.qk_norm else None,
+        gate_proj=gate,
     )
+
+
+def delta_net(weights: Weights, prefix: str, config: DecoderConfig, delta: DeltaConfig) -> GatedDeltaNet:
+    """The Gated DeltaNet whose tensors start with `prefix`."""
+    hidden, spec = config.hidden_size, delta.spec
+    inner = spec.num_heads * spec.value_dim
+    return GatedDeltaNet(
+        qkv_proj=weights.linear(f"{prefix}.in_proj_qkv", spec.channels, hidden),
+        z_proj=weights.linear(f"{prefix}.in_proj_z", inner, hidden),
+        a_proj=weights.linear(f"{prefix}.in_proj_a", spec.num_heads, hidden),
+        b_proj=weights.linear(f"{prefix}.in_proj_b", spec.num_heads, hidden),
+        conv=weights.get(f"{prefix}.conv", delta.conv_width * spec.channels),
+        decay_rate=weights.get(f"{prefix}.decay_rate", spec.num_heads),
+        decay_bias=weights.get(f"{prefix}.decay_bias", spec.num_heads),
+        norm=weights.norm(f"{prefix}.norm", spec.value_dim, config.eps),
+        out_proj=weights.linear(f"{prefix}.out_proj", hidden, inner),
+        spec=spec,
+        conv_spec=delta.conv,
+    )
+
+
+def trunk_mixer(weights: Weights, index: int, config: DecoderConfig) -> Mixer | None:
+    """What trunk layer `index` has in place of the common attention."""
+    if config.delta is None or index not in config.delta.layers:
+        return None
+    return delta_net(weights, f"layers.{index}.linear_attn", config, config.delta)
+
+
+def decoder_layer(
+    weights: Weights,
+    prefix: str,
+    config: DecoderConfig,
+    *,
+    attention_input: int | None = None,
+    mixer: Mixer | None = None,
+) -> DecoderLayer:
+    """The block whose tensors start with `prefix` (no trailing dot). `attention_input`: columns that q, k and v read,
+    where they are not the hidden size. `mixer` replaces the common attention."""
+    hidden, inner, eps = config.hidden_size, config.intermediate_size, config.eps
+    mlp = f"{prefix}.mlp"
     return DecoderLayer(
         input_norm=weights.norm(f"{prefix}.input_layernorm", hidden, eps),
-        attention=attention,
+        attention=mixer or attention(weights, f"{prefix}.self_attn", config, attention_input or hidden),
         post_norm=weights.norm(f"{prefix}.post_attention_layernorm", hidden, eps),
         mlp=GatedMLP(
             weights.linear(f"{mlp}.gate_proj", inner, hidden, bias=config.mlp_bias),
@@ -113,7 +176,10 @@ def decoder(weights: Weights, config: DecoderConfig) -> Decoder:
     head = lm_head_name(weights, config)
     return Decoder(
         embedding=embedding,
-        layers=[decoder_layer(weights, f"layers.{i}", config) for i in range(config.num_layers)],
+        layers=[
+            decoder_layer(weights, f"layers.{i}", config, mixer=trunk_mixer(weights, i, config))
+            for i in range(config.num_layers)
+        ],
         norm=weights.norm("norm", config.hidden_size, config.eps),
         lm_head=Linear(weights.get(head, config.vocab_size, config.hidden_size)),
     )

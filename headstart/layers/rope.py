@@ -32,7 +32,7 @@ def rope_spec(config: Mapping[str, Any], head_dim: int) -> RopeSpec:
         inv_freq, scale = _yarn(inv_freq, scaling, config, theta, rotary_dim)
     else:
         raise ModelError(f"rope scaling type {kind!r} is not supported", "known: default, linear, llama3, yarn")
-    return RopeSpec(tuple(inv_freq.tolist()), rotary_dim, scale)
+    return RopeSpec(tuple(inv_freq.tolist()), 2 * len(inv_freq), scale)  # an odd number of dims turns one more
 
 
 def _llama3(inv_freq: np.ndarray, scaling: Mapping[str, Any]) -> np.ndarray:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.errors import ModelError
+from headstart.formats.base import Tensor
 from headstart.kernels.ops import AttentionSpec
 from headstart.layers.build import DecoderConfig, Weights, mtp_module
 from headstart.layers.decoder import Decoder
@@ -26,7 +27,8 @@ class Family:
     `build`: weights -> trunk. `tiny`: a random small model (config.json content, Hugging Face tensors) for tests; its
     keyword arguments change keys of the config.
     `head`: how the native MTP modules of a checkpoint work. `interleaved_rope`: GGUF files hold the q and k rows of
-    this family in llama.cpp's interleaved order."""
+    this family in llama.cpp's interleaved order. `adapt`: what tensors under canonical names need beside their names
+    (tensors, sizes, from a GGUF file?). `aliases`: other names of the family: a wrapper's text part, llama.cpp's."""
 
     parse: Callable[[Config], DecoderConfig]
     canonical: Callable[[str], str | None]
@@ -34,6 +36,8 @@ class Family:
     tiny: Callable[..., tuple[dict[str, Any], Arrays]]
     head: HeadSpec | None = None
     interleaved_rope: bool = False
+    adapt: Callable[[dict[str, Tensor], DecoderConfig, bool], dict[str, Tensor]] | None = None
+    aliases: tuple[str, ...] = ()
 
 
 def parse_decoder(config: Config, **switches: Any) -> DecoderConfig:
@@ -77,6 +81,13 @@ def native_head(family: Family, weights: Weights, config: DecoderConfig) -> MTPH
     """The MTP modules inside the checkpoint; None when the config promises none or the file holds none."""
     if family.head is None or not config.num_mtp or not weights.has("mtp.0.projection.weight"):
         return None
+    names = [f"mtp.{i}.block.input_layernorm.weight" for i in range(config.num_mtp)]
+    present = sum(weights.has(name) for name in names)
+    if present < config.num_mtp:
+        raise ModelError(
+            f"{weights.source}: the config promises {config.num_mtp} MTP modules, but the checkpoint holds {present}",
+            "is the download complete? if it is, correct the number in config.json",
+        )
     drafting = Weights(weights.tensors, weights.backend, weights.source, drafts=True)
     modules = [mtp_module(drafting, f"mtp.{i}", config) for i in range(config.num_mtp)]
     weights.used |= drafting.used
@@ -124,7 +135,7 @@ def block_shapes(prefix: str, config: DecoderConfig) -> dict[str, tuple[int, ...
     shapes: dict[str, tuple[int, ...]] = {
         f"{prefix}.input_layernorm.weight": (hidden,),
         f"{prefix}.post_attention_layernorm.weight": (hidden,),
-        f"{attn}.q_proj.weight": (q_size, hidden),
+        f"{attn}.q_proj.weight": (q_size * (2 if config.gated_attention else 1), hidden),
         f"{attn}.k_proj.weight": (kv_size, hidden),
         f"{attn}.v_proj.weight": (kv_size, hidden),
         f"{attn}.o_proj.weight": (hidden, q_size),

@@ -1,0 +1,304 @@
+"""What Qwen3-Next and Qwen3.5 share: Gated DeltaNet beside gated attention, (1 + w) norms, MTP under `mtp.`.
+
+Formulas: transformers 5.23, `modeling_qwen3_next.py` and `modeling_qwen3_5.py`; the MTP module: vLLM 0.32,
+`qwen3_next_mtp.py`. Names in GGUF files and what is folded into them: llama.cpp's `conversion/qwen.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headstart.errors import ModelError
+from headstart.formats.base import Tensor, make_tensor
+from headstart.kernels.ops import DeltaSpec
+from headstart.layers.build import DecoderConfig, DeltaConfig
+from headstart.layers.mtp import HeadSpec
+from headstart.models._family import (
+    Arrays,
+    Config,
+    block_shapes,
+    parse_decoder,
+    random_arrays,
+    tiny_config,
+    without_prefix,
+)
+
+HEAD = HeadSpec(beyond="cycle")
+LINEAR, FULL = "linear_attention", "full_attention"
+MTP_NAMES = {
+    "fc": "projection",
+    "pre_fc_norm_embedding": "norm_embedding",
+    "pre_fc_norm_hidden": "norm_hidden",
+    "norm": "norm",
+}
+NEXTN_NAMES = {"eh_proj": "projection", "enorm": "norm_embedding", "hnorm": "norm_hidden", "shared_head.norm": "norm"}
+WRAPPERS = ("model.language_model.", "language_model.model.", "language_model.", "model.")
+
+
+def text_config(config: Config) -> dict[str, Any]:
+    """The language model's part of a multimodal wrapper's config, or a text model's own."""
+    inner = config.get("text_config")
+    if inner is None:
+        return dict(config)
+    if not isinstance(inner, dict):
+        raise ModelError("config.json: text_config is not an object")
+    ties = {"tie_word_embeddings": bool(config.get("tie_word_embeddings") or inner.get("tie_word_embeddings"))}
+    return {**config, **inner, **ties}
+
+
+def parse(config: Config, *, tiled: bool = False) -> DecoderConfig:
+    """`tiled`: the value heads are in llama.cpp's order."""
+    config = text_config(config)
+    _refuse_unknown(config)
+    shared = {"head_dim": 256, "partial_rotary_factor": 0.25, **config}
+    sizes = parse_decoder(
+        shared,
+        qk_norm=True,
+        gated_attention=bool(config.get("attn_output_gate", True)),
+        num_mtp=int(config.get("mtp_num_hidden_layers") or config.get("num_nextn_predict_layers") or 0),
+    )
+    return replace(sizes, delta=_delta(config, sizes.num_layers, tiled))
+
+
+def _refuse_unknown(config: Config) -> None:
+    """Features that nobody has implemented here, by name."""
+    if config.get("attention_bias"):
+        raise ModelError("config.json: attention_bias is not supported for this family")
+    if (act := config.get("hidden_act", "silu")) != "silu":
+        raise ModelError(f"config.json: hidden_act {act!r} is not supported for this family", "known: silu")
+    if config.get("mtp_use_dedicated_embeddings"):
+        raise ModelError("config.json: mtp_use_dedicated_embeddings (an embedding of the MTP module) is not supported")
+
+
+def _delta(config: Config, num_layers: int, tiled: bool) -> DeltaConfig | None:
+    """The linear layers; None where there are none."""
+    layers = frozenset(i for i, kind in enumerate(_layer_types(config, num_layers)) if kind == LINEAR)
+    if not layers:
+        return None
+    try:
+        key_heads, heads, key_dim, width = (
+            int(config[f"linear_{name}"])
+            for name in ("num_key_heads", "num_value_heads", "key_head_dim", "conv_kernel_dim")
+        )
+        value_dim = int(config.get("linear_value_head_dim") or config["linear_inner_size"] // heads)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise ModelError(f"config.json: {error} is missing or not a number", "linear attention needs it") from None
+    if min(key_heads, heads, key_dim, value_dim) < 1 or width < 2 or heads % key_heads:
+        raise ModelError(
+            f"config.json: linear attention has {heads} value heads of {value_dim}, {key_heads} key heads of {key_dim} "
+            f"and a convolution of {width}",
+            "value heads must be a multiple of key heads, a convolution at least 2 wide, all sizes positive",
+        )
+    return DeltaConfig(DeltaSpec(key_heads, heads, key_dim, value_dim, tiled), width, layers)
+
+
+def _layer_types(config: Config, num_layers: int) -> list[str]:
+    kinds = config.get("layer_types")
+    if kinds is None and (recurrent := config.get("recurrent_layers")) is not None:  # a GGUF file's
+        flags = recurrent if isinstance(recurrent, list) else [recurrent] * num_layers
+        kinds = [LINEAR if flag else FULL for flag in flags[:num_layers]]
+    if kinds is None:
+        every = int(config.get("full_attention_interval") or 4)
+        kinds = [FULL if (i + 1) % every == 0 else LINEAR for i in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise ModelError(f"config.json: layer_types must name {num_layers} layers")
+    if unknown := sorted({str(kind) for kind in kinds} - {LINEAR, FULL}):
+        raise ModelError(f"config.json: layer type {unknown[0]!r} is not supported", f"known: {LINEAR}, {FULL}")
+    return kinds
+
+
+# Names.
+
+
+def canonical(name: str) -> str | None:
+    """Hugging Face's names, in a wrapper or not; the vision part is left out."""
+    if re.match(r"(model\.)?visual\.", name):
+        return None
+    mtp = re.fullmatch(r"(?:model\.)?mtp\.(?:layers\.(\d+)\.)?(.+)", name)
+    if mtp:
+        index, rest = mtp.groups()
+        if index is not None:
+            return f"mtp.{index}.block.{rest}"
+        part, _, kind = rest.rpartition(".")
+        return f"mtp.0.{MTP_NAMES.get(part, part)}.{kind}"
+    for prefix in WRAPPERS:
+        if name.startswith(prefix):
+            return without_prefix(name.removeprefix(prefix))
+    return without_prefix(name)
+
+
+def adapt(tensors: dict[str, Tensor], config: DecoderConfig, from_gguf: bool) -> dict[str, Tensor]:
+    """Norms as factors, the projections of a linear layer apart, the modules' shared tensors for each of them."""
+    found = _from_gguf(tensors, config) if from_gguf else _from_hugging_face(tensors, config)
+    for i in range(1, config.num_mtp):
+        for name in MTP_NAMES.values():
+            if (shared := found.get(f"mtp.0.{name}.weight")) is not None:
+                found.setdefault(f"mtp.{i}.{name}.weight", shared)
+    return found
+
+
+def _from_hugging_face(tensors: dict[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        stem, _, part = name.partition(".linear_attn.")
+        if part == "in_proj_qkvz.weight":
+            found |= _split(tensor, f"{stem}.linear_attn", _qkvz_rows(config))
+        elif part == "in_proj_ba.weight":
+            found |= _split(tensor, f"{stem}.linear_attn", _ba_rows(config))
+        elif part:
+            found |= _linear_part(f"{stem}.linear_attn.", part, tensor)
+        elif re.search(r"norm(_embedding|_hidden)?\.weight$", name):
+            found[name] = _floats(name, 1 + tensor.float32())
+        else:
+            found[name] = tensor
+    return found
+
+
+def _linear_part(prefix: str, part: str, tensor: Tensor) -> dict[str, Tensor]:
+    """One tensor of a linear layer: a decay rate and convolution in our form, others as they are."""
+    if part == "A_log":
+        return {f"{prefix}decay_rate": _floats(f"{prefix}decay_rate", -np.exp(tensor.float32()))}
+    if part == "dt_bias":
+        return {f"{prefix}decay_bias": tensor}
+    if part == "conv1d.weight":
+        return {f"{prefix}conv": _taps(f"{prefix}conv", tensor)}
+    return {prefix + part: tensor}
+
+
+def _from_gguf(tensors: dict[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
+    """llama.cpp has folded the norms and the decay rate; a head is the layers behind the trunk's."""
+    linear = config.delta.layers if config.delta else frozenset()
+    renamed = {"ssm_a": "decay_rate", "ssm_dt.bias": "decay_bias", "ssm_conv1d.weight": "conv"}
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        match = re.fullmatch(r"(?:layers|blk)\.(\d+)\.(.+)", name)
+        if not match:
+            found[name] = tensor
+            continue
+        layer, rest = int(match[1]), match[2]
+        if layer >= config.num_layers:
+            part, _, kind = rest.rpartition(".")
+            inner = f"{NEXTN_NAMES[part]}.{kind}" if part in NEXTN_NAMES else f"block.{rest}"
+            found[f"mtp.{layer - config.num_layers}.{inner}"] = tensor
+        elif layer in linear and rest == "ssm_ba.weight":
+            found |= _split(tensor, f"layers.{layer}.linear_attn", _ba_rows(config))
+        elif layer in linear and rest in renamed:
+            new = f"layers.{layer}.linear_attn.{renamed[rest]}"
+            found[new] = _taps(new, tensor) if rest.startswith("ssm_conv") else tensor
+        else:
+            rest = rest.replace("self_attn.qkv_proj", "linear_attn.in_proj_qkv") if layer in linear else rest
+            found[f"layers.{layer}.{rest}"] = tensor
+    return found
+
+
+def _floats(name: str, values: NDArray[np.float32]) -> Tensor:
+    flat = np.ascontiguousarray(values, np.float32)
+    return make_tensor(name, flat.shape, "F32", flat.reshape(-1).view(np.uint8))
+
+
+def _taps(name: str, tensor: Tensor) -> Tensor:
+    """[channels, (1,) width] -> [width * channels], so that a tap's channels lie side by side."""
+    values = tensor.float32()
+    return _floats(name, values.reshape(values.shape[0], -1).T.reshape(-1))
+
+
+def _split(tensor: Tensor, prefix: str, rows: dict[str, NDArray[np.int64]]) -> dict[str, Tensor]:
+    names = {part: f"{prefix}.in_proj_{part}.weight" for part in rows}
+    if sum(each.size for each in rows.values()) != tensor.shape[0]:
+        return {tensor.name: tensor}  # the loader then misses the parts by name
+    return {names[part]: replace(tensor.take_rows(each), name=names[part]) for part, each in rows.items()}
+
+
+def _by_key_head(config: DecoderConfig, sizes: Seq[int]) -> list[NDArray[np.int64]]:
+    """Rows of parts that alternate within each key head."""
+    assert config.delta is not None
+    heads, ends = config.delta.spec.num_key_heads, np.cumsum([0, *sizes])
+    rows = np.arange(heads * ends[-1], dtype=np.int64).reshape(heads, -1)
+    return [rows[:, first:last].reshape(-1) for first, last in zip(ends, ends[1:], strict=False)]
+
+
+def _qkvz_rows(config: DecoderConfig) -> dict[str, NDArray[np.int64]]:
+    assert config.delta is not None
+    spec = config.delta.spec
+    values = spec.num_heads // spec.num_key_heads * spec.value_dim
+    q, k, v, z = _by_key_head(config, (spec.key_dim, spec.key_dim, values, values))
+    return {"qkv": np.concatenate((q, k, v)), "z": z}
+
+
+def _ba_rows(config: DecoderConfig) -> dict[str, NDArray[np.int64]]:
+    assert config.delta is not None
+    values = config.delta.spec.num_heads // config.delta.spec.num_key_heads
+    b, a = _by_key_head(config, (values, values))
+    return {"b": b, "a": a}
+
+
+# Tiny models.
+
+TINY = {
+    "head_dim": 16, "partial_rotary_factor": 0.5, "full_attention_interval": 2, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6, "linear_key_head_dim": 12, "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+"""Keys of a small config: linear and full layers in turn, three value heads to a key head."""
+
+
+def tiny_hybrid(model_type: str, changes: Config, *, joined: bool) -> tuple[dict[str, Any], Arrays]:
+    """A random small model. `joined`: the projections of a linear layer are in two tensors, by key head."""
+    config = tiny_config(**{"model_type": model_type, **TINY, **changes})
+    sizes = parse(config)
+    arrays = random_arrays(trunk_shapes(sizes, joined=joined) | mtp_shapes(sizes))
+    for name, values in arrays.items():
+        if name.endswith("norm.weight") or "pre_fc_norm" in name:
+            arrays[name] = values if "linear_attn" in name else values - 1
+        elif name.endswith("A_log"):  # states that forget in some three to thirty rows
+            arrays[name] = np.log(np.geomspace(0.03, 0.5, len(values))).astype(np.float32)
+    return config, arrays
+
+
+def trunk_shapes(config: DecoderConfig, *, joined: bool) -> dict[str, tuple[int, ...]]:
+    """Hugging Face names and shapes of a trunk."""
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
+    for i in range(config.num_layers):
+        block = block_shapes(f"model.layers.{i}", config)
+        if config.delta and i in config.delta.layers:
+            block = {name: shape for name, shape in block.items() if ".self_attn." not in name}
+            block |= _linear_shapes(f"model.layers.{i}.linear_attn", config, config.delta, joined)
+        shapes |= block
+    shapes["model.norm.weight"] = (config.hidden_size,)
+    if not config.tied:
+        shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
+    return shapes
+
+
+def _linear_shapes(
+    prefix: str, config: DecoderConfig, delta: DeltaConfig, joined: bool
+) -> dict[str, tuple[int, ...]]:
+    spec, hidden = delta.spec, config.hidden_size
+    inner = spec.num_heads * spec.value_dim
+    projections = {"qkv": spec.channels, "z": inner, "b": spec.num_heads, "a": spec.num_heads}
+    if joined:
+        projections = {"qkvz": spec.channels + inner, "ba": 2 * spec.num_heads}
+    return {
+        **{f"{prefix}.in_proj_{part}.weight": (rows, hidden) for part, rows in projections.items()},
+        f"{prefix}.conv1d.weight": (spec.channels, 1, delta.conv_width),
+        f"{prefix}.dt_bias": (spec.num_heads,),
+        f"{prefix}.A_log": (spec.num_heads,),
+        f"{prefix}.norm.weight": (spec.value_dim,),
+        f"{prefix}.out_proj.weight": (hidden, inner),
+    }
+
+
+def mtp_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Hugging Face names and shapes of the MTP modules."""
+    hidden, shapes = config.hidden_size, {}
+    for i in range(config.num_mtp):
+        shapes |= block_shapes(f"mtp.layers.{i}", config)
+    if config.num_mtp:
+        shapes |= {f"mtp.{name}.weight": (hidden,) for name in MTP_NAMES if name != "fc"}
+        shapes["mtp.fc.weight"] = (hidden, 2 * hidden)
+    return shapes
