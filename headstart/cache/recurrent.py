@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from headstart.core import Sequence, Span, StateSteps
+from headstart.core import Int32, Sequence, Span, StateSteps
 
 SNAPSHOT_EVERY = 256
 """Positions between two snapshots of one sequence, beside the one at the end of its prompt."""
@@ -31,7 +31,7 @@ class _Held:
 
 
 class StateMemory:
-    """Slots 0 .. num_running - 1 belong to sequences and keep up to `num_kept` drafted rows; the rest are snapshots'."""
+    """Slots 0 .. num_running - 1 belong to sequences and keep up to `num_kept` drafted rows; others are snapshots."""
 
     def __init__(
         self, num_running: int, num_snapshots: int, num_kept: int, *, block_size: int, every: int = SNAPSHOT_EVERY
@@ -135,3 +135,9 @@ class StateMemory:
         pending = [slot for held in self._held.values() for slot in held.pending.values()]
         taken = pending + self._unused + list(self._snapshots.values())
         assert sorted(taken) == list(range(self.num_running, self.num_slots))
+
+
+def states_from_zero(ends: Int32) -> StateSteps:
+    """Of a pass over whole sequences of these lengths, after which nothing is kept."""
+    zeros, nothing = np.zeros_like(ends), np.zeros(0, np.int32)
+    return StateSteps(zeros, zeros - 1, zeros, ends, np.zeros(len(ends) + 1, np.int32), nothing, nothing)

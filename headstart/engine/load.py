@@ -235,9 +235,8 @@ def make_engine(model: Model, config: EngineConfig) -> Engine:
         hidden_size=tap_width(tap or "post_norm", model.config.hidden_size),
         vocab_size=model.config.vocab_size,
         tap=tap,
-        block_size=config.block_size,
+        memory=memory,
         keep_probs=config.rule == "rejection",
-        states=states,
     )
     drafter: Drafter | None = None
     if drafter_type is not None:

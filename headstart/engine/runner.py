@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from headstart.cache.recurrent import StateMemory
+from headstart.cache.memory import KVMemory
 from headstart.core import Rows, Sampled, Span, TokenLogprob
 from headstart.engine.plan import build_plan, span_rows
 from headstart.engine.sampling import Entry, allowed_tokens, build_rows
@@ -37,16 +37,15 @@ class Runner:
         hidden_size: int,
         vocab_size: int,
         tap: Tap | None,
-        block_size: int,
+        memory: KVMemory,
         keep_probs: bool,
-        states: StateMemory | None = None,
     ) -> None:
-        self.backend, self.vocab_size, self._states = backend, vocab_size, states
-        self._block_size, self._keep_probs = block_size, keep_probs
+        self.backend, self.vocab_size = backend, vocab_size
+        self._block_size, self._states, self._keep_probs = memory.block_size, memory.states, keep_probs
         self._hidden_pool: Pool = backend.hidden_pool(num_slots, hidden_size) if tap else None
         pools = [backend.kv_pool(num_slots, spec) for spec in model.kv_specs]
         state_pools: list[Pool] = []
-        if states:
+        if states := memory.states:
             sizes = states.num_slots, states.num_running, states.num_kept
             state_pools = [backend.state_pool(*sizes, spec) for spec in model.state_specs]
         self._program = model.program(pools, self._hidden_pool, tap or "post_norm", state_pools)

@@ -178,9 +178,7 @@ class ReferenceOps:
     def decay(self, x: Tensor, rate: Tensor, bias: Tensor) -> Tensor:
         return rate * torch.nn.functional.softplus(x + bias, threshold=30)
 
-    def gated_delta(
-        self, qkv: Tensor, log_decay: Tensor, strength: Tensor, pool: StatePool, spec: DeltaSpec
-    ) -> Tensor:
+    def gated_delta(self, qkv: Tensor, log_decay: Tensor, strength: Tensor, pool: StatePool, spec: DeltaSpec) -> Tensor:
         rows = torch.cat((qkv, log_decay, strength), dim=-1)
         return walk(delta_step(spec), rows, spec.num_heads * spec.value_dim, pool, self._plan)
 

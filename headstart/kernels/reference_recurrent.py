@@ -49,7 +49,8 @@ def delta_step(spec: DeltaSpec) -> Step:
 
     def unit(x: Tensor) -> Tensor:
         grouped = x.unflatten(-1, (keys, spec.key_dim))
-        return (grouped * torch.rsqrt(grouped.square().sum(-1, keepdim=True) + L2_EPSILON))[:, key_of]
+        normed: Tensor = grouped * torch.rsqrt(grouped.square().sum(-1, keepdim=True) + L2_EPSILON)
+        return normed[:, key_of]
 
     def step(states: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v, log_decay, strength = rows.split(sizes, dim=-1)

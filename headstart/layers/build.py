@@ -84,13 +84,17 @@ class Weights:
     def has(self, name: str) -> bool:
         return name in self.tensors
 
-    def rows(self, name: str, shape: tuple[int, ...], rows: np.ndarray) -> Weight:
-        """Some rows of a tensor of this shape."""
-        return self.backend.weight(self.raw(name, shape).take_rows(rows.reshape(-1)), drafts=self.drafts)
-
-    def linear(self, prefix: str, num_out: int, num_in: int, *, bias: bool = False) -> Linear:
-        weight = self.get(f"{prefix}.weight", num_out, num_in)
-        return Linear(weight, self.get(f"{prefix}.bias", num_out) if bias else None)
+    def linear(
+        self, prefix: str, num_out: int, num_in: int, *, bias: bool = False, rows: np.ndarray | None = None
+    ) -> Linear:
+        """A matrix [num_out, num_in] with its bias, or only some `rows` of both."""
+        shapes: dict[str, tuple[int, ...]] = {f"{prefix}.weight": (num_out, num_in)}
+        if bias:
+            shapes[f"{prefix}.bias"] = (num_out,)
+        if rows is None or rows.size == num_out:
+            return Linear(*(self.get(name, *shape) for name, shape in shapes.items()))
+        parts = (self.raw(name, shape).take_rows(rows.reshape(-1)) for name, shape in shapes.items())
+        return Linear(*(self.backend.weight(part, drafts=self.drafts) for part in parts))
 
     def norm(self, name: str, size: int, eps: float) -> RMSNorm:
         return RMSNorm(self.get(f"{name}.weight", size), eps)
@@ -100,13 +104,11 @@ def attention(weights: Weights, attn: str, config: DecoderConfig, reads: int) ->
     """The attention whose tensors start with `attn`; q, k and v read as many columns as `reads`."""
     hidden, spec, eps = config.hidden_size, config.attention, config.eps
     q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    if config.gated_attention:
-        by_head = np.arange(2 * q_size).reshape(spec.num_heads, 2, spec.head_dim)
-        q, gate = (
-            Linear(weights.rows(f"{attn}.q_proj.weight", (2 * q_size, reads), by_head[:, part])) for part in (0, 1)
-        )
-    else:
-        q, gate = weights.linear(f"{attn}.q_proj", q_size, reads, bias=config.qkv_bias), None
+    by_head = np.arange((1 + config.gated_attention) * q_size).reshape(spec.num_heads, -1, spec.head_dim)
+    q, *gate = (
+        weights.linear(f"{attn}.q_proj", by_head.size, reads, bias=config.qkv_bias, rows=by_head[:, part])
+        for part in range(by_head.shape[1])
+    )
     return Attention(
         q_proj=q,
         k_proj=weights.linear(f"{attn}.k_proj", kv_size, reads, bias=config.qkv_bias),
@@ -116,7 +118,7 @@ def attention(weights: Weights, attn: str, config: DecoderConfig, reads: int) ->
         rope=config.rope,
         q_norm=weights.norm(f"{attn}.q_norm", spec.head_dim, eps) if config.qk_norm else None,
         k_norm=weights.norm(f"{attn}.k_norm", spec.head_dim, eps) if config.qk_norm else None,
-        gate_proj=gate,
+        gate_proj=gate[0] if gate else None,
     )
 
 

@@ -27,8 +27,8 @@ class Eagle3Module:
     norm_before_residual: bool = False
 
     @property
-    def kv_spec(self) -> AttentionSpec:
-        return self.block.attention.spec
+    def kv_spec(self) -> AttentionSpec | None:
+        return self.block.attention.kv_spec
 
     def forward(
         self, ops: Ops, spec: HeadSpec, embedded: Buffer, step: StepInputs, pool: Pool, *, recycled: bool = False

@@ -144,7 +144,8 @@ def block_shapes(prefix: str, config: DecoderConfig) -> dict[str, tuple[int, ...
         f"{mlp}.down_proj.weight": (hidden, inner),
     }
     if config.qkv_bias:
-        shapes |= {f"{attn}.{n}_proj.bias": (size,) for n, size in (("q", q_size), ("k", kv_size), ("v", kv_size))}
+        q_rows, _ = shapes[f"{attn}.q_proj.weight"]
+        shapes |= {f"{attn}.{n}_proj.bias": (size,) for n, size in (("q", q_rows), ("k", kv_size), ("v", kv_size))}
     if config.o_bias:
         shapes[f"{attn}.o_proj.bias"] = (hidden,)
     if config.mlp_bias:

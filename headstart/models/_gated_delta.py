@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,8 @@ def parse(config: Config, *, tiled: bool = False) -> DecoderConfig:
     sizes = parse_decoder(
         shared,
         qk_norm=True,
+        qkv_bias=bool(config.get("attention_bias", False)),
+        o_bias=bool(config.get("attention_bias", False)),
         gated_attention=bool(config.get("attn_output_gate", True)),
         num_mtp=int(config.get("mtp_num_hidden_layers") or config.get("num_nextn_predict_layers") or 0),
     )
@@ -68,8 +71,6 @@ def parse(config: Config, *, tiled: bool = False) -> DecoderConfig:
 
 def _refuse_unknown(config: Config) -> None:
     """Features that nobody has implemented here, by name."""
-    if config.get("attention_bias"):
-        raise ModelError("config.json: attention_bias is not supported for this family")
     if (act := config.get("hidden_act", "silu")) != "silu":
         raise ModelError(f"config.json: hidden_act {act!r} is not supported for this family", "known: silu")
     if config.get("mtp_use_dedicated_embeddings"):
@@ -220,7 +221,7 @@ def _by_key_head(config: DecoderConfig, sizes: Seq[int]) -> list[NDArray[np.int6
     assert config.delta is not None
     heads, ends = config.delta.spec.num_key_heads, np.cumsum([0, *sizes])
     rows = np.arange(heads * ends[-1], dtype=np.int64).reshape(heads, -1)
-    return [rows[:, first:last].reshape(-1) for first, last in zip(ends, ends[1:], strict=False)]
+    return [rows[:, first:last].reshape(-1) for first, last in pairwise(ends)]
 
 
 def _qkvz_rows(config: DecoderConfig) -> dict[str, NDArray[np.int64]]:
@@ -255,6 +256,8 @@ def tiny_hybrid(model_type: str, changes: Config, *, joined: bool) -> tuple[dict
     for name, values in arrays.items():
         if name.endswith("norm.weight") or "pre_fc_norm" in name:
             arrays[name] = values if "linear_attn" in name else values - 1
+        elif name.endswith("conv1d.weight"):
+            arrays[name] = 5 * values  # of order 1 / sqrt(width)
         elif name.endswith("A_log"):  # states that forget in some three to thirty rows
             arrays[name] = np.log(np.geomspace(0.03, 0.5, len(values))).astype(np.float32)
     return config, arrays
@@ -275,9 +278,7 @@ def trunk_shapes(config: DecoderConfig, *, joined: bool) -> dict[str, tuple[int,
     return shapes
 
 
-def _linear_shapes(
-    prefix: str, config: DecoderConfig, delta: DeltaConfig, joined: bool
-) -> dict[str, tuple[int, ...]]:
+def _linear_shapes(prefix: str, config: DecoderConfig, delta: DeltaConfig, joined: bool) -> dict[str, tuple[int, ...]]:
     spec, hidden = delta.spec, config.hidden_size
     inner = spec.num_heads * spec.value_dim
     projections = {"qkv": spec.channels, "z": inner, "b": spec.num_heads, "a": spec.num_heads}
@@ -295,7 +296,8 @@ def _linear_shapes(
 
 def mtp_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Hugging Face names and shapes of the MTP modules."""
-    hidden, shapes = config.hidden_size, {}
+    hidden = config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {}
     for i in range(config.num_mtp):
         shapes |= block_shapes(f"mtp.layers.{i}", config)
     if config.num_mtp:

@@ -91,6 +91,8 @@ class Bench:
 
     def forward(self, rows: int) -> None:
         num_logits = rows if rows <= MOST_VERIFIED else 1
+        if self.engine.memory.states:
+            self.engine.memory.states.rewind(self._sequence, self.context)
         self.engine.runner.forward([Span(self._sequence, self.context, rows, num_logits)])
 
     def seconds(self, rows: int) -> float:

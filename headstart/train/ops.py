@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from headstart.kernels.ops import AttentionSpec, Pool, RopeSpec
+from headstart.kernels.ops import AttentionSpec, ConvSpec, DeltaSpec, Pool, RopeSpec
 from headstart.kernels.reference import ReferenceOps
+from headstart.kernels.reference_recurrent import conv_step, delta_step, whole
 
 
 @dataclass(eq=False)
@@ -50,6 +51,13 @@ class TrainOps(ReferenceOps):
         else:
             out = _drafted_attention(heads, memory, spec)
         return out.transpose(1, 2).flatten(-2)
+
+    def causal_conv(self, x: Tensor, weight: Tensor, pool: Pool, spec: ConvSpec) -> Tensor:
+        return whole(conv_step(weight, spec), x, spec.channels, spec.state_shape)
+
+    def gated_delta(self, qkv: Tensor, log_decay: Tensor, strength: Tensor, pool: Pool, spec: DeltaSpec) -> Tensor:
+        rows = torch.cat((qkv, log_decay, strength), dim=-1)
+        return whole(delta_step(spec), rows, spec.num_heads * spec.value_dim, spec.state_shape)
 
 
 def _drafted_attention(q: Tensor, pool: DraftMemory, spec: AttentionSpec) -> Tensor:

@@ -25,7 +25,7 @@ from headstart.engine.engine import Engine
 from headstart.engine.load import Model
 from headstart.errors import ModelError
 
-TRUNKS = {"mimo": "qwen2"}
+TRUNKS = {"mimo": "qwen2", "qwen3_5": "qwen3_5_text"}
 """Families whose trunk is, to transformers, another family."""
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -74,7 +74,7 @@ def oracle_of(family: str, model: Model) -> Any:
     tensors = {name: torch.tensor(tensor.float32()) for name, tensor in model.checkpoint.tensors.items()}
     missing, unexpected = oracle.load_state_dict(tensors, strict=False)
     assert set(missing) <= ({"lm_head.weight"} if model.config.tied else set())
-    assert all(".mtp" in name for name in unexpected)
+    assert all("mtp" in name for name in unexpected)
     oracle.tie_weights()
     return oracle.eval()
 
@@ -103,7 +103,7 @@ def test_logits_are_those_of_transformers(family: str, variant: str) -> None:
     model = tiny_model(family, dtype="float32", **changed(VARIANTS[variant]))
     tokens = [token % model.config.vocab_size for token in prompt_of(LENGTH, 5)]
     with torch.inference_mode():
-        expected = oracle_of(family, model)(torch.tensor([tokens])).logits[0]
+        expected = oracle_of(family, model)(torch.tensor([tokens]), use_cache=False).logits[0]
     assert expected.std() > 0.3, "logits too small for the tolerance to mean anything"
     engine = make(model, dtype="float32", drafter="none")
     for first, chunk in ((LENGTH, 1), (7, 7), (1, 1), (50, 1))[: None if variant == "as it is" else 2]:
@@ -213,7 +213,88 @@ def mimo_mtp(tensors: Tensors, c: dict[str, Any], hidden: Tensor, tokens: Tensor
     return linear(y, tensors["lm_head.weight"]), y
 
 
-NATIVE_HEADS = {"mimo": (mimo_trunk, mimo_mtp)}
+def gated_block(x: Tensor, w: Callable[[str], Tensor], c: dict[str, Any], positions: Tensor) -> Tensor:
+    """Attention whose q_proj makes a gate too, partial rotary, norms of 1 + w; a whole sequence at once."""
+    heads, kv_heads, dim, eps = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"], c["rms_norm_eps"]
+    rotary, scale = int(dim * c["partial_rotary_factor"]), dim**-0.5
+    y = rms(x, 1 + w("input_layernorm.weight"), eps)
+    q, gate = linear(y, w("self_attn.q_proj.weight")).view(len(x), heads, 2 * dim).split(dim, dim=-1)
+    k, v = (linear(y, w(f"self_attn.{n}_proj.weight")).view(len(x), kv_heads, dim) for n in "kv")
+    q, k = rms(q, 1 + w("self_attn.q_norm.weight"), eps), rms(k, 1 + w("self_attn.k_norm.weight"), eps)
+    q, k = (torch.cat((rotated(z[..., :rotary], positions, c["rope_theta"]), z[..., rotary:]), -1) for z in (q, k))
+    out = torch.empty_like(q)
+    for head in range(heads):
+        group = head // (heads // kv_heads)
+        for row in range(len(x)):
+            weights = torch.softmax(k[: row + 1, group] @ q[row, head] * scale, 0)
+            out[row, head] = weights @ v[: row + 1, group] * torch.sigmoid(gate[row, head])
+    x = x + linear(out.flatten(1), w("self_attn.o_proj.weight"))
+    return x + swiglu(rms(x, 1 + w("post_attention_layernorm.weight"), eps), w)
+
+
+def swiglu(y: Tensor, w: Callable[[str], Tensor]) -> Tensor:
+    return linear(
+        silu(linear(y, w("mlp.gate_proj.weight"))) * linear(y, w("mlp.up_proj.weight")), w("mlp.down_proj.weight")
+    )
+
+
+def delta_block(x: Tensor, w: Callable[[str], Tensor], c: dict[str, Any]) -> Tensor:
+    """Gated DeltaNet of a whole sequence, head by head and row by row."""
+    key_heads, heads = c["linear_num_key_heads"], c["linear_num_value_heads"]
+    key_dim, value_dim, width = c["linear_key_head_dim"], c["linear_value_head_dim"], c["linear_conv_kernel_dim"]
+    y, inner = rms(x, 1 + w("input_layernorm.weight"), c["rms_norm_eps"]), heads * value_dim
+    if c["model_type"] == "qwen3_next":
+        by_head = linear(y, w("linear_attn.in_proj_qkvz.weight")).view(len(x), key_heads, -1)
+        parts = by_head.split([key_dim, key_dim, inner // key_heads, inner // key_heads], dim=-1)
+        *qkv, z = (part.flatten(1) for part in parts)
+        joined = linear(y, w("linear_attn.in_proj_ba.weight")).view(len(x), key_heads, 2, -1)
+        b, a, qkv = joined[:, :, 0].flatten(1), joined[:, :, 1].flatten(1), torch.cat(qkv, dim=-1)
+    else:
+        qkv, z, b, a = (linear(y, w(f"linear_attn.in_proj_{part}.weight")) for part in ("qkv", "z", "b", "a"))
+    padded, taps = torch.cat((qkv.new_zeros(width - 1, qkv.shape[1]), qkv)), w("linear_attn.conv1d.weight")[:, 0]
+    qkv = silu(sum(padded[j : j + len(x)] * taps[:, j] for j in range(width)))
+    q, k, v = qkv.split([key_heads * key_dim, key_heads * key_dim, inner], dim=-1)
+    q, k = (part / torch.sqrt((part**2).sum(-1, keepdim=True) + 1e-6)
+            for part in (each.view(len(x), key_heads, key_dim) for each in (q, k)))  # fmt: skip
+    decay = torch.exp(-torch.exp(w("linear_attn.A_log")) * torch.log1p(torch.exp(a + w("linear_attn.dt_bias"))))
+    out = x.new_empty(len(x), heads, value_dim)
+    for head in range(heads):
+        state, group = x.new_zeros(value_dim, key_dim), head // (heads // key_heads)
+        for row, value in enumerate(v.view(len(x), heads, value_dim)[:, head]):
+            state = decay[row, head] * state
+            error = torch.sigmoid(b[row, head]) * (value - state @ k[row, group])
+            state = state + torch.outer(error, k[row, group])
+            out[row, head] = state @ q[row, group] / key_dim**0.5
+    out = rms(out, w("linear_attn.norm.weight"), c["rms_norm_eps"]) * silu(z.view_as(out))
+    x = x + linear(out.flatten(1), w("linear_attn.out_proj.weight"))
+    return x + swiglu(rms(x, 1 + w("post_attention_layernorm.weight"), c["rms_norm_eps"]), w)
+
+
+def hybrid_trunk(tensors: Tensors, c: dict[str, Any], tokens: Tensor) -> Tensor:
+    """The state [T, H] after the final norm."""
+    x = tensors["model.embed_tokens.weight"][tokens]
+    for i in range(c["num_hidden_layers"]):
+        w = lambda n, i=i: tensors[f"model.layers.{i}.{n}"]  # noqa: E731
+        is_full = (i + 1) % c["full_attention_interval"] == 0
+        x = gated_block(x, w, c, torch.arange(len(tokens))) if is_full else delta_block(x, w, c)
+    return rms(x, 1 + tensors["model.norm.weight"], c["rms_norm_eps"])
+
+
+def hybrid_mtp(tensors: Tensors, c: dict[str, Any], hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """As mimo_mtp: embedding first, nothing masked."""
+    norm = lambda x, name: rms(x, 1 + tensors[f"mtp.{name}.weight"], c["rms_norm_eps"])  # noqa: E731
+    e = norm(tensors["model.embed_tokens.weight"][tokens], "pre_fc_norm_embedding")
+    x = linear(torch.cat((e, norm(hidden, "pre_fc_norm_hidden")), dim=-1), tensors["mtp.fc.weight"])
+    x = gated_block(x, lambda n: tensors[f"mtp.layers.0.{n}"], c, torch.arange(len(tokens)))
+    y = norm(x, "norm")
+    return linear(y, tensors["lm_head.weight"]), y
+
+
+NATIVE_HEADS = {
+    "mimo": (mimo_trunk, mimo_mtp),
+    "qwen3_5": (hybrid_trunk, hybrid_mtp),
+    "qwen3_next": (hybrid_trunk, hybrid_mtp),
+}
 
 
 @cache
@@ -272,7 +353,9 @@ def test_draft_logits_of_a_growing_sequence(family: str) -> None:
         engine.drafter.propose([Wish(sequence, 3)])
         assert sequence.draft.tokens == tokens[length : length + 3]
         for step, expected in enumerate(expected_draft_logits(family, tokens, length, 3)):
-            torch.testing.assert_close(forced.seen[length, step], expected, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(
+                forced.seen[length, step], expected, rtol=1e-6, atol=1e-7
+            )  # norms of 1 + w are rounded to float32
 
 
 @pytest.mark.parametrize("budget", [17, 512])
@@ -295,7 +378,9 @@ def test_draft_logits_of_a_ragged_batch(family: str, budget: int) -> None:
         length = len(sequence.tokens)
         assert sequence.num_drafter == length
         for step, expected in enumerate(expected_draft_logits(family, tokens, length, depth)):
-            torch.testing.assert_close(forced.seen[length, step], expected, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(
+                forced.seen[length, step], expected, rtol=1e-6, atol=1e-7
+            )  # norms of 1 + w are rounded to float32
 
 
 def test_vocabulary_of_the_tests() -> None:
