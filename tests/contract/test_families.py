@@ -213,14 +213,19 @@ def mimo_mtp(tensors: Tensors, c: dict[str, Any], hidden: Tensor, tokens: Tensor
     return linear(y, tensors["lm_head.weight"]), y
 
 
+def plus_one(weight: Tensor) -> Tensor:
+    """The factor of a (1 + w) norm, rounded as a float32 weight is."""
+    return (1 + weight.float()).double()
+
+
 def gated_block(x: Tensor, w: Callable[[str], Tensor], c: dict[str, Any], positions: Tensor) -> Tensor:
     """Attention whose q_proj makes a gate too, partial rotary, norms of 1 + w; a whole sequence at once."""
     heads, kv_heads, dim, eps = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"], c["rms_norm_eps"]
     rotary, scale = int(dim * c["partial_rotary_factor"]), dim**-0.5
-    y = rms(x, 1 + w("input_layernorm.weight"), eps)
+    y = rms(x, plus_one(w("input_layernorm.weight")), eps)
     q, gate = linear(y, w("self_attn.q_proj.weight")).view(len(x), heads, 2 * dim).split(dim, dim=-1)
     k, v = (linear(y, w(f"self_attn.{n}_proj.weight")).view(len(x), kv_heads, dim) for n in "kv")
-    q, k = rms(q, 1 + w("self_attn.q_norm.weight"), eps), rms(k, 1 + w("self_attn.k_norm.weight"), eps)
+    q, k = rms(q, plus_one(w("self_attn.q_norm.weight")), eps), rms(k, plus_one(w("self_attn.k_norm.weight")), eps)
     q, k = (torch.cat((rotated(z[..., :rotary], positions, c["rope_theta"]), z[..., rotary:]), -1) for z in (q, k))
     out = torch.empty_like(q)
     for head in range(heads):
@@ -229,7 +234,7 @@ def gated_block(x: Tensor, w: Callable[[str], Tensor], c: dict[str, Any], positi
             weights = torch.softmax(k[: row + 1, group] @ q[row, head] * scale, 0)
             out[row, head] = weights @ v[: row + 1, group] * torch.sigmoid(gate[row, head])
     x = x + linear(out.flatten(1), w("self_attn.o_proj.weight"))
-    return x + swiglu(rms(x, 1 + w("post_attention_layernorm.weight"), eps), w)
+    return x + swiglu(rms(x, plus_one(w("post_attention_layernorm.weight")), eps), w)
 
 
 def swiglu(y: Tensor, w: Callable[[str], Tensor]) -> Tensor:
@@ -242,7 +247,7 @@ def delta_block(x: Tensor, w: Callable[[str], Tensor], c: dict[str, Any]) -> Ten
     """Gated DeltaNet of a whole sequence, head by head and row by row."""
     key_heads, heads = c["linear_num_key_heads"], c["linear_num_value_heads"]
     key_dim, value_dim, width = c["linear_key_head_dim"], c["linear_value_head_dim"], c["linear_conv_kernel_dim"]
-    y, inner = rms(x, 1 + w("input_layernorm.weight"), c["rms_norm_eps"]), heads * value_dim
+    y, inner = rms(x, plus_one(w("input_layernorm.weight")), c["rms_norm_eps"]), heads * value_dim
     if c["model_type"] == "qwen3_next":
         by_head = linear(y, w("linear_attn.in_proj_qkvz.weight")).view(len(x), key_heads, -1)
         parts = by_head.split([key_dim, key_dim, inner // key_heads, inner // key_heads], dim=-1)
@@ -256,7 +261,9 @@ def delta_block(x: Tensor, w: Callable[[str], Tensor], c: dict[str, Any]) -> Ten
     q, k, v = qkv.split([key_heads * key_dim, key_heads * key_dim, inner], dim=-1)
     q, k = (part / torch.sqrt((part**2).sum(-1, keepdim=True) + 1e-6)
             for part in (each.view(len(x), key_heads, key_dim) for each in (q, k)))  # fmt: skip
-    decay = torch.exp(-torch.exp(w("linear_attn.A_log")) * torch.log1p(torch.exp(a + w("linear_attn.dt_bias"))))
+    decay = torch.exp(
+        -np.exp(w("linear_attn.A_log").float()).double() * torch.log1p(torch.exp(a + w("linear_attn.dt_bias")))
+    )
     out = x.new_empty(len(x), heads, value_dim)
     for head in range(heads):
         state, group = x.new_zeros(value_dim, key_dim), head // (heads // key_heads)
@@ -267,7 +274,7 @@ def delta_block(x: Tensor, w: Callable[[str], Tensor], c: dict[str, Any]) -> Ten
             out[row, head] = state @ q[row, group] / key_dim**0.5
     out = rms(out, w("linear_attn.norm.weight"), c["rms_norm_eps"]) * silu(z.view_as(out))
     x = x + linear(out.flatten(1), w("linear_attn.out_proj.weight"))
-    return x + swiglu(rms(x, 1 + w("post_attention_layernorm.weight"), c["rms_norm_eps"]), w)
+    return x + swiglu(rms(x, plus_one(w("post_attention_layernorm.weight")), c["rms_norm_eps"]), w)
 
 
 def hybrid_trunk(tensors: Tensors, c: dict[str, Any], tokens: Tensor) -> Tensor:
@@ -277,12 +284,12 @@ def hybrid_trunk(tensors: Tensors, c: dict[str, Any], tokens: Tensor) -> Tensor:
         w = lambda n, i=i: tensors[f"model.layers.{i}.{n}"]  # noqa: E731
         is_full = (i + 1) % c["full_attention_interval"] == 0
         x = gated_block(x, w, c, torch.arange(len(tokens))) if is_full else delta_block(x, w, c)
-    return rms(x, 1 + tensors["model.norm.weight"], c["rms_norm_eps"])
+    return rms(x, plus_one(tensors["model.norm.weight"]), c["rms_norm_eps"])
 
 
 def hybrid_mtp(tensors: Tensors, c: dict[str, Any], hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """As mimo_mtp: embedding first, nothing masked."""
-    norm = lambda x, name: rms(x, 1 + tensors[f"mtp.{name}.weight"], c["rms_norm_eps"])  # noqa: E731
+    norm = lambda x, name: rms(x, plus_one(tensors[f"mtp.{name}.weight"]), c["rms_norm_eps"])  # noqa: E731
     e = norm(tensors["model.embed_tokens.weight"][tokens], "pre_fc_norm_embedding")
     x = linear(torch.cat((e, norm(hidden, "pre_fc_norm_hidden")), dim=-1), tensors["mtp.fc.weight"])
     x = gated_block(x, lambda n: tensors[f"mtp.layers.0.{n}"], c, torch.arange(len(tokens)))
