@@ -262,7 +262,8 @@ def delta_block(x: Tensor, w: Callable[[str], Tensor], c: dict[str, Any]) -> Ten
     q, k = (part / torch.sqrt((part**2).sum(-1, keepdim=True) + 1e-6)
             for part in (each.view(len(x), key_heads, key_dim) for each in (q, k)))  # fmt: skip
     decay = torch.exp(
-        -np.exp(w("linear_attn.A_log").float()).double() * torch.log1p(torch.exp(a + w("linear_attn.dt_bias")))
+        -torch.from_numpy(np.exp(w("linear_attn.A_log").float().numpy())).double()
+        * torch.log1p(torch.exp(a + w("linear_attn.dt_bias")))
     )
     out = x.new_empty(len(x), heads, value_dim)
     for head in range(heads):
