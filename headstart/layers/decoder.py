@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, Program, StepInputs, Weight
-from headstart.layers.attention import Attention
 from headstart.layers.linear import Linear
-from headstart.layers.mlp import GatedMLP
 from headstart.layers.norm import RMSNorm
 
 Tap = Literal["post_norm", "pre_norm"] | tuple[int, ...]
@@ -26,14 +24,30 @@ def tapped_layers(tap: Tap) -> tuple[int, ...]:
     return tap if isinstance(tap, tuple) else ()
 
 
+class Mixer(Protocol):
+    """What mixes positions in a block: attention of one kind or another."""
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """What its KV pool holds."""
+
+    def __call__(self, ops: Ops, x: Buffer, positions: Buffer, pool: Pool) -> Buffer: ...
+
+
+class FeedForward(Protocol):
+    """What works on each row by itself: one gated MLP, or a mixture of experts."""
+
+    def __call__(self, ops: Ops, x: Buffer) -> Buffer: ...
+
+
 @dataclass(frozen=True)
 class DecoderLayer:
     """x + attention(norm(x)), then + mlp(norm(.)); the residual sum of a block is left to the next norm."""
 
     input_norm: RMSNorm
-    attention: Attention
+    attention: Mixer
     post_norm: RMSNorm
-    mlp: GatedMLP
+    mlp: FeedForward
 
     def __call__(
         self, ops: Ops, delta: Buffer | None, residual: Buffer, positions: Buffer, pool: Pool

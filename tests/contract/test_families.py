@@ -6,6 +6,7 @@ A new family that transformers knows is tested with no edit here; any other one 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence as Seq
 from functools import cache
 from typing import Any
@@ -27,6 +28,8 @@ from headstart.errors import ModelError
 
 TRUNKS = {"mimo": "qwen2"}
 """Families whose trunk is, to transformers, another family."""
+UNKNOWN_TO_ORACLE: dict[str, dict[str, Any]] = {"deepseek_v3": {"num_key_value_heads": None, "head_dim": 6}}
+"""Keys that mean nothing to a family, as its oracle wants them."""
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = {
@@ -70,13 +73,31 @@ def oracle_of(family: str, model: Model) -> Any:
     kind = TRUNKS.get(family, family)
     assert kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, f"name the trunk of {family} in TRUNKS"
     config = {key: value for key, value in model.checkpoint.config.items() if key != "model_type" and value is not None}
+    config |= UNKNOWN_TO_ORACLE.get(family, {})
     oracle = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config), attn_implementation="eager")
     tensors = {name: torch.tensor(tensor.float32()) for name, tensor in model.checkpoint.tensors.items()}
-    missing, unexpected = oracle.load_state_dict(tensors, strict=False)
+    missing, unexpected = oracle.load_state_dict(fused_experts(tensors), strict=False)
     assert set(missing) <= ({"lm_head.weight"} if model.config.tied else set())
-    assert all(".mtp" in name for name in unexpected)
+    trailing = f"model.layers.{model.config.num_layers}."
+    assert all(".mtp" in name or name.startswith(trailing) for name in unexpected)
     oracle.tie_weights()
     return oracle.eval()
+
+
+def fused_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Experts one by one -> transformers' stacks [E, gate and up, H] and [E, H, I] of each layer."""
+    found, stacks = {}, {}
+    for name, tensor in tensors.items():
+        if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name):
+            stacks.setdefault(match[1], {})[match[3], int(match[2])] = tensor
+        else:
+            found[name] = tensor
+    for prefix, parts in stacks.items():
+        count = len(parts) // 3
+        gates = [torch.cat((parts["gate", e], parts["up", e])) for e in range(count)]
+        found[f"{prefix}.gate_up_proj"] = torch.stack(gates)
+        found[f"{prefix}.down_proj"] = torch.stack([parts["down", e] for e in range(count)])
+    return found
 
 
 def new_sequence(engine: Engine, tokens: Seq[int], known: int | None = None) -> Sequence:
