@@ -7,16 +7,16 @@ A new family that transformers knows is tested with no edit here; any other one 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Sequence as Seq
 from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from native_heads import NATIVE_HEADS, Tensors
 from support import FAMILIES, VOCAB, family_of, make, prompt_of, request, run, tiny_model
 from torch import Tensor
-from torch.nn.functional import linear, silu
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -159,11 +159,11 @@ def test_greedy_text_is_that_of_transformers(family: str) -> None:
     oracle, expected = oracle_of(family, model), list(prompt)
     with torch.inference_mode():
         output = oracle(torch.tensor([prompt]), use_cache=True)
-        for _ in range(100):
+        for _ in range(200):
             expected.append(int(output.logits[0, -1].argmax()))
             output = oracle(torch.tensor([expected[-1:]]), past_key_values=output.past_key_values, use_cache=True)
-    engine = make(model, dtype="float32", drafter="auto", depth=3)
-    found = run(engine, [request(prompt, max_tokens=100, stops=())])
+    engine = make(model, dtype="float32", drafter="auto", depth=3, max_model_len=256)
+    found = run(engine, [request(prompt, max_tokens=200, stops=())])
     assert found["r", 0].tokens == expected[len(prompt) :]
 
 
@@ -172,69 +172,7 @@ def test_unknown_rope_is_refused() -> None:
         tiny_model(FAMILIES[0], **changed({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}))
 
 
-# Native MTP heads, by hand. T tokens, H width, N heads, D head dim.
-
-Tensors = dict[str, Tensor]
-
-
-def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return x / torch.sqrt((x**2).mean(-1, keepdim=True) + eps) * weight
-
-
-def rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """x [T, N, D], as complex numbers of halves."""
-    dim = x.shape[-1]
-    angle = positions[:, None] * theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-    turned = torch.complex(x[..., : dim // 2], x[..., dim // 2 :]) * torch.polar(torch.ones_like(angle), angle)[:, None]
-    return torch.cat((turned.real, turned.imag), dim=-1)
-
-
-def qwen2_block(x: Tensor, w: Callable[[str], Tensor], c: dict[str, Any], positions: Tensor) -> Tensor:
-    """A whole sequence at once, every row over itself and the rows before it."""
-    heads, kv_heads, dim, eps = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"], c["rms_norm_eps"]
-    y = rms(x, w("input_layernorm.weight"), eps)
-    q, k, v = (
-        linear(y, w(f"self_attn.{n}_proj.weight"), w(f"self_attn.{n}_proj.bias")).view(len(x), -1, dim) for n in "qkv"
-    )
-    q, k = rotated(q, positions, c["rope_theta"]), rotated(k, positions, c["rope_theta"])
-    out = torch.empty(len(x), heads, dim, dtype=x.dtype)
-    for head in range(heads):
-        group = head // (heads // kv_heads)
-        for row in range(len(x)):
-            weights = torch.softmax(k[: row + 1, group] @ q[row, head] / dim**0.5, 0)
-            out[row, head] = weights @ v[: row + 1, group]
-    x = x + linear(out.flatten(1), w("self_attn.o_proj.weight"))
-    y = rms(x, w("post_attention_layernorm.weight"), eps)
-    gate, up = linear(y, w("mlp.gate_proj.weight")), linear(y, w("mlp.up_proj.weight"))
-    return x + linear(silu(gate) * up, w("mlp.down_proj.weight"))
-
-
-def mimo_trunk(tensors: Tensors, c: dict[str, Any], tokens: Tensor) -> Tensor:
-    """The stream [T, H] before the final norm: what vLLM's mimo.py gives the head."""
-    x = tensors["model.embed_tokens.weight"][tokens]
-    for i in range(c["num_hidden_layers"]):
-        x = qwen2_block(x, lambda n, i=i: tensors[f"model.layers.{i}.{n}"], c, torch.arange(len(tokens)))
-    return x
-
-
-def mimo_mtp(tensors: Tensors, c: dict[str, Any], hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Pairs (hidden [P, H], the token after it [P]) -> (logits [P, V], recycled [P, H])."""
-    w = lambda n: tensors[f"model.mtp_layers.0.{n}"]  # noqa: E731
-    e = tensors["model.embed_tokens.weight"][tokens].clone()
-    e[0] = 0  # the embedding of the first pair is masked
-    joined = torch.cat(
-        (
-            rms(hidden, w("hidden_layernorm.weight"), c["rms_norm_eps"]),
-            rms(e, w("token_layernorm.weight"), c["rms_norm_eps"]),
-        ),
-        dim=-1,
-    )
-    x = qwen2_block(linear(joined, w("input_proj.weight")), w, c, torch.arange(len(tokens)))
-    y = rms(x, w("final_layernorm.weight"), c["rms_norm_eps"])
-    return linear(y, tensors["lm_head.weight"]), y
-
-
-NATIVE_HEADS = {"mimo": (mimo_trunk, mimo_mtp)}
+# Native MTP heads, by hand: see native_heads.
 
 
 @cache
