@@ -18,7 +18,8 @@ from headstart.engine.engine import Engine
 from headstart.engine.runner import Runner
 from headstart.errors import ModelError, UsageError
 from headstart.formats import open_checkpoint
-from headstart.formats.base import Checkpoint, Tensor, unpermute_rows
+from headstart.formats._fp8 import without_scales
+from headstart.formats.base import Checkpoint, unpermute_rows
 from headstart.formats.head import is_head, read_head
 from headstart.hub import resolve_alias
 from headstart.kernels.ops import Backend, RawTensor
@@ -26,6 +27,7 @@ from headstart.layers.build import DecoderConfig, Weights, eagle3_head, medusa_m
 from headstart.layers.decoder import Decoder, tap_width
 from headstart.layers.mtp import HeadSpec, MTPHead
 from headstart.models._family import Family, native_head
+from headstart.models._trailing import trailing_modules
 from headstart.text.tokenizer import Tokenizer
 
 MEMORY_SHARE = 0.25
@@ -131,9 +133,10 @@ def find_family(checkpoint: Checkpoint) -> Family:
 
 def canonical_tensors(checkpoint: Checkpoint, family: Family, config: DecoderConfig) -> Mapping[str, RawTensor]:
     """The checkpoint's tensors under canonical names, q and k rows in the half-split rope order."""
-    tensors: dict[str, Tensor] = dict(checkpoint.tensors)
+    read = without_scales(checkpoint.tensors, checkpoint.config)
+    tensors: dict[str, RawTensor] = {**read}
     if not checkpoint.canonical_names:
-        named = ((family.canonical(name), tensor) for name, tensor in checkpoint.tensors.items())
+        named = ((family.canonical(name), tensor) for name, tensor in read.items())
         tensors = {name: tensor for name, tensor in named if name is not None}
     if family.adapt:
         tensors = family.adapt(tensors, config, checkpoint.canonical_names)
@@ -142,7 +145,7 @@ def canonical_tensors(checkpoint: Checkpoint, family: Family, config: DecoderCon
         for name, tensor in checkpoint.tensors.items():
             if (part := name.split(".")[-2] if "." in name else "") in heads:
                 tensors[name] = unpermute_rows(tensor, heads[part])
-    return tensors
+    return trailing_modules(tensors, config.num_layers) if family.trailing else tensors
 
 
 def load_model(name: str | None, config: EngineConfig) -> Model:
@@ -179,7 +182,7 @@ def attach_head(model: Model, path: Path) -> AttachedHead:
     head, tensors, draft_token_ids = read_head(path)
     _check_fit(model, path, head.hidden_size, head.vocab_size)
     weights = Weights(tensors, model.backend, str(path), drafts=True)
-    sizes = replace(model.config, **vars(head.block))
+    sizes = replace(model.config, **vars(head.block), moe=None, mla=None, delta=None)
     spec = HeadSpec.of(head)
     if head.kind == "eagle3":
         made = eagle3_head(weights, sizes, spec, head.norm_before_residual, draft_token_ids)

@@ -53,12 +53,12 @@ class NativeBackend:
         self._profiling = False
         self.weight_bytes = 0
 
-    def weight(self, tensor: RawTensor, *, drafts: bool = False) -> Matrix | Array:
+    def weight(self, tensor: RawTensor, *, drafts: bool = False, precise: bool = False) -> Matrix | Array:
         """A vector as float32, a matrix packed; what only drafts is rounded to int4: half of int8's time, and
         costs 1 % of the acceptance length (docs/LOG.md)."""
         if len(tensor.shape) == 1:
             return np.array(tensor.float32(), np.float32)
-        quantization = self.quantization or ("int4" if drafts else None)
+        quantization = None if precise else self.quantization or ("int4" if drafts else None)
         matrix = self._cache.get(tensor) or self._cache.put(tensor, pack(tensor, self.threads, quantization))
         if not drafts:
             self.weight_bytes += matrix.num_bytes

@@ -57,7 +57,7 @@ def delta_step(spec: DeltaSpec) -> Step:
         unit_q, unit_k = unit(q) * spec.key_dim**-0.5, unit(k)[..., None]
         states = states * log_decay.exp()[..., None, None]
         known = (states * unit_k).sum(-2)
-        new = (v.unflatten(-1, (heads, spec.value_dim)) - known) * strength[..., None]
+        new = (v.unflatten(-1, (heads, spec.value_dim)) - known) * strength.sigmoid()[..., None]
         states = states + unit_k * new[..., None, :]
         return states, (states * unit_q[..., None]).sum(-2).flatten(-2)
 

@@ -23,11 +23,10 @@ class Attention:
     q_norm: RMSNorm | None = None
     k_norm: RMSNorm | None = None
     gate_proj: Linear | None = None
-    state_specs: tuple[StateSpec, ...] = ()
 
     @property
-    def kv_spec(self) -> AttentionSpec:
-        return self.spec
+    def state_specs(self) -> tuple[StateSpec, ...]:
+        return ()
 
     def __call__(self, ops: Ops, x: Buffer, positions: Buffer, pool: Pool) -> Buffer:
         q, k, v = self.q_proj(ops, x), self.k_proj(ops, x), self.v_proj(ops, x)
@@ -37,4 +36,4 @@ class Attention:
         q = ops.rope(q, positions, self.rope, self.spec.head_dim)
         k = ops.rope(k, positions, self.rope, self.spec.head_dim)
         attended = ops.attention(q, k, v, pool, self.spec)
-        return self.o_proj(ops, attended if gate is None else ops.mul(attended, ops.sigmoid(gate)))
+        return self.o_proj(ops, attended if gate is None else ops.sigmoid_mul(gate, attended))

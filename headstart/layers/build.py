@@ -4,33 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
 from headstart.errors import ModelError
-from headstart.kernels.ops import AttentionSpec, Backend, ConvSpec, DeltaSpec, RawTensor, RopeSpec, Weight
+from headstart.formats._fp8 import BlockScaled
+from headstart.kernels.ops import AttentionSpec, Backend, RawTensor, RopeSpec, Weight
 from headstart.layers.attention import Attention
 from headstart.layers.decoder import Decoder, DecoderLayer, Mixer, tapped_layers
-from headstart.layers.delta import GatedDeltaNet
+from headstart.layers.delta import DeltaConfig, delta_layer
 from headstart.layers.eagle3 import Eagle3Module
 from headstart.layers.linear import Linear
 from headstart.layers.medusa import MedusaModule
+from headstart.layers.mla import MLAConfig, mla_layer
 from headstart.layers.mlp import GatedMLP
+from headstart.layers.moe import MoEConfig, moe_layer
 from headstart.layers.mtp import HeadSpec, MTPHead, MTPModule
 from headstart.layers.norm import RMSNorm
-
-
-@dataclass(frozen=True)
-class DeltaConfig:
-    """Gated DeltaNet in place of attention in some `layers`."""
-
-    spec: DeltaSpec
-    conv_width: int
-    layers: frozenset[int]
-
-    @property
-    def conv(self) -> ConvSpec:
-        return ConvSpec(self.spec.channels, self.conv_width)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +44,9 @@ class DecoderConfig:
     gated_attention: bool = False  # rows of q_proj are [query, gate] by head
     delta: DeltaConfig | None = None
     num_mtp: int = 0  # native MTP modules promised by the config
+    mtp_recycle: Literal["post_norm", "pre_norm"] | None = None  # None: what the family declares
+    moe: MoEConfig | None = None
+    mla: MLAConfig | None = None  # instead of `attention`, which is then what a block beside this trunk may have
 
 
 class Weights:
@@ -66,20 +60,26 @@ class Weights:
         self.used: set[str] = set()
         self._taken: dict[str, Weight] = {}
 
-    def raw(self, name: str, shape: tuple[int, ...]) -> RawTensor:
-        """The file's tensor. Raises ModelError when it is absent or has another shape."""
+    def raw(self, name: str, *shapes: tuple[int, ...]) -> RawTensor:
+        """The file's tensor. Raises ModelError when it is absent or has none of these shapes."""
         tensor = self.tensors.get(name)
         if tensor is None:
             raise ModelError(f"{self.source} has no tensor {name}", "is the checkpoint complete, and of this family?")
-        if tuple(tensor.shape) != shape:
-            raise ModelError(f"{self.source}: {name} has shape {tuple(tensor.shape)}, but the config implies {shape}")
+        if tuple(tensor.shape) not in shapes:
+            has = f"{self.source}: {name} has shape {tuple(tensor.shape)}"
+            raise ModelError(f"{has}, but the config implies {shapes[0]}")
         self.used.add(name)
         return tensor
 
-    def get(self, name: str, *shape: int) -> Weight:
+    def get(self, name: str, *shape: int, precise: bool = False) -> Weight:
         if name not in self._taken:
-            self._taken[name] = self.backend.weight(self.raw(name, shape), drafts=self.drafts)
+            self._taken[name] = self.take(self.raw(name, shape), precise=precise)
         return self._taken[name]
+
+    def take(self, tensor: RawTensor, *, precise: bool = False) -> Weight:
+        """A tensor, or what was made of one, in the backend's form."""
+        plain = tensor.read() if isinstance(tensor, BlockScaled) else tensor
+        return self.backend.weight(plain, drafts=self.drafts, precise=precise)
 
     def has(self, name: str) -> bool:
         return name in self.tensors
@@ -94,13 +94,46 @@ class Weights:
         if rows is None or rows.size == num_out:
             return Linear(*(self.get(name, *shape) for name, shape in shapes.items()))
         parts = (self.raw(name, shape).take_rows(rows.reshape(-1)) for name, shape in shapes.items())
-        return Linear(*(self.backend.weight(part, drafts=self.drafts) for part in parts))
+        return Linear(*map(self.take, parts))
 
     def norm(self, name: str, size: int, eps: float) -> RMSNorm:
         return RMSNorm(self.get(f"{name}.weight", size), eps)
 
 
-def attention(weights: Weights, attn: str, config: DecoderConfig, reads: int) -> Attention:
+def decoder_layer(
+    weights: Weights,
+    prefix: str,
+    config: DecoderConfig,
+    *,
+    index: int | None = None,
+    attention_input: int | None = None,
+) -> DecoderLayer:
+    """The block whose tensors start with `prefix` (no trailing dot). `index`: its place in the trunk; a block beside
+    the trunk always has the experts, if there are any. `attention_input`: columns that q, k and v read, where they are
+    not the hidden size."""
+    hidden, eps = config.hidden_size, config.eps
+    mlp = f"{prefix}.mlp"
+    sparse = config.moe if config.moe and index not in config.moe.dense else None
+    return DecoderLayer(
+        input_norm=weights.norm(f"{prefix}.input_layernorm", hidden, eps),
+        attention=_mixer(weights, prefix, config, index, attention_input or hidden),
+        post_norm=weights.norm(f"{prefix}.post_attention_layernorm", hidden, eps),
+        mlp=moe_layer(weights, mlp, hidden, sparse)
+        if sparse
+        else GatedMLP.of(weights, mlp, hidden, config.intermediate_size, bias=config.mlp_bias),
+    )
+
+
+def _mixer(weights: Weights, prefix: str, config: DecoderConfig, index: int | None, reads: int) -> Mixer:
+    """What layer `index` of the trunk, or a block beside it, mixes positions with."""
+    if config.delta and index in config.delta.layers:
+        return delta_layer(weights, f"{prefix}.linear_attn", config.hidden_size, config.eps, config.delta)
+    if config.mla:
+        return mla_layer(weights, f"{prefix}.self_attn", config.hidden_size, config.mla)
+    return _attention(weights, f"{prefix}.self_attn", config, reads)
+
+
+def _attention(weights: Weights, attn: str, config: DecoderConfig, reads: int) -> Attention:
     """The attention whose tensors start with `attn`; q, k and v read as many columns as `reads`."""
     hidden, spec, eps = config.hidden_size, config.attention, config.eps
     q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -122,66 +155,13 @@ def attention(weights: Weights, attn: str, config: DecoderConfig, reads: int) ->
     )
 
 
-def delta_net(weights: Weights, prefix: str, config: DecoderConfig, delta: DeltaConfig) -> GatedDeltaNet:
-    """The Gated DeltaNet whose tensors start with `prefix`."""
-    hidden, spec = config.hidden_size, delta.spec
-    inner = spec.num_heads * spec.value_dim
-    return GatedDeltaNet(
-        qkv_proj=weights.linear(f"{prefix}.in_proj_qkv", spec.channels, hidden),
-        z_proj=weights.linear(f"{prefix}.in_proj_z", inner, hidden),
-        a_proj=weights.linear(f"{prefix}.in_proj_a", spec.num_heads, hidden),
-        b_proj=weights.linear(f"{prefix}.in_proj_b", spec.num_heads, hidden),
-        conv=weights.get(f"{prefix}.conv", delta.conv_width * spec.channels),
-        decay_rate=weights.get(f"{prefix}.decay_rate", spec.num_heads),
-        decay_bias=weights.get(f"{prefix}.decay_bias", spec.num_heads),
-        norm=weights.norm(f"{prefix}.norm", spec.value_dim, config.eps),
-        out_proj=weights.linear(f"{prefix}.out_proj", hidden, inner),
-        spec=spec,
-        conv_spec=delta.conv,
-    )
-
-
-def trunk_mixer(weights: Weights, index: int, config: DecoderConfig) -> Mixer | None:
-    """What trunk layer `index` has in place of the common attention."""
-    if config.delta is None or index not in config.delta.layers:
-        return None
-    return delta_net(weights, f"layers.{index}.linear_attn", config, config.delta)
-
-
-def decoder_layer(
-    weights: Weights,
-    prefix: str,
-    config: DecoderConfig,
-    *,
-    attention_input: int | None = None,
-    mixer: Mixer | None = None,
-) -> DecoderLayer:
-    """The block whose tensors start with `prefix` (no trailing dot). `attention_input`: columns that q, k and v read,
-    where they are not the hidden size. `mixer` replaces the common attention."""
-    hidden, inner, eps = config.hidden_size, config.intermediate_size, config.eps
-    mlp = f"{prefix}.mlp"
-    return DecoderLayer(
-        input_norm=weights.norm(f"{prefix}.input_layernorm", hidden, eps),
-        attention=mixer or attention(weights, f"{prefix}.self_attn", config, attention_input or hidden),
-        post_norm=weights.norm(f"{prefix}.post_attention_layernorm", hidden, eps),
-        mlp=GatedMLP(
-            weights.linear(f"{mlp}.gate_proj", inner, hidden, bias=config.mlp_bias),
-            weights.linear(f"{mlp}.up_proj", inner, hidden, bias=config.mlp_bias),
-            weights.linear(f"{mlp}.down_proj", hidden, inner, bias=config.mlp_bias),
-        ),
-    )
-
-
 def decoder(weights: Weights, config: DecoderConfig) -> Decoder:
     """The whole trunk under canonical names."""
     embedding = weights.get("embed_tokens.weight", config.vocab_size, config.hidden_size)
     head = lm_head_name(weights, config)
     return Decoder(
         embedding=embedding,
-        layers=[
-            decoder_layer(weights, f"layers.{i}", config, mixer=trunk_mixer(weights, i, config))
-            for i in range(config.num_layers)
-        ],
+        layers=[decoder_layer(weights, f"layers.{i}", config, index=i) for i in range(config.num_layers)],
         norm=weights.norm("norm", config.hidden_size, config.eps),
         lm_head=Linear(weights.get(head, config.vocab_size, config.hidden_size)),
     )

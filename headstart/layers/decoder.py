@@ -8,7 +8,6 @@ from typing import Literal, Protocol
 
 from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, Program, StateSpec, StepInputs, Weight
 from headstart.layers.linear import Linear
-from headstart.layers.mlp import GatedMLP
 from headstart.layers.norm import RMSNorm
 
 Tap = Literal["post_norm", "pre_norm"] | tuple[int, ...]
@@ -27,17 +26,23 @@ def tapped_layers(tap: Tap) -> tuple[int, ...]:
 
 
 class Mixer(Protocol):
-    """Lets rows of a sequence see each other: attention over keys and values, or a recurrence over states."""
+    """What mixes positions in a block: attention of one kind or another, or a recurrence over states."""
 
     @property
-    def kv_spec(self) -> AttentionSpec | None:
-        """None: it keeps no keys and values."""
+    def spec(self) -> AttentionSpec | None:
+        """What its KV pool holds; None: it has none."""
 
     @property
     def state_specs(self) -> tuple[StateSpec, ...]:
         """Of the states it keeps; its pool is then a tuple of theirs."""
 
     def __call__(self, ops: Ops, x: Buffer, positions: Buffer, pool: Pool) -> Buffer: ...
+
+
+class FeedForward(Protocol):
+    """What works on each row by itself: one gated MLP, or a mixture of experts."""
+
+    def __call__(self, ops: Ops, x: Buffer) -> Buffer: ...
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class DecoderLayer:
     input_norm: RMSNorm
     attention: Mixer
     post_norm: RMSNorm
-    mlp: GatedMLP
+    mlp: FeedForward
 
     def __call__(
         self, ops: Ops, delta: Buffer | None, residual: Buffer, positions: Buffer, pool: Pool
@@ -73,7 +78,7 @@ class Decoder:
     @property
     def kv_specs(self) -> list[AttentionSpec]:
         """One KV pool per block that attends."""
-        return [layer.attention.kv_spec for layer in self.layers if layer.attention.kv_spec]
+        return [layer.attention.spec for layer in self.layers if layer.attention.spec]
 
     @property
     def state_specs(self) -> list[StateSpec]:
@@ -87,7 +92,7 @@ class Decoder:
         kv, states = iter(kv_pools), iter(state_pools)
         pools: list[Pool] = []
         for mixer in [layer.attention for layer in self.layers]:
-            pools.append(next(kv) if mixer.kv_spec else tuple(next(states) for _ in mixer.state_specs))
+            pools.append(next(kv) if mixer.spec else tuple(next(states) for _ in mixer.state_specs))
         return DecoderProgram(self, pools, hidden_pool, tap)
 
 

@@ -28,7 +28,7 @@ class Eagle3Module:
 
     @property
     def kv_spec(self) -> AttentionSpec | None:
-        return self.block.attention.kv_spec
+        return self.block.attention.spec
 
     def forward(
         self, ops: Ops, spec: HeadSpec, embedded: Buffer, step: StepInputs, pool: Pool, *, recycled: bool = False

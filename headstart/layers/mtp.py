@@ -65,7 +65,7 @@ class MTPModule:
 
     @property
     def kv_spec(self) -> AttentionSpec | None:
-        return self.block.attention.kv_spec
+        return self.block.attention.spec
 
     def forward(
         self, ops: Ops, spec: HeadSpec, embedded: Buffer, step: StepInputs, pool: Pool, *, recycled: bool = False

@@ -57,7 +57,7 @@ def _yarn(
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rotary_dim - 1)
-    ramp = np.clip((np.arange(rotary_dim // 2) - low) / max(high - low, 0.001), 0, 1)
+    ramp = np.clip((np.arange(len(inv_freq)) - low) / max(high - low, 0.001), 0, 1)
     return inv_freq * (1 - ramp) + inv_freq / factor * ramp, _yarn_scale(scaling, factor)
 
 

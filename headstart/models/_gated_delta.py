@@ -16,9 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.errors import ModelError
-from headstart.formats.base import Tensor, make_tensor
-from headstart.kernels.ops import DeltaSpec
-from headstart.layers.build import DecoderConfig, DeltaConfig
+from headstart.formats.base import make_tensor
+from headstart.kernels.ops import DeltaSpec, RawTensor
+from headstart.layers.build import DecoderConfig
+from headstart.layers.delta import DeltaConfig
 from headstart.layers.mtp import HeadSpec
 from headstart.models._family import (
     Arrays,
@@ -134,7 +135,7 @@ def canonical(name: str) -> str | None:
     return without_prefix(name)
 
 
-def adapt(tensors: dict[str, Tensor], config: DecoderConfig, from_gguf: bool) -> dict[str, Tensor]:
+def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
     """Norms as factors, the projections of a linear layer apart, the modules' shared tensors for each of them."""
     found = _from_gguf(tensors, config) if from_gguf else _from_hugging_face(tensors, config)
     for i in range(1, config.num_mtp):
@@ -144,8 +145,8 @@ def adapt(tensors: dict[str, Tensor], config: DecoderConfig, from_gguf: bool) ->
     return found
 
 
-def _from_hugging_face(tensors: dict[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+def _from_hugging_face(tensors: dict[str, RawTensor], config: DecoderConfig) -> dict[str, RawTensor]:
+    found: dict[str, RawTensor] = {}
     for name, tensor in tensors.items():
         stem, _, part = name.partition(".linear_attn.")
         if part == "in_proj_qkvz.weight":
@@ -161,7 +162,7 @@ def _from_hugging_face(tensors: dict[str, Tensor], config: DecoderConfig) -> dic
     return found
 
 
-def _linear_part(prefix: str, part: str, tensor: Tensor) -> dict[str, Tensor]:
+def _linear_part(prefix: str, part: str, tensor: RawTensor) -> dict[str, RawTensor]:
     """One tensor of a linear layer: a decay rate and convolution in our form, others as they are."""
     if part == "A_log":
         return {f"{prefix}decay_rate": _floats(f"{prefix}decay_rate", -np.exp(tensor.float32()))}
@@ -172,11 +173,11 @@ def _linear_part(prefix: str, part: str, tensor: Tensor) -> dict[str, Tensor]:
     return {prefix + part: tensor}
 
 
-def _from_gguf(tensors: dict[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
+def _from_gguf(tensors: dict[str, RawTensor], config: DecoderConfig) -> dict[str, RawTensor]:
     """llama.cpp has folded the norms and the decay rate; a head is the layers behind the trunk's."""
     linear = config.delta.layers if config.delta else frozenset()
     renamed = {"ssm_a": "decay_rate", "ssm_dt.bias": "decay_bias", "ssm_conv1d.weight": "conv"}
-    found: dict[str, Tensor] = {}
+    found: dict[str, RawTensor] = {}
     for name, tensor in tensors.items():
         match = re.fullmatch(r"(?:layers|blk)\.(\d+)\.(.+)", name)
         if not match:
@@ -198,35 +199,34 @@ def _from_gguf(tensors: dict[str, Tensor], config: DecoderConfig) -> dict[str, T
     return found
 
 
-def _floats(name: str, values: NDArray[np.float32]) -> Tensor:
+def _floats(name: str, values: NDArray[np.float32]) -> RawTensor:
     flat = np.ascontiguousarray(values, np.float32)
     return make_tensor(name, flat.shape, "F32", flat.reshape(-1).view(np.uint8))
 
 
-def _taps(name: str, tensor: Tensor) -> Tensor:
+def _taps(name: str, tensor: RawTensor) -> RawTensor:
     """[channels, (1,) width] -> [width * channels], so that a tap's channels lie side by side."""
     values = tensor.float32()
     return _floats(name, values.reshape(values.shape[0], -1).T.reshape(-1))
 
 
-def _split(tensor: Tensor, prefix: str, rows: dict[str, NDArray[np.int64]]) -> dict[str, Tensor]:
-    names = {part: f"{prefix}.in_proj_{part}.weight" for part in rows}
+def _split(tensor: RawTensor, prefix: str, rows: dict[str, NDArray[np.int64]]) -> dict[str, RawTensor]:
     if sum(each.size for each in rows.values()) != tensor.shape[0]:
         return {tensor.name: tensor}  # the loader then misses the parts by name
-    return {names[part]: replace(tensor.take_rows(each), name=names[part]) for part, each in rows.items()}
+    return {f"{prefix}.in_proj_{part}.weight": tensor.take_rows(each) for part, each in rows.items()}
 
 
 def _by_key_head(config: DecoderConfig, sizes: Seq[int]) -> list[NDArray[np.int64]]:
     """Rows of parts that alternate within each key head."""
     assert config.delta is not None
-    heads, ends = config.delta.spec.num_key_heads, np.cumsum([0, *sizes])
+    heads, ends = config.delta.delta.num_key_heads, np.cumsum([0, *sizes])
     rows = np.arange(heads * ends[-1], dtype=np.int64).reshape(heads, -1)
     return [rows[:, first:last].reshape(-1) for first, last in pairwise(ends)]
 
 
 def _qkvz_rows(config: DecoderConfig) -> dict[str, NDArray[np.int64]]:
     assert config.delta is not None
-    spec = config.delta.spec
+    spec = config.delta.delta
     values = spec.num_heads // spec.num_key_heads * spec.value_dim
     q, k, v, z = _by_key_head(config, (spec.key_dim, spec.key_dim, values, values))
     return {"qkv": np.concatenate((q, k, v)), "z": z}
@@ -234,7 +234,7 @@ def _qkvz_rows(config: DecoderConfig) -> dict[str, NDArray[np.int64]]:
 
 def _ba_rows(config: DecoderConfig) -> dict[str, NDArray[np.int64]]:
     assert config.delta is not None
-    values = config.delta.spec.num_heads // config.delta.spec.num_key_heads
+    values = config.delta.delta.num_heads // config.delta.delta.num_key_heads
     b, a = _by_key_head(config, (values, values))
     return {"b": b, "a": a}
 
@@ -279,8 +279,7 @@ def trunk_shapes(config: DecoderConfig, *, joined: bool) -> dict[str, tuple[int,
 
 
 def _linear_shapes(prefix: str, config: DecoderConfig, delta: DeltaConfig, joined: bool) -> dict[str, tuple[int, ...]]:
-    spec, hidden = delta.spec, config.hidden_size
-    inner = spec.num_heads * spec.value_dim
+    spec, hidden, inner = delta.delta, config.hidden_size, delta.inner
     projections = {"qkv": spec.channels, "z": inner, "b": spec.num_heads, "a": spec.num_heads}
     if joined:
         projections = {"qkvz": spec.channels + inner, "ba": 2 * spec.num_heads}

@@ -24,7 +24,7 @@ class Cast:
 
     dtype: torch.dtype
 
-    def weight(self, tensor: Tensor, *, drafts: bool = False) -> Tensor:
+    def weight(self, tensor: Tensor, *, drafts: bool = False, precise: bool = False) -> Tensor:
         return tensor.to(self.dtype)
 
 

@@ -37,10 +37,10 @@ class TrainOps(ReferenceOps):
         self._rope_tables: dict[tuple[int, RopeSpec], tuple[Tensor, Tensor]] = {}
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, pool: Pool, spec: AttentionSpec) -> Tensor:
-        """q [B, T, H * D], k and v [B, T, K * D] -> [B, T, H * D]. Each call on one DraftMemory is the
+        """q [B, T, H * D], k [B, T, K * D], v [B, T, K * V] -> [B, T, H * V]. Each call on one DraftMemory is the
         next draft step; pool None is a trunk layer, plain causal attention."""
         heads = q.unflatten(-1, (spec.num_heads, spec.head_dim)).transpose(1, 2)
-        keys, values = (x.unflatten(-1, (spec.num_kv_heads, spec.head_dim)).transpose(1, 2) for x in (k, v))
+        keys, values = (x.unflatten(-1, (spec.num_kv_heads, -1)).transpose(1, 2) for x in (k, v))
         memory: DraftMemory = pool if pool is not None else DraftMemory()
         memory.keys.append(keys)
         memory.values.append(values)
