@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 
 from headstart.errors import ModelError
 from headstart.formats.base import make_tensor
-from headstart.kernels.ops import DeltaSpec, RawTensor
+from headstart.kernels.ops import DeltaSpec, RawTensor, RouterSpec
 from headstart.layers.build import DecoderConfig
 from headstart.layers.delta import DeltaConfig
+from headstart.layers.moe import MoEConfig
 from headstart.layers.mtp import HeadSpec
 from headstart.models._family import (
     Arrays,
@@ -58,10 +59,16 @@ def parse(config: Config, *, tiled: bool = False) -> DecoderConfig:
     """`tiled`: the value heads are in llama.cpp's order."""
     config = text_config(config)
     _refuse_unknown(config)
-    shared = {"head_dim": 256, "partial_rotary_factor": 0.25, **config}
+    experts = _experts(config)
+    defaults = {
+        "head_dim": 256,
+        "partial_rotary_factor": 0.25,
+        "intermediate_size": config.get("moe_intermediate_size"),
+    }
     sizes = parse_decoder(
-        shared,
+        {**defaults, **config},
         qk_norm=True,
+        moe=experts,
         qkv_bias=bool(config.get("attention_bias", False)),
         o_bias=bool(config.get("attention_bias", False)),
         gated_attention=bool(config.get("attn_output_gate", True)),
@@ -76,6 +83,25 @@ def _refuse_unknown(config: Config) -> None:
         raise ModelError(f"config.json: hidden_act {act!r} is not supported for this family", "known: silu")
     if config.get("mtp_use_dedicated_embeddings"):
         raise ModelError("config.json: mtp_use_dedicated_embeddings (an embedding of the MTP module) is not supported")
+
+
+def _experts(config: Config) -> MoEConfig | None:
+    """Experts chosen by a softmax, and a gated one for every row; None where there are none."""
+    if not config.get("num_experts"):
+        return None
+    try:
+        count, taken = int(config["num_experts"]), int(config["num_experts_per_tok"])
+        inner, shared = int(config["moe_intermediate_size"]), int(config.get("shared_expert_intermediate_size") or 0)
+        layers, step = int(config["num_hidden_layers"]), int(config.get("decoder_sparse_step") or 1)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelError(f"config.json: {error} is missing or not a number", "experts need it") from None
+    if min(taken, inner, step) < 1 or shared < 0 or taken > count:
+        raise ModelError(
+            f"config.json: {taken} of {count} experts of {inner} and {shared} cannot be", "sizes are positive"
+        )
+    dense = {i for i in range(layers) if (i + 1) % step} | set(config.get("mlp_only_layers") or ())
+    router = RouterSpec(count, taken, normalize=bool(config.get("norm_topk_prob", True)))
+    return MoEConfig(router=router, inner=inner, shared=shared, shared_gate=shared > 0, dense=frozenset(dense))
 
 
 def _delta(config: Config, num_layers: int, tiled: bool) -> DeltaConfig | None:
@@ -122,6 +148,7 @@ def canonical(name: str) -> str | None:
     """Hugging Face's names, in a wrapper or not; the vision part is left out."""
     if re.match(r"(model\.)?visual\.", name):
         return None
+    name = name.replace(".mlp.shared_expert.", ".mlp.shared_experts.")
     mtp = re.fullmatch(r"(?:model\.)?mtp\.(?:layers\.(\d+)\.)?(.+)", name)
     if mtp:
         index, rest = mtp.groups()
@@ -246,13 +273,17 @@ TINY = {
     "linear_num_value_heads": 6, "linear_key_head_dim": 12, "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4,
 }  # fmt: skip
 """Keys of a small config: linear and full layers in turn, three value heads to a key head."""
+TINY_EXPERTS = {
+    "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
+}  # fmt: skip
 
 
 def tiny_hybrid(model_type: str, changes: Config, *, joined: bool) -> tuple[dict[str, Any], Arrays]:
     """A random small model. `joined`: the projections of a linear layer are in two tensors, by key head."""
     config = tiny_config(**{"model_type": model_type, **TINY, **changes})
     sizes = parse(config)
-    arrays = random_arrays(trunk_shapes(sizes, joined=joined) | mtp_shapes(sizes))
+    shapes = trunk_shapes(sizes, joined=joined) | mtp_shapes(sizes)
+    arrays = random_arrays({name.replace("shared_experts", "shared_expert"): shape for name, shape in shapes.items()})
     for name, values in arrays.items():
         if name.endswith("norm.weight") or "pre_fc_norm" in name:
             arrays[name] = values if "linear_attn" in name else values - 1
@@ -267,7 +298,7 @@ def trunk_shapes(config: DecoderConfig, *, joined: bool) -> dict[str, tuple[int,
     """Hugging Face names and shapes of a trunk."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
     for i in range(config.num_layers):
-        block = block_shapes(f"model.layers.{i}", config)
+        block = block_shapes(f"model.layers.{i}", config, i)
         if config.delta and i in config.delta.layers:
             block = {name: shape for name, shape in block.items() if ".self_attn." not in name}
             block |= _linear_shapes(f"model.layers.{i}.linear_attn", config, config.delta, joined)

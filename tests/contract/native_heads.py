@@ -61,6 +61,16 @@ def sigmoid_experts(x: Tensor, w: Getter, c: dict[str, Any]) -> Tensor:
     return out
 
 
+def softmax_experts(x: Tensor, w: Getter, c: dict[str, Any]) -> Tensor:
+    """Experts weighted by a softmax over those chosen, and one for every row behind a gate."""
+    out = gated(x, lambda n: w(f"shared_expert.{n}")) * torch.sigmoid(linear(x, w("shared_expert_gate.weight")))
+    for row in range(len(x)):
+        best = (w("gate.weight") @ x[row]).topk(c["num_experts_per_tok"])
+        for weight, e in zip(torch.softmax(best.values, 0), best.indices.tolist(), strict=True):
+            out[row] = out[row] + weight * gated(x[row], lambda n, e=e: w(f"experts.{e}.{n}"))
+    return out
+
+
 def qwen2_block(x: Tensor, w: Getter, c: dict[str, Any], positions: Tensor) -> Tensor:
     """A whole sequence at once, every row over itself and the rows before it."""
     dim, eps = c["head_dim"], c["rms_norm_eps"]
@@ -118,7 +128,8 @@ def feed_forward(x: Tensor, w: Getter, c: dict[str, Any]) -> Tensor:
         w("mlp.gate.weight")
     except KeyError:
         return gated(x, lambda n: w(f"mlp.{n}"))
-    return sigmoid_experts(x, lambda n: w(f"mlp.{n}"), c)
+    experts = softmax_experts if "shared_expert_intermediate_size" in c else sigmoid_experts
+    return experts(x, lambda n: w(f"mlp.{n}"), c)
 
 
 def deepseek_block(x: Tensor, w: Getter, c: dict[str, Any], positions: Tensor) -> Tensor:
@@ -249,6 +260,7 @@ def hybrid_mtp(tensors: Tensors, c: dict[str, Any], hidden: Tensor, tokens: Tens
 
 NATIVE_HEADS = {
     "qwen3_5": (hybrid_trunk, hybrid_mtp),
+    "qwen3_5_moe": (hybrid_trunk, hybrid_mtp),
     "qwen3_next": (hybrid_trunk, hybrid_mtp),
     "mimo": (mimo_trunk, mimo_mtp),
     "glm4_moe": (normed_trunk(glm_block), trailing_mtp(glm_block)),

@@ -26,7 +26,7 @@ from headstart.engine.engine import Engine
 from headstart.engine.load import Model
 from headstart.errors import ModelError
 
-TRUNKS = {"mimo": "qwen2", "qwen3_5": "qwen3_5_text"}
+TRUNKS = {"mimo": "qwen2", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """Families whose trunk is, to transformers, another family."""
 UNKNOWN_TO_ORACLE: dict[str, dict[str, Any]] = {"deepseek_v3": {"num_key_value_heads": None, "head_dim": 6}}
 """Keys that mean nothing to a family, as its oracle wants them."""
