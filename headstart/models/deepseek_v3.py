@@ -84,6 +84,7 @@ def tiny(**changes: Any) -> tuple[dict[str, Any], Arrays]:
     defaults = {
         "model_type": "deepseek_v3",
         "architectures": ["DeepseekV3ForCausalLM"],
+        "num_key_value_heads": 6,
         "q_lora_rank": 20,
         "kv_lora_rank": 32,
         "qk_nope_head_dim": 12,
