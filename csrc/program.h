@@ -41,7 +41,7 @@ class Memory {
 
 // Keys and values of one layer for num_slots token positions (a multiple of 16).
 struct KVPool {
-    KVPool(int64_t num_slots, int64_t num_heads, int64_t head_dim, Store store);
+    KVPool(int64_t num_slots, int64_t num_heads, int64_t head_dim, int64_t value_dim, Store store);
     KVLayout layout;
     int64_t num_slots;
     Memory memory;
@@ -70,6 +70,21 @@ class RopeTable {
     std::vector<float> table_;
 };
 
+// Which rows take which experts in a pass. A slot is one row at one expert; slots go by expert, then row.
+struct Routing {
+    explicit Routing(const Router& router) : router(router) {}
+    void reach(int64_t num_rows); // not thread-safe
+    void group(int64_t num_rows); // fills the rest from ids
+    Router router;
+    std::vector<int32_t> ids;     // [rows][top_k], ascending in a row
+    std::vector<float> weights;   // of the same
+    std::vector<int32_t> slots;   // of the same
+    std::vector<int32_t> rows;    // of each slot
+    std::vector<int32_t> experts; // that some row takes, ascending
+    std::vector<int32_t> starts;  // the first slot of each of these, and the number of slots
+    std::vector<int32_t> cursor;
+};
+
 // Scratch shared by the programs of a backend, which run one after the other.
 struct Arena {
     std::unique_ptr<Memory> memory;
@@ -89,14 +104,19 @@ struct Pass {
 
 class Program;
 
+void bind_expert_steps(nb::class_<Program>& program); // expert_steps.cpp
+
 struct Buffer {
     int64_t width;
     bool logits;                        // L rows instead of R
     bool quants = false;    // kept in 8 bits as well
+    int64_t copies = 1;     // rows of this buffer for each row of the pass
     int producer = -1;      // step that writes it
     int output = -1;        // index of the output it is, or scratch
     int64_t value_offset = -1, quant_offset = -1; // bytes per row of what lies before it
     int64_t stride() const { return (width + 31) / 32 * 32; }
+    int64_t value_bytes() const { return stride() * 4 * copies; } // for each row of the pass
+    int64_t quant_bytes() const { return QuantLayout(width).row_bytes() * copies; }
 };
 
 struct Step {
@@ -133,6 +153,7 @@ class Program {
     bool profiling = false, wants_hidden = false;
     std::vector<Buffer> buffers;
     std::vector<std::shared_ptr<RopeTable>> ropes;
+    std::vector<std::shared_ptr<Routing>> routings;
     std::vector<int64_t> groups; // queries per kv head, of the attention steps
 
     float* values(int id, int64_t row) const {

@@ -159,12 +159,25 @@ int silu_mul(Program& program, int gate, int up) {
     });
 }
 
-int concat(Program& program, int a, int b) {
-    const int64_t wa = program.buffers[a].width, wb = program.buffers[b].width;
-    return rowwise(program, a, b, wa + wb, [&program, a, b, wa, wb](int64_t row, int out) {
+int concat(Program& program, int a, int b, int64_t heads) {
+    const int64_t wa = program.buffers[a].width / heads, wb = program.buffers[b].width / heads;
+    require(program.buffers[a].width == wa * heads && program.buffers[b].width == wb * heads, "concat: not whole heads");
+    return rowwise(program, a, b, (wa + wb) * heads, [&program, a, b, wa, wb, heads](int64_t row, int out) {
+        const float *from_a = program.values(a, row), *from_b = program.values(b, row);
         float* to = program.values(out, row);
-        std::copy_n(program.values(a, row), wa, to);
-        std::copy_n(program.values(b, row), wb, to + wa);
+        for (int64_t head = 0; head < heads; ++head) {
+            to = std::copy_n(from_a + head * wa, wa, to);
+            to = std::copy_n(from_b + head * wb, wb, to);
+        }
+    });
+}
+
+int sigmoid_mul(Program& program, int gate, int x) {
+    const int64_t gates = program.buffers[gate].width, width = program.buffers[x].width;
+    require(gates > 0 && width % gates == 0, "sigmoid_mul: the gates do not divide the input");
+    return rowwise(program, gate, x, width, [&program, gate, x, gates, width](int64_t row, int out) {
+        program.kernels.sigmoid_mul(program.values(gate, row), program.values(x, row), gates, width,
+                                    program.values(out, row));
     });
 }
 
@@ -197,9 +210,10 @@ size_t group_index(Program& program, int64_t group) {
 int attention(Program& program, int q, int k, int v, nb::object kv_pool, int64_t num_heads, float scale) {
     KVPool* pool = nb::cast<KVPool*>(kv_pool);
     const KVLayout layout = pool->layout;
-    const int64_t dim = layout.head_dim, group = num_heads / layout.num_heads;
-    require(dim <= kMaxHeadDim, "attention: heads of more than 512 are not supported");
-    require(program.buffers[q].width == num_heads * dim && program.buffers[k].width == layout.num_heads * dim &&
+    const int64_t dim = layout.value_dim, group = num_heads / layout.num_heads;
+    require(dim <= kMaxValueDim, "attention: values of more than 512 are not supported");
+    require(program.buffers[q].width == num_heads * layout.head_dim &&
+                program.buffers[k].width == layout.num_heads * layout.head_dim &&
                 program.buffers[v].width == layout.num_heads * dim,
             "attention: shapes differ");
     Step write;
@@ -349,14 +363,15 @@ std::vector<std::string> paths() {
 void bind_program(nb::module_& m) {
     m.def("paths", &paths);
     nb::class_<KVPool>(m, "KVPool")
-        .def("__init__", [](KVPool* self, int64_t num_slots, int64_t num_heads, int64_t head_dim, int store) {
-            new (self) KVPool(num_slots, num_heads, head_dim, static_cast<Store>(store));
+        .def("__init__", [](KVPool* self, int64_t num_slots, int64_t num_heads, int64_t head_dim, int64_t value_dim,
+                            int store) {
+            new (self) KVPool(num_slots, num_heads, head_dim, value_dim, static_cast<Store>(store));
         });
     nb::class_<HiddenPool>(m, "HiddenPool").def(nb::init<int64_t, int64_t>()).def_ro("width", &HiddenPool::width);
     nb::class_<RopeTable>(m, "RopeTable").def(nb::init<std::vector<double>, double>());
     nb::class_<Arena>(m, "Arena").def(nb::init<>());
-    nb::class_<Program>(m, "Program")
-        .def(nb::init<const std::string&>())
+    nb::class_<Program> program(m, "Program");
+    program.def(nb::init<const std::string&>())
         .def("embed", embed)
         .def("hidden_input", hidden_input)
         .def("linear", linear, nb::arg("x"), nb::arg("matrix"), nb::arg("bias").none(), nb::arg("label"))
@@ -366,7 +381,8 @@ void bind_program(nb::module_& m) {
         .def("add", add)
         .def("silu", silu)
         .def("silu_mul", silu_mul)
-        .def("concat", concat)
+        .def("concat", concat, nb::arg("a"), nb::arg("b"), nb::arg("heads"))
+        .def("sigmoid_mul", sigmoid_mul)
         .def("rope", rope)
         .def("attention", attention)
         .def("take_logit_rows", take_logit_rows)
@@ -378,8 +394,10 @@ void bind_program(nb::module_& m) {
              nb::arg("slots"), nb::arg("row_starts"), nb::arg("block_tables"), nb::arg("logit_rows"),
              nb::arg("block_size"), nb::arg("first_position"), nb::arg("hidden_slots").none(),
              nb::arg("hidden_pool").none(), nb::arg("hidden").none())
+        .def("want_quants", &Program::want_quants)
         .def_rw("profiling", &Program::profiling)
         .def("profile", &Program::profile);
+    bind_expert_steps(program);
 }
 
 } // namespace headstart

@@ -69,13 +69,13 @@ class NativeBackend:
 
     def kv_bytes(self, spec: AttentionSpec) -> int:
         scales = 8 if self._kv_store == _STORES["int8"] else 0
-        return spec.num_kv_heads * (2 * spec.head_dim * (4, 2, 1)[self._kv_store] + scales)
+        return spec.num_kv_heads * ((spec.head_dim + spec.value_width) * (4, 2, 1)[self._kv_store] + scales)
 
     def index(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.ascontiguousarray(ids, np.int64)
 
     def kv_pool(self, num_slots: int, spec: AttentionSpec) -> KVPool:
-        return KVPool(num_slots, spec.num_kv_heads, spec.head_dim, self._kv_store)
+        return KVPool(num_slots, spec.num_kv_heads, spec.head_dim, spec.value_width, self._kv_store)
 
     def hidden_pool(self, num_slots: int, width: int) -> HiddenPool:
         return HiddenPool(num_slots, width)

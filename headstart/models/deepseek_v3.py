@@ -50,7 +50,9 @@ def parse(config: Config) -> DecoderConfig:
 def _mla(config: Config) -> MLAConfig:
     try:
         heads = int(config["num_attention_heads"])
-        nope, rotary = int(config["qk_nope_head_dim"]), int(config["qk_rope_head_dim"])
+        rotary = int(config["qk_rope_head_dim"])
+        whole = int(config.get("qk_head_dim") or config.get("head_dim") or 0)  # GGUF files say this instead
+        nope = int(config.get("qk_nope_head_dim") or whole - rotary)
         latent, value = int(config["kv_lora_rank"]), int(config["v_head_dim"])
         rank = int(config.get("q_lora_rank") or 0)
     except (KeyError, TypeError, ValueError) as error:
@@ -84,6 +86,7 @@ def tiny(**changes: Any) -> tuple[dict[str, Any], Arrays]:
     defaults = {
         "model_type": "deepseek_v3",
         "architectures": ["DeepseekV3ForCausalLM"],
+        "num_key_value_heads": 6,
         "q_lora_rank": 20,
         "kv_lora_rank": 32,
         "qk_nope_head_dim": 12,
