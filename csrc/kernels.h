@@ -78,6 +78,28 @@ struct Router {
     float scale;
 };
 
+constexpr int64_t kMaxKeyDim = 256, kMaxTaps = 16;
+
+// The gated delta rule (Ops.gated_delta of headstart/kernels/ops.py) for some columns of one head of one sequence: from
+// the state before position `start` over kept rows [q, k, v, log decay, strength] and the rows of the pass.
+struct DeltaTask {
+    int64_t num_key_heads, num_heads, key_dim, value_dim;
+    int64_t head, key_head, first_column, num_columns;
+    const float* from; // the state [heads][key_dim][value_dim], or nullptr: zeros
+    int64_t start, num_kept, num_rows;
+    const float* kept;
+    int64_t kept_stride;
+    const float *qkv, *log_decay, *strength; // of the first row
+    int64_t qkv_stride, gate_stride;
+    float* out;
+    int64_t out_stride;
+    int64_t num_stores; // after the rows before store_positions[i] the state goes to slot store_slots[i]
+    const int32_t *store_positions, *store_slots;
+    float* states;
+    int64_t state_size;
+    int64_t channels() const { return 2 * num_key_heads * key_dim + num_heads * value_dim; }
+};
+
 struct Kernels {
     const char* name;
     // 32 outputs (block pair `pair`) of x W^T + bias.
@@ -104,6 +126,11 @@ struct Kernels {
     // out = sum over i < count of weights[i] * row slots[i] of values, in this order.
     void (*weigh)(const float* values, int64_t stride, const int32_t* slots, const float* weights, int64_t count,
                   int64_t width, float* out);
+    // out = sum over j < width of taps[j] * rows[j], by channel; rows that are nullptr are zeros.
+    void (*conv)(const float* const* rows, const float* taps, int64_t width, int64_t channels, float* out);
+    // out = rate * ln(1 + e^(x + bias)).
+    void (*decay)(const float* x, const float* rate, const float* bias, int64_t width, float* out);
+    void (*delta)(const DeltaTask& task);
 };
 
 namespace portable {

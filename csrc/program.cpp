@@ -115,8 +115,14 @@ int Program::buffer(int64_t width, bool logits) {
 
 void Program::add(Step step) {
     for (int id : step.writes) buffers[id].producer = (int)steps_.size();
+    const bool has_tasks = !step.by_rows;
     steps_.push_back(std::move(step));
+    if (!has_tasks) return;
+    for (Step& each : later_) steps_.push_back(std::move(each));
+    later_.clear();
 }
+
+void Program::add_later(Step step) { later_.push_back(std::move(step)); }
 
 void Program::want_quants(int id) {
     Buffer& buffer = buffers[id];
@@ -135,6 +141,8 @@ void Program::want_quants(int id) {
 }
 
 void Program::finish(std::vector<std::pair<std::string, int>> outputs) {
+    for (Step& each : later_) steps_.push_back(std::move(each));
+    later_.clear();
     outputs_ = std::move(outputs);
     output_memory_.resize(outputs_.size());
     for (size_t i = 0; i < outputs_.size(); ++i) buffers[outputs_[i].second].output = (int)i;

@@ -55,6 +55,19 @@ struct HiddenPool {
     Memory memory;
 };
 
+// Recurrent states [num_slots, state_size] of one layer, and rows that sequences keep [num_owned, num_kept, row_size].
+struct StatePool {
+    StatePool(int64_t num_slots, int64_t num_owned, int64_t num_kept, int64_t state_size, int64_t row_size)
+        : num_slots(num_slots), num_kept(num_kept), state_size(state_size), row_size(row_size),
+          states(num_slots * state_size * 4), rows(num_owned * num_kept * row_size * 4) {}
+    float* state(int64_t slot) const { return reinterpret_cast<float*>(states.data()) + slot * state_size; }
+    float* kept(int64_t slot, int64_t place) const {
+        return reinterpret_cast<float*>(rows.data()) + (slot * num_kept + place) * row_size;
+    }
+    int64_t num_slots, num_kept, state_size, row_size;
+    Memory states, rows;
+};
+
 // cos and sin by position, float from double; grown as positions come.
 class RopeTable {
   public:
@@ -91,6 +104,12 @@ struct Arena {
     uint8_t* take(int64_t bytes);
 };
 
+// StateSteps (headstart/core.py) as plain pointers.
+struct States {
+    const int32_t *own, *reads, *starts, *keeps, *store_starts, *store_positions, *store_slots;
+    std::vector<int32_t> span_of; // each row
+};
+
 // StepPlan (headstart/core.py) as plain pointers.
 struct Pass {
     int64_t num_rows, num_logits, num_spans, table_width, block_size, first_position;
@@ -99,12 +118,14 @@ struct Pass {
     const HiddenPool* hidden_pool;
     const float* hidden; // [num_rows, hidden_stride], or nullptr: rows of the pool
     int64_t hidden_stride;
+    const States* states; // or nullptr
     std::vector<std::vector<int64_t>> tiles; // by Program::groups: attention tiles of one kv head before each span
 };
 
 class Program;
 
-void bind_expert_steps(nb::class_<Program>& program); // expert_steps.cpp
+void bind_expert_steps(nb::class_<Program>& program);                     // expert_steps.cpp
+void bind_recurrent_steps(nb::module_& m, nb::class_<Program>& program); // recurrent_steps.cpp
 
 struct Buffer {
     int64_t width;
@@ -145,12 +166,13 @@ class Program {
 
     int buffer(int64_t width, bool logits);
     void add(Step step);
+    void add_later(Step step); // behind the next step of tasks: nothing in this pass reads what it writes
     void finish(std::vector<std::pair<std::string, int>> outputs);
     nb::dict run(ThreadPool& threads, Arena& arena, Pass& pass);
     nb::dict profile(bool reset);
 
     const Kernels& kernels;
-    bool profiling = false, wants_hidden = false;
+    bool profiling = false, wants_hidden = false, wants_states = false;
     std::vector<Buffer> buffers;
     std::vector<std::shared_ptr<RopeTable>> ropes;
     std::vector<std::shared_ptr<Routing>> routings;
@@ -180,7 +202,7 @@ class Program {
     int64_t num_tasks(const Phase& phase, const Pass& pass) const;
     void run_tasks(const Phase& phase, const Pass& pass, int64_t first, int64_t last) const;
 
-    std::vector<Step> steps_;
+    std::vector<Step> steps_, later_;
     std::vector<Phase> phases_;
     std::vector<std::pair<std::string, int>> outputs_;
     std::vector<std::shared_ptr<Memory>> output_memory_;

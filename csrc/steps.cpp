@@ -315,9 +315,25 @@ void store_hidden(Program& program, int x, nb::object hidden_pool) {
     program.add(std::move(step));
 }
 
+States states_of(const std::vector<Ints>& arrays, const Pass& pass) {
+    require(arrays.size() == 7, "run: states are seven arrays");
+    for (size_t i = 0; i < 5; ++i)
+        require((int64_t)arrays[i].size() == pass.num_spans + (i == 4), "run: the states' arrays differ in length");
+    const int32_t* starts = arrays[4].data();
+    require((int64_t)arrays[5].size() == starts[pass.num_spans] && arrays[6].size() == arrays[5].size(),
+            "run: the stores' arrays differ in length");
+    States told{arrays[0].data(), arrays[1].data(), arrays[2].data(), arrays[3].data(),
+                starts,           arrays[5].data(), arrays[6].data(), {}};
+    told.span_of.resize(pass.num_rows);
+    for (int64_t s = 0; s < pass.num_spans; ++s)
+        std::fill(told.span_of.begin() + pass.row_starts[s], told.span_of.begin() + pass.row_starts[s + 1], (int32_t)s);
+    return told;
+}
+
 nb::dict run(Program& program, ThreadPool& threads, Arena& arena, Ints token_ids, Ints positions, Ints slots,
              Ints row_starts, Table block_tables, Ints logit_rows, int64_t block_size, int64_t first_position,
-             std::optional<Ints> hidden_slots, const HiddenPool* hidden_pool, std::optional<Rows> hidden) {
+             std::optional<Ints> hidden_slots, const HiddenPool* hidden_pool, std::optional<Rows> hidden,
+             const std::optional<std::vector<Ints>>& states) {
     const int64_t rows = (int64_t)token_ids.size(), spans = (int64_t)row_starts.size() - 1;
     require(rows > 0 && (int64_t)positions.size() == rows && (int64_t)slots.size() == rows && spans > 0 &&
                 (int64_t)block_tables.shape(0) == spans && row_starts.data()[spans] == rows,
@@ -342,6 +358,12 @@ nb::dict run(Program& program, ThreadPool& threads, Arena& arena, Ints token_ids
     pass.hidden_pool = hidden_pool;
     pass.hidden = hidden ? hidden->data() : nullptr;
     pass.hidden_stride = hidden ? (int64_t)hidden->shape(1) : 0;
+    require(!program.wants_states || states, "run: the program reads recurrent states");
+    States told{};
+    if (states) {
+        told = states_of(*states, pass);
+        pass.states = &told;
+    }
     return program.run(threads, arena, pass);
 }
 
@@ -393,11 +415,12 @@ void bind_program(nb::module_& m) {
         .def("run", run, nb::arg("threads"), nb::arg("arena"), nb::arg("token_ids"), nb::arg("positions"),
              nb::arg("slots"), nb::arg("row_starts"), nb::arg("block_tables"), nb::arg("logit_rows"),
              nb::arg("block_size"), nb::arg("first_position"), nb::arg("hidden_slots").none(),
-             nb::arg("hidden_pool").none(), nb::arg("hidden").none())
+             nb::arg("hidden_pool").none(), nb::arg("hidden").none(), nb::arg("states").none())
         .def("want_quants", &Program::want_quants)
         .def_rw("profiling", &Program::profiling)
         .def("profile", &Program::profile);
     bind_expert_steps(program);
+    bind_recurrent_steps(m, program);
 }
 
 } // namespace headstart

@@ -106,6 +106,13 @@ class HiddenPool:
     @property
     def width(self) -> int: ...
 
+class StatePool:
+    """Recurrent states of one layer [num_slots, state_size], and kept rows [num_owned, num_kept, row_size]."""
+
+    def __init__(self, num_slots: int, num_owned: int, num_kept: int, state_size: int, row_size: int) -> None: ...
+    def state(self, slot: int) -> NDArray[np.float32]:
+        """A copy of one state."""
+
 class RopeTable:
     """cos and sin of position * inv_freq, times scale."""
 
@@ -161,6 +168,20 @@ class Program:
 
     def rope(self, x: int, table: RopeTable, head_dim: int) -> int: ...
     def attention(self, q: int, k: int, v: int, pool: KVPool, num_heads: int, scale: float) -> int: ...
+    def causal_conv(self, x: int, taps: NDArray[np.float32], pool: StatePool, width: int) -> int: ...
+    def decay(self, x: int, rate: NDArray[np.float32], bias: NDArray[np.float32]) -> int: ...
+    def gated_delta(
+        self,
+        qkv: int,
+        log_decay: int,
+        strength: int,
+        pool: StatePool,
+        num_key_heads: int,
+        num_heads: int,
+        key_dim: int,
+        value_dim: int,
+        tiled: bool,
+    ) -> int: ...
     def take_logit_rows(self, x: int) -> int: ...
     def zero_where(self, x: int, position: int) -> int: ...
     def store_hidden(self, x: int, pool: HiddenPool) -> None: ...
@@ -180,6 +201,7 @@ class Program:
         hidden_slots: NDArray[np.int32] | None,
         hidden_pool: HiddenPool | None,
         hidden: NDArray[np.float32] | None,
+        states: list[NDArray[np.int32]] | None,
     ) -> dict[str, NDArray[np.float32]]: ...
     def profile(self, reset: bool) -> dict[str, float]:
         """Seconds by label since profiling began or the last reset."""

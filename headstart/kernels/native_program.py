@@ -13,8 +13,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.kernels._native import HiddenPool, KVPool, Matrix, Program, RopeTable
-from headstart.kernels.ops import AttentionSpec, Experts, RopeSpec, RouterSpec, StepInputs
+from headstart.kernels._native import HiddenPool, KVPool, Matrix, Program, RopeTable, StatePool
+from headstart.kernels.ops import AttentionSpec, ConvSpec, DeltaSpec, Experts, RopeSpec, RouterSpec, StepInputs
 
 Vector = NDArray[np.float32]
 QUANTIZED = 3
@@ -117,6 +117,17 @@ class Recorder:
         indices = (self._index(q), self._index(k), self._index(v))
         width = spec.num_heads * spec.value_width
         return Buffer(width, self.program.attention(*indices, pool, spec.num_heads, spec.scale))
+
+    def causal_conv(self, x: Buffer, weight: Vector, pool: StatePool, spec: ConvSpec) -> Buffer:
+        return Buffer(x.width, self.program.causal_conv(self._index(x), weight, pool, spec.width))
+
+    def decay(self, x: Buffer, rate: Vector, bias: Vector) -> Buffer:
+        return Buffer(x.width, self.program.decay(self._index(x), rate, bias))
+
+    def gated_delta(self, qkv: Buffer, log_decay: Buffer, strength: Buffer, pool: StatePool, spec: DeltaSpec) -> Buffer:
+        rows = (self._index(qkv), self._index(log_decay), self._index(strength))
+        sizes = (spec.num_key_heads, spec.num_heads, spec.key_dim, spec.value_dim)
+        return Buffer(spec.num_heads * spec.value_dim, self.program.gated_delta(*rows, pool, *sizes, spec.tiled))
 
     def take_rows(self, x: Buffer, rows: Input) -> Buffer:
         assert rows == "logit_rows", rows

@@ -72,12 +72,13 @@ def walk(step: Step, rows: Tensor, width: int, pool: StatePool, plan: StepPlan) 
     replayed = firsts - told.starts
     lengths = replayed + np.diff(plan.row_starts)
     order = np.argsort(-lengths, kind="stable")  # those still walking are in front
-    source = torch.cat((rows, pool.rows[_longs(told.own)].flatten(0, 1)))
+    kept = pool.rows[_longs(told.own)].flatten(0, 1) if pool.rows.numel() else pool.rows.flatten(0, 1)
+    source = torch.cat((rows, kept))
     index = _sources(plan, replayed, lengths, num_rows, pool.rows.shape[1])[order]
     stores = _stores(plan, order)
     reads = torch.from_numpy(told.reads[order].astype(np.int64))
-    states = pool.states[reads.clamp(min=0)]
-    states[reads < 0] = 0
+    states = pool.states.new_zeros((len(order), *pool.states.shape[1:]))
+    states[reads >= 0] = pool.states[reads[reads >= 0]]
     out = rows.new_empty((num_rows, width))
     for t in range(int(lengths.max()) + 1):
         for place, slot in stores.get(t, ()):
@@ -135,4 +136,6 @@ def _keep(rows: Tensor, pool: StatePool, plan: StepPlan) -> None:
     spans = np.repeat(np.arange(len(told.own)), np.diff(plan.row_starts))
     places = plan.positions - told.keeps[spans]
     drafted = places >= 0
+    if not drafted.any():
+        return
     pool.rows[_longs(told.own[spans][drafted]), _longs(places[drafted])] = rows[torch.from_numpy(drafted)]
