@@ -23,6 +23,7 @@ from headstart.engine.load import Model, free_memory, load_model, usable_threads
 from headstart.errors import UsageError
 from headstart.formats.head import KINDS
 from headstart.kernels.ops import Backend
+from headstart.layers.moe import MoE
 from headstart.tools import doctor
 from headstart.tools.meter import Meter
 from headstart.tools.prompts import builtin_prompts
@@ -246,7 +247,8 @@ def profile(bench: Bench, progress: Progress) -> dict[str, Any]:
 
 
 def weight_bytes(model: Model) -> int:
-    """Bytes of weights that every pass reads: all but an embedding table, of which it needs single rows."""
+    """Bytes of weights that every pass reads: all but an embedding table, of which it needs single rows, and of experts
+    as many as one row takes."""
     return held_bytes(model.decoder.layers, model.decoder.norm, model.decoder.lm_head)
 
 
@@ -255,10 +257,13 @@ def held_bytes(*parts: Any) -> int:
     found: dict[int, int] = {}
 
     def visit(part: Any) -> None:
-        if is_dataclass(part):
+        if isinstance(part, MoE):
+            visit([part.router, part.bias, part.shared, part.shared_gate])
+            found[id(part)] = held_bytes(part.experts) * part.spec.top_k // part.spec.num_experts
+        elif is_dataclass(part):
             for item in fields(part):
                 visit(getattr(part, item.name))
-        elif isinstance(part, list):
+        elif isinstance(part, list | tuple):
             for each in part:
                 visit(each)
         else:

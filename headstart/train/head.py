@@ -9,9 +9,12 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from headstart.errors import UsageError
 from headstart.kernels.ops import Backend
+from headstart.layers.attention import Attention
 from headstart.layers.build import Weights
 from headstart.layers.decoder import Decoder, DecoderLayer
+from headstart.layers.mlp import GatedMLP
 from headstart.train.ops import TrainOps
 
 EMBEDDING_SHARE = 0.1
@@ -57,7 +60,11 @@ def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def layer_tensors(layer: DecoderLayer) -> dict[str, Tensor]:
+    """Raises UsageError for a layer that a head's block cannot be."""
     attention, mlp = layer.attention, layer.mlp
+    if not (isinstance(attention, Attention) and isinstance(mlp, GatedMLP)):
+        what = "experts" if isinstance(attention, Attention) else "latent attention"
+        raise UsageError(f"a block with {what}, like this model's, cannot be trained yet", "train --kind medusa")
     tensors: dict[str, Tensor] = {
         "input_layernorm.weight": layer.input_norm.weight,
         "post_attention_layernorm.weight": layer.post_norm.weight,
