@@ -72,9 +72,18 @@ def parse(config: Config, *, tiled: bool = False) -> DecoderConfig:
         qkv_bias=bool(config.get("attention_bias", False)),
         o_bias=bool(config.get("attention_bias", False)),
         gated_attention=bool(config.get("attn_output_gate", True)),
-        num_mtp=int(config.get("mtp_num_hidden_layers") or config.get("num_nextn_predict_layers") or 0),
+        num_mtp=_num_mtp(config),
     )
     return replace(sizes, delta=_delta(config, sizes.num_layers, tiled))
+
+
+def _num_mtp(config: Config) -> int:
+    """Where a config does not tell, as Qwen3-Next's: one, if the checkpoint holds it."""
+    told = (config.get(key) for key in ("mtp_num_hidden_layers", "num_nextn_predict_layers"))
+    try:
+        return int(next((number for number in told if number is not None), 1))
+    except (TypeError, ValueError):
+        raise ModelError("config.json: the number of MTP layers is not a number") from None
 
 
 def _refuse_unknown(config: Config) -> None:
@@ -166,9 +175,9 @@ def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool)
     """Norms as factors, the projections of a linear layer apart, the modules' shared tensors for each of them."""
     found = _from_gguf(tensors, config) if from_gguf else _from_hugging_face(tensors, config)
     for i in range(1, config.num_mtp):
-        for name in MTP_NAMES.values():
-            if (shared := found.get(f"mtp.0.{name}.weight")) is not None:
-                found.setdefault(f"mtp.{i}.{name}.weight", shared)
+        if f"mtp.{i}.block.input_layernorm.weight" in found:
+            shared = {part: found.get(f"mtp.0.{part}.weight") for part in MTP_NAMES.values()}
+            found |= {f"mtp.{i}.{part}.weight": tensor for part, tensor in shared.items() if tensor is not None}
     return found
 
 

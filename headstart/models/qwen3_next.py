@@ -10,7 +10,7 @@ from headstart.models._family import Arrays, Family
 
 
 def tiny(**changes: Any) -> tuple[dict[str, Any], Arrays]:
-    defaults = {"architectures": ["Qwen3NextForCausalLM"], "num_nextn_predict_layers": 1, **_gated_delta.TINY_EXPERTS}
+    defaults = {"architectures": ["Qwen3NextForCausalLM"], **_gated_delta.TINY_EXPERTS}
     return _gated_delta.tiny_hybrid("qwen3_next", {**defaults, **changes}, joined=True)
 
 
