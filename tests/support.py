@@ -273,6 +273,9 @@ def assert_clean(engine: Engine) -> None:
     assert not engine.memory._keys
     engine.memory.pool.check()
     assert engine.memory.pool.num_free == len(engine.memory.pool.blocks)
+    if engine.memory.states:
+        engine.memory.states.check()
+        assert not engine.memory.states._held
 
 
 def assert_same(found: Outputs, expected: Outputs) -> None:
