@@ -56,6 +56,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "rope parameters of transformers 5": {"rope_parameters": {**LLAMA3, "rope_theta": 5000.0}, "rope_theta": None},
 }
 LENGTH = 90  # beyond the original context of the scaled ropes
+GREEDY = 200
 
 
 def changed(changes: dict[str, Any]) -> dict[str, Any]:
