@@ -43,6 +43,17 @@ struct Row {
     const float* values;
 };
 
+// A row's inputs for one head lie in three places of a wide row: no hardware fetches them ahead.
+void prefetch_row(const DeltaTask& task, const float* qkv) {
+    const int64_t keys = task.num_key_heads * task.key_dim;
+    for (int64_t i = 0; i < task.key_dim; i += 16) {
+        prefetch(qkv + task.key_head * task.key_dim + i);
+        prefetch(qkv + keys + task.key_head * task.key_dim + i);
+    }
+    for (int64_t i = 0; i < task.num_columns; i += 16)
+        prefetch(qkv + 2 * keys + task.head * task.value_dim + task.first_column + i);
+}
+
 void read_row(const DeltaTask& task, const float* qkv, float log_decay, float strength, Row& row) {
     const int64_t keys = task.num_key_heads * task.key_dim;
     unit(qkv + task.key_head * task.key_dim, task.key_dim, 1.0f / std::sqrt((float)task.key_dim), row.query);
@@ -61,10 +72,10 @@ void take_in(float* state, const Row& row, int64_t key_dim, int64_t first, int64
     for (int s = 0; s < kWidth; ++s) known[s] = read[s] = splat(0.0f);
     for (int64_t k = 0; k < key_dim; ++k) {
         const f32 key = splat(row.key[k]);
-        for (int s = 0; s < kWidth; ++s) known[s] = fma(load(state + k * kStride + s * 16) * decay, key, known[s]);
+        for (int s = 0; s < kWidth; ++s) known[s] = fma(load(state + k * kStride + s * 16), key, known[s]);
     }
     for (int s = 0; s < kWidth; ++s)
-        change[s] = (load_some(row.values + first + s * 16, columns - s * 16) - known[s]) * strength;
+        change[s] = (load_some(row.values + first + s * 16, columns - s * 16) - decay * known[s]) * strength;
     for (int64_t k = 0; k < key_dim; ++k) {
         const f32 key = splat(row.key[k]), query = splat(row.query[k]);
         for (int s = 0; s < kWidth; ++s) {
@@ -107,6 +118,7 @@ template <int kWidth> void walk(const DeltaTask& task, int64_t first, int64_t co
             read_row(task, task.qkv + r * task.qkv_stride, task.log_decay[r * task.gate_stride + task.head],
                      task.strength[r * task.gate_stride + task.head], row);
         }
+        if (r + 1 < task.num_rows && r >= -1) prefetch_row(task, task.qkv + (r + 1) * task.qkv_stride);
         float* out = r < 0 ? nullptr : task.out + r * task.out_stride + task.head * task.value_dim;
         take_in<kWidth>(state, row, task.key_dim, first, columns, out);
     }
