@@ -17,7 +17,7 @@ def parse(config: Config) -> DecoderConfig:
 
 def tiny(**changes: Any) -> tuple[dict[str, Any], Arrays]:
     defaults = {"architectures": ["Qwen3_5MoeForCausalLM"], "mtp_num_hidden_layers": 1, **_gated_delta.TINY_EXPERTS}
-    return _gated_delta.tiny_hybrid("qwen3_5_moe", {**defaults, **changes}, joined=False)
+    return _gated_delta.tiny_hybrid("qwen3_5_moe_text", {**defaults, **changes}, joined=False)
 
 
 FAMILY = Family(

@@ -141,6 +141,7 @@ def run(options: StepOptions, progress: Progress = lambda done, total, text: Non
         "machine": machine(bench.model, options.config),
         "weights": {"format": weight_format(bench.model, options.config), "bytes_per_pass": weight_bytes(bench.model)},
         "kv_bytes_per_position": sum(bench.model.backend.kv_bytes(spec) for spec in bench.model.decoder.kv_specs),
+        "state_bytes": sum(bench.model.backend.state_bytes(spec) for spec in bench.model.decoder.state_specs),
         "read_bandwidth": {"gb_per_s": bandwidth / 1e9, "buffer_bytes": read_bytes, "runs": READ_RUNS},
         "context": options.context,
     }
@@ -199,9 +200,11 @@ def spread(seconds: Iterable[float]) -> dict[str, Any]:
 
 
 def pass_row(data: dict[str, Any], rows: int, seconds: list[float]) -> dict[str, Any]:
-    """What one row count costs. KV counts once per pass: rows of one sequence share it."""
+    """What one row count costs. KV counts once per pass: rows of one sequence share it; so does recurrent state, which
+    is read and written."""
     cost = spread(seconds)
     num_bytes = data["weights"]["bytes_per_pass"] + data["kv_bytes_per_position"] * (data["context"] + rows)
+    num_bytes += 2 * data["state_bytes"]
     speed = num_bytes / cost["median_ms"] / 1e6
     return {
         "rows": rows,
