@@ -41,7 +41,7 @@ class DecoderConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    gated_attention: bool = False  # rows of q_proj are [query, gate] by head
+    gated_attention: bool = False
     delta: DeltaConfig | None = None
     num_mtp: int = 0  # native MTP modules promised by the config
     mtp_recycle: Literal["post_norm", "pre_norm"] | None = None  # None: what the family declares
@@ -84,17 +84,9 @@ class Weights:
     def has(self, name: str) -> bool:
         return name in self.tensors
 
-    def linear(
-        self, prefix: str, num_out: int, num_in: int, *, bias: bool = False, rows: np.ndarray | None = None
-    ) -> Linear:
-        """A matrix [num_out, num_in] with its bias, or only some `rows` of both."""
-        shapes: dict[str, tuple[int, ...]] = {f"{prefix}.weight": (num_out, num_in)}
-        if bias:
-            shapes[f"{prefix}.bias"] = (num_out,)
-        if rows is None or rows.size == num_out:
-            return Linear(*(self.get(name, *shape) for name, shape in shapes.items()))
-        parts = (self.raw(name, shape).take_rows(rows.reshape(-1)) for name, shape in shapes.items())
-        return Linear(*map(self.take, parts))
+    def linear(self, prefix: str, num_out: int, num_in: int, *, bias: bool = False) -> Linear:
+        weight = self.get(f"{prefix}.weight", num_out, num_in)
+        return Linear(weight, self.get(f"{prefix}.bias", num_out) if bias else None)
 
     def norm(self, name: str, size: int, eps: float) -> RMSNorm:
         return RMSNorm(self.get(f"{name}.weight", size), eps)
@@ -137,13 +129,9 @@ def _attention(weights: Weights, attn: str, config: DecoderConfig, reads: int) -
     """The attention whose tensors start with `attn`; q, k and v read as many columns as `reads`."""
     hidden, spec, eps = config.hidden_size, config.attention, config.eps
     q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    by_head = np.arange((1 + config.gated_attention) * q_size).reshape(spec.num_heads, -1, spec.head_dim)
-    q, *gate = (
-        weights.linear(f"{attn}.q_proj", by_head.size, reads, bias=config.qkv_bias, rows=by_head[:, part])
-        for part in range(by_head.shape[1])
-    )
+    gate = weights.linear(f"{attn}.gate_proj", q_size, reads, bias=config.qkv_bias) if config.gated_attention else None
     return Attention(
-        q_proj=q,
+        q_proj=weights.linear(f"{attn}.q_proj", q_size, reads, bias=config.qkv_bias),
         k_proj=weights.linear(f"{attn}.k_proj", kv_size, reads, bias=config.qkv_bias),
         v_proj=weights.linear(f"{attn}.v_proj", kv_size, reads, bias=config.qkv_bias),
         o_proj=weights.linear(f"{attn}.o_proj", hidden, q_size, bias=config.o_bias),
@@ -151,7 +139,7 @@ def _attention(weights: Weights, attn: str, config: DecoderConfig, reads: int) -
         rope=config.rope,
         q_norm=weights.norm(f"{attn}.q_norm", spec.head_dim, eps) if config.qk_norm else None,
         k_norm=weights.norm(f"{attn}.k_norm", spec.head_dim, eps) if config.qk_norm else None,
-        gate_proj=gate[0] if gate else None,
+        gate_proj=gate,
     )
 
 

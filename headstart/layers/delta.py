@@ -59,8 +59,8 @@ class GatedDeltaNet:
         return self.config.conv, self.config.delta
 
     def __call__(self, ops: Ops, x: Buffer, positions: Buffer, pool: Pool) -> Buffer:
-        """`pool`: those of the convolution and of the recurrence."""
-        conv_pool, delta_pool = pool
+        """`pool`: those of the convolution and of the recurrence; None where whole texts are trained on."""
+        conv_pool, delta_pool = pool or (None, None)
         qkv, z = self.qkv_proj(ops, x), self.z_proj(ops, x)
         a, b = self.a_proj(ops, x), self.b_proj(ops, x)
         qkv = ops.silu(ops.causal_conv(qkv, self.conv, conv_pool, self.config.conv))

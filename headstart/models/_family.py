@@ -151,10 +151,11 @@ def _attention_shapes(attn: str, config: DecoderConfig) -> dict[str, tuple[int, 
     hidden, spec = config.hidden_size, config.attention
     q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     return {
-        f"{attn}.q_proj.weight": ((1 + config.gated_attention) * q_size, hidden),
+        f"{attn}.q_proj.weight": (q_size, hidden),
         f"{attn}.k_proj.weight": (kv_size, hidden),
         f"{attn}.v_proj.weight": (kv_size, hidden),
         f"{attn}.o_proj.weight": (hidden, q_size),
+        **({f"{attn}.gate_proj.weight": (q_size, hidden)} if config.gated_attention else {}),
     }
 
 
@@ -164,8 +165,9 @@ def _attention_extras(attn: str, config: DecoderConfig) -> dict[str, tuple[int, 
     shapes: dict[str, tuple[int, ...]] = {}
     q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     if config.qkv_bias:
-        q_rows = (1 + config.gated_attention) * q_size
-        shapes |= {f"{attn}.{n}_proj.bias": (size,) for n, size in (("q", q_rows), ("k", kv_size), ("v", kv_size))}
+        shapes |= {f"{attn}.{n}_proj.bias": (size,) for n, size in (("q", q_size), ("k", kv_size), ("v", kv_size))}
+        if config.gated_attention:
+            shapes[f"{attn}.gate_proj.bias"] = (q_size,)
     if config.o_bias:
         shapes[f"{attn}.o_proj.bias"] = (config.hidden_size,)
     if config.qk_norm:

@@ -40,7 +40,6 @@ MTP_NAMES = {
     "pre_fc_norm_hidden": "norm_hidden",
     "norm": "norm",
 }
-NEXTN_NAMES = {"eh_proj": "projection", "enorm": "norm_embedding", "hnorm": "norm_hidden", "shared_head.norm": "norm"}
 WRAPPERS = ("model.language_model.", "language_model.model.", "language_model.", "model.")
 
 
@@ -105,9 +104,7 @@ def _experts(config: Config) -> MoEConfig | None:
     except (KeyError, TypeError, ValueError) as error:
         raise ModelError(f"config.json: {error} is missing or not a number", "experts need it") from None
     if min(taken, inner, step) < 1 or shared < 0 or taken > count:
-        raise ModelError(
-            f"config.json: {taken} of {count} experts of {inner} and {shared} cannot be", "sizes are positive"
-        )
+        raise ModelError(f"config.json: a token cannot take {taken} of {count} experts of {inner} ({shared} shared)")
     dense = {i for i in range(layers) if (i + 1) % step} | set(config.get("mlp_only_layers") or ())
     router = RouterSpec(count, taken, normalize=bool(config.get("norm_topk_prob", True)))
     return MoEConfig(router=router, inner=inner, shared=shared, shared_gate=shared > 0, dense=frozenset(dense))
@@ -174,6 +171,9 @@ def canonical(name: str) -> str | None:
 def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
     """Norms as factors, the projections of a linear layer apart, the modules' shared tensors for each of them."""
     found = _from_gguf(tensors, config) if from_gguf else _from_hugging_face(tensors, config)
+    if config.gated_attention:
+        for name in [name for name in found if ".self_attn.q_proj." in name]:
+            found |= _query_and_gate(name, found[name], config)
     for i in range(1, config.num_mtp):
         if f"mtp.{i}.block.input_layernorm.weight" in found:
             shared = {part: found.get(f"mtp.0.{part}.weight") for part in MTP_NAMES.values()}
@@ -185,10 +185,10 @@ def _from_hugging_face(tensors: dict[str, RawTensor], config: DecoderConfig) -> 
     found: dict[str, RawTensor] = {}
     for name, tensor in tensors.items():
         stem, _, part = name.partition(".linear_attn.")
-        if part == "in_proj_qkvz.weight":
-            found |= _split(tensor, f"{stem}.linear_attn", _qkvz_rows(config))
-        elif part == "in_proj_ba.weight":
-            found |= _split(tensor, f"{stem}.linear_attn", _ba_rows(config))
+        if config.delta and part == "in_proj_qkvz.weight":
+            found |= _split(tensor, f"{stem}.linear_attn", _qkvz_rows(config.delta))
+        elif config.delta and part == "in_proj_ba.weight":
+            found |= _split(tensor, f"{stem}.linear_attn", _ba_rows(config.delta))
         elif part:
             found |= _linear_part(f"{stem}.linear_attn.", part, tensor)
         elif re.search(r"norm(_embedding|_hidden)?\.weight$", name):
@@ -210,29 +210,33 @@ def _linear_part(prefix: str, part: str, tensor: RawTensor) -> dict[str, RawTens
 
 
 def _from_gguf(tensors: dict[str, RawTensor], config: DecoderConfig) -> dict[str, RawTensor]:
-    """llama.cpp has folded the norms and the decay rate; a head is the layers behind the trunk's."""
-    linear = config.delta.layers if config.delta else frozenset()
+    """llama.cpp has folded the norms and the decay rate."""
     renamed = {"ssm_a": "decay_rate", "ssm_dt.bias": "decay_bias", "ssm_conv1d.weight": "conv"}
     found: dict[str, RawTensor] = {}
     for name, tensor in tensors.items():
         match = re.fullmatch(r"(?:layers|blk)\.(\d+)\.(.+)", name)
-        if not match:
+        if not match or config.delta is None or int(match[1]) not in config.delta.layers:
             found[name] = tensor
             continue
-        layer, rest = int(match[1]), match[2]
-        if layer >= config.num_layers:
-            part, _, kind = rest.rpartition(".")
-            inner = f"{NEXTN_NAMES[part]}.{kind}" if part in NEXTN_NAMES else f"block.{rest}"
-            found[f"mtp.{layer - config.num_layers}.{inner}"] = tensor
-        elif layer in linear and rest == "ssm_ba.weight":
-            found |= _split(tensor, f"layers.{layer}.linear_attn", _ba_rows(config))
-        elif layer in linear and rest in renamed:
-            new = f"layers.{layer}.linear_attn.{renamed[rest]}"
+        prefix, rest = f"layers.{match[1]}", match[2]
+        if rest == "ssm_ba.weight":
+            found |= _split(tensor, f"{prefix}.linear_attn", _ba_rows(config.delta))
+        elif rest in renamed:
+            new = f"{prefix}.linear_attn.{renamed[rest]}"
             found[new] = _taps(new, tensor) if rest.startswith("ssm_conv") else tensor
         else:
-            rest = rest.replace("self_attn.qkv_proj", "linear_attn.in_proj_qkv") if layer in linear else rest
-            found[f"layers.{layer}.{rest}"] = tensor
+            found[f"{prefix}.{rest.replace('self_attn.qkv_proj', 'linear_attn.in_proj_qkv')}"] = tensor
     return found
+
+
+def _query_and_gate(name: str, tensor: RawTensor, config: DecoderConfig) -> dict[str, RawTensor]:
+    """Rows of q_proj are [query, gate] by head."""
+    spec = config.attention
+    rows = np.arange(2 * spec.num_heads * spec.head_dim, dtype=np.int64).reshape(spec.num_heads, 2, -1)
+    if tensor.shape[0] != rows.size:
+        return {name: tensor, name.replace("q_proj", "gate_proj"): tensor}  # the loader says what is wrong
+    parts = (tensor.take_rows(rows[:, part].reshape(-1)) for part in (0, 1))
+    return dict(zip((name, name.replace("q_proj", "gate_proj")), parts, strict=True))
 
 
 def _floats(name: str, values: NDArray[np.float32]) -> RawTensor:
@@ -252,26 +256,23 @@ def _split(tensor: RawTensor, prefix: str, rows: dict[str, NDArray[np.int64]]) -
     return {f"{prefix}.in_proj_{part}.weight": tensor.take_rows(each) for part, each in rows.items()}
 
 
-def _by_key_head(config: DecoderConfig, sizes: Seq[int]) -> list[NDArray[np.int64]]:
+def _by_key_head(spec: DeltaSpec, sizes: Seq[int]) -> list[NDArray[np.int64]]:
     """Rows of parts that alternate within each key head."""
-    assert config.delta is not None
-    heads, ends = config.delta.delta.num_key_heads, np.cumsum([0, *sizes])
-    rows = np.arange(heads * ends[-1], dtype=np.int64).reshape(heads, -1)
+    ends = np.cumsum([0, *sizes])
+    rows = np.arange(spec.num_key_heads * ends[-1], dtype=np.int64).reshape(spec.num_key_heads, -1)
     return [rows[:, first:last].reshape(-1) for first, last in pairwise(ends)]
 
 
-def _qkvz_rows(config: DecoderConfig) -> dict[str, NDArray[np.int64]]:
-    assert config.delta is not None
-    spec = config.delta.delta
+def _qkvz_rows(config: DeltaConfig) -> dict[str, NDArray[np.int64]]:
+    spec = config.delta
     values = spec.num_heads // spec.num_key_heads * spec.value_dim
-    q, k, v, z = _by_key_head(config, (spec.key_dim, spec.key_dim, values, values))
+    q, k, v, z = _by_key_head(spec, (spec.key_dim, spec.key_dim, values, values))
     return {"qkv": np.concatenate((q, k, v)), "z": z}
 
 
-def _ba_rows(config: DecoderConfig) -> dict[str, NDArray[np.int64]]:
-    assert config.delta is not None
-    values = config.delta.delta.num_heads // config.delta.delta.num_key_heads
-    b, a = _by_key_head(config, (values, values))
+def _ba_rows(config: DeltaConfig) -> dict[str, NDArray[np.int64]]:
+    values = config.delta.num_heads // config.delta.num_key_heads
+    b, a = _by_key_head(config.delta, (values, values))
     return {"b": b, "a": a}
 
 
@@ -291,8 +292,7 @@ def tiny_hybrid(model_type: str, changes: Config, *, joined: bool) -> tuple[dict
     """A random small model. `joined`: the projections of a linear layer are in two tensors, by key head."""
     config = tiny_config(**{"model_type": model_type, **TINY, **changes})
     sizes = parse(config)
-    shapes = trunk_shapes(sizes, joined=joined) | mtp_shapes(sizes)
-    arrays = random_arrays({name.replace("shared_experts", "shared_expert"): shape for name, shape in shapes.items()})
+    arrays = random_arrays(_theirs(trunk_shapes(sizes, joined=joined) | mtp_shapes(sizes), sizes))
     for name, values in arrays.items():
         if name.endswith("norm.weight") or "pre_fc_norm" in name:
             arrays[name] = values if "linear_attn" in name else values - 1
@@ -301,6 +301,18 @@ def tiny_hybrid(model_type: str, changes: Config, *, joined: bool) -> tuple[dict
         elif name.endswith("A_log"):  # states that forget in some three to thirty rows
             arrays[name] = np.log(np.geomspace(0.03, 0.5, len(values))).astype(np.float32)
     return config, arrays
+
+
+def _theirs(shapes: dict[str, tuple[int, ...]], config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Where Hugging Face's names are not those of block_shapes: the gate is part of q_proj."""
+    factor = 1 + config.gated_attention
+    return {
+        name.replace("shared_experts", "shared_expert"): (factor * shape[0], *shape[1:])
+        if ".q_proj." in name
+        else shape
+        for name, shape in shapes.items()
+        if ".self_attn.gate_proj." not in name
+    }
 
 
 def trunk_shapes(config: DecoderConfig, *, joined: bool) -> dict[str, tuple[int, ...]]:

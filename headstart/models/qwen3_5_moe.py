@@ -26,6 +26,7 @@ FAMILY = Family(
     build=decoder,
     tiny=tiny,
     head=_gated_delta.HEAD,
+    trailing=True,  # in GGUF files
     adapt=_gated_delta.adapt,
     aliases=("qwen3_5_moe_text", GGUF),
 )

@@ -20,6 +20,7 @@ FAMILY = Family(
     build=decoder,
     tiny=tiny,
     head=_gated_delta.HEAD,
+    trailing=True,  # in GGUF files
     adapt=_gated_delta.adapt,
     aliases=("qwen3next",),
 )

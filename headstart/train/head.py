@@ -63,13 +63,15 @@ def layer_tensors(layer: DecoderLayer) -> dict[str, Tensor]:
     """Raises UsageError for a layer that a head's block cannot be."""
     attention, mlp = layer.attention, layer.mlp
     if not (isinstance(attention, Attention) and isinstance(mlp, GatedMLP)):
-        what = "experts" if isinstance(attention, Attention) else "latent attention"
+        what = "experts" if isinstance(attention, Attention) else "latent or linear attention"
         raise UsageError(f"a block with {what}, like this model's, cannot be trained yet", "train --kind medusa")
     tensors: dict[str, Tensor] = {
         "input_layernorm.weight": layer.input_norm.weight,
         "post_attention_layernorm.weight": layer.post_norm.weight,
     }
     linears = {f"self_attn.{name}": getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
+    if attention.gate_proj:
+        linears["self_attn.gate_proj"] = attention.gate_proj
     linears |= {f"mlp.{name}": getattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")}
     for name, linear in linears.items():
         tensors[f"{name}.weight"] = linear.weight

@@ -214,6 +214,9 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
         r"in_proj_a.weight has shape \(6, 48\), but the config implies \(4, 48\)",
     ),
     "another kind of layer": ("qwen3_5", {"layer_types": ["full_attention"] * 3}, "has no tensor layers.0.self_attn"),
+    "another kind of layer, joined": (
+        "qwen3_next", {"layer_types": ["full_attention"] * 3}, "has no tensor layers.0.self_attn",
+    ),
     "an unknown kind of layer": (
         "qwen3_5", {"layer_types": ["mamba"] * 3}, "layer type 'mamba' is not supported",
     ),
@@ -227,7 +230,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "another activation": ("qwen3_5", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
     "an embedding of its own": ("qwen3_5", {"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings"),
     "no gate": ("qwen3_5", {"attn_output_gate": False}, r"q_proj.weight has shape \(192, 48\)"),
-    "more experts than there are": ("qwen3_5_moe", {"num_experts_per_tok": 9}, "9 of 7 experts"),
+    "more experts than there are": ("qwen3_5_moe", {"num_experts_per_tok": 9}, "cannot take 9 of 7 experts"),
     "experts that are missing": ("qwen3_next", {"num_experts": 9}, r"gate.weight has shape \(7, 48\)"),
     "a wrapper around nothing": ("qwen3_5", {"text_config": "none"}, "text_config is not an object"),
 }  # fmt: skip

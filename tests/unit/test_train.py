@@ -69,7 +69,7 @@ def head_plan(tokens: list[int], start: int) -> StepPlan:
 
 
 @pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_5"])
 def test_unrolled_forward_is_the_run_time_forward(spec: HeadSpec, family: str) -> None:
     model = support.tiny_model(family)
     head = support.make_head(model, spec)
@@ -99,7 +99,7 @@ def test_unrolled_forward_is_the_run_time_forward(spec: HeadSpec, family: str) -
                 torch.testing.assert_close(ours[step - 1][b, origin], out["logits"][-1], rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("family", ["llama", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["llama", "glm4_moe", "deepseek_v3", "qwen3_5"])
 def test_trunk_over_whole_sequences_is_the_engine(family: str) -> None:
     """The hidden states that are cached are those the engine computes, and so is their argmax."""
     model = support.tiny_model(family)
