@@ -15,7 +15,7 @@ import numpy as np
 
 from headstart.errors import ModelError
 from headstart.formats._gguf_file import MAGIC, GgufFile, read
-from headstart.formats._gguf_names import KEYS, MODEL_TYPES, canonical_names
+from headstart.formats._gguf_names import IMPLIED, KEYS, MODEL_TYPES, canonical_names
 from headstart.formats._gguf_rope import rope_config
 from headstart.formats.base import Checkpoint, Format, Tensor
 from headstart.text.chat import ChatTemplate
@@ -101,7 +101,7 @@ def _config(file: GgufFile, tensors: dict[str, Tensor]) -> dict[str, Any]:
     arch = metadata.get("general.architecture")
     if not isinstance(arch, str):
         raise ModelError(f"{path} has no general.architecture", "is it a language model?")
-    config: dict[str, Any] = {"model_type": arch}
+    config: dict[str, Any] = {"model_type": arch, **IMPLIED.get(arch, {})}
     for key, name in KEYS.items():
         if (value := metadata.get(f"{arch}.{key}")) is not None:
             config[name] = _plain(value)

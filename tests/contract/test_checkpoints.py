@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from support import family_of, make, prompt_of
-from test_families import logits_in_chunks
+from test_families import logits_in_chunks, new_sequence
 from torch import Tensor
 
-from headstart.config import EngineConfig
+from headstart.config import BackendName, EngineConfig
+from headstart.core import Span
 from headstart.engine.load import Model, load_model
 from headstart.errors import ModelError
 from headstart.formats.base import make_tensor
@@ -31,12 +32,18 @@ CHANGES: dict[str, dict[str, Any]] = {"glm4_moe": {}, "deepseek_v3": {"rope_scal
 TOKENS = prompt_of(80, 1)
 
 
-def model_at(path: Path) -> Model:
-    return load_model(str(path), EngineConfig(backend="reference", dtype="float32", threads=1))
+def model_at(path: Path, backend: BackendName = "reference") -> Model:
+    return load_model(str(path), EngineConfig(backend=backend, dtype="float32", threads=1))
 
 
 def logits_of(model: Model) -> Tensor:
     return logits_in_chunks(make(model, dtype="float32", drafter="none"), TOKENS, 70, 1)
+
+
+def native_logits(path: Path) -> NDArray[np.float32]:
+    """[T, V] of one pass."""
+    engine = make(model_at(path, "native"), backend="native", block_size=16, dtype="float32", drafter="none")
+    return np.array(engine.runner.forward([Span(new_sequence(engine, TOKENS), 0, len(TOKENS), len(TOKENS))]).logits)
 
 
 @pytest.fixture(params=CHANGES)
@@ -190,6 +197,8 @@ def test_fp8_blocks(tiny: tuple[dict[str, Any], Arrays], tmp_path: Path) -> None
     found = model_at(folder)
     assert float((logits_of(found) - logits_of(expected)).abs().max()) <= 1e-5
     assert found.head is not None
+    pytest.importorskip("headstart.kernels._native")
+    np.testing.assert_array_equal(native_logits(folder), native_logits(tmp_path / "plain"))
 
     save(
         folder / "model.safetensors", {k: v for k, v in quantized.items() if not k.endswith("o_proj.weight_scale_inv")}
