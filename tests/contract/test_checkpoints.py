@@ -104,9 +104,8 @@ def llama_tensors(config: dict[str, Any], arrays: Arrays) -> Arrays:
     }
 
 
-def write_gguf(path: Path, config: dict[str, Any], arrays: Arrays) -> Path:
+def write_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     family, heads = config["model_type"], config.get("num_nextn_predict_layers", 0)
-    writer = gguf.GGUFWriter(path, ARCH[family])
     writer.add_block_count(config["num_hidden_layers"] + heads)
     if heads:
         writer.add_nextn_predict_layers(heads)
@@ -145,13 +144,24 @@ def write_gguf(path: Path, config: dict[str, Any], arrays: Arrays) -> Path:
         writer.add_head_count_kv(config["num_key_value_heads"])
         writer.add_key_length(config["head_dim"])
         writer.add_rope_dimension_count(int(config["head_dim"] * config.get("partial_rotary_factor", 1)))
+
+
+def write_gguf(
+    path: Path, config: dict[str, Any], arrays: Arrays, experts: gguf.GGMLQuantizationType | None = None
+) -> Path:
+    """`experts`: what the experts' matrices are quantized to."""
+    writer = gguf.GGUFWriter(path, ARCH[config["model_type"]])
+    write_sizes(writer, config)
     pieces = ["a", "b", "ab", *(f"<{i}>" for i in range(3, config["vocab_size"]))]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
     writer.add_token_list(pieces)
     writer.add_token_merges(["a b"])
     for name, array in llama_tensors(config, arrays).items():
-        writer.add_tensor(name, array)
+        if experts is not None and "_exps." in name:
+            writer.add_tensor(name, gguf.quantize(array, experts), raw_dtype=experts)
+        else:
+            writer.add_tensor(name, array)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -169,6 +179,18 @@ def test_llama_cpp_files(tiny: tuple[dict[str, Any], Arrays], tmp_path: Path) ->
     assert found.head.head.spec == plain.head.head.spec
     ours, theirs = (model.weights.tensors["mtp.0.projection.weight"].float32() for model in (found, plain))
     np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", [gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q4_1])
+def test_quantized_experts_keep_their_values(kind: gguf.GGMLQuantizationType, tmp_path: Path) -> None:
+    packing = pytest.importorskip("headstart.kernels.packing", exc_type=ImportError)
+    config, arrays = family_of("qwen3_moe").tiny(hidden_size=64, moe_intermediate_size=32, mlp_only_layers=[])
+    path = write_gguf(tmp_path / "model.gguf", config, arrays, kind)
+    ours, theirs = (model_at(path, backend).decoder.layers[2].mlp.experts for backend in ("native", "reference"))
+    for name in ("gate", "up", "down"):
+        for matrix, expected in zip(getattr(ours, name), getattr(theirs, name), strict=True):
+            assert matrix.kind == {"Q8_0": 3, "Q4_1": 4}[kind.name]
+            np.testing.assert_array_equal(packing.dequantize(matrix, packing.ThreadPool(1)), expected)
 
 
 # Hugging Face.
@@ -236,6 +258,8 @@ def test_stacked_experts(tmp_path: Path) -> None:
     assert float((logits_of(found) - expected).abs().max()) <= 1e-6
 
 
+RECYCLES: dict[str, dict[str, Any]] = {"nothing": {}, "pre": {"mtp_recycle": "pre_norm"}}
+
 # Bad input: one clear line.
 
 BAD: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -279,7 +303,16 @@ def test_configs_that_contradict(case: str, tmp_path: Path) -> None:
         model_at(write_model(tmp_path, config | changes, arrays))
 
 
-@pytest.mark.parametrize("family", CHANGES)
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_a_checkpoint_says_what_is_recycled(family: str, tmp_path: Path) -> None:
+    config, arrays = family_of(family).tiny(num_hidden_layers=2)
+    heads = [
+        model_at(write_model(tmp_path / name, config | changes, arrays)).head for name, changes in RECYCLES.items()
+    ]
+    assert [head and head.head.spec.recycle for head in heads] == ["post_norm", "pre_norm"]
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "qwen3_moe"])
 def test_a_missing_expert(family: str, tmp_path: Path) -> None:
     config, arrays = family_of(family).tiny()
     del arrays["model.layers.2.mlp.experts.4.up_proj.weight"]
