@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from safetensors import safe_open
 
 from headstart.errors import ModelError
-from headstart.formats import _gguf_file, open_checkpoint, safetensors
+from headstart.formats import _gguf_file, _header, open_checkpoint, safetensors
 from headstart.formats._gguf_names import canonical_names
 from headstart.formats._gguf_rope import rope_config
 from headstart.formats.base import make_tensor, unpermute_rows
@@ -163,8 +163,8 @@ def test_header_longer_than_the_file_or_the_limit(tmp_path: Path) -> None:
         with pytest.raises(ModelError, match=r"x\.safetensors"):
             safetensors.read_file(path)
     with path.open("wb") as file:  # a sparse file: no bytes are written
-        file.write((safetensors.MAX_HEADER + 1).to_bytes(8, "little"))
-        file.truncate(safetensors.MAX_HEADER + 100)
+        file.write((_header.MAX_HEADER + 1).to_bytes(8, "little"))
+        file.truncate(_header.MAX_HEADER + 100)
     with pytest.raises(ModelError, match="more than"):
         safetensors.read_file(path)
 
