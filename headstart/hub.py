@@ -93,17 +93,10 @@ def resolve_alias(name: str | None = None, progress: Progress | None = None) -> 
     if builtin := BUILTIN.get(name):
         trunk = cached_trunk(name) or _from_hub_before(builtin) or _fetch_builtin(builtin, progress)
         return Alias(name, trunk, _shipped_head(name))
-    path = Path(name).expanduser()
-    if path.exists():
-        return Alias(name, path)
-    if name.startswith((".", "/", "~")) or "\\" in name or (name.endswith(".gguf") and name.count("/") != 2):
-        raise UsageError(f"{name} does not exist", "give a path, a Hugging Face repo id or an alias")
-    if name.count("/") == 2 and name.endswith(".gguf"):
-        repo, file = name.rsplit("/", 1)
-        return Alias(name, _hub_file(repo, file))
-    if _REPO.fullmatch(name.partition("@")[0]):
-        return Alias(name, _hub_snapshot(name))
-    raise _unknown(name)
+    asked = repo_of(name)
+    if asked is None:
+        return Alias(name, Path(name).expanduser())
+    return Alias(name, _hub_file(asked.repo, asked.file) if asked.file else _hub_snapshot(name))
 
 
 def pull(name: str | None = None, progress: Progress | None = None) -> Path:
@@ -125,6 +118,30 @@ def config_file(name: str) -> Path:
     """config.json of a Hub repo, alone: what a model looks like without its weights. Raises UsageError."""
     repo, _, revision = name.partition("@")
     return _hub_file(repo, "config.json", revision)
+
+
+@dataclass(frozen=True)
+class Repo:
+    """A model on the Hub, or one GGUF file of it. An empty revision is the repo's main branch."""
+
+    repo: str
+    revision: str = ""
+    file: str = ""
+
+
+def repo_of(name: str) -> Repo | None:
+    """What of the Hub a name stands for; None for an alias or a path. Raises UsageError for what is neither."""
+    if name in BUILTIN or Path(name).expanduser().exists():
+        return None
+    if name.startswith((".", "/", "~")) or "\\" in name or (name.endswith(".gguf") and name.count("/") != 2):
+        raise UsageError(f"{name} does not exist", "give a path, a Hugging Face repo id or an alias")
+    if name.count("/") == 2 and name.endswith(".gguf"):
+        repo, file = name.rsplit("/", 1)
+        return Repo(repo, file=file)
+    repo, _, revision = name.partition("@")
+    if not _REPO.fullmatch(repo):
+        raise _unknown(name)
+    return Repo(repo, revision)
 
 
 def _trunk_path(builtin: Builtin) -> Path:
@@ -182,7 +199,7 @@ def _hub_snapshot(name: str) -> Path:
 
     repo, _, revision = name.partition("@")
     wanted, unwanted = list(_WANTED), list(_UNWANTED)
-    with _hub_errors(repo):
+    with hub_errors(repo):
         found = snapshot_download(
             repo, revision=revision or None, allow_patterns=wanted, ignore_patterns=unwanted, dry_run=False
         )
@@ -194,7 +211,7 @@ def _only_gguf(repo: str, revision: str, snapshot: Path) -> Path:
     from huggingface_hub import list_repo_files
 
     try:
-        with _hub_errors(repo):
+        with hub_errors(repo):
             listed = list_repo_files(repo, revision=revision or None)
     except UsageError:
         listed = [file.name for file in snapshot.iterdir()]
@@ -209,15 +226,15 @@ def _only_gguf(repo: str, revision: str, snapshot: Path) -> Path:
 def _hub_file(repo: str, file: str, revision: str = "") -> Path:
     from huggingface_hub import hf_hub_download
 
-    with _hub_errors(repo):
+    with hub_errors(repo):
         return Path(hf_hub_download(repo, file, revision=revision or None, dry_run=False))
 
 
 @contextmanager
-def _hub_errors(repo: str) -> Iterator[None]:
+def hub_errors(repo: str) -> Iterator[None]:
     """Failures of huggingface_hub become UsageErrors that say what to do."""
-    import httpx
     from huggingface_hub import constants, errors
+    from huggingface_hub.utils import httpx  # the client library that it really uses
 
     try:
         yield

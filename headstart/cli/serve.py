@@ -49,6 +49,9 @@ class ServeOptions(OptionGroup):
     reasoning_parser: Annotated[
         str | None, _option("--reasoning-parser", help="Format of thoughts. Default: by the chat template.")
     ] = None
+    price_per_hour: Annotated[
+        float | None, _option("--price-per-hour", help="Dollars for this machine; /metrics then counts the cost.")
+    ] = None
     log_format: Annotated[str, _option("--log-format", help="text or json.")] = "text"
 
     def check(self) -> None:
@@ -60,6 +63,8 @@ class ServeOptions(OptionGroup):
                 raise UsageError(f"{flag} is {value}, but must be at least 0")
         if self.request_timeout is not None and not self.request_timeout > 0:
             raise UsageError(f"--request-timeout is {self.request_timeout}, but must be above 0")
+        if self.price_per_hour is not None and not self.price_per_hour >= 0:
+            raise UsageError(f"--price-per-hour is {self.price_per_hour}, but must be at least 0")
         if self.log_format not in ("text", "json"):
             raise UsageError(f"--log-format is {self.log_format!r}, which is unknown", "choose text or json")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
@@ -105,6 +110,7 @@ def run(model: Model = None, *, serving: ServeOptions, engine: EngineOptions, vl
         api_key=serving.api_key,
         tool_format=serving.tool_call_parser,
         reasoning_format=serving.reasoning_parser,
+        price_per_hour=serving.price_per_hour,
     )
     listen = Listen(
         host=serving.host,

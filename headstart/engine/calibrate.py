@@ -21,7 +21,7 @@ from headstart.core import Request, SamplingParams
 from headstart.engine.costs import Costs, Curve, Samples
 from headstart.engine.engine import Engine
 
-MOST_SECONDS = 3.0
+MOST_SECONDS = 2.0
 WORTH_KEEPING_S = 0.25
 """Shorter calibrations are made again at each start."""
 PROMPT = 24

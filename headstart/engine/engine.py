@@ -136,7 +136,7 @@ class Engine:
 
     def _learn(self, spans: Seq[Span], emitted: int, pass_s: float, draft_s: float) -> None:
         """What the step took, for those who want to know."""
-        if self.samples is None and self.depth != AUTO:
+        if self.samples is None and (self.depth != AUTO or self.drafter is None):
             return
         rows = sum([span.num_sample for span in spans])
         work = Work(

@@ -72,7 +72,7 @@ class BlockScaled:
 
 def without_scales(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor | BlockScaled]:
     """Tensors with every FP8 weight and its scales made one. ModelError for scales that do not fit, for codes without
-    scales, and for quantizations that are not read."""
+    the scales that the config speaks of, and for quantizations that are not read."""
     method = (config.get("quantization_config") or {}).get("quant_method")
     packed = next((name for name in tensors if name.endswith(PACKINGS)), None)
     if packed:
@@ -86,7 +86,7 @@ def without_scales(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> 
             continue
         if scales := tensors.get(name + SCALES):
             found[name] = _scaled(tensor, scales, config)
-        elif tensor.dtype.startswith("F8_"):
+        elif tensor.dtype.startswith("F8_") and method:
             raise ModelError(f"{name} is {tensor.dtype}, but no {name + SCALES} is there", "is a shard missing?")
         else:
             found[name] = tensor

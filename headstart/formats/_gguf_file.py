@@ -1,4 +1,7 @@
-"""The container of a GGUF file: header, metadata, tensor table. Every number is checked against the file's size."""
+"""The container of a GGUF file: header, metadata, tensor table. Every number is checked against the file's size.
+
+Nothing but the header is read, so the first bytes of a remote file will do.
+"""
 
 from __future__ import annotations
 
@@ -29,21 +32,28 @@ class GgufFile:
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, Tensor]
+    spans: dict[str, tuple[int, int]]  # each tensor's first byte, from the file's beginning, and its bytes
+
+
+class MoreNeeded(Exception):
+    """The header goes on after the piece of the file that was given."""
 
 
 class _Cursor:
-    """Reads little-endian values from the mapped file, never past its end."""
+    """Reads little-endian values from the first bytes of a file of `size` bytes, never past their end."""
 
-    def __init__(self, path: Path, raw: Bytes) -> None:
-        self.path, self.raw, self.view, self.at = path, raw, raw.data, 0
+    def __init__(self, path: Path, raw: Bytes, size: int) -> None:
+        self.path, self.raw, self.view, self.size, self.at = path, raw, raw.data, size, 0
 
     def fail(self, what: str) -> ModelError:
         return ModelError(f"{self.path}: {what}", _AGAIN)
 
     def skip(self, count: int) -> int:
         begin = self.at
+        if count > self.size - begin:
+            raise self.fail(f"the file ends at byte {self.size}, but {count} bytes are wanted at byte {begin}")
         if count > len(self.raw) - begin:
-            raise self.fail(f"the file ends at byte {len(self.raw)}, but {count} bytes are wanted at byte {begin}")
+            raise MoreNeeded
         self.at += count
         return begin
 
@@ -76,13 +86,20 @@ class _Cursor:
         return self.raw[begin : self.at].view(dtype).copy()
 
     def plausible(self, count: int, least_bytes: int, what: str) -> None:
-        if count * least_bytes > len(self.raw) - self.at:
+        if count * least_bytes > self.size - self.at:
             raise self.fail(f"the file claims {count} {what}, more than it has room for")
 
 
 def read(path: Path) -> GgufFile:
     """Parse one GGUF file (versions 2 and 3, little-endian). ModelError for anything else or out of bounds."""
-    cursor = _Cursor(path, map_file(path))
+    raw = map_file(path)
+    return parse(path, raw, len(raw))
+
+
+def parse(path: Path, raw: Bytes, size: int) -> GgufFile:
+    """Parse the first bytes of a file of `size` bytes; tensors whose bytes are not among them get no data. Raises
+    MoreNeeded when the header goes on, ModelError as `read`."""
+    cursor = _Cursor(path, raw, size)
     _check_version(cursor)
     num_tensors, num_keys = cursor.scalar("<Q"), cursor.scalar("<Q")
     cursor.plausible(num_keys, 13, "metadata entries")
@@ -94,11 +111,12 @@ def read(path: Path) -> GgufFile:
         metadata[key] = cursor.value(cursor.scalar("<I"))
     cursor.plausible(num_tensors, 24, "tensors")
     table = [_entry(cursor) for _ in range(num_tensors)]
-    return GgufFile(path, metadata, _tensors(cursor, table, metadata.get("general.alignment", 32)))
+    tensors, spans = _tensors(cursor, table, metadata.get("general.alignment", 32))
+    return GgufFile(path, metadata, tensors, spans)
 
 
 def _check_version(cursor: _Cursor) -> None:
-    if bytes(cursor.view[:4]) != MAGIC:
+    if len(cursor.raw) < len(MAGIC) or bytes(cursor.view[:4]) != MAGIC:
         raise cursor.fail("not a GGUF file: it does not start with 'GGUF'")
     cursor.skip(4)
     version = cursor.scalar("<I")
@@ -117,20 +135,26 @@ def _entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     return name, dims[::-1], cursor.scalar("<I"), cursor.scalar("<Q")
 
 
-def _tensors(cursor: _Cursor, table: list[tuple[str, tuple[int, ...], int, int]], align: object) -> dict[str, Tensor]:
+def _tensors(
+    cursor: _Cursor, table: list[tuple[str, tuple[int, ...], int, int]], align: object
+) -> tuple[dict[str, Tensor], dict[str, tuple[int, int]]]:
     if not isinstance(align, int) or align <= 0 or align & (align - 1):
         raise cursor.fail(f"general.alignment is {align}, but must be a power of two")
     start = -(-cursor.at // align) * align
     tensors: dict[str, Tensor] = {}
+    spans: dict[str, tuple[int, int]] = {}
     for name, shape, kind, offset in table:
         dtype, size = _size(cursor, name, shape, kind)
         begin = start + offset
-        if begin + size > len(cursor.raw):
-            raise cursor.fail(f"tensor {name} lies at bytes {begin}..{begin + size} of {len(cursor.raw)}")
+        if begin + size > cursor.size:
+            raise cursor.fail(f"tensor {name} lies at bytes {begin}..{begin + size} of {cursor.size}")
         if name in tensors:
             raise cursor.fail(f"tensor {name} appears twice")
-        tensors[name] = make_tensor(name, shape, dtype, cursor.raw[begin : begin + size])
-    return tensors
+        spans[name] = begin, size
+        here = begin + size <= len(cursor.raw)
+        raw = cursor.raw[begin : begin + size]
+        tensors[name] = make_tensor(name, shape, dtype, raw) if here else Tensor(name, shape, dtype, raw[:0])
+    return tensors, spans
 
 
 def _size(cursor: _Cursor, name: str, shape: tuple[int, ...], kind: int) -> tuple[str, int]:

@@ -30,8 +30,9 @@ def rope_config(
     if isinstance(rotary, int) and isinstance(head_dim, int) and 0 < rotary < head_dim:
         found["partial_rotary_factor"] = rotary / head_dim
     scaling = _declared(metadata, f"{arch}.rope.scaling.")
-    if scaling is None and "rope_freqs.weight" in tensors:
-        scaling = _from_factors(tensors["rope_freqs.weight"].float32(), float(theta))
+    factors = tensors.get("rope_freqs.weight")
+    if scaling is None and factors is not None and factors.nbytes:  # no bytes: only a header was read
+        scaling = _from_factors(factors.float32(), float(theta))
     return found | ({"rope_scaling": scaling} if scaling else {})
 
 

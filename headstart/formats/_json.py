@@ -23,7 +23,9 @@ def parse_object(text: bytes, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{where} is not valid JSON: {error}", "download the file again") from error
     if not isinstance(value, dict):
-        raise ModelError(f"{where} holds a JSON {type(value).__name__}, but an object is wanted")
+        raise ModelError(
+            f"{where} holds a JSON {type(value).__name__}, but an object is wanted", "is it the right file?"
+        )
     return value
 
 
@@ -32,5 +34,5 @@ def read_object(path: Path) -> dict[str, Any]:
     try:
         text = path.read_bytes()
     except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror}") from error
+        raise ModelError(f"cannot read {path}: {error.strerror}", "is it there, and may you read it?") from error
     return parse_object(text, str(path))

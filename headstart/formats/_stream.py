@@ -6,6 +6,7 @@ Nothing is mapped while reading values, so the process never holds more than a p
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.errors import ModelError
+from headstart.formats._header import PREFIX, header_size, parse_header
+from headstart.formats._index import INDEX, missing_shard, weight_map_of
 from headstart.formats._json import read_object
 from headstart.formats._mmap import map_file
-from headstart.formats.base import ITEM_BYTES, Bytes, plain_nbytes
-from headstart.formats.safetensors import parse_header, read_weight_map
+from headstart.formats.base import ITEM_BYTES, Bytes
 
 PIECE_BYTES = 1 << 22
-INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,13 @@ class Stored:
 
 def locate(path: Path) -> dict[str, Stored]:
     """The tensors of one file by name, from its header alone. ModelError for anything out of bounds."""
-    placed, _, start = parse_header(path, map_file(path))
+    raw = map_file(path)
+    size = header_size(raw[:PREFIX].tobytes(), len(raw), str(path))
+    entries, _ = parse_header(raw[PREFIX : PREFIX + size].tobytes(), len(raw), str(path))
+    if unknown := next((name for name, entry in entries.items() if entry.dtype not in ITEM_BYTES), None):
+        raise ModelError(f"{path}: tensor {unknown} has dtype {entries[unknown].dtype}, which cannot be exported")
     return {
-        name: Stored(name, dtype, shape, path, start + begin, end - begin)
-        for name, (dtype, shape, begin, end) in placed.items()
+        name: Stored(name, entry.dtype, entry.shape, path, entry.begin, entry.nbytes) for name, entry in entries.items()
     }
 
 
@@ -64,7 +68,9 @@ def locate_all(folder: Path) -> dict[str, Stored]:
     """The tensors of a checkpoint directory, those of files that the index does not name included: heads are often
     added so. ModelError for a missing shard, an index that names an absent tensor, or a tensor in two files."""
     has_index = (folder / INDEX).exists()
-    index = read_weight_map(folder, read_object(folder / INDEX).get("weight_map")) if has_index else {}
+    index = weight_map_of(read_object(folder / INDEX), str(folder / INDEX)) if has_index else {}
+    if missing := next((file for file in sorted(set(index.values())) if not (folder / file).exists()), None):
+        raise missing_shard(str(folder / INDEX), missing)
     tensors: dict[str, Stored] = {}
     for file in sorted(folder.glob("*.safetensors")):
         for name, stored in locate(file).items():
@@ -92,7 +98,7 @@ class Planned:
 
     @property
     def nbytes(self) -> int:
-        return plain_nbytes(self.shape, self.dtype)
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 def copied(name: str, stored: Stored) -> Planned:

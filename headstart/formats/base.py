@@ -7,7 +7,6 @@ Canonical tensor names are Hugging Face's Llama names without the `model.` prefi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -144,11 +143,6 @@ def make_tensor(name: str, shape: tuple[int, ...], dtype: str, raw: Bytes) -> Te
     """A Tensor over `raw` (flat uint8 of exactly the right size), brought into the layout of `Tensor.data`."""
     rows = raw.reshape(shape[0], raw.size // max(shape[0], 1)) if len(shape) > 1 else raw.reshape(-1)
     return Tensor(name, shape, dtype, rows)
-
-
-def plain_nbytes(shape: tuple[int, ...], dtype: str) -> int:
-    """Bytes a tensor of a plain type takes."""
-    return math.prod(shape) * ITEM_BYTES[dtype]
 
 
 def unpermute_rows(tensor: Tensor, num_heads: int) -> Tensor:

@@ -15,8 +15,9 @@ import numpy as np
 
 from headstart.errors import ModelError
 from headstart.formats._gguf_file import MAGIC, GgufFile, read
-from headstart.formats._gguf_names import KEYS, MODEL_TYPES, canonical_names
+from headstart.formats._gguf_names import IMPLIED, KEYS, MODEL_TYPES, canonical_names
 from headstart.formats._gguf_rope import rope_config
+from headstart.formats._index import join
 from headstart.formats.base import Checkpoint, Format, Tensor
 from headstart.text.chat import ChatTemplate
 from headstart.text.tokenizer import Tokenizer
@@ -39,8 +40,11 @@ def detect(path: Path) -> bool:
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open a GGUF file. Raises ModelError for a damaged file or one that holds no model."""
-    parts = _parts(path)
-    files = [read(part) for part in parts]
+    return join_files(path, [read(part) for part in parts_of(path)])
+
+
+def join_files(path: Path, files: list[GgufFile]) -> Checkpoint:
+    """The model that the parts make. Raises ModelError if they hold none."""
     first = files[0]
     tensors = _tensors(path, files)
     config = _config(first, tensors)
@@ -50,32 +54,33 @@ def open_checkpoint(path: Path) -> Checkpoint:
         config=config,
         tensors=tensors,
         canonical_names=True,
-        files=tuple(parts),
+        files=tuple(file.path for file in files),
         generation_config={key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config},
         tokenizer=lambda: Tokenizer.from_gguf(first.metadata, str(path)),
         template=lambda: ChatTemplate.from_gguf(first.metadata, str(path)),
     )
 
 
-def _parts(path: Path) -> list[Path]:
-    match = _PART.fullmatch(path.name)
-    if not match:
-        return [path]
+def part_names(name: str) -> list[str]:
+    """The names of all numbered parts of the model that a file belongs to; its own name if it is whole."""
+    match = _PART.fullmatch(name)
+    if not match or not int(match[3]):
+        return [name]
     stem, _, count = match.groups()
-    paths = [path.with_name(f"{stem}-{number:05}-of-{count}.gguf") for number in range(1, int(count) + 1)]
-    for part in paths:
-        if not part.exists():
-            raise ModelError(f"{path} is one of {int(count)} parts, but {part.name} is missing", "download all parts")
-    return paths
+    return [f"{stem}-{number:05}-of-{count}.gguf" for number in range(1, int(count) + 1)]
+
+
+def parts_of(path: Path) -> list[Path]:
+    """The file, or all numbered parts of the model that it belongs to. ModelError for a part that is missing."""
+    names = part_names(path.name)
+    for name in names:
+        if len(names) > 1 and not path.with_name(name).exists():
+            raise ModelError(f"{path} is one of {len(names)} parts, but {name} is missing", "download all parts")
+    return [path.with_name(name) for name in names]
 
 
 def _tensors(path: Path, files: list[GgufFile]) -> dict[str, Tensor]:
-    raw: dict[str, Tensor] = {}
-    for file in files:
-        for name, tensor in file.tensors.items():
-            if name in raw:
-                raise ModelError(f"{path}: tensor {name} is in two parts", "download the model again")
-            raw[name] = tensor
+    raw: dict[str, Tensor] = join({str(file.path): file.tensors for file in files}, str(path))
     if "token_embd.weight" not in raw:
         raise ModelError(f"{path} has no token_embd.weight", "is it a language model's own file, not an adapter?")
     names = canonical_names(raw)
@@ -101,7 +106,7 @@ def _config(file: GgufFile, tensors: dict[str, Tensor]) -> dict[str, Any]:
     arch = metadata.get("general.architecture")
     if not isinstance(arch, str):
         raise ModelError(f"{path} has no general.architecture", "is it a language model?")
-    config: dict[str, Any] = {"model_type": arch}
+    config: dict[str, Any] = {"model_type": arch, **IMPLIED.get(arch, {})}
     for key, name in KEYS.items():
         if (value := metadata.get(f"{arch}.{key}")) is not None:
             config[name] = _plain(value)

@@ -9,7 +9,6 @@ from typing import Literal
 import numpy as np
 
 from headstart.errors import ModelError
-from headstart.formats._fp8 import BlockScaled
 from headstart.kernels.ops import AttentionSpec, Backend, RawTensor, RopeSpec, Weight
 from headstart.layers.attention import Attention
 from headstart.layers.decoder import Decoder, DecoderLayer, Mixer, tapped_layers
@@ -78,8 +77,7 @@ class Weights:
 
     def take(self, tensor: RawTensor, *, precise: bool = False) -> Weight:
         """A tensor, or what was made of one, in the backend's form."""
-        plain = tensor.read() if isinstance(tensor, BlockScaled) else tensor
-        return self.backend.weight(plain, drafts=self.drafts, precise=precise)
+        return self.backend.weight(tensor, drafts=self.drafts, precise=precise)
 
     def has(self, name: str) -> bool:
         return name in self.tensors

@@ -63,8 +63,7 @@ def sigmoid_moe(config: Config, *, scale: float, groups: tuple[int, int], dense:
             num_experts=int(config.get("n_routed_experts") or config["num_experts"]),
             top_k=int(config["num_experts_per_tok"]),
             scoring="sigmoid",
-            # llama.cpp writes it only where it is so; Hugging Face leaves it out only there
-            normalize=bool(config.get("norm_topk_prob", "expert_gating_func" not in config)),
+            normalize=bool(config.get("norm_topk_prob", True)),
             scale=float(config.get("routed_scaling_factor", scale)),
             num_groups=int(config.get("n_group") or groups[0]),
             top_groups=int(config.get("topk_group") or groups[1]),

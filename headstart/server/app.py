@@ -37,12 +37,13 @@ class ServerConfig:
     api_key: str | None = None
     tool_format: str | None = None
     reasoning_format: str | None = None
+    price_per_hour: float | None = None
 
 
 def make_app(llm: LLM, config: ServerConfig) -> tuple[ASGIApp, Bridge]:
     """The application over a loaded model, and its engine thread, which runs while the application does."""
     names = config.names or (llm.model.name,)
-    bridge = Bridge(llm, Watch(llm.engine, names[0]), config.max_queue)
+    bridge = Bridge(llm, Watch(llm.engine, names[0], config.price_per_hour), config.max_queue)
     template = "\n".join(llm.chat_template.sources.values()) if llm.chat_template else ""
     formats = Formats(
         config.tool_format or format_in(template, "tool_formats"),

@@ -29,10 +29,12 @@ DEAD_BELOW = 0.02
 
 @dataclass
 class Watch:
-    """Counts and times of one server. `stepped` runs in the engine's thread, the rest on the event loop."""
+    """Counts and times of one server, and what its machine costs in dollars. `stepped` runs in the engine's thread, the
+    rest on the event loop."""
 
     engine: Engine
     model: str
+    price_per_hour: float | None = None
     requests: dict[str, int] = field(default_factory=dict)  # finish reason -> choices
     prompt_tokens: int = 0
     generated_tokens: int = 0
@@ -45,7 +47,7 @@ class Watch:
         self.between = self._histogram("vllm:inter_token_latency_seconds", "Between tokens of a choice.", BETWEEN)
         self.whole = self._histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", WHOLE)
         self.registry.register(_Counters(self))
-        self._last_log = time.monotonic()
+        self._last_log = self.started = time.monotonic()
         self._last_emitted = 0
         self._last_drafts = self._judged = (0, 0)
 
@@ -130,6 +132,11 @@ class _Counters(Collector):
         for name, seconds in engine.seconds.items():
             yield self._counter(f"headstart:{name}_seconds", f"Time in {name}.", seconds)
         yield self._counter("headstart:passes_saved", "Tokens that no pass was spent on.", stats.emitted - stats.passes)
+        if watch.price_per_hour is not None:  # idle time is paid for, too
+            hours = (time.monotonic() - watch.started) / 3600
+            yield self._counter(
+                "headstart:cost_dollars", "Price of the machine since the start.", hours * watch.price_per_hour
+            )
         yield self._gauge("headstart:depth", "Tokens drafted per sequence, lately.", engine.mean_depth)
         yield self._gauge("headstart:spec_disabled", "1: drafting was switched off.", int(watch.spec_disabled))
 

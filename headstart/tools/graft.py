@@ -16,7 +16,9 @@ from headstart import registry
 from headstart.config import EngineConfig
 from headstart.core import Report, SamplingParams
 from headstart.errors import HeadstartError, ModelError, UsageError
-from headstart.formats._stream import INDEX, PIECE_BYTES, Planned, Stored, copied
+from headstart.formats._index import INDEX
+from headstart.formats._mtp_families import declared
+from headstart.formats._stream import PIECE_BYTES, Planned, Stored, copied
 from headstart.stats import DraftStats
 from headstart.tools.exports import _dequantize, _quantize
 from headstart.tools.exports._directory import Directory
@@ -25,7 +27,6 @@ from headstart.tools.exports._heads import (
     can_be_quantized,
     head_keys,
     head_names,
-    promised,
     trunk_prefix,
     with_keys,
     without_head,
@@ -79,7 +80,7 @@ def run(options: GraftOptions, progress: Progress = lambda done, total, text: No
 
 def _strip(target: Directory) -> Plan:
     names = head_names(target.tensors, target.config)
-    if not names and not promised(target.config):
+    if not names and not declared(target.config).modules:
         raise ModelError(f"{target.name} has no MTP head", "headstart inspect says what it holds")
     plan = Plan(
         metadata={"format": "pt"}, data={"what": f"{len(names)} tensors of the head left out", "tensors": len(names)}
@@ -271,9 +272,6 @@ def measure(model: Path, progress: Progress) -> dict[str, Any]:
     model_type = str(directory.config.get("model_type"))
     if model_type not in registry.available("models"):
         return {"verdict": f"acceptance not measured: {model_type} does not run here; measure it in the engine you use"}
-    if directory.quantization:
-        method = directory.quantization.get("quant_method")
-        return {"verdict": f"acceptance not measured: weights quantized by {method!r} do not run here"}
     try:
         stats = _draft(str(model), progress)
     except HeadstartError as error:

@@ -1,113 +1,194 @@
-"""`headstart inspect`: architecture, sizes and weight types of a checkpoint, and the heads that it really holds.
+"""`headstart inspect`: what a checkpoint holds, from headers alone, and whether its heads are really there.
 
-Heads are looked for twice: what the config declares and which tensors are there. Fine-tuning and quantization tools
-often keep the first and drop the second.
+Heads are looked for twice: what the config promises and which tensors are there, name by name and shape by shape.
+Fine-tuning and quantization tools often keep the first and drop the second. docs/inspect.md describes the document.
 """
 
 from __future__ import annotations
 
-import math
-import re
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from headstart import hub
 from headstart.core import Report
-from headstart.formats import open_checkpoint
-from headstart.formats.base import Checkpoint, Tensor
-from headstart.formats.head import read_head
+from headstart.errors import UsageError
+from headstart.formats._listing import Listing, list_checkpoint
+from headstart.formats._mtp_families import find_drafter
+from headstart.formats._symbols import text_config
+from headstart.tools.inspection import deep, drafters
+from headstart.tools.inspection.drafters import Check, Drafter, check_fit, check_native, describe_drafter
+from headstart.tools.inspection.findings import Finding, Subject, findings, shared_tensors
+from headstart.tools.inspection.heads import Heads, examine
+from headstart.tools.inspection.parts import summary
+from headstart.tools.inspection.render import lines
+from headstart.tools.inspection.verdict import judge
+from headstart.tools.inspection.weights import Weight, quantization_of, weights_of
 
-DECLARING_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "nextn_predict_layers")
-NESTED_CONFIGS = ("text_config", "llm_config", "language_config")
+Progress = Callable[[int, int, str], None]
+SCHEMA = 1
 LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length")
 SIZE_KEYS = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
-    "vocab_size",
+    "n_routed_experts", "num_experts", "moe_intermediate_size", "vocab_size",
 )  # fmt: skip
-_MTP = re.compile(r"(?:^|\.)(mtp(?:_layers|_block)?\.(?:layers\.)?(?:\d+\.)?|nextn\.)")
-_LAYER = re.compile(r"^(?:model\.|language_model\.|text_model\.)*(?:layers|blk|h)\.(\d+)\.")
-_OTHER = re.compile(r"(?:^|\.)(visual|vision_tower|vision_model|audio_tower|multi_modal_projector)\.")
+QUANTIZATION_KEYS = ("quant_method", "quant_algo", "format", "bits", "group_size", "weight_block_size", "fmt")
+SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-def run(model: str | None = None, *, head: str | None = None) -> Report:
-    """Describe a model and its heads; `ok` is false when the config declares heads that are not there."""
-    alias = hub.resolve_alias(model)
-    checkpoint = open_checkpoint(alias.trunk)
-    attached = head or alias.head
-    data = describe(checkpoint)
-    data["attached_head"] = describe_head(Path(attached)) if attached else None
-    return Report(ok=data["heads"]["status"] != "missing", data=data, lines=_lines(data))
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions:
+    """What to look at. `head`: a head directory beside the model; `target`: the model that drafts are for."""
+
+    model: str | None = None
+    head: str | None = None
+    target: str | None = None
+    deep: bool = False
 
 
-def describe(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Everything about one checkpoint, from headers alone."""
-    text = text_config(checkpoint.config)
-    layers = int(text.get("num_hidden_layers") or 0)
-    groups: dict[str, list[Tensor]] = defaultdict(list)
-    for name, tensor in checkpoint.tensors.items():
-        groups[part_of(name, layers)].append(tensor)
+def run(options: InspectOptions, progress: Progress = lambda done, total, text: None) -> Report:
+    """Describe a model and its heads. `ok` is false when the config promises heads that are not all there, when a
+    drafter does not fit its target, or when a measured head is dead. Raises UsageError or ModelError."""
+    name = options.model or hub.DEFAULT_MODEL
+    with _no_collection():
+        listing = list_checkpoint(name, progress)
+        target = list_checkpoint(options.target, progress) if options.target else None
+        data = describe(listing, target)
+    head = options.head or _shipped(name)
+    data["attached_head"] = describe_head(Path(head), listing) if head else None
+    if head and data["heads"]["verdict"] == "none":
+        data["heads"] |= {"reason": f"{data['heads']['reason']}; a head of its own is attached", "fix": ""}
+    data["deep"] = _deep(options, head, data, progress) if options.deep else None
+    return Report(ok=_is_fine(data), data=data, lines=lines(data))
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage collection while hundreds of thousands of small objects are made, none of them in a cycle."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _shipped(name: str) -> str | None:
+    shipped = hub.resolve_alias(name).head if name in hub.BUILTIN else None
+    return str(shipped) if shipped else None
+
+
+def _is_fine(data: Mapping[str, Any]) -> bool:
+    fits = [fit["fits"] for fit in (data["fit"], (data["attached_head"] or {}).get("fit")) if fit]
+    dead = bool(data["deep"] and data["deep"].get("dead"))
+    return not data["heads"]["broken"] and all(fits) and not dead
+
+
+def _deep(options: InspectOptions, head: str | None, data: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
+    if data["drafter"] is None:
+        return deep.measure(options.model, head, progress)
+    if options.target is None:
+        return {"ran": False, "why": "a drafter is measured with the model it drafts for: give --target"}
+    return deep.measure(options.target, options.model, progress)
+
+
+def describe(listing: Listing, target: Listing | None = None) -> dict[str, Any]:
+    """Everything about one checkpoint, from headers alone, and whether its drafts fit a target."""
+    config = listing.config
+    weights = weights_of(listing.tensors, config)
+    layout = find_drafter(config, listing.tensors)
+    if layout is not None:
+        return _describe_drafter(listing, weights, describe_drafter(listing, weights, layout), target)
+    heads = examine(weights, config, listing.format)
+    shared = shared_tensors(listing, heads)
+    checks = check_native(heads, weights, config, target) if target else None
+    family = heads.family
+    told = {
+        **judge(heads, listing.name).document(),
+        "declared": heads.promised.modules,
+        "declared_by": heads.promised.key,
+        "modules": [asdict(module) for module in heads.modules],
+        "extra": heads.extra,
+        "embedding": shared.get("embedding"),
+        "lm_head": shared.get("lm_head"),
+        "norm": family.norm if family else None,
+        "concat": family.concat if family else None,
+    }
+    found = findings(Subject(listing, weights, heads, shared))
+    return _document(listing, weights, heads, told, found) | {"fit": _fit(target, checks)}
+
+
+def _describe_drafter(
+    listing: Listing, weights: Mapping[str, Weight], drafter: Drafter, target: Listing | None
+) -> dict[str, Any]:
+    checks = check_fit(drafter, listing.config, target) if target else None
+    verdict = drafters.judge_drafter(drafter, checks)
+    told = {
+        **verdict.document(),
+        "declared": drafter.num_modules,
+        "declared_by": None,
+        "modules": [asdict(module) for module in drafter.modules],
+        "extra": [],
+        **dict.fromkeys(("embedding", "lm_head", "norm", "concat")),
+    }
+    found = list(drafters.drafter_findings(listing.config, target))
+    document = _document(listing, weights, None, told, found)
+    return document | {"drafter": drafter.document(), "fit": _fit(target, checks)}
+
+
+def _document(
+    listing: Listing, weights: Mapping[str, Weight], heads: Heads | None, told: dict[str, Any], found: list[Finding]
+) -> dict[str, Any]:
+    text = text_config(listing.config)
+    parts = heads.parts if heads else {"drafter": dict(weights)}
+    quantization = quantization_of(listing.config)
+    family = heads.family if heads else None
     return {
-        "path": str(checkpoint.path),
-        "format": checkpoint.format,
+        "schema": SCHEMA,
+        "model": listing.name,
+        "format": listing.format,
+        "files": len(listing.files),
         "architecture": text.get("model_type"),
+        "family": {"key": family.key, "title": family.title} if family else None,
         "sizes": {key: text[key] for key in SIZE_KEYS if text.get(key) is not None},
         "context_length": next((text[key] for key in LENGTH_KEYS if text.get(key)), None),
-        "tied_embeddings": "lm_head" not in groups,
-        "parts": {part: _part(tensors) for part, tensors in sorted(groups.items(), key=_part_order)},
-        "total": _part(checkpoint.tensors.values()),
-        "heads": find_heads(text, groups["mtp"], layers),
+        "sampling": {key: listing.generation_config[key] for key in SAMPLING_KEYS if key in listing.generation_config},
+        "quantization": {key: quantization[key] for key in QUANTIZATION_KEYS if quantization.get(key) is not None},
+        "tied_embeddings": heads is not None and "lm_head" not in parts,
+        "parts": {part: summary(group.values()) for part, group in parts.items()},
+        "total": summary(weights.values()),
+        "heads": told,
+        "findings": [finding._asdict() for finding in found],
+        "drafter": None,
+        "fit": None,
+        "attached_head": None,
+        "deep": None,
     }
 
 
-def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The language model's own settings; a multimodal config nests them. Outer values stand where none are inside."""
-    nested: dict[str, Any] = next((config[key] for key in NESTED_CONFIGS if isinstance(config.get(key), dict)), {})
-    return {**config, **nested}
+def _fit(target: Listing | None, checks: list[Check] | None) -> dict[str, Any] | None:
+    if target is None or checks is None:
+        return None
+    fits = all(check.ok for check in checks)
+    return {"target": target.name, "fits": fits, "checks": [asdict(check) for check in checks]}
 
 
-def part_of(name: str, num_layers: int) -> str:
-    """Which part of a model a tensor belongs to."""
-    if _MTP.search(name):
-        return "mtp"
-    if _OTHER.search(name):
-        return "other modalities"
-    if match := _LAYER.match(name):
-        return "mtp" if num_layers and int(match.group(1)) >= num_layers else "layers"
-    if "lm_head" in name or name.startswith("output."):
-        return "lm_head"
-    if "embed" in name or "wte" in name:
-        return "embedding"
-    return "norms and rest"
+def describe_head(path: Path, model: Listing) -> dict[str, Any]:
+    """A head that is a checkpoint of its own, and whether it fits the model. Raises UsageError for what is none."""
+    from headstart.formats.head import is_head, read_head  # it needs more than headers do
 
-
-def find_heads(text: Mapping[str, Any], tensors: Iterable[Tensor], num_layers: int) -> dict[str, Any]:
-    """What the config declares against what the tensors hold."""
-    key = next((key for key in DECLARING_KEYS if text.get(key)), None)
-    declared = int(text[key]) if key else 0
-    places = Counter(place_of(tensor.name) for tensor in tensors)
-    if declared and not places:
-        status = "missing"
-    elif places:
-        status = "present"
-    else:
-        status = "none"
-    return {"status": status, "declared": declared, "declared_by": key, "found": dict(sorted(places.items()))}
-
-
-def place_of(name: str) -> str:
-    """The prefix under which a head's tensors stand, such as `mtp.` or `model.layers.61.`."""
-    if match := _MTP.search(name):
-        return name[: match.end()] + "*"
-    if match := _LAYER.match(name):
-        return name[: match.end()] + "*"
-    return name
-
-
-def describe_head(path: Path) -> dict[str, Any]:
-    """A head that is a checkpoint of its own."""
-    head, tensors, draft_token_ids = read_head(path)
+    if path.is_dir() and not is_head(path):
+        raise UsageError(f"--head {path} is not a head directory", f"look at it with `headstart inspect {path}`")
+    head, _, draft_token_ids = read_head(path)
+    listing = list_checkpoint(path)
+    layout = find_drafter(listing.config)
+    assert layout is not None  # it is a head
+    weights = weights_of(listing.tensors, listing.config)
+    drafter = describe_drafter(listing, weights, layout)
     return {
         "path": str(path),
         "kind": head.kind,
@@ -116,55 +197,6 @@ def describe_head(path: Path) -> dict[str, Any]:
         "vocab_size": head.vocab_size,
         "draft_vocab_size": head.vocab_size if draft_token_ids is None else len(draft_token_ids),
         "trunk": head.trunk,
-        **_part(tensors.values()),
+        **summary(weights.values()),
+        "fit": _fit(model, check_fit(drafter, listing.config, model)),
     }
-
-
-def _part(tensors: Iterable[Tensor]) -> dict[str, Any]:
-    bytes_of: Counter[str] = Counter()
-    parameters = 0
-    for tensor in tensors:
-        bytes_of[tensor.dtype] += tensor.nbytes
-        parameters += math.prod(tensor.shape)
-    return {"parameters": parameters, "bytes": sum(bytes_of.values()), "types": dict(bytes_of.most_common())}
-
-
-def _part_order(item: tuple[str, Any]) -> tuple[int, str]:
-    order = ("embedding", "layers", "norms and rest", "lm_head", "mtp")
-    return (order.index(item[0]) if item[0] in order else len(order), item[0])
-
-
-def _lines(data: dict[str, Any]) -> list[str]:
-    rows = [*data["parts"].items(), ("total", data["total"])]
-    return [
-        f"{data['architecture']} ({data['format']}), {data['path']}",
-        f"context length {data['context_length']}; " + ", ".join(f"{k} {v}" for k, v in data["sizes"].items()),
-        "",
-        f"{'part':18}{'parameters':>14}{'MB':>10}  types",
-        *(_part_line(name, part) for name, part in rows if part["parameters"]),
-        "" if not data["tied_embeddings"] else "no lm_head of its own: the embedding is used",
-        _heads_line(data["heads"]),
-        *([_attached_line(data["attached_head"])] if data["attached_head"] else []),
-    ]
-
-
-def _part_line(name: str, part: dict[str, Any]) -> str:
-    types = ", ".join(f"{kind} {size / max(part['bytes'], 1):.0%}" for kind, size in part["types"].items())
-    return f"{name:18}{part['parameters']:>14,}{part['bytes'] / 1e6:>10.1f}  {types}"
-
-
-def _heads_line(heads: dict[str, Any]) -> str:
-    where = ", ".join(f"{place} ({count} tensors)" for place, count in heads["found"].items())
-    declared = f"{heads['declared_by']} = {heads['declared']}" if heads["declared_by"] else "the config declares none"
-    return {
-        "none": f"heads: none inside this checkpoint ({declared})",
-        "missing": f"heads: MISSING: {declared}, but no such tensors are there",
-        "present": f"heads: {where}; {declared}",
-    }[str(heads["status"])]
-
-
-def _attached_line(head: dict[str, Any]) -> str:
-    return (
-        f"attached head: {head['kind']}, {head['modules']} module, {head['parameters']:,} parameters, "
-        f"{head['bytes'] / 1e6:.1f} MB, {head['draft_vocab_size']:,} draft tokens, {head['path']}"
-    )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,14 @@ import torch
 from torch import Tensor
 
 from headstart.layers.build import DecoderConfig
-from headstart.layers.mtp import HeadSpec
+from headstart.layers.mtp import HeadSpec, Module
 from headstart.train.batches import collate, plan_epoch
 from headstart.train.data import Example
 from headstart.train.evaluate import Acceptance, evaluate
 from headstart.train.features import FeatureCache
 from headstart.train.kinds import HeadKind
 from headstart.train.objective import Target, Weighting, assess
+from headstart.train.rounding import int4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,7 @@ class Recipe:
     optimizer: str = "muon"
     seed: int = 0
     dtype: torch.dtype = torch.bfloat16
+    rounded: bool = False  # train what runs: drafts of the native backend have int4 matrices
 
 
 @dataclass
@@ -110,7 +113,7 @@ class Trainer:
         """One optimizer step on one batch; returns the loss."""
         device = self.target.ids.device
         batch = collate(examples, cache, self.recipe.dtype, device)
-        modules = self.kind.modules(self.masters, self.spec, self.config, self.recipe.dtype)
+        modules = self._modules(self.masters)
         outcome = assess(modules, self.spec, self.target, batch, self.recipe.weighting)
         outcome.loss.backward()
         torch.nn.utils.clip_grad_norm_(self.masters.values(), self.recipe.clip)
@@ -125,6 +128,12 @@ class Trainer:
         self.progress.tokens += batch.num_tokens
         return outcome.loss.item()
 
+    def _modules(self, weights: Mapping[str, Tensor]) -> Sequence[Module]:
+        """As they will run."""
+        if self.recipe.rounded:
+            weights = {name: int4(weight) if weight.ndim == 2 else weight for name, weight in weights.items()}
+        return self.kind.modules(weights, self.spec, self.config, self.recipe.dtype)
+
     @torch.no_grad()
     def _update_average(self) -> None:
         # a young average must forget its start quickly
@@ -134,8 +143,7 @@ class Trainer:
 
     def evaluate(self, examples: Sequence[Example], cache: FeatureCache) -> dict[str, Acceptance]:
         """Of the averaged weights, per kind and over "all"."""
-        modules = self.kind.modules(self.average, self.spec, self.config, self.recipe.dtype)
-        return evaluate(modules, self.spec, self.target, examples, cache, self.recipe.weighting)
+        return evaluate(self._modules(self.average), self.spec, self.target, examples, cache, self.recipe.weighting)
 
 
 def _optimizers(masters: dict[str, torch.nn.Parameter], recipe: Recipe) -> list[torch.optim.Optimizer]:
@@ -224,6 +232,10 @@ def _note(progress: Progress, loss: float, tokens: int, seconds: float) -> None:
 
 def save_checkpoint(trainer: Trainer, path: Path) -> None:
     """Complete or not at all."""
-    aside = path.with_suffix(".writing")
-    torch.save(trainer.state(), aside)
-    aside.replace(path)
+    aside, content = path.with_suffix(".writing"), io.BytesIO()
+    torch.save(trainer.state(), content)  # straight into a file, a full disk would be a RuntimeError without a reason
+    try:
+        aside.write_bytes(content.getbuffer())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)

@@ -14,6 +14,7 @@ from headstart.train.batches import Batch
 from headstart.train.features import Trunk
 from headstart.train.head import before_norm
 from headstart.train.losses import Teacher, distill, teach
+from headstart.train.rounding import int4
 from headstart.train.unroll import shift, unroll
 
 
@@ -31,12 +32,14 @@ class Target:
     lookup: Tensor
 
     @staticmethod
-    def of(trunk: Trunk, ids: Tensor) -> Target:
+    def of(trunk: Trunk, ids: Tensor, *, rounded: bool = False) -> Target:
+        """For the tokens `ids` [V]. rounded: the head sees the rows of the LM head as drafts run with them, in int4."""
         lm_head = trunk.lm_head
         lookup = torch.full((len(lm_head),), -1, dtype=torch.int64, device=ids.device)
         lookup[ids] = torch.arange(len(ids), device=ids.device)
         exact, embedding = lm_head[ids].clone(), trunk.model.embedding
-        return Target(embedding, trunk.model.norm.weight, ids, exact.to(embedding.dtype), exact, lookup)
+        seen = (int4(exact) if rounded else exact).to(embedding.dtype)
+        return Target(embedding, trunk.model.norm.weight, ids, seen, exact, lookup)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from torch import Tensor
 from headstart import registry
 from headstart.config import MAX_DEPTH
 from headstart.core import Report
-from headstart.errors import ModelError, UsageError
+from headstart.errors import CapacityError, ModelError, UsageError
 from headstart.formats.head import read_head
 from headstart.layers.mtp import HeadSpec
 from headstart.train.data import coverage, draft_vocabulary
@@ -37,6 +37,7 @@ from headstart.train.loop import Hooks, Recipe, Trainer, save_checkpoint, train
 from headstart.train.objective import Target, Weighting
 from headstart.train.plot import draw
 from headstart.train.progress import note, shown
+from headstart.train.rounding import int4
 from headstart.train.setup import Corpus, Subject, as_masters, existing_head, load_subject, prepare, write_answers
 
 PATIENCE = 10
@@ -124,7 +125,7 @@ def _is_head(path: Path) -> bool:
 def run(options: TrainOptions) -> Report:
     """Train, export to `options.out`; the report's data holds tokens seen, minutes and held-out acceptance."""
     check(options)
-    with _terminate_as_interrupt():
+    with _terminate_as_interrupt(), _told_where_disks_are_full(options):
         started = time.monotonic()
         options.work.mkdir(parents=True, exist_ok=True)
         subject = load_subject(
@@ -186,13 +187,20 @@ class _Run:
             )
         device = trunk.lm_head.device
         weights = {name: each.to(device) for name, each in as_masters(tensors).items()}
+        if self._rounded:
+            weights = {name: int4(each) if each.ndim == 2 else each for name, each in weights.items()}
         found = torch.arange(config.vocab_size) if ids is None else torch.from_numpy(ids)
         spec = HeadSpec.of(head)
         modules = self.kind.modules(weights, spec, config, trunk.dtype)
-        target = Target.of(trunk, found.to(device))
+        target = Target.of(trunk, found.to(device), rounded=self._rounded)
         results = evaluate(modules, spec, target, self.corpus.held_out, self.corpus.cache, self._weighting)
         note(f"the head in {out}: held-out acceptance length {results['all'].length:.3f}")
         return results
+
+    @property
+    def _rounded(self) -> bool:
+        """Will the head run on the native backend, whose drafts are rounded?"""
+        return self.subject.runner is not None
 
     @property
     def _weighting(self) -> Weighting:
@@ -208,6 +216,7 @@ class _Run:
             weighting=self._weighting,
             seed=options.seed,
             dtype=self.subject.trunk.dtype,
+            rounded=self._rounded,
         )
         trainer = self._trainer(recipe)
         with shown("training") as show:
@@ -231,7 +240,7 @@ class _Run:
             self.subject.config,
             self.kind,
             self.spec,
-            Target.of(trunk, ids),
+            Target.of(trunk, ids, rounded=recipe.rounded),
             recipe,
         )
         if self.checkpoint.exists():
@@ -322,6 +331,18 @@ def _plain(results: dict[str, Acceptance]) -> dict[str, Any]:
         kind: {"cumulative": [round(x, 4) for x in each.cumulative], "length": round(each.length, 4)}
         for kind, each in results.items()
     }
+
+
+@contextmanager
+def _told_where_disks_are_full(options: TrainOptions) -> Iterator[None]:
+    """Every file is written aside and renamed, so what was complete before still is."""
+    try:
+        yield
+    except OSError as error:
+        raise CapacityError(
+            f"cannot write to {options.work} or {options.out}: {error.strerror or error}",
+            "make room and run the same command again: it goes on from the last checkpoint",
+        ) from error
 
 
 @contextmanager

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from support import family_of, make, prompt_of
-from test_families import logits_in_chunks
+from test_families import logits_in_chunks, new_sequence
 from torch import Tensor
 
-from headstart.config import EngineConfig
+from headstart.config import BackendName, EngineConfig
+from headstart.core import Span
 from headstart.engine.load import Model, load_model
 from headstart.errors import ModelError
 from headstart.formats.base import make_tensor
@@ -27,16 +28,26 @@ from headstart.tools.tiny import write_model
 YARN = {
     "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 1.0,
 }  # fmt: skip
-CHANGES: dict[str, dict[str, Any]] = {"glm4_moe": {}, "deepseek_v3": {"rope_scaling": YARN, "kv_lora_rank": 32}}
+CHANGES: dict[str, dict[str, Any]] = {
+    "glm4_moe": {},
+    "deepseek_v3": {"rope_scaling": YARN},
+    "qwen3_moe": {"mlp_only_layers": []},
+}
 TOKENS = prompt_of(80, 1)
 
 
-def model_at(path: Path) -> Model:
-    return load_model(str(path), EngineConfig(backend="reference", dtype="float32", threads=1))
+def model_at(path: Path, backend: BackendName = "reference") -> Model:
+    return load_model(str(path), EngineConfig(backend=backend, dtype="float32", threads=1))
 
 
 def logits_of(model: Model) -> Tensor:
     return logits_in_chunks(make(model, dtype="float32", drafter="none"), TOKENS, 70, 1)
+
+
+def native_logits(path: Path) -> NDArray[np.float32]:
+    """[T, V] of one pass."""
+    engine = make(model_at(path, "native"), backend="native", block_size=16, dtype="float32", drafter="none")
+    return np.array(engine.runner.forward([Span(new_sequence(engine, TOKENS), 0, len(TOKENS), len(TOKENS))]).logits)
 
 
 @pytest.fixture(params=CHANGES)
@@ -57,8 +68,8 @@ NAMES = {
     **{f"mlp.{n}_proj": f"ffn_{n}" for n in ("gate", "up", "down")},
     **{f"mlp.shared_experts.{n}_proj": f"ffn_{n}_shexp" for n in ("gate", "up", "down")},
 }  # fmt: skip
-POST = {"glm4_moe": "post_attention_norm", "deepseek_v3": "ffn_norm"}
-ARCH = {"glm4_moe": "glm4moe", "deepseek_v3": "deepseek2"}
+POST = {"glm4_moe": "post_attention_norm", "deepseek_v3": "ffn_norm", "qwen3_moe": "ffn_norm"}
+ARCH = {"glm4_moe": "glm4moe", "deepseek_v3": "deepseek2", "qwen3_moe": "qwen3moe"}
 
 
 def llama_name(name: str, family: str) -> str:
@@ -93,9 +104,8 @@ def llama_tensors(config: dict[str, Any], arrays: Arrays) -> Arrays:
     }
 
 
-def write_gguf(path: Path, config: dict[str, Any], arrays: Arrays, *, heads: int) -> Path:
-    family = config["model_type"]
-    writer = gguf.GGUFWriter(path, ARCH[family])
+def write_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    family, heads = config["model_type"], config.get("num_nextn_predict_layers", 0)
     writer.add_block_count(config["num_hidden_layers"] + heads)
     if heads:
         writer.add_nextn_predict_layers(heads)
@@ -105,16 +115,17 @@ def write_gguf(path: Path, config: dict[str, Any], arrays: Arrays, *, heads: int
     writer.add_head_count(config["num_attention_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_expert_count(config["n_routed_experts"])
+    writer.add_expert_count(config.get("n_routed_experts") or config["num_experts"])
     writer.add_expert_used_count(config["num_experts_per_tok"])
-    writer.add_expert_shared_count(config["n_shared_experts"])
     writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-    writer.add_expert_weights_scale(config["routed_scaling_factor"])
-    writer.add_expert_weights_norm(True)
-    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-    writer.add_expert_group_count(config["n_group"])
-    writer.add_expert_group_used_count(config["topk_group"])
-    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    if "n_group" in config:
+        writer.add_expert_shared_count(config["n_shared_experts"])
+        writer.add_expert_weights_scale(config["routed_scaling_factor"])
+        writer.add_expert_weights_norm(True)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_group_count(config["n_group"])
+        writer.add_expert_group_used_count(config["topk_group"])
+        writer.add_leading_dense_block_count(config["first_k_dense_replace"])
     if family == "deepseek_v3":
         latent, rotary = config["kv_lora_rank"], config["qk_rope_head_dim"]
         writer.add_head_count_kv(1)
@@ -132,14 +143,25 @@ def write_gguf(path: Path, config: dict[str, Any], arrays: Arrays, *, heads: int
     else:
         writer.add_head_count_kv(config["num_key_value_heads"])
         writer.add_key_length(config["head_dim"])
-        writer.add_rope_dimension_count(config["head_dim"] // 2)
+        writer.add_rope_dimension_count(int(config["head_dim"] * config.get("partial_rotary_factor", 1)))
+
+
+def write_gguf(
+    path: Path, config: dict[str, Any], arrays: Arrays, experts: gguf.GGMLQuantizationType | None = None
+) -> Path:
+    """`experts`: what the experts' matrices are quantized to."""
+    writer = gguf.GGUFWriter(path, ARCH[config["model_type"]])
+    write_sizes(writer, config)
     pieces = ["a", "b", "ab", *(f"<{i}>" for i in range(3, config["vocab_size"]))]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
     writer.add_token_list(pieces)
     writer.add_token_merges(["a b"])
     for name, array in llama_tensors(config, arrays).items():
-        writer.add_tensor(name, array)
+        if experts is not None and "_exps." in name:
+            writer.add_tensor(name, gguf.quantize(array, experts), raw_dtype=experts)
+        else:
+            writer.add_tensor(name, array)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -149,12 +171,26 @@ def write_gguf(path: Path, config: dict[str, Any], arrays: Arrays, *, heads: int
 
 def test_llama_cpp_files(tiny: tuple[dict[str, Any], Arrays], tmp_path: Path) -> None:
     plain = model_at(write_model(tmp_path / "plain", *tiny))
-    found = model_at(write_gguf(tmp_path / "model.gguf", *tiny, heads=1))
+    found = model_at(write_gguf(tmp_path / "model.gguf", *tiny))
     assert float((logits_of(found) - logits_of(plain)).abs().max()) <= 1e-5
-    assert found.head is not None and plain.head is not None
+    if plain.head is None:
+        return
+    assert found.head is not None
     assert found.head.head.spec == plain.head.head.spec
     ours, theirs = (model.weights.tensors["mtp.0.projection.weight"].float32() for model in (found, plain))
     np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", [gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q4_1])
+def test_quantized_experts_keep_their_values(kind: gguf.GGMLQuantizationType, tmp_path: Path) -> None:
+    packing = pytest.importorskip("headstart.kernels.packing", exc_type=ImportError)
+    config, arrays = family_of("qwen3_moe").tiny(hidden_size=64, moe_intermediate_size=32, mlp_only_layers=[])
+    path = write_gguf(tmp_path / "model.gguf", config, arrays, kind)
+    ours, theirs = (model_at(path, backend).decoder.layers[2].mlp.experts for backend in ("native", "reference"))
+    for name in ("gate", "up", "down"):
+        for matrix, expected in zip(getattr(ours, name), getattr(theirs, name), strict=True):
+            assert matrix.kind == {"Q8_0": 3, "Q4_1": 4}[kind.name]
+            np.testing.assert_array_equal(packing.dequantize(matrix, packing.ThreadPool(1)), expected)
 
 
 # Hugging Face.
@@ -189,7 +225,9 @@ def test_fp8_blocks(tiny: tuple[dict[str, Any], Arrays], tmp_path: Path) -> None
     save(folder / "model.safetensors", quantized, {"format": "pt"})
     found = model_at(folder)
     assert float((logits_of(found) - logits_of(expected)).abs().max()) <= 1e-5
-    assert found.head is not None
+    assert (found.head is None) == (expected.head is None)
+    pytest.importorskip("headstart.kernels._native")
+    np.testing.assert_array_equal(native_logits(folder), native_logits(tmp_path / "plain"))
 
     save(
         folder / "model.safetensors", {k: v for k, v in quantized.items() if not k.endswith("o_proj.weight_scale_inv")}
@@ -220,6 +258,8 @@ def test_stacked_experts(tmp_path: Path) -> None:
     assert float((logits_of(found) - expected).abs().max()) <= 1e-6
 
 
+RECYCLES: dict[str, dict[str, Any]] = {"nothing": {}, "pre": {"mtp_recycle": "pre_norm"}}
+
 # Bad input: one clear line.
 
 BAD: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -249,6 +289,8 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "another activation": ("glm4_moe", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     "what is recycled": ("glm4_moe", {"mtp_recycle": "both"}, "mtp_recycle is 'both'"),
     "a size that is a word": ("deepseek_v3", {"moe_intermediate_size": "wide"}, "is missing or not a number"),
+    "more than all": ("qwen3_moe", {"num_experts_per_tok": 8}, "cannot take 8 of 7 experts"),
+    "no number": ("qwen3_moe", {"moe_intermediate_size": None}, "is missing or not a number"),
     "no size": ("deepseek_v3", {"kv_lora_rank": None}, "is missing or not a number"),
 }
 
@@ -261,7 +303,16 @@ def test_configs_that_contradict(case: str, tmp_path: Path) -> None:
         model_at(write_model(tmp_path, config | changes, arrays))
 
 
-@pytest.mark.parametrize("family", CHANGES)
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_a_checkpoint_says_what_is_recycled(family: str, tmp_path: Path) -> None:
+    config, arrays = family_of(family).tiny(num_hidden_layers=2)
+    heads = [
+        model_at(write_model(tmp_path / name, config | changes, arrays)).head for name, changes in RECYCLES.items()
+    ]
+    assert [head and head.head.spec.recycle for head in heads] == ["post_norm", "pre_norm"]
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "qwen3_moe"])
 def test_a_missing_expert(family: str, tmp_path: Path) -> None:
     config, arrays = family_of(family).tiny()
     del arrays["model.layers.2.mlp.experts.4.up_proj.weight"]

@@ -12,6 +12,7 @@ import torch
 
 pytest.importorskip("headstart.kernels.native", exc_type=ImportError)
 
+from hypothesis import given, settings, strategies as st
 from native_ops import (
     FORMS,
     PATHS,
@@ -27,7 +28,9 @@ from native_ops import (
 )
 from test_native_ops import check_company, varied_rows
 
+from headstart.formats.base import make_tensor
 from headstart.kernels import packing
+from headstart.kernels.native import NativeBackend
 from headstart.kernels.ops import Experts, RouterSpec
 from headstart.kernels.reference_moe import route
 
@@ -162,6 +165,64 @@ def test_experts_that_no_row_takes_are_not_touched() -> None:
     )
     found = run_native(backend(threads=2), mixture.code, single_rows(range(2)), x)["mixed"]
     np.testing.assert_array_equal(found, expected)
+
+
+# The choice.
+
+POWERS = np.linspace(0.2, 4.0, 20)
+"""Logits of which no two sums of sigmoids are nearly equal, so that arithmetic decides nothing."""
+
+
+def weights_by_expert(path: str, spec: RouterSpec, logits: Array, bias: Array | None) -> Array:
+    """[R, E]: what each row gives each expert, said by experts whose word is their own number."""
+    count = spec.num_experts
+    one = floats(np.ones((1, 1)))
+    says = tuple(floats(np.eye(count)[:, e : e + 1]) for e in range(count))
+    experts = Experts((one,) * count, (one,) * count, says)
+    nothing, ones = floats(np.zeros((1, count))), np.ones(1, np.float32)
+
+    def code(ops: Any, step: Any) -> dict[str, Any]:
+        x = ops.linear(step.hidden, nothing, ones)
+        return {"said": ops.moe(x, step.hidden, bias, experts, spec)}
+
+    said = run_native(backend(path), code, single_rows(range(len(logits))), logits)["said"]
+    return said / (1 / (1 + np.exp(-1)))  # silu(1) * 1
+
+
+def floats(values: Array) -> packing.Matrix:
+    tensor = make_tensor("w", values.shape, "F32", np.ascontiguousarray(values, np.float32).reshape(-1).view(np.uint8))
+    return packing.pack(tensor, packing.ThreadPool(1))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@given(seed=st.integers(0, 2**31))
+@settings(max_examples=60)
+def test_the_choice_is_the_references(path: str, seed: int) -> None:
+    """Any numbers of experts and groups, with many ties."""
+    rng = np.random.default_rng(seed)
+    groups, size = int(rng.integers(1, 6)), int(rng.integers(1, 9))
+    top_groups = int(rng.integers(1, groups + 1))
+    spec = RouterSpec(
+        groups * size, int(rng.integers(1, top_groups * size + 1)), str(rng.choice(["softmax", "sigmoid"])),  # type: ignore[arg-type]
+        bool(rng.integers(2)), float(rng.uniform(0.5, 3)), groups, top_groups,
+    )  # fmt: skip
+    logits = rng.choice(POWERS, (5, spec.num_experts)).astype(np.float32)
+    bias = rng.uniform(0, 1, spec.num_experts).astype(np.float32) if rng.integers(2) else None
+    given_bias = None if bias is None else torch.from_numpy(bias).double()
+    weights, ids = route(torch.from_numpy(logits).double(), given_bias, spec)
+    expected = torch.zeros(5, spec.num_experts, dtype=torch.float64).scatter(1, ids, weights).numpy()
+    np.testing.assert_allclose(weights_by_expert(path, spec, logits, bias), expected, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_a_router_is_never_rounded(quantization: Any) -> None:
+    tensor = make_tensor("gate", (7, 64), "BF16", np.zeros(7 * 64 * 2, np.uint8))
+    worker = NativeBackend(threads=1, quantization=quantization)
+    kinds = [
+        worker.weight(tensor, drafts=drafts, precise=precise).kind for drafts, precise in ((False, True), (True, True))
+    ]
+    assert kinds == [FORMS["BF16"].kind] * 2
+    assert worker.weight(tensor).kind > FORMS["BF16"].kind
 
 
 # Matrices of heads, gates.

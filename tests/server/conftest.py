@@ -18,5 +18,5 @@ def server() -> Iterator[Server]:
     """The default model, served by a process of its own."""
     if hub.cached_trunk() is None:
         pytest.skip("the default model is not in the cache: headstart pull")
-    with running("--threads", "1", "--max-num-seqs", "16", "--kv-blocks", "1024") as found:
+    with running("--threads", "1", "--max-num-seqs", "16", "--kv-blocks", "1024", "--price-per-hour", "36") as found:
         yield found

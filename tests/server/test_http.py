@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -209,3 +210,10 @@ def test_a_chat_template_that_raises(tmp_path: Path) -> None:
         lines = [json.loads(line) for line in server.log.read_text("utf-8").splitlines()]
         assert {"time", "level", "logger", "message"} <= lines[0].keys()
         assert "swordfish" not in server.log.read_text("utf-8")
+
+
+def test_the_machine_costs_while_it_runs(server: Server) -> None:
+    before, begun = server.metric("headstart:cost_dollars_total"), time.monotonic()
+    time.sleep(0.2)
+    seconds = time.monotonic() - begun
+    assert 0.01 * 0.2 <= server.metric("headstart:cost_dollars_total") - before < 0.01 * (seconds + 1)  # 36 $/h

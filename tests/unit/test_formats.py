@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from safetensors import safe_open
 
 from headstart.errors import ModelError
-from headstart.formats import _gguf_file, open_checkpoint, safetensors
+from headstart.formats import _gguf_file, _header, open_checkpoint, safetensors
 from headstart.formats._gguf_names import canonical_names
 from headstart.formats._gguf_rope import rope_config
 from headstart.formats.base import make_tensor, unpermute_rows
@@ -163,8 +163,8 @@ def test_header_longer_than_the_file_or_the_limit(tmp_path: Path) -> None:
         with pytest.raises(ModelError, match=r"x\.safetensors"):
             safetensors.read_file(path)
     with path.open("wb") as file:  # a sparse file: no bytes are written
-        file.write((safetensors.MAX_HEADER + 1).to_bytes(8, "little"))
-        file.truncate(safetensors.MAX_HEADER + 100)
+        file.write((_header.MAX_HEADER + 1).to_bytes(8, "little"))
+        file.truncate(_header.MAX_HEADER + 100)
     with pytest.raises(ModelError, match="more than"):
         safetensors.read_file(path)
 
@@ -387,6 +387,26 @@ def test_default_model() -> None:
     assert (weight.shape, weight.dtype, weight.data.shape) == ((576, 576), "Q4_1", (576, 360))
     rows = np.array([5, 0], np.int64)
     np.testing.assert_array_equal(weight.take_rows(rows).float32(), weight.float32()[rows])
+
+
+def test_parts_and_transposes() -> None:
+    """Views of a stack, quantized ones too; what is turned keeps 16 bits, or becomes float32."""
+    stack = RNG.normal(size=(3, 4, 64)).astype(np.float32)
+    for kind in (gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q4_0):
+        raw = gguf.quantize(stack, kind)
+        tensor = make_tensor("x", stack.shape, kind.name, raw.reshape(-1))
+        part = tensor.part(2)
+        assert part.shape == (4, 64) and np.shares_memory(part.data, raw)
+        np.testing.assert_array_equal(part.float32(), gguf.dequantize(raw, kind)[2])
+        np.testing.assert_array_equal(part.take_rows(np.array([3, 1])).float32(), part.float32()[[3, 1]])
+        np.testing.assert_array_equal(part.transposed().float32(), part.float32().T)
+        assert part.plain().dtype == part.transposed().dtype == "F32"
+    half = make_tensor("x", (2, 3), "F16", np.arange(6, dtype=np.float16).view(np.uint8))
+    assert half.transposed().dtype == half.plain().dtype == "F16"
+    assert half.transposed().float32().tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert half.part(1).as_matrix().float32().tolist() == [[3, 4, 5]]
+    with pytest.raises(ModelError, match="has no part 2"):
+        half.part(2)
 
 
 def test_small_floats_by_their_definition() -> None:

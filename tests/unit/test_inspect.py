@@ -1,48 +1,93 @@
-"""Which heads a checkpoint holds: the config's word against the tensors."""
+"""`headstart inspect`: promises, packed weights, remarks, targets, GGUF files, the command, and what is measured."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
+from zoo import SIZES, ZOO, H, N, Tensors, V, config_of, heads, trunk, write, write_file
 
-from headstart.formats.base import Tensor
+from headstart.cli.main import main
+from headstart.errors import ModelError, UsageError
+from headstart.formats import safetensors
+from headstart.formats._header import BITS, Entry
+from headstart.formats._mtp_families import declared, families_by_key, find_family
+from headstart.formats._symbols import Sizes, text_config
 from headstart.formats.head import BlockConfig, HeadConfig, write_head
 from headstart.kernels.ops import AttentionSpec, RopeSpec
 from headstart.tools import inspect
-from headstart.tools.inspect import find_heads, part_of, text_config
+from headstart.tools.inspect import InspectOptions
+from headstart.tools.inspection.parts import part_of
+from headstart.tools.inspection.weights import weights_of
 from headstart.tools.tiny import write_tiny
 
+QWEN = ZOO["qwen3_5"]
 
-def tensor(name: str) -> Tensor:
-    return Tensor(name, (2, 2), "BF16", np.zeros((2, 4), np.uint8))
+
+def look(folder: Path, config: dict[str, Any], tensors: Tensors, **more: Any) -> dict[str, Any]:
+    return inspect.run(InspectOptions(model=str(write(folder, config, tensors)), **more)).data
+
+
+def remarks(data: dict[str, Any], topic: str) -> list[str]:
+    return [f"{each['level']}: {each['text']}" for each in data["findings"] if each["topic"] == topic]
+
+
+# the config's word
 
 
 @pytest.mark.parametrize(
-    ("config", "names", "expected"),
+    ("config", "expected"),
     [
-        ({}, [], ("none", 0, {})),
-        ({"num_nextn_predict_layers": 1}, [], ("missing", 1, {})),
-        (
-            {"num_nextn_predict_layers": 1},
-            ["model.layers.4.eh_proj.weight", "model.layers.4.enorm.weight"],
-            ("present", 1, {"model.layers.4.*": 2}),
-        ),
-        (
-            {"num_nextn_predict_layers": 1},
-            ["model.mtp_layers.0.input_proj.weight"],
-            ("present", 1, {"model.mtp_layers.0.*": 1}),
-        ),
-        ({"text_config": {"mtp_num_hidden_layers": 1}}, ["mtp.fc.weight"], ("present", 1, {"mtp.*": 1})),
-        ({}, ["mtp.layers.0.mlp.gate_proj.weight"], ("present", 0, {"mtp.layers.0.*": 1})),
+        ({}, (0, None)),
+        ({"num_nextn_predict_layers": 1}, (1, "num_nextn_predict_layers")),
+        ({"mtp_num_hidden_layers": 1}, (1, "mtp_num_hidden_layers")),
+        ({"num_mtp_layers": 2}, (2, "num_mtp_layers")),
+        ({"num_mtp_modules": 3}, (3, "num_mtp_modules")),
+        ({"text_config": {"mtp_num_hidden_layers": 1}}, (1, "text_config.mtp_num_hidden_layers")),
+        ({"num_nextn_predict_layers": 0, "llm_config": {"num_mtp_layers": 1}}, (1, "llm_config.num_mtp_layers")),
+        ({"mtp_config": {"num_nextn_predict_layers": 8}}, (8, "mtp_config.num_nextn_predict_layers")),
+        ({"num_nextn_predict_layers": 0}, (0, "num_nextn_predict_layers")),
+        ({"num_nextn_predict_layers": None, "num_mtp_layers": "2"}, (0, "num_mtp_layers")),
+        ({"num_nextn_predict_layers": True}, (0, "num_nextn_predict_layers")),
     ],
 )
-def test_declared_against_found(config: dict[str, Any], names: list[str], expected: tuple[str, int, Any]) -> None:
-    assert all(part_of(name, 4) == "mtp" for name in names)
-    heads = find_heads(text_config(config), [tensor(name) for name in names], 4)
-    assert (heads["status"], heads["declared"], heads["found"]) == expected
+def test_all_spellings_of_the_promise(config: dict[str, Any], expected: tuple[int, str | None]) -> None:
+    assert declared(config) == expected
+
+
+def test_a_key_that_counts_one_too_many(tmp_path: Path) -> None:
+    animal = ZOO["hy_v4"]
+    tensors = trunk(animal) | heads("hy_v4", animal)
+    for count, verdict in ((1, "alive"), (2, "alive"), (3, "partial")):
+        assert look(tmp_path, config_of(animal, count), tensors)["heads"]["verdict"] == verdict
+
+
+def test_absurd_promises_are_refused() -> None:
+    with pytest.raises(ModelError, match="1000000000"):
+        declared({"num_nextn_predict_layers": 10**9})
+
+
+def test_absurd_sizes_cost_nothing(tmp_path: Path) -> None:
+    animal = ZOO["deepseek_v3"]
+    config = config_of(animal) | {"n_routed_experts": 2**39, "num_attention_heads": 2**60}
+    assert look(tmp_path, config, trunk(animal) | heads("deepseek_v3", animal))["heads"]["verdict"] == "partial"
+
+
+def test_families_by_type_and_by_architecture_of_a_gguf() -> None:
+    assert find_family({"model_type": "kimi_k2"}) is families_by_key()["deepseek_v3"]
+    assert find_family({"model_type": "some_vl", "text_config": {"model_type": "qwen3_5_text"}}) is not None
+    assert find_family({"model_type": "qwen35"}, "gguf") is families_by_key()["qwen3_5"]
+    assert find_family({"model_type": "llama"}) is None and find_family({}) is None
+
+
+def test_symbols() -> None:
+    rows = {"a": {"keys": ["x.y", "z"]}, "b": {"keys": ["list"]}, "c": {"keys": ["none"], "else": "a / 0"}}
+    sizes = Sizes(rows, {"x": {"y": 6}, "list": [1, 2, 3]})
+    assert sizes.shape(["a", "2 * (a + b)", "*", "c", "a / b - 1"]) == (6, 18, None, None, 1)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +96,14 @@ def test_declared_against_found(config: dict[str, Any], names: list[str], expect
         ("model.embed_tokens.weight", "embedding"),
         ("model.language_model.layers.3.mlp.up_proj.weight", "layers"),
         ("layers.0.self_attn.q_proj.weight", "layers"),
+        ("model.layers.3.mlp.experts.7.up_proj.weight", "experts"),
+        ("model.layers.4.eh_proj.weight", "mtp"),
+        ("model.layers.4.mlp.experts.7.up_proj.weight", "mtp"),
+        ("model.mtp_layers.0.input_proj.weight", "mtp"),
+        ("model.mtp_emb_norm.0.weight", "mtp"),
+        ("mtp.layers.0.mlp.gate_proj.weight", "mtp"),
         ("model.visual.blocks.0.attn.qkv.weight", "other modalities"),
+        ("model.vision_tower.encoder.layers.9.mlp.fc1.weight", "other modalities"),
         ("lm_head.weight", "lm_head"),
         ("model.norm.weight", "norms and rest"),
     ],
@@ -60,11 +112,312 @@ def test_parts(name: str, part: str) -> None:
     assert part_of(name, 4) == part
 
 
+# packed weights
+
+X = "model.layers.0.mlp.up_proj"
+PACKED: dict[str, tuple[dict[str, Any], dict[str, tuple[str, tuple[int, ...]]], tuple[Any, str]]] = {
+    # of a [256, 512] matrix: quantization_config, tensors, (shape, kind)
+    "plain": ({}, {"weight": ("BF16", (256, 512))}, ((256, 512), "BF16")),
+    "fp8 block": (
+        {"quant_method": "fp8"},
+        {"weight": ("F8_E4M3", (256, 512)), "weight_scale_inv": ("F32", (2, 4))},
+        ((256, 512), "FP8 (128x128 blocks)"),
+    ),
+    "fp8 channel": (
+        {"quant_method": "compressed-tensors"},
+        {"weight": ("F8_E4M3", (256, 512)), "weight_scale": ("BF16", (256, 1)), "input_scale": ("F32", ())},
+        ((256, 512), "FP8"),
+    ),
+    "gptq": (
+        {"quant_method": "gptq", "bits": 4},
+        {"qweight": ("I32", (64, 256)), "scales": ("F16", (4, 256)), "g_idx": ("I32", (512,))},
+        ((256, 512), "int4 (gptq)"),
+    ),
+    "gptq 8": (
+        {"quant_method": "gptq", "bits": 8},
+        {"qweight": ("I32", (128, 256)), "qzeros": ("I32", (4, 64)), "scales": ("F16", (4, 256))},
+        ((256, 512), "int8 (gptq)"),
+    ),
+    "awq": (
+        {"quant_method": "awq", "bits": 4},
+        {"qweight": ("I32", (512, 32)), "qzeros": ("I32", (4, 32)), "scales": ("F16", (4, 256))},
+        ((256, 512), "int4 (awq)"),
+    ),
+    "compressed-tensors": (
+        {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"num_bits": 8}}}},
+        {"weight_packed": ("I32", (256, 128)), "weight_scale": ("BF16", (256, 4)), "weight_shape": ("I64", (2,))},
+        ((256, 512), "int8 (compressed-tensors)"),
+    ),
+    "nvfp4 packed": (
+        {"quant_method": "compressed-tensors"},
+        {"weight_packed": ("U8", (256, 256)), "weight_scale": ("F8_E4M3", (256, 32)), "input_scale": ("F32", ())},
+        ((256, 512), "NVFP4"),
+    ),
+    "nvfp4": (
+        {"quant_method": "modelopt"},
+        {"weight": ("U8", (256, 256)), "weight_scale": ("F8_E4M3", (256, 32)), "weight_scale_2": ("F32", ())},
+        ((256, 512), "NVFP4"),
+    ),
+    "mxfp4": ({}, {"weight": ("I8", (256, 256)), "scale": ("F8_E8M0", (256, 16))}, ((256, 512), "MXFP4")),
+    "int8": (
+        {"quant_method": "compressed-tensors"},
+        {"weight": ("I8", (256, 512)), "weight_scale": ("BF16", (256, 1))},
+        ((256, 512), "int8"),
+    ),
+    "bitsandbytes 8": ({}, {"weight": ("I8", (256, 512)), "SCB": ("F32", (256,))}, ((256, 512), "int8 (bitsandbytes)")),
+    "bitsandbytes 4": (
+        {},
+        {"weight": ("U8", (65536, 1)), "weight.absmax": ("F32", (2048,)), "weight.quant_map": ("F32", (16,))},
+        (None, "4-bit (bitsandbytes)"),
+    ),
+    "mlx": (
+        {"bits": 4},
+        {"weight": ("U32", (256, 64)), "scales": ("BF16", (256, 8)), "biases": ("BF16", (256, 8))},
+        ((256, 512), "int4 (mlx)"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PACKED)
+def test_packed_weights_are_what_they_stand_for(case: str) -> None:
+    settings, stored, (shape, kind) = PACKED[case]
+    tensors = {}
+    for word, (dtype, size) in stored.items():
+        tensors[f"{X}.{word}"] = Entry(dtype, size, 0, int(np.prod(size)) * BITS[dtype] // 8, "f")
+    found = weights_of(tensors, {"quantization_config": settings})
+    assert list(found) == [f"{X}.weight"]
+    weight = found[f"{X}.weight"]
+    assert (weight.shape, weight.kind, weight.parameters) == (shape, kind, 256 * 512)
+    assert weight.nbytes == sum(entry.nbytes for entry in tensors.values())
+    assert weight.quantized is (case != "plain")
+
+
+def test_a_quantized_head_is_checked_by_what_it_stands_for(tmp_path: Path) -> None:
+    tensors = trunk(QWEN) | heads("qwen3_5", QWEN)
+    name = "mtp.layers.0.mlp.up_proj"
+    rows, columns = tensors.pop(f"{name}.weight")[1]
+    tensors[f"{name}.weight_packed"] = ("I32", (rows, columns // 8))
+    tensors[f"{name}.weight_scale"] = ("BF16", (rows, 1))
+    data = look(tmp_path, config_of(QWEN) | {"quantization_config": {"quant_method": "compressed-tensors"}}, tensors)
+    assert data["heads"]["verdict"] == "alive"
+    assert "int4 (compressed-tensors)" in data["parts"]["mtp"]["types"]
+    assert "warning: the head is quantized (int4 (compressed-tensors))" in remarks(data, "quantization")[0]
+
+
+# remarks
+
+
+def quantized_trunk() -> Tensors:
+    name = "model.layers.0.mlp.up_proj"
+    tensors = trunk(QWEN) | heads("qwen3_5", QWEN)
+    return tensors | {f"{name}.weight": ("F8_E4M3", (40, H)), f"{name}.weight_scale": ("F32", (40, 1))}
+
+
+@pytest.mark.parametrize(
+    ("settings", "warned"),
+    [
+        ({"quant_method": "compressed-tensors", "ignore": ["lm_head"]}, True),
+        ({"quant_method": "compressed-tensors", "ignore": ["re:^mtp.*"]}, False),
+        ({"quant_method": "fp8", "modules_to_not_convert": ["mtp"]}, False),
+        ({"quant_method": "modelopt", "exclude_modules": ["mtp*"]}, False),
+        ({"quant_method": "gptq", "dynamic": {"-:.*mtp.*": {}}}, False),
+        ({"quant_method": "gptq", "dynamic": {"+:.*mtp.*": {}}}, True),
+        ({"quant_method": "compressed-tensors", "ignore": ["re:("]}, True),
+        ({"quant_method": "compressed-tensors", "ignore": ["re:([a-z.0-9_]+)+!"]}, False),  # would take for ever
+    ],
+)
+def test_a_head_that_the_quantization_config_does_not_leave_out(
+    tmp_path: Path, settings: dict[str, Any], warned: bool
+) -> None:
+    data = look(tmp_path, config_of(QWEN) | {"quantization_config": settings}, quantized_trunk())
+    assert bool([text for text in remarks(data, "quantization") if "leave it out" in text]) is warned
+
+
+def test_copies_of_the_trunk(tmp_path: Path) -> None:
+    animal = ZOO["deepseek_v3"]
+    copy = "model.layers.4.embed_tokens.weight"
+    tensors = trunk(animal) | heads("deepseek_v3", animal) | {copy: ("BF16", (V, H))}
+    folder = tmp_path / "m"
+    data = look(folder, config_of(animal), tensors)
+    assert (data["heads"]["embedding"], data["heads"]["lm_head"]) == ("copy", "shared")
+    file = folder / "model.safetensors"
+    with file.open("r+b") as handle:  # the copy is the last tensor of the file
+        handle.seek(file.stat().st_size - V * H * 2)
+        handle.write(b"\1\2\3")
+    data = inspect.run(InspectOptions(model=str(folder))).data
+    assert data["heads"]["embedding"] == "changed" and "is not the trunk's" in remarks(data, "sharing")[0]
+
+
+def test_own_heads(tmp_path: Path) -> None:
+    animal = ZOO["step3p5"]
+    data = look(tmp_path, config_of(animal), trunk(animal) | heads("step3p5", animal))
+    assert data["heads"]["lm_head"] == "own"
+
+
+@pytest.mark.parametrize(
+    ("key", "changes", "topic", "text"),
+    [
+        ("step3p5", {"layer_types": ["full_attention"] * 4}, "config", "stops before the head"),
+        ("step3p5", {"rope_theta": [1e4] * 5}, "rope", "rope_theta has 5 entries"),
+        ("mimo_v2", {"rope_scaling": {"type": "yarn", "factor": 4}}, "rope", "does not reach the head"),
+        ("nemotron_h", {}, "rope", "no positions"),
+        ("qwen3_5", {"rope_theta": 1e6, "text_config.rope_theta": 1e7}, "rope", "text_config.rope_theta"),
+        ("qwen3_5", {"rope_scaling": {"type": "yarn"}}, "rope", "engines read it from text_config"),
+        ("qwen3_5", {"mtp_num_hidden_layers": 0}, "config", "engines disagree"),
+        ("qwen3_5", {"tie_word_embeddings": True}, "tied", "an lm_head is stored"),
+        ("qwen3_5", {}, "norm", "1 + w"),
+        ("mimo", {}, "formula", "hidden state comes first"),
+        ("deepseek_v4", {}, "formula", "added, not joined"),
+        ("dots3_note", {"mtp_layer_types": ["a", "b"]}, "config", "mtp_layer_types has 2 entries for 1"),
+        ("deepseek_v3", {"num_nextn_predict_layers": 0, "num_mtp_layers": 1}, "config", "engines read num_nextn"),
+    ],
+)
+def test_remarks(tmp_path: Path, key: str, changes: dict[str, Any], topic: str, text: str) -> None:
+    animal, config = ZOO[key], config_of(ZOO[key])
+    for name, value in changes.items():
+        place = config[name.partition(".")[0]] if "." in name else config
+        place[name.rpartition(".")[2]] = value
+    data = look(tmp_path, config, trunk(animal) | heads(key, animal))
+    assert any(text in each for each in remarks(data, topic)), data["findings"]
+
+
+def test_tensors_that_the_index_does_not_name(tmp_path: Path) -> None:
+    folder = write(tmp_path, config_of(QWEN), trunk(QWEN), shards=2)
+    write_file(folder / "mtp.safetensors", heads("qwen3_5", QWEN))
+    report = inspect.run(InspectOptions(model=str(folder)))
+    assert report.data["heads"]["verdict"] == "stripped"
+    assert "are in mtp.safetensors, but not in the index" in remarks(report.data, "index")[0]
+
+
+def test_extra_tensors_and_modules(tmp_path: Path) -> None:
+    animal = ZOO["mimo"]
+    more = {"model.mtp_layers.0.surprise.weight": ("BF16", (H,))}
+    data = look(tmp_path, config_of(animal), trunk(animal) | heads("mimo", animal) | more)
+    assert (data["heads"]["verdict"], data["heads"]["extra"]) == ("alive", list(more))
+
+
+def test_an_unknown_family_is_not_judged_by_a_table(tmp_path: Path) -> None:
+    config = {**SIZES, "model_type": "brand_new", "num_nextn_predict_layers": 1}
+    data = look(tmp_path, config, trunk(QWEN) | {"model.layers.4.eh_proj.weight": ("BF16", (H, 2 * H))})
+    assert data["heads"]["verdict"] == "alive" and "were not checked" in data["heads"]["reason"]
+
+
+def test_native_heads_against_another_trunk(tmp_path: Path) -> None:
+    whole = trunk(QWEN) | heads("qwen3_5", QWEN)
+    same = write(tmp_path / "same", config_of(QWEN), trunk(QWEN))
+    wider = config_of(QWEN)
+    wider["text_config"]["intermediate_size"] = 48
+    other = write(tmp_path / "other", wider, trunk(QWEN))
+    assert look(tmp_path / "m", config_of(QWEN), whole, target=str(same))["fit"]["fits"]
+    assert not look(tmp_path / "n", config_of(QWEN), trunk(QWEN), target=str(same))["fit"]["fits"]  # no head
+    fit = look(tmp_path / "m", config_of(QWEN), whole, target=str(other))["fit"]
+    assert not fit["fits"] and "mtp.layers.0.mlp.up_proj.weight" in [each["what"] for each in fit["checks"]]
+
+
 def test_head_of_its_own(tmp_path: Path) -> None:
     block = BlockConfig(intermediate_size=8, attention=AttentionSpec(2, 1, 4, 0.5), rope=RopeSpec((1.0,), 2), eps=1e-5)
     config = HeadConfig(hidden_size=8, vocab_size=131, block=block, trunk="a", trunk_fingerprint="")
     write_head(tmp_path / "head", config, {"mtp.0.norm.weight": np.ones(8, np.float32)}, np.arange(5, dtype=np.int64))
-    report = inspect.run(str(write_tiny("llama", tmp_path / "trunk")), head=str(tmp_path / "head"))
+    trunk_path = str(write_tiny("llama", tmp_path / "trunk"))
+    report = inspect.run(InspectOptions(model=trunk_path, head=str(tmp_path / "head")))
     assert report.data["attached_head"]["draft_vocab_size"] == 5
     assert report.data["attached_head"]["parameters"] == 8
     assert "5 draft tokens" in "\n".join(report.lines)
+    assert not report.ok and report.data["attached_head"]["fit"]["fits"] is False  # made for a width of 8
+    alone = inspect.run(InspectOptions(model=str(tmp_path / "head"), target=trunk_path))
+    assert alone.data["drafter"]["kind"] == "mtp" and not alone.ok
+    with pytest.raises(UsageError, match="is not a head directory"):
+        inspect.run(InspectOptions(model=trunk_path, head=trunk_path))
+
+
+# GGUF files
+
+
+def write_gguf(path: Path, nextn: int, drop: str = "", blocks: int = 3) -> Path:
+    writer = gguf.GGUFWriter(path, "glm4moe")
+    writer.add_block_count(blocks)
+    writer.add_embedding_length(H)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    if nextn:
+        writer.add_uint32("glm4moe.nextn_predict_layers", nextn)
+    names = {"token_embd.weight": (V, H), "output_norm.weight": (H,)}
+    for block in range(blocks):
+        names |= {f"blk.{block}.{n}.weight": (H, H) for n in ("attn_q", "attn_output", "ffn_up", "ffn_down")}
+    last = f"blk.{blocks - 1}.nextn"
+    names |= {f"{last}.eh_proj.weight": (H, 2 * H), f"{last}.enorm.weight": (H,), f"{last}.hnorm.weight": (H,)}
+    for name, shape in names.items():
+        if not drop or drop not in name:
+            writer.add_tensor(name, np.zeros(shape, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("nextn", "drop", "verdict"),
+    [
+        (1, "", "alive"),
+        (1, "blk.2.", "stripped"),
+        (1, "blk.2.ffn_down", "partial"),
+        (1, "hnorm", "partial"),
+        (0, "blk.2.", "none"),
+    ],
+)
+def test_gguf(tmp_path: Path, nextn: int, drop: str, verdict: str) -> None:
+    path = write_gguf(tmp_path / "m.gguf", nextn, drop)
+    report = inspect.run(InspectOptions(model=str(path)))
+    assert report.data["heads"]["verdict"] == verdict, report.data["heads"]["reason"]
+    assert report.data["format"] == "gguf" and report.ok is (verdict in ("alive", "none"))
+    assert report.data["family"]["key"] == "glm4_moe"
+
+
+# the command
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = write(tmp_path / "a", config_of(QWEN), trunk(QWEN) | heads("qwen3_5", QWEN))
+    stripped = write(tmp_path / "b", config_of(QWEN), trunk(QWEN))
+    assert main(["inspect", str(whole)]) == 0 and "MTP: ALIVE" in capsys.readouterr().out
+    assert main(["inspect", str(stripped)]) == 1 and "fix: put it back" in capsys.readouterr().out
+    assert main(["inspect", str(stripped), "--json"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert set(document) == {
+        "schema", "model", "format", "files", "architecture", "family", "sizes", "context_length", "sampling",
+        "quantization", "tied_embeddings", "parts", "total", "heads", "findings", "drafter", "fit", "attached_head",
+        "deep",
+    }  # fmt: skip
+    assert set(document["heads"]) == {
+        "verdict", "reason", "fix", "broken", "declared", "declared_by", "modules", "extra", "embedding", "lm_head",
+        "norm", "concat",
+    }  # fmt: skip
+
+
+def test_deep_finds_a_dead_head(tmp_path: Path) -> None:
+    report = inspect.run(InspectOptions(model=str(write_tiny("mimo", tmp_path)), deep=True))
+    deep = report.data["deep"]
+    assert report.data["heads"]["verdict"] == "alive"  # by its headers; but its weights are random
+    assert deep["ran"] and deep["dead"] and not report.ok and "head is dead" in "\n".join(report.lines)
+    assert [row["depth"] for row in deep["depths"]] == [1, 2, 3] and deep["tokens"] > 300
+    assert [len(row["per_position"]) for row in deep["depths"]] == [1, 2, 3]
+
+
+def test_deep_says_why_not(tmp_path: Path) -> None:
+    data = look(tmp_path / "a", config_of(QWEN), trunk(QWEN), deep=True)
+    assert data["deep"]["ran"] is False and "qwen3_5" in data["deep"]["why"]
+    write(tmp_path / "d", {"model_type": "eagle", **SIZES}, {"fc.weight": ("BF16", (H, 2 * H))})
+    data = inspect.run(InspectOptions(model=str(tmp_path / "d"), deep=True)).data
+    assert "--target" in data["deep"]["why"]
+
+
+def test_the_trunks_layers_are_those_of_the_text_model() -> None:
+    assert text_config({"num_hidden_layers": 9, "text_config": {"num_hidden_layers": N}})["num_hidden_layers"] == N
+
+
+def test_saved_files_are_listed(tmp_path: Path) -> None:
+    safetensors.save(tmp_path / "model.safetensors", {"model.norm.weight": np.ones(H, np.float32)})
+    (tmp_path / "config.json").write_text(json.dumps({**SIZES, "model_type": "llama"}))
+    assert inspect.run(InspectOptions(model=str(tmp_path))).data["total"]["parameters"] == H

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,8 @@ from headstart import registry  # noqa: E402
 from headstart.api import LLM  # noqa: E402
 from headstart.config import EngineConfig  # noqa: E402
 from headstart.core import SamplingParams, StepPlan  # noqa: E402
-from headstart.errors import ModelError, UsageError  # noqa: E402
+from headstart.errors import CapacityError, ModelError, UsageError  # noqa: E402
+from headstart.formats.base import make_tensor  # noqa: E402
 from headstart.formats.head import read_head  # noqa: E402
 from headstart.layers.linear import Linear  # noqa: E402
 from headstart.layers.mtp import HeadSpec, MTPProgram  # noqa: E402
@@ -32,6 +34,7 @@ from headstart.train.loop import Hooks, Recipe, Trainer, save_checkpoint, train 
 from headstart.train.losses import distill, teach  # noqa: E402
 from headstart.train.objective import Target, Weighting  # noqa: E402
 from headstart.train.ops import TrainOps  # noqa: E402
+from headstart.train.rounding import int4  # noqa: E402
 from headstart.train.run import TrainOptions, run  # noqa: E402
 from headstart.train.setup import Corpus, Subject, existing_head, prepare, subject_of  # noqa: E402
 from headstart.train.shards import Shards  # noqa: E402
@@ -335,6 +338,24 @@ def test_a_run_of_the_command_goes_on_and_takes_up_new_data(tmp_path: Path) -> N
         run(TrainOptions(data=(texts,), tokens=10, **{**common, "out": tmp_path}))
 
 
+def test_a_full_disk_is_said_and_the_run_goes_on_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts, folder = write_texts(tmp_path / "texts.jsonl", 30), tiny_folder(tmp_path)
+    options = TrainOptions(model=str(folder), data=(texts,), out=tmp_path / "head", depth=1, threads=1, tokens=4_000)
+    full, write_bytes = OSError(errno.ENOSPC, "No space left on device"), Path.write_bytes
+
+    def write(path: Path, content: Any) -> int:
+        if path.name.startswith("checkpoint"):
+            raise full
+        return write_bytes(path, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", write)
+        with pytest.raises(CapacityError, match="No space left on device"):
+            run(options)
+    assert not list(options.work.glob("*.writing"))
+    assert run(options).data["tokens"] >= 4_000
+
+
 def test_interrupted_feature_shards_leave_nothing(tmp_path: Path) -> None:
     subject, corpus = objects(tmp_path)
     cache = FeatureCache(tmp_path / "other", subject.config.hidden_size)
@@ -446,3 +467,22 @@ def test_answers_resume_and_can_be_trained_on(tmp_path: Path) -> None:
     assert all(record["response_ids"] == by_key[record["key"]]["response_ids"] for record in records)
     assert len(list(folder.glob("*.jsonl"))) == -(-len(prompts) // 5)
     assert data.read_records([folder], data.Problems())
+
+
+def test_weights_are_rounded_as_drafts_run() -> None:
+    """About as near to the weights as the native backend's int4, on the same number of levels; gradients pass."""
+    weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    rounded = int4(weight)
+    rounded.sum().backward()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, torch.ones_like(weight))
+    groups = rounded.detach().view(-1, 32)
+    assert max(len(group.unique()) for group in groups) <= 16
+    native = pytest.importorskip("headstart.kernels.packing", exc_type=ImportError)
+    values = weight.detach().numpy()
+    pool = native.ThreadPool(1)
+    packed = native.pack(make_tensor("w", values.shape, "F32", values.reshape(-1).view(np.uint8)), pool, "int4")
+    errors = [np.square(found - values).mean() for found in (rounded.detach().numpy(), native.dequantize(packed, pool))]
+    assert errors[0] < 1.1 * errors[1]
+    odd = torch.randn(4, 20)
+    assert int4(odd) is odd

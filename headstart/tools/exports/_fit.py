@@ -10,9 +10,10 @@ import numpy as np
 
 from headstart.errors import ModelError
 from headstart.formats._stream import Stored
+from headstart.formats._symbols import text_config
 from headstart.formats.base import make_tensor
 from headstart.tools.exports._directory import Directory
-from headstart.tools.exports._heads import head_names, text_part
+from headstart.tools.exports._heads import head_names
 
 MUST_AGREE = (
     "hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -26,7 +27,7 @@ HINT = "a head fits fine-tunes and quantizations of the model it was trained wit
 
 def check_fit(target: Directory, base: Directory) -> list[str]:
     """Notes on what differs and may cost acceptance. Raises ModelError for what cannot work."""
-    ours, theirs = text_part(target.config), text_part(base.config)
+    ours, theirs = text_config(target.config), text_config(base.config)
     types = [str(each.get("model_type", "")).removesuffix("_text") for each in (ours, theirs)]
     if types[0] != types[1]:
         raise ModelError(f"{target.name} is a {types[0]} model, {base.name} a {types[1]} model", HINT)

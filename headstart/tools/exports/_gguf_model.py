@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from headstart.errors import ModelError
 from headstart.formats._stream import Planned
+from headstart.formats._symbols import text_config
 from headstart.formats.base import make_tensor
 from headstart.formats.safetensors import bfloat16
 from headstart.tools.exports._detect import count_modules, detect_model_type
 from headstart.tools.exports._directory import Directory
-from headstart.tools.exports._heads import text_part
 from headstart.tools.exports._layouts import layout_of
 from headstart.tools.exports.xllm import cut_module, rest_of
 
@@ -170,7 +170,7 @@ def head_model(source: Directory) -> HeadModel | None:
     count = count_modules(source.config, layout)
     trunk = tuple(name for name in source.tensors if TRUNK.match(name))
     cut = cut_module(source, replace(layout, block=None, embedding=trunk, lm_head=(), shared_needed=False))
-    config = text_part(source.config)
+    config = text_config(source.config)
     layers = int(config["num_hidden_layers"])
     tensors = _tensors(source, architecture, {each.name: each for each in cut.planned}, layers)
     for needed in ("token_embd.weight", "output_norm.weight"):

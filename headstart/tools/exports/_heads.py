@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from headstart.formats._symbols import NESTED, text_config
+
 Path = tuple[str, ...]
-NESTED = ("text_config", "llm_config", "language_config")
 OWN_NAME = re.compile(r"(?:^|\.)(?:mtp|mtp_\w+|nextn)\.")
 LAYER = re.compile(r"^((?:\w+\.)*?)layers\.(\d+)\.")
 CONFIG_KEY = re.compile(r"(?:^|_)(?:mtp|nextn)(?:_|$)")
@@ -20,15 +21,9 @@ LINKING = re.compile(r"(?:^|\.)(?:eh_proj|e_proj|h_proj|fc|fc_\w+|input_proj|mtp
 MATRIX = re.compile(r"\.(?:\w+_proj|kv_a_proj_with_mqa|w[123]|wq_\w+|wk\w*|wo_\w+)\.weight$")
 
 
-def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The language model's own settings; outer values stand where none are inside."""
-    inner: dict[str, Any] = next((config[key] for key in NESTED if isinstance(config.get(key), dict)), {})
-    return {**config, **inner}
-
-
 def head_names(names: Iterable[str], config: Mapping[str, Any]) -> set[str]:
     """Tensors under a name of their own, and of layers after the trunk's last."""
-    layers = int(text_part(config).get("num_hidden_layers") or 0)
+    layers = int(text_config(config).get("num_hidden_layers") or 0)
     found = set()
     for name in names:
         match = LAYER.match(name)
@@ -58,13 +53,6 @@ def _walk(section: Mapping[str, Any], path: Path) -> Iterable[tuple[Path, Any]]:
             yield (*path, key), value
         elif isinstance(value, dict) and key in NESTED:
             yield from _walk(value, (*path, key))
-
-
-def promised(config: Mapping[str, Any]) -> int:
-    """How many modules the config promises."""
-    counts = [value for path, value in head_keys(config).items() if COUNT_KEY.match(path[-1])]
-    inner = [promised(value) for value in head_keys(config).values() if isinstance(value, dict)]
-    return max((int(value) for value in (*counts, *inner) if isinstance(value, int)), default=0)
 
 
 def with_keys(config: Mapping[str, Any], keys: Mapping[Path, Any]) -> dict[str, Any]:

@@ -22,11 +22,11 @@ from headstart import hub
 from headstart.errors import ModelError
 from headstart.formats import _gguf_file
 from headstart.formats._json import read_object
+from headstart.formats._symbols import text_config
 from headstart.formats.safetensors import bfloat16
 from headstart.kernels.ops import RawTensor
 from headstart.tools.exports._directory import Directory
 from headstart.tools.exports._gguf_model import HeadModel, head_model
-from headstart.tools.exports._heads import text_part
 from headstart.tools.exports._layouts import GGUF_ARCHITECTURES, GGUF_WITHOUT
 from headstart.tools.exports._plan import Plan
 from headstart.tools.exports._source import Request, Source
@@ -115,7 +115,7 @@ def _add_tokenizer(source: Directory, model: HeadModel, writer: Any) -> None:
     vocabulary = {int(number): str(token) for token, number in document["model"]["vocab"].items()}
     added = {int(each["id"]): each for each in document.get("added_tokens") or []}
     vocabulary |= {number: str(each["content"]) for number, each in added.items()}
-    size = int(text_part(source.config)["vocab_size"])
+    size = int(text_config(source.config)["vocab_size"])
     kinds = {number: _kind(each) for number, each in added.items()}
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(model.architecture.pre)

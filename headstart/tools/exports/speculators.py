@@ -14,10 +14,10 @@ from typing import Any
 from headstart.errors import ModelError
 from headstart.formats._json import read_object
 from headstart.formats._stream import Planned
+from headstart.formats._symbols import text_config
 from headstart.formats.safetensors import read_file
 from headstart.tools.exports._detect import architectures
 from headstart.tools.exports._directory import Directory
-from headstart.tools.exports._heads import text_part
 from headstart.tools.exports._layouts import SPECULATORS_TYPES, SUBTREE
 from headstart.tools.exports._plan import Plan, as_json
 from headstart.tools.exports._source import Request, Source
@@ -84,7 +84,7 @@ def _eagle3(source: Source) -> Plan:
 
 
 def _mtp(source: Directory) -> Plan:
-    inner = text_part(source.config)
+    inner = text_config(source.config)
     model_type = str(inner.get("model_type"))
     if model_type not in SPECULATORS_TYPES:
         raise ModelError(

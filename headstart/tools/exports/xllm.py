@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from headstart.errors import ModelError
+from headstart.formats._index import INDEX
 from headstart.formats._json import read_object
-from headstart.formats._stream import INDEX, Planned, Stored
+from headstart.formats._stream import Planned, Stored
 from headstart.tools.exports import _dequantize as dequantize
 from headstart.tools.exports._detect import count_modules, detect_model_type, draft_config, nested, positive
 from headstart.tools.exports._directory import Directory

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from headstart.errors import ModelError
-from headstart.tools.inspect import DECLARING_KEYS, text_config
+from headstart.formats._mtp_families import declared
+from headstart.formats._symbols import text_config
 from headstart.tools.planner.shape import MLP, Attention, Head, Layers, Shape
 
 Config = Mapping[str, Any]
@@ -36,12 +37,12 @@ def _shape(name: str, config: Config, weights: str) -> Shape:
     feeds = [feed_forward(config, dense=index < dense_layers(config)) for index in range(num_layers)]
     groups = Counter(zip(mixers, feeds, strict=True))
     hidden, vocab = int(config["hidden_size"]), int(config["vocab_size"])
-    declared = next((int(config[key]) for key in DECLARING_KEYS if config.get(key)), 0)
+    promised = declared(config).modules
     head = Head(
         block=Layers(1, head_attention(config, mixers), feeds[-1]),
         projection=2 * hidden * hidden,
         draft_vocab=vocab,
-        assumed=not declared,
+        assumed=not promised,
     )
     return Shape(
         name=name,
@@ -52,7 +53,7 @@ def _shape(name: str, config: Config, weights: str) -> Shape:
         head=head,
         weights=weights,
         max_length=config.get("max_position_embeddings"),
-        notes=() if declared else ("the model has no MTP head: one block like its own last one is assumed",),
+        notes=() if promised else ("the model has no MTP head: one block like its own last one is assumed",),
     )
 
 

@@ -50,7 +50,7 @@ class Passes:
         engine_config = replace(
             config,
             drafter="auto" if loaded.head else "none",
-            depth=min(ENGINE_DEPTH, config.depth),
+            depth=ENGINE_DEPTH,
             max_model_len=length,
             max_num_seqs=max(config.max_num_seqs, batch),
             kv_blocks=blocks,

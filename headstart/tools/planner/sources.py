@@ -16,9 +16,10 @@ from headstart import hub
 from headstart.errors import UsageError
 from headstart.formats import open_checkpoint
 from headstart.formats._json import read_object
+from headstart.formats._symbols import text_config
 from headstart.formats.base import Checkpoint, Tensor
 from headstart.formats.head import read_head
-from headstart.tools.inspect import part_of, text_config
+from headstart.tools.inspection.parts import part_of
 from headstart.tools.planner.acceptance import of_lengths
 from headstart.tools.planner.config_shape import KERNELS, shape_of
 from headstart.tools.planner.formats import weight_format
@@ -150,10 +151,8 @@ def measured_bytes(shape: Shape, tensors: Mapping[str, Tensor]) -> tuple[dict[Pa
 def _part(name: str, shape: Shape) -> Part | None:
     where = part_of(name, shape.num_layers)
     if where == "layers":
-        if "experts" in name and "shared" not in name:
-            return "experts"
         return "attention" if "attn" in name else "mlp"
-    names: dict[str, Part] = {"mtp": "head", "lm_head": "lm_head", "embedding": "embedding"}
+    names: dict[str, Part] = {"experts": "experts", "mtp": "head", "lm_head": "lm_head", "embedding": "embedding"}
     return names.get(where)
 
 

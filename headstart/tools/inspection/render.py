@@ -1,0 +1,81 @@
+"""The report of `headstart inspect` as lines of text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+Data = dict[str, Any]
+
+
+def lines(data: Data) -> list[str]:
+    """The document of tools.inspect as text."""
+    return [*_model(data), "", *_parts(data), *_shared(data), "", *_heads(data), *_attached(data), *_deep(data)]
+
+
+def _model(data: Data) -> Iterator[str]:
+    family = f", {data['family']['title']}" if data["family"] else ""
+    yield f"{data['architecture']} ({data['format']}{family}), {data['model']}"
+    sizes = ", ".join(f"{key} {value}" for key, value in data["sizes"].items())
+    yield f"context length {data['context_length']}; {sizes}"
+    if data["quantization"]:
+        yield "quantization: " + ", ".join(f"{key} {value}" for key, value in data["quantization"].items())
+
+
+def _parts(data: Data) -> Iterator[str]:
+    yield f"{'part':18}{'parameters':>16}{'MB':>12}  types"
+    for name, part in [*data["parts"].items(), ("total", data["total"])]:
+        types = ", ".join(f"{kind} {size / max(part['bytes'], 1):.0%}" for kind, size in part["types"].items())
+        yield f"{name:18}{part['parameters']:>16,}{part['bytes'] / 1e6:>12.1f}  {types}"
+
+
+def _shared(data: Data) -> Iterator[str]:
+    if data["tied_embeddings"]:
+        yield "no lm_head of its own: the embedding is used"
+
+
+def _heads(data: Data) -> Iterator[str]:
+    heads = data["heads"]
+    yield f"{data['drafter']['title'] if data['drafter'] else 'MTP'}: {heads['verdict'].upper()}"
+    yield f"  {heads['reason']}"
+    if heads["fix"]:
+        yield f"  fix: {heads['fix']}"
+    for module in heads["modules"]:
+        if module["missing"] or module["wrong_shape"]:
+            wrong = len(module["wrong_shape"])
+            yield f"  module {module['index']}: {len(module['missing'])} missing, {wrong} of wrong shape"
+    for finding in data["findings"]:
+        yield f"  {finding['level']}: {finding['text']}"
+    yield from _fit(data["fit"])
+
+
+def _fit(fit: Data | None) -> Iterator[str]:
+    if fit:
+        yield f"  {'fits' if fit['fits'] else 'does not fit'} {fit['target']}"
+        for check in fit["checks"]:
+            bad = "" if check["ok"] else ": does not fit"
+            yield f"    {check['what']}: {check['drafter']}, target {check['target']}{bad}"
+
+
+def _attached(data: Data) -> Iterator[str]:
+    head = data["attached_head"]
+    if head:
+        yield (
+            f"attached head: {head['kind']}, {head['modules']} module, {head['parameters']:,} parameters, "
+            f"{head['bytes'] / 1e6:.1f} MB, {head['draft_vocab_size']:,} draft tokens, {head['path']}"
+        )
+        yield from _fit(head["fit"])
+
+
+def _deep(data: Data) -> Iterator[str]:
+    deep = data["deep"]
+    if deep is None:
+        return
+    if not deep["ran"]:
+        yield f"acceptance not measured: {deep['why']}"
+        return
+    state = "dead" if deep["dead"] else "alive"
+    yield f"measured over {deep['tokens']} tokens: head is {state}: {deep['acceptance']:.1%} of first drafts accepted"
+    for row in deep["depths"]:
+        rates = " ".join(f"{rate:.2f}" for rate in row["per_position"])
+        yield f"  depth {row['depth']}: acceptance length {row['acceptance_length']:.2f}, by position {rates}"

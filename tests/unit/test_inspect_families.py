@@ -1,0 +1,91 @@
+"""`headstart inspect` over a zoo: every family with MTP heads; whole, stripped, in part, undeclared, of wrong shape."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from zoo import NEXTN, ZOO, Tensors, config_of, heads, trunk, write
+
+from headstart.formats._mtp_families import families_by_key
+from headstart.tools import inspect
+from headstart.tools.inspect import InspectOptions
+
+
+def look(folder: Path, config: dict[str, Any], tensors: Tensors) -> tuple[bool, dict[str, Any]]:
+    report = inspect.run(InspectOptions(model=str(write(folder, config, tensors))))
+    assert report.lines
+    return report.ok, report.data
+
+
+def test_the_zoo_has_every_family() -> None:
+    assert list(ZOO) == list(families_by_key())
+
+
+@pytest.mark.parametrize("key", ZOO)
+def test_names_written_down_by_hand_are_looked_for(key: str) -> None:
+    found = heads(key, ZOO[key])
+    assert {name: found.get(name, ("", ()))[1] for name in ZOO[key].names} == ZOO[key].names
+
+
+@pytest.mark.parametrize("key", ZOO)
+def test_alive(key: str, tmp_path: Path) -> None:
+    animal = ZOO[key]
+    ok, data = look(tmp_path, config_of(animal), trunk(animal) | heads(key, animal))
+    assert (ok, data["heads"]["verdict"], data["family"]["key"]) == (True, "alive", key), data["heads"]["reason"]
+    assert data["heads"]["extra"] == [] and len(data["heads"]["modules"]) == animal.count
+    assert data["parts"]["mtp"]["parameters"] > 0
+
+
+@pytest.mark.parametrize("key", ZOO)
+def test_stripped(key: str, tmp_path: Path) -> None:
+    animal = ZOO[key]
+    ok, data = look(tmp_path, config_of(animal), trunk(animal))
+    promised = animal.key is not None or families_by_key()[key].default is not None
+    assert (ok, data["heads"]["verdict"]) == ((False, "stripped") if promised else (True, "none"))
+    assert "graft" in data["heads"]["fix"]
+
+
+@pytest.mark.parametrize("key", ZOO)
+def test_partial(key: str, tmp_path: Path) -> None:
+    animal = ZOO[key]
+    lost = list(animal.names)[-1]
+    tensors = {name: value for name, value in (trunk(animal) | heads(key, animal)).items() if name != lost}
+    ok, data = look(tmp_path, config_of(animal), tensors)
+    missing = [name for module in data["heads"]["modules"] for name in module["missing"]]
+    assert (ok, data["heads"]["verdict"], len(missing)) == (False, "partial", 1), data["heads"]["reason"]
+    family = families_by_key()[key]
+    assert missing == [animal.wrapper + family.canonical(lost)]
+
+
+@pytest.mark.parametrize("key", ZOO)
+def test_undeclared(key: str, tmp_path: Path) -> None:
+    animal = ZOO[key]
+    config = config_of(animal, count=0)
+    ok, data = look(tmp_path, config, trunk(animal) | heads(key, animal))
+    assert (ok, data["heads"]["verdict"]) == (True, "undeclared"), data["heads"]["reason"]
+    assert f"to {animal.count} in config.json" in data["heads"]["fix"]
+    assert (animal.key or NEXTN) in data["heads"]["fix"]
+
+
+@pytest.mark.parametrize("key", ZOO)
+def test_mismatch(key: str, tmp_path: Path) -> None:
+    animal = ZOO[key]
+    name, shape = next(iter(animal.names.items()))
+    tensors = trunk(animal) | heads(key, animal) | {name: ("BF16", (*shape[:-1], shape[-1] + 1))}
+    ok, data = look(tmp_path, config_of(animal), tensors)
+    assert (ok, data["heads"]["verdict"]) == (False, "mismatch"), data["heads"]["reason"]
+    wrong = [each for module in data["heads"]["modules"] for each in module["wrong_shape"]]
+    assert len(wrong) == 1 and wrong[0]["shape"] == (*shape[:-1], shape[-1] + 1)
+
+
+@pytest.mark.parametrize("key", sorted(key for key, each in families_by_key().items() if each.index == "trailing"))
+def test_heads_at_another_layer(key: str, tmp_path: Path) -> None:
+    animal = ZOO[key]
+    config = config_of(animal)
+    text = config.get(animal.nested, config)
+    text["num_hidden_layers"] += 1  # as after a wrong edit: engines look one layer too far
+    _, data = look(tmp_path, config, trunk(animal) | heads(key, animal))
+    assert data["heads"]["verdict"] == "mismatch" and "layer 4" in data["heads"]["reason"]
+    assert data["parts"]["mtp"]["parameters"] > 0

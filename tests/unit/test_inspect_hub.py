@@ -1,0 +1,272 @@
+"""`headstart inspect` of a repo on the Hub: a small hub of its own serves files by ranges, and counts the bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from huggingface_hub import close_session
+from zoo import ZOO, Tensors, config_of, heads, trunk, write
+
+from headstart.cli.main import main
+from headstart.errors import HeadstartError, ModelError, UsageError
+from headstart.formats import _remote
+from headstart.tools import inspect
+from headstart.tools.inspect import InspectOptions
+
+REPO = "org/model"
+SHA = "0123456789abcdef0123456789abcdef01234567"
+ANIMAL = ZOO["qwen3_5"]
+
+
+@dataclass
+class Hub:
+    """What it serves, how it behaves, and what it has sent of each file."""
+
+    folder: Path
+    url: str = ""
+    ranges: bool = True
+    private: bool = False
+    sent: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(count for name, count in self.sent.items() if name.endswith((".safetensors", ".gguf")))
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def __init__(self, hub: Hub, *arguments: Any) -> None:
+        self.hub = hub
+        super().__init__(*arguments)
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        parts = self.path.partition("?")[0].strip("/").split("/")
+        if self.hub.private:
+            self.answer(401, b"", {"X-Error-Code": "GatedRepo"})
+        elif parts[:2] == ["api", "models"]:
+            here = sorted(self.hub.folder.iterdir())
+            files = [{"rfilename": path.name} for path in here]
+            if "tree" in parts:
+                files = [{"type": "file", "path": p.name, "size": p.stat().st_size, "oid": p.name} for p in here]
+                self.answer(200, json.dumps(files).encode(), {})
+                return
+            document = {"id": REPO, "sha": SHA, "siblings": files}
+            known = "/".join(parts[2:4]) == REPO
+            missing = {"X-Error-Code": "RepoNotFound"}
+            self.answer(200, json.dumps(document).encode(), {}) if known else self.answer(404, b"{}", missing)
+        else:
+            self.file(parts[-1])
+
+    def file(self, name: str) -> None:
+        path = self.hub.folder / name
+        if not path.is_file():
+            self.answer(404, b"", {"X-Error-Code": "EntryNotFound"})
+            return
+        size = path.stat().st_size
+        begin, end, code, headers = 0, size, 200, {"X-Repo-Commit": SHA}
+        headers["ETag"] = f'"{hashlib.sha1(name.encode()).hexdigest()}"'
+        if self.hub.ranges and (asked := self.headers.get("Range")):
+            first, _, last = asked.removeprefix("bytes=").partition("-")
+            begin, end, code = int(first), min(size, int(last) + 1), 206
+            headers["Content-Range"] = f"bytes {begin}-{end - 1}/{size}"
+        with path.open("rb") as file:
+            file.seek(begin)
+            self.answer(code, file.read(end - begin), headers, name)
+
+    def answer(self, code: int, body: bytes, headers: dict[str, str], name: str = "") -> None:
+        self.send_response(code)
+        for key, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.hub.sent[name] = self.hub.sent.get(name, 0) + len(body)
+            try:
+                self.wfile.write(body)
+            except OSError:  # the client has read what it wanted
+                self.close_connection = True
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    served = Hub(tmp_path / "served")
+    served.folder.mkdir()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, served))
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    served.url = f"http://127.0.0.1:{server.server_address[1]}"
+    point_at(monkeypatch, served.url, tmp_path / "cache")
+    close_session()
+    yield served
+    close_session()
+    server.shutdown()
+    server.server_close()
+
+
+def point_at(monkeypatch: pytest.MonkeyPatch, url: str, cache: Path) -> None:
+    """What huggingface_hub makes of HF_ENDPOINT and HF_HOME when it is imported."""
+    constants = "huggingface_hub.constants"
+    monkeypatch.setattr(f"{constants}.ENDPOINT", url)
+    monkeypatch.setattr(f"{constants}.HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(f"{constants}.HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(_remote, "RETRIES", 0)
+
+
+def whole() -> Tensors:
+    return trunk(ANIMAL) | heads("qwen3_5", ANIMAL) | {"model.big.weight": ("BF16", (4096, 4096))}
+
+
+def look(name: str = REPO) -> dict[str, Any]:
+    return inspect.run(InspectOptions(model=name)).data
+
+
+def test_a_repo_is_read_by_its_headers(hub: Hub) -> None:
+    write(hub.folder, config_of(ANIMAL), whole(), shards=3)
+    (hub.folder / "generation_config.json").write_text('{"temperature": 0.6}')
+    data = look()
+    local = inspect.run(InspectOptions(model=str(hub.folder))).data
+    assert data["parts"] == local["parts"] and data["heads"]["modules"] == local["heads"]["modules"]
+    assert (data["model"], data["heads"]["verdict"], data["sampling"]) == (REPO, "alive", {"temperature": 0.6})
+    assert hub.weight_bytes <= 3 * _remote.FIRST < data["total"]["bytes"] / 50
+
+
+def test_a_header_longer_than_the_first_request(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_remote, "FIRST", 64)
+    write(hub.folder, config_of(ANIMAL), whole())
+    assert look()["heads"]["verdict"] == "alive"
+    assert hub.weight_bytes < 10_000
+
+
+def test_a_server_without_ranges_is_not_read_to_the_end(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_remote, "FIRST", 64)  # so that the second request has to skip what the first has read
+    hub.ranges = False
+    write(hub.folder, config_of(ANIMAL), whole())
+    assert look()["heads"]["verdict"] == "alive"
+
+
+def test_stripped_and_undeclared_are_seen_from_afar(hub: Hub) -> None:
+    write(hub.folder, config_of(ANIMAL), trunk(ANIMAL))
+    assert look()["heads"]["verdict"] == "stripped"
+    assert main(["inspect", REPO]) == 1
+
+
+@pytest.mark.parametrize("step", [64, 128 * 1024])
+def test_a_gguf_repo(hub: Hub, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    monkeypatch.setattr(_remote, "FIRST", step)
+    writer = gguf.GGUFWriter(hub.folder / "m.gguf", "llama")
+    writer.add_block_count(1)
+    writer.add_embedding_length(256)
+    writer.add_head_count(4)
+    writer.add_token_list([f"token{i}" for i in range(500)])
+    writer.add_tensor("token_embd.weight", np.zeros((4096, 256), np.float32))
+    writer.add_tensor("rope_freqs.weight", np.ones(32, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    for name in (REPO, f"{REPO}/m.gguf"):
+        data = look(name)
+        assert (data["format"], data["heads"]["verdict"]) == ("gguf", "none")
+        assert data["total"]["bytes"] == 4096 * 256 * 4 + 128
+    assert hub.weight_bytes < 600_000
+
+
+def test_a_gguf_in_parts(hub: Hub) -> None:
+    whole = gguf.GGUFWriter(hub.folder / "m.gguf", "llama", split_max_tensors=1)
+    whole.add_block_count(1)
+    whole.add_embedding_length(32)
+    whole.add_head_count(4)
+    for name in ("token_embd.weight", "output_norm.weight", "blk.0.ffn_up.weight"):
+        whole.add_tensor(name, np.zeros((8, 32), np.float32))
+    whole.write_header_to_file()
+    whole.write_kv_data_to_file()
+    whole.write_tensors_to_file()
+    whole.close()
+    data = look()
+    assert (data["files"], data["total"]["parameters"]) == (3, 3 * 8 * 32)
+    (hub.folder / "m-00002-of-00003.gguf").unlink()
+    assert "no such file" in refused(f"{REPO}/m-00001-of-00003.gguf")
+
+
+def test_a_server_that_sends_less_than_it_says(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_remote, "FIRST", 30)
+    header = b"GGUF" + (3).to_bytes(4, "little") + bytes(8) + (1).to_bytes(8, "little") + bytes(200)
+    (hub.folder / "m.gguf").write_bytes(header)
+    monkeypatch.setattr(Handler, "file", lambda self, name: self.answer(206, header[:30], {"Content-Range": "x/9999"}))
+    refused(REPO, ModelError)
+
+
+def refused(name: str, kind: type[HeadstartError] = UsageError) -> str:
+    with pytest.raises(kind) as caught:
+        look(name)
+    assert caught.value.hint
+    return caught.value.message
+
+
+def test_bad_repos(hub: Hub) -> None:
+    assert "no model 'org/unknown'" in refused("org/unknown")
+    assert "neither safetensors nor GGUF" in refused(REPO)
+    write(hub.folder, config_of(ANIMAL), trunk(ANIMAL), shards=2)
+    (hub.folder / "model-1.safetensors").unlink()
+    assert "model-1.safetensors, which is missing" in refused(REPO, ModelError)
+    (hub.folder / "model-1.safetensors").write_bytes((2 * 10**9).to_bytes(8, "little") + b"{}")
+    assert "too short for its header of 2000000000 bytes" in refused(REPO, ModelError)
+    hub.private = True
+    assert "gated" in refused(REPO)
+
+
+def test_a_config_that_is_not_json(hub: Hub) -> None:
+    write(hub.folder, {}, trunk(ANIMAL))
+    (hub.folder / "config.json").write_text("<html>")
+    assert "config.json is not valid JSON" in refused(REPO, ModelError)
+
+
+def test_no_network_and_nothing_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    point_at(monkeypatch, "http://127.0.0.1:9", tmp_path)
+    assert REPO in refused(REPO)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE is set" in refused(REPO)
+
+
+def test_without_a_network_the_cache_serves(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import snapshot_download
+
+    write(hub.folder, config_of(ANIMAL), trunk(ANIMAL) | heads("qwen3_5", ANIMAL))
+    snapshot_download(REPO, dry_run=False)
+    hub.sent.clear()
+    assert look()["heads"]["verdict"] == "alive" and hub.weight_bytes == 0  # the file is here already
+    point_at(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache")
+    close_session()
+    assert look()["heads"]["verdict"] == "alive"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert look()["heads"]["verdict"] == "alive"
+
+
+def test_the_environment_is_honoured_and_torch_is_not_needed(hub: Hub, tmp_path: Path) -> None:
+    write(hub.folder, config_of(ANIMAL), whole(), shards=2)
+    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
+    code = "import sys; from headstart.cli.main import main; main(['inspect', 'org/model', '--json']); "
+    code += "assert not {'torch', 'headstart.engine', 'transformers'} & set(sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert json.loads(out.stdout)["heads"]["verdict"] == "alive"
+    assert (tmp_path / "home" / "hub" / "models--org--model").is_dir()

@@ -1,0 +1,65 @@
+"""A checkpoint of the size of DeepSeek-V3: 160 shards, 92,000 tensors, FP8 with block scales. The files are holes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from zoo import Tensors, write
+
+from headstart.formats._mtp_families import families_by_key
+from headstart.tools import inspect
+from headstart.tools.inspect import InspectOptions
+
+HIDDEN, VOCABULARY, LAYERS, EXPERTS, DENSE = 7168, 129280, 61, 256, 3
+CONFIG = {
+    "model_type": "deepseek_v3", "hidden_size": HIDDEN, "vocab_size": VOCABULARY, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": EXPERTS, "n_shared_experts": 1,
+    "moe_intermediate_size": 2048, "intermediate_size": 18432, "num_nextn_predict_layers": 1,
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+}  # fmt: skip
+KEPT = ("norm", "eh_proj", "gate.weight", "embed_tokens", "shared_head", "bias")
+"""Tensors that are not quantized."""
+
+
+def layer_shapes(layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    family = families_by_key()["deepseek_v3"]
+    copies = ("embed_tokens.weight", "shared_head.head.weight", "mlp.gate.e_score_correction_bias")
+    present = {f"layers.{layer}.{name}" for name in copies}
+    for name, shape, optional in family.expected(family.sizes(CONFIG), 0, layer, present):
+        inside = name.removeprefix(f"layers.{layer}.")
+        head = inside.startswith(("eh_proj", "enorm", "hnorm", "shared_head", "embed_tokens"))
+        wanted = (not optional or inside in copies) and (layer == LAYERS or not head)
+        if wanted and (layer >= DENSE or not inside.startswith("mlp.")):
+            yield f"model.{name}", tuple(size or 0 for size in shape or ())
+    for name in ("gate_proj", "up_proj", "down_proj") if layer < DENSE else ():
+        shape = (HIDDEN, 18432) if name == "down_proj" else (18432, HIDDEN)
+        yield f"model.layers.{layer}.mlp.{name}.weight", shape
+
+
+def tensors() -> Tensors:
+    found: Tensors = {
+        "model.embed_tokens.weight": ("BF16", (VOCABULARY, HIDDEN)),
+        "model.norm.weight": ("BF16", (HIDDEN,)),
+    }
+    for layer in range(LAYERS + 1):
+        for name, shape in layer_shapes(layer):
+            if any(word in name for word in KEPT):
+                found[name] = ("F32" if name.endswith("bias") else "BF16", shape)
+            else:
+                found[name] = ("F8_E4M3", shape)
+                found[f"{name}_scale_inv"] = ("F32", tuple(-(-size // 128) for size in shape))
+    return found | {"lm_head.weight": ("BF16", (VOCABULARY, HIDDEN))}
+
+
+def test_a_large_checkpoint(tmp_path: Path) -> None:
+    made = tensors()
+    assert len(made) > 90_000
+    data = inspect.run(InspectOptions(model=str(write(tmp_path, CONFIG, made, shards=160)))).data
+    assert (data["heads"]["verdict"], data["files"]) == ("alive", 160)
+    parameters = {part: row["parameters"] for part, row in data["parts"].items()}
+    assert round((data["total"]["parameters"] - parameters["mtp"]) / 1e9) == 671  # as published
+    assert 11.4e9 < parameters["mtp"] - 2 * parameters["embedding"] < 11.7e9
+    assert list(data["parts"]["experts"]["types"]) == ["FP8 (128x128 blocks)"]
+    assert data["heads"]["embedding"] == data["heads"]["lm_head"] == "copy"

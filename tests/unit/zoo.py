@@ -1,0 +1,227 @@
+"""Synthetic checkpoints: real headers over empty data, for every family with MTP heads.
+
+What a family's config looks like and what its released tensors are called is written down here by hand; shapes of the
+other tensors come from the table under test.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headstart.formats._header import BITS
+from headstart.formats._mtp_families import families_by_key
+
+Tensors = dict[str, tuple[str, tuple[int, ...]]]
+H, V, N = 32, 96, 4
+SIZES = {
+    "hidden_size": H, "vocab_size": V, "num_hidden_layers": N, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "intermediate_size": 40, "max_position_embeddings": 512,
+}  # fmt: skip
+MLA = {"q_lora_rank": 12, "kv_lora_rank": 20, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10}
+MOE = {"n_routed_experts": 3, "n_shared_experts": 1, "moe_intermediate_size": 24}
+DSA = {"index_n_heads": 3, "index_head_dim": 4, "index_topk": 8}
+QWEN_MOE = {"num_experts": 3, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 28}
+NEXTN = "num_nextn_predict_layers"
+
+
+@dataclass(frozen=True)
+class Animal:
+    """One family: config, name of its count key (None: it has none), the wrapper of its tensor names, and a few MTP
+    tensors by hand, which must be among those that are looked for."""
+
+    config: dict[str, Any]
+    names: dict[str, tuple[int, ...]]
+    key: str | None = NEXTN
+    count: int = 1
+    nested: str = ""
+    wrapper: str = "model."
+    renamed: Mapping[str, str] = field(default_factory=dict)  # the table's name -> how the checkpoint has it
+
+
+def deepseek(kind: str, **more: Any) -> Animal:
+    names = {"model.layers.4.eh_proj.weight": (H, 2 * H), "model.layers.4.shared_head.norm.weight": (H,)}
+    options = {name: more.pop(name) for name in ("key", "nested", "wrapper") if name in more}
+    if wrapper := options.get("wrapper"):
+        names = {name.replace("model.", wrapper, 1): shape for name, shape in names.items()}
+    return Animal({"model_type": kind, **MLA, **MOE, **more}, names, **options)
+
+
+def qwen(kind: str, fc: str = "mtp.fc.weight", **more: Any) -> Animal:
+    options = {name: more.pop(name) for name in ("key", "nested", "names") if name in more}
+    names = options.pop("names", {fc: (H, 2 * H), "mtp.layers.0.self_attn.q_proj.weight": (64, H)})
+    return Animal({"model_type": kind, **more}, names, wrapper="", **{"key": "mtp_num_hidden_layers", **options})
+
+
+ZOO: dict[str, Animal] = {
+    "deepseek_v3": deepseek("deepseek_v3"),
+    "deepseek_v32": deepseek("deepseek_v32", **DSA),
+    "deepseek_v4_dspark": Animal(
+        {"model_type": "deepseek_v4", "dspark_block_size": 5, "hc_mult": 2},
+        {"mtp.2.attn_norm.weight": (H,), "mtp.0.ffn_norm.weight": (H,)},
+        key="n_mtp_layers",
+        count=3,
+        wrapper="",
+    ),
+    "deepseek_v4": Animal(
+        {"model_type": "deepseek_v4", **MOE, "q_lora_rank": 12, "hc_mult": 2, "o_groups": 2, "o_lora_rank": 6},
+        {"mtp.0.e_proj.weight": (H, H), "mtp.0.hc_head_fn": (2, 2 * H), "mtp.0.attn.wo_a.weight": (12, 16)},
+        wrapper="",
+    ),
+    "glm4_moe": Animal(
+        {"model_type": "glm4_moe", **MOE, "use_qk_norm": True},
+        {"model.layers.4.eh_proj.weight": (H, 2 * H), "model.layers.4.self_attn.q_norm.weight": (8,)},
+    ),
+    "glm4_moe_lite": deepseek("glm4_moe_lite"),
+    "glm_moe_dsa": deepseek("glm_moe_dsa", **DSA),
+    "glm5_next": deepseek("glm5_next", nested="text_config", wrapper="model.language_model.", **DSA),
+    "glm_ocr": Animal(
+        {"model_type": "glm_ocr"},
+        {"model.language_model.layers.4.enorm.weight": (H,)},
+        nested="text_config",
+        wrapper="model.language_model.",
+    ),
+    "qwen3_next": qwen("qwen3_next", key=None, **QWEN_MOE),
+    "qwen3_5": qwen("qwen3_5", nested="text_config"),
+    "qwen3_5_moe": qwen("qwen3_5_moe", nested="text_config", **QWEN_MOE),
+    "qwen4_exp": qwen(
+        "qwen4_exp", names={"mtp.fc_embedding.weight": (H, H), "mtp.pre_fc_norm_hidden.weight": (4 * H,)},
+        nested="text_config", hc_count=4, **QWEN_MOE,
+    ),
+    "mimo": Animal(
+        {"model_type": "mimo"},
+        {"model.mtp_layers.0.input_proj.weight": (H, 2 * H), "model.mtp_layers.0.token_layernorm.weight": (H,)},
+    ),
+    "mimo_v2": Animal(
+        {"model_type": "mimo_v2_flash", "swa_num_key_value_heads": 1, "v_head_dim": 6, "swa_v_head_dim": 6},
+        {"model.mtp.layers.2.self_attn.k_proj.weight": (8, H), "model.mtp.layers.0.self_attn.v_proj.weight": (6, H)},
+        key=None,
+        count=3,
+    ),
+    "nemotron_h": Animal(
+        {"model_type": "nemotron_h", **MOE, "mtp_hybrid_override_pattern": "*E"},
+        {"mtp.layers.0.eh_proj.weight": (H, 2 * H), "mtp.layers.1.mixer.gate.weight": (3, H)},
+        wrapper="",
+    ),
+    "step3p5": Animal(
+        {"model_type": "step3p5", "layer_types": ["full_attention"] * 7},
+        {"model.layers.6.transformer.shared_head.output.weight": (V, H), "model.layers.5.eh_proj.weight": (H, 2 * H)},
+        count=3,
+        renamed={"shared_head.head.": "transformer.shared_head.output."},
+    ),
+    "ernie4_5_moe": Animal(
+        {"model_type": "ernie4_5_moe", "moe_num_experts": 3},
+        {"model.mtp_linear_proj.0.weight": (H, 2 * H), "model.mtp_block.0.mlp.up_proj.weight": (40, H)},
+    ),
+    "longcat_flash": Animal(
+        {"model_type": "longcat_flash", **MLA, "ffn_hidden_size": 40},
+        {"model.mtp.layers.0.enorm.m.weight": (H,), "model.mtp.norm.weight": (H,)},
+        key=None,
+    ),
+    "exaone_moe": qwen("exaone_moe", key=NEXTN, names={"mtp.fc.weight": (H, 2 * H)}, num_experts=3),
+    "exaone4_5": qwen("exaone4_5", key=NEXTN, nested="text_config", names={"mtp.norm.weight": (H,)}),
+    "hy_v3": Animal(
+        {"model_type": "hy_v3", "num_experts": 3, "moe_intermediate_size": 24},
+        {"model.layers.4.final_layernorm.weight": (H,), "model.layers.4.self_attn.k_norm.weight": (8,)},
+    ),
+    "hy_v4": Animal({"model_type": "hy_v4", **MLA}, {"model.mtp_layers.0.final_layernorm.weight": (H,)}),
+    "bailing_hybrid": Animal(
+        {"model_type": "bailing_hybrid", **MLA, "num_experts": 3, "moe_intermediate_size": 24},
+        {"model.layers.4.attention.dense.weight": (H, 40), "model.layers.4.final_layernorm.weight": (H,)},
+        renamed={"self_attn.o_proj.": "attention.dense.", "self_attn.": "attention."},
+    ),
+    "pangu_ultra_moe": deepseek("pangu_ultra_moe"),
+    "minimax_m3": Animal(
+        {"model_type": "minimax_m3_vl"},
+        {"language_model.model.mtp.layers.1.transformer_layer.self_attn.q_proj.weight": (H, H)},
+        key="num_mtp_modules",
+        count=2,
+        nested="text_config",
+        wrapper="language_model.model.",
+    ),
+    "inkling": Animal(
+        {"model_type": "inkling_model"},
+        {"model.mtp.layers.7.input_proj.weight": (H, 2 * H), "model.mtp.layers.0.embed_norm.weight": (H,)},
+        key="mtp_config.num_nextn_predict_layers",
+        count=8,
+    ),
+    "kimi_k3": deepseek("kimi_k3", nested="text_config", wrapper="language_model.model."),
+    "dots3_note": Animal(
+        {"model_type": "dots3_note"},
+        {"model.mtp.embed_tokens.weight": (V, H), "model.layers.4.eh_proj.weight": (H, 2 * H)},
+        key=None,
+    ),
+    "mellum": qwen("mellum", key="num_mtp_layers", names={"mtp.fc.weight": (H, 2 * H)}),
+    "cohere2_moe": Animal({"model_type": "cohere2_moe"}, {"model.layers.4.eh_proj.weight": (H, 2 * H)}),
+}  # fmt: skip
+
+
+def config_of(animal: Animal, count: int | None = None) -> dict[str, Any]:
+    """config.json; `count` for the count key (None: as released)."""
+    text = {**SIZES, **animal.config}
+    key = animal.key or NEXTN
+    if animal.key or count is not None:
+        target = text
+        *path, last = key.split(".")
+        for step in path:
+            target = target.setdefault(step, {})
+        target[last] = animal.count if count is None else count
+    if not animal.nested:
+        return text
+    return {"model_type": text["model_type"], animal.nested: {**text, "model_type": f"{text['model_type']}_text"}}
+
+
+def trunk(animal: Animal) -> Tensors:
+    wrapper = animal.wrapper or "model."
+    tensors: Tensors = {f"{wrapper}embed_tokens.weight": ("BF16", (V, H)), "lm_head.weight": ("BF16", (V, H))}
+    for layer in range(N):
+        tensors[f"{wrapper}layers.{layer}.self_attn.q_proj.weight"] = ("BF16", (H, H))
+        tensors[f"{wrapper}layers.{layer}.mlp.up_proj.weight"] = ("BF16", (40, H))
+    return tensors | {f"{wrapper}norm.weight": ("BF16", (H,))}
+
+
+def heads(key: str, animal: Animal) -> Tensors:
+    """The MTP tensors of a whole checkpoint, under the names that it would have."""
+    family = families_by_key()[key]
+    sizes = family.sizes(config_of(animal))
+    tensors: Tensors = {}
+    for module in range(animal.count):
+        for slot in family.expected(sizes, module, N + module, ()):
+            if not slot.optional:
+                name = slot.name
+                for ours, theirs in animal.renamed.items():
+                    name = name.replace(f".{ours}", f".{theirs}")
+                shape = tuple(size or 16 for size in slot.shape or ())
+                tensors[animal.wrapper + name] = ("BF16", shape)
+    return tensors
+
+
+def write(folder: Path, config: Mapping[str, Any], tensors: Tensors, shards: int = 1) -> Path:
+    """A directory with these headers; the data are holes in the files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    names = list(tensors)
+    files = ["model.safetensors"] if shards == 1 else [f"model-{i}.safetensors" for i in range(shards)]
+    for index, file in enumerate(files):
+        write_file(folder / file, {name: tensors[name] for name in names[index::shards]})
+    if shards > 1:
+        weight_map = {name: files[index % shards] for index, name in enumerate(names)}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+def write_file(path: Path, tensors: Tensors) -> Path:
+    header, at = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        size = math.prod(shape) * BITS[dtype] // 8
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + at)
+    return path
