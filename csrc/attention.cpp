@@ -35,7 +35,7 @@ struct Query {
     const float* values;
     int64_t limit, begin, end;
     float peak, total;
-    alignas(64) float sum[kMaxHeadDim];
+    alignas(64) float sum[kMaxValueDim];
     alignas(64) float weight[kChunk]; // scores of the chunk, then e^(score - peak)
 };
 
@@ -90,7 +90,7 @@ template <Store kStore, int kQueries> struct Attend {
             alignas(64) float shrink[16];
             store(shrink, exp(splat(each.peak - top)));
             each.total *= shrink[0];
-            for (int64_t d = 0; d < task.layout.padded_dim(); d += 16)
+            for (int64_t d = 0; d < task.layout.padded_value(); d += 16)
                 store(each.sum + d, load(each.sum + d) * splat(shrink[0]));
             each.peak = top;
         }
@@ -104,7 +104,7 @@ template <Store kStore, int kQueries> struct Attend {
 
     // sum += weight * value over positions begin .. end - 1 of the chunk, for kCount queries from `first`.
     template <int kCount, int kWidth> void gather_strips(int first, int64_t d, int64_t begin, int64_t end) {
-        const int64_t dim = task.layout.padded_dim(), item = task.layout.item();
+        const int64_t dim = task.layout.padded_value(), item = task.layout.item();
         f32 sum[kCount][kWidth];
         for (int i = 0; i < kCount; ++i)
             for (int s = 0; s < kWidth; ++s) sum[i][s] = load(query[first + i].sum + d + s * 16);
@@ -122,7 +122,7 @@ template <Store kStore, int kQueries> struct Attend {
     }
 
     template <int kCount> void gather(int first, int64_t begin, int64_t end) {
-        const int64_t dim = task.layout.padded_dim();
+        const int64_t dim = task.layout.padded_value();
         int64_t d = 0;
         for (; d + kStrips * 16 <= dim; d += kStrips * 16) gather_strips<kCount, kStrips>(first, d, begin, end);
         for (; d < dim; d += 16) gather_strips<kCount, 1>(first, d, begin, end);
@@ -145,7 +145,7 @@ template <Store kStore, int kQueries> struct Attend {
             longest = each.limit > longest ? each.limit : longest;
             each.peak = -FLT_MAX; // finite: scores of -inf weigh e^-inf = 0, not NaN
             each.total = 0.0f;
-            for (int64_t d = 0; d < task.layout.padded_dim(); ++d) each.sum[d] = 0.0f;
+            for (int64_t d = 0; d < task.layout.padded_value(); ++d) each.sum[d] = 0.0f;
         }
         next_tiles = locate(0, longest, next);
         for (int64_t start = 0; start < longest; start += kChunk) {
@@ -178,7 +178,7 @@ template <Store kStore, int kQueries> struct Attend {
     }
 
     void finish(Query& each, int64_t index) {
-        const int64_t dim = task.layout.head_dim;
+        const int64_t dim = task.layout.value_dim;
         const QuantLayout layout(task.out.width);
         const int64_t row = task.first_row + index / task.group;
         const int64_t head = task.kv_head * task.group + index % task.group;

@@ -43,7 +43,7 @@ INLINE void multiply_quantized(const Matrix& w, const uint8_t* const block[2], c
     const float *scales[kRows], *scaled_sums[kRows];
     const int32_t* sums[kRows];
     for (int r = 0; r < kRows; ++r) {
-        uint8_t* p = x.quants + (row + r) * layout.row_bytes();
+        uint8_t* p = x.quants + x.at(row + r) * layout.row_bytes();
         q[r] = reinterpret_cast<const int8_t*>(p);
         scales[r] = layout.scales(p);
         sums[r] = kGroup == 32 ? layout.sums(p) : layout.half_sums(p);
@@ -122,7 +122,7 @@ template <Kind kKind, int kRows>
 INLINE void multiply_float(const Matrix& w, const uint8_t* const block[2], const Input& x, int64_t row,
                            f32 (&acc)[kRows][2]) {
     const float* in[kRows];
-    for (int r = 0; r < kRows; ++r) in[r] = x.values + (row + r) * x.stride;
+    for (int r = 0; r < kRows; ++r) in[r] = x.values + x.at(row + r) * x.stride;
     auto add = [&](int64_t column, f32 w0, f32 w1) __attribute__((always_inline)) {
         for (int r = 0; r < kRows; ++r) {
             const f32 a = splat(in[r][column]);
@@ -205,8 +205,8 @@ void linear_rows(const Matrix& w, const float* bias, const Input& x, int64_t row
     const int64_t at = pair * 32;
     for (int r = 0; r < kRows; ++r) {
         float* to = out.values + (row + r) * out.stride + at;
-        store(to, with_bias(acc[r][0], bias, at, w.rows));
-        if (both) store(to + 16, with_bias(acc[r][1], bias, at + 16, w.rows));
+        store_some(to, w.rows - at, with_bias(acc[r][0], bias, at, w.rows));
+        if (both) store_some(to + 16, w.rows - at - 16, with_bias(acc[r][1], bias, at + 16, w.rows));
     }
 }
 
@@ -346,21 +346,6 @@ void embed(const Matrix& table, int64_t id, float* out) {
     }
 }
 
-// Up to 16 floats; missing lanes are 0.
-INLINE f32 load_some(const float* p, int64_t count) {
-    if (count >= 16) return load(p);
-    float lanes[16] = {};
-    for (int64_t i = 0; i < count; ++i) lanes[i] = p[i];
-    return load(lanes);
-}
-
-INLINE void store_some(float* p, int64_t count, f32 a) {
-    if (count >= 16) return store(p, a);
-    float lanes[16];
-    store(lanes, a);
-    for (int64_t i = 0; i < count; ++i) p[i] = lanes[i];
-}
-
 void norm(const float* x, const float* residual, const float* weight, float eps, int64_t width, int64_t group,
           float* out, float* total) {
     for (int64_t start = 0; start < width; start += group) {
@@ -431,20 +416,20 @@ float quantize_vector(const float* x, int64_t count, int8_t* out, int64_t step) 
 }
 
 void store_kv(const float* keys, const float* values, uint8_t* pool, const KVLayout& layout, int64_t slot) {
-    const int64_t dim = layout.head_dim, lane = slot % 16;
-    for (int64_t head = 0; head < layout.num_heads; ++head, keys += dim, values += dim) {
+    const int64_t dim = layout.head_dim, wide = layout.value_dim, lane = slot % 16;
+    for (int64_t head = 0; head < layout.num_heads; ++head, keys += dim, values += wide) {
         uint8_t* tile = pool + (slot / 16 * layout.num_heads + head) * layout.tile_bytes();
-        uint8_t* value_row = tile + layout.values_at() + lane * layout.padded_dim() * layout.item();
+        uint8_t* value_row = tile + layout.values_at() + lane * layout.padded_value() * layout.item();
         if (layout.store == Store::F32) {
             for (int64_t d = 0; d < dim; ++d) reinterpret_cast<float*>(tile)[d * 16 + lane] = keys[d];
-            std::memcpy(value_row, values, dim * 4);
+            std::memcpy(value_row, values, wide * 4);
         } else if (layout.store == Store::BF16) {
             for (int64_t d = 0; d < dim; ++d) reinterpret_cast<uint16_t*>(tile)[d * 16 + lane] = to_bf16(keys[d]);
-            for (int64_t d = 0; d < dim; ++d) reinterpret_cast<uint16_t*>(value_row)[d] = to_bf16(values[d]);
+            for (int64_t d = 0; d < wide; ++d) reinterpret_cast<uint16_t*>(value_row)[d] = to_bf16(values[d]);
         } else {
             float* scales = reinterpret_cast<float*>(tile + layout.scales_at());
             scales[lane] = quantize_vector(keys, dim, reinterpret_cast<int8_t*>(tile) + lane, 16);
-            scales[16 + lane] = quantize_vector(values, dim, reinterpret_cast<int8_t*>(value_row), 1);
+            scales[16 + lane] = quantize_vector(values, wide, reinterpret_cast<int8_t*>(value_row), 1);
         }
     }
 }
@@ -455,10 +440,18 @@ void store_kv(const float* keys, const float* values, uint8_t* pool, const KVLay
 } // namespace
 
 void attend(const AttendTask& task); // attention.cpp
+void sigmoid_mul(const float* gate, const float* x, int64_t gates, int64_t width, float* out); // experts.cpp
+void route(const float* logits, const float* bias, const Router& router, int32_t* ids, float* weights);
+void weigh(const float* values, int64_t stride, const int32_t* slots, const float* weights, int64_t count,
+           int64_t width, float* out);
+void conv(const float* const* rows, const float* taps, int64_t width, int64_t channels, float* out); // recurrent.cpp
+void decay(const float* x, const float* rate, const float* bias, int64_t width, float* out);
+void delta(const DeltaTask& task);
 
 const Kernels& kernels() {
-    static constexpr Kernels table{NAME_OF(HEADSTART_PATH), linear, gated,    embed,  quantize, norm,
-                                   silu_only,               silu_mul, add,  rope,     store_kv, attend};
+    static constexpr Kernels table{NAME_OF(HEADSTART_PATH), linear,   gated, embed, quantize, norm,   silu_only,
+                                   silu_mul,                add,      rope,  store_kv, attend, sigmoid_mul, route,
+                                   weigh,                   conv,     decay, delta};
     return table;
 }
 

@@ -26,9 +26,10 @@ struct Input {
     int64_t stride; // floats
     uint8_t* quants;
     int64_t rows;
+    const int32_t* index = nullptr; // where the product's rows lie, if not one after the other
+    int64_t at(int64_t row) const { return index ? index[row] : row; }
 };
 
-// Output rows; the lanes of a last partial block are written too, so strides are multiples of 16.
 struct Output {
     float* values;
     int64_t stride;
@@ -36,19 +37,19 @@ struct Output {
     int64_t width;
 };
 
-constexpr int64_t kMaxHeadDim = 512;
+constexpr int64_t kMaxValueDim = 512, kMaxExperts = 1024;
 
 enum class Store : int32_t { F32 = 0, BF16 = 1, I8 = 2 };
 
-// Keys and values of 16 slots and one head lie together: keys [head_dim][16], values [16][padded_dim], and for I8 the
+// Keys and values of 16 slots and one head lie together: keys [head_dim][16], values [16][padded_value], and for I8 the
 // float scales of the 16 keys and of the 16 values (one per token and head).
 struct KVLayout {
     Store store = Store::BF16;
-    int64_t num_heads = 0, head_dim = 0;
-    int64_t padded_dim() const { return (head_dim + 15) / 16 * 16; }
+    int64_t num_heads = 0, head_dim = 0, value_dim = 0;
+    int64_t padded_value() const { return (value_dim + 15) / 16 * 16; }
     int64_t item() const { return store == Store::F32 ? 4 : store == Store::BF16 ? 2 : 1; }
     int64_t values_at() const { return head_dim * 16 * item(); }
-    int64_t scales_at() const { return values_at() + padded_dim() * 16 * item(); }
+    int64_t scales_at() const { return values_at() + padded_value() * 16 * item(); }
     int64_t tile_bytes() const { return (scales_at() + (store == Store::I8 ? 128 : 0) + 63) / 64 * 64; }
 };
 
@@ -70,6 +71,35 @@ struct AttendTask {
     Output out;
 };
 
+// Which experts a row takes, and how it weighs them (RouterSpec of headstart/kernels/ops.py).
+struct Router {
+    int64_t num_experts, top_k, num_groups, top_groups;
+    bool sigmoid, normalize;
+    float scale;
+};
+
+constexpr int64_t kMaxKeyDim = 256, kMaxTaps = 16;
+
+// The gated delta rule (Ops.gated_delta of headstart/kernels/ops.py) for some columns of one head of one sequence: from
+// the state before position `start` over kept rows [q, k, v, log decay, strength] and the rows of the pass.
+struct DeltaTask {
+    int64_t num_key_heads, num_heads, key_dim, value_dim;
+    int64_t head, key_head, first_column, num_columns;
+    const float* from; // the state [heads][key_dim][value_dim], or nullptr: zeros
+    int64_t start, num_kept, num_rows;
+    const float* kept;
+    int64_t kept_stride;
+    const float *qkv, *log_decay, *strength; // of the first row
+    int64_t qkv_stride, gate_stride;
+    float* out;
+    int64_t out_stride;
+    int64_t num_stores; // after the rows before store_positions[i] the state goes to slot store_slots[i]
+    const int32_t *store_positions, *store_slots;
+    float* states;
+    int64_t state_size;
+    int64_t channels() const { return 2 * num_key_heads * key_dim + num_heads * value_dim; }
+};
+
 struct Kernels {
     const char* name;
     // 32 outputs (block pair `pair`) of x W^T + bias.
@@ -89,6 +119,18 @@ struct Kernels {
                  int64_t half, float* out);
     void (*store_kv)(const float* keys, const float* values, uint8_t* pool, const KVLayout& layout, int64_t slot);
     void (*attend)(const AttendTask& task);
+    // sigmoid(gate) * x; each gate serves width / gates neighbours.
+    void (*sigmoid_mul)(const float* gate, const float* x, int64_t gates, int64_t width, float* out);
+    // logits [num_experts] -> ids [top_k] in ascending order, and their weights.
+    void (*route)(const float* logits, const float* bias, const Router& router, int32_t* ids, float* weights);
+    // out = sum over i < count of weights[i] * row slots[i] of values, in this order.
+    void (*weigh)(const float* values, int64_t stride, const int32_t* slots, const float* weights, int64_t count,
+                  int64_t width, float* out);
+    // out = sum over j < width of taps[j] * rows[j], by channel; rows that are nullptr are zeros.
+    void (*conv)(const float* const* rows, const float* taps, int64_t width, int64_t channels, float* out);
+    // out = rate * ln(1 + e^(x + bias)).
+    void (*decay)(const float* x, const float* rate, const float* bias, int64_t width, float* out);
+    void (*delta)(const DeltaTask& task);
 };
 
 namespace portable {

@@ -50,8 +50,8 @@ Memory::~Memory() {
     if (data_) munmap(data_, (size_t)size_);
 }
 
-KVPool::KVPool(int64_t slots, int64_t num_heads, int64_t head_dim, Store store)
-    : layout{store, num_heads, head_dim}, num_slots(slots),
+KVPool::KVPool(int64_t slots, int64_t num_heads, int64_t head_dim, int64_t value_dim, Store store)
+    : layout{store, num_heads, head_dim, value_dim}, num_slots(slots),
       memory((slots + 15) / 16 * num_heads * layout.tile_bytes()) {}
 
 void RopeTable::reach(int64_t position) {
@@ -65,6 +65,37 @@ void RopeTable::reach(int64_t position) {
             table_[p * width + i] = (float)(std::cos(angle) * scale_);
             table_[p * width + half() + i] = (float)(std::sin(angle) * scale_);
         }
+}
+
+void Routing::reach(int64_t num_rows) {
+    const size_t count = (size_t)(num_rows * router.top_k);
+    if (ids.size() >= count) return;
+    ids.resize(count);
+    weights.resize(count);
+    slots.resize(count);
+    rows.resize(count);
+}
+
+void Routing::group(int64_t num_rows) {
+    const int64_t k = router.top_k;
+    cursor.assign(router.num_experts, 0);
+    for (int64_t i = 0; i < num_rows * k; ++i) ++cursor[ids[i]];
+    experts.clear();
+    starts.clear();
+    int32_t start = 0;
+    for (int64_t expert = 0; expert < router.num_experts; ++expert) {
+        const int32_t count = cursor[expert];
+        cursor[expert] = start;
+        if (count == 0) continue;
+        experts.push_back((int32_t)expert);
+        starts.push_back(start);
+        start += count;
+    }
+    starts.push_back(start);
+    for (int64_t i = 0; i < num_rows * k; ++i) {
+        slots[i] = cursor[ids[i]]++;
+        rows[slots[i]] = (int32_t)(i / k);
+    }
 }
 
 uint8_t* Arena::take(int64_t bytes) {
@@ -84,8 +115,14 @@ int Program::buffer(int64_t width, bool logits) {
 
 void Program::add(Step step) {
     for (int id : step.writes) buffers[id].producer = (int)steps_.size();
+    const bool has_tasks = !step.by_rows;
     steps_.push_back(std::move(step));
+    if (!has_tasks) return;
+    for (Step& each : later_) steps_.push_back(std::move(each));
+    later_.clear();
 }
+
+void Program::add_later(Step step) { later_.push_back(std::move(step)); }
 
 void Program::want_quants(int id) {
     Buffer& buffer = buffers[id];
@@ -104,6 +141,8 @@ void Program::want_quants(int id) {
 }
 
 void Program::finish(std::vector<std::pair<std::string, int>> outputs) {
+    for (Step& each : later_) steps_.push_back(std::move(each));
+    later_.clear();
     outputs_ = std::move(outputs);
     output_memory_.resize(outputs_.size());
     for (size_t i = 0; i < outputs_.size(); ++i) buffers[outputs_[i].second].output = (int)i;
@@ -157,14 +196,14 @@ void Program::plan_memory() {
         for (size_t id = 0; id < buffers.size(); ++id) {
             Buffer& buffer = buffers[id];
             if (first_phase[id] != p) continue;
-            if (buffer.output < 0) buffer.value_offset = place(buffer.stride() * 4);
-            if (buffer.quants) buffer.quant_offset = place(QuantLayout(buffer.width).row_bytes());
+            if (buffer.output < 0) buffer.value_offset = place(buffer.value_bytes());
+            if (buffer.quants) buffer.quant_offset = place(buffer.quant_bytes());
         }
         for (size_t id = 0; id < buffers.size(); ++id) {
             const Buffer& buffer = buffers[id];
             if (last_phase[id] != p) continue;
-            if (buffer.output < 0) free.push_back({buffer.stride() * 4, buffer.value_offset});
-            if (buffer.quants) free.push_back({QuantLayout(buffer.width).row_bytes(), buffer.quant_offset});
+            if (buffer.output < 0) free.push_back({buffer.value_bytes(), buffer.value_offset});
+            if (buffer.quants) free.push_back({buffer.quant_bytes(), buffer.quant_offset});
         }
     }
 }
@@ -245,6 +284,7 @@ nb::dict Program::run(ThreadPool& threads, Arena& arena, Pass& pass) {
         for (int64_t i = 0; i < wanted; ++i) counters_[i].next.store(0, std::memory_order_relaxed);
         const int32_t furthest = *std::max_element(pass.positions, pass.positions + pass.num_rows);
         for (auto& rope : ropes) rope->reach(furthest);
+        for (auto& routing : routings) routing->reach(pass.num_rows);
         for (int64_t group : groups) pass.tiles.push_back(count_tiles(pass, group));
         const auto start = Clock::now();
         threads.run([&](int thread) { execute(threads, pass, thread); });

@@ -41,7 +41,7 @@ class Memory {
 
 // Keys and values of one layer for num_slots token positions (a multiple of 16).
 struct KVPool {
-    KVPool(int64_t num_slots, int64_t num_heads, int64_t head_dim, Store store);
+    KVPool(int64_t num_slots, int64_t num_heads, int64_t head_dim, int64_t value_dim, Store store);
     KVLayout layout;
     int64_t num_slots;
     Memory memory;
@@ -53,6 +53,19 @@ struct HiddenPool {
     float* row(int64_t slot) const { return reinterpret_cast<float*>(memory.data()) + slot * width; }
     int64_t width, num_slots;
     Memory memory;
+};
+
+// Recurrent states [num_slots, state_size] of one layer, and rows that sequences keep [num_owned, num_kept, row_size].
+struct StatePool {
+    StatePool(int64_t num_slots, int64_t num_owned, int64_t num_kept, int64_t state_size, int64_t row_size)
+        : num_slots(num_slots), num_kept(num_kept), state_size(state_size), row_size(row_size),
+          states(num_slots * state_size * 4), rows(num_owned * num_kept * row_size * 4) {}
+    float* state(int64_t slot) const { return reinterpret_cast<float*>(states.data()) + slot * state_size; }
+    float* kept(int64_t slot, int64_t place) const {
+        return reinterpret_cast<float*>(rows.data()) + (slot * num_kept + place) * row_size;
+    }
+    int64_t num_slots, num_kept, state_size, row_size;
+    Memory states, rows;
 };
 
 // cos and sin by position, float from double; grown as positions come.
@@ -70,10 +83,31 @@ class RopeTable {
     std::vector<float> table_;
 };
 
+// Which rows take which experts in a pass. A slot is one row at one expert; slots go by expert, then row.
+struct Routing {
+    explicit Routing(const Router& router) : router(router) {}
+    void reach(int64_t num_rows); // not thread-safe
+    void group(int64_t num_rows); // fills the rest from ids
+    Router router;
+    std::vector<int32_t> ids;     // [rows][top_k], ascending in a row
+    std::vector<float> weights;   // of the same
+    std::vector<int32_t> slots;   // of the same
+    std::vector<int32_t> rows;    // of each slot
+    std::vector<int32_t> experts; // that some row takes, ascending
+    std::vector<int32_t> starts;  // the first slot of each of these, and the number of slots
+    std::vector<int32_t> cursor;
+};
+
 // Scratch shared by the programs of a backend, which run one after the other.
 struct Arena {
     std::unique_ptr<Memory> memory;
     uint8_t* take(int64_t bytes);
+};
+
+// StateSteps (headstart/core.py) as plain pointers.
+struct States {
+    const int32_t *own, *reads, *starts, *keeps, *store_starts, *store_positions, *store_slots;
+    std::vector<int32_t> span_of; // each row
 };
 
 // StepPlan (headstart/core.py) as plain pointers.
@@ -84,19 +118,26 @@ struct Pass {
     const HiddenPool* hidden_pool;
     const float* hidden; // [num_rows, hidden_stride], or nullptr: rows of the pool
     int64_t hidden_stride;
+    const States* states; // or nullptr
     std::vector<std::vector<int64_t>> tiles; // by Program::groups: attention tiles of one kv head before each span
 };
 
 class Program;
 
+void bind_expert_steps(nb::class_<Program>& program);                     // expert_steps.cpp
+void bind_recurrent_steps(nb::module_& m, nb::class_<Program>& program); // recurrent_steps.cpp
+
 struct Buffer {
     int64_t width;
     bool logits;                        // L rows instead of R
     bool quants = false;    // kept in 8 bits as well
+    int64_t copies = 1;     // rows of this buffer for each row of the pass
     int producer = -1;      // step that writes it
     int output = -1;        // index of the output it is, or scratch
     int64_t value_offset = -1, quant_offset = -1; // bytes per row of what lies before it
     int64_t stride() const { return (width + 31) / 32 * 32; }
+    int64_t value_bytes() const { return stride() * 4 * copies; } // for each row of the pass
+    int64_t quant_bytes() const { return QuantLayout(width).row_bytes() * copies; }
 };
 
 struct Step {
@@ -125,14 +166,16 @@ class Program {
 
     int buffer(int64_t width, bool logits);
     void add(Step step);
+    void add_later(Step step); // behind the next step of tasks: nothing in this pass reads what it writes
     void finish(std::vector<std::pair<std::string, int>> outputs);
     nb::dict run(ThreadPool& threads, Arena& arena, Pass& pass);
     nb::dict profile(bool reset);
 
     const Kernels& kernels;
-    bool profiling = false, wants_hidden = false;
+    bool profiling = false, wants_hidden = false, wants_states = false;
     std::vector<Buffer> buffers;
     std::vector<std::shared_ptr<RopeTable>> ropes;
+    std::vector<std::shared_ptr<Routing>> routings;
     std::vector<int64_t> groups; // queries per kv head, of the attention steps
 
     float* values(int id, int64_t row) const {
@@ -159,7 +202,7 @@ class Program {
     int64_t num_tasks(const Phase& phase, const Pass& pass) const;
     void run_tasks(const Phase& phase, const Pass& pass, int64_t first, int64_t last) const;
 
-    std::vector<Step> steps_;
+    std::vector<Step> steps_, later_;
     std::vector<Phase> phases_;
     std::vector<std::pair<std::string, int>> outputs_;
     std::vector<std::shared_ptr<Memory>> output_memory_;

@@ -211,6 +211,21 @@ INLINE i32 dot(i32 sum, i32 w, i32 a) {
 
 #endif
 
+// Up to 16 floats; missing lanes are 0.
+INLINE f32 load_some(const float* p, int64_t count) {
+    if (count >= 16) return load(p);
+    float lanes[16] = {};
+    for (int64_t i = 0; i < count; ++i) lanes[i] = p[i];
+    return load(lanes);
+}
+
+INLINE void store_some(float* p, int64_t count, f32 a) {
+    if (count >= 16) return store(p, a);
+    float lanes[16];
+    store(lanes, a);
+    for (int64_t i = 0; i < count; ++i) p[i] = lanes[i];
+}
+
 INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 // Sums and maxima over the lanes, always in the same tree: lanes l and l + 8, then l and l + 4, l + 2, l + 1.
@@ -262,6 +277,10 @@ INLINE f32 exp(f32 x) {
     y = fma(y, r, splat(1.0f));
     const f32 power = as_float(shift_left<23>(round_to_int(k) + splat_int(127)));
     return select_less(x, low, splat(0.0f), y * power);
+}
+
+INLINE f32 sigmoid(f32 x) { // 1 / (1 + e^-x); under 2e-38 below -87. NaN stays NaN.
+    return splat(1.0f) / (splat(1.0f) + exp(min(splat(87.0f), splat(0.0f) - x)));
 }
 
 INLINE f32 silu(f32 x) { // x / (1 + e^-x); 0 below -87, where the quotient is under 2e-36. NaN stays NaN.

@@ -159,12 +159,25 @@ int silu_mul(Program& program, int gate, int up) {
     });
 }
 
-int concat(Program& program, int a, int b) {
-    const int64_t wa = program.buffers[a].width, wb = program.buffers[b].width;
-    return rowwise(program, a, b, wa + wb, [&program, a, b, wa, wb](int64_t row, int out) {
+int concat(Program& program, int a, int b, int64_t heads) {
+    const int64_t wa = program.buffers[a].width / heads, wb = program.buffers[b].width / heads;
+    require(program.buffers[a].width == wa * heads && program.buffers[b].width == wb * heads, "concat: not whole heads");
+    return rowwise(program, a, b, (wa + wb) * heads, [&program, a, b, wa, wb, heads](int64_t row, int out) {
+        const float *from_a = program.values(a, row), *from_b = program.values(b, row);
         float* to = program.values(out, row);
-        std::copy_n(program.values(a, row), wa, to);
-        std::copy_n(program.values(b, row), wb, to + wa);
+        for (int64_t head = 0; head < heads; ++head) {
+            to = std::copy_n(from_a + head * wa, wa, to);
+            to = std::copy_n(from_b + head * wb, wb, to);
+        }
+    });
+}
+
+int sigmoid_mul(Program& program, int gate, int x) {
+    const int64_t gates = program.buffers[gate].width, width = program.buffers[x].width;
+    require(gates > 0 && width % gates == 0, "sigmoid_mul: the gates do not divide the input");
+    return rowwise(program, gate, x, width, [&program, gate, x, gates, width](int64_t row, int out) {
+        program.kernels.sigmoid_mul(program.values(gate, row), program.values(x, row), gates, width,
+                                    program.values(out, row));
     });
 }
 
@@ -197,9 +210,10 @@ size_t group_index(Program& program, int64_t group) {
 int attention(Program& program, int q, int k, int v, nb::object kv_pool, int64_t num_heads, float scale) {
     KVPool* pool = nb::cast<KVPool*>(kv_pool);
     const KVLayout layout = pool->layout;
-    const int64_t dim = layout.head_dim, group = num_heads / layout.num_heads;
-    require(dim <= kMaxHeadDim, "attention: heads of more than 512 are not supported");
-    require(program.buffers[q].width == num_heads * dim && program.buffers[k].width == layout.num_heads * dim &&
+    const int64_t dim = layout.value_dim, group = num_heads / layout.num_heads;
+    require(dim <= kMaxValueDim, "attention: values of more than 512 are not supported");
+    require(program.buffers[q].width == num_heads * layout.head_dim &&
+                program.buffers[k].width == layout.num_heads * layout.head_dim &&
                 program.buffers[v].width == layout.num_heads * dim,
             "attention: shapes differ");
     Step write;
@@ -301,9 +315,25 @@ void store_hidden(Program& program, int x, nb::object hidden_pool) {
     program.add(std::move(step));
 }
 
+States states_of(const std::vector<Ints>& arrays, const Pass& pass) {
+    require(arrays.size() == 7, "run: states are seven arrays");
+    for (size_t i = 0; i < 5; ++i)
+        require((int64_t)arrays[i].size() == pass.num_spans + (i == 4), "run: the states' arrays differ in length");
+    const int32_t* starts = arrays[4].data();
+    require((int64_t)arrays[5].size() == starts[pass.num_spans] && arrays[6].size() == arrays[5].size(),
+            "run: the stores' arrays differ in length");
+    States told{arrays[0].data(), arrays[1].data(), arrays[2].data(), arrays[3].data(),
+                starts,           arrays[5].data(), arrays[6].data(), {}};
+    told.span_of.resize(pass.num_rows);
+    for (int64_t s = 0; s < pass.num_spans; ++s)
+        std::fill(told.span_of.begin() + pass.row_starts[s], told.span_of.begin() + pass.row_starts[s + 1], (int32_t)s);
+    return told;
+}
+
 nb::dict run(Program& program, ThreadPool& threads, Arena& arena, Ints token_ids, Ints positions, Ints slots,
              Ints row_starts, Table block_tables, Ints logit_rows, int64_t block_size, int64_t first_position,
-             std::optional<Ints> hidden_slots, const HiddenPool* hidden_pool, std::optional<Rows> hidden) {
+             std::optional<Ints> hidden_slots, const HiddenPool* hidden_pool, std::optional<Rows> hidden,
+             const std::optional<std::vector<Ints>>& states) {
     const int64_t rows = (int64_t)token_ids.size(), spans = (int64_t)row_starts.size() - 1;
     require(rows > 0 && (int64_t)positions.size() == rows && (int64_t)slots.size() == rows && spans > 0 &&
                 (int64_t)block_tables.shape(0) == spans && row_starts.data()[spans] == rows,
@@ -328,6 +358,12 @@ nb::dict run(Program& program, ThreadPool& threads, Arena& arena, Ints token_ids
     pass.hidden_pool = hidden_pool;
     pass.hidden = hidden ? hidden->data() : nullptr;
     pass.hidden_stride = hidden ? (int64_t)hidden->shape(1) : 0;
+    require(!program.wants_states || states, "run: the program reads recurrent states");
+    States told{};
+    if (states) {
+        told = states_of(*states, pass);
+        pass.states = &told;
+    }
     return program.run(threads, arena, pass);
 }
 
@@ -349,14 +385,15 @@ std::vector<std::string> paths() {
 void bind_program(nb::module_& m) {
     m.def("paths", &paths);
     nb::class_<KVPool>(m, "KVPool")
-        .def("__init__", [](KVPool* self, int64_t num_slots, int64_t num_heads, int64_t head_dim, int store) {
-            new (self) KVPool(num_slots, num_heads, head_dim, static_cast<Store>(store));
+        .def("__init__", [](KVPool* self, int64_t num_slots, int64_t num_heads, int64_t head_dim, int64_t value_dim,
+                            int store) {
+            new (self) KVPool(num_slots, num_heads, head_dim, value_dim, static_cast<Store>(store));
         });
     nb::class_<HiddenPool>(m, "HiddenPool").def(nb::init<int64_t, int64_t>()).def_ro("width", &HiddenPool::width);
     nb::class_<RopeTable>(m, "RopeTable").def(nb::init<std::vector<double>, double>());
     nb::class_<Arena>(m, "Arena").def(nb::init<>());
-    nb::class_<Program>(m, "Program")
-        .def(nb::init<const std::string&>())
+    nb::class_<Program> program(m, "Program");
+    program.def(nb::init<const std::string&>())
         .def("embed", embed)
         .def("hidden_input", hidden_input)
         .def("linear", linear, nb::arg("x"), nb::arg("matrix"), nb::arg("bias").none(), nb::arg("label"))
@@ -366,7 +403,8 @@ void bind_program(nb::module_& m) {
         .def("add", add)
         .def("silu", silu)
         .def("silu_mul", silu_mul)
-        .def("concat", concat)
+        .def("concat", concat, nb::arg("a"), nb::arg("b"), nb::arg("heads"))
+        .def("sigmoid_mul", sigmoid_mul)
         .def("rope", rope)
         .def("attention", attention)
         .def("take_logit_rows", take_logit_rows)
@@ -377,9 +415,12 @@ void bind_program(nb::module_& m) {
         .def("run", run, nb::arg("threads"), nb::arg("arena"), nb::arg("token_ids"), nb::arg("positions"),
              nb::arg("slots"), nb::arg("row_starts"), nb::arg("block_tables"), nb::arg("logit_rows"),
              nb::arg("block_size"), nb::arg("first_position"), nb::arg("hidden_slots").none(),
-             nb::arg("hidden_pool").none(), nb::arg("hidden").none())
+             nb::arg("hidden_pool").none(), nb::arg("hidden").none(), nb::arg("states").none())
+        .def("want_quants", &Program::want_quants)
         .def_rw("profiling", &Program::profiling)
         .def("profile", &Program::profile);
+    bind_expert_steps(program);
+    bind_recurrent_steps(m, program);
 }
 
 } // namespace headstart

@@ -255,6 +255,22 @@ class Rows:
     num_logits: int
 
 
+@dataclass(eq=False)
+class StateSteps:
+    """What a pass does to recurrent states. That of sequence s is read in slot reads[s] (-1: zeros), where it stands
+    before position starts[s]; the rows from there to the first row of the pass are those kept last time, and go first.
+    After rows have gone up to a store's position the state is written to the store's slot: one of them is its own,
+    with position keeps[s]. The rows from keeps[s] on are kept: they are drafted, and may not be true."""
+
+    own: Int32  # [S] the sequence's slot; kept rows belong to it
+    reads: Int32  # [S]
+    starts: Int32  # [S]
+    keeps: Int32  # [S]
+    store_starts: Int32  # [S + 1] stores of sequence s are store_starts[s] .. store_starts[s + 1] - 1
+    store_positions: Int32  # ascending within a sequence
+    store_slots: Int32
+
+
 @dataclass(eq=False)  # frozen but for the time that takes: several are made in a step
 class StepPlan:
     """The one per-step input of a forward: row -> token, position, KV slot, sequence."""
@@ -269,6 +285,7 @@ class StepPlan:
     first_position: int = 0  # first position that holds KV: 0 in a trunk, 1 in an MTP head (pair p lives at p + 1)
     hidden_slots: Int32 | None = None  # [R] slots of the stored hidden state a head reads; None in a trunk
     block_size: int = 16
+    states: StateSteps | None = None  # of a trunk with recurrent layers
 
     @property
     def num_rows(self) -> int:

@@ -60,7 +60,7 @@ def new_folder() -> Path:
 
 def soften(arrays: Arrays, factor: float) -> Arrays:
     """Blocks that say less: the next token then depends mostly on the last one, so that a head can guess it."""
-    quiet = ("o_proj.weight", "down_proj.weight")
+    quiet = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
     return {name: array * np.float32(factor if name.endswith(quiet) else 1) for name, array in arrays.items()}
 
 
@@ -117,7 +117,7 @@ def make_head(
 def eagle3_tensors(model: Model, draft_ids: Seq[int] | None = None, taps: int = 3, seed: int = 1) -> dict[str, Any]:
     """A random EAGLE-3 head under canonical names; norms near 1."""
     config, hidden = model.config, model.config.hidden_size
-    block = block_shapes("block", replace(config, qkv_bias=False, qk_norm=False))
+    block = block_shapes("block", plain_sizes(config))
     for name in ("q_proj", "k_proj", "v_proj"):
         rows, columns = block[f"block.self_attn.{name}.weight"]
         block[f"block.self_attn.{name}.weight"] = (rows, 2 * columns)
@@ -126,12 +126,17 @@ def eagle3_tensors(model: Model, draft_ids: Seq[int] | None = None, taps: int = 
     return random_arrays({**own, **block, "lm_head.weight": (size, hidden)}, seed)
 
 
+def plain_sizes(config: DecoderConfig) -> DecoderConfig:
+    """A Llama block beside this trunk."""
+    return replace(config, qkv_bias=False, qk_norm=False, moe=None, mla=None)
+
+
 def make_eagle3(model: Model, tap: tuple[int, ...] = (0, 1), draft_ids: Seq[int] | None = None) -> AttachedHead:
     """A random EAGLE-3 head for any trunk of two layers or more."""
     tensors = as_tensors(eagle3_tensors(model, draft_ids, len(tap)))
     ids = None if draft_ids is None else np.array(sorted(draft_ids), np.int64)
     weights = Weights(tensors, model.backend, "made head")
-    sizes = replace(model.config, qkv_bias=False, qk_norm=False)
+    sizes = plain_sizes(model.config)
     return AttachedHead(eagle3_head(weights, sizes, HeadSpec(tap=tap, recycle="pre_norm"), False, ids), "made", ids)
 
 
@@ -268,6 +273,9 @@ def assert_clean(engine: Engine) -> None:
     assert not engine.memory._keys
     engine.memory.pool.check()
     assert engine.memory.pool.num_free == len(engine.memory.pool.blocks)
+    if engine.memory.states:
+        engine.memory.states.check()
+        assert not engine.memory.states._held
 
 
 def assert_same(found: Outputs, expected: Outputs) -> None:

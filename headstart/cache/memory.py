@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from headstart.cache.blocks import ROOT, Block, BlockPool, block_key
+from headstart.cache.recurrent import StateMemory
 from headstart.core import Sequence, int_array
 
 
 class KVMemory:
-    """Block tables of sequences over one pool; the trunk's and the drafter's KV and hidden states share them."""
+    """Block tables of sequences over one pool; the trunk's and the drafter's KV and hidden states share them. `states`:
+    of a trunk with recurrent layers, whose prefixes are known as far as a snapshot of the state goes."""
 
-    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, *, prefix_caching: bool = True, states: StateMemory | None = None
+    ) -> None:
         self.pool, self.block_size, self.prefix_caching = BlockPool(num_blocks), block_size, prefix_caching
+        self.states = states
         self._keys: dict[Sequence, list[bytes]] = {}  # keys of the published blocks of each live sequence
 
     @property
@@ -25,27 +30,40 @@ class KVMemory:
         """Give a sequence without blocks the cached blocks of its longest known prefix; sets num_computed and
         num_drafter. At least one row stays to be computed. Returns the number of cached positions."""
         assert not sequence.block_table
-        keys = self._keys[sequence] = []
-        if not self.prefix_caching or sequence.request.params.prompt_logprobs is not None:
-            return 0
-        parent, drafter_complete = ROOT, True
-        for start in range(0, len(sequence.tokens) - self.block_size, self.block_size):
-            key = block_key(parent, sequence.tokens[start : start + self.block_size])
-            block = self.pool.find(key)
-            if block is None:
-                break
+        self._keys[sequence] = []
+        found = self._cached_blocks(sequence)
+        if self.states:
+            found = found[: self.states.attach(sequence, [key for key, _ in found])]
+        drafter_complete = True
+        for key, block in found:
             self.pool.share(block)
             sequence.block_table.append(block.index)
-            keys.append(key)
-            parent = key
-            sequence.num_computed = start + self.block_size
+            self._keys[sequence].append(key)
             if drafter_complete:
-                sequence.num_drafter = start + block.num_drafter
+                sequence.num_drafter = sequence.num_computed + block.num_drafter
                 drafter_complete = block.num_drafter == self.block_size
+            sequence.num_computed += self.block_size
         return sequence.num_computed
 
+    def _cached_blocks(self, sequence: Sequence) -> list[tuple[bytes, Block]]:
+        """Keys and blocks of the longest known prefix that leaves a row to be computed."""
+        found: list[tuple[bytes, Block]] = []
+        if not self.prefix_caching or sequence.request.params.prompt_logprobs is not None:
+            return found
+        parent = ROOT
+        for start in range(0, len(sequence.tokens) - self.block_size, self.block_size):
+            parent = block_key(parent, sequence.tokens[start : start + self.block_size])
+            block = self.pool.find(parent)
+            if block is None:
+                break
+            found.append((parent, block))
+        return found
+
     def reserve(self, sequence: Sequence, num_slots: int) -> bool:
-        """Make the sequence's table cover `num_slots` positions; False (nothing taken) when blocks are short."""
+        """Make the sequence's table cover `num_slots` positions; False (no block taken) when blocks, or slots of
+        recurrent state, are short."""
+        if self.states and not self.states.hold(sequence):
+            return False
         missing = self.blocks_for(num_slots) - len(sequence.block_table)
         if missing > self.pool.num_free:
             return False
@@ -62,6 +80,8 @@ class KVMemory:
             key = block_key(keys[-1] if keys else ROOT, sequence.tokens[start : start + self.block_size])
             self.pool.publish(self._block(sequence, len(keys)), key)
             keys.append(key)
+        if self.states:
+            self.states.publish(sequence, keys)
 
     def drafted(self, sequence: Sequence, num_drafter: int) -> None:
         """The drafter's KV is now valid below position `num_drafter`."""
@@ -79,6 +99,8 @@ class KVMemory:
         sequence.block_table = int_array()
         sequence.num_computed = sequence.num_drafter = 0
         self._keys.pop(sequence, None)
+        if self.states:
+            self.states.release(sequence)
 
     def _block(self, sequence: Sequence, i: int) -> Block:
         return self.pool.blocks[sequence.block_table[i]]

@@ -26,7 +26,7 @@ class ExportFlags(OptionGroup):
     out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")]
     to: Annotated[str, typer.Option("--to", help=f"Layout: {LAYOUTS}.")] = "xllm"
     model_type: Annotated[
-        str | None, typer.Option("--model-type", help="With --to xllm: do not ask config.json, such as deepseek_v3.")
+        str | None, typer.Option("--model-type", help="With --to xllm: do not ask config.json, such as deepseek_v32.")
     ] = None
     head: Annotated[Path | None, typer.Option("--head", help="Head directory; none: the model's own.")] = None
     force: Annotated[bool, typer.Option("--force", help="Replace a directory that exists.")] = False

@@ -11,12 +11,14 @@ from typing import Any
 
 from headstart import hub, registry
 from headstart.cache.memory import KVMemory
-from headstart.config import AUTO, EngineConfig
+from headstart.cache.recurrent import StateMemory
+from headstart.config import AUTO, MAX_DEPTH, EngineConfig
 from headstart.drafters._drafter import AttachedHead, Drafter, Target
 from headstart.engine.engine import Engine
 from headstart.engine.runner import Runner
 from headstart.errors import ModelError, UsageError
 from headstart.formats import open_checkpoint
+from headstart.formats._fp8 import without_scales
 from headstart.formats.base import Checkpoint, unpermute_rows
 from headstart.formats.head import is_head, read_head
 from headstart.kernels.ops import Backend, RawTensor
@@ -24,10 +26,13 @@ from headstart.layers.build import DecoderConfig, Weights, eagle3_head, medusa_m
 from headstart.layers.decoder import Decoder, tap_width
 from headstart.layers.mtp import HeadSpec, MTPHead
 from headstart.models._family import Family, native_head
+from headstart.models._trailing import trailing_modules
 from headstart.text.tokenizer import Tokenizer
 
 MEMORY_SHARE = 0.25
-"""Share of the free memory that the KV cache may take when --kv-blocks is not given."""
+"""Share of the free memory that the KV cache may take when --kv-blocks is not given; half of it where there is
+recurrent state, a quarter of it each for sequences and snapshots."""
+MOST_SNAPSHOTS = 256
 
 
 @dataclass(frozen=True)
@@ -115,22 +120,31 @@ def find_family(checkpoint: Checkpoint) -> Family:
     model_type = checkpoint.config.get("model_type")
     if not isinstance(model_type, str):
         raise ModelError(f"{checkpoint.path}: config.json names no model_type")
+    names = registry.available("models")
+    if model_type not in names and model_type.replace("-", "_") not in names:
+        for name in names:
+            other: Family = registry.find("models", name).FAMILY
+            if model_type in other.aliases:
+                return other
     family: Family = registry.find("models", model_type).FAMILY
     return family
 
 
-def canonical_tensors(checkpoint: Checkpoint, family: Family, config: DecoderConfig) -> dict[str, RawTensor]:
+def canonical_tensors(checkpoint: Checkpoint, family: Family, config: DecoderConfig) -> Mapping[str, RawTensor]:
     """The checkpoint's tensors under canonical names, q and k rows in the half-split rope order."""
+    read = without_scales(checkpoint.tensors, checkpoint.config)
+    tensors: dict[str, RawTensor] = {**read}
     if not checkpoint.canonical_names:
-        named = ((family.canonical(name), tensor) for name, tensor in checkpoint.tensors.items())
-        return {name: tensor for name, tensor in named if name is not None}
-    tensors: dict[str, RawTensor] = dict(checkpoint.tensors)
-    if family.interleaved_rope:
+        named = ((family.canonical(name), tensor) for name, tensor in read.items())
+        tensors = {name: tensor for name, tensor in named if name is not None}
+    if family.adapt:
+        tensors = family.adapt(tensors, config, checkpoint.canonical_names)
+    if checkpoint.canonical_names and family.interleaved_rope:
         heads = {"q_proj": config.attention.num_heads, "k_proj": config.attention.num_kv_heads}
         for name, tensor in checkpoint.tensors.items():
             if (part := name.split(".")[-2] if "." in name else "") in heads:
                 tensors[name] = unpermute_rows(tensor, heads[part])
-    return tensors
+    return trailing_modules(tensors, config.num_layers) if family.trailing else tensors
 
 
 def load_model(name: str | None, config: EngineConfig) -> Model:
@@ -167,7 +181,7 @@ def attach_head(model: Model, path: Path) -> AttachedHead:
     head, tensors, draft_token_ids = read_head(path)
     _check_fit(model, path, head.hidden_size, head.vocab_size)
     weights = Weights(tensors, model.backend, str(path), drafts=True)
-    sizes = replace(model.config, **vars(head.block))
+    sizes = replace(model.config, **vars(head.block), moe=None, mla=None, delta=None)
     spec = HeadSpec.of(head)
     if head.kind == "eagle3":
         made = eagle3_head(weights, sizes, spec, head.norm_before_residual, draft_token_ids)
@@ -206,13 +220,15 @@ def make_engine(model: Model, config: EngineConfig) -> Engine:
     max_length = context_length(model, config)
     drafter_type, method = drafter_of(model, config)
     tap = drafter_type.tap(model.head) if drafter_type else None
-    num_blocks = config.kv_blocks or _num_blocks(model, config, max_length)
+    budget = int(free_memory() * MEMORY_SHARE)
+    states = _states(model, config, budget, drafts=drafter_type is not None)
+    num_blocks = config.kv_blocks or _num_blocks(model, config, max_length, budget // 2 if states else budget)
     if num_blocks * config.block_size < max_length:
         raise UsageError(
             f"--kv-blocks {num_blocks} of {config.block_size} tokens hold less than one sequence of {max_length}",
             f"give at least {-(-max_length // config.block_size)} blocks, or lower --max-model-len",
         )
-    memory = KVMemory(num_blocks, config.block_size, prefix_caching=config.enable_prefix_caching)
+    memory = KVMemory(num_blocks, config.block_size, prefix_caching=config.enable_prefix_caching, states=states)
     num_slots = num_blocks * config.block_size
     runner = Runner(
         model.backend,
@@ -221,7 +237,7 @@ def make_engine(model: Model, config: EngineConfig) -> Engine:
         hidden_size=tap_width(tap or "post_norm", model.config.hidden_size),
         vocab_size=model.config.vocab_size,
         tap=tap,
-        block_size=config.block_size,
+        memory=memory,
         keep_probs=config.rule == "rejection",
     )
     drafter: Drafter | None = None
@@ -281,12 +297,24 @@ def context_length(model: Model, config: EngineConfig) -> int:
     return config.max_model_len or limit
 
 
-def _num_blocks(model: Model, config: EngineConfig, max_length: int) -> int:
-    """Enough for max_num_seqs full sequences, within a share of the free memory, never less than one sequence."""
+def _states(model: Model, config: EngineConfig, budget: int, *, drafts: bool) -> StateMemory | None:
+    """Recurrent state for max_num_seqs sequences within a quarter of the budget (bytes), never less than one, and
+    snapshots within another; None for a model without any."""
+    specs, kept = model.decoder.state_specs, MAX_DEPTH if drafts else 0
+    if not specs:
+        return None
+    running_bytes, snapshot_bytes = (sum(model.backend.state_bytes(spec, rows) for spec in specs) for rows in (kept, 0))
+    running = max(1, min(config.max_num_seqs, budget // 4 // running_bytes))
+    snapshots = min(MOST_SNAPSHOTS, budget // 4 // snapshot_bytes) if config.enable_prefix_caching else 0
+    return StateMemory(running, snapshots, kept, block_size=config.block_size)
+
+
+def _num_blocks(model: Model, config: EngineConfig, max_length: int, budget: int) -> int:
+    """Enough for max_num_seqs full sequences, within the budget (bytes), never less than one sequence."""
     specs = [*model.decoder.kv_specs, *(module.kv_spec for module in (model.head.head.modules if model.head else ()))]
     per_token = sum(model.backend.kv_bytes(spec) for spec in specs if spec) + 4 * model.config.hidden_size
     blocks_per_sequence = -(-max_length // config.block_size)
-    affordable = int(free_memory() * MEMORY_SHARE) // (per_token * config.block_size)
+    affordable = budget // (per_token * config.block_size)
     return max(min(config.max_num_seqs * blocks_per_sequence, affordable), blocks_per_sequence)
 
 

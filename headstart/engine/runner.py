@@ -8,6 +8,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from headstart.cache.memory import KVMemory
 from headstart.core import Rows, Sampled, Span, TokenLogprob
 from headstart.engine.plan import build_plan, span_rows
 from headstart.engine.sampling import Entry, allowed_tokens, build_rows
@@ -36,20 +37,26 @@ class Runner:
         hidden_size: int,
         vocab_size: int,
         tap: Tap | None,
-        block_size: int,
+        memory: KVMemory,
         keep_probs: bool,
     ) -> None:
         self.backend, self.vocab_size = backend, vocab_size
-        self._block_size, self._keep_probs = block_size, keep_probs
+        self._block_size, self._states, self._keep_probs = memory.block_size, memory.states, keep_probs
         self._hidden_pool: Pool = backend.hidden_pool(num_slots, hidden_size) if tap else None
         pools = [backend.kv_pool(num_slots, spec) for spec in model.kv_specs]
-        self._program = model.program(pools, self._hidden_pool, tap or "post_norm")
+        state_pools: list[Pool] = []
+        if states := memory.states:
+            sizes = states.num_slots, states.num_running, states.num_kept
+            state_pools = [backend.state_pool(*sizes, spec) for spec in model.state_specs]
+        self._program = model.program(pools, self._hidden_pool, tap or "post_norm", state_pools)
         self.num_passes = self.num_rows = 0
 
     def forward(self, spans: Seq[Span]) -> Forward:
         """One forward for all rows of all spans."""
         parts = [span_rows(span) for span in spans]
         plan = build_plan(parts, self._block_size)
+        if self._states:
+            plan.states = self._states.plan(spans)
         output = self.backend.run(self._program, plan)
         self.num_passes += 1
         self.num_rows += plan.num_rows

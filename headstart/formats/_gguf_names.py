@@ -23,6 +23,19 @@ _BLOCK: Mapping[str, str] = {
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.k_b_proj",  # [heads, latent, nope]
+    "attn_v_b": "self_attn.v_b_proj",  # [heads, value, latent]
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
@@ -45,6 +58,16 @@ _BLOCK: Mapping[str, str] = {
     "nextn.shared_head_norm": "shared_head.norm",
 }
 
+MODEL_TYPES: Mapping[str, str] = {"glm4moe": "glm4_moe", "deepseek2": "deepseek_v3", "qwen3moe": "qwen3_moe"}
+"""llama.cpp's architectures that have another name than the family."""
+
+IMPLIED: Mapping[str, Mapping[str, int]] = {
+    "glm4moe": {"norm_topk_prob": False},
+    "deepseek2": {"norm_topk_prob": False, "expert_gating_func": 1, "n_group": 1, "topk_group": 1},
+    "qwen3moe": {"norm_topk_prob": True},
+}
+"""What llama.cpp takes of an architecture where the file says nothing."""
+
 _FULL: Mapping[str, str] = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
 
 KEYS: Mapping[str, str] = {
@@ -55,18 +78,34 @@ KEYS: Mapping[str, str] = {
     "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim",
     "attention.value_length": "v_head_dim",
+    "attention.q_lora_rank": "q_lora_rank",
+    "attention.kv_lora_rank": "kv_lora_rank",
+    "attention.key_length_mla": "qk_head_dim",  # of a head, where key_length is that of the cache
+    "attention.value_length_mla": "v_head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.sliding_window": "sliding_window",
     "rope.freq_base": "rope_theta",
+    "rope.dimension_count": "qk_rope_head_dim",
     "context_length": "max_position_embeddings",
     "nextn_predict_layers": "num_nextn_predict_layers",
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_count": "n_shared_experts",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     "expert_weights_scale": "routed_scaling_factor",
     "expert_weights_norm": "norm_topk_prob",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+    "expert_gating_func": "expert_gating_func",
     "leading_dense_block_count": "first_k_dense_replace",
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.time_step_rank": "linear_num_value_heads",
+    "ssm.inner_size": "linear_inner_size",
+    "full_attention_interval": "full_attention_interval",
+    "attention.recurrent_layers": "recurrent_layers",
 }
 """Keys below `{arch}.` -> config.json keys."""
 

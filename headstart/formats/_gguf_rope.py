@@ -39,6 +39,8 @@ def rope_config(
 def _declared(metadata: Mapping[str, Any], prefix: str) -> dict[str, Any] | None:
     kind = metadata.get(f"{prefix}type", "none")
     scaling = {name: metadata[prefix + key] for key, name in ROPE_KEYS.items() if prefix + key in metadata}
+    if multiplier := metadata.get(f"{prefix}yarn_log_multiplier"):  # 0.1 * mscale_all_dim, and mscale is the same
+        scaling["mscale"] = scaling["mscale_all_dim"] = 10 * float(multiplier)
     return {"rope_type": kind, **scaling} if kind != "none" and scaling else None
 
 

@@ -147,7 +147,7 @@ def find_family(config: Mapping[str, Any], file_format: str = "safetensors") -> 
     kinds = [config.get("model_type"), text_config(config).get("model_type")]
     families = [each for each in families_by_key().values() if not each.requires or each.requires in config]
     if file_format == "gguf":
-        return next((each for each in families if kinds[0] in each.gguf), None)
+        return next((each for each in families if kinds[0] in (*each.gguf, *each.model_types)), None)
     known = [each for kind in kinds for each in families if kind in each.model_types]
     return next(iter(known or [each for each in families if _has_architecture(config, each)]), None)
 

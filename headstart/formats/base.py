@@ -93,6 +93,29 @@ class Tensor:
         flat = taken.reshape(-1) if len(self.shape) == 1 else taken
         return replace(self, shape=(len(rows), *self.shape[1:]), data=flat)
 
+    def part(self, index: int) -> Tensor:
+        """Item `index` of the first dimension, a view: one expert of a stack, one row as a vector."""
+        if not 0 <= index < self.shape[0]:
+            raise ModelError(f"tensor {self.name} {list(self.shape)} has no part {index}")
+        return make_tensor(f"{self.name}[{index}]", self.shape[1:], self.dtype, self.data[index])
+
+    def as_matrix(self) -> Tensor:
+        """A vector as a matrix of one row, a view; a matrix as it is."""
+        return make_tensor(self.name, (1, *self.shape), self.dtype, self.data) if len(self.shape) == 1 else self
+
+    def transposed(self) -> Tensor:
+        """A matrix with rows and columns exchanged: bfloat16 and float16 stay, any other type becomes float32."""
+        narrow = self.dtype in ("BF16", "F16")
+        grid = (self._view("<u2") if narrow else self.float32()).reshape(self.shape)
+        turned = np.ascontiguousarray(grid.T).reshape(-1).view(np.uint8)
+        return make_tensor(f"{self.name}.T", self.shape[::-1], self.dtype if narrow else "F32", turned)
+
+    def plain(self) -> Tensor:
+        """Without quantization: a plain floating-point type stays, any other becomes float32."""
+        if self.dtype in ("BF16", "F16", "F32"):
+            return self
+        return make_tensor(self.name, self.shape, "F32", self.float32().reshape(-1).view(np.uint8))
+
     def _view(self, dtype: str) -> NDArray[Any]:
         return self.data.reshape(-1).view(dtype)
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from headstart.errors import ModelError
 from headstart.formats._gguf_file import MAGIC, GgufFile, read
-from headstart.formats._gguf_names import KEYS, canonical_names
+from headstart.formats._gguf_names import IMPLIED, KEYS, MODEL_TYPES, canonical_names
 from headstart.formats._gguf_rope import rope_config
 from headstart.formats._index import join
 from headstart.formats.base import Checkpoint, Format, Tensor
@@ -106,7 +106,7 @@ def _config(file: GgufFile, tensors: dict[str, Tensor]) -> dict[str, Any]:
     arch = metadata.get("general.architecture")
     if not isinstance(arch, str):
         raise ModelError(f"{path} has no general.architecture", "is it a language model?")
-    config: dict[str, Any] = {"model_type": arch}
+    config: dict[str, Any] = {"model_type": arch, **IMPLIED.get(arch, {})}
     for key, name in KEYS.items():
         if (value := metadata.get(f"{arch}.{key}")) is not None:
             config[name] = _plain(value)
@@ -124,8 +124,10 @@ def _config(file: GgufFile, tensors: dict[str, Tensor]) -> dict[str, Any]:
     config["num_hidden_layers"] -= heads  # llama.cpp counts them as blocks
     config["vocab_size"] = tensors["embed_tokens.weight"].shape[0]
     config["tie_word_embeddings"] = "lm_head.weight" not in tensors
+    config["attention_bias"] = "layers.0.self_attn.q_proj.bias" in tensors
+    config["use_qk_norm"] = "layers.0.self_attn.q_norm.weight" in tensors
     config |= _heads(config) | _special_ids(metadata)
-    return config | rope_config(metadata, tensors, config)
+    return config | rope_config(metadata, tensors, config) | {"model_type": MODEL_TYPES.get(arch, arch)}
 
 
 def _heads(config: dict[str, Any]) -> dict[str, Any]:

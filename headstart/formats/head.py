@@ -29,6 +29,8 @@ WRITTEN = (
     "kind", "hidden_size", "vocab_size", "num_modules", "hidden_first", "mask_first", "tap", "recycle", "beyond",
 )  # fmt: skip
 """Fields of HeadConfig that config.json holds as they are, at its top level."""
+SWITCHES = ("qkv_bias", "o_bias", "mlp_bias", "qk_norm", "gated_attention")
+"""Fields of BlockConfig that may be off."""
 Recycle = Literal["post_norm", "pre_norm"]
 Tap = Recycle | tuple[int, ...]
 Beyond = Literal["last", "cycle"]
@@ -46,6 +48,7 @@ class BlockConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    gated_attention: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +143,7 @@ def _document(config: HeadConfig) -> dict[str, Any]:
             "scale": attention.scale,
             "eps": block.eps,
             "rope": {"inv_freq": list(rope.inv_freq), "rotary_dim": rope.rotary_dim, "scale": rope.scale},
-            **{name: getattr(block, name) for name in ("qkv_bias", "o_bias", "mlp_bias", "qk_norm")},
+            **{name: getattr(block, name) for name in SWITCHES},
         },
         "trunk": config.trunk,
         "trunk_fingerprint": config.trunk_fingerprint,
@@ -159,7 +162,7 @@ def _parse(data: Mapping[str, Any], path: Path) -> HeadConfig:
         attention = AttentionSpec(
             int(block["num_heads"]), int(block["num_kv_heads"]), int(block["head_dim"]), float(block["scale"])
         )
-        switches = {name: bool(block[name]) for name in ("qkv_bias", "o_bias", "mlp_bias", "qk_norm")}
+        switches = {name: bool(block.get(name, False)) for name in SWITCHES}
         return HeadConfig(
             kind=data["kind"],
             hidden_size=int(data["hidden_size"]),

@@ -97,7 +97,7 @@ def paths() -> list[str]:
 class KVPool:
     """Keys and values of one layer. store: 0 float32, 1 bfloat16, 2 int8."""
 
-    def __init__(self, num_slots: int, num_heads: int, head_dim: int, store: int) -> None: ...
+    def __init__(self, num_slots: int, num_heads: int, head_dim: int, value_dim: int, store: int) -> None: ...
 
 class HiddenPool:
     """Hidden states [num_slots, width]."""
@@ -105,6 +105,13 @@ class HiddenPool:
     def __init__(self, num_slots: int, width: int) -> None: ...
     @property
     def width(self) -> int: ...
+
+class StatePool:
+    """Recurrent states of one layer [num_slots, state_size], and kept rows [num_owned, num_kept, row_size]."""
+
+    def __init__(self, num_slots: int, num_owned: int, num_kept: int, state_size: int, row_size: int) -> None: ...
+    def state(self, slot: int) -> NDArray[np.float32]:
+        """A copy of one state."""
 
 class RopeTable:
     """cos and sin of position * inv_freq, times scale."""
@@ -137,9 +144,44 @@ class Program:
     def add(self, a: int, b: int) -> int: ...
     def silu(self, x: int) -> int: ...
     def silu_mul(self, gate: int, up: int) -> int: ...
-    def concat(self, a: int, b: int) -> int: ...
+    def concat(self, a: int, b: int, heads: int) -> int: ...
+    def sigmoid_mul(self, gate: int, x: int) -> int: ...
+    def head_linear(self, x: int, matrices: list[Matrix]) -> int: ...
+    def route(
+        self,
+        logits: int,
+        bias: NDArray[np.float32] | None,
+        top_k: int,
+        num_groups: int,
+        top_groups: int,
+        sigmoid: bool,
+        normalize: bool,
+        scale: float,
+    ) -> tuple[int, int]:
+        """The choice of experts, for `experts`."""
+
+    def experts(
+        self, x: int, chosen: tuple[int, int], gate: list[Matrix], up: list[Matrix], down: list[Matrix]
+    ) -> int: ...
+    def want_quants(self, x: int) -> None:
+        """Keep 8-bit forms of the rows of a buffer from here on."""
+
     def rope(self, x: int, table: RopeTable, head_dim: int) -> int: ...
     def attention(self, q: int, k: int, v: int, pool: KVPool, num_heads: int, scale: float) -> int: ...
+    def causal_conv(self, x: int, taps: NDArray[np.float32], pool: StatePool, width: int) -> int: ...
+    def decay(self, x: int, rate: NDArray[np.float32], bias: NDArray[np.float32]) -> int: ...
+    def gated_delta(
+        self,
+        qkv: int,
+        log_decay: int,
+        strength: int,
+        pool: StatePool,
+        num_key_heads: int,
+        num_heads: int,
+        key_dim: int,
+        value_dim: int,
+        tiled: bool,
+    ) -> int: ...
     def take_logit_rows(self, x: int) -> int: ...
     def zero_where(self, x: int, position: int) -> int: ...
     def store_hidden(self, x: int, pool: HiddenPool) -> None: ...
@@ -159,6 +201,7 @@ class Program:
         hidden_slots: NDArray[np.int32] | None,
         hidden_pool: HiddenPool | None,
         hidden: NDArray[np.float32] | None,
+        states: list[NDArray[np.int32]] | None,
     ) -> dict[str, NDArray[np.float32]]: ...
     def profile(self, reset: bool) -> dict[str, float]:
         """Seconds by label since profiling began or the last reset."""

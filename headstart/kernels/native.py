@@ -5,18 +5,29 @@ Buffers are numpy arrays that belong to their program: valid until it runs again
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headstart.config import KVDtype, Quantization
-from headstart.core import Sampled, SamplingRows, StepPlan, TokenLogprob
+from headstart.core import Sampled, SamplingRows, StateSteps, StepPlan, TokenLogprob
 from headstart.errors import UsageError
 from headstart.kernels import native_sampling
-from headstart.kernels._native import Arena, HiddenPool, KVPool, Matrix, Program, ThreadPool, fastest_read, paths
+from headstart.kernels._native import (
+    Arena,
+    HiddenPool,
+    KVPool,
+    Matrix,
+    Program,
+    StatePool,
+    ThreadPool,
+    fastest_read,
+    paths,
+)
 from headstart.kernels.native_program import record
-from headstart.kernels.ops import AttentionSpec, Program as Code, RawTensor
+from headstart.kernels.ops import AttentionSpec, Program as Code, RawTensor, StateSpec
 from headstart.kernels.packed_cache import PackedCache
 from headstart.kernels.packing import pack
 
@@ -53,12 +64,12 @@ class NativeBackend:
         self._profiling = False
         self.weight_bytes = 0
 
-    def weight(self, tensor: RawTensor, *, drafts: bool = False) -> Matrix | Array:
+    def weight(self, tensor: RawTensor, *, drafts: bool = False, precise: bool = False) -> Matrix | Array:
         """A vector as float32, a matrix packed; what only drafts is rounded to int4: half of int8's time, and
         costs 1 % of the acceptance length (docs/LOG.md)."""
         if len(tensor.shape) == 1:
             return np.array(tensor.float32(), np.float32)
-        quantization = self.quantization or ("int4" if drafts else None)
+        quantization = None if precise else self.quantization or ("int4" if drafts else None)
         matrix = self._cache.get(tensor) or self._cache.put(tensor, pack(tensor, self.threads, quantization))
         if not drafts:
             self.weight_bytes += matrix.num_bytes
@@ -69,16 +80,22 @@ class NativeBackend:
 
     def kv_bytes(self, spec: AttentionSpec) -> int:
         scales = 8 if self._kv_store == _STORES["int8"] else 0
-        return spec.num_kv_heads * (2 * spec.head_dim * (4, 2, 1)[self._kv_store] + scales)
+        return spec.num_kv_heads * ((spec.head_dim + spec.value_width) * (4, 2, 1)[self._kv_store] + scales)
 
     def index(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.ascontiguousarray(ids, np.int64)
 
     def kv_pool(self, num_slots: int, spec: AttentionSpec) -> KVPool:
-        return KVPool(num_slots, spec.num_kv_heads, spec.head_dim, self._kv_store)
+        return KVPool(num_slots, spec.num_kv_heads, spec.head_dim, spec.value_width, self._kv_store)
 
     def hidden_pool(self, num_slots: int, width: int) -> HiddenPool:
         return HiddenPool(num_slots, width)
+
+    def state_bytes(self, spec: StateSpec, num_kept: int = 0) -> int:
+        return 4 * (math.prod(spec.state_shape) + num_kept * spec.row_width)
+
+    def state_pool(self, num_slots: int, num_owned: int, num_kept: int, spec: StateSpec) -> StatePool:
+        return StatePool(num_slots, num_owned, num_kept, math.prod(spec.state_shape), spec.row_width)
 
     def run(
         self, program: Code, plan: StepPlan, *, hidden_pool: HiddenPool | None = None, hidden: Array | None = None
@@ -89,6 +106,7 @@ class NativeBackend:
         return found[1].run(
             self.threads, self._arena, plan.token_ids, plan.positions, plan.slots, plan.row_starts, plan.block_tables,
             plan.logit_rows, plan.block_size, plan.first_position, plan.hidden_slots, hidden_pool, hidden,
+            _arrays(plan.states),
         )  # fmt: skip
 
     def _record(self, code: Code, plan: StepPlan, hidden_pool: HiddenPool | None, hidden: Array | None) -> Program:
@@ -137,6 +155,16 @@ class NativeBackend:
     def read_bandwidth(self, num_bytes: int, runs: int) -> float:
         buffer = np.ones(num_bytes, np.uint8)  # written: memory never touched is not read from memory
         return num_bytes / fastest_read(self.threads, buffer, runs)
+
+
+def _arrays(states: StateSteps | None) -> list[NDArray[np.int32]] | None:
+    """In the order of their fields."""
+    if states is None:
+        return None
+    return [
+        states.own, states.reads, states.starts, states.keeps,
+        states.store_starts, states.store_positions, states.store_slots,
+    ]  # fmt: skip
 
 
 def instruction_paths() -> list[str]:

@@ -6,16 +6,19 @@ and silu(gate(x)) * up(x) becomes one step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.kernels._native import HiddenPool, KVPool, Matrix, Program, RopeTable
-from headstart.kernels.ops import AttentionSpec, RopeSpec, StepInputs
+from headstart.kernels._native import HiddenPool, KVPool, Matrix, Program, RopeTable, StatePool
+from headstart.kernels.ops import AttentionSpec, ConvSpec, DeltaSpec, Experts, RopeSpec, RouterSpec, StepInputs
 
 Vector = NDArray[np.float32]
+QUANTIZED = 3
+"""Kinds of matrices from here on read 8-bit rows (csrc/matrix.h)."""
 Input = Literal["token_ids", "positions", "logit_rows", "hidden"]
 
 
@@ -80,8 +83,30 @@ class Recorder:
     def add(self, a: Buffer, b: Buffer) -> Buffer:
         return Buffer(a.width, self.program.add(self._index(a), self._index(b)))
 
-    def concat(self, a: Buffer, b: Buffer) -> Buffer:
-        return Buffer(a.width + b.width, self.program.concat(self._index(a), self._index(b)))
+    def sigmoid_mul(self, gate: Buffer, x: Buffer) -> Buffer:
+        return Buffer(x.width, self.program.sigmoid_mul(self._index(gate), self._index(x)))
+
+    def concat(self, a: Buffer, b: Buffer, num_heads: int = 1) -> Buffer:
+        return Buffer(a.width + b.width, self.program.concat(self._index(a), self._index(b), num_heads))
+
+    def head_linear(self, x: Buffer, weights: Sequence[Matrix]) -> Buffer:
+        width = sum(weight.rows for weight in weights)
+        return Buffer(width, self.program.head_linear(self._index(x), list(weights)))
+
+    def moe(self, x: Buffer, logits: Buffer, bias: Vector | None, experts: Experts, spec: RouterSpec) -> Buffer:
+        rows = self._index(x)
+        if any(_quantized(each) for each in (*experts.gate, *experts.up)):
+            self.program.want_quants(rows)  # before the router, whose phase it would part from that of the rows
+        if logits in self._held:  # alone: what else is held (shared experts) runs beside the dealing out of rows
+            self._held.remove(logits)
+            self._record(logits)
+        chosen = self.program.route(
+            self._index(logits), bias, spec.top_k, spec.num_groups, spec.top_groups, spec.scoring == "sigmoid",
+            spec.normalize, spec.scale,
+        )  # fmt: skip
+        self._flush()
+        parts = [list(each) for each in (experts.gate, experts.up, experts.down)]
+        return Buffer(experts.down[0].rows, self.program.experts(rows, chosen, *parts))
 
     def rope(self, x: Buffer, positions: Input, spec: RopeSpec, head_dim: int) -> Buffer:
         assert positions == "positions", positions
@@ -90,7 +115,19 @@ class Recorder:
 
     def attention(self, q: Buffer, k: Buffer, v: Buffer, pool: KVPool, spec: AttentionSpec) -> Buffer:
         indices = (self._index(q), self._index(k), self._index(v))
-        return Buffer(q.width, self.program.attention(*indices, pool, spec.num_heads, spec.scale))
+        width = spec.num_heads * spec.value_width
+        return Buffer(width, self.program.attention(*indices, pool, spec.num_heads, spec.scale))
+
+    def causal_conv(self, x: Buffer, weight: Vector, pool: StatePool, spec: ConvSpec) -> Buffer:
+        return Buffer(x.width, self.program.causal_conv(self._index(x), weight, pool, spec.width))
+
+    def decay(self, x: Buffer, rate: Vector, bias: Vector) -> Buffer:
+        return Buffer(x.width, self.program.decay(self._index(x), rate, bias))
+
+    def gated_delta(self, qkv: Buffer, log_decay: Buffer, strength: Buffer, pool: StatePool, spec: DeltaSpec) -> Buffer:
+        rows = (self._index(qkv), self._index(log_decay), self._index(strength))
+        sizes = (spec.num_key_heads, spec.num_heads, spec.key_dim, spec.value_dim)
+        return Buffer(spec.num_heads * spec.value_dim, self.program.gated_delta(*rows, pool, *sizes, spec.tiled))
 
     def take_rows(self, x: Buffer, rows: Input) -> Buffer:
         assert rows == "logit_rows", rows
@@ -107,18 +144,25 @@ class Recorder:
 
     def _index(self, buffer: Buffer) -> int:
         if buffer.index < 0:
-            held, self._held = self._held, []
-            for each in held:
-                self._record(each)
+            self._flush()
         if buffer.index < 0:  # a factor of a gated product that is read by itself as well
             self._record(buffer)
         return buffer.index
+
+    def _flush(self) -> None:
+        held, self._held = self._held, []
+        for each in held:
+            self._record(each)
 
     def _record(self, product: Buffer) -> None:
         assert product.x is not None
         x = self._index(product.x)
         label = "head" if x in self._logit_buffers else "matrices"
         product.index = self.program.linear(x, product.matrix, product.bias, label)
+
+
+def _quantized(matrix: Matrix) -> bool:
+    return matrix.kind >= QUANTIZED
 
 
 def record(code: Any, path: str, hidden_width: int) -> Program:

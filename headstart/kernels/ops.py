@@ -7,9 +7,9 @@ replays the list for any R. Row i of every result depends on row i's inputs (and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,10 @@ class RawTensor(Protocol):
     def dtype(self) -> str: ...
     def float32(self) -> NDArray[np.float32]: ...
     def take_rows(self, rows: NDArray[np.int64]) -> RawTensor: ...
+    def part(self, index: int) -> RawTensor: ...
+    def as_matrix(self) -> RawTensor: ...
+    def transposed(self) -> RawTensor: ...
+    def plain(self) -> RawTensor: ...
 
 
 @dataclass(frozen=True)
@@ -49,12 +53,95 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Shape of one grouped-query attention; `scale` multiplies q.k."""
+    """Shape of one grouped-query attention; `scale` multiplies q.k. Keys have `head_dim` features, values `value_dim`
+    (0: as many). `latent`: values are the first features of the keys, and a pool may keep them once."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scale: float
+    value_dim: int = 0
+    latent: bool = False
+
+    @property
+    def value_width(self) -> int:
+        """Features of one value."""
+        return self.value_dim or self.head_dim
+
+
+@dataclass(frozen=True)
+class RouterSpec:
+    """Which experts a row takes and how it weighs them.
+
+    Scores are the softmax or sigmoid of the router's logits; a bias is added for the choice only. Of groups of
+    neighbouring experts, those `top_groups` take part whose two best choices sum highest (DeepSeek-V3 report, section
+    2.1.2). The scores of the `top_k` chosen, divided by their sum if `normalize`, times `scale`, are the weights.
+    Ties go to the lowest id.
+    """
+
+    num_experts: int
+    top_k: int
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    normalize: bool = True
+    scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Experts:
+    """The gated experts of one layer, by id: gate and up [inner, in], down [out, inner]."""
+
+    gate: tuple[Weight, ...]
+    up: tuple[Weight, ...]
+    down: tuple[Weight, ...]
+
+
+@dataclass(frozen=True)
+class ConvSpec:
+    """A short causal convolution: each channel sums its last `width` inputs. State: the last width - 1 inputs."""
+
+    channels: int
+    width: int
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        return self.width - 1, self.channels
+
+    @property
+    def row_width(self) -> int:
+        """Columns of a kept row (see Ops.causal_conv)."""
+        return self.channels
+
+
+@dataclass(frozen=True)
+class DeltaSpec:
+    """Gated DeltaNet (Yang, Kautz, Hatamizadeh 2024): one state matrix [key_dim, value_dim] per value head. Value head
+    v reads key head v // (num_heads / num_key_heads), or v % num_key_heads where they are `tiled`."""
+
+    num_key_heads: int
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    tiled: bool = False
+
+    @property
+    def channels(self) -> int:
+        """Width of [q, k, v]."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        return self.num_heads, self.key_dim, self.value_dim
+
+    @property
+    def row_width(self) -> int:
+        """Columns of a kept row: [q, k, v], log decay, strength."""
+        return self.channels + 2 * self.num_heads
+
+
+StateSpec = ConvSpec | DeltaSpec
+"""What a recurrent layer keeps per sequence instead of keys and values."""
 
 
 @dataclass(frozen=True)
@@ -92,15 +179,38 @@ class Ops(Protocol):
     def silu_mul(self, gate: Buffer, up: Buffer) -> Buffer:
         """silu(gate) * up."""
 
-    def concat(self, a: Buffer, b: Buffer) -> Buffer:
-        """[R, n], [R, m] -> [R, n + m]."""
+    def sigmoid_mul(self, gate: Buffer, x: Buffer) -> Buffer:
+        """sigmoid(gate) * x; each feature of a narrower gate serves width(x) / width(gate) features side by side."""
+
+    def concat(self, a: Buffer, b: Buffer, num_heads: int = 1) -> Buffer:
+        """[R, n], [R, m] -> [R, n + m]; with heads, [R, heads * n], [R, heads * m] -> [R, heads * (n + m)]."""
+
+    def head_linear(self, x: Buffer, weights: Sequence[Weight]) -> Buffer:
+        """One float matrix [out, in] for each head: [R, heads * in] -> [R, heads * out]."""
+
+    def moe(self, x: Buffer, logits: Buffer, bias: Weight | None, experts: Experts, spec: RouterSpec) -> Buffer:
+        """The weighted sum of the experts that each row takes, added in ascending order of their ids. logits [R, E] are
+        the router's, bias [E]; x [R, in] -> [R, out]."""
 
     def rope(self, x: Buffer, positions: Buffer, spec: RopeSpec, head_dim: int) -> Buffer:
         """Rotate each head of [R, heads * head_dim]."""
 
     def attention(self, q: Buffer, k: Buffer, v: Buffer, pool: Pool, spec: AttentionSpec) -> Buffer:
-        """Write k, v [R, kv_heads * head_dim] at the rows' slots, then attend causally to every written position of
-        the row's own sequence from plan.first_position to the row's position -> [R, heads * head_dim]."""
+        """Write k [R, kv_heads * head_dim] and v [R, kv_heads * value_width] at the rows' slots, then attend causally
+        to every written position of the row's own sequence from plan.first_position to the row's position ->
+        [R, heads * value_width]."""
+
+    def causal_conv(self, x: Buffer, weight: Weight, pool: Pool, spec: ConvSpec) -> Buffer:
+        """y_p = sum over j of weight[j] * x_(p - width + 1 + j) along each sequence, zeros before its first row;
+        weight [width * channels], taps oldest first. States are read and written as plan.states says."""
+
+    def decay(self, x: Buffer, rate: Weight, bias: Weight) -> Buffer:
+        """rate * ln(1 + e^(x + bias)), by column: the log decay of a recurrent state (rate < 0)."""
+
+    def gated_delta(self, qkv: Buffer, log_decay: Buffer, strength: Buffer, pool: Pool, spec: DeltaSpec) -> Buffer:
+        """The recurrence, row by row in prefill too: with q and k of length 1 (L2, epsilon 1e-6) and q / sqrt(key_dim),
+        S = e^log_decay S;  S += k (sigmoid(strength) (v - S^T k))^T;  out = S^T q. qkv [R, channels]; log_decay and
+        strength [R, heads] -> [R, heads * value_dim]. States are read and written as plan.states says."""
 
     def take_rows(self, x: Buffer, rows: Buffer) -> Buffer:
         """x[rows]."""
@@ -121,9 +231,9 @@ class Backend(Protocol):
 
     name: str
 
-    def weight(self, tensor: RawTensor, *, drafts: bool = False) -> Weight:
+    def weight(self, tensor: RawTensor, *, drafts: bool = False, precise: bool = False) -> Weight:
         """Take a file's tensor into this backend's own form. `drafts`: it only makes drafts, which never change the
-        text, so the backend may round it."""
+        text, so the backend may round it. `precise`: small and sensitive (a router); it is never rounded."""
 
     def loaded(self) -> None:
         """All weights have been taken."""
@@ -134,6 +244,12 @@ class Backend(Protocol):
     def kv_pool(self, num_slots: int, spec: AttentionSpec) -> Pool: ...
 
     def hidden_pool(self, num_slots: int, width: int) -> Pool: ...
+
+    def state_bytes(self, spec: StateSpec, num_kept: int = 0) -> int:
+        """Bytes of one recurrent state, with as many kept rows."""
+
+    def state_pool(self, num_slots: int, num_owned: int, num_kept: int, spec: StateSpec) -> Pool:
+        """Recurrent states; the first `num_owned` slots belong to sequences and have `num_kept` rows each."""
 
     def run(
         self, program: Program, plan: StepPlan, *, hidden_pool: Pool = None, hidden: Buffer = None

@@ -29,6 +29,7 @@ from pathlib import Path
 import numpy as np
 
 from headstart import __version__, hub
+from headstart.formats._fp8 import BlockScaled
 from headstart.formats.base import Bytes, Tensor
 from headstart.kernels._native import Matrix
 from headstart.kernels.ops import RawTensor
@@ -132,7 +133,8 @@ class PackedCache:
 
 def _identity(tensor: RawTensor) -> str:
     """Name, type, shape and a look at the bytes: rows taken from a tensor carry its name too."""
-    crc = _ends_crc(tensor.data.reshape(-1)) if isinstance(tensor, Tensor) else 0
+    stored = tensor.weight if isinstance(tensor, BlockScaled) else tensor
+    crc = _ends_crc(stored.data.reshape(-1)) if isinstance(stored, Tensor) else 0
     return f"{tensor.name} {tensor.dtype} {list(tensor.shape)} {crc:08x}"
 
 

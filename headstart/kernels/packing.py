@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from headstart.formats._fp8 import BlockScaled
 from headstart.formats.base import Bytes, Tensor
 from headstart.kernels._native import Matrix, ThreadPool, dequantize_into, matrix_bytes, pack_rows, source_form
 from headstart.kernels.ops import RawTensor
@@ -27,6 +28,7 @@ def pack(tensor: RawTensor, pool: ThreadPool, quantization: Quantization | None 
     `quantization` rounds to groups of 32 with a float16 scale (int8) or scale and minimum (int4); a tensor which the
     file's own precision packs into no more bits is left as it is. Types that the kernels lack become float32.
     """
+    tensor = tensor.read() if isinstance(tensor, BlockScaled) else tensor
     if len(tensor.shape) != 2:
         raise ValueError(f"tensor {tensor.name} has the shape {list(tensor.shape)}, but a matrix is wanted")
     rows, cols = tensor.shape

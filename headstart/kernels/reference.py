@@ -1,7 +1,8 @@
 """The oracle backend: plain torch, executed op by op, on CPU or CUDA.
 
 Shapes: R rows, S sequences of a group, Q rows of the longest span, L cached positions, K kv heads, G query heads per
-kv head, D head dim. Matrices run in torch's own kernels, so rows agree with each other up to rounding only.
+kv head, D head dim of keys, V of values. Matrices run in torch's own kernels, so rows agree with each other up to
+rounding only.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -20,7 +21,20 @@ from torch import Tensor
 
 from headstart.core import Sampled, SamplingRows, StepPlan, TokenLogprob
 from headstart.errors import UsageError
-from headstart.kernels.ops import AttentionSpec, Program, RawTensor, RopeSpec, StepInputs
+from headstart.kernels.ops import (
+    AttentionSpec,
+    ConvSpec,
+    DeltaSpec,
+    Experts,
+    Program,
+    RawTensor,
+    RopeSpec,
+    RouterSpec,
+    StateSpec,
+    StepInputs,
+)
+from headstart.kernels.reference_moe import mixture
+from headstart.kernels.reference_recurrent import StatePool, conv_step, delta_step, walk
 from headstart.kernels.reference_sampling import logprobs, sample
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -30,7 +44,7 @@ SHORT_SPAN, SHORT_CONTEXT = 8, 128
 
 @dataclass(frozen=True, eq=False)
 class KVPool:
-    """Keys and values [num_slots, K, D]."""
+    """Keys [num_slots, K, D] and values [num_slots, K, V]; latent values are a view of the keys."""
 
     keys: Tensor
     values: Tensor
@@ -109,8 +123,20 @@ class ReferenceOps:
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         return torch.nn.functional.silu(gate) * up
 
-    def concat(self, a: Tensor, b: Tensor) -> Tensor:
-        return torch.cat((a, b), dim=-1)
+    def sigmoid_mul(self, gate: Tensor, x: Tensor) -> Tensor:
+        grouped: Tensor = x.unflatten(-1, (gate.shape[-1], -1))
+        return (grouped * gate.sigmoid()[..., None]).flatten(-2)
+
+    def concat(self, a: Tensor, b: Tensor, num_heads: int = 1) -> Tensor:
+        heads = [x.unflatten(-1, (num_heads, -1)) for x in (a, b)]
+        return torch.cat(heads, dim=-1).flatten(-2)
+
+    def head_linear(self, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        heads: tuple[Tensor, ...] = x.unflatten(-1, (len(weights), -1)).unbind(-2)
+        return torch.cat([head @ weight.T for head, weight in zip(heads, weights, strict=True)], dim=-1)
+
+    def moe(self, x: Tensor, logits: Tensor, bias: Tensor | None, experts: Experts, spec: RouterSpec) -> Tensor:
+        return mixture(x, logits, bias, experts, spec)
 
     def rope(self, x: Tensor, positions: Tensor, spec: RopeSpec, head_dim: int) -> Tensor:
         cos, sin = self._rope_table(positions, spec)
@@ -132,29 +158,39 @@ class ReferenceOps:
         return self._rope_tables[key]
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, pool: KVPool, spec: AttentionSpec) -> Tensor:
-        heads, dim = spec.num_kv_heads, spec.head_dim
-        pool.keys[self._slots] = k.unflatten(-1, (heads, dim))
-        pool.values[self._slots] = v.unflatten(-1, (heads, dim))
-        out = torch.empty_like(q)
+        pool.keys[self._slots] = k.unflatten(-1, (spec.num_kv_heads, -1))
+        if not spec.latent:
+            pool.values[self._slots] = v.unflatten(-1, (spec.num_kv_heads, -1))
+        out = q.new_empty(len(q), spec.num_heads * spec.value_width)
         for group in self._groups:
             attended = self._attend(q[group.rows], pool, spec, group)
             out[group.rows[group.valid]] = attended[group.valid]
         return out
 
     def _attend(self, q: Tensor, pool: KVPool, spec: AttentionSpec, group: _Group) -> Tensor:
-        """[S, Q, H * D] -> [S, Q, H * D]."""
+        """[S, Q, H * D] -> [S, Q, H * V]."""
         num_spans, num_rows, _ = q.shape
         kv_heads, dim = spec.num_kv_heads, spec.head_dim
         repeat = spec.num_heads // kv_heads
         # head h = kv head * G + g; the G query heads of a kv head share its keys, so they become rows
         q_skgqd = q.view(num_spans, num_rows, kv_heads, repeat, dim).permute(0, 2, 3, 1, 4)
         keys = pool.keys[group.slots].permute(0, 2, 3, 1)  # [S, K, D, L]
-        values = pool.values[group.slots].permute(0, 2, 1, 3)  # [S, K, L, D]
+        values = pool.values[group.slots].permute(0, 2, 1, 3)  # [S, K, L, V]
         scores = q_skgqd.reshape(num_spans, kv_heads, repeat * num_rows, dim) @ keys
         scores = scores.view(num_spans, kv_heads, repeat, num_rows, -1) * spec.scale + group.mask[:, None, None]
         weights = scores.softmax(-1).view(num_spans, kv_heads, repeat * num_rows, -1)
-        out = (weights @ values).view(num_spans, kv_heads, repeat, num_rows, dim)
+        out = (weights @ values).view(num_spans, kv_heads, repeat, num_rows, -1)
         return out.permute(0, 3, 1, 2, 4).reshape(num_spans, num_rows, -1)
+
+    def causal_conv(self, x: Tensor, weight: Tensor, pool: StatePool, spec: ConvSpec) -> Tensor:
+        return walk(conv_step(weight, spec), x, spec.channels, pool, self._plan)
+
+    def decay(self, x: Tensor, rate: Tensor, bias: Tensor) -> Tensor:
+        return rate * torch.nn.functional.softplus(x + bias, threshold=30)
+
+    def gated_delta(self, qkv: Tensor, log_decay: Tensor, strength: Tensor, pool: StatePool, spec: DeltaSpec) -> Tensor:
+        rows = torch.cat((qkv, log_decay, strength), dim=-1)
+        return walk(delta_step(spec), rows, spec.num_heads * spec.value_dim, pool, self._plan)
 
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         return x[rows]
@@ -182,7 +218,7 @@ class ReferenceBackend:
         if threads:
             torch.set_num_threads(threads)
 
-    def weight(self, tensor: RawTensor, *, drafts: bool = False) -> Tensor:
+    def weight(self, tensor: RawTensor, *, drafts: bool = False, precise: bool = False) -> Tensor:
         values = np.ascontiguousarray(tensor.float32())
         with warnings.catch_warnings():
             # a float32 weight may be the mapped file itself: it is read only, and nobody writes to weights
@@ -193,25 +229,41 @@ class ReferenceBackend:
         """Nothing is left to do."""
 
     def kv_bytes(self, spec: AttentionSpec) -> int:
-        return 2 * spec.num_kv_heads * spec.head_dim * self.dtype.itemsize
+        values = 0 if spec.latent else spec.value_width
+        return spec.num_kv_heads * (spec.head_dim + values) * self.dtype.itemsize
 
     def index(self, ids: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(ids).to(self.device)
 
     def kv_pool(self, num_slots: int, spec: AttentionSpec) -> KVPool:
-        shape = (num_slots, spec.num_kv_heads, spec.head_dim)
-        return KVPool(self._zeros(shape), self._zeros(shape))
+        keys = self._zeros((num_slots, spec.num_kv_heads, spec.head_dim))
+        if spec.latent:
+            return KVPool(keys, keys[..., : spec.value_width])
+        return KVPool(keys, self._zeros((num_slots, spec.num_kv_heads, spec.value_width)))
 
     def hidden_pool(self, num_slots: int, width: int) -> Tensor:
         return self._zeros((num_slots, width))
 
-    def _zeros(self, shape: tuple[int, ...]) -> Tensor:
+    def state_bytes(self, spec: StateSpec, num_kept: int = 0) -> int:
+        return (math.prod(spec.state_shape) + num_kept * spec.row_width) * self._state_dtype.itemsize
+
+    def state_pool(self, num_slots: int, num_owned: int, num_kept: int, spec: StateSpec) -> StatePool:
+        rows = self._zeros((num_owned, num_kept, spec.row_width), self._state_dtype)
+        return StatePool(self._zeros((num_slots, *spec.state_shape), self._state_dtype), rows)
+
+    @property
+    def _state_dtype(self) -> torch.dtype:
+        """A sum over a whole text is not for eight bits."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """Zeros, so that no stale NaN can pass a masked weight. On CPU by numpy (calloc): memory is taken only as it
         is used, where torch.zeros would fill it at once."""
-        if self.device.type == "cuda":
-            return torch.zeros(shape, dtype=self.dtype, device=self.device)
-        raw = np.zeros(math.prod(shape) * self.dtype.itemsize, np.uint8)
-        return torch.from_numpy(raw).view(self.dtype).view(shape)
+        dtype = dtype or self.dtype
+        if self.device.type == "cuda" or 0 in shape:
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+        raw = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+        return torch.from_numpy(raw).view(dtype).view(shape)
 
     @torch.inference_mode()
     def run(

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
 from headstart.errors import ModelError
 from headstart.kernels.ops import AttentionSpec, Backend, RawTensor, RopeSpec, Weight
 from headstart.layers.attention import Attention
-from headstart.layers.decoder import Decoder, DecoderLayer, tapped_layers
+from headstart.layers.decoder import Decoder, DecoderLayer, Mixer, tapped_layers
+from headstart.layers.delta import DeltaConfig, delta_layer
 from headstart.layers.eagle3 import Eagle3Module
 from headstart.layers.linear import Linear
 from headstart.layers.medusa import MedusaModule
+from headstart.layers.mla import MLAConfig, mla_layer
 from headstart.layers.mlp import GatedMLP
+from headstart.layers.moe import MoEConfig, moe_layer
 from headstart.layers.mtp import HeadSpec, MTPHead, MTPModule
 from headstart.layers.norm import RMSNorm
 
@@ -36,7 +40,12 @@ class DecoderConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    gated_attention: bool = False
+    delta: DeltaConfig | None = None
     num_mtp: int = 0  # native MTP modules promised by the config
+    mtp_recycle: Literal["post_norm", "pre_norm"] | None = None  # None: what the family declares
+    moe: MoEConfig | None = None
+    mla: MLAConfig | None = None  # instead of `attention`, which is then what a block beside this trunk may have
 
 
 class Weights:
@@ -50,20 +59,25 @@ class Weights:
         self.used: set[str] = set()
         self._taken: dict[str, Weight] = {}
 
-    def raw(self, name: str, shape: tuple[int, ...]) -> RawTensor:
-        """The file's tensor. Raises ModelError when it is absent or has another shape."""
+    def raw(self, name: str, *shapes: tuple[int, ...]) -> RawTensor:
+        """The file's tensor. Raises ModelError when it is absent or has none of these shapes."""
         tensor = self.tensors.get(name)
         if tensor is None:
             raise ModelError(f"{self.source} has no tensor {name}", "is the checkpoint complete, and of this family?")
-        if tuple(tensor.shape) != shape:
-            raise ModelError(f"{self.source}: {name} has shape {tuple(tensor.shape)}, but the config implies {shape}")
+        if tuple(tensor.shape) not in shapes:
+            has = f"{self.source}: {name} has shape {tuple(tensor.shape)}"
+            raise ModelError(f"{has}, but the config implies {shapes[0]}")
         self.used.add(name)
         return tensor
 
-    def get(self, name: str, *shape: int) -> Weight:
+    def get(self, name: str, *shape: int, precise: bool = False) -> Weight:
         if name not in self._taken:
-            self._taken[name] = self.backend.weight(self.raw(name, shape), drafts=self.drafts)
+            self._taken[name] = self.take(self.raw(name, shape), precise=precise)
         return self._taken[name]
+
+    def take(self, tensor: RawTensor, *, precise: bool = False) -> Weight:
+        """A tensor, or what was made of one, in the backend's form."""
+        return self.backend.weight(tensor, drafts=self.drafts, precise=precise)
 
     def has(self, name: str) -> bool:
         return name in self.tensors
@@ -77,15 +91,44 @@ class Weights:
 
 
 def decoder_layer(
-    weights: Weights, prefix: str, config: DecoderConfig, *, attention_input: int | None = None
+    weights: Weights,
+    prefix: str,
+    config: DecoderConfig,
+    *,
+    index: int | None = None,
+    attention_input: int | None = None,
 ) -> DecoderLayer:
-    """The block whose tensors start with `prefix` (no trailing dot). `attention_input`: columns that q, k and v read,
-    where they are not the hidden size."""
-    hidden, inner, spec, eps = config.hidden_size, config.intermediate_size, config.attention, config.eps
-    reads = attention_input or hidden
+    """The block whose tensors start with `prefix` (no trailing dot). `index`: its place in the trunk; a block beside
+    the trunk always has the experts, if there are any. `attention_input`: columns that q, k and v read, where they are
+    not the hidden size."""
+    hidden, eps = config.hidden_size, config.eps
+    mlp = f"{prefix}.mlp"
+    sparse = config.moe if config.moe and index not in config.moe.dense else None
+    return DecoderLayer(
+        input_norm=weights.norm(f"{prefix}.input_layernorm", hidden, eps),
+        attention=_mixer(weights, prefix, config, index, attention_input or hidden),
+        post_norm=weights.norm(f"{prefix}.post_attention_layernorm", hidden, eps),
+        mlp=moe_layer(weights, mlp, hidden, sparse)
+        if sparse
+        else GatedMLP.of(weights, mlp, hidden, config.intermediate_size, bias=config.mlp_bias),
+    )
+
+
+def _mixer(weights: Weights, prefix: str, config: DecoderConfig, index: int | None, reads: int) -> Mixer:
+    """What layer `index` of the trunk, or a block beside it, mixes positions with."""
+    if config.delta and index in config.delta.layers:
+        return delta_layer(weights, f"{prefix}.linear_attn", config.hidden_size, config.eps, config.delta)
+    if config.mla:
+        return mla_layer(weights, f"{prefix}.self_attn", config.hidden_size, config.mla)
+    return _attention(weights, f"{prefix}.self_attn", config, reads)
+
+
+def _attention(weights: Weights, attn: str, config: DecoderConfig, reads: int) -> Attention:
+    """The attention whose tensors start with `attn`; q, k and v read as many columns as `reads`."""
+    hidden, spec, eps = config.hidden_size, config.attention, config.eps
     q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    attn, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-    attention = Attention(
+    gate = weights.linear(f"{attn}.gate_proj", q_size, reads, bias=config.qkv_bias) if config.gated_attention else None
+    return Attention(
         q_proj=weights.linear(f"{attn}.q_proj", q_size, reads, bias=config.qkv_bias),
         k_proj=weights.linear(f"{attn}.k_proj", kv_size, reads, bias=config.qkv_bias),
         v_proj=weights.linear(f"{attn}.v_proj", kv_size, reads, bias=config.qkv_bias),
@@ -94,16 +137,7 @@ def decoder_layer(
         rope=config.rope,
         q_norm=weights.norm(f"{attn}.q_norm", spec.head_dim, eps) if config.qk_norm else None,
         k_norm=weights.norm(f"{attn}.k_norm", spec.head_dim, eps) if config.qk_norm else None,
-    )
-    return DecoderLayer(
-        input_norm=weights.norm(f"{prefix}.input_layernorm", hidden, eps),
-        attention=attention,
-        post_norm=weights.norm(f"{prefix}.post_attention_layernorm", hidden, eps),
-        mlp=GatedMLP(
-            weights.linear(f"{mlp}.gate_proj", inner, hidden, bias=config.mlp_bias),
-            weights.linear(f"{mlp}.up_proj", inner, hidden, bias=config.mlp_bias),
-            weights.linear(f"{mlp}.down_proj", hidden, inner, bias=config.mlp_bias),
-        ),
+        gate_proj=gate,
     )
 
 
@@ -113,7 +147,7 @@ def decoder(weights: Weights, config: DecoderConfig) -> Decoder:
     head = lm_head_name(weights, config)
     return Decoder(
         embedding=embedding,
-        layers=[decoder_layer(weights, f"layers.{i}", config) for i in range(config.num_layers)],
+        layers=[decoder_layer(weights, f"layers.{i}", config, index=i) for i in range(config.num_layers)],
         norm=weights.norm("norm", config.hidden_size, config.eps),
         lm_head=Linear(weights.get(head, config.vocab_size, config.hidden_size)),
     )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
-from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, Program, StepInputs, Weight
-from headstart.layers.attention import Attention
+from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, Program, StateSpec, StepInputs, Weight
 from headstart.layers.linear import Linear
-from headstart.layers.mlp import GatedMLP
 from headstart.layers.norm import RMSNorm
 
 Tap = Literal["post_norm", "pre_norm"] | tuple[int, ...]
@@ -26,14 +25,34 @@ def tapped_layers(tap: Tap) -> tuple[int, ...]:
     return tap if isinstance(tap, tuple) else ()
 
 
+class Mixer(Protocol):
+    """What mixes positions in a block: attention of one kind or another, or a recurrence over states."""
+
+    @property
+    def spec(self) -> AttentionSpec | None:
+        """What its KV pool holds; None: it has none."""
+
+    @property
+    def state_specs(self) -> tuple[StateSpec, ...]:
+        """Of the states it keeps; its pool is then a tuple of theirs."""
+
+    def __call__(self, ops: Ops, x: Buffer, positions: Buffer, pool: Pool) -> Buffer: ...
+
+
+class FeedForward(Protocol):
+    """What works on each row by itself: one gated MLP, or a mixture of experts."""
+
+    def __call__(self, ops: Ops, x: Buffer) -> Buffer: ...
+
+
 @dataclass(frozen=True)
 class DecoderLayer:
     """x + attention(norm(x)), then + mlp(norm(.)); the residual sum of a block is left to the next norm."""
 
     input_norm: RMSNorm
-    attention: Attention
+    attention: Mixer
     post_norm: RMSNorm
-    mlp: GatedMLP
+    mlp: FeedForward
 
     def __call__(
         self, ops: Ops, delta: Buffer | None, residual: Buffer, positions: Buffer, pool: Pool
@@ -58,12 +77,23 @@ class Decoder:
 
     @property
     def kv_specs(self) -> list[AttentionSpec]:
-        """One KV pool per block."""
-        return [layer.attention.spec for layer in self.layers]
+        """One KV pool per block that attends."""
+        return [layer.attention.spec for layer in self.layers if layer.attention.spec]
 
-    def program(self, kv_pools: list[Pool], hidden_pool: Pool = None, tap: Tap = "post_norm") -> Program:
-        """The forward over `kv_pools`; `hidden_pool` None keeps no hidden states."""
-        return DecoderProgram(self, kv_pools, hidden_pool, tap)
+    @property
+    def state_specs(self) -> list[StateSpec]:
+        """One state pool each."""
+        return [spec for layer in self.layers for spec in layer.attention.state_specs]
+
+    def program(
+        self, kv_pools: Seq[Pool], hidden_pool: Pool = None, tap: Tap = "post_norm", state_pools: Seq[Pool] = ()
+    ) -> Program:
+        """The forward over the pools of kv_specs and state_specs; `hidden_pool` None keeps no hidden states."""
+        kv, states = iter(kv_pools), iter(state_pools)
+        pools: list[Pool] = []
+        for mixer in [layer.attention for layer in self.layers]:
+            pools.append(next(kv) if mixer.spec else tuple(next(states) for _ in mixer.state_specs))
+        return DecoderProgram(self, pools, hidden_pool, tap)
 
 
 @dataclass(frozen=True)
@@ -71,7 +101,7 @@ class DecoderProgram:
     """Results: `logits` [L, V]; `hidden` [R, H] after the final norm; `tapped` [R, taps x H] where there are taps."""
 
     model: Decoder
-    kv_pools: list[Pool]
+    pools: list[Pool]
     hidden_pool: Pool = None
     tap: Tap = "post_norm"
 
@@ -80,7 +110,7 @@ class DecoderProgram:
         delta, residual = None, ops.embed(model.embedding, step.token_ids)
         wanted = tapped_layers(self.tap)
         tapped: Buffer | None = None
-        for i, (layer, pool) in enumerate(zip(model.layers, self.kv_pools, strict=True)):
+        for i, (layer, pool) in enumerate(zip(model.layers, self.pools, strict=True)):
             if i in wanted:
                 stream = residual if delta is None else ops.add(delta, residual)
                 tapped = stream if tapped is None else ops.concat(tapped, stream)

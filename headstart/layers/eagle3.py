@@ -27,7 +27,7 @@ class Eagle3Module:
     norm_before_residual: bool = False
 
     @property
-    def kv_spec(self) -> AttentionSpec:
+    def kv_spec(self) -> AttentionSpec | None:
         return self.block.attention.spec
 
     def forward(

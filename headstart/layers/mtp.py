@@ -64,7 +64,7 @@ class MTPModule:
     norm: RMSNorm
 
     @property
-    def kv_spec(self) -> AttentionSpec:
+    def kv_spec(self) -> AttentionSpec | None:
         return self.block.attention.spec
 
     def forward(

@@ -32,7 +32,7 @@ def rope_spec(config: Mapping[str, Any], head_dim: int) -> RopeSpec:
         inv_freq, scale = _yarn(inv_freq, scaling, config, theta, rotary_dim)
     else:
         raise ModelError(f"rope scaling type {kind!r} is not supported", "known: default, linear, llama3, yarn")
-    return RopeSpec(tuple(inv_freq.tolist()), rotary_dim, scale)
+    return RopeSpec(tuple(inv_freq.tolist()), 2 * len(inv_freq), scale)  # an odd number of dims turns one more
 
 
 def _llama3(inv_freq: np.ndarray, scaling: Mapping[str, Any]) -> np.ndarray:
@@ -57,7 +57,7 @@ def _yarn(
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rotary_dim - 1)
-    ramp = np.clip((np.arange(rotary_dim // 2) - low) / max(high - low, 0.001), 0, 1)
+    ramp = np.clip((np.arange(len(inv_freq)) - low) / max(high - low, 0.001), 0, 1)
     return inv_freq * (1 - ramp) + inv_freq / factor * ramp, _yarn_scale(scaling, factor)
 
 

@@ -10,9 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.errors import ModelError
-from headstart.kernels.ops import AttentionSpec
+from headstart.kernels.ops import AttentionSpec, RawTensor
 from headstart.layers.build import DecoderConfig, Weights, mtp_module
 from headstart.layers.decoder import Decoder
+from headstart.layers.mla import mla_shapes
+from headstart.layers.mlp import GatedMLP
+from headstart.layers.moe import moe_shapes
 from headstart.layers.mtp import HeadSpec, MTPHead
 from headstart.layers.rope import rope_spec
 
@@ -25,19 +28,25 @@ class Family:
     """`parse`: config.json -> sizes. `canonical`: a Hugging Face tensor name -> ours (None: not the model's).
     `build`: weights -> trunk. `tiny`: a random small model (config.json content, Hugging Face tensors) for tests; its
     keyword arguments change keys of the config.
-    `head`: how the native MTP modules of a checkpoint work. `interleaved_rope`: GGUF files hold the q and k rows of
-    this family in llama.cpp's interleaved order."""
+    `head`: how the native MTP modules of a checkpoint work; `trailing`: they are the layers after the trunk's.
+    `interleaved_rope`: GGUF files hold the q and k rows of this family in llama.cpp's interleaved order. `adapt`: what
+    tensors under canonical names need beside their names (tensors, sizes, from a GGUF file?). `aliases`: other names of
+    the family: a wrapper's text part, llama.cpp's."""
 
     parse: Callable[[Config], DecoderConfig]
     canonical: Callable[[str], str | None]
     build: Callable[[Weights, DecoderConfig], Decoder]
     tiny: Callable[..., tuple[dict[str, Any], Arrays]]
     head: HeadSpec | None = None
+    trailing: bool = False
     interleaved_rope: bool = False
+    adapt: Callable[[dict[str, RawTensor], DecoderConfig, bool], dict[str, RawTensor]] | None = None
+    aliases: tuple[str, ...] = ()
 
 
 def parse_decoder(config: Config, **switches: Any) -> DecoderConfig:
-    """The keys that decoder families share. Raises ModelError naming a missing or impossible one."""
+    """The keys that decoder families share; `switches`: fields of DecoderConfig. Raises ModelError naming a missing or
+    impossible one."""
     try:
         heads = int(config["num_attention_heads"])
         hidden = int(config["hidden_size"])
@@ -56,9 +65,10 @@ def parse_decoder(config: Config, **switches: Any) -> DecoderConfig:
         raise ModelError(f"config.json: sizes must be positive, {heads} query heads a multiple of {kv_heads} kv heads")
     if config.get("use_sliding_window") and config.get("sliding_window"):
         raise ModelError("config.json: sliding-window attention is not supported for this family yet")
+    attention = switches.pop("attention", AttentionSpec(heads, kv_heads, head_dim, head_dim**-0.5))
     return DecoderConfig(
         **sizes,
-        attention=AttentionSpec(heads, kv_heads, head_dim, head_dim**-0.5),
+        attention=attention,
         rope=rope_spec(config, head_dim),
         eps=float(config.get("rms_norm_eps", 1e-6)),
         tied=bool(config.get("tie_word_embeddings", False)),
@@ -77,10 +87,17 @@ def native_head(family: Family, weights: Weights, config: DecoderConfig) -> MTPH
     """The MTP modules inside the checkpoint; None when the config promises none or the file holds none."""
     if family.head is None or not config.num_mtp or not weights.has("mtp.0.projection.weight"):
         return None
+    present = sum(weights.has(f"mtp.{i}.projection.weight") for i in range(config.num_mtp))
+    if present < config.num_mtp:
+        raise ModelError(
+            f"config.json promises {config.num_mtp} MTP modules, but {weights.source} holds {present}",
+            f"lower the number in config.json to {present}",
+        )
     drafting = Weights(weights.tensors, weights.backend, weights.source, drafts=True)
     modules = [mtp_module(drafting, f"mtp.{i}", config) for i in range(config.num_mtp)]
     weights.used |= drafting.used
-    return MTPHead(replace(family.head, num_modules=len(modules)), modules)
+    spec = replace(family.head, num_modules=len(modules), recycle=config.mtp_recycle or family.head.recycle)
+    return MTPHead(spec, modules)
 
 
 def tiny_config(**changes: Any) -> dict[str, Any]:
@@ -116,38 +133,58 @@ def random_arrays(shapes: Mapping[str, tuple[int, ...]], seed: int = 0) -> Array
     return arrays
 
 
-def block_shapes(prefix: str, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Hugging Face names and shapes of one decoder block."""
-    hidden, inner, spec = config.hidden_size, config.intermediate_size, config.attention
-    q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    attn, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-    shapes: dict[str, tuple[int, ...]] = {
+def block_shapes(prefix: str, config: DecoderConfig, index: int | None = None) -> dict[str, tuple[int, ...]]:
+    """Hugging Face names and shapes of one decoder block; `index` as in build.decoder_layer."""
+    hidden, attn, mlp = config.hidden_size, f"{prefix}.self_attn", f"{prefix}.mlp"
+    sparse = config.moe if config.moe and index not in config.moe.dense else None
+    return {
         f"{prefix}.input_layernorm.weight": (hidden,),
         f"{prefix}.post_attention_layernorm.weight": (hidden,),
+        **(mla_shapes(attn, hidden, config.mla) if config.mla else _attention_shapes(attn, config)),
+        **(moe_shapes(mlp, hidden, sparse) if sparse else GatedMLP.shapes(mlp, hidden, config.intermediate_size)),
+        **({} if config.mla else _attention_extras(attn, config)),
+        **({} if sparse or not config.mlp_bias else _mlp_biases(mlp, config)),
+    }
+
+
+def _attention_shapes(attn: str, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    hidden, spec = config.hidden_size, config.attention
+    q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    return {
         f"{attn}.q_proj.weight": (q_size, hidden),
         f"{attn}.k_proj.weight": (kv_size, hidden),
         f"{attn}.v_proj.weight": (kv_size, hidden),
         f"{attn}.o_proj.weight": (hidden, q_size),
-        f"{mlp}.gate_proj.weight": (inner, hidden),
-        f"{mlp}.up_proj.weight": (inner, hidden),
-        f"{mlp}.down_proj.weight": (hidden, inner),
+        **({f"{attn}.gate_proj.weight": (q_size, hidden)} if config.gated_attention else {}),
     }
+
+
+def _attention_extras(attn: str, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Biases and norms."""
+    spec = config.attention
+    shapes: dict[str, tuple[int, ...]] = {}
+    q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     if config.qkv_bias:
         shapes |= {f"{attn}.{n}_proj.bias": (size,) for n, size in (("q", q_size), ("k", kv_size), ("v", kv_size))}
+        if config.gated_attention:
+            shapes[f"{attn}.gate_proj.bias"] = (q_size,)
     if config.o_bias:
-        shapes[f"{attn}.o_proj.bias"] = (hidden,)
-    if config.mlp_bias:
-        shapes |= {f"{mlp}.{n}_proj.bias": (size,) for n, size in (("gate", inner), ("up", inner), ("down", hidden))}
+        shapes[f"{attn}.o_proj.bias"] = (config.hidden_size,)
     if config.qk_norm:
         shapes |= {f"{attn}.{n}_norm.weight": (spec.head_dim,) for n in "qk"}
     return shapes
+
+
+def _mlp_biases(mlp: str, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    return {f"{mlp}.{n}_proj.bias": (size,) for n, size in (("gate", inner), ("up", inner), ("down", hidden))}
 
 
 def decoder_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Hugging Face names and shapes of a whole trunk."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
     for i in range(config.num_layers):
-        shapes |= block_shapes(f"model.layers.{i}", config)
+        shapes |= block_shapes(f"model.layers.{i}", config, i)
     shapes["model.norm.weight"] = (config.hidden_size,)
     if not config.tied:
         shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)

@@ -23,6 +23,7 @@ from headstart.engine.load import Model, free_memory, load_model, usable_threads
 from headstart.errors import UsageError
 from headstart.formats.head import KINDS
 from headstart.kernels.ops import Backend
+from headstart.layers.moe import MoE
 from headstart.tools import doctor
 from headstart.tools.meter import Meter
 from headstart.tools.prompts import builtin_prompts
@@ -91,6 +92,8 @@ class Bench:
 
     def forward(self, rows: int) -> None:
         num_logits = rows if rows <= MOST_VERIFIED else 1
+        if self.engine.memory.states:
+            self.engine.memory.states.rewind(self._sequence, self.context)
         self.engine.runner.forward([Span(self._sequence, self.context, rows, num_logits)])
 
     def seconds(self, rows: int) -> float:
@@ -138,6 +141,7 @@ def run(options: StepOptions, progress: Progress = lambda done, total, text: Non
         "machine": machine(bench.model, options.config),
         "weights": {"format": weight_format(bench.model, options.config), "bytes_per_pass": weight_bytes(bench.model)},
         "kv_bytes_per_position": sum(bench.model.backend.kv_bytes(spec) for spec in bench.model.decoder.kv_specs),
+        "state_bytes": sum(bench.model.backend.state_bytes(spec) for spec in bench.model.decoder.state_specs),
         "read_bandwidth": {"gb_per_s": bandwidth / 1e9, "buffer_bytes": read_bytes, "runs": READ_RUNS},
         "context": options.context,
     }
@@ -196,9 +200,11 @@ def spread(seconds: Iterable[float]) -> dict[str, Any]:
 
 
 def pass_row(data: dict[str, Any], rows: int, seconds: list[float]) -> dict[str, Any]:
-    """What one row count costs. KV counts once per pass: rows of one sequence share it."""
+    """What one row count costs. KV counts once per pass: rows of one sequence share it; so does recurrent state, which
+    is read and written."""
     cost = spread(seconds)
     num_bytes = data["weights"]["bytes_per_pass"] + data["kv_bytes_per_position"] * (data["context"] + rows)
+    num_bytes += 2 * data["state_bytes"]
     speed = num_bytes / cost["median_ms"] / 1e6
     return {
         "rows": rows,
@@ -244,7 +250,8 @@ def profile(bench: Bench, progress: Progress) -> dict[str, Any]:
 
 
 def weight_bytes(model: Model) -> int:
-    """Bytes of weights that every pass reads: all but an embedding table, of which it needs single rows."""
+    """Bytes of weights that every pass reads: all but an embedding table, of which it needs single rows, and of experts
+    as many as one row takes."""
     return held_bytes(model.decoder.layers, model.decoder.norm, model.decoder.lm_head)
 
 
@@ -253,10 +260,13 @@ def held_bytes(*parts: Any) -> int:
     found: dict[int, int] = {}
 
     def visit(part: Any) -> None:
-        if is_dataclass(part):
+        if isinstance(part, MoE):
+            visit([part.router, part.bias, part.shared, part.shared_gate])
+            found[id(part)] = held_bytes(part.experts) * part.spec.top_k // part.spec.num_experts
+        elif is_dataclass(part):
             for item in fields(part):
                 visit(getattr(part, item.name))
-        elif isinstance(part, list):
+        elif isinstance(part, list | tuple):
             for each in part:
                 visit(each)
         else:

@@ -273,9 +273,6 @@ def measure(model: Path, progress: Progress) -> dict[str, Any]:
     model_type = str(directory.config.get("model_type"))
     if model_type not in registry.available("models"):
         return {"verdict": f"acceptance not measured: {model_type} does not run here; measure it in the engine you use"}
-    if directory.quantization:
-        method = directory.quantization.get("quant_method")
-        return {"verdict": f"acceptance not measured: weights quantized by {method!r} do not run here"}
     try:
         stats = _draft(str(model), progress)
     except HeadstartError as error:

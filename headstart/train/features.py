@@ -71,7 +71,8 @@ def trunk_hidden(trunk: Trunk, tokens: Tensor) -> Tensor:
     ops = TrainOps(tokens.device, trunk.dtype)
     positions = torch.arange(tokens.shape[1], device=tokens.device)
     no_rows = torch.empty(0, dtype=torch.int64, device=tokens.device)
-    program = trunk.model.program([None] * len(trunk.model.layers), None, trunk.tap or "post_norm")
+    kv, states = ([None] * len(specs) for specs in (trunk.model.kv_specs, trunk.model.state_specs))
+    program = trunk.model.program(kv, None, trunk.tap or "post_norm", states)
     results = program(ops, StepInputs(tokens, positions, no_rows))
     hidden: Tensor = results["hidden"]
     return torch.cat((results["tapped"], hidden), dim=-1) if trunk.tap else hidden

@@ -9,9 +9,12 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from headstart.errors import UsageError
 from headstart.kernels.ops import Backend
+from headstart.layers.attention import Attention
 from headstart.layers.build import Weights
 from headstart.layers.decoder import Decoder, DecoderLayer
+from headstart.layers.mlp import GatedMLP
 from headstart.train.ops import TrainOps
 
 EMBEDDING_SHARE = 0.1
@@ -24,7 +27,7 @@ class Cast:
 
     dtype: torch.dtype
 
-    def weight(self, tensor: Tensor, *, drafts: bool = False) -> Tensor:
+    def weight(self, tensor: Tensor, *, drafts: bool = False, precise: bool = False) -> Tensor:
         return tensor.to(self.dtype)
 
 
@@ -57,12 +60,18 @@ def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def layer_tensors(layer: DecoderLayer) -> dict[str, Tensor]:
+    """Raises UsageError for a layer that a head's block cannot be."""
     attention, mlp = layer.attention, layer.mlp
+    if not (isinstance(attention, Attention) and isinstance(mlp, GatedMLP)):
+        what = "experts" if isinstance(attention, Attention) else "latent or linear attention"
+        raise UsageError(f"a block with {what}, like this model's, cannot be trained yet", "train --kind medusa")
     tensors: dict[str, Tensor] = {
         "input_layernorm.weight": layer.input_norm.weight,
         "post_attention_layernorm.weight": layer.post_norm.weight,
     }
     linears = {f"self_attn.{name}": getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
+    if attention.gate_proj:
+        linears["self_attn.gate_proj"] = attention.gate_proj
     linears |= {f"mlp.{name}": getattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")}
     for name, linear in linears.items():
         tensors[f"{name}.weight"] = linear.weight

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from headstart.cache.recurrent import states_from_zero
 from headstart.core import Request, Rows, SamplingParams, Sequence, StepPlan
 from headstart.engine.load import Model
 from headstart.engine.plan import build_plan
@@ -27,7 +28,8 @@ class NativeTrunk:
         slots = 2 * max(PASS_TOKENS, MAX_TOKENS)
         decoder = model.decoder
         pools = [self._backend.kv_pool(slots, spec) for spec in decoder.kv_specs]
-        self._program = decoder.program(pools, None, tap or "post_norm")
+        states = [self._backend.state_pool(0, 0, 0, spec) for spec in decoder.state_specs]
+        self._program = decoder.program(pools, None, tap or "post_norm", states)
 
     def features(self, examples: Seq[Example]) -> Iterator[Features]:
         """Of each example, in order."""
@@ -67,4 +69,5 @@ def plan_of(examples: Seq[Example]) -> StepPlan:
         parts.append(Rows(sequence, 0, tokens, 0))
         first_block = last_block
     wanted = np.flatnonzero(np.concatenate([example.loss for example in examples]))
-    return replace(build_plan(parts, BLOCK_SIZE), logit_rows=wanted.astype(np.int32))
+    plan = build_plan(parts, BLOCK_SIZE)
+    return replace(plan, logit_rows=wanted.astype(np.int32), states=states_from_zero(plan.context_lens))

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from headstart.kernels.ops import AttentionSpec, Pool, RopeSpec
+from headstart.kernels.ops import AttentionSpec, ConvSpec, DeltaSpec, Pool, RopeSpec
 from headstart.kernels.reference import ReferenceOps
+from headstart.kernels.reference_recurrent import conv_step, delta_step, whole
 
 
 @dataclass(eq=False)
@@ -36,10 +37,10 @@ class TrainOps(ReferenceOps):
         self._rope_tables: dict[tuple[int, RopeSpec], tuple[Tensor, Tensor]] = {}
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, pool: Pool, spec: AttentionSpec) -> Tensor:
-        """q [B, T, H * D], k and v [B, T, K * D] -> [B, T, H * D]. Each call on one DraftMemory is the
+        """q [B, T, H * D], k [B, T, K * D], v [B, T, K * V] -> [B, T, H * V]. Each call on one DraftMemory is the
         next draft step; pool None is a trunk layer, plain causal attention."""
         heads = q.unflatten(-1, (spec.num_heads, spec.head_dim)).transpose(1, 2)
-        keys, values = (x.unflatten(-1, (spec.num_kv_heads, spec.head_dim)).transpose(1, 2) for x in (k, v))
+        keys, values = (x.unflatten(-1, (spec.num_kv_heads, -1)).transpose(1, 2) for x in (k, v))
         memory: DraftMemory = pool if pool is not None else DraftMemory()
         memory.keys.append(keys)
         memory.values.append(values)
@@ -50,6 +51,13 @@ class TrainOps(ReferenceOps):
         else:
             out = _drafted_attention(heads, memory, spec)
         return out.transpose(1, 2).flatten(-2)
+
+    def causal_conv(self, x: Tensor, weight: Tensor, pool: Pool, spec: ConvSpec) -> Tensor:
+        return whole(conv_step(weight, spec), x, spec.channels, spec.state_shape)
+
+    def gated_delta(self, qkv: Tensor, log_decay: Tensor, strength: Tensor, pool: Pool, spec: DeltaSpec) -> Tensor:
+        rows = torch.cat((qkv, log_decay, strength), dim=-1)
+        return whole(delta_step(spec), rows, spec.num_heads * spec.value_dim, spec.state_shape)
 
 
 def _drafted_attention(q: Tensor, pool: DraftMemory, spec: AttentionSpec) -> Tensor:

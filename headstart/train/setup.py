@@ -152,6 +152,9 @@ def existing_head(subject: Subject, kind: HeadKind, path: Path | None) -> tuple[
     if native is not None and native.source == NATIVE_HEAD:
         if kind.name != "mtp" or native.head.spec.num_modules != 1:
             raise ModelError(f"the checkpoint's own head is no single {kind.name} module", "leave out --finetune")
+        if subject.config.moe or subject.config.mla:
+            what = "experts" if subject.config.moe else "latent attention"
+            raise ModelError(f"a head with {what}, like the checkpoint's own, cannot be trained yet")
         found: Mapping[str, RawTensor] = {
             name: tensor for name, tensor in subject.tensors.items() if name.startswith("mtp.0.")
         }

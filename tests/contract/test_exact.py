@@ -137,7 +137,7 @@ def test_no_draft_changes_the_text(
     family = FAMILIES[seed % len(FAMILIES)]
     truth = plain("random", family, temperature)
     engine = make(
-        headed_model(family), drafter="none", depth=depth, max_num_seqs=batch, max_num_batched_tokens=chunk,
+        headed_model(family), drafter="ngram", depth=depth, max_num_seqs=batch, max_num_batched_tokens=chunk,
         kv_blocks=blocks, enable_prefix_caching=caching,
     )  # fmt: skip
     engine.drafter = oracle = OracleDrafter(truth, seed, error)

@@ -12,7 +12,7 @@ from support import FAMILIES, VOCAB, family_of, new_folder, prompt_of, soften
 
 from headstart import api
 from headstart.config import EngineConfig
-from headstart.core import SamplingParams, StepPlan
+from headstart.core import SamplingParams, StateSteps, StepPlan
 from headstart.engine.load import canonical_tensors, load_model
 from headstart.layers.build import Weights
 from headstart.tools.tiny import write_model
@@ -36,6 +36,12 @@ def reference_model(family: str) -> Any:
     return load_model(str(folder(family)), EngineConfig(backend="reference", threads=1))
 
 
+def one_state(start: int, end: int) -> StateSteps:
+    """The state in slot 0 moves from before position `start` to before `end`."""
+    arrays = ([0], [0 if start else -1], [start], [end], [0, 1], [end], [0])
+    return StateSteps(*(np.array(each, np.int32) for each in arrays))
+
+
 class Trunk:
     """A tiny trunk on one backend, for passes made by hand over one sequence."""
 
@@ -44,7 +50,8 @@ class Trunk:
         weights = Weights(canonical_tensors(model.checkpoint, model.family, model.config), backend, "tiny")
         decoder = model.family.build(weights, model.config)
         pools = [backend.kv_pool(BLOCKS * 16, spec) for spec in decoder.kv_specs]
-        self.backend, self._program = backend, decoder.program(pools)
+        states = [backend.state_pool(1, 1, 0, spec) for spec in decoder.state_specs]
+        self.backend, self._program = backend, decoder.program(pools, state_pools=states)
 
     def logits(self, start: int, tokens: list[int]) -> NDArray[np.float32]:
         """[R, V] of one pass over positions start .. start + R - 1."""
@@ -57,6 +64,7 @@ class Trunk:
             context_lens=np.array([start + len(tokens)], np.int32),
             block_tables=TABLE,
             logit_rows=np.arange(len(tokens), dtype=np.int32),
+            states=one_state(start, start + len(tokens)),
         )
         return np.array(self.backend.numpy(self.backend.run(self._program, plan)["logits"]))
 

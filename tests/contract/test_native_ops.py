@@ -114,10 +114,9 @@ class Sequences:
         self.spec, self.lengths, self.first = spec, lengths, first_position
         self.ids = np.split(self.rng.permutation(sum(lengths)), np.cumsum(lengths)[:-1])
         self.num_blocks = sum(-(-length // 16) + 2 for length in lengths)
-        wide, narrow = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        floats = FORMS["F32"]
-        self.q, self.k, self.v = (random_matrix(floats, sum(lengths), n, self.rng) for n in (wide, narrow, narrow))
-        self.output = random_matrix(FORMS["Q8-32-f16"], 33, wide, self.rng)
+        widths = (spec.num_heads * spec.head_dim, *(spec.num_kv_heads * n for n in (spec.head_dim, spec.value_width)))
+        self.q, self.k, self.v = (random_matrix(FORMS["F32"], sum(lengths), n, self.rng) for n in widths)
+        self.output = random_matrix(FORMS["Q8-32-f16"], 33, spec.num_heads * spec.value_width, self.rng)
 
     def code(self, pool: Any) -> Code:
         def code(ops: Any, step: Any) -> dict[str, Any]:
@@ -177,7 +176,18 @@ SPECS = ((4, 2, 32), (3, 1, 40), (4, 1, 16), (2, 2, 22), (6, 2, 80), (8, 1, 64))
 def test_attention(path: str, kv_dtype: str, first_position: int) -> None:
     index = 2 * ["float32", "bfloat16", "int8"].index(kv_dtype) + first_position
     heads, kv_heads, dim = SPECS[index]
-    sequences = Sequences(AttentionSpec(heads, kv_heads, dim, dim**-0.5), (150, 64, 33, 17, 7), first_position, index)
+    check_attention(path, kv_dtype, AttentionSpec(heads, kv_heads, dim, dim**-0.5), first_position, index)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("kv_dtype", "value_dim"), [("float32", 26), ("bfloat16", 64), ("int8", 90)])
+def test_attention_with_other_values(path: str, kv_dtype: str, value_dim: int) -> None:
+    """Values narrower or wider than keys; many heads over one latent."""
+    check_attention(path, kv_dtype, AttentionSpec(8, 1, 76, 0.1, value_dim), 0, value_dim)
+
+
+def check_attention(path: str, kv_dtype: str, spec: AttentionSpec, first_position: int, seed: int) -> None:
+    sequences = Sequences(spec, (150, 64, 33, 17, 7), first_position, seed)
     expected = sequences.run(path, kv_dtype, sequences.alone())
     schedules = {
         "at once": sequences.at_once(), "one pass": sequences.chunked(1000), "37": sequences.chunked(37),

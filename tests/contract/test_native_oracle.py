@@ -29,6 +29,8 @@ from native_ops import (
     values_of,
 )
 
+from headstart.formats.base import make_tensor
+from headstart.kernels import packing
 from headstart.kernels.native import NativeBackend
 from headstart.kernels.ops import AttentionSpec, RopeSpec
 from headstart.kernels.reference import ReferenceBackend
@@ -202,6 +204,42 @@ def test_attention(path: str, kv_dtype: str, heads: tuple[int, int, int]) -> Non
     for plan in attention_plans(rng.permutation(num_slots // 16), first):
         found, expected = run_native(native, on_native, plan)["y"], run_reference(on_oracle, plan)["y"]
         assert_close(found, expected, 1.0, 3e-6)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("kv_dtype", "tolerance"), [("float32", 3e-6), ("bfloat16", 3e-6), ("int8", 1e-2)])
+def test_latent_attention(path: str, kv_dtype: str, tolerance: float) -> None:
+    """DeepSeek-V3's widths: values are the first 512 of 576 features of the one key. Rounded to 8 bits, key and value
+    have scales of their own here, one in the reference."""
+    spec = AttentionSpec(5, 1, 576, 192**-0.5, 512, latent=True)
+    rng = np.random.default_rng(1)
+    total = sum(LENGTHS)
+    q = random_matrix(FORMS["F32"], total, 5 * 576, rng)
+    k = rng.standard_normal((total, 576)).astype(np.float32) * 0.3
+    kept = stored(k, kv_dtype, 576)
+
+    def code_of(tables: list[Any], pool: Any) -> Code:
+        def code(ops: Any, step: Any) -> dict[str, Any]:
+            query, key, value = (ops.embed(table, step.token_ids) for table in tables)
+            return {"y": ops.attention(query, key, value, pool, spec)}
+
+        return code
+
+    native, oracle = backend(path, kv_dtype=kv_dtype), ReferenceBackend(dtype="float64")
+    assert native.kv_bytes(spec) == 1088 * {"float32": 4, "bfloat16": 2, "int8": 1}[kv_dtype] + 8 * (kv_dtype == "int8")
+    assert oracle.kv_bytes(spec) == 576 * 8
+    num_slots = sum(length // 16 + 2 for length in LENGTHS) * 16
+    on_native = code_of([q, as_matrix(k), as_matrix(k[:, :512])], native.kv_pool(num_slots, spec))
+    keys = torch.from_numpy(kept).double()
+    on_oracle = code_of([reference_weight(q), keys, keys[:, :512]], oracle.kv_pool(num_slots, spec))
+    for plan in attention_plans(rng.permutation(num_slots // 16), 0):
+        found, expected = run_native(native, on_native, plan)["y"], run_reference(on_oracle, plan)["y"]
+        assert_close(found, expected, 1.0, tolerance)
+
+
+def as_matrix(values: Array) -> packing.Matrix:
+    flat = np.ascontiguousarray(values, np.float32).reshape(-1).view(np.uint8)
+    return packing.pack(make_tensor("w", values.shape, "F32", flat), packing.ThreadPool(1))
 
 
 def attention_plans(blocks: Array, first: int) -> list[Any]:

@@ -20,7 +20,7 @@ LAYERS = {
 TORCH_FOLDERS = ("kernels", "train")
 FAMILIES = {path.stem for path in (PACKAGE / "models").glob("[!_]*.py")}
 FOREIGN_NAMES = {
-    "formats/_eagle3.py", "text/_gguf_tokenizer.py",
+    "formats/_eagle3.py", "formats/_gguf_names.py", "text/_gguf_tokenizer.py",
     "tools/exports/vllm_mtp.py", "tools/exports/_layouts.py", "tools/exports/_detect.py",
     "tools/exports/gguf.py", "tools/exports/_gguf_model.py", "tools/exports/speculators.py",
     "tools/exports/vllm_eagle.py",

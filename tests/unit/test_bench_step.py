@@ -46,6 +46,16 @@ def bench(model: str, *, backend: str = "native", **settings: Any) -> Report:
     return bench_step.run(StepOptions(model=model, config=config, **options))
 
 
+def test_a_pass_reads_the_experts_of_a_row(tmp_path: Path) -> None:
+    """Three of seven experts in two of three layers; the router is read whole."""
+    folder = write_tiny("glm4_moe", tmp_path, n_shared_experts=0)
+    model = load_model(str(folder), EngineConfig(backend="reference", threads=1))
+    used = (name for name in model.weights.used if not name.startswith(("embed_tokens", "mtp.")))
+    sizes = {name: model.weights.tensors[name].data.size for name in used}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    assert bench_step.weight_bytes(model) == sum(sizes.values()) - experts + experts * 3 // 7
+
+
 @pytest.mark.parametrize("backend", ["native", "reference"])
 def test_report(headed: str, backend: str) -> None:
     report = bench(headed, backend=backend)

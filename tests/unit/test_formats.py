@@ -389,6 +389,26 @@ def test_default_model() -> None:
     np.testing.assert_array_equal(weight.take_rows(rows).float32(), weight.float32()[rows])
 
 
+def test_parts_and_transposes() -> None:
+    """Views of a stack, quantized ones too; what is turned keeps 16 bits, or becomes float32."""
+    stack = RNG.normal(size=(3, 4, 64)).astype(np.float32)
+    for kind in (gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q4_0):
+        raw = gguf.quantize(stack, kind)
+        tensor = make_tensor("x", stack.shape, kind.name, raw.reshape(-1))
+        part = tensor.part(2)
+        assert part.shape == (4, 64) and np.shares_memory(part.data, raw)
+        np.testing.assert_array_equal(part.float32(), gguf.dequantize(raw, kind)[2])
+        np.testing.assert_array_equal(part.take_rows(np.array([3, 1])).float32(), part.float32()[[3, 1]])
+        np.testing.assert_array_equal(part.transposed().float32(), part.float32().T)
+        assert part.plain().dtype == part.transposed().dtype == "F32"
+    half = make_tensor("x", (2, 3), "F16", np.arange(6, dtype=np.float16).view(np.uint8))
+    assert half.transposed().dtype == half.plain().dtype == "F16"
+    assert half.transposed().float32().tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert half.part(1).as_matrix().float32().tolist() == [[3, 4, 5]]
+    with pytest.raises(ModelError, match="has no part 2"):
+        half.part(2)
+
+
 def test_small_floats_by_their_definition() -> None:
     """E5M2 is half a float16; E8M0 is a power of two, 255 is NaN."""
     codes = np.array([0x00, 0x3C, 0xC0, 0x7B, 0x01], np.uint8)

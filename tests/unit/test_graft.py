@@ -76,7 +76,12 @@ def test_the_head_comes_back_and_the_trunk_is_shared(base: Path, tuned: Path, tm
     assert config_of(out) == {**CONFIG, "mine": 1}
     for file in tuned.glob("*.safetensors"):
         assert file.samefile(out / file.name)
-    assert "does not run here" in report.data["acceptance"]["verdict"]
+    assert report.data["acceptance"]["verdict"].startswith("acceptance not measured: config.json: ")
+
+
+def test_a_family_that_does_not_run_here_is_not_measured(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "other", {**CONFIG, "model_type": "deepseek_v4"}, TRUNK)
+    assert "deepseek_v4 does not run here" in graft.measure(folder, lambda done, total, text: None)["verdict"]
 
 
 def test_where_the_head_came_from_is_written_down(base: Path, tuned: Path, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from headstart.train.objective import Target, Weighting  # noqa: E402
 from headstart.train.ops import TrainOps  # noqa: E402
 from headstart.train.rounding import int4  # noqa: E402
 from headstart.train.run import TrainOptions, run  # noqa: E402
-from headstart.train.setup import Corpus, Subject, prepare, subject_of  # noqa: E402
+from headstart.train.setup import Corpus, Subject, existing_head, prepare, subject_of  # noqa: E402
 from headstart.train.shards import Shards  # noqa: E402
 from headstart.train.unroll import unroll  # noqa: E402
 
@@ -72,7 +72,7 @@ def head_plan(tokens: list[int], start: int) -> StepPlan:
 
 
 @pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_5"])
 def test_unrolled_forward_is_the_run_time_forward(spec: HeadSpec, family: str) -> None:
     model = support.tiny_model(family)
     head = support.make_head(model, spec)
@@ -102,9 +102,10 @@ def test_unrolled_forward_is_the_run_time_forward(spec: HeadSpec, family: str) -
                 torch.testing.assert_close(ours[step - 1][b, origin], out["logits"][-1], rtol=0, atol=1e-9)
 
 
-def test_trunk_over_whole_sequences_is_the_engine() -> None:
+@pytest.mark.parametrize("family", ["llama", "glm4_moe", "deepseek_v3", "qwen3_5"])
+def test_trunk_over_whole_sequences_is_the_engine(family: str) -> None:
     """The hidden states that are cached are those the engine computes, and so is their argmax."""
-    model = support.tiny_model("llama")
+    model = support.tiny_model(family)
     subject = subject_of(model, EngineConfig(dtype="float64", threads=1))
     prompt = support.prompt_of(20, 3)
     hidden = trunk_hidden(subject.trunk, torch.tensor([prompt, prompt[:5] + [0] * 15]))
@@ -112,6 +113,17 @@ def test_trunk_over_whole_sequences_is_the_engine() -> None:
     answers = llm.generate([prompt, prompt[:5]], SamplingParams(max_tokens=1, ignore_eos=True))
     rows = torch.stack((hidden[0, 19], hidden[1, 4]))
     assert trunk_argmax(subject.trunk, rows).tolist() == [each.token_ids[0] for each in answers]
+
+
+@pytest.mark.parametrize(("layers", "what"), [(1, "latent attention"), (3, "latent attention"), (2, "experts")])
+def test_blocks_that_cannot_be_trained_are_named(layers: int, what: str) -> None:
+    family = "glm4_moe" if what == "experts" else "deepseek_v3"
+    model = support.tiny_model(family, num_hidden_layers=layers)
+    with pytest.raises(UsageError, match=f"a block with .*{what.split()[0]}"):
+        head_kind("mtp").initial(model.decoder, HeadSpec(), 1.0)
+    subject = subject_of(model, EngineConfig(backend="reference", dtype="float64", threads=1))
+    with pytest.raises(ModelError, match="cannot be trained yet"):
+        existing_head(subject, head_kind("mtp"), None)
 
 
 def test_eagle3_unrolled_is_the_run_time_forward() -> None:

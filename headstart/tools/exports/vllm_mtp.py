@@ -60,6 +60,8 @@ def check(source: Source) -> None:
         (head.recycle != "post_norm", "the head recycles a vector before its own norm"),
         (sizes.qk_norm or head.block.qk_norm, "q and k are normed"),
         (sizes.o_bias or sizes.mlp_bias, "there are biases outside q, k and v"),
+        (sizes.moe is not None, "there are experts"),
+        (sizes.mla is not None, "attention is latent"),
     ]
     for holds, what in wrong:
         if holds:

@@ -1,0 +1,203 @@
+// Recorded steps of mixtures of experts, and of matrices that each head has for itself.
+//
+// A mixture is five steps: rows choose (by rows), slots are dealt out (one task), gate and up, down (an expert's 32
+// outputs for all the rows that take it are one task: they share the load of its weights), the sum (by rows).
+#include <nanobind/stl/pair.h>
+
+#include <stdexcept>
+#include <utility>
+
+#include "packing.h"
+#include "program.h"
+
+namespace headstart {
+namespace {
+
+using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Matrices = std::vector<const Matrix*>;
+
+void require(bool holds, const char* what) {
+    if (!holds) throw std::invalid_argument(what);
+}
+
+Matrices matrices_of(const nb::list& given) {
+    Matrices found;
+    for (nb::handle each : given) found.push_back(nb::cast<const OwnedMatrix*>(each));
+    require(!found.empty(), "no matrices");
+    for (const Matrix* each : found)
+        require(each->rows == found[0]->rows && each->cols == found[0]->cols, "matrices of several shapes");
+    return found;
+}
+
+int64_t num_pairs(const Matrix& w) { return (w.num_blocks() + 1) / 2; }
+
+bool any_quantized(const Matrices& matrices) {
+    for (const Matrix* each : matrices)
+        if (each->quantized()) return true;
+    return false;
+}
+
+// Rows first .. of a buffer.
+Output from_row(Output out, int64_t first) {
+    out.values += first * out.stride;
+    if (out.quants) out.quants += first * QuantLayout(out.width).row_bytes();
+    return out;
+}
+
+// What the tasks of one expert's step work on: slots first .. first + count - 1, outputs of one pair of blocks.
+struct Share {
+    int32_t expert;
+    int64_t first, count, pair;
+};
+
+Share share_of(const Routing& routing, int64_t task, int64_t pairs) {
+    const int64_t i = task / pairs;
+    return {routing.experts[i], routing.starts[i], routing.starts[i + 1] - routing.starts[i], task % pairs};
+}
+
+Step step_over(const Routing* routing, int64_t pairs, std::vector<int> reads, int writes, nb::object owners) {
+    Step step;
+    step.label = "experts";
+    step.reads = std::move(reads);
+    step.writes = {writes};
+    step.owners = {std::move(owners)};
+    step.num_tasks = [routing, pairs](const Pass&) { return (int64_t)routing->experts.size() * pairs; };
+    return step;
+}
+
+// Records the choice; returns the number of the routing and the buffer that stands for it.
+std::pair<int, int> route(Program& program, int logits, std::optional<Floats> bias, int64_t top_k, int64_t num_groups,
+                          int64_t top_groups, bool sigmoid, bool normalize, float scale) {
+    const int64_t count = program.buffers[logits].width;
+    require(count <= kMaxExperts && top_k > 0 && num_groups > 0 && count % num_groups == 0 && top_groups > 0 &&
+                top_groups <= num_groups && top_k <= count / num_groups * top_groups,
+            "route: the numbers of experts do not fit");
+    require(!bias || (int64_t)bias->size() == count, "route: the bias has another width");
+    require(!program.buffers[logits].logits, "route: rows of logits take no experts");
+    auto routing = std::make_shared<Routing>(Router{count, top_k, num_groups, top_groups, sigmoid, normalize, scale});
+    const int chosen = program.buffer(0, false);
+    Step step;
+    step.label = "rows";
+    step.reads = {logits};
+    step.writes = {chosen};
+    step.by_rows = true;
+    step.owners = {nb::cast(bias)};
+    step.run = [&program, logits, top_k, routing = routing.get(),
+                b = bias ? bias->data() : nullptr](const Pass&, int64_t row) {
+        program.kernels.route(program.values(logits, row), b, routing->router, routing->ids.data() + row * top_k,
+                              routing->weights.data() + row * top_k);
+    };
+    program.add(std::move(step));
+    program.routings.push_back(std::move(routing));
+    return {(int)program.routings.size() - 1, chosen};
+}
+
+int deal(Program& program, Routing* routing, int chosen) {
+    const int dealt = program.buffer(0, false);
+    Step step;
+    step.label = "experts";
+    step.reads = {chosen};
+    step.writes = {dealt};
+    step.num_tasks = [](const Pass&) { return 1; };
+    step.run = [routing](const Pass& pass, int64_t) { routing->group(pass.num_rows); };
+    program.add(std::move(step));
+    return dealt;
+}
+
+int sum(Program& program, const Routing* routing, int spoken) {
+    const int64_t width = program.buffers[spoken].width, top_k = routing->router.top_k;
+    const int out = program.buffer(width, false);
+    Step step;
+    step.label = "rows";
+    step.reads = {spoken};
+    step.writes = {out};
+    step.by_rows = true;
+    step.run = [&program, routing, spoken, width, top_k, out](const Pass&, int64_t row) {
+        program.kernels.weigh(program.values(spoken, 0), program.buffers[spoken].stride(),
+                              routing->slots.data() + row * top_k, routing->weights.data() + row * top_k, top_k, width,
+                              program.values(out, row));
+    };
+    program.add(std::move(step));
+    return out;
+}
+
+int experts(Program& program, int x, std::pair<int, int> chosen, nb::list gate_list, nb::list up_list,
+            nb::list down_list) {
+    const Matrices gates = matrices_of(gate_list), ups = matrices_of(up_list), downs = matrices_of(down_list);
+    Routing* routing = program.routings.at(chosen.first).get();
+    const int64_t count = routing->router.num_experts, top_k = routing->router.top_k;
+    require((int64_t)gates.size() == count && (int64_t)ups.size() == count && (int64_t)downs.size() == count,
+            "experts: their number differs from the router's");
+    require(gates[0]->cols == program.buffers[x].width && gates[0]->rows == ups[0]->rows &&
+                gates[0]->cols == ups[0]->cols && downs[0]->cols == gates[0]->rows,
+            "experts: shapes differ");
+    if (any_quantized(gates) || any_quantized(ups)) program.want_quants(x);
+    const int dealt = deal(program, routing, chosen.second);
+
+    const int inner = program.buffer(gates[0]->rows, false);
+    program.buffers[inner].copies = top_k;
+    const int64_t inner_pairs = num_pairs(*gates[0]);
+    Step widen = step_over(routing, inner_pairs, {x, dealt}, inner, nb::make_tuple(gate_list, up_list));
+    widen.quantizes = true;
+    widen.run = [&program, routing, gates, ups, x, inner, inner_pairs](const Pass& pass, int64_t task) {
+        const Share share = share_of(*routing, task, inner_pairs);
+        Input in = program.input(x, pass);
+        in.index = routing->rows.data() + share.first;
+        in.rows = share.count;
+        program.kernels.gated(*gates[share.expert], *ups[share.expert], nullptr, nullptr, in, share.pair,
+                              from_row(program.output(inner), share.first));
+    };
+    program.add(std::move(widen));
+
+    if (any_quantized(downs)) program.want_quants(inner);
+    const int spoken = program.buffer(downs[0]->rows, false);
+    program.buffers[spoken].copies = top_k;
+    const int64_t out_pairs = num_pairs(*downs[0]);
+    Step narrow = step_over(routing, out_pairs, {inner, dealt}, spoken, down_list);
+    narrow.run = [&program, routing, downs, inner, spoken, out_pairs](const Pass&, int64_t task) {
+        const Share share = share_of(*routing, task, out_pairs);
+        const Output all = from_row(program.output(inner), share.first);
+        const Input in{all.values, all.stride, all.quants, share.count};
+        program.kernels.linear(*downs[share.expert], nullptr, in, share.pair,
+                               from_row(program.output(spoken), share.first));
+    };
+    program.add(std::move(narrow));
+    return sum(program, routing, spoken);
+}
+
+// [R, heads * in] -> [R, heads * out] by a float matrix [out, in] of each head.
+int head_linear(Program& program, int x, nb::list matrices) {
+    const Matrices heads = matrices_of(matrices);
+    const int64_t count = (int64_t)heads.size(), in = heads[0]->cols, out = heads[0]->rows;
+    require(program.buffers[x].width == count * in, "head_linear: the input has another width than the matrices");
+    require(!any_quantized(heads), "head_linear: matrices of heads must be floats");
+    const int made = program.buffer(count * out, program.buffers[x].logits);
+    const int64_t pairs = num_pairs(*heads[0]);
+    Step step;
+    step.label = "matrices";
+    step.reads = {x};
+    step.writes = {made};
+    step.owners = {matrices};
+    step.num_tasks = [count, pairs](const Pass&) { return count * pairs; };
+    step.run = [&program, heads, x, made, in, out, pairs](const Pass& pass, int64_t task) {
+        const int64_t head = task / pairs;
+        Input part = program.input(x, pass);
+        part.values += head * in;
+        Output to = program.output(made);
+        to.values += head * out;
+        program.kernels.linear(*heads[head], nullptr, part, task % pairs, to);
+    };
+    program.add(std::move(step));
+    return made;
+}
+
+} // namespace
+
+void bind_expert_steps(nb::class_<Program>& program) {
+    program.def("route", route, nb::arg("logits"), nb::arg("bias").none(), nb::arg("top_k"), nb::arg("num_groups"),
+                nb::arg("top_groups"), nb::arg("sigmoid"), nb::arg("normalize"), nb::arg("scale"));
+    program.def("experts", experts);
+    program.def("head_linear", head_linear);
+}
+
+} // namespace headstart

@@ -1,0 +1,156 @@
+// Recurrent layers: a short convolution over the last rows, and the gated delta rule. A row's bits come from its
+// sequence's rows in their order, whatever pass they are part of: every lane has its own chain over taps or keys.
+#include <cmath>
+#include <cstring>
+
+#include "kernels.h"
+#include "noise.h"
+#include "simd.h"
+
+namespace headstart::HEADSTART_PATH {
+namespace {
+
+constexpr float kL2Epsilon = 1e-6f;
+#if HEADSTART_AVX512
+constexpr int kStrips = 4; // of 16 columns
+#elif HEADSTART_AVX2
+constexpr int kStrips = 2;
+#else
+constexpr int kStrips = 1;
+#endif
+
+float lane(f32 a) {
+    float lanes[16];
+    store(lanes, a);
+    return lanes[0];
+}
+
+// factor / length of x, for each of `count` values.
+void unit(const float* x, int64_t count, float factor, float* out) {
+    f32 squares = splat(0.0f);
+    for (int64_t i = 0; i < count; i += 16) {
+        const f32 value = load_some(x + i, count - i);
+        squares = fma(value, value, squares);
+    }
+    const f32 inverse = splat(factor / std::sqrt(sum_lanes(squares) + kL2Epsilon));
+    for (int64_t i = 0; i < count; i += 16) store_some(out + i, count - i, load_some(x + i, count - i) * inverse);
+}
+
+// One row's inputs for one head.
+struct Row {
+    alignas(64) float query[kMaxKeyDim], key[kMaxKeyDim];
+    float decay, strength;
+    const float* values;
+};
+
+// A row's inputs for one head lie in three places of a wide row: no hardware fetches them ahead.
+void prefetch_row(const DeltaTask& task, const float* qkv) {
+    const int64_t keys = task.num_key_heads * task.key_dim;
+    for (int64_t i = 0; i < task.key_dim; i += 16) {
+        prefetch(qkv + task.key_head * task.key_dim + i);
+        prefetch(qkv + keys + task.key_head * task.key_dim + i);
+    }
+    for (int64_t i = 0; i < task.num_columns; i += 16)
+        prefetch(qkv + 2 * keys + task.head * task.value_dim + task.first_column + i);
+}
+
+void read_row(const DeltaTask& task, const float* qkv, float log_decay, float strength, Row& row) {
+    const int64_t keys = task.num_key_heads * task.key_dim;
+    unit(qkv + task.key_head * task.key_dim, task.key_dim, 1.0f / std::sqrt((float)task.key_dim), row.query);
+    unit(qkv + keys + task.key_head * task.key_dim, task.key_dim, 1.0f, row.key);
+    row.decay = lane(exp(min(splat(88.0f), splat(log_decay))));
+    row.strength = lane(sigmoid(splat(strength)));
+    row.values = qkv + 2 * keys + task.head * task.value_dim;
+}
+
+// state [key_dim][kWidth * 16] takes in a row; out gets `columns` values unless it is nullptr.
+template <int kWidth>
+void take_in(float* state, const Row& row, int64_t key_dim, int64_t first, int64_t columns, float* out) {
+    constexpr int64_t kStride = kWidth * 16;
+    const f32 decay = splat(row.decay), strength = splat(row.strength);
+    f32 known[kWidth], change[kWidth], read[kWidth];
+    for (int s = 0; s < kWidth; ++s) known[s] = read[s] = splat(0.0f);
+    for (int64_t k = 0; k < key_dim; ++k) {
+        const f32 key = splat(row.key[k]);
+        for (int s = 0; s < kWidth; ++s) known[s] = fma(load(state + k * kStride + s * 16), key, known[s]);
+    }
+    for (int s = 0; s < kWidth; ++s)
+        change[s] = (load_some(row.values + first + s * 16, columns - s * 16) - decay * known[s]) * strength;
+    for (int64_t k = 0; k < key_dim; ++k) {
+        const f32 key = splat(row.key[k]), query = splat(row.query[k]);
+        for (int s = 0; s < kWidth; ++s) {
+            float* at = state + k * kStride + s * 16;
+            const f32 moved = fma(key, change[s], load(at) * decay);
+            store(at, moved);
+            read[s] = fma(moved, query, read[s]);
+        }
+    }
+    if (out)
+        for (int s = 0; s < kWidth; ++s) store_some(out + first + s * 16, columns - s * 16, read[s]);
+}
+
+// All rows of a sequence, for up to kWidth * 16 of a head's columns.
+template <int kWidth> void walk(const DeltaTask& task, int64_t first, int64_t columns) {
+    constexpr int64_t kStride = kWidth * 16;
+    alignas(64) float state[kMaxKeyDim * kStride];
+    Row row;
+    const int64_t matrix = task.head * task.key_dim * task.value_dim;
+    for (int64_t k = 0; k < task.key_dim; ++k)
+        for (int s = 0; s < kWidth; ++s) {
+            const float* from = task.from ? task.from + matrix + k * task.value_dim + first + s * 16 : nullptr;
+            store(state + k * kStride + s * 16, from ? load_some(from, columns - s * 16) : splat(0.0f));
+        }
+    int64_t next = 0;
+    for (int64_t walked = 0;; ++walked) {
+        for (; next < task.num_stores && task.store_positions[next] - task.start == walked; ++next) {
+            float* to = task.states + task.store_slots[next] * task.state_size + matrix + first;
+            for (int64_t k = 0; k < task.key_dim; ++k)
+                for (int s = 0; s < kWidth; ++s)
+                    store_some(to + k * task.value_dim + s * 16, columns - s * 16, load(state + k * kStride + s * 16));
+        }
+        if (walked == task.num_kept + task.num_rows) return;
+        const int64_t r = walked - task.num_kept;
+        if (r < 0) {
+            const float* kept = task.kept + walked * task.kept_stride;
+            const float* gates = kept + task.channels();
+            read_row(task, kept, gates[task.head], gates[task.num_heads + task.head], row);
+        } else {
+            read_row(task, task.qkv + r * task.qkv_stride, task.log_decay[r * task.gate_stride + task.head],
+                     task.strength[r * task.gate_stride + task.head], row);
+        }
+        if (r + 1 < task.num_rows && r >= -1) prefetch_row(task, task.qkv + (r + 1) * task.qkv_stride);
+        float* out = r < 0 ? nullptr : task.out + r * task.out_stride + task.head * task.value_dim;
+        take_in<kWidth>(state, row, task.key_dim, first, columns, out);
+    }
+}
+
+} // namespace
+
+void delta(const DeltaTask& task) {
+    const int64_t end = task.first_column + task.num_columns;
+    int64_t first = task.first_column;
+    for (; end - first > 16; first += kStrips * 16)
+        walk<kStrips>(task, first, end - first < kStrips * 16 ? end - first : kStrips * 16);
+    if (first < end) walk<1>(task, first, end - first);
+}
+
+void conv(const float* const* rows, const float* taps, int64_t width, int64_t channels, float* out) {
+    for (int64_t i = 0; i < channels; i += 16) {
+        f32 sum = splat(0.0f);
+        for (int64_t j = 0; j < width; ++j)
+            if (rows[j]) sum = fma(load_some(rows[j] + i, channels - i), load_some(taps + j * channels + i, channels - i), sum);
+        store_some(out + i, channels - i, sum);
+    }
+}
+
+void decay(const float* x, const float* rate, const float* bias, int64_t width, float* out) {
+    for (int64_t i = 0; i < width; ++i) {
+        const float value = x[i] + bias[i], size = std::fabs(value);
+        // ln(1 + e^v) = max(v, 0) + ln(1 + e^-|v|); a small e^-|v| is its own logarithm
+        const float small = lane(exp(splat(-size)));
+        const double rest = small < 1e-8f ? (double)small : exact_log(1.0 + (double)small);
+        out[i] = value != value ? value : rate[i] * (float)((value > 0.0f ? (double)value : 0.0) + rest);
+    }
+}
+
+} // namespace headstart::HEADSTART_PATH

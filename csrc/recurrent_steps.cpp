@@ -1,0 +1,220 @@
+// Recorded steps of recurrent layers. A convolution or recurrence reads the state of each sequence, the rows kept from
+// the last pass and the rows of this one; then states are stored and drafted rows kept, as Pass::states says.
+#include <nanobind/stl/string.h>
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+#include "program.h"
+
+namespace headstart {
+namespace {
+
+using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+constexpr int64_t kColumns = 64; // of a head's values: one task
+
+void require(bool holds, const char* what) {
+    if (!holds) throw std::invalid_argument(what);
+}
+
+int64_t span_start(const Pass& pass, int64_t span) { return pass.positions[pass.row_starts[span]]; }
+
+// Rows that a sequence has kept and that came true: they go before its rows of this pass.
+int64_t num_replayed(const Pass& pass, int64_t span) { return span_start(pass, span) - pass.states->starts[span]; }
+
+const float* state_read(const StatePool& pool, const Pass& pass, int64_t span) {
+    const int32_t slot = pass.states->reads[span];
+    return slot < 0 ? nullptr : pool.state(slot);
+}
+
+// Copies a row's `parts` side by side into the sequence's kept rows, if the row may not be true.
+void keep_row(const Program& program, const StatePool& pool, const Pass& pass, const std::vector<int>& parts,
+              int64_t row) {
+    const int64_t span = pass.states->span_of[row], place = pass.positions[row] - pass.states->keeps[span];
+    if (place < 0) return;
+    float* to = pool.kept(pass.states->own[span], place);
+    for (int part : parts) to = std::copy_n(program.values(part, row), program.buffers[part].width, to);
+}
+
+// The input of a convolution `back` rows before row `at` of a span (counted from its first row in the pass); nullptr
+// before the sequence's first row.
+const float* input_before(const Program& program, const StatePool& pool, const Pass& pass, int x, int64_t width,
+                          int64_t span, int64_t at) {
+    if (at >= 0) return program.values(x, pass.row_starts[span] + at);
+    at += num_replayed(pass, span);
+    if (at >= 0) return pool.kept(pass.states->own[span], at);
+    const float* state = state_read(pool, pass, span);
+    return state ? state + (at + width - 1) * program.buffers[x].width : nullptr;
+}
+
+void convolve(const Program& program, const StatePool& pool, const Pass& pass, int x, int out, const float* taps,
+              int64_t width, int64_t row) {
+    const int64_t span = pass.states->span_of[row], at = row - pass.row_starts[span];
+    const float* rows[kMaxTaps];
+    for (int64_t j = 0; j < width; ++j)
+        rows[j] = input_before(program, pool, pass, x, width, span, at - (width - 1 - j));
+    program.kernels.conv(rows, taps, width, program.buffers[x].width, program.values(out, row));
+}
+
+// Stores the last width - 1 inputs before each of a span's stores, then keeps its drafted rows. A state may lie where
+// the span's own old state does, so all are made before the first is written.
+void store_windows(const Program& program, const StatePool& pool, const Pass& pass, int x, int64_t width,
+                   int64_t span) {
+    const States& states = *pass.states;
+    const int64_t channels = program.buffers[x].width, first = states.store_starts[span];
+    const int64_t count = states.store_starts[span + 1] - first, size = (width - 1) * channels;
+    std::vector<float> windows(count * size, 0.0f);
+    for (int64_t i = 0; i < count; ++i) {
+        const int64_t end = states.store_positions[first + i] - span_start(pass, span);
+        for (int64_t j = 0; j < width - 1; ++j)
+            if (const float* from = input_before(program, pool, pass, x, width, span, end - (width - 1) + j))
+                std::copy_n(from, channels, windows.data() + i * size + j * channels);
+    }
+    for (int64_t i = 0; i < count; ++i)
+        std::copy_n(windows.data() + i * size, size, pool.state(states.store_slots[first + i]));
+    for (int64_t row = pass.row_starts[span]; row < pass.row_starts[span + 1]; ++row)
+        keep_row(program, pool, pass, {x}, row);
+}
+
+int causal_conv(Program& program, int x, Floats taps, nb::object state_pool, int64_t width) {
+    StatePool* pool = nb::cast<StatePool*>(state_pool);
+    const int64_t channels = program.buffers[x].width;
+    require(width >= 2 && width <= kMaxTaps, "causal_conv: 2 to 16 taps are supported");
+    require((int64_t)taps.size() == width * channels && pool->state_size == (width - 1) * channels &&
+                pool->row_size == channels,
+            "causal_conv: shapes differ");
+    const int out = program.buffer(channels, false);
+    program.wants_states = true;
+    Step step;
+    step.label = "recurrent";
+    step.reads = {x};
+    step.writes = {out};
+    step.by_rows = step.gathers = true;
+    step.owners = {state_pool, nb::cast(taps)};
+    step.run = [&program, pool, x, out, width, w = taps.data()](const Pass& pass, int64_t row) {
+        convolve(program, *pool, pass, x, out, w, width, row);
+    };
+    program.add(std::move(step));
+    Step keep;
+    keep.label = "recurrent";
+    keep.reads = {x};
+    keep.owners = {state_pool};
+    keep.num_tasks = [](const Pass& pass) { return pass.num_spans; };
+    keep.run = [&program, pool, x, width](const Pass& pass, int64_t span) {
+        store_windows(program, *pool, pass, x, width, span);
+    };
+    program.add_later(std::move(keep));
+    return out;
+}
+
+int decay(Program& program, int x, Floats rate, Floats bias) {
+    const int64_t width = program.buffers[x].width;
+    require((int64_t)rate.size() == width && (int64_t)bias.size() == width, "decay: widths differ");
+    const int out = program.buffer(width, program.buffers[x].logits);
+    Step step;
+    step.label = "rows";
+    step.reads = {x};
+    step.writes = {out};
+    step.by_rows = true;
+    step.owners = {nb::cast(rate), nb::cast(bias)};
+    step.run = [&program, x, out, width, r = rate.data(), b = bias.data()](const Pass&, int64_t row) {
+        program.kernels.decay(program.values(x, row), r, b, width, program.values(out, row));
+    };
+    program.add(std::move(step));
+    return out;
+}
+
+// Shape of a gated delta rule.
+struct DeltaShape {
+    int64_t num_key_heads, num_heads, key_dim, value_dim;
+    bool tiled;
+    int64_t strips() const { return (value_dim + kColumns - 1) / kColumns; }
+    int64_t channels() const { return 2 * num_key_heads * key_dim + num_heads * value_dim; }
+    int64_t key_head(int64_t head) const { return tiled ? head % num_key_heads : head / (num_heads / num_key_heads); }
+};
+
+// Tasks go by span, then head, then strip of columns.
+DeltaTask delta_task(const Program& program, const StatePool& pool, const Pass& pass, const DeltaShape& shape,
+                     const std::vector<int>& inputs, int out, int64_t index) {
+    const States& states = *pass.states;
+    const int64_t strips = shape.strips(), span = index / (shape.num_heads * strips), strip = index % strips;
+    const int64_t row = pass.row_starts[span], store = states.store_starts[span];
+    DeltaTask task{};
+    task.num_key_heads = shape.num_key_heads, task.num_heads = shape.num_heads;
+    task.key_dim = shape.key_dim, task.value_dim = shape.value_dim;
+    task.head = index / strips % shape.num_heads;
+    task.key_head = shape.key_head(task.head);
+    task.first_column = strip * kColumns;
+    task.num_columns = std::min(kColumns, shape.value_dim - task.first_column);
+    task.from = state_read(pool, pass, span);
+    task.start = states.starts[span];
+    task.num_kept = num_replayed(pass, span);
+    task.kept = task.num_kept ? pool.kept(states.own[span], 0) : nullptr;
+    task.kept_stride = pool.row_size;
+    task.num_rows = pass.row_starts[span + 1] - row;
+    task.qkv = program.values(inputs[0], row), task.qkv_stride = program.buffers[inputs[0]].stride();
+    task.log_decay = program.values(inputs[1], row), task.strength = program.values(inputs[2], row);
+    task.gate_stride = program.buffers[inputs[1]].stride();
+    task.out = program.values(out, row), task.out_stride = program.buffers[out].stride();
+    task.num_stores = states.store_starts[span + 1] - store;
+    task.store_positions = states.store_positions + store, task.store_slots = states.store_slots + store;
+    task.states = pool.state(0), task.state_size = pool.state_size;
+    return task;
+}
+
+int gated_delta(Program& program, int qkv, int log_decay, int strength, nb::object state_pool, int64_t num_key_heads,
+                int64_t num_heads, int64_t key_dim, int64_t value_dim, bool tiled) {
+    StatePool* pool = nb::cast<StatePool*>(state_pool);
+    const DeltaShape shape{num_key_heads, num_heads, key_dim, value_dim, tiled};
+    require(key_dim <= kMaxKeyDim, "gated_delta: keys of more than 256 are not supported");
+    require(num_key_heads > 0 && num_heads % num_key_heads == 0 && program.buffers[qkv].width == shape.channels() &&
+                program.buffers[log_decay].width == num_heads && program.buffers[strength].width == num_heads &&
+                pool->state_size == num_heads * key_dim * value_dim &&
+                pool->row_size == shape.channels() + 2 * num_heads,
+            "gated_delta: shapes differ");
+    const int out = program.buffer(num_heads * value_dim, false);
+    const std::vector<int> inputs{qkv, log_decay, strength};
+    program.wants_states = true;
+    Step step;
+    step.label = "recurrent";
+    step.reads = inputs;
+    step.writes = {out};
+    step.owners = {state_pool};
+    step.num_tasks = [shape](const Pass& pass) { return pass.num_spans * shape.num_heads * shape.strips(); };
+    step.run = [&program, pool, shape, inputs, out](const Pass& pass, int64_t index) {
+        program.kernels.delta(delta_task(program, *pool, pass, shape, inputs, out, index));
+    };
+    program.add(std::move(step));
+    Step keep;
+    keep.label = "recurrent";
+    keep.reads = inputs;
+    keep.by_rows = true;
+    keep.owners = {state_pool};
+    keep.run = [&program, pool, inputs](const Pass& pass, int64_t row) {
+        keep_row(program, *pool, pass, inputs, row);
+    };
+    program.add(std::move(keep));
+    return out;
+}
+
+nb::ndarray<nb::numpy, float> state_of(StatePool& pool, int64_t slot) {
+    require(slot >= 0 && slot < pool.num_slots, "no such slot");
+    float* copy = new float[pool.state_size];
+    std::copy_n(pool.state(slot), pool.state_size, copy);
+    nb::capsule owner(copy, [](void* p) noexcept { delete[] static_cast<float*>(p); });
+    const size_t shape[1] = {(size_t)pool.state_size};
+    return {copy, 1, shape, owner};
+}
+
+} // namespace
+
+void bind_recurrent_steps(nb::module_& m, nb::class_<Program>& program) {
+    nb::class_<StatePool>(m, "StatePool")
+        .def(nb::init<int64_t, int64_t, int64_t, int64_t, int64_t>())
+        .def("state", state_of);
+    program.def("causal_conv", causal_conv).def("decay", decay).def("gated_delta", gated_delta);
+}
+
+} // namespace headstart

@@ -1,0 +1,48 @@
+"""Mixtures of experts in plain torch: the choice of experts, and the sum over those that some row takes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+from headstart.kernels.ops import Experts, RouterSpec
+
+TINY = 1e-20
+"""Added to the sum that weights are divided by, as in DeepSeek's code: sigmoids may all be 0."""
+
+
+def route(logits: Tensor, bias: Tensor | None, spec: RouterSpec) -> tuple[Tensor, Tensor]:
+    """logits [R, E], bias [E] -> (weights, expert ids), both [R, top_k], best choice first."""
+    logits = logits.float() if logits.dtype == torch.bfloat16 else logits
+    scores = logits.sigmoid() if spec.scoring == "sigmoid" else logits.softmax(-1)
+    choice = scores if bias is None else scores + bias
+    if spec.num_groups > 1:
+        choice = choice.masked_fill(~_in_top_groups(choice, spec), float("-inf"))
+    ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, : spec.top_k]
+    weights = scores.gather(1, ids)
+    if spec.normalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + TINY)
+    return weights * spec.scale, ids
+
+
+def _in_top_groups(choice: Tensor, spec: RouterSpec) -> Tensor:
+    """bool [R, E]: is the expert in one of the row's best groups?"""
+    groups = choice.unflatten(-1, (spec.num_groups, -1))
+    best = groups.sort(dim=-1, descending=True).values[..., :2].sum(-1)
+    taken = best.sort(dim=-1, descending=True, stable=True).indices[:, : spec.top_groups]
+    among = torch.zeros_like(best, dtype=torch.bool).scatter(1, taken, torch.ones_like(taken, dtype=torch.bool))
+    return among.repeat_interleave(groups.shape[-1], dim=-1)
+
+
+def mixture(x: Tensor, logits: Tensor, bias: Tensor | None, experts: Experts, spec: RouterSpec) -> Tensor:
+    """Ops.moe, for rows of any leading shape."""
+    rows = x.flatten(0, -2)
+    weights, ids = route(logits.flatten(0, -2), bias, spec)
+    out = torch.zeros_like(rows)
+    for expert in ids.unique().tolist():
+        taking, place = torch.nonzero(ids == expert, as_tuple=True)
+        inner = silu(linear(rows[taking], experts.gate[expert])) * linear(rows[taking], experts.up[expert])
+        weight = weights[taking, place, None].to(x.dtype)
+        out = out.index_add(0, taking, linear(inner, experts.down[expert]) * weight)
+    return out.view_as(x)

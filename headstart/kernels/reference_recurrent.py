@@ -1,0 +1,141 @@
+"""Recurrent layers of the reference backend: one walk over the rows of all sequences at once, one step function each.
+
+Shapes: S sequences, T rows of the longest (kept ones and those of the pass), W columns of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headstart.core import StepPlan
+from headstart.kernels.ops import ConvSpec, DeltaSpec
+
+L2_EPSILON = 1e-6
+Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(states [S, ...], rows [S, W]) -> (states after the rows, outputs [S, out])."""
+
+
+@dataclass(frozen=True, eq=False)
+class StatePool:
+    """`states` [num_slots, *state_shape]; `rows` [num_owned, num_kept, W]: row j is at position keeps + j."""
+
+    states: Tensor
+    rows: Tensor
+
+
+def conv_step(weight: Tensor, spec: ConvSpec) -> Step:
+    """States are the last width - 1 inputs, oldest first."""
+    taps = weight.view(spec.width, spec.channels)
+
+    def step(states: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        window = torch.cat((states, rows[:, None]), dim=1)
+        return window[:, 1:], (window * taps).sum(1)
+
+    return step
+
+
+def delta_step(spec: DeltaSpec) -> Step:
+    """States are [heads, key_dim, value_dim]; see Ops.gated_delta."""
+    keys, heads = spec.num_key_heads, spec.num_heads
+    head = torch.arange(heads)
+    key_of = head % keys if spec.tiled else head // (heads // keys)
+    sizes = (keys * spec.key_dim, keys * spec.key_dim, heads * spec.value_dim, heads, heads)
+
+    def unit(x: Tensor) -> Tensor:
+        grouped = x.unflatten(-1, (keys, spec.key_dim))
+        normed: Tensor = grouped * torch.rsqrt(grouped.square().sum(-1, keepdim=True) + L2_EPSILON)
+        return normed[:, key_of]
+
+    def step(states: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v, log_decay, strength = rows.split(sizes, dim=-1)
+        unit_q, unit_k = unit(q) * spec.key_dim**-0.5, unit(k)[..., None]
+        states = states * log_decay.exp()[..., None, None]
+        known = (states * unit_k).sum(-2)
+        new = (v.unflatten(-1, (heads, spec.value_dim)) - known) * strength.sigmoid()[..., None]
+        states = states + unit_k * new[..., None, :]
+        return states, (states * unit_q[..., None]).sum(-2).flatten(-2)
+
+    return step
+
+
+def walk(step: Step, rows: Tensor, width: int, pool: StatePool, plan: StepPlan) -> Tensor:
+    """rows [R, W] -> outputs [R, width]; states move as plan.states says."""
+    told, num_rows = plan.states, len(rows)
+    assert told is not None, "the plan has no states for a recurrent layer"
+    firsts = plan.positions[plan.row_starts[:-1]]
+    replayed = firsts - told.starts
+    lengths = replayed + np.diff(plan.row_starts)
+    order = np.argsort(-lengths, kind="stable")  # those still walking are in front
+    kept = pool.rows[_longs(told.own)].flatten(0, 1) if pool.rows.numel() else pool.rows.flatten(0, 1)
+    source = torch.cat((rows, kept))
+    index = _sources(plan, replayed, lengths, num_rows, pool.rows.shape[1])[order]
+    stores = _stores(plan, order)
+    reads = torch.from_numpy(told.reads[order].astype(np.int64))
+    states = pool.states.new_zeros((len(order), *pool.states.shape[1:]))
+    states[reads >= 0] = pool.states[reads[reads >= 0]]
+    out = rows.new_empty((num_rows, width))
+    for t in range(int(lengths.max()) + 1):
+        for place, slot in stores.get(t, ()):
+            pool.states[slot] = states[place]
+        walking = int((lengths > t).sum())
+        if walking:
+            taken = index[:walking, t]
+            moved, made = step(states[:walking], source[taken])
+            states = torch.cat((moved, states[walking:]))
+            is_new = taken < num_rows
+            out[taken[is_new]] = made[is_new]
+    _keep(rows, pool, plan)
+    return out
+
+
+def whole(step: Step, rows: Tensor, width: int, state_shape: tuple[int, ...]) -> Tensor:
+    """rows [B, T, W] of whole sequences -> [B, T, width], from zero states (training)."""
+    states, outputs = rows.new_zeros((len(rows), *state_shape)), []
+    for t in range(rows.shape[1]):
+        states, made = step(states, rows[:, t])
+        outputs.append(made)
+    return torch.stack(outputs, dim=1) if outputs else rows.new_zeros((*rows.shape[:2], width))
+
+
+def _longs(values: NDArray[np.int32]) -> Tensor:
+    return torch.from_numpy(values.astype(np.int64))
+
+
+def _sources(
+    plan: StepPlan, replayed: NDArray[np.int32], lengths: NDArray[np.int32], num_rows: int, num_kept: int
+) -> Tensor:
+    """[S, T]: which row each sequence takes at each step, of [rows of the pass; kept rows of each sequence]."""
+    steps = np.arange(lengths.max())[None]
+    kept = num_rows + np.arange(len(lengths))[:, None] * num_kept + steps
+    new = plan.row_starts[:-1, None] + steps - replayed[:, None]
+    return _longs(np.where(steps < replayed[:, None], kept, new))
+
+
+def _stores(plan: StepPlan, order: NDArray[np.int64]) -> dict[int, list[tuple[int, int]]]:
+    """Rows walked -> (place in the order, slot) to write then."""
+    told = plan.states
+    assert told is not None
+    found: dict[int, list[tuple[int, int]]] = {}
+    for place, s in enumerate(order):
+        for i in range(told.store_starts[s], told.store_starts[s + 1]):
+            walked = int(told.store_positions[i] - told.starts[s])
+            found.setdefault(walked, []).append((place, int(told.store_slots[i])))
+    return found
+
+
+def _keep(rows: Tensor, pool: StatePool, plan: StepPlan) -> None:
+    """The rows behind the state that a sequence keeps."""
+    told = plan.states
+    assert told is not None
+    spans = np.repeat(np.arange(len(told.own)), np.diff(plan.row_starts))
+    places = plan.positions - told.keeps[spans]
+    drafted = places >= 0
+    if not drafted.any():
+        return
+    pool.rows[_longs(told.own[spans][drafted]), _longs(places[drafted])] = rows[torch.from_numpy(drafted)]

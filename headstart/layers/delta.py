@@ -1,0 +1,88 @@
+"""Gated DeltaNet (Yang, Kautz, Hatamizadeh 2024): linear attention over a state that decays and corrects itself.
+
+[q, k, v] = silu(conv(W_qkv x)); decay and strength by head from x; o = recurrence (see Ops.gated_delta);
+y = W_out (norm(o) * silu(W_z x)), the norm over each head. Formula: transformers 5.23, Qwen3-Next's GatedDeltaNet.
+
+Canonical tensors under `{prefix}`: `in_proj_{qkv,z,a,b}.weight`, `conv` [width * channels] (taps oldest first),
+`decay_rate` [heads] (negative), `decay_bias` [heads], `norm.weight` [value_dim], `out_proj.weight`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from headstart.kernels.ops import Buffer, ConvSpec, DeltaSpec, Ops, Pool, StateSpec, Weight
+from headstart.layers.linear import Linear
+from headstart.layers.norm import RMSNorm
+
+if TYPE_CHECKING:
+    from headstart.layers.build import Weights
+
+
+@dataclass(frozen=True)
+class DeltaConfig:
+    """Gated DeltaNet in place of attention in some `layers`."""
+
+    delta: DeltaSpec
+    conv_width: int
+    layers: frozenset[int]
+
+    @property
+    def conv(self) -> ConvSpec:
+        return ConvSpec(self.delta.channels, self.conv_width)
+
+    @property
+    def inner(self) -> int:
+        """Columns of all heads' values."""
+        return self.delta.num_heads * self.delta.value_dim
+
+
+@dataclass(frozen=True)
+class GatedDeltaNet:
+    """What `delta_layer` makes of the tensors."""
+
+    qkv_proj: Linear
+    z_proj: Linear
+    a_proj: Linear
+    b_proj: Linear
+    conv: Weight
+    decay_rate: Weight
+    decay_bias: Weight
+    norm: RMSNorm
+    out_proj: Linear
+    config: DeltaConfig
+    spec: None = None
+
+    @property
+    def state_specs(self) -> tuple[StateSpec, ...]:
+        return self.config.conv, self.config.delta
+
+    def __call__(self, ops: Ops, x: Buffer, positions: Buffer, pool: Pool) -> Buffer:
+        """`pool`: those of the convolution and of the recurrence; None where whole texts are trained on."""
+        conv_pool, delta_pool = pool or (None, None)
+        qkv, z = self.qkv_proj(ops, x), self.z_proj(ops, x)
+        a, b = self.a_proj(ops, x), self.b_proj(ops, x)
+        qkv = ops.silu(ops.causal_conv(qkv, self.conv, conv_pool, self.config.conv))
+        log_decay = ops.decay(a, self.decay_rate, self.decay_bias)
+        read = ops.gated_delta(qkv, log_decay, b, delta_pool, self.config.delta)
+        return self.out_proj(ops, ops.silu_mul(z, self.norm(ops, read)))
+
+
+def delta_layer(weights: Weights, prefix: str, hidden: int, eps: float, config: DeltaConfig) -> GatedDeltaNet:
+    """The layer whose tensors start with `prefix` (no trailing dot). Decay and strength are never quantized: their
+    errors would add up over a whole text."""
+    heads = config.delta.num_heads
+    a, b = (weights.get(f"{prefix}.in_proj_{part}.weight", heads, hidden, precise=True) for part in "ab")
+    return GatedDeltaNet(
+        qkv_proj=weights.linear(f"{prefix}.in_proj_qkv", config.delta.channels, hidden),
+        z_proj=weights.linear(f"{prefix}.in_proj_z", config.inner, hidden),
+        a_proj=Linear(a),
+        b_proj=Linear(b),
+        conv=weights.get(f"{prefix}.conv", config.conv_width * config.delta.channels),
+        decay_rate=weights.get(f"{prefix}.decay_rate", heads),
+        decay_bias=weights.get(f"{prefix}.decay_bias", heads),
+        norm=weights.norm(f"{prefix}.norm", config.delta.value_dim, eps),
+        out_proj=weights.linear(f"{prefix}.out_proj", hidden, config.inner),
+        config=config,
+    )

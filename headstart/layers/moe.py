@@ -1,0 +1,117 @@
+"""Mixture-of-experts feed-forward: a router, gated experts, and shared experts that every row takes.
+
+Canonical tensors under `{prefix}`: `gate.weight` [E, H] (the router), `gate.e_score_correction_bias` [E], experts one
+by one (`experts.{e}.gate_proj.weight`, up_proj, down_proj) or stacked (`experts.gate_proj.weight` [E, I, H]; or
+`experts.gate_up_proj` [E, 2 I, H] with `experts.down_proj` [E, H, I]), `shared_experts.{gate,up,down}_proj.weight`,
+`shared_expert_gate.weight` [1, H].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headstart.kernels.ops import Buffer, Experts, Ops, RawTensor, RouterSpec, Weight
+from headstart.layers.linear import Linear
+from headstart.layers.mlp import GatedMLP
+
+if TYPE_CHECKING:
+    from headstart.layers.build import Weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """`inner`: width of one expert; `shared`: width of the shared experts together, 0 for none; `shared_gate`: a row
+    scales them by sigmoid(w . x); `bias`: a bias corrects the choice of experts; `dense`: layers without experts."""
+
+    router: RouterSpec
+    inner: int
+    shared: int = 0
+    shared_gate: bool = False
+    bias: bool = False
+    dense: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class MoE:
+    """sum over the row's experts of weight * down(silu(gate(x)) * up(x)), plus the shared experts."""
+
+    router: Linear
+    experts: Experts
+    spec: RouterSpec
+    bias: Weight | None = None
+    shared: GatedMLP | None = None
+    shared_gate: Linear | None = None
+
+    def __call__(self, ops: Ops, x: Buffer) -> Buffer:
+        logits = self.router(ops, x)
+        if self.shared is None:
+            return ops.moe(x, logits, self.bias, self.experts, self.spec)
+        gate = self.shared_gate(ops, x) if self.shared_gate else None
+        shared = self.shared(ops, x)
+        routed = ops.moe(x, logits, self.bias, self.experts, self.spec)
+        return ops.add(routed, shared if gate is None else ops.sigmoid_mul(gate, shared))
+
+
+def moe_layer(weights: Weights, prefix: str, hidden: int, config: MoEConfig) -> MoE:
+    """The layer whose tensors start with `prefix` (no trailing dot). Raises ModelError for what is missing."""
+    count, gate = config.router.num_experts, f"{prefix}.shared_expert_gate.weight"
+    return MoE(
+        router=Linear(weights.get(f"{prefix}.gate.weight", count, hidden, precise=True)),
+        experts=_experts(weights, f"{prefix}.experts", hidden, config),
+        spec=config.router,
+        bias=weights.get(f"{prefix}.gate.e_score_correction_bias", count) if config.bias else None,
+        shared=GatedMLP.of(weights, f"{prefix}.shared_experts", hidden, config.shared) if config.shared else None,
+        shared_gate=Linear(weights.take(weights.raw(gate, (1, hidden), (hidden,)).as_matrix(), precise=True))
+        if config.shared_gate
+        else None,
+    )
+
+
+def _experts(weights: Weights, prefix: str, hidden: int, config: MoEConfig) -> Experts:
+    count, inner = config.router.num_experts, config.inner
+    shapes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+    parts: dict[str, Iterator[RawTensor]]
+    if weights.has(f"{prefix}.gate_up_proj"):
+        both = weights.raw(f"{prefix}.gate_up_proj", (count, 2 * inner, hidden))
+        parts = {
+            "gate": _items(both, np.arange(inner)),
+            "up": _items(both, np.arange(inner, 2 * inner)),
+            "down": _items(weights.raw(f"{prefix}.down_proj", (count, hidden, inner))),
+        }
+    elif weights.has(f"{prefix}.gate_proj.weight"):
+        parts = {
+            name: _items(weights.raw(f"{prefix}.{name}_proj.weight", (count, *shape))) for name, shape in shapes.items()
+        }
+    else:
+        parts = {
+            name: map(weights.raw, [f"{prefix}.{e}.{name}_proj.weight" for e in range(count)], [shape] * count)
+            for name, shape in shapes.items()
+        }
+    return Experts(**{name: tuple(map(weights.take, each)) for name, each in parts.items()})
+
+
+def _items(stack: RawTensor, rows: NDArray[np.int64] | None = None) -> Iterator[RawTensor]:
+    """The matrices of a stack one after the other, or some rows of each."""
+    for index in range(stack.shape[0]):
+        item = stack.part(index)
+        yield item if rows is None else item.take_rows(rows)
+
+
+def moe_shapes(prefix: str, hidden: int, config: MoEConfig) -> dict[str, tuple[int, ...]]:
+    """Names (experts one by one) and shapes of one layer's tensors."""
+    count, inner = config.router.num_experts, config.inner
+    shapes: dict[str, tuple[int, ...]] = {f"{prefix}.gate.weight": (count, hidden)}
+    if config.bias:
+        shapes[f"{prefix}.gate.e_score_correction_bias"] = (count,)
+    for expert in range(count):
+        shapes |= GatedMLP.shapes(f"{prefix}.experts.{expert}", hidden, inner)
+    if config.shared:
+        shapes |= GatedMLP.shapes(f"{prefix}.shared_experts", hidden, config.shared)
+    if config.shared_gate:
+        shapes[f"{prefix}.shared_expert_gate.weight"] = (1, hidden)
+    return shapes

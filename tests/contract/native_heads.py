@@ -1,0 +1,269 @@
+"""Native MTP heads and the trunks below them, by hand: plain torch over whole sequences, row by row, in float64.
+
+T tokens, H width, N heads, D head dim. Each function restates a published formula, with no thought of speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+Tensors = dict[str, Tensor]
+Getter = Callable[[str], Tensor]
+
+
+def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / torch.sqrt((x**2).mean(-1, keepdim=True) + eps) * weight
+
+
+def rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """x [T, N, D], as complex numbers of halves."""
+    dim = x.shape[-1]
+    angle = positions[:, None] * theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    turned = torch.complex(x[..., : dim // 2], x[..., dim // 2 :]) * torch.polar(torch.ones_like(angle), angle)[:, None]
+    return torch.cat((turned.real, turned.imag), dim=-1)
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """q [T, N, D], k [T, K, D], v [T, K, V] -> [T, N * V]: every row over itself and the rows before it."""
+    heads, group = q.shape[1], q.shape[1] // k.shape[1]
+    out = torch.empty(len(q), heads, v.shape[-1], dtype=q.dtype)
+    for head in range(heads):
+        for row in range(len(q)):
+            weights = torch.softmax(k[: row + 1, head // group] @ q[row, head] * scale, 0)
+            out[row, head] = weights @ v[: row + 1, head // group]
+    return out.flatten(1)
+
+
+def gated(x: Tensor, w: Getter) -> Tensor:
+    return linear(silu(linear(x, w("gate_proj.weight"))) * linear(x, w("up_proj.weight")), w("down_proj.weight"))
+
+
+def sigmoid_experts(x: Tensor, w: Getter, c: dict[str, Any]) -> Tensor:
+    """DeepSeek-V3 report, equations 12 to 16, with the choice of groups; the shared experts."""
+    groups, out = c["n_group"], gated(x, lambda n: w(f"shared_experts.{n}"))
+    for row in range(len(x)):
+        score = torch.sigmoid(w("gate.weight") @ x[row])
+        choice = (score + w("gate.e_score_correction_bias")).view(groups, -1)
+        best = sorted(range(groups), key=lambda g: -float(choice[g].sort().values[-2:].sum()))[: c["topk_group"]]
+        size = choice.shape[1]
+        able = [g * size + i for g in best for i in range(size)]
+        taken = sorted(able, key=lambda e: -float(choice.flatten()[e]))[: c["num_experts_per_tok"]]
+        total = sum(score[e] for e in taken)
+        for e in taken:
+            expert = gated(x[row], lambda n, e=e: w(f"experts.{e}.{n}"))
+            out[row] = out[row] + expert * score[e] / total * c["routed_scaling_factor"]
+    return out
+
+
+def softmax_experts(x: Tensor, w: Getter, c: dict[str, Any]) -> Tensor:
+    """Experts weighted by a softmax over those chosen, and one for every row behind a gate."""
+    out = gated(x, lambda n: w(f"shared_expert.{n}")) * torch.sigmoid(linear(x, w("shared_expert_gate.weight")))
+    for row in range(len(x)):
+        best = (w("gate.weight") @ x[row]).topk(c["num_experts_per_tok"])
+        for weight, e in zip(torch.softmax(best.values, 0), best.indices.tolist(), strict=True):
+            out[row] = out[row] + weight * gated(x[row], lambda n, e=e: w(f"experts.{e}.{n}"))
+    return out
+
+
+def qwen2_block(x: Tensor, w: Getter, c: dict[str, Any], positions: Tensor) -> Tensor:
+    """A whole sequence at once, every row over itself and the rows before it."""
+    dim, eps = c["head_dim"], c["rms_norm_eps"]
+    y = rms(x, w("input_layernorm.weight"), eps)
+    q, k, v = (
+        linear(y, w(f"self_attn.{n}_proj.weight"), w(f"self_attn.{n}_proj.bias")).view(len(x), -1, dim) for n in "qkv"
+    )
+    q, k = rotated(q, positions, c["rope_theta"]), rotated(k, positions, c["rope_theta"])
+    x = x + linear(attended(q, k, v, dim**-0.5), w("self_attn.o_proj.weight"))
+    y = rms(x, w("post_attention_layernorm.weight"), eps)
+    return x + gated(y, lambda n: w(f"mlp.{n}"))
+
+
+def mimo_trunk(tensors: Tensors, c: dict[str, Any], tokens: Tensor) -> Tensor:
+    """The stream [T, H] before the final norm: what vLLM's mimo.py gives the head."""
+    x = tensors["model.embed_tokens.weight"][tokens]
+    for i in range(c["num_hidden_layers"]):
+        x = qwen2_block(x, lambda n, i=i: tensors[f"model.layers.{i}.{n}"], c, torch.arange(len(tokens)))
+    return x
+
+
+def mimo_mtp(tensors: Tensors, c: dict[str, Any], hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Pairs (hidden [P, H], the token after it [P]) -> (logits [P, V], recycled [P, H])."""
+    w = lambda n: tensors[f"model.mtp_layers.0.{n}"]  # noqa: E731
+    e = tensors["model.embed_tokens.weight"][tokens].clone()
+    e[0] = 0  # the embedding of the first pair is masked
+    joined = torch.cat(
+        (
+            rms(hidden, w("hidden_layernorm.weight"), c["rms_norm_eps"]),
+            rms(e, w("token_layernorm.weight"), c["rms_norm_eps"]),
+        ),
+        dim=-1,
+    )
+    x = qwen2_block(linear(joined, w("input_proj.weight")), w, c, torch.arange(len(tokens)))
+    y = rms(x, w("final_layernorm.weight"), c["rms_norm_eps"])
+    return linear(y, tensors["lm_head.weight"]), y
+
+
+def glm_block(x: Tensor, w: Getter, c: dict[str, Any], positions: Tensor) -> Tensor:
+    """Head norms, then rotation of the first half of each head; experts, or a gated MLP where there are none."""
+    dim, eps = c["head_dim"], c["rms_norm_eps"]
+    turning = int(dim * c["partial_rotary_factor"])
+    y = rms(x, w("input_layernorm.weight"), eps)
+    q, k, v = (
+        linear(y, w(f"self_attn.{n}_proj.weight"), w(f"self_attn.{n}_proj.bias")).view(len(x), -1, dim) for n in "qkv"
+    )
+    q, k = rms(q, w("self_attn.q_norm.weight"), eps), rms(k, w("self_attn.k_norm.weight"), eps)
+    q, k = (torch.cat((rotated(a[..., :turning], positions, c["rope_theta"]), a[..., turning:]), -1) for a in (q, k))
+    x = x + linear(attended(q, k, v, dim**-0.5), w("self_attn.o_proj.weight"))
+    return x + feed_forward(rms(x, w("post_attention_layernorm.weight"), eps), w, c)
+
+
+def feed_forward(x: Tensor, w: Getter, c: dict[str, Any]) -> Tensor:
+    try:
+        w("mlp.gate.weight")
+    except KeyError:
+        return gated(x, lambda n: w(f"mlp.{n}"))
+    experts = softmax_experts if "shared_expert_intermediate_size" in c else sigmoid_experts
+    return experts(x, lambda n: w(f"mlp.{n}"), c)
+
+
+def deepseek_block(x: Tensor, w: Getter, c: dict[str, Any], positions: Tensor) -> Tensor:
+    """Latent attention with keys and values of every head written out (DeepSeek-V2 report, equations 9 to 19)."""
+    heads, nope, rotary, value = (
+        c[key] for key in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    )
+    a, eps, latent = (lambda n: w(f"self_attn.{n}.weight")), c["rms_norm_eps"], c["kv_lora_rank"]
+    y = rms(x, w("input_layernorm.weight"), eps)
+    q = linear(rms(linear(y, a("q_a_proj")), a("q_a_layernorm"), 1e-6), a("q_b_proj")).view(len(x), heads, -1)
+    down = linear(y, a("kv_a_proj_with_mqa"))
+    expanded = linear(rms(down[:, :latent], a("kv_a_layernorm"), 1e-6), a("kv_b_proj")).view(len(x), heads, -1)
+
+    def turned(part: Tensor) -> Tensor:  # pairs lie side by side
+        halves = torch.cat((part[..., 0::2], part[..., 1::2]), -1)
+        return rotated(halves, positions, c["rope_theta"])
+
+    q = torch.cat((q[..., :nope], turned(q[..., nope:])), -1)
+    k = torch.cat((expanded[..., :nope], turned(down[:, None, latent:]).expand(-1, heads, -1)), -1)
+    x = x + linear(attended(q, k, expanded[..., nope:], (nope + rotary) ** -0.5), a("o_proj"))
+    assert expanded.shape[-1] == nope + value
+    return x + feed_forward(rms(x, w("post_attention_layernorm.weight"), eps), w, c)
+
+
+def normed_trunk(block: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The stream [T, H] after the final norm of a trunk of such blocks."""
+
+    def trunk(tensors: Tensors, c: dict[str, Any], tokens: Tensor) -> Tensor:
+        x = tensors["model.embed_tokens.weight"][tokens]
+        for i in range(c["num_hidden_layers"]):
+            x = block(x, lambda n, i=i: tensors[f"model.layers.{i}.{n}"], c, torch.arange(len(tokens)))
+        return rms(x, tensors["model.norm.weight"], c["rms_norm_eps"])
+
+    return trunk
+
+
+def trailing_mtp(block: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """DeepSeek-V3 report, equations 21 to 23, for a module that is layer N; recycles after its norm."""
+
+    def mtp(tensors: Tensors, c: dict[str, Any], hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        w = lambda n: tensors[f"model.layers.{c['num_hidden_layers']}.{n}"]  # noqa: E731
+        eps, e = c["rms_norm_eps"], tensors["model.embed_tokens.weight"][tokens]
+        joined = torch.cat((rms(e, w("enorm.weight"), eps), rms(hidden, w("hnorm.weight"), eps)), dim=-1)
+        x = block(linear(joined, w("eh_proj.weight")), w, c, torch.arange(len(tokens)))
+        y = rms(x, w("shared_head.norm.weight"), eps)
+        return linear(y, tensors["lm_head.weight"]), y
+
+    return mtp
+
+
+def plus_one(weight: Tensor) -> Tensor:
+    """The factor of a (1 + w) norm, rounded as a float32 weight is."""
+    return (1 + weight.float()).double()
+
+
+def gated_block(x: Tensor, w: Getter, c: dict[str, Any], positions: Tensor) -> Tensor:
+    """Attention whose q_proj makes a gate too, partial rotary, norms of 1 + w; a whole sequence at once."""
+    heads, kv_heads, dim, eps = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"], c["rms_norm_eps"]
+    rotary = int(dim * c["partial_rotary_factor"])
+    y = rms(x, plus_one(w("input_layernorm.weight")), eps)
+    q, gate = linear(y, w("self_attn.q_proj.weight")).view(len(x), heads, 2 * dim).split(dim, dim=-1)
+    k, v = (linear(y, w(f"self_attn.{n}_proj.weight")).view(len(x), kv_heads, dim) for n in "kv")
+    q, k = rms(q, plus_one(w("self_attn.q_norm.weight")), eps), rms(k, plus_one(w("self_attn.k_norm.weight")), eps)
+    q, k = (torch.cat((rotated(z[..., :rotary], positions, c["rope_theta"]), z[..., rotary:]), -1) for z in (q, k))
+    out = attended(q, k, v, dim**-0.5) * torch.sigmoid(gate.flatten(1))
+    x = x + linear(out, w("self_attn.o_proj.weight"))
+    return x + plus_one_feed_forward(x, w, c)
+
+
+def plus_one_feed_forward(x: Tensor, w: Getter, c: dict[str, Any]) -> Tensor:
+    return feed_forward(rms(x, plus_one(w("post_attention_layernorm.weight")), c["rms_norm_eps"]), w, c)
+
+
+def delta_block(x: Tensor, w: Getter, c: dict[str, Any]) -> Tensor:
+    """Gated DeltaNet of a whole sequence, head by head and row by row."""
+    key_heads, heads = c["linear_num_key_heads"], c["linear_num_value_heads"]
+    key_dim, value_dim, width = c["linear_key_head_dim"], c["linear_value_head_dim"], c["linear_conv_kernel_dim"]
+    y, inner = rms(x, plus_one(w("input_layernorm.weight")), c["rms_norm_eps"]), heads * value_dim
+    if c["model_type"] == "qwen3_next":
+        by_head = linear(y, w("linear_attn.in_proj_qkvz.weight")).view(len(x), key_heads, -1)
+        parts = by_head.split([key_dim, key_dim, inner // key_heads, inner // key_heads], dim=-1)
+        *qkv, z = (part.flatten(1) for part in parts)
+        joined = linear(y, w("linear_attn.in_proj_ba.weight")).view(len(x), key_heads, 2, -1)
+        b, a, qkv = joined[:, :, 0].flatten(1), joined[:, :, 1].flatten(1), torch.cat(qkv, dim=-1)
+    else:
+        qkv, z, b, a = (linear(y, w(f"linear_attn.in_proj_{part}.weight")) for part in ("qkv", "z", "b", "a"))
+    padded, taps = torch.cat((qkv.new_zeros(width - 1, qkv.shape[1]), qkv)), w("linear_attn.conv1d.weight")[:, 0]
+    qkv = silu(sum(padded[j : j + len(x)] * taps[:, j] for j in range(width)))
+    q, k, v = qkv.split([key_heads * key_dim, key_heads * key_dim, inner], dim=-1)
+    q, k = (part / torch.sqrt((part**2).sum(-1, keepdim=True) + 1e-6)
+            for part in (each.view(len(x), key_heads, key_dim) for each in (q, k)))  # fmt: skip
+    decay = torch.exp(
+        -torch.from_numpy(np.exp(w("linear_attn.A_log").float().numpy())).double()
+        * torch.log1p(torch.exp(a + w("linear_attn.dt_bias")))
+    )
+    out = x.new_empty(len(x), heads, value_dim)
+    for head in range(heads):
+        state, group = x.new_zeros(value_dim, key_dim), head // (heads // key_heads)
+        for row, value in enumerate(v.view(len(x), heads, value_dim)[:, head]):
+            state = decay[row, head] * state
+            error = torch.sigmoid(b[row, head]) * (value - state @ k[row, group])
+            state = state + torch.outer(error, k[row, group])
+            out[row, head] = state @ q[row, group] / key_dim**0.5
+    out = rms(out, w("linear_attn.norm.weight"), c["rms_norm_eps"]) * silu(z.view_as(out))
+    x = x + linear(out.flatten(1), w("linear_attn.out_proj.weight"))
+    return x + plus_one_feed_forward(x, w, c)
+
+
+def hybrid_trunk(tensors: Tensors, c: dict[str, Any], tokens: Tensor) -> Tensor:
+    """The state [T, H] after the final norm."""
+    x = tensors["model.embed_tokens.weight"][tokens]
+    for i in range(c["num_hidden_layers"]):
+        w = lambda n, i=i: tensors[f"model.layers.{i}.{n}"]  # noqa: E731
+        is_full = (i + 1) % c["full_attention_interval"] == 0
+        x = gated_block(x, w, c, torch.arange(len(tokens))) if is_full else delta_block(x, w, c)
+    return rms(x, plus_one(tensors["model.norm.weight"]), c["rms_norm_eps"])
+
+
+def hybrid_mtp(tensors: Tensors, c: dict[str, Any], hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """As mimo_mtp: embedding first, nothing masked."""
+    norm = lambda x, name: rms(x, plus_one(tensors[f"mtp.{name}.weight"]), c["rms_norm_eps"])  # noqa: E731
+    e = norm(tensors["model.embed_tokens.weight"][tokens], "pre_fc_norm_embedding")
+    x = linear(torch.cat((e, norm(hidden, "pre_fc_norm_hidden")), dim=-1), tensors["mtp.fc.weight"])
+    x = gated_block(x, lambda n: tensors[f"mtp.layers.0.{n}"], c, torch.arange(len(tokens)))
+    y = norm(x, "norm")
+    return linear(y, tensors["lm_head.weight"]), y
+
+
+NATIVE_HEADS = {
+    "qwen3_5": (hybrid_trunk, hybrid_mtp),
+    "qwen3_5_moe": (hybrid_trunk, hybrid_mtp),
+    "qwen3_next": (hybrid_trunk, hybrid_mtp),
+    "mimo": (mimo_trunk, mimo_mtp),
+    "glm4_moe": (normed_trunk(glm_block), trailing_mtp(glm_block)),
+    "deepseek_v3": (normed_trunk(deepseek_block), trailing_mtp(deepseek_block)),
+}
+"""Family -> (hidden states that its head reads, draft logits and recycled vectors)."""

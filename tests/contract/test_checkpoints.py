@@ -1,0 +1,328 @@
+"""Tiny models in the forms that people have them in: GGUF, FP8 in blocks, stacked experts; and broken ones.
+
+Each form says the same as the plain safetensors model: logits in float32.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from support import family_of, make, prompt_of
+from test_families import logits_in_chunks, new_sequence
+from torch import Tensor
+
+from headstart.config import BackendName, EngineConfig
+from headstart.core import Span
+from headstart.engine.load import Model, load_model
+from headstart.errors import ModelError
+from headstart.formats.base import make_tensor
+from headstart.formats.safetensors import bfloat16, save
+from headstart.models._family import Arrays
+from headstart.tools.tiny import write_model
+
+YARN = {
+    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
+CHANGES: dict[str, dict[str, Any]] = {
+    "glm4_moe": {},
+    "deepseek_v3": {"rope_scaling": YARN},
+    "qwen3_moe": {"mlp_only_layers": []},
+}
+TOKENS = prompt_of(80, 1)
+
+
+def model_at(path: Path, backend: BackendName = "reference") -> Model:
+    return load_model(str(path), EngineConfig(backend=backend, dtype="float32", threads=1))
+
+
+def logits_of(model: Model) -> Tensor:
+    return logits_in_chunks(make(model, dtype="float32", drafter="none"), TOKENS, 70, 1)
+
+
+def native_logits(path: Path) -> NDArray[np.float32]:
+    """[T, V] of one pass."""
+    engine = make(model_at(path, "native"), backend="native", block_size=16, dtype="float32", drafter="none")
+    return np.array(engine.runner.forward([Span(new_sequence(engine, TOKENS), 0, len(TOKENS), len(TOKENS))]).logits)
+
+
+@pytest.fixture(params=CHANGES)
+def tiny(request: pytest.FixtureRequest) -> tuple[dict[str, Any], Arrays]:
+    return family_of(request.param).tiny(**CHANGES[request.param])
+
+
+# llama.cpp.
+
+NAMES = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.o_proj": "attn_output", "self_attn.q_a_proj": "attn_q_a", "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b", "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm", "mlp.gate": "ffn_gate_inp", "eh_proj": "nextn.eh_proj",
+    "enorm": "nextn.enorm", "hnorm": "nextn.hnorm", "shared_head.norm": "nextn.shared_head_norm",
+    **{f"self_attn.{n}_proj": f"attn_{n}" for n in "qkv"}, **{f"self_attn.{n}_norm": f"attn_{n}_norm" for n in "qk"},
+    **{f"mlp.{n}_proj": f"ffn_{n}" for n in ("gate", "up", "down")},
+    **{f"mlp.shared_experts.{n}_proj": f"ffn_{n}_shexp" for n in ("gate", "up", "down")},
+}  # fmt: skip
+POST = {"glm4_moe": "post_attention_norm", "deepseek_v3": "ffn_norm", "qwen3_moe": "ffn_norm"}
+ARCH = {"glm4_moe": "glm4moe", "deepseek_v3": "deepseek2", "qwen3_moe": "qwen3moe"}
+
+
+def llama_name(name: str, family: str) -> str:
+    if name.endswith("e_score_correction_bias"):
+        return f"blk.{name.split('.')[2]}.exp_probs_b.bias"
+    stem, _, end = name.rpartition(".")
+    if not name.startswith("model.layers."):
+        return f"{NAMES[stem]}.{end}"
+    _, _, layer, part = stem.split(".", 3)
+    return f"blk.{layer}.{POST[family] if part == 'post_attention_layernorm' else NAMES[part]}.{end}"
+
+
+def llama_tensors(config: dict[str, Any], arrays: Arrays) -> Arrays:
+    """As llama.cpp's converter writes them: experts stacked, kv_b in two parts for each head."""
+    family, found, stacks = config["model_type"], {}, {}
+    for name, array in arrays.items():
+        if ".experts." in name:
+            layer, expert, part = (name.split(".")[i] for i in (2, 5, 6))
+            stacks.setdefault(f"blk.{layer}.ffn_{part.removesuffix('_proj')}_exps.weight", []).append(
+                (int(expert), array)
+            )
+        elif "kv_b_proj" in name:
+            nope, value = config["qk_nope_head_dim"], config["v_head_dim"]
+            heads = array.reshape(config["num_attention_heads"], nope + value, -1)
+            layer = name.split(".")[2]
+            found[f"blk.{layer}.attn_k_b.weight"] = np.ascontiguousarray(heads[:, :nope].swapaxes(1, 2))
+            found[f"blk.{layer}.attn_v_b.weight"] = np.ascontiguousarray(heads[:, nope:])
+        else:
+            found[llama_name(name, family)] = array
+    return found | {
+        name: np.stack([array for _, array in sorted(parts, key=lambda p: p[0])]) for name, parts in stacks.items()
+    }
+
+
+def write_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    family, heads = config["model_type"], config.get("num_nextn_predict_layers", 0)
+    writer.add_block_count(config["num_hidden_layers"] + heads)
+    if heads:
+        writer.add_nextn_predict_layers(heads)
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_expert_count(config.get("n_routed_experts") or config["num_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if "n_group" in config:
+        writer.add_expert_shared_count(config["n_shared_experts"])
+        writer.add_expert_weights_scale(config["routed_scaling_factor"])
+        writer.add_expert_weights_norm(True)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_group_count(config["n_group"])
+        writer.add_expert_group_used_count(config["topk_group"])
+        writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    if family == "deepseek_v3":
+        latent, rotary = config["kv_lora_rank"], config["qk_rope_head_dim"]
+        writer.add_head_count_kv(1)
+        writer.add_q_lora_rank(config["q_lora_rank"])
+        writer.add_kv_lora_rank(latent)
+        writer.add_key_length(latent + rotary)
+        writer.add_value_length(latent)
+        writer.add_key_length_mla(config["qk_nope_head_dim"] + rotary)
+        writer.add_value_length_mla(config["v_head_dim"])
+        writer.add_rope_dimension_count(rotary)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(YARN["factor"])
+        writer.add_rope_scaling_orig_ctx_len(YARN["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_log_mul(0.1 * YARN["mscale_all_dim"])
+    else:
+        writer.add_head_count_kv(config["num_key_value_heads"])
+        writer.add_key_length(config["head_dim"])
+        writer.add_rope_dimension_count(int(config["head_dim"] * config.get("partial_rotary_factor", 1)))
+
+
+def write_gguf(
+    path: Path, config: dict[str, Any], arrays: Arrays, experts: gguf.GGMLQuantizationType | None = None
+) -> Path:
+    """`experts`: what the experts' matrices are quantized to."""
+    writer = gguf.GGUFWriter(path, ARCH[config["model_type"]])
+    write_sizes(writer, config)
+    pieces = ["a", "b", "ab", *(f"<{i}>" for i in range(3, config["vocab_size"]))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(pieces)
+    writer.add_token_merges(["a b"])
+    for name, array in llama_tensors(config, arrays).items():
+        if experts is not None and "_exps." in name:
+            writer.add_tensor(name, gguf.quantize(array, experts), raw_dtype=experts)
+        else:
+            writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_llama_cpp_files(tiny: tuple[dict[str, Any], Arrays], tmp_path: Path) -> None:
+    plain = model_at(write_model(tmp_path / "plain", *tiny))
+    found = model_at(write_gguf(tmp_path / "model.gguf", *tiny))
+    assert float((logits_of(found) - logits_of(plain)).abs().max()) <= 1e-5
+    if plain.head is None:
+        return
+    assert found.head is not None
+    assert found.head.head.spec == plain.head.head.spec
+    ours, theirs = (model.weights.tensors["mtp.0.projection.weight"].float32() for model in (found, plain))
+    np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", [gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q4_1])
+def test_quantized_experts_keep_their_values(kind: gguf.GGMLQuantizationType, tmp_path: Path) -> None:
+    packing = pytest.importorskip("headstart.kernels.packing", exc_type=ImportError)
+    config, arrays = family_of("qwen3_moe").tiny(hidden_size=64, moe_intermediate_size=32, mlp_only_layers=[])
+    path = write_gguf(tmp_path / "model.gguf", config, arrays, kind)
+    ours, theirs = (model_at(path, backend).decoder.layers[2].mlp.experts for backend in ("native", "reference"))
+    for name in ("gate", "up", "down"):
+        for matrix, expected in zip(getattr(ours, name), getattr(theirs, name), strict=True):
+            assert matrix.kind == {"Q8_0": 3, "Q4_1": 4}[kind.name]
+            np.testing.assert_array_equal(packing.dequantize(matrix, packing.ThreadPool(1)), expected)
+
+
+# Hugging Face.
+
+
+def blocks_of(array: NDArray[np.float32], size: int) -> tuple[tuple[NDArray[np.uint8], str], NDArray[np.float32]]:
+    """FP8 codes and scales of a matrix; any codes will do, the values are what they say."""
+    rows, columns = array.shape
+    rng = np.random.default_rng(rows)
+    codes = rng.integers(0, 0x70, array.shape, dtype=np.uint8) | rng.integers(0, 2, array.shape, dtype=np.uint8) << 7
+    scales = rng.uniform(0.5, 1.5, (-(-rows // size), -(-columns // size))).astype(np.float32) * 1e-2
+    return (codes, "F8_E4M3"), scales
+
+
+def test_fp8_blocks(tiny: tuple[dict[str, Any], Arrays], tmp_path: Path) -> None:
+    """The model of the codes' values, rounded to bfloat16, written out plainly."""
+    config, arrays = tiny
+    size, quantized, plain = 16, {}, {}
+    for name, array in arrays.items():
+        if array.ndim == 2 and (".self_attn." in name or ".mlp." in name) and not name.endswith("mlp.gate.weight"):
+            (codes, dtype), scales = blocks_of(array, size)
+            values = make_tensor("", codes.shape, dtype, codes.reshape(-1)).float32()
+            wide = np.kron(scales, np.ones((size, size), np.float32))[: codes.shape[0], : codes.shape[1]]
+            bits = bfloat16(values * wide)[0].astype(np.uint32) << 16
+            quantized |= {name: (codes, dtype), f"{name}_scale_inv": scales}
+            plain[name] = bits.view(np.float32).reshape(codes.shape)
+            continue
+        quantized[name] = plain[name] = array
+    expected = model_at(write_model(tmp_path / "plain", config, plain))
+    told = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [size, size]}}
+    folder = write_model(tmp_path / "fp8", config | told, plain)
+    save(folder / "model.safetensors", quantized, {"format": "pt"})
+    found = model_at(folder)
+    assert float((logits_of(found) - logits_of(expected)).abs().max()) <= 1e-5
+    assert (found.head is None) == (expected.head is None)
+    pytest.importorskip("headstart.kernels._native")
+    np.testing.assert_array_equal(native_logits(folder), native_logits(tmp_path / "plain"))
+
+    save(
+        folder / "model.safetensors", {k: v for k, v in quantized.items() if not k.endswith("o_proj.weight_scale_inv")}
+    )
+    with pytest.raises(ModelError, match=r"is F8_E4M3, but no .*o_proj\.weight_scale_inv is there"):
+        model_at(folder)
+
+
+def test_stacked_experts(tmp_path: Path) -> None:
+    """gate and up in one tensor, as other families publish them."""
+    config, arrays = family_of("glm4_moe").tiny()
+    expected = logits_of(model_at(write_model(tmp_path / "plain", config, arrays)))
+    count, stacked = config["n_routed_experts"], {}
+    for name, array in arrays.items():
+        prefix, split, rest = name.partition(".experts.")
+        if not split:
+            stacked[name] = array
+        elif rest == "0.gate_proj.weight":
+            parts = {
+                n: [arrays[f"{prefix}.experts.{e}.{n}_proj.weight"] for e in range(count)]
+                for n in ("gate", "up", "down")
+            }
+            stacked[f"{prefix}.experts.gate_up_proj"] = np.concatenate(
+                [np.stack(parts["gate"]), np.stack(parts["up"])], 1
+            )
+            stacked[f"{prefix}.experts.down_proj"] = np.stack(parts["down"])
+    found = model_at(write_model(tmp_path / "stacked", config, stacked))
+    assert float((logits_of(found) - expected).abs().max()) <= 1e-6
+
+
+RECYCLES: dict[str, dict[str, Any]] = {"nothing": {}, "pre": {"mtp_recycle": "pre_norm"}}
+
+# Bad input: one clear line.
+
+BAD: dict[str, tuple[str, dict[str, Any], str]] = {
+    "another number of experts": (
+        "glm4_moe",
+        {"n_routed_experts": 5},
+        r"gate.weight has shape \(7, 48\), but .*\(5, 48\)",
+    ),
+    "more experts than there are": ("deepseek_v3", {"num_experts_per_tok": 5}, "cannot take 5 of 4 experts"),
+    "groups that do not divide": ("deepseek_v3", {"n_group": 3}, "8 experts do not make 3 groups"),
+    "more modules than there are": (
+        "glm4_moe",
+        {"num_nextn_predict_layers": 2},
+        "promises 2 MTP modules, but .* holds 1",
+    ),
+    "another latent": (
+        "deepseek_v3",
+        {"kv_lora_rank": 30},
+        r"kv_b_proj.weight has shape \(132, 32\), but .*\(132, 30\)",
+    ),
+    "softmax routing": (
+        "deepseek_v3",
+        {"scoring_func": "softmax"},
+        "scoring_func is 'softmax', which is not supported",
+    ),
+    "sparse attention": ("deepseek_v3", {"index_topk": 64}, "index_topk means sparse attention"),
+    "another activation": ("glm4_moe", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    "what is recycled": ("glm4_moe", {"mtp_recycle": "both"}, "mtp_recycle is 'both'"),
+    "a size that is a word": ("deepseek_v3", {"moe_intermediate_size": "wide"}, "is missing or not a number"),
+    "more than all": ("qwen3_moe", {"num_experts_per_tok": 8}, "cannot take 8 of 7 experts"),
+    "no number": ("qwen3_moe", {"moe_intermediate_size": None}, "is missing or not a number"),
+    "no size": ("deepseek_v3", {"kv_lora_rank": None}, "is missing or not a number"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_configs_that_contradict(case: str, tmp_path: Path) -> None:
+    family, changes, message = BAD[case]
+    config, arrays = family_of(family).tiny()
+    with pytest.raises(ModelError, match=message):
+        model_at(write_model(tmp_path, config | changes, arrays))
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_a_checkpoint_says_what_is_recycled(family: str, tmp_path: Path) -> None:
+    config, arrays = family_of(family).tiny(num_hidden_layers=2)
+    heads = [
+        model_at(write_model(tmp_path / name, config | changes, arrays)).head for name, changes in RECYCLES.items()
+    ]
+    assert [head and head.head.spec.recycle for head in heads] == ["post_norm", "pre_norm"]
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "qwen3_moe"])
+def test_a_missing_expert(family: str, tmp_path: Path) -> None:
+    config, arrays = family_of(family).tiny()
+    del arrays["model.layers.2.mlp.experts.4.up_proj.weight"]
+    with pytest.raises(ModelError, match=r"has no tensor layers\.2\.mlp\.experts\.4\.up_proj\.weight"):
+        model_at(write_model(tmp_path, config, arrays))
+
+
+def test_a_packing_that_is_not_read(tmp_path: Path) -> None:
+    config, arrays = family_of("glm4_moe").tiny()
+    arrays["model.layers.0.mlp.up_proj.weight_packed"] = arrays.pop("model.layers.0.mlp.up_proj.weight")
+    config["quantization_config"] = {"quant_method": "compressed-tensors"}
+    with pytest.raises(ModelError, match="quantized as compressed-tensors cannot be read"):
+        model_at(write_model(tmp_path, config, arrays))

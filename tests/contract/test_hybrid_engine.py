@@ -1,0 +1,123 @@
+"""Hybrid models in the engine: snapshots are found, slots run out, memory is counted."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+from support import agreeing_model, headed_model, make, prompt_of, request, run
+
+from headstart.config import MAX_DEPTH
+from headstart.core import Request
+from headstart.engine import load
+from headstart.engine.engine import Engine
+from headstart.engine.load import Model
+
+FAMILY = "qwen3_5"
+LONG: dict[str, Any] = {"max_model_len": 400, "kv_blocks": 300}
+
+
+@cache
+def hybrid() -> Model:
+    return headed_model(FAMILY)
+
+
+def engine_of(**settings: Any) -> Engine:
+    return make(hybrid(), **{"drafter": "mtp", "depth": 3, **LONG, **settings})
+
+
+def ask(prompt: list[int], name: str = "r", tokens: int = 12) -> Request:
+    return request(prompt, name=name, max_tokens=tokens, stops=())
+
+
+def answers(engine: Engine, *requests: Request) -> list[list[int]]:
+    found = run(engine, requests)
+    return [found[each.request_id, 0].tokens for each in requests]
+
+
+def plainly(*requests: Request) -> list[list[int]]:
+    return answers(engine_of(drafter="none", enable_prefix_caching=False, max_num_seqs=1), *requests)
+
+
+@pytest.mark.parametrize("chunk", [64, 512])
+def test_a_prompt_said_again_is_computed_from_its_end(chunk: int) -> None:
+    """300 tokens: snapshots after 256, and after 296, the last whole block before the last token."""
+    prompt, engine = prompt_of(300, 1), engine_of(max_num_batched_tokens=chunk)
+    first = answers(engine, ask(prompt))
+    assert engine.scheduler.prefix_hits == 0
+    assert answers(engine, ask(prompt)) == first == plainly(ask(prompt))
+    assert engine.scheduler.prefix_hits == 296
+    other = ask([*prompt[:270], *prompt_of(20, 2)])
+    assert answers(engine, other) == plainly(other)
+    assert engine.scheduler.prefix_hits == 296 + 256
+
+
+def test_the_next_turn_goes_on_from_the_last_prompt() -> None:
+    prompt, engine = prompt_of(100, 3), engine_of()
+    (reply,) = answers(engine, ask(prompt))
+    turn = ask([*prompt, *reply, *prompt_of(30, 4)])
+    assert answers(engine, turn) == plainly(turn)
+    assert engine.scheduler.prefix_hits == 96
+
+
+def test_a_prefix_without_a_snapshot_is_computed() -> None:
+    """Its blocks are there, but no state: 40 tokens in common, the snapshot is after 96."""
+    prompt, engine = prompt_of(100, 5), engine_of()
+    answers(engine, ask(prompt))
+    other = ask([*prompt[:40], *prompt_of(10, 6)])
+    assert answers(engine, other) == plainly(other)
+    assert engine.scheduler.prefix_hits == 0
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_sequences_wait_for_a_slot(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    specs, backend = hybrid().decoder.state_specs, hybrid().backend
+    each = sum(backend.state_bytes(spec, MAX_DEPTH) for spec in specs)
+    monkeypatch.setattr(load, "free_memory", lambda: int(each * slots * 4 / load.MEMORY_SHARE) + 64)
+    engine, requests = engine_of(), [ask(prompt_of(20 + i, i), f"r{i}") for i in range(5)]
+    assert engine.memory.states is not None
+    assert engine.memory.states.num_running == slots
+    most = 0
+
+    def watch(running: Engine) -> None:
+        nonlocal most
+        most = max(most, len(running.scheduler.running))
+
+    found = run(engine, requests, watch)
+    assert most == slots
+    assert [found[each.request_id, 0].tokens for each in requests] == plainly(*requests)
+
+
+def test_a_preempted_sequence_starts_from_its_snapshot() -> None:
+    requests = [ask(prompt_of(60, i), f"r{i}", 40) for i in range(3)]
+    engine = engine_of(max_model_len=128, kv_blocks=32)
+    assert answers(engine, *requests) == plainly(*requests)
+    assert engine.scheduler.num_preemptions > 0
+
+
+def test_memory_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of the budget each for sequences and snapshots, the other half for KV."""
+    specs, backend = hybrid().decoder.state_specs, hybrid().backend
+    state, kept = (sum(backend.state_bytes(spec, rows) for spec in specs) for rows in (0, MAX_DEPTH))
+    monkeypatch.setattr(load, "free_memory", lambda: int(40 * kept / load.MEMORY_SHARE))
+    for changes, running, snapshots in (
+        ({"max_num_seqs": 8}, 8, 10 * kept // state),
+        ({"max_num_seqs": 100}, 10, 10 * kept // state),
+        ({"max_num_seqs": 8, "enable_prefix_caching": False}, 8, 0),
+        ({"max_num_seqs": 8, "drafter": "none"}, 8, 10 * kept // state),
+    ):
+        states = engine_of(**changes).memory.states
+        assert states is not None
+        assert (states.num_running, states.num_slots - states.num_running) == (running, snapshots), changes
+        assert states.num_kept == (0 if "drafter" in changes else MAX_DEPTH)
+
+
+def test_accepted_drafts_are_replayed_not_copied() -> None:
+    """With a head that is often right, passes are fewer than tokens, and the text is that of plain decoding."""
+    model = agreeing_model(FAMILY)
+    requests = [ask(prompt_of(20, i), f"r{i}", 60) for i in range(3)]
+    plain = make(model, drafter="none", enable_prefix_caching=False)
+    engine = make(model, drafter="mtp", depth=4)
+    assert answers(engine, *requests) == answers(plain, *requests)
+    assert engine.runner.num_passes < 0.75 * plain.runner.num_passes

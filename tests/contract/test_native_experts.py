@@ -1,0 +1,266 @@
+"""Mixtures of experts and matrices of heads on the native backend: bits of a row, and what they stand for."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("headstart.kernels.native", exc_type=ImportError)
+
+from hypothesis import given, settings, strategies as st
+from native_ops import (
+    FORMS,
+    PATHS,
+    Array,
+    Code,
+    backend,
+    random_matrix,
+    reference_weight,
+    run_native,
+    run_reference,
+    single_rows,
+    values_of,
+)
+from test_native_ops import check_company, varied_rows
+
+from headstart.formats.base import make_tensor
+from headstart.kernels import packing
+from headstart.kernels.native import NativeBackend
+from headstart.kernels.ops import Experts, RouterSpec
+from headstart.kernels.reference_moe import route
+
+WIDTH, INNER, OUT = 99, 71, 45
+ROUTERS = {
+    "softmax": RouterSpec(11, 3),
+    "softmax as it is": RouterSpec(9, 9, normalize=False),
+    "one expert": RouterSpec(5, 1, scale=0.5),
+    "sigmoid": RouterSpec(7, 2, "sigmoid", scale=2.5),
+    "groups": RouterSpec(24, 4, "sigmoid", scale=1.5, num_groups=8, top_groups=3),
+    "groups of one": RouterSpec(6, 2, "sigmoid", num_groups=6, top_groups=4),
+}
+
+
+class Mixture:
+    """Random experts, with a router whose choices are far from ties."""
+
+    def __init__(self, spec: RouterSpec, form: str, seed: int, down: str | None = None) -> None:
+        rng = np.random.default_rng(seed)
+        shapes = {"gate": (INNER, WIDTH), "up": (INNER, WIDTH), "down": (OUT, INNER)}
+        forms = {"gate": form, "up": form, "down": down or form}
+        self.spec = spec
+        self.experts = Experts(
+            **{
+                name: tuple(random_matrix(FORMS[forms[name]], *shape, rng) for _ in range(spec.num_experts))
+                for name, shape in shapes.items()
+            }
+        )
+        self.router = random_matrix(FORMS["F32"], spec.num_experts, WIDTH, rng)
+        self.bias = rng.standard_normal(spec.num_experts).astype(np.float32) * 0.3 if spec.num_groups > 1 else None
+
+    def code(self, ops: Any, step: Any) -> dict[str, Any]:
+        x = step.hidden
+        mixed = ops.moe(x, ops.linear(x, self.router), self.bias, self.experts, self.spec)
+        return {"mixed": mixed, "logits": ops.take_rows(mixed, step.logit_rows)}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("form", FORMS)
+def test_bits_of_a_row_are_its_own(path: str, form: str) -> None:
+    index = list(FORMS).index(form)
+    spec = list(ROUTERS.values())[index % len(ROUTERS)]
+    mixture = Mixture(spec, form, index, down=list(FORMS)[index * 5 % len(FORMS)])
+    check_company(path, mixture.code, varied_rows(WIDTH, np.random.default_rng(index)), index, (2, 3, 7, 31, 129))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", ROUTERS)
+def test_a_mixture_is_its_parts(path: str, name: str) -> None:
+    """The sum over experts by their weights of what each says to all rows, in every form."""
+    rng = np.random.default_rng(3)
+    x = rng.standard_normal((9, WIDTH)).astype(np.float32)
+    for form in ("F32", "BF16", "Q8-32-f16", "Q4-32-f16-min"):
+        mixture = Mixture(ROUTERS[name], form, 4)
+
+        def apart(ops: Any, step: Any, experts: Experts = mixture.experts) -> dict[str, Any]:
+            parts = {}
+            for e, (gate, up, down) in enumerate(zip(experts.gate, experts.up, experts.down, strict=True)):
+                inner = ops.silu_mul(ops.linear(step.hidden, gate), ops.linear(step.hidden, up))
+                parts[f"{e}"] = ops.linear(inner, down)
+            return parts
+
+        parts = run_native(backend(path), apart, single_rows(range(9)), x)
+        weights, ids = route(
+            torch.from_numpy(x.astype(np.float64) @ values_of(mixture.router).T.astype(np.float64)),
+            None if mixture.bias is None else torch.from_numpy(mixture.bias).double(),
+            mixture.spec,
+        )
+        expected = np.zeros((9, OUT))
+        for row in range(9):
+            for weight, expert in zip(weights[row].tolist(), ids[row].tolist(), strict=True):
+                expected[row] += weight * parts[f"{expert}"][row].astype(np.float64)
+        found = run_native(backend(path, 2), mixture.code, single_rows(range(9)), x)["mixed"]
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+
+
+def test_ties_go_to_the_lowest_expert() -> None:
+    spec = RouterSpec(6, 3, "sigmoid", num_groups=3, top_groups=2)
+    mixture = Mixture(spec, "F32", 5)
+    mixture.router = packing.Matrix(0, 6, WIDTH, 32, 0, False, False, np.zeros_like(mixture.router.data))
+    mixture.bias = None
+    hidden = np.ones((2, WIDTH), np.float32)
+    found = run_native(backend(), mixture.code, single_rows(range(2)), hidden)["mixed"]
+    weights = [
+        reference_weight(w) for each in (mixture.experts.gate, mixture.experts.up, mixture.experts.down) for w in each
+    ]
+    x = torch.ones(WIDTH, dtype=torch.float64)
+    gate, up, down = weights[:6], weights[6:12], weights[12:]
+    expected = sum(down[e] @ (torch.nn.functional.silu(gate[e] @ x) * (up[e] @ x)) for e in range(3)) / 3
+    np.testing.assert_allclose(found, np.stack([expected] * 2), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_bad_rows_stay_alone(path: str) -> None:
+    """NaN and infinities of a row are seen in that row only, and choose experts that exist."""
+    mixture = Mixture(ROUTERS["groups"], "Q8-32-f16", 6)
+    x = np.random.default_rng(7).standard_normal((12, WIDTH)).astype(np.float32)
+    clean = run_native(backend(path), mixture.code, single_rows(range(12)), x)["mixed"]
+    x[3, 5], x[7, 0], x[9] = np.nan, np.inf, -np.inf
+    found = run_native(backend(path, 2), mixture.code, single_rows(range(12)), x)["mixed"]
+    others = [0, 1, 2, 4, 5, 6, 8, 10, 11]
+    np.testing.assert_array_equal(found[others].view(np.uint32), clean[others].view(np.uint32))
+    assert not np.isfinite(found[[3, 7, 9]]).any()
+
+
+def unreadable(matrix: packing.Matrix, kept: list[Any]) -> packing.Matrix:
+    """The same matrix over memory that no one may read."""
+    pages = mmap.mmap(-1, -(-matrix.num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+    data = np.frombuffer(pages, np.uint8)[: matrix.num_bytes]
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    assert libc.mprotect(data.ctypes.data, len(pages), 0) == 0
+    kept.append(pages)
+    return packing.Matrix(
+        matrix.kind, matrix.rows, matrix.cols, matrix.group, matrix.zero, matrix.scale_f32, matrix.has_min, data
+    )
+
+
+def test_experts_that_no_row_takes_are_not_touched() -> None:
+    """A read of their weights would end the process."""
+    mixture = Mixture(ROUTERS["softmax"], "Q4-32-f16", 8)
+    x = np.random.default_rng(9).standard_normal((2, WIDTH)).astype(np.float32)
+    expected = run_native(backend(), mixture.code, single_rows(range(2)), x)["mixed"]
+    _, ids = route(torch.from_numpy(x @ values_of(mixture.router).T), None, mixture.spec)
+    taken, kept = set(ids.flatten().tolist()), []
+    assert len(taken) < mixture.spec.num_experts
+    mixture.experts = Experts(
+        **{
+            name: tuple(w if e in taken else unreadable(w, kept) for e, w in enumerate(getattr(mixture.experts, name)))
+            for name in ("gate", "up", "down")
+        }
+    )
+    found = run_native(backend(threads=2), mixture.code, single_rows(range(2)), x)["mixed"]
+    np.testing.assert_array_equal(found, expected)
+
+
+# The choice.
+
+POWERS = np.linspace(0.2, 4.0, 20)
+"""Logits of which no two sums of sigmoids are nearly equal, so that arithmetic decides nothing."""
+
+
+def weights_by_expert(path: str, spec: RouterSpec, logits: Array, bias: Array | None) -> Array:
+    """[R, E]: what each row gives each expert, said by experts whose word is their own number."""
+    count = spec.num_experts
+    one = floats(np.ones((1, 1)))
+    says = tuple(floats(np.eye(count)[:, e : e + 1]) for e in range(count))
+    experts = Experts((one,) * count, (one,) * count, says)
+    nothing, ones = floats(np.zeros((1, count))), np.ones(1, np.float32)
+
+    def code(ops: Any, step: Any) -> dict[str, Any]:
+        x = ops.linear(step.hidden, nothing, ones)
+        return {"said": ops.moe(x, step.hidden, bias, experts, spec)}
+
+    said = run_native(backend(path), code, single_rows(range(len(logits))), logits)["said"]
+    return said / (1 / (1 + np.exp(-1)))  # silu(1) * 1
+
+
+def floats(values: Array) -> packing.Matrix:
+    tensor = make_tensor("w", values.shape, "F32", np.ascontiguousarray(values, np.float32).reshape(-1).view(np.uint8))
+    return packing.pack(tensor, packing.ThreadPool(1))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@given(seed=st.integers(0, 2**31))
+@settings(max_examples=60)
+def test_the_choice_is_the_references(path: str, seed: int) -> None:
+    """Any numbers of experts and groups, with many ties."""
+    rng = np.random.default_rng(seed)
+    groups, size = int(rng.integers(1, 6)), int(rng.integers(1, 9))
+    top_groups = int(rng.integers(1, groups + 1))
+    spec = RouterSpec(
+        groups * size, int(rng.integers(1, top_groups * size + 1)), str(rng.choice(["softmax", "sigmoid"])),  # type: ignore[arg-type]
+        bool(rng.integers(2)), float(rng.uniform(0.5, 3)), groups, top_groups,
+    )  # fmt: skip
+    logits = rng.choice(POWERS, (5, spec.num_experts)).astype(np.float32)
+    bias = rng.uniform(0, 1, spec.num_experts).astype(np.float32) if rng.integers(2) else None
+    given_bias = None if bias is None else torch.from_numpy(bias).double()
+    weights, ids = route(torch.from_numpy(logits).double(), given_bias, spec)
+    expected = torch.zeros(5, spec.num_experts, dtype=torch.float64).scatter(1, ids, weights).numpy()
+    np.testing.assert_allclose(weights_by_expert(path, spec, logits, bias), expected, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_a_router_is_never_rounded(quantization: Any) -> None:
+    tensor = make_tensor("gate", (7, 64), "BF16", np.zeros(7 * 64 * 2, np.uint8))
+    worker = NativeBackend(threads=1, quantization=quantization)
+    kinds = [
+        worker.weight(tensor, drafts=drafts, precise=precise).kind for drafts, precise in ((False, True), (True, True))
+    ]
+    assert kinds == [FORMS["BF16"].kind] * 2
+    assert worker.weight(tensor).kind > FORMS["BF16"].kind
+
+
+# Matrices of heads, gates.
+
+
+def heads_code(w: dict[str, Any]) -> Code:
+    def code(ops: Any, step: Any) -> dict[str, Any]:
+        x = step.hidden
+        turned = ops.head_linear(x, w["heads"])
+        joined = ops.concat(turned, x, 3)
+        narrow = ops.sigmoid_mul(ops.linear(x, w["gate"]), joined)
+        return {
+            "turned": turned,
+            "joined": joined,
+            "gated": ops.sigmoid_mul(joined, joined),
+            "narrow": narrow,
+            "logits": ops.take_rows(narrow, step.logit_rows),
+        }
+
+    return code
+
+
+def heads_weights(form: str, rng: np.random.Generator) -> dict[str, Any]:
+    """Three heads of 33 columns, 21 rows."""
+    return {
+        "heads": [random_matrix(FORMS[form], 21, 33, rng) for _ in range(3)],
+        "gate": random_matrix(FORMS["F32"], 6, 99, rng),
+    }
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("form", ["F32", "F16", "BF16"])
+def test_matrices_of_heads(path: str, form: str) -> None:
+    rng = np.random.default_rng(10)
+    weights, rows = heads_weights(form, rng), varied_rows(99, rng)
+    check_company(path, heads_code(weights), rows, 10, (3, 64, 129))
+    x: Array = rng.standard_normal((7, 99)).astype(np.float32)
+    wide = {"heads": [reference_weight(w) for w in weights["heads"]], "gate": reference_weight(weights["gate"])}
+    found = run_native(backend(path), heads_code(weights), single_rows(range(7)), x)
+    for name, expected in run_reference(heads_code(wide), single_rows(range(7)), x).items():
+        np.testing.assert_allclose(found[name], expected, rtol=1e-5, atol=1e-4)

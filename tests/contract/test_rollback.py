@@ -1,0 +1,242 @@
+"""Recurrent state after any history is that of a fresh prefill, on the native backend bit for bit.
+
+A history: prompts in chunks and in company, drafts of which any part comes true, prefix-cache hits, preemption. The
+rows of an op come from tables, so that a token's inputs have the same bits whatever the pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from numpy.typing import NDArray
+
+from headstart.cache.memory import KVMemory
+from headstart.cache.recurrent import StateMemory
+from headstart.core import Draft, Request, Rows, SamplingParams, Sequence, Span, StateSteps
+from headstart.engine.plan import build_plan, span_rows
+from headstart.kernels.ops import ConvSpec, DeltaSpec
+from headstart.kernels.reference import ReferenceBackend
+
+try:
+    from native_ops import PATHS, backend as native_backend
+except ImportError:  # installed without a compiler
+    PATHS = []
+
+Array = NDArray[Any]
+BLOCK, EVERY, KEPT, RUNNING, VOCAB, LONGEST = 16, 32, 4, 3, 50, 75
+SPECS = {
+    "three value heads to a key head": (DeltaSpec(2, 6, 12, 8), 4),
+    "tiled heads, whole strips": (DeltaSpec(2, 4, 16, 64, tiled=True), 4),
+    "more than a strip": (DeltaSpec(1, 2, 40, 72), 3),
+    "the smallest": (DeltaSpec(1, 1, 1, 1), 2),
+}
+BACKENDS = ["reference", *PATHS]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One recurrent layer over tokens on one backend: `run` a plan, look at the states in a slot."""
+
+    code: Callable[..., Any]
+    pools: tuple[Any, Any]
+    backend: Any
+
+    def run(self, parts: Seq[Rows], states: StateSteps) -> Array:
+        plan = build_plan(parts, BLOCK)
+        plan.states = states
+        out = self.backend.run(self.code, plan)["out"]
+        return out.numpy().copy() if isinstance(out, torch.Tensor) else np.array(out)
+
+    def states(self, slot: int) -> list[Array]:
+        if self.backend.name == "reference":
+            return [pool.states[slot].numpy().reshape(-1).copy() for pool in self.pools]
+        return [pool.state(slot) for pool in self.pools]
+
+
+@cache
+def tables(name: str) -> dict[str, Array]:
+    spec, width = SPECS[name]
+    rng = np.random.default_rng(len(name))
+    shapes = {"qkv": (VOCAB, spec.channels), "a": (VOCAB, spec.num_heads), "b": (VOCAB, spec.num_heads)}
+    made = {key: rng.standard_normal(shape) for key, shape in shapes.items()}
+    made["taps"] = rng.standard_normal(width * spec.channels)
+    made["rate"], made["bias"] = -rng.uniform(0.02, 0.5, spec.num_heads), rng.standard_normal(spec.num_heads)
+    return {key: value.astype(np.float32) for key, value in made.items()}
+
+
+def machine(kind: str, name: str, num_slots: int, num_owned: int = 0, num_kept: int = 0, threads: int = 1) -> Machine:
+    from headstart.formats.base import make_tensor
+
+    spec, width = SPECS[name]
+    conv = ConvSpec(spec.channels, width)
+    on = ReferenceBackend(dtype="float64") if kind == "reference" else native_backend(kind, threads)
+    pools = tuple(on.state_pool(num_slots, num_owned, num_kept, each) for each in (conv, spec))
+    w = {
+        key: on.weight(make_tensor(key, value.shape, "F32", value.reshape(-1).view(np.uint8)))
+        for key, value in tables(name).items()
+    }
+
+    def code(ops: Any, step: Any) -> dict[str, Any]:
+        qkv = ops.silu(ops.causal_conv(ops.embed(w["qkv"], step.token_ids), w["taps"], pools[0], conv))
+        log_decay = ops.decay(ops.embed(w["a"], step.token_ids), w["rate"], w["bias"])
+        strength = ops.embed(w["b"], step.token_ids)
+        return {"out": ops.gated_delta(qkv, log_decay, strength, pools[1], spec)}
+
+    return Machine(code, pools, on)
+
+
+def new_sequence(tokens: Seq[int]) -> Sequence:
+    request = Request(request_id="r", prompt_ids=tuple(tokens), params=SamplingParams(), seed=0, stop_ids=frozenset())
+    return Sequence(request, 0, list(tokens), 0)
+
+
+Fresh = tuple[Array, list[list[Array]]]
+
+
+@cache
+def fresh(kind: str, name: str, tokens: tuple[int, ...]) -> Fresh:
+    """Outputs of one pass over whole tokens, and the states after 0, 1, ... of them."""
+    count = len(tokens)
+    on, sequence = machine(kind, name, count + 1), new_sequence(tokens)
+    sequence.block_table.extend(range(-(-count // BLOCK)))
+    arrays = ([0], [-1], [0], [count], [0, count + 1], range(count + 1), range(count + 1))
+    out = on.run([Rows(sequence, 0, tokens, 0)], StateSteps(*(np.array(each, np.int32) for each in arrays)))
+    return out, [on.states(slot) for slot in range(count + 1)]
+
+
+TEXTS = [
+    tuple(
+        np.random.default_rng(9).integers(0, VOCAB, 40).tolist()
+        + np.random.default_rng(i).integers(0, VOCAB, 35).tolist()
+    )
+    for i in range(4)
+]
+"""What sequences say; they begin alike."""
+
+
+class History:
+    """Sequences on one machine, moved by random choices and checked after each pass."""
+
+    def __init__(self, kind: str, name: str, draw: Callable[[Any], Any]) -> None:
+        self.kind, self.name, self.draw = kind, name, draw
+        self.states = StateMemory(RUNNING, 3, KEPT, block_size=BLOCK, every=EVERY)
+        self.memory = KVMemory(100, BLOCK, states=self.states)
+        self.machine = machine(kind, name, self.states.num_slots, RUNNING, KEPT, threads=draw(st.integers(1, 3)))
+        self.live: list[tuple[Sequence, tuple[int, ...]]] = []
+        self.hits = self.replayed = 0
+
+    def arrive(self) -> None:
+        text = TEXTS[self.draw(st.integers(0, len(TEXTS) - 1))]
+        sequence = new_sequence(text[: self.draw(st.integers(1, LONGEST - 20))])
+        self.admit(sequence, text)
+
+    def admit(self, sequence: Sequence, text: tuple[int, ...]) -> None:
+        self.hits += self.memory.attach_prefix(sequence) > 0
+        if self.memory.reserve(sequence, LONGEST + KEPT):
+            self.live.append((sequence, text))
+        else:
+            self.memory.release(sequence)
+
+    def leave(self, *, again: bool) -> None:
+        """The oldest goes, for good or to start again."""
+        if self.live:
+            sequence, text = self.live.pop(0)
+            self.memory.release(sequence)
+            if again:
+                self.admit(sequence, text)
+
+    def step(self) -> None:
+        spans, accepted = [], []
+        for sequence, text in self.live:
+            length, pending = len(sequence.tokens), len(sequence.tokens) - sequence.num_computed
+            rows = self.draw(st.sampled_from((0, 1, 20, LONGEST, LONGEST)))
+            if rows == 0 or length >= LONGEST:
+                continue
+            drafted = self.draw(st.integers(0, KEPT)) if rows >= pending else 0
+            right = min(self.draw(st.integers(0, drafted)), LONGEST - 1 - length)
+            wrong = [(text[min(length + i, LONGEST - 1)] + 1) % VOCAB for i in range(right, drafted)]
+            sequence.draft = Draft([*text[length : length + right], *wrong])
+            spans.append(Span(sequence, sequence.num_computed, min(rows, pending) + drafted, int(rows >= pending)))
+            accepted.append(right + 1 if rows >= pending else 0)
+        if spans:
+            self.run(spans, accepted)
+
+    def run(self, spans: list[Span], accepted: list[int]) -> None:
+        texts, told = dict(self.live), self.states.plan(spans)
+        self.replayed += sum(span.start for span in spans) - int(told.starts.sum())
+        out, row = self.machine.run([span_rows(span) for span in spans], told), 0
+        for s, (span, taken) in enumerate(zip(spans, accepted, strict=True)):
+            sequence, text = span.sequence, texts[span.sequence]
+            expected, states = fresh(self.kind, self.name, text)
+            sequence.tokens += text[len(sequence.tokens) : len(sequence.tokens) + taken]
+            sequence.num_computed = min(span.start + span.num_rows, len(sequence.tokens) - 1)
+            sure = sequence.num_computed - span.start
+            self.same(out[row : row + sure], expected[span.start : sequence.num_computed])
+            self.same(self.machine.states(told.own[s]), states[told.keeps[s]])
+            self.memory.commit(sequence)
+            row += span.num_rows
+
+    def same(self, found: Any, expected: Any) -> None:
+        for ours, theirs in zip(found, expected, strict=True):
+            if self.kind == "reference":  # torch rounds exp by where in a vector a number stands
+                np.testing.assert_allclose(ours, theirs, rtol=1e-11, atol=1e-13)
+            else:
+                assert ours.tobytes() == theirs.tobytes()
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_a_state_is_that_of_a_fresh_prefill(kind: str, name: str) -> None:
+    seen = []
+
+    @given(data=st.data())
+    @settings(max_examples=25)
+    def histories(data: st.DataObject) -> None:
+        history = History(kind, name, data.draw)
+        for _ in range(20):
+            action = data.draw(st.sampled_from(("arrive", "step", "step", "step", "step", "step", "leave", "again")))
+            if action in ("leave", "again"):
+                history.leave(again=action == "again")
+            else:
+                getattr(history, action)()
+        seen.append((history.hits, history.replayed))
+
+    histories()
+    assert sum(hits for hits, _ in seen) > 0, "no prefix was found again"
+    assert sum(replayed for _, replayed in seen) > 20, "no draft came true"
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("path", PATHS)
+def test_native_outputs_are_the_references(path: str, name: str) -> None:
+    expected, states = fresh("reference", name, TEXTS[0])
+    found, found_states = fresh(path, name, TEXTS[0])
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=2e-5)
+    for ours, theirs in zip(found_states[-1], states[-1], strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_gates_at_their_ends(kind: str) -> None:
+    """A decay of nothing and of all, strengths of 0 and 1, and inputs of 0 leave finite states."""
+    name = "the smallest"
+    spec, _ = SPECS[name]
+    assert spec.num_heads == 1
+    extreme = {**tables(name), "a": np.repeat(np.float32([-200, 200, 0, 90, -90]), 10)[:, None]}
+    extreme["b"] = np.tile(np.float32([-300, 300, 0, 88, -88]), 10)[:, None]
+    extreme["qkv"] = np.where(np.arange(VOCAB)[:, None] % 7 == 0, 0, extreme["qkv"]).astype(np.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "tables", lambda _: extreme)
+        on, sequence = machine(kind, name, 1), new_sequence(range(VOCAB))
+        sequence.block_table.extend(range(4))
+        arrays = ([0], [-1], [0], [VOCAB], [0, 1], [VOCAB], [0])
+        out = on.run([Rows(sequence, 0, range(VOCAB), 0)], StateSteps(*(np.array(a, np.int32) for a in arrays)))
+    assert np.isfinite(out).all()
+    assert np.abs(out).max() > 1e-3

@@ -1,0 +1,66 @@
+"""Native MTP modules against transformers' `generate(use_mtp=True)`: the same text, and its draft logits are ours.
+
+transformers finds the modules by layer numbers of the released models; the tiny model's number is set on the instance.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import make, prompt_of, request, run, tiny_model
+from test_families import Forced, new_sequence
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import MtpModel
+
+from headstart.core import Span
+from headstart.drafters._drafter import Wish
+
+MAX_TOKENS = 40
+
+
+class Recorder:
+    """Stands around MtpModel.forward: draft logits by the number of tokens known."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: dict[int, Tensor] = {}
+        forward = MtpModel.forward
+
+        def recorded(model: Any, *args: Any, **kwargs: Any) -> Any:
+            found = forward(model, *args, **kwargs)
+            self.seen[kwargs["full_input_ids"].shape[1]] = found[1][0, 0]
+            return found
+
+        monkeypatch.setattr(MtpModel, "forward", recorded)
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_drafts_of_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(family, dtype="float32")
+    oracle = AutoModelForCausalLM.from_pretrained(model.checkpoint.path, dtype=torch.float32)
+    oracle._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{model.config.num_layers}.*"]
+    drafts, prompt = Recorder(monkeypatch), prompt_of(9, 6)
+    given = torch.tensor([prompt])
+    with torch.inference_mode():
+        found = oracle.generate(
+            given, attention_mask=torch.ones_like(given), use_mtp=True, do_sample=False, max_new_tokens=MAX_TOKENS,
+            eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+    tokens = found[0].tolist()
+    plain = run(
+        make(model, dtype="float32", drafter="mtp", depth=1), [request(prompt, max_tokens=MAX_TOKENS, stops=())]
+    )
+    assert plain["r", 0].tokens == tokens[len(prompt) :]
+
+    engine = make(model, dtype="float32", drafter="mtp", depth=1)
+    engine.runner.draw = forced = Forced([*tokens, 0])  # type: ignore[method-assign, assignment]
+    assert len(drafts.seen) > MAX_TOKENS // 2
+    for length, expected in drafts.seen.items():
+        sequence = new_sequence(engine, tokens, length)
+        engine.runner.forward([Span(sequence, 0, length - 1, 0)])
+        sequence.num_computed = length - 1
+        engine.drafter.propose([Wish(sequence, 1)])
+        assert float((forced.seen[length, 0] - expected).abs().max()) <= 2e-4
+        engine.memory.release(sequence)
