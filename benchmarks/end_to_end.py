@@ -46,6 +46,7 @@ from headstart.tools.bench import client
 
 START_SECONDS = 300
 DEPTHS = (1, 2, 3, 4)
+VLLM_DEPTHS = (1, 2)  # deeper ones are slower there: its passes grow with their rows
 LLAMA_NGRAM = ("ngram-simple", "ngram-mod")
 
 
@@ -102,7 +103,6 @@ def headstart_servers(args: argparse.Namespace) -> list[Server]:
         fixed = {f"headstart {name} {k}": {"speculation": {"mode": "auto", "depth": k}} for k in DEPTHS}
         return {f"headstart {name} auto": {}, **fixed}
 
-    # max_num_seqs 1: nothing else is served, and the calibration is short
     common = [sys.executable, "-m", "headstart.cli.main", "serve"]
     more = ["--port", "{port}", "--threads", str(args.threads), "--max-model-len", "4096", "--no-enable-prefix-caching"]
     plain = {"headstart plain": {"speculation": {"mode": "off"}}}
@@ -147,16 +147,19 @@ def vllm_servers(args: argparse.Namespace, source: Path) -> list[Server]:
         "VLLM_CPU_OMP_THREADS_BIND": args.vllm_bind,
     }  # fmt: skip
     common = ["--port", "{port}", "--dtype", "bfloat16", "--max-model-len", "4096", "--no-enable-prefix-caching"]
+    common.append("--trust-remote-code")  # the exported configuration class
 
-    def server(name: str, model: Path, **speculative: Any) -> Server:
+    def server(name: str, model: Path, speculative: Mapping[str, Any] | None = None) -> Server:
         more = ["--speculative-config", json.dumps(speculative)] if speculative else []
         start = [args.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--served-model-name", "m"]
         return Server(name, [*start, "--model", model, *common, *more], {name: {}}, environment)
 
-    found = [server("vLLM bf16 plain", trunk), server("vLLM bf16 MTP 3", mimo, method="mtp", num_speculative_tokens=3)]
-    if args.eagle3:
-        more = {"method": "eagle3", "model": str(args.eagle3), "num_speculative_tokens": 3}
-        found.append(server("vLLM bf16 EAGLE-3 3", trunk, **more))
+    found = [server("vLLM bf16 plain", trunk)]
+    for k in VLLM_DEPTHS:
+        found.append(server(f"vLLM bf16 MTP {k}", mimo, {"method": "mtp", "num_speculative_tokens": k}))
+        if args.eagle3:
+            more = {"method": "eagle3", "model": str(args.eagle3), "num_speculative_tokens": k}
+            found.append(server(f"vLLM bf16 EAGLE-3 {k}", trunk, more))
     return found
 
 

@@ -160,7 +160,7 @@ def load_model(name: str | None, config: EngineConfig) -> Model:
     model = Model(
         name or alias.name, checkpoint, family, sizes, backend, weights, decoder, checkpoint.load_tokenizer(), None
     )
-    return replace(model, head=find_head(model, config.head, alias.head))
+    return replace(model, head=find_head(model, config.head, alias.head(config.drafter)))
 
 
 def find_head(model: Model, asked: str | None, shipped: Path | None) -> AttachedHead | None:
