@@ -149,7 +149,7 @@ class Sglang(Launcher):
         elif not facts.model_type.startswith(OWN_DRAFT):
             arguments.add("--speculative-draft-model-path", facts.source)
         if wanted.table:
-            steps = {str(low): {"candidate_steps": [min(deep, wanted.depth)]} for low, _, deep in wanted.table}
+            steps = {str(low): {"candidate_steps": [deep]} for low, _, deep in wanted.table}
             plan.files["adaptive.json"] = json.dumps(steps, indent=1) + "\n"
             arguments.add("--speculative-adaptive")
             arguments.add("--speculative-adaptive-config", "adaptive.json")

@@ -180,7 +180,7 @@ class Vllm(Launcher):
                     "vLLM ignores a depth by batch size with data parallelism", "--dp 1, or no --depth-by-batch"
                 )
             if at_least(version, "0.24"):
-                found["num_speculative_tokens_per_batch_size"] = _capped(wanted.table, depth)
+                found["num_speculative_tokens_per_batch_size"] = wanted.table
             else:
                 found["disable_by_batch_size"] = next((low - 1 for low, _, deep in wanted.table if not deep), 1024)
                 notes.append("this version only switches drafting off by batch size")
@@ -279,11 +279,6 @@ def _rename_keys(line: CommandLine, config: dict[str, Any], version: Version) ->
     data = line.find("--data-parallel-size", "-dp")
     if rows and data and data.value not in (None, "1"):
         line.warnings.append("a depth by batch size is ignored with data parallelism")
-
-
-def _capped(table: list[list[int]], depth: int) -> list[list[int]]:
-    """Rows deeper than num_speculative_tokens are refused."""
-    return [[low, high, min(deep, depth)] for low, high, deep in table]
 
 
 LAUNCHER = Vllm()
