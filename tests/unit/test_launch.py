@@ -88,6 +88,20 @@ def test_kind_of_a_separate_head(tmp_path: Path, config: dict[str, Any], kind: s
     assert _facts.method_of(str(tmp_path)) == kind
 
 
+def test_sizes_that_are_no_numbers_do_not_count(tmp_path: Path) -> None:
+    write_tiny("mimo", tmp_path, num_hidden_layers=2)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": "two"}))
+    assert _facts.read(str(tmp_path)).modules == 1
+
+
+def test_drafts_by_the_users_own_flags_are_told() -> None:
+    found = {"alive": True, "acceptance_length": 3.9}
+    data = {"depth": 0, "why_depth": "the model has no MTP head", "check": found, "log": "l", "started_s": 1}
+    assert launch._check_lines(data)[1] == "# drafting is alive: acceptance length 3.90"
+    assert "plain decoding" in launch._check_lines({**data, "check": {"alive": False, "acceptance_length": None}})[1]
+
+
 def test_our_own_heads_must_be_exported_first() -> None:
     own = Path(launch.__file__).parents[1] / "heads" / "smollm2-135m-mtp"
     with pytest.raises(UsageError, match="headstart's own layout"):
@@ -349,6 +363,8 @@ TRANSLATED = [
      """"method": "ngram"}'"""),
     ("0.32.0", """vllm serve m -sc '{"method": "deepseek_mtp", "num_speculative_tokens": 1}'""",
      """vllm serve m --speculative-config '{"method": "mtp", "num_speculative_tokens": 1}'"""),
+    ("0.32.0", "vllm serve m --speculative-config.method ernie_mtp --speculative-config.num_speculative_tokens=2",
+     """vllm serve m --speculative-config '{"method": "mtp", "num_speculative_tokens": 2}'"""),
     ("0.32.0", """vllm serve m -sc '{"model": "h", "tensor_parallel_size": 1}'""",
      """vllm serve m --speculative-config '{"model": "h", "draft_tensor_parallel_size": 1}'"""),
     ("0.32.0", """vllm serve m -sc '{"method": "mtp", "num_speculative_tokens": 2, "disable_by_batch_size": 8}'""",

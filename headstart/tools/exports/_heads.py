@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from headstart.formats._mtp_families import strip
-from headstart.formats._symbols import NESTED, text_config
+from headstart.formats._symbols import NESTED, as_size, text_config
 from headstart.tools.inspection.parts import EXPERTS, LAYERS, MTP, part_of
 
 Path = tuple[str, ...]
@@ -23,7 +23,7 @@ MATRIX = re.compile(r"\.(?:\w+_proj|kv_a_proj_with_mqa|w[123]|wq_\w+|wk\w*|wo_\w
 
 def head_names(names: Iterable[str], config: Mapping[str, Any]) -> set[str]:
     """Tensors under a name of their own, and of layers after the trunk's last."""
-    layers = int(text_config(config).get("num_hidden_layers") or 0)
+    layers = as_size(text_config(config).get("num_hidden_layers")) or 0
     return {name for name in names if part_of(name, layers) == MTP}
 
 

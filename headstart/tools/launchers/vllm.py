@@ -61,6 +61,8 @@ FLAGS = (
     Flag("kv_transfer_config.kv_connector", TRANSFER, values=("NixlConnector",)),
     Flag("kv_transfer_config.kv_role", TRANSFER, values=("kv_producer", "kv_consumer", "kv_both")),
 )  # fmt: skip
+DOTTED = "--speculative-config."
+"""vLLM takes keys of its JSON one by one too."""
 GONE_METHODS = {"medusa": "0.33", "mlp_speculator": "0.33"}
 SETTINGS = spelled_alike(
     "max_model_len",
@@ -214,18 +216,28 @@ class Vllm(Launcher):
 
 
 def _given_json(line: CommandLine) -> dict[str, Any]:
+    """--speculative-config, with keys given one by one folded in."""
     word = line.take("--speculative-config", "-sc")
-    if not word or not word.value:
-        return {}
     try:
-        found = json.loads(word.value)
+        found = json.loads(word.value) if word and word.value else {}
     except json.JSONDecodeError as error:
         raise UsageError(
             f"--speculative-config is not valid JSON: {error}", "quote it with '...' in the shell"
         ) from None
     if not isinstance(found, dict):
         raise UsageError("--speculative-config is no JSON object", """for example '{"method": "mtp"}'""")
+    for word in [each for each in line.words if each.flag.startswith(DOTTED)]:
+        line.words.remove(word)
+        found[word.flag.removeprefix(DOTTED)] = _plain(word.value or "")
+        line.changes.append(f"{' '.join(word.text())} -> --speculative-config")
     return found
+
+
+def _plain(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
 
 
 FOLDED = {
