@@ -95,6 +95,13 @@ def test_sizes_that_are_no_numbers_do_not_count(tmp_path: Path) -> None:
     assert _facts.read(str(tmp_path)).modules == 1
 
 
+def test_an_index_without_its_shards_is_not_taken_for_a_bare_config(tmp_path: Path) -> None:
+    write_tiny("mimo", tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "model.safetensors.index.json")
+    with pytest.raises(HeadstartError, match="not valid JSON"):
+        _facts.read(str(tmp_path))
+
+
 def test_drafts_by_the_users_own_flags_are_told() -> None:
     found = {"alive": True, "acceptance_length": 3.9}
     data = {"depth": 0, "why_depth": "the model has no MTP head", "check": found, "log": "l", "started_s": 1}

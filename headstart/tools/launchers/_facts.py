@@ -11,6 +11,7 @@ from headstart import hub
 from headstart.errors import ModelError, UsageError
 from headstart.formats import gguf, open_checkpoint
 from headstart.formats._gguf_file import read as read_gguf
+from headstart.formats._index import INDEX
 from headstart.formats._json import read_object
 from headstart.formats._mtp_families import declared, find_family
 from headstart.formats._symbols import as_size, text_config
@@ -51,7 +52,7 @@ def read(model: str | None) -> Facts:
     if gguf.detect(trunk):
         return of_gguf(trunk)
     config = read_object(trunk / "config.json")
-    if not any(trunk.glob("*.safetensors")):
+    if not any(trunk.glob("*.safetensors")) and not (trunk / INDEX).exists():
         return of_config(str(trunk), config)
     tensors = open_checkpoint(trunk).tensors
     return of_config(str(trunk), config, tensors, sum(tensor.nbytes for tensor in tensors.values()))

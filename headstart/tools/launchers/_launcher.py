@@ -58,7 +58,7 @@ class Wanted:
     depth: int
     layout: Layout = Layout()
     head: str | None = None
-    method: str = "mtp"  # of the head
+    method: str = "mtp"  # of `head`, or the model's own
     depth_by_batch: str | None = None
     role: str | None = None  # prefill, decode
     kv_offload_gb: int | None = None
@@ -150,8 +150,7 @@ class Launcher:
     distributions: ClassVar[tuple[str, ...]] = ()
     """Python distributions that install it."""
     newest: ClassVar[str]
-    """The version assumed where none is installed or named: the newest release that the table was checked
-    against."""
+    """The version assumed where none is installed or named: the newest release the table was checked for."""
     image: ClassVar[str]
     device: ClassVar[str] = "--gpus all"
     health: ClassVar[str] = "/health"

@@ -1,7 +1,7 @@
 """TensorRT-LLM: speculation is part of a YAML file.
 
-In 1.3 the key for its depth was renamed (pull request 12341), and depths by batch size, keyed by the smallest batch
-before and by the largest since, came to MTP and EAGLE-3 (10860).
+In 1.3 the key for its depth was renamed, and depths by batch size came to MTP and EAGLE-3; until then they were keyed
+by the smallest batch, since then by the largest.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class TrtLlm(Launcher):
         depth = wanted.depth_drafted
         if not depth:
             return {}
-        method = wanted.method if wanted.head else "mtp"
+        method = wanted.method
         if method not in TYPES:
             raise UsageError(f"TensorRT-LLM cannot draft with a head of kind {method}", f"it takes {', '.join(TYPES)}")
         old = method == "mtp" and not at_least(arguments.version, RENAMED_IN)

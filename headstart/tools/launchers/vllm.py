@@ -22,7 +22,6 @@ from headstart.tools.launchers._versions import Version, at_least
 
 ENGINE, FRONTEND = "vllm/engine/arg_utils.py", "vllm/entrypoints/launchers/cli_args.py"
 SPECULATIVE, TRANSFER = "vllm/config/speculative.py", "vllm/config/kv_transfer.py"
-CONNECTORS = "vllm/distributed/kv_transfer/kv_connector/factory.py"
 
 FLAGS = (
     *(
@@ -166,7 +165,7 @@ class Vllm(Launcher):
             if wanted.role == "prefill" and wanted.depth:
                 notes.append("a prefill node drafts nothing: MTP belongs on the decode side")
             return {}
-        method = wanted.method if wanted.head else "mtp"
+        method = wanted.method
         if method == "gguf":
             raise UsageError(f"--head {wanted.head} is a GGUF file", "vLLM takes drafters as safetensors directories")
         if method == "mtp" and not at_least(version, "0.11"):
