@@ -139,11 +139,12 @@ def main() -> None:
     parser.add_argument("--mimo", type=Path, help="what headstart export --to vllm-mimo wrote")
     parser.add_argument("--out", type=Path, help="JSON with every trial")
     options = parser.parse_args()
+    servers = list(settings(options))  # a wrong path shows before anything is measured
     record: dict[str, list[dict[str, Any]]] = {}
     print(f"| server | acceptance length | {' | '.join(ANSWERS)} | confidence | seconds |")
     print("|---|---|" + "---|" * (len(ANSWERS) + 2))
     with tempfile.TemporaryDirectory(prefix="probe-trials-") as folder:
-        for setting in settings(options):
+        for setting in servers:
             try:
                 with served(setting, Path(folder) / "log") as url:
                     record[setting.name] = [trial(url, seed) for seed in range(options.trials)]

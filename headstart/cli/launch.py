@@ -109,7 +109,19 @@ def run(
         return 0
     if engine is None or model is None:
         raise UsageError("which engine and which model?", "for example: headstart launch vllm ./my-model --dry-run")
-    options = launch.LaunchOptions(
+    options = options_of(engine, model, tuple(extra or ()), flags, server, place)
+    if flags.dry_run or flags.docker:
+        return finish(launch.run(options, docker=flags.docker), output.as_json)
+    return started(options, stay=not flags.check, as_json=output.as_json)
+
+
+def options_of(
+    engine: str, model: str, extra: tuple[str, ...], flags: RunFlags, server: ServerFlags, place: PlaceFlags
+) -> LaunchOptions:
+    """What the flags ask for."""
+    from headstart.tools.launch import LaunchOptions
+
+    return LaunchOptions(
         engine=engine,
         model=model,
         engine_version=flags.engine_version,
@@ -127,11 +139,8 @@ def run(
         host=server.host,
         port=server.port,
         settings=server.settings(),
-        extra=tuple(extra or ()),
+        extra=extra,
     )
-    if flags.dry_run or flags.docker:
-        return finish(launch.run(options, docker=flags.docker), output.as_json)
-    return started(options, stay=not flags.check, as_json=output.as_json)
 
 
 def started(options: LaunchOptions, *, stay: bool, as_json: bool) -> int:

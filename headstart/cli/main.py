@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -86,9 +89,10 @@ def _root(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (the `headstart` script exits with it)."""
     try:
-        code = typer.main.get_command(app).main(
-            None if arguments is None else list(arguments), prog_name="headstart", standalone_mode=False
-        )
+        with _terminated_as_interrupted():
+            code = typer.main.get_command(app).main(
+                None if arguments is None else list(arguments), prog_name="headstart", standalone_mode=False
+            )
     except HeadstartError as error:
         print_error(error.message, error.hint)
         return status_of(error).exit_code
@@ -102,6 +106,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if code == status_of(KeyboardInterrupt()).exit_code:  # typer turns Ctrl-C into this code
         print_error("interrupted")
     return int(code or 0)
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM ends a command as Ctrl-C does: nothing half-written stays, and no engine that it started."""
+    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _wrong_usage(error: typer.TyperException) -> int:

@@ -292,10 +292,10 @@ def _lines(data: dict[str, Any]) -> list[str]:
 
 def _check_lines(data: dict[str, Any]) -> list[str]:
     found, length = data["check"], data["check"]["acceptance_length"]
-    if not data["depth"]:
-        said = f"plain decoding: {data['why_depth']}"
-    elif found["alive"]:
+    if found["alive"]:  # by flags of the user's own too
         said = f"drafting is alive: acceptance length {length:.2f}" if length else "drafting is alive"
+    elif not data["depth"]:
+        said = f"plain decoding: {data['why_depth']}"
     else:
         said = f"DRAFTING IS NOT ALIVE: {found['why']}"
     return [f"# answered after {data['started_s']} s; log {data['log']}", f"# {said}"]

@@ -146,7 +146,9 @@ def plain(tensor: Tensor) -> bytes:
 
 
 def test_an_eagle3_head_in_the_speculators_container(trunk_gguf: Path, eagle3: Path, tmp_path: Path) -> None:
-    run(ExportOptions(model=str(trunk_gguf), head=eagle3, to="speculators", out=tmp_path / "out"))
+    report = run(ExportOptions(model=str(trunk_gguf), head=eagle3, to="speculators", out=tmp_path / "out"))
+    assert "give vLLM that model as safetensors" in report.data["notes"][0]  # it cannot start from the verifier's name
+    assert report.data["use"].startswith("vllm serve MODEL --speculative-config")
     found, expected = read_raw(tmp_path / "out" / "model.safetensors"), read_raw(eagle3 / "model.safetensors")
     assert found == {name.replace("midlayer.", "layers.0."): each for name, each in expected.items()}
     written = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -154,6 +156,15 @@ def test_an_eagle3_head_in_the_speculators_container(trunk_gguf: Path, eagle3: P
     assert written["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
     assert written["transformer_layer_config"]["hidden_size"] == 48
     assert written["transformer_layer_config"]["model_type"] == "llama"
+
+
+def test_the_verifier_is_found_from_any_folder(eagle3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = support.write_model(tmp_path / "model", *support.family_of("llama").tiny())
+    monkeypatch.chdir(tmp_path)
+    report = run(ExportOptions(model="model", head=eagle3, to="speculators", out=tmp_path / "out"))
+    verifier = json.loads((tmp_path / "out" / "config.json").read_text())["speculators_config"]["verifier"]
+    assert verifier["name_or_path"] == str(model.resolve())
+    assert report.data["use"] == f"vllm serve {tmp_path / 'out'}"
 
 
 def test_an_eagle3_head_as_llama_cpp_wants_it(trunk_gguf: Path, eagle3: Path, tmp_path: Path) -> None:

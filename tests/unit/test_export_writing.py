@@ -74,15 +74,19 @@ def test_too_little_room_is_said_before(tmp_path: Path) -> None:
         check_room(tmp_path / "out", 1 << 60)
 
 
-@contextmanager
-def interrupting(what: str, *, quiet: bool = False) -> Iterator[Callable[[int, int, str], None]]:
-    """Progress that presses Ctrl-C as soon as something is written."""
-    yield lambda done, total, text: os.kill(os.getpid(), signal.SIGINT)
-
-
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: signal.Signals,
 ) -> None:
+    @contextmanager
+    def interrupting(what: str, *, quiet: bool = False) -> Iterator[Callable[[int, int, str], None]]:
+        """Progress that presses Ctrl-C as soon as something is written."""
+        yield lambda done, total, text: os.kill(os.getpid(), number)
+
     monkeypatch.setattr(export_command, "progress", interrupting)
     monkeypatch.setattr(graft_command, "progress", interrupting)
     for command in COMMANDS.values():

@@ -69,6 +69,23 @@ def tuned(tmp_path: Path) -> Path:
     return write_checkpoint(tmp_path / "tuned", {**CONFIG, "num_nextn_predict_layers": 0, "mine": 1}, trunk, shards=2)
 
 
+TOWERS: dict[str, Array] = {
+    "audio_tower.layers.0.fc1.weight": tensor("BF16", F, H, seed=2),
+    "model.visual.encoder.layers.5.fc1.weight": tensor("BF16", F, H, seed=3),
+}
+
+
+def test_layers_of_other_towers_are_no_head(base: Path, tmp_path: Path) -> None:
+    """Though a tower may have more layers than the trunk, and may come first."""
+    nested = {name.replace("model.", "model.language_model.", 1): array for name, array in TRUNK.items()}
+    tuned = write_checkpoint(tmp_path / "tuned", {"text_config": CONFIG}, {**nested, **TOWERS})
+    run(GraftOptions(model=str(tuned), base=str(base), out=tmp_path / "out"))
+    head = {name.replace("model.", "model.language_model.", 1): raw(array) for name, array in HEAD.items()}
+    assert all_tensors(tmp_path / "out") == all_tensors(tuned) | head
+    run(GraftOptions(model=str(tmp_path / "out"), out=tmp_path / "bare", strip=True))
+    assert all_tensors(tmp_path / "bare") == all_tensors(tuned)
+
+
 def test_the_head_comes_back_and_the_trunk_is_shared(base: Path, tuned: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     report = run(GraftOptions(model=str(tuned), base=str(base), out=out))

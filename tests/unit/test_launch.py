@@ -88,6 +88,27 @@ def test_kind_of_a_separate_head(tmp_path: Path, config: dict[str, Any], kind: s
     assert _facts.method_of(str(tmp_path)) == kind
 
 
+def test_sizes_that_are_no_numbers_do_not_count(tmp_path: Path) -> None:
+    write_tiny("mimo", tmp_path, num_hidden_layers=2)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": "two"}))
+    assert _facts.read(str(tmp_path)).modules == 1
+
+
+def test_an_index_without_its_shards_is_not_taken_for_a_bare_config(tmp_path: Path) -> None:
+    write_tiny("mimo", tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "model.safetensors.index.json")
+    with pytest.raises(HeadstartError, match="not valid JSON"):
+        _facts.read(str(tmp_path))
+
+
+def test_drafts_by_the_users_own_flags_are_told() -> None:
+    found = {"alive": True, "acceptance_length": 3.9}
+    data = {"depth": 0, "why_depth": "the model has no MTP head", "check": found, "log": "l", "started_s": 1}
+    assert launch._check_lines(data)[1] == "# drafting is alive: acceptance length 3.90"
+    assert "plain decoding" in launch._check_lines({**data, "check": {"alive": False, "acceptance_length": None}})[1]
+
+
 def test_our_own_heads_must_be_exported_first() -> None:
     own = Path(launch.__file__).parents[1] / "heads" / "smollm2-135m-mtp"
     with pytest.raises(UsageError, match="headstart's own layout"):
@@ -222,8 +243,20 @@ def test_sglang_table_is_a_file() -> None:
 def test_trtllm_key_by_version(version: str, key: str) -> None:
     import yaml
 
-    extra = yaml.safe_load(plan("trtllm", version, depth_by_batch=TABLE).files["extra.yaml"])
-    assert extra["speculative_config"] == {"decoding_type": "MTP", key: 3, "draft_len_schedule": {1: 3, 5: 0}}
+    extra = yaml.safe_load(plan("trtllm", version).files["extra.yaml"])
+    assert extra["speculative_config"] == {"decoding_type": "MTP", key: 3}
+
+
+@pytest.mark.parametrize(
+    ("table", "deepest", "schedule"),
+    [(TABLE, 3, {4: 3, 64: 0}), ("[[10, 64, 1], [1, 4, 2]]", 2, {9: 2, 64: 1}), ("[[8, 64, 0]]", 3, {7: 3, 64: 0})],
+)
+def test_trtllm_schedules_by_the_largest_batch(table: str, deepest: int, schedule: dict[int, int]) -> None:
+    import yaml
+
+    extra = yaml.safe_load(plan("trtllm", "1.3.0", depth_by_batch=table).files["extra.yaml"])
+    wanted = {"decoding_type": "MTP", "max_draft_len": deepest, "draft_len_schedule": schedule}
+    assert extra["speculative_config"] == wanted
 
 
 def test_xllm_exports_the_head_first_and_runs_one_process_for_each_device() -> None:
@@ -267,6 +300,8 @@ def test_depth_0_is_plain_decoding(engine: str) -> None:
         ("sglang", "0.5.9", {"head": "/h", "method": "dflash"}, "has no --speculative-algorithm DFLASH"),
         ("sglang", "0.5.23", {"head": "/h", "method": "medusa"}, "cannot draft with a head of kind medusa"),
         ("trtllm", "1.3.0", {"layout": Layout()}, "needs NVIDIA GPUs"),
+        ("trtllm", "1.2.1", {"depth_by_batch": TABLE}, "drafts to one depth"),
+        ("trtllm", "1.3.0", {"depth_by_batch": "[[1, 4, 1], [5, 64, 3]]"}, "wants most there"),
         ("trtllm", "1.3.0", {"role": "decode"}, "cannot take --role"),
         ("xllm", "0.11.0", {"kv_offload_gb": 8}, "sizes its host cache by blocks"),
         ("llamacpp", "11434", {"depth_by_batch": TABLE}, "cannot take --depth-by-batch"),
@@ -335,6 +370,8 @@ TRANSLATED = [
      """"method": "ngram"}'"""),
     ("0.32.0", """vllm serve m -sc '{"method": "deepseek_mtp", "num_speculative_tokens": 1}'""",
      """vllm serve m --speculative-config '{"method": "mtp", "num_speculative_tokens": 1}'"""),
+    ("0.32.0", "vllm serve m --speculative-config.method ernie_mtp --speculative-config.num_speculative_tokens=2",
+     """vllm serve m --speculative-config '{"method": "mtp", "num_speculative_tokens": 2}'"""),
     ("0.32.0", """vllm serve m -sc '{"model": "h", "tensor_parallel_size": 1}'""",
      """vllm serve m --speculative-config '{"model": "h", "draft_tensor_parallel_size": 1}'"""),
     ("0.32.0", """vllm serve m -sc '{"method": "mtp", "num_speculative_tokens": 2, "disable_by_batch_size": 8}'""",
@@ -366,7 +403,13 @@ def test_translate(version: str, old: str, new: str) -> None:
     assert found.data["changes"] and not found.data["warnings"]
 
 
-@pytest.mark.parametrize(("version", "line"), [(version, new) for version, _, new in TRANSLATED])
+CURRENT = [
+    *((version, new) for version, _, new in TRANSLATED),
+    ("1.2.0", "trtllm-serve m --config 'speculative_config: {decoding_type: Eagle3, max_draft_len: 3}'"),
+]
+
+
+@pytest.mark.parametrize(("version", "line"), CURRENT)
 def test_current_command_lines_stay_as_they_are(version: str, line: str) -> None:
     found = launch.translate(line, version)
     assert (found.data["command"], found.data["changes"]) == (line, [])

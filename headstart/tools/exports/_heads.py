@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from headstart.formats._symbols import NESTED, text_config
+from headstart.formats._mtp_families import strip
+from headstart.formats._symbols import NESTED, as_size, text_config
+from headstart.tools.inspection.parts import EXPERTS, LAYERS, MTP, part_of
 
 Path = tuple[str, ...]
-OWN_NAME = re.compile(r"(?:^|\.)(?:mtp|mtp_\w+|nextn)\.")
-LAYER = re.compile(r"^((?:\w+\.)*?)layers\.(\d+)\.")
 CONFIG_KEY = re.compile(r"(?:^|_)(?:mtp|nextn)(?:_|$)")
 COUNT_KEY = re.compile(
     r"^(?:num_nextn_predict_layers|mtp_num_hidden_layers|num_mtp_(?:layers|modules)|nextn_predict_layers)$"
@@ -23,18 +23,13 @@ MATRIX = re.compile(r"\.(?:\w+_proj|kv_a_proj_with_mqa|w[123]|wq_\w+|wk\w*|wo_\w
 
 def head_names(names: Iterable[str], config: Mapping[str, Any]) -> set[str]:
     """Tensors under a name of their own, and of layers after the trunk's last."""
-    layers = int(text_config(config).get("num_hidden_layers") or 0)
-    found = set()
-    for name in names:
-        match = LAYER.match(name)
-        if OWN_NAME.search(name) or (match and layers and int(match[2]) >= layers):
-            found.add(name)
-    return found
+    layers = as_size(text_config(config).get("num_hidden_layers")) or 0
+    return {name for name in names if part_of(name, layers) == MTP}
 
 
 def trunk_prefix(names: Iterable[str]) -> str:
-    """What stands before `layers.0.`."""
-    return next((match[1] for name in names if (match := LAYER.match(name)) and not OWN_NAME.search(name)), "")
+    """What stands before the trunk's `layers.`."""
+    return next((name.removesuffix(strip(name)) for name in names if part_of(name, 0) in (LAYERS, EXPERTS)), "")
 
 
 def can_be_quantized(name: str) -> bool:

@@ -33,6 +33,10 @@ NAMES = {
 LAYER = "layers.0."
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 SERVE = "vllm serve {out}"
+SERVE_BESIDE = (
+    "vllm serve MODEL --speculative-config "
+    """'{{"method": "eagle3", "model": "{out}", "num_speculative_tokens": 3}}'"""
+)
 FINETUNE = "speculators: MTPDraftModel.from_pretrained('{out}')"
 OUTSIDE = ("architectures", "model_type", "headstart", "eagle_aux_hidden_state_layer_ids", "target_hidden_size")
 
@@ -65,10 +69,12 @@ def _eagle3(source: Source) -> Plan:
             "headstart train --kind eagle3 makes a head that goes; --to vllm-mimo writes this one for vLLM",
         )
     document = read_object(source.head_path / "config.json")
+    trunk = source.checkpoint.path
+    verifier = str(trunk.resolve()) if trunk.is_dir() else source.name
     inner = {key: value for key, value in document.items() if key not in OUTSIDE}
     config = {
         "architectures": ["Eagle3Speculator"],
-        **_container("eagle3", source.name, architectures(source.checkpoint.config)),
+        **_container("eagle3", verifier, architectures(source.checkpoint.config)),
         "draft_vocab_size": document["draft_vocab_size"],
         "target_hidden_size": source.sizes.hidden_size,
         "norm_before_residual": source.head.norm_before_residual,
@@ -79,8 +85,12 @@ def _eagle3(source: Source) -> Plan:
     for name, tensor in read_file(source.head_path / "model.safetensors").items():
         new = re.sub(r"^midlayer\.", LAYER, name)
         planned.append(Planned(new, tensor.dtype, tensor.shape, lambda data=tensor.data: [data]))  # type: ignore[misc]
-    texts = {"config.json": as_json(config) + "\n"}
-    return Plan(tensors={"model.safetensors": planned}, metadata={"format": "pt"}, texts=texts, use=SERVE)
+    plan = Plan(tensors={"model.safetensors": planned}, metadata={"format": "pt"}, use=SERVE)
+    plan.texts["config.json"] = as_json(config) + "\n"
+    if not trunk.is_dir():
+        plan.use = SERVE_BESIDE
+        plan.notes.append(f"the verifier it names, {verifier}, is a GGUF file: give vLLM that model as safetensors")
+    return plan
 
 
 def _mtp(source: Directory) -> Plan:

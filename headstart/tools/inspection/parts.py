@@ -10,8 +10,8 @@ from typing import Any
 from headstart.formats._mtp_families import WRAPPER
 from headstart.tools.inspection.weights import Weight
 
-MTP = "mtp"
-ORDER = ("embedding", "layers", "experts", "norms and rest", "lm_head", MTP, "other modalities")
+LAYERS, EXPERTS, MTP = "layers", "experts", "mtp"
+ORDER = ("embedding", LAYERS, EXPERTS, "norms and rest", "lm_head", MTP, "other modalities")
 _MTP = re.compile(r"(?:^|\.)(?:mtp(?:_\w+)?|nextn)\.")
 _LAYER = re.compile(WRAPPER + r"(?:layers|blk|h)\.(\d+)\.")
 _OTHER = re.compile(r"(?:^|\.)(?:visual|vision_\w+|audio_\w+|multi_modal_projector|mm_projector|aligner)\.")
@@ -24,7 +24,7 @@ def part_of(name: str, num_layers: int) -> str:
     if match := _LAYER.match(name):
         if num_layers and int(match[1]) >= num_layers:
             return MTP
-        return "experts" if ".experts." in name or "_exps." in name else "layers"
+        return EXPERTS if ".experts." in name or "_exps." in name else LAYERS
     if _OTHER.search(name):
         return "other modalities"
     if "lm_head" in name or name in ("output.weight", "head.weight"):

@@ -11,9 +11,10 @@ from headstart import hub
 from headstart.errors import ModelError, UsageError
 from headstart.formats import gguf, open_checkpoint
 from headstart.formats._gguf_file import read as read_gguf
+from headstart.formats._index import INDEX
 from headstart.formats._json import read_object
 from headstart.formats._mtp_families import declared, find_family
-from headstart.formats._symbols import text_config
+from headstart.formats._symbols import as_size, text_config
 from headstart.tools.inspection.parts import MTP, part_of
 from headstart.tools.planner.config_shape import shape_of
 
@@ -51,7 +52,7 @@ def read(model: str | None) -> Facts:
     if gguf.detect(trunk):
         return of_gguf(trunk)
     config = read_object(trunk / "config.json")
-    if not any(trunk.glob("*.safetensors")):
+    if not any(trunk.glob("*.safetensors")) and not (trunk / INDEX).exists():
         return of_config(str(trunk), config)
     tensors = open_checkpoint(trunk).tensors
     return of_config(str(trunk), config, tensors, sum(tensor.nbytes for tensor in tensors.values()))
@@ -93,15 +94,16 @@ def of_config(
     text = text_config(config)
     quantization = (config.get("quantization_config") or text.get("quantization_config") or {}).get("quant_method")
     promised = declared(config, find_family(config)).modules
-    there = names is None or any(part_of(name, int(text.get("num_hidden_layers") or 0)) == MTP for name in names)
+    layers = as_size(text.get("num_hidden_layers")) or 0
+    there = names is None or any(part_of(name, layers) == MTP for name in names)
     return Facts(
         source=source,
         model_type=str(text.get("model_type") or "unknown"),
         format="safetensors",
         weight_bytes=weight_bytes if weight_bytes is not None else _estimated(text, quantization),
         modules=promised if there else 0,
-        attention_heads=int(text.get("num_attention_heads") or 1),
-        experts=next((int(text[key]) for key in EXPERT_KEYS if text.get(key)), 0),
+        attention_heads=as_size(text.get("num_attention_heads")) or 1,
+        experts=next((size for key in EXPERT_KEYS if (size := as_size(text.get(key)))), 0),
         quantization=quantization,
         remote_code="auto_map" in config,
         declared=promised,

@@ -58,7 +58,7 @@ class Wanted:
     depth: int
     layout: Layout = Layout()
     head: str | None = None
-    method: str = "mtp"  # of the head
+    method: str = "mtp"  # of `head`, or the model's own
     depth_by_batch: str | None = None
     role: str | None = None  # prefill, decode
     kv_offload_gb: int | None = None
@@ -69,7 +69,11 @@ class Wanted:
 
     @property
     def table(self) -> list[list[int]]:
-        return [list(map(int, row)) for row in json.loads(self.depth_by_batch)] if self.depth_by_batch else []
+        """Rows of `depth_by_batch` (from, to, depth): ascending, from 1 on, none deeper than `depth`."""
+        rows = sorted(json.loads(self.depth_by_batch)) if self.depth_by_batch else []
+        if rows and rows[0][0] > 1:
+            rows.insert(0, [1, rows[0][0] - 1, self.depth])
+        return [[low, high, min(deep, self.depth)] for low, high, deep in rows]
 
     @property
     def depth_drafted(self) -> int:
@@ -146,7 +150,7 @@ class Launcher:
     distributions: ClassVar[tuple[str, ...]] = ()
     """Python distributions that install it."""
     newest: ClassVar[str]
-    """The version assumed where none is installed or named: the newest that the table was checked against."""
+    """The version assumed where none is installed or named: the newest release the table was checked for."""
     image: ClassVar[str]
     device: ClassVar[str] = "--gpus all"
     health: ClassVar[str] = "/health"

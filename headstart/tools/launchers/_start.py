@@ -87,16 +87,10 @@ def start(
     key = wanted.settings.get("api_key")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     scheme = "https" if wanted.settings.get("ssl_certfile") else "http"
-    before = signal.signal(signal.SIGTERM, _interrupt)  # the engine must not outlive us
     try:
         yield Running(process, log, f"{scheme}://{host}:{wanted.port}", launcher.health, headers)
     finally:
         _end(process)
-        signal.signal(signal.SIGTERM, before)
-
-
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
 
 
 def _check_free(wanted: Wanted) -> None:

@@ -22,7 +22,7 @@ from headstart.tools.launchers._versions import Version, at_least
 FIELDS = "sglang/srt/arg_groups/fields"
 DEFAULT_REQUESTS = 256
 """Running requests asked for, since SGLang takes 48 when it drafts and nothing is said."""
-OWN_DRAFT = ("deepseek", "glm4_moe", "glm_moe", "bailing", "hunyuan", "hy_v", "qwen4", "mistral")
+OWN_DRAFT = ("deepseek", "glm4", "glm_moe", "bailing", "hunyuan", "hy_v", "qwen4", "mistral")
 """Beginnings of model types for which SGLang takes the target itself as draft model."""
 SOURCES = {
     "spec.py": ("--speculative-num-steps", "--speculative-eagle-topk", "--speculative-num-draft-tokens",
@@ -137,7 +137,7 @@ class Sglang(Launcher):
                 arguments.add(flag, size)
 
     def _speculation(self, facts: Facts, wanted: Wanted, arguments: Arguments, plan: Plan) -> None:
-        method = wanted.method if wanted.head else "mtp"
+        method = wanted.method
         if method not in ALGORITHMS:
             raise UsageError(f"SGLang cannot draft with a head of kind {method}", f"it takes {', '.join(ALGORITHMS)}")
         arguments.add("--speculative-algorithm", ALGORITHMS[method])
@@ -149,7 +149,7 @@ class Sglang(Launcher):
         elif not facts.model_type.startswith(OWN_DRAFT):
             arguments.add("--speculative-draft-model-path", facts.source)
         if wanted.table:
-            steps = {str(low): {"candidate_steps": [min(deep, wanted.depth)]} for low, _, deep in wanted.table}
+            steps = {str(low): {"candidate_steps": [deep]} for low, _, deep in wanted.table}
             plan.files["adaptive.json"] = json.dumps(steps, indent=1) + "\n"
             arguments.add("--speculative-adaptive")
             arguments.add("--speculative-adaptive-config", "adaptive.json")

@@ -1,4 +1,8 @@
-"""TensorRT-LLM: speculation is part of a YAML file, and the key for its depth was renamed in 1.3."""
+"""TensorRT-LLM: speculation is part of a YAML file.
+
+In 1.3 the key for its depth was renamed, and depths by batch size came to MTP and EAGLE-3; until then they were keyed
+by the smallest batch, since then by the largest.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from headstart.errors import UsageError
 from headstart.tools.launchers._commands import CommandLine
 from headstart.tools.launchers._facts import Facts
 from headstart.tools.launchers._launcher import Arguments, Flag, Launcher, Plan, Step, Wanted
-from headstart.tools.launchers._versions import Version, at_least
+from headstart.tools.launchers._versions import Version, at_least, text_of
 
 SERVE = "tests/unittest/api_stability/references/trtllm_serve_cli.yaml"
 ARGUMENTS = "tensorrt_llm/llmapi/llm_args.py"
@@ -55,7 +59,7 @@ class TrtLlm(Launcher):
 
     name, title, program = "trtllm", "TensorRT-LLM", "trtllm-serve"
     distributions = ("tensorrt_llm",)
-    newest = "1.3.0"
+    newest = "1.2.0"
     image = "nvcr.io/nvidia/tensorrt-llm/release:{version}"
     flags = FLAGS
     settings = SETTINGS
@@ -97,7 +101,7 @@ class TrtLlm(Launcher):
         depth = wanted.depth_drafted
         if not depth:
             return {}
-        method = wanted.method if wanted.head else "mtp"
+        method = wanted.method
         if method not in TYPES:
             raise UsageError(f"TensorRT-LLM cannot draft with a head of kind {method}", f"it takes {', '.join(TYPES)}")
         old = method == "mtp" and not at_least(arguments.version, RENAMED_IN)
@@ -105,8 +109,14 @@ class TrtLlm(Launcher):
         found["num_nextn_predict_layers" if old else "max_draft_len"] = depth
         if wanted.head:
             found["speculative_model"] = wanted.head
-        if wanted.table:
-            found["draft_len_schedule"] = {low: min(deep, depth) for low, _, deep in wanted.table}
+        if table := wanted.table:
+            if not at_least(arguments.version, RENAMED_IN):
+                raise UsageError(
+                    f"TensorRT-LLM {text_of(arguments.version)} drafts to one depth with heads",
+                    "leave --depth-by-batch out",
+                )
+            found["draft_len_schedule"] = _schedule(table)
+            found["max_draft_len"] = table[0][2]
         notes.append("logprobs and penalties are refused while drafting; pipeline parallelism does not go with it")
         return found
 
@@ -118,7 +128,7 @@ class TrtLlm(Launcher):
         )
         for word in line.words:
             text = word.value or ""
-            if old_key in text:
+            if old_key in text and (new or "MTP" in text):  # other drafters have had max_draft_len all along
                 word.value = text.replace(old_key, key)
                 line.changes.append(f"{old_key} -> {key}")
             for stale in ("use_sa_spec", "sa_spec_threshold"):
@@ -126,6 +136,18 @@ class TrtLlm(Launcher):
                     line.warnings.append(f"{stale} is now part of sa_config")
             if word.flag == f"--{old_key}" or word.flag == f"--{key}":
                 line.warnings.append(f"{word.flag} is a key of speculative_config in the YAML file, not a flag")
+
+
+def _schedule(table: list[list[int]]) -> dict[int, int]:
+    """Largest batch size -> depth; above the last nothing is drafted. Raises UsageError for what it refuses."""
+    depths = [depth for _, _, depth in table]
+    if not depths[0] or max(depths) > depths[0]:
+        raise UsageError(
+            f"--depth-by-batch drafts {depths[0]} tokens for the smallest batches, but TensorRT-LLM wants most there",
+            "for example [[1, 4, 3], [5, 64, 0]]",
+        )
+    ends = [low - 1 for low, _, _ in table[1:]] + [table[-1][1]]
+    return dict(zip(ends, depths, strict=True))
 
 
 def yaml_of(document: dict[Any, Any], indent: int = 0) -> str:

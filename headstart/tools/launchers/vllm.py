@@ -22,7 +22,6 @@ from headstart.tools.launchers._versions import Version, at_least
 
 ENGINE, FRONTEND = "vllm/engine/arg_utils.py", "vllm/entrypoints/launchers/cli_args.py"
 SPECULATIVE, TRANSFER = "vllm/config/speculative.py", "vllm/config/kv_transfer.py"
-CONNECTORS = "vllm/distributed/kv_transfer/kv_connector/factory.py"
 
 FLAGS = (
     *(
@@ -61,6 +60,8 @@ FLAGS = (
     Flag("kv_transfer_config.kv_connector", TRANSFER, values=("NixlConnector",)),
     Flag("kv_transfer_config.kv_role", TRANSFER, values=("kv_producer", "kv_consumer", "kv_both")),
 )  # fmt: skip
+DOTTED = "--speculative-config."
+"""vLLM takes keys of its JSON one by one too."""
 GONE_METHODS = {"medusa": "0.33", "mlp_speculator": "0.33"}
 SETTINGS = spelled_alike(
     "max_model_len",
@@ -164,7 +165,7 @@ class Vllm(Launcher):
             if wanted.role == "prefill" and wanted.depth:
                 notes.append("a prefill node drafts nothing: MTP belongs on the decode side")
             return {}
-        method = wanted.method if wanted.head else "mtp"
+        method = wanted.method
         if method == "gguf":
             raise UsageError(f"--head {wanted.head} is a GGUF file", "vLLM takes drafters as safetensors directories")
         if method == "mtp" and not at_least(version, "0.11"):
@@ -180,7 +181,7 @@ class Vllm(Launcher):
                     "vLLM ignores a depth by batch size with data parallelism", "--dp 1, or no --depth-by-batch"
                 )
             if at_least(version, "0.24"):
-                found["num_speculative_tokens_per_batch_size"] = _capped(wanted.table, depth)
+                found["num_speculative_tokens_per_batch_size"] = wanted.table
             else:
                 found["disable_by_batch_size"] = next((low - 1 for low, _, deep in wanted.table if not deep), 1024)
                 notes.append("this version only switches drafting off by batch size")
@@ -214,18 +215,28 @@ class Vllm(Launcher):
 
 
 def _given_json(line: CommandLine) -> dict[str, Any]:
+    """--speculative-config, with keys given one by one folded in."""
     word = line.take("--speculative-config", "-sc")
-    if not word or not word.value:
-        return {}
     try:
-        found = json.loads(word.value)
+        found = json.loads(word.value) if word and word.value else {}
     except json.JSONDecodeError as error:
         raise UsageError(
             f"--speculative-config is not valid JSON: {error}", "quote it with '...' in the shell"
         ) from None
     if not isinstance(found, dict):
         raise UsageError("--speculative-config is no JSON object", """for example '{"method": "mtp"}'""")
+    for word in [each for each in line.words if each.flag.startswith(DOTTED)]:
+        line.words.remove(word)
+        found[word.flag.removeprefix(DOTTED)] = _plain(word.value or "")
+        line.changes.append(f"{' '.join(word.text())} -> --speculative-config")
     return found
+
+
+def _plain(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
 
 
 FOLDED = {
@@ -279,11 +290,6 @@ def _rename_keys(line: CommandLine, config: dict[str, Any], version: Version) ->
     data = line.find("--data-parallel-size", "-dp")
     if rows and data and data.value not in (None, "1"):
         line.warnings.append("a depth by batch size is ignored with data parallelism")
-
-
-def _capped(table: list[list[int]], depth: int) -> list[list[int]]:
-    """Rows deeper than num_speculative_tokens are refused."""
-    return [[low, high, min(deep, depth)] for low, high, deep in table]
 
 
 LAUNCHER = Vllm()

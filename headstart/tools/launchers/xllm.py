@@ -85,7 +85,7 @@ class Xllm(Launcher):
         return plan
 
     def _speculation(self, facts: Facts, wanted: Wanted, arguments: Arguments, plan: Plan) -> None:
-        method = wanted.method if wanted.head else "mtp"
+        method = wanted.method
         if method not in ALGORITHMS:
             raise UsageError(f"xLLM cannot draft with a head of kind {method}", f"it takes {', '.join(ALGORITHMS)}")
         head = wanted.head
