@@ -152,6 +152,7 @@ class LLM:
             "head": head.source if head and self.method == head.head.kind else None,
             "depth": self.engine.depth if self.engine.drafter else 0,
             "context": self.engine.max_length,
+            **({"synthetic_acceptance": list(synthetic.rates)} if (synthetic := self.engine.synthetic) else {}),
         }
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from headstart.cli.documents import completion_document, summary
-from headstart.cli.options import EngineOptions, Model, OutputOptions, PromptOptions, SamplingOptions
+from headstart.cli.options import LoadTestOptions, Model, OutputOptions, PromptOptions, SamplingOptions
 from headstart.cli.render import print_json, stderr
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def run(
     *,
     prompts: PromptOptions,
     sampling: SamplingOptions,
-    engine: EngineOptions,
+    engine: LoadTestOptions,
     output: OutputOptions,
 ) -> int:
     """Continue one prompt; streams to the terminal, or prints one JSON document."""

@@ -13,6 +13,7 @@ from typing import Any
 from headstart.config import EngineConfig, config_fields
 from headstart.core import Report
 from headstart.errors import CapacityError, HeadstartError, UsageError
+from headstart.stats import synthetic_note
 from headstart.tools.bench import workloads
 from headstart.tools.bench.document import Cell, Document, Row
 from headstart.tools.bench.energy import EnergyMeter
@@ -178,14 +179,15 @@ class Bench:
     def _save(self, error: str) -> Document:
         """Everything so far; with an error it is marked as incomplete."""
         rows = rows_of(self._cells, price_per_hour=self.options.price_per_hour)
+        source = dict(self._runners[0].about)
         document = Document(
             created=self._created,
-            source=dict(self._runners[0].about),
+            source=source,
             machine=self._machine,
             settings=_settings(self.options, self._modes, self._workloads),
             complete=not error,
             error=error,
-            notes=tuple(_notes(self.options, rows, self._cells)),
+            notes=tuple(_notes(self.options, source, rows, self._cells)),
             rows=tuple(rows),
             checks=tuple(checks(self._cells)),
             cells=tuple(self._cells),
@@ -259,8 +261,10 @@ def _fatal(runner: Runner, cell: Cell) -> str:
     return ""
 
 
-def _notes(options: BenchOptions, rows: list[Row], cells: list[Cell]) -> Iterator[str]:
+def _notes(options: BenchOptions, source: Mapping[str, Any], rows: list[Row], cells: list[Cell]) -> Iterator[str]:
     """What a reader has to know to read the numbers rightly."""
+    if rates := source.get("synthetic_acceptance"):
+        yield synthetic_note(rates)
     if options.price_per_hour is None:
         yield "no cost: --price-per-hour says what the machine costs"
     if cells and all(cell.joules is None for cell in cells):
