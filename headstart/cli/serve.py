@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from headstart.cli.options import LoadTestOptions, Model, OptionGroup, _option, read_text
-from headstart.cli.render import finish
+from headstart.cli.render import finish, progress
 from headstart.cli.serve_elsewhere import OtherEngine, launch_options
 from headstart.cli.vllm_flags import VllmFlags
 from headstart.config import EngineConfig
@@ -113,7 +113,8 @@ def run(
     from headstart.server.run import Listen, serve
     from headstart.text.chat import ChatTemplate
 
-    llm = LLM(model, config)
+    with progress("loading") as report_progress:
+        llm = LLM(model, config, report_progress)
     if template is not None:
         known = llm.chat_template or ChatTemplate("")
         llm.chat_template = known.replaced(template, str(serving.chat_template))

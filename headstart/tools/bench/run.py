@@ -113,7 +113,7 @@ class Bench:
         for name in options.workloads:
             workloads.find(name, len)
         progress(0, 1, "loading")
-        self._runners = list(_runners(options))
+        self._runners = list(_runners(options, progress))
         self._modes = options.modes or self._runners[0].modes
         self._workloads = _workloads(options, self._runners[0].count_tokens, texts)
         self._meter = EnergyMeter()
@@ -213,7 +213,7 @@ def _shown(load: Load) -> str:
     return f"{load.concurrency} at a time" if load.rate is None else f"{load.rate:g} per second"
 
 
-def _runners(options: BenchOptions) -> Iterator[Runner]:
+def _runners(options: BenchOptions, progress: Progress) -> Iterator[Runner]:
     if options.url is not None:
         from headstart.tools.bench.client import Server
         from headstart.tools.bench.http import OverHttp
@@ -227,7 +227,7 @@ def _runners(options: BenchOptions) -> Iterator[Runner]:
     config = replace(options.config, max_num_seqs=max(options.config.max_num_seqs, most))
     model: Any = options.model
     for chunked in options.chunked_prefill:
-        runner = InProcess(model, config, chunked_prefill=chunked)
+        runner = InProcess(model, config, chunked_prefill=chunked, progress=progress)
         model, config = runner.model, replace(config, kv_blocks=runner.kv_blocks)  # the same for all
         yield runner
 
