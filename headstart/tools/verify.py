@@ -118,7 +118,7 @@ def run(options: VerifyOptions, progress: Progress = lambda done, total, text: N
     threads = options.thread_counts or default_threads(options.config, backend)
     work = _Verification(replace(options, thread_counts=threads), progress)
     for count in threads:
-        work.run_cells(load_model(options.model, replace(options.config, threads=count), progress), count)
+        work.run_cells(load_model(options.model, replace(options.config, threads=count)), count)
     excusable = backend == "reference" and options.config.dtype != "float64"
     if backend == "reference":  # elsewhere float64 scores say nothing about what this backend computes
         work.judge(Judge(options.model, options.config, TIE if excusable else 0.0))
