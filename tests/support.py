@@ -128,7 +128,7 @@ def eagle3_tensors(model: Model, draft_ids: Seq[int] | None = None, taps: int = 
 
 def plain_sizes(config: DecoderConfig) -> DecoderConfig:
     """A Llama block beside this trunk."""
-    return replace(config, qkv_bias=False, qk_norm=False, moe=None, mla=None)
+    return replace(config, qkv_bias=False, qk_norm=False, gated_attention=False, moe=None, mla=None, delta=None)
 
 
 def make_eagle3(model: Model, tap: tuple[int, ...] = (0, 1), draft_ids: Seq[int] | None = None) -> AttachedHead:

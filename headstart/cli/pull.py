@@ -15,7 +15,8 @@ def run(model: Model = None, *, output: OutputOptions) -> int:
     hub.pull(model)
     alias = hub.resolve_alias(model)
     if output.as_json:
-        print_json({"model": alias.name, "path": str(alias.trunk), "head": str(alias.head) if alias.head else None})
+        heads = {kind: str(path) for kind, path in alias.heads.items()}
+        print_json({"model": alias.name, "path": str(alias.trunk), "heads": heads})
     else:
         print(alias.trunk)
     return 0

@@ -173,7 +173,7 @@ def load_model(name: str | None, config: EngineConfig, progress: Progress = lamb
     model = Model(
         name or alias.name, checkpoint, family, sizes, backend, weights, decoder, checkpoint.load_tokenizer(), None
     )
-    return replace(model, head=find_head(model, config.head, alias.head))
+    return replace(model, head=find_head(model, config.head, alias.head(config.drafter)))
 
 
 def _counter(tensors: Mapping[str, RawTensor], progress: Progress) -> Callable[[RawTensor], None]:

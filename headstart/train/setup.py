@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headstart import hub
 from headstart.api import LLM
 from headstart.config import EngineConfig
 from headstart.engine.load import NATIVE_HEAD, Model, choose_backend, load_model
@@ -146,8 +147,8 @@ def subject_of(
 
 
 def existing_head(subject: Subject, kind: HeadKind, path: Path | None) -> tuple[HeadSpec, dict[str, Tensor]]:
-    """The head at `path`, else the checkpoint's own, else the one shipped with the model: spec and float32 weights.
-    Raises ModelError where there is none, or another kind."""
+    """The head at `path`, else the checkpoint's own, else the one of this kind shipped with the model: spec and float32
+    weights. Raises ModelError where there is none, or another kind."""
     native = subject.model.head if path is None else None
     if native is not None and native.source == NATIVE_HEAD:
         if kind.name != "mtp" or native.head.spec.num_modules != 1:
@@ -159,9 +160,11 @@ def existing_head(subject: Subject, kind: HeadKind, path: Path | None) -> tuple[
             name: tensor for name, tensor in subject.tensors.items() if name.startswith("mtp.0.")
         }
         return native.head.spec, as_masters(found)
-    path = path or (Path(native.source) if native else None)
+    path = path or hub.shipped_heads(subject.model.name).get(kind.name)
     if path is None:
-        raise ModelError("the model has no head to fine-tune", "leave out --finetune, or give --head")
+        raise ModelError(
+            f"the model has no head of kind {kind.name} to fine-tune", "leave out --finetune, or give --head"
+        )
     config, tensors, _ = read_head(path)
     if config.kind != kind.name:
         raise ModelError(f"{path} is a head of kind {config.kind}", f"--kind is {kind.name}")

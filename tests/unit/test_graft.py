@@ -268,7 +268,7 @@ def test_a_family_that_runs_here_is_measured(tmp_path: Path) -> None:
     report = run(GraftOptions(model=str(tmp_path / "bare"), base=str(whole), out=tmp_path / "again"))
     assert report.data["acceptance"]["drafts"] > 0
     assert report.data["acceptance"]["verdict"].startswith("acceptance length 1.")
-    settings: dict[str, Any] = {"threads": 1, "max_model_len": 96, "drafter": "mtp"}
+    settings: dict[str, Any] = {"threads": 1, "max_model_len": 96, "drafter": "mtp", "depth": 1}
     prompts = [support.prompt_of(12, seed) for seed in range(3)]
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     runs = [

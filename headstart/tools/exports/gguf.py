@@ -59,7 +59,7 @@ NAMES = {
 def plan(request: Request) -> Plan:
     """Raises ModelError for a head that llama.cpp has no graph for."""
     if request.has_own_head:
-        return _eagle3(request.source)
+        return _eagle3(request.source("eagle3"))
     path = hub.resolve(request.model)
     return _converted(Directory.open(request.model)) if path.is_dir() else _cut(path)
 

@@ -40,7 +40,7 @@ OUTSIDE = ("architectures", "model_type", "headstart", "eagle_aux_hidden_state_l
 def plan(request: Request) -> Plan:
     """Raises ModelError for a head whose formula speculators has no class for."""
     if request.has_own_head:
-        return _eagle3(request.source)
+        return _eagle3(request.source("eagle3"))
     return _mtp(request.directory)
 
 

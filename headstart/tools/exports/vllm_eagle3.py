@@ -14,7 +14,7 @@ USE = (
 
 def plan(request: Request) -> Plan:
     """The head's files. Raises ModelError for a head of another kind."""
-    source = request.source
+    source = request.source("eagle3")
     if source.head.kind != "eagle3":
         raise ModelError(
             f"the head {source.head_path} is of kind {source.head.kind}, not eagle3",

@@ -73,7 +73,7 @@ def check(source: Source) -> None:
 
 def plan(request: Request) -> Plan:
     """Trunk and head under MiMo's names, in bfloat16. Raises ModelError where MiMo's formula is another one."""
-    source = request.source
+    source = request.source("mtp")
     check(source)
     tensors = {name: tensor for name, tensor in source.tensors.items() if not name.startswith("mtp.")}
     planned = [_matrix(name if name == "lm_head.weight" else f"model.{name}", each) for name, each in tensors.items()]

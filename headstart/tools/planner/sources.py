@@ -80,8 +80,8 @@ def from_model(name: str | None) -> Shape:
         return _from_config(str(path), read_object(path / "config.json"))
     alias = hub.resolve_alias(name)
     shape = from_checkpoint(open_checkpoint(alias.trunk), name or alias.name)
-    if alias.head is not None and shape.head.assumed:
-        shape = with_head(shape, alias.head)
+    if (head := alias.head()) is not None and shape.head.assumed:
+        shape = with_head(shape, head)
     return accepting(shape, alias.name)
 
 
