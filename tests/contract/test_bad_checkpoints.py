@@ -13,6 +13,8 @@ import pytest
 from support import family_of, tiny_model
 
 from headstart.cli.main import main
+from headstart.config import EngineConfig
+from headstart.engine.load import load_model
 from headstart.errors import ModelError
 from headstart.formats._fp8 import BlockScaled
 from headstart.formats._picked import Picked
@@ -162,3 +164,13 @@ def test_picked_rows_are_those_rows() -> None:
     np.testing.assert_array_equal(Picked(scaled, rows).float32(), whole[rows])
     again = rows[rows < len(rows)]
     np.testing.assert_array_equal(Picked(Picked(scaled, rows), again).float32(), whole[rows][again])
+
+
+def test_loading_is_told_of(tmp_path: Path) -> None:
+    """Once for each matrix and vector taken, of the trunk and of its MTP module."""
+    config, arrays = family_of("qwen3_5").tiny()
+    told: list[tuple[int, int, str]] = []
+    settings = EngineConfig(backend="reference", threads=1)
+    model = load_model(str(write_model(tmp_path, config, arrays)), settings, lambda *each: told.append(each))
+    assert len(told) == len(model.weights.used)
+    assert {text for *_, text in told} == {"loading, million weights"}
