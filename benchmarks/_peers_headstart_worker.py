@@ -15,7 +15,7 @@ from _peers_protocol import serve, take_stdout
 
 import headstart
 from headstart.api import LLM, Completion
-from headstart.cli.options import EngineOptions, Model, expand
+from headstart.cli.options import LoadTestOptions, Model, expand
 from headstart.core import SamplingParams
 
 
@@ -29,9 +29,12 @@ class Worker:
         """Texts as user messages of the chat template."""
         return {"prompts": [self.llm.encode(text) for text in texts]}
 
-    def decode(self, prompt: list[int], max_tokens: int) -> dict[str, Any]:
-        """One prompt to its natural end, greedy."""
-        completion = self.llm.generate([prompt], SamplingParams(max_tokens=max_tokens))[0]
+    def decode(
+        self, prompt: list[int], max_tokens: int, ignore_eos: bool = False, depth: int | None = None, seed: int = 0
+    ) -> dict[str, Any]:
+        """One prompt to its natural end, greedy. `depth` None: the engine's."""
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos, seed=seed)
+        completion = self.llm.generate([prompt], params, depth=depth)[0]
         return {
             "num_tokens": len(completion.token_ids),
             "decode_s": completion.timing["decode_s"],
@@ -60,7 +63,7 @@ def _drafting(completions: list[Completion]) -> dict[str, int]:
 
 
 @expand
-def run(model: Model = None, *, engine: EngineOptions) -> int:
+def run(model: Model = None, *, engine: LoadTestOptions) -> int:
     channel = take_stdout()
     llm = LLM(model, engine.config)
     worker = Worker(llm)

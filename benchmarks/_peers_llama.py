@@ -51,14 +51,14 @@ class Server:
                 time.sleep(POLL_SECONDS)
         raise self.group.failed("llama-server did not start")
 
-    def complete(self, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
+    def complete(self, prompt: Sequence[int], max_tokens: int, *, ignore_eos: bool = False) -> dict[str, Any]:
         """One greedy completion; the server's JSON."""
         body = {
             "prompt": list(prompt),
             "n_predict": max_tokens,
             "temperature": 0,
             "cache_prompt": False,
-            "ignore_eos": False,
+            "ignore_eos": ignore_eos,
             "return_tokens": True,
         }
         request = urllib.request.Request(

@@ -16,7 +16,7 @@ import numpy as np
 from headstart.config import AUTO, EngineConfig
 from headstart.core import Delta, DraftStats, FinishReason, Request, SamplingParams, Sequence, TokenLogprob
 from headstart.engine.calibrate import known_costs
-from headstart.engine.load import Model, identity, load_model, make_engine
+from headstart.engine.load import Model, Progress, identity, load_model, make_engine
 from headstart.errors import GenerationError, UsageError
 from headstart.text.chat import ChatTemplate
 from headstart.text.output import TextOutput
@@ -117,12 +117,18 @@ class LLM:
     """A model with its engine. Raises ModelError or UsageError when the model cannot be loaded as asked.
 
     model: path, Hub name or alias; None is the default model. `Model` objects already loaded can be shared.
+    progress: told (done, total, of what) while weights are read.
     """
 
-    def __init__(self, model: str | Model | None = None, config: EngineConfig | None = None) -> None:
+    def __init__(
+        self,
+        model: str | Model | None = None,
+        config: EngineConfig | None = None,
+        progress: Progress = lambda done, total, text: None,
+    ) -> None:
         started = time.perf_counter()
         self.config = config or EngineConfig()
-        self.model = model if isinstance(model, Model) else load_model(model, self.config)
+        self.model = model if isinstance(model, Model) else load_model(model, self.config, progress)
         self.engine = make_engine(self.model, self.config)
         if self.config.depth == AUTO and self.engine.drafter:
             self.engine.pilot.costs = known_costs(self.engine, identity(self.model, self.config))
@@ -152,6 +158,7 @@ class LLM:
             "head": head.source if head and self.method == head.head.kind else None,
             "depth": self.engine.depth if self.engine.drafter else 0,
             "context": self.engine.max_length,
+            **({"synthetic_acceptance": list(synthetic.rates)} if (synthetic := self.engine.synthetic) else {}),
         }
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import Field, dataclass, field, fields
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, Literal, get_args
 
 from headstart import registry
@@ -57,6 +58,12 @@ class EngineConfig:
         None, "--depth-by-batch", "Deepest draft by running sequences, as JSON [[from, to, depth], ...]."
     )
     rule: Rule = _flag("exact", "--rule", "exact: the text is that of plain decoding; rejection: same distribution.")
+    synthetic_acceptance: str | None = _flag(
+        None,
+        "--synthetic-acceptance",
+        "Load tests only: accept drafts at these rates whatever the model says, the share of drafts whose first 1, 2, "
+        "... tokens are all accepted, such as 0.8,0.6,0.4. The text is not the model's.",
+    )
     max_model_len: int | None = _flag(None, "--max-model-len", "Longest prompt plus output. Default: the model's own.")
     max_num_seqs: int = _flag(64, "--max-num-seqs", "Sequences that run at the same time.")
     max_num_batched_tokens: int = _flag(
@@ -82,6 +89,8 @@ class EngineConfig:
         self._check_choice("rule", get_args(Rule))
         if self.drafter not in DRAFTER_WORDS and self.drafter not in registry.available("drafters"):
             self._check_choice("drafter", (*DRAFTER_WORDS, *registry.available("drafters")))
+        if self.synthetic_rates and self.rule != "exact":
+            raise UsageError(f"--synthetic-acceptance takes the place of --rule {self.rule}", "leave --rule out")
         if self.depth == AUTO and self.rule == "rejection":  # its text depends on drafts: these must not follow a clock
             object.__setattr__(self, "depth", FIXED_DEPTH)
         if self.depth != AUTO:
@@ -92,6 +101,11 @@ class EngineConfig:
         self._check_range("max_num_batched_tokens", 1)
         self._check_range("ngram_max", self.ngram_min, hint="it cannot be below --ngram-min")
         self._check_range("seed", 0, 2**64 - 1)
+
+    @property
+    def synthetic_rates(self) -> tuple[float, ...]:
+        """Of `synthetic_acceptance`; none where the model decides."""
+        return _rates(self.synthetic_acceptance)
 
     def depth_limit(self, running: int) -> int:
         """The deepest draft while so many sequences run."""
@@ -131,6 +145,22 @@ def _depth_table(text: str | None) -> tuple[tuple[int, int], ...]:
     return tuple((row[0], row[2]) for row in sorted(rows))
 
 
+@lru_cache
+def _rates(text: str | None) -> tuple[float, ...]:
+    """Rates in [0, 1], none above the one before it."""
+    if text is None:
+        return ()
+    hint = "for example 0.8,0.6,0.4: the share of drafts whose first 1, 2 and 3 tokens are all accepted"
+    try:
+        rates = tuple(float(word) for word in text.split(","))
+    except ValueError:
+        raise UsageError(f"--synthetic-acceptance is {text!r}, which is not a list of numbers", hint) from None
+    if not all(0 <= rate <= before for before, rate in pairwise((1.0, *rates))) or len(rates) > MAX_DEPTH:
+        wanted = f"at most {MAX_DEPTH} rates between 0 and 1, none above the one before it"
+        raise UsageError(f"--synthetic-acceptance is {text}, but must be {wanted}", hint)
+    return rates
+
+
 def config_fields() -> dict[str, Field[Any]]:
     """All fields by name, in order; `metadata` has `flag` and `doc`."""
     return {item.name: item for item in fields(EngineConfig)}
@@ -148,6 +178,7 @@ _SPECULATIVE_KEYS: dict[str, tuple[str, type]] = {
     "prompt_lookup_max": ("ngram_max", int),
     "prompt_lookup_min": ("ngram_min", int),
     "num_speculative_tokens_per_batch_size": ("depth_by_batch", list),
+    "synthetic_acceptance_rates": ("synthetic_acceptance", list),
 }
 
 
@@ -169,9 +200,11 @@ def parse_speculative_config(text: str) -> dict[str, Any]:
             raise UsageError(f"--speculative-config has the unknown key {key!r}", known)
         name, kind = _SPECULATIVE_KEYS[key]
         if not isinstance(value, kind) or isinstance(value, bool):
-            wanted = {str: "a string", int: "a whole number", list: "a list of [from, to, depth]"}[kind]
+            wanted = {str: "a string", int: "a whole number", list: "a list"}[kind]
             raise UsageError(f"--speculative-config: {key} is {json.dumps(value)}, but must be {wanted}", known)
         overrides[name] = json.dumps(value) if kind is list else value
+    if rates := overrides.get("synthetic_acceptance"):
+        overrides["synthetic_acceptance"] = rates.strip("[]")
     if str(overrides.get("drafter", "")).endswith("_mtp"):  # vLLM's older, per-family spellings of "mtp"
         overrides["drafter"] = "mtp"
     return overrides

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
+
+
+def synthetic_note(rates: Iterable[float]) -> str:
+    """For people, wherever rates decided and not the model."""
+    shown = ", ".join(f"{rate:g}" for rate in rates)
+    return f"SYNTHETIC ACCEPTANCE at {shown}: for load tests, the text is not the model's"
 
 
 @dataclass
@@ -19,6 +26,7 @@ class DraftStats:
     forced: int = 0  # emitted tokens that a constraint had left no choice about, and that were drafted for it
     per_position: list[int] = field(default_factory=list)
     drafted_at: list[int] = field(default_factory=list)
+    synthetic: tuple[float, ...] = ()  # rates of synthetic acceptance, where they decided and not the model
 
     def record(self, drafted: int, accepted: int) -> None:
         if drafted:
@@ -35,6 +43,7 @@ class DraftStats:
     def add(self, other: DraftStats) -> None:
         for name in ("drafts", "drafted", "accepted", "passes", "emitted", "forced"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.synthetic = self.synthetic or other.synthetic
         grow = len(other.per_position) - len(self.per_position)
         self.per_position += [0] * grow
         self.drafted_at += [0] * grow
@@ -45,6 +54,7 @@ class DraftStats:
     def document(self, method: str) -> dict[str, Any]:
         """As every JSON output has it; `per_position` counts accepted drafts by position."""
         return {
+            **({"synthetic_acceptance": list(self.synthetic)} if self.synthetic else {}),
             "method": method,
             "drafts": self.drafts,
             "drafted": self.drafted,

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headstart.cli.options import EngineOptions, Model, OptionGroup, OutputOptions, comma_list
+from headstart.cli.options import EngineOptions, LoadTestOptions, Model, OptionGroup, OutputOptions, comma_list
 from headstart.cli.render import finish, print_table, progress
 from headstart.core import SamplingParams
 from headstart.errors import UsageError
@@ -152,7 +152,7 @@ def positive(flag: str, values: Sequence[float]) -> None:
             raise UsageError(f"{flag} is {value:g}, but must be a finite number above 0")
 
 
-def run(model: Model = None, *, flags: RunFlags, engine: EngineOptions, output: OutputOptions) -> int:
+def run(model: Model = None, *, flags: RunFlags, engine: LoadTestOptions, output: OutputOptions) -> int:
     """Measure speed with and without drafting, under load: in this process, or a server over HTTP (--url)."""
     if flags.compare is not None:
         return _compare(flags.compare, output)

@@ -10,7 +10,7 @@ import typer
 
 from headstart.cli.documents import summary
 from headstart.cli.options import EngineOptions, Model, SamplingOptions
-from headstart.cli.render import print_error, stderr
+from headstart.cli.render import print_error, progress, stderr
 from headstart.errors import CapacityError, UsageError
 
 if TYPE_CHECKING:
@@ -39,7 +39,8 @@ def run(
 
     from headstart.api import LLM
 
-    llm = LLM(model, engine.config)
+    with progress("loading") as report_progress:
+        llm = LLM(model, engine.config, report_progress)
     start = [{"role": "system", "content": system}] if system else []
     messages = list(start)
     for line in _lines():

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from headstart.stats import synthetic_note
+
 if TYPE_CHECKING:
     from headstart.api import Completion
 
@@ -39,4 +41,6 @@ def summary(completion: Completion) -> str:
     ]
     if stats.drafts:
         parts.append(f"acceptance length {stats.acceptance_length:.2f} ({completion.method})")
+    if stats.synthetic:
+        parts.append(synthetic_note(stats.synthetic))
     return ", ".join(parts)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from headstart.cli.documents import completion_document, summary
-from headstart.cli.options import EngineOptions, Model, OutputOptions, PromptOptions, SamplingOptions
-from headstart.cli.render import print_json, stderr
+from headstart.cli.options import LoadTestOptions, Model, OutputOptions, PromptOptions, SamplingOptions
+from headstart.cli.render import print_json, progress, stderr
 
 if TYPE_CHECKING:
     from headstart.api import LLM
@@ -24,7 +24,7 @@ def run(
     *,
     prompts: PromptOptions,
     sampling: SamplingOptions,
-    engine: EngineOptions,
+    engine: LoadTestOptions,
     output: OutputOptions,
 ) -> int:
     """Continue one prompt; streams to the terminal, or prints one JSON document."""
@@ -33,7 +33,8 @@ def run(
 
     from headstart.api import LLM
 
-    llm = LLM(model, engine.config)
+    with progress("loading", quiet=output.as_json) as report_progress:
+        llm = LLM(model, engine.config, report_progress)
     if output.as_json:
         print_json(completion_document(llm.generate([prompt], params, raw=prompts.raw)[0]))
     elif params.n > 1:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping, Set
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args, get_type_hints
 
 import typer
 
@@ -202,12 +202,14 @@ class EngineOptions(OptionGroup):
     config: EngineConfig
     given: frozenset[str] = frozenset()
     """Names of the EngineConfig fields that the user set."""
+    load_tests: ClassVar[bool] = False
+    """May speed be measured on texts that are not the model's?"""
 
     @classmethod
     def parameters(cls) -> list[inspect.Parameter]:
         hints = get_type_hints(EngineConfig)
         engine = [
-            _parameter(name, Annotated[_as_option(hints[name]) | None, _engine_option(name)], None)
+            _parameter(name, Annotated[_as_option(hints[name]) | None, _engine_option(name, cls.hidden(name))], None)
             if hints[name] is not bool
             else _parameter(name, Annotated[bool, _engine_option(name)], False)
             for name in config_fields()
@@ -220,6 +222,11 @@ class EngineOptions(OptionGroup):
             _parameter(name, Annotated[kind, _option(flag, help=doc, panel="Engine")], default)
             for name, (kind, default, flag, doc) in extra.items()
         ]
+
+    @classmethod
+    def hidden(cls, name: str) -> bool:
+        """Refused, saying why, rather than shown."""
+        return name == "synthetic_acceptance" and not cls.load_tests
 
     @classmethod
     def collect(cls, values: Mapping[str, Any]) -> Self:
@@ -238,7 +245,10 @@ class EngineOptions(OptionGroup):
             if given.get("depth"):
                 raise UsageError(f"--no-mtp and a depth of {given['depth']} contradict each other", "give one of them")
             given["depth"] = 0
-        return cls(config=EngineConfig(**given), given=frozenset(given))
+        config = EngineConfig(**given)
+        if config.synthetic_acceptance and not cls.load_tests:
+            raise UsageError("--synthetic-acceptance is for load tests", "use it with generate, serve or bench")
+        return cls(config=config, given=frozenset(given))
 
     def refuse_others(self, used: Set[str], purpose: str) -> None:
         """Raises UsageError for an option that was given but has no meaning for `purpose`."""
@@ -246,13 +256,20 @@ class EngineOptions(OptionGroup):
             raise UsageError(f"{flag_of(unused[0])} has no meaning for {purpose}", "leave it out")
 
 
-def _engine_option(name: str) -> Any:
+@dataclass(frozen=True, kw_only=True)
+class LoadTestOptions(EngineOptions):
+    """EngineOptions of a command that load tests are made with."""
+
+    load_tests: ClassVar[bool] = True
+
+
+def _engine_option(name: str, hidden: bool = False) -> Any:
     item = config_fields()[name]
     flag, doc = item.metadata["flag"], item.metadata["doc"]
     if item.default is True:  # only switching it off says something new
         flag, doc = f"--no-{flag.removeprefix('--')}", f"Do not: {doc[0].lower()}{doc[1:]}"
     doc = doc if item.default is None or isinstance(item.default, bool) else f"{doc} Default: {item.default}."
-    return _option(flag, help=doc, panel="Engine", show_default=False)
+    return _option(flag, help=doc, panel="Engine", show_default=False, hidden=hidden)
 
 
 def _as_option(hint: Any) -> Any:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from headstart.cli.options import EngineOptions, Model, OptionGroup, _option, read_text
-from headstart.cli.render import finish
+from headstart.cli.options import LoadTestOptions, Model, OptionGroup, _option, read_text
+from headstart.cli.render import finish, progress
 from headstart.cli.serve_elsewhere import OtherEngine, launch_options
 from headstart.cli.vllm_flags import VllmFlags
 from headstart.config import EngineConfig
@@ -90,7 +90,7 @@ def with_tuned(model: str | None, config: EngineConfig) -> EngineConfig:
 
 
 def run(
-    model: Model = None, *, serving: ServeOptions, engine: EngineOptions, vllm: VllmFlags, other: OtherEngine
+    model: Model = None, *, serving: ServeOptions, engine: LoadTestOptions, vllm: VllmFlags, other: OtherEngine
 ) -> int:
     """Serve a model over HTTP, with OpenAI's and vLLM's request fields."""
     serving.check()
@@ -113,7 +113,8 @@ def run(
     from headstart.server.run import Listen, serve
     from headstart.text.chat import ChatTemplate
 
-    llm = LLM(model, config)
+    with progress("loading") as report_progress:
+        llm = LLM(model, config, report_progress)
     if template is not None:
         known = llm.chat_template or ChatTemplate("")
         llm.chat_template = known.replaced(template, str(serving.chat_template))

@@ -27,6 +27,7 @@ from headstart.engine.depth import AutoDepth, Room
 from headstart.engine.judge import judge_exact, judge_rejection
 from headstart.engine.runner import Forward, Runner
 from headstart.engine.scheduler import Scheduler
+from headstart.engine.synthetic import SyntheticJudge
 from headstart.errors import CapacityError, UsageError
 from headstart.layers.mtp import FIRST_PAIR_POSITION
 
@@ -47,6 +48,8 @@ class Engine:
         )
         self.depth = config.depth  # of requests that ask for none; may be changed at any time
         self.pilot = AutoDepth(drafter.method if drafter else "none")  # of depth "auto"
+        rates = config.synthetic_rates
+        self.synthetic = SyntheticJudge(rates) if rates and drafter else None
         self.samples: Samples | None = None  # where a calibration wants the times of steps
         self.reset_stats()
         self._order = count()
@@ -81,7 +84,12 @@ class Engine:
 
     def _start(self, request: Request, choice: int) -> Sequence:
         constraint = request.constraint.copy() if request.constraint is not None else None
-        return Sequence(request, choice, list(request.prompt_ids), next(self._order), constraint=constraint)
+        sequence = Sequence(request, choice, list(request.prompt_ids), next(self._order), constraint=constraint)
+        sequence.stats = self._new_stats()
+        return sequence
+
+    def _new_stats(self) -> DraftStats:
+        return DraftStats(synthetic=self.synthetic.rates if self.synthetic else ())
 
     @property
     def live(self) -> set[str]:
@@ -91,7 +99,7 @@ class Engine:
     def reset_stats(self) -> None:
         """Count from here on. `judged`: of sequences at the engine's own depth. `seconds`: in trunk passes, in drafts,
         in the rest of steps."""
-        self.stats, self.judged = DraftStats(), DraftStats()
+        self.stats, self.judged = self._new_stats(), self._new_stats()
         scheduler = self.scheduler
         scheduler.prefix_queries = scheduler.prefix_hits = scheduler.num_preemptions = 0
         self.seconds = {"verify": 0.0, "draft": 0.0, "host": 0.0}
@@ -152,11 +160,11 @@ class Engine:
 
     def _judge(self, spans: Seq[Span], forward: Forward) -> list[Verdict]:
         sampled, starts = self.runner.sample(spans, forward)
-        if sampled.probs is None:
+        if sampled.probs is None and self.synthetic is None:
             tokens = sampled.tokens.tolist()
             return [self._exact(*each, tokens, sampled) for each in zip(spans, starts, strict=False)]
         places = enumerate(zip(spans, starts, strict=False))
-        return [self._rejection(span, start, sampled, forward, index) for index, (span, start) in places]
+        return [self._inexact(span, start, sampled, forward, index) for index, (span, start) in places]
 
     def _exact(self, span: Span, start: int, tokens: list[int], sampled: Sampled) -> Verdict:
         """Rows start .. start + num_sample - 1 of the draws decide over the span's draft."""
@@ -166,13 +174,18 @@ class Engine:
         verdict = judge_exact(span.sequence.draft.tokens, tokens[rows], sampled.logprobs[rows])
         return _until_failure(verdict, start, sampled.failures)
 
-    def _rejection(self, span: Span, start: int, sampled: Sampled, forward: Forward, index: int) -> Verdict:
+    def _inexact(self, span: Span, start: int, sampled: Sampled, forward: Forward, index: int) -> Verdict:
         """As `_exact`; what is emitted need not be what was drawn, so logprobs are looked up afterwards."""
-        sequence = span.sequence
+        sequence, rows = span.sequence, slice(start, start + span.num_sample)
         if not span.num_sample:
             return Verdict((), 0, 0)
-        position, rows = len(sequence.tokens), sampled.probs[start : start + span.num_sample]
-        verdict = judge_rejection(sequence.draft, rows, sequence.request.seed, sequence.choice, position)
+        draft, place = sequence.draft, (sequence.request.seed, sequence.choice, len(sequence.tokens))
+        if self.synthetic is None:
+            verdict = judge_rejection(draft, sampled.probs[rows], *place)
+        elif draft.method == FORCED:
+            verdict = judge_exact(draft.tokens, sampled.tokens[rows].tolist())
+        else:
+            verdict = self.synthetic.judge(draft.tokens, sampled.tokens[rows].tolist(), *place)
         verdict = _until_failure(verdict, start, sampled.failures)
         return replace(verdict, logprobs=self.runner.logprobs(span, forward, index, verdict.tokens))
 

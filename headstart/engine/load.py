@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,16 +21,19 @@ from headstart.engine.runner import Runner
 from headstart.errors import ModelError, UsageError
 from headstart.formats import open_checkpoint
 from headstart.formats._fp8 import without_scales
-from headstart.formats.base import Checkpoint, unpermute_rows
+from headstart.formats._picked import unpermute_rows
+from headstart.formats.base import Checkpoint
 from headstart.formats.head import is_head, read_head
 from headstart.kernels.ops import Backend, RawTensor
 from headstart.layers.build import DecoderConfig, Weights, eagle3_head, medusa_modules, mtp_module
 from headstart.layers.decoder import Decoder, tap_width
 from headstart.layers.mtp import HeadSpec, MTPHead
 from headstart.models._family import Family, native_head
+from headstart.models._named import family_named
 from headstart.models._trailing import trailing_modules
 from headstart.text.tokenizer import Tokenizer
 
+Progress = Callable[[int, int, str], None]
 MEMORY_SHARE = 0.25
 """Share of the free memory that the KV cache may take when --kv-blocks is not given; half of it where there is
 recurrent state, a quarter of it each for sequences and snapshots."""
@@ -120,14 +125,7 @@ def find_family(checkpoint: Checkpoint) -> Family:
     model_type = checkpoint.config.get("model_type")
     if not isinstance(model_type, str):
         raise ModelError(f"{checkpoint.path}: config.json names no model_type")
-    names = registry.available("models")
-    if model_type not in names and model_type.replace("-", "_") not in names:
-        for name in names:
-            other: Family = registry.find("models", name).FAMILY
-            if model_type in other.aliases:
-                return other
-    family: Family = registry.find("models", model_type).FAMILY
-    return family
+    return family_named(model_type)
 
 
 def canonical_tensors(checkpoint: Checkpoint, family: Family, config: DecoderConfig) -> Mapping[str, RawTensor]:
@@ -144,23 +142,50 @@ def canonical_tensors(checkpoint: Checkpoint, family: Family, config: DecoderCon
         for name, tensor in checkpoint.tensors.items():
             if (part := name.split(".")[-2] if "." in name else "") in heads:
                 tensors[name] = unpermute_rows(tensor, heads[part])
+    _check_layers(tensors, family, config.num_layers, checkpoint)
     return trailing_modules(tensors, config.num_layers) if family.trailing else tensors
 
 
-def load_model(name: str | None, config: EngineConfig) -> Model:
-    """Read a model by path, alias or Hub name, and the head that goes with it. Raises ModelError or UsageError."""
+def _check_layers(tensors: Iterable[str], family: Family, num_layers: int, checkpoint: Checkpoint) -> None:
+    """Layers beyond the config's can only be MTP modules; they need not be used. Raises ModelError."""
+    names = set(tensors)
+    held = {int(name.split(".")[1]) for name in names if re.match(r"layers\.\d+\.", name)}
+    for layer in sorted(each for each in held if each >= num_layers):
+        if not family.trailing or f"layers.{layer}.eh_proj.weight" not in names:
+            raise ModelError(
+                f"config.json says {num_layers} layers, but {checkpoint.path} holds layer {layer}, counted from 0",
+                "correct num_hidden_layers",
+            )
+
+
+def load_model(name: str | None, config: EngineConfig, progress: Progress = lambda done, total, text: None) -> Model:
+    """Read a model by path, alias or Hub name, and the head that goes with it; `progress` counts its weights. Raises
+    ModelError or UsageError."""
     choose_backend(config)  # before anything is fetched
     alias = hub.resolve_alias(name)
     checkpoint = open_checkpoint(alias.trunk)
     family = find_family(checkpoint)
     sizes = family.parse(checkpoint.config)
     _, backend = make_backend(config, checkpoint.files)
-    weights = Weights(canonical_tensors(checkpoint, family, sizes), backend, str(alias.trunk))
+    tensors = canonical_tensors(checkpoint, family, sizes)
+    weights = Weights(tensors, backend, str(alias.trunk), on_take=_counter(tensors, progress))
     decoder = family.build(weights, sizes)
     model = Model(
         name or alias.name, checkpoint, family, sizes, backend, weights, decoder, checkpoint.load_tokenizer(), None
     )
     return replace(model, head=find_head(model, config.head, alias.head(config.drafter)))
+
+
+def _counter(tensors: Mapping[str, RawTensor], progress: Progress) -> Callable[[RawTensor], None]:
+    """Tells how many weights have been taken, in millions."""
+    total, done = sum(math.prod(tensor.shape) for tensor in tensors.values()), 0
+
+    def taken(tensor: RawTensor) -> None:
+        nonlocal done
+        progress(done // 10**6, total // 10**6, "loading, million weights")
+        done += math.prod(tensor.shape)
+
+    return taken
 
 
 def find_head(model: Model, asked: str | None, shipped: Path | None) -> AttachedHead | None:

@@ -49,6 +49,7 @@ class Runner:
             sizes = states.num_slots, states.num_running, states.num_kept
             state_pools = [backend.state_pool(*sizes, spec) for spec in model.state_specs]
         self._program = model.program(pools, self._hidden_pool, tap or "post_norm", state_pools)
+        backend.prepare(self._program)
         self.num_passes = self.num_rows = 0
 
     def forward(self, spans: Seq[Span]) -> Forward:

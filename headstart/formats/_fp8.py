@@ -16,7 +16,7 @@ from headstart.formats.safetensors import bfloat16
 
 SCALES = "_scale_inv"
 BLOCK = 128
-PACKINGS = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_2", ".SCB")
+PACKINGS = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_2", ".SCB", ".absmax")
 """Endings of names that belong to quantizations which are not read."""
 
 
@@ -46,16 +46,22 @@ class BlockScaled:
 
     def read(self) -> Tensor:
         """The plain tensor, in memory."""
-        rows, columns = (np.arange(size) // block for size, block in zip(self.shape[-2:], self.block, strict=True))
-        scales = self.scales.float32()[..., rows, :][..., columns]
-        bits, dtype = bfloat16(self.weight.float32() * scales)
-        return make_tensor(self.name, self.shape, dtype, bits.reshape(-1).view(np.uint8))
+        return self._scaled(self.weight, np.arange(self.shape[-2]))
+
+    def _scaled(self, codes: Tensor, rows: NDArray[np.int64]) -> Tensor:
+        """Codes of the weight's rows [n], last dimension but one, as bfloat16."""
+        columns = np.arange(self.shape[-1]) // self.block[1]
+        values = codes.float32() * self.scales.float32()[..., rows // self.block[0], :][..., columns]
+        bits, dtype = bfloat16(values)
+        return make_tensor(self.name, codes.shape, dtype, bits.reshape(-1).view(np.uint8))
 
     def float32(self) -> NDArray[np.float32]:
         return self.read().float32()
 
     def take_rows(self, rows: NDArray[np.int64]) -> Tensor:
-        return self.read().take_rows(rows)
+        if len(self.shape) > 2:
+            return self.read().take_rows(rows)
+        return self._scaled(self.weight.take_rows(rows), np.asarray(rows))
 
     def part(self, index: int) -> BlockScaled:
         return BlockScaled(self.weight.part(index), self.scales.part(index), self.block)

@@ -58,9 +58,6 @@ _BLOCK: Mapping[str, str] = {
     "nextn.shared_head_norm": "shared_head.norm",
 }
 
-MODEL_TYPES: Mapping[str, str] = {"glm4moe": "glm4_moe", "deepseek2": "deepseek_v3", "qwen3moe": "qwen3_moe"}
-"""llama.cpp's architectures that have another name than the family."""
-
 IMPLIED: Mapping[str, Mapping[str, int]] = {
     "glm4moe": {"norm_topk_prob": False},
     "deepseek2": {"norm_topk_prob": False, "expert_gating_func": 1, "n_group": 1, "topk_group": 1},

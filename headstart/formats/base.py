@@ -145,16 +145,6 @@ def make_tensor(name: str, shape: tuple[int, ...], dtype: str, raw: Bytes) -> Te
     return Tensor(name, shape, dtype, rows)
 
 
-def unpermute_rows(tensor: Tensor, num_heads: int) -> Tensor:
-    """Undo llama.cpp's row order of q_proj and k_proj: [num_heads * head_dim, ...] with the two halves of a rotary
-    pair side by side -> Hugging Face's order, first halves then second halves of each head. Weights and biases."""
-    num_rows = tensor.shape[0]
-    if num_heads <= 0 or num_rows % (2 * num_heads):
-        raise ModelError(f"tensor {tensor.name} has {num_rows} rows, not {num_heads} heads of rotary pairs")
-    order = np.arange(num_rows, dtype=np.int64).reshape(num_heads, -1, 2)
-    return tensor.take_rows(order.swapaxes(1, 2).reshape(-1))
-
-
 def _no_tokenizer() -> Tokenizer:
     raise ModelError("this checkpoint has no tokenizer")
 

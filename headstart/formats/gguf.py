@@ -1,7 +1,7 @@
 """GGUF files: one file (or numbered parts) with weights, metadata and tokenizer.
 
 Rows of q_proj and k_proj stay in the file's order: a family whose converter permutes them says so and uses
-`base.unpermute_rows`.
+`_picked.unpermute_rows`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from headstart.errors import ModelError
 from headstart.formats._gguf_file import MAGIC, GgufFile, read
-from headstart.formats._gguf_names import IMPLIED, KEYS, MODEL_TYPES, canonical_names
+from headstart.formats._gguf_names import IMPLIED, KEYS, canonical_names
 from headstart.formats._gguf_rope import rope_config
 from headstart.formats._index import join
 from headstart.formats.base import Checkpoint, Format, Tensor
@@ -127,7 +127,7 @@ def _config(file: GgufFile, tensors: dict[str, Tensor]) -> dict[str, Any]:
     config["attention_bias"] = "layers.0.self_attn.q_proj.bias" in tensors
     config["use_qk_norm"] = "layers.0.self_attn.q_norm.weight" in tensors
     config |= _heads(config) | _special_ids(metadata)
-    return config | rope_config(metadata, tensors, config) | {"model_type": MODEL_TYPES.get(arch, arch)}
+    return config | rope_config(metadata, tensors, config)
 
 
 def _heads(config: dict[str, Any]) -> dict[str, Any]:

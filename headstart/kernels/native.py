@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from headstart.config import KVDtype, Quantization
 from headstart.core import Sampled, SamplingRows, StateSteps, StepPlan, TokenLogprob
-from headstart.errors import UsageError
+from headstart.errors import ModelError, UsageError
 from headstart.kernels import native_sampling
 from headstart.kernels._native import (
     Arena,
@@ -78,6 +78,9 @@ class NativeBackend:
     def loaded(self) -> None:
         self._cache.save()
 
+    def prepare(self, program: Code) -> None:
+        self._programs[id(program)] = program, self._recorded(program, 0)
+
     def kv_bytes(self, spec: AttentionSpec) -> int:
         scales = 8 if self._kv_store == _STORES["int8"] else 0
         return spec.num_kv_heads * ((spec.head_dim + spec.value_width) * (4, 2, 1)[self._kv_store] + scales)
@@ -115,7 +118,13 @@ class NativeBackend:
             width = hidden.shape[1]
         elif hidden_pool is not None and plan.hidden_slots is not None:
             width = hidden_pool.width
-        made = record(code, self.path, width)
+        return self._recorded(code, width)
+
+    def _recorded(self, code: Code, width: int) -> Program:
+        try:
+            made = record(code, self.path, width)
+        except ValueError as error:  # a size beyond what the kernels are made for
+            raise ModelError(f"the native backend cannot run this model: {error}", "use --backend reference") from None
         made.profiling = self._profiling
         return made
 

@@ -238,6 +238,9 @@ class Backend(Protocol):
     def loaded(self) -> None:
         """All weights have been taken."""
 
+    def prepare(self, program: Program) -> None:
+        """Look at a trunk's program before its first pass. Raises ModelError for what this backend cannot run."""
+
     def kv_bytes(self, spec: AttentionSpec) -> int:
         """Bytes of one token position in a KV pool."""
 

@@ -25,16 +25,18 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from headstart import __version__, hub
 from headstart.formats._fp8 import BlockScaled
+from headstart.formats._picked import Picked
 from headstart.formats.base import Bytes, Tensor
 from headstart.kernels._native import Matrix
 from headstart.kernels.ops import RawTensor
 
-LAYOUT = 2
+LAYOUT = 3
 """Raise with every change of csrc/matrix.h or of what packing yields."""
 
 _MAGIC = b"HSPACKED"
@@ -133,9 +135,14 @@ class PackedCache:
 
 def _identity(tensor: RawTensor) -> str:
     """Name, type, shape and a look at the bytes: rows taken from a tensor carry its name too."""
+    return f"{tensor.name} {tensor.dtype} {list(tensor.shape)} {_look(tensor):08x}"
+
+
+def _look(tensor: Any) -> int:
+    if isinstance(tensor, Picked):
+        return zlib.crc32(tensor.rows.data, _look(tensor.source))
     stored = tensor.weight if isinstance(tensor, BlockScaled) else tensor
-    crc = _ends_crc(stored.data.reshape(-1)) if isinstance(stored, Tensor) else 0
-    return f"{tensor.name} {tensor.dtype} {list(tensor.shape)} {crc:08x}"
+    return _ends_crc(stored.data.reshape(-1)) if isinstance(stored, Tensor) else 0
 
 
 def _ends_crc(data: Bytes) -> int:

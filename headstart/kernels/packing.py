@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.formats._fp8 import BlockScaled
+from headstart.formats._picked import Picked
 from headstart.formats.base import Bytes, Tensor
 from headstart.kernels._native import Matrix, ThreadPool, dequantize_into, matrix_bytes, pack_rows, source_form
 from headstart.kernels.ops import RawTensor
@@ -16,7 +17,7 @@ from headstart.kernels.ops import RawTensor
 Quantization = Literal["int8", "int4"]
 
 _ALIGN = 64
-_FLOATS_AT_ONCE = 16 << 20
+_FLOATS_AT_ONCE = 4 << 20
 _BITS = {0: 32, 1: 16, 2: 16, 3: 8, 4: 4}
 """Kind of a matrix -> bits of one weight, without its scales."""
 _BITS_OF: Mapping[Quantization, int] = {"int8": 8, "int4": 4}
@@ -28,7 +29,6 @@ def pack(tensor: RawTensor, pool: ThreadPool, quantization: Quantization | None 
     `quantization` rounds to groups of 32 with a float16 scale (int8) or scale and minimum (int4); a tensor which the
     file's own precision packs into no more bits is left as it is. Types that the kernels lack become float32.
     """
-    tensor = tensor.read() if isinstance(tensor, BlockScaled) else tensor
     if len(tensor.shape) != 2:
         raise ValueError(f"tensor {tensor.name} has the shape {list(tensor.shape)}, but a matrix is wanted")
     rows, cols = tensor.shape
@@ -40,7 +40,7 @@ def pack(tensor: RawTensor, pool: ThreadPool, quantization: Quantization | None 
     if isinstance(tensor, Tensor) and source == tensor.dtype:
         pack_rows(pool, source, tensor.data, cols, out)
     else:
-        _pack_floats(tensor, pool, source, out)
+        _pack_parts(tensor, pool, source, out)
     return Matrix(kind, rows, cols, group, zero, scale_f32, has_min, out)
 
 
@@ -60,20 +60,23 @@ def aligned_empty(size: int) -> Bytes:
 
 def _source(tensor: RawTensor, quantization: Quantization | None) -> str:
     """What the rows are packed from: the tensor's own type, or float32 rows that stay ("F32") or are quantized."""
-    own = source_form(tensor.dtype) if isinstance(tensor, Tensor) else None
+    own = source_form(tensor.dtype) if isinstance(tensor, Tensor | BlockScaled | Picked) else None
     if quantization and (own is None or _BITS[own[0]] > _BITS_OF[quantization]):
         return quantization
     return "F32" if own is None else tensor.dtype
 
 
-def _pack_floats(tensor: RawTensor, pool: ThreadPool, source: str, out: Bytes) -> None:
-    """Through float32, some rows at a time: a large table need not fit into memory twice."""
+def _pack_parts(tensor: RawTensor, pool: ThreadPool, source: str, out: Bytes) -> None:
+    """What is not in the file as it is packed, some rows at a time: a large table need not fit into memory twice."""
     rows, cols = tensor.shape
     step = max(_FLOATS_AT_ONCE // cols // 16, 1) * 16  # blocks of the layout have 16 rows
     block_bytes = out.size // -(-rows // 16)
     for begin in range(0, rows, step):
         chosen = np.arange(begin, min(begin + step, rows))
-        part = tensor if step >= rows else tensor.take_rows(chosen)
-        values = np.ascontiguousarray(part.float32())
+        part = tensor if isinstance(tensor, Tensor) and step >= rows else tensor.take_rows(chosen)
+        if isinstance(part, Tensor) and part.dtype == source:
+            data = part.data
+        else:
+            data = np.ascontiguousarray(part.float32()).view(np.uint8)
         blocks = out[begin // 16 * block_bytes :][: -(-len(chosen) // 16) * block_bytes]
-        pack_rows(pool, source, values.view(np.uint8), cols, blocks)
+        pack_rows(pool, source, data, cols, blocks)

@@ -228,6 +228,9 @@ class ReferenceBackend:
     def loaded(self) -> None:
         """Nothing is left to do."""
 
+    def prepare(self, program: Program) -> None:
+        """Nothing is beyond torch."""
+
     def kv_bytes(self, spec: AttentionSpec) -> int:
         values = 0 if spec.latent else spec.value_width
         return spec.num_kv_heads * (spec.head_dim + values) * self.dtype.itemsize

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -50,12 +50,19 @@ class DecoderConfig:
 
 class Weights:
     """Canonical names -> backend weights, with shape checks. A tensor asked for twice is taken once (tied weights).
-    `drafts`: what is taken only makes drafts (see Backend.weight)."""
+    `drafts`: what is taken only makes drafts (see Backend.weight). `on_take` is told of each tensor taken."""
 
     def __init__(
-        self, tensors: Mapping[str, RawTensor], backend: Backend, source: str, *, drafts: bool = False
+        self,
+        tensors: Mapping[str, RawTensor],
+        backend: Backend,
+        source: str,
+        *,
+        drafts: bool = False,
+        on_take: Callable[[RawTensor], None] = lambda tensor: None,
     ) -> None:
         self.tensors, self.backend, self.source, self.drafts = tensors, backend, source, drafts
+        self.on_take = on_take
         self.used: set[str] = set()
         self._taken: dict[str, Weight] = {}
 
@@ -77,6 +84,7 @@ class Weights:
 
     def take(self, tensor: RawTensor, *, precise: bool = False) -> Weight:
         """A tensor, or what was made of one, in the backend's form."""
+        self.on_take(tensor)
         return self.backend.weight(tensor, drafts=self.drafts, precise=precise)
 
     def has(self, name: str) -> bool:

@@ -93,7 +93,7 @@ def native_head(family: Family, weights: Weights, config: DecoderConfig) -> MTPH
             f"config.json promises {config.num_mtp} MTP modules, but {weights.source} holds {present}",
             f"lower the number in config.json to {present}",
         )
-    drafting = Weights(weights.tensors, weights.backend, weights.source, drafts=True)
+    drafting = Weights(weights.tensors, weights.backend, weights.source, drafts=True, on_take=weights.on_take)
     modules = [mtp_module(drafting, f"mtp.{i}", config) for i in range(config.num_mtp)]
     weights.used |= drafting.used
     spec = replace(family.head, num_modules=len(modules), recycle=config.mtp_recycle or family.head.recycle)

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.errors import ModelError
+from headstart.formats._picked import Picked
 from headstart.formats.base import make_tensor
 from headstart.kernels.ops import DeltaSpec, RawTensor, RouterSpec
 from headstart.layers.build import DecoderConfig
@@ -235,7 +236,7 @@ def _query_and_gate(name: str, tensor: RawTensor, config: DecoderConfig) -> dict
     rows = np.arange(2 * spec.num_heads * spec.head_dim, dtype=np.int64).reshape(spec.num_heads, 2, -1)
     if tensor.shape[0] != rows.size:
         return {name: tensor, name.replace("q_proj", "gate_proj"): tensor}  # the loader says what is wrong
-    parts = (tensor.take_rows(rows[:, part].reshape(-1)) for part in (0, 1))
+    parts = (Picked(tensor, rows[:, part].reshape(-1)) for part in (0, 1))
     return dict(zip((name, name.replace("q_proj", "gate_proj")), parts, strict=True))
 
 
@@ -253,7 +254,7 @@ def _taps(name: str, tensor: RawTensor) -> RawTensor:
 def _split(tensor: RawTensor, prefix: str, rows: dict[str, NDArray[np.int64]]) -> dict[str, RawTensor]:
     if sum(each.size for each in rows.values()) != tensor.shape[0]:
         return {tensor.name: tensor}  # the loader then misses the parts by name
-    return {f"{prefix}.in_proj_{part}.weight": tensor.take_rows(each) for part, each in rows.items()}
+    return {f"{prefix}.in_proj_{part}.weight": Picked(tensor, each) for part, each in rows.items()}
 
 
 def _by_key_head(spec: DeltaSpec, sizes: Seq[int]) -> list[NDArray[np.int64]]:

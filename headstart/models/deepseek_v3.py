@@ -111,4 +111,12 @@ def tiny(**changes: Any) -> tuple[dict[str, Any], Arrays]:
     return config, random_arrays(shapes)
 
 
-FAMILY = Family(parse=parse, canonical=without_prefix, build=decoder, tiny=tiny, head=HeadSpec(), trailing=True)
+FAMILY = Family(
+    parse=parse,
+    canonical=without_prefix,
+    build=decoder,
+    tiny=tiny,
+    head=HeadSpec(),
+    trailing=True,
+    aliases=("deepseek2",),  # llama.cpp's
+)

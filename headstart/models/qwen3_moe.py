@@ -62,4 +62,10 @@ def tiny(**changes: Any) -> tuple[dict[str, Any], Arrays]:
     return config, random_arrays(decoder_shapes(parse(config)))
 
 
-FAMILY = Family(parse=parse, canonical=without_prefix, build=decoder, tiny=tiny)
+FAMILY = Family(
+    parse=parse,
+    canonical=without_prefix,
+    build=decoder,
+    tiny=tiny,
+    aliases=("qwen3moe",),  # llama.cpp's
+)

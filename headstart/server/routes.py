@@ -148,6 +148,7 @@ async def models(request: Request) -> dict[str, Any]:
     entry = {
         "object": "model", "created": state.started, "owned_by": "headstart", "root": info["model"],
         "max_model_len": info["context"],
+        **{key: info[key] for key in ("synthetic_acceptance",) if key in info},
     }  # fmt: skip
     return {"object": "list", "data": [{"id": name, **entry} for name in state.names]}
 

@@ -17,6 +17,7 @@ import uvicorn
 from headstart.api import LLM
 from headstart.errors import UsageError
 from headstart.server.app import ServerConfig, make_app
+from headstart.stats import synthetic_note
 
 log = logging.getLogger("headstart.server")
 
@@ -59,6 +60,8 @@ def serve(llm: LLM, config: ServerConfig, listen: Listen) -> None:
 
     info = llm.info
     log.info("%(model)s on %(backend)s: drafter %(drafter)s, depth %(depth)s, context %(context)d", info)
+    if rates := info.get("synthetic_acceptance"):
+        log.warning(synthetic_note(rates))
 
     async def main() -> None:
         loop = asyncio.get_running_loop()

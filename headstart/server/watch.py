@@ -129,6 +129,15 @@ class _Counters(Collector):
         for reason, count in list(watch.requests.items()):
             ended.add_metric([watch.model, reason], count)
         yield ended
+        if engine.synthetic is not None:
+            rates = GaugeMetricFamily(
+                "headstart:synthetic_acceptance",
+                "Load test: share of drafts accepted up to this place, whatever the model says.",
+                labels=("model_name", "position"),
+            )
+            for place, rate in enumerate(engine.synthetic.rates):
+                rates.add_metric([watch.model, str(place)], rate)
+            yield rates
         for name, seconds in engine.seconds.items():
             yield self._counter(f"headstart:{name}_seconds", f"Time in {name}.", seconds)
         yield self._counter("headstart:passes_saved", "Tokens that no pass was spent on.", stats.emitted - stats.passes)

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import headstart
-from headstart import registry
 from headstart.config import EngineConfig
 from headstart.core import Report
 from headstart.errors import HeadstartError, ModelError, UsageError
 from headstart.formats._index import INDEX
 from headstart.formats._mtp_families import declared
 from headstart.formats._stream import PIECE_BYTES, Planned, Stored, copied
+from headstart.models._named import is_known
 from headstart.stats import DraftStats
 from headstart.tools.exports import _dequantize, _quantize
 from headstart.tools.exports._directory import Directory
@@ -271,7 +271,7 @@ def measure(model: Path, progress: Progress) -> dict[str, Any]:
     """Acceptance length on the built-in prompts, and a verdict; only a verdict where the family does not run here."""
     directory = Directory.open(str(model))
     model_type = str(directory.config.get("model_type"))
-    if model_type not in registry.available("models"):
+    if not is_known(model_type):
         return {"verdict": f"acceptance not measured: {model_type} does not run here; measure it in the engine you use"}
     try:
         stats = _draft(str(model), progress)

@@ -110,6 +110,8 @@ def run(options: VerifyOptions, progress: Progress = lambda done, total, text: N
         from headstart.tools.against import run_against  # transformers is imported only when it is asked for
 
         return run_against(options, progress)
+    if options.config.synthetic_acceptance:
+        raise UsageError("--synthetic-acceptance makes a text that is not the model's", "verify without it")
     if options.config.rule != "exact":
         raise UsageError(f"--rule {options.config.rule} promises the same distribution, not the same text")
     backend = make_backend(options.config)[1].name

@@ -20,7 +20,7 @@ class FakeLLM:
     asked: list[Any] = []  # noqa: RUF012  # cleared by the fixture
     configs: list[EngineConfig] = []  # noqa: RUF012
 
-    def __init__(self, model: str | None = None, config: EngineConfig | None = None) -> None:
+    def __init__(self, model: str | None = None, config: EngineConfig | None = None, progress: Any = None) -> None:
         self.config = config or EngineConfig()
         self.configs.append(self.config)
 

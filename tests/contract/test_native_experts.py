@@ -110,7 +110,9 @@ def test_a_mixture_is_its_parts(path: str, name: str) -> None:
 def test_ties_go_to_the_lowest_expert() -> None:
     spec = RouterSpec(6, 3, "sigmoid", num_groups=3, top_groups=2)
     mixture = Mixture(spec, "F32", 5)
-    mixture.router = packing.Matrix(0, 6, WIDTH, 32, 0, False, False, np.zeros_like(mixture.router.data))
+    zeros = packing.aligned_empty(mixture.router.num_bytes)
+    zeros[:] = 0
+    mixture.router = packing.Matrix(0, 6, WIDTH, 32, 0, False, False, zeros)
     mixture.bias = None
     hidden = np.ones((2, WIDTH), np.float32)
     found = run_native(backend(), mixture.code, single_rows(range(2)), hidden)["mixed"]

@@ -17,7 +17,8 @@ from headstart.errors import ModelError
 from headstart.formats import _gguf_file, _header, open_checkpoint, safetensors
 from headstart.formats._gguf_names import canonical_names
 from headstart.formats._gguf_rope import rope_config
-from headstart.formats.base import make_tensor, unpermute_rows
+from headstart.formats._picked import unpermute_rows
+from headstart.formats.base import make_tensor
 from headstart.hub import cached_trunk
 
 RNG = np.random.default_rng(0)

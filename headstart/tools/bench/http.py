@@ -44,6 +44,7 @@ class OverHttp:
         self._server, self._off = server, off
         models = {each: _models(each) for each in (server, off) if each is not None}
         self._is_own = models[server][0].get("owned_by") == OWN
+        self._synthetic = models[server][0].get("synthetic_acceptance") if self._is_own else None
         self._names = {each: _choose(each, found, model) for each, found in models.items()}
         self.is_local = server.is_local
         self._counts = _call(_status(server, TOKENIZE, {"model": self._names[server], "prompt": "one two"})) == 200
@@ -63,6 +64,7 @@ class OverHttp:
             "off_url": str(self._off) if self._off else None,
             "model": self._names[self._server],
             "is_headstart": self._is_own,
+            **({"synthetic_acceptance": self._synthetic} if self._synthetic else {}),
         }
 
     def count_tokens(self, text: str) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 from headstart.api import LLM, Choice
 from headstart.config import EngineConfig
 from headstart.core import Delta, DraftStats, Request, SamplingParams, Sequence
-from headstart.engine.load import Model, context_length, load_model
+from headstart.engine.load import Model, Progress, context_length, load_model
 from headstart.errors import CapacityError, UsageError
 from headstart.text.grammar_spec import GrammarSpec
 from headstart.text.output import TextOutput
@@ -28,9 +28,16 @@ class InProcess:
 
     is_local = True
 
-    def __init__(self, model: str | Model | None, config: EngineConfig, *, chunked_prefill: bool = True) -> None:
+    def __init__(
+        self,
+        model: str | Model | None,
+        config: EngineConfig,
+        *,
+        chunked_prefill: bool = True,
+        progress: Progress = lambda done, total, text: None,
+    ) -> None:
         self.chunked_prefill: bool | None = chunked_prefill
-        self.model = model if isinstance(model, Model) else load_model(model, config)
+        self.model = model if isinstance(model, Model) else load_model(model, config, progress)
         if not chunked_prefill:  # the longest prompt is one chunk
             longest = context_length(self.model, config)
             config = replace(config, max_num_batched_tokens=max(config.max_num_batched_tokens, longest))

@@ -13,6 +13,7 @@ from typing import Any
 from headstart.config import EngineConfig, config_fields
 from headstart.core import Report
 from headstart.errors import CapacityError, HeadstartError, UsageError
+from headstart.stats import synthetic_note
 from headstart.tools.bench import workloads
 from headstart.tools.bench.document import Cell, Document, Row
 from headstart.tools.bench.energy import EnergyMeter
@@ -112,7 +113,7 @@ class Bench:
         for name in options.workloads:
             workloads.find(name, len)
         progress(0, 1, "loading")
-        self._runners = list(_runners(options))
+        self._runners = list(_runners(options, progress))
         self._modes = options.modes or self._runners[0].modes
         self._workloads = _workloads(options, self._runners[0].count_tokens, texts)
         self._meter = EnergyMeter()
@@ -178,14 +179,15 @@ class Bench:
     def _save(self, error: str) -> Document:
         """Everything so far; with an error it is marked as incomplete."""
         rows = rows_of(self._cells, price_per_hour=self.options.price_per_hour)
+        source = dict(self._runners[0].about)
         document = Document(
             created=self._created,
-            source=dict(self._runners[0].about),
+            source=source,
             machine=self._machine,
             settings=_settings(self.options, self._modes, self._workloads),
             complete=not error,
             error=error,
-            notes=tuple(_notes(self.options, rows, self._cells)),
+            notes=tuple(_notes(self.options, source, rows, self._cells)),
             rows=tuple(rows),
             checks=tuple(checks(self._cells)),
             cells=tuple(self._cells),
@@ -211,7 +213,7 @@ def _shown(load: Load) -> str:
     return f"{load.concurrency} at a time" if load.rate is None else f"{load.rate:g} per second"
 
 
-def _runners(options: BenchOptions) -> Iterator[Runner]:
+def _runners(options: BenchOptions, progress: Progress) -> Iterator[Runner]:
     if options.url is not None:
         from headstart.tools.bench.client import Server
         from headstart.tools.bench.http import OverHttp
@@ -225,7 +227,7 @@ def _runners(options: BenchOptions) -> Iterator[Runner]:
     config = replace(options.config, max_num_seqs=max(options.config.max_num_seqs, most))
     model: Any = options.model
     for chunked in options.chunked_prefill:
-        runner = InProcess(model, config, chunked_prefill=chunked)
+        runner = InProcess(model, config, chunked_prefill=chunked, progress=progress)
         model, config = runner.model, replace(config, kv_blocks=runner.kv_blocks)  # the same for all
         yield runner
 
@@ -259,8 +261,10 @@ def _fatal(runner: Runner, cell: Cell) -> str:
     return ""
 
 
-def _notes(options: BenchOptions, rows: list[Row], cells: list[Cell]) -> Iterator[str]:
+def _notes(options: BenchOptions, source: Mapping[str, Any], rows: list[Row], cells: list[Cell]) -> Iterator[str]:
     """What a reader has to know to read the numbers rightly."""
+    if rates := source.get("synthetic_acceptance"):
+        yield synthetic_note(rates)
     if options.price_per_hour is None:
         yield "no cost: --price-per-hour says what the machine costs"
     if cells and all(cell.joules is None for cell in cells):

@@ -62,6 +62,9 @@ def check(source: Source) -> None:
         (sizes.o_bias or sizes.mlp_bias, "there are biases outside q, k and v"),
         (sizes.moe is not None, "there are experts"),
         (sizes.mla is not None, "attention is latent"),
+        (sizes.gated_attention, "attention is gated"),
+        (sizes.delta is not None, "there are linear-attention layers"),
+        (sizes.rope.rotary_dim != sizes.attention.head_dim, "a part of each head is not rotated"),
     ]
     for holds, what in wrong:
         if holds:

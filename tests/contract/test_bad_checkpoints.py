@@ -1,0 +1,176 @@
+"""What is wrong with a checkpoint, on the command line: exit code 2, one line that names it, a hint, no traceback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from support import family_of, tiny_model
+
+from headstart.cli.main import main
+from headstart.config import EngineConfig
+from headstart.engine.load import load_model
+from headstart.errors import ModelError
+from headstart.formats._fp8 import BlockScaled
+from headstart.formats._picked import Picked
+from headstart.formats.base import make_tensor
+from headstart.models._family import Arrays
+from headstart.models._named import UNSUPPORTED, family_named, is_known
+from headstart.tools.exports import vllm_mtp
+from headstart.tools.tiny import write_model
+
+Change = Callable[[Arrays], None]
+
+
+def without(*parts: str) -> Change:
+    def change(arrays: Arrays) -> None:
+        for name in [name for name in arrays if any(part in name for part in parts)]:
+            del arrays[name]
+
+    return change
+
+
+def renamed(old: str, new: str) -> Change:
+    def change(arrays: Arrays) -> None:
+        name = next(name for name in arrays if name.endswith(old))
+        arrays[name.removesuffix(old) + new] = arrays.pop(name)
+
+    return change
+
+
+@dataclass(frozen=True)
+class Bad:
+    """`config` and `change` are made to a tiny checkpoint; `tiny`: to the model before its tensors are made."""
+
+    family: str
+    says: str
+    config: dict[str, Any] = field(default_factory=dict)
+    change: Change = lambda arrays: None
+    tiny: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "a width that the tensors do not have": Bad("llama", "but the config implies", {"hidden_size": 96}),
+    "a vocabulary that they do not have": Bad("qwen3_5", "embed_tokens.weight has shape", {"vocab_size": 140}),
+    "more layers than there are": Bad("glm4_moe", "has no tensor layers.4.", {"num_hidden_layers": 5}),
+    "fewer layers than there are": Bad("glm4_moe", "says 2 layers, but", {"num_hidden_layers": 2}),
+    "fewer layers, no head": Bad("llama", "says 2 layers, but", {"num_hidden_layers": 2}),
+    "more experts than there are": Bad("qwen3_5_moe", "gate.weight has shape (7, 48)", {"num_experts": 9}),
+    "an expert that is missing": Bad(
+        "deepseek_v3", "has no tensor layers.2.mlp.experts.4.up_proj.weight",
+        change=without("layers.2.mlp.experts.4.up_proj"),
+    ),
+    "all experts missing": Bad("qwen3_moe", "has no tensor layers.0.mlp.experts.0.", change=without("mlp.experts.")),
+    "more MTP modules than there are": Bad(
+        "glm4_moe", "promises 3 MTP modules, but", {"num_nextn_predict_layers": 3}
+    ),
+    "a part of an MTP module missing": Bad("qwen3_5", "has no tensor mtp.0.norm.weight", change=without("mtp.norm")),
+    "a sparse indexer": Bad("deepseek_v3", "index_topk means sparse attention", {"index_topk": 64}),
+    "a family with a sparse indexer": Bad("deepseek_v3", "(DSA)", {"model_type": "deepseek_v32"}),
+    "a family with attention sinks": Bad("qwen3", "mimo_v2 models need attention sinks", {"model_type": "mimo_v2"}),
+    "a family nobody knows": Bad("qwen3", "unknown model family 'qwen33'", {"model_type": "qwen33"}),
+    "AWQ": Bad(
+        "qwen3", "quantized as awq", {"quantization_config": {"quant_method": "awq"}},
+        renamed("q_proj.weight", "q_proj.qweight"),
+    ),
+    "GPTQ": Bad(
+        "glm4_moe", "quantized as gptq", {"quantization_config": {"quant_method": "gptq"}},
+        renamed("q_proj.weight", "q_proj.qweight"),
+    ),
+    "bitsandbytes": Bad(
+        "llama", "quantized as bitsandbytes", {"quantization_config": {"quant_method": "bitsandbytes"}},
+        renamed("q_proj.weight", "q_proj.weight.absmax"),
+    ),
+    "a sliding window": Bad("qwen2", "sliding-window", {"use_sliding_window": True, "sliding_window": 64}),
+    "keys beyond the kernels": Bad(
+        "qwen3_5", "the native backend cannot run this model: gated_delta", tiny={"linear_key_head_dim": 272}
+    ),
+    "taps beyond the kernels": Bad(
+        "qwen3_next", "the native backend cannot run this model: causal_conv", tiny={"linear_conv_kernel_dim": 20}
+    ),
+    "experts beyond the kernels": Bad(
+        "qwen3_moe", "the native backend cannot run this model: route",
+        tiny={"num_experts": 1025, "num_hidden_layers": 1, "mlp_only_layers": [], "moe_intermediate_size": 2},
+    ),
+    "values beyond the kernels": Bad(
+        "deepseek_v3", "the native backend cannot run this model: attention",
+        tiny={"kv_lora_rank": 528, "num_hidden_layers": 1, "num_nextn_predict_layers": 0},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_clear_line(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = CASES[case]
+    if "kernels" in case:
+        pytest.importorskip("headstart.kernels._native")
+    config, arrays = family_of(bad.family).tiny(**bad.tiny)
+    bad.change(arrays)
+    folder = write_model(tmp_path, {**config, **bad.config}, arrays)
+    code = main(["generate", str(folder), "--prompt", "a", "--max-tokens", "2", "--kv-blocks", "40"])
+    said = capsys.readouterr().err.splitlines()
+    assert code == 2
+    assert [line for line in said if line.startswith("headstart: error:")] == said[:1]
+    assert bad.says in " ".join(said)
+    assert "Traceback" not in " ".join(said)
+
+
+def test_every_alias_names_its_family() -> None:
+    assert family_named("glm4moe") is family_of("glm4_moe")
+    assert family_named("deepseek2") is family_of("deepseek_v3")
+    assert family_named("qwen35moe") is family_of("qwen3_5_moe")
+    assert not any(map(is_known, UNSUPPORTED))
+
+
+REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
+    ("qwen3_5", {}, "q and k are normed"),
+    ("qwen3_5", {"qk_norm": False}, "attention is gated"),
+    ("qwen3_5", {"qk_norm": False, "gated_attention": False}, "there are linear-attention layers"),
+    ("glm4_moe", {"qk_norm": False}, "there are experts"),
+    ("glm4_moe", {"qk_norm": False, "moe": None}, "a part of each head is not rotated"),
+    ("deepseek_v3", {"moe": None}, "attention is latent"),
+)
+
+
+@pytest.mark.parametrize(("family", "but", "why"), REFUSED)
+def test_mimos_layout_refuses_what_it_cannot_carry(family: str, but: dict[str, Any], why: str) -> None:
+    """Whatever the head, which would fit here."""
+    head = SimpleNamespace(
+        kind="mtp", num_modules=1, tap="pre_norm", recycle="post_norm", block=SimpleNamespace(qk_norm=False)
+    )
+    source = SimpleNamespace(name=family, sizes=replace(tiny_model(family).config, **but), head=head)
+    with pytest.raises(ModelError, match=why):
+        vllm_mtp.check(source)  # type: ignore[arg-type]
+
+
+def test_picked_rows_are_those_rows() -> None:
+    """Rows that are gathered late have the values of rows gathered at once, in FP8 as well."""
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 0x70, (300, 130)).astype(np.uint8)
+    scales = rng.random((3, 2)).astype(np.float32)
+    scaled = BlockScaled(
+        make_tensor("w", codes.shape, "F8_E4M3", codes.reshape(-1)),
+        make_tensor("w_scale_inv", scales.shape, "F32", scales.reshape(-1).view(np.uint8)),
+        (128, 128),
+    )
+    rows = rng.permutation(300)[:170]
+    whole = scaled.read().float32()
+    np.testing.assert_array_equal(scaled.take_rows(rows).float32(), whole[rows])
+    np.testing.assert_array_equal(Picked(scaled, rows).float32(), whole[rows])
+    again = rows[rows < len(rows)]
+    np.testing.assert_array_equal(Picked(Picked(scaled, rows), again).float32(), whole[rows][again])
+
+
+def test_loading_is_told_of(tmp_path: Path) -> None:
+    """Once for each matrix and vector taken, of the trunk and of its MTP module."""
+    config, arrays = family_of("qwen3_5").tiny()
+    told: list[tuple[int, int, str]] = []
+    settings = EngineConfig(backend="reference", threads=1)
+    model = load_model(str(write_model(tmp_path, config, arrays)), settings, lambda *each: told.append(each))
+    assert len(told) == len(model.weights.used)
+    assert {text for *_, text in told} == {"loading, million weights"}

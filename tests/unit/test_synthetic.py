@@ -1,0 +1,148 @@
+"""Synthetic acceptance: rates met, decided by the seed alone, marked in every output, refused where texts matter."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from support import EOS, agreeing_model, headed_model, make, request, run
+
+from headstart.cli.documents import summary
+from headstart.cli.main import main
+from headstart.config import EngineConfig, parse_speculative_config
+from headstart.core import FORCED, Draft, Verdict
+from headstart.engine.synthetic import SyntheticJudge
+from headstart.errors import UsageError
+from headstart.server.watch import Watch
+from headstart.tools import verify
+
+RATES = "0.8,0.5,0.2"
+
+
+def test_rates_are_met() -> None:
+    """rates[i] is the share of drafts whose first i + 1 tokens are accepted; what follows the last rate never is."""
+    judge = SyntheticJudge((0.8, 0.5, 0.2))
+    accepted = np.array([judge.judge([1] * 5, [0] * 6, 7, 0, 5 * i).num_accepted for i in range(4000)])
+    shares = [(accepted > i).mean() for i in range(5)]
+    np.testing.assert_allclose(shares, (0.8, 0.5, 0.2, 0, 0), atol=0.025)
+
+
+@pytest.mark.parametrize(("rates", "tokens"), [((1.0, 1.0), (7, 8, 3)), ((1.0, 0.0), (7, 2)), ((0.0,), (1,))])
+def test_what_is_emitted(rates: tuple[float, ...], tokens: tuple[int, ...]) -> None:
+    """The draft's tokens, though the model said others, then the model's own."""
+    assert SyntheticJudge(rates).judge([7, 8], [1, 2, 3], 0, 0, 9) == Verdict(tokens, 2, len(tokens) - 1)
+
+
+def test_positions_choices_and_seeds_decide_apart() -> None:
+    judge = SyntheticJudge((0.5,))
+
+    def decided(seed: int, choice: int) -> list[int]:
+        return [judge.judge([1], [0, 0], seed, choice, place).num_accepted for place in range(200, 600)]
+
+    assert decided(1, 0) == decided(1, 0)
+    assert len({tuple(decided(*each)) for each in ((1, 0), (1, 1), (2, 0), (1 + 2**40, 0))}) == 4
+
+
+def outputs(prompts: int, **settings: Any) -> Any:
+    engine = make(headed_model("llama"), drafter="mtp", depth=3, synthetic_acceptance=RATES, **settings)
+    requests = [request([5, 6, 7 + i], name=f"r{i}", seed=i, max_tokens=60, stops=()) for i in range(prompts)]
+    return engine, run(engine, requests)
+
+
+def test_an_engine_accepts_what_its_model_does_not_say() -> None:
+    """A random head is hardly ever right."""
+    engine, _ = outputs(4)
+    at = np.array(engine.stats.per_position) / engine.stats.drafts
+    np.testing.assert_allclose(at, (0.8, 0.5, 0.2), atol=0.12)
+    assert engine.stats.document("mtp")["synthetic_acceptance"] == [0.8, 0.5, 0.2]
+
+
+def test_company_and_preemption_change_nothing() -> None:
+    alone, together = outputs(3, max_num_seqs=1)[1], outputs(3, kv_blocks=20)[1]
+    assert {key: each.tokens for key, each in alone.items()} == {key: each.tokens for key, each in together.items()}
+
+
+def test_logprobs_are_of_what_is_emitted() -> None:
+    engine = make(headed_model("llama"), drafter="mtp", depth=3, synthetic_acceptance="1,1,1")
+    (output,) = run(engine, [request([5, 6], max_tokens=20, stops=(), logprobs=0)]).values()
+    assert [each.token for each in output.logprobs if each] == output.tokens
+
+
+def test_drafts_of_a_grammar_are_judged_by_the_model() -> None:
+    engine = make(headed_model("llama"), drafter="mtp", depth=3, synthetic_acceptance="0")
+    judged: list[int] = []
+
+    class Forced:
+        method, max_depth = "mtp", 16
+
+        def propose(self, wishes: Any) -> None:
+            for wish in wishes:
+                truth = plain[wish.sequence.num_output : wish.sequence.num_output + 3]
+                wish.sequence.draft = Draft(list(truth[: wish.depth]), method=FORCED)
+                judged.append(len(wish.sequence.draft.tokens))
+
+        def release(self, sequence: Any) -> None:
+            pass
+
+    asked = request([5, 6], max_tokens=12, stops=())
+    (output,) = run(make(headed_model("llama"), drafter="none"), [asked]).values()
+    plain = output.tokens
+    engine.drafter = Forced()  # type: ignore[assignment]
+    (found,) = run(engine, [asked]).values()
+    assert found.tokens == plain
+    assert judged[0] == 3
+    assert engine.stats.passes < 12
+
+
+def test_off_leaves_no_trace() -> None:
+    engine = make(agreeing_model("llama"), drafter="mtp", depth=3)
+    run(engine, [request([5, 6, EOS + 1], max_tokens=10)])
+    assert engine.synthetic is None
+    assert "synthetic_acceptance" not in engine.stats.document("mtp")
+
+
+def test_metrics_and_summary_say_so() -> None:
+    engine, _ = outputs(1)
+    found = {
+        (sample.name, sample.labels["position"]): sample.value
+        for metric in Watch(engine, "m").registry.collect()
+        for sample in metric.samples
+        if sample.name == "headstart:synthetic_acceptance"
+    }
+    assert list(found.values()) == [0.8, 0.5, 0.2]
+
+    class Completion:
+        speculation, method = engine.stats, "mtp"
+        usage, timing = {"completion_tokens": 3}, {"decode_tokens_per_s": 1.0}
+
+    assert "SYNTHETIC ACCEPTANCE at 0.8, 0.5, 0.2" in summary(Completion())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["", "a", "0.5,0.6", "1.1", "-0.1", "nan", "0.5;0.4", ",".join(["0.5"] * 17)])
+def test_wrong_rates(text: str) -> None:
+    with pytest.raises(UsageError, match="--synthetic-acceptance is"):
+        EngineConfig(synthetic_acceptance=text)
+
+
+def test_vllms_spelling() -> None:
+    found = parse_speculative_config(json.dumps({"method": "mtp", "synthetic_acceptance_rates": [0.8, 0.5]}))
+    assert EngineConfig(**found).synthetic_rates == (0.8, 0.5)
+
+
+@pytest.mark.parametrize("command", ["verify", "demo", "chat", "tune", "data --out x", "bench step"])
+def test_refused_where_texts_matter(command: str, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr("sys.argv", ["headstart", *command.split(), "--synthetic-acceptance", "0.5"])
+    assert main() == 2
+    assert "load tests" in capsys.readouterr().err
+
+
+def test_verify_refuses_it() -> None:
+    with pytest.raises(UsageError, match="not the model's"):
+        verify.run(verify.VerifyOptions(config=EngineConfig(synthetic_acceptance="0.5")))
+
+
+def test_no_rule_beside_it() -> None:
+    with pytest.raises(UsageError, match="--rule rejection"):
+        EngineConfig(synthetic_acceptance="0.5", rule="rejection")
