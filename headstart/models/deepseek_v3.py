@@ -16,6 +16,7 @@ from headstart.layers.mla import MLAConfig
 from headstart.layers.mtp import HeadSpec
 from headstart.layers.rope import rope_spec
 from headstart.models._family import (
+    SCRATCH_EXPERTS,
     Arrays,
     Config,
     Family,
@@ -111,4 +112,19 @@ def tiny(**changes: Any) -> tuple[dict[str, Any], Arrays]:
     return config, random_arrays(shapes)
 
 
-FAMILY = Family(parse=parse, canonical=without_prefix, build=decoder, tiny=tiny, head=HeadSpec(), trailing=True)
+LATENT = {
+    "q_lora_rank": 64, "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32,
+}  # fmt: skip
+"""The only latent that some engines run on a CPU is the released one."""
+FAMILY = Family(
+    parse=parse,
+    canonical=without_prefix,
+    build=decoder,
+    tiny=tiny,
+    head=HeadSpec(),
+    trailing=True,
+    scratch={
+        **SCRATCH_EXPERTS, **LATENT, "n_routed_experts": 8, "n_shared_experts": 1, "num_key_value_heads": 4, "head_dim": 64,
+        "tie_word_embeddings": False,
+    },
+)  # fmt: skip

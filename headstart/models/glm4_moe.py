@@ -12,6 +12,7 @@ from typing import Any
 from headstart.layers.build import DecoderConfig, decoder
 from headstart.layers.mtp import HeadSpec
 from headstart.models._family import (
+    SCRATCH_EXPERTS,
     Arrays,
     Config,
     Family,
@@ -60,4 +61,12 @@ def tiny(**changes: Any) -> tuple[dict[str, Any], Arrays]:
     return config, random_arrays(shapes)
 
 
-FAMILY = Family(parse=parse, canonical=without_prefix, build=decoder, tiny=tiny, head=HeadSpec(), trailing=True)
+FAMILY = Family(
+    parse=parse,
+    canonical=without_prefix,
+    build=decoder,
+    tiny=tiny,
+    head=HeadSpec(),
+    trailing=True,
+    scratch={**SCRATCH_EXPERTS, "n_routed_experts": 8, "tie_word_embeddings": False},
+)

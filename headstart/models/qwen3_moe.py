@@ -9,6 +9,7 @@ from headstart.kernels.ops import RouterSpec
 from headstart.layers.build import DecoderConfig, decoder
 from headstart.layers.moe import MoEConfig
 from headstart.models._family import (
+    SCRATCH_EXPERTS,
     Arrays,
     Config,
     Family,
@@ -62,4 +63,10 @@ def tiny(**changes: Any) -> tuple[dict[str, Any], Arrays]:
     return config, random_arrays(decoder_shapes(parse(config)))
 
 
-FAMILY = Family(parse=parse, canonical=without_prefix, build=decoder, tiny=tiny)
+FAMILY = Family(
+    parse=parse,
+    canonical=without_prefix,
+    build=decoder,
+    tiny=tiny,
+    scratch={**SCRATCH_EXPERTS, "num_experts": 8, "mlp_only_layers": []},
+)

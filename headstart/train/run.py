@@ -42,8 +42,6 @@ from headstart.train.setup import Corpus, Subject, as_masters, existing_head, lo
 
 PATIENCE = 10
 """Evaluations without a better one after which a run ends early."""
-STEP_WEIGHTS = (1.0, 0.8, 0.6)
-"""Of draft steps 1, 2, 3 in the loss; deeper ones count like the last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,8 +202,7 @@ class _Run:
 
     @property
     def _weighting(self) -> Weighting:
-        weights = STEP_WEIGHTS + STEP_WEIGHTS[-1:] * self.options.depth
-        return Weighting(steps=weights[: self.options.depth])
+        return Weighting.of(self.options.depth)
 
     def train(self, minutes_gone: float) -> Report:
         options = self.options
