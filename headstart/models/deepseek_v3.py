@@ -112,10 +112,12 @@ def tiny(**changes: Any) -> tuple[dict[str, Any], Arrays]:
     return config, random_arrays(shapes)
 
 
-LATENT = {
-    "q_lora_rank": 64, "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32,
+SCRATCH = {
+    **SCRATCH_EXPERTS, "q_lora_rank": 64, "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64,
+    "head_dim": 64, "v_head_dim": 32, "n_routed_experts": 8, "n_shared_experts": 1, "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
 }  # fmt: skip
-"""The only latent that some engines run on a CPU is the released one."""
+"""The only latent and rotary sizes that some engines run on a CPU are the released ones."""
 FAMILY = Family(
     parse=parse,
     canonical=without_prefix,
@@ -123,8 +125,5 @@ FAMILY = Family(
     tiny=tiny,
     head=HeadSpec(),
     trailing=True,
-    scratch={
-        **SCRATCH_EXPERTS, **LATENT, "n_routed_experts": 8, "n_shared_experts": 1, "num_key_value_heads": 4, "head_dim": 64,
-        "tie_word_embeddings": False,
-    },
-)  # fmt: skip
+    scratch=SCRATCH,
+)

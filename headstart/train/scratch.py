@@ -121,7 +121,8 @@ class ScratchModel:
         ops, positions = TrainOps(tokens.device, self.dtype), torch.arange(tokens.shape[1], device=tokens.device)
         kv, states = ([None] * len(specs) for specs in (trunk.kv_specs, trunk.state_specs))
         results = trunk.program(kv, state_pools=states)(ops, StepInputs(tokens, positions, slice(None)))
-        logits: Tensor = results["logits"].float()
+        logits: Tensor = results["logits"]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         loss = cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
         if head is None:
             return loss, torch.zeros(()), None

@@ -219,3 +219,15 @@ def test_the_shipped_head_goes_with_the_alias(
     (tmp_path / "heads" / "toy").mkdir(parents=True)
     (tmp_path / "heads" / "toy" / "config.json").write_text("{}")
     assert hub.resolve_alias("toy").head == tmp_path / "heads" / "toy"
+
+
+def test_models_inside_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "CHECKPOINTS", tmp_path)
+    (tmp_path / "toy-tiny").mkdir()
+    assert not hub.is_builtin("toy-tiny")
+    (tmp_path / "toy-tiny" / "config.json").write_text("{}")
+    assert hub.builtin_names() == [*hub.BUILTIN, "toy-tiny"]
+    assert hub.resolve("toy-tiny") == hub.pull("toy-tiny") == tmp_path / "toy-tiny"
+    assert hub.repo_of("toy-tiny") is None
+    with pytest.raises(UsageError, match="did you mean toy-tiny"):
+        hub.resolve("toy-tyny")

@@ -18,8 +18,7 @@ from headstart.core import SamplingParams  # noqa: E402
 from headstart.errors import UsageError  # noqa: E402
 from headstart.kernels.ops import ConvSpec, DeltaSpec  # noqa: E402
 from headstart.kernels.reference_recurrent import Step, conv_step, delta_step  # noqa: E402
-from headstart.train import corpus, delta  # noqa: E402
-from headstart.train.batches import Batch  # noqa: E402
+from headstart.train import corpus, delta, scratch  # noqa: E402
 from headstart.train.data import Problems  # noqa: E402
 from headstart.train.objective import Weighting  # noqa: E402
 from headstart.train.scratch import ScratchModel, ScratchOptions, run  # noqa: E402
@@ -78,7 +77,9 @@ def test_every_tensor_learns(family: str) -> None:
 def test_gradients_are_those_of_the_loss(family: str) -> None:
     """Along the gradient of the trunk's loss, the loss falls as the gradient says."""
     model = tiny_model(family)
-    tokens, step = tokens_of(2, 12), 1e-5
+    for each in model.masters.values():
+        each.data = each.data.double()
+    tokens, step = tokens_of(2, 12), 1e-6
     loss, _, _ = model.losses(tokens, Weighting())
     loss.backward()
     slopes = {name: each.grad for name, each in model.masters.items() if each.grad is not None}
@@ -87,7 +88,7 @@ def test_gradients_are_those_of_the_loss(family: str) -> None:
         for name, slope in slopes.items():
             model.masters[name] -= step / size * slope
     below, _, _ = model.losses(tokens, Weighting())
-    assert (loss - below).item() / step == pytest.approx(1, rel=0.02)
+    assert (loss - below).item() / step == pytest.approx(1, rel=1e-3)
 
 
 @pytest.fixture(scope="module")
@@ -95,9 +96,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("scratch")
     (folder / "poem.txt").write_text(POEM * 600)
     options = ScratchOptions(
-        family="qwen3_5", out=folder / "model", data=(folder / "poem.txt",), tokens=40_000, threads=1
+        family="qwen3_5", out=folder / "model", data=(folder / "poem.txt",), tokens=12_000, threads=1
     )
-    run(options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scratch, "ROWS", 2)
+        patch.setattr(scratch, "LENGTH", 64)
+        run(options)
     return options.out
 
 
@@ -107,20 +111,8 @@ def test_it_learns_and_its_head_drafts(trained: Path) -> None:
     llm = LLM(str(trained), EngineConfig(depth=3))
     (found,) = llm.generate(["the other thing"], SamplingParams(max_tokens=40))
     assert found.text.startswith(" in the tower then")
-    assert found.speculation.method == "mtp"
+    assert llm.method == "mtp"
     assert found.speculation.acceptance_length > 2
-
-
-def test_it_is_an_ordinary_checkpoint(trained: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(trained), AutoTokenizer.from_pretrained(trained)
-    ids = tokenizer("the other thing", return_tensors="pt").input_ids
-    with torch.inference_mode():
-        written = model.generate(ids, do_sample=False, max_new_tokens=12)
-    llm = LLM(str(trained), EngineConfig(depth=0))
-    (found,) = llm.generate([ids[0].tolist()], SamplingParams(max_tokens=12))
-    assert written[0, ids.shape[1] :].tolist() == found.token_ids
 
 
 def test_text_of_files_folders_and_records(tmp_path: Path) -> None:
