@@ -19,6 +19,8 @@ EXAMPLES = (
     "headstart train --from-scratch mimo --out my-model --minutes 5",
 )
 Paths = list[Path] | None
+SCRATCH = ("out", "data", "minutes", "tokens", "depth", "threads", "seed")
+"""The options that --from-scratch takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,16 +65,16 @@ class TrainFlags(OptionGroup):
         values |= {name: tuple(values[name]) for name in ("data", "prompts") if values[name]}
         return {name: value for name, value in values.items() if value is not None}
 
-    def for_scratch(self, model: str | None) -> dict[str, Any]:
+    def for_scratch(self, family: str, model: str | None) -> dict[str, Any]:
         """The options that were given, by the names of ScratchOptions. Raises UsageError for those of a head alone."""
-        values = self.chosen()
-        taken = {name: values.pop(name) for name in ("out", "data", "minutes", "tokens", "depth", "threads", "seed")
-                 if name in values}  # fmt: skip
-        others = [f"--{name.replace('_', '-')}" for name, value in values.items() if name != "resume" and value]
-        others += ["--restart"] * self.restart + [model] * (model is not None)
+        given = self.chosen()
+        taken: dict[str, Any] = {name: given.pop(name) for name in SCRATCH if name in given}
+        others = [f"--{name.replace('_', '-')}" for name, value in given.items() if name != "resume" and value]
+        others += ["--restart"] if self.restart else []
+        others += [model] if model else []
         if others:
             raise UsageError(f"{others[0]} does not go with --from-scratch", "it makes a new model, head and all")
-        return {"family": self.from_scratch, **taken}
+        return {"family": family, **taken}
 
 
 def run(model: Model = None, *, flags: TrainFlags, output: OutputOptions) -> int:
@@ -82,7 +84,9 @@ def run(model: Model = None, *, flags: TrainFlags, output: OutputOptions) -> int
     if flags.from_scratch:
         from headstart.train import scratch
 
-        return finish(scratch.run(scratch.ScratchOptions(**flags.for_scratch(model))), output.as_json)
+        return finish(
+            scratch.run(scratch.ScratchOptions(**flags.for_scratch(flags.from_scratch, model))), output.as_json
+        )
     if not flags.data and not flags.prompts:
         raise UsageError("train needs text to learn from", "give --data or --prompts")
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headstart.errors import UsageError
 from headstart.layers.build import DecoderConfig
 from headstart.layers.mtp import HeadSpec, Module
 from headstart.train.batches import collate, plan_epoch
@@ -43,6 +44,15 @@ class Recipe:
     seed: int = 0
     dtype: torch.dtype = torch.bfloat16
     rounded: bool = False  # train what runs: drafts of the native backend have int4 matrices
+
+
+def check_bound(minutes: float | None, tokens: int | None) -> None:
+    """Raises UsageError unless exactly one of them is given, above 0."""
+    if (minutes is None) == (tokens is None):
+        raise UsageError("train needs a bound: exactly one of --minutes and --tokens", "for example --minutes 60")
+    bound = minutes if minutes is not None else tokens
+    if bound is None or not (math.isfinite(bound) and bound > 0):
+        raise UsageError(f"the bound of the training is {bound}, but must be above 0")
 
 
 @dataclass

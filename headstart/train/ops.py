@@ -58,10 +58,6 @@ class TrainOps(ReferenceOps):
     def gated_delta(self, qkv: Tensor, log_decay: Tensor, strength: Tensor, pool: Pool, spec: DeltaSpec) -> Tensor:
         return delta.gated_delta(qkv, log_decay, strength, spec)
 
-    def store(self, x: Tensor, pool: list[Tensor]) -> None:
-        """The pool is a list that takes what a head reads of the trunk."""
-        pool.append(x)
-
 
 def _drafted_attention(q: Tensor, pool: DraftMemory, spec: AttentionSpec) -> Tensor:
     """q [B, H, T, D] of step i >= 2 over the step-1 keys of origins <= p and the own keys of steps 2..i."""

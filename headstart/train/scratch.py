@@ -34,10 +34,10 @@ from headstart.layers.mtp import MTPHead
 from headstart.models._family import SCRATCH, Family, native_head
 from headstart.train import corpus
 from headstart.train.batches import Batch
-from headstart.train.checkpoint import save_model
+from headstart.train.checkpoint import save_model, written_aside
 from headstart.train.data import Problems, Record
 from headstart.train.evaluate import Acceptance
-from headstart.train.loop import Recipe, optimizers, rate_factor
+from headstart.train.loop import Recipe, check_bound, optimizers, rate_factor
 from headstart.train.masters import named, weights_of
 from headstart.train.objective import Target, Weighting, assess, cumulative
 from headstart.train.ops import TrainOps
@@ -161,7 +161,7 @@ class Standing:
 def train(model: ScratchModel, text: Text, options: ScratchOptions) -> Standing:
     """Run to the end of the schedule."""
     standing = Standing()
-    recipe = Recipe(matrix_rate=1e-2, vector_rate=5e-3, weight_decay=0.01, warmup=0.05)
+    recipe = Recipe(matrix_rate=1e-2, vector_rate=1e-2, weight_decay=0.01, warmup=0.05)
     chosen = optimizers(model.masters, recipe)
     with shown("training") as show:
         for tokens in corpus.batches(text.training, ROWS, LENGTH, options.seed):
@@ -206,9 +206,7 @@ def _evaluate(model: ScratchModel, text: Text, options: ScratchOptions, standing
 
 def check(options: ScratchOptions) -> None:
     """Raises UsageError for options that cannot work."""
-    bound = options.minutes if options.minutes is not None else options.tokens
-    if bound is None or not (math.isfinite(bound) and bound > 0):
-        raise UsageError(f"the bound of the training is {bound}, but must be above 0", "give --minutes or --tokens")
+    check_bound(options.minutes, options.tokens)
     if options.family not in (families := registry.available("models")):
         raise UsageError(f"there is no family {options.family!r}", f"choose one of {', '.join(families)}")
     if not 1 <= options.depth <= MAX_DEPTH:
@@ -220,28 +218,30 @@ def check(options: ScratchOptions) -> None:
 def run(options: ScratchOptions) -> Report:
     """Train and write the checkpoint at `options.out`. Raises UsageError for what cannot work."""
     check(options)
+    with written_aside(options.out) as folder:
+        return _train_into(folder, options)
+
+
+def _train_into(folder: Path, options: ScratchOptions) -> Report:
     if options.threads:
         torch.set_num_threads(options.threads)
-    torch.manual_seed(options.seed)
     family: Family = registry.find("models", options.family).FAMILY
     problems = Problems()
     text = Text.of(corpus.read_documents(options.data, problems), VOCABULARY)
     vocabulary = text.tokenizer.get_vocab_size()
-    model = ScratchModel(
-        options.family, family, {"vocab_size": vocabulary, "bos_token_id": 0, "eos_token_id": 0}, torch.float32
-    )
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    model = ScratchModel(options.family, family, {"vocab_size": vocabulary, **ends}, torch.float32)
     size = sum(each.numel() for each in model.masters.values())
     note(f"{options.family}: {size:,} parameters, {sum(map(len, text.training)):,} tokens of text, {vocabulary} in all")
     standing = train(model, text, options)
     facts = _facts(options, size, standing)
-    save_model(options.out, model.config, model.masters, text.tokenizer, facts)
-    return Report(True, facts, [*_lines(options, facts), *problems.lines()])
+    save_model(folder, model.config, model.masters, text.tokenizer, facts)
+    return Report(True, {"out": str(options.out), **facts}, [*_lines(options, facts), *problems.lines()])
 
 
 def _facts(options: ScratchOptions, size: int, standing: Standing) -> dict[str, Any]:
     found = standing.acceptance
     return {
-        "out": str(options.out),
         "family": options.family,
         "command": options.command,
         "parameters": size,
