@@ -161,7 +161,7 @@ class Standing:
 def train(model: ScratchModel, text: Text, options: ScratchOptions) -> Standing:
     """Run to the end of the schedule."""
     standing = Standing()
-    recipe = Recipe(matrix_rate=1e-2, vector_rate=1e-2, weight_decay=0.01, warmup=0.05)
+    recipe = Recipe(matrix_rate=2e-2, vector_rate=1e-2, weight_decay=0.01, warmup=0.05)
     chosen = optimizers(model.masters, recipe)
     with shown("training") as show:
         for tokens in corpus.batches(text.training, ROWS, LENGTH, options.seed):
