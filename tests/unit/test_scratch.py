@@ -13,6 +13,7 @@ import support
 torch = pytest.importorskip("torch")
 
 from headstart.api import LLM  # noqa: E402
+from headstart.cli.main import main  # noqa: E402
 from headstart.config import EngineConfig  # noqa: E402
 from headstart.core import SamplingParams  # noqa: E402
 from headstart.errors import UsageError  # noqa: E402
@@ -96,7 +97,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("scratch")
     (folder / "poem.txt").write_text(POEM * 600)
     options = ScratchOptions(
-        family="qwen3_5", out=folder / "model", data=(folder / "poem.txt",), tokens=12_000, threads=1
+        family="qwen3_5", out=folder / "model", data=(folder / "poem.txt",), tokens=7_000, threads=1
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scratch, "ROWS", 2)
@@ -156,3 +157,21 @@ def test_too_little_text(tmp_path: Path) -> None:
     (tmp_path / "poem.txt").write_text(POEM * 10)
     with pytest.raises(UsageError, match="too few to learn from"):
         run(ScratchOptions(family="mimo", out=tmp_path / "model", tokens=100, data=(tmp_path / "poem.txt",)))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--kind", "eagle3"], "--kind does not go with --from-scratch"),
+        (["--finetune"], "--finetune does not go"),
+        (["--draft-vocab", "100"], "--draft-vocab does not go"),
+        (["--restart"], "--restart does not go"),
+        (["some/model"], "some/model does not go"),
+    ],
+)
+def test_options_of_heads_are_refused(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "model")
+    assert main(["train", *words, "--from-scratch", "mimo", "--out", out, "--tokens", "1000"]) == 2
+    assert message in capsys.readouterr().err
