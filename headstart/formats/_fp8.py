@@ -66,8 +66,14 @@ class BlockScaled:
     def part(self, index: int) -> BlockScaled:
         return BlockScaled(self.weight.part(index), self.scales.part(index), self.block)
 
-    def as_matrix(self) -> Tensor:
-        return self.read().as_matrix()
+    def shaped(self, *shape: int) -> Tensor:
+        return self.read().shaped(*shape)
+
+    def affine(self, factor: float, offset: float) -> Tensor:
+        return self.read().affine(factor, offset)
+
+    def exp(self) -> Tensor:
+        return self.read().exp()
 
     def transposed(self) -> Tensor:
         return self.read().transposed()

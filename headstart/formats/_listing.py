@@ -55,7 +55,7 @@ def list_checkpoint(name: str | Path, progress: Progress = lambda done, total, t
         from headstart.formats._remote import list_repo
 
         return list_repo(asked, progress)
-    path = hub.resolve(str(name)) if str(name) in hub.BUILTIN else Path(name).expanduser()
+    path = hub.resolve(str(name)) if hub.is_builtin(str(name)) else Path(name).expanduser()
     if path.is_dir():
         return list_directory(path)
     from headstart.formats import gguf  # tokenizers and templates: more than safetensors' headers need

@@ -59,8 +59,14 @@ class Picked:
     def part(self, index: int) -> Tensor:
         return self.take_rows(np.array([index])).part(0)
 
-    def as_matrix(self) -> Tensor:
-        return self.read().as_matrix()
+    def shaped(self, *shape: int) -> Tensor:
+        return self.read().shaped(*shape)
+
+    def affine(self, factor: float, offset: float) -> Tensor:
+        return self.read().affine(factor, offset)
+
+    def exp(self) -> Tensor:
+        return self.read().exp()
 
     def transposed(self) -> Tensor:
         return self.read().transposed()

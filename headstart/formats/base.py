@@ -99,9 +99,17 @@ class Tensor:
             raise ModelError(f"tensor {self.name} {list(self.shape)} has no part {index}")
         return make_tensor(f"{self.name}[{index}]", self.shape[1:], self.dtype, self.data[index])
 
-    def as_matrix(self) -> Tensor:
-        """A vector as a matrix of one row, a view; a matrix as it is."""
-        return make_tensor(self.name, (1, *self.shape), self.dtype, self.data) if len(self.shape) == 1 else self
+    def shaped(self, *shape: int) -> Tensor:
+        """The same values in the same order under another shape, a view."""
+        return make_tensor(self.name, shape, self.dtype, self.data)
+
+    def affine(self, factor: float, offset: float) -> Tensor:
+        """factor * value + offset, in float32."""
+        return self._changed(np.float32(factor) * self.float32() + np.float32(offset))
+
+    def exp(self) -> Tensor:
+        """e^value, in float32."""
+        return self._changed(np.exp(self.float32()))
 
     def transposed(self) -> Tensor:
         """A matrix with rows and columns exchanged: bfloat16 and float16 stay, any other type becomes float32."""
@@ -114,7 +122,13 @@ class Tensor:
         """Without quantization: a plain floating-point type stays, any other becomes float32."""
         if self.dtype in ("BF16", "F16", "F32"):
             return self
-        return make_tensor(self.name, self.shape, "F32", self.float32().reshape(-1).view(np.uint8))
+        return self._changed(self.float32())
+
+    def _changed(self, values: NDArray[np.float32]) -> Tensor:
+        """Other values under this name."""
+        return make_tensor(
+            self.name, self.shape, "F32", np.ascontiguousarray(values, np.float32).reshape(-1).view(np.uint8)
+        )
 
     def _view(self, dtype: str) -> NDArray[Any]:
         return self.data.reshape(-1).view(dtype)

@@ -94,15 +94,6 @@ def walk(step: Step, rows: Tensor, width: int, pool: StatePool, plan: StepPlan) 
     return out
 
 
-def whole(step: Step, rows: Tensor, width: int, state_shape: tuple[int, ...]) -> Tensor:
-    """rows [B, T, W] of whole sequences -> [B, T, width], from zero states (training)."""
-    states, outputs = rows.new_zeros((len(rows), *state_shape)), []
-    for t in range(rows.shape[1]):
-        states, made = step(states, rows[:, t])
-        outputs.append(made)
-    return torch.stack(outputs, dim=1) if outputs else rows.new_zeros((*rows.shape[:2], width))
-
-
 def _longs(values: NDArray[np.int32]) -> Tensor:
     return torch.from_numpy(values.astype(np.int64))
 

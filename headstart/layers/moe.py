@@ -66,7 +66,7 @@ def moe_layer(weights: Weights, prefix: str, hidden: int, config: MoEConfig) -> 
         spec=config.router,
         bias=weights.get(f"{prefix}.gate.e_score_correction_bias", count) if config.bias else None,
         shared=GatedMLP.of(weights, f"{prefix}.shared_experts", hidden, config.shared) if config.shared else None,
-        shared_gate=Linear(weights.take(weights.raw(gate, (1, hidden), (hidden,)).as_matrix(), precise=True))
+        shared_gate=Linear(weights.take(weights.raw(gate, (1, hidden), (hidden,)).shaped(1, hidden), precise=True))
         if config.shared_gate
         else None,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,21 @@ from headstart.layers.rope import rope_spec
 Config = Mapping[str, Any]
 Arrays = dict[str, NDArray[np.float32]]
 
+SCRATCH: Mapping[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+"""About a million parameters, in sizes that other engines take too: heads of 32, widths that 32 divides."""
+SCRATCH_EXPERTS = {"moe_intermediate_size": 64, "num_experts_per_tok": 2}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
@@ -31,7 +46,8 @@ class Family:
     `head`: how the native MTP modules of a checkpoint work; `trailing`: they are the layers after the trunk's.
     `interleaved_rope`: GGUF files hold the q and k rows of this family in llama.cpp's interleaved order. `adapt`: what
     tensors under canonical names need beside their names (tensors, sizes, from a GGUF file?). `aliases`: other names of
-    the family: a wrapper's text part, llama.cpp's."""
+    the family: a wrapper's text part, llama.cpp's. `scratch`: keys of the config that
+    `train --from-scratch` trains, beside those of SCRATCH."""
 
     parse: Callable[[Config], DecoderConfig]
     canonical: Callable[[str], str | None]
@@ -42,6 +58,7 @@ class Family:
     interleaved_rope: bool = False
     adapt: Callable[[dict[str, RawTensor], DecoderConfig, bool], dict[str, RawTensor]] | None = None
     aliases: tuple[str, ...] = ()
+    scratch: Mapping[str, Any] = field(default_factory=dict)
 
 
 def parse_decoder(config: Config, **switches: Any) -> DecoderConfig:

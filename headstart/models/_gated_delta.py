@@ -6,6 +6,7 @@ Formulas: transformers 5.23, `modeling_qwen3_next.py` and `modeling_qwen3_5.py`;
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -17,13 +18,13 @@ from numpy.typing import NDArray
 
 from headstart.errors import ModelError
 from headstart.formats._picked import Picked
-from headstart.formats.base import make_tensor
 from headstart.kernels.ops import DeltaSpec, RawTensor, RouterSpec
 from headstart.layers.build import DecoderConfig
 from headstart.layers.delta import DeltaConfig
 from headstart.layers.moe import MoEConfig
 from headstart.layers.mtp import HeadSpec
 from headstart.models._family import (
+    SCRATCH_EXPERTS,
     Arrays,
     Config,
     block_shapes,
@@ -193,7 +194,7 @@ def _from_hugging_face(tensors: dict[str, RawTensor], config: DecoderConfig) -> 
         elif part:
             found |= _linear_part(f"{stem}.linear_attn.", part, tensor)
         elif re.search(r"norm(_embedding|_hidden)?\.weight$", name):
-            found[name] = _floats(name, 1 + tensor.float32())
+            found[name] = tensor.affine(1, 1)
         else:
             found[name] = tensor
     return found
@@ -202,11 +203,11 @@ def _from_hugging_face(tensors: dict[str, RawTensor], config: DecoderConfig) -> 
 def _linear_part(prefix: str, part: str, tensor: RawTensor) -> dict[str, RawTensor]:
     """One tensor of a linear layer: a decay rate and convolution in our form, others as they are."""
     if part == "A_log":
-        return {f"{prefix}decay_rate": _floats(f"{prefix}decay_rate", -np.exp(tensor.float32()))}
+        return {f"{prefix}decay_rate": tensor.exp().affine(-1, 0)}
     if part == "dt_bias":
         return {f"{prefix}decay_bias": tensor}
     if part == "conv1d.weight":
-        return {f"{prefix}conv": _taps(f"{prefix}conv", tensor)}
+        return {f"{prefix}conv": _taps(tensor)}
     return {prefix + part: tensor}
 
 
@@ -224,7 +225,7 @@ def _from_gguf(tensors: dict[str, RawTensor], config: DecoderConfig) -> dict[str
             found |= _split(tensor, f"{prefix}.linear_attn", _ba_rows(config.delta))
         elif rest in renamed:
             new = f"{prefix}.linear_attn.{renamed[rest]}"
-            found[new] = _taps(new, tensor) if rest.startswith("ssm_conv") else tensor
+            found[new] = _taps(tensor) if rest.startswith("ssm_conv") else tensor
         else:
             found[f"{prefix}.{rest.replace('self_attn.qkv_proj', 'linear_attn.in_proj_qkv')}"] = tensor
     return found
@@ -240,15 +241,10 @@ def _query_and_gate(name: str, tensor: RawTensor, config: DecoderConfig) -> dict
     return dict(zip((name, name.replace("q_proj", "gate_proj")), parts, strict=True))
 
 
-def _floats(name: str, values: NDArray[np.float32]) -> RawTensor:
-    flat = np.ascontiguousarray(values, np.float32)
-    return make_tensor(name, flat.shape, "F32", flat.reshape(-1).view(np.uint8))
-
-
-def _taps(name: str, tensor: RawTensor) -> RawTensor:
+def _taps(tensor: RawTensor) -> RawTensor:
     """[channels, (1,) width] -> [width * channels], so that a tap's channels lie side by side."""
-    values = tensor.float32()
-    return _floats(name, values.reshape(values.shape[0], -1).T.reshape(-1))
+    channels, size = tensor.shape[0], math.prod(tensor.shape)
+    return tensor.shaped(channels, size // max(channels, 1)).transposed().shaped(size)
 
 
 def _split(tensor: RawTensor, prefix: str, rows: dict[str, NDArray[np.int64]]) -> dict[str, RawTensor]:
@@ -287,6 +283,12 @@ TINY = {
 TINY_EXPERTS = {
     "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
 }  # fmt: skip
+
+SCRATCH = {
+    "full_attention_interval": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}  # fmt: skip
+SCRATCH_MOE = {**SCRATCH, **SCRATCH_EXPERTS, "num_experts": 8, "shared_expert_intermediate_size": 64}
 
 
 def tiny_hybrid(model_type: str, changes: Config, *, joined: bool) -> tuple[dict[str, Any], Arrays]:

@@ -16,6 +16,7 @@ from headstart.layers.mla import MLAConfig
 from headstart.layers.mtp import HeadSpec
 from headstart.layers.rope import rope_spec
 from headstart.models._family import (
+    SCRATCH_EXPERTS,
     Arrays,
     Config,
     Family,
@@ -111,6 +112,12 @@ def tiny(**changes: Any) -> tuple[dict[str, Any], Arrays]:
     return config, random_arrays(shapes)
 
 
+SCRATCH = {
+    **SCRATCH_EXPERTS, "q_lora_rank": 64, "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64,
+    "head_dim": 64, "v_head_dim": 32, "n_routed_experts": 8, "n_shared_experts": 1, "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+"""The only latent and rotary sizes that some engines run on a CPU are the released ones."""
 FAMILY = Family(
     parse=parse,
     canonical=without_prefix,
@@ -119,4 +126,5 @@ FAMILY = Family(
     head=HeadSpec(),
     trailing=True,
     aliases=("deepseek2",),  # llama.cpp's
+    scratch=SCRATCH,
 )

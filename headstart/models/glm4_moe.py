@@ -12,6 +12,7 @@ from typing import Any
 from headstart.layers.build import DecoderConfig, decoder
 from headstart.layers.mtp import HeadSpec
 from headstart.models._family import (
+    SCRATCH_EXPERTS,
     Arrays,
     Config,
     Family,
@@ -68,4 +69,5 @@ FAMILY = Family(
     head=HeadSpec(),
     trailing=True,
     aliases=("glm4moe",),  # llama.cpp's
+    scratch={**SCRATCH_EXPERTS, "n_routed_experts": 8, "tie_word_embeddings": False},
 )

@@ -61,4 +61,5 @@ FAMILY = Family(
     build=decoder,
     tiny=tiny,
     head=HeadSpec(hidden_first=True, mask_first=True, tap="pre_norm"),
+    scratch={"tie_word_embeddings": False},
 )

@@ -28,5 +28,6 @@ FAMILY = Family(
     head=_gated_delta.HEAD,
     trailing=True,  # in GGUF files
     adapt=_gated_delta.adapt,
+    scratch=_gated_delta.SCRATCH_MOE,
     aliases=("qwen3_5_moe_text", GGUF),
 )

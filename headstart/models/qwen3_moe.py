@@ -9,6 +9,7 @@ from headstart.kernels.ops import RouterSpec
 from headstart.layers.build import DecoderConfig, decoder
 from headstart.layers.moe import MoEConfig
 from headstart.models._family import (
+    SCRATCH_EXPERTS,
     Arrays,
     Config,
     Family,
@@ -68,4 +69,5 @@ FAMILY = Family(
     build=decoder,
     tiny=tiny,
     aliases=("qwen3moe",),  # llama.cpp's
+    scratch={**SCRATCH_EXPERTS, "num_experts": 8, "mlp_only_layers": []},
 )

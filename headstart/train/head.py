@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from headstart.errors import UsageError
-from headstart.kernels.ops import Backend
 from headstart.layers.attention import Attention
 from headstart.layers.build import Weights
 from headstart.layers.decoder import Decoder, DecoderLayer
 from headstart.layers.mlp import GatedMLP
+from headstart.train.masters import named, weights_of
 from headstart.train.ops import TrainOps
 
 EMBEDDING_SHARE = 0.1
 """How strongly the token's embedding enters at the start, against the hidden state."""
-
-
-@dataclass(frozen=True)
-class Cast:
-    """The part of a backend that `Weights` needs; the cast is differentiable, so gradients reach the masters."""
-
-    dtype: torch.dtype
-
-    def weight(self, tensor: Tensor, *, drafts: bool = False, precise: bool = False) -> Tensor:
-        return tensor.to(self.dtype)
 
 
 @torch.inference_mode()
@@ -51,7 +39,7 @@ def before_norm(final: Tensor, weight: Tensor) -> Tensor:
 
 def cast_weights(masters: Mapping[str, Tensor], dtype: torch.dtype) -> Weights:
     """Layer builders see the masters cast to `dtype`."""
-    return Weights(masters, cast(Backend, Cast(dtype)), "the head")  # type: ignore[arg-type]
+    return weights_of(named(masters), dtype, "the head")
 
 
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

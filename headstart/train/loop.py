@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headstart.errors import UsageError
 from headstart.layers.build import DecoderConfig
 from headstart.layers.mtp import HeadSpec, Module
 from headstart.train.batches import collate, plan_epoch
@@ -45,6 +46,15 @@ class Recipe:
     rounded: bool = False  # train what runs: drafts of the native backend have int4 matrices
 
 
+def check_bound(minutes: float | None, tokens: int | None) -> None:
+    """Raises UsageError unless exactly one of them is given, above 0."""
+    if (minutes is None) == (tokens is None):
+        raise UsageError("train needs a bound: exactly one of --minutes and --tokens", "for example --minutes 60")
+    bound = minutes if minutes is not None else tokens
+    if bound is None or not (math.isfinite(bound) and bound > 0):
+        raise UsageError(f"the bound of the training is {bound}, but must be above 0")
+
+
 @dataclass
 class Progress:
     """Where the run stands. `epoch` and `batch` are the data cursor, valid for `data_id` only."""
@@ -75,7 +85,7 @@ class Trainer:
         self.config, self.kind, self.spec, self.target, self.recipe = config, kind, spec, target, recipe
         self.masters = {name: torch.nn.Parameter(tensor) for name, tensor in masters.items()}
         self.average = {name: tensor.clone() for name, tensor in masters.items()}
-        self.optimizers = _optimizers(self.masters, recipe)
+        self.optimizers = optimizers(self.masters, recipe)
         self.progress = Progress()
 
     def state(self) -> dict[str, Any]:
@@ -102,13 +112,6 @@ class Trainer:
             return min(1.0, self.progress.tokens / self.recipe.tokens)
         return min(1.0, self.progress.seconds / 60 / (self.recipe.minutes or 60))
 
-    def rate_factor(self) -> float:
-        """Linear warm-up, then a cosine down to the floor."""
-        recipe, done = self.recipe, self.share_done
-        # at least one step's worth, or the first step of a time-based run would have rate 0
-        ramp = min(1.0, (done + 1e-3) / recipe.warmup)
-        return ramp * (recipe.floor + (1 - recipe.floor) * (1 + math.cos(math.pi * done)) / 2)
-
     def step(self, examples: Sequence[Example], cache: FeatureCache) -> float:
         """One optimizer step on one batch; returns the loss."""
         device = self.target.ids.device
@@ -117,7 +120,7 @@ class Trainer:
         outcome = assess(modules, self.spec, self.target, batch, self.recipe.weighting)
         outcome.loss.backward()
         torch.nn.utils.clip_grad_norm_(self.masters.values(), self.recipe.clip)
-        factor = self.rate_factor()
+        factor = rate_factor(self.recipe, self.share_done)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["base_lr"] * factor
@@ -146,9 +149,23 @@ class Trainer:
         return evaluate(self._modules(self.average), self.spec, self.target, examples, cache, self.recipe.weighting)
 
 
-def _optimizers(masters: dict[str, torch.nn.Parameter], recipe: Recipe) -> list[torch.optim.Optimizer]:
-    matrices = [weight for weight in masters.values() if weight.ndim == 2]
-    vectors = [weight for weight in masters.values() if weight.ndim != 2]
+def rate_factor(recipe: Recipe, done: float) -> float:
+    """Of the highest learning rate, where so much of the schedule is done: linear warm-up, then a cosine down to the
+    floor."""
+    # at least one step's worth, or the first step of a time-based run would have rate 0
+    ramp = min(1.0, (done + 1e-3) / recipe.warmup)
+    return ramp * (recipe.floor + (1 - recipe.floor) * (1 + math.cos(math.pi * done)) / 2)
+
+
+TABLES = ("embed_tokens.weight", "lm_head.weight")
+"""One row for each token: to make them orthogonal, as Muon does with matrices, would mean nothing."""
+
+
+def optimizers(masters: Mapping[str, torch.nn.Parameter], recipe: Recipe) -> list[torch.optim.Optimizer]:
+    """For matrices, and for all else."""
+    is_matrix = {name: weight.ndim == 2 and not name.endswith(TABLES) for name, weight in masters.items()}
+    matrices = [weight for name, weight in masters.items() if is_matrix[name]]
+    vectors = [weight for name, weight in masters.items() if not is_matrix[name]]
     decay, rate = recipe.weight_decay, recipe.matrix_rate
     first: torch.optim.Optimizer
     if recipe.optimizer == "muon":

@@ -24,6 +24,7 @@ class Teacher:
     best: Tensor
 
 
+@torch.no_grad()
 def teach(hidden: Tensor, lm_head: Tensor, best: Tensor) -> Teacher:
     """Trunk hidden states [N, W] -> teacher. Logits in float32: bfloat16 ones step by 0.125 at 20."""
     probs = torch.empty(len(hidden), len(lm_head), dtype=torch.bfloat16 if lm_head.dtype != torch.float64 else None)

@@ -49,6 +49,12 @@ class Weighting:
     steps: tuple[float, ...] = (1.0, 0.8, 0.6)
     top1: float = 0.5
 
+    @staticmethod
+    def of(depth: int) -> Weighting:
+        """For so many draft steps; those beyond the third count like it."""
+        steps = Weighting.steps
+        return Weighting((steps + steps[-1:] * depth)[:depth])
+
 
 @dataclass(frozen=True, eq=False)
 class Outcome:

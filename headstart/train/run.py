@@ -7,7 +7,6 @@ Running the same command again goes on from there; data files are read anew, so 
 from __future__ import annotations
 
 import json
-import math
 import shlex
 import signal
 import threading
@@ -33,7 +32,7 @@ from headstart.train.export import export_head, trunk_fingerprint
 from headstart.train.gain import measure
 from headstart.train.head import stream_scale
 from headstart.train.kinds import head_kind
-from headstart.train.loop import Hooks, Recipe, Trainer, save_checkpoint, train
+from headstart.train.loop import Hooks, Recipe, Trainer, check_bound, rate_factor, save_checkpoint, train
 from headstart.train.objective import Target, Weighting
 from headstart.train.plot import draw
 from headstart.train.progress import note, shown
@@ -42,8 +41,6 @@ from headstart.train.setup import Corpus, Subject, as_masters, existing_head, lo
 
 PATIENCE = 10
 """Evaluations without a better one after which a run ends early."""
-STEP_WEIGHTS = (1.0, 0.8, 0.6)
-"""Of draft steps 1, 2, 3 in the loss; deeper ones count like the last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,11 +86,7 @@ class TrainOptions:
 
 def check(options: TrainOptions) -> None:
     """Raises UsageError for options that cannot work."""
-    if (options.minutes is None) == (options.tokens is None):
-        raise UsageError("train needs a bound: exactly one of --minutes and --tokens", "for example --minutes 60")
-    bound = options.minutes if options.minutes is not None else options.tokens
-    if bound is None or not (math.isfinite(bound) and bound > 0):
-        raise UsageError(f"the bound of the training is {bound}, but must be above 0")
+    check_bound(options.minutes, options.tokens)
     if not options.data and not options.prompts:
         raise UsageError("train needs text to learn from", "give --data or --prompts")
     if options.head is not None and not options.finetune:
@@ -204,8 +197,7 @@ class _Run:
 
     @property
     def _weighting(self) -> Weighting:
-        weights = STEP_WEIGHTS + STEP_WEIGHTS[-1:] * self.options.depth
-        return Weighting(steps=weights[: self.options.depth])
+        return Weighting.of(self.options.depth)
 
     def train(self, minutes_gone: float) -> Report:
         options = self.options
@@ -268,7 +260,7 @@ class _Run:
             "minutes": round(p.seconds / 60, 2),
             "loss": p.loss,
             "tokens_per_second": round(p.rate),
-            "rate_factor": trainer.rate_factor(),
+            "rate_factor": rate_factor(trainer.recipe, trainer.share_done),
             "held_out": _plain(results),
         }
         with self.log.open("a", encoding="utf-8") as file:

@@ -38,7 +38,7 @@ def read_tree(folder: Path) -> Iterator[Piece]:
         raise UsageError(f"--text: {folder} does not exist", "give a folder of text or source files")
     found = False
     for path in [folder] if folder.is_file() else sorted(folder.rglob("*")):
-        kind = kind_of(path)
+        kind = kind_of(path.relative_to(folder.parent))
         if kind is None or not path.is_file() or path.stat().st_size > MOST_FILE_BYTES:
             continue
         try:

@@ -56,7 +56,8 @@ COMMANDS: dict[str, set[str]] = {
     | {"--max-tokens"},
     "train": JSON
     | {"--out", "--data", "--prompts", "--minutes", "--tokens", "--depth", "--draft-vocab", "--threads", "--seed"}
-    | {"--modules", "--device", "--restart", "--kind", "--finetune", "--head"},
+    | {"--modules", "--device", "--restart", "--kind", "--finetune", "--head"}
+    | {"--from-scratch"},
     "export": JSON | {"--to", "--out", "-o", "--head", "--model-type", "--force"},
     "graft": JSON | {"--out", "-o", "--from", "--strip", "--quantize-head", "--force"},
     "pull": JSON,

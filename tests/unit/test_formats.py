@@ -405,7 +405,7 @@ def test_parts_and_transposes() -> None:
     half = make_tensor("x", (2, 3), "F16", np.arange(6, dtype=np.float16).view(np.uint8))
     assert half.transposed().dtype == half.plain().dtype == "F16"
     assert half.transposed().float32().tolist() == [[0, 3], [1, 4], [2, 5]]
-    assert half.part(1).as_matrix().float32().tolist() == [[3, 4, 5]]
+    assert half.part(1).shaped(1, 3).float32().tolist() == [[3, 4, 5]]
     with pytest.raises(ModelError, match="has no part 2"):
         half.part(2)
 

@@ -224,3 +224,15 @@ def test_the_shipped_heads_go_with_the_alias(toy: hub.Builtin, tmp_path: Path, m
 def test_shipped_heads_are_of_their_kind(name: str) -> None:
     for kind, folder in hub.BUILTIN[name].heads.items():
         assert read_head(hub.HEADS / folder)[0].kind == kind
+
+
+def test_models_inside_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "CHECKPOINTS", tmp_path)
+    (tmp_path / "toy-tiny").mkdir()
+    assert not hub.is_builtin("toy-tiny")
+    (tmp_path / "toy-tiny" / "config.json").write_text("{}")
+    assert hub.builtin_names() == [*hub.BUILTIN, "toy-tiny"]
+    assert hub.resolve("toy-tiny") == hub.pull("toy-tiny") == tmp_path / "toy-tiny"
+    assert hub.repo_of("toy-tiny") is None
+    with pytest.raises(UsageError, match="did you mean toy-tiny"):
+        hub.resolve("toy-tyny")

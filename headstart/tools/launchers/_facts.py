@@ -46,7 +46,7 @@ def read(model: str | None) -> Facts:
     """Facts of a directory, a .gguf file or a Hub repo (of which config.json alone is fetched). Raises UsageError or
     ModelError."""
     path = Path(model).expanduser() if model else None
-    if model and path and not path.exists() and model not in hub.BUILTIN and hub.is_repo(model):
+    if model and path and not path.exists() and not hub.is_builtin(model) and hub.is_repo(model):
         return of_config(model, read_object(hub.config_file(model)), local=False)
     trunk = hub.resolve_alias(model).trunk
     if gguf.detect(trunk):

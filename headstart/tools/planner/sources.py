@@ -71,11 +71,11 @@ def accepting(shape: Shape, name: str) -> Shape:
 
 def from_model(name: str | None) -> Shape:
     """A checkpoint by its headers; of a Hub repo the config alone is fetched."""
-    if name and name not in hub.BUILTIN and not Path(name).expanduser().exists():
+    if name and not hub.is_builtin(name) and not Path(name).expanduser().exists():
         if not hub.is_repo(name):
             raise _unknown(name)
         return _from_config(name, read_object(hub.config_file(name)))
-    path = Path(name).expanduser() if name and name not in hub.BUILTIN else None
+    path = Path(name).expanduser() if name and not hub.is_builtin(name) else None
     if path and path.is_dir() and not any(path.glob("*.safetensors")) and (path / "config.json").exists():
         return _from_config(str(path), read_object(path / "config.json"))
     alias = hub.resolve_alias(name)

@@ -1,0 +1,177 @@
+"""Models from nothing: every family trains head and all, and the result is a checkpoint like any other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import support
+
+torch = pytest.importorskip("torch")
+
+from headstart.api import LLM  # noqa: E402
+from headstart.cli.main import main  # noqa: E402
+from headstart.config import EngineConfig  # noqa: E402
+from headstart.core import SamplingParams  # noqa: E402
+from headstart.errors import UsageError  # noqa: E402
+from headstart.kernels.ops import ConvSpec, DeltaSpec  # noqa: E402
+from headstart.kernels.reference_recurrent import Step, conv_step, delta_step  # noqa: E402
+from headstart.train import corpus, delta, scratch  # noqa: E402
+from headstart.train.data import Problems  # noqa: E402
+from headstart.train.objective import Weighting  # noqa: E402
+from headstart.train.scratch import ScratchModel, ScratchOptions, run  # noqa: E402
+
+TINY = {"vocab_size": support.VOCAB, "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 32}
+POEM = "the other thing in the tower then hears an aunt or ant out there\n"
+
+
+def tiny_model(family: str) -> ScratchModel:
+    return ScratchModel(family, support.family_of(family), TINY, torch.float64)
+
+
+def tokens_of(rows: int, length: int) -> Any:
+    return torch.from_numpy(np.random.default_rng(0).integers(0, support.VOCAB, (rows, length)))
+
+
+def walked(step: Step, rows: Any, state: Any) -> Any:
+    """The recurrence as it runs: row by row."""
+    outputs = []
+    for t in range(rows.shape[1]):
+        state, made = step(state, rows[:, t])
+        outputs.append(made)
+    return torch.stack(outputs, dim=1)
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize("length", [1, 63, 150])
+def test_chunks_are_the_recurrence(tiled: bool, length: int) -> None:
+    spec = DeltaSpec(2, 6, 12, 8, tiled)
+    generator = torch.Generator().manual_seed(length)
+    qkv = torch.randn(2, length, spec.channels, dtype=torch.float64, generator=generator)
+    decay = -2 * torch.rand(2, length, 6, dtype=torch.float64, generator=generator)
+    strength = torch.randn(2, length, 6, dtype=torch.float64, generator=generator)
+    state = torch.zeros(2, *spec.state_shape, dtype=torch.float64)
+    expected = walked(delta_step(spec), torch.cat((qkv, decay, strength), -1), state)
+    torch.testing.assert_close(delta.gated_delta(qkv, decay, strength, spec), expected, rtol=1e-12, atol=1e-13)
+
+
+def test_the_convolution_is_the_one_that_runs() -> None:
+    spec, x, weight = ConvSpec(5, 4), torch.randn(2, 9, 5), torch.randn(20)
+    expected = walked(conv_step(weight, spec), x, torch.zeros(2, 3, 5))
+    torch.testing.assert_close(delta.causal_conv(x, weight, spec), expected)
+
+
+@pytest.mark.parametrize("family", support.FAMILIES)
+def test_every_tensor_learns(family: str) -> None:
+    """Gradients reach all that takes part in the forward; a bias of the choice of experts takes none."""
+    model = tiny_model(family)
+    loss, head_loss, _ = model.losses(tokens_of(3, 40), Weighting())
+    (loss + head_loss).backward()
+    without = {name for name, each in model.masters.items() if each.grad is None or not each.grad.abs().sum() > 0}
+    assert {name for name in without if not name.endswith("e_score_correction_bias")} == set()
+
+
+@pytest.mark.parametrize("family", support.FAMILIES)
+def test_gradients_are_those_of_the_loss(family: str) -> None:
+    """Along the gradient of the trunk's loss, the loss falls as the gradient says."""
+    model = tiny_model(family)
+    for each in model.masters.values():
+        each.data = each.data.double()
+    tokens, step = tokens_of(2, 12), 1e-6
+    loss, _, _ = model.losses(tokens, Weighting())
+    loss.backward()
+    slopes = {name: each.grad for name, each in model.masters.items() if each.grad is not None}
+    size = sum(float(slope.square().sum()) for slope in slopes.values())
+    with torch.no_grad():
+        for name, slope in slopes.items():
+            model.masters[name] -= step / size * slope
+    below, _, _ = model.losses(tokens, Weighting())
+    assert (loss - below).item() / step == pytest.approx(1, rel=1e-3)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("scratch")
+    (folder / "poem.txt").write_text(POEM * 600)
+    options = ScratchOptions(
+        family="qwen3_5", out=folder / "model", data=(folder / "poem.txt",), tokens=7_000, threads=1
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scratch, "ROWS", 2)
+        patch.setattr(scratch, "LENGTH", 64)
+        run(options)
+    return options.out
+
+
+def test_it_learns_and_its_head_drafts(trained: Path) -> None:
+    facts = json.loads((trained / "training.json").read_text())
+    assert facts["held_out_loss"] < 0.5
+    llm = LLM(str(trained), EngineConfig(depth=3))
+    (found,) = llm.generate(["the other thing"], SamplingParams(max_tokens=40))
+    assert found.text.startswith(" in the tower then")
+    assert llm.method == "mtp"
+    assert found.speculation.acceptance_length > 2
+
+
+def test_text_of_files_folders_and_records(tmp_path: Path) -> None:
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "a.py").write_text("x = 1\n" * 60)
+    pair = {"prompt": "What?", "response": "That."}
+    (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, [{"text": "some text"}, pair, {"no": 1}])))
+    problems = Problems()
+    found = corpus.read_documents((tmp_path / "tree", tmp_path / "b.jsonl"), problems)
+    assert [record.text for record in found] == ["x = 1\n" * 60, "some text", "What?\n\nThat."]
+    assert problems.count == 1
+    assert sum(len(record.text) for record in corpus.read_documents((), problems)) > 1_000_000
+
+
+def test_batches_hold_every_document_once_in_a_round() -> None:
+    documents = [np.full(50, number, np.int32) for number in range(8)]
+    found = corpus.batches(documents, 2, 25, 0)
+    rounds = [[next(found) for _ in range(8)] for _ in range(2)]
+    for each in rounds:
+        assert np.bincount(np.concatenate(each).reshape(-1)).tolist() == [50] * 8
+    assert not np.array_equal(rounds[0], rounds[1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"family": "animal"}, "no family 'animal'"),
+        ({"tokens": 0}, "must be above 0"),
+        ({"depth": 99}, "--depth is 99"),
+        ({"data": (Path("nowhere"),)}, "nowhere does not exist"),
+        ({"out": Path()}, "exists"),
+    ],
+)
+def test_what_cannot_work_is_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    options = {"family": "mimo", "out": tmp_path / "model", "tokens": 100, **changes}
+    with pytest.raises(UsageError, match=message):
+        run(ScratchOptions(**options))
+
+
+def test_too_little_text(tmp_path: Path) -> None:
+    (tmp_path / "poem.txt").write_text(POEM * 10)
+    with pytest.raises(UsageError, match="too few to learn from"):
+        run(ScratchOptions(family="mimo", out=tmp_path / "model", tokens=100, data=(tmp_path / "poem.txt",)))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--kind", "eagle3"], "--kind does not go with --from-scratch"),
+        (["--finetune"], "--finetune does not go"),
+        (["--draft-vocab", "100"], "--draft-vocab does not go"),
+        (["--restart"], "--restart does not go"),
+        (["some/model"], "some/model does not go"),
+    ],
+)
+def test_options_of_heads_are_refused(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "model")
+    assert main(["train", *words, "--from-scratch", "mimo", "--out", out, "--tokens", "1000"]) == 2
+    assert message in capsys.readouterr().err
