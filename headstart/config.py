@@ -194,14 +194,20 @@ def parse_speculative_config(text: str) -> dict[str, Any]:
         ) from None
     if not isinstance(given, dict):
         raise UsageError(f"--speculative-config must be a JSON object, not {type(given).__name__}", known)
+    method = given.pop("rejection_sample_method", "standard")
+    if method != (wanted := "synthetic" if "synthetic_acceptance_rates" in given else "standard"):
+        raise UsageError(
+            f"--speculative-config: rejection_sample_method is {json.dumps(method)}, but must be {wanted!r} here",
+            "synthetic goes with synthetic_acceptance_rates",
+        )
     overrides: dict[str, Any] = {}
     for key, value in given.items():
         if key not in _SPECULATIVE_KEYS:
             raise UsageError(f"--speculative-config has the unknown key {key!r}", known)
         name, kind = _SPECULATIVE_KEYS[key]
         if not isinstance(value, kind) or isinstance(value, bool):
-            wanted = {str: "a string", int: "a whole number", list: "a list"}[kind]
-            raise UsageError(f"--speculative-config: {key} is {json.dumps(value)}, but must be {wanted}", known)
+            kinds = {str: "a string", int: "a whole number", list: "a list"}
+            raise UsageError(f"--speculative-config: {key} is {json.dumps(value)}, but must be {kinds[kind]}", known)
         overrides[name] = json.dumps(value) if kind is list else value
     if rates := overrides.get("synthetic_acceptance"):
         overrides["synthetic_acceptance"] = rates.strip("[]")

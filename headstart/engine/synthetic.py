@@ -17,7 +17,7 @@ from headstart.core import Verdict
 from headstart.kernels import philox
 
 BLOCK = 256
-"""Positions whose uniforms are drawn at a time: one call of the generator costs more than a pass of a small model."""
+"""Positions whose uniforms are drawn at a time: a call of the generator costs about as much for one."""
 
 
 class SyntheticJudge:

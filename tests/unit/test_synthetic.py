@@ -127,8 +127,13 @@ def test_wrong_rates(text: str) -> None:
 
 
 def test_vllms_spelling() -> None:
-    found = parse_speculative_config(json.dumps({"method": "mtp", "synthetic_acceptance_rates": [0.8, 0.5]}))
+    rates = {"method": "mtp", "synthetic_acceptance_rates": [0.8, 0.5]}
+    found = parse_speculative_config(json.dumps({**rates, "rejection_sample_method": "synthetic"}))
     assert EngineConfig(**found).synthetic_rates == (0.8, 0.5)
+    assert parse_speculative_config('{"rejection_sample_method": "standard"}') == {}
+    for wrong in (rates, {**rates, "rejection_sample_method": "block"}, {"rejection_sample_method": "synthetic"}):
+        with pytest.raises(UsageError, match="rejection_sample_method is"):
+            parse_speculative_config(json.dumps(wrong))
 
 
 @pytest.mark.parametrize("command", ["verify", "demo", "chat", "tune", "data --out x", "bench step"])
