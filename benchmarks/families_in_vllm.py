@@ -127,6 +127,7 @@ def against_vllm(path: Path, python: Path, depth: int, max_tokens: int) -> bool:
             "model": str(vllm_directory(path, Path(folder))),
             "dtype": dtype,
             "max_model_len": 512,
+            "listen": True,
             "speculative": {"method": "mtp", "num_speculative_tokens": depth},
             "prompts": prompts,
             "max_tokens": max_tokens,

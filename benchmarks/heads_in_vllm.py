@@ -41,7 +41,7 @@ def write(ids):
     return llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)[0].outputs[0]
 llm = vllm.LLM(job["model"], dtype=job["dtype"], max_model_len=job["max_model_len"],
                enable_prefix_caching=False, seed=0, trust_remote_code=True, disable_log_stats=False,
-               speculative_config=job["speculative"])
+               enforce_eager=job["listen"], speculative_config=job["speculative"])
 params = vllm.SamplingParams(temperature=0, max_tokens=job["max_tokens"])
 outputs = [write(ids) for ids in job["prompts"]]
 counts = {}
@@ -55,14 +55,12 @@ print("RESULT " + json.dumps(result))
 
 
 def in_vllm(python: Path, job: dict[str, Any]) -> dict[str, Any]:
-    """What vLLM writes and counts; `rounds` by prompt: [known tokens, draft tokens...] of every draft."""
-    environment = os.environ | {
-        "VLLM_CPU_KVCACHE_SPACE": "2",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # drafts are listened to inside the engine
-    }
-    job = {"dtype": "bfloat16", "max_model_len": 4096, **job}
+    """What vLLM writes and counts. With job["listen"], `rounds` by prompt: [known tokens, draft tokens...] of every
+    draft."""
+    job = {"dtype": "bfloat16", "max_model_len": 4096, "listen": False, **job}
+    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    if job["listen"]:  # drafts are seen only where the engine is in the process that asks
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     done = subprocess.run(
         [python, "-c", VLLM], input=json.dumps(job), text=True, stdout=subprocess.PIPE, env=environment, check=False
     )
