@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headstart.formats._picked import Picked
 from headstart.kernels.ops import Backend
 from headstart.layers.build import Weights
 
@@ -64,8 +65,9 @@ class Cast:
 
     dtype: torch.dtype
 
-    def weight(self, tensor: Master, *, drafts: bool = False, precise: bool = False) -> Tensor:
-        return tensor.values.to(self.dtype)
+    def weight(self, tensor: Master | Picked, *, drafts: bool = False, precise: bool = False) -> Tensor:
+        whole: Master = cast(Any, tensor).read() if isinstance(tensor, Picked) else tensor
+        return whole.values.to(self.dtype)
 
 
 def named(tensors: Mapping[str, Tensor]) -> dict[str, Master]:

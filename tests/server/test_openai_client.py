@@ -63,7 +63,8 @@ def test_drafting_changes_nothing(client: OpenAI) -> None:
         answer = chat(client, temperature=1.0, seed=3, max_tokens=60, extra_body={"speculation": speculation})
         texts.add(answer.choices[0].message.content)
         drafted = answer.usage.model_extra["speculation"]["drafted"]
-        assert (drafted == 0) == (speculation["mode"] == "off")
+        assert drafted == 0 or speculation["mode"] == "auto"
+        assert drafted > 0 or "depth" not in speculation
     assert len(texts) == 1
 
 

@@ -28,8 +28,10 @@ def test_trees_of_text(tmp_path: Path) -> None:
     assert {piece.kind for piece in pieces} == {"code", "prose"}
     assert all(piece.source == "docs" for piece in pieces)
     assert all(120 <= len(text.split()) <= 350 for text, _ in passages(pieces))
+    assert [piece.source for piece in read_tree(docs / ".git")] == [".git"]  # asked for by name
+    (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match="no text"):
-        list(read_tree(docs / ".git"))
+        list(read_tree(tmp_path / "empty"))
     with pytest.raises(UsageError, match="does not exist"):
         list(read_tree(tmp_path / "nothing"))
 

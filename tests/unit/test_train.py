@@ -288,7 +288,7 @@ def test_fine_tuning_begins_where_the_head_stands(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in Path(again.data["log"]).read_text().splitlines()]
     start, end = rows[0]["held_out"]["all"]["length"], first.data["held_out"]["all"]["length"]
     assert start == pytest.approx(end, abs=0.03)
-    with pytest.raises(ModelError, match="no head to fine-tune"):
+    with pytest.raises(ModelError, match="no head of kind mtp to fine-tune"):
         run(TrainOptions(out=tmp_path / "none", tokens=300, finetune=True, **common))
     with pytest.raises(UsageError, match="add --finetune"):
         run(TrainOptions(out=tmp_path / "none", tokens=300, head=tmp_path / "first", **common))
