@@ -139,10 +139,9 @@ def against_vllm(path: Path, python: Path, depth: int, max_tokens: int) -> bool:
     counts = theirs["counts"]
     length = 1 + counts["vllm:spec_decode_num_accepted_tokens"] / counts["vllm:spec_decode_num_drafts"]
     same = sum(a == b for a, b in zip(ours, theirs["ids"], strict=True))
-    print(
-        f"{family}, {dtype}, depth {depth}: vLLM {theirs['version']}: {found}; acceptance length {length:.3f} there, "
-    )
-    print(f"    {stats.acceptance_length:.3f} here; texts equal {same}/{len(prompts)}", flush=True)
+    print(f"{family}, {dtype}, depth {depth}, vLLM {theirs['version']}")
+    print(f"    {found}; texts equal {same}/{len(prompts)}")
+    print(f"    acceptance length {length:.3f} there, {stats.acceptance_length:.3f} here", flush=True)
     return found.share >= EQUAL and abs(length - stats.acceptance_length) <= LENGTH_APART
 
 
@@ -182,7 +181,7 @@ def against_transformers(path: Path, max_tokens: int) -> bool:
     prompts = [llm.encode(prompt, raw=True) for prompt in PROMPTS]
     texts, rounds = in_transformers(path, prompts, max_tokens)
     found = agreement(llm, texts, rounds, 1)
-    print(f"{path.name}, float32, depth 1: transformers: {found}", flush=True)
+    print(f"{path.name}, float32, depth 1, transformers\n    {found}", flush=True)
     return found.share >= EQUAL
 
 

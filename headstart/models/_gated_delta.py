@@ -285,8 +285,8 @@ TINY_EXPERTS = {
 }  # fmt: skip
 
 SCRATCH = {
-    "full_attention_interval": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
+    "full_attention_interval": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
 }  # fmt: skip
 SCRATCH_MOE = {**SCRATCH, **SCRATCH_EXPERTS, "num_experts": 8, "shared_expert_intermediate_size": 64}
 

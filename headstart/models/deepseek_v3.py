@@ -115,7 +115,7 @@ def tiny(**changes: Any) -> tuple[dict[str, Any], Arrays]:
 SCRATCH = {
     **SCRATCH_EXPERTS, "q_lora_rank": 64, "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64,
     "head_dim": 64, "v_head_dim": 32, "n_routed_experts": 8, "n_shared_experts": 1, "num_key_value_heads": 4,
-    "tie_word_embeddings": False,
+    "tie_word_embeddings": False, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
 }  # fmt: skip
 """The only latent and rotary sizes that some engines run on a CPU are the released ones."""
 FAMILY = Family(

@@ -56,4 +56,4 @@ def save_model(
     }
     for name, content in documents.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
-    tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
