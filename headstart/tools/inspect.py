@@ -15,7 +15,7 @@ from typing import Any
 
 from headstart import hub
 from headstart.core import Report
-from headstart.errors import UsageError
+from headstart.errors import ModelError, UsageError
 from headstart.formats._listing import Listing, list_checkpoint
 from headstart.formats._mtp_families import find_drafter
 from headstart.formats._symbols import text_config
@@ -99,6 +99,7 @@ def _deep(options: InspectOptions, head: str | None, data: Mapping[str, Any], pr
 def describe(listing: Listing, target: Listing | None = None) -> dict[str, Any]:
     """Everything about one checkpoint, from headers alone, and whether its drafts fit a target."""
     config = listing.config
+    _check_sizes(listing)
     weights = weights_of(listing.tensors, config)
     layout = find_drafter(config, listing.tensors)
     if layout is not None:
@@ -120,6 +121,15 @@ def describe(listing: Listing, target: Listing | None = None) -> dict[str, Any]:
     }
     found = findings(Subject(listing, weights, heads, shared))
     return _document(listing, weights, heads, told, found) | {"fit": _fit(target, checks)}
+
+
+def _check_sizes(listing: Listing) -> None:
+    """Sizes are whole numbers, or a list of them by layer. Raises ModelError."""
+    for key in SIZE_KEYS:
+        value = text_config(listing.config).get(key)
+        whole = all(isinstance(each, int) for each in (value if isinstance(value, list) else [value]))
+        if value is not None and not whole:
+            raise ModelError(f"config of {listing.name}: {key} is {value!r}, not a whole number", f"correct {key}")
 
 
 def _describe_drafter(

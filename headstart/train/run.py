@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -118,7 +116,7 @@ def _is_head(path: Path) -> bool:
 def run(options: TrainOptions) -> Report:
     """Train, export to `options.out`; the report's data holds tokens seen, minutes and held-out acceptance."""
     check(options)
-    with _terminate_as_interrupt(), _told_where_disks_are_full(options):
+    with _told_where_disks_are_full(options):
         started = time.monotonic()
         options.work.mkdir(parents=True, exist_ok=True)
         subject = load_subject(
@@ -335,20 +333,3 @@ def _told_where_disks_are_full(options: TrainOptions) -> Iterator[None]:
             f"cannot write to {options.work} or {options.out}: {error.strerror or error}",
             "make room and run the same command again: it goes on from the last checkpoint",
         ) from error
-
-
-@contextmanager
-def _terminate_as_interrupt() -> Iterator[None]:
-    """SIGTERM saves a checkpoint like Ctrl-C does."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -71,6 +71,12 @@ def test_absurd_promises_are_refused() -> None:
         declared({"num_nextn_predict_layers": 10**9})
 
 
+@pytest.mark.parametrize("value", ["many", 2.5, [1, "x"]])
+def test_sizes_that_are_no_numbers(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(ModelError, match="num_hidden_layers is .* not a whole number"):
+        look(tmp_path, {**SIZES, "model_type": "mimo", "num_hidden_layers": value}, trunk(QWEN))
+
+
 def test_absurd_sizes_cost_nothing(tmp_path: Path) -> None:
     animal = ZOO["deepseek_v3"]
     config = config_of(animal) | {"n_routed_experts": 2**39, "num_attention_heads": 2**60}
