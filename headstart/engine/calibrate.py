@@ -25,6 +25,9 @@ STEPS, WARM_UP = 6, 1
 PLAN = ((1, 0), (1, 1), (1, 3), (4, 0), (1, 7), (4, 3), (1, 2), (16, 0), (1, 5), (16, 3), (64, 0), (1, 11), (64, 3))
 """(sequences, depth), what matters most first: a slow machine gets as far as the time goes, and learns the rest."""
 LONG, LONG_DEPTH = 448, 3
+MOST_REACH = 0.5
+"""Of a pass near position 0: what LONG positions more cost at most. The difference of two measured times is noisy."""
+LEAST_SHARE = 0.3
 CHECKED_DEPTH, TOLERANCE = 3, 0.15
 """What is kept from an earlier start holds if t(4) / t(1) is the same up to so much."""
 
@@ -100,11 +103,12 @@ def _measure_long(run: _Run, costs: Costs, short: int) -> None:
     prompts, steps = run.measure(1, min(LONG_DEPTH, engine.max_depth), length, STEPS)
     rows, seconds = next(((rows, values) for rows, values in steps.passes.items()), (0, []))
     if seconds:
-        costs.reach = max(0.0, (median(seconds) - costs.passes.at(rows)) / (rows * (length - short)))
+        far = max(0.0, median(seconds) - costs.passes.at(rows))
+        costs.reach = min(far, MOST_REACH * costs.passes.at(rows)) / (rows * (length - short))
     if prompts.prompts:
         work, taken = prompts.prompts[0]
         own = taken - costs.reach * work.reach / 2  # rows of a prompt attend to half of it
-        low, high = 0.05, 1.5
+        low, high = LEAST_SHARE, 1.5
         for _ in range(20):  # the share at which the pass would cost what it did
             middle = (low + high) / 2
             low, high = (

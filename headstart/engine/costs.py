@@ -105,7 +105,9 @@ class Costs:
         return sum(self.drafts.at(count) for count in steps) + self.catch_up * missed
 
     def passed(self, work: Work, seconds: float) -> None:
-        """A pass took so long."""
+        """A pass took so long. One that is mostly prompts says little about the others."""
+        if work.prompt_rows > work.rows:
+            return
         self.passes.learn(work.rows + self.prompt_share * work.prompt_rows, seconds / self.of_pass(work))
 
     def drafted(self, steps: Seq[int], missed: int, seconds: float) -> None:

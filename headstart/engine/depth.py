@@ -9,21 +9,26 @@ of plain decoding, times the share of it that steps have really taken of late. P
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headstart.core import Draft, Sequence
 from headstart.drafters._drafter import Wish
 from headstart.engine.costs import Costs, Work
 from headstart.engine.odds import Odds, chances
 
-MARGIN = 0.01
-"""Drafting begins when it promises this share of a token's worth at least; what it promises is never exact."""
-PRUDENCE = 0.3
-"""In large batches rows and draft steps must promise so much more than they cost, in smaller ones less: a token saved
-in one sequence does not shorten a batch by its share, and what is given up at the margin is worth little."""
+MARGIN = 0.02
+"""What drafts promise must be this share of the step's time at least, of all sequences together: promises are never
+exact, and the Python around a draft costs as much."""
+BATCH_MARGIN, PRUDENCE = 0.06, 0.8
+"""In large batches that share is so much more, in smaller ones less, and rows and draft steps must promise so much more
+than they cost: a token saved in one sequence does not shorten a batch by its share, sequences that end at different times
+share no prompt passes, and what is given up at the margin is worth little."""
 PROBES = 0.005
 """Share of all time that may go into asking drafters that do not pay now."""
+LONGEST_REST = 7
+"""Where the head does not pay and lookups find nothing, so many steps go by until they are asked again."""
 LEAST_ROW = 0.002
 """Of a plain pass: a row is never taken to cost less, whatever noise says."""
 SHORTEST, LONGEST = 0.98, 0.9
@@ -49,44 +54,63 @@ class AutoDepth:
         self.method = method
         self._spent = self._plain = 0.0  # seconds that steps took, and would have taken for the same tokens
         self._kept, self._credit, self._length = 2.0, 0.0, 128.0
-        self._work, self._prudence = Work(0), 1.0
+        self._work, self._margin, self._prudence, self._least = Work(0), 0.0, 1.0, 0.0
+        self._asks, self._rest, self._wait = False, 0, 0  # is the head asked; steps to rest for; of these, those left
 
     @property
     def share(self) -> float:
         """Time of a token, as a share of its time in plain decoding."""
         return min(1.0, self._spent / self._plain) if self._plain else 1.0
 
-    def wishes(self, rooms: Seq[Room], work: Work) -> list[Wish]:
-        """A gated wish for each room. work: of the next pass without any draft."""
-        self._weigh(work)
-        gates = [Gate(self, room.sequence, self._pays(room)) for room in rooms]
-        refused = [(room, gate) for room, gate in zip(rooms, gates, strict=True) if not gate.starts]
-        if refused:
+    def wishes(self, rooms: Seq[Room]) -> list[Wish]:
+        """A gated wish for each room, in the pass that has been weighed."""
+        gains = [self._gain(room) for room in rooms]
+        asked = [gain for gain in gains if gain > 0]
+        # a step of few sequences costs more than their part of one of all
+        alone = self._prudence * self.costs.drafts.at(max(len(asked), 1)) - self.draft_s * len(asked)
+        self._asks = enough = sum(asked) - alone >= self._margin
+        gates = [Gate(self, room.sequence, enough and gain > 0) for room, gain in zip(rooms, gains, strict=True)]
+        if not all(gate.starts for gate in gates):
+            refused = [(room, gate) for room, gate in zip(rooms, gates, strict=True) if not gate.starts]
             self._probe(*min(refused, key=lambda each: each[0].missed))
         return [Wish(room.sequence, room.limit, gate) for room, gate in zip(rooms, gates, strict=True)]
 
-    def _weigh(self, work: Work) -> None:
-        """What a token is worth, and what a row and a draft step cost, around the work ahead."""
+    def rests(self) -> bool:
+        """Is nobody to be asked for drafts in this step? Called once in each."""
+        self._wait -= 1
+        return self._wait >= 0
+
+    def weigh(self, work: Work) -> bool:
+        """What a token is worth, and what a row and a draft step cost, around the work ahead: the next pass without any
+        draft. False when no draft can pay, be it as sure as it may."""
         costs, count = self.costs, work.rows
         plain = costs.of_pass(Work(count, 0, work.reach))
         more = max(1, round(count * self._kept))
         deeper = Work(count + more, work.prompt_rows, work.reach + work.reach * more // count)
         row_s = (costs.of_pass(deeper) - costs.of_pass(work)) / more
-        self._prudence = 1 + PRUDENCE * (1 - 1 / count)
+        crowd = (1 - 1 / count) ** 2
+        self._prudence, self._margin = 1 + PRUDENCE * crowd, (MARGIN + BATCH_MARGIN * crowd) * plain
         self.row_s = self._prudence * max(row_s, LEAST_ROW * plain)
         self.token_s = self.share * plain / count
+        next_s = costs.of_pass(replace(work, rows=count + 1)) - costs.of_pass(work)
+        self._least = min(self.row_s, self._prudence * next_s) / self.token_s
         self.draft_s = self._prudence * costs.drafts.at(count) / count
         self._work = work
+        if self.row_s < self.token_s:
+            return True
+        self._wait = LONGEST_REST
+        return False
 
-    def _pays(self, room: Room) -> bool:
-        """Is a draft's first token worth its making, and what must be made up for worth the rest of the text?"""
+    def _gain(self, room: Room) -> float:
+        """Seconds that a draft of the head promises to save in a step; 0 where it does not pay, or not what must be
+        made up for first within the rest of the text."""
         sequence = room.sequence
         table = self.odds.table(sequence, self.method, 0)
         gain = self._option(table.bins(), self.odds.factor(sequence, self.method)) - self.draft_s
-        if gain < MARGIN * self.token_s:
-            return False
+        if gain <= 0 or not room.missed:
+            return max(gain, 0.0)
         left = min(self._length, sequence.request.params.max_tokens - sequence.num_output)
-        return not room.missed or gain * left > self.costs.catch_up * room.missed
+        return gain if gain * left > self.costs.catch_up * room.missed else 0.0
 
     def _option(self, bins: Seq[tuple[float, float]], factor: float) -> float:
         """What one more drafted token promises: its score decides whether it is verified."""
@@ -95,8 +119,7 @@ class AutoDepth:
 
     def _probe(self, room: Room, gate: Gate) -> None:
         """Ask for a draft that promises too little, when there is time to learn."""
-        cost = self.costs.of_draft([1], room.missed)
-        if cost < self._credit:
+        if self.costs.of_draft([1], room.missed) < self._credit:
             self._credit, gate.starts = 0.0, True
 
     def goes_on(self, sequence: Sequence, draft: Draft, chance: float) -> bool:
@@ -107,38 +130,48 @@ class AutoDepth:
         factor = self.odds.factor(sequence, draft.method)
         return self._option(table.bins(), chance * factor) > self.draft_s
 
-    def takes(self, sequence: Sequence, draft: Draft) -> bool:
-        """Is a draft that cost nothing better than what the head promises?"""
+    def takes(self, sequence: Sequence, draft: Draft, *, asks: bool) -> bool:
+        """Is a draft that cost nothing better than what the head promises, or than nothing where it is not asked?"""
         if not draft.tokens:
             return False
         self.odds.drafted(sequence, draft)
-        free = sum(max(0.0, chance * self.token_s - self.row_s) for chance in chances(self.odds, sequence, draft))
+        worth_it = chances(self.odds, sequence, draft, self.row_s / self.token_s)
+        free = sum(worth_it) * self.token_s - len(worth_it) * self.row_s
+        if not asks:
+            return free > 0
         table = self.odds.table(sequence, self.method, 0)
         bound = self._option(table.bins(), self.odds.factor(sequence, self.method)) / max(1 - table.mean, 0.1)
         return free > bound - self.draft_s
 
     def cut(self, wishes: Seq[Wish]) -> None:
-        """Leave of each draft what is worth verifying; nothing when all of it together is not."""
-        promised, kept = 0.0, 0
-        drafts = []
-        for wish in wishes:
-            sequence, draft = wish.sequence, wish.sequence.draft
-            if not draft.tokens:
-                continue
-            self.odds.drafted(sequence, draft)
-            found = chances(self.odds, sequence, draft)
-            length = sum(chance * self.token_s > self.row_s for chance in found)
-            drafts.append((sequence, length))
-            promised += sum(found[:length])
-            kept += length
-        work = self._work
-        deeper = Work(work.rows + kept, work.prompt_rows, work.reach + work.reach * kept // work.rows)
-        if promised * self.token_s < self._prudence * (self.costs.of_pass(deeper) - self.costs.of_pass(work)):
-            kept = 0
-        for sequence, length in drafts:
-            sequence.draft = sequence.draft.cut(length if kept else 0)
-        if kept:
+        """Leave of the drafts the rows that are worth verifying together, the likeliest first; none when they promise
+        too little."""
+        drafts = [wish.sequence for wish in wishes if wish.sequence.draft.tokens]
+        rows: list[tuple[float, int]] = []  # chance to be right, draft
+        for index, sequence in enumerate(drafts):
+            self.odds.drafted(sequence, sequence.draft)
+            found = chances(self.odds, sequence, sequence.draft, self._least)
+            rows += [(chance, index) for chance in found]
+        rows.sort(key=lambda row: -row[0])  # stable: none before those that it hangs on
+        lengths = Counter([index for _, index in rows[: self._worth_it([chance for chance, _ in rows])]])
+        for index, sequence in enumerate(drafts):
+            sequence.draft = sequence.draft.cut(lengths[index])
+        kept = lengths.total()
+        self._rest = 0 if kept or self._asks else min(self._rest + 1, LONGEST_REST)
+        self._wait = self._rest
+        if drafts:
             self._kept += (1 - LONGEST) * (kept / len(drafts) - self._kept)
+
+    def _worth_it(self, falling: Seq[float]) -> int:
+        """How many rows of these chances save most; 0 where that is too little."""
+        work, costs, most, count, saved = self._work, self.costs, self._margin, 0, 0.0
+        plain = costs.of_pass(work)
+        for rows, chance in enumerate(falling, 1):
+            saved += chance * self.token_s
+            deeper = Work(work.rows + rows, work.prompt_rows, work.reach + work.reach * rows // work.rows)
+            if (net := saved - self._prudence * (costs.of_pass(deeper) - plain)) > most:
+                most, count = net, rows
+        return count
 
     def stepped(self, work: Work, count: int, emitted: int, pass_s: float, draft_s: float) -> None:
         """A step of `count` sequences has emitted so many tokens (0: others have chosen some of the depths); seconds of
@@ -170,4 +203,4 @@ class Gate:
         return self.pilot.goes_on(self.sequence, draft, self.chance)
 
     def takes(self, draft: Draft) -> bool:
-        return self.pilot.takes(self.sequence, draft)
+        return self.pilot.takes(self.sequence, draft, asks=self.starts)

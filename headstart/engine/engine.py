@@ -272,17 +272,21 @@ class Engine:
     def _wishes(self, sequences: Seq[Sequence]) -> list[Wish]:
         ready = [each for each in sequences if each.finish_reason is None and _is_ready(each)]
         most = min(self.max_depth, self.config.depth_limit(len(self.scheduler.running)))
-        wishes, rooms = [], []
+        wishes, rooms, asks = [], [], None
         for sequence in ready:
             depth = self.depth if sequence.request.depth is None else sequence.request.depth
             limit = min(most, self._draft_room(sequence), MAX_DEPTH if depth == AUTO else depth)
-            if limit <= 0 or self._force(sequence) or not self._reserve(sequence, limit):
+            if limit <= 0 or self._force(sequence):
+                continue
+            if depth == AUTO and asks is None:
+                asks = not self.pilot.rests() and self.pilot.weigh(self._ahead(ready))
+            if (depth == AUTO and not asks) or not self._reserve(sequence, limit):
                 continue
             if depth == AUTO:
                 rooms.append(Room(sequence, limit, _missed(sequence)))
             else:
                 wishes.append(Wish(sequence, limit))
-        return wishes + self.pilot.wishes(rooms, self._ahead(ready)) if rooms else wishes
+        return wishes + self.pilot.wishes(rooms) if rooms else wishes
 
     def _ahead(self, ready: Seq[Sequence]) -> Work:
         """The next pass without drafts, as far as one can tell."""

@@ -24,6 +24,8 @@ __all__ = ["GrammarCompiler", "GrammarSpec", "GrammarState", "Mask", "ToolCalls"
 
 CACHED_GRAMMARS = 128
 FORCED_LIMIT = 16
+MASKS_KEPT = 32
+"""Masks of the latest states: at least those that looking ahead comes by."""
 _ANCHOR = "\n"  # is a token of its own in sentencepiece vocabularies, so the text behind it is no start of a text
 
 
@@ -90,15 +92,21 @@ class GrammarState:
         self._ends = ends
         self._tokens: list[int] = []  # that the matcher has consumed
         self._num_ends = 0  # end-of-text ids after them, which the matcher does not see: it would not count them
+        self._masks: dict[int, Mask] = {}  # by the number of tokens before; looking ahead comes by again
 
     def mask(self) -> Mask:
         """[ceil(vocab_size / 32)] tokens that may come next. End-of-text ids are allowed exactly where the text may
         end (`accepting`), and alone once it is `done`; then the mask is empty if the tokenizer has no such id. An
         `error` leaves nothing."""
         if not self._num_ends and not self._matcher.is_stopped():
+            known = self._masks.get(len(self._tokens))
+            if known is not None and not self._matcher.is_error():
+                return known
             found = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: len(self._with_text)]
             if not self._matcher.is_error():
                 allowed: Mask = found & self._with_text
+                allowed.flags.writeable = False
+                self._masks[len(self._tokens)] = allowed
                 return allowed
         return np.zeros_like(self._ends) if self._matcher.is_error() else self._ends.copy()
 
@@ -140,6 +148,7 @@ class GrammarState:
         if self._matcher.try_consume_tokens([token]) != 1:
             return False
         self._tokens.append(token)
+        self._masks.pop(len(self._tokens) - MASKS_KEPT, None)
         return True
 
     def rollback(self, count: int) -> None:
@@ -151,6 +160,7 @@ class GrammarState:
         self._num_ends -= ends
         kept = len(self._tokens) - (count - ends)
         self._tokens, given_back = self._tokens[:kept], self._tokens[kept:]
+        self._masks = {count: mask for count, mask in self._masks.items() if count <= kept}
         if self._matcher.is_error() or (given_back and not self._matcher.rollback(len(given_back))):
             self._matcher = self._start.deep_copy()  # the library cannot go back from an error
             self._matcher.try_consume_tokens(self._tokens)
@@ -176,6 +186,7 @@ class GrammarState:
         """A state of its own at the same place."""
         twin = copy(self)
         twin._matcher, twin._tokens = self._matcher.deep_copy(), self._tokens.copy()
+        twin._masks = self._masks.copy()
         return twin
 
     def __len__(self) -> int:

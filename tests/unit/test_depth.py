@@ -157,7 +157,11 @@ class World:
                 seconds = drafting = 0.0
                 tokens = verified = 0
             work = Work(self.count, self.prompt_rows)
-            wishes = pilot.wishes([Room(each, 8, 0) for each in sequences], work)
+            wishes = (
+                pilot.wishes([Room(each, 8, 0) for each in sequences])
+                if not pilot.rests() and pilot.weigh(work)
+                else []
+            )
             chances = {wish.sequence: self._draft(wish) for wish in wishes}
             lengths = [len(wish.sequence.draft.tokens) for wish in wishes]
             taken = self.costs.of_draft([sum(n > i for n in lengths) for i in range(max(lengths, default=0))], 0)
@@ -268,8 +272,9 @@ def test_what_a_head_must_make_up_for_has_to_pay() -> None:
     pilot = AutoDepth("mtp")
     pilot.costs = Known(FLAT, CHEAP_DRAFTS, catch_up=0.05)
     each = sequence()
+    pilot.weigh(Work(1))
     starts = [
-        pilot.wishes([Room(each, 8, missed)], Work(1))[0].gate.starts  # type: ignore[union-attr]
+        pilot.wishes([Room(each, 8, missed)])[0].gate.starts  # type: ignore[union-attr]
         for missed in (0, 100, 100_000)
     ]
     assert starts == [True, True, False]

@@ -73,7 +73,7 @@ def test_absurd_promises_are_refused() -> None:
 
 @pytest.mark.parametrize("value", ["many", 2.5, [1, "x"]])
 def test_sizes_that_are_no_numbers(tmp_path: Path, value: Any) -> None:
-    with pytest.raises(ModelError, match="num_hidden_layers is .* not a whole number"):
+    with pytest.raises(ModelError, match=r"num_hidden_layers is .* not a whole number"):
         look(tmp_path, {**SIZES, "model_type": "mimo", "num_hidden_layers": value}, trunk(QWEN))
 
 
