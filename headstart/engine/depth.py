@@ -23,8 +23,8 @@ MARGIN = 0.02
 exact, and the Python around a draft costs as much."""
 BATCH_MARGIN, PRUDENCE = 0.06, 0.8
 """In large batches that share is so much more, in smaller ones less, and rows and draft steps must promise so much more
-than they cost: a token saved in one sequence does not shorten a batch by its share, sequences that end at different times
-share no prompt passes, and what is given up at the margin is worth little."""
+than they cost: a token saved in one sequence does not shorten a batch by its share, sequences that end at different
+times share no prompt passes, and what is given up at the margin is worth little."""
 PROBES = 0.005
 """Share of all time that may go into asking drafters that do not pay now."""
 LONGEST_REST = 7
