@@ -86,6 +86,7 @@ def train(
     held_out: list[Example],
     cache: FeatureCache,
     tokens: int,
+    batch_tokens: int,
 ) -> dict[str, Any]:
     """One run, to the end of its schedule."""
     kind, config = head_kind(variant.kind), subject.config
@@ -99,6 +100,7 @@ def train(
         start = {name: _random(tensor) for name, tensor in start.items()}
     recipe = Recipe(
         tokens=round(tokens * variant.tokens),
+        batch_tokens=batch_tokens,
         weighting=Weighting(variant.steps, variant.top1),
         dtype=subject.trunk.dtype,
         rounded=variant.rounded,
@@ -135,7 +137,8 @@ def main() -> int:
     parser.add_argument("--data", type=Path, action="append", required=True)
     parser.add_argument("--cache", type=Path, required=True, help="of an EAGLE-3 run")
     parser.add_argument("--tokens", type=int, default=400_000)
-    parser.add_argument("--only", help="comma-separated names of variants")
+    parser.add_argument("--batch-tokens", type=int, default=1024, help="short runs need many steps")
+    parser.add_argument("--only", action="append", choices=VARIANTS, help="a variant; may be repeated")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, required=True, help="results; runs that are in it are not made again")
     args = parser.parse_args()
@@ -149,10 +152,10 @@ def main() -> int:
     held_out = [example for example in examples if example.held_out]
     training = [example for example in examples if not example.held_out]
     found = json.loads(args.json.read_text()) if args.json.exists() else {}
-    for name in args.only.split(",") if args.only else VARIANTS:
+    for name in args.only or VARIANTS:
         if name not in found:
             print(name, file=sys.stderr, flush=True)
-            found[name] = train(VARIANTS[name], subject, training, held_out, cache, args.tokens)
+            found[name] = train(VARIANTS[name], subject, training, held_out, cache, args.tokens, args.batch_tokens)
             args.json.write_text(json.dumps(found, indent=1))
     base = found.get("base", {}).get("length")
     print("| run | acceptance length | to base | by position | tokens (distinct) |\n|---|---|---|---|---|")

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, replace
 from statistics import mean
 from typing import Any
 
+from headstart import hub
 from headstart.config import AUTO, FIXED_DEPTH, Depth, EngineConfig
 from headstart.core import Report
-from headstart.engine.load import Model, load_model
+from headstart.engine.load import Model, attach_head, load_model
 from headstart.errors import UsageError
 from headstart.tools import tuned
 from headstart.tools.bench import workloads
@@ -172,17 +173,29 @@ class _Tuning:
 
 
 def _runners(model: Model, config: EngineConfig) -> list[tuple[str, InProcess]]:
-    """An engine for each way to draft that the model offers: its head with lookup beside it, and lookup alone."""
+    """An engine for each way to draft that the model offers: its head with lookup beside it, other heads that come with
+    it, and lookup alone."""
     if config.drafter == "none":
         raise UsageError("--drafter none leaves nothing to tune", "leave it out")
-    named = [config.drafter] if config.drafter != AUTO else [*(["mixed"] if model.head else []), "ngram"]
+    ways = [(config.drafter, model)]
+    if config.drafter == AUTO:
+        ways = [*([("mixed", model)] if model.head else []), *_other_heads(model, config), ("ngram", model)]
     blocks: int | None = config.kv_blocks
     found = []
-    for drafter in named:
-        runner = InProcess(model, replace(config, drafter=drafter, kv_blocks=blocks))
+    for drafter, headed in ways:
+        runner = InProcess(headed, replace(config, drafter=drafter, kv_blocks=blocks))
         blocks = runner.kv_blocks
         found.append((drafter, runner))
     return found
+
+
+def _other_heads(model: Model, config: EngineConfig) -> list[tuple[str, Model]]:
+    """The model with each shipped head that `--drafter KIND` would take in place of its own."""
+    if config.head is not None or model.head is None:
+        return []
+    own = model.head.head.kind
+    shipped = hub.shipped_heads(model.name).items()
+    return [(kind, replace(model, head=attach_head(model, path))) for kind, path in shipped if kind != own]
 
 
 def said(choice: Choice) -> str:

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import family_of, new_folder, write_model
+from support import family_of, headed_model, new_folder, write_model
 
+from headstart import hub
 from headstart.cli.serve import with_tuned
 from headstart.config import AUTO, EngineConfig
+from headstart.drafters._drafter import AttachedHead
 from headstart.errors import UsageError
 from headstart.tools import tune, tuned
 from headstart.tools.bench.document import Cell
@@ -104,3 +106,14 @@ def test_it_measures_and_keeps(model: str) -> None:
 def test_nothing_to_tune(model: str) -> None:
     with pytest.raises(UsageError, match="nothing to tune"):
         tune.run(TuneOptions(model=model, config=replace(CONFIG, drafter="none")))
+
+
+def test_every_shipped_head_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = headed_model("mimo")
+    monkeypatch.setattr(hub, "shipped_heads", lambda name: {"mtp": Path("first"), "eagle3": Path("second")})
+    monkeypatch.setattr(tune, "attach_head", lambda model, path: AttachedHead(model.head.head, str(path)))
+    ((kind, other),) = tune._other_heads(model, CONFIG)
+    assert kind == "eagle3"
+    assert other.head is not None
+    assert other.head.source == "second"
+    assert not tune._other_heads(model, replace(CONFIG, head="mine"))
