@@ -18,12 +18,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from heads_in_vllm import in_headstart, in_vllm
+from heads_in_vllm import drafts_behind, in_headstart, in_vllm
 
 from headstart.api import LLM
 from headstart.config import EngineConfig
-from headstart.core import Request, SamplingParams, Sequence, Span
-from headstart.drafters._drafter import Wish
 from headstart.engine.load import load_model
 from headstart.tools.exports.vllm_mtp import CONFIGURATION, MODULE
 from headstart.train.scratch import ScratchOptions, run as train
@@ -74,20 +72,6 @@ def load(path: Path, dtype: str, depth: int, spec: dict[str, Any]) -> LLM:
         sys.exit(f"{path} has no MTP head")
     head = replace(model.head.head, spec=replace(model.head.head.spec, **spec))
     return LLM(replace(model, head=replace(model.head, head=head)), config)
-
-
-def drafts_behind(llm: LLM, tokens: Seq[int], length: int, depth: int) -> list[int]:
-    """What headstart drafts when the first `length` tokens are known."""
-    request = Request(
-        request_id="forced", prompt_ids=tuple(tokens[:1]), params=SamplingParams(), seed=0, stop_ids=frozenset()
-    )
-    engine, sequence = llm.engine, Sequence(request, 0, list(tokens[:length]), 0)
-    assert engine.drafter and engine.memory.reserve(sequence, length + depth + 1)
-    engine.runner.forward([Span(sequence, 0, length - 1, 0)])
-    sequence.num_computed = length - 1
-    engine.drafter.propose([Wish(sequence, depth)])
-    engine.memory.release(sequence)
-    return sequence.draft.tokens
 
 
 def agreement(llm: LLM, texts: Seq[Seq[int]], rounds: Seq[Seq[Seq[int]]], depth: int) -> Agreement:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import time
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from headstart.cli.options import Model, OptionGroup, OutputOptions
-from headstart.cli.render import finish
+from headstart.cli.render import finish, progress
 from headstart.errors import UsageError
 
+if TYPE_CHECKING:
+    from headstart.train.run import TrainOptions
+
 EXAMPLES = (
+    "headstart train ./my-model --out my-head --minutes 20",
     "headstart train --data texts.jsonl --out my-head --minutes 60",
     "headstart train ./my-model --prompts prompts.jsonl --out my-head --tokens 2000000",
     "headstart generate ./my-model --head my-head --prompt Hello",
@@ -41,7 +46,12 @@ class TrainFlags(OptionGroup):
         bool, typer.Option("--finetune", help="Begin with the head that goes with the model, or with --head.")
     ] = False
     head: Annotated[Path | None, typer.Option("--head", help="With --finetune: the head to begin with.")] = None
-    data: Annotated[Paths, typer.Option("--data", help="JSONL file or folder of texts; may be repeated.")] = None
+    data: Annotated[
+        Paths,
+        typer.Option(
+            "--data", help="JSONL file or folder of texts; may be repeated. Without it the model writes its own."
+        ),
+    ] = None
     prompts: Annotated[Paths, typer.Option("--prompts", help="JSONL prompts that the model answers first.")] = None
     minutes: Annotated[float | None, typer.Option("--minutes", help="Stop after this time.")] = None
     tokens: Annotated[int | None, typer.Option("--tokens", help="Stop after this many training tokens.")] = None
@@ -87,11 +97,36 @@ def run(model: Model = None, *, flags: TrainFlags, output: OutputOptions) -> int
         return finish(
             scratch.run(scratch.ScratchOptions(**flags.for_scratch(flags.from_scratch, model))), output.as_json
         )
-    if not flags.data and not flags.prompts:
-        raise UsageError("train needs text to learn from", "give --data or --prompts")
 
     from headstart import hub
-    from headstart.train.run import TrainOptions, run as train
+    from headstart.train.run import TrainOptions, check, run as train
 
-    report = train(TrainOptions(model=model or hub.DEFAULT_MODEL, **flags.chosen()))
-    return finish(report, output.as_json)
+    options = TrainOptions(model=model or hub.DEFAULT_MODEL, **flags.chosen())
+    if not options.data and not options.prompts:
+        check(replace(options, data=(options.own_text,)))  # before anything is written
+        options = _with_own_text(options, quiet=output.as_json)
+    return finish(train(options), output.as_json)
+
+
+WRITING_SHARE = 0.3
+"""Of a run without --data or --prompts, the part in which the model writes its own text."""
+
+
+def _with_own_text(options: TrainOptions, *, quiet: bool) -> TrainOptions:
+    """Have the model write what its head learns from, beside the checkpoints; a second run writes more."""
+    from headstart.config import EngineConfig
+    from headstart.tools import data
+
+    begun = time.monotonic()
+    wanted = data.DataOptions(
+        model=options.model,
+        config=EngineConfig(threads=options.threads, device=options.device),
+        out=options.own_text,
+        minutes=options.minutes and options.minutes * WRITING_SHARE,
+        tokens=options.tokens,
+        seed=options.seed,
+    )
+    with progress("the model's own text", quiet=quiet) as report_progress:
+        data.run(wanted, report_progress)
+    left = options.minutes and options.minutes - (time.monotonic() - begun) / 60
+    return replace(options, data=(options.own_text,), minutes=left)

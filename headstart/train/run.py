@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from headstart import registry
-from headstart.config import MAX_DEPTH
+from headstart.config import MAX_DEPTH, Device
 from headstart.core import Report
 from headstart.errors import CapacityError, ModelError, UsageError
 from headstart.formats.head import read_head
@@ -62,11 +62,16 @@ class TrainOptions:
     threads: int | None = None
     seed: int = 0
     resume: bool = True  # go on from a checkpoint beside `out`; False starts over
-    device: str = "cpu"
+    device: Device = "cpu"
 
     @property
     def work(self) -> Path:
         return self.out.with_name(self.out.name + ".training")
+
+    @property
+    def own_text(self) -> Path:
+        """What the model writes to learn from, where no text is given."""
+        return self.work / "text"
 
     @property
     def command(self) -> str:
