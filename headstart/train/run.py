@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,6 +141,16 @@ LABEL_SHARE = 0.45
 """Of a run bounded by minutes, the part that computing hidden states may take."""
 
 
+STEPS, FEWEST_TOKENS = 1500, 512
+RATES: Mapping[Device, int] = {"cpu": 1_000, "cuda": 100_000}
+"""Training tokens a second, roughly: only to know whether a run is short."""
+
+
+def batch_tokens(expected: int) -> int:
+    """Tokens of a step: short runs (of so many expected tokens) need steps more than they need quiet ones."""
+    return min(Recipe.batch_tokens, max(FEWEST_TOKENS, expected // STEPS))
+
+
 class _Run:
     """One training run with everything it writes."""
 
@@ -208,6 +218,7 @@ class _Run:
         recipe = Recipe(
             tokens=options.tokens,
             minutes=minutes,
+            batch_tokens=batch_tokens(options.tokens or int(60 * (minutes or 0) * RATES[options.device])),
             weighting=self._weighting,
             seed=options.seed,
             dtype=self.subject.trunk.dtype,
@@ -222,7 +233,9 @@ class _Run:
                 show(each.share_done, f"loss {p.loss:.3f}  {p.rate:.0f} tok/s  held-out acceptance {hits}")
 
             hooks = Hooks(checkpoint=self._save, evaluated=self._evaluated, shown=update)
-            train(trainer, self.corpus.training, self.corpus.held_out, self.corpus.cache, self.corpus.identity, hooks)
+            # batches of another size are another order of the data
+            identity = f"{self.corpus.identity}/{recipe.batch_tokens}"
+            train(trainer, self.corpus.training, self.corpus.held_out, self.corpus.cache, identity, hooks)
         return self._report(trainer)
 
     def _trainer(self, recipe: Recipe) -> Trainer:
