@@ -86,13 +86,13 @@ class AutoDepth:
         costs, count = self.costs, work.rows
         plain = costs.of_pass(Work(count, 0, work.reach))
         more = max(1, round(count * self._kept))
-        deeper = Work(count + more, work.prompt_rows, work.reach + work.reach * more // count)
-        row_s = (costs.of_pass(deeper) - costs.of_pass(work)) / more
+        ahead_s = costs.of_pass(work)
+        row_s = (costs.of_pass(_deeper(work, more)) - ahead_s) / more
         crowd = (1 - 1 / count) ** 2
         self._prudence, self._margin = 1 + PRUDENCE * crowd, (MARGIN + BATCH_MARGIN * crowd) * plain
         self.row_s = self._prudence * max(row_s, LEAST_ROW * plain)
         self.token_s = self.share * plain / count
-        next_s = costs.of_pass(replace(work, rows=count + 1)) - costs.of_pass(work)
+        next_s = costs.of_pass(replace(work, rows=count + 1)) - ahead_s
         self._least = min(self.row_s, self._prudence * next_s) / self.token_s
         self.draft_s = self._prudence * costs.drafts.at(count) / count
         self._work = work
@@ -168,8 +168,7 @@ class AutoDepth:
         plain = costs.of_pass(work)
         for rows, chance in enumerate(falling, 1):
             saved += chance * self.token_s
-            deeper = Work(work.rows + rows, work.prompt_rows, work.reach + work.reach * rows // work.rows)
-            if (net := saved - self._prudence * (costs.of_pass(deeper) - plain)) > most:
+            if (net := saved - self._prudence * (costs.of_pass(_deeper(work, rows)) - plain)) > most:
                 most, count = net, rows
         return count
 
@@ -186,6 +185,11 @@ class AutoDepth:
     def release(self, sequence: Sequence) -> None:
         self._length += 0.1 * (sequence.num_output - self._length)
         self.odds.release(sequence)
+
+
+def _deeper(work: Work, rows: int) -> Work:
+    """With so many drafted rows, as far along as the others."""
+    return Work(work.rows + rows, work.prompt_rows, work.reach + work.reach * rows // work.rows)
 
 
 @dataclass

@@ -164,7 +164,7 @@ class Odds:
         return tries, sum(table.right for table in tables) / max(tries, 1.0)
 
 
-def chances(odds: Odds, sequence: Sequence, draft: Draft, least: float = 0.0) -> Seq[float]:
+def chances(odds: Odds, sequence: Sequence, draft: Draft, least: float) -> Seq[float]:
     """That the first 1, 2, ... tokens of a draft are all right, as far as it is likelier than `least`."""
     found, product = [], 1.0
     for place in range(len(draft.tokens)):

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.errors import ModelError
+from headstart.formats._deferred import Deferred
 from headstart.formats.base import Tensor, make_tensor
 from headstart.formats.safetensors import bfloat16
 
@@ -21,7 +22,7 @@ PACKINGS = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_2", ".
 
 
 @dataclass(frozen=True, eq=False)
-class BlockScaled:
+class BlockScaled(Deferred):
     """A RawTensor [..., rows, columns] whose values are made when they are wanted; scales [..., ceil(rows / block[0]),
     ceil(columns / block[1])]."""
 
@@ -55,9 +56,6 @@ class BlockScaled:
         bits, dtype = bfloat16(values)
         return make_tensor(self.name, codes.shape, dtype, bits.reshape(-1).view(np.uint8))
 
-    def float32(self) -> NDArray[np.float32]:
-        return self.read().float32()
-
     def take_rows(self, rows: NDArray[np.int64]) -> Tensor:
         if len(self.shape) > 2:
             return self.read().take_rows(rows)
@@ -65,21 +63,6 @@ class BlockScaled:
 
     def part(self, index: int) -> BlockScaled:
         return BlockScaled(self.weight.part(index), self.scales.part(index), self.block)
-
-    def shaped(self, *shape: int) -> Tensor:
-        return self.read().shaped(*shape)
-
-    def affine(self, factor: float, offset: float) -> Tensor:
-        return self.read().affine(factor, offset)
-
-    def exp(self) -> Tensor:
-        return self.read().exp()
-
-    def transposed(self) -> Tensor:
-        return self.read().transposed()
-
-    def plain(self) -> Tensor:
-        return self.read()
 
 
 def without_scales(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor | BlockScaled]:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.errors import ModelError
+from headstart.formats._deferred import Deferred
 from headstart.formats.base import Tensor
 
 
@@ -26,7 +27,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Picked:
+class Picked(Deferred):
     """A RawTensor: rows [n] of the first dimension of `source`."""
 
     source: Source
@@ -49,30 +50,12 @@ class Picked:
         found: Tensor = self.source.take_rows(self.rows)
         return found
 
-    def float32(self) -> NDArray[np.float32]:
-        return self.read().float32()
-
     def take_rows(self, rows: NDArray[np.int64]) -> Tensor:
         found: Tensor = self.source.take_rows(self.rows[rows])
         return found
 
     def part(self, index: int) -> Tensor:
         return self.take_rows(np.array([index])).part(0)
-
-    def shaped(self, *shape: int) -> Tensor:
-        return self.read().shaped(*shape)
-
-    def affine(self, factor: float, offset: float) -> Tensor:
-        return self.read().affine(factor, offset)
-
-    def exp(self) -> Tensor:
-        return self.read().exp()
-
-    def transposed(self) -> Tensor:
-        return self.read().transposed()
-
-    def plain(self) -> Tensor:
-        return self.read().plain()
 
 
 def unpermute_rows(tensor: Source, num_heads: int) -> Picked:

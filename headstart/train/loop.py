@@ -119,13 +119,7 @@ class Trainer:
         modules = self._modules(self.masters)
         outcome = assess(modules, self.spec, self.target, batch, self.recipe.weighting)
         outcome.loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.masters.values(), self.recipe.clip)
-        factor = rate_factor(self.recipe, self.share_done)
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = group["base_lr"] * factor
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        update(self.masters, self.optimizers, self.recipe, self.share_done)
         self._update_average()
         self.progress.step += 1
         self.progress.tokens += batch.num_tokens
@@ -155,6 +149,19 @@ def rate_factor(recipe: Recipe, done: float) -> float:
     # at least one step's worth, or the first step of a time-based run would have rate 0
     ramp = min(1.0, (done + 1e-3) / recipe.warmup)
     return ramp * (recipe.floor + (1 - recipe.floor) * (1 + math.cos(math.pi * done)) / 2)
+
+
+def update(
+    masters: Mapping[str, torch.nn.Parameter], chosen: Sequence[torch.optim.Optimizer], recipe: Recipe, done: float
+) -> None:
+    """Use up the gradients, at the learning rate of a schedule of which so much is done."""
+    torch.nn.utils.clip_grad_norm_(masters.values(), recipe.clip)
+    factor = rate_factor(recipe, done)
+    for optimizer in chosen:
+        for group in optimizer.param_groups:
+            group["lr"] = group["base_lr"] * factor
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
 
 
 TABLES = ("embed_tokens.weight", "lm_head.weight")

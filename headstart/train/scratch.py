@@ -37,7 +37,7 @@ from headstart.train.batches import Batch
 from headstart.train.checkpoint import save_model, written_aside
 from headstart.train.data import Problems, Record
 from headstart.train.evaluate import Acceptance
-from headstart.train.loop import Recipe, check_bound, optimizers, rate_factor
+from headstart.train.loop import Recipe, check_bound, optimizers, update
 from headstart.train.masters import named, weights_of
 from headstart.train.objective import Target, Weighting, assess, cumulative
 from headstart.train.ops import TrainOps
@@ -168,28 +168,16 @@ def train(model: ScratchModel, text: Text, options: ScratchOptions) -> Standing:
             started, done = time.monotonic(), standing.share_done(options)
             if done >= 1:
                 break
-            loss = _step(model, torch.from_numpy(tokens), chosen, rate_factor(recipe, done), options.weighting)
+            trunk_loss, head_loss, _ = model.losses(torch.from_numpy(tokens), options.weighting)
+            (trunk_loss + HEAD_SHARE * head_loss).backward()
+            update(model.masters, chosen, recipe, done)
+            loss = trunk_loss.item()
             standing.seconds += time.monotonic() - started
             standing.steps, standing.tokens = standing.steps + 1, standing.tokens + tokens.size
             standing.loss = loss if math.isnan(standing.loss) else 0.98 * standing.loss + 0.02 * loss
             show(done, f"{standing.tokens:,} tokens, loss {standing.loss:.3f}")
     _evaluate(model, text, options, standing)
     return standing
-
-
-def _step(
-    model: ScratchModel, tokens: Tensor, chosen: list[torch.optim.Optimizer], factor: float, weighting: Weighting
-) -> float:
-    """One optimizer step; the trunk's loss before it."""
-    loss, head_loss, _ = model.losses(tokens, weighting)
-    (loss + HEAD_SHARE * head_loss).backward()
-    torch.nn.utils.clip_grad_norm_(model.masters.values(), 1.0)
-    for optimizer in chosen:
-        for group in optimizer.param_groups:
-            group["lr"] = group["base_lr"] * factor
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    return loss.item()
 
 
 @torch.no_grad()
