@@ -186,11 +186,12 @@ class ReferenceOps:
         return walk(conv_step(weight, spec), x, spec.channels, pool, self._plan)
 
     def decay(self, x: Tensor, rate: Tensor, bias: Tensor) -> Tensor:
-        return rate * torch.nn.functional.softplus(x + bias, threshold=30)
+        wide = torch.promote_types(x.dtype, torch.float32)  # e to the sum of a whole text of these
+        return rate.to(wide) * torch.nn.functional.softplus(x.to(wide) + bias.to(wide), threshold=30)
 
     def gated_delta(self, qkv: Tensor, log_decay: Tensor, strength: Tensor, pool: StatePool, spec: DeltaSpec) -> Tensor:
         rows = torch.cat((qkv, log_decay, strength), dim=-1)
-        return walk(delta_step(spec), rows, spec.num_heads * spec.value_dim, pool, self._plan)
+        return walk(delta_step(spec), rows, spec.num_heads * spec.value_dim, pool, self._plan).to(qkv.dtype)
 
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         return x[rows]

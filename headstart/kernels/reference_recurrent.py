@@ -73,13 +73,14 @@ def walk(step: Step, rows: Tensor, width: int, pool: StatePool, plan: StepPlan) 
     lengths = replayed + np.diff(plan.row_starts)
     order = np.argsort(-lengths, kind="stable")  # those still walking are in front
     kept = pool.rows[_longs(told.own)].flatten(0, 1) if pool.rows.numel() else pool.rows.flatten(0, 1)
+    out = rows.new_empty((num_rows, width))
+    rows = rows.to(pool.rows.dtype)  # float32 at least
     source = torch.cat((rows, kept))
     index = _sources(plan, replayed, lengths, num_rows, pool.rows.shape[1])[order]
     stores = _stores(plan, order)
     reads = torch.from_numpy(told.reads[order].astype(np.int64))
     states = pool.states.new_zeros((len(order), *pool.states.shape[1:]))
     states[reads >= 0] = pool.states[reads[reads >= 0]]
-    out = rows.new_empty((num_rows, width))
     for t in range(int(lengths.max()) + 1):
         for place, slot in stores.get(t, ()):
             pool.states[slot] = states[place]
@@ -89,7 +90,7 @@ def walk(step: Step, rows: Tensor, width: int, pool: StatePool, plan: StepPlan) 
             moved, made = step(states[:walking], source[taken])
             states = torch.cat((moved, states[walking:]))
             is_new = taken < num_rows
-            out[taken[is_new]] = made[is_new]
+            out[taken[is_new]] = made[is_new].to(out.dtype)
     _keep(rows, pool, plan)
     return out
 

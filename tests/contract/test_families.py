@@ -168,6 +168,18 @@ def test_greedy_text_is_that_of_transformers(family: str) -> None:
     assert found["r", 0].tokens == expected[len(prompt) :]
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_arithmetic_is_near(family: str) -> None:
+    model, tokens = tiny_model(family, dtype="bfloat16"), prompt_of(LENGTH, 5)
+    with torch.inference_mode():
+        expected = oracle_of(family, model)(torch.tensor([tokens]), use_cache=False).logits[0]
+    engine = make(model, dtype="bfloat16", drafter="auto", depth=3)
+    found = logits_in_chunks(engine, tokens, 7, 7)
+    assert float((found.float() - expected.float()).abs().mean()) <= 0.1 * float(expected.float().std())
+    prompt = prompt_of(12, 8)
+    assert len(run(engine, [request(prompt, max_tokens=20, stops=())])["r", 0].tokens) == 20
+
+
 def test_unknown_rope_is_refused() -> None:
     with pytest.raises(ModelError, match="rope scaling type 'spiral'"):
         tiny_model(FAMILIES[0], **changed({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}))
