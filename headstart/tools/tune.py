@@ -27,7 +27,7 @@ DEPTHS = (1, 2, FIXED_DEPTH, 5)
 FEWEST_PAIRS, MOST_PAIRS = 3, 12
 CLEAR = 0.01
 """A candidate is out when it is slower than the best by this much and the intervals do not touch; drafting pays when it
-promises this much."""
+is faster by this much and its interval does not reach down to a loss of as much."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,8 +140,8 @@ class _Tuning:
         top = max(gain.point for _, gain in gains)
         close = [(each, gain) for each, gain in gains if gain.point >= (1 - CLEAR) * top]
         each, gain = max(close, key=lambda pair: (pair[0].depth == AUTO, pair[1].point))
-        pays = gain.point >= 1 + CLEAR
         low, high = (gain.point if bound is None else bound for bound in (gain.low, gain.high))
+        pays = gain.point >= 1 + CLEAR and low >= 1 - CLEAR
         return Choice(
             drafter=each.drafter if pays else "none",
             depth=each.depth if pays else 0,

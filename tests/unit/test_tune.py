@@ -43,12 +43,14 @@ def cell(mode: str, repeat: int, rate: float) -> Cell:
     )  # fmt: skip
 
 
-def tuning(speeds: dict[tuple[str, Any], float]) -> _Tuning:
+NOISE = (1.0, 1.01, 0.99, 1.0, 1.005, 0.995)
+
+
+def tuning(speeds: dict[tuple[str, Any], float], noise: tuple[float, ...] = NOISE) -> _Tuning:
     """As if six rounds had been measured, with a little noise."""
     made = _Tuning.__new__(_Tuning)
     made.options, made.rounds = TuneOptions(concurrency=(1,)), 6
     made.workload = type("W", (), {"name": "w"})()
-    noise = (1.0, 1.01, 0.99, 1.0, 1.005, 0.995)
     made.plain = [cell("off", i, 10_000) for i in range(6)]
     made.candidates = [
         Candidate(drafter, depth, None, [cell(str(depth), i, 10_000 * speed * noise[i]) for i in range(6)])  # type: ignore[arg-type]
@@ -73,6 +75,12 @@ def test_what_does_not_pay_is_said() -> None:
     choice = tuning({("mixed", 3): 0.7, ("mixed", AUTO): 0.995}).choice()
     assert (choice.drafter, choice.depth, choice.pays) == ("none", 0, False)
     assert "does not pay here" in tune.said(choice)
+
+
+def test_a_gain_that_may_be_a_loss_does_not_pay() -> None:
+    choice = tuning({("mixed", AUTO): 1.02}, (0.9, 1.05, 0.92, 1.03, 1.0, 0.94)).choice()
+    assert (choice.drafter, choice.pays) == ("none", False)
+    assert tuning({("mixed", AUTO): 1.02}).choice().pays
 
 
 def test_a_choice_is_kept_and_found(model: str) -> None:
