@@ -85,19 +85,23 @@ def agreement(llm: LLM, texts: Seq[Seq[int]], rounds: Seq[Seq[Seq[int]]], depth:
 
 
 def vllm_directory(path: Path, folder: Path) -> Path:
-    """The model as vLLM takes it: a type that transformers does not know brings its declaration."""
+    """The model as vLLM takes it: a type that transformers does not know brings its declaration. Of DeepSeek-V3's
+    queries vLLM's rotary kernel for CPUs turns the wrong elements; its YaRN code (as in the released models) does not,
+    and with factor 1 it is the same function."""
     config = json.loads((path / "config.json").read_text())
-    if config["model_type"] != "mimo":
-        return path
     folder = folder / path.name
     folder.mkdir()
     for file in path.iterdir():
         if file.name != "config.json":
             (folder / file.name).symlink_to(file.resolve())
-    config |= {"auto_map": {"AutoConfig": f"{MODULE}.MiMoConfig"}, "attention_bias": True}
-    config |= {"layer_types": ["full_attention"] * config["num_hidden_layers"]}
+    if config["model_type"] == "mimo":
+        config |= {"auto_map": {"AutoConfig": f"{MODULE}.MiMoConfig"}, "attention_bias": True}
+        config |= {"layer_types": ["full_attention"] * config["num_hidden_layers"]}
+        (folder / f"{MODULE}.py").write_text(CONFIGURATION)
+    if config["model_type"] == "deepseek_v3":
+        length = config["max_position_embeddings"]
+        config |= {"rope_scaling": {"rope_type": "yarn", "factor": 1.0, "original_max_position_embeddings": length}}
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / f"{MODULE}.py").write_text(CONFIGURATION)
     return folder
 
 
