@@ -29,6 +29,7 @@ from headstart.train.batches import plan_epoch
 from headstart.train.data import Example, Problems, draft_vocabulary, encode_records, read_records
 from headstart.train.evaluate import evaluate
 from headstart.train.features import FeatureCache
+from headstart.train.head import EMBEDDING_SHARE
 from headstart.train.kinds import head_kind
 from headstart.train.loop import Recipe, Trainer
 from headstart.train.objective import Target, Weighting
@@ -48,6 +49,7 @@ class Variant:
     vocabulary: int = 12_288
     modules: int = 1
     random_start: bool = False
+    embedding: float = EMBEDDING_SHARE
     keeps: Callable[[Example], bool] = lambda example: True
     tokens: float = 1.0
     top1: float = 0.5
@@ -71,6 +73,8 @@ VARIANTS: dict[str, Variant] = {
     "4,096 draft tokens": Variant(vocabulary=4_096),
     "24,576 draft tokens": Variant(vocabulary=24_576),
     "random start": Variant(random_start=True),
+    "embedding at half share": Variant(embedding=0.5),
+    "embedding at full share": Variant(embedding=1.0),
     "a layer for each step": Variant(modules=3),
     "soft loss only": Variant(top1=0.0),
     "not trained for int4": Variant(rounded=False),
@@ -96,6 +100,9 @@ def train(
     chosen = [example for example in training if variant.keeps(example)]
     ids = torch.from_numpy(draft_vocabulary(training, variant.vocabulary, subject.text.end_ids))
     start = kind.initial(subject.trunk.model, spec, 1.0)
+    if variant.kind == "mtp" and variant.embedding != EMBEDDING_SHARE:
+        columns = slice(None, config.hidden_size)  # the embedding's come first (HeadSpec.hidden_first is False)
+        start["mtp.0.projection.weight"][:, columns] *= variant.embedding / EMBEDDING_SHARE
     if variant.random_start:
         start = {name: _random(tensor) for name, tensor in start.items()}
     recipe = Recipe(
