@@ -73,7 +73,6 @@ VARIANTS: dict[str, Variant] = {
     "4,096 draft tokens": Variant(vocabulary=4_096),
     "24,576 draft tokens": Variant(vocabulary=24_576),
     "random start": Variant(random_start=True),
-    "embedding at half share": Variant(embedding=0.5),
     "embedding at full share": Variant(embedding=1.0),
     "a layer for each step": Variant(modules=3),
     "soft loss only": Variant(top1=0.0),
