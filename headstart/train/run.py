@@ -146,8 +146,11 @@ RATES: Mapping[Device, int] = {"cpu": 1_000, "cuda": 100_000}
 """Training tokens a second, roughly: only to know whether a run is short."""
 
 
-def batch_tokens(expected: int) -> int:
-    """Tokens of a step: short runs (of so many expected tokens) need steps more than they need quiet ones."""
+def batch_tokens(options: TrainOptions) -> int:
+    """Tokens of a step: short runs need steps more than they need quiet ones. Decided by the run's bound, not by the
+    time that is left: a resumed run must go on in the same order."""
+    training_s = 60 * (1 - LABEL_SHARE) * (options.minutes or 0)
+    expected = options.tokens or int(training_s * RATES[options.device])
     return min(Recipe.batch_tokens, max(FEWEST_TOKENS, expected // STEPS))
 
 
@@ -218,7 +221,7 @@ class _Run:
         recipe = Recipe(
             tokens=options.tokens,
             minutes=minutes,
-            batch_tokens=batch_tokens(options.tokens or int(60 * (minutes or 0) * RATES[options.device])),
+            batch_tokens=batch_tokens(options),
             weighting=self._weighting,
             seed=options.seed,
             dtype=self.subject.trunk.dtype,

@@ -35,7 +35,7 @@ from headstart.train.losses import distill, teach  # noqa: E402
 from headstart.train.objective import Target, Weighting  # noqa: E402
 from headstart.train.ops import TrainOps  # noqa: E402
 from headstart.train.rounding import int4  # noqa: E402
-from headstart.train.run import TrainOptions, run  # noqa: E402
+from headstart.train.run import TrainOptions, batch_tokens, run  # noqa: E402
 from headstart.train.setup import Corpus, Subject, existing_head, prepare, subject_of  # noqa: E402
 from headstart.train.shards import Shards  # noqa: E402
 from headstart.train.unroll import unroll  # noqa: E402
@@ -292,6 +292,12 @@ def test_fine_tuning_begins_where_the_head_stands(tmp_path: Path) -> None:
         run(TrainOptions(out=tmp_path / "none", tokens=300, finetune=True, **common))
     with pytest.raises(UsageError, match="add --finetune"):
         run(TrainOptions(out=tmp_path / "none", tokens=300, head=tmp_path / "first", **common))
+
+
+def test_short_runs_take_smaller_batches() -> None:
+    bounds = ({"minutes": 1.0}, {"minutes": 60.0}, {"minutes": 600.0}, {"tokens": 1_500_000})
+    sizes = [batch_tokens(TrainOptions(model="m", out=Path("head"), **bound)) for bound in bounds]
+    assert sizes == [512, 1320, 2048, 1000]
 
 
 def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
