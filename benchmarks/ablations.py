@@ -99,7 +99,7 @@ def train(
     chosen = [example for example in training if variant.keeps(example)]
     ids = torch.from_numpy(draft_vocabulary(training, variant.vocabulary, subject.text.end_ids))
     start = kind.initial(subject.trunk.model, spec, 1.0)
-    if variant.kind == "mtp" and variant.embedding != EMBEDDING_SHARE:
+    if variant.embedding != EMBEDDING_SHARE:
         columns = slice(None, config.hidden_size)  # the embedding's come first (HeadSpec.hidden_first is False)
         start["mtp.0.projection.weight"][:, columns] *= variant.embedding / EMBEDDING_SHARE
     if variant.random_start:

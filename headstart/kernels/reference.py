@@ -186,7 +186,7 @@ class ReferenceOps:
         return walk(conv_step(weight, spec), x, spec.channels, pool, self._plan)
 
     def decay(self, x: Tensor, rate: Tensor, bias: Tensor) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)  # e to the sum of a whole text of these
+        wide = _wide(x.dtype)  # e to the sum of a whole text of these
         return rate.to(wide) * torch.nn.functional.softplus(x.to(wide) + bias.to(wide), threshold=30)
 
     def gated_delta(self, qkv: Tensor, log_decay: Tensor, strength: Tensor, pool: StatePool, spec: DeltaSpec) -> Tensor:
@@ -205,6 +205,11 @@ class ReferenceOps:
     def inputs(self, hidden: Tensor | None) -> StepInputs:
         plan = self._plan
         return StepInputs(self._ints(plan.token_ids), self._ints(plan.positions), self._ints(plan.logit_rows), hidden)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """A sum over a whole text is not for eight bits."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 class ReferenceBackend:
@@ -257,8 +262,7 @@ class ReferenceBackend:
 
     @property
     def _state_dtype(self) -> torch.dtype:
-        """A sum over a whole text is not for eight bits."""
-        return torch.promote_types(self.dtype, torch.float32)
+        return _wide(self.dtype)
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """Zeros, so that no stale NaN can pass a masked weight. On CPU by numpy (calloc): memory is taken only as it

@@ -74,6 +74,15 @@ def test_too_little_room_is_said_before(tmp_path: Path) -> None:
         check_room(tmp_path / "out", 1 << 60)
 
 
+@pytest.fixture
+def in_a_terminal() -> Iterator[None]:
+    """A background job's shell may have had SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("in_a_terminal")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted(
     model: Path,
@@ -89,8 +98,6 @@ def test_interrupted(
 
     monkeypatch.setattr(export_command, "progress", interrupting)
     monkeypatch.setattr(graft_command, "progress", interrupting)
-    if number == signal.SIGINT:  # a background job's shell may have had it ignored
-        signal.signal(number, signal.default_int_handler)
     for command in COMMANDS.values():
         assert main([*command(model), "-o", str(tmp_path / "out")]) == 130
         assert "interrupted" in capsys.readouterr().err
