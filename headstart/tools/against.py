@@ -7,20 +7,18 @@ directory as it is, a GGUF file through its own GGUF reader.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from headstart.api import LLM
-from headstart.core import Report, SamplingParams
+from headstart.core import Progress, Report, SamplingParams
 from headstart.errors import UsageError
 from headstart.tools.margin import Judge
 from headstart.tools.prompts import builtin_prompts
 
 if TYPE_CHECKING:
     from headstart.tools.verify import VerifyOptions
-
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from math import prod
@@ -17,7 +17,7 @@ import numpy as np
 from headstart import __version__
 from headstart.api import LLM
 from headstart.config import AUTO, FIXED_DEPTH, EngineConfig
-from headstart.core import Report, SamplingParams, Sequence, Span
+from headstart.core import Progress, Report, SamplingParams, Sequence, Span, no_progress
 from headstart.drafters._drafter import Wish
 from headstart.engine.load import Model, free_memory, load_model, usable_threads
 from headstart.errors import UsageError
@@ -29,7 +29,6 @@ from headstart.tools.meter import Meter
 from headstart.tools.prompts import builtin_prompts
 from headstart.tools.step_profile import profile_pass, profile_steps, profiling, require_profiler
 
-Progress = Callable[[int, int, str], None]
 ROWS = (1, 2, 3, 4, 6, 8, 16, 32, 128, 512)
 MOST_VERIFIED = 8
 """Passes of up to so many rows give logits for all of them, as in verification; longer ones are a span of a prompt."""
@@ -126,7 +125,7 @@ def bench_config(model: Model, config: EngineConfig, length: int) -> EngineConfi
     return replace(config, drafter=drafter, max_model_len=length, kv_blocks=blocks, enable_prefix_caching=False)
 
 
-def run(options: StepOptions, progress: Progress = lambda done, total, text: None) -> Report:
+def run(options: StepOptions, progress: Progress = no_progress) -> Report:
     """Time passes, drafts and, if asked for, their parts. Raises UsageError for what this model or backend lacks."""
     if options.config.drafter not in ("auto", "none", *KINDS):
         raise UsageError(f"--drafter {options.config.drafter}: bench step times a head", "use --drafter auto")

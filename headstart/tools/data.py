@@ -11,7 +11,7 @@ import json
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 from headstart import __version__
 from headstart.api import LLM
 from headstart.config import EngineConfig
-from headstart.core import Report
+from headstart.core import Progress, Report, no_progress
 from headstart.errors import UsageError
 from headstart.train.generate import ANSWER_TOKENS, Enough, Prompt, answer, read_prompts
 from headstart.train.own_prompts import Language, fingerprint, write_prompts
@@ -28,7 +28,6 @@ from headstart.train.prompts import follow_ups, templated_prompts
 from headstart.train.shards import Shards
 from headstart.train.textfiles import Piece, passages, read_tree, records
 
-Progress = Callable[[int, int, str], None]
 WAVE = 512
 """Prompts that are answered together."""
 OWN_SHARE, FOLLOW_UP_SHARE = 0.45, 0.15
@@ -75,7 +74,7 @@ def check(options: DataOptions) -> None:
         raise UsageError(f"--out: {options.out} is a file", "give a folder")
 
 
-def run(options: DataOptions, progress: Progress = lambda done, total, text: None) -> Report:
+def run(options: DataOptions, progress: Progress = no_progress) -> Report:
     """Write data up to the bound. Raises UsageError for bad input, CapacityError when the disk is full; what has been
     written stays good."""
     check(options)

@@ -14,7 +14,7 @@ from typing import Any
 
 import headstart
 from headstart.config import EngineConfig
-from headstart.core import Report
+from headstart.core import Progress, Report, no_progress
 from headstart.errors import HeadstartError, ModelError, UsageError
 from headstart.formats._index import INDEX
 from headstart.formats._mtp_families import declared
@@ -32,7 +32,7 @@ from headstart.tools.exports._heads import (
     with_keys,
     without_head,
 )
-from headstart.tools.exports._plan import Plan, Progress, as_json, carry_out, check_target, index_text
+from headstart.tools.exports._plan import Plan, as_json, carry_out, check_target, index_text
 from headstart.tools.prompts import builtin_prompts
 
 HEAD_FILE = "model-mtp.safetensors"
@@ -56,7 +56,7 @@ class GraftOptions:
     force: bool = False
 
 
-def run(options: GraftOptions, progress: Progress = lambda done, total, text: None) -> Report:
+def run(options: GraftOptions, progress: Progress = no_progress) -> Report:
     """Write the checkpoint, whole or not at all; then measure. Raises UsageError or ModelError before anything is
     written, CapacityError when it cannot be written."""
     if options.strip == (options.base is not None):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,15 +11,13 @@ from typing import Any
 
 from headstart import registry
 from headstart.config import EngineConfig
-from headstart.core import Report
+from headstart.core import Progress, Report
 from headstart.errors import UsageError
 from headstart.tools.launchers import _depth, _detect, _facts, _layout, _translate
 from headstart.tools.launchers._launcher import Launcher, Plan, Step, Wanted
 from headstart.tools.launchers._published import published
 from headstart.tools.launchers._start import Running, check, start
 from headstart.tools.launchers._versions import Version, parse, text_of
-
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True, kw_only=True)

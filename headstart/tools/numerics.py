@@ -7,7 +7,7 @@ passes that serve requests. Every row that predicts a token of its text is compa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence as Seq
+from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 
 from headstart.api import LLM
 from headstart.config import EngineConfig
-from headstart.core import Float32, Report, Request, SamplingParams, Sequence, Span
+from headstart.core import Float32, Progress, Report, Request, SamplingParams, Sequence, Span, no_progress
 from headstart.engine.load import Model, load_model, make_backend, make_engine
 from headstart.tools.prompts import builtin_prompts
 
-Progress = Callable[[int, int, str], None]
 Prompt = str | list[int]
 Float64 = NDArray[np.float64]
 
@@ -53,7 +52,7 @@ class Compared:
     logit_difference: Float64
 
 
-def run(options: NumericsOptions, progress: Progress = lambda done, total, text: None) -> Report:
+def run(options: NumericsOptions, progress: Progress = no_progress) -> Report:
     """Score and compare. Raises UsageError where torch, which the reference needs, is not installed."""
     asked = options.config
     # named one by one: whatever else the user chose, such as a weight format, is what is being measured

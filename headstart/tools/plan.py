@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from headstart.config import MAX_DEPTH, EngineConfig
-from headstart.core import Report
+from headstart.core import Progress, Report, no_progress
 from headstart.errors import UsageError
 from headstart.tools.planner import acceptance, published
 from headstart.tools.planner.formats import kv_bytes, weight_format
@@ -30,7 +30,6 @@ from headstart.tools.planner.roofline import Model, Work, pass_costs
 from headstart.tools.planner.shape import Shape
 from headstart.tools.planner.sources import card_names, find_shape
 
-Progress = Callable[[int, int, str], None]
 HERE_CACHE_TYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "int8": "int8", "float32": "float32"}
 HERE_WEIGHTS = ("int8", "int4")
 
@@ -69,7 +68,7 @@ class PlanOptions:
             )
 
 
-def run(options: PlanOptions, progress: Progress = lambda done, total, text: None) -> Report:
+def run(options: PlanOptions, progress: Progress = no_progress) -> Report:
     """Predict; `ok` is false when the weights do not fit. Raises UsageError or ModelError."""
     shape = find_shape(options.model, _file_weights(options))
     if shape.max_length and options.context > shape.max_length:

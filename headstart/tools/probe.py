@@ -9,17 +9,15 @@ confounded by the time to the first token, which says nothing about drafting.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from headstart.core import Report
+from headstart.core import Progress, Report, no_progress
 from headstart.tools.engine_metrics import Counts
 from headstart.tools.probing.client import Client
 from headstart.tools.probing.decide import Verdict, decide
 from headstart.tools.probing.traces import Kind, Trace, by_length, summarize
 
-Progress = Callable[[int, int, str], None]
 LENGTHS = (16, 32, 64)
 ROUNDS = 3
 ENOUGH = 0.95
@@ -58,7 +56,7 @@ class Measured:
         return decide(self.counts, summarize(self.of("predictable")), summarize(self.of("random")))
 
 
-def run(options: ProbeOptions, progress: Progress = lambda done, total, text: None) -> Report:
+def run(options: ProbeOptions, progress: Progress = no_progress) -> Report:
     """`ok`: drafting is on and drafts are accepted. Raises UsageError for an endpoint that does not answer as one."""
     client = Client(options.url, options.api_key, options.model)
     try:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from statistics import mean
 from typing import Any
 
 from headstart import hub
 from headstart.config import AUTO, FIXED_DEPTH, Depth, EngineConfig
-from headstart.core import Report
+from headstart.core import Progress, Report, no_progress
 from headstart.engine.load import Model, attach_head, load_model
 from headstart.errors import UsageError
 from headstart.tools import tuned
@@ -22,7 +21,6 @@ from headstart.tools.bench.measure import OFF, Load, measure, warm_up
 from headstart.tools.bench.statistics import speedup
 from headstart.tools.tuned import Choice
 
-Progress = Callable[[int, int, str], None]
 DEPTHS = (1, 2, FIXED_DEPTH, 5)
 FEWEST_PAIRS, MOST_PAIRS = 3, 12
 CLEAR = 0.01
@@ -61,7 +59,7 @@ class Candidate:
         return speedup(plain, self.cells)
 
 
-def run(options: TuneOptions, progress: Progress = lambda done, total, text: None) -> Report:
+def run(options: TuneOptions, progress: Progress = no_progress) -> Report:
     """Measure until one candidate is clearly the best or the time is over, and keep the choice. A choice that is kept
     already is shown instead, unless `retune`. Raises UsageError for a model without anything to tune."""
     known = None if options.retune else tuned.find(options.model, options.config)

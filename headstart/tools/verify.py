@@ -7,20 +7,19 @@ tokens' scores (l + g) within TIE of each other. In float64, and on every other 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from headstart.api import LLM
 from headstart.config import AUTO, Depth, EngineConfig
-from headstart.core import Report, SamplingParams
+from headstart.core import Progress, Report, SamplingParams, no_progress
 from headstart.engine.load import Model, load_model, make_backend, make_engine, usable_threads
 from headstart.errors import UsageError
 from headstart.tools.covering import Cell, pairwise
 from headstart.tools.margin import TIE, Judge
 from headstart.tools.prompts import builtin_prompts
 
-Progress = Callable[[int, int, str], None]
 Prompt = str | list[int]
 PLAIN = "none"
 GRID_SEED = 0
@@ -104,7 +103,7 @@ class Decoded:
     answer: list[int]
 
 
-def run(options: VerifyOptions, progress: Progress = lambda done, total, text: None) -> Report:
+def run(options: VerifyOptions, progress: Progress = no_progress) -> Report:
     """Run every cell. Raises UsageError for drafters that this model cannot feed."""
     if options.against:
         from headstart.tools.against import run_against  # transformers is imported only when it is asked for

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 
+from headstart.core import Progress
 from headstart.errors import UsageError
 from headstart.tools import engine_metrics
 from headstart.tools.launchers._launcher import Launcher, Step, Wanted
@@ -26,7 +27,6 @@ START_SECONDS = 3600
 """Large models take half an hour to load and compile."""
 END_SECONDS = 20
 WARM_TOKENS = 64
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass

@@ -11,6 +11,7 @@ from typing import Any
 
 from headstart import hub
 from headstart.config import EngineConfig
+from headstart.core import Progress
 from headstart.engine.load import Model as Loaded, free_memory, load_model, usable_threads
 from headstart.tools import doctor
 from headstart.tools.bench_step import MOST_READ_BYTES, READ_RUNS, held_bytes
@@ -23,7 +24,6 @@ from headstart.tools.planner.measure import (
     PASSES_BUDGET_S,
     WORKS,
     Passes,
-    Progress,
     cache_bytes,
 )
 from headstart.tools.planner.roofline import Model, Work

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from itertools import pairwise
 from statistics import median
@@ -10,7 +10,7 @@ from typing import cast
 
 from headstart.api import LLM
 from headstart.config import EngineConfig
-from headstart.core import SamplingParams, Sequence, Span
+from headstart.core import Progress, SamplingParams, Sequence, Span
 from headstart.engine.load import Model as Loaded, free_memory
 from headstart.errors import UsageError
 from headstart.kernels.ops import Backend
@@ -19,7 +19,6 @@ from headstart.tools.meter import Meter
 from headstart.tools.planner.roofline import Work
 from headstart.tools.prompts import builtin_prompts
 
-Progress = Callable[[int, int, str], None]
 BATCHES = (1, 8)
 CONTEXTS = (128, 1024)
 WORKS = (
