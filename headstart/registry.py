@@ -1,8 +1,8 @@
 """Finds plug-ins by file name: one file = one model family, drafter, checkpoint format or launcher.
 
 Order: directories added with `search_path`, the package's own folder, then entry points of group `headstart.<kind>`.
-What a plug-in module must define is written in `KINDS`: one constant (`FAMILY`, `DRAFTER`, `FORMAT`, `LAUNCHER`).
-Files that start with `_` and the helpers listed there are not plug-ins.
+A plug-in is a file that defines the constant which `KINDS` says: `FAMILY`, `DRAFTER`, `FORMAT`, `LAUNCHER` and so on.
+Other files in the folder help them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
-import pkgutil
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,15 +33,12 @@ class Kind:
     required: tuple[str, ...]
     word: str
     error: type[HeadstartError]
-    helpers: frozenset[str] = frozenset({"base"})
 
 
 KINDS: dict[KindName, Kind] = {
     "models": Kind("headstart.models", ("FAMILY",), "model family", ModelError),
     "drafters": Kind("headstart.drafters", ("DRAFTER",), "drafter", UsageError),
-    "formats": Kind(  # head checkpoints are read by name, not detected
-        "headstart.formats", ("FORMAT",), "checkpoint format", ModelError, helpers=frozenset({"base", "head"})
-    ),
+    "formats": Kind("headstart.formats", ("FORMAT",), "checkpoint format", ModelError),
     "launchers": Kind("headstart.tools.launch.launchers", ("LAUNCHER",), "launcher", UsageError),
     "head_kinds": Kind("headstart.train.kinds", ("KIND",), "kind of head", UsageError),
     "tool_formats": Kind("headstart.text.parsers", ("PARSER",), "tool format", UsageError),
@@ -66,31 +63,30 @@ def search_path(kind: KindName, folder: Path) -> Iterator[None]:
 
 def available(kind: KindName) -> list[str]:
     """Sorted names of all plug-ins of one kind; imports none of them."""
-    names = {name for folder in _folders(kind) for name in _names_in(folder)} | set(_entry_points(kind))
-    return sorted(names - KINDS[kind].helpers)
+    names = {path.stem for folder in _folders(kind) for path in folder.glob("*.py") if _defines(path, kind)}
+    return sorted(names | set(_entry_points(kind)))
 
 
 def find(kind: KindName, name: str) -> ModuleType:
     """The module of one plug-in. Raises the kind's user error for an unknown name, listing what exists."""
     key = name.replace("-", "_")
-    if key not in available(kind):
+    if key not in available(kind) and not any(_file(folder, key) for folder in _added[kind]):
         raise _unknown(kind, name)
     module = _load(kind, key)
     if missing := [needed for needed in KINDS[kind].required if not hasattr(module, needed)]:
         where = getattr(module, "__file__", module.__name__)
         raise KINDS[kind].error(
-            f"{KINDS[kind].word} {name!r} ({where}) does not define {missing[0]}",
-            "each plug-in of its kind defines it; the name of a helper file begins with an underscore",
+            f"{KINDS[kind].word} {name!r} ({where}) does not define {missing[0]}", "each plug-in of its kind does"
         )
     return module
 
 
 def _load(kind: KindName, key: str) -> ModuleType:
     for folder in _added[kind]:
-        if (path := folder / f"{key}.py").is_file():
+        if path := _file(folder, key):
             return _load_file(kind, path)
     package = KINDS[kind].package
-    if any(key in _names_in(folder) for folder in _package_folders(package)):
+    if any(_file(folder, key) for folder in _package_folders(package)):
         return importlib.import_module(f"{package}.{key}")
     loaded = _entry_points(kind)[key].load()
     if not isinstance(loaded, ModuleType):
@@ -140,8 +136,14 @@ def _package_folders(package: str) -> list[Path]:
     return [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec else []
 
 
-def _names_in(folder: Path) -> set[str]:
-    return {found.name for found in pkgutil.iter_modules([str(folder)]) if not found.name.startswith("_")}
+def _file(folder: Path, key: str) -> Path | None:
+    return path if (path := folder / f"{key}.py").is_file() else None
+
+
+def _defines(path: Path, kind: KindName) -> bool:
+    """Does this file define what makes a plug-in of this kind? It is read, not run."""
+    text = path.read_text("utf-8", errors="replace")
+    return all(re.search(rf"^{name}\b\s*[:=]", text, re.MULTILINE) for name in KINDS[kind].required)
 
 
 def _entry_points(kind: str) -> dict[str, EntryPoint]:
