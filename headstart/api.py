@@ -14,9 +14,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headstart.config import AUTO, EngineConfig
-from headstart.core import Delta, DraftStats, FinishReason, Request, SamplingParams, Sequence, TokenLogprob
+from headstart.core import (
+    Delta,
+    DraftStats,
+    FinishReason,
+    Progress,
+    Request,
+    SamplingParams,
+    Sequence,
+    TokenLogprob,
+    no_progress,
+)
 from headstart.engine.calibrate import known_costs
-from headstart.engine.load import Model, Progress, identity, load_model, make_engine
+from headstart.engine.load import Model, identity, load_model, make_engine
 from headstart.errors import GenerationError, UsageError
 from headstart.text.chat import ChatTemplate
 from headstart.text.output import TextOutput
@@ -124,7 +134,7 @@ class LLM:
         self,
         model: str | Model | None = None,
         config: EngineConfig | None = None,
-        progress: Progress = lambda done, total, text: None,
+        progress: Progress = no_progress,
     ) -> None:
         started = time.perf_counter()
         self.config = config or EngineConfig()

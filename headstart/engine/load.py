@@ -15,6 +15,7 @@ from headstart import hub, registry
 from headstart.cache.memory import KVMemory
 from headstart.cache.recurrent import StateMemory
 from headstart.config import AUTO, MAX_DEPTH, EngineConfig
+from headstart.core import Progress, no_progress
 from headstart.drafters._drafter import AttachedHead, Drafter, Target
 from headstart.engine.engine import Engine
 from headstart.engine.runner import Runner
@@ -33,7 +34,6 @@ from headstart.models._named import family_named
 from headstart.models._trailing import trailing_modules
 from headstart.text.tokenizer import Tokenizer
 
-Progress = Callable[[int, int, str], None]
 MEMORY_SHARE = 0.25
 """Share of the free memory that the KV cache may take when --kv-blocks is not given; half of it where there is
 recurrent state, a quarter of it each for sequences and snapshots."""
@@ -158,7 +158,7 @@ def _check_layers(tensors: Iterable[str], family: Family, num_layers: int, check
             )
 
 
-def load_model(name: str | None, config: EngineConfig, progress: Progress = lambda done, total, text: None) -> Model:
+def load_model(name: str | None, config: EngineConfig, progress: Progress = no_progress) -> Model:
     """Read a model by path, alias or Hub name, and the head that goes with it; `progress` counts its weights. Raises
     ModelError or UsageError."""
     choose_backend(config)  # before anything is fetched

@@ -11,8 +11,8 @@ from typing import Any
 
 from headstart.api import LLM, Choice
 from headstart.config import EngineConfig
-from headstart.core import Delta, DraftStats, Request, SamplingParams, Sequence
-from headstart.engine.load import Model, Progress, context_length, load_model
+from headstart.core import Delta, DraftStats, Progress, Request, SamplingParams, Sequence, no_progress
+from headstart.engine.load import Model, context_length, load_model
 from headstart.errors import CapacityError, UsageError
 from headstart.text.grammar_spec import GrammarSpec
 from headstart.text.output import TextOutput
@@ -34,7 +34,7 @@ class InProcess:
         config: EngineConfig,
         *,
         chunked_prefill: bool = True,
-        progress: Progress = lambda done, total, text: None,
+        progress: Progress = no_progress,
     ) -> None:
         self.chunked_prefill: bool | None = chunked_prefill
         self.model = model if isinstance(model, Model) else load_model(model, config, progress)
