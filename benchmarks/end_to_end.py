@@ -42,8 +42,8 @@ from heads_in_llama import converted
 
 import headstart
 from headstart import hub
-from headstart.tools import export
 from headstart.tools.bench import client
+from headstart.tools.export import run as export
 
 START_SECONDS = 300
 DEPTHS = (1, 2, 3, 4)

@@ -18,7 +18,7 @@ from headstart.core import SamplingParams
 from headstart.formats.base import make_tensor
 from headstart.formats.safetensors import Array, bfloat16
 from headstart.tools import graft
-from headstart.tools.exports._quantize import nearest_e4m3
+from headstart.tools.export.quantize import nearest_e4m3
 from headstart.tools.graft import GraftOptions, run
 
 H, V, F = 8, 12, 16
