@@ -43,7 +43,7 @@ KINDS: dict[KindName, Kind] = {
     "drafters": Kind("headstart.drafters", "DRAFTER", "drafter", UsageError),
     "formats": Kind("headstart.formats", "FORMAT", "checkpoint format", ModelError),
     "quantizations": Kind("headstart.formats.quantized", "QUANTIZATION", "quantization", ModelError),
-    "launchers": Kind("headstart.tools.launchers", "LAUNCHER", "launcher", UsageError),
+    "launchers": Kind("headstart.tools.launch.launchers", "LAUNCHER", "launcher", UsageError),
     "exports": Kind("headstart.tools.export.targets", "EXPORT", "layout", UsageError),
     "head_kinds": Kind("headstart.train.kinds", "KIND", "kind of head", UsageError),
     "tool_formats": Kind("headstart.text.parsers", "PARSER", "tool format", UsageError),

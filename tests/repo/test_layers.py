@@ -23,7 +23,7 @@ FOREIGN_NAMES = {
     "formats/_eagle3.py", "formats/gguf_names.py", "text/_gguf_tokenizer.py",
     "tools/export/layouts.py", "tools/export/detect.py", "tools/export/gguf_model.py",
     "tools/export/targets/vllm_mimo.py", "tools/export/targets/gguf.py", "tools/export/targets/speculators.py",
-    "tools/export/targets/vllm_eagle.py", "tools/launchers/sglang.py",
+    "tools/export/targets/vllm_eagle.py", "tools/launch/launchers/sglang.py",
 }  # fmt: skip
 """Files that translate other projects' vocabulary: GGUF names kinds of tokenizers, EAGLE-3 its layout, xLLM its drafts
 by families."""
@@ -67,7 +67,7 @@ def test_no_import_of_transformers_at_run_time() -> None:
         f"{path}:{line}"
         for path, tree in trees().items()
         for module, line in imported_modules(path, tree)
-        if module.split(".")[0] == "transformers" and path != "tools/against.py"
+        if module.split(".")[0] == "transformers" and path != "tools/verify/against.py"
     ]
     assert not wrong, "\n".join(wrong)
 

@@ -4,6 +4,6 @@ run         options -> Report
 targets/    one file per layout: `EXPORT` decides and checks everything before the first byte
 source      what every layout starts from; plan: what is to be written, then written aside and renamed
 layouts     where each model type keeps its MTP module; detect: which one a config.json asks for
-heads       which tensors and keys are a head; fit: whether it fits another checkpoint (`headstart graft`)
-dequantize  quantized tensors turned back; quantize: FP8 blocks
+heads       which tensors and keys are a head
+dequantize  quantized tensors turned back
 """
