@@ -91,7 +91,7 @@ def test_the_formula(tmp_path: Path) -> None:
     positions = ints(range(1, count + 1))
     plan = StepPlan(
         token_ids=ints(ids), positions=positions, slots=positions, row_starts=ints([0, count]),
-        context_lens=ints([count + 1]), block_tables=ints([[0, 1, 2, 3]]), logit_rows=ints(range(count)),
+        block_tables=ints([[0, 1, 2, 3]]), logit_rows=ints(range(count)),
         first_position=1, block_size=8,
     )  # fmt: skip
     found = model.backend.run(first, plan, hidden=streams)
