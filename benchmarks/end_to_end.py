@@ -37,8 +37,8 @@ from measure.provenance import provenance
 from measure.sections import say
 
 from headstart import hub
-from headstart.tools import export
 from headstart.tools.bench import client
+from headstart.tools.export import run as export
 
 DEPTHS = (1, 2, 3, 4)
 VLLM_DEPTHS = (1, 2)  # deeper ones are slower there: its passes grow with their rows
