@@ -18,7 +18,7 @@ from headstart.core import StepPlan  # noqa: E402
 from headstart.engine.load import attach_head  # noqa: E402
 from headstart.errors import ModelError, UsageError  # noqa: E402
 from headstart.formats.head import BlockConfig, HeadConfig, read_head, write_head  # noqa: E402
-from headstart.formats.safetensors import read_file  # noqa: E402
+from headstart.formats.safetensors_file import read_file  # noqa: E402
 
 MAPS = ("d2t", "t2d")
 DRAFT_IDS = tuple(range(1, support.VOCAB, 3))
