@@ -37,7 +37,13 @@ class Kind:
 
 
 KINDS: dict[KindName, Kind] = {
-    "models": Kind("headstart.models", ("FAMILY",), "model family", ModelError),
+    "models": Kind(
+        "headstart.models",
+        ("FAMILY",),
+        "model family",
+        ModelError,
+        helpers=frozenset({"base", "keys", "names", "small"}),
+    ),
     "drafters": Kind("headstart.drafters", ("DRAFTER",), "drafter", UsageError),
     "formats": Kind(  # head checkpoints are read by name, not detected
         "headstart.formats", ("FORMAT",), "checkpoint format", ModelError, helpers=frozenset({"base", "head"})

@@ -19,7 +19,7 @@ from headstart.errors import HeadstartError, ModelError, UsageError
 from headstart.formats._index import INDEX
 from headstart.formats._mtp_families import declared
 from headstart.formats._stream import PIECE_BYTES, Planned, Stored, copied
-from headstart.models._named import is_known
+from headstart.models.base import is_known
 from headstart.stats import DraftStats
 from headstart.tools.exports import _dequantize, _quantize
 from headstart.tools.exports._directory import Directory
