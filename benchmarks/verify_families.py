@@ -26,8 +26,8 @@ from headstart import registry
 from headstart.config import AUTO, EngineConfig
 from headstart.models.base import Family
 from headstart.models.small import Arrays
-from headstart.tools import verify
 from headstart.tools.tiny import write_model
+from headstart.tools.verify import run as verify
 
 LENGTHS = (1, 5, 17, 30, 45, 64)
 """Of the prompts; the longer ones begin with the same tokens."""

@@ -15,7 +15,7 @@ from headstart.core import Rows, Span, StepPlan
 def build_plan(rows: Seq[Rows], block_size: int, *, first_position: int = 0) -> StepPlan:
     """Lay out the rows. `first_position` 1 makes it a head's plan: row q reads the hidden state stored at q - 1."""
     tables = np.zeros((len(rows), max([len(part.sequence.block_table) for part in rows])), np.int32)
-    row_starts, context_lens = [0], []
+    row_starts = [0]
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -27,7 +27,6 @@ def build_plan(rows: Seq[Rows], block_size: int, *, first_position: int = 0) -> 
         token_ids += part.token_ids
         positions += range(start, end)
         row_starts.append(len(positions))
-        context_lens.append(end)
         logit_rows += range(len(positions) - part.num_logits, len(positions))
         reads_from = start - first_position  # a head's row reads the slot before its own
         places = [table[at // block_size] * block_size + at % block_size for at in range(reads_from, end)]
@@ -38,7 +37,6 @@ def build_plan(rows: Seq[Rows], block_size: int, *, first_position: int = 0) -> 
         positions=np.array(positions, np.int32),
         slots=np.array(slots, np.int32),
         row_starts=np.array(row_starts, np.int32),
-        context_lens=np.array(context_lens, np.int32),
         block_tables=tables,
         logit_rows=np.array(logit_rows, np.int32),
         first_position=first_position,

@@ -1,13 +1,13 @@
 """Grouped-query attention with rotary positions over a paged KV pool.
 
-Canonical tensors under `{layer}.self_attn`: `{q,k,v,o}_proj`, `gate_proj`, `{q,k}_norm`.
+Canonical tensors under `{layer}.self_attn`: `{q,k,v,o}_proj`, `gate_proj`, `{q,k}_norm`, `sinks` [heads].
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, RopeSpec, StateSpec
+from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, RopeSpec, StateSpec, Weight
 from headstart.layers.linear import Linear
 from headstart.layers.norm import RMSNorm
 from headstart.layers.weights import Shapes, Weights
@@ -16,7 +16,7 @@ from headstart.layers.weights import Shapes, Weights
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
     """`rope` None: positions are not rotated. `gated`: the output is multiplied by sigmoid(gate x). `shares`: the index
-    of an earlier layer, whose keys and values are read in place of own ones."""
+    of an earlier layer, whose keys and values are read in place of own ones. `sinks`: see Ops.attend."""
 
     spec: AttentionSpec
     rope: RopeSpec | None
@@ -25,6 +25,7 @@ class AttentionConfig:
     qk_norm: bool = False
     gated: bool = False
     shares: int | None = None
+    sinks: bool = False
 
     def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, reads: int) -> Attention:
         """The attention of the layer `prefix`; q, k and v read as many columns as `reads`."""
@@ -44,6 +45,7 @@ class AttentionConfig:
             k_norm=norms.get("k_norm"),
             spec=self.spec,
             rope=self.rope,
+            sinks=weights.get(f"{name}.sinks", self.spec.num_heads) if self.sinks else None,
             shares=self.shares,
         )
 
@@ -54,7 +56,8 @@ class AttentionConfig:
             shapes[f"{prefix}.self_attn.{name}.weight"] = shape
             if bias:
                 shapes[f"{prefix}.self_attn.{name}.bias"] = shape[:1]
-        return shapes | {f"{prefix}.self_attn.{name}.weight": (self.spec.head_dim,) for name in self._norms}
+        shapes |= {f"{prefix}.self_attn.{name}.weight": (self.spec.head_dim,) for name in self._norms}
+        return shapes | ({f"{prefix}.self_attn.sinks": (self.spec.num_heads,)} if self.sinks else {})
 
     def _linears(self, hidden: int, reads: int) -> dict[str, tuple[tuple[int, int], bool]]:
         """Projections: (out, in), with a bias?"""
@@ -87,6 +90,7 @@ class Attention:
     k_norm: RMSNorm | None
     spec: AttentionSpec
     rope: RopeSpec | None
+    sinks: Weight | None = None
     shares: int | None = None
 
     @property
@@ -98,12 +102,18 @@ class Attention:
         return ()
 
     def __call__(self, ops: Ops, x: Buffer, positions: Buffer, pool: Pool) -> Buffer:
-        assert self.k_proj and self.v_proj and self.rope
-        q, k, v = self.q_proj(ops, x), self.k_proj(ops, x), self.v_proj(ops, x)
+        q = self.q_proj(ops, x)
+        k = self.k_proj(ops, x) if self.k_proj else None
+        v = self.v_proj(ops, x) if self.v_proj else None
         gate = self.gate_proj(ops, x) if self.gate_proj else None
-        if self.q_norm and self.k_norm:
-            q, k = self.q_norm(ops, q), self.k_norm(ops, k)
-        q = ops.rope(q, positions, self.rope, self.spec.head_dim)
-        k = ops.rope(k, positions, self.rope, self.spec.head_dim)
-        attended = ops.attention(q, k, v, pool, self.spec)
+        if self.q_norm:
+            q = self.q_norm(ops, q)
+        if self.k_norm:
+            k = self.k_norm(ops, k)
+        if self.rope:
+            q = ops.rope(q, positions, self.rope, self.spec.head_dim)
+            k = ops.rope(k, positions, self.rope, self.spec.head_dim) if self.k_proj else None
+        if self.k_proj:
+            ops.store_kv(k, v, pool, self.spec)
+        attended = ops.attend(q, pool, self.spec, self.sinks)
         return self.o_proj(ops, attended if gate is None else ops.sigmoid_mul(gate, attended))

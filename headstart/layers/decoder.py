@@ -167,6 +167,10 @@ class Decoder:
         self, kv_pools: Seq[Pool], hidden_pool: Pool = None, tap: Tap = "post_norm", state_pools: Seq[Pool] = ()
     ) -> Program:
         """The forward over the pools of kv_specs and state_specs; `hidden_pool` None keeps no hidden states."""
+        return DecoderProgram(self, self.pools(kv_pools, state_pools), hidden_pool, tap)
+
+    def pools(self, kv_pools: Seq[Pool], state_pools: Seq[Pool]) -> list[Pool]:
+        """What each layer is called with: its own pools, or that of the layer whose keys and values it shares."""
         kv, states = iter(kv_pools), iter(state_pools)
         pools: list[Pool] = []
         for mixer in [layer.mixer for layer in self.layers]:
@@ -174,7 +178,7 @@ class Decoder:
                 pools.append(pools[mixer.shares])
             else:
                 pools.append(next(kv) if mixer.kv_spec else tuple(next(states) for _ in mixer.state_specs))
-        return DecoderProgram(self, pools, hidden_pool, tap)
+        return pools
 
 
 @dataclass(frozen=True)

@@ -23,4 +23,4 @@ class MedusaModule:
         self, ops: Ops, spec: HeadSpec, embedded: Buffer, step: StepInputs, pool: Pool, *, recycled: bool = False
     ) -> tuple[Buffer, Buffer]:
         """step.hidden [R, H] -> (y [R, H], step.hidden as it is, for the next step's head)."""
-        return ops.add(step.hidden, ops.silu(self.layer(ops, step.hidden))), step.hidden
+        return ops.add(step.hidden, ops.activate(self.layer(ops, step.hidden), "silu")), step.hidden

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from headstart.errors import ModelError
-from headstart.formats._mtp_families import declared
+from headstart.formats.mtp_families import declared
 from headstart.kernels.ops import AttentionSpec, RouterSpec
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig

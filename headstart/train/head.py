@@ -14,7 +14,7 @@ from headstart.layers.mlp import GatedMLP
 from headstart.layers.norm import RMSNorm
 from headstart.layers.weights import Weights
 from headstart.train.masters import named, weights_of
-from headstart.train.ops import TrainOps
+from headstart.train.ops import DraftMemory, TrainOps
 
 EMBEDDING_SHARE = 0.1
 """How strongly the token's embedding enters at the start, against the hidden state."""
@@ -26,8 +26,9 @@ def stream_scale(trunk: Decoder, tokens: Tensor) -> float:
     ops = TrainOps(tokens.device, trunk.embedding.dtype)
     positions = torch.arange(len(tokens), device=tokens.device)
     delta, residual = None, ops.embed(trunk.embedding, tokens[None])
-    for layer in trunk.layers[:-1]:
-        delta, residual = layer(ops, delta, residual, positions, None)
+    pools = trunk.pools([DraftMemory() for _ in trunk.kv_specs], [None] * len(trunk.state_specs))
+    for layer, pool in zip(trunk.layers[:-1], pools, strict=False):
+        delta, residual = layer(ops, delta, residual, positions, pool)
     stream = residual if delta is None else residual + delta
     return float(stream.float().square().mean(-1).sqrt().median())
 

@@ -6,7 +6,9 @@ import ast
 import re
 
 import pytest
-from source import PACKAGE, imported_modules, trees
+from source import imported_modules, trees
+
+from headstart import registry
 
 LAYERS = {
     "core": 0, "stats": 0, "config": 0, "errors": 0, "registry": 0, "hub": 0, "_wheel": 0,
@@ -18,12 +20,12 @@ LAYERS = {
     "cli": 6,
 }  # fmt: skip
 TORCH_FOLDERS = ("kernels", "train")
-FAMILIES = {path.stem for path in (PACKAGE / "models").glob("[!_]*.py")}
+FAMILIES = set(registry.available("models"))
 FOREIGN_NAMES = {
-    "formats/_eagle3.py", "formats/_gguf_names.py", "text/_gguf_tokenizer.py",
-    "tools/exports/vllm_mtp.py", "tools/exports/_layouts.py", "tools/exports/_detect.py",
-    "tools/exports/gguf.py", "tools/exports/_gguf_model.py", "tools/exports/speculators.py",
-    "tools/exports/vllm_eagle.py", "tools/launchers/sglang.py",
+    "formats/_eagle3.py", "formats/gguf_names.py", "text/_gguf_tokenizer.py",
+    "tools/export/layouts.py", "tools/export/detect.py", "tools/export/gguf_model.py",
+    "tools/export/targets/vllm_mimo.py", "tools/export/targets/gguf.py", "tools/export/targets/speculators.py",
+    "tools/export/targets/vllm_eagle.py", "tools/launch/launchers/sglang.py",
 }  # fmt: skip
 """Files that translate other projects' vocabulary: GGUF names kinds of tokenizers, EAGLE-3 its layout, xLLM its drafts
 by families."""
@@ -67,7 +69,7 @@ def test_no_import_of_transformers_at_run_time() -> None:
         f"{path}:{line}"
         for path, tree in trees().items()
         for module, line in imported_modules(path, tree)
-        if module.split(".")[0] == "transformers" and path != "tools/against.py"
+        if module.split(".")[0] == "transformers" and path != "tools/verify/against.py"
     ]
     assert not wrong, "\n".join(wrong)
 

@@ -22,7 +22,7 @@ from headstart.formats.head import HeadConfig, write_head  # noqa: E402
 from headstart.formats.safetensors import bfloat16  # noqa: E402
 from headstart.layers.build import mtp_shapes  # noqa: E402
 from headstart.models.small import random_arrays  # noqa: E402
-from headstart.tools.export import ExportOptions, run  # noqa: E402
+from headstart.tools.export.run import ExportOptions, run  # noqa: E402
 from headstart.train.unroll import unroll  # noqa: E402
 
 
