@@ -7,5 +7,6 @@ inprocess   the Runner over engines of this process
 http        the Runner over an OpenAI-compatible server; client: its HTTP
 statistics  `speedup(off_cells, on_cells) -> Interval`, the never-slower check
 run         the whole bench: options -> Report; compare: two documents
-report      the document as one HTML file; svg: its plots
+report      the document as one HTML file
+step        `headstart bench step`: passes by rows, drafts; profile: their parts
 """
