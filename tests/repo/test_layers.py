@@ -9,6 +9,8 @@ from functools import cache
 import pytest
 from source import PACKAGE, imported_modules, trees
 
+from headstart import registry
+
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("core", "stats", "config", "errors", "registry", "hub", "machine", "svg", "_wheel"),
     ("text", "formats", "kernels"),
@@ -27,7 +29,7 @@ NOT_YET_PUBLIC = ("headstart.formats._fp8", "headstart.drafters._", "headstart.m
 CIRCLES = ({"formats/_eagle3.py", "formats/head.py"},)
 """Files that still import each other."""
 TORCH_FOLDERS = ("kernels", "train")
-FAMILIES = {path.stem for path in (PACKAGE / "models").glob("[!_]*.py")}
+FAMILIES = set(registry.available("models"))
 FOREIGN_NAMES = {
     "formats/_eagle3.py", "formats/gguf_names.py", "text/_gguf_tokenizer.py",
     "tools/export/layouts.py", "tools/export/detect.py", "tools/export/gguf_model.py",
