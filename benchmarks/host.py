@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 from headstart.config import EngineConfig
 from headstart.core import Request, Sampled, SamplingParams, SamplingRows, StepPlan
 from headstart.engine.engine import Engine
-from headstart.engine.load import Model, load_model, make_engine
+from headstart.engine.load import Model, load_model
+from headstart.engine.make import make_engine
 from headstart.kernels.ops import Program
 from headstart.tools.tiny import write_tiny
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections import Counter
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -189,7 +190,7 @@ class Sequence:
     """One running choice of a request: its committed tokens and what has been computed of them.
 
     Invariant between steps: 0 <= num_computed <= len(tokens) - 1; trunk KV and hidden states are valid for positions
-    below num_computed; the drafter's own KV is valid for positions below num_drafter.
+    below num_computed, those of the drafter's network i for positions below filled[i].
     """
 
     request: Request
@@ -197,7 +198,7 @@ class Sequence:
     tokens: list[int]  # prompt, then output
     order: int  # arrival; lower runs first
     num_computed: int = 0
-    num_drafter: int = 0
+    filled: Counter[int] = field(default_factory=Counter)
     admitted: bool = False  # has run before, perhaps preempted since
     num_cached: int = 0  # prompt positions taken from the prefix cache on first admission
     num_prompt_logprobs: int = 0  # prompt tokens whose logprobs are out; a preempted prompt is computed twice
@@ -247,12 +248,17 @@ class Span:
 
 @dataclass(frozen=True)
 class Rows:
-    """Consecutive positions of one sequence in a pass; the last `num_logits` of them get logits."""
+    """Rows of one sequence in a pass, in consecutive slots from that of position `start` on; the last `num_logits` get
+    logits. Their positions are consecutive too, unless they are a tree: then row i follows row parents[i] (< i), or
+    position start - 1 where that is -1. `sees`: the last position that all of them see; None: each sees up to itself.
+    """
 
     sequence: Sequence
     start: int
     token_ids: Seq[int]
     num_logits: int
+    sees: int | None = None
+    parents: Seq[int] | None = None
 
 
 @dataclass(eq=False)

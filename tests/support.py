@@ -26,9 +26,10 @@ from headstart.core import (
     Sequence,
     TokenLogprob,
 )
-from headstart.drafters._drafter import AttachedHead, Wish
+from headstart.drafters.base import AttachedHead, Drafter, Wish
 from headstart.engine.engine import Engine
-from headstart.engine.load import Model, load_model, make_engine
+from headstart.engine.load import Model, load_model
+from headstart.engine.make import make_engine
 from headstart.formats.base import make_tensor
 from headstart.layers.build import DecoderConfig, Weights, eagle3_head, medusa_modules, mtp_module
 from headstart.layers.mtp import HeadSpec, MTPHead
@@ -303,10 +304,10 @@ def assert_same_logprobs(found: Seq[TokenLogprob | None], expected: Seq[TokenLog
 # Drafters made for tests.
 
 
-class OracleDrafter:
+class OracleDrafter(Drafter):
     """Proposes the true continuation, corrupted at random: random lengths, junk, nothing at all."""
 
-    method, max_depth = "oracle", 16
+    method = "oracle"
 
     def __init__(self, truth: Outputs, seed: int, error: float) -> None:
         self._truth, self._error = truth, error

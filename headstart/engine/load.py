@@ -11,13 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from headstart import hub, registry
-from headstart.cache.memory import KVMemory
-from headstart.cache.recurrent import StateMemory
-from headstart.config import AUTO, MAX_DEPTH, EngineConfig
-from headstart.drafters._drafter import AttachedHead, Drafter, Target
-from headstart.engine.engine import Engine
-from headstart.engine.runner import Runner
+from headstart import hub
+from headstart.config import EngineConfig
+from headstart.drafters.base import AttachedHead
 from headstart.errors import ModelError, UsageError
 from headstart.formats import open_checkpoint
 from headstart.formats._fp8 import without_scales
@@ -26,7 +22,7 @@ from headstart.formats.base import Checkpoint
 from headstart.formats.head import is_head, read_head
 from headstart.kernels.ops import Backend, RawTensor
 from headstart.layers.build import DecoderConfig, Weights, eagle3_head, medusa_modules, mtp_module
-from headstart.layers.decoder import Decoder, tap_width
+from headstart.layers.decoder import Decoder
 from headstart.layers.mtp import HeadSpec, MTPHead
 from headstart.models._family import Family, native_head
 from headstart.models._named import family_named
@@ -34,10 +30,6 @@ from headstart.models._trailing import trailing_modules
 from headstart.text.tokenizer import Tokenizer
 
 Progress = Callable[[int, int, str], None]
-MEMORY_SHARE = 0.25
-"""Share of the free memory that the KV cache may take when --kv-blocks is not given; half of it where there is
-recurrent state, a quarter of it each for sequences and snapshots."""
-MOST_SNAPSHOTS = 256
 
 
 @dataclass(frozen=True)
@@ -238,109 +230,6 @@ def _check_fit(model: Model, path: Path, hidden_size: int, vocab_size: int) -> N
                 f"the head {path} does not fit {model.name}: its {name} is {ours}, the model's is {theirs}",
                 "use a head trained for this model, or headstart train",
             )
-
-
-def make_engine(model: Model, config: EngineConfig) -> Engine:
-    """Allocate pools for a loaded model and attach the drafter. Raises UsageError for what does not fit."""
-    max_length = context_length(model, config)
-    drafter_type, method = drafter_of(model, config)
-    tap = drafter_type.tap(model.head) if drafter_type else None
-    budget = int(free_memory() * MEMORY_SHARE)
-    states = _states(model, config, budget, drafts=drafter_type is not None)
-    num_blocks = config.kv_blocks or _num_blocks(model, config, max_length, budget // 2 if states else budget)
-    if num_blocks * config.block_size < max_length:
-        raise UsageError(
-            f"--kv-blocks {num_blocks} of {config.block_size} tokens hold less than one sequence of {max_length}",
-            f"give at least {-(-max_length // config.block_size)} blocks, or lower --max-model-len",
-        )
-    memory = KVMemory(num_blocks, config.block_size, prefix_caching=config.enable_prefix_caching, states=states)
-    num_slots = num_blocks * config.block_size
-    runner = Runner(
-        model.backend,
-        model.decoder,
-        num_slots=num_slots,
-        hidden_size=tap_width(tap or "post_norm", model.config.hidden_size),
-        vocab_size=model.config.vocab_size,
-        tap=tap,
-        memory=memory,
-        keep_probs=config.rule == "rejection",
-    )
-    drafter: Drafter | None = None
-    if drafter_type is not None:
-        drafter = drafter_type.attach(
-            Target(
-                backend=model.backend,
-                model=model.decoder,
-                config=model.config,
-                weights=model.weights,
-                memory=memory,
-                runner=runner,
-                num_slots=num_slots,
-                token_budget=config.max_num_batched_tokens,
-                ngram=(config.ngram_min, config.ngram_max),
-                head=model.head,
-            )
-        )
-        if config.depth != AUTO and config.depth > drafter.max_depth:
-            raise UsageError(
-                f"--depth is {config.depth}, but drafter {method} goes to {drafter.max_depth} at most",
-                f"use --depth {drafter.max_depth} or less",
-            )
-    model.backend.loaded()
-    return Engine(runner, memory, drafter, config, max_length)
-
-
-def identity(model: Model, config: EngineConfig) -> dict[str, Any]:
-    """What the costs of passes and drafts depend on, beside the machine."""
-    return {
-        "files": hub.stamps(model.checkpoint.files),
-        "head": model.head.source if model.head else None,
-        "drafter": drafter_of(model, config)[1],
-        "backend": [model.backend.name, config.device, config.dtype, config.quantization, config.kv_cache_dtype],
-        "threads": config.threads or usable_threads(),
-        "block_size": config.block_size,
-    }
-
-
-def drafter_of(model: Model, config: EngineConfig) -> tuple[type[Drafter] | None, str]:
-    """The drafter class; `auto` takes the head when there is one, with prompt lookup beside it where depths are chosen
-    step by step, else prompt lookup alone. Depth 0 needs none."""
-    method = config.drafter
-    if method == "auto":
-        method = "ngram" if model.head is None else "mixed" if config.depth == AUTO else model.head.head.kind
-    if method == "none" or config.depth == 0:
-        return None, "none"
-    found: type[Drafter] = registry.find("drafters", method).DRAFTER
-    return found, method
-
-
-def context_length(model: Model, config: EngineConfig) -> int:
-    """The longest prompt plus output. Raises UsageError for more than the model was made for."""
-    limit = model.config.max_length
-    if config.max_model_len is not None and config.max_model_len > limit:
-        raise UsageError(f"--max-model-len is {config.max_model_len}, but the model's context is {limit}")
-    return config.max_model_len or limit
-
-
-def _states(model: Model, config: EngineConfig, budget: int, *, drafts: bool) -> StateMemory | None:
-    """Recurrent state for max_num_seqs sequences within a quarter of the budget (bytes), never less than one, and
-    snapshots within another; None for a model without any."""
-    specs, kept = model.decoder.state_specs, MAX_DEPTH if drafts else 0
-    if not specs:
-        return None
-    running_bytes, snapshot_bytes = (sum(model.backend.state_bytes(spec, rows) for spec in specs) for rows in (kept, 0))
-    running = max(1, min(config.max_num_seqs, budget // 4 // running_bytes))
-    snapshots = min(MOST_SNAPSHOTS, budget // 4 // snapshot_bytes) if config.enable_prefix_caching else 0
-    return StateMemory(running, snapshots, kept, block_size=config.block_size)
-
-
-def _num_blocks(model: Model, config: EngineConfig, max_length: int, budget: int) -> int:
-    """Enough for max_num_seqs full sequences, within the budget (bytes), never less than one sequence."""
-    specs = [*model.decoder.kv_specs, *(module.kv_spec for module in (model.head.head.modules if model.head else ()))]
-    per_token = sum(model.backend.kv_bytes(spec) for spec in specs if spec) + 4 * model.config.hidden_size
-    blocks_per_sequence = -(-max_length // config.block_size)
-    affordable = budget // (per_token * config.block_size)
-    return max(min(config.max_num_seqs * blocks_per_sequence, affordable), blocks_per_sequence)
 
 
 def free_memory() -> int:

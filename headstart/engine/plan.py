@@ -1,4 +1,4 @@
-"""From rows wanted to the StepPlan of a pass; the trunk and a head's catch-up differ in two declared facts only.
+"""From rows wanted to the StepPlan of a pass; networks differ in two declared facts only.
 
 Plain Python up to the arrays: a decode step has a handful of rows, for which numpy's calls cost more than their work.
 """
@@ -12,10 +12,11 @@ import numpy as np
 from headstart.core import Rows, Span, StepPlan
 
 
-def build_plan(rows: Seq[Rows], block_size: int, *, first_position: int = 0) -> StepPlan:
-    """Lay out the rows. `first_position` 1 makes it a head's plan: row q reads the hidden state stored at q - 1."""
+def build_plan(rows: Seq[Rows], block_size: int, *, first_position: int = 0, behind: int | None = None) -> StepPlan:
+    """Lay out the rows of a network (see layers.network). `behind`: the row at position q reads the hidden state stored
+    at q - behind; None: rows read none."""
     tables = np.zeros((len(rows), max([len(part.sequence.block_table) for part in rows])), np.int32)
-    row_starts, context_lens = [0], []
+    row_starts, context_lens, reach = [0], [], behind or 0
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -29,9 +30,8 @@ def build_plan(rows: Seq[Rows], block_size: int, *, first_position: int = 0) -> 
         row_starts.append(len(positions))
         context_lens.append(end)
         logit_rows += range(len(positions) - part.num_logits, len(positions))
-        reads_from = start - first_position  # a head's row reads the slot before its own
-        places = [table[at // block_size] * block_size + at % block_size for at in range(reads_from, end)]
-        slots += places[first_position:]
+        places = [table[at // block_size] * block_size + at % block_size for at in range(start - reach, end)]
+        slots += places[reach:]
         hidden_slots += places[: end - start]
     return StepPlan(
         token_ids=np.array(token_ids, np.int32),
@@ -42,7 +42,7 @@ def build_plan(rows: Seq[Rows], block_size: int, *, first_position: int = 0) -> 
         block_tables=tables,
         logit_rows=np.array(logit_rows, np.int32),
         first_position=first_position,
-        hidden_slots=np.array(hidden_slots, np.int32) if first_position else None,
+        hidden_slots=None if behind is None else np.array(hidden_slots, np.int32),
         block_size=block_size,
     )
 

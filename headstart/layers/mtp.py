@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal, Protocol
 
-from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, Program, StepInputs, Weight
-from headstart.layers.decoder import DecoderLayer, Tap
+from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, StateSpec, StepInputs, Weight
+from headstart.layers.decoder import DecoderLayer, Tap, tap_width
 from headstart.layers.linear import Linear
+from headstart.layers.network import NetworkProgram, Pools
 from headstart.layers.norm import RMSNorm
 
 FIRST_PAIR_POSITION = 1
@@ -103,11 +104,32 @@ class MTPHead:
     lm_head: Linear | None = None
     embedding: Weight | None = None
 
-    def programs(self, module: int, pool: Pool, embedding: Weight, lm_head: Linear) -> tuple[Program, Program]:
-        """A draft step from stored trunk states, and one from recycled vectors; the same where they are read alike."""
-        own = self.embedding if self.embedding is not None else embedding
-        first = MTPProgram(self.spec, self.modules[module], pool, own, self.lm_head or lm_head)
-        return first, replace(first, recycled=True) if self.kind == "eagle3" else first
+
+@dataclass(frozen=True)
+class HeadNetwork:
+    """A head beside its trunk: the pair (h_p, t_{p+1}) lives at position p + 1 and reads the state of position p."""
+
+    head: MTPHead
+    hidden_size: int
+    embedding: Weight
+    lm_head: Linear
+    first_position: int = FIRST_PAIR_POSITION
+    behind: int = FIRST_PAIR_POSITION
+    state_specs: tuple[StateSpec, ...] = ()
+
+    @property
+    def kv_specs(self) -> Sequence[AttentionSpec]:
+        return [module.kv_spec for module in self.head.modules if module.kv_spec]
+
+    def programs(self, pools: Pools) -> dict[str, NetworkProgram]:
+        """Of module i: `pairs.i`, a draft step from stored trunk states, and `next.i`, one from recycled vectors."""
+        kv, programs = iter(pools.kv), {}
+        for index, module in enumerate(self.head.modules):
+            pool = next(kv) if module.kv_spec else None
+            code = MTPProgram(self.head.spec, module, pool, self.embedding, self.lm_head)
+            programs[f"pairs.{index}"] = NetworkProgram(code, tap_width(self.head.spec.tap, self.hidden_size))
+            programs[f"next.{index}"] = NetworkProgram(replace(code, recycled=True), self.hidden_size)
+        return programs
 
 
 @dataclass(frozen=True)

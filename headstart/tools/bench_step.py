@@ -18,7 +18,7 @@ from headstart import __version__
 from headstart.api import LLM
 from headstart.config import AUTO, FIXED_DEPTH, EngineConfig
 from headstart.core import Report, SamplingParams, Sequence, Span
-from headstart.drafters._drafter import Wish
+from headstart.drafters.base import Wish
 from headstart.engine.load import Model, free_memory, load_model, usable_threads
 from headstart.errors import UsageError
 from headstart.formats.head import KINDS
@@ -135,7 +135,7 @@ def run(options: StepOptions, progress: Progress = lambda done, total, text: Non
     read_bytes = options.read_bytes or min(MOST_READ_BYTES, free_memory() // 4)
     bandwidth = bench.model.backend.read_bandwidth(read_bytes, READ_RUNS)
     passes = time_passes(bench, options.repeats, progress)
-    draft = time_draft(bench, options.repeats or DRAFT_REPEATS) if bench.engine.drafter else None
+    draft = time_draft(bench, options.repeats or DRAFT_REPEATS) if bench.engine.drafting.drafter else None
     data: dict[str, Any] = {
         "model": bench.model.name,
         "machine": machine(bench.model, options.config),
@@ -175,7 +175,7 @@ def affordable_repeats(seconds: float, budget: float) -> int:
 def time_draft(bench: Bench, repeats: int) -> dict[str, Any]:
     """Whole drafts by the drafter itself, for a sequence of which it has seen all but the last token; its Python and
     its sampling are part of a draft, but not of a step, which is one pass of the head over one row."""
-    drafter = bench.engine.drafter
+    drafter = bench.engine.drafting.drafter
     assert drafter is not None
     sequence = bench.submit(bench.repeated_text(max(bench.context, 1)), bench.depth)
     while bench.engine.has_work and not sequence.draft.tokens:
@@ -236,7 +236,7 @@ def profile(bench: Bench, progress: Progress) -> dict[str, Any]:
     """Parts of passes, and of engine steps of a greedy generation without and with drafting."""
     counts = sorted({*PROFILED_ROWS, bench.rows[-1]})
     fitting = [rows for rows in counts if rows <= bench.rows[-1]]
-    depths = [0, bench.depth] if bench.engine.drafter else [0]
+    depths = [0, bench.depth] if bench.engine.drafting.drafter else [0]
     found: dict[str, Any] = {"passes": [], "steps": []}
     with profiling(bench.meter):
         for rows in fitting:

@@ -29,7 +29,7 @@ PARTS = (
 @pytest.mark.parametrize("first_position", [0, 1])
 @pytest.mark.parametrize("parts", [PARTS, PARTS[:1], PARTS[::-1]], ids=["four", "one", "reversed"])
 def test_every_row_is_where_it_belongs(parts: tuple[Rows, ...], first_position: int) -> None:
-    plan = build_plan(parts, SIZE, first_position=first_position)
+    plan = build_plan(parts, SIZE, first_position=first_position, behind=first_position or None)
     row, logit_rows = 0, []
     for i, part in enumerate(parts):
         blocks, last = part.sequence.block_table.tolist(), part.start + len(part.token_ids)

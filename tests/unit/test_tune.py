@@ -12,7 +12,7 @@ from support import family_of, headed_model, new_folder, write_model
 from headstart import hub
 from headstart.cli.serve import with_tuned
 from headstart.config import AUTO, EngineConfig
-from headstart.drafters._drafter import AttachedHead
+from headstart.drafters.base import AttachedHead
 from headstart.errors import UsageError
 from headstart.tools import tune, tuned
 from headstart.tools.bench.document import Cell

@@ -70,7 +70,7 @@ def _measure(model: Model, config: Any, progress: Progress) -> dict[str, Any]:
 
 
 def _deepest(llm: Any) -> int:
-    drafter = llm.engine.drafter
+    drafter = llm.engine.drafting.drafter
     return min(len(DEPTHS), drafter.max_depth if drafter else 0)
 
 

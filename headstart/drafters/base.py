@@ -1,20 +1,21 @@
-"""The one seam of drafters: attach to a target, propose, release. One file per drafter; the file name is its name."""
+"""The one seam of drafters: attach to a target, propose, release. One file per drafter, named as the method is."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Literal, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.cache.memory import KVMemory
+from headstart.config import MAX_DEPTH
 from headstart.core import Draft, Rows, Sampled, Sequence
-from headstart.kernels.ops import Backend, Buffer, Program, Weight
+from headstart.kernels.ops import Backend, Buffer, Weight
 from headstart.layers.build import DecoderConfig, Weights
 from headstart.layers.decoder import Decoder, Tap
 from headstart.layers.mtp import MTPHead
+from headstart.layers.network import Network, Opened
 
 
 @dataclass(frozen=True)
@@ -27,15 +28,15 @@ class AttachedHead:
 
 
 class Gate(Protocol):
-    """Decides for one sequence how far its draft goes (engine.depth). `starts`: a draft that costs a pass of a head is
-    worth beginning."""
+    """Decides for one sequence how far its draft goes (engine.depth). `starts`: a draft that costs a pass of a head
+    is worth beginning."""
 
     starts: bool
 
     def goes_on(self, draft: Draft) -> bool:
         """Called once after each drafted token, with its score in place: shall there be another?"""
 
-    def takes(self, draft: Draft) -> bool:
+    def suffices(self, draft: Draft) -> bool:
         """Is a draft that cost nothing good enough, or shall the head be asked?"""
 
 
@@ -50,10 +51,19 @@ class Wish:
 
 
 class DraftRunner(Protocol):
-    """The engine's services during a draft."""
+    """The engine's services to a drafter."""
 
-    def run_head(self, program: Program, parts: Seq[Rows], hidden: Buffer = None) -> Mapping[str, Buffer]:
-        """A pass of a head program. Row q reads the trunk's hidden state of position q - 1, or its row of `hidden`."""
+    def open(self, network: Network) -> Opened:
+        """While attaching: have a network of one's own. Raises ModelError for what cannot run beside a trunk."""
+
+    def run(self, opened: Opened, program: str, rows: Seq[Rows], *, hidden: Buffer = None) -> Mapping[str, Buffer]:
+        """A pass of a program. Rows read `hidden` [R, width] where it is given, else stored states of the trunk."""
+
+    def fill(self, opened: Opened, rows: Seq[Rows]) -> None:
+        """These rows, made from true states, are now the network's KV of their positions."""
+
+    def filled(self, opened: Opened, sequence: Sequence) -> int:
+        """Positions below this one hold the network's KV, counted from its first."""
 
     def draw(
         self,
@@ -70,37 +80,43 @@ class DraftRunner(Protocol):
 
 @dataclass(frozen=True)
 class Target:
-    """What a drafter may borrow. The block table of a sequence serves the drafter's pools too, as far as
-    `memory.reserve` has made it."""
+    """What a drafter may borrow. The block table of a sequence serves the pools of its networks too, as far as blocks
+    are reserved."""
 
     backend: Backend
     model: Decoder
     config: DecoderConfig
     weights: Weights
-    memory: KVMemory
     runner: DraftRunner
-    num_slots: int
     token_budget: int
     ngram: tuple[int, int]  # smallest and largest n of prompt lookup
     head: AttachedHead | None = None
 
 
-class Drafter(Protocol):
-    """Proposes tokens for sequences whose every token but the last is computed."""
+class Drafter:
+    """Proposes tokens for sequences whose every token but the last is computed.
+
+    A drafter declares `tap`, the trunk hidden state that is kept for it (None: none), `max_depth`, and `costs_per`:
+    each drafted token costs a `step`, or all of them one `pass`.
+    """
 
     method: str
-    max_depth: int
+    max_depth: int = MAX_DEPTH
+    tap: Tap | None = None
+    costs_per: Literal["step", "pass"] = "step"
 
     @classmethod
     def attach(cls, target: Target) -> Self:
-        """Borrow and allocate. Raises UsageError or ModelError when this target cannot feed the drafter."""
+        """Borrow, and open networks. Raises UsageError or ModelError when this target cannot feed the drafter."""
+        return cls()
 
-    @classmethod
-    def tap(cls, head: AttachedHead | None) -> Tap | None:
-        """The trunk hidden state to be kept in the hidden pool; None keeps none."""
+    def missed(self, sequence: Sequence) -> int:
+        """Positions that its networks must make up for before the next draft, beside the newest."""
+        return 0
 
     def propose(self, wishes: Seq[Wish]) -> None:
         """Set `draft` of each sequence: at most the wished number of tokens. Slots for them are reserved."""
+        raise NotImplementedError
 
     def release(self, sequence: Sequence) -> None:
         """The sequence is finished: forget it. A preempted one comes back with the same tokens and other blocks."""
