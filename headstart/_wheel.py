@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-Progress = Callable[[int, int, str], None]
-"""Called with (bytes done, bytes in all, what is being done)."""
+from headstart.core import Progress, no_progress
 
 _CHUNK = 1 << 20
 _POLL_S = 0.2
@@ -165,7 +164,7 @@ def terminal_progress(progress: Progress | None) -> Iterator[Progress]:
         yield progress
     elif not sys.stderr.isatty():
         sys.stderr.write("fetching the model (once; it is kept in the user cache)\n")
-        yield lambda done, total, what: None
+        yield no_progress
     else:
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, Progress as Bar, TextColumn

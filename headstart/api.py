@@ -14,9 +14,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headstart.config import AUTO, EngineConfig
-from headstart.core import Delta, DraftStats, FinishReason, Request, SamplingParams, Sequence, TokenLogprob
+from headstart.core import (
+    Delta,
+    DraftStats,
+    FinishReason,
+    Progress,
+    Request,
+    SamplingParams,
+    Sequence,
+    TokenLogprob,
+    no_progress,
+)
 from headstart.engine.calibrate import known_costs
-from headstart.engine.load import Model, Progress, load_model
+from headstart.engine.load import Model, load_model
 from headstart.engine.make import identity, make_engine
 from headstart.errors import GenerationError, UsageError
 from headstart.text.chat import ChatTemplate
@@ -125,7 +135,7 @@ class LLM:
         self,
         model: str | Model | None = None,
         config: EngineConfig | None = None,
-        progress: Progress = lambda done, total, text: None,
+        progress: Progress = no_progress,
     ) -> None:
         started = time.perf_counter()
         self.config = config or EngineConfig()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol, Self
@@ -26,11 +26,17 @@ Float32 = NDArray[np.float32]
 Mask = NDArray[np.uint32]
 """Tokens that may come: bit v % 32 of word v // 32 is token v; [ceil(V / 32)] words, or a row of them per token."""
 FinishReason = Literal["stop", "length", "abort", "error"]
+Progress = Callable[[int, int, str], None]
+"""Called with (done, total, what is being done) while something takes its time."""
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: argmax without noise."""
 FORCED = "forced"
 """Method of drafts that a constraint leaves no choice about."""
+
+
+def no_progress(done: int, total: int, what: str) -> None:
+    """The Progress of callers that nobody watches."""
 
 
 MOST = 1e18

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from headstart import __version__, _wheel
-from headstart._wheel import Progress, WheelFile, terminal_progress
+from headstart._wheel import WheelFile, terminal_progress
+from headstart.core import Progress
 from headstart.errors import UsageError
 
 HEADS = Path(__file__).parent / "heads"

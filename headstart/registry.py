@@ -42,7 +42,7 @@ KINDS: dict[KindName, Kind] = {
     "formats": Kind(  # head checkpoints are read by name, not detected
         "headstart.formats", ("FORMAT",), "checkpoint format", ModelError, helpers=frozenset({"base", "head"})
     ),
-    "launchers": Kind("headstart.tools.launchers", ("LAUNCHER",), "launcher", UsageError),
+    "launchers": Kind("headstart.tools.launch.launchers", ("LAUNCHER",), "launcher", UsageError),
     "head_kinds": Kind("headstart.train.kinds", ("KIND",), "kind of head", UsageError),
     "tool_formats": Kind("headstart.text.parsers", ("PARSER",), "tool format", UsageError),
     "reasoning_formats": Kind("headstart.text.reasoning", ("REASONING",), "reasoning format", UsageError),

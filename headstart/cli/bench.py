@@ -192,7 +192,7 @@ def step(model: Model = None, *, flags: StepFlags, engine: EngineOptions, output
     if any(count < 1 for count in rows):
         raise UsageError(f"--rows is {flags.rows!r}, but a pass has at least 1 row", "for example --rows 1,4,8")
 
-    from headstart.tools import bench_step
+    from headstart.tools.bench import step as bench_step
 
     options = bench_step.StepOptions(
         model=model,

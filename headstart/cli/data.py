@@ -55,7 +55,7 @@ def run(model: Model = None, *, flags: DataFlags, engine: EngineOptions, output:
     """Have a model write text that a head can learn from."""
     engine.refuse_others(USES, "writing data")
 
-    from headstart.tools import data
+    from headstart.train import own_data as data
 
     options = data.DataOptions(model=model, config=engine.config, seed=engine.config.seed or 0, **flags.chosen())
     with progress("data", quiet=output.as_json) as report_progress:

@@ -40,7 +40,7 @@ def run(
     output: OutputOptions,
 ) -> int:
     """Put the MTP head of the original model back into a fine-tuned or quantized one, and measure whether it helps."""
-    from headstart.tools import graft
+    from headstart.tools.graft import run as graft
 
     with progress("grafting", quiet=output.as_json) as report_progress:
         report = graft.run(graft.GraftOptions(model=model, **vars(flags)), report_progress)

@@ -13,7 +13,7 @@ from headstart.cli.render import finish, progress
 from headstart.errors import UsageError
 
 if TYPE_CHECKING:
-    from headstart.tools.launch import LaunchOptions
+    from headstart.tools.launch.run import LaunchOptions
 
 EXAMPLES = (
     "headstart launch vllm org/model --gpus h100x1 --dry-run",
@@ -100,7 +100,7 @@ def run(
     """Print or run the exact command that makes another engine draft, then check by its metrics that it does.
 
     Reads model and machine, knows each version's flags and their traps. --translate brings old commands up to date."""
-    from headstart.tools import launch
+    from headstart.tools.launch import run as launch
 
     if flags.translate is not None:
         if engine is not None:
@@ -119,7 +119,7 @@ def options_of(
     engine: str, model: str, extra: tuple[str, ...], flags: RunFlags, server: ServerFlags, place: PlaceFlags
 ) -> LaunchOptions:
     """What the flags ask for."""
-    from headstart.tools.launch import LaunchOptions
+    from headstart.tools.launch.run import LaunchOptions
 
     return LaunchOptions(
         engine=engine,
@@ -145,7 +145,7 @@ def options_of(
 
 def started(options: LaunchOptions, *, stay: bool, as_json: bool) -> int:
     """Run an engine, print what its check found as soon as it is there, and stay with it."""
-    from headstart.tools import launch
+    from headstart.tools.launch import run as launch
 
     with launch.started(options) as engine:
         with progress("starting", quiet=as_json) as report_progress:

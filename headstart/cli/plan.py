@@ -61,7 +61,7 @@ class PlanFlags(OptionGroup):
 
 def run(model: Model = None, *, flags: PlanFlags, output: OutputOptions) -> int:
     """Predict speed with and without drafting, best depth, memory, first token and cost of a model on a machine."""
-    from headstart.tools import plan
+    from headstart.tools.plan import run as plan
 
     if flags.published:
         report = plan.compare_published()

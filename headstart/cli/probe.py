@@ -28,7 +28,7 @@ def run(
     """Find out whether speculative decoding is on at an endpoint, whatever engine is behind it.
 
     Exit code 0: it is on and drafts are accepted; 1: it is not, or it cannot be told."""
-    from headstart.tools import probe
+    from headstart.tools.probe import run as probe
 
     options = probe.ProbeOptions(url=url, model=model, api_key=api_key, use_metrics=not no_metrics)
     with progress("probing", quiet=output.as_json) as report_progress:

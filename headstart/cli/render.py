@@ -5,22 +5,20 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+from headstart.core import Progress, Report, no_progress
 
 if TYPE_CHECKING:  # rich costs start-up time that `--help` of other commands need not pay
     from rich.console import Console
 
-    from headstart.core import Report
 
 SLOW_SECONDS = 2.0
 """Work shorter than this shows no progress bar."""
 
 PIPE_WIDTH = 200
-
-Progress = Callable[[int, int, str], None]
-"""Called with (done, total, what is being done)."""
 
 
 def stdout() -> Console:
@@ -74,7 +72,7 @@ def finish(report: Report, as_json: bool) -> int:
 def progress(what: str, *, quiet: bool = False) -> Iterator[Progress]:
     """A callback that draws a bar on stderr once the work has taken a while; silent when stderr is not a terminal."""
     if quiet or not sys.stderr.isatty():
-        yield lambda done, total, text: None
+        yield no_progress
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, TextColumn, TimeElapsedColumn
 

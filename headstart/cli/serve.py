@@ -79,14 +79,13 @@ class ServeOptions(OptionGroup):
 
 def with_tuned(model: str | None, config: EngineConfig) -> EngineConfig:
     """What `headstart tune` has found for this model here, and said so; the user's own choice comes first."""
-    from headstart.tools import tuned
-    from headstart.tools.tune import said
+    from headstart.tools.tune.setting import kept_setting
 
-    choice = tuned.find(model, config)
-    if choice is None:
+    setting = kept_setting(model, config)
+    if setting is None:
         return config
-    print(f"headstart: tuned: {said(choice)}", file=sys.stderr)
-    return replace(config, drafter=choice.drafter, depth=choice.depth)
+    print(f"headstart: tuned: {setting}", file=sys.stderr)
+    return replace(config, drafter=setting.drafter, depth=setting.depth)
 
 
 def run(
@@ -97,7 +96,7 @@ def run(
     other.check()
     if other.engine_name is not None:
         from headstart.cli import launch
-        from headstart.tools.launch import run as dry_run
+        from headstart.tools.launch.run import run as dry_run
 
         options = launch_options(other.engine_name, model, serving, engine, vllm.given)
         if other.dry_run:

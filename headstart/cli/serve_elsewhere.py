@@ -11,7 +11,7 @@ from headstart.config import AUTO, flag_of
 from headstart.errors import UsageError
 
 if TYPE_CHECKING:
-    from headstart.tools.launch import LaunchOptions
+    from headstart.tools.launch.run import LaunchOptions
 
 PANEL = "Another engine"
 SETTINGS = ("served_model_name", "api_key", "ssl_certfile", "ssl_keyfile", "chat_template", "tool_call_parser",
@@ -47,7 +47,7 @@ def launch_options(
     vllm: Mapping[str, str | bool],
 ) -> LaunchOptions:
     """Raises UsageError, naming the option, for one that means nothing to another engine."""
-    from headstart.tools.launch import LaunchOptions
+    from headstart.tools.launch.run import LaunchOptions
 
     chosen: dict[str, Any] = {}
     settings = _serving(serving)

@@ -115,7 +115,7 @@ WRITING_SHARE = 0.3
 def _with_own_text(options: TrainOptions, *, quiet: bool) -> TrainOptions:
     """Have the model write what its head learns from, beside the checkpoints; a second run writes more."""
     from headstart.config import EngineConfig
-    from headstart.tools import data
+    from headstart.train import own_data as data
 
     begun = time.monotonic()
     wanted = data.DataOptions(

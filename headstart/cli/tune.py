@@ -41,7 +41,7 @@ def run(model: Model = None, *, flags: TuneFlags, engine: EngineOptions, output:
     if not flags.minutes > 0:
         raise UsageError(f"--minutes is {flags.minutes}, but must be above 0")
 
-    from headstart.tools import tune
+    from headstart.tools.tune import run as tune
 
     options = tune.TuneOptions(
         model=model,

@@ -112,7 +112,7 @@ def run(
     parsed = levels.parsed()
     prompts = _read_prompts(case.prompts) if case.prompts else None
 
-    from headstart.tools import numerics, verify
+    from headstart.tools.verify import numerics, run as verify
 
     common: dict[str, Any] = {
         "model": model,

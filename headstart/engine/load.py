@@ -13,6 +13,7 @@ from typing import Any
 
 from headstart import hub
 from headstart.config import EngineConfig
+from headstart.core import Progress, no_progress
 from headstart.drafters.base import AttachedHead
 from headstart.errors import ModelError, UsageError
 from headstart.formats import open_checkpoint
@@ -28,8 +29,6 @@ from headstart.models._family import Family, native_head
 from headstart.models._named import family_named
 from headstart.models._trailing import trailing_modules
 from headstart.text.tokenizer import Tokenizer
-
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,7 @@ def _check_layers(tensors: Iterable[str], family: Family, num_layers: int, check
             )
 
 
-def load_model(name: str | None, config: EngineConfig, progress: Progress = lambda done, total, text: None) -> Model:
+def load_model(name: str | None, config: EngineConfig, progress: Progress = no_progress) -> Model:
     """Read a model by path, alias or Hub name, and the head that goes with it; `progress` counts its weights. Raises
     ModelError or UsageError."""
     choose_backend(config)  # before anything is fetched

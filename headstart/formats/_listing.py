@@ -5,13 +5,14 @@ The same for a directory, a GGUF file and a repo on the Hub, of which only the h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headstart import hub
+from headstart.core import Progress, no_progress
 from headstart.errors import ModelError
 from headstart.formats._header import PREFIX, Entry, header_size, parse_header
 from headstart.formats._index import INDEX, SINGLE, join, missing_shard, pick, weight_map_of
@@ -20,7 +21,6 @@ from headstart.formats._json import read_object
 if TYPE_CHECKING:
     from headstart.formats._gguf_file import GgufFile
 
-Progress = Callable[[int, int, str], None]
 HINT = "give a directory with config.json and *.safetensors, a .gguf file or a Hugging Face repo id"
 CONFIG, GENERATION = "config.json", "generation_config.json"
 
@@ -47,7 +47,7 @@ class Listing:
             return file.read(max(0, min(size, entry.nbytes - begin)))
 
 
-def list_checkpoint(name: str | Path, progress: Progress = lambda done, total, text: None) -> Listing:
+def list_checkpoint(name: str | Path, progress: Progress = no_progress) -> Listing:
     """The headers of a path or a repo on the Hub. Raises ModelError for damaged or missing files, UsageError for an
     unknown name or when the Hub cannot be reached."""
     asked = None if isinstance(name, Path) else hub.repo_of(name)

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from headstart.core import Progress
 from headstart.errors import HeadstartError, ModelError, UsageError
 from headstart.formats import gguf
 from headstart.formats._gguf_file import GgufFile, MoreNeeded, parse, read
@@ -30,7 +31,6 @@ from headstart.formats._listing import (
 )
 from headstart.hub import Repo, hub_errors
 
-Progress = Callable[[int, int, str], None]
 T = TypeVar("T")
 FIRST = 128 * 1024
 """Bytes of the first request: most headers end within them."""

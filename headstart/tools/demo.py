@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
 from headstart.api import LLM, Completion
 from headstart.config import EngineConfig
-from headstart.core import DraftStats, Report, SamplingParams
+from headstart.core import DraftStats, Progress, Report, SamplingParams, no_progress
 from headstart.tools.pairs import decode_pair
 from headstart.tools.prompts import builtin_prompts
 
-Progress = Callable[[int, int, str], None]
 MAX_ROUNDS = 3
 TIME_BUDGET_S = 90.0
 """No new round of measuring begins when it would probably end after this."""
@@ -61,7 +59,7 @@ class Measured:
         }
 
 
-def run(options: DemoOptions, progress: Progress = lambda done, total, text: None) -> Report:
+def run(options: DemoOptions, progress: Progress = no_progress) -> Report:
     """Decode every prompt greedily with drafting off and on, in alternating order, as often as the time allows;
     `ok` is false if any two runs of a prompt differ in a token."""
     llm = LLM(options.model, options.config)

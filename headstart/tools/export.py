@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from headstart.core import Report
+from headstart.core import Progress, Report, no_progress
 from headstart.errors import UsageError
 from headstart.tools.exports import gguf, speculators, vllm_eagle, vllm_eagle3, vllm_mtp, xllm
-from headstart.tools.exports._plan import Progress, carry_out, check_target
+from headstart.tools.exports._plan import carry_out, check_target
 from headstart.tools.exports._source import Request
 
 LAYOUTS = {
@@ -34,7 +34,7 @@ class ExportOptions:
     force: bool = False
 
 
-def run(options: ExportOptions, progress: Progress = lambda done, total, text: None) -> Report:
+def run(options: ExportOptions, progress: Progress = no_progress) -> Report:
     """Write a directory, whole or not at all. Raises UsageError or ModelError before anything is written, CapacityError
     when it cannot be written."""
     if options.to not in LAYOUTS:

@@ -7,14 +7,14 @@ Fine-tuning and quantization tools often keep the first and drop the second. doc
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from headstart import hub
-from headstart.core import Report
+from headstart.core import Progress, Report, no_progress
 from headstart.errors import ModelError, UsageError
 from headstart.formats._listing import Listing, list_checkpoint
 from headstart.formats._mtp_families import find_drafter
@@ -28,7 +28,6 @@ from headstart.tools.inspection.render import lines
 from headstart.tools.inspection.verdict import judge
 from headstart.tools.inspection.weights import Weight, quantization_of, weights_of
 
-Progress = Callable[[int, int, str], None]
 SCHEMA = 1
 LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length")
 SIZE_KEYS = (
@@ -49,7 +48,7 @@ class InspectOptions:
     deep: bool = False
 
 
-def run(options: InspectOptions, progress: Progress = lambda done, total, text: None) -> Report:
+def run(options: InspectOptions, progress: Progress = no_progress) -> Report:
     """Describe a model and its heads. `ok` is false when the config promises heads that are not all there, when a
     drafter does not fit its target, or when a measured head is dead. Raises UsageError or ModelError."""
     name = options.model or hub.DEFAULT_MODEL

@@ -11,7 +11,7 @@ from typing import Any
 from headstart.api import LLM
 from headstart.config import EngineConfig
 from headstart.core import DraftStats, SamplingParams
-from headstart.tools import bench_step
+from headstart.tools.bench import step as bench_step
 from headstart.tools.pairs import decode_pair
 from headstart.train.data import Example
 from headstart.train.progress import shown

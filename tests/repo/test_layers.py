@@ -23,7 +23,7 @@ FOREIGN_NAMES = {
     "formats/_eagle3.py", "formats/_gguf_names.py", "text/_gguf_tokenizer.py",
     "tools/exports/vllm_mtp.py", "tools/exports/_layouts.py", "tools/exports/_detect.py",
     "tools/exports/gguf.py", "tools/exports/_gguf_model.py", "tools/exports/speculators.py",
-    "tools/exports/vllm_eagle.py", "tools/launchers/sglang.py",
+    "tools/exports/vllm_eagle.py", "tools/launch/launchers/sglang.py",
 }  # fmt: skip
 """Files that translate other projects' vocabulary: GGUF names kinds of tokenizers, EAGLE-3 its layout, xLLM its drafts
 by families."""
@@ -67,7 +67,7 @@ def test_no_import_of_transformers_at_run_time() -> None:
         f"{path}:{line}"
         for path, tree in trees().items()
         for module, line in imported_modules(path, tree)
-        if module.split(".")[0] == "transformers" and path != "tools/against.py"
+        if module.split(".")[0] == "transformers" and path != "tools/verify/against.py"
     ]
     assert not wrong, "\n".join(wrong)
 

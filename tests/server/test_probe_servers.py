@@ -13,9 +13,9 @@ from process import PROGRAM, Server, running
 from headstart import hub, registry
 from headstart.cli.main import main
 from headstart.errors import UsageError
-from headstart.tools import launch
-from headstart.tools.launchers._launcher import Wanted
-from headstart.tools.launchers._start import Running, check
+from headstart.tools.launch import run as launch
+from headstart.tools.launch.launcher import Wanted
+from headstart.tools.launch.start import Running, check
 
 SMALL = ("--threads", "1", "--max-num-seqs", "2", "--max-model-len", "1024", "--kv-blocks", "128")
 
@@ -72,7 +72,7 @@ def test_probe_of_a_page_that_is_no_such_server(plain: Server, capsys: pytest.Ca
 LAUNCHER = '''\
 """headstart itself as an engine to launch."""
 
-from headstart.tools.launchers._launcher import Arguments, Flag, Launcher, Plan, Step
+from headstart.tools.launch.launcher import Arguments, Flag, Launcher, Plan, Step
 
 
 class Itself(Launcher):

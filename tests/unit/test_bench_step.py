@@ -13,8 +13,8 @@ from headstart.config import EngineConfig
 from headstart.core import Report
 from headstart.engine.load import load_model
 from headstart.errors import UsageError
-from headstart.tools import bench_step
-from headstart.tools.bench_step import StepOptions
+from headstart.tools.bench import step as bench_step
+from headstart.tools.bench.step import StepOptions
 from headstart.tools.tiny import write_tiny
 
 pytest.importorskip("headstart.kernels._native")
@@ -37,7 +37,7 @@ def headed(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def small_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.tools.bench_step.MOST_READ_BYTES", READ_BYTES)
+    monkeypatch.setattr("headstart.tools.bench.step.MOST_READ_BYTES", READ_BYTES)
 
 
 def bench(model: str, *, backend: str = "native", **settings: Any) -> Report:

@@ -10,8 +10,8 @@ import pytest
 from headstart import hub
 from headstart.cli.main import main
 from headstart.errors import CapacityError, UsageError
-from headstart.tools.data import DataOptions, run
 from headstart.train.data import Problems, read_records
+from headstart.train.own_data import DataOptions, run
 from headstart.train.own_prompts import usable
 from headstart.train.shards import Shards
 from headstart.train.textfiles import cut, passages, read_tree

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from headstart import registry
-from headstart.tools.launchers import _detect
-from headstart.tools.launchers._launcher import Flag, Launcher
-from headstart.tools.launchers._published import Published, published
-from headstart.tools.launchers._versions import parse
+from headstart.tools.launch.detect import Installed, find_installed
+from headstart.tools.launch.launcher import Flag, Launcher
+from headstart.tools.launch.published import Published, published
+from headstart.tools.launch.versions import parse
 
 LAUNCHERS: dict[str, Launcher] = {
     name: registry.find("launchers", name).LAUNCHER for name in registry.available("launchers")
@@ -88,7 +88,7 @@ def test_newest_version_was_read(name: str) -> None:
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_table_fits_the_engine_installed_here(name: str) -> None:
     launcher = LAUNCHERS[name]
-    installed = _detect.find(launcher, None)
+    installed = find_installed(launcher, None)
     if installed is None:
         pytest.skip(f"{launcher.title} is not installed")
     version = installed.version or parse(launcher.newest)
@@ -97,7 +97,7 @@ def test_table_fits_the_engine_installed_here(name: str) -> None:
     assert not flags - taken
 
 
-def _taken(name: str, installed: _detect.Installed) -> set[str]:
+def _taken(name: str, installed: Installed) -> set[str]:
     """The flags of an installed engine: from its Python files, else from its own help."""
     if installed.python is not None:
         (root,) = installed.python.parent.parent.glob("lib/python3*/site-packages")

@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 
-from headstart import registry
+from headstart import hub, registry
 from headstart.cli.main import main
 from headstart.errors import CapacityError, HeadstartError, UsageError
-from headstart.tools import launch
-from headstart.tools.launchers import _depth, _detect, _facts, _layout
-from headstart.tools.launchers._commands import CommandLine
-from headstart.tools.launchers._facts import Facts
-from headstart.tools.launchers._launcher import Layout, Plan, Wanted
-from headstart.tools.launchers._versions import at_least, parse
+from headstart.tools.launch import parallelism, run as launch
+from headstart.tools.launch.commands import CommandLine
+from headstart.tools.launch.depth import choose_depth
+from headstart.tools.launch.detect import find_installed
+from headstart.tools.launch.facts import Facts, method_of, read_facts
+from headstart.tools.launch.launcher import Parallelism, Plan, Wanted
+from headstart.tools.launch.versions import at_least, parse
 from headstart.tools.tiny import write_tiny
 
 ENGINES = registry.available("launchers")
@@ -25,7 +26,7 @@ FACTS = Facts(
     source="/m", model_type="acme", format="safetensors", weight_bytes=8 * 10**9, modules=1, attention_heads=32,
     experts=0, quantization=None, declared=1,
 )  # fmt: skip
-ONE_GPU = Layout(gpus=1)
+ONE_GPU, TWO_COPIES = Parallelism(gpus=1), Parallelism(gpus=2, data=2)
 TABLE = "[[1, 4, 3], [5, 64, 0]]"
 
 
@@ -33,7 +34,7 @@ def plan(engine: str, version: str | None = None, facts: Facts = FACTS, **wanted
     launcher = launch.launcher_of(engine)
     if engine == "llamacpp":
         facts = replace(facts, format="gguf", source="/m.gguf")
-    settings = Wanted(**{"depth": 3, "layout": ONE_GPU, **wanted})
+    settings = Wanted(**{"depth": 3, "parallel": ONE_GPU, **wanted})
     return launcher.plan(facts, settings, parse(version or launcher.newest))
 
 
@@ -54,7 +55,7 @@ def speculation(made: Plan) -> dict[str, Any]:
 
 
 def test_facts_of_a_checkpoint_with_a_head(tmp_path: Path) -> None:
-    found = _facts.read(str(write_tiny("mimo", tmp_path)))
+    found = read_facts(str(write_tiny("mimo", tmp_path)))
     assert (found.format, found.modules, found.declared) == ("safetensors", 1, 1)
     assert found.weight_bytes == sum(path.stat().st_size for path in tmp_path.glob("*.safetensors")) - _header(tmp_path)
 
@@ -67,9 +68,9 @@ def test_a_declared_head_whose_tensors_are_gone_does_not_count(tmp_path: Path) -
     write_tiny("llama", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
-    found = _facts.read(str(tmp_path))
+    found = read_facts(str(tmp_path))
     assert (found.modules, found.declared) == (0, 1)
-    choice = _depth.choose(found, None, gpus=1, separate=False)
+    choice = choose_depth(found, None, gpus=1, separate=False)
     assert choice.depth == 0 and "tensors are not in the checkpoint" in choice.why
 
 
@@ -85,21 +86,21 @@ def test_a_declared_head_whose_tensors_are_gone_does_not_count(tmp_path: Path) -
 )
 def test_kind_of_a_separate_head(tmp_path: Path, config: dict[str, Any], kind: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert _facts.method_of(str(tmp_path)) == kind
+    assert method_of(str(tmp_path)) == kind
 
 
 def test_sizes_that_are_no_numbers_do_not_count(tmp_path: Path) -> None:
     write_tiny("mimo", tmp_path, num_hidden_layers=2)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": "two"}))
-    assert _facts.read(str(tmp_path)).modules == 1
+    assert read_facts(str(tmp_path)).modules == 1
 
 
 def test_an_index_without_its_shards_is_not_taken_for_a_bare_config(tmp_path: Path) -> None:
     write_tiny("mimo", tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "model.safetensors.index.json")
     with pytest.raises(HeadstartError, match="not valid JSON"):
-        _facts.read(str(tmp_path))
+        read_facts(str(tmp_path))
 
 
 def test_drafts_by_the_users_own_flags_are_told() -> None:
@@ -110,9 +111,9 @@ def test_drafts_by_the_users_own_flags_are_told() -> None:
 
 
 def test_our_own_heads_must_be_exported_first() -> None:
-    own = Path(launch.__file__).parents[1] / "heads" / "smollm2-135m-mtp"
+    own = hub.HEADS / "smollm2-135m-mtp"
     with pytest.raises(UsageError, match="headstart's own layout"):
-        _facts.method_of(str(own))
+        method_of(str(own))
 
 
 # Depth and devices.
@@ -122,27 +123,27 @@ def test_our_own_heads_must_be_exported_first() -> None:
     ("modules", "gpus", "depth"), [(1, 0, 1), (1, 8, 3), (2, 8, 2), (3, 0, 3), (5, 8, 3), (0, 8, 0)]
 )
 def test_depth_without_being_told(modules: int, gpus: int, depth: int) -> None:
-    assert _depth.choose(replace(FACTS, modules=modules), None, gpus=gpus, separate=False).depth == depth
+    assert choose_depth(replace(FACTS, modules=modules), None, gpus=gpus, separate=False).depth == depth
 
 
 def test_a_tuned_depth_wins_over_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_depth, "tuned_depth", lambda model: 5 if model == "/m" else None)
-    assert _depth.choose(FACTS, None, gpus=1, separate=False).depth == 5
-    assert _depth.choose(FACTS, 2, gpus=1, separate=False).depth == 2
+    monkeypatch.setattr("headstart.tools.launch.depth.tuned_depth", lambda model: 5 if model == "/m" else None)
+    assert choose_depth(FACTS, None, gpus=1, separate=False).depth == 5
+    assert choose_depth(FACTS, 2, gpus=1, separate=False).depth == 2
 
 
 def test_depths_beyond_the_modules_must_be_a_multiple() -> None:
     facts = replace(FACTS, modules=2)
     with pytest.raises(UsageError, match="multiple") as caught:
-        _depth.choose(facts, 5, gpus=1, separate=False)
+        choose_depth(facts, 5, gpus=1, separate=False)
     assert caught.value.hint == "choose 4 or 6"
-    assert _depth.choose(facts, 4, gpus=1, separate=False).depth == 4
+    assert choose_depth(facts, 4, gpus=1, separate=False).depth == 4
 
 
-def divide(heads: int, gpus: int, gigabytes: int = 8, nodes: int = 1, **sizes: int) -> Layout:
+def divide(heads: int, gpus: int, gigabytes: int = 8, nodes: int = 1, **sizes: int) -> Parallelism:
     facts = replace(FACTS, attention_heads=heads, weight_bytes=gigabytes * 10**9, experts=sizes.pop("experts", 0))
-    devices = _layout.Devices(gpus, 80e9, "h100")
-    return _layout.divide(facts, devices, nodes=nodes, tp=sizes.get("tp"), dp=sizes.get("dp"))[0]
+    devices = parallelism.Devices(gpus, 80e9, "h100")
+    return parallelism.divide(facts, devices, nodes=nodes, tp=sizes.get("tp"), dp=sizes.get("dp"))[0]
 
 
 @pytest.mark.parametrize(
@@ -178,7 +179,7 @@ def test_sizes_that_do_not_divide_the_heads_are_refused() -> None:
 
 
 def test_vllm() -> None:
-    made = plan("vllm", layout=Layout(gpus=8, tensor=4, expert=4))
+    made = plan("vllm", parallel=Parallelism(gpus=8, tensor=4, expert=4))
     assert speculation(made) == {"method": "mtp", "num_speculative_tokens": 3}
     assert after(made, "--tensor-parallel-size") == "4"
     assert "--enable-expert-parallel" in words(made)
@@ -200,13 +201,13 @@ def test_vllm_depth_by_batch_is_capped_by_the_depth(version: str, entry: tuple[s
 
 
 def test_vllm_on_a_cpu() -> None:
-    made = plan("vllm", layout=Layout())
+    made = plan("vllm", parallel=Parallelism())
     assert made.serve[0].environment == {"VLLM_CPU_KVCACHE_SPACE": "2"}
     assert after(made, "--dtype") == "bfloat16"
 
 
 def test_vllm_nodes_are_joined_by_ray() -> None:
-    made = plan("vllm", layout=Layout(gpus=16, tensor=16, nodes=2, head_node="10.0.0.1"))
+    made = plan("vllm", parallel=Parallelism(gpus=16, tensor=16, nodes=2, head_node="10.0.0.1"))
     assert [step.words[:2] for step in made.before] == [("ray", "start")] * 2
     assert "--address=10.0.0.1:6379" in made.before[1].words
     assert after(made, "--distributed-executor-backend") == "ray"
@@ -227,7 +228,7 @@ def test_sglang_is_not_left_at_48_requests() -> None:
 
 
 def test_sglang_nodes() -> None:
-    made = plan("sglang", layout=Layout(gpus=16, tensor=16, nodes=2, head_node="10.0.0.1"))
+    made = plan("sglang", parallel=Parallelism(gpus=16, tensor=16, nodes=2, head_node="10.0.0.1"))
     assert [step.where for step in made.serve] == ["node 0", "node 1"]
     assert [step.words[step.words.index("--node-rank") + 1] for step in made.serve] == ["0", "1"]
     assert all("10.0.0.1:20000" in step.words for step in made.serve)
@@ -260,7 +261,7 @@ def test_trtllm_schedules_by_the_largest_batch(table: str, deepest: int, schedul
 
 
 def test_xllm_exports_the_head_first_and_runs_one_process_for_each_device() -> None:
-    made = plan("xllm", layout=Layout(gpus=2, tensor=2))
+    made = plan("xllm", parallel=Parallelism(gpus=2, tensor=2))
     assert made.before[0].words[1] == "tools/export_mtp.py"
     assert after(made, "--draft_model") == "/m-mtp"
     assert [step.words[step.words.index("--node_rank") + 1] for step in made.serve] == ["0", "1"]
@@ -289,7 +290,12 @@ def test_depth_0_is_plain_decoding(engine: str) -> None:
 @pytest.mark.parametrize(
     ("engine", "version", "wanted", "message"),
     [
-        ("vllm", "0.32.0", {"depth_by_batch": TABLE, "layout": Layout(gpus=2, data=2)}, "ignores a depth by batch"),
+        (
+            "vllm",
+            "0.32.0",
+            {"depth_by_batch": TABLE, "parallel": Parallelism(gpus=2, data=2)},
+            "ignores a depth by batch",
+        ),
         ("vllm", "0.33.0", {"head": "/h", "method": "medusa"}, "has no method medusa"),
         ("vllm", "0.11.0", {"head": "/h", "method": "dflash"}, "has no method dflash"),
         ("vllm", "0.11.0", {"kv_offload_gb": 8}, "has no --kv-offloading-size"),
@@ -299,13 +305,13 @@ def test_depth_0_is_plain_decoding(engine: str) -> None:
         ("sglang", "0.5.9", {"depth_by_batch": TABLE}, "has no --speculative-adaptive"),
         ("sglang", "0.5.9", {"head": "/h", "method": "dflash"}, "has no --speculative-algorithm DFLASH"),
         ("sglang", "0.5.23", {"head": "/h", "method": "medusa"}, "cannot draft with a head of kind medusa"),
-        ("trtllm", "1.3.0", {"layout": Layout()}, "needs NVIDIA GPUs"),
+        ("trtllm", "1.3.0", {"parallel": Parallelism()}, "needs NVIDIA GPUs"),
         ("trtllm", "1.2.1", {"depth_by_batch": TABLE}, "drafts to one depth"),
         ("trtllm", "1.3.0", {"depth_by_batch": "[[1, 4, 1], [5, 64, 3]]"}, "wants most there"),
         ("trtllm", "1.3.0", {"role": "decode"}, "cannot take --role"),
         ("xllm", "0.11.0", {"kv_offload_gb": 8}, "sizes its host cache by blocks"),
         ("llamacpp", "11434", {"depth_by_batch": TABLE}, "cannot take --depth-by-batch"),
-        ("llamacpp", "11434", {"layout": Layout(gpus=8, data=2)}, "one copy of a model"),
+        ("llamacpp", "11434", {"parallel": Parallelism(gpus=8, data=2)}, "one copy of a model"),
     ],
 )
 def test_what_an_engine_cannot_do_is_refused(engine: str, version: str, wanted: dict[str, Any], message: str) -> None:
@@ -335,7 +341,7 @@ def installed(tmp_path: Path) -> Path:
 
 
 def test_version_is_told_by_the_files_beside_the_program(installed: Path) -> None:
-    found = _detect.find(launch.launcher_of("vllm"), str(installed))
+    found = find_installed(launch.launcher_of("vllm"), str(installed))
     assert found is not None and (found.version, found.distribution) == ((0, 30, 1), "vllm_cpu")
 
 
@@ -509,7 +515,7 @@ def test_serve_with_another_engine(
     arguments: list[str],
     shown: str,
 ) -> None:
-    monkeypatch.setattr(_layout, "here", _layout.Devices)
+    monkeypatch.setattr(parallelism, "here", parallelism.Devices)
     model = write_tiny("mimo", tmp_path)
     assert main(["serve", str(model), "--engine", "vllm", "--dry-run", *arguments]) == 0
     assert shown in capsys.readouterr().out

@@ -14,8 +14,8 @@ from support import family_of, new_folder, prompt_of, soften, tiny_model
 from headstart.cli.main import main
 from headstart.config import EngineConfig
 from headstart.errors import UsageError
-from headstart.tools import numerics
 from headstart.tools.tiny import write_model
+from headstart.tools.verify import numerics
 
 FAMILY = "mimo"
 PROMPTS = ("the thing", tuple(prompt_of(90, 1)), "x")

@@ -13,9 +13,9 @@ import pytest
 
 from headstart.tools import engine_metrics
 from headstart.tools.engine_metrics import Counts
-from headstart.tools.probing.client import Client
-from headstart.tools.probing.decide import Verdict, decide
-from headstart.tools.probing.traces import Kind, Trace, by_length, summarize
+from headstart.tools.probe.client import Client
+from headstart.tools.probe.decide import Verdict, decide
+from headstart.tools.probe.traces import Kind, Trace, by_length, summarize
 
 LENGTHS = (24, 48, 96) * 3
 

@@ -14,12 +14,11 @@ from headstart.cli.main import main
 from headstart.config import EngineConfig
 from headstart.errors import ModelError, UsageError
 from headstart.formats import open_checkpoint
-from headstart.tools import plan
-from headstart.tools.planner import acceptance, calibrate, here, published
-from headstart.tools.planner.config_shape import shape_of
-from headstart.tools.planner.formats import weight_format
-from headstart.tools.planner.machine import Device, Machine, Rates, find_device, make_machine, parse_gpu
-from headstart.tools.planner.predict import (
+from headstart.tools.plan import acceptance, calibrate, here, published, run as plan
+from headstart.tools.plan.config_shape import shape_of
+from headstart.tools.plan.formats import weight_format
+from headstart.tools.plan.machine import Device, Machine, Rates, find_device, make_machine, parse_gpu
+from headstart.tools.plan.predict import (
     best,
     break_even,
     devices_needed,
@@ -29,9 +28,9 @@ from headstart.tools.planner.predict import (
     most_tokens_per_s,
     speed,
 )
-from headstart.tools.planner.roofline import Model, Work, draft_seconds, pass_costs, pass_seconds
-from headstart.tools.planner.shape import MLP
-from headstart.tools.planner.sources import card_names, cards, find_shape, from_checkpoint
+from headstart.tools.plan.roofline import Model, Work, draft_seconds, pass_costs, pass_seconds
+from headstart.tools.plan.shape import MLP
+from headstart.tools.plan.sources import card_names, cards, find_shape, from_checkpoint
 from headstart.tools.tiny import write_tiny
 
 Capture = pytest.CaptureFixture[str]

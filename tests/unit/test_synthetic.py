@@ -16,7 +16,7 @@ from headstart.core import FORCED, Draft, Verdict
 from headstart.engine.synthetic import SyntheticJudge
 from headstart.errors import UsageError
 from headstart.server.watch import Watch
-from headstart.tools import verify
+from headstart.tools.verify import run as verify
 
 RATES = "0.8,0.5,0.2"
 

@@ -14,9 +14,10 @@ from headstart.cli.serve import with_tuned
 from headstart.config import AUTO, EngineConfig
 from headstart.drafters.base import AttachedHead
 from headstart.errors import UsageError
-from headstart.tools import tune, tuned
 from headstart.tools.bench.document import Cell
-from headstart.tools.tune import Candidate, TuneOptions, _Tuning
+from headstart.tools.tune import run as tune
+from headstart.tools.tune.run import Candidate, TuneOptions, _Tuning
+from headstart.tools.tune.setting import keep, kept_setting
 
 CONFIG = EngineConfig(threads=1, kv_blocks=128)
 
@@ -62,42 +63,42 @@ def tuning(speeds: dict[tuple[str, Any], float], noise: tuple[float, ...] = NOIS
 def test_the_fastest_wins() -> None:
     found = tuning({("mixed", 3): 1.5, ("mixed", AUTO): 1.2, ("ngram", AUTO): 1.1})
     assert found._decided()
-    assert (found.choice().drafter, found.choice().depth) == ("mixed", 3)
+    assert (found.setting().drafter, found.setting().depth) == ("mixed", 3)
 
 
 def test_of_equals_the_one_that_decides_itself() -> None:
     found = tuning({("mixed", 3): 1.505, ("mixed", AUTO): 1.5, ("ngram", AUTO): 1.1})
     assert not found._decided()
-    assert found.choice().depth == AUTO
+    assert found.setting().depth == AUTO
 
 
 def test_what_does_not_pay_is_said() -> None:
-    choice = tuning({("mixed", 3): 0.7, ("mixed", AUTO): 0.995}).choice()
-    assert (choice.drafter, choice.depth, choice.pays) == ("none", 0, False)
-    assert "does not pay here" in tune.said(choice)
+    setting = tuning({("mixed", 3): 0.7, ("mixed", AUTO): 0.995}).setting()
+    assert (setting.drafter, setting.depth, setting.pays) == ("none", 0, False)
+    assert "does not pay here" in str(setting)
 
 
 def test_a_gain_that_may_be_a_loss_does_not_pay() -> None:
-    choice = tuning({("mixed", AUTO): 1.02}, (0.9, 1.05, 0.92, 1.03, 1.0, 0.94)).choice()
-    assert (choice.drafter, choice.pays) == ("none", False)
-    assert tuning({("mixed", AUTO): 1.02}).choice().pays
+    setting = tuning({("mixed", AUTO): 1.02}, (0.9, 1.05, 0.92, 1.03, 1.0, 0.94)).setting()
+    assert (setting.drafter, setting.pays) == ("none", False)
+    assert tuning({("mixed", AUTO): 1.02}).setting().pays
 
 
-def test_a_choice_is_kept_and_found(model: str) -> None:
-    assert tuned.find(model, CONFIG) is None
+def test_a_setting_is_kept_and_found(model: str) -> None:
+    assert kept_setting(model, CONFIG) is None
     assert with_tuned(model, CONFIG) == CONFIG
-    choice = tuning({("ngram", 2): 1.3}).choice()
-    tuned.save(model, CONFIG, choice)
-    assert tuned.find(model, CONFIG) == choice
+    setting = tuning({("ngram", 2): 1.3}).setting()
+    keep(model, CONFIG, setting)
+    assert kept_setting(model, CONFIG) == setting
     found = with_tuned(model, CONFIG)
     assert (found.drafter, found.depth) == ("ngram", 2)
-    assert tuned.find(model, replace(CONFIG, threads=2)) is None  # another setting, another choice
+    assert kept_setting(model, replace(CONFIG, threads=2)) is None  # another setting, another setting
 
 
-def test_a_damaged_choice_is_none(model: str) -> None:
-    path = tuned.save(model, CONFIG, tuning({("ngram", 2): 1.3}).choice())
+def test_a_damaged_setting_is_none(model: str) -> None:
+    path = keep(model, CONFIG, tuning({("ngram", 2): 1.3}).setting())
     path.write_text("{")
-    assert tuned.find(model, CONFIG) is None
+    assert kept_setting(model, CONFIG) is None
 
 
 def test_it_measures_and_keeps(model: str) -> None:

@@ -17,10 +17,10 @@ from headstart.config import EngineConfig
 from headstart.core import SamplingParams, Span, Verdict
 from headstart.engine.judge import judge_exact
 from headstart.errors import UsageError
-from headstart.tools import verify
-from headstart.tools.covering import pairwise
-from headstart.tools.margin import TIE, Judge
 from headstart.tools.tiny import write_model
+from headstart.tools.verify import run as verify
+from headstart.tools.verify.covering import pairwise
+from headstart.tools.verify.margin import TIE, Judge
 
 FAMILY = "mimo"
 PROMPTS = ("the thing", "an inner ring and the other thing, then nothing", "x")
@@ -221,7 +221,7 @@ def test_a_backend_that_is_exact_is_excused_nothing(folder: Path, monkeypatch: p
 
     monkeypatch.setattr(ReferenceBackend, "name", "other")
     monkeypatch.setattr("headstart.engine.engine.judge_exact", wrong_judge)
-    monkeypatch.setattr("headstart.tools.verify.TIE", 1e9)
+    monkeypatch.setattr("headstart.tools.verify.run.TIE", 1e9)
     report = verify.run(options(folder, dtype="float32"))
     assert not report.ok
     assert report.data["ties"] == 0
@@ -274,7 +274,7 @@ def test_equal_scores_are_a_tie(tmp_path: Path) -> None:
 def test_float64_excuses_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What float32 may call a tie is a difference in float64."""
     monkeypatch.setattr("headstart.engine.engine.judge_exact", wrong_judge)
-    monkeypatch.setattr("headstart.tools.verify.TIE", 1e9)
+    monkeypatch.setattr("headstart.tools.verify.run.TIE", 1e9)
     report = verify.run(options(folder, dtype="float32"))
     assert report.ok
     assert report.data["ties"] == report.data["texts"] - report.data["identical"] > 0

@@ -11,8 +11,8 @@ from typing import Any
 
 from headstart.api import LLM, Choice
 from headstart.config import EngineConfig
-from headstart.core import Delta, DraftStats, Request, SamplingParams, Sequence
-from headstart.engine.load import Model, Progress, load_model
+from headstart.core import Delta, DraftStats, Progress, Request, SamplingParams, Sequence, no_progress
+from headstart.engine.load import Model, load_model
 from headstart.engine.make import context_length
 from headstart.errors import CapacityError, UsageError
 from headstart.text.grammar_spec import GrammarSpec
@@ -35,7 +35,7 @@ class InProcess:
         config: EngineConfig,
         *,
         chunked_prefill: bool = True,
-        progress: Progress = lambda done, total, text: None,
+        progress: Progress = no_progress,
     ) -> None:
         self.chunked_prefill: bool | None = chunked_prefill
         self.model = model if isinstance(model, Model) else load_model(model, config, progress)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.config import EngineConfig, config_fields
-from headstart.core import Report
+from headstart.core import Progress, Report, no_progress
 from headstart.errors import CapacityError, HeadstartError, UsageError
 from headstart.stats import synthetic_note
 from headstart.tools.bench import workloads
@@ -22,7 +22,6 @@ from headstart.tools.bench.statistics import checks
 from headstart.tools.bench.summary import rows_of, table_lines
 from headstart.tools.bench.workloads import Task, Workload
 
-Progress = Callable[[int, int, str], None]
 INTERRUPTED = "interrupted"
 WARM_CACHE = 0.1
 """Above this share of prompt tokens from the prefix cache, times to first token say little about prefill."""
@@ -89,7 +88,7 @@ class BenchOptions:
         return self.requests or (workloads.PRESETS[self.preset].requests if self.preset else None)
 
 
-def run(options: BenchOptions, progress: Progress = lambda done, total, text: None) -> tuple[Report, Document]:
+def run(options: BenchOptions, progress: Progress = no_progress) -> tuple[Report, Document]:
     """Measure everything; the report's data are the document's. What was found is written as each workload and load is
     done, and at the end, however that comes. `ok` is false when the run broke off or requests failed. Raises UsageError
     and ModelError before anything is measured."""

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from headstart.core import Progress
 from headstart.errors import CapacityError, UsageError
 from headstart.formats._stream import PIECE_BYTES, Planned, write_stream
 
-Progress = Callable[[int, int, str], None]
 Writer = Callable[[Path, Callable[[int], None]], None]
 """Writes one file, and says after each piece how many bytes it had."""
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}

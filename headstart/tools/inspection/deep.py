@@ -5,10 +5,10 @@ The trunk decides every token, so each draft is judged after a true context: the
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from headstart.core import Progress
 from headstart.errors import HeadstartError
 from headstart.stats import DraftStats
 from headstart.tools.prompts import builtin_prompts
@@ -16,7 +16,6 @@ from headstart.tools.prompts import builtin_prompts
 if TYPE_CHECKING:
     from headstart.engine.load import Model
 
-Progress = Callable[[int, int, str], None]
 DEPTHS = (1, 2, 3)
 TOKENS = 40
 """Of each prompt's text, at most."""

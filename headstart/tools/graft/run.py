@@ -1,0 +1,299 @@
+"""`headstart graft`: the MTP head of one checkpoint put into another that lost it, or a head taken out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import headstart
+from headstart.config import EngineConfig
+from headstart.core import Progress, Report, no_progress
+from headstart.errors import HeadstartError, ModelError, UsageError
+from headstart.formats._index import INDEX
+from headstart.formats._mtp_families import declared
+from headstart.formats._stream import PIECE_BYTES, Planned, Stored, copied
+from headstart.models._named import is_known
+from headstart.stats import DraftStats
+from headstart.tools.exports import _dequantize, _quantize
+from headstart.tools.exports._directory import Directory
+from headstart.tools.exports._fit import check_fit
+from headstart.tools.exports._heads import (
+    can_be_quantized,
+    head_keys,
+    head_names,
+    trunk_prefix,
+    with_keys,
+    without_head,
+)
+from headstart.tools.exports._plan import Plan, as_json, carry_out, check_target, index_text
+from headstart.tools.prompts import builtin_prompts
+
+HEAD_FILE = "model-mtp.safetensors"
+SINGLE = "model.safetensors"
+PAIR = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+PROVENANCE = "headstart-graft.json"
+MAX_TOKENS = 48
+PAYS, DEAD = 1.4, 1.05
+"""Acceptance lengths: from here on one head saves time on CPUs; below, it hardly guesses anything."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraftOptions:
+    """`base`: where the head comes from. `strip`: take the head out instead."""
+
+    model: str
+    base: str | None = None
+    out: Path
+    strip: bool = False
+    quantize_head: bool = False
+    force: bool = False
+
+
+def run(options: GraftOptions, progress: Progress = no_progress) -> Report:
+    """Write the checkpoint, whole or not at all; then measure. Raises UsageError or ModelError before anything is
+    written, CapacityError when it cannot be written."""
+    if options.strip == (options.base is not None):
+        wrong = "--strip and --from are both given" if options.strip else "neither --from nor --strip is given"
+        raise UsageError(wrong, "--from BASE puts a head in, --strip takes it out")
+    if options.strip and options.quantize_head:
+        raise UsageError("--quantize-head goes with --from", "leave it out")
+    check_target(options.out, options.force)
+    target = Directory.open(options.model)
+    base = Directory.open(options.base) if options.base is not None else None
+    check_target(options.out, True, [each.path for each in (target, base) if each])
+    plan = _strip(target) if base is None else _graft(target, base, options.quantize_head)
+    size = carry_out(plan, options.out, progress)
+    data = {"out": str(options.out), "bytes": size, "notes": plan.notes, **plan.data}
+    lines = [f"{options.out}: {size / 1e6:.0f} MB, {plan.data['what']}", *(f"note: {note}" for note in plan.notes)]
+    if base is not None:
+        data["acceptance"] = found = measure(options.out, progress)
+        lines.append(found["verdict"])
+        _add_to_provenance(options.out, found)
+    return Report(True, data, lines)
+
+
+def _strip(target: Directory) -> Plan:
+    names = head_names(target.tensors, target.config)
+    if not names and not declared(target.config).modules:
+        raise ModelError(f"{target.name} has no MTP head", "headstart inspect says what it holds")
+    plan = Plan(
+        metadata={"format": "pt"}, data={"what": f"{len(names)} tensors of the head left out", "tensors": len(names)}
+    )
+    _take_trunk(plan, target, names)
+    plan.texts["config.json"] = as_json(without_head(target.config)) + "\n"
+    _write_index(plan, target, names, {})
+    return plan
+
+
+def _graft(target: Directory, base: Directory, quantize: bool) -> Plan:
+    here, there = (head_names(each.tensors, each.config) for each in (target, base))
+    if not there:
+        raise ModelError(f"{base.name} has no MTP head to take", "give --from the original model")
+    if len(here) >= len(there):
+        raise ModelError(f"{target.name} has its head: {len(here)} tensors", "to replace it, use --strip first")
+    if quantize:
+        _quantize.check_method(target.quantization)
+    notes = check_fit(target, base)
+    new = _renamed(target, base, there)
+    planned, config, more = _head(target, base, new, quantize)
+    plan = Plan(metadata={"format": "pt"}, notes=[*notes, *more])
+    if here:
+        plan.notes.append(f"{len(here)} tensors of an incomplete head were replaced")
+    _take_trunk(plan, target, here)
+    head_file = _make_room(plan)
+    plan.tensors[head_file] = planned
+    plan.texts["config.json"] = as_json(config) + "\n"
+    _write_index(plan, target, here, dict.fromkeys((each.name for each in planned), head_file))
+    plan.data = {"what": f"{len(planned)} tensors of the head of {base.name} added", "tensors": len(planned)}
+    plan.writers[PROVENANCE] = partial(_write_provenance, target, base, head_file, plan)
+    return plan
+
+
+def _renamed(target: Directory, base: Directory, names: set[str]) -> dict[str, str]:
+    """Names of the head's tensors in the target, whose layers may stand under another prefix (text-only fine-tunes)."""
+    ours, theirs = trunk_prefix(target.tensors), trunk_prefix(base.tensors)
+    moved = f"{theirs}layers."
+    return {
+        name: f"{ours}layers.{name.removeprefix(moved)}" if name.startswith(moved) else name for name in sorted(names)
+    }
+
+
+def _head(
+    target: Directory, base: Directory, new: Mapping[str, str], quantize: bool
+) -> tuple[list[Planned], dict[str, Any], list[str]]:
+    """The head's tensors, the config that describes them, and notes."""
+    tensors = base.tensors
+    config = with_keys(target.config, head_keys(base.config))
+    quantized = any(_dequantize.is_scale(name, tensors) or tensors[name].dtype in _dequantize.CODES for name in new)
+    if quantized and _alike(target.quantization, base.quantization):
+        return [copied(name, tensors[old]) for old, name in new.items()], config, []
+    plain = _dequantize.make_plain(new, tensors, base.weight_block_size)
+    notes = list(plain.notes)
+    if plain.converted:
+        notes.append(f"{len(plain.converted)} quantized tensors of the head were turned into bfloat16")
+    planned = plain.planned
+    if quantize:
+        planned = _quantized(planned, {name: tensors[old] for old, name in new.items() if old not in plain.converted})
+        notes.append("the head is in FP8 blocks: headstart does not run those, vLLM, SGLang and transformers do")
+    return planned, _describe(config, target, planned, quantize, notes), notes
+
+
+def _alike(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+    keys = ("quant_method", "weight_block_size", "bits", "group_size", "config_groups", "quant_algo")
+    return bool(ours) and all(ours.get(key) == theirs.get(key) for key in keys)
+
+
+def _quantized(planned: list[Planned], plain: Mapping[str, Stored]) -> list[Planned]:
+    found = []
+    for each in planned:
+        fits = each.name in plain and len(each.shape) == 2 and can_be_quantized(each.name)
+        found += _quantize.planned(each.name, plain[each.name]) if fits else [each]
+    return found
+
+
+def _describe(
+    config: dict[str, Any], target: Directory, planned: list[Planned], quantize: bool, notes: list[str]
+) -> dict[str, Any]:
+    """Tell engines which matrices are not quantized."""
+    scaled = {each.name.removesuffix("_scale_inv") for each in planned if each.name.endswith("_scale_inv")}
+    modules = [each.name for each in planned if len(each.shape) == 2 and each.name.endswith(".weight")]
+    alone = [name.removesuffix(".weight") for name in modules if name not in scaled]
+    quantization: Mapping[str, Any] = target.quantization
+    if quantize and not quantization:
+        trunk = head_names(target.tensors, target.config) ^ set(target.tensors)
+        matrices = [name for name in trunk if name.endswith(".weight") and len(target.tensors[name].shape) == 2]
+        alone += sorted(name.removesuffix(".weight") for name in matrices)
+        quantization = _quantize.CONFIG
+    if not quantization:
+        return config
+    told = _quantize.excluding(quantization, alone)
+    if told is None:
+        notes.append(
+            f"quant_method {quantization.get('quant_method')!r}: tell the engine that the head is not quantized"
+        )
+        return config
+    inner = next((key for key in ("text_config",) if isinstance(config.get(key), dict)), None)
+    if inner and "quantization_config" in config[inner] and "quantization_config" not in config:
+        return with_keys(config, {(inner, "quantization_config"): told})
+    return {**config, "quantization_config": told}
+
+
+def _take_trunk(plan: Plan, target: Directory, head: set[str]) -> None:
+    """Files without head tensors share their bytes; others are written again without them."""
+    of_file: dict[Path, list[Stored]] = {}
+    for stored in target.tensors.values():
+        of_file.setdefault(stored.file, []).append(stored)
+    for file, tensors in of_file.items():
+        left = [each for each in tensors if each.name not in head]
+        if len(left) == len(tensors):
+            plan.links[file.name] = file
+        elif left:
+            plan.tensors[file.name] = [copied(each.name, each) for each in left]
+    plan.copies = {name: path for name, path in target.side_files().items() if name not in ("config.json", INDEX)}
+    plan.copies.pop(PROVENANCE, None)
+    if other := target.other_weights():
+        plan.notes.append(f"weights in other formats were left out: {', '.join(other)}")
+
+
+def _make_room(plan: Plan) -> str:
+    """The file for the head. Readers that find a `model.safetensors` look no further, so it gets another name."""
+    if SINGLE in plan.links:
+        plan.links[PAIR[0]] = plan.links.pop(SINGLE)
+        return PAIR[1]
+    if SINGLE in plan.tensors:
+        plan.tensors[PAIR[0]] = plan.tensors.pop(SINGLE)
+        return PAIR[1]
+    taken = plan.links.keys() | plan.tensors.keys()
+    return next(name for name in (HEAD_FILE, "model-mtp-2.safetensors", "mtp-head.safetensors") if name not in taken)
+
+
+def _write_index(plan: Plan, target: Directory, head: set[str], added: Mapping[str, str]) -> None:
+    """An index for more than one file."""
+    files = plan.links.keys() | plan.tensors.keys()
+    if files == {SINGLE}:
+        return
+    renamed = {SINGLE: PAIR[0]} if SINGLE not in files else {}
+    trunk = {
+        each.name: renamed.get(each.file.name, each.file.name)
+        for each in target.tensors.values()
+        if each.name not in head
+    }
+    total = sum(target.tensors[name].nbytes for name in trunk)
+    total += sum(each.nbytes for tensors in plan.tensors.values() for each in tensors if each.name in added)
+    plan.texts[INDEX] = index_text(dict(sorted({**trunk, **added}.items())), total) + "\n"
+
+
+def _write_provenance(
+    target: Directory, base: Directory, head_file: str, plan: Plan, path: Path, wrote: Callable[[int], None]
+) -> None:
+    document = {
+        "made_by": f"headstart {headstart.__version__}",
+        "made_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "trunk": _origin(target),
+        "head": _origin(base),
+        "head_file": head_file,
+        "head_sha256": _sha256(path.with_name(head_file)),
+        "head_tensors": len(plan.tensors[head_file]),
+        "config_keys": {".".join(where): value for where, value in head_keys(base.config).items()},
+        "notes": plan.notes,
+    }
+    path.write_text(as_json(document) + "\n", "utf-8")
+
+
+def _origin(directory: Directory) -> dict[str, Any]:
+    digest = _sha256(directory.path / "config.json")
+    return {"name": directory.name, "model_type": directory.config.get("model_type"), "config_sha256": digest}
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(PIECE_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _add_to_provenance(out: Path, found: Mapping[str, Any]) -> None:
+    document = json.loads((out / PROVENANCE).read_text("utf-8"))
+    aside = out / f".{PROVENANCE}"
+    aside.write_text(as_json({**document, "acceptance": dict(found)}) + "\n", "utf-8")
+    aside.replace(out / PROVENANCE)
+
+
+def measure(model: Path, progress: Progress) -> dict[str, Any]:
+    """Acceptance length on the built-in prompts, and a verdict; only a verdict where the family does not run here."""
+    directory = Directory.open(str(model))
+    model_type = str(directory.config.get("model_type"))
+    if not is_known(model_type):
+        return {"verdict": f"acceptance not measured: {model_type} does not run here; measure it in the engine you use"}
+    try:
+        stats = _draft(str(model), progress)
+    except HeadstartError as error:
+        return {"verdict": f"acceptance not measured: {error.message}"}
+    length = stats.acceptance_length
+    saved = 1 - stats.passes / max(stats.emitted, 1)
+    if length < DEAD:
+        verdict = "the graft does not help: the head guesses next to nothing of this model; train one (headstart train)"
+    elif length < PAYS:
+        verdict = f"the graft helps little: it saves {saved:.0%} of the passes; headstart train --finetune may help"
+    else:
+        verdict = f"the graft helps: it saves {saved:.0%} of the passes"
+    return {"verdict": f"acceptance length {length:.2f}: {verdict}", "passes_saved": saved, **stats.document("mtp")}
+
+
+def _draft(model: str, progress: Progress) -> DraftStats:
+    """Greedy, depth 3, the built-in prompts."""
+    from headstart.api import LLM  # the engine is loaded only when there is something to measure
+    from headstart.tools.acceptance import on_builtin_prompts
+
+    finished = count(1)
+    number = len(builtin_prompts())
+    llm = LLM(model, EngineConfig(drafter="mtp", depth=3))
+    return on_builtin_prompts(llm, MAX_TOKENS, lambda: progress(next(finished), number, "measuring acceptance"))

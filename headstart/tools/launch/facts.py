@@ -1,0 +1,140 @@
+"""What a launcher has to know about a model, from config.json and headers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headstart import hub
+from headstart.errors import ModelError, UsageError
+from headstart.formats import gguf, open_checkpoint
+from headstart.formats._gguf_file import read as read_gguf
+from headstart.formats._index import INDEX
+from headstart.formats._json import read_object
+from headstart.formats._mtp_families import declared, find_family
+from headstart.formats._symbols import as_size, text_config
+from headstart.tools.inspection.parts import MTP, part_of
+from headstart.tools.plan.config_shape import shape_of
+
+EXPERT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
+BITS = {"fp8": 8, "int8": 8, "awq": 4, "gptq": 4, "mxfp4": 4, "nvfp4": 4, "modelopt": 4, "compressed-tensors": 8}
+"""Bits of a weight, roughly, by quant_method: for repos of which only the config is here."""
+METHODS = ("eagle3", "dflash", "dspark", "medusa", "eagle", "mtp")
+"""Kinds of separate drafters, told by words in their configs; the first that fits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """`source` is what the engine is given; `weight_bytes` None: not known without the weights."""
+
+    source: str
+    model_type: str
+    format: str  # safetensors, gguf
+    weight_bytes: int | None
+    modules: int  # native MTP modules whose tensors are there (of a repo: that the config declares)
+    attention_heads: int
+    experts: int
+    quantization: str | None
+    remote_code: bool = False
+    declared: int = 0  # by the config
+    local: bool = True
+
+
+def read_facts(model: str | None) -> Facts:
+    """Facts of a directory, a .gguf file or a Hub repo (of which config.json alone is fetched). Raises UsageError or
+    ModelError."""
+    path = Path(model).expanduser() if model else None
+    if model and path and not path.exists() and not hub.is_builtin(model) and hub.is_repo(model):
+        return of_config(model, read_object(hub.config_file(model)), local=False)
+    trunk = hub.resolve_alias(model).trunk
+    if gguf.detect(trunk):
+        return of_gguf(trunk)
+    config = read_object(trunk / "config.json")
+    if not any(trunk.glob("*.safetensors")) and not (trunk / INDEX).exists():
+        return of_config(str(trunk), config)
+    tensors = open_checkpoint(trunk).tensors
+    return of_config(str(trunk), config, tensors, sum(tensor.nbytes for tensor in tensors.values()))
+
+
+def of_gguf(path: Path) -> Facts:
+    """Any architecture: only keys that all of them share are read."""
+    file = read_gguf(path)
+    kind = str(file.metadata.get("general.architecture", "unknown"))
+
+    def number(key: str) -> int:
+        value = file.metadata.get(f"{kind}.{key}", 0)
+        return int(value) if isinstance(value, int | float) else 0
+
+    promised = number("nextn_predict_layers")
+    there = any(".nextn." in name for name in file.tensors)
+    return Facts(
+        source=str(path),
+        model_type=kind,
+        format="gguf",
+        weight_bytes=sum(tensor.nbytes for tensor in file.tensors.values()),
+        modules=promised if there else 0,
+        attention_heads=number("attention.head_count") or 1,
+        experts=number("expert_count"),
+        quantization=None,
+        declared=promised,
+    )
+
+
+def of_config(
+    source: str,
+    config: Mapping[str, Any],
+    names: Iterable[str] | None = None,
+    weight_bytes: int | None = None,
+    *,
+    local: bool = True,
+) -> Facts:
+    """Facts that config.json tells; with `names` of tensors, MTP modules count only if theirs are among them."""
+    text = text_config(config)
+    quantization = (config.get("quantization_config") or text.get("quantization_config") or {}).get("quant_method")
+    promised = declared(config, find_family(config)).modules
+    layers = as_size(text.get("num_hidden_layers")) or 0
+    there = names is None or any(part_of(name, layers) == MTP for name in names)
+    return Facts(
+        source=source,
+        model_type=str(text.get("model_type") or "unknown"),
+        format="safetensors",
+        weight_bytes=weight_bytes if weight_bytes is not None else _estimated(text, quantization),
+        modules=promised if there else 0,
+        attention_heads=as_size(text.get("num_attention_heads")) or 1,
+        experts=next((size for key in EXPERT_KEYS if (size := as_size(text.get(key)))), 0),
+        quantization=quantization,
+        remote_code="auto_map" in config,
+        declared=promised,
+        local=local,
+    )
+
+
+def method_of(head: str) -> str:
+    """What kind of drafter a separate head is: one of METHODS, `gguf`, or `draft_model`. Raises UsageError."""
+    path = Path(head).expanduser()
+    if gguf.detect(path):
+        return "gguf"
+    if not path.exists() and hub.is_repo(head):
+        config = read_object(hub.config_file(head))
+    elif (path / "config.json").is_file():
+        config = read_object(path / "config.json")
+    else:
+        raise UsageError(f"--head: there is no model at {head}", "give a directory, a .gguf file or a repo id")
+    if "headstart_head" in config:
+        raise UsageError(f"--head: {head} is in headstart's own layout", "write it for the engine: headstart export")
+    words = " ".join(
+        str(config.get(key) or "") for key in ("architectures", "model_type", "speculators_model_type")
+    ).lower()
+    found = next((method for method in METHODS if method in words.replace("-", "").replace("_", "")), None)
+    return found or ("mtp" if declared(config).modules else "draft_model")
+
+
+def _estimated(text: Mapping[str, Any], quantization: str | None) -> int | None:
+    """Bytes of the weights by the sizes that the config names."""
+    try:
+        counts = shape_of("model", text).parameters()
+    except ModelError:
+        return None
+    return sum(counts.values()) * BITS.get(quantization or "", 16) // 8

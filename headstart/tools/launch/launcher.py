@@ -1,0 +1,202 @@
+"""What every launcher is made of: a table of flags by version, a command line that takes no other, and the plan.
+
+A launcher's file declares its flags (each with the versions that have it and the file it was read from), which of them
+stands for a common option, what is stale, and one method that puts the command together.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from headstart.errors import UsageError
+from headstart.tools.launch.commands import CommandLine
+from headstart.tools.launch.facts import Facts
+from headstart.tools.launch.versions import Version, at_least, text_of
+
+OFFLOAD = "drafting over an offloaded KV cache has corrupted texts in some versions: compare with --depth 0"
+
+
+@dataclass(frozen=True)
+class Flag:
+    """An argument, or a key inside a config (`speculative_config.method`). `until`: the first version without it.
+    `values`: words that it takes and that are checked with it."""
+
+    name: str
+    source: str
+    since: str = "0"
+    until: str | None = None
+    values: tuple[str, ...] = ()
+
+    def serves(self, version: Version) -> bool:
+        return at_least(version, self.since) and (self.until is None or not at_least(version, self.until))
+
+
+def spelled_alike(*options: str) -> dict[str, str]:
+    """`Launcher.settings` of options whose flag is their own name with dashes."""
+    return {option: f"--{option.replace('_', '-')}" for option in options}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallelism:
+    """Devices side by side. `gpus` 0: a CPU."""
+
+    gpus: int = 0
+    tensor: int = 1
+    data: int = 1
+    expert: int = 1
+    nodes: int = 1
+    head_node: str = "HEAD_NODE"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What is asked of an engine. `depth` 0: no drafting. `settings`: common options by name (`Launcher.settings`)."""
+
+    depth: int
+    parallel: Parallelism = Parallelism()
+    head: str | None = None
+    method: str = "mtp"  # of `head`, or the model's own
+    depth_by_batch: str | None = None
+    role: str | None = None  # prefill, decode
+    kv_offload_gb: int | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    extra: tuple[str, ...] = ()
+
+    @property
+    def table(self) -> list[list[int]]:
+        """Rows of `depth_by_batch` (from, to, depth): ascending, from 1 on, none deeper than `depth`."""
+        rows = sorted(json.loads(self.depth_by_batch)) if self.depth_by_batch else []
+        if rows and rows[0][0] > 1:
+            rows.insert(0, [1, rows[0][0] - 1, self.depth])
+        return [[low, high, min(deep, self.depth)] for low, high, deep in rows]
+
+    @property
+    def depth_drafted(self) -> int:
+        """Prefill nodes draft nothing: the first token needs none."""
+        return 0 if self.role == "prefill" else self.depth
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command: where it runs, and its environment."""
+
+    words: tuple[str, ...]
+    where: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class Plan:
+    """Commands to run first, the server's own on each node, files they need, and what a user should know."""
+
+    before: list[Step] = field(default_factory=list)
+    serve: list[Step] = field(default_factory=list)
+    files: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+class Arguments:
+    """A command line that takes only arguments which the engine has in this version."""
+
+    def __init__(self, launcher: Launcher, version: Version) -> None:
+        self.launcher, self.version = launcher, version
+        self.words: list[str] = []
+
+    def check(self, name: str, value: object = None) -> None:
+        """Raises UsageError for an argument, or a value of one, that this version does not have."""
+        declared = [flag for flag in self.launcher.flags if flag.name == name]
+        assert declared, f"{name} is not in the table of {self.launcher.name}"
+        serving = [flag for flag in declared if flag.serves(self.version)]
+        words = {word for flag in serving for word in flag.values}
+        if serving and (not words or value in words):
+            return
+        shown = name.rpartition(".")[2] + (f" {value}" if serving or isinstance(value, str) else "")
+        bounds = [flag for flag in declared if not words or value in flag.values] or declared
+        since, until = bounds[-1].since, bounds[-1].until
+        need = f"before {until}" if until and at_least(self.version, until) else f"{since} or newer"
+        raise UsageError(f"{self.launcher.title} {text_of(self.version)} has no {shown}", f"it takes version {need}")
+
+    def has(self, name: str) -> bool:
+        return any(flag.name == name and flag.serves(self.version) for flag in self.launcher.flags)
+
+    def add(self, name: str, value: object = None) -> None:
+        """A flag and its value; None: a switch."""
+        self.check(name, value)
+        self.words += [name] if value is None else [name, str(value)]
+
+    def config(self, name: str, entries: Mapping[str, Any]) -> dict[str, Any]:
+        """A JSON or YAML document whose every key is checked."""
+        for key, value in entries.items():
+            self.check(f"{name}.{key}", value)
+        return dict(entries)
+
+    def document(self, name: str, option: str, entries: Mapping[str, Any]) -> None:
+        self.add(option, json.dumps(self.config(name, entries)))
+
+
+class Launcher:
+    """One engine."""
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    program: ClassVar[str]
+    modules: ClassVar[tuple[str, ...]] = ()
+    """Words by which a command line is recognized as this engine's, beside the program."""
+    distributions: ClassVar[tuple[str, ...]] = ()
+    """Python distributions that install it."""
+    newest: ClassVar[str]
+    """The version assumed where none is installed or named: the newest release the table was checked for."""
+    image: ClassVar[str]
+    device: ClassVar[str] = "--gpus all"
+    health: ClassVar[str] = "/health"
+    start_module: ClassVar[str] = ""
+    """Python module that serves, for installations whose program does not run."""
+    flags: ClassVar[tuple[Flag, ...]]
+    settings: ClassVar[Mapping[str, str]] = {}
+    """Common option -> flag; a switch if the value given is True. What is missing here is refused by name."""
+    renamed: ClassVar[Mapping[str, str]] = {}
+    removed: ClassVar[Mapping[str, str]] = {}
+    """Stale flags and why they are gone or what does their work."""
+    switches: ClassVar[frozenset[str]] = frozenset()
+    """Those of `removed` that take no value."""
+
+    def plan(self, facts: Facts, wanted: Wanted, version: Version) -> Plan:
+        """The commands for one model. Raises UsageError for what this engine or version cannot do."""
+        raise NotImplementedError
+
+    def modernize(self, line: CommandLine, version: Version) -> None:
+        """Change an old command line in place, beyond `renamed` and `removed`; `line.changes` says what was done."""
+
+    @property
+    def repository(self) -> str:
+        """The image without its tag."""
+        return self.image.partition(":")[0]
+
+    def as_module(self, words: tuple[str, ...]) -> list[str]:
+        """The arguments of `start_module` that do what the program does with `words`."""
+        return list(words[1:])
+
+    def apply_settings(self, arguments: Arguments, settings: Mapping[str, Any]) -> None:
+        """Raises UsageError, naming the option, for a setting without a flag."""
+        for name, value in settings.items():
+            if value is None or value is False:
+                continue
+            if name not in self.settings:
+                option = f"--{name.replace('_', '-')}"
+                raise UsageError(
+                    f"{self.title} has nothing for {option}", "leave it out, or give its own flag after --"
+                )
+            flag = self.settings[name]
+            for each in value if isinstance(value, Sequence) and not isinstance(value, str) else [value]:
+                arguments.add(flag, None if each is True else each)
+
+    def refuse(self, wanted: Wanted, **words: str) -> None:
+        """Raises UsageError for each field of `wanted` named here that is set."""
+        for name, hint in words.items():
+            if getattr(wanted, name):
+                raise UsageError(f"{self.title} cannot take --{name.replace('_', '-')}", hint)

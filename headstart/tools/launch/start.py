@@ -1,0 +1,160 @@
+"""An engine as a child process: started, waited for, warmed up, and asked by its metrics whether it drafts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from headstart.core import Progress
+from headstart.errors import UsageError
+from headstart.tools import engine_metrics
+from headstart.tools.launch.launcher import Launcher, Step, Wanted
+from headstart.tools.probe.client import Client
+from headstart.tools.probe.run import PREDICTABLE
+
+START_SECONDS = 3600
+"""Large models take half an hour to load and compile."""
+END_SECONDS = 20
+WARM_TOKENS = 64
+
+
+@dataclass
+class Running:
+    """The process, where it writes, and where it answers."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+    url: str
+    health: str
+    headers: Mapping[str, str]
+    started_s: float = 0.0
+
+    def wait(self, progress: Progress) -> None:
+        """Until it is healthy. Raises UsageError when it ends before, or takes an hour."""
+        begin = time.monotonic()
+        while (passed := time.monotonic() - begin) < START_SECONDS:
+            if self.process.poll() is not None:
+                raise self.failed(f"the engine ended with code {self.process.returncode} before it answered")
+            try:
+                if httpx.get(self.url + self.health, headers=self.headers, timeout=5, verify=False).status_code == 200:
+                    self.started_s = passed
+                    return
+            except httpx.HTTPError:
+                pass  # not listening yet
+            progress(int(passed), START_SECONDS, "waiting for the engine")
+            time.sleep(0.5)
+        raise self.failed(f"the engine does not answer after {START_SECONDS} s")
+
+    def failed(self, what: str) -> UsageError:
+        """The end of the log is the reason."""
+        lines = self.log.read_text("utf-8", errors="replace").splitlines()
+        errors = [line for line in lines if "Error" in line or "error:" in line]
+        reason = (errors or lines or [""])[-1].strip()
+        return UsageError(f"{what}: {reason[:300]}", f"its log is {self.log}")
+
+
+@contextmanager
+def start(
+    launcher: Launcher, step: Step, words: list[str], files: Mapping[str, str], wanted: Wanted
+) -> Iterator[Running]:
+    """Run a command in a folder of its own with its files; its whole process group is ended with the context."""
+    _check_free(wanted)
+    folder = Path(tempfile.mkdtemp(prefix=f"headstart-{launcher.name}-"))
+    for name, text in files.items():
+        (folder / name).write_text(text, "utf-8")
+    log = folder / "log"
+    local = [str(folder / word) if word in files else word for word in words]
+    environment = {**step.environment, **os.environ}  # what the user has set wins
+    with log.open("wb") as output:
+        try:
+            process = subprocess.Popen(
+                local, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True
+            )
+        except OSError as error:
+            raise UsageError(f"cannot run {words[0]}: {error.strerror}", "is --program right?") from None
+    host = "127.0.0.1" if wanted.host == "0.0.0.0" else wanted.host
+    key = wanted.settings.get("api_key")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    scheme = "https" if wanted.settings.get("ssl_certfile") else "http"
+    try:
+        yield Running(process, log, f"{scheme}://{host}:{wanted.port}", launcher.health, headers)
+    finally:
+        _end(process)
+
+
+def _check_free(wanted: Wanted) -> None:
+    """Raises UsageError where something listens already: its answers would be taken for the engine's."""
+    host = "127.0.0.1" if wanted.host == "0.0.0.0" else wanted.host
+    with socket.socket() as found:
+        found.settimeout(2)
+        if found.connect_ex((host, wanted.port)) == 0:
+            raise UsageError(f"--port {wanted.port} is in use on {wanted.host}", "choose another one")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ask, wait, then kill whatever is left of the group."""
+    for number in (signal.SIGINT, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            continue
+    process.wait()
+
+
+def check(running: Running, wanted: Wanted, progress: Progress) -> dict[str, Any]:
+    """Warm up with text that is easy to guess, and read what was counted meanwhile."""
+    client = Client(running.url, wanted.settings.get("api_key"), verify=False)  # our own process
+    try:
+        before = client.metrics()
+        tokens = 0
+        for done, prompt in enumerate(PREDICTABLE):
+            progress(done, len(PREDICTABLE), "warming up")
+            tokens += client.stream("predictable", prompt, WARM_TOKENS, 0.0).tokens or 0
+        now = _settled(client, before) if wanted.depth_drafted else client.metrics()
+    finally:
+        client.close()
+    counts = now.since(before) if now and before else now
+    if counts is None:
+        return {
+            "alive": False,
+            "acceptance_length": None,
+            "tokens": tokens,
+            "why": "it shows no metrics that are known",
+        }
+    length = counts.acceptance_length
+    return {
+        "alive": counts.active and (length is None or length > 1.0),
+        "acceptance_length": length,
+        "tokens": tokens,
+        "drafts": counts.drafts,
+        "drafted": counts.drafted,
+        "accepted": counts.accepted,
+        "per_position": counts.per_position,
+        "why": "" if counts.active else "its metrics count no drafts",
+    }
+
+
+def _settled(client: Client, before: engine_metrics.Counts | None) -> engine_metrics.Counts | None:
+    """Some engines count with a delay: look again for a few seconds while nothing has moved."""
+    found = client.metrics()
+    for _ in range(10):
+        if found is None or (before is not None and found != before) or (before is None and found.active):
+            return found
+        time.sleep(0.3)
+        found = client.metrics()
+    return found

@@ -1,0 +1,148 @@
+"""The device `here`: this machine, measured once for each model and kept in the user cache."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from headstart import hub
+from headstart.config import EngineConfig
+from headstart.core import Progress
+from headstart.engine.load import Model as Loaded, free_memory, load_model, usable_threads
+from headstart.tools import doctor
+from headstart.tools.bench.step import MOST_READ_BYTES, READ_RUNS, held_bytes
+from headstart.tools.plan import calibrate
+from headstart.tools.plan.formats import weight_format
+from headstart.tools.plan.machine import HERE, Device, Machine, Rates
+from headstart.tools.plan.measure import (
+    BATCHES,
+    ENGINE_DEPTH,
+    PASSES_BUDGET_S,
+    WORKS,
+    Passes,
+    cache_bytes,
+)
+from headstart.tools.plan.roofline import Model, Work
+from headstart.tools.plan.shape import Shape
+
+VERSION = 1
+"""Raise with every change of what is measured."""
+
+
+def machine_for(
+    model: str | None, shape: Shape, config: EngineConfig, *, measure_again: bool, progress: Progress
+) -> tuple[Model, Machine]:
+    """The model as it runs here and this machine's rates with it; measured now unless the cache knows them."""
+    path = cache_path(model, config)
+    measured = None if measure_again else read(path)
+    if measured is None:
+        loaded = load_model(model, config)
+        longest = loaded.config.max_length - max(BATCHES)
+        works = [replace(work, context=min(work.context, longest)) for work in WORKS]
+        passes = Passes(loaded, config, works, progress)
+        measured = measure(passes, passes.time(works, PASSES_BUDGET_S, progress), progress)
+        write(path, measured)
+    return calibrated(shape, measured)
+
+
+def measure(passes: Passes, timed: Mapping[Work, float], progress: Progress) -> dict[str, Any]:
+    """Everything a calibration needs, as a JSON document: seconds, bytes. `timed`: seconds of its passes."""
+    loaded = passes.model
+    progress(0, 1, "reading memory")
+    bandwidth = loaded.backend.read_bandwidth(min(MOST_READ_BYTES, free_memory() // 4), READ_RUNS)
+    passes.release()
+    depth = min(ENGINE_DEPTH, passes.engine.drafting.max_depth)
+    plain = [(batch, passes.engine_seconds(batch, 0)["host"]) for batch in BATCHES]
+    drafts = [(batch, passes.engine_seconds(batch, depth)["draft"] / depth) for batch in BATCHES] if depth else []
+    return {
+        "version": VERSION,
+        "cpu": doctor.cpu(Path("/proc/cpuinfo"))["model"],
+        "threads": passes.config.threads or usable_threads(),
+        "backend": loaded.backend.name,
+        "read_bandwidth": bandwidth,
+        "memory": free_memory(),
+        "passes": [{**asdict(work), "seconds": seconds} for work, seconds in timed.items()],
+        "engine": plain,
+        "draft_step": drafts,
+        **bytes_here(loaded),
+    }
+
+
+def bytes_here(loaded: Loaded) -> dict[str, Any]:
+    """Bytes as the backend holds them: layers, LM head, one position's cache."""
+    decoder = loaded.decoder
+    return {
+        "layer_bytes": held_bytes(decoder.layers),
+        "lm_head_bytes": held_bytes(decoder.lm_head),
+        "cache_bytes": cache_bytes(loaded),
+    }
+
+
+def calibrated(shape: Shape, measured: dict[str, Any]) -> tuple[Model, Machine]:
+    """The model with the bytes it takes here, and a machine whose rates were fitted to what was measured."""
+    counts = shape.parameters()
+    layers = measured["layer_bytes"] / (counts["attention"] + counts["mlp"] + counts["experts"])
+    sizes = shape.bytes_per_weight | {"attention": layers, "mlp": layers, "experts": layers}
+    sizes["lm_head"] = measured["lm_head_bytes"] / counts["lm_head"]
+    width = sum(group.count * group.attention.width for group in shape.layers)
+    kv = measured["cache_bytes"] / max(width, 1)
+    model = Model(shape=replace(shape, bytes_per_weight=sizes), format=weight_format(shape.weights), kv=kv)
+    bandwidth = float(measured["read_bandwidth"])
+    device = Device(name=HERE, memory=measured["memory"], bandwidth=bandwidth, tflops={}, kind="cpu", source="measured")
+    blank = Machine(device=device, rates=Rates(bandwidth=bandwidth, compute=1, attention=1))
+    points = [
+        calibrate.Point(Work(each["sequences"], each["rows"], each["context"]), each["seconds"])
+        for each in measured["passes"]
+    ]
+    rates = calibrate.fit(points, model, blank, bandwidth)
+    (one, first), (other, second) = measured["engine"]
+    step_s, step_row_s = calibrate.line((one, first), (other, second))
+    draft = calibrate.line(*(tuple(each) for each in measured["draft_step"])) if measured["draft_step"] else None
+    rates = replace(rates, step_s=step_s, step_row_s=step_row_s, measured_draft=draft)
+    return model, replace(blank, rates=rates, assumptions=(said(measured, rates),))
+
+
+def said(measured: dict[str, Any], rates: Rates) -> str:
+    draft, contexts = rates.measured_draft, sorted({each["context"] for each in measured["passes"]})
+    return (
+        f"here: {measured['cpu']}, {measured['threads']} threads, backend {measured['backend']}; fitted to passes of "
+        f"{' and '.join(map(str, BATCHES))} rows at contexts {' and '.join(map(str, contexts))}: "
+        f"{rates.bandwidth / 1e9:.1f} of {measured['read_bandwidth'] / 1e9:.1f} GB/s for weights and "
+        f"{(rates.cache_bandwidth or rates.bandwidth) / 1e9:.1f} for caches, "
+        f"{rates.compute / 1e9:.0f} Gop/s in matrices, {rates.attention / 1e9:.0f} in attention, overlap exponent "
+        f"{rates.overlap or 0:.1f}, {rates.pass_s * 1e3:.2f} ms for each pass; engine {rates.step_s * 1e3:.2f} ms a "
+        f"step and {rates.step_row_s * 1e6:.0f} us a row"
+        + (f", a draft step {draft[0] * 1e3:.2f} ms and {draft[1] * 1e6:.0f} us a sequence" if draft else "")
+    )
+
+
+def cache_path(model: str | None, config: EngineConfig) -> Path:
+    """plan/ in the user cache, by model files, weights, cache type, threads, processor and version."""
+    trunk = hub.resolve_alias(model).trunk
+    files = sorted(trunk.glob("*.safetensors")) if trunk.is_dir() else [trunk]
+    facts = {
+        "format": VERSION,
+        "files": hub.stamps(files),
+        "settings": (config.backend, config.quantization, config.kv_cache_dtype, config.threads or usable_threads()),
+        "cpu": doctor.cpu(Path("/proc/cpuinfo"))["model"],
+    }
+    return hub.record_path("plan", facts)
+
+
+def read(path: Path) -> dict[str, Any] | None:
+    """None for a file that is missing, damaged or of another version."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and found.get("version") == VERSION else None
+
+
+def write(path: Path, measured: dict[str, Any]) -> None:
+    """A folder that cannot be written only means measuring again."""
+    with suppress(OSError):
+        hub.keep_record(path, measured)

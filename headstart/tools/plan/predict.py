@@ -1,0 +1,147 @@
+"""What a machine does with a model: speed by batch and depth, memory, first token, cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import floor
+
+from headstart.tools.plan.acceptance import expected_tokens
+from headstart.tools.plan.machine import Machine
+from headstart.tools.plan.roofline import Model, Work, draft_seconds, pass_seconds
+
+DEPTHS = range(9)
+"""Depths that a plan chooses from."""
+USABLE_MEMORY = 0.9
+"""Share of a device's memory for weights and cache; activations, graphs and the system have the rest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """One step of `batch` sequences at a depth, and what it gives. Seconds, tokens/s."""
+
+    batch: int
+    depth: int
+    tokens_per_step: float  # of one sequence
+    pass_s: float
+    draft_s: float
+    step_s: float
+
+    @property
+    def per_stream(self) -> float:
+        return self.tokens_per_step / self.step_s
+
+    @property
+    def total(self) -> float:
+        return self.batch * self.per_stream
+
+
+def speed(
+    model: Model, machine: Machine, batch: int, context: float, depth: int, acceptances: Sequence[float]
+) -> Speed:
+    """Verify depth + 1 rows of every sequence, draft depth times, and the engine's own time."""
+    pass_s = pass_seconds(model, machine, Work(batch, 1 + depth, context))
+    draft_s = depth * draft_seconds(model, machine, batch, context)
+    engine_s = machine.rates.step_s + machine.rates.step_row_s * batch * (1 + depth)
+    return Speed(
+        batch=batch,
+        depth=depth,
+        tokens_per_step=expected_tokens(acceptances, depth),
+        pass_s=pass_s,
+        draft_s=draft_s,
+        step_s=pass_s + draft_s + engine_s,
+    )
+
+
+def best(speeds: Sequence[Speed]) -> Speed:
+    """The fastest; of equals the shallowest."""
+    return max(speeds, key=lambda each: (each.per_stream, -each.depth))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes on one device: what it has, its share of the weights (head included), and of one sequence's cache."""
+
+    device: float
+    usable: float
+    weights: float
+    per_sequence: float
+    replicas: int
+
+    @property
+    def fits(self) -> bool:
+        return self.weights <= self.usable
+
+    @property
+    def max_batch(self) -> int:
+        """Sequences on all devices together; 0 where not even the weights fit."""
+        if not self.fits:
+            return 0
+        return self.replicas * floor((self.usable - self.weights) / max(self.per_sequence, 1.0))
+
+
+def memory(model: Model, machine: Machine, context: float) -> Memory:
+    """Weights divided as the machine divides them; the cache of trunk and head at `context` positions."""
+    sizes = model.weight_bytes()
+    experts = machine.ep if machine.ep > 1 else machine.tp
+    weights = sizes.pop("experts") / experts + sum(sizes.values()) / machine.tp
+    groups = (*model.shape.layers, model.shape.head.block)
+    per_sequence = sum(
+        group.count
+        * (group.attention.kept(context) * model.kv + 4 * group.attention.state)
+        / min(machine.tp, group.attention.splits)
+        for group in groups
+    )
+    usable = USABLE_MEMORY * machine.device.memory
+    return Memory(
+        device=machine.device.memory,
+        usable=usable,
+        weights=weights,
+        per_sequence=per_sequence,
+        replicas=machine.replicas,
+    )
+
+
+def devices_needed(model: Model, machine: Machine) -> int:
+    """Fewest devices that hold the weights, whatever the division."""
+    return -int(-sum(model.weight_bytes().values()) // (USABLE_MEMORY * machine.device.memory))
+
+
+def first_token(model: Model, machine: Machine, prompt: int) -> float:
+    """Seconds of one prompt alone, in one pass; its rows see half of the prompt on average."""
+    rates = machine.rates
+    return pass_seconds(model, machine, Work(1, prompt, prompt / 2, logit_rows=1)) + rates.step_s + rates.step_row_s
+
+
+def floor_bytes(model: Model, batch: int, context: float, depth: int) -> float:
+    """Bytes that a pass over depth + 1 rows of every sequence cannot do without: weights (of experts those expected to
+    be chosen) and caches, each read once."""
+    work = Work(batch, 1 + depth, context)
+    layers = sum(
+        group.count
+        * (
+            group.attention.weights * model.bytes("attention")
+            + group.mlp.weights * model.bytes("mlp")
+            + group.mlp.touched(work.num_rows) * group.mlp.expert_weights * model.bytes("experts")
+            + batch * group.attention.read(context, 1) * model.kv
+        )
+        for group in model.shape.layers
+    )
+    return layers + model.shape.vocab * model.shape.hidden * model.bytes("lm_head")
+
+
+def most_tokens_per_s(model: Model, machine: Machine, batch: int, context: float, depth: int) -> float:
+    """What no engine can beat: every draft stands, drafting is free, and all memories together read the bytes of a pass
+    at their full speed."""
+    num_bytes = floor_bytes(model, batch, context, depth)
+    return batch * (1 + depth) * machine.count * machine.device.bandwidth / num_bytes
+
+
+def dollars_per_million(price_per_hour: float, tokens_per_s: float) -> float:
+    """price / 3600 / (tokens/s / 1e6)"""
+    return price_per_hour / 3600 / (tokens_per_s / 1e6)
+
+
+def break_even(price_per_hour: float, api_price: float) -> float:
+    """Tokens/s, day and night, at which a machine costs what an API asks for a million tokens."""
+    return price_per_hour / 3600 / api_price * 1e6

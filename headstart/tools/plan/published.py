@@ -1,0 +1,165 @@
+"""What others have published, beside what the roofline predicts for it with the same factors for every point."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from headstart.tools.plan.acceptance import DEFAULT, of_length
+from headstart.tools.plan.formats import kv_bytes, weight_format
+from headstart.tools.plan.machine import Machine, make_machine, parse_gpu
+from headstart.tools.plan.predict import (
+    devices_needed,
+    dollars_per_million,
+    first_token,
+    floor_bytes,
+    memory,
+    most_tokens_per_s,
+    speed,
+)
+from headstart.tools.plan.roofline import Model
+from headstart.tools.plan.sources import find_shape
+
+DEFAULT_CONTEXT = 2048
+MOST_BATCH = 4096
+CLOSE = 0.25
+"""A prediction within this share of a published figure is close; where much was assumed that may be luck."""
+WITHIN = "within"
+LIKELY_SHARE = 0.85
+"""Engines do not get more than this of what the memories allow."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One published figure. `published`: one value, or the ends of a range; `error`: predicted over published - 1, of
+    the nearer end, 0 inside a range."""
+
+    who: str
+    what: str
+    published: tuple[float, float]
+    predicted: float
+    error: float
+    verdict: str
+
+
+def documents() -> list[dict[str, Any]]:
+    text = resources.files("headstart.tools.plan").joinpath("published.json").read_text("utf-8")
+    return list(json.loads(text))
+
+
+def compare(point: Mapping[str, Any]) -> list[Comparison]:
+    """Every figure of one point that can be predicted; none where its set-up is unknown."""
+    return [] if "unknown" in point else list(SetUp(point).comparisons())
+
+
+class SetUp:
+    """A published point's machine, model and speeds, plain and drafting."""
+
+    def __init__(self, point: Mapping[str, Any]) -> None:
+        self.point = point
+        shape = find_shape(point["model"], point.get("weights"))
+        weights = weight_format(shape.weights)
+        self.model = Model(shape=shape, format=weights, kv=kv_bytes("bf16"))
+        self.machine: Machine = make_machine(*parse_gpu(point["gpu"]), weights.compute)
+        self.batch, self.depth = int(point["batch"]), int(point["depth"])
+        self.context = float(point.get("context", DEFAULT_CONTEXT))
+        given = point.get("acceptance")
+        if isinstance(given, list):
+            self.acceptances = tuple(given)
+        elif given is not None:
+            self.acceptances = of_length(given, self.depth)
+        else:
+            self.acceptances = shape.acceptance or DEFAULT
+
+    def tokens_per_s(self, depth: int, batch: int | None = None) -> float:
+        """Of all streams together; with prompts between the outputs where the point says how long both are."""
+        batch = batch or self.batch
+        found = speed(self.model, self.machine, batch, self.context, depth, self.acceptances)
+        if "prompt" not in self.point:
+            return found.total
+        prompt_s = first_token(self.model, self.machine, int(self.point["prompt"]))
+        output = int(self.point["output"])
+        return batch * output / (batch * prompt_s + output / found.per_stream)
+
+    def comparisons(self) -> Iterator[Comparison]:
+        published, plain, drafting = self.point["published"], self.tokens_per_s(0), self.tokens_per_s(self.depth)
+        pairs = (("plain", 0, plain), ("MTP", self.depth, drafting))
+        for (name, depth, rate), value in zip(pairs, published.get("tokens_per_s", (None, None)), strict=True):
+            if value is not None:
+                yield self._compared(f"{name} tok/s", value, rate, depth)
+        for (name, depth, rate), value in zip(pairs, published.get("dollars_per_million", (None, None)), strict=True):
+            if value is not None:
+                price = self.point["price_per_hour"] * self.machine.count
+                cost = dollars_per_million(price, rate)
+                yield self._compared(
+                    f"{name} $/M", value, cost, depth, rate=self.point["price_per_hour"] / 3600e-6 / value
+                )
+        if "speedup" in published:
+            yield self._compared("speed-up", published["speedup"], drafting / plain, None)
+
+    def _compared(
+        self, what: str, value: float | list[float], predicted: float, depth: int | None, *, rate: float | None = None
+    ) -> Comparison:
+        low, high = (value[0], value[-1]) if isinstance(value, list) else (value, value)
+        nearest = min(max(predicted, low), high)
+        error = predicted / nearest - 1
+        return Comparison(
+            who=self.point["who"],
+            what=what,
+            published=(low, high),
+            predicted=predicted,
+            error=error,
+            verdict=self._verdict(error, rate or high, depth),
+        )
+
+    def _verdict(self, error: float, rate: float, depth: int | None) -> str:
+        missing = self._missing_memory()
+        if abs(error) <= CLOSE:
+            return f"{WITHIN} {CLOSE:.0%}{missing}"
+        if depth is None:
+            return f"predicted is {_times(error)} the figure{missing}"
+        bound = most_tokens_per_s(self.model, self.machine, self.batch, self.context, depth)
+        if rate > bound:
+            devices = f"; {math.ceil(rate / bound * self.machine.count)} devices at full speed would be needed"
+            why = f"{self._why(bound, depth)}{devices}{self._batch_for(rate, depth)}"
+            return f"impossible for {self._streams()}: {why}{missing}"
+        if rate > LIKELY_SHARE * bound:
+            why = f"{rate / bound:.0%} of what the memories allow, nothing left for kernels and interconnect"
+            return f"not likely for {self._streams()}: {why}{self._batch_for(rate, depth)}{missing}"
+        slower = self._batch_for(rate, depth) if self.tokens_per_s(depth) < rate else ""
+        return f"predicted is {_times(error)} the figure{slower}{missing}"
+
+    def _streams(self) -> str:
+        return "one stream" if self.batch == 1 else f"{self.batch} streams"
+
+    def _why(self, bound: float, depth: int) -> str:
+        """The bytes of one pass over all memories together, and what that allows."""
+        num_bytes = floor_bytes(self.model, self.batch, self.context, depth)
+        most = f", were all {depth} drafts always right" if depth else ""
+        return (
+            f"{num_bytes / 1e9:.1f} GB a pass at {self.machine.count * self.machine.device.bandwidth / 1e12:.1f} TB/s "
+            f"allow {bound:,.0f} tok/s{most}"
+        )
+
+    def _batch_for(self, rate: float, depth: int) -> str:
+        """The batch at which the model gives a rate."""
+        for batch in (2**i for i in range(MOST_BATCH.bit_length())):
+            if self.tokens_per_s(depth, batch) >= rate:
+                return f"; as a total of about {batch} streams the model gives it" if batch > self.batch else ""
+        return f"; the model does not give it with {MOST_BATCH} streams either"
+
+    def _missing_memory(self) -> str:
+        have, need = (
+            self.machine.count * int(self.point.get("layer_split", 1)),
+            devices_needed(self.model, self.machine),
+        )
+        fits = memory(self.model, self.machine, self.context).fits or self.point.get("layer_split")
+        return "" if fits and need <= have else f"; the weights need {need} such devices, not {have}"
+
+
+def _times(error: float) -> str:
+    return f"{1 + error:.1f} times" if error > 0 else f"{1 + error:.0%} of"

@@ -1,0 +1,186 @@
+"""The time of one pass: for each part the larger of memory and compute, then interconnect and fixed costs.
+
+Rows of a pass share the weights that are read; rows of one sequence share its cache too.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from headstart.tools.plan.formats import WeightFormat, part_bytes
+from headstart.tools.plan.machine import Machine
+from headstart.tools.plan.shape import Attention, Layers, Part, Shape
+
+ACTIVATION_BYTES = 2
+LAST_KERNELS = 3
+"""Final norm, LM head, sampling."""
+DISPATCH_BYTES = 1
+"""An activation on its way to its expert travels in FP8."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a pass computes: `rows` of each of `sequences`, each after `context` cached positions."""
+
+    sequences: int
+    rows: float
+    context: float
+    logit_rows: float | None = None  # of all sequences together; None: all rows
+
+    @property
+    def num_rows(self) -> float:
+        return self.sequences * self.rows
+
+    @property
+    def num_logits(self) -> float:
+        return self.num_rows if self.logit_rows is None else self.logit_rows
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One part of a pass: bytes read and operations on one device, and the seconds that they take."""
+
+    name: str
+    bytes: float = 0.0
+    operations: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A shape in a weight format, with a cache of `kv` bytes an element."""
+
+    shape: Shape
+    format: WeightFormat
+    kv: float
+
+    def bytes(self, part: Part) -> float:
+        return part_bytes(self.shape, self.format, part)
+
+    def drafting(self) -> Model:
+        """The model whose blocks are as wide as the head's: some formats leave the head as it was."""
+        size = self.shape.bytes_per_weight.get("head", self.format.head)
+        if size is None:
+            return self
+        measured: dict[Part, float] = {"attention": size, "mlp": size, "experts": size}
+        return replace(self, shape=replace(self.shape, bytes_per_weight=self.shape.bytes_per_weight | measured))
+
+    def weight_bytes(self) -> dict[Part, float]:
+        """Bytes of all weights by part; `head` without the LM head that it shares."""
+        found: dict[Part, float] = {part: count * self.bytes(part) for part, count in self.shape.parameters().items()}
+        head, drafting = self.shape.head, self.drafting()
+        mlp = head.block.mlp
+        found["head"] = (
+            head.block.attention.weights * drafting.bytes("attention")
+            + (mlp.weights + head.projection) * drafting.bytes("mlp")
+            + mlp.experts * mlp.expert_weights * drafting.bytes("experts")
+        )
+        return found
+
+
+def pass_costs(model: Model, machine: Machine, work: Work) -> list[Cost]:
+    """A pass of the trunk, part by part. Sequences of different replicas run at the same time."""
+    local = _local(machine, work)
+    costs = [cost for group in model.shape.layers for cost in _layer_costs(model, machine, work, local, group)]
+    costs.append(
+        _matrix(machine, "lm_head", model.shape.vocab * model.shape.hidden, local.num_logits, model.bytes("lm_head"))
+    )
+    kernels = LAST_KERNELS + sum(g.count * (g.attention.kernels + g.mlp.kernels) for g in model.shape.layers)
+    costs.append(Cost("fixed", seconds=machine.rates.pass_s + kernels * machine.rates.kernel_s))
+    costs += _links(model, machine, work, local, model.shape.layers)
+    return merged(costs)
+
+
+def pass_seconds(model: Model, machine: Machine, work: Work) -> float:
+    return sum(cost.seconds for cost in pass_costs(model, machine, work))
+
+
+def draft_seconds(model: Model, machine: Machine, sequences: int, context: float) -> float:
+    """One draft step for every sequence: the head's block and projection, the LM head, the head's own cache."""
+    if (measured := machine.rates.measured_draft) is not None:
+        return measured[0] + measured[1] * sequences
+    head, work, drafting = model.shape.head, Work(sequences, 1, context), model.drafting()
+    local = _local(machine, work)
+    costs = _layer_costs(drafting, machine, work, local, head.block)
+    costs.append(_matrix(machine, "projection", head.projection, local.num_rows, drafting.bytes("mlp")))
+    lm_head = head.draft_vocab * model.shape.hidden
+    costs.append(_matrix(machine, "lm_head", lm_head, local.num_rows, model.bytes("lm_head")))
+    kernels = LAST_KERNELS + 2 + head.block.attention.kernels + head.block.mlp.kernels
+    costs.append(Cost("fixed", seconds=machine.rates.draft_s + kernels * machine.rates.kernel_s))
+    costs += _links(model, machine, work, local, (head.block,))
+    return sum(cost.seconds for cost in costs)
+
+
+def _local(machine: Machine, work: Work) -> Work:
+    """The share of one replica."""
+    replicas = machine.replicas
+    logits = None if work.logit_rows is None else work.logit_rows / replicas
+    return replace(work, sequences=math.ceil(work.sequences / replicas), logit_rows=logits)
+
+
+def _matrix(machine: Machine, name: str, weights: float, rows: float, size: float) -> Cost:
+    num_bytes, operations = weights * size / machine.tp, 2 * weights * rows / machine.tp
+    return Cost(name, num_bytes, operations, machine.rates.seconds(num_bytes, operations))
+
+
+def _layer_costs(model: Model, machine: Machine, work: Work, local: Work, group: Layers) -> list[Cost]:
+    attention, mlp, count = group.attention, group.mlp, group.count
+    costs = [
+        _matrix(machine, "attention", attention.weights, local.num_rows, model.bytes("attention")),
+        _cache(model, machine, local, attention),
+        _matrix(machine, "mlp", mlp.weights, local.num_rows, model.bytes("mlp")),
+    ]
+    if mlp.experts:
+        rows = work.num_rows if machine.ep > 1 else local.num_rows
+        devices = machine.ep if machine.ep > 1 else machine.tp
+        touched = _busiest(mlp.touched(rows), machine.ep, mlp.experts)
+        num_bytes = (touched if machine.ep > 1 else touched / devices) * mlp.expert_weights * model.bytes("experts")
+        operations = 2 * rows * mlp.active * mlp.expert_weights / devices
+        costs.append(Cost("experts", num_bytes, operations, machine.rates.seconds(num_bytes, operations)))
+    return [Cost(each.name, count * each.bytes, count * each.operations, count * each.seconds) for each in costs]
+
+
+def _busiest(touched: float, ep: int, experts: int) -> float:
+    """Experts touched on the device that has most of them; without expert parallelism all of them."""
+    if ep == 1:
+        return touched
+    mean = touched / ep
+    return min(mean + math.sqrt(2 * mean * math.log(ep)), touched, experts / ep)
+
+
+def _cache(model: Model, machine: Machine, local: Work, attention: Attention) -> Cost:
+    split = min(machine.tp, attention.splits)
+    stored = attention.read(local.context, local.rows) * model.kv + 2 * attention.state * 4
+    num_bytes = local.sequences * stored / split
+    operations = 2 * local.num_rows * attention.multiply_adds(local.context) / machine.tp
+    return Cost("cache", num_bytes, operations, machine.rates.seconds(num_bytes, operations, attention=True))
+
+
+def _links(model: Model, machine: Machine, work: Work, local: Work, layers: tuple[Layers, ...]) -> list[Cost]:
+    """All-reduces of tensor parallelism, all-to-alls of expert parallelism."""
+    link, latency, tp, ep = machine.device.link, machine.device.link_s, machine.tp, machine.ep
+    costs = []
+    if tp > 1 and link:
+        num_bytes = 2 * (tp - 1) / tp * local.num_rows * model.shape.hidden * ACTIVATION_BYTES
+        times = 1 + sum(group.count * (1 if group.mlp.experts and ep > 1 else 2) for group in layers)
+        costs.append(Cost("all-reduce", times * num_bytes, 0.0, times * (latency + num_bytes / link)))
+    if ep > 1 and link:
+        for group in (each for each in layers if each.mlp.experts):
+            sent = work.num_rows / ep * group.mlp.active * model.shape.hidden * (ep - 1) / ep
+            num_bytes = sent * (DISPATCH_BYTES + ACTIVATION_BYTES)
+            costs.append(
+                Cost("all-to-all", group.count * num_bytes, 0.0, group.count * (2 * latency + num_bytes / link))
+            )
+    return costs
+
+
+def merged(costs: list[Cost]) -> list[Cost]:
+    """Costs of the same name added up, in the order of their first."""
+    found: dict[str, Cost] = {}
+    for cost in costs:
+        old = found.get(cost.name, Cost(cost.name))
+        found[cost.name] = Cost(
+            cost.name, old.bytes + cost.bytes, old.operations + cost.operations, old.seconds + cost.seconds
+        )
+    return list(found.values())

@@ -1,0 +1,180 @@
+"""Where a Shape comes from: a built-in card, a checkpoint's headers, a lone config.json."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from headstart import hub
+from headstart.errors import UsageError
+from headstart.formats import open_checkpoint
+from headstart.formats._json import read_object
+from headstart.formats._symbols import text_config
+from headstart.formats.base import Checkpoint, Tensor
+from headstart.formats.head import read_head
+from headstart.tools.inspection.parts import part_of
+from headstart.tools.plan.acceptance import of_lengths
+from headstart.tools.plan.config_shape import KERNELS, shape_of
+from headstart.tools.plan.formats import weight_format
+from headstart.tools.plan.shape import MLP, Attention, Head, Layers, Part, Shape
+
+QUANT_METHODS = {"fp8": "fp8", "mxfp4": "mxfp4", "awq": "int4", "gptq": "int4", "auto-round": "int4"}
+"""quantization_config.quant_method -> weight format."""
+GGUF_TYPES = {"Q8_0": "q8_0", "Q4_1": "q4_1", "Q4_K": "q4_k_m", "Q6_K": "q8_0", "Q4_0": "q4_1"}
+"""The most frequent block type -> the format whose products run alike; bytes are measured."""
+LIKELY_BYTES = (0.2, 4.6)
+"""A weight takes so many bytes; anything else says that the formula has counted other matrices than the file has."""
+
+
+@cache
+def cards() -> Mapping[str, Any]:
+    """The built-in cards by name."""
+    text = resources.files("headstart.tools.plan").joinpath("cards.json").read_text("utf-8")
+    return dict(json.loads(text))
+
+
+def card_names() -> list[str]:
+    return [name for name, card in cards().items() if "config" in card]
+
+
+def find_shape(name: str | None, weights: str | None = None) -> Shape:
+    """A model by card, alias, path or Hub id; `weights` replaces the format it comes in. Raises UsageError or
+    ModelError."""
+    if weights is not None:
+        weight_format(weights)
+    card = next((key for key in card_names() if name == key or name in cards()[key]["aliases"]), None)
+    shape = from_card(card) if card else from_model(name)
+    if weights is None:
+        return shape
+    return replace(shape, weights=weights, bytes_per_weight={})
+
+
+def from_card(name: str) -> Shape:
+    card = cards()[name]
+    shape = shape_of(name, card["config"], weights=card["weights"])
+    return accepting(shape, name).noted(f"shape of {name}: {card['source']}")
+
+
+def accepting(shape: Shape, name: str) -> Shape:
+    """With the acceptance lengths that a card knows."""
+    if not (known := cards().get(name, {}).get("acceptance")):
+        return shape
+    return replace(shape, acceptance=of_lengths(known["lengths"]), acceptance_source=known["source"])
+
+
+def from_model(name: str | None) -> Shape:
+    """A checkpoint by its headers; of a Hub repo the config alone is fetched."""
+    if name and not hub.is_builtin(name) and not Path(name).expanduser().exists():
+        if not hub.is_repo(name):
+            raise _unknown(name)
+        return _from_config(name, read_object(hub.config_file(name)))
+    path = Path(name).expanduser() if name and not hub.is_builtin(name) else None
+    if path and path.is_dir() and not any(path.glob("*.safetensors")) and (path / "config.json").exists():
+        return _from_config(str(path), read_object(path / "config.json"))
+    alias = hub.resolve_alias(name)
+    shape = from_checkpoint(open_checkpoint(alias.trunk), name or alias.name)
+    if (head := alias.head()) is not None and shape.head.assumed:
+        shape = with_head(shape, head)
+    return accepting(shape, alias.name)
+
+
+def _unknown(name: str) -> UsageError:
+    known = f"cards: {', '.join(card_names())}; else a directory, a .gguf file or a repo id"
+    aliases = [alias for key in card_names() for alias in (key, *cards()[key]["aliases"])]
+    close = difflib.get_close_matches(name.lower(), aliases, n=1)
+    return UsageError(f"unknown model {name!r}", f"did you mean {close[0]}? {known}" if close else known)
+
+
+def _from_config(name: str, config: Mapping[str, Any]) -> Shape:
+    shape = shape_of(name, config, weights=declared_format(config))
+    return shape.noted(f"shape of {name}: its config.json; no weights were looked at, format {shape.weights}")
+
+
+def declared_format(config: Mapping[str, Any]) -> str:
+    """By quantization_config; bf16 without one."""
+    method = str((text_config(config).get("quantization_config") or {}).get("quant_method", ""))
+    return QUANT_METHODS.get(method, "bf16")
+
+
+def from_checkpoint(checkpoint: Checkpoint, name: str) -> Shape:
+    """Sizes by config, bytes by the tensors' headers."""
+    types = Counter[str]()
+    for tensor in checkpoint.tensors.values():
+        types[tensor.dtype] += tensor.nbytes
+    declared = declared_format(checkpoint.config)
+    main = max(types, key=lambda kind: types[kind])
+    config = {"tie_word_embeddings": "lm_head.weight" not in checkpoint.tensors, **checkpoint.config}
+    shape = shape_of(name, config, weights=GGUF_TYPES.get(main, declared))
+    measured, unlikely = measured_bytes(shape, checkpoint.tensors)
+    notes = [f"shape of {name}: config and tensor headers of {checkpoint.path.name}; {main} for the most part"]
+    notes += [f"the tensors of {part} do not match the config's sizes; format {shape.weights}" for part in unlikely]
+    notes += undescribed(shape, checkpoint.tensors)
+    return replace(shape, bytes_per_weight=measured).noted(*notes)
+
+
+def undescribed(shape: Shape, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Kinds of layers that the tensors' names show, but the metadata (of GGUF files, mostly) do not."""
+    recurrent = any(group.attention.state for group in shape.layers)
+    latent = any(group.attention.width and group.attention.splits == 1 for group in shape.layers)
+    shown = {
+        "recurrent": not recurrent and any("ssm" in name or "linear_attn" in name for name in tensors),
+        "latent": not latent and any("kv_a" in name for name in tensors),
+    }
+    return [
+        f"the file has {kind} attention that its metadata do not describe: its cache is overestimated; use a card or a "
+        "config.json"
+        for kind in shown
+        if shown[kind]
+    ]
+
+
+def measured_bytes(shape: Shape, tensors: Mapping[str, Tensor]) -> tuple[dict[Part, float], list[Part]]:
+    """Bytes of a weight by part, and the parts whose tensors do not match the shape."""
+    found: Counter[Part] = Counter()
+    for name, tensor in tensors.items():
+        if (part := _part(name, shape)) is not None:
+            found[part] += tensor.nbytes
+    if "lm_head" not in found:
+        found["lm_head"] = found["embedding"]
+    sizes = {part: found[part] / count for part, count in shape.parameters().items() if count and found[part]}
+    unlikely = [part for part, size in sizes.items() if not LIKELY_BYTES[0] < size < LIKELY_BYTES[1]]
+    return {part: size for part, size in sizes.items() if part not in unlikely}, unlikely
+
+
+def _part(name: str, shape: Shape) -> Part | None:
+    where = part_of(name, shape.num_layers)
+    if where == "layers":
+        return "attention" if "attn" in name else "mlp"
+    names: dict[str, Part] = {"experts": "experts", "mtp": "head", "lm_head": "lm_head", "embedding": "embedding"}
+    return names.get(where)
+
+
+def with_head(shape: Shape, path: Path) -> Shape:
+    """With a head that is a checkpoint of its own."""
+    config, tensors, draft_token_ids = read_head(path)
+    spec, hidden = config.block.attention, shape.hidden
+    block = Layers(
+        config.num_modules,
+        Attention(
+            weights=hidden * spec.head_dim * 2 * (spec.num_heads + spec.num_kv_heads),
+            kernels=KERNELS["full"],
+            width=2 * spec.num_kv_heads * spec.head_dim,
+            work=2 * spec.num_heads * spec.head_dim,
+            splits=spec.num_kv_heads,
+        ),
+        MLP(weights=3 * hidden * config.block.intermediate_size, kernels=KERNELS["dense"]),
+    )
+    draft_vocab = shape.vocab if draft_token_ids is None else len(draft_token_ids)
+    changed = replace(shape, head=Head(block=block, projection=2 * hidden * hidden, draft_vocab=draft_vocab))
+    size = sum(tensor.nbytes for tensor in tensors.values()) / changed.parameters()["head"]
+    notes = [note for note in shape.notes if "no MTP head" not in note]
+    return replace(
+        changed, bytes_per_weight=shape.bytes_per_weight | {"head": size}, notes=(*notes, f"head: {path.name}")
+    )

@@ -1,0 +1,112 @@
+"""From what was measured to an answer: a pure function, so that recorded traces can be judged again."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from headstart.tools.engine_metrics import Counts
+from headstart.tools.probe.traces import Summary
+
+Answer = Literal["on", "dead", "off", "unknown"]
+DEAD = 1.02
+"""Acceptance lengths below this: drafts are made and none is taken."""
+SURE = 0.7
+"""Confidence from which an answer is given."""
+BURST, BURST_SCALE, BURST_MOST = 1.2, 0.06, 4.0
+"""Tokens a burst at which drafting is as likely as not, how fast odds grow from there, and the most they say."""
+PACE, PACE_SCALE, PACE_LEAST, PACE_MOST = 1.15, 0.1, 1.5, 2.0
+"""The same of random against predictable text, in time a token. Drafting may be on and save nothing."""
+SAME, BATCHED = 0.05, 1.5
+"""Bursts of one size on any text, this large: a server that sends every few tokens, or a proxy that buffers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """`confidence` of the answer, 0.5 to 1; `acceptance_length` counts the recovered or bonus token."""
+
+    answer: Answer
+    confidence: float
+    source: Literal["metrics", "timing", "nothing"]
+    acceptance_length: float | None = None
+    evidence: list[str] = field(default_factory=list)
+
+
+def decide(counts: Counts | None, predictable: Summary | None, random: Summary | None) -> Verdict:
+    """`counts`: what metrics counted while the text was made. They win over times where they tell."""
+    if counts is not None:
+        verdict = from_metrics(counts)
+        if verdict.answer != "unknown":
+            return verdict
+    if predictable is None or random is None:
+        return Verdict(answer="unknown", confidence=0.5, source="nothing", evidence=["nothing was measured"])
+    return from_timing(predictable, random)
+
+
+def from_metrics(counts: Counts) -> Verdict:
+    """Counters that moved, stood still, or are not there."""
+    length = counts.acceptance_length
+    if counts.active:
+        shown = "" if length is None else f", acceptance length {length:.2f}"
+        drafted = counts.drafts or counts.drafted
+        line = (
+            f"{counts.engine}'s metrics: {drafted:.0f} drafts over both kinds of text{shown}"
+            if drafted
+            else f"{counts.engine}'s gauge{shown}"
+        )
+        dead = length is not None and length < DEAD
+        return Verdict(
+            answer="dead" if dead else "on",
+            confidence=0.99,
+            source="metrics",
+            acceptance_length=length,
+            evidence=[line],
+        )
+    if counts.known:
+        line = f"{counts.engine}'s metrics count drafts, and there were none"
+        return Verdict(answer="off", confidence=0.97, source="metrics", evidence=[line])
+    if not counts.always_there:
+        line = f"{counts.engine}'s metrics have nothing on drafts, as without speculation"
+        return Verdict(answer="off", confidence=0.95, source="metrics", evidence=[line])
+    return Verdict(answer="unknown", confidence=0.5, source="metrics")
+
+
+def from_timing(predictable: Summary, random: Summary) -> Verdict:
+    """Log-odds of two signs, added: tokens that come together, and predictable text that comes faster."""
+    evidence: list[str] = []
+    burst = _from_bursts(predictable, random, evidence)
+    pace = _from_pace(predictable, random, evidence)
+    if burst is None and pace is None:
+        return Verdict(answer="unknown", confidence=0.5, source="timing", evidence=evidence)
+    share = 1 / (1 + math.exp(-((burst or 0.0) + (pace or 0.0))))
+    confidence = max(share, 1 - share)
+    answer: Answer = "unknown" if confidence < SURE else "on" if share > 0.5 else "off"
+    length = predictable.tokens_per_burst if answer == "on" and burst is not None else None
+    return Verdict(answer=answer, confidence=confidence, source="timing", acceptance_length=length, evidence=evidence)
+
+
+def _from_bursts(predictable: Summary, random: Summary, evidence: list[str]) -> float | None:
+    """None where bursts say nothing."""
+    found, other = predictable.tokens_per_burst, random.tokens_per_burst
+    if found is None:
+        evidence.append("the text came in one piece: its bursts say nothing")
+        return None
+    if other is not None and min(found, other) > BATCHED and abs(found - other) < SAME * found:
+        evidence.append(f"{found:.2f} tokens come together on any text: the server or a proxy collects them")
+        return None
+    compared = "" if other is None else f", {other:.2f} of random text"
+    evidence.append(f"{found:.2f} tokens of predictable text come together{compared}")
+    return max(-BURST_MOST, min(BURST_MOST, (found - BURST) / BURST_SCALE))
+
+
+def _from_pace(predictable: Summary, random: Summary, evidence: list[str]) -> float | None:
+    if not predictable.ms_per_token or not random.ms_per_token:
+        evidence.append("the server does not count its tokens: their pace says nothing")
+        return None
+    ratio = random.ms_per_token / predictable.ms_per_token
+    evidence.append(
+        f"{predictable.ms_per_token:.1f} ms a token of predictable text, {random.ms_per_token:.1f} of random "
+        f"({ratio:.2f} times)"
+    )
+    return max(-PACE_LEAST, min(PACE_MOST, (ratio - PACE) / PACE_SCALE))

@@ -1,0 +1,133 @@
+"""`headstart probe`: is speculative decoding on at an OpenAI-compatible endpoint, and does it help?
+
+Metrics are read where the server shows any that are known. Else two kinds of text are streamed, one that a drafter
+guesses easily and one that nobody can guess: with drafting, tokens come together, and the first kind comes faster.
+Times are taken from the first piece of text on. The usual test, the time of 200 tokens against that of 50, is
+confounded by the time to the first token, which says nothing about drafting.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from headstart.core import Progress, Report, no_progress
+from headstart.tools.engine_metrics import Counts
+from headstart.tools.probe.client import Client
+from headstart.tools.probe.decide import Verdict, decide
+from headstart.tools.probe.traces import Kind, Trace, by_length, summarize
+
+LENGTHS = (16, 32, 64)
+ROUNDS = 3
+ENOUGH = 0.95
+"""Confidence at which further rounds would tell nothing new."""
+PREDICTABLE = (
+    "".join(f"Item {number}: the number is {number}, and the next number is {number + 1}.\n" for number in range(1, 9)),
+    "The quick brown fox jumps over the lazy dog. " * 8,
+    "for i in range(10):\n    print(i)\n" * 8,
+)
+NAIVE = "the naive test (200 tokens against 50, whole answers) is confounded by the time to the first token"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeOptions:
+    """`use_metrics` False: times only. `seed` chooses the texts."""
+
+    url: str
+    model: str | None = None
+    api_key: str | None = None
+    use_metrics: bool = True
+    rounds: int = ROUNDS
+    seed: int = 0
+
+
+@dataclass
+class Measured:
+    """Everything that was seen of a server."""
+
+    traces: list[Trace] = field(default_factory=list)
+    counts: Counts | None = None
+
+    def of(self, kind: Kind) -> list[Trace]:
+        return [trace for trace in self.traces if trace.kind == kind]
+
+    def verdict(self) -> Verdict:
+        return decide(self.counts, summarize(self.of("predictable")), summarize(self.of("random")))
+
+
+def run(options: ProbeOptions, progress: Progress = no_progress) -> Report:
+    """`ok`: drafting is on and drafts are accepted. Raises UsageError for an endpoint that does not answer as one."""
+    client = Client(options.url, options.api_key, options.model)
+    try:
+        measured = measure(client, options, progress)
+    finally:
+        client.close()
+    verdict = measured.verdict()
+    data = document(client, verdict, measured)
+    return Report(verdict.answer == "on", data, _lines(data))
+
+
+def measure(client: Client, options: ProbeOptions, progress: Progress) -> Measured:
+    """Stream texts until the answer is clear or the rounds are over; counters are read before and after."""
+    measured = Measured()
+    total = options.rounds * len(LENGTHS) * 2
+    client.stream("random", random_text(options.seed), 8, 1.0)  # warm-up, not counted
+    before = client.metrics() if options.use_metrics else None
+    for turn in range(options.rounds):
+        for place, length in enumerate(LENGTHS):
+            progress(len(measured.traces), total, "streaming")
+            prompt = PREDICTABLE[(options.seed + turn + place) % len(PREDICTABLE)]
+            measured.traces.append(client.stream("predictable", prompt, length, 0.0))
+            text = random_text(1000 * options.seed + 10 * turn + place + 1)
+            measured.traces.append(client.stream("random", text, length, 1.0))
+        if before is not None and (now := client.metrics()):
+            measured.counts = now.since(before)
+        verdict = measured.verdict()
+        if verdict.source == "metrics" or (turn and verdict.confidence > ENOUGH):
+            break
+    return measured
+
+
+def random_text(seed: int) -> str:
+    """Digits and letters that cannot be guessed."""
+    source = random.Random(seed)
+    return " ".join("".join(source.choices("0123456789abcdefghjkmnpqrstvwxyz", k=7)) for _ in range(16))
+
+
+def document(client: Client, verdict: Verdict, measured: Measured) -> dict[str, Any]:
+    length = verdict.acceptance_length
+    return {
+        "url": client.url,
+        "model": client.model,
+        "drafting": verdict.answer,
+        "confidence": round(verdict.confidence, 3),
+        "source": verdict.source,
+        "engine": measured.counts.engine if measured.counts else None,
+        "acceptance_length": None if length is None else round(length, 3),
+        "evidence": verdict.evidence,
+        "timing": {kind: summarize(measured.of(kind)).document() for kind in ("predictable", "random")},
+        "by_length": by_length(measured.of("predictable")),
+        "note": NAIVE,
+    }
+
+
+WORDS = {
+    "on": "drafting is ON",
+    "dead": "drafting is ON, but its drafts are not accepted: the head is dead",
+    "off": "drafting is OFF",
+    "unknown": "cannot be told",
+}
+
+
+def _lines(data: dict[str, Any]) -> list[str]:
+    length = data["acceptance_length"]
+    shown = f", acceptance length {length:.2f}" if length else ""
+    lines = [f"{WORDS[data['drafting']]} ({data['confidence']:.0%} sure, by {data['source']}{shown})"]
+    lines += [f"  {line}" for line in data["evidence"]]
+    for asked, paces in data["by_length"].items():
+        lines.append(
+            f"  {asked:>4} tokens: {paces['ms_per_token']:.2f} ms a token after the first, "
+            f"{paces['naive_ms_per_token']:.2f} with it"
+        )
+    return [*lines, f"  {data['note']}"]

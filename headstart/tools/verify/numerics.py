@@ -1,0 +1,185 @@
+"""`headstart verify --numerics`: how far a backend's logits are from float32 arithmetic on the file's own values.
+
+Both score the same texts, each prompt with this backend's greedy answer, fed as given (teacher forcing) through the
+passes that serve requests. Every row that predicts a token of its text is compared. R rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence as Seq
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headstart.api import LLM
+from headstart.config import EngineConfig
+from headstart.core import Float32, Progress, Report, Request, SamplingParams, Sequence, Span, no_progress
+from headstart.engine.load import Model, load_model, make_backend
+from headstart.engine.make import make_engine
+from headstart.tools.prompts import builtin_prompts
+
+Prompt = str | list[int]
+Float64 = NDArray[np.float64]
+
+ROWS = 64
+"""Rows per pass: the logits of both models for so many are held at a time."""
+LEAST_AGREEMENT, MOST_KL = 0.90, 0.1
+"""Outside of these (share of rows; nats) no quantization is to blame: something is broken."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NumericsOptions:
+    """What to score."""
+
+    model: str | None = None
+    config: EngineConfig = field(default_factory=EngineConfig)
+    prompts: tuple[Prompt, ...] | None = None
+    raw: bool = False
+    max_tokens: int = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Compared:
+    """Of each row [R]: KL(reference || backend) in nats, do the likeliest tokens agree, -log p of the text's next
+    token by both, largest difference of a logit."""
+
+    kl: Float64
+    agrees: NDArray[np.bool_]
+    surprise: Float64
+    reference_surprise: Float64
+    logit_difference: Float64
+
+
+def run(options: NumericsOptions, progress: Progress = no_progress) -> Report:
+    """Score and compare. Raises UsageError where torch, which the reference needs, is not installed."""
+    asked = options.config
+    # named one by one: whatever else the user chose, such as a weight format, is what is being measured
+    reference_config = EngineConfig(backend="reference", threads=asked.threads, block_size=asked.block_size)
+    make_backend(reference_config)  # its absence is said before the work begins
+    config = replace(asked, drafter="none", depth=0)
+    model = load_model(options.model, config)
+    prompts = list(options.prompts or [prompt for _, prompt in builtin_prompts()])
+    texts = _texts(LLM(model, config), prompts, options, progress)
+    longest = max(map(len, texts))
+    ours = Scorer(model, config, longest)
+    theirs = Scorer(load_model(options.model, reference_config), reference_config, longest)
+    parts = []
+    for index, text in enumerate(texts):
+        scores = zip(theirs.logits(text), ours.logits(text), strict=True)
+        for number, (reference, logits) in enumerate(scores):
+            parts.append(compare(reference, logits, text[1 + number * ROWS :]))
+        progress(len(prompts) + index + 1, 2 * len(prompts), "scoring")
+    return summarize(model, asked, _joined(parts), len(texts))
+
+
+def _texts(llm: LLM, prompts: Seq[Prompt], options: NumericsOptions, progress: Progress) -> list[list[int]]:
+    """Token ids of each prompt and its greedy answer."""
+    done = 0
+
+    def finished(index: int, completion: Any) -> None:
+        nonlocal done
+        done += 1
+        progress(done, 2 * len(prompts), "answering")
+
+    answers = llm.generate(prompts, SamplingParams(max_tokens=options.max_tokens), raw=options.raw, on_finish=finished)
+    return [[*each.prompt_token_ids, *each.token_ids] for each in answers]
+
+
+class Scorer:
+    """Teacher forcing on one model, for texts of up to `longest` tokens."""
+
+    def __init__(self, model: Model, config: EngineConfig, longest: int) -> None:
+        blocks = -(-longest // config.block_size)
+        alone = replace(config, drafter="none", depth=0, max_num_seqs=1, enable_prefix_caching=False)
+        self._engine = make_engine(model, replace(alone, max_model_len=longest, kv_blocks=blocks))
+
+    def logits(self, tokens: Seq[int]) -> Iterator[Float32]:
+        """[up to ROWS, V] after each token but the last, in order."""
+        runner, memory = self._engine.runner, self._engine.memory
+        request = Request(
+            request_id="forced", prompt_ids=tuple(tokens), params=SamplingParams(), seed=0, stop_ids=frozenset()
+        )
+        sequence = Sequence(request, 0, list(tokens), 0)
+        assert memory.reserve(sequence, len(tokens)), "the blocks are made for the longest text"
+        for start in range(0, len(tokens) - 1, ROWS):
+            num_rows = min(ROWS, len(tokens) - 1 - start)
+            yield runner.backend.numpy(runner.forward([Span(sequence, start, num_rows, num_rows)]).logits)
+        memory.release(sequence)
+
+
+def compare(reference: Float32, logits: Float32, following: Seq[int]) -> Compared:
+    """Logits [R, V] of both; `following` begins with the R tokens that the rows predict."""
+    rows = np.arange(len(logits))
+    tokens = np.asarray(following[: len(rows)], np.int64)
+    expected, found = _log_softmax(reference), _log_softmax(logits)
+    return Compared(
+        kl=np.maximum((np.exp(expected) * (expected - found)).sum(-1), 0),
+        agrees=reference.argmax(-1) == logits.argmax(-1),
+        surprise=-found[rows, tokens],
+        reference_surprise=-expected[rows, tokens],
+        logit_difference=np.abs(reference.astype(np.float64) - logits).max(-1),
+    )
+
+
+def _log_softmax(logits: Float32) -> Float64:
+    wide = logits.astype(np.float64)
+    wide -= wide.max(-1, keepdims=True)
+    shifted: Float64 = wide - np.log(np.exp(wide).sum(-1, keepdims=True))
+    return shifted
+
+
+def _joined(parts: Seq[Compared]) -> Compared:
+    return Compared(**{name: np.concatenate([getattr(each, name) for each in parts]) for name in vars(parts[0])})
+
+
+def summarize(model: Model, config: EngineConfig, rows: Compared, num_texts: int) -> Report:
+    """ok unless the numbers are beyond what any quantization does; NaN is beyond."""
+    kl = {
+        "mean": float(rows.kl.mean()),
+        "median": float(np.median(rows.kl)),
+        "p99": float(np.quantile(rows.kl, 0.99)),
+        "max": float(rows.kl.max()),
+    }
+    agreement = float(rows.agrees.mean())
+    perplexity = {
+        "backend": float(np.exp(rows.surprise.mean())),
+        "reference": float(np.exp(rows.reference_surprise.mean())),
+    }
+    difference = float(rows.logit_difference.max())
+    ok = agreement >= LEAST_AGREEMENT and kl["mean"] <= MOST_KL
+    name = model.backend.name
+    data = {
+        "ok": ok,
+        "model": model.name,
+        "backend": name,
+        "dtype": config.dtype,
+        "texts": num_texts,
+        "rows": len(rows.kl),
+        "kl": {key: _finite(value) for key, value in kl.items()},
+        "top1_agreement": agreement,
+        "perplexity": {key: _finite(value) for key, value in perplexity.items()},
+        "max_logit_difference": _finite(difference),
+    }
+    table = {
+        "rows compared": f"{len(rows.kl)} of {num_texts} texts",
+        "KL(float32 || this)": ", ".join(f"{key} {value:.3g}" for key, value in kl.items()) + " nats",
+        "top-1 agreement": f"{agreement:.2%}",
+        "perplexity": f"{perplexity['backend']:.4f}, in float32 {perplexity['reference']:.4f}",
+        "largest |dlogit|": f"{difference:.3g}",
+    }
+    lines = [f"{model.name}: backend {name} against reference in float32, teacher-forced"]
+    lines += [f"  {key:<20} {value}" for key, value in table.items()]
+    if not ok:
+        lines.append(
+            f"BROKEN: no quantization explains a top-1 agreement below {LEAST_AGREEMENT:.0%} or a mean KL above "
+            f"{MOST_KL} nats"
+        )
+    return Report(ok=ok, data=data, lines=lines)
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no NaN and no infinity."""
+    return value if math.isfinite(value) else None
