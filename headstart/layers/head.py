@@ -1,44 +1,46 @@
-"""Multi-token-prediction modules: a trunk hidden state and the next token in, a guess of the token after it out.
+"""Heads beside a trunk: a hidden state of it and the next token in, a guess of the token after that one out.
 
-x = W [norm_e(e(t_{p+1})) ; norm_h(h_p)], x' = Block(x), y = norm_out(x'), logits = head(y); the next draft step reads
-the *recycled* vector (y or x') in place of h (DeepSeek-V3 report, section 2.2). Families differ in declared data only.
+Families and kinds of heads (heads/) differ in what they declare here; the module of a draft step is the kind's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
+from headstart.config import MAX_DEPTH
 from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, StateSpec, StepInputs, Weight
-from headstart.layers.decoder import DecoderLayer, Tap, tap_width
+from headstart.layers.decoder import LayerConfig, Tap, tap_width
 from headstart.layers.linear import Linear
 from headstart.layers.network import NetworkProgram, Pools
-from headstart.layers.norm import RMSNorm
 
 FIRST_PAIR_POSITION = 1
-"""The pair (h_p, t_{p+1}) lives at position p + 1, so pair 0 is at 1 (DESIGN section 5)."""
+"""The pair (h_p, t_{p+1}) lives at position p + 1, so pair 0 is at 1."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class HeadSpec:
-    """What an MTP head declares about itself.
+    """What a head declares about itself: of its file, its modules, its drafter and its trainer alike.
 
-    `hidden_first`: concat order [h ; e] instead of [e ; h]. `mask_first`: the embedding of pair 0 is zeroed.
-    `beyond`: which module serves draft steps past the last one; None refuses such depths unless there is one module.
+    `layer`: the block of each module; None: as the family's or the kind's own. `hidden_first`: concat order [h ; e]
+    instead of [e ; h]. `mask_first`: the embedding of pair 0 is zeroed. `tap`: the trunk's hidden state that is read;
+    `recycle`: the vector that the next step reads in its place. `beyond`: which module serves draft steps past the last
+    one; None refuses such depths unless there is one module. `norm_before_residual`: EAGLE-3 adds to the normed state.
     """
 
+    kind: str = "mtp"
+    layer: LayerConfig | None = None
+    num_modules: int = 1
     hidden_first: bool = False
     mask_first: bool = False
     tap: Tap = "post_norm"
-    recycle: Tap = "post_norm"
-    num_modules: int = 1
+    recycle: Literal["post_norm", "pre_norm"] = "post_norm"
     beyond: Literal["last", "cycle"] | None = None
-
-    @staticmethod
-    def of(declared: object) -> HeadSpec:
-        """From anything that has these fields as attributes, such as a head's config."""
-        return HeadSpec(**{each.name: getattr(declared, each.name) for each in fields(HeadSpec)})
+    norm_before_residual: bool = False
 
     def module_of(self, step: int) -> int | None:
         """The module that serves draft step `step` (0-based); None when the head declares none."""
@@ -53,37 +55,14 @@ class HeadSpec:
         earlier steps that the same module served."""
         return sum(self.module_of(each) == self.module_of(step) for each in range(1, step))
 
-
-@dataclass(frozen=True)
-class MTPModule:
-    """One prediction module; the LM head is the caller's (the trunk's, or its rows of a draft vocabulary)."""
-
-    embedding_norm: RMSNorm
-    hidden_norm: RMSNorm
-    projection: Linear
-    block: DecoderLayer
-    norm: RMSNorm
-
     @property
-    def kv_spec(self) -> AttentionSpec | None:
-        return self.block.attention.spec
-
-    def forward(
-        self, ops: Ops, spec: HeadSpec, embedded: Buffer, step: StepInputs, pool: Pool, *, recycled: bool = False
-    ) -> tuple[Buffer, Buffer]:
-        """Embedded tokens [R, H] and step.hidden [R, H] -> (y for the LM head, recycled), both [R, H]. A recycled
-        vector is read as a trunk hidden state is."""
-        if spec.mask_first:
-            embedded = ops.zero_where(embedded, step.positions, FIRST_PAIR_POSITION)
-        e, h = self.embedding_norm(ops, embedded), self.hidden_norm(ops, step.hidden)
-        x = self.projection(ops, ops.concat(h, e) if spec.hidden_first else ops.concat(e, h))
-        delta, residual = self.block(ops, None, x, step.positions, pool)
-        y, stream = self.norm.add(ops, delta, residual)
-        return y, y if spec.recycle == "post_norm" else stream
+    def depth_limit(self) -> int:
+        """The deepest draft it declares a module for."""
+        return next((step for step in range(MAX_DEPTH) if self.module_of(step) is None), MAX_DEPTH)
 
 
 class Module(Protocol):
-    """One draft step's computation: MTPModule, or another kind of head's."""
+    """One draft step's computation; each kind of head has its own."""
 
     @property
     def kv_spec(self) -> AttentionSpec | None:
@@ -91,16 +70,20 @@ class Module(Protocol):
 
     def forward(
         self, ops: Ops, spec: HeadSpec, embedded: Buffer, step: StepInputs, pool: Pool, *, recycled: bool = False
-    ) -> tuple[Buffer, Buffer]: ...
+    ) -> tuple[Buffer, Buffer]:
+        """Embedded tokens [R, H] and step.hidden (stored [R, tap width], or recycled [R, H]) -> (y for the LM head,
+        what the next step reads), both [R, H]."""
 
 
 @dataclass(frozen=True)
-class MTPHead:
-    """Modules with their spec. `lm_head` None: the trunk's; `embedding` None: the trunk's."""
+class Head:
+    """A head that fits its trunk: modules, where they came from, its draft vocabulary (ascending target ids; None: all).
+    `lm_head` and `embedding` None: the trunk's."""
 
     spec: HeadSpec
     modules: Sequence[Module]
-    kind: str = "mtp"
+    source: str
+    draft_token_ids: NDArray[np.int64] | None = None
     lm_head: Linear | None = None
     embedding: Weight | None = None
 
@@ -109,7 +92,7 @@ class MTPHead:
 class HeadNetwork:
     """A head beside its trunk: the pair (h_p, t_{p+1}) lives at position p + 1 and reads the state of position p."""
 
-    head: MTPHead
+    head: Head
     hidden_size: int
     embedding: Weight
     lm_head: Linear
@@ -121,20 +104,20 @@ class HeadNetwork:
     def kv_specs(self) -> Sequence[AttentionSpec]:
         return [module.kv_spec for module in self.head.modules if module.kv_spec]
 
-    def programs(self, pools: Pools) -> dict[str, NetworkProgram]:
+    def programs(self, pools: Pools) -> Mapping[str, NetworkProgram]:
         """Of module i: `pairs.i`, a draft step from stored trunk states, and `next.i`, one from recycled vectors."""
         kv, programs = iter(pools.kv), {}
         for index, module in enumerate(self.head.modules):
             pool = next(kv) if module.kv_spec else None
-            code = MTPProgram(self.head.spec, module, pool, self.embedding, self.lm_head)
+            code = _DraftStep(self.head.spec, module, pool, self.embedding, self.lm_head)
             programs[f"pairs.{index}"] = NetworkProgram(code, tap_width(self.head.spec.tap, self.hidden_size))
             programs[f"next.{index}"] = NetworkProgram(replace(code, recycled=True), self.hidden_size)
         return programs
 
 
 @dataclass(frozen=True)
-class MTPProgram:
-    """One draft step for all rows. Results: `logits` [L, V'], `hidden` [R, H] (the recycled vector)."""
+class _DraftStep:
+    """All rows of a draft step. Results: `logits` [L, V'], `hidden` [R, H] (the recycled vector)."""
 
     spec: HeadSpec
     module: Module
