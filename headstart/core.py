@@ -283,15 +283,29 @@ class StateSteps:
     store_slots: Int32
 
 
-@dataclass(eq=False)  # frozen but for the time that takes: several are made in a step
+MAX_PATH = 17
+"""Most slots of a row's path: drafted tokens, and the committed one that they follow."""
+
+
+@dataclass(eq=False)
+class Paths:
+    """Where rows of a tree find their nearest ancestors, CSR: slots of the last n <= MAX_PATH positions of a row, its
+    own the last of them. Positions before those, and all those of a row without slots, are in its block table."""
+
+    starts: Int32  # [R + 1]
+    slots: Int32
+
+
+@dataclass(eq=False, kw_only=True)  # frozen but for the time that takes: several are made in a step
 class StepPlan:
     """The one per-step input of a forward: row -> token, position, KV slot, sequence."""
 
     token_ids: Int32  # [R]
     positions: Int32  # [R]
     slots: Int32  # [R] where this row's KV is written
+    sees: Int32 | None = None  # [R] the last position a row sees; None: each its own
+    paths: Paths | None = None  # of a tree's rows, which see up to their own position
     row_starts: Int32  # [S + 1] rows of sequence s are row_starts[s] .. row_starts[s + 1] - 1
-    context_lens: Int32  # [S] last position + 1
     block_tables: Int32  # [S, B] block ids, padded with 0
     logit_rows: Int32  # [L] rows whose logits are wanted
     first_position: int = 0  # first position that holds KV: 0 in a trunk, 1 in an MTP head (pair p lives at p + 1)

@@ -18,9 +18,9 @@ from headstart.drafters.base import AttachedHead
 from headstart.errors import ModelError, UsageError
 from headstart.formats import open_checkpoint
 from headstart.formats._fp8 import without_scales
-from headstart.formats._picked import unpermute_rows
 from headstart.formats.base import Checkpoint
 from headstart.formats.head import is_head, read_head
+from headstart.formats.rows import unpermute_rows
 from headstart.kernels.ops import Backend, RawTensor
 from headstart.layers.build import DecoderConfig, Weights, eagle3_head, medusa_modules, mtp_module
 from headstart.layers.decoder import Decoder

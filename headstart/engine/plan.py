@@ -9,14 +9,14 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from headstart.core import Rows, Span, StepPlan
+from headstart.core import Paths, Rows, Span, StepPlan
 
 
 def build_plan(rows: Seq[Rows], block_size: int, *, first_position: int = 0, behind: int | None = None) -> StepPlan:
     """Lay out the rows of a network (see layers.network). `behind`: the row at position q reads the hidden state stored
     at q - behind; None: rows read none."""
     tables = np.zeros((len(rows), max([len(part.sequence.block_table) for part in rows])), np.int32)
-    row_starts, context_lens, reach = [0], [], behind or 0
+    row_starts, reach = [0], behind or 0
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -28,23 +28,43 @@ def build_plan(rows: Seq[Rows], block_size: int, *, first_position: int = 0, beh
         token_ids += part.token_ids
         positions += range(start, end)
         row_starts.append(len(positions))
-        context_lens.append(end)
         logit_rows += range(len(positions) - part.num_logits, len(positions))
         places = [table[at // block_size] * block_size + at % block_size for at in range(start - reach, end)]
         slots += places[reach:]
         hidden_slots += places[: end - start]
-    return StepPlan(
+    plan = StepPlan(
         token_ids=np.array(token_ids, np.int32),
         positions=np.array(positions, np.int32),
         slots=np.array(slots, np.int32),
         row_starts=np.array(row_starts, np.int32),
-        context_lens=np.array(context_lens, np.int32),
         block_tables=tables,
         logit_rows=np.array(logit_rows, np.int32),
         first_position=first_position,
         hidden_slots=None if behind is None else np.array(hidden_slots, np.int32),
         block_size=block_size,
     )
+    if any([part.sees is not None or part.parents is not None for part in rows]):
+        _bend(plan, rows)
+    return plan
+
+
+def _bend(plan: StepPlan, rows: Seq[Rows]) -> None:
+    """What differs where rows see further than themselves, or are a tree (see core.Rows)."""
+    plan.sees = plan.positions.copy()
+    starts, slots = [0], list[int]()
+    for part, row in zip(rows, plan.row_starts.tolist(), strict=False):
+        count = len(part.token_ids)
+        if part.sees is not None:
+            plan.sees[row : row + count] = part.sees
+        lines: list[list[int]] = []  # a tree's rows from its root on
+        for i, parent in enumerate(part.parents or ()):
+            lines.append([*(lines[parent] if parent >= 0 else ()), row + i])
+            slots += plan.slots[lines[i]].tolist()
+            starts.append(len(slots))
+            plan.sees[row + i] = plan.positions[row + i] = part.start + len(lines[i]) - 1
+        starts += [len(slots)] * (count - len(lines))
+    if slots:
+        plan.paths = Paths(np.array(starts, np.int32), np.array(slots, np.int32))
 
 
 def span_rows(span: Span) -> Rows:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from headstart import registry
 from headstart.errors import ModelError
-from headstart.kernels.ops import RawTensor
+from headstart.kernels.ops import Tensor
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import LayerConfig
@@ -34,7 +34,7 @@ class HeadCheckpoint:
     hidden_size: int
     vocab_size: int
     draft_token_ids: NDArray[np.int64] | None = None
-    tensors: Mapping[str, RawTensor] = field(default_factory=dict)
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
     trunk: str = ""
     trunk_fingerprint: str = ""
     training: Mapping[str, Any] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class Layout:
     `write` makes config.json and tensors, in place of headstart's own layout."""
 
     matches: Callable[[Document], bool]
-    read: Callable[[Document, Mapping[str, RawTensor], Path], HeadCheckpoint]
+    read: Callable[[Document, Mapping[str, Tensor], Path], HeadCheckpoint]
     write: Callable[[HeadCheckpoint, Arrays], tuple[dict[str, Any], dict[str, Any]]]
 
 

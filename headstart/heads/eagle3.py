@@ -33,7 +33,7 @@ from headstart.heads.base import (
     Values,
     plain_parts,
 )
-from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, RawTensor, RopeSpec, StepInputs
+from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, RopeSpec, StepInputs
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import DecoderLayer, LayerConfig, tapped_layers
@@ -112,7 +112,7 @@ def matches(document: Document) -> bool:
     return any("eagle3" in str(name).lower() for name in names) or document.get("speculators_model_type") == "eagle3"
 
 
-def read(document: Document, tensors: Mapping[str, RawTensor], path: Path) -> HeadCheckpoint:
+def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadCheckpoint:
     inner = {**document, **(document.get("transformer_layer_config") or {})}
     ours = document.get(OURS) or {}
     try:
@@ -181,7 +181,7 @@ def theirs(name: str) -> str:
     return re.sub(r"^fuse\.", "fc.", re.sub(r"^block\.", "midlayer.", name))
 
 
-def _draft_ids(d2t: RawTensor | None, vocab_size: int, path: Path) -> NDArray[np.int64] | None:
+def _draft_ids(d2t: Tensor | None, vocab_size: int, path: Path) -> NDArray[np.int64] | None:
     if d2t is None:
         return None
     offsets = d2t.numpy().astype(np.int64)

@@ -18,7 +18,7 @@ from headstart.errors import ModelError
 from headstart.formats._json import read_object
 from headstart.formats.safetensors import read_file, save
 from headstart.heads.base import Arrays, Document, HeadCheckpoint, Layout, head_kind, plain_parts
-from headstart.kernels.ops import AttentionSpec, RawTensor, RopeSpec
+from headstart.kernels.ops import AttentionSpec, RopeSpec
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.decoder import LayerConfig
 from headstart.layers.head import HeadSpec
@@ -118,7 +118,7 @@ def _block(layer: LayerConfig) -> dict[str, Any]:
     }
 
 
-def _read_own(document: Document, tensors: Mapping[str, RawTensor], path: Path) -> HeadCheckpoint:
+def _read_own(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadCheckpoint:
     if document.get(MARK) != VERSION:
         hint = "give the directory that headstart train wrote"
         raise ModelError(f"{path} is no headstart head: {MARK} is {document.get(MARK)!r}, not {VERSION}", hint)
@@ -176,7 +176,7 @@ def _one_of(document: Document, name: str, choices: tuple[str | None, ...]) -> A
     return document[name]
 
 
-def _draft_ids(tensor: RawTensor | None, vocab_size: int, path: Path) -> NDArray[np.int64] | None:
+def _draft_ids(tensor: Tensor | None, vocab_size: int, path: Path) -> NDArray[np.int64] | None:
     if tensor is None:
         return None
     ids: NDArray[np.int64] = tensor.numpy().astype(np.int64)

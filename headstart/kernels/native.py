@@ -103,6 +103,8 @@ class NativeBackend:
     def run(
         self, program: Code, plan: StepPlan, *, hidden_pool: HiddenPool | None = None, hidden: Array | None = None
     ) -> Mapping[str, Array]:
+        if plan.sees is not None or plan.paths is not None:
+            raise ModelError("the native backend has no sees and paths yet", "use --backend reference")
         found = self._programs.get(id(program))
         if found is None:  # the code is kept, so that its id stays its own
             found = self._programs[id(program)] = program, self._record(program, plan, hidden_pool, hidden)

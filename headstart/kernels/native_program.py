@@ -13,8 +13,18 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from headstart.errors import ModelError
 from headstart.kernels._native import HiddenPool, KVPool, Matrix, Program, RopeTable, StatePool
-from headstart.kernels.ops import AttentionSpec, ConvSpec, DeltaSpec, Experts, RopeSpec, RouterSpec, StepInputs
+from headstart.kernels.ops import (
+    Activation,
+    AttentionSpec,
+    ConvSpec,
+    DeltaSpec,
+    Experts,
+    RopeSpec,
+    RouterSpec,
+    StepInputs,
+)
 
 Vector = NDArray[np.float32]
 QUANTIZED = 3
@@ -42,6 +52,7 @@ class Recorder:
         self._ropes: dict[RopeSpec, RopeTable] = {}
         self._hidden_width = hidden_width
         self._logit_buffers: set[int] = set()
+        self._stored: dict[int, tuple[Buffer, Buffer]] = {}
 
     def inputs(self) -> StepInputs:
         """Symbols of the step's inputs; the hidden state [R, width] only where a program has one."""
@@ -63,10 +74,18 @@ class Recorder:
         self._held.append(made)
         return made
 
-    def silu(self, x: Buffer) -> Buffer:
+    def activate(self, x: Buffer, kind: Activation) -> Buffer:
+        _only(kind == "silu", f"activation {kind}")
         return Buffer(x.width, self.program.silu(self._index(x)))
 
-    def silu_mul(self, gate: Buffer, up: Buffer) -> Buffer:
+    def scale(self, x: Buffer, factor: float) -> Buffer:
+        raise _lacks("scaled rows")
+
+    def softcap(self, x: Buffer, cap: float) -> Buffer:
+        raise _lacks("softcap")
+
+    def activate_mul(self, gate: Buffer, up: Buffer, kind: Activation = "silu") -> Buffer:
+        _only(kind == "silu", f"activation {kind}")
         if gate in self._held and up in self._held and gate.x is up.x and gate.x is not None:
             self._held = [each for each in self._held if each is not gate and each is not up]
             x = self._index(gate.x)
@@ -94,6 +113,7 @@ class Recorder:
         return Buffer(width, self.program.head_linear(self._index(x), list(weights)))
 
     def moe(self, x: Buffer, logits: Buffer, bias: Vector | None, experts: Experts, spec: RouterSpec) -> Buffer:
+        _only(experts.activation == "silu", f"activation {experts.activation}")
         rows = self._index(x)
         if any(_quantized(each) for each in (*experts.gate, *experts.up)):
             self.program.want_quants(rows)  # before the router, whose phase it would part from that of the rows
@@ -113,7 +133,13 @@ class Recorder:
         table = self._ropes.setdefault(spec, RopeTable(list(spec.inv_freq), spec.scale))
         return Buffer(x.width, self.program.rope(self._index(x), table, head_dim))
 
-    def attention(self, q: Buffer, k: Buffer, v: Buffer, pool: KVPool, spec: AttentionSpec) -> Buffer:
+    def store_kv(self, k: Buffer, v: Buffer, pool: KVPool, spec: AttentionSpec) -> None:
+        self._stored[id(pool)] = k, v
+
+    def attend(self, q: Buffer, pool: KVPool, spec: AttentionSpec, sinks: Vector | None = None) -> Buffer:
+        _only(not spec.window and not spec.softcap and sinks is None, "windows, softcap and sinks")
+        _only(id(pool) in self._stored, "keys of another layer")
+        k, v = self._stored.pop(id(pool))
         indices = (self._index(q), self._index(k), self._index(v))
         width = spec.num_heads * spec.value_width
         return Buffer(width, self.program.attention(*indices, pool, spec.num_heads, spec.scale))
@@ -159,6 +185,15 @@ class Recorder:
         x = self._index(product.x)
         label = "head" if x in self._logit_buffers else "matrices"
         product.index = self.program.linear(x, product.matrix, product.bias, label)
+
+
+def _lacks(what: str) -> ModelError:
+    return ModelError(f"the native backend cannot run this model: no {what} yet", "use --backend reference")
+
+
+def _only(holds: bool, what: str) -> None:
+    if not holds:
+        raise _lacks(what)
 
 
 def _quantized(matrix: Matrix) -> bool:

@@ -22,6 +22,9 @@ Weight = Any
 """Opaque weight owned by a backend."""
 Pool = Any
 """Opaque paged storage: num_slots rows of keys and values, or of hidden states."""
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+"""x / (1 + e^-x); x times the normal distribution's share below x, by erf or by its approximation with tanh; max(x, 0);
+the square of that."""
 
 
 class RawTensor(Protocol):
@@ -33,6 +36,7 @@ class RawTensor(Protocol):
     def shape(self) -> tuple[int, ...]: ...
     @property
     def dtype(self) -> str: ...
+    def fingerprint(self) -> int: ...
     def float32(self) -> NDArray[np.float32]: ...
     def take_rows(self, rows: NDArray[np.int64]) -> RawTensor: ...
     def part(self, index: int) -> RawTensor: ...
@@ -56,7 +60,8 @@ class RopeSpec:
 @dataclass(frozen=True)
 class AttentionSpec:
     """Shape of one grouped-query attention; `scale` multiplies q.k. Keys have `head_dim` features, values `value_dim`
-    (0: as many). `latent`: values are the first features of the keys, and a pool may keep them once."""
+    (0: as many). `latent`: values are the first features of the keys, and a pool may keep them once. A row sees the
+    `window` positions up to its own (0: all of them). Scores become softcap * tanh(score / softcap), unless it is 0."""
 
     num_heads: int
     num_kv_heads: int
@@ -64,6 +69,8 @@ class AttentionSpec:
     scale: float
     value_dim: int = 0
     latent: bool = False
+    window: int = 0
+    softcap: float = 0.0
 
     @property
     def value_width(self) -> int:
@@ -97,6 +104,7 @@ class Experts:
     gate: tuple[Weight, ...]
     up: tuple[Weight, ...]
     down: tuple[Weight, ...]
+    activation: Activation = "silu"
 
 
 @dataclass(frozen=True)
@@ -175,11 +183,17 @@ class Ops(Protocol):
     def add_rms_norm(self, x: Buffer, residual: Buffer, weight: Weight, eps: float) -> tuple[Buffer, Buffer]:
         """(rms_norm(x + residual), x + residual)."""
 
-    def silu(self, x: Buffer) -> Buffer:
-        """x / (1 + e^-x)."""
+    def activate(self, x: Buffer, kind: Activation) -> Buffer:
+        """The activation of each feature."""
 
-    def silu_mul(self, gate: Buffer, up: Buffer) -> Buffer:
-        """silu(gate) * up."""
+    def activate_mul(self, gate: Buffer, up: Buffer, kind: Activation = "silu") -> Buffer:
+        """activate(gate) * up."""
+
+    def scale(self, x: Buffer, factor: float) -> Buffer:
+        """factor * x."""
+
+    def softcap(self, x: Buffer, cap: float) -> Buffer:
+        """cap * tanh(x / cap)."""
 
     def sigmoid_mul(self, gate: Buffer, x: Buffer) -> Buffer:
         """sigmoid(gate) * x; each feature of a narrower gate serves width(x) / width(gate) features side by side."""
@@ -197,10 +211,16 @@ class Ops(Protocol):
     def rope(self, x: Buffer, positions: Buffer, spec: RopeSpec, head_dim: int) -> Buffer:
         """Rotate each head of [R, heads * head_dim]."""
 
-    def attention(self, q: Buffer, k: Buffer, v: Buffer, pool: Pool, spec: AttentionSpec) -> Buffer:
-        """Write k [R, kv_heads * head_dim] and v [R, kv_heads * value_width] at the rows' slots, then attend causally
-        to every written position of the row's own sequence from plan.first_position to the row's position ->
-        [R, heads * value_width]."""
+    def store_kv(self, k: Buffer, v: Buffer, pool: Pool, spec: AttentionSpec) -> None:
+        """Write k [R, kv_heads * head_dim] and v [R, kv_heads * value_width] at the rows' slots."""
+
+    def attend(self, q: Buffer, pool: Pool, spec: AttentionSpec, sinks: Weight | None = None) -> Buffer:
+        """q [R, heads * head_dim] over the keys and values of the row's own sequence -> [R, heads * value_width].
+
+        A row sees the positions from max(plan.first_position, its own - window + 1) to plan.sees, at least one; they
+        are where plan.paths and the block table say, written in this pass or before, by this layer or another.
+        `sinks` [heads]: one more logit in each head's softmax, which has no value.
+        """
 
     def causal_conv(self, x: Buffer, weight: Weight, pool: Pool, spec: ConvSpec) -> Buffer:
         """y_p = sum over j of weight[j] * x_(p - width + 1 + j) along each sequence, zeros before its first row;

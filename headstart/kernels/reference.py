@@ -12,16 +12,16 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headstart.core import Sampled, SamplingRows, StepPlan, TokenLogprob
+from headstart.core import Paths, Sampled, SamplingRows, StepPlan, TokenLogprob
 from headstart.errors import UsageError
 from headstart.kernels.ops import (
+    Activation,
     AttentionSpec,
     ConvSpec,
     DeltaSpec,
@@ -33,7 +33,7 @@ from headstart.kernels.ops import (
     StateSpec,
     StepInputs,
 )
-from headstart.kernels.reference_moe import mixture
+from headstart.kernels.reference_moe import ACTIVATIONS, mixture
 from headstart.kernels.reference_recurrent import StatePool, conv_step, delta_step, walk
 from headstart.kernels.reference_sampling import logprobs, sample
 
@@ -53,7 +53,7 @@ class KVPool:
 @dataclass(frozen=True, eq=False)
 class _Group:
     """Spans of like size, padded: `rows` [S, Q] into the pass, `valid` [S, Q], `slots` [S, L], `mask` [S, Q, L]
-    (0 where the row may look, -inf elsewhere)."""
+    (0 where the row may look, -inf elsewhere). Where rows have paths each is a span of its own."""
 
     rows: Tensor
     valid: Tensor
@@ -61,21 +61,53 @@ class _Group:
     mask: Tensor
 
 
-def _group(plan: StepPlan, spans: NDArray[np.int64], device: torch.device, dtype: torch.dtype) -> _Group:
-    starts = plan.row_starts[spans]
-    lengths = plan.row_starts[spans + 1] - starts
-    columns = np.arange(lengths.max())
-    valid = columns[None, :] < lengths[:, None]
-    rows = np.where(valid, starts[:, None] + columns, starts[:, None])
-    positions = np.arange(plan.first_position, plan.context_lens[spans].max())
-    # padding reads the span's own last position: a slot of somebody else may hold NaN, which no weight of 0 removes
-    reads = np.minimum(positions, plan.context_lens[spans][:, None] - 1)
-    blocks = np.take_along_axis(plan.block_tables[spans], reads // plan.block_size, axis=1)
-    slots = blocks * plan.block_size + reads % plan.block_size
-    visible = positions[None, None, :] <= plan.positions[rows][:, :, None]
-    mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~torch.from_numpy(visible), float("-inf"))
-    rows_t, valid_t, slots_t = (torch.from_numpy(np.ascontiguousarray(a)).to(device) for a in (rows, valid, slots))
-    return _Group(rows_t, valid_t, slots_t, mask.to(device))
+@dataclass(frozen=True, eq=False)
+class _Spans:
+    """Rows that read the same slots: those of one sequence, or a row alone where rows have paths of their own."""
+
+    plan: StepPlan
+    row_starts: NDArray[np.int64]  # [S + 1]
+    tables: NDArray[np.int32]  # [S, B]
+    sees: NDArray[np.int32]  # [R]
+    ends: NDArray[np.int32]  # [S] the last position that any of its rows sees + 1
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> _Spans:
+        sees = plan.positions if plan.sees is None else plan.sees
+        if plan.paths is None:
+            ends = np.maximum.reduceat(sees, plan.row_starts[:-1]) + 1
+            return cls(plan, plan.row_starts.astype(np.int64), plan.block_tables, sees, ends)
+        tables = np.repeat(plan.block_tables, np.diff(plan.row_starts), axis=0)
+        return cls(plan, np.arange(plan.num_rows + 1), tables, sees, sees + 1)
+
+    def group(self, spans: NDArray[np.int64], window: int, device: torch.device, dtype: torch.dtype) -> _Group:
+        plan, starts = self.plan, self.row_starts[spans]
+        lengths = self.row_starts[spans + 1] - starts
+        columns = np.arange(lengths.max())
+        valid = columns[None, :] < lengths[:, None]
+        rows = np.where(valid, starts[:, None] + columns, starts[:, None])
+        positions = np.arange(plan.first_position, self.ends[spans].max())
+        # padding reads the span's own last position: a slot of somebody else may hold NaN, which no weight of 0 removes
+        reads = np.minimum(positions, self.ends[spans][:, None] - 1)
+        blocks = np.take_along_axis(self.tables[spans], reads // plan.block_size, axis=1)
+        slots = blocks * plan.block_size + reads % plan.block_size
+        if plan.paths:
+            self._walk(plan.paths, spans, slots)
+        visible = positions[None, None, :] <= self.sees[rows][:, :, None]
+        if window:
+            visible &= positions[None, None, :] > plan.positions[rows][:, :, None] - window
+        mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~torch.from_numpy(visible), float("-inf"))
+        rows_t, valid_t, slots_t = (torch.from_numpy(np.ascontiguousarray(a)).to(device) for a in (rows, valid, slots))
+        return _Group(rows_t, valid_t, slots_t, mask.to(device))
+
+    def _walk(self, paths: Paths, rows: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
+        """Put the paths of rows into their slots [S, L]; padding repeats the row's own."""
+        for span, row in enumerate(rows):
+            path = paths.slots[paths.starts[row] : paths.starts[row + 1]]
+            if len(path):
+                end = self.plan.positions[row] + 1 - self.plan.first_position
+                slots[span, end - len(path) : end] = path
+                slots[span, end:] = path[-1]
 
 
 class ReferenceOps:
@@ -85,17 +117,20 @@ class ReferenceOps:
         self._plan, self._device, self._dtype = plan, device, dtype
         self._rope_tables: dict[tuple[int, RopeSpec], tuple[Tensor, Tensor]] = {}
         self._slots = self._ints(plan.slots)
+        self._grouped: dict[int, list[_Group]] = {}
 
     def _ints(self, array: NDArray[np.int32]) -> Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(self._device)
 
-    @cached_property
-    def _groups(self) -> list[_Group]:
-        is_long = np.diff(self._plan.row_starts) > SHORT_SPAN
-        doublings = np.ceil(np.log2(np.maximum(self._plan.context_lens / SHORT_CONTEXT, 1))).astype(int)
-        kinds = 2 * doublings + is_long
-        picks = (np.flatnonzero(kinds == kind) for kind in np.unique(kinds))
-        return [_group(self._plan, pick, self._device, self._dtype) for pick in picks]
+    def _groups(self, window: int) -> list[_Group]:
+        if window not in self._grouped:
+            spans = _Spans.of(self._plan)
+            is_long = np.diff(spans.row_starts) > SHORT_SPAN
+            doublings = np.ceil(np.log2(np.maximum(spans.ends / SHORT_CONTEXT, 1))).astype(int)
+            kinds = 2 * doublings + is_long
+            picks = (np.flatnonzero(kinds == kind) for kind in np.unique(kinds))
+            self._grouped[window] = [spans.group(pick, window, self._device, self._dtype) for pick in picks]
+        return self._grouped[window]
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
         return torch.nn.functional.embedding(ids, table)
@@ -117,11 +152,17 @@ class ReferenceOps:
         total = x + residual
         return self.rms_norm(total, weight, eps), total
 
-    def silu(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.silu(x)
+    def activate(self, x: Tensor, kind: Activation) -> Tensor:
+        return ACTIVATIONS[kind](x)
 
-    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
-        return torch.nn.functional.silu(gate) * up
+    def activate_mul(self, gate: Tensor, up: Tensor, kind: Activation = "silu") -> Tensor:
+        return ACTIVATIONS[kind](gate) * up
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        return x * factor
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        return (x / cap).tanh() * cap
 
     def sigmoid_mul(self, gate: Tensor, x: Tensor) -> Tensor:
         grouped: Tensor = x.unflatten(-1, (gate.shape[-1], -1))
@@ -157,17 +198,19 @@ class ReferenceOps:
             )
         return self._rope_tables[key]
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, pool: KVPool, spec: AttentionSpec) -> Tensor:
+    def store_kv(self, k: Tensor, v: Tensor, pool: KVPool, spec: AttentionSpec) -> None:
         pool.keys[self._slots] = k.unflatten(-1, (spec.num_kv_heads, -1))
         if not spec.latent:
             pool.values[self._slots] = v.unflatten(-1, (spec.num_kv_heads, -1))
+
+    def attend(self, q: Tensor, pool: KVPool, spec: AttentionSpec, sinks: Tensor | None = None) -> Tensor:
         out = q.new_empty(len(q), spec.num_heads * spec.value_width)
-        for group in self._groups:
-            attended = self._attend(q[group.rows], pool, spec, group)
+        for group in self._groups(spec.window):
+            attended = self._attend(q[group.rows], pool, spec, group, sinks)
             out[group.rows[group.valid]] = attended[group.valid]
         return out
 
-    def _attend(self, q: Tensor, pool: KVPool, spec: AttentionSpec, group: _Group) -> Tensor:
+    def _attend(self, q: Tensor, pool: KVPool, spec: AttentionSpec, group: _Group, sinks: Tensor | None) -> Tensor:
         """[S, Q, H * D] -> [S, Q, H * V]."""
         num_spans, num_rows, _ = q.shape
         kv_heads, dim = spec.num_kv_heads, spec.head_dim
@@ -177,9 +220,10 @@ class ReferenceOps:
         keys = pool.keys[group.slots].permute(0, 2, 3, 1)  # [S, K, D, L]
         values = pool.values[group.slots].permute(0, 2, 1, 3)  # [S, K, L, V]
         scores = q_skgqd.reshape(num_spans, kv_heads, repeat * num_rows, dim) @ keys
-        scores = scores.view(num_spans, kv_heads, repeat, num_rows, -1) * spec.scale + group.mask[:, None, None]
-        weights = scores.softmax(-1).view(num_spans, kv_heads, repeat * num_rows, -1)
-        out = (weights @ values).view(num_spans, kv_heads, repeat, num_rows, -1)
+        scores = scores.view(num_spans, kv_heads, repeat, num_rows, -1) * spec.scale
+        weights = attention_weights(scores, group.mask[:, None, None], spec, sinks)
+        out = weights.reshape(num_spans, kv_heads, repeat * num_rows, -1) @ values
+        out = out.view(num_spans, kv_heads, repeat, num_rows, -1)
         return out.permute(0, 3, 1, 2, 4).reshape(num_spans, num_rows, -1)
 
     def causal_conv(self, x: Tensor, weight: Tensor, pool: StatePool, spec: ConvSpec) -> Tensor:
@@ -205,6 +249,18 @@ class ReferenceOps:
     def inputs(self, hidden: Tensor | None) -> StepInputs:
         plan = self._plan
         return StepInputs(self._ints(plan.token_ids), self._ints(plan.positions), self._ints(plan.logit_rows), hidden)
+
+
+def attention_weights(scores: Tensor, mask: Tensor, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
+    """scores [..., K, G, Q, L] of G query heads per kv head, mask [Q, L] (0, or -inf) -> softmax over L, less what
+    `sinks` [K * G] take of it."""
+    if spec.softcap:
+        scores = (scores / spec.softcap).tanh() * spec.softcap
+    scores = scores + mask
+    if sinks is None:
+        return scores.softmax(-1)
+    heads = sinks.view(scores.shape[-4:-2])[..., None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, heads), dim=-1).softmax(-1)[..., :-1]
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

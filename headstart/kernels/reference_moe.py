@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
+
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn.functional import gelu, linear, relu, silu
 
-from headstart.kernels.ops import Experts, RouterSpec
+from headstart.kernels.ops import Activation, Experts, RouterSpec
 
+ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_tanh": partial(gelu, approximate="tanh"),
+    "relu": relu,
+    "relu2": lambda x: relu(x).square(),
+}
 TINY = 1e-20
 """Added to the sum that weights are divided by, as in DeepSeek's code: sigmoids may all be 0."""
 
@@ -42,7 +52,8 @@ def mixture(x: Tensor, logits: Tensor, bias: Tensor | None, experts: Experts, sp
     out = torch.zeros_like(rows)
     for expert in ids.unique().tolist():
         taking, place = torch.nonzero(ids == expert, as_tuple=True)
-        inner = silu(linear(rows[taking], experts.gate[expert])) * linear(rows[taking], experts.up[expert])
+        gate = ACTIVATIONS[experts.activation](linear(rows[taking], experts.gate[expert]))
+        inner = gate * linear(rows[taking], experts.up[expert])
         weight = weights[taking, place, None].to(x.dtype)
         out = out.index_add(0, taking, linear(inner, experts.down[expert]) * weight)
     return out.view_as(x)

@@ -35,5 +35,6 @@ class Attention:
             q, k = self.q_norm(ops, q), self.k_norm(ops, k)
         q = ops.rope(q, positions, self.rope, self.spec.head_dim)
         k = ops.rope(k, positions, self.rope, self.spec.head_dim)
-        attended = ops.attention(q, k, v, pool, self.spec)
+        ops.store_kv(k, v, pool, self.spec)
+        attended = ops.attend(q, pool, self.spec)
         return self.o_proj(ops, attended if gate is None else ops.sigmoid_mul(gate, attended))

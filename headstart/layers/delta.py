@@ -63,10 +63,10 @@ class GatedDeltaNet:
         conv_pool, delta_pool = pool or (None, None)
         qkv, z = self.qkv_proj(ops, x), self.z_proj(ops, x)
         a, b = self.a_proj(ops, x), self.b_proj(ops, x)
-        qkv = ops.silu(ops.causal_conv(qkv, self.conv, conv_pool, self.config.conv))
+        qkv = ops.activate(ops.causal_conv(qkv, self.conv, conv_pool, self.config.conv), "silu")
         log_decay = ops.decay(a, self.decay_rate, self.decay_bias)
         read = ops.gated_delta(qkv, log_decay, b, delta_pool, self.config.delta)
-        return self.out_proj(ops, ops.silu_mul(z, self.norm(ops, read)))
+        return self.out_proj(ops, ops.activate_mul(z, self.norm(ops, read)))
 
 
 def delta_layer(weights: Weights, prefix: str, hidden: int, eps: float, config: DeltaConfig) -> GatedDeltaNet:

@@ -84,7 +84,8 @@ class MLA:
         latent = self.latent_norm(ops, latent)
         key_rope = ops.rope(key_rope, positions, config.rope, config.rotary)
         q, k = ops.concat(absorbed, query_rope, config.num_heads), ops.concat(latent, key_rope)
-        attended = ops.attention(q, k, latent, pool, self.spec)
+        ops.store_kv(k, latent, pool, self.spec)
+        attended = ops.attend(q, pool, self.spec)
         return self.output(ops, ops.head_linear(attended, self.absorb_value))
 
 

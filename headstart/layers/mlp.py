@@ -21,7 +21,7 @@ class GatedMLP:
     down_proj: Linear
 
     def __call__(self, ops: Ops, x: Buffer) -> Buffer:
-        return self.down_proj(ops, ops.silu_mul(self.gate_proj(ops, x), self.up_proj(ops, x)))
+        return self.down_proj(ops, ops.activate_mul(self.gate_proj(ops, x), self.up_proj(ops, x)))
 
     @staticmethod
     def of(weights: Weights, prefix: str, hidden: int, inner: int, *, bias: bool = False) -> GatedMLP:

@@ -92,7 +92,8 @@ def _experts(weights: Weights, prefix: str, hidden: int, config: MoEConfig) -> E
             name: map(weights.raw, [f"{prefix}.{e}.{name}_proj.weight" for e in range(count)], [shape] * count)
             for name, shape in shapes.items()
         }
-    return Experts(**{name: tuple(map(weights.take, each)) for name, each in parts.items()})
+    gate, up, down = (tuple(map(weights.take, parts[name])) for name in shapes)
+    return Experts(gate, up, down)
 
 
 def _items(stack: RawTensor, rows: NDArray[np.int64] | None = None) -> Iterator[RawTensor]:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.errors import ModelError
-from headstart.formats._picked import Picked
+from headstart.formats.rows import Picked
 from headstart.kernels.ops import DeltaSpec, RawTensor, RouterSpec
 from headstart.layers.build import DecoderConfig
 from headstart.layers.delta import DeltaConfig

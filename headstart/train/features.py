@@ -24,7 +24,7 @@ from torch import Tensor
 from headstart.kernels.ops import StepInputs
 from headstart.layers.decoder import Decoder
 from headstart.train.data import Example
-from headstart.train.ops import TrainOps
+from headstart.train.ops import DraftMemory, TrainOps
 
 SHARD_TOKENS = 65_536
 BATCH_TOKENS = 4_096
@@ -71,7 +71,7 @@ def trunk_hidden(trunk: Trunk, tokens: Tensor) -> Tensor:
     ops = TrainOps(tokens.device, trunk.dtype)
     positions = torch.arange(tokens.shape[1], device=tokens.device)
     no_rows = torch.empty(0, dtype=torch.int64, device=tokens.device)
-    kv, states = ([None] * len(specs) for specs in (trunk.model.kv_specs, trunk.model.state_specs))
+    kv, states = [DraftMemory() for _ in trunk.model.kv_specs], [None] * len(trunk.model.state_specs)
     program = trunk.model.program(kv, None, trunk.tap or "post_norm", states)
     results = program(ops, StepInputs(tokens, positions, no_rows))
     hidden: Tensor = results["hidden"]

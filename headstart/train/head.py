@@ -13,7 +13,7 @@ from headstart.layers.build import Weights
 from headstart.layers.decoder import Decoder, DecoderLayer
 from headstart.layers.mlp import GatedMLP
 from headstart.train.masters import named, weights_of
-from headstart.train.ops import TrainOps
+from headstart.train.ops import DraftMemory, TrainOps
 
 EMBEDDING_SHARE = 0.1
 """How strongly the token's embedding enters at the start, against the hidden state."""
@@ -26,7 +26,8 @@ def stream_scale(trunk: Decoder, tokens: Tensor) -> float:
     positions = torch.arange(len(tokens), device=tokens.device)
     delta, residual = None, ops.embed(trunk.embedding, tokens[None])
     for layer in trunk.layers[:-1]:
-        delta, residual = layer(ops, delta, residual, positions, None)
+        pool = DraftMemory() if layer.attention.spec else None
+        delta, residual = layer(ops, delta, residual, positions, pool)
     stream = residual if delta is None else residual + delta
     return float(stream.float().square().mean(-1).sqrt().median())
 

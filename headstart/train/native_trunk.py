@@ -70,4 +70,4 @@ def plan_of(examples: Seq[Example]) -> StepPlan:
         first_block = last_block
     wanted = np.flatnonzero(np.concatenate([example.loss for example in examples]))
     plan = build_plan(parts, BLOCK_SIZE)
-    return replace(plan, logit_rows=wanted.astype(np.int32), states=states_from_zero(plan.context_lens))
+    return replace(plan, logit_rows=wanted.astype(np.int32), states=states_from_zero(np.diff(plan.row_starts)))

@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from headstart.errors import ModelError
 from headstart.kernels.ops import AttentionSpec, ConvSpec, DeltaSpec, Pool, RopeSpec
-from headstart.kernels.reference import ReferenceOps
+from headstart.kernels.reference import ReferenceOps, attention_weights
 from headstart.train import delta
 
 
 @dataclass(eq=False)
 class DraftMemory:
-    """The KV pool of one unrolled head: `keys[i]`, `values[i]` [B, K, T, D] of draft step i + 1."""
+    """The KV pool of one layer: `keys[i]`, `values[i]` [B, K, T, D] of draft step i + 1; of a trunk layer one step."""
 
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
@@ -36,20 +37,21 @@ class TrainOps(ReferenceOps):
         self._device, self._dtype = device, dtype
         self._rope_tables: dict[tuple[int, RopeSpec], tuple[Tensor, Tensor]] = {}
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, pool: Pool, spec: AttentionSpec) -> Tensor:
-        """q [B, T, H * D], k [B, T, K * D], v [B, T, K * V] -> [B, T, H * V]. Each call on one DraftMemory is the
-        next draft step; pool None is a trunk layer, plain causal attention."""
+    def store_kv(self, k: Tensor, v: Tensor, pool: Pool, spec: AttentionSpec) -> None:
+        """k [B, T, K * D], v [B, T, K * V]: those of the memory's next draft step; a trunk layer has one step."""
+        for kept, rows in ((pool.keys, k), (pool.values, v)):
+            kept.append(rows.unflatten(-1, (spec.num_kv_heads, -1)).transpose(1, 2))
+
+    def attend(self, q: Tensor, pool: Pool, spec: AttentionSpec, sinks: Tensor | None = None) -> Tensor:
+        """q [B, T, H * D] of the memory's latest draft step -> [B, T, H * V]."""
         heads = q.unflatten(-1, (spec.num_heads, spec.head_dim)).transpose(1, 2)
-        keys, values = (x.unflatten(-1, (spec.num_kv_heads, -1)).transpose(1, 2) for x in (k, v))
-        memory: DraftMemory = pool if pool is not None else DraftMemory()
-        memory.keys.append(keys)
-        memory.values.append(values)
-        if len(memory.keys) == 1:
-            out = scaled_dot_product_attention(
-                heads, keys, values, is_causal=True, scale=spec.scale, enable_gqa=spec.num_heads != spec.num_kv_heads
-            )
+        if len(pool.keys) > 1 or spec.window or spec.softcap or sinks is not None:
+            out = _drafted_attention(heads, pool, spec, sinks)
         else:
-            out = _drafted_attention(heads, memory, spec)
+            out = scaled_dot_product_attention(
+                heads, pool.keys[0], pool.values[0], is_causal=True, scale=spec.scale,
+                enable_gqa=spec.num_heads != spec.num_kv_heads,
+            )  # fmt: skip
         return out.transpose(1, 2).flatten(-2)
 
     def causal_conv(self, x: Tensor, weight: Tensor, pool: Pool, spec: ConvSpec) -> Tensor:
@@ -59,15 +61,23 @@ class TrainOps(ReferenceOps):
         return delta.gated_delta(qkv, log_decay, strength, spec)
 
 
-def _drafted_attention(q: Tensor, pool: DraftMemory, spec: AttentionSpec) -> Tensor:
-    """q [B, H, T, D] of step i >= 2 over the step-1 keys of origins <= p and the own keys of steps 2..i."""
-    num_rows = q.shape[2]
+def _drafted_attention(q: Tensor, pool: DraftMemory, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
+    """q [B, H, T, D] of step i over the step-1 keys of origins <= p and the own keys of steps 2..i."""
+    num_rows, num_steps = q.shape[2], len(pool.keys)
+    if num_steps > 1 and 0 < spec.window < num_rows + num_steps:
+        raise ModelError(
+            f"a head with a window of {spec.window} cannot be trained for {num_steps} steps on longer texts",
+            "train with --depth 1",
+        )
     grouped = q.unflatten(1, (spec.num_kv_heads, -1))  # [B, K, G, T, D]
     shared = grouped @ pool.keys[0].unsqueeze(2).transpose(-1, -2)  # [B, K, G, T, T]
-    later = torch.ones(num_rows, num_rows, dtype=torch.bool, device=q.device).triu(1)
-    shared = (shared * spec.scale).masked_fill(later, float("-inf"))
-    own = [(grouped * keys.unsqueeze(2)).sum(-1, keepdim=True) * spec.scale for keys in pool.keys[1:]]
-    weights = torch.cat((shared, *own), dim=-1).softmax(-1)
+    own = [(grouped * keys.unsqueeze(2)).sum(-1, keepdim=True) for keys in pool.keys[1:]]
+    unseen = torch.ones(num_rows, num_rows, dtype=torch.bool, device=q.device).triu(1)
+    if spec.window:
+        unseen |= torch.ones_like(unseen).tril(-spec.window)
+    mask = torch.zeros(num_rows, num_rows + len(own), dtype=q.dtype, device=q.device)
+    mask[:, :num_rows].masked_fill_(unseen, float("-inf"))
+    weights = attention_weights(torch.cat((shared, *own), dim=-1) * spec.scale, mask, spec, sinks)
     out = weights[..., :num_rows] @ pool.values[0].unsqueeze(2)
     for i, values in enumerate(pool.values[1:]):
         out = out + weights[..., num_rows + i, None] * values.unsqueeze(2)

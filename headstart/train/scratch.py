@@ -40,7 +40,7 @@ from headstart.train.evaluate import Acceptance
 from headstart.train.loop import Recipe, check_bound, optimizers, update
 from headstart.train.masters import named, weights_of
 from headstart.train.objective import Target, Weighting, assess, cumulative
-from headstart.train.ops import TrainOps
+from headstart.train.ops import DraftMemory, TrainOps
 from headstart.train.progress import note, shown
 
 VOCABULARY = 2048
@@ -119,7 +119,7 @@ class ScratchModel:
         """tokens [B, T] -> (the trunk's loss, the head's loss, what of its drafts is right: without gradients)."""
         trunk, head = self.build()
         ops, positions = TrainOps(tokens.device, self.dtype), torch.arange(tokens.shape[1], device=tokens.device)
-        kv, states = ([None] * len(specs) for specs in (trunk.kv_specs, trunk.state_specs))
+        kv, states = [DraftMemory() for _ in trunk.kv_specs], [None] * len(trunk.state_specs)
         results = trunk.program(kv, state_pools=states)(ops, StepInputs(tokens, positions, slice(None)))
         logits: Tensor = results["logits"]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from headstart.core import StepPlan
 from headstart.kernels import packing
 from headstart.kernels.native import NativeBackend, instruction_paths
+from headstart.kernels.ops import AttentionSpec
 from headstart.kernels.reference import ReferenceBackend
 
 Array = NDArray[Any]
@@ -125,6 +126,15 @@ def stored(values: Array, kv_dtype: str, dim: int) -> Array:
     return values
 
 
+# Attention.
+
+
+def attention(ops: Any, q: Any, k: Any, v: Any, pool: Any, spec: AttentionSpec, sinks: Any = None) -> Any:
+    """Keys and values stored, then attended to by the same layer."""
+    ops.store_kv(k, v, pool, spec)
+    return ops.attend(q, pool, spec, sinks)
+
+
 # Plans.
 
 
@@ -150,7 +160,6 @@ def plan_of(parts: Seq[Part], *, first_position: int = 0, logit_rows: Seq[int] =
         positions=np.concatenate(positions).astype(np.int32),
         slots=np.concatenate(slots).astype(np.int32),
         row_starts=np.cumsum([0] + [len(part.ids) for part in parts]).astype(np.int32),
-        context_lens=np.array([part.start + len(part.ids) for part in parts], np.int32),
         block_tables=tables,
         logit_rows=np.array(logit_rows, np.int32),
         first_position=first_position,

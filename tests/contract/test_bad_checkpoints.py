@@ -17,11 +17,11 @@ from headstart.config import EngineConfig
 from headstart.engine.load import load_model
 from headstart.errors import ModelError
 from headstart.formats._fp8 import BlockScaled
-from headstart.formats._picked import Picked
 from headstart.formats.base import make_tensor
+from headstart.formats.rows import Picked
 from headstart.models._family import Arrays
 from headstart.models._named import UNSUPPORTED, family_named, is_known
-from headstart.tools.exports import vllm_mtp
+from headstart.tools.export.targets import vllm_mimo
 from headstart.tools.tiny import write_model
 
 Change = Callable[[Arrays], None]
@@ -73,6 +73,7 @@ CASES = {
     "a sparse indexer": Bad("deepseek_v3", "index_topk means sparse attention", {"index_topk": 64}),
     "a family with a sparse indexer": Bad("deepseek_v3", "(DSA)", {"model_type": "deepseek_v32"}),
     "a family with attention sinks": Bad("qwen3", "mimo_v2 models need attention sinks", {"model_type": "mimo_v2"}),
+    "no family": Bad("qwen3", "names no model_type", {"model_type": None}),
     "a family nobody knows": Bad("qwen3", "unknown model family 'qwen33'", {"model_type": "qwen33"}),
     "AWQ": Bad(
         "qwen3", "quantized as awq", {"quantization_config": {"quant_method": "awq"}},
@@ -145,7 +146,7 @@ def test_mimos_layout_refuses_what_it_cannot_carry(family: str, but: dict[str, A
     )
     source = SimpleNamespace(name=family, sizes=replace(tiny_model(family).config, **but), head=head)
     with pytest.raises(ModelError, match=why):
-        vllm_mtp.check(source)  # type: ignore[arg-type]
+        vllm_mimo.check(source)  # type: ignore[arg-type]
 
 
 def test_picked_rows_are_those_rows() -> None:

@@ -61,7 +61,6 @@ class Trunk:
             positions=positions,
             slots=TABLE[0][positions // 16] * 16 + positions % 16,
             row_starts=np.array([0, len(tokens)], np.int32),
-            context_lens=np.array([start + len(tokens)], np.int32),
             block_tables=TABLE,
             logit_rows=np.arange(len(tokens), dtype=np.int32),
             states=one_state(start, start + len(tokens)),

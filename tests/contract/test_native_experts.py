@@ -89,7 +89,7 @@ def test_a_mixture_is_its_parts(path: str, name: str) -> None:
         def apart(ops: Any, step: Any, experts: Experts = mixture.experts) -> dict[str, Any]:
             parts = {}
             for e, (gate, up, down) in enumerate(zip(experts.gate, experts.up, experts.down, strict=True)):
-                inner = ops.silu_mul(ops.linear(step.hidden, gate), ops.linear(step.hidden, up))
+                inner = ops.activate_mul(ops.linear(step.hidden, gate), ops.linear(step.hidden, up))
                 parts[f"{e}"] = ops.linear(inner, down)
             return parts
 

@@ -18,6 +18,7 @@ from native_ops import (
     Code,
     Part,
     assert_same_bits,
+    attention,
     backend,
     plan_of,
     quantized_rows,
@@ -64,7 +65,7 @@ def test_products(path: str, seed: int, name: str, rows: int, width: int, out: i
 
     def code(ops: Any, step: Any) -> dict[str, Any]:
         x = step.hidden
-        gated = ops.silu_mul(ops.linear(x, w), ops.linear(x, up, bias))
+        gated = ops.activate_mul(ops.linear(x, w), ops.linear(x, up, bias))
         return {"linear": ops.linear(x, w, bias), "gated": gated, "down": ops.linear(gated, down)}
 
     x, worker = finite_rows(rows, width, rng), backend(path)
@@ -129,7 +130,7 @@ def test_rowwise_ops(path: str, seed: int, rows: int, groups: int, dim: int) -> 
                 "rope": ops.rope(x, step.positions, rope, dim),
                 "total": total,
                 "normed": normed,
-                "gated": ops.silu_mul(x, normed),
+                "gated": ops.activate_mul(x, normed),
                 "both": ops.concat(normed, ops.add(x, normed)),
                 "kept": ops.zero_where(x, step.positions, 4),
                 "zeroed": ops.zero_where(x, step.positions, 3),
@@ -161,7 +162,7 @@ def test_silu_of_extremes(path: str) -> None:
     ones.data.view(np.float32)[:] = 1
 
     def code(ops: Any, step: Any) -> dict[str, Any]:
-        return {"y": ops.silu_mul(step.hidden, ops.embed(ones, step.token_ids))}
+        return {"y": ops.activate_mul(step.hidden, ops.embed(ones, step.token_ids))}
 
     with np.errstate(over="ignore"):
         expected = x / (1 + np.exp(-x))
@@ -188,7 +189,7 @@ class World:
     def code_of(self, tables: dict[str, Any], pool: Any) -> Code:
         def code(ops: Any, step: Any) -> dict[str, Any]:
             q, k, v = (ops.embed(tables[kind], step.token_ids) for kind in KINDS)
-            return {"y": ops.attention(q, k, v, pool, self.spec)}
+            return {"y": attention(ops, q, k, v, pool, self.spec)}
 
         return code
 

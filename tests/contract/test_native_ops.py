@@ -17,6 +17,7 @@ from native_ops import (
     Code,
     Part,
     assert_same_bits,
+    attention,
     backend,
     plan_of,
     random_matrix,
@@ -68,13 +69,13 @@ def test_products(path: str, name: str) -> None:
 
     def code(ops: Any, step: Any) -> dict[str, Any]:
         x = step.hidden
-        gated = ops.silu_mul(ops.linear(x, w["gate"], bias), ops.linear(x, w["up"], bias))
+        gated = ops.activate_mul(ops.linear(x, w["gate"], bias), ops.linear(x, w["up"], bias))
         down = ops.linear(gated, w["down"])
         return {
             "embedded": ops.embed(w["table"], step.token_ids),
             "linear": ops.linear(x, w["w"]),
             "biased": ops.linear(x, w["up"], bias),
-            "mixed": ops.silu_mul(ops.linear(x, w["gate"]), ops.linear(x, w["other"], bias)),
+            "mixed": ops.activate_mul(ops.linear(x, w["gate"]), ops.linear(x, w["other"], bias)),
             "down": down,
             "logits": ops.linear(ops.take_rows(down, step.logit_rows), w["head"]),
         }
@@ -96,7 +97,7 @@ def test_rowwise_ops(path: str) -> None:
         normed, total = ops.add_rms_norm(x, out["norm 22"], norms[66], 0.1)
         both = ops.concat(normed, x)
         zeroed = ops.zero_where(both, step.positions, 1)
-        added = ops.add(total, ops.silu_mul(x, ops.silu(normed)))
+        added = ops.add(total, ops.activate_mul(x, ops.activate(normed, "silu")))
         logits = ops.rms_norm(ops.take_rows(zeroed, step.logit_rows), norms[66], 1e-6)
         return out | {"both": both, "zeroed": zeroed, "total": total, "added": added, "logits": logits}
 
@@ -121,7 +122,7 @@ class Sequences:
     def code(self, pool: Any) -> Code:
         def code(ops: Any, step: Any) -> dict[str, Any]:
             q, k, v = (ops.embed(table, step.token_ids) for table in (self.q, self.k, self.v))
-            attended = ops.attention(q, k, v, pool, self.spec)
+            attended = attention(ops, q, k, v, pool, self.spec)
             return {"attended": attended, "output": ops.linear(attended, self.output)}
 
         return code

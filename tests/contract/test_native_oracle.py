@@ -17,6 +17,7 @@ from native_ops import (
     Code,
     Form,
     Part,
+    attention,
     backend,
     plan_of,
     quantized_rows,
@@ -104,8 +105,8 @@ def test_gated_floats(path: str, name: str) -> None:
         def code(ops: Any, step: Any) -> dict[str, Any]:
             x = step.hidden
             return {
-                "y": ops.silu_mul(ops.linear(x, w["gate"]), ops.linear(x, w["up"])),
-                "biased": ops.silu_mul(ops.linear(x, w["gate"], w["bias"]), ops.linear(x, w["up"], w["bias"])),
+                "y": ops.activate_mul(ops.linear(x, w["gate"]), ops.linear(x, w["up"])),
+                "biased": ops.activate_mul(ops.linear(x, w["gate"], w["bias"]), ops.linear(x, w["up"], w["bias"])),
             }
 
         return code
@@ -127,10 +128,10 @@ def test_a_gated_step_is_its_parts(path: str, name: str) -> None:
         x, results = step.hidden, {}
         for i, other in enumerate((gate, up)):
             a, b = ops.linear(x, gate, bias), ops.linear(x, other)
-            fused = ops.silu_mul(a, b)
+            fused = ops.activate_mul(a, b)
             results |= {f"fused {i}": fused, f"fused down {i}": ops.linear(fused, down)}
             both = ops.concat(a, b)  # reads them: from here on they stand by themselves
-            parts = ops.silu_mul(a, b)
+            parts = ops.activate_mul(a, b)
             results |= {f"parts {i}": parts, f"parts down {i}": ops.linear(parts, down), f"both {i}": both}
         return results
 
@@ -157,7 +158,7 @@ def test_rowwise_ops(path: str, width: int, head_dim: int) -> None:
             out |= {f"rope {dim}": ops.rope(x, step.positions, spec, head_dim) for dim, spec in ropes.items()}
             normed, total = ops.add_rms_norm(x, out[f"rope {dims[0]}"], w[f"norm {width}"], 0.1)
             narrow, _ = ops.add_rms_norm(x, normed, w[f"norm {head_dim}"], 1e-6)
-            joined = ops.concat(ops.add(total, x), ops.silu_mul(x, normed))
+            joined = ops.concat(ops.add(total, x), ops.activate_mul(x, normed))
             zeroed, kept = (ops.zero_where(joined, step.positions, at) for at in (300, 299))
             taken = ops.rms_norm(ops.take_rows(joined, step.logit_rows), w[f"norm {width}"], 1e-6)
             out |= {"normed": normed, "total": total, "narrow": narrow, "joined": joined}
@@ -192,7 +193,7 @@ def test_attention(path: str, kv_dtype: str, heads: tuple[int, int, int]) -> Non
 
     def code_of(tables: list[Any], pool: Any) -> Code:
         def code(ops: Any, step: Any) -> dict[str, Any]:
-            return {"y": ops.attention(*(ops.embed(table, step.token_ids) for table in tables), pool, spec)}
+            return {"y": attention(ops, *(ops.embed(table, step.token_ids) for table in tables), pool, spec)}
 
         return code
 
@@ -221,7 +222,7 @@ def test_latent_attention(path: str, kv_dtype: str, tolerance: float) -> None:
     def code_of(tables: list[Any], pool: Any) -> Code:
         def code(ops: Any, step: Any) -> dict[str, Any]:
             query, key, value = (ops.embed(table, step.token_ids) for table in tables)
-            return {"y": ops.attention(query, key, value, pool, spec)}
+            return {"y": attention(ops, query, key, value, pool, spec)}
 
         return code
 

@@ -84,7 +84,7 @@ def machine(kind: str, name: str, num_slots: int, num_owned: int = 0, num_kept: 
     }
 
     def code(ops: Any, step: Any) -> dict[str, Any]:
-        qkv = ops.silu(ops.causal_conv(ops.embed(w["qkv"], step.token_ids), w["taps"], pools[0], conv))
+        qkv = ops.activate(ops.causal_conv(ops.embed(w["qkv"], step.token_ids), w["taps"], pools[0], conv), "silu")
         log_decay = ops.decay(ops.embed(w["a"], step.token_ids), w["rate"], w["bias"])
         strength = ops.embed(w["b"], step.token_ids)
         return {"out": ops.gated_delta(qkv, log_decay, strength, pools[1], spec)}

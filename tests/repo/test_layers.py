@@ -20,10 +20,10 @@ LAYERS = {
 TORCH_FOLDERS = ("kernels", "train")
 FAMILIES = {path.stem for path in (PACKAGE / "models").glob("[!_]*.py")}
 FOREIGN_NAMES = {
-    "formats/_eagle3.py", "formats/_gguf_names.py", "text/_gguf_tokenizer.py",
-    "tools/exports/vllm_mtp.py", "tools/exports/_layouts.py", "tools/exports/_detect.py",
-    "tools/exports/gguf.py", "tools/exports/_gguf_model.py", "tools/exports/speculators.py",
-    "tools/exports/vllm_eagle.py", "tools/launch/launchers/sglang.py",
+    "formats/_eagle3.py", "formats/gguf_names.py", "text/_gguf_tokenizer.py",
+    "tools/export/layouts.py", "tools/export/detect.py", "tools/export/gguf_model.py",
+    "tools/export/targets/vllm_mimo.py", "tools/export/targets/gguf.py", "tools/export/targets/speculators.py",
+    "tools/export/targets/vllm_eagle.py", "tools/launch/launchers/sglang.py",
 }  # fmt: skip
 """Files that translate other projects' vocabulary: GGUF names kinds of tokenizers, EAGLE-3 its layout, xLLM its drafts
 by families."""

@@ -18,7 +18,7 @@ from headstart.core import StepPlan  # noqa: E402
 from headstart.engine.load import attach_head  # noqa: E402
 from headstart.errors import ModelError, UsageError  # noqa: E402
 from headstart.formats.head import BlockConfig, HeadConfig, read_head, write_head  # noqa: E402
-from headstart.formats.safetensors import read_file  # noqa: E402
+from headstart.formats.safetensors_file import read_file  # noqa: E402
 
 MAPS = ("d2t", "t2d")
 DRAFT_IDS = tuple(range(1, support.VOCAB, 3))
@@ -91,7 +91,7 @@ def test_the_formula(tmp_path: Path) -> None:
     positions = ints(range(1, count + 1))
     plan = StepPlan(
         token_ids=ints(ids), positions=positions, slots=positions, row_starts=ints([0, count]),
-        context_lens=ints([count + 1]), block_tables=ints([[0, 1, 2, 3]]), logit_rows=ints(range(count)),
+        block_tables=ints([[0, 1, 2, 3]]), logit_rows=ints(range(count)),
         first_position=1, block_size=8,
     )  # fmt: skip
     found = model.backend.run(first, plan, hidden=streams)

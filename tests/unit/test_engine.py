@@ -127,10 +127,10 @@ def test_budget_and_batch_are_kept(budget: int, batch: int) -> None:
     spy = Spy(engine)
     run(engine, varied_requests(0.7))
     assert max(plan.num_rows for plan in spy.trunk) <= budget
-    assert max(len(plan.context_lens) for plan in spy.trunk) <= batch
+    assert max(len(plan.row_starts) - 1 for plan in spy.trunk) <= batch
     assert max(plan.num_rows for plan in spy.trunk) > budget // 2
     if batch == 3:
-        assert max(len(plan.context_lens) for plan in spy.trunk) == 3
+        assert max(len(plan.row_starts) - 1 for plan in spy.trunk) == 3
 
 
 def test_drafts_starve_nobody() -> None:

@@ -21,7 +21,7 @@ from headstart.errors import ModelError, UsageError  # noqa: E402
 from headstart.formats.head import BlockConfig, HeadConfig, write_head  # noqa: E402
 from headstart.formats.safetensors import bfloat16  # noqa: E402
 from headstart.models._family import random_arrays  # noqa: E402
-from headstart.tools.export import ExportOptions, run  # noqa: E402
+from headstart.tools.export.run import ExportOptions, run  # noqa: E402
 from headstart.train.unroll import unroll  # noqa: E402
 
 

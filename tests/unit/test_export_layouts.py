@@ -15,9 +15,10 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from headstart.cli.main import main
 from headstart.formats.base import Tensor
 from headstart.formats.head import BlockConfig, HeadConfig, write_head
-from headstart.formats.safetensors import Array, bfloat16, read_file
+from headstart.formats.safetensors import Array, bfloat16
+from headstart.formats.safetensors_file import read_file
 from headstart.models._family import random_arrays
-from headstart.tools.export import ExportOptions, run
+from headstart.tools.export.run import ExportOptions, run
 
 H, V, F = 8, 12, 16
 DEEPSEEK = {

@@ -63,7 +63,6 @@ def head_plan(tokens: list[int], start: int) -> StepPlan:
         positions=positions,
         slots=positions,
         row_starts=ints([0, count]),
-        context_lens=ints([start + count]),
         block_tables=ints([[0, 1, 2, 3]]),
         logit_rows=ints(range(count)),
         first_position=1,
