@@ -47,7 +47,7 @@ class FakeLLM:
         if depth:
             stats.record(depth, 1)
         choices = [self._choice(params, depth, stats, index) for index in range(params.n)]
-        choices[0].choices = choices
+        choices[0].others = choices[1:]
         return choices[0]
 
     def _choice(self, params: SamplingParams, depth: int, stats: DraftStats, index: int) -> Completion:
