@@ -221,7 +221,7 @@ class LLM:
             "model": self.model.name,
             "backend": self.model.backend.name,
             "drafter": self.method,
-            "head": head.source if head and self.method == head.head.kind else None,
+            "head": head.source if head and self.method == head.spec.kind else None,
             "depth": self.engine.drafting.depth if self.engine.drafting.drafter else 0,
             "context": self.engine.max_length,
             **({"synthetic_acceptance": list(synthetic.rates)} if (synthetic := self.engine.synthetic) else {}),

@@ -6,25 +6,14 @@ from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
 from typing import Literal, Protocol, Self
 
-import numpy as np
-from numpy.typing import NDArray
-
 from headstart.config import MAX_DEPTH
 from headstart.core import Draft, Rows, Sampled, Sequence
+from headstart.heads.base import Head
 from headstart.kernels.ops import Backend, Buffer, Weight
-from headstart.layers.build import DecoderConfig, Weights
+from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import Decoder, Tap
-from headstart.layers.mtp import MTPHead
 from headstart.layers.network import Network, Opened
-
-
-@dataclass(frozen=True)
-class AttachedHead:
-    """A head that fits the target: its modules, where it came from, its draft vocabulary (ascending target ids)."""
-
-    head: MTPHead
-    source: str
-    draft_token_ids: NDArray[np.int64] | None = None  # None: the full vocabulary
+from headstart.layers.weights import Weights
 
 
 class Gate(Protocol):
@@ -90,7 +79,7 @@ class Target:
     runner: DraftRunner
     token_budget: int
     ngram: tuple[int, int]  # smallest and largest n of prompt lookup
-    head: AttachedHead | None = None
+    head: Head | None = None
 
 
 class Drafter:

@@ -26,7 +26,7 @@ class MixedDrafter(Drafter):
     def attach(cls, target: Target) -> Self:
         if target.head is None:
             raise UsageError("drafter mixed needs a head, but the model has none", "use --drafter ngram, or --head DIR")
-        head: type[Drafter] = registry.find("drafters", target.head.head.kind).DRAFTER
+        head: type[Drafter] = registry.find("drafters", target.head.spec.kind).DRAFTER
         return cls(NgramDrafter.attach(target), head.attach(target))
 
     def missed(self, sequence: Sequence) -> int:

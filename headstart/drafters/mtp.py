@@ -15,19 +15,15 @@ from itertools import accumulate
 from typing import Self, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
-from headstart.config import MAX_DEPTH
 from headstart.core import Draft, Rows, Sequence
-from headstart.drafters.base import AttachedHead, Drafter, Gate, Target, Wish
+from headstart.drafters.base import Drafter, Gate, Target, Wish
 from headstart.errors import UsageError
+from headstart.heads.base import Head, HeadNetwork
 from headstart.kernels.ops import Buffer
-from headstart.layers.build import draft_lm_head
-from headstart.layers.mtp import HeadNetwork, HeadSpec
-
-
-def depth_limit(spec: HeadSpec) -> int:
-    """The deepest draft the head declares a module for."""
-    return next((step for step in range(MAX_DEPTH) if spec.module_of(step) is None), MAX_DEPTH)
+from headstart.layers.build import lm_head_name
+from headstart.layers.linear import Linear
 
 
 @dataclass
@@ -58,21 +54,20 @@ class MTPDrafter(Drafter):
 
     method, label = "mtp", "MTP"
 
-    def __init__(self, target: Target, attached: AttachedHead) -> None:
+    def __init__(self, target: Target, head: Head) -> None:
         self._backend, self._runner, self._budget = target.backend, target.runner, target.token_budget
-        self._spec = attached.head.spec
-        self.max_depth, self.tap = depth_limit(self._spec), self._spec.tap
-        ids = attached.draft_token_ids
+        self._spec, ids = head.spec, head.draft_token_ids
+        self.max_depth, self.tap = head.spec.depth_limit, head.spec.tap
         self._token_ids = None if ids is None else target.backend.index(ids)
-        lm_head = attached.head.lm_head or draft_lm_head(target.weights, target.config, ids)
-        embedding = target.model.embedding if attached.head.embedding is None else attached.head.embedding
-        self._network = target.runner.open(HeadNetwork(attached.head, target.config.hidden_size, embedding, lm_head))
-        modules = enumerate(attached.head.modules)
+        embedding = target.model.embedding if head.embedding is None else head.embedding
+        lm_head = head.lm_head or _lm_head(target, ids)
+        self._network = target.runner.open(HeadNetwork(head, target.config.hidden_size, embedding, lm_head))
+        modules = enumerate(head.modules)
         self._fills = [f"pairs.{i}" for i, module in modules if i == 0 or module.kv_spec]
 
     @classmethod
     def attach(cls, target: Target) -> Self:
-        kind = target.head.head.kind if target.head else None
+        kind = target.head.spec.kind if target.head else None
         if target.head is None or kind != cls.method:
             has = f"its head is of kind {kind}" if kind else "it has none"
             raise UsageError(
@@ -150,6 +145,15 @@ class MTPDrafter(Drafter):
                 each.draft.probs = [*(each.draft.probs or []), sampled.probs[row]]
             score = sampled.logprobs[row]
             each.push(token, score.logprob if score else None)
+
+
+def _lm_head(target: Target, token_ids: NDArray[np.int64] | None) -> Linear:
+    """The trunk's LM head, or only its rows of the draft vocabulary (ascending target ids)."""
+    weights, config = target.weights, target.config
+    if token_ids is None:
+        return target.model.lm_head
+    rows = weights.raw(lm_head_name(weights, config), (config.vocab_size, config.hidden_size)).take_rows(token_ids)
+    return Linear(target.backend.weight(rows, drafts=True))
 
 
 DRAFTER = MTPDrafter

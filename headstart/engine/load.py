@@ -1,12 +1,10 @@
-"""From a model's name to a running engine: checkpoint, family, backend, weights, head, pools."""
+"""From a model's name to a loaded trunk with its head, and to the backend it runs on."""
 
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,20 +12,17 @@ from typing import Any
 from headstart import hub
 from headstart.config import EngineConfig
 from headstart.core import Progress, no_progress
-from headstart.drafters.base import AttachedHead
-from headstart.errors import ModelError, UsageError
+from headstart.engine.attach import find_head
+from headstart.errors import UsageError
 from headstart.formats import open_checkpoint
-from headstart.formats._fp8 import without_scales
 from headstart.formats.base import Checkpoint
-from headstart.formats.head import is_head, read_head
-from headstart.formats.rows import unpermute_rows
-from headstart.kernels.ops import Backend, RawTensor
-from headstart.layers.build import DecoderConfig, Weights, eagle3_head, medusa_modules, mtp_module
+from headstart.heads.base import Head
+from headstart.kernels.ops import Backend
+from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import Decoder
-from headstart.layers.mtp import HeadSpec, MTPHead
-from headstart.models._family import Family, native_head
-from headstart.models._named import family_named
-from headstart.models._trailing import trailing_modules
+from headstart.layers.weights import Weights
+from headstart.models.base import Family
+from headstart.models.tensors import load_decoder
 from headstart.text.tokenizer import Tokenizer
 
 
@@ -43,7 +38,30 @@ class Model:
     weights: Weights
     decoder: Decoder
     tokenizer: Tokenizer
-    head: AttachedHead | None
+    head: Head | None
+
+
+def load_model(name: str | None, config: EngineConfig, progress: Progress = no_progress) -> Model:
+    """Read a model by path, alias or Hub name, and the head that goes with it; `progress` counts its weights. Raises
+    ModelError or UsageError."""
+    choose_backend(config)  # before anything is fetched
+    alias = hub.resolve_alias(name)
+    checkpoint = open_checkpoint(alias.trunk)
+
+    backend = make_backend(config, checkpoint.files)[1]
+    loaded = load_decoder(checkpoint, backend, progress)
+    model = Model(
+        name=name or alias.name,
+        checkpoint=checkpoint,
+        family=loaded.family,
+        config=loaded.config,
+        backend=backend,
+        weights=loaded.weights,
+        decoder=loaded.decoder,
+        tokenizer=checkpoint.load_tokenizer(),
+        head=None,
+    )
+    return replace(model, head=find_head(model, config.head, alias.head(config.drafter)))
 
 
 def make_backend(config: EngineConfig, files: tuple[Path, ...] = ()) -> tuple[str, Backend]:
@@ -65,8 +83,6 @@ def make_backend(config: EngineConfig, files: tuple[Path, ...] = ()) -> tuple[st
 
 
 NATIVE = "headstart.kernels._native"
-NATIVE_HEAD = "the checkpoint"
-"""AttachedHead.source of a head inside the trunk's own files."""
 
 
 def choose_backend(config: EngineConfig) -> tuple[str, str]:
@@ -109,126 +125,6 @@ def usable_threads() -> int:
         if limit != "max":
             cores = min(cores, max(1, int(limit) // int(period)))
     return cores
-
-
-def find_family(checkpoint: Checkpoint) -> Family:
-    """The family of a checkpoint by its model_type. Raises ModelError for one that is not known."""
-    model_type = checkpoint.config.get("model_type")
-    if not isinstance(model_type, str):
-        raise ModelError(f"{checkpoint.path}: config.json names no model_type")
-    return family_named(model_type)
-
-
-def canonical_tensors(checkpoint: Checkpoint, family: Family, config: DecoderConfig) -> Mapping[str, RawTensor]:
-    """The checkpoint's tensors under canonical names, q and k rows in the half-split rope order."""
-    read = without_scales(checkpoint.tensors, checkpoint.config)
-    tensors: dict[str, RawTensor] = {**read}
-    if not checkpoint.canonical_names:
-        named = ((family.canonical(name), tensor) for name, tensor in read.items())
-        tensors = {name: tensor for name, tensor in named if name is not None}
-    if family.adapt:
-        tensors = family.adapt(tensors, config, checkpoint.canonical_names)
-    if checkpoint.canonical_names and family.interleaved_rope:
-        heads = {"q_proj": config.attention.num_heads, "k_proj": config.attention.num_kv_heads}
-        for name, tensor in checkpoint.tensors.items():
-            if (part := name.split(".")[-2] if "." in name else "") in heads:
-                tensors[name] = unpermute_rows(tensor, heads[part])
-    _check_layers(tensors, family, config.num_layers, checkpoint)
-    return trailing_modules(tensors, config.num_layers) if family.trailing else tensors
-
-
-def _check_layers(tensors: Iterable[str], family: Family, num_layers: int, checkpoint: Checkpoint) -> None:
-    """Layers beyond the config's can only be MTP modules; they need not be used. Raises ModelError."""
-    names = set(tensors)
-    held = {int(name.split(".")[1]) for name in names if re.match(r"layers\.\d+\.", name)}
-    for layer in sorted(each for each in held if each >= num_layers):
-        if not family.trailing or f"layers.{layer}.eh_proj.weight" not in names:
-            raise ModelError(
-                f"config.json says {num_layers} layers, but {checkpoint.path} holds layer {layer}, counted from 0",
-                "correct num_hidden_layers",
-            )
-
-
-def load_model(name: str | None, config: EngineConfig, progress: Progress = no_progress) -> Model:
-    """Read a model by path, alias or Hub name, and the head that goes with it; `progress` counts its weights. Raises
-    ModelError or UsageError."""
-    choose_backend(config)  # before anything is fetched
-    alias = hub.resolve_alias(name)
-    checkpoint = open_checkpoint(alias.trunk)
-    family = find_family(checkpoint)
-    sizes = family.parse(checkpoint.config)
-    _, backend = make_backend(config, checkpoint.files)
-    tensors = canonical_tensors(checkpoint, family, sizes)
-    weights = Weights(tensors, backend, str(alias.trunk), on_take=_counter(tensors, progress))
-    decoder = family.build(weights, sizes)
-    model = Model(
-        name or alias.name, checkpoint, family, sizes, backend, weights, decoder, checkpoint.load_tokenizer(), None
-    )
-    return replace(model, head=find_head(model, config.head, alias.head(config.drafter)))
-
-
-def _counter(tensors: Mapping[str, RawTensor], progress: Progress) -> Callable[[RawTensor], None]:
-    """Tells how many weights have been taken, in millions."""
-    total, done = sum(math.prod(tensor.shape) for tensor in tensors.values()), 0
-
-    def taken(tensor: RawTensor) -> None:
-        nonlocal done
-        progress(done // 10**6, total // 10**6, "loading, million weights")
-        done += math.prod(tensor.shape)
-
-    return taken
-
-
-def find_head(model: Model, asked: str | None, shipped: Path | None) -> AttachedHead | None:
-    """The head asked for, else the native one, else the one shipped with the alias."""
-    if asked is not None:
-        return attach_head(model, Path(asked))
-    native = native_head(model.family, model.weights, model.config)
-    if native is not None:
-        return AttachedHead(native, NATIVE_HEAD)
-    return attach_head(model, shipped) if shipped is not None else None
-
-
-def attach_head(model: Model, path: Path) -> AttachedHead:
-    """Read a head checkpoint, or the head inside another checkpoint, and fit it to the trunk. Raises ModelError saying
-    which number differs."""
-    if not is_head(path) and path.exists():
-        return _head_of_checkpoint(model, path)
-    head, tensors, draft_token_ids = read_head(path)
-    _check_fit(model, path, head.hidden_size, head.vocab_size)
-    weights = Weights(tensors, model.backend, str(path), drafts=True)
-    sizes = replace(model.config, **vars(head.block), moe=None, mla=None, delta=None)
-    spec = HeadSpec.of(head)
-    if head.kind == "eagle3":
-        made = eagle3_head(weights, sizes, spec, head.norm_before_residual, draft_token_ids)
-    elif head.kind == "medusa":
-        made = MTPHead(spec, medusa_modules(weights, sizes, head.num_modules), head.kind)
-    else:
-        made = MTPHead(spec, [mtp_module(weights, f"mtp.{i}", sizes) for i in range(head.num_modules)])
-    return AttachedHead(made, str(path), draft_token_ids)
-
-
-def _head_of_checkpoint(model: Model, path: Path) -> AttachedHead:
-    """The native head of a model in another file: a target and its drafter are often published apart."""
-    checkpoint = open_checkpoint(path)
-    family = find_family(checkpoint)
-    sizes = family.parse(checkpoint.config)
-    _check_fit(model, path, sizes.hidden_size, sizes.vocab_size)
-    weights = Weights(canonical_tensors(checkpoint, family, sizes), model.backend, str(path), drafts=True)
-    found = native_head(family, weights, sizes)
-    if found is None:
-        raise ModelError(f"{path} is a {checkpoint.config.get('model_type')} model without an MTP head of its own")
-    return AttachedHead(found, str(path))
-
-
-def _check_fit(model: Model, path: Path, hidden_size: int, vocab_size: int) -> None:
-    sizes = {"hidden_size": hidden_size, "vocab_size": vocab_size}
-    for name, ours in sizes.items():
-        if ours != (theirs := getattr(model.config, name)):
-            raise ModelError(
-                f"the head {path} does not fit {model.name}: its {name} is {ours}, the model's is {theirs}",
-                "use a head trained for this model, or headstart train",
-            )
 
 
 def free_memory() -> int:

@@ -61,7 +61,7 @@ def drafter_of(model: Model, config: EngineConfig) -> tuple[type[Drafter] | None
     step by step, else prompt lookup alone. Depth 0 needs none."""
     method = config.drafter
     if method == "auto":
-        method = "ngram" if model.head is None else "mixed" if config.depth == AUTO else model.head.head.kind
+        method = "ngram" if model.head is None else "mixed" if config.depth == AUTO else model.head.spec.kind
     if method == "none" or config.depth == 0:
         return None, "none"
     found: type[Drafter] = registry.find("drafters", method).DRAFTER

@@ -16,7 +16,7 @@ def build_plan(rows: Seq[Rows], block_size: int, *, first_position: int = 0, beh
     """Lay out the rows of a network (see layers.network). `behind`: the row at position q reads the hidden state stored
     at q - behind; None: rows read none."""
     tables = np.zeros((len(rows), max([len(part.sequence.block_table) for part in rows])), np.int32)
-    row_starts, reach = [0], behind or 0
+    row_starts, reach, bent = [0], behind or 0, False
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -28,6 +28,7 @@ def build_plan(rows: Seq[Rows], block_size: int, *, first_position: int = 0, beh
         token_ids += part.token_ids
         positions += range(start, end)
         row_starts.append(len(positions))
+        bent = bent or part.sees is not None or part.parents is not None
         logit_rows += range(len(positions) - part.num_logits, len(positions))
         places = [table[at // block_size] * block_size + at % block_size for at in range(start - reach, end)]
         slots += places[reach:]
@@ -43,7 +44,7 @@ def build_plan(rows: Seq[Rows], block_size: int, *, first_position: int = 0, beh
         hidden_slots=None if behind is None else np.array(hidden_slots, np.int32),
         block_size=block_size,
     )
-    if any([part.sees is not None or part.parents is not None for part in rows]):
+    if bent:
         _bend(plan, rows)
     return plan
 

@@ -21,7 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.errors import ModelError, UsageError
-from headstart.heads.base import (
+from headstart.formats.base import Tensor
+from headstart.heads.base import HeadSpec
+from headstart.heads.kind import (
     EMBEDDING_SHARE,
     Arrays,
     Document,
@@ -37,11 +39,10 @@ from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, RopeSpec, St
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import DecoderLayer, LayerConfig, tapped_layers
-from headstart.layers.head import HeadSpec
 from headstart.layers.linear import Linear
 from headstart.layers.mlp import MLPConfig
 from headstart.layers.norm import RMSNorm
-from headstart.layers.weights import Weights
+from headstart.layers.weights import Shapes, Weights
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 OURS = "headstart"
@@ -67,7 +68,7 @@ class Eagle3Module:
     def forward(
         self, ops: Ops, spec: HeadSpec, embedded: Buffer, step: StepInputs, pool: Pool, *, recycled: bool = False
     ) -> tuple[Buffer, Buffer]:
-        """As layers.head.Module; stored states [R, taps x H] are fused, recycled vectors read as they are."""
+        """As heads.base.Module; stored states [R, taps x H] are fused, recycled vectors read as they are."""
         g = step.hidden if recycled else self.fuse(ops, step.hidden)
         h = self.hidden_norm(ops, g)
         x = ops.concat(self.block.input_norm(ops, embedded), h)
@@ -88,6 +89,17 @@ def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[Eagle3Module]:
             norm=weights.norm("norm", hidden, eps),
         )
     ]
+
+
+def shapes(spec: HeadSpec, hidden: int) -> Shapes:
+    """Without the LM head and the embedding, which it may have."""
+    assert spec.layer is not None
+    return {
+        "fuse.weight": (hidden, len(tapped_layers(spec.tap)) * hidden),
+        "block.hidden_norm.weight": (hidden,),
+        **spec.layer.shapes("block", hidden, reads=2 * hidden),
+        "norm.weight": (hidden,),
+    }
 
 
 def paper_taps(layers: int) -> tuple[int, int, int]:
@@ -264,6 +276,7 @@ def initial(start: Start, spec: HeadSpec) -> dict[str, Values]:
 
 HEAD = HeadKind(
     modules=modules,
+    shapes=shapes,
     fit=fit,
     layout=Layout(matches=matches, read=read, write=write),
     training=Training(spec=trained_spec, initial=initial, own_lm_head=True),

@@ -15,13 +15,15 @@ from numpy.typing import NDArray
 
 from headstart import registry
 from headstart.errors import ModelError
-from headstart.formats._json import read_object
-from headstart.formats.safetensors import read_file, save
-from headstart.heads.base import Arrays, Document, HeadCheckpoint, Layout, head_kind, plain_parts
+from headstart.formats.base import Tensor
+from headstart.formats.json_object import read_object
+from headstart.formats.safetensors import save
+from headstart.formats.safetensors_file import read_file
+from headstart.heads.base import HeadSpec
+from headstart.heads.kind import Arrays, Document, HeadCheckpoint, Layout, head_kind, plain_parts
 from headstart.kernels.ops import AttentionSpec, RopeSpec
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.decoder import LayerConfig
-from headstart.layers.head import HeadSpec
 from headstart.layers.mlp import MLPConfig
 
 MARK = "headstart_head"
@@ -142,17 +144,18 @@ def _read_own(document: Document, tensors: Mapping[str, Tensor], path: Path) -> 
 
 
 def _spec(document: Document) -> HeadSpec:
+    facts: dict[str, Any] = {name: bool(document[name]) for name in SWITCHES}
+    facts |= {name: _one_of(document, name, choices) for name, choices in CHOICES.items()}
     return HeadSpec(
         kind=document["kind"],
         layer=_layer(document["block"]) if "block" in document else None,
         num_modules=int(document["num_modules"]),
-        **{name: bool(document[name]) for name in SWITCHES},
-        **{name: _one_of(document, name, choices) for name, choices in CHOICES.items()},
+        **facts,
     )
 
 
 def _layer(block: Document) -> LayerConfig:
-    rope, switch = block["rope"], lambda name: bool(block.get(name, False))
+    rope = block["rope"]
     spec = AttentionSpec(
         int(block["num_heads"]), int(block["num_kv_heads"]), int(block["head_dim"]), float(block["scale"])
     )
@@ -160,12 +163,12 @@ def _layer(block: Document) -> LayerConfig:
         mixer=AttentionConfig(
             spec=spec,
             rope=RopeSpec(tuple(map(float, rope["inv_freq"])), int(rope["rotary_dim"]), float(rope["scale"])),
-            qkv_bias=switch("qkv_bias"),
-            o_bias=switch("o_bias"),
-            qk_norm=switch("qk_norm"),
-            gated=switch("gated_attention"),
+            qkv_bias=bool(block.get("qkv_bias")),
+            o_bias=bool(block.get("o_bias")),
+            qk_norm=bool(block.get("qk_norm")),
+            gated=bool(block.get("gated_attention")),
         ),
-        mlp=MLPConfig(inner=int(block["intermediate_size"]), bias=switch("mlp_bias")),
+        mlp=MLPConfig(inner=int(block["intermediate_size"]), bias=bool(block.get("mlp_bias"))),
         eps=float(block["eps"]),
     )
 

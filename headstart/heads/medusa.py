@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headstart.heads.base import HeadKind, Start, Training, Values
+from headstart.heads.base import HeadSpec
+from headstart.heads.kind import HeadKind, Start, Training, Values
 from headstart.kernels.ops import Buffer, Ops, Pool, StepInputs
-from headstart.layers.head import HeadSpec
 from headstart.layers.linear import Linear
-from headstart.layers.weights import Weights
+from headstart.layers.weights import Shapes, Weights
 
 
 @dataclass(frozen=True)
@@ -28,22 +28,26 @@ class MedusaModule:
     def forward(
         self, ops: Ops, spec: HeadSpec, embedded: Buffer, step: StepInputs, pool: Pool, *, recycled: bool = False
     ) -> tuple[Buffer, Buffer]:
-        """As layers.head.Module; step.hidden goes on as it is, for the next step's head."""
-        return ops.add(step.hidden, ops.silu(self.layer(ops, step.hidden))), step.hidden
+        """As heads.base.Module; step.hidden goes on as it is, for the next step's head."""
+        return ops.add(step.hidden, ops.activate(self.layer(ops, step.hidden), "silu")), step.hidden
 
 
 def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[MedusaModule]:
     return [MedusaModule(weights.linear(f"medusa.{k}", hidden, hidden, bias=True)) for k in range(spec.num_modules)]
 
 
+def shapes(spec: HeadSpec, hidden: int) -> Shapes:
+    names = [f"medusa.{k}" for k in range(spec.num_modules)]
+    return {f"{name}.weight": (hidden, hidden) for name in names} | {f"{name}.bias": (hidden,) for name in names}
+
+
 def initial(start: Start, spec: HeadSpec) -> dict[str, Values]:
     """Zeros, as in the paper: every head begins as the trunk's own next-token guess."""
-    width = len(start.norm)
-    matrix, bias = np.zeros((width, width), np.float32), np.zeros(width, np.float32)
-    return {f"medusa.{k}.{part}": x for k in range(spec.num_modules) for part, x in (("weight", matrix), ("bias", bias))}
+    return {name: np.zeros(shape, np.float32) for name, shape in shapes(spec, len(start.norm)).items()}
 
 
 HEAD = HeadKind(
     modules=modules,
+    shapes=shapes,
     training=Training(spec=lambda layers, depth: HeadSpec(kind="medusa", num_modules=depth), initial=initial),
 )

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headstart.heads.base import EMBEDDING_SHARE, HeadKind, Start, Training, Values
+from headstart.heads.base import FIRST_PAIR_POSITION, HeadSpec
+from headstart.heads.kind import EMBEDDING_SHARE, HeadKind, Start, Training, Values
 from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, StepInputs
 from headstart.layers.decoder import DecoderLayer
-from headstart.layers.head import FIRST_PAIR_POSITION, HeadSpec
 from headstart.layers.linear import Linear
 from headstart.layers.norm import RMSNorm
-from headstart.layers.weights import Weights
+from headstart.layers.weights import Shapes, Weights
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class MTPModule:
     def forward(
         self, ops: Ops, spec: HeadSpec, embedded: Buffer, step: StepInputs, pool: Pool, *, recycled: bool = False
     ) -> tuple[Buffer, Buffer]:
-        """As layers.head.Module; a recycled vector is read as a trunk hidden state is."""
+        """As heads.base.Module; a recycled vector is read as a trunk hidden state is."""
         if spec.mask_first:
             embedded = ops.zero_where(embedded, step.positions, FIRST_PAIR_POSITION)
         e, h = self.embedding_norm(ops, embedded), self.hidden_norm(ops, step.hidden)
@@ -63,6 +63,16 @@ def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[MTPModule]:
     ]
 
 
+def shapes(spec: HeadSpec, hidden: int) -> Shapes:
+    assert spec.layer is not None
+    every: Shapes = {}
+    for prefix in (f"mtp.{i}" for i in range(spec.num_modules)):
+        every |= {f"{prefix}.{name}.weight": (hidden,) for name in ("norm_embedding", "norm_hidden", "norm")}
+        every[f"{prefix}.projection.weight"] = (hidden, 2 * hidden)
+        every |= spec.layer.shapes(f"{prefix}.block", hidden)
+    return every
+
+
 def initial(start: Start, spec: HeadSpec) -> dict[str, Values]:
     """Block and final norm from the trunk's last layer, which reads a stream whose rms is about `scale`; the token's
     embedding enters at EMBEDDING_SHARE of that."""
@@ -80,6 +90,7 @@ def initial(start: Start, spec: HeadSpec) -> dict[str, Values]:
 
 HEAD = HeadKind(
     modules=modules,
+    shapes=shapes,
     # the stream before the final norm, as in the one dense family that vLLM drafts for (exports.vllm_mtp)
     training=Training(spec=lambda layers, depth: HeadSpec(tap="pre_norm"), initial=initial, stacks=True),
 )

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,10 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import headstart
-from headstart.formats.head import BlockConfig, HeadConfig, write_head
+from headstart.heads.files import write_head
+from headstart.heads.kind import HeadCheckpoint
 from headstart.kernels.ops import RawTensor
-from headstart.layers.build import DecoderConfig
-from headstart.layers.mtp import HeadSpec
 
 
 def trunk_fingerprint(tensors: Mapping[str, RawTensor]) -> str:
@@ -40,28 +38,10 @@ def weights_fingerprint(tensors: Mapping[str, RawTensor]) -> str:
     return digest.hexdigest()[:16]
 
 
-def export_head(
-    path: Path,
-    weights: Mapping[str, Tensor],
-    draft_token_ids: NDArray[np.int64],
-    kind: str,
-    spec: HeadSpec,
-    config: DecoderConfig,
-    about: Mapping[str, Any],
-) -> None:
-    """Write `weights` (canonical names) in bfloat16. `about`: trunk, trunk_fingerprint, training."""
-    block = BlockConfig(**{each.name: getattr(config, each.name) for each in fields(BlockConfig)})
-    head = HeadConfig(
-        kind=kind,
-        hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
-        block=block,
-        trunk=about["trunk"],
-        trunk_fingerprint=about["trunk_fingerprint"],
-        training={"headstart_version": headstart.__version__, **about["training"]},
-        **{each.name: getattr(spec, each.name) for each in fields(HeadSpec)},
-    )
-    write_head(path, head, {name: _bits(tensor) for name, tensor in weights.items()}, draft_token_ids)
+def export_head(path: Path, head: HeadCheckpoint, weights: Mapping[str, Tensor]) -> None:
+    """Write `weights` (canonical names) in bfloat16, with this version in the provenance."""
+    head = replace(head, training={"headstart_version": headstart.__version__, **head.training})
+    write_head(path, head, {name: _bits(tensor) for name, tensor in weights.items()})
 
 
 def _bits(tensor: Tensor) -> tuple[NDArray[np.uint16], str]:

@@ -1,22 +1,23 @@
-"""What all kinds of heads in training share: casting masters, and what is taken from the trunk."""
+"""What all kinds of heads in training share: casting masters, and what a new head takes from the trunk."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.errors import UsageError
+from headstart.heads.base import HeadSpec, Module
+from headstart.heads.kind import Start, Training, head_kind
 from headstart.layers.attention import Attention
-from headstart.layers.build import Weights
 from headstart.layers.decoder import Decoder, DecoderLayer
 from headstart.layers.mlp import GatedMLP
+from headstart.layers.norm import RMSNorm
 from headstart.train.masters import named, weights_of
 from headstart.train.ops import DraftMemory, TrainOps
-
-EMBEDDING_SHARE = 0.1
-"""How strongly the token's embedding enters at the start, against the hidden state."""
 
 
 @torch.inference_mode()
@@ -25,8 +26,8 @@ def stream_scale(trunk: Decoder, tokens: Tensor) -> float:
     ops = TrainOps(tokens.device, trunk.embedding.dtype)
     positions = torch.arange(len(tokens), device=tokens.device)
     delta, residual = None, ops.embed(trunk.embedding, tokens[None])
-    for layer in trunk.layers[:-1]:
-        pool = DraftMemory() if layer.attention.spec else None
+    pools = trunk.pools([DraftMemory() for _ in trunk.kv_specs], [None] * len(trunk.state_specs))
+    for layer, pool in zip(trunk.layers[:-1], pools, strict=False):
         delta, residual = layer(ops, delta, residual, positions, pool)
     stream = residual if delta is None else residual + delta
     return float(stream.float().square().mean(-1).sqrt().median())
@@ -38,25 +39,37 @@ def before_norm(final: Tensor, weight: Tensor) -> Tensor:
     return torch.where(weight == 0, 0, final / weight).to(final.dtype)
 
 
-def cast_weights(masters: Mapping[str, Tensor], dtype: torch.dtype) -> Weights:
-    """Layer builders see the masters cast to `dtype`."""
-    return weights_of(named(masters), dtype, "the head")
+def modules_of(masters: Mapping[str, Tensor], spec: HeadSpec, hidden: int, dtype: torch.dtype) -> Sequence[Module]:
+    """What runs, over the masters cast to `dtype`: gradients reach them."""
+    return head_kind(spec.kind).modules(weights_of(named(masters), dtype, "the head"), spec, hidden)
 
 
-def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Float32 masters of their own memory."""
-    return {name: tensor.detach().float().clone().contiguous() for name, tensor in tensors.items()}
+def first_weights(training: Training, spec: HeadSpec, trunk: Decoder, scale: float) -> dict[str, Tensor]:
+    """Float32 masters of a new head, on the trunk's device. scale: of the stream (`stream_scale`)."""
+
+    def layer() -> dict[str, NDArray[np.float32]]:
+        return {name: _values(tensor) for name, tensor in layer_tensors(trunk.layers[-1]).items()}
+
+    device = trunk.embedding.device
+    first = training.initial(Start(_values(trunk.norm.weight), scale, layer), spec)
+    return {name: torch.tensor(values, dtype=torch.float32, device=device) for name, values in first.items()}
+
+
+def _values(tensor: Tensor) -> NDArray[np.float32]:
+    values: NDArray[np.float32] = tensor.detach().float().cpu().numpy()
+    return values
 
 
 def layer_tensors(layer: DecoderLayer) -> dict[str, Tensor]:
     """Raises UsageError for a layer that a head's block cannot be."""
-    attention, mlp = layer.attention, layer.mlp
+    attention, mlp = layer.mixer, layer.mlp
+    norms = layer.input_norm, layer.post_norm
     if not (isinstance(attention, Attention) and isinstance(mlp, GatedMLP)):
         what = "experts" if isinstance(attention, Attention) else "latent or linear attention"
         raise UsageError(f"a block with {what}, like this model's, cannot be trained yet", "train --kind medusa")
+    names = ("input_layernorm", "post_attention_layernorm")
     tensors: dict[str, Tensor] = {
-        "input_layernorm.weight": layer.input_norm.weight,
-        "post_attention_layernorm.weight": layer.post_norm.weight,
+        f"{name}.weight": norm.weight for name, norm in zip(names, norms, strict=True) if isinstance(norm, RMSNorm)
     }
     linears = {f"self_attn.{name}": getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
     if attention.gate_proj:

@@ -28,7 +28,7 @@ from support import (
 )
 
 from headstart.errors import UsageError
-from headstart.layers.mtp import HeadSpec
+from headstart.heads.base import HeadSpec
 from headstart.tools.verify.covering import pairwise
 
 TEMPERATURES = (0.0, 0.7, 1.0)

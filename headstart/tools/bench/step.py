@@ -14,14 +14,13 @@ from typing import Any, cast
 
 import numpy as np
 
-from headstart import __version__
+from headstart import __version__, registry
 from headstart.api import LLM
 from headstart.config import AUTO, FIXED_DEPTH, EngineConfig
 from headstart.core import Progress, Report, SamplingParams, Sequence, Span, no_progress
 from headstart.drafters.base import Wish
 from headstart.engine.load import Model, free_memory, load_model, usable_threads
 from headstart.errors import UsageError
-from headstart.formats.head import KINDS
 from headstart.kernels.ops import Backend
 from headstart.layers.moe import MoE
 from headstart.tools import doctor
@@ -120,14 +119,14 @@ def fitting_rows(options: StepOptions, limit: int) -> tuple[int, ...]:
 
 def bench_config(model: Model, config: EngineConfig, length: int) -> EngineConfig:
     """An engine for two sequences of `length`; it drafts with the model's head, or not at all."""
-    drafter = (model.head.head.kind if model.head else "none") if config.drafter == "auto" else config.drafter
+    drafter = (model.head.spec.kind if model.head else "none") if config.drafter == "auto" else config.drafter
     blocks = 2 * -(-length // config.block_size)
     return replace(config, drafter=drafter, max_model_len=length, kv_blocks=blocks, enable_prefix_caching=False)
 
 
 def run(options: StepOptions, progress: Progress = no_progress) -> Report:
     """Time passes, drafts and, if asked for, their parts. Raises UsageError for what this model or backend lacks."""
-    if options.config.drafter not in ("auto", "none", *KINDS):
+    if options.config.drafter not in ("auto", "none", *registry.available("heads")):
         raise UsageError(f"--drafter {options.config.drafter}: bench step times a head", "use --drafter auto")
     bench = Bench(options)
     progress(0, 1, "reading memory")

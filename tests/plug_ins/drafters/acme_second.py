@@ -1,4 +1,4 @@
-"""A second, whole model of the same vocabulary drafts token by token, with keys and values under the same block table."""
+"""A second whole model of the same vocabulary drafts token by token; its keys lie under the same block table."""
 
 from __future__ import annotations
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 from headstart.errors import ModelError
 from headstart.formats import open_checkpoint
-from headstart.heads.base import head_kind
+from headstart.heads.base import Head
 from headstart.heads.files import is_head, read_head
+from headstart.heads.kind import head_kind
 from headstart.kernels.ops import Backend
 from headstart.layers.build import DecoderConfig
-from headstart.layers.head import Head, HeadSpec
 from headstart.layers.linear import Linear
 from headstart.layers.weights import Weights
 from headstart.models.base import Family
@@ -67,7 +66,8 @@ def attach_head(trunk: Trunk, path: Path) -> Head:
 
 def native_head(family: Family, weights: Weights, config: DecoderConfig, source: str = NATIVE_HEAD) -> Head | None:
     """The MTP modules inside the checkpoint; None when the config promises none or the file holds none."""
-    if family.head is None or not config.num_mtp or not weights.has("mtp.0.projection.weight"):
+    spec = family.head_of(config)
+    if spec is None or not weights.has("mtp.0.projection.weight"):
         return None
     present = sum(weights.has(f"mtp.{i}.projection.weight") for i in range(config.num_mtp))
     if present < config.num_mtp:
@@ -76,17 +76,9 @@ def native_head(family: Family, weights: Weights, config: DecoderConfig, source:
             f"lower the number in config.json to {present}",
         )
     drafting = Weights(weights.tensors, weights.backend, weights.source, drafts=True, on_take=weights.on_take)
-    spec = native_spec(family, config)
     modules = head_kind(spec.kind).modules(drafting, spec, config.hidden_size)
     weights.used |= drafting.used
     return Head(spec, modules, source)
-
-
-def native_spec(family: Family, config: DecoderConfig) -> HeadSpec:
-    """What a family's head declares, with the sizes of this config."""
-    assert family.head is not None
-    recycle = config.mtp_recycle or family.head.recycle
-    return replace(family.head, layer=config.head_layer, num_modules=config.num_mtp, recycle=recycle)
 
 
 def _head_of_checkpoint(trunk: Trunk, path: Path) -> Head:
