@@ -37,7 +37,7 @@ from measure.provenance import provenance
 from measure.sections import say
 
 from headstart import hub
-from headstart.tools.bench import client
+from headstart.tools import client
 from headstart.tools.export import run as export
 
 DEPTHS = (1, 2, 3, 4)

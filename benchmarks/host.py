@@ -80,7 +80,7 @@ class NullBackend:
         return program
 
     def _run(self, program: Program, plan: StepPlan, *, hidden_pool: Any = None, hidden: Any = None) -> dict[str, None]:
-        self._drafting = hidden_pool is not None
+        self._drafting = plan.hidden_slots is not None
         self._weights[:: CACHE_LINE * (16 if self._drafting else 1)].sum()  # a head is much smaller than a trunk
         return {"logits": None, "hidden": None}
 
@@ -89,6 +89,9 @@ class NullBackend:
         return Sampled(3 + (rows.position * 40503 + wrong) % (VOCAB - 3), [None] * len(rows))
 
     def index(self, ids: NDArray[np.int64]) -> None: ...
+    def kv_bytes(self, spec: Any) -> int:
+        return 1
+
     def loaded(self) -> None: ...
     def kv_pool(self, num_slots: int, spec: Any) -> str:
         return "pool"

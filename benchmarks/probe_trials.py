@@ -27,9 +27,10 @@ from typing import Any
 from engines.process import EngineFailed, Server
 
 from headstart import hub
+from headstart.tools.client import Server as Address
 from headstart.tools.launch.run import LaunchOptions, prepare
 from headstart.tools.probe import run as probe
-from headstart.tools.probe.client import Client
+from headstart.tools.probe.endpoint import Endpoint
 
 START_SECONDS = 600
 LEAST_LENGTH = 1.3
@@ -85,13 +86,12 @@ def served(setting: Setting, log: Path) -> Iterator[str]:
 
 def trial(url: str, seed: int) -> dict[str, Any]:
     """The probe's answer by times, and what the metrics counted while it ran."""
-    client = Client(url)
-    before = client.metrics()
+    endpoint = Endpoint(Address.at(url))
+    before = endpoint.metrics()
     started = time.perf_counter()
     found = probe.run(probe.ProbeOptions(url=url, use_metrics=False, seed=seed)).data
     seconds = time.perf_counter() - started
-    now = client.metrics()
-    client.close()
+    now = endpoint.metrics()
     counts = now.since(before) if now and before else None
     return {
         "answer": found["drafting"],

@@ -34,7 +34,7 @@ from typing import Any
 
 from measure.questions import in_turns
 
-from headstart.tools.bench.client import Answer, Server, post
+from headstart.tools.client import Answer, Server, post
 
 CHAT = "/v1/chat/completions"
 Body = dict[str, Any]

@@ -29,18 +29,15 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 Progress = Callable[[int, int, str], None]
 """Called with (done, total, what is being done) while something takes its time."""
 
-GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy: argmax without noise."""
-FORCED = "forced"
-"""Method of drafts that a constraint leaves no choice about."""
+GREEDY_BELOW = 1e-5  # temperatures below this are greedy: argmax without noise
+FORCED = "forced"  # method of drafts that a constraint leaves no choice about
 
 
 def no_progress(done: int, total: int, what: str) -> None:
     """The Progress of callers that nobody watches."""
 
 
-MOST = 1e18
-"""No parameter means anything above this."""
+MOST = 1e18  # no parameter means anything above this
 
 
 def _in_range(name: str, value: float, low: float, high: float, hint: str = "") -> None:
@@ -254,10 +251,9 @@ class Span:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one sequence in a pass, in consecutive slots from that of position `start` on; the last `num_logits` get
-    logits. Their positions are consecutive too, unless they are a tree: then row i follows row parents[i] (< i), or
-    position start - 1 where that is -1. `sees`: the last position that all of them see; None: each sees up to itself.
-    """
+    """Rows of one sequence in a pass, in the slots of positions from `start` on; the last `num_logits` get logits. Their
+    positions follow each other, or are those of a tree: row i behind row parents[i] (< i), or behind position start - 1
+    where that is -1. `sees`: the last position that all of them see; None: each sees up to itself."""
 
     sequence: Sequence
     start: int
@@ -283,8 +279,7 @@ class StateSteps:
     store_slots: Int32
 
 
-MAX_PATH = 17
-"""Most slots of a row's path: drafted tokens, and the committed one that they follow."""
+MAX_PATH = 17  # slots of a row's path: drafted tokens, and the committed one that they follow
 
 
 @dataclass(eq=False)

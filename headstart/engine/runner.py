@@ -69,7 +69,8 @@ class Runner:
         network, size = opened.network, self.memory.block_size
         plan = build_plan(rows, size, first_position=network.first_position, behind=network.behind)
         plan.states = states
-        return self.backend.run(opened.programs[program].code, plan, hidden_pool=self._hidden_pool, hidden=hidden)
+        stored = None if network.behind is None else self._hidden_pool
+        return self.backend.run(opened.programs[program].code, plan, hidden_pool=stored, hidden=hidden)
 
     def fill(self, opened: Opened, rows: Seq[Rows]) -> None:
         """These rows, made from true states, are now the network's KV of their positions."""

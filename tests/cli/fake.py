@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from headstart.api import Completion, TextDelta
+from headstart.api import LLM, Completion, TextDelta
 from headstart.config import AUTO, FIXED_DEPTH, Depth, EngineConfig
 from headstart.core import DraftStats, SamplingParams, TokenLogprob
 from headstart.errors import CapacityError
@@ -29,6 +29,8 @@ class FakeLLM:
     ) -> list[Completion]:
         self.asked += [(prompt, params, raw, depth) for prompt in prompts]
         return [self._completion(params, self.config.depth if depth is None else depth) for _ in prompts]
+
+    decode_pair = LLM.decode_pair
 
     def stream(
         self, prompt: Any, params: SamplingParams, *, raw: bool = False, depth: int | None = None
