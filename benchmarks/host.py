@@ -114,7 +114,7 @@ def make(model: Model, batch: int, depth: int, params: SamplingParams, num_bytes
         (engine.runner, "forward", "forward"),
         (engine, "_judge", "judge"),
         (engine, "_commit", "commit"),
-        (engine, "_propose", "propose"),
+        (engine.drafting, "propose", "propose"),
         (engine, "step", "other"),
     ):
         setattr(owner, name, clock.timed(part, getattr(owner, name)))

@@ -251,8 +251,8 @@ class Span:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one sequence in a pass, in the slots of positions from `start` on; the last `num_logits` get logits. Their
-    positions follow each other, or are those of a tree: row i behind row parents[i] (< i), or behind position start - 1
+    """Rows of one sequence in a pass, in the slots of positions from `start` on; the last `num_logits` get logits.
+    Positions follow each other, or are those of a tree: row i behind row parents[i] (< i), or behind position start - 1
     where that is -1. `sees`: the last position that all of them see; None: each sees up to itself."""
 
     sequence: Sequence
