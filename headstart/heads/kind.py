@@ -105,6 +105,9 @@ def trained_kinds() -> list[str]:
 def plain_parts(layer: LayerConfig | None) -> tuple[AttentionConfig, MLPConfig]:
     """Attention and feed-forward part of a block as head files hold it. Raises ModelError for any other block."""
     mixer, mlp = (layer.mixer, layer.mlp) if layer else (None, None)
-    if not (isinstance(mixer, AttentionConfig) and isinstance(mlp, MLPConfig) and mixer.rope):
-        raise ModelError("a head of its own directory has one block of plain attention and one gated MLP")
-    return mixer, mlp
+    if layer and isinstance(mixer, AttentionConfig) and isinstance(mlp, MLPConfig) and mixer.rope:
+        plain = MLPConfig(inner=mlp.inner, bias=mlp.bias)
+        causal = not (mixer.spec.window or mixer.spec.softcap or mixer.sinks or mixer.shares is not None)
+        if mlp == plain and causal and layer == LayerConfig(mixer=mixer, mlp=mlp, eps=layer.eps):
+            return mixer, mlp
+    raise ModelError("a head's directory holds one pre-norm block: plain attention and a SwiGLU MLP", "train --kind medusa")
