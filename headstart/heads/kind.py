@@ -110,4 +110,4 @@ def plain_parts(layer: LayerConfig | None) -> tuple[AttentionConfig, MLPConfig]:
         causal = not (mixer.spec.window or mixer.spec.softcap or mixer.sinks or mixer.shares is not None)
         if mlp == plain and causal and layer == LayerConfig(mixer=mixer, mlp=mlp, eps=layer.eps):
             return mixer, mlp
-    raise ModelError("a head's directory holds one pre-norm block: plain attention and a SwiGLU MLP", "train --kind medusa")
+    raise ModelError("a head's directory holds a block of plain attention and a SwiGLU MLP, and no other")
