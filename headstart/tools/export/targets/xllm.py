@@ -14,12 +14,13 @@ from typing import Any
 from headstart.errors import ModelError
 from headstart.formats.base import Tensor
 from headstart.formats.json_object import read_object
+from headstart.formats.quantization import AGAIN
 from headstart.formats.safetensors import Planned
 from headstart.formats.safetensors_file import INDEX
-from headstart.tools.export import dequantize
 from headstart.tools.export.detect import count_modules, detect_model_type, draft_config, nested, positive
 from headstart.tools.export.directory import Directory
 from headstart.tools.export.layouts import Layout, layout_of
+from headstart.tools.export.plain import make_plain
 from headstart.tools.export.plan import Plan, as_json, index_text
 from headstart.tools.export.source import Request
 
@@ -129,7 +130,7 @@ def _check_whole(source: Directory, layout: Layout, rests: set[str]) -> None:
     if experts and (absent := sorted(set(range(int(promised))) - experts)):
         raise ModelError(
             f"{source.name}: the MTP module has {len(experts)} of {promised} experts; {absent[0]} is missing",
-            dequantize.AGAIN,
+            AGAIN,
         )
 
 
@@ -148,7 +149,7 @@ def _check_shared(source: Directory, layout: Layout) -> None:
 def _write_plain(source: Directory, layout: Layout, names: Mapping[str, str], cut: Cut) -> None:
     """Fill `cut.planned`."""
     described = (source.path / DESCRIPTION).exists()  # then the engine reads scales by it
-    plain = dequantize.make_plain(names, source.tensors, _block_size(source, layout), described)
+    plain = make_plain(names, source.tensors, source.config, described)
     cut.planned += plain.planned
     cut.notes += plain.notes
     if plain.converted and not (layout.fp8_blocks and all(name.endswith("_scale_inv") for name in plain.scales)):
@@ -156,10 +157,6 @@ def _write_plain(source: Directory, layout: Layout, names: Mapping[str, str], cu
             f"{len(plain.converted)} quantized tensors were turned into bfloat16; export_mtp.py copies them without "
             "their scales"
         )
-
-
-def _block_size(source: Directory, layout: Layout) -> tuple[int, int] | None:
-    return source.weight_block_size or ((128, 128) if layout.fp8_blocks else None)
 
 
 def _description(source: Directory) -> dict[str, Any]:
