@@ -54,6 +54,11 @@ class Stored(NamedTuple):
         return self.main.name.rpartition(".")[2]
 
     @property
+    def packed(self) -> bool:
+        """Does another word stand in the place of `weight`?"""
+        return self.name != self.main.name
+
+    @property
     def scale(self) -> Tensor | None:
         """The scales, under any of the names that most quantizations give them."""
         words = ("weight_scale_inv", "weight_scale", "scale", "_scale_inv", "_weight_scale", "_scale")
@@ -185,13 +190,13 @@ class Weights:
     def look(self, stored: Stored) -> tuple[Quantization | None, Described]:
         """The quantization of a weight (None: plain, or not known), and what it stands for."""
         main, scales = stored.main, tuple((word, each.dtype, each.shape) for word, each in stored.beside.items())
-        key = (main.dtype, main.shape, stored.word in self._packed and stored.word, scales)  # of few kinds in a file
+        key = (main.dtype, main.shape, stored.packed and stored.word, scales)  # of few kinds in a file
         if key not in self._seen:
             self._seen[key] = self._describe(stored)
         return self._seen[key]
 
     def _describe(self, stored: Stored) -> tuple[Quantization | None, Described]:
-        if stored.beside or stored.word in self._packed:
+        if stored.beside or stored.packed:
             for each in self._known:
                 if described := each.describe(stored):
                     return each, described
@@ -206,7 +211,7 @@ class Weights:
         if quantization is None and stored.scale is not None and (marks or main.dtype not in FLOATS):
             beside = f"{main.name} is {main.dtype}, but scales {stored.scale.name} stand beside it"
             raise ModelError(beside, "no quantization that is known here stores weights so")
-        if quantization or marks or stored.word in self._packed:
+        if quantization or marks or stored.packed:
             raise self.unreadable(main.name, described.kind)
         if main.dtype.startswith("F8_E"):
             alone = f"{main.name} is {main.dtype}, but no {main.name}_scale_inv is there: no scales stand beside it"
@@ -216,7 +221,7 @@ class Weights:
     def unreadable(self, name: str, kind: str = "") -> ModelError:
         method = self.settings.get("quant_method") or kind or "something unknown"
         return ModelError(
-            f"{name} belongs to a packing that is not read: weights quantized as {method}",
+            f"{name} belongs to a packing: weights quantized as {method} cannot be read",
             "take the unquantized model, FP8 with weight_scale_inv, or a GGUF file",
         )
 

@@ -11,7 +11,7 @@ from headstart.formats.quantized._scaled import scaled
 
 
 def describe(stored: Stored) -> Described | None:
-    if not stored.main.dtype.startswith("F8_E"):
+    if stored.packed or not stored.main.dtype.startswith("F8_E"):
         return None
     scale, shape = stored.scale, stored.main.shape
     if scale is None or len(scale.shape) < 2 or len(shape) < 2 or 0 in scale.shape[-2:] or 1 in scale.shape[-2:]:

@@ -13,9 +13,9 @@ from headstart.formats.quantized._scaled import scaled
 
 def describe(stored: Stored) -> Described | None:
     signs = {"SCB", "_scales"} | {word for word in stored.beside if "absmax" in word}
-    if stored.word == "weight_packed" or stored.main.dtype not in ("I8", "U8") or signs & stored.beside.keys():
+    if stored.packed or stored.main.dtype not in ("I8", "U8") or signs & stored.beside.keys():
         return None
-    return None if group_of(stored) else Described(stored.main.shape, "int8")
+    return None if group_of(stored) or not stored.scale else Described(stored.main.shape, "int8")
 
 
 def codes(stored: Tensor) -> NDArray[np.float32]:

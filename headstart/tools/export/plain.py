@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from headstart.errors import ModelError
 from headstart.formats.base import Tensor
@@ -25,12 +24,10 @@ class Plain:
     notes: list[str]
 
 
-def make_plain(
-    names: Mapping[str, str], tensors: Mapping[str, Tensor], config: Mapping[str, Any], described: bool = False
-) -> Plain:
-    """Plan tensors (name -> new name), quantized ones turned back. `described`: another file says how integers are to
-    be read, so that their scales stay. ModelError for packings, for codes without scales and scales without codes."""
-    weights = Weights(tensors, config)
+def make_plain(names: Mapping[str, str], weights: Weights, described: bool = False) -> Plain:
+    """Plan the tensors that `names` has (name -> new name), quantized ones turned back. `described`: another file says
+    how integers are to be read, so that their scales stay. ModelError for packings, for codes without scales and scales
+    without codes."""
     plain = Plain([], [], set(), [])
     for stored in weights.stored.values():
         main, beside = stored.main, [each for each in stored.beside.values() if each.name in names]
@@ -38,7 +35,8 @@ def make_plain(
             continue
         kept = described and not any(word.endswith("_scale_inv") for word in stored.beside)
         if not kept and (decode := weights.decode(stored)):
-            plain.planned.append(planned(names[main.name], weights.shape(stored), decode))
+            new = f"{names[main.name].rpartition('.')[0]}.weight" if stored.packed else names[main.name]
+            plain.planned.append(planned(new, weights.shape(stored), decode))
             plain.converted.append(main.name)
             plain.scales |= {each.name for each in stored.beside.values()} - _of_activations(stored.beside)
             continue

@@ -134,9 +134,12 @@ def _head(
     """The head's tensors, the config that describes them, and notes."""
     tensors = base.tensors
     config = with_keys(target.config, head_keys(base.config))
-    if _holds_codes(base, new) and _alike(settings_of(target.config), settings_of(base.config)):
+    weights = Weights(tensors, base.config)
+    head = [stored for stored in weights.stored.values() if stored.main.name in new]
+    quantized = any(weights.look(stored)[0] or stored.main.dtype in CODES for stored in head)
+    if quantized and _alike(settings_of(target.config), settings_of(base.config)):
         return [copied(name, tensors[old]) for old, name in new.items()], config, []
-    plain = make_plain(new, tensors, base.config)
+    plain = make_plain(new, weights)
     notes = list(plain.notes)
     if plain.converted:
         notes.append(f"{len(plain.converted)} quantized tensors of the head were turned into bfloat16")
@@ -145,13 +148,6 @@ def _head(
         planned = _quantized(planned, {name: tensors[old] for old, name in new.items() if old not in plain.converted})
         notes.append("the head is in FP8 blocks: headstart does not run those, vLLM, SGLang and transformers do")
     return planned, _describe(config, target, planned, quantize, notes), notes
-
-
-def _holds_codes(base: Directory, names: Mapping[str, str]) -> bool:
-    """Is one of the tensors quantized?"""
-    weights = Weights(base.tensors, base.config)
-    head = [stored for stored in weights.stored.values() if stored.main.name in names]
-    return any(weights.look(stored)[0] or stored.main.dtype in CODES for stored in head)
 
 
 def _alike(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
