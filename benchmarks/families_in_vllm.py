@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from heads_in_vllm import drafts_behind, in_headstart, in_vllm
+from engines.headstart.drafts import drafts_behind, in_headstart
+from engines.vllm.drafts import in_vllm
 
 from headstart.api import LLM
 from headstart.config import EngineConfig

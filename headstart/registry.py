@@ -68,7 +68,7 @@ def search_path(kind: KindName, folder: Path) -> Iterator[None]:
 
 def available(kind: KindName) -> list[str]:
     """Sorted names of all plug-ins of one kind; imports none of them."""
-    names = {path.stem for folder in _folders(kind) for path in _files_in(folder) if _defines(kind, path)}
+    names = {path.stem for folder in _folders(kind) for path in folder.glob("*.py") if _defines(kind, path)}
     return sorted(names | set(_entry_points(kind)))
 
 
@@ -140,10 +140,6 @@ def _package_folders(package: str) -> list[Path]:
     except ModuleNotFoundError:
         return []
     return [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec else []
-
-
-def _files_in(folder: Path) -> Iterator[Path]:
-    return (path for path in folder.glob("*.py") if not path.name.startswith("_"))
 
 
 def _defines(kind: KindName, path: Path) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headstart.formats.rows import Picked
 from headstart.kernels.ops import Backend
-from headstart.layers.build import Weights
+from headstart.layers.weights import Weights
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,10 +6,10 @@ from __future__ import annotations
 from typing import Literal
 
 from headstart import registry
-from headstart.text.parsers._events import Arguments, Content, Event, Reasoning, ToolCall, joined
 from headstart.text.parsers._plain import PlainParser
-from headstart.text.parsers._stream import Parser
 from headstart.text.parsers._tools import Tools
+from headstart.text.parsers.events import Arguments, Content, Event, Reasoning, ToolCall, joined
+from headstart.text.parsers.stream import Parser
 
 __all__ = [
     "Arguments", "Content", "Event", "Parser", "Reasoning", "ToolCall", "Tools", "format_in", "joined", "make_parser",

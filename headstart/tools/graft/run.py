@@ -21,7 +21,7 @@ from headstart.formats.mtp_families import declared
 from headstart.formats.quantization import Weights, settings_of
 from headstart.formats.safetensors import Planned, copied
 from headstart.formats.safetensors_file import INDEX
-from headstart.models._named import is_known
+from headstart.models.base import is_known
 from headstart.stats import DraftStats
 from headstart.tools.export.directory import Directory
 from headstart.tools.export.heads import (

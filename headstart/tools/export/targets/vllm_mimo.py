@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from headstart.errors import ModelError
 from headstart.formats.safetensors import Planned, bfloat16
 from headstart.kernels.ops import RawTensor
+from headstart.layers.attention import AttentionConfig
+from headstart.layers.mlp import MLPConfig
 from headstart.tools.export.plan import Plan
 from headstart.tools.export.source import Request, Source, text_side
 
@@ -51,23 +53,37 @@ class MiMoConfig(Qwen2Config):
 
 def check(source: Source) -> None:
     """Raises ModelError where MiMo's formula is another one."""
-    sizes, head = source.sizes, source.head
+    head, layers = source.head, source.sizes.layers
+    attentions = [each.mixer for each in layers if isinstance(each.mixer, AttentionConfig)]
+    mlps = [each.mlp for each in layers if isinstance(each.mlp, MLPConfig)]
     wrong = [
         (head.kind != "mtp", f"the head is of kind {head.kind}"),
         (head.num_modules != 1, f"the head has {head.num_modules} modules"),
         (head.tap != "pre_norm", "the head reads the trunk's state after its final norm"),
         (head.recycle != "post_norm", "the head recycles a vector before its own norm"),
-        (sizes.qk_norm or head.block.qk_norm, "q and k are normed"),
-        (sizes.o_bias or sizes.mlp_bias, "there are biases outside q, k and v"),
-        (sizes.moe is not None, "there are experts"),
-        (sizes.mla is not None, "attention is latent"),
-        (sizes.gated_attention, "attention is gated"),
-        (sizes.delta is not None, "there are linear-attention layers"),
-        (sizes.rope.rotary_dim != sizes.attention.head_dim, "a part of each head is not rotated"),
+        (head.block.qk_norm or any(each.qk_norm for each in attentions), "q and k are normed"),
+        (any(each.o_bias for each in attentions), "attention's output has a bias"),
+        (any(each.bias for each in mlps), "there are biases in feed-forward parts"),
+        (len(mlps) < len(layers), "there are experts"),
+        (any(each.gated for each in attentions), "attention is gated"),
+        (len(attentions) < len(layers), "there are layers with latent or linear attention"),
+        (not all(map(_turns_whole, attentions)), "a part of each head is not rotated"),
+        (len(set(layers)) > 1, "its layers differ"),
     ]
     for holds, what in wrong:
         if holds:
             raise ModelError(f"{source.name} cannot be written as MiMo: {what}", "its formula has no place for that")
+
+
+def _turns_whole(attention: AttentionConfig) -> bool:
+    return attention.rope is not None and attention.rope.rotary_dim == attention.spec.head_dim
+
+
+def _layer(source: Source) -> tuple[AttentionConfig, MLPConfig]:
+    """The parts of every layer of a trunk that `check` has let through."""
+    mixer, mlp = source.sizes.layers[0].mixer, source.sizes.layers[0].mlp
+    assert isinstance(mixer, AttentionConfig) and isinstance(mlp, MLPConfig)
+    return mixer, mlp
 
 
 def plan(request: Request) -> Plan:
@@ -97,7 +113,7 @@ def _matrix(name: str, tensor: RawTensor, convert: Convert = lambda values: valu
 
 def _biases(source: Source, prefix: str) -> list[Planned]:
     """Zeros for q, k and v."""
-    spec = source.sizes.attention
+    spec = _layer(source)[0].spec
     sizes = {"q": spec.num_heads, "k": spec.num_kv_heads, "v": spec.num_kv_heads}
     return [
         Planned(f"{prefix}.self_attn.{name}_proj.bias", "BF16", (size,), partial(_zeros, size))
@@ -126,7 +142,8 @@ def _swap_halves(values: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def config(source: Source) -> dict[str, Any]:
-    sizes, spec = source.sizes, source.sizes.attention
+    sizes, (mixer, mlp) = source.sizes, _layer(source)
+    spec = mixer.spec
     own = source.checkpoint.config
     return {
         "architectures": ["MiMoForCausalLM"],
@@ -135,7 +152,7 @@ def config(source: Source) -> dict[str, Any]:
         "num_nextn_predict_layers": 1,
         "vocab_size": sizes.vocab_size,
         "hidden_size": sizes.hidden_size,
-        "intermediate_size": sizes.intermediate_size,
+        "intermediate_size": mlp.inner,
         "num_hidden_layers": sizes.num_layers,
         "num_attention_heads": spec.num_heads,
         "num_key_value_heads": spec.num_kv_heads,

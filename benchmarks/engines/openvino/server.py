@@ -1,6 +1,6 @@
 """OpenVINO GenAI behind one OpenAI-style path, for measuring: it has no server of its own.
 
-    OPENVINO_PYTHON benchmarks/_openvino_server.py MODEL.gguf PORT
+    OPENVINO_PYTHON benchmarks/engines/openvino/server.py MODEL.gguf PORT
 
 POST /v1/completions with `prompt` as token ids and `max_tokens`: greedy, streamed, one request at a time.
 """

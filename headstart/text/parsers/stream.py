@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from typing import Protocol, TypeAlias, TypeVar
 
-from headstart.text.parsers._events import Content, Event, joined
+from headstart.text.parsers.events import Content, Event, joined
 
 _T = TypeVar("_T")
 Steps: TypeAlias = Generator[None, None, _T]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from statistics import median, quantiles
 from typing import Any
 
-from _peers_process import Engine
+from engines.process import Engine
 
 Record = dict[str, Any]
 Speeds = dict[str, list[float]]

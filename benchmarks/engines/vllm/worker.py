@@ -1,6 +1,6 @@
 """vLLM in a process of its own, with vLLM's interpreter: loads once, then measures on request.
 
-    VLLM_PYTHON benchmarks/_peers_vllm_worker.py MODEL_DIRECTORY
+    PYTHONPATH=benchmarks VLLM_PYTHON benchmarks/engines/vllm/worker.py MODEL_DIRECTORY
 
 Times are vLLM's own (RequestOutput.metrics): a request's first token, its last token, when it was scheduled. They are
 taken in the engine core, so what detokenizing in the front end costs is not held against it.
@@ -13,7 +13,7 @@ import sys
 import time
 from typing import Any
 
-from _peers_protocol import serve, take_stdout
+from engines.protocol import serve, take_stdout
 
 
 class Worker:

@@ -1,46 +1,54 @@
-"""An HTTP/1.1 client for load: one connection per request. What arrives is only stamped and kept, and read when the
-answer is complete, since client and server often share a machine's cores."""
+"""A client for OpenAI-compatible servers that keeps the time at which each piece of text came: HTTP/1.1, one connection
+per request. What arrives is only stamped and kept, and read when the answer is complete, since client and server often
+share a machine's cores."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Self
-from urllib.parse import urlsplit
+from urllib.parse import urljoin, urlsplit
 
 import httptools
 
 from headstart.errors import UsageError
+from headstart.tools import engine_metrics
 
 SILENCE_S = 600.0
 """A server that says nothing for so long is taken for dead."""
 EVENT = b"data:"
+REDIRECTS = (301, 302, 307, 308)
+MODELS = "/v1/models"
+SHOWN = 200
+"""Characters of a server's error that are shown."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """Where requests go. `prefix` stands before every path."""
+    """Where requests go. `prefix` stands before every path; `trusted`: its certificate is not looked at."""
 
     host: str
     port: int
     tls: bool = False
     prefix: str = ""
     api_key: str | None = field(default=None, repr=False)
+    trusted: bool = False
 
     @classmethod
     def at(cls, url: str, api_key: str | None = None) -> Self:
-        """Raises UsageError. A path that ends in /v1, as clients of OpenAI have it, is taken without that."""
-        hint = "for example http://127.0.0.1:8000"
+        """Raises UsageError. A path that ends in /v1, as clients of OpenAI have it, is taken without that; without a
+        scheme it is http."""
         try:
-            parts = urlsplit(url)
+            parts = urlsplit(url if "://" in url else f"http://{url}")
             port = parts.port
-        except ValueError as error:
-            raise UsageError(f"--url is {url!r}: {error}", hint) from None
+        except ValueError:
+            parts, port = urlsplit(""), None
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UsageError(f"--url is {url!r}, which is not the address of a server", hint)
+            raise UsageError(f"{url!r} is not the address of a server", "for example http://127.0.0.1:8000")
         tls = parts.scheme == "https"
         prefix = parts.path.rstrip("/").removesuffix("/v1")
         return cls(parts.hostname, port or (443 if tls else 80), tls, prefix, api_key)
@@ -110,7 +118,7 @@ class _Collector(asyncio.Protocol):
     # httptools calls these.
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self.headers[name.lower()] = value.lower()
+        self.headers[name.lower()] = value
 
     def on_body(self, data: bytes) -> None:
         self.parts.append((self.heard, data))
@@ -123,6 +131,9 @@ class _Collector(asyncio.Protocol):
 async def get(server: Server, path: str) -> Answer:
     """The answer's `body`; nothing of it is read as a completion. Raises OSError when nobody listens."""
     answer, collector, _ = await _exchange(server, "GET", path, b"", None)
+    if answer.status in REDIRECTS and (to := collector.headers.get(b"location")):
+        moved = urlsplit(urljoin(server.prefix + path, to.decode())).path.removeprefix(server.prefix)
+        answer, collector, _ = await _exchange(server, "GET", moved, b"", None)
     answer.body = b"".join(data for _, data in collector.parts).decode(errors="replace")
     return answer
 
@@ -146,7 +157,7 @@ async def _exchange(
     request = "\r\n".join(fields).encode() + b"\r\n\r\n" + content
     sent, loop = time.perf_counter(), asyncio.get_running_loop()
     transport, collector = await loop.create_connection(
-        lambda: _Collector(request), server.host, server.port, ssl=server.tls or None
+        lambda: _Collector(request), server.host, server.port, ssl=_tls(server)
     )
     answer = Answer()
     try:
@@ -160,6 +171,14 @@ async def _exchange(
         answer.seconds = time.perf_counter() - sent
         transport.abort()
     return answer, collector, sent
+
+
+def _tls(server: Server) -> ssl.SSLContext | bool | None:
+    if not (server.tls and server.trusted):
+        return server.tls or None
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
 
 
 async def _wait(collector: _Collector, leave_after: float | None) -> None:
@@ -177,7 +196,8 @@ async def _wait(collector: _Collector, leave_after: float | None) -> None:
 
 def _read(collector: _Collector, answer: Answer, sent: float) -> None:
     """Take the answer apart."""
-    if b"text/event-stream" in collector.headers.get(b"content-type", b""):
+    content_type = collector.headers.get(b"content-type", b"").lower()
+    if any(data.startswith(EVENT) for _, data in collector.parts[:1]) or b"text/event-stream" in content_type:
         for when, event in _events(collector.parts):
             if event != b"[DONE]":
                 _take(json.loads(event), answer, when - sent)
@@ -202,7 +222,7 @@ def _take(document: dict[str, Any], answer: Answer, now: float) -> None:
     answer.usage = document.get("usage") or answer.usage
     if "error" in document:
         answer.status, answer.body = 500, json.dumps(document)
-    for choice in document.get("choices", ()):
+    for choice in document.get("choices") or ():
         part = choice.get("delta") or choice.get("message") or choice
         text = (part.get("content") if "text" not in part else part["text"]) or ""
         text += part.get("reasoning_content") or part.get("reasoning") or ""
@@ -214,3 +234,53 @@ def _take(document: dict[str, Any], answer: Answer, now: float) -> None:
             answer.first = answer.first or now
             answer.pieces.append((now, len(text)))
             answer.text += text
+
+
+def models(server: Server) -> list[dict[str, Any]]:
+    """Entries of /v1/models, of which each has an id. Raises UsageError saying what is wrong with the server."""
+    try:
+        answer = asyncio.run(get(server, MODELS))
+    except (OSError, UnicodeError) as error:  # the latter: no such name can be looked up
+        hint = "is the server running, and the address right? headstart serve --port 8000 starts one"
+        raise UsageError(f"cannot reach {server}: {reason(error)}", hint) from None
+    if answer.status in (401, 403):
+        raise UsageError(f"{server} wants another API key", "give it with --api-key")
+    try:
+        listed: list[dict[str, Any]] = json.loads(answer.body)["data"]
+        if listed and all(isinstance(each["id"], str) for each in listed):
+            return listed
+    except (ValueError, TypeError, KeyError):
+        pass
+    raise UsageError(
+        f"{server} is no OpenAI-compatible server: {MODELS} answers {answer.status} {message(answer.body)!r}",
+        "give the address that a client of OpenAI would get",
+    )
+
+
+async def counts(server: Server) -> engine_metrics.Counts | None:
+    """What the server counts; None where it shows no metrics that are known."""
+    for path in engine_metrics.PATHS:
+        try:
+            answer = await get(server, path)
+        except (OSError, ValueError):
+            return None
+        if answer.status == 200 and (read := engine_metrics.read(answer.body)):
+            return read
+    return None
+
+
+def reason(error: Exception) -> str:
+    """Without the addresses that asyncio repeats."""
+    if isinstance(error, ConnectionRefusedError) or "Connect call failed" in str(error):
+        return "connection refused"
+    return str(getattr(error, "strerror", None) or error) or type(error).__name__
+
+
+def message(body: str) -> str:
+    """The error in OpenAI's shape, or the beginning of whatever it is."""
+    try:
+        error = json.loads(body)["error"]
+        text = str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, TypeError, KeyError):
+        text = body
+    return " ".join(text.split())[:SHOWN]

@@ -7,11 +7,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from _peers_load import load_now, others, verdict
-from _peers_process import Engine, EngineFailed, WorkerEngine
-from _peers_prompts import Prompts
-from _peers_start import Starter, first_token_s, peak_memory
-from _peers_tables import Record, rates, speed_table, start_table
+from engines.process import Engine, EngineFailed, WorkerEngine
+from engines.starter import Starter
+
+from measure.load import load_now, others, verdict
+from measure.prompts import Prompts
+from measure.start import first_token_s, peak_memory
+from measure.tables import Record, rates, speed_table, start_table
 
 Work = Callable[[Engine], Record]
 Section = tuple[list[str], Record]

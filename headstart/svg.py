@@ -31,6 +31,15 @@ class Style(NamedTuple):
     dash: str = ""
 
 
+PALETTE = (
+    Style("#0072b2", "triangle", "2 3"),
+    Style("#00855f", "diamond", "8 3 2 3"),
+    Style("#b4488c", "cross", "4 2"),
+    Style("#a16207", "triangle", "10 3"),
+    Style("#0e7490", "diamond", "1 2"),
+)
+
+
 class Point(NamedTuple):
     """`low` and `high`: ends of the error bar."""
 
@@ -87,6 +96,19 @@ def lines(plot: Plot) -> str:
         shift = DODGE * (index - (len(shown) - 1) / 2) if series.markers and plot.x_scale == "steps" else 0.0
         parts += _series(series, partial(_shifted, x_at, shift), y_at, plot)
     return _svg(plot.title, parts, HEIGHT)
+
+
+def document(plot: Plot) -> str:
+    """The plot as a file of its own, with a legend below."""
+    legend = [
+        f'<g transform="translate({LEFT + 95 * (index % 4)} {HEIGHT + 20 * (index // 4)})">'
+        f"{swatch(series.style)}{_text(38, 12, series.name, anchor='start')}</g>"
+        for index, series in enumerate(plot.series)
+    ]
+    height = HEIGHT + 20 * -(-len(legend) // 4)
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif">'
+    picture = lines(plot).replace("<svg ", f'<svg width="{WIDTH}" height="{HEIGHT}" ', 1)
+    return "\n".join([head, picture, *legend, "</svg>", ""])
 
 
 def intervals(plot: Plot, names: Seq[str]) -> str:

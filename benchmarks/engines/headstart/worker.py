@@ -1,6 +1,6 @@
 """headstart in a process of its own: loads once, then measures on request.
 
-    python benchmarks/_peers_headstart_worker.py [MODEL] [the engine options of `headstart generate`]
+    PYTHONPATH=benchmarks python benchmarks/engines/headstart/worker.py [MODEL] [engine options of `headstart generate`]
 
 Times are headstart's own (`Completion.timing`), as `headstart generate` prints them.
 """
@@ -11,9 +11,9 @@ import time
 from typing import Any
 
 import typer
-from _peers_protocol import serve, take_stdout
 
 import headstart
+from engines.protocol import serve, take_stdout
 from headstart.api import LLM, Completion
 from headstart.cli.options import LoadTestOptions, Model, expand
 from headstart.core import SamplingParams

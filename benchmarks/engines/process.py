@@ -7,12 +7,16 @@ import os
 import signal
 import socket
 import subprocess
+import time
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+BENCHMARKS = Path(__file__).parents[1]
 END_SECONDS = 10
+HEALTH_SECONDS = 5
 LOG_LINES = 12
 
 
@@ -111,14 +115,38 @@ class Group:
             self.process.wait()
 
 
+class Server:
+    """A process that answers HTTP on a free local port, which stands for "{port}" in its command."""
+
+    def __init__(
+        self, name: str, command: Sequence[str | Path], log: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self.name, self.port = name, free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        words = [str(word).replace("{port}", str(self.port)) for word in command]
+        self.group = Group(words, log, environment, piped=False)
+
+    def wait(self, seconds: float = 300, pause: float = 0.2) -> None:
+        """Until it says that it is healthy. Raises EngineFailed."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and self.group.process.poll() is None:
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=HEALTH_SECONDS):
+                    return
+            except OSError:  # not listening yet, or 503 while it loads
+                time.sleep(pause)
+        raise self.group.failed(f"{self.name} did not start")
+
+
 class WorkerEngine:
-    """An engine behind `_peers_protocol`: it loads once and answers JSON lines."""
+    """An engine behind `protocol`: it loads once and answers JSON lines."""
 
     def __init__(
         self, name: str, weights: str, command: Sequence[str | Path], log: Path, environment: Mapping[str, str] | None
     ) -> None:
         self.name, self.weights, self.about = name, weights, {"command": " ".join(map(str, command))}
-        self._command, self._log, self._environment = command, log, environment
+        self._command, self._log = command, log
+        self._environment = {"PYTHONPATH": str(BENCHMARKS), **(environment or {})}
         self._group: Group | None = None
 
     def start(self) -> None:

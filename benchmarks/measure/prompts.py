@@ -5,12 +5,10 @@ from __future__ import annotations
 from itertools import cycle, islice
 from pathlib import Path
 
-from acceptance import first_turns
-
 from headstart.formats import open_checkpoint
+from measure.questions import NUM_CATEGORIES, first_turns, in_turns
 
 Ids = list[int]
-NUM_CATEGORIES = 13
 
 
 class Prompts:
@@ -36,7 +34,7 @@ class Prompts:
 
         Questions of all categories in turn, each filled up with the ones that follow it, cut before the template's end.
         """
-        texts = self._texts(-(-number // NUM_CATEGORIES) + 1)
+        texts = in_turns(self._questions, -(-number // NUM_CATEGORIES) + 1)
         end = self._template_end()
         found = []
         for start in range(number):
@@ -51,15 +49,10 @@ class Prompts:
 
     def text_of_length(self, length: int) -> str:
         """A user message that makes a prompt of `length` tokens, or a few less."""
-        words = " ".join(self._texts(3)).split()[:length]
+        words = " ".join(in_turns(self._questions, 3)).split()[:length]
         while len(self.chat(" ".join(words))) > length:
             words = words[:-4]
         return " ".join(words)
-
-    def _texts(self, per_category: int) -> list[str]:
-        """Questions, categories in turn."""
-        texts = [text for _, text in first_turns(self._questions, per_category)]
-        return [text for offset in range(per_category) for text in texts[offset::per_category]]
 
     def _template_end(self) -> Ids:
         """The tokens with which every prompt ends."""

@@ -9,47 +9,29 @@ from __future__ import annotations
 
 import json
 import subprocess
-import time
-import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from _peers_process import EngineFailed, Group, free_port
+from engines.process import EngineFailed, Server
+from engines.starter import Launched, Starter
 
 CONTEXT = 4096
-START_SECONDS = 120
-POLL_SECONDS = 0.002
+START_SECONDS, POLL_SECONDS = 120, 0.002
 HTTP_SECONDS = 600
 
 
-class Server:
-    """A llama-server on a free local port."""
+class LlamaServer(Server):
+    """llama-server with one slot."""
 
     def __init__(self, llama_bin: Path, model: Path, threads: int, log: Path, more: Sequence[str] = ()) -> None:
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        self.group = Group(
-            [
-                llama_bin / "llama-server", "-m", model, "--host", "127.0.0.1", "--port", str(port),
-                "-t", str(threads), "-c", str(CONTEXT), "-np", "1", "--no-webui", *more,
-            ],
-            log,
-            piped=False,
-        )  # fmt: skip
-
-    def wait(self) -> None:
-        """Until the model is loaded. Raises EngineFailed."""
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline and self.group.process.poll() is None:
-            try:
-                with urllib.request.urlopen(f"{self.url}/health", timeout=HTTP_SECONDS):
-                    return
-            except (urllib.error.URLError, ConnectionError):  # not listening yet, or 503 while it loads
-                time.sleep(POLL_SECONDS)
-        raise self.group.failed("llama-server did not start")
+        command = [
+            llama_bin / "llama-server", "-m", model, "--host", "127.0.0.1", "--port", "{port}", "-t", str(threads),
+            "-c", str(CONTEXT), "-np", "1", "--no-webui", *more,
+        ]  # fmt: skip
+        super().__init__("llama-server", command, log)
 
     def complete(self, prompt: Sequence[int], max_tokens: int, *, ignore_eos: bool = False) -> dict[str, Any]:
         """One greedy completion; the server's JSON."""
@@ -73,13 +55,18 @@ class Server:
 
 
 class LlamaEngine:
-    """One GGUF file."""
+    """One GGUF file, and options of llama-server."""
 
-    def __init__(self, llama_bin: Path, weights: str, model: Path, threads: int, log: Path) -> None:
-        self.name, self.weights, self.model = f"llama.cpp {weights}", weights, model
-        self.about: dict[str, Any] = {"version": version(llama_bin), "file_bytes": model.stat().st_size}
-        self._bin, self._threads, self._log = llama_bin, threads, log
-        self._server: Server | None = None
+    def __init__(
+        self, name: str, llama_bin: Path, model: Path, threads: int, log: Path, more: Sequence[str] = (),
+        *, weights: str = "", ignore_eos: bool = False,
+    ) -> None:  # fmt: skip
+        self.name, self.weights, self.model = name, weights, model
+        self.about: dict[str, Any] = {
+            "version": version(llama_bin), "file_bytes": model.stat().st_size, "options": list(more),
+        }  # fmt: skip
+        self._bin, self._threads, self._log, self._more, self._ignore_eos = llama_bin, threads, log, more, ignore_eos
+        self._server: LlamaServer | None = None
 
     def start(self) -> None:
         """Nothing yet: only decoding needs a server."""
@@ -96,15 +83,17 @@ class LlamaEngine:
 
     def decode(self, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
         if self._server is None:
-            self._server = Server(self._bin, self.model, self._threads, self._log)
-            self._server.wait()
-        answer = self._server.complete(prompt, max_tokens)
+            self._server = LlamaServer(self._bin, self.model, self._threads, self._log, self._more)
+            self._server.wait(START_SECONDS, POLL_SECONDS)
+        answer = self._server.complete(prompt, max_tokens, ignore_eos=self._ignore_eos)
         timings = answer["timings"]
         return {
             "num_tokens": timings["predicted_n"],
             "decode_s": timings["predicted_ms"] / 1e3,
             "token_ids": answer["tokens"],
             "text": answer["content"],
+            "drafted": timings.get("draft_n", 0),
+            "accepted": timings.get("draft_n_accepted", 0),
         }
 
     def prefill(self, prompt: Sequence[int]) -> dict[str, Any]:
@@ -147,3 +136,21 @@ def version(llama_bin: Path) -> str:
     """What llama-server says of itself."""
     done = subprocess.run([llama_bin / "llama-server", "--version"], capture_output=True, text=True)
     return " ".join((done.stderr + done.stdout).split())
+
+
+def llama_starter(
+    name: str, llama_bin: Path, model: Path, threads: int, log: Path, chat: Callable[[str], list[int]],
+    more: Sequence[str] = (),
+) -> Starter:  # fmt: skip
+    """llama-server: the answer to a completion that is sent as soon as it is healthy."""
+
+    def launch(prompt: str, max_tokens: int) -> Launched:
+        server = LlamaServer(llama_bin, model, threads, log, more)
+
+        def wait() -> None:
+            server.wait(START_SECONDS, POLL_SECONDS)
+            server.complete(chat(prompt), max_tokens)
+
+        return server.group, wait
+
+    return Starter(name, launch, ends=False)

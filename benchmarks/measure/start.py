@@ -1,65 +1,15 @@
-"""Process start to first token, and peak memory: `headstart generate` against llama-server, context 4096."""
+"""Process start to first token, and peak memory."""
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from _peers_llama import Server
-from _peers_process import EngineFailed, Group
+from engines.process import EngineFailed
+from engines.starter import Starter
 
 SAMPLE_SECONDS = 0.05
-
-
-@dataclass(frozen=True)
-class Starter:
-    """One way to start: `launch(prompt, max_tokens)` begins and returns (the process, wait for its first token)."""
-
-    name: str
-    launch: Callable[[str, int], tuple[Group, Callable[[], None]]]
-    ends: bool  # by itself, after one answer
-
-
-def headstart_starter(name: str, arguments: Sequence[str], log: Path) -> Starter:
-    """`headstart generate`: the first byte on stdout is the first token."""
-
-    def launch(prompt: str, max_tokens: int) -> tuple[Group, Callable[[], None]]:
-        command = [
-            sys.executable, "-m", "headstart.cli.main", "generate", *arguments,
-            "--prompt", prompt, "--max-tokens", str(max_tokens),
-        ]  # fmt: skip
-        group = Group(command, log)
-
-        def wait() -> None:
-            assert group.process.stdout is not None
-            if not group.process.stdout.read(1):
-                raise group.failed(f"{name} printed nothing")
-
-        return group, wait
-
-    return Starter(name, launch, ends=True)
-
-
-def llama_starter(
-    name: str, llama_bin: Path, model: Path, threads: int, log: Path, chat: Callable[[str], list[int]],
-    more: Sequence[str] = (),
-) -> Starter:  # fmt: skip
-    """llama-server: the answer to a completion that is sent as soon as it is healthy."""
-
-    def launch(prompt: str, max_tokens: int) -> tuple[Group, Callable[[], None]]:
-        server = Server(llama_bin, model, threads, log, more)
-
-        def wait() -> None:
-            server.wait()
-            server.complete(chat(prompt), max_tokens)
-
-        return server.group, wait
-
-    return Starter(name, launch, ends=False)
 
 
 def first_token_s(starter: Starter) -> float:
