@@ -162,7 +162,7 @@ def test_mimos_layout_refuses_what_it_cannot_carry(family: str) -> None:
 def test_mimos_layout_refuses_other_attention(changes: dict[str, Any], why: str) -> None:
     with pytest.raises(ModelError, match=why):
         vllm_mimo.check(mimos("llama", **changes))  # type: ignore[arg-type]
-    with pytest.raises(ModelError, match="its layers differ"):
+    with pytest.raises(ModelError, match="its layers are not all"):
         vllm_mimo.check(mimos("llama", qkv_bias=True))  # type: ignore[arg-type]
     vllm_mimo.check(mimos("llama"))  # type: ignore[arg-type]
 
