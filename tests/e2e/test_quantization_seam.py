@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from headstart.models.base import Arrays
 from support import family_of
 
 from headstart import registry
@@ -21,6 +20,7 @@ from headstart.core import SamplingParams
 from headstart.errors import ModelError
 from headstart.formats.safetensors import bfloat16
 from headstart.formats.safetensors_file import read_file
+from headstart.models.small import Arrays
 from headstart.tools.tiny import write_model
 
 PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
