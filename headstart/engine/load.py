@@ -47,7 +47,6 @@ def load_model(name: str | None, config: EngineConfig, progress: Progress = no_p
     choose_backend(config)  # before anything is fetched
     alias = hub.resolve_alias(name)
     checkpoint = open_checkpoint(alias.trunk)
-
     backend = make_backend(config, checkpoint.files)[1]
     loaded = load_decoder(checkpoint, backend, progress)
     model = Model(

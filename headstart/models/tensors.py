@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from headstart.core import Progress, no_progress
 from headstart.errors import ModelError
-from headstart.formats._fp8 import without_scales
 from headstart.formats.base import Checkpoint
+from headstart.formats.quantization import readable
 from headstart.formats.rows import unpermute_rows
 from headstart.kernels.ops import Backend, RawTensor
 from headstart.layers.attention import AttentionConfig
@@ -50,7 +50,7 @@ def find_family(checkpoint: Checkpoint) -> Family:
 
 def canonical_tensors(checkpoint: Checkpoint, family: Family, config: DecoderConfig) -> Mapping[str, RawTensor]:
     """The checkpoint's tensors under canonical names, q and k rows in the half-split rope order."""
-    read = without_scales(checkpoint.tensors, checkpoint.config)
+    read = readable(checkpoint.tensors, checkpoint.config)
     tensors: dict[str, RawTensor] = {**read}
     if not checkpoint.canonical_names:
         named = ((family.names.canonical(name), tensor) for name, tensor in read.items())
