@@ -10,25 +10,16 @@ end of the text, fixed depth; acceptance length = 1 + accepted / drafts; the las
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections import defaultdict
 from pathlib import Path
+
+from measure.questions import first_turns
 
 from headstart.api import LLM
 from headstart.cli.render import progress
 from headstart.config import EngineConfig
 from headstart.core import DraftStats, SamplingParams
-
-
-def first_turns(path: Path, per_category: int) -> list[tuple[str, str]]:
-    """(category, prompt) of the first questions of each category, in file order."""
-    taken: dict[str, list[str]] = defaultdict(list)
-    for line in path.read_text("utf-8").splitlines():
-        record = json.loads(line)
-        if len(taken[record["category"]]) < per_category:
-            taken[record["category"]].append(record["turns"][0])
-    return [(category, prompt) for category, prompts in taken.items() for prompt in prompts]
 
 
 def measure(llm: LLM, prompts: list[tuple[str, str]], temperature: float, max_tokens: int) -> dict[str, DraftStats]:

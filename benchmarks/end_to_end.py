@@ -20,32 +20,26 @@ import argparse
 import asyncio
 import json
 import os
-import platform
-import shlex
 import signal
 import statistics
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from _peers_load import load_now, others, verdict
-from _peers_process import EngineFailed, Group, free_port
-from _peers_prompts import Prompts
-from _peers_sections import say
-from _peers_weights import gguf_copy, safetensors_copy
-from heads_in_llama import converted
+from engines.llamacpp.weights import converted, gguf_copy
+from engines.process import BENCHMARKS, EngineFailed, Server
+from engines.vllm.weights import safetensors_copy
+from measure.load import load_now, others, verdict
+from measure.prompts import Prompts
+from measure.provenance import provenance
+from measure.sections import say
 
-import headstart
 from headstart import hub
-from headstart.tools import export
-from headstart.tools.bench import client
+from headstart.tools import client
+from headstart.tools.export import run as export
 
-START_SECONDS = 300
 DEPTHS = (1, 2, 3, 4)
 VLLM_DEPTHS = (1, 2)  # deeper ones are slower there: its passes grow with their rows
 Keep = Callable[[Sequence[Any]], None]
@@ -53,33 +47,25 @@ LLAMA_NGRAM = ("ngram-simple", "ngram-mod")
 
 
 @dataclass
-class Server:
-    """One process, and the rows it serves: name -> what their requests have beside the prompt."""
+class Peer:
+    """One server, and the rows it serves: name -> what their requests have beside the prompt."""
 
     name: str
     command: Sequence[str | Path]
     rows: Mapping[str, Mapping[str, Any]]
     environment: Mapping[str, str] = field(default_factory=dict)
-    group: Group | None = None
-    port: int = 0
+    server: Server | None = None
 
     def start(self, work: Path) -> None:
-        """Load, and wait until it answers; then it is stopped. Raises EngineFailed."""
-        self.port = free_port()
-        words = [str(word).replace("{port}", str(self.port)) for word in self.command]
-        self.group = Group(words, work / f"{self.name.replace(' ', '-')}.log", self.environment, piped=False)
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline and self.group.process.poll() is None:
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5):
-                    return
-            except (urllib.error.URLError, ConnectionError, TimeoutError):
-                time.sleep(0.2)
-        raise self.group.failed(f"{self.name} did not start")
+        """Load, and wait until it answers. Raises EngineFailed."""
+        log = work / f"{self.name.replace(' ', '-')}.log"
+        self.server = Server(self.name, self.command, log, self.environment)
+        self.server.wait()
 
     def ask(self, row: str, ids: list[int], max_tokens: int, model: str) -> dict[str, Any]:
         """One request: tokens, seconds, seconds to the first text."""
-        assert self.group is not None
+        assert self.server is not None
+        group, address = self.server.group, client.Server("127.0.0.1", self.server.port)
         body = {
             "model": model,
             "prompt": ids,
@@ -89,18 +75,18 @@ class Server:
             "stream_options": {"include_usage": True},
             **self.rows[row],
         }
-        self.group.resume()
+        group.resume()
         try:
-            answer = asyncio.run(client.post(client.Server("127.0.0.1", self.port), "/v1/completions", body))
+            answer = asyncio.run(client.post(address, "/v1/completions", body))
         finally:
-            self.group.halt()
+            group.halt()
         tokens = answer.usage.get("completion_tokens", 0)
         if answer.status != 200 or not tokens:
-            raise self.group.failed(f"{row}: status {answer.status}, {tokens} tokens: {answer.body[:300]}")
+            raise group.failed(f"{row}: status {answer.status}, {tokens} tokens: {answer.body[:300]}")
         return {"tokens": tokens, "seconds": answer.seconds, "first_s": answer.first, "text": answer.text}
 
 
-def headstart_servers(args: argparse.Namespace) -> list[Server]:
+def headstart_peers(args: argparse.Namespace) -> list[Peer]:
     def rows(name: str) -> dict[str, dict[str, Any]]:
         fixed = {f"headstart {name} {k}": {"speculation": {"mode": "auto", "depth": k}} for k in DEPTHS}
         return {f"headstart {name} auto": {}, **fixed}
@@ -108,20 +94,20 @@ def headstart_servers(args: argparse.Namespace) -> list[Server]:
     common = [sys.executable, "-m", "headstart.cli.main", "serve"]
     more = ["--port", "{port}", "--threads", str(args.threads), "--max-model-len", "4096", "--no-enable-prefix-caching"]
     plain = {"headstart plain": {"speculation": {"mode": "off"}}}
-    found = [Server("headstart MTP", [*common, *more], {**plain, **rows("MTP")})]
-    found.append(Server("headstart EAGLE-3", [*common, *more, "--head", args.eagle3], rows("EAGLE-3")))
+    found = [Peer("headstart MTP", [*common, *more], {**plain, **rows("MTP")})]
+    found.append(Peer("headstart EAGLE-3", [*common, *more, "--head", args.eagle3], rows("EAGLE-3")))
     return found
 
 
-def llama_servers(args: argparse.Namespace, source: Path) -> list[Server]:
+def llama_peers(args: argparse.Namespace, source: Path) -> list[Peer]:
     if not args.llama_source:
         return []
     binaries = args.llama_source / "build/bin"
     common = ["-t", str(args.threads), "-c", "4096", "-np", "1", "--no-webui", "--port", "{port}"]
     keep = {"cache_prompt": False}
 
-    def server(name: str, model: Path, *more: str | Path) -> Server:
-        return Server(name, [binaries / "llama-server", "-m", model, *common, *more], {name: keep})
+    def server(name: str, model: Path, *more: str | Path) -> Peer:
+        return Peer(name, [binaries / "llama-server", "-m", model, *common, *more], {name: keep})
 
     found = [
         server("llama.cpp Q4_1 plain", source),
@@ -135,7 +121,7 @@ def llama_servers(args: argparse.Namespace, source: Path) -> list[Server]:
     return found
 
 
-def vllm_servers(args: argparse.Namespace, source: Path) -> list[Server]:
+def vllm_peers(args: argparse.Namespace, source: Path) -> list[Peer]:
     if not args.vllm_python:
         return []
     trunk = safetensors_copy(source, args.work)
@@ -148,10 +134,10 @@ def vllm_servers(args: argparse.Namespace, source: Path) -> list[Server]:
     common = ["--port", "{port}", "--dtype", "bfloat16", "--max-model-len", "4096", "--no-enable-prefix-caching"]
     common.append("--trust-remote-code")  # the exported configuration class
 
-    def server(name: str, model: Path, speculative: Mapping[str, Any] | None = None) -> Server:
+    def server(name: str, model: Path, speculative: Mapping[str, Any] | None = None) -> Peer:
         more = ["--speculative-config", json.dumps(speculative)] if speculative else []
         start = [args.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--served-model-name", "m"]
-        return Server(name, [*start, "--model", model, *common, *more], {name: {}}, environment)
+        return Peer(name, [*start, "--model", model, *common, *more], {name: {}}, environment)
 
     found = [server("vLLM bf16 plain", trunk)]
     for k in VLLM_DEPTHS:
@@ -161,28 +147,28 @@ def vllm_servers(args: argparse.Namespace, source: Path) -> list[Server]:
     return found
 
 
-def openvino_servers(args: argparse.Namespace, source: Path) -> list[Server]:
+def openvino_peers(args: argparse.Namespace, source: Path) -> list[Peer]:
     if not args.openvino_python or not args.llama_source:
         return []
     model = gguf_copy(args.llama_source / "build/bin", source, args.work, "Q8_0")
-    script = Path(__file__).parent / "_openvino_server.py"
+    script = BENCHMARKS / "engines/openvino/server.py"
     name = "OpenVINO Q8_0 plain"
-    return [Server(name, [args.openvino_python, script, model, "{port}"], {name: {}})]
+    return [Peer(name, [args.openvino_python, script, model, "{port}"], {name: {}})]
 
 
 def measure(
-    args: argparse.Namespace, servers: Sequence[Server], prompts: Sequence[tuple[str, list[int]]], keep: Keep
+    args: argparse.Namespace, peers: Sequence[Peer], prompts: Sequence[tuple[str, list[int]]], keep: Keep
 ) -> list[Any]:
     """A record for every prompt, row and round; `keep` gets all of them after each prompt."""
-    pairs = [(server, row) for server in servers for row in server.rows]
+    pairs = [(peer, row) for peer in peers for row in peer.rows]
     records: list[Any] = []
-    for server, row in list(pairs):  # first requests pay for allocations
-        _asked(server, row, prompts[0][1], 16, pairs)
+    for peer, row in list(pairs):  # first requests pay for allocations
+        _asked(peer, row, prompts[0][1], 16, pairs)
     for turn in range(args.rounds):
         for number, (category, ids) in enumerate(prompts):
-            for server, row in list(pairs) if (turn + number) % 2 == 0 else pairs[::-1]:
+            for peer, row in list(pairs) if (turn + number) % 2 == 0 else pairs[::-1]:
                 before = load_now()
-                found = _asked(server, row, ids, args.max_tokens, pairs)
+                found = _asked(peer, row, ids, args.max_tokens, pairs)
                 load = load_now().others_since(before)
                 if found:
                     place = {"round": turn, "prompt": number, "category": category, "row": row}
@@ -193,19 +179,19 @@ def measure(
 
 
 def _asked(
-    server: Server, row: str, ids: list[int], max_tokens: int, pairs: list[tuple[Server, str]]
+    peer: Peer, row: str, ids: list[int], max_tokens: int, pairs: list[tuple[Peer, str]]
 ) -> dict[str, Any] | None:
     """One request. A server that fails is left out from here on."""
     try:
-        return server.ask(row, ids, max_tokens, model_of(server))
+        return peer.ask(row, ids, max_tokens, model_of(peer))
     except (EngineFailed, OSError) as error:
         say(f"LEFT OUT from here on: {error}")
-        pairs.remove((server, row))
+        pairs.remove((peer, row))
         return None
 
 
-def model_of(server: Server) -> str:
-    return "m" if server.name.startswith("vLLM") else hub.DEFAULT_MODEL
+def model_of(peer: Peer) -> str:
+    return "m" if peer.name.startswith("vLLM") else hub.DEFAULT_MODEL
 
 
 def table(records: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -269,17 +255,11 @@ def main() -> int:
     args.work.mkdir(parents=True, exist_ok=True)
     source = hub.resolve(None)
     prompts = Prompts(source, args.questions).per_category(args.per_category)
-    servers = [
-        *headstart_servers(args), *llama_servers(args, source), *vllm_servers(args, source),
-        *openvino_servers(args, source),
+    peers = [
+        *headstart_peers(args), *llama_peers(args, source), *vllm_peers(args, source),
+        *openvino_peers(args, source),
     ]  # fmt: skip
-    about = {
-        "command": shlex.join(sys.argv),
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "headstart": headstart.__version__,
-        "python": platform.python_version(),
-        "cores": os.cpu_count(),
-    }
+    about = provenance(args.threads)
 
     def keep(records: Sequence[Any]) -> None:
         if args.json:
@@ -288,20 +268,20 @@ def main() -> int:
     running = []
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no server is left behind
     try:
-        for server in servers:
-            say(f"starting {server.name}")
+        for peer in peers:
+            say(f"starting {peer.name}")
             try:
-                server.start(args.work)
-                running.append(server)
+                peer.start(args.work)
+                running.append(peer)
             except EngineFailed as error:
                 say(f"LEFT OUT: {error}")
-            if server.group:
-                server.group.halt()
+            if peer.server:
+                peer.server.group.halt()
         records = measure(args, running, prompts, keep)
     finally:
-        for server in servers:
-            if server.group:
-                server.group.end()
+        for peer in peers:
+            if peer.server:
+                peer.server.group.end()
     print("\n".join(table(records)))
     return 0
 

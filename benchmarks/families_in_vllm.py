@@ -18,12 +18,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from heads_in_vllm import drafts_behind, in_headstart, in_vllm
+from engines.headstart.drafts import drafts_behind, in_headstart
+from engines.vllm.drafts import in_vllm
 
 from headstart.api import LLM
 from headstart.config import EngineConfig
 from headstart.engine.load import load_model
-from headstart.tools.exports.vllm_mtp import CONFIGURATION, MODULE
+from headstart.tools.export.targets.vllm_mimo import CONFIGURATION, MODULE
 from headstart.train.scratch import ScratchOptions, run as train
 
 FAMILIES = ("qwen3_5", "qwen3_5_moe", "glm4_moe", "deepseek_v3", "mimo")

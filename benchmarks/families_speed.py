@@ -2,10 +2,10 @@
 
     python benchmarks/families_speed.py --llama-bin LLAMA/build/bin --work WORK --json families.json
 
-The files (see _families_files.py) are written to WORK, some GB, and deleted at the end unless `--keep`. No head is
-right about random weights, so drafts are accepted at `--rates`: headstart's `--synthetic-acceptance`, llama.cpp's
-`--spec-synth-rates`, in both the share of drafts whose first 1, 2, ... tokens are all accepted; as deep as there are
-rates. llama.cpp drafts as deep each time, without a threshold.
+The files (engines/llamacpp/random_files.py) are written to WORK, some GB, and deleted at the end unless `--keep`. No
+head is right about random weights, so drafts are accepted at `--rates`: headstart's `--synthetic-acceptance`,
+llama.cpp's `--spec-synth-rates`, in both the share of drafts whose first 1, 2, ... tokens are all accepted; as deep as
+there are rates. llama.cpp drafts as deep each time, without a threshold.
 
 tokens  One sequence: a prompt of random tokens, then exactly `--tokens` tokens (end of text ignored), greedy. tokens/s
         = (tokens - 1) / (first to last token) by each engine's own clock. One headstart process serves both rows:
@@ -26,23 +26,21 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
-from _families_files import SHAPES, TYPES, write
-from _peers_llama import Server, version
-from _peers_load import load_now, others, verdict
-from _peers_process import EngineFailed, WorkerEngine
-from _peers_sections import in_turns, say
-from _peers_tables import Record, rates, ratio, spread
-from peers import provenance
+from engines.llamacpp.random_files import SHAPES, TYPES, write
+from engines.llamacpp.server import LlamaEngine, version
+from engines.process import BENCHMARKS, EngineFailed, WorkerEngine
+from measure.load import load_now, others, verdict
+from measure.provenance import provenance
+from measure.sections import in_turns, say
+from measure.tables import Record, rates, ratio, spread
 
-HERE = Path(__file__).parent
 GOALS = {"plain": 1.1, "MTP": 1.5}
 """Ratios to llama.cpp that the project has set itself."""
 
@@ -66,51 +64,11 @@ class Headstart(WorkerEngine):
         )  # fmt: skip
 
 
-class Llama:
-    """A llama-server with fixed options."""
-
-    weights = ""
-
-    def __init__(self, name: str, llama_bin: Path, model: Path, threads: int, log: Path, more: Sequence[str]) -> None:
-        self.name, self.about = name, {"options": list(more)}
-        self._make = lambda: Server(llama_bin, model, threads, log, more)
-        self._server: Server | None = None
-
-    def start(self) -> None:
-        self._server = self._make()
-        self._server.wait()
-        self._server.group.halt()
-
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        assert self._server is not None
-        self._server.group.resume()
-        try:
-            yield
-        finally:
-            self._server.group.halt()
-
-    def decode(self, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
-        assert self._server is not None
-        timings = self._server.complete(prompt, max_tokens, ignore_eos=True)["timings"]
-        return {
-            "num_tokens": timings["predicted_n"],
-            "decode_s": timings["predicted_ms"] / 1e3,
-            "drafted": timings.get("draft_n", 0),
-            "accepted": timings.get("draft_n_accepted", 0),
-        }
-
-    def stop(self) -> None:
-        if self._server:
-            self._server.group.end()
-            self._server = None
-
-
 def engines_for(args: argparse.Namespace, model: Path) -> list[Any]:
-    """headstart plain and MTP (one process), llama.cpp plain and MTP; all started and halted."""
+    """headstart plain and MTP (one process), llama.cpp plain and MTP; llama.cpp's start with their first turn."""
     depth, logs, cache = len(args.rates.split(",")), args.work / "logs", args.work / "cache"
     worker = [
-        sys.executable, HERE / "_peers_headstart_worker.py", model, "--drafter", "mtp", "--depth", str(depth),
+        sys.executable, BENCHMARKS / "engines/headstart/worker.py", model, "--drafter", "mtp", "--depth", str(depth),
         "--synthetic-acceptance", args.rates, "--threads", str(args.threads), "--no-enable-prefix-caching",
         "--max-model-len", "4096", "--max-num-seqs", "1",
     ]  # fmt: skip
@@ -118,19 +76,13 @@ def engines_for(args: argparse.Namespace, model: Path) -> list[Any]:
     ours = Headstart("headstart MTP", None, worker, logs / "headstart.log", cache)
     plain = Headstart("headstart plain", 0, worker, logs / "headstart.log", cache)
     theirs = [
-        Llama(f"llama.cpp {name}", args.llama_bin, model, args.threads, logs / f"llama-{name}.log", more)
+        LlamaEngine(
+            f"llama.cpp {name}", args.llama_bin, model, args.threads, logs / f"llama-{name}.log", more, ignore_eos=True
+        )
         for name, more in (("plain", []), ("MTP", spec))
-    ]
-    started: list[Any] = []
-    try:
-        for engine in (ours, *theirs):
-            say(f"starting {engine.name}")
-            engine.start()
-            started.append(engine)
-    except EngineFailed:
-        for engine in started:
-            engine.stop()
-        raise
+    ]  # fmt: skip
+    say(f"starting {ours.name}")
+    ours.start()
     plain.share(ours)
     return [plain, ours, *theirs]
 
@@ -285,7 +237,7 @@ def main() -> int:
     (args.work / "logs").mkdir(parents=True, exist_ok=True)
     rates_of = [float(word) for word in args.rates.split(",")]
     document: Record = {
-        "provenance": provenance(args),
+        "provenance": provenance(args.threads),
         "llama.cpp": version(args.llama_bin),
         "synthetic_acceptance": rates_of,
         "goals": GOALS,

@@ -10,26 +10,16 @@ headstart reads the same directories. The first prompts of each category, chat t
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 from pathlib import Path
 
-from _peers_llama import Server
-from acceptance import first_turns
-from heads_in_vllm import in_headstart
+from engines.headstart.drafts import in_headstart
+from engines.llamacpp.server import LlamaServer
+from engines.llamacpp.weights import converted
+from measure.questions import first_turns
 
 from headstart.api import LLM
 from headstart.config import EngineConfig
-
-
-def converted(args: argparse.Namespace, source: Path, more: tuple[str, ...] = ()) -> Path:
-    """A GGUF file of a directory."""
-    made: Path = args.work / f"{source.name}.bf16.gguf"
-    if not made.exists() or made.stat().st_mtime < (source / "model.safetensors").stat().st_mtime:
-        script = args.llama_source / "convert_hf_to_gguf.py"
-        command = [args.python or sys.executable, script, source, "--outfile", made, "--outtype", "bf16", *more]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return made
 
 
 def main() -> int:
@@ -55,7 +45,7 @@ def main() -> int:
         "-md", str(head), "--spec-type", "draft-eagle3", "--spec-draft-n-max", depth, "--spec-draft-n-min", depth,
         "--spec-draft-p-min", "0",
     ]  # fmt: skip
-    server = Server(args.llama_source / "build/bin", trunk, args.threads, args.work / "llama-eagle3.log", more)
+    server = LlamaServer(args.llama_source / "build/bin", trunk, args.threads, args.work / "llama-eagle3.log", more)
     tokens = accepted = same = 0
     try:
         server.wait()

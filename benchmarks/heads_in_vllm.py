@@ -12,94 +12,19 @@ tokens of vLLM's texts, round by round: these acceptance lengths are compared.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-from acceptance import first_turns
+from engines.headstart.drafts import drafts_behind, in_headstart
+from engines.vllm.drafts import in_vllm
+from measure.questions import first_turns
 
 from headstart.api import LLM
 from headstart.config import EngineConfig
-from headstart.core import DraftStats, Request, SamplingParams, Sequence, Span
-from headstart.drafters._drafter import Wish
-
-VLLM = """
-import json, sys, vllm
-from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
-job, rounds = json.load(sys.stdin), []
-propose = SpecDecodeBaseProposer.propose
-def recorded(self, **inputs):
-    places, rows = inputs["target_positions"], inputs["token_indices_to_sample"]
-    places = places[0] if places.dim() == 2 else places
-    known = int(places[-1 if rows is None else int(rows[0])]) + 2
-    drafts = propose(self, **inputs)
-    rounds[-1].append([known, *drafts[0].tolist()])
-    return drafts
-SpecDecodeBaseProposer.propose = recorded
-def write(ids):
-    rounds.append([])
-    return llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)[0].outputs[0]
-llm = vllm.LLM(job["model"], dtype=job["dtype"], max_model_len=job["max_model_len"],
-               enable_prefix_caching=False, seed=0, trust_remote_code=True, disable_log_stats=False,
-               enforce_eager=job["listen"], speculative_config=job["speculative"])
-params = vllm.SamplingParams(temperature=0, max_tokens=job["max_tokens"])
-outputs = [write(ids) for ids in job["prompts"]]
-counts = {}
-for metric in llm.get_metrics():
-    if metric.name.startswith("vllm:spec_decode"):
-        counts[metric.name] = getattr(metric, "values", None) or getattr(metric, "value", None)
-result = {"version": vllm.__version__, "counts": counts, "ids": [list(each.token_ids) for each in outputs],
-          "rounds": rounds}
-print("RESULT " + json.dumps(result))
-"""
-
-
-def in_vllm(python: Path, job: dict[str, Any]) -> dict[str, Any]:
-    """What vLLM writes and counts. With job["listen"], `rounds` by prompt: [known tokens, draft tokens...] of every
-    draft."""
-    job = {"dtype": "bfloat16", "max_model_len": 4096, "listen": False, **job}
-    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    if job["listen"]:  # drafts are seen only where the engine is in the process that asks
-        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    done = subprocess.run(
-        [python, "-c", VLLM], input=json.dumps(job), text=True, stdout=subprocess.PIPE, env=environment, check=False
-    )
-    for line in done.stdout.splitlines():
-        if line.startswith("RESULT "):
-            found: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
-            return found
-    sys.exit(f"vLLM ended with {done.returncode} and no result")
-
-
-def in_headstart(llm: LLM, prompts: list[list[int]], max_tokens: int) -> tuple[DraftStats, list[list[int]]]:
-    """Counts of drafting and the texts' tokens, greedy, one prompt after another."""
-    stats, texts = DraftStats(), []
-    for ids in prompts:
-        (each,) = llm.generate([ids], SamplingParams(max_tokens=max_tokens))
-        stats.add(each.speculation)
-        texts.append(each.token_ids)
-    return stats, texts
 
 
 def shares(per_position: list[float]) -> str:
     return "by position " + " ".join(f"{share:.3f}" for share in per_position)
-
-
-def drafts_behind(llm: LLM, tokens: list[int], length: int, depth: int) -> list[int]:
-    """What headstart drafts when the first `length` tokens are known."""
-    request = Request(
-        request_id="forced", prompt_ids=tuple(tokens[:1]), params=SamplingParams(), seed=0, stop_ids=frozenset()
-    )
-    engine, sequence = llm.engine, Sequence(request, 0, list(tokens[:length]), 0)
-    assert engine.drafter and engine.memory.reserve(sequence, length + depth + 1)
-    engine.runner.forward([Span(sequence, 0, length - 1, 0)])
-    sequence.num_computed = length - 1
-    engine.drafter.propose([Wish(sequence, depth)])
-    engine.memory.release(sequence)
-    return sequence.draft.tokens
 
 
 def forced_length(llm: LLM, texts: list[list[int]], rounds: list[list[list[int]]], depth: int) -> tuple[float, float]:

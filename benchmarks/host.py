@@ -75,6 +75,9 @@ class NullBackend:
         self.rows = clock.timed("backend", lambda x, rows: x)
         self.sample = clock.timed("backend", self._sample)
 
+    def prepare(self, program: Program) -> Program:
+        return program
+
     def _run(self, program: Program, plan: StepPlan, *, hidden_pool: Any = None, hidden: Any = None) -> dict[str, None]:
         self._drafting = hidden_pool is not None
         self._weights[:: CACHE_LINE * (16 if self._drafting else 1)].sum()  # a head is much smaller than a trunk

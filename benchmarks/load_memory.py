@@ -25,7 +25,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,8 @@ import numpy as np
 
 from headstart import registry
 from headstart.layers.build import DecoderConfig
-from headstart.models._family import Family, decoder_shapes, tiny_config
-from headstart.models._gated_delta import _theirs, mtp_shapes, trunk_shapes
-from headstart.models._trailing import trailing_shapes
+from headstart.models.base import Family
+from headstart.models.small import TINY
 from headstart.tools.tiny import write_model
 
 GOAL = 1.2
@@ -56,21 +55,19 @@ WIDE = {"hidden_size": 2048, "vocab_size": 32000, "max_position_embeddings": 409
 
 @dataclass(frozen=True)
 class Case:
-    """`config`: of a checkpoint, but for its layers; `shapes`: Hugging Face names."""
+    """`config`: of a checkpoint, but for its layers."""
 
     family: str
     config: Mapping[str, Any]
-    shapes: Callable[[DecoderConfig], Shapes]
     fp8: bool = False
     quantization: str = ""
 
 
-def hybrid_shapes(sizes: DecoderConfig) -> Shapes:
-    return _theirs({**trunk_shapes(sizes, joined=False), **mtp_shapes(sizes)}, sizes)
-
-
-def trailing(sizes: DecoderConfig) -> Shapes:
-    return {**decoder_shapes(sizes), **trailing_shapes(f"model.layers.{sizes.num_layers}", sizes)}
+def shapes_of(family: Family, sizes: DecoderConfig) -> Shapes:
+    """Hugging Face names and shapes of a whole checkpoint."""
+    blank = {name: np.zeros(shape, np.float16) for name, shape in family.shapes(sizes).items()}  # takes no memory yet
+    with np.errstate(divide="ignore"):
+        return {name: array.shape for name, array in family.as_written(blank, sizes).items()}  # type: ignore[arg-type]
 
 
 DENSE = {**WIDE, "model_type": "llama", "intermediate_size": 8192, "num_attention_heads": 16, "head_dim": 128,
@@ -86,10 +83,10 @@ SPARSE = {**WIDE, "model_type": "deepseek_v3", "intermediate_size": 6144, "num_a
           "routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1,
           "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}  # fmt: skip
 CASES = {
-    "dense-bf16": Case("llama", DENSE, decoder_shapes),
-    "hybrid-bf16": Case("qwen3_5", HYBRID, hybrid_shapes),
-    "moe-fp8": Case("deepseek_v3", SPARSE, trailing, fp8=True),
-    "moe-fp8-int8": Case("deepseek_v3", SPARSE, trailing, fp8=True, quantization="int8"),
+    "dense-bf16": Case("llama", DENSE),
+    "hybrid-bf16": Case("qwen3_5", HYBRID),
+    "moe-fp8": Case("deepseek_v3", SPARSE, fp8=True),
+    "moe-fp8-int8": Case("deepseek_v3", SPARSE, fp8=True, quantization="int8"),
 }
 
 
@@ -99,8 +96,8 @@ def write(folder: Path, case: Case, num_bytes: float) -> int:
     layers, shapes = 2, dict[str, tuple[int, ...]]()
     while not shapes or size_of(shapes, case) < num_bytes:
         layers += 1
-        config = tiny_config(**{**case.config, "num_hidden_layers": layers})
-        shapes = dict(case.shapes(family.parse(config)))
+        config = {**TINY, **case.config, "num_hidden_layers": layers}
+        shapes = dict(shapes_of(family, family.parse(config)))
     write_model(folder, config, {})  # with a tokenizer; its empty file goes
     (folder / "model.safetensors").unlink()
     rng, shard, number = np.random.default_rng(0), dict[str, tuple[int, ...]](), 0

@@ -37,23 +37,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shlex
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
-from _peers_llama import CONTEXT, LlamaEngine
-from _peers_process import Engine, EngineFailed, WorkerEngine
-from _peers_prompts import Prompts
-from _peers_sections import batch, decode, prefill, say, start
-from _peers_start import Starter, headstart_starter, llama_starter
-from _peers_tables import Record
-from _peers_weights import safetensors_copy, weights_files
+from engines.headstart.starter import headstart_starter
+from engines.llamacpp.server import CONTEXT, LlamaEngine, llama_starter
+from engines.llamacpp.weights import weights_files
+from engines.process import BENCHMARKS, Engine, EngineFailed, WorkerEngine
+from engines.starter import Starter
+from engines.vllm.weights import safetensors_copy
+from measure.prompts import Prompts
+from measure.provenance import provenance
+from measure.sections import batch, decode, prefill, say, start
+from measure.tables import Record
 
-import headstart
 from headstart import hub
 
 LOADED = {"decode": decode, "prefill": prefill, "batch": batch}
@@ -68,7 +67,6 @@ VARIANTS = (
     "bf16 plain={bf16} --depth 0",
     "bf16 MTP 3={bf16} --head {head} --drafter mtp --depth 3",
 )
-HERE = Path(__file__).parent
 
 
 def variants(args: argparse.Namespace, source: Path) -> list[tuple[str, str, list[str]]]:
@@ -92,15 +90,16 @@ def log_of(args: argparse.Namespace, name: str) -> Path:
 
 def make_engines(args: argparse.Namespace, source: Path) -> list[Engine]:
     """All that were asked for, none of them started."""
-    python = [sys.executable, HERE / "_peers_headstart_worker.py"]
+    python = [sys.executable, BENCHMARKS / "engines/headstart/worker.py"]
     engines: list[Engine] = [
         WorkerEngine(name, weights, [*python, *words, "--no-enable-prefix-caching"], log_of(args, name), None)
         for name, weights, words in variants(args, source)
     ]
     for weights, path in weights_files(args.llama_bin, source, args.work, args.formats).items():
-        engines.append(LlamaEngine(args.llama_bin, weights, path, args.threads, log_of(args, f"llama-{weights}")))
+        name, log = f"llama.cpp {weights}", log_of(args, f"llama-{weights}")
+        engines.append(LlamaEngine(name, args.llama_bin, path, args.threads, log, weights=weights))
     if args.vllm_python:
-        command = [args.vllm_python, HERE / "_peers_vllm_worker.py", safetensors_copy(source, args.work)]
+        command = [args.vllm_python, BENCHMARKS / "engines/vllm/worker.py", safetensors_copy(source, args.work)]
         for bind in args.vllm_bind or ["auto"]:
             environment = {"VLLM_CPU_OMP_THREADS_BIND": bind, "OMP_NUM_THREADS": str(args.threads)}
             name = f"vLLM bf16 {bind}"
@@ -129,23 +128,6 @@ def start_all(engines: list[Engine]) -> None:
             say(f"LEFT OUT: {error}")
             engines.remove(engine)
             engine.stop()
-
-
-def provenance(args: argparse.Namespace) -> Record:
-    """What the numbers depend on."""
-    cpu = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "")
-    commit = subprocess.run(["git", "-C", HERE, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    return {
-        "command": shlex.join(sys.argv),
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "cpu": cpu.partition(":")[2].strip(),
-        "cores": os.cpu_count(),
-        "threads": args.threads,
-        "load_average": os.getloadavg(),
-        "python": platform.python_version(),
-        "headstart": headstart.__version__,
-        "commit": commit,
-    }
 
 
 def options() -> argparse.Namespace:
@@ -183,7 +165,7 @@ def main() -> int:
     args.work.mkdir(parents=True, exist_ok=True)
     source = hub.resolve(args.model)
     prompts = Prompts(source, args.questions)
-    document: Record = {"provenance": provenance(args)}
+    document: Record = {"provenance": provenance(args.threads)}
     engines: list[Engine] = []
     try:
         if set(args.sections) & set(LOADED):

@@ -24,13 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
-from _peers_process import EngineFailed, Group, free_port
+from engines.process import EngineFailed, Server
 
 from headstart import hub
+from headstart.tools.client import Server as Address
 from headstart.tools.launch.run import LaunchOptions, prepare
 from headstart.tools.probe import run as probe
-from headstart.tools.probe.client import Client
+from headstart.tools.probe.endpoint import Endpoint
 
 START_SECONDS = 600
 LEAST_LENGTH = 1.3
@@ -43,7 +43,7 @@ class Setting:
 
     engine: str
     depth: int
-    command: tuple[str, ...]  # PORT stands for the port
+    command: tuple[str, ...]  # {port} stands for the port
     environment: dict[str, str]
 
     @property
@@ -53,12 +53,12 @@ class Setting:
 
 def settings(options: argparse.Namespace) -> Iterator[Setting]:
     for depth in (options.depth, 0):
-        words = ("-m", "headstart.cli.main", "serve", "--port", "PORT", "--threads", str(options.threads))
+        words = ("-m", "headstart.cli.main", "serve", "--port", "{port}", "--threads", str(options.threads))
         yield Setting("headstart", depth, (sys.executable, *words, "--depth", str(depth)), {})
     if options.llama_bin:
         file = str(hub.resolve())
         draft = ("--spec-type", "draft-simple", "--spec-draft-model", file, "--spec-draft-n-max", str(options.depth))
-        common = (str(options.llama_bin / "llama-server"), "--model", file, "--port", "PORT", "--metrics")
+        common = (str(options.llama_bin / "llama-server"), "--model", file, "--port", "{port}", "--metrics")
         size = ("--ctx-size", "4096", "--parallel", "1", "--threads", str(options.threads))
         yield Setting("llama.cpp", options.depth, (*common, *size, *draft), {})
         yield Setting("llama.cpp", 0, (*common, *size), {})
@@ -69,43 +69,29 @@ def settings(options: argparse.Namespace) -> Iterator[Setting]:
                 settings={"max_model_len": 2048, "max_num_seqs": 4}, extra=("--trust-remote-code",),  # our own export
             )  # fmt: skip
             step, words = prepare(launch).commands()[0]
-            placed = tuple("PORT" if word == str(launch.port) else word for word in words)
+            placed = tuple("{port}" if word == str(launch.port) else word for word in words)
             yield Setting("vllm", depth, placed, {**step.environment, "HF_HUB_OFFLINE": "1"})
 
 
 @contextmanager
 def served(setting: Setting, log: Path) -> Iterator[str]:
     """Its address, once it is healthy. Raises EngineFailed."""
-    port = free_port()
-    words = [str(port) if word == "PORT" else word for word in setting.command]
-    group, url = Group(words, log, setting.environment, piped=False), f"http://127.0.0.1:{port}"
+    server = Server(setting.name, setting.command, log, setting.environment)
     try:
-        deadline = time.monotonic() + START_SECONDS
-        while not _healthy(url):
-            if group.process.poll() is not None or time.monotonic() > deadline:
-                raise group.failed(f"{setting.name} did not start")
-            time.sleep(0.2)
-        yield url
+        server.wait(START_SECONDS)
+        yield server.url
     finally:
-        group.end()
-
-
-def _healthy(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", timeout=5).status_code == 200
-    except httpx.HTTPError:
-        return False
+        server.group.end()
 
 
 def trial(url: str, seed: int) -> dict[str, Any]:
     """The probe's answer by times, and what the metrics counted while it ran."""
-    client = Client(url)
-    before = client.metrics()
+    endpoint = Endpoint(Address.at(url))
+    before = endpoint.metrics()
     started = time.perf_counter()
     found = probe.run(probe.ProbeOptions(url=url, use_metrics=False, seed=seed)).data
     seconds = time.perf_counter() - started
-    now = client.metrics()
-    client.close()
+    now = endpoint.metrics()
     counts = now.since(before) if now and before else None
     return {
         "answer": found["drafting"],

@@ -32,19 +32,12 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from acceptance import first_turns
+from measure.questions import in_turns
 
-from headstart.tools.bench.client import Answer, Server, post
+from headstart.tools.client import Answer, Server, post
 
 CHAT = "/v1/chat/completions"
 Body = dict[str, Any]
-
-
-def questions(args: argparse.Namespace) -> list[str]:
-    """First turns, categories in turn."""
-    turns = first_turns(args.questions, args.per_category)
-    texts = [text for _, text in turns]
-    return [text for offset in range(args.per_category) for text in texts[offset :: args.per_category]]
 
 
 def message(text: str) -> list[dict[str, str]]:
@@ -109,7 +102,7 @@ def cost(args: argparse.Namespace) -> Body:
     from headstart.config import EngineConfig
     from headstart.core import SamplingParams
 
-    texts, rows = questions(args), list[Body]()
+    texts, rows = in_turns(args.questions, args.per_category), list[Body]()
     params = SamplingParams(max_tokens=args.max_tokens)
     for clients in args.concurrency:
         llm, count = LLM(None, EngineConfig(max_num_seqs=clients)), max(2 * clients, args.requests)
@@ -142,7 +135,7 @@ def cost(args: argparse.Namespace) -> Body:
 
 def sweep(args: argparse.Namespace) -> Body:
     """Drafting on and off at each concurrency."""
-    texts, found = questions(args), list[Body]()
+    texts, found = in_turns(args.questions, args.per_category), list[Body]()
     for clients in args.concurrency:
         count = max(2 * clients, args.requests)
         for turn in range(args.rounds):
@@ -312,7 +305,7 @@ def resident(pid: int | None) -> float | None:
 
 def storm(args: argparse.Namespace) -> Body:
     """Counts of everything, what differed in the replay, and what was left behind."""
-    texts, log = questions(args), list[Any]()
+    texts, log = in_turns(args.questions, args.per_category), list[Any]()
     end = time.monotonic() + 60 * args.minutes
 
     async def together() -> None:

@@ -24,7 +24,8 @@ import numpy as np
 
 from headstart import registry
 from headstart.config import AUTO, EngineConfig
-from headstart.models._family import Arrays, Family
+from headstart.models.base import Family
+from headstart.models.small import Arrays
 from headstart.tools.tiny import write_model
 from headstart.tools.verify import run as verify
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence as S
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -57,7 +57,11 @@ class Completion:
     timing: dict[str, float]  # seconds to load, to the first token, from first to last; tokens/s of the latter
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    choices: list[Completion] = field(default_factory=list, repr=False)
+    others: list[Completion] = field(default_factory=list, repr=False)  # after the first
+
+    @property
+    def choices(self) -> list[Completion]:
+        return [self, *self.others]
 
 
 @dataclass(frozen=True)
@@ -72,55 +76,106 @@ class TextDelta:
 
 @dataclass
 class Choice:
-    """One choice while it runs."""
+    """One choice while it runs. `started`, `arrivals`: when it was sent or due, and when the engine gave tokens."""
 
     request: Request
     output: TextOutput
     started: float
+    sequence: Sequence | None = None  # once the engine has it
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    first: float = 0.0
-    last: float = 0.0
+    arrivals: list[float] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: str = ""
 
-    def push(self, delta: Delta) -> TextDelta:
+    def push(self, delta: Delta, now: float) -> TextDelta:
         """Take the tokens of a delta in; the result's finish_reason says whether the text is complete."""
         piece = self.output.push(delta)
         tokens = list(delta.tokens[: piece.num_tokens])
-        self.last = time.perf_counter()
-        self.first = self.first or (self.last if tokens else 0.0)
+        self.arrivals += [now] if tokens else []
         self.text += piece.text
         self.tokens += tokens
         self.logprobs += [each for each in delta.logprobs[: piece.num_tokens] if each]
         self.prompt_logprobs += [each for each in delta.prompt_logprobs if each]
+        self.finish_reason, self.error = piece.finish_reason, delta.error
         return TextDelta(piece.text, tokens, piece.finish_reason)
 
-    def completion(self, sequence: Sequence, reason: FinishReason, method: str, load_s: float) -> Completion:
-        decode_s = self.last - self.first
+    def completion(self, llm: LLM) -> Completion:
+        """Of a text that has ended. Raises GenerationError where it broke off."""
+        assert self.sequence is not None and self.finish_reason is not None, "it still runs"
+        if self.finish_reason == "error":
+            raise GenerationError(f"the text broke off after {len(self.tokens)} tokens: {self.error}")
+        first, last = (self.arrivals[0], self.arrivals[-1]) if self.arrivals else (self.started, self.started)
         return Completion(
-            index=sequence.choice,
+            index=self.sequence.choice,
             text=self.text,
             token_ids=self.tokens,
             prompt_token_ids=list(self.request.prompt_ids),
-            finish_reason=reason,
+            finish_reason=self.finish_reason,
             seed=self.request.seed,
             usage={
-                "prompt_tokens": sequence.num_prompt,
+                "prompt_tokens": self.sequence.num_prompt,
                 "completion_tokens": len(self.tokens),
-                "cached_tokens": sequence.num_cached,
+                "cached_tokens": self.sequence.num_cached,
             },
-            method=method,
-            speculation=sequence.stats,
+            method=llm.method,
+            speculation=self.sequence.stats,
             timing={
-                "load_s": load_s,
-                "ttft_s": self.first - self.started,
-                "decode_s": decode_s,
-                "decode_tokens_per_s": (len(self.tokens) - 1) / decode_s if decode_s > 0 else 0.0,
+                "load_s": llm.load_s,
+                "ttft_s": first - self.started,
+                "decode_s": last - first,
+                "decode_tokens_per_s": (len(self.tokens) - 1) / (last - first) if last > first else 0.0,
             },
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
         )
+
+
+class Session:
+    """Requests through the engine of an LLM, sent whenever one likes: `submit`, and `step` while choices are running.
+    Nothing is left in the engine when its context ends. Several sessions may take turns."""
+
+    def __init__(self, llm: LLM, *, continues: bool = False) -> None:
+        self._llm, self._continues = llm, continues
+        self._names: list[str] = []  # of its requests
+        self._inbox: deque[tuple[float, Delta]] = deque()  # what has come and was not taken yet
+        self.running: dict[tuple[str, int], Choice] = {}  # by request id and index
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for name in self._names:
+            self._llm.engine.abort(name)
+            self._llm.inboxes.pop(name, None)
+
+    def submit(self, request: Request, since: float | None = None) -> None:
+        """`since`: when it was due, if not now. Raises what `Engine.submit` raises."""
+        started = time.perf_counter() if since is None else since
+        self._names.append(request.request_id)
+        self._llm.inboxes[request.request_id] = self._inbox
+        for sequence in self._llm.engine.submit(request):
+            output = TextOutput(self._llm.tokenizer, request, self._continues)
+            self.running[request.request_id, sequence.choice] = Choice(request, output, started, sequence)
+
+    def step(self) -> Iterator[tuple[Choice, TextDelta]]:
+        """What has come, after a step of the engine where nothing waits to be taken. Choices that end are no longer
+        running."""
+        if not self._inbox:
+            self._llm.engine.step(self._llm.deliver)
+        while self._inbox:
+            now, delta = self._inbox.popleft()
+            key = (delta.request_id, delta.choice)
+            choice = self.running.get(key)
+            if choice is None:  # a stop string has ended it meanwhile
+                continue
+            piece = choice.push(delta, now)
+            if piece.finish_reason is not None:
+                del self.running[key]
+                self._llm.engine.abort(*key)  # a stop string ends the text before the engine knows
+            yield choice, piece
 
 
 class LLM:
@@ -146,7 +201,7 @@ class LLM:
         self.load_s = time.perf_counter() - started
         self.chat_template: ChatTemplate | None = self.model.checkpoint.chat_template()
         self._ids = count()
-        self._inboxes: dict[str, deque[Delta]] = {}  # request id -> deltas that its call has not taken yet
+        self.inboxes: dict[str, deque[tuple[float, Delta]]] = {}  # of sessions, by request id: when what came
 
     @property
     def method(self) -> str:
@@ -280,51 +335,38 @@ class LLM:
         for _, delta in self._run([request], continues=raw):
             yield delta
 
+    def decode_pair(self, prompt: Prompt, params: SamplingParams, number: int) -> dict[bool, Completion]:
+        """The unit of every comparison with plain decoding: one prompt, by whether drafting was on. Which one is first
+        alternates with `number`, so that what slows the machine down for a while hits both alike."""
+        order = (False, True) if number % 2 == 0 else (True, False)
+        return {drafting: self.generate([prompt], params, depth=None if drafting else 0)[0] for drafting in order}
+
+    def session(self, *, continues: bool = False) -> Session:
+        """Requests that come one by one. `continues`: texts go on in the middle of their prompts (raw ones)."""
+        return Session(self, continues=continues)
+
     def _run(self, requests: Seq[Request], *, continues: bool) -> Iterator[tuple[Request, TextDelta]]:
-        """Submit all, step until all have ended; whatever happens, nothing of them stays in the engine."""
+        """Submit all, step until all have ended."""
         started = time.perf_counter()
-        running: dict[tuple[str, int], tuple[Sequence, Choice]] = {}
-        inbox: deque[Delta] = deque()
-        try:
+        with self.session(continues=continues) as session:
             for request in requests:
-                self._inboxes[request.request_id] = inbox
-                for sequence in self.engine.submit(request):
-                    choice = Choice(request, TextOutput(self.tokenizer, request, continues), started)
-                    running[request.request_id, sequence.choice] = sequence, choice
-            while running:
-                if not inbox:
-                    self.engine.step(self._deliver)
-                while inbox:
-                    delta = inbox.popleft()
-                    if (delta.request_id, delta.choice) in running:  # else a stop string has ended it meanwhile
-                        yield self._take(delta, running)
-        finally:
-            for request in requests:
-                self.engine.abort(request.request_id)
-                self._inboxes.pop(request.request_id, None)
+                session.submit(request, started)
+            while session.running:
+                for choice, delta in session.step():
+                    if delta.finish_reason is not None:
+                        delta = replace(delta, completion=choice.completion(self))
+                    yield choice.request, delta
 
-    def _deliver(self, deltas: list[Delta]) -> None:
-        """A step serves whatever runs: each delta waits for the call that asked for it."""
+    def deliver(self, deltas: list[Delta]) -> None:
+        """A step serves whatever runs: each delta waits for the session that asked for it."""
+        now = time.perf_counter()
         for delta in deltas:
-            if (inbox := self._inboxes.get(delta.request_id)) is not None:
-                inbox.append(delta)
-
-    def _take(self, delta: Delta, running: dict[tuple[str, int], tuple[Sequence, Choice]]) -> tuple[Request, TextDelta]:
-        key = (delta.request_id, delta.choice)
-        sequence, choice = running[key]
-        text = choice.push(delta)
-        if text.finish_reason == "error":
-            raise GenerationError(f"the text broke off after {len(choice.tokens)} tokens: {delta.error}")
-        if text.finish_reason is None:
-            return choice.request, text
-        self.engine.abort(*key)  # a stop string ends the text before the engine knows
-        del running[key]
-        completion = choice.completion(sequence, text.finish_reason, self.method, self.load_s)
-        return choice.request, replace(text, completion=completion)
+            if (inbox := self.inboxes.get(delta.request_id)) is not None:
+                inbox.append((now, delta))
 
 
 def _gather(choices: list[Completion]) -> Completion:
     """The first choice, holding all of them in order of their index."""
-    first = min(choices, key=lambda each: each.index)
-    first.choices = sorted(choices, key=lambda each: each.index)
+    first, *others = sorted(choices, key=lambda each: each.index)
+    first.others = others
     return first

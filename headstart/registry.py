@@ -1,8 +1,8 @@
-"""Finds plug-ins by file name: one file = one model family, drafter, checkpoint format or launcher.
+"""Finds plug-ins by file name: one file = one model family, drafter, checkpoint format, quantization, launcher, ...
 
 Order: directories added with `search_path`, the package's own folder, then entry points of group `headstart.<kind>`.
-What a plug-in module must define is written in `KINDS`: one constant (`FAMILY`, `DRAFTER`, `FORMAT`, `LAUNCHER`).
-Files that start with `_` and the helpers listed there are not plug-ins.
+A plug-in is a file that defines the constant of its kind (`KINDS`: `FAMILY`, `DRAFTER`, `FORMAT`, ...) at top level;
+other files of the folder serve them. An underscore says that a file is private to its folder.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
-import pkgutil
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +22,10 @@ from typing import Literal
 
 from headstart.errors import HeadstartError, ModelError, UsageError
 
-KindName = Literal["models", "drafters", "formats", "launchers", "head_kinds", "tool_formats", "reasoning_formats"]
+KindName = Literal[
+    "models", "drafters", "formats", "quantizations", "launchers", "exports", "head_kinds", "tool_formats",
+    "reasoning_formats",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -30,22 +33,21 @@ class Kind:
     """Where plug-ins of one kind live and what each must define."""
 
     package: str
-    required: tuple[str, ...]
+    constant: str
     word: str
     error: type[HeadstartError]
-    helpers: frozenset[str] = frozenset({"base"})
 
 
 KINDS: dict[KindName, Kind] = {
-    "models": Kind("headstart.models", ("FAMILY",), "model family", ModelError),
-    "drafters": Kind("headstart.drafters", ("DRAFTER",), "drafter", UsageError),
-    "formats": Kind(  # head checkpoints are read by name, not detected
-        "headstart.formats", ("FORMAT",), "checkpoint format", ModelError, helpers=frozenset({"base", "head"})
-    ),
-    "launchers": Kind("headstart.tools.launch.launchers", ("LAUNCHER",), "launcher", UsageError),
-    "head_kinds": Kind("headstart.train.kinds", ("KIND",), "kind of head", UsageError),
-    "tool_formats": Kind("headstart.text.parsers", ("PARSER",), "tool format", UsageError),
-    "reasoning_formats": Kind("headstart.text.reasoning", ("REASONING",), "reasoning format", UsageError),
+    "models": Kind("headstart.models", "FAMILY", "model family", ModelError),
+    "drafters": Kind("headstart.drafters", "DRAFTER", "drafter", UsageError),
+    "formats": Kind("headstart.formats", "FORMAT", "checkpoint format", ModelError),
+    "quantizations": Kind("headstart.formats.quantized", "QUANTIZATION", "quantization", ModelError),
+    "launchers": Kind("headstart.tools.launch.launchers", "LAUNCHER", "launcher", UsageError),
+    "exports": Kind("headstart.tools.export.targets", "EXPORT", "layout", UsageError),
+    "head_kinds": Kind("headstart.train.kinds", "KIND", "kind of head", UsageError),
+    "tool_formats": Kind("headstart.text.parsers", "PARSER", "tool format", UsageError),
+    "reasoning_formats": Kind("headstart.text.reasoning", "REASONING", "reasoning format", UsageError),
 }
 
 _added: dict[str, list[Path]] = {kind: [] for kind in KINDS}  # changed by `search_path` only
@@ -66,21 +68,21 @@ def search_path(kind: KindName, folder: Path) -> Iterator[None]:
 
 def available(kind: KindName) -> list[str]:
     """Sorted names of all plug-ins of one kind; imports none of them."""
-    names = {name for folder in _folders(kind) for name in _names_in(folder)} | set(_entry_points(kind))
-    return sorted(names - KINDS[kind].helpers)
+    names = {path.stem for folder in _folders(kind) for path in folder.glob("*.py") if _defines(kind, path)}
+    return sorted(names | set(_entry_points(kind)))
 
 
 def find(kind: KindName, name: str) -> ModuleType:
     """The module of one plug-in. Raises the kind's user error for an unknown name, listing what exists."""
     key = name.replace("-", "_")
-    if key not in available(kind):
+    if key not in available(kind) and not any((folder / f"{key}.py").is_file() for folder in _added[kind]):
         raise _unknown(kind, name)
     module = _load(kind, key)
-    if missing := [needed for needed in KINDS[kind].required if not hasattr(module, needed)]:
+    if not hasattr(module, KINDS[kind].constant):
         where = getattr(module, "__file__", module.__name__)
         raise KINDS[kind].error(
-            f"{KINDS[kind].word} {name!r} ({where}) does not define {missing[0]}",
-            "each plug-in of its kind defines it; the name of a helper file begins with an underscore",
+            f"{KINDS[kind].word} {name!r} ({where}) does not define {KINDS[kind].constant}",
+            "each plug-in of its kind defines it",
         )
     return module
 
@@ -90,7 +92,7 @@ def _load(kind: KindName, key: str) -> ModuleType:
         if (path := folder / f"{key}.py").is_file():
             return _load_file(kind, path)
     package = KINDS[kind].package
-    if any(key in _names_in(folder) for folder in _package_folders(package)):
+    if any((folder / f"{key}.py").is_file() for folder in _package_folders(package)):
         return importlib.import_module(f"{package}.{key}")
     loaded = _entry_points(kind)[key].load()
     if not isinstance(loaded, ModuleType):
@@ -140,8 +142,9 @@ def _package_folders(package: str) -> list[Path]:
     return [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec else []
 
 
-def _names_in(folder: Path) -> set[str]:
-    return {found.name for found in pkgutil.iter_modules([str(folder)]) if not found.name.startswith("_")}
+def _defines(kind: KindName, path: Path) -> bool:
+    """Does a file define its kind's constant? Told by its text: importing costs time, and helpers need not import."""
+    return re.search(rf"^{KINDS[kind].constant}\b", path.read_text("utf-8"), re.MULTILINE) is not None
 
 
 def _entry_points(kind: str) -> dict[str, EntryPoint]:

@@ -30,9 +30,16 @@ from headstart.drafters._drafter import AttachedHead, Wish
 from headstart.engine.engine import Engine
 from headstart.engine.load import Model, load_model, make_engine
 from headstart.formats.base import make_tensor
-from headstart.layers.build import DecoderConfig, Weights, eagle3_head, medusa_modules, mtp_module
+from headstart.formats.head import BlockConfig
+from headstart.kernels.ops import AttentionSpec, RopeSpec
+from headstart.layers.attention import AttentionConfig
+from headstart.layers.build import DecoderConfig, eagle3_head, medusa_modules, mtp_module, mtp_shapes
+from headstart.layers.decoder import LayerConfig
+from headstart.layers.mlp import MLPConfig
 from headstart.layers.mtp import HeadSpec, MTPHead
-from headstart.models._family import Arrays, Family, block_shapes, random_arrays
+from headstart.layers.weights import Weights
+from headstart.models.base import Family
+from headstart.models.small import Arrays, random_arrays
 from headstart.tools.tiny import write_model
 
 FAMILIES = registry.available("models")
@@ -70,13 +77,6 @@ def tiny_model(family: str, dtype: str = "float64", softness: float = 1.0, **cha
     config, arrays = family_of(family).tiny(**changes)
     folder = write_model(new_folder(), config, soften(arrays, softness))
     return load_model(str(folder), EngineConfig(backend="reference", dtype=dtype, threads=1))
-
-
-def mtp_shapes(prefix: str, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Canonical names and shapes of one MTP module."""
-    hidden = config.hidden_size
-    norms = {f"{prefix}.{name}.weight": (hidden,) for name in ("norm_embedding", "norm_hidden", "norm")}
-    return {**norms, f"{prefix}.projection.weight": (hidden, 2 * hidden), **block_shapes(f"{prefix}.block", config)}
 
 
 def as_tensors(arrays: Arrays) -> dict[str, Any]:
@@ -117,18 +117,30 @@ def make_head(
 def eagle3_tensors(model: Model, draft_ids: Seq[int] | None = None, taps: int = 3, seed: int = 1) -> dict[str, Any]:
     """A random EAGLE-3 head under canonical names; norms near 1."""
     config, hidden = model.config, model.config.hidden_size
-    block = block_shapes("block", plain_sizes(config))
-    for name in ("q_proj", "k_proj", "v_proj"):
-        rows, columns = block[f"block.self_attn.{name}.weight"]
-        block[f"block.self_attn.{name}.weight"] = (rows, 2 * columns)
+    block = plain_sizes(config).head_layer.shapes("block", hidden, reads=2 * hidden)
     own = {"fuse.weight": (hidden, taps * hidden), "block.hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
     size = len(draft_ids) if draft_ids is not None else config.vocab_size
     return random_arrays({**own, **block, "lm_head.weight": (size, hidden)}, seed)
 
 
 def plain_sizes(config: DecoderConfig) -> DecoderConfig:
-    """A Llama block beside this trunk."""
-    return replace(config, qkv_bias=False, qk_norm=False, gated_attention=False, moe=None, mla=None, delta=None)
+    """With a Llama block for heads beside this trunk."""
+    block = plain_block(config)
+    layer = LayerConfig(
+        mixer=AttentionConfig(spec=block.attention, rope=block.rope),
+        mlp=MLPConfig(inner=block.intermediate_size),
+        eps=block.eps,
+    )
+    return replace(config, mtp_layer=layer)
+
+
+def plain_block(config: DecoderConfig) -> BlockConfig:
+    """A Llama block with heads as this trunk's, where it has grouped attention."""
+    mixer = config.head_layer.mixer
+    spec, rope = AttentionSpec(2, 1, 8, 8**-0.5), RopeSpec((1.0, 0.1, 0.01, 0.001), 8)
+    if isinstance(mixer, AttentionConfig) and mixer.rope:
+        spec, rope = mixer.spec, mixer.rope
+    return BlockConfig(intermediate_size=config.head_layer.mlp.inner, attention=spec, rope=rope, eps=config.eps)
 
 
 def make_eagle3(model: Model, tap: tuple[int, ...] = (0, 1), draft_ids: Seq[int] | None = None) -> AttachedHead:

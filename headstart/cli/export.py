@@ -34,7 +34,7 @@ class ExportFlags(OptionGroup):
 
 def run(model: Model = None, *, flags: ExportFlags, output: OutputOptions) -> int:
     """Write a model with its head so that another engine can run it."""
-    from headstart.tools import export
+    from headstart.tools.export import run as export
 
     options = export.ExportOptions(model=model, **vars(flags))
     with progress("exporting", quiet=output.as_json) as report_progress:

@@ -41,7 +41,7 @@ def run(model: Model = None, *, flags: InspectFlags, output: OutputOptions) -> i
 
     Reads headers only: of a model on the Hub nothing else is downloaded. The exit code is 1 when the config promises
     heads that are not all there, when a drafter does not fit, or when a measured head is dead."""
-    from headstart.tools import inspect
+    from headstart.tools.inspect import run as inspect
 
     options = inspect.InspectOptions(model=model, head=flags.head, target=flags.target, deep=flags.deep)
     with progress("inspecting", quiet=output.as_json) as report_progress:

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from headstart.cache.memory import KVMemory
 from headstart.core import Draft, Rows, Sampled, Sequence
 from headstart.kernels.ops import Backend, Buffer, Program, Weight
-from headstart.layers.build import DecoderConfig, Weights
+from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import Decoder, Tap
 from headstart.layers.mtp import MTPHead
+from headstart.layers.weights import Weights
 
 
 @dataclass(frozen=True)

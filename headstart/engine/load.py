@@ -22,16 +22,18 @@ from headstart.engine.runner import Runner
 from headstart.errors import ModelError, UsageError
 from headstart.formats import open_checkpoint
 from headstart.formats._fp8 import without_scales
-from headstart.formats._picked import unpermute_rows
 from headstart.formats.base import Checkpoint
-from headstart.formats.head import is_head, read_head
+from headstart.formats.head import BlockConfig, is_head, read_head
+from headstart.formats.rows import unpermute_rows
 from headstart.kernels.ops import Backend, RawTensor
-from headstart.layers.build import DecoderConfig, Weights, eagle3_head, medusa_modules, mtp_module
-from headstart.layers.decoder import Decoder, tap_width
+from headstart.layers.attention import AttentionConfig
+from headstart.layers.build import DecoderConfig, eagle3_head, medusa_modules, mtp_module
+from headstart.layers.decoder import Decoder, LayerConfig, tap_width
+from headstart.layers.mlp import MLPConfig
 from headstart.layers.mtp import HeadSpec, MTPHead
-from headstart.models._family import Family, native_head
-from headstart.models._named import family_named
-from headstart.models._trailing import trailing_modules
+from headstart.layers.weights import Weights
+from headstart.models.base import Family, family_named, native_head
+from headstart.models.names import trailing_modules
 from headstart.text.tokenizer import Tokenizer
 
 MEMORY_SHARE = 0.25
@@ -133,12 +135,14 @@ def canonical_tensors(checkpoint: Checkpoint, family: Family, config: DecoderCon
     read = without_scales(checkpoint.tensors, checkpoint.config)
     tensors: dict[str, RawTensor] = {**read}
     if not checkpoint.canonical_names:
-        named = ((family.canonical(name), tensor) for name, tensor in read.items())
+        named = ((family.names.canonical(name), tensor) for name, tensor in read.items())
         tensors = {name: tensor for name, tensor in named if name is not None}
     if family.adapt:
         tensors = family.adapt(tensors, config, checkpoint.canonical_names)
     if checkpoint.canonical_names and family.interleaved_rope:
-        heads = {"q_proj": config.attention.num_heads, "k_proj": config.attention.num_kv_heads}
+        mixer = config.layers[0].mixer
+        assert isinstance(mixer, AttentionConfig)
+        heads = {"q_proj": mixer.spec.num_heads, "k_proj": mixer.spec.num_kv_heads}
         for name, tensor in checkpoint.tensors.items():
             if (part := name.split(".")[-2] if "." in name else "") in heads:
                 tensors[name] = unpermute_rows(tensor, heads[part])
@@ -206,7 +210,7 @@ def attach_head(model: Model, path: Path) -> AttachedHead:
     head, tensors, draft_token_ids = read_head(path)
     _check_fit(model, path, head.hidden_size, head.vocab_size)
     weights = Weights(tensors, model.backend, str(path), drafts=True)
-    sizes = replace(model.config, **vars(head.block), moe=None, mla=None, delta=None)
+    sizes = replace(model.config, mtp_layer=_block(head.block), eps=head.block.eps)
     spec = HeadSpec.of(head)
     if head.kind == "eagle3":
         made = eagle3_head(weights, sizes, spec, head.norm_before_residual, draft_token_ids)
@@ -215,6 +219,18 @@ def attach_head(model: Model, path: Path) -> AttachedHead:
     else:
         made = MTPHead(spec, [mtp_module(weights, f"mtp.{i}", sizes) for i in range(head.num_modules)])
     return AttachedHead(made, str(path), draft_token_ids)
+
+
+def _block(block: BlockConfig) -> LayerConfig:
+    mixer = AttentionConfig(
+        spec=block.attention,
+        rope=block.rope,
+        qkv_bias=block.qkv_bias,
+        o_bias=block.o_bias,
+        qk_norm=block.qk_norm,
+        gated=block.gated_attention,
+    )
+    return LayerConfig(mixer=mixer, mlp=MLPConfig(inner=block.intermediate_size, bias=block.mlp_bias), eps=block.eps)
 
 
 def _head_of_checkpoint(model: Model, path: Path) -> AttachedHead:

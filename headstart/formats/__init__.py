@@ -1,5 +1,49 @@
-"""Checkpoint formats, one file each: `FORMAT = Format(detect, open_checkpoint)`. Helper files start with `_`."""
+"""Checkpoint formats, one file each: `FORMAT = Format(detect, open_checkpoint)`; and opening by detection."""
 
-from headstart.formats._open import open_checkpoint
+from __future__ import annotations
 
-__all__ = ["open_checkpoint"]
+from pathlib import Path
+
+from headstart import hub, registry
+from headstart.core import Progress, no_progress
+from headstart.errors import ModelError
+from headstart.formats.base import Checkpoint, Format
+
+HINT = "give a directory with config.json and *.safetensors, a .gguf file, a Hugging Face repo id or an alias"
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a checkpoint by detection; only headers are read. ModelError if nothing is there or no format knows it."""
+    path = Path(path).expanduser()
+    if not path.exists():
+        raise ModelError(f"{path} does not exist", HINT)
+    for name in registry.available("formats"):
+        known: Format = registry.find("formats", name).FORMAT
+        if known.detect(path):
+            return known.open_checkpoint(path)
+    raise ModelError(_why_unknown(path), HINT)
+
+
+def find_checkpoint(name: str | Path, progress: Progress = no_progress) -> Checkpoint:
+    """A path, an alias, or a repo on the Hub, of which nothing but headers is fetched. Raises ModelError for damaged
+    or missing files, UsageError for an unknown name or when the Hub cannot be reached."""
+    asked = None if isinstance(name, Path) else hub.repo_of(name)
+    if asked is not None:
+        from headstart.formats.remote import open_repo  # the Hub's client is slow to import
+
+        return open_repo(asked, progress)
+    return open_checkpoint(hub.resolve(str(name)) if hub.is_builtin(str(name)) else Path(name))
+
+
+def _why_unknown(path: Path) -> str:
+    if not path.is_dir():
+        return f"{path} is not a checkpoint: it is neither a GGUF file nor a directory"
+    if not any(path.iterdir()):
+        return f"{path} is an empty directory"
+    if files := sorted(path.glob("*.gguf")):
+        return f"{path} is a directory with GGUF files; name one of them, such as {files[0].name}"
+    if not (path / "config.json").exists():
+        return f"{path} is not a checkpoint: it has no config.json"
+    if files := [*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")]:
+        return f"{path} holds {files[0].name}, a pickle, which is never opened; convert it to safetensors"
+    return f"{path} has a config.json, but no *.safetensors file"

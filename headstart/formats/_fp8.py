@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.errors import ModelError
-from headstart.formats._deferred import Deferred
 from headstart.formats.base import Tensor, make_tensor
+from headstart.formats.rows import Deferred
 from headstart.formats.safetensors import bfloat16
 
 SCALES = "_scale_inv"
@@ -44,6 +44,9 @@ class BlockScaled(Deferred):
     def nbytes(self) -> int:
         """Bytes in the file."""
         return self.weight.nbytes + self.scales.nbytes
+
+    def fingerprint(self) -> int:
+        return self.weight.fingerprint()
 
     def read(self) -> Tensor:
         """The plain tensor, in memory."""

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.errors import ModelError
-from headstart.formats._gguf_names import ROPE_KEYS
 from headstart.formats.base import Tensor
+from headstart.formats.gguf_names import ROPE_KEYS
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What every Llama 3.1 to 3.3 uses; its GGUF files hold the resulting factors only."""
@@ -31,7 +31,7 @@ def rope_config(
         found["partial_rotary_factor"] = rotary / head_dim
     scaling = _declared(metadata, f"{arch}.rope.scaling.")
     factors = tensors.get("rope_freqs.weight")
-    if scaling is None and factors is not None and factors.nbytes:  # no bytes: only a header was read
+    if scaling is None and factors is not None and factors.here:
         scaling = _from_factors(factors.float32(), float(theta))
     return found | ({"rope_scaling": scaling} if scaling else {})
 

@@ -7,8 +7,10 @@ Canonical tensor names are Hugging Face's Llama names without the `model.` prefi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +29,13 @@ ITEM_BYTES: Mapping[str, int] = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
 }  # fmt: skip
-"""Plain types: bytes per element. Every other dtype name is a ggml block type."""
+"""Plain types that can be read: bytes per element."""
+
+BITS: Mapping[str, int] = {
+    **{dtype: 8 * size for dtype, size in ITEM_BYTES.items()},
+    "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4, "C64": 64,
+}  # fmt: skip
+"""Bits per element of every dtype of safetensors. Every other dtype name is a ggml block type."""
 
 _NUMPY: Mapping[str, str] = {
     "F64": "<f8", "F32": "<f4", "F16": "<f2",
@@ -38,24 +46,102 @@ _NUMPY: Mapping[str, str] = {
 NAME_OF: Mapping[np.dtype[Any], str] = {np.dtype(code): name for name, code in _NUMPY.items()}
 """numpy dtype (little-endian) -> plain type name."""
 
+PIECE_BYTES = 1 << 22
+"""Of what is read piece by piece."""
+END_BYTES = 4096
+
 
 @dataclass(frozen=True, eq=False)
-class Tensor:
-    """One tensor of a checkpoint, mapped and not copied.
+class File:
+    """A file that tensors lie in. `here`: it is on this machine; of others only headers were read."""
 
-    `data` is uint8: [shape[0], bytes of one row] for two or more dimensions, else flat. `dtype` is a key of
-    ITEM_BYTES or the name of a ggml block type (Q4_0, Q4_1, Q8_0, Q4_K, Q6_K, ...), whose blocks run along a row.
+    path: Path
+    here: bool = True
+
+    @cached_property
+    def mapped(self) -> Bytes:
+        """All bytes, uint8 [size], mapped on first use and not read."""
+        return map_file(self.path)
+
+    def read(self, begin: int, nbytes: int) -> bytes:
+        """Bytes [begin, begin + nbytes), or fewer at the end of the file. Nothing is mapped."""
+        with self.path.open("rb") as file:
+            file.seek(begin)
+            return file.read(nbytes)
+
+
+def map_file(path: Path) -> Bytes:
+    """The file's bytes, uint8 [size], mapped and not read. ModelError for a missing, unreadable or empty file."""
+    try:
+        if not path.is_file():
+            raise ModelError(f"{path} is not a file")
+        if path.stat().st_size == 0:
+            raise ModelError(f"{path} is empty", "download the file again")
+        return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}") from error
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Tensor:
+    """One tensor of a checkpoint, by its place: nothing of it is read before it is asked for.
+
+    `source` is a file or an array in memory (uint8 [size]); `begin` and `nbytes` count its bytes. `dtype` is a key of
+    BITS or the name of a ggml block type (Q4_0, Q4_1, Q8_0, Q4_K, Q6_K, ...), whose blocks run along a row.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    data: Bytes
+    source: File | Bytes
+    begin: int
+    nbytes: int
 
     @property
-    def nbytes(self) -> int:
-        """Bytes in the file."""
-        return int(self.data.size)
+    def file(self) -> Path:
+        """The file it lies in; an empty path in memory."""
+        return self.source.path if isinstance(self.source, File) else Path()
+
+    @property
+    def here(self) -> bool:
+        """Can its bytes be read?"""
+        return not isinstance(self.source, File) or self.source.here
+
+    @property
+    def data(self) -> Bytes:
+        """The bytes, mapped: uint8 [shape[0], bytes of one row] for two or more dimensions, else flat."""
+        raw = self.source.mapped if isinstance(self.source, File) else self.source
+        data = raw[self.begin : self.begin + self.nbytes]
+        return data.reshape(self.shape[0], self.row_bytes) if len(self.shape) > 1 else data
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of an item of the first dimension."""
+        return self.nbytes // max(self.shape[0], 1)
+
+    def read_bytes(self, begin: int = 0, nbytes: int | None = None) -> Bytes:
+        """Bytes [begin, begin + nbytes) of the tensor (all from `begin` on without a number), uint8, not mapped.
+        ModelError when the file has become shorter."""
+        nbytes = self.nbytes - begin if nbytes is None else nbytes
+        if not isinstance(self.source, File):
+            return self.source[self.begin + begin : self.begin + begin + nbytes]
+        data = self.source.read(self.begin + begin, nbytes)
+        if len(data) != nbytes:
+            raise ModelError(f"{self.file} ends inside tensor {self.name}", "was the file changed meanwhile?")
+        return np.frombuffer(data, np.uint8)
+
+    def pieces(self) -> Iterator[Bytes]:
+        """All bytes, a piece at a time, not mapped."""
+        for begin in range(0, self.nbytes, PIECE_BYTES):
+            yield self.read_bytes(begin, min(PIECE_BYTES, self.nbytes - begin))
+
+    def in_memory(self) -> Tensor:
+        """The same tensor, read and not mapped."""
+        return make_tensor(self.name, self.shape, self.dtype, self.read_bytes())
+
+    def fingerprint(self) -> int:
+        """A checksum of the first and last 4 KiB: tensors of one name may hold other rows."""
+        return ends_crc(self.data.reshape(-1))
 
     def float32(self) -> NDArray[np.float32]:
         """The values, [*shape] (possibly a read-only view of the file). ModelError if the type holds no floats."""
@@ -88,20 +174,25 @@ class Tensor:
             raise ModelError(f"tensor {self.name} is a scalar and has no rows")
         if len(self.shape) == 1 and self.dtype not in ITEM_BYTES:
             raise ModelError(f"tensor {self.name} is one row of {self.dtype} blocks and cannot be split")
-        grid = self.data.reshape(self.shape[0], self.nbytes // max(self.shape[0], 1))
-        taken = grid[np.asarray(rows, dtype=np.int64)]
-        flat = taken.reshape(-1) if len(self.shape) == 1 else taken
-        return replace(self, shape=(len(rows), *self.shape[1:]), data=flat)
+        rows = np.asarray(rows, dtype=np.int64)
+        taken = self.data.reshape(self.shape[0], self.row_bytes)[rows]
+        return make_tensor(self.name, (len(rows), *self.shape[1:]), self.dtype, taken.reshape(-1))
+
+    def span(self, begin: int, count: int) -> Tensor:
+        """Rows [begin, begin + count) of the first dimension, by their place."""
+        size = self.row_bytes
+        shape = (count, *self.shape[1:])
+        return replace(self, shape=shape, begin=self.begin + begin * size, nbytes=count * size)
 
     def part(self, index: int) -> Tensor:
         """Item `index` of the first dimension, a view: one expert of a stack, one row as a vector."""
         if not 0 <= index < self.shape[0]:
             raise ModelError(f"tensor {self.name} {list(self.shape)} has no part {index}")
-        return make_tensor(f"{self.name}[{index}]", self.shape[1:], self.dtype, self.data[index])
+        return replace(self.span(index, 1), name=f"{self.name}[{index}]", shape=self.shape[1:])
 
     def shaped(self, *shape: int) -> Tensor:
-        """The same values in the same order under another shape, a view."""
-        return make_tensor(self.name, shape, self.dtype, self.data)
+        """The same values in the same order under another shape."""
+        return replace(self, shape=shape)
 
     def affine(self, factor: float, offset: float) -> Tensor:
         """factor * value + offset, in float32."""
@@ -154,9 +245,13 @@ def _e4m3_table() -> NDArray[np.float32]:
 
 
 def make_tensor(name: str, shape: tuple[int, ...], dtype: str, raw: Bytes) -> Tensor:
-    """A Tensor over `raw` (flat uint8 of exactly the right size), brought into the layout of `Tensor.data`."""
-    rows = raw.reshape(shape[0], raw.size // max(shape[0], 1)) if len(shape) > 1 else raw.reshape(-1)
-    return Tensor(name, shape, dtype, rows)
+    """A Tensor over `raw` (uint8 of exactly the right size) in memory."""
+    return Tensor(name, shape, dtype, raw.reshape(-1), 0, raw.size)
+
+
+def ends_crc(data: Bytes) -> int:
+    """crc32 of the first and last 4 KiB of uint8 [size]."""
+    return zlib.crc32(data[-END_BYTES:].data, zlib.crc32(data[:END_BYTES].data))
 
 
 def _no_tokenizer() -> Tokenizer:
@@ -171,17 +266,19 @@ def _no_template() -> ChatTemplate | None:
 class Checkpoint:
     """An opened checkpoint: nothing is read but headers and configs until a tensor's values are asked for.
 
-    `config` has the shape of Hugging Face's config.json (`model_type` is always set). `canonical_names` is False where
-    `tensors` carries the names of the model's own Hugging Face implementation.
+    `config` has the shape of Hugging Face's config.json. `canonical_names` is False where `tensors` carries the names
+    of the model's own Hugging Face implementation. `stray` are tensors of files that the index does not name: no engine
+    loads them. `path` is the repo's name for files that are not on this machine.
     """
 
     path: Path
-    format: str
+    format: str  # safetensors or gguf
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     canonical_names: bool
     files: tuple[Path, ...] = ()  # that hold the tensors
     generation_config: dict[str, Any] = field(default_factory=dict)
+    stray: dict[str, Tensor] = field(default_factory=dict)
     tokenizer: Callable[[], Tokenizer] = _no_tokenizer
     template: Callable[[], ChatTemplate | None] = _no_template
 

@@ -1,7 +1,7 @@
 """GGUF files: one file (or numbered parts) with weights, metadata and tokenizer.
 
 Rows of q_proj and k_proj stay in the file's order: a family whose converter permutes them says so and uses
-`_picked.unpermute_rows`.
+`rows.unpermute_rows`.
 """
 
 from __future__ import annotations
@@ -9,18 +9,20 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from headstart.errors import ModelError
-from headstart.formats._gguf_file import MAGIC, GgufFile, read
-from headstart.formats._gguf_names import IMPLIED, KEYS, canonical_names
 from headstart.formats._gguf_rope import rope_config
-from headstart.formats._index import join
 from headstart.formats.base import Checkpoint, Format, Tensor
-from headstart.text.chat import ChatTemplate
-from headstart.text.tokenizer import Tokenizer
+from headstart.formats.gguf_file import MAGIC, GgufFile, read
+from headstart.formats.gguf_names import IMPLIED, KEYS, canonical_names
+from headstart.formats.safetensors_file import join
+
+if TYPE_CHECKING:
+    from headstart.text.chat import ChatTemplate
+    from headstart.text.tokenizer import Tokenizer
 
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
@@ -56,9 +58,21 @@ def join_files(path: Path, files: list[GgufFile]) -> Checkpoint:
         canonical_names=True,
         files=tuple(file.path for file in files),
         generation_config={key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config},
-        tokenizer=lambda: Tokenizer.from_gguf(first.metadata, str(path)),
-        template=lambda: ChatTemplate.from_gguf(first.metadata, str(path)),
+        tokenizer=lambda: _tokenizer(first, path),
+        template=lambda: _template(first, path),
     )
+
+
+def _tokenizer(file: GgufFile, path: Path) -> Tokenizer:
+    from headstart.text.tokenizer import Tokenizer  # more than headers need: only who asks for it waits for it
+
+    return Tokenizer.from_gguf(file.metadata, str(path))
+
+
+def _template(file: GgufFile, path: Path) -> ChatTemplate | None:
+    from headstart.text.chat import ChatTemplate
+
+    return ChatTemplate.from_gguf(file.metadata, str(path))
 
 
 def part_names(name: str) -> list[str]:

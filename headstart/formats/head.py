@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from headstart.errors import ModelError
 from headstart.formats import _eagle3
-from headstart.formats._json import read_object
 from headstart.formats.base import Tensor
-from headstart.formats.safetensors import Array, read_file, save
+from headstart.formats.json_object import read_object
+from headstart.formats.safetensors import Array, save
+from headstart.formats.safetensors_file import read_file
 from headstart.kernels.ops import AttentionSpec, RopeSpec
 
 MARK = "headstart_head"

@@ -1,26 +1,30 @@
-"""Hugging Face directories: config.json and one or many *.safetensors files, mapped and not read."""
+"""Hugging Face directories: config.json and one or many *.safetensors files, of which headers are read; and writing."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headstart.errors import ModelError
-from headstart.formats._header import PREFIX, header_size, parse_header
-from headstart.formats._index import INDEX, SINGLE, join, missing_shard, pick, weight_map_of
-from headstart.formats._json import read_object
-from headstart.formats._mmap import map_file
-from headstart.formats.base import ITEM_BYTES, NAME_OF, Bytes, Checkpoint, Format, Tensor, make_tensor
-from headstart.text.chat import ChatTemplate
-from headstart.text.tokenizer import Tokenizer
+from headstart.formats.base import ITEM_BYTES, NAME_OF, Checkpoint, Format, Tensor
+from headstart.formats.json_object import read_object
+from headstart.formats.safetensors_file import INDEX, join, pick, read_file, shards_of, tensors_of, weight_map_of
 
+if TYPE_CHECKING:
+    from headstart.text.chat import ChatTemplate
+    from headstart.text.tokenizer import Tokenizer
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
 Array = NDArray[Any] | tuple[NDArray[Any], str]
 """A numpy array, or raw bits with a dtype name for what numpy lacks: (uint16 array, "BF16")."""
 
@@ -34,54 +38,117 @@ def detect(path: Path) -> bool:
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open such a directory. Tensor names are those of the model's Hugging Face implementation."""
-    config = read_object(path / "config.json")
-    if not isinstance(config.get("model_type"), str):
-        raise ModelError(f"{path / 'config.json'} names no model_type", "is this a model directory?")
-    generation = path / "generation_config.json"
+    config = read_object(path / CONFIG)
+    index = read_object(path / INDEX) if (path / INDEX).exists() else None
+    here = sorted(file.name for file in path.glob("*.safetensors"))
+    files = shards_of(here, index, str(path / INDEX))
+    shards = {file: read_file(path / file) for file in files}
+    tensors = tensors_of(shards, index, str(path / INDEX), str(path))
+    for file in set(here) - shards.keys():
+        with suppress(ModelError):  # a file that is no part of the model may be anything
+            shards[file] = read_file(path / file)
     return Checkpoint(
         path=path,
         format="safetensors",
         config=config,
-        tensors=_read_all(path),
+        tensors=tensors,
         canonical_names=False,
-        files=tuple(sorted(path.glob("*.safetensors"))),
-        generation_config=read_object(generation) if generation.exists() else {},
-        tokenizer=lambda: Tokenizer.from_directory(path),
-        template=lambda: ChatTemplate.from_directory(path),
+        files=tuple(path / file for file in files),
+        generation_config=read_object(path / GENERATION) if (path / GENERATION).exists() else {},
+        stray={name: each for held in shards.values() for name, each in held.items() if name not in tensors},
+        tokenizer=lambda: _tokenizer(path),
+        template=lambda: _template(path),
     )
 
 
-def _read_all(path: Path) -> dict[str, Tensor]:
-    index = path / INDEX
-    if not index.exists():
-        files = [path / SINGLE] if (path / SINGLE).exists() else sorted(path.glob("*.safetensors"))
-        return join({file.name: read_file(file) for file in files}, str(path))
-    weight_map = weight_map_of(read_object(index), str(index))
-    shards: dict[str, dict[str, Tensor]] = {}
-    for name in sorted(set(weight_map.values())):
-        if not (path / name).exists():
-            raise missing_shard(str(index), name)
-        shards[name] = read_file(path / name)
-    return pick(weight_map, shards, str(index))
+def _tokenizer(path: Path) -> Tokenizer:
+    from headstart.text.tokenizer import Tokenizer  # more than headers need: only who asks for it waits for it
+
+    return Tokenizer.from_directory(path)
 
 
-def read_file(path: Path) -> dict[str, Tensor]:
-    """The tensors of one safetensors file, by name. ModelError for anything out of bounds."""
-    return _parse(path, map_file(path))[0]
+def _template(path: Path) -> ChatTemplate | None:
+    from headstart.text.chat import ChatTemplate
+
+    return ChatTemplate.from_directory(path)
 
 
-def read_metadata(path: Path) -> dict[str, str]:
-    """The `__metadata__` strings of one safetensors file."""
-    return _parse(path, map_file(path))[1]
+def whole_directory(path: Path) -> dict[str, Tensor]:
+    """The tensors of all files, of those that the index does not name too: heads are often added so. ModelError for a
+    missing shard, an index that names an absent tensor, or a tensor in two files."""
+    files = {file.name: read_file(file) for file in sorted(path.glob("*.safetensors"))}
+    if not any(files.values()):
+        raise ModelError(f"{path} holds no tensors in *.safetensors files", "give a Hugging Face directory")
+    weight_map: dict[str, str] = {}
+    if (path / INDEX).exists():
+        index = read_object(path / INDEX)
+        shards_of(files, index, str(path / INDEX))
+        weight_map = weight_map_of(index, str(path / INDEX))
+        pick(weight_map, files, str(path / INDEX))
+    return join(
+        {
+            file: {name: each for name, each in held.items() if weight_map.get(name, file) == file}
+            for file, held in files.items()
+        },
+        str(path),
+    )
 
 
-def _parse(path: Path, raw: Bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
-    size = header_size(raw[:PREFIX].tobytes(), len(raw), str(path))
-    entries, metadata = parse_header(raw[PREFIX : PREFIX + size].tobytes(), len(raw), str(path))
-    tensors = {
-        name: make_tensor(name, shape, dtype, raw[begin:end]) for name, (dtype, shape, begin, end, _) in entries.items()
-    }
-    return tensors, metadata
+@dataclass(frozen=True)
+class Planned:
+    """A tensor to be written. `pieces` yields arrays that hold its little-endian bytes in order, when it is written."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: Callable[[], Iterable[NDArray[Any]]]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+def copied(name: str, tensor: Tensor) -> Planned:
+    """The same bytes under another name. ModelError for a type that is not written."""
+    if tensor.dtype not in ITEM_BYTES:
+        raise ModelError(f"{tensor.file}: tensor {tensor.name} has dtype {tensor.dtype}, which cannot be exported")
+    return Planned(name, tensor.dtype, tensor.shape, tensor.pieces)
+
+
+def write_stream(
+    path: Path,
+    tensors: Sequence[Planned],
+    metadata: Mapping[str, str] | None = None,
+    wrote: Callable[[int], None] = lambda nbytes: None,
+) -> None:
+    """Write one safetensors file, piece by piece. `wrote` is called with the bytes of each piece."""
+    with path.open("xb") as file:
+        for piece in _stream(tensors, metadata, wrote):
+            file.write(piece)
+
+
+def _stream(
+    tensors: Sequence[Planned], metadata: Mapping[str, str] | None, wrote: Callable[[int], None] = lambda nbytes: None
+) -> Iterator[bytes | memoryview]:
+    """The bytes of a file."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    # Widest types first: every tensor then starts at a multiple of its own item size.
+    order = sorted(tensors, key=lambda each: (-ITEM_BYTES[each.dtype], each.name))
+    at = 0
+    for each in order:
+        header[each.name] = {"dtype": each.dtype, "shape": list(each.shape), "data_offsets": [at, at + each.nbytes]}
+        at += each.nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for each in order:
+        done = 0
+        for piece in each.pieces():
+            data = np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data
+            yield data
+            done += len(data)
+            wrote(len(data))
+        assert done == each.nbytes, f"{each.name}: {done} bytes written, {each.nbytes} planned"
 
 
 def save(path: Path, tensors: Mapping[str, Array], metadata: Mapping[str, str] | None = None) -> None:
@@ -89,22 +156,13 @@ def save(path: Path, tensors: Mapping[str, Array], metadata: Mapping[str, str] |
 
     BF16 goes in as (uint16 bits, "BF16"); any other value as a numpy array of a plain type.
     """
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    blobs: list[Bytes] = []
-    # Widest types first: every tensor then starts at a multiple of its own item size.
-    for name, value in sorted(tensors.items(), key=lambda item: (-_bits(item[1]).itemsize, item[0])):
-        bits = _bits(value)
-        bits = np.ascontiguousarray(bits, bits.dtype.newbyteorder("<")).reshape(bits.shape)
-        begin = sum(map(len, blobs))
-        blobs.append(bits.reshape(-1).view(np.uint8))
-        header[name] = {
-            "dtype": _dtype_name(name, value),
-            "shape": list(bits.shape),
-            "data_offsets": [begin, begin + len(blobs[-1])],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    write_atomically(Path(path), [len(text).to_bytes(8, "little"), text, *(blob.data for blob in blobs)])
+    write_atomically(Path(path), _stream([_planned(name, value) for name, value in tensors.items()], metadata))
+
+
+def _planned(name: str, value: Array) -> Planned:
+    bits = _bits(value)
+    little = np.ascontiguousarray(bits, bits.dtype.newbyteorder("<"))
+    return Planned(name, _dtype_name(name, value), bits.shape, lambda: [little])
 
 
 def bfloat16(values: NDArray[np.float32]) -> tuple[NDArray[np.uint16], str]:

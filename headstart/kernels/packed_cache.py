@@ -25,14 +25,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from headstart import __version__, hub
-from headstart.formats._fp8 import BlockScaled
-from headstart.formats._picked import Picked
-from headstart.formats.base import Bytes, Tensor
+from headstart.formats.base import Bytes, ends_crc
 from headstart.kernels._native import Matrix
 from headstart.kernels.ops import RawTensor
 
@@ -82,7 +79,7 @@ class _Entry:
     def matrix(self, file: Bytes) -> Matrix | None:
         """Over the file's bytes; None if they are damaged."""
         data = file[self.offset : self.offset + self.num_bytes]
-        if _ends_crc(data) != self.crc:
+        if ends_crc(data) != self.crc:
             return None
         return Matrix(self.kind, self.rows, self.cols, self.group, self.zero, self.scale_f32, self.has_min, data)
 
@@ -135,19 +132,7 @@ class PackedCache:
 
 def _identity(tensor: RawTensor) -> str:
     """Name, type, shape and a look at the bytes: rows taken from a tensor carry its name too."""
-    return f"{tensor.name} {tensor.dtype} {list(tensor.shape)} {_look(tensor):08x}"
-
-
-def _look(tensor: Any) -> int:
-    if isinstance(tensor, Picked):
-        return zlib.crc32(tensor.rows.data, _look(tensor.source))
-    stored = tensor.weight if isinstance(tensor, BlockScaled) else tensor
-    return _ends_crc(stored.data.reshape(-1)) if isinstance(stored, Tensor) else 0
-
-
-def _ends_crc(data: Bytes) -> int:
-    """crc32 of the first and last 4 KiB of uint8 [size]."""
-    return zlib.crc32(data[-_PAGE:].data, zlib.crc32(data[:_PAGE].data))
+    return f"{tensor.name} {tensor.dtype} {list(tensor.shape)} {tensor.fingerprint():08x}"
 
 
 def _read(path: Path, key: Key) -> tuple[Bytes, dict[str, _Entry]]:
@@ -185,7 +170,7 @@ def _header(key: Key, matrices: dict[str, Matrix]) -> tuple[bytes, int]:
     """The header, and where the matrices start. Without its prefix."""
     entries, at = {}, 0
     for name, m in matrices.items():
-        crc = _ends_crc(m.data)
+        crc = ends_crc(m.data)
         entries[name] = _Entry(m.kind, m.rows, m.cols, m.group, m.zero, m.scale_f32, m.has_min, at, m.num_bytes, crc)
         at += _page_up(m.num_bytes)
 

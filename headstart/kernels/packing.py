@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.formats._fp8 import BlockScaled
-from headstart.formats._picked import Picked
 from headstart.formats.base import Bytes, Tensor
+from headstart.formats.rows import Picked
 from headstart.kernels._native import Matrix, ThreadPool, dequantize_into, matrix_bytes, pack_rows, source_form
 from headstart.kernels.ops import RawTensor
 

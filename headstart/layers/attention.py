@@ -1,40 +1,119 @@
-"""Grouped-query attention with rotary positions over a paged KV pool."""
+"""Grouped-query attention with rotary positions over a paged KV pool.
+
+Canonical tensors under `{layer}.self_attn`: `{q,k,v,o}_proj`, `gate_proj`, `{q,k}_norm`, `sinks` [heads].
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, RopeSpec, StateSpec
+from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, RopeSpec, StateSpec, Weight
 from headstart.layers.linear import Linear
 from headstart.layers.norm import RMSNorm
+from headstart.layers.weights import Shapes, Weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """`rope` None: positions are not rotated. `gated`: the output is multiplied by sigmoid(gate x). `shares`: the index
+    of an earlier layer, whose keys and values are read in place of own ones. `sinks`: see Ops.attend."""
+
+    spec: AttentionSpec
+    rope: RopeSpec | None
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+    gated: bool = False
+    shares: int | None = None
+    sinks: bool = False
+
+    def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, reads: int) -> Attention:
+        """The attention of the layer `prefix`; q, k and v read as many columns as `reads`."""
+        name = f"{prefix}.self_attn"
+        linears = {
+            part: weights.linear(f"{name}.{part}", *shape, bias=bias)
+            for part, (shape, bias) in self._linears(hidden, reads).items()
+        }
+        norms = {part: weights.norm(f"{name}.{part}", self.spec.head_dim, eps) for part in self._norms}
+        return Attention(
+            q_proj=linears["q_proj"],
+            k_proj=linears.get("k_proj"),
+            v_proj=linears.get("v_proj"),
+            gate_proj=linears.get("gate_proj"),
+            o_proj=linears["o_proj"],
+            q_norm=norms.get("q_norm"),
+            k_norm=norms.get("k_norm"),
+            spec=self.spec,
+            rope=self.rope,
+            sinks=weights.get(f"{name}.sinks", self.spec.num_heads) if self.sinks else None,
+            shares=self.shares,
+        )
+
+    def shapes(self, prefix: str, hidden: int, *, reads: int) -> Shapes:
+        """Names and shapes of what `build` takes."""
+        shapes: Shapes = {}
+        for name, (shape, bias) in self._linears(hidden, reads).items():
+            shapes[f"{prefix}.self_attn.{name}.weight"] = shape
+            if bias:
+                shapes[f"{prefix}.self_attn.{name}.bias"] = shape[:1]
+        shapes |= {f"{prefix}.self_attn.{name}.weight": (self.spec.head_dim,) for name in self._norms}
+        return shapes | ({f"{prefix}.self_attn.sinks": (self.spec.num_heads,)} if self.sinks else {})
+
+    def _linears(self, hidden: int, reads: int) -> dict[str, tuple[tuple[int, int], bool]]:
+        """Projections: (out, in), with a bias?"""
+        spec = self.spec
+        out = spec.num_heads * spec.value_width
+        sizes = {"q_proj": spec.num_heads * spec.head_dim}
+        if self.shares is None:
+            sizes |= {"k_proj": spec.num_kv_heads * spec.head_dim, "v_proj": spec.num_kv_heads * spec.value_width}
+        if self.gated:
+            sizes["gate_proj"] = out
+        read = {name: ((size, reads), self.qkv_bias) for name, size in sizes.items()}
+        return {**read, "o_proj": ((hidden, out), self.o_bias)}
+
+    @property
+    def _norms(self) -> tuple[str, ...]:
+        return () if not self.qk_norm else ("q_norm",) if self.shares is not None else ("q_norm", "k_norm")
 
 
 @dataclass(frozen=True)
 class Attention:
-    """q, k, v projections, optional per-head q/k norms, rope, causal attention, optional gate (its output is multiplied
-    by sigmoid(gate x)), output projection."""
+    """q, k, v projections, optional per-head q/k norms, rope, causal attention, optional gate, output projection.
+    No `k_proj` and `v_proj`: the pool is that of the layer `shares`."""
 
     q_proj: Linear
-    k_proj: Linear
-    v_proj: Linear
+    k_proj: Linear | None
+    v_proj: Linear | None
+    gate_proj: Linear | None
     o_proj: Linear
+    q_norm: RMSNorm | None
+    k_norm: RMSNorm | None
     spec: AttentionSpec
-    rope: RopeSpec
-    q_norm: RMSNorm | None = None
-    k_norm: RMSNorm | None = None
-    gate_proj: Linear | None = None
+    rope: RopeSpec | None
+    sinks: Weight | None = None
+    shares: int | None = None
+
+    @property
+    def kv_spec(self) -> AttentionSpec | None:
+        return self.spec if self.shares is None else None
 
     @property
     def state_specs(self) -> tuple[StateSpec, ...]:
         return ()
 
     def __call__(self, ops: Ops, x: Buffer, positions: Buffer, pool: Pool) -> Buffer:
-        q, k, v = self.q_proj(ops, x), self.k_proj(ops, x), self.v_proj(ops, x)
+        q = self.q_proj(ops, x)
+        k = self.k_proj(ops, x) if self.k_proj else None
+        v = self.v_proj(ops, x) if self.v_proj else None
         gate = self.gate_proj(ops, x) if self.gate_proj else None
-        if self.q_norm and self.k_norm:
-            q, k = self.q_norm(ops, q), self.k_norm(ops, k)
-        q = ops.rope(q, positions, self.rope, self.spec.head_dim)
-        k = ops.rope(k, positions, self.rope, self.spec.head_dim)
-        ops.store_kv(k, v, pool, self.spec)
-        attended = ops.attend(q, pool, self.spec)
+        if self.q_norm:
+            q = self.q_norm(ops, q)
+        if self.k_norm:
+            k = self.k_norm(ops, k)
+        if self.rope:
+            q = ops.rope(q, positions, self.rope, self.spec.head_dim)
+            k = ops.rope(k, positions, self.rope, self.spec.head_dim) if self.k_proj else None
+        if self.k_proj:
+            ops.store_kv(k, v, pool, self.spec)
+        attended = ops.attend(q, pool, self.spec, self.sinks)
         return self.o_proj(ops, attended if gate is None else ops.sigmoid_mul(gate, attended))

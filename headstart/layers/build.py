@@ -1,152 +1,51 @@
-"""From named tensors to layers: the getter that checks shapes, and the builder of the common decoder."""
+"""The common decoder: what its config says, and how it is made of named tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
 from headstart.errors import ModelError
-from headstart.kernels.ops import AttentionSpec, Backend, RawTensor, RopeSpec, Weight
-from headstart.layers.attention import Attention
-from headstart.layers.decoder import Decoder, DecoderLayer, Mixer, tapped_layers
-from headstart.layers.delta import DeltaConfig, delta_layer
+from headstart.layers.decoder import Decoder, LayerConfig, tapped_layers
 from headstart.layers.eagle3 import Eagle3Module
 from headstart.layers.linear import Linear
 from headstart.layers.medusa import MedusaModule
-from headstart.layers.mla import MLAConfig, mla_layer
-from headstart.layers.mlp import GatedMLP
-from headstart.layers.moe import MoEConfig, moe_layer
 from headstart.layers.mtp import HeadSpec, MTPHead, MTPModule
-from headstart.layers.norm import RMSNorm
+from headstart.layers.weights import Shapes, Weights
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """Sizes and switches of the common decoder, whatever the family calls them."""
+    """Sizes of the common decoder, whatever the family calls them, and its layers."""
 
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    attention: AttentionSpec
-    rope: RopeSpec
-    eps: float
+    layers: tuple[LayerConfig, ...]
+    eps: float  # of the final norm, and of norms outside layers
     max_length: int
     tied: bool  # LM head = embedding
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    gated_attention: bool = False
-    delta: DeltaConfig | None = None
     num_mtp: int = 0  # native MTP modules promised by the config
+    mtp_layer: LayerConfig | None = None  # the block of such a module; None: as the last layer
     mtp_recycle: Literal["post_norm", "pre_norm"] | None = None  # None: what the family declares
-    moe: MoEConfig | None = None
-    mla: MLAConfig | None = None  # instead of `attention`, which is then what a block beside this trunk may have
 
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
 
-class Weights:
-    """Canonical names -> backend weights, with shape checks. A tensor asked for twice is taken once (tied weights).
-    `drafts`: what is taken only makes drafts (see Backend.weight). `on_take` is told of each tensor taken."""
+    @property
+    def head_layer(self) -> LayerConfig:
+        """The block of a head."""
+        return self.mtp_layer or self.layers[-1]
 
-    def __init__(
-        self,
-        tensors: Mapping[str, RawTensor],
-        backend: Backend,
-        source: str,
-        *,
-        drafts: bool = False,
-        on_take: Callable[[RawTensor], None] = lambda tensor: None,
-    ) -> None:
-        self.tensors, self.backend, self.source, self.drafts = tensors, backend, source, drafts
-        self.on_take = on_take
-        self.used: set[str] = set()
-        self._taken: dict[str, Weight] = {}
-
-    def raw(self, name: str, *shapes: tuple[int, ...]) -> RawTensor:
-        """The file's tensor. Raises ModelError when it is absent or has none of these shapes."""
-        tensor = self.tensors.get(name)
-        if tensor is None:
-            raise ModelError(f"{self.source} has no tensor {name}", "is the checkpoint complete, and of this family?")
-        if tuple(tensor.shape) not in shapes:
-            has = f"{self.source}: {name} has shape {tuple(tensor.shape)}"
-            raise ModelError(f"{has}, but the config implies {shapes[0]}")
-        self.used.add(name)
-        return tensor
-
-    def get(self, name: str, *shape: int, precise: bool = False) -> Weight:
-        if name not in self._taken:
-            self._taken[name] = self.take(self.raw(name, shape), precise=precise)
-        return self._taken[name]
-
-    def take(self, tensor: RawTensor, *, precise: bool = False) -> Weight:
-        """A tensor, or what was made of one, in the backend's form."""
-        self.on_take(tensor)
-        return self.backend.weight(tensor, drafts=self.drafts, precise=precise)
-
-    def has(self, name: str) -> bool:
-        return name in self.tensors
-
-    def linear(self, prefix: str, num_out: int, num_in: int, *, bias: bool = False) -> Linear:
-        weight = self.get(f"{prefix}.weight", num_out, num_in)
-        return Linear(weight, self.get(f"{prefix}.bias", num_out) if bias else None)
-
-    def norm(self, name: str, size: int, eps: float) -> RMSNorm:
-        return RMSNorm(self.get(f"{name}.weight", size), eps)
-
-
-def decoder_layer(
-    weights: Weights,
-    prefix: str,
-    config: DecoderConfig,
-    *,
-    index: int | None = None,
-    attention_input: int | None = None,
-) -> DecoderLayer:
-    """The block whose tensors start with `prefix` (no trailing dot). `index`: its place in the trunk; a block beside
-    the trunk always has the experts, if there are any. `attention_input`: columns that q, k and v read, where they are
-    not the hidden size."""
-    hidden, eps = config.hidden_size, config.eps
-    mlp = f"{prefix}.mlp"
-    sparse = config.moe if config.moe and index not in config.moe.dense else None
-    return DecoderLayer(
-        input_norm=weights.norm(f"{prefix}.input_layernorm", hidden, eps),
-        attention=_mixer(weights, prefix, config, index, attention_input or hidden),
-        post_norm=weights.norm(f"{prefix}.post_attention_layernorm", hidden, eps),
-        mlp=moe_layer(weights, mlp, hidden, sparse)
-        if sparse
-        else GatedMLP.of(weights, mlp, hidden, config.intermediate_size, bias=config.mlp_bias),
-    )
-
-
-def _mixer(weights: Weights, prefix: str, config: DecoderConfig, index: int | None, reads: int) -> Mixer:
-    """What layer `index` of the trunk, or a block beside it, mixes positions with."""
-    if config.delta and index in config.delta.layers:
-        return delta_layer(weights, f"{prefix}.linear_attn", config.hidden_size, config.eps, config.delta)
-    if config.mla:
-        return mla_layer(weights, f"{prefix}.self_attn", config.hidden_size, config.mla)
-    return _attention(weights, f"{prefix}.self_attn", config, reads)
-
-
-def _attention(weights: Weights, attn: str, config: DecoderConfig, reads: int) -> Attention:
-    """The attention whose tensors start with `attn`; q, k and v read as many columns as `reads`."""
-    hidden, spec, eps = config.hidden_size, config.attention, config.eps
-    q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    gate = weights.linear(f"{attn}.gate_proj", q_size, reads, bias=config.qkv_bias) if config.gated_attention else None
-    return Attention(
-        q_proj=weights.linear(f"{attn}.q_proj", q_size, reads, bias=config.qkv_bias),
-        k_proj=weights.linear(f"{attn}.k_proj", kv_size, reads, bias=config.qkv_bias),
-        v_proj=weights.linear(f"{attn}.v_proj", kv_size, reads, bias=config.qkv_bias),
-        o_proj=weights.linear(f"{attn}.o_proj", hidden, q_size, bias=config.o_bias),
-        spec=spec,
-        rope=config.rope,
-        q_norm=weights.norm(f"{attn}.q_norm", spec.head_dim, eps) if config.qk_norm else None,
-        k_norm=weights.norm(f"{attn}.k_norm", spec.head_dim, eps) if config.qk_norm else None,
-        gate_proj=gate,
-    )
+    def shapes(self) -> Shapes:
+        """Canonical names and shapes of the trunk."""
+        embedding = (self.vocab_size, self.hidden_size)
+        shapes: Shapes = {"embed_tokens.weight": embedding}
+        for i, layer in enumerate(self.layers):
+            shapes |= layer.shapes(f"layers.{i}", self.hidden_size)
+        return shapes | {"norm.weight": (self.hidden_size,)} | ({} if self.tied else {"lm_head.weight": embedding})
 
 
 def decoder(weights: Weights, config: DecoderConfig) -> Decoder:
@@ -155,7 +54,7 @@ def decoder(weights: Weights, config: DecoderConfig) -> Decoder:
     head = lm_head_name(weights, config)
     return Decoder(
         embedding=embedding,
-        layers=[decoder_layer(weights, f"layers.{i}", config, index=i) for i in range(config.num_layers)],
+        layers=[each.build(weights, f"layers.{i}", config.hidden_size) for i, each in enumerate(config.layers)],
         norm=weights.norm("norm", config.hidden_size, config.eps),
         lm_head=Linear(weights.get(head, config.vocab_size, config.hidden_size)),
     )
@@ -182,9 +81,20 @@ def mtp_module(weights: Weights, prefix: str, config: DecoderConfig) -> MTPModul
         embedding_norm=weights.norm(f"{prefix}.norm_embedding", hidden, eps),
         hidden_norm=weights.norm(f"{prefix}.norm_hidden", hidden, eps),
         projection=weights.linear(f"{prefix}.projection", hidden, 2 * hidden),
-        block=decoder_layer(weights, f"{prefix}.block", config),
+        block=config.head_layer.build(weights, f"{prefix}.block", hidden),
         norm=weights.norm(f"{prefix}.norm", hidden, eps),
     )
+
+
+def mtp_shapes(prefix: str, config: DecoderConfig) -> Shapes:
+    """Names and shapes of what `mtp_module` takes."""
+    hidden = config.hidden_size
+    norms: Shapes = {f"{prefix}.{name}.weight": (hidden,) for name in ("norm_embedding", "norm_hidden", "norm")}
+    return {
+        **norms,
+        f"{prefix}.projection.weight": (hidden, 2 * hidden),
+        **config.head_layer.shapes(f"{prefix}.block", hidden),
+    }
 
 
 def medusa_modules(weights: Weights, config: DecoderConfig, count: int) -> list[MedusaModule]:
@@ -201,7 +111,7 @@ def eagle3_module(
     return Eagle3Module(
         fuse=weights.linear("fuse", hidden, num_taps * hidden),
         hidden_norm=weights.norm("block.hidden_norm", hidden, eps),
-        block=decoder_layer(weights, "block", config, attention_input=2 * hidden),
+        block=config.head_layer.build(weights, "block", hidden, reads=2 * hidden),
         norm=weights.norm("norm", hidden, eps),
         norm_before_residual=norm_before_residual,
     )

@@ -1,14 +1,15 @@
-"""The pre-norm decoder block and the stack of blocks that most families share."""
+"""A decoder layer, which describes and builds itself, and the stack of layers that most families share."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, Program, StateSpec, StepInputs, Weight
 from headstart.layers.linear import Linear
-from headstart.layers.norm import RMSNorm
+from headstart.layers.norm import NoNorm, Norm, RMSNorm
+from headstart.layers.weights import Shapes, Weights
 
 Tap = Literal["post_norm", "pre_norm"] | tuple[int, ...]
 """Which trunk hidden state a head reads: after or before the final norm, or the streams that enter these layers,
@@ -26,11 +27,15 @@ def tapped_layers(tap: Tap) -> tuple[int, ...]:
 
 
 class Mixer(Protocol):
-    """What mixes positions in a block: attention of one kind or another, or a recurrence over states."""
+    """What mixes positions in a layer: attention of one kind or another, or a recurrence over states."""
 
     @property
-    def spec(self) -> AttentionSpec | None:
-        """What its KV pool holds; None: it has none."""
+    def kv_spec(self) -> AttentionSpec | None:
+        """What it keeps of a position in a KV pool of its own; None: nothing."""
+
+    @property
+    def shares(self) -> int | None:
+        """The layer whose KV pool it reads instead."""
 
     @property
     def state_specs(self) -> tuple[StateSpec, ...]:
@@ -39,20 +44,92 @@ class Mixer(Protocol):
     def __call__(self, ops: Ops, x: Buffer, positions: Buffer, pool: Pool) -> Buffer: ...
 
 
+class MixerConfig(Protocol):
+    """Describes a mixer; each kind has its file."""
+
+    def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, reads: int) -> Mixer:
+        """From the tensors of the layer `prefix` (no trailing dot). `reads`: columns of its input; `eps`: of norms."""
+
+    def shapes(self, prefix: str, hidden: int, *, reads: int) -> Shapes:
+        """Names and shapes of what `build` takes."""
+
+
 class FeedForward(Protocol):
     """What works on each row by itself: one gated MLP, or a mixture of experts."""
 
     def __call__(self, ops: Ops, x: Buffer) -> Buffer: ...
 
 
+class FeedForwardConfig(Protocol):
+    """Describes a feed-forward part; each kind has its file."""
+
+    def build(self, weights: Weights, prefix: str, hidden: int) -> FeedForward:
+        """From the tensors under `prefix` (no trailing dot)."""
+
+    def shapes(self, prefix: str, hidden: int) -> Shapes:
+        """Names and shapes of what `build` takes."""
+
+
+Norms = Literal["pre", "post", "sandwich"]
+NORM_NAMES: Mapping[Norms, tuple[str, str, str, str]] = {
+    "pre": ("input_layernorm", "", "post_attention_layernorm", ""),
+    "post": ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+    "sandwich": (
+        "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
+    ),
+}  # fmt: skip
+"""Norms before and after the mixer, before and after the feed-forward part; empty: none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerConfig:
+    """One layer: its two parts, where norms stand, and what each part's output is multiplied by."""
+
+    mixer: MixerConfig
+    mlp: FeedForwardConfig
+    eps: float
+    norms: Norms = "pre"
+    residual_scale: float = 1.0
+
+    def build(self, weights: Weights, prefix: str, hidden: int, *, reads: int | None = None) -> DecoderLayer:
+        """From the tensors under `prefix` (no trailing dot). `reads`: columns that the mixer reads, where they are not
+        the hidden size."""
+        norms = [weights.norm(f"{prefix}.{name}", hidden, self.eps) if name else NoNorm() for name in self._norms]
+        return DecoderLayer(
+            input_norm=norms[0],
+            mixer=self.mixer.build(weights, prefix, hidden, eps=self.eps, reads=reads or hidden),
+            mixed_norm=norms[1],
+            post_norm=norms[2],
+            mlp=self.mlp.build(weights, f"{prefix}.mlp", hidden),
+            output_norm=norms[3],
+            residual_scale=self.residual_scale,
+        )
+
+    def shapes(self, prefix: str, hidden: int, *, reads: int | None = None) -> Shapes:
+        """Names and shapes of what `build` takes."""
+        return {
+            **{f"{prefix}.{name}.weight": (hidden,) for name in self._norms if name},
+            **self.mixer.shapes(prefix, hidden, reads=reads or hidden),
+            **self.mlp.shapes(f"{prefix}.mlp", hidden),
+        }
+
+    @property
+    def _norms(self) -> tuple[str, str, str, str]:
+        return NORM_NAMES[self.norms]
+
+
 @dataclass(frozen=True)
 class DecoderLayer:
-    """x + attention(norm(x)), then + mlp(norm(.)); the residual sum of a block is left to the next norm."""
+    """x + mixer(norm(x)), then + mlp(norm(.)), each part's output normed or not; the second sum is left to the next
+    layer's norm."""
 
-    input_norm: RMSNorm
-    attention: Mixer
-    post_norm: RMSNorm
+    input_norm: Norm
+    mixer: Mixer
+    mixed_norm: Norm
+    post_norm: Norm
     mlp: FeedForward
+    output_norm: Norm
+    residual_scale: float = 1.0
 
     def __call__(
         self, ops: Ops, delta: Buffer | None, residual: Buffer, positions: Buffer, pool: Pool
@@ -62,8 +139,9 @@ class DecoderLayer:
             x = self.input_norm(ops, residual)
         else:
             x, residual = self.input_norm.add(ops, delta, residual)
-        x, residual = self.post_norm.add(ops, self.attention(ops, x, positions, pool), residual)
-        return self.mlp(ops, x), residual
+        mixed = self.mixed_norm(ops, self.mixer(ops, x, positions, pool))
+        x, residual = self.post_norm.add(ops, mixed, residual)
+        return self.output_norm(ops, self.mlp(ops, x)), residual
 
 
 @dataclass(frozen=True)
@@ -77,23 +155,30 @@ class Decoder:
 
     @property
     def kv_specs(self) -> list[AttentionSpec]:
-        """One KV pool per block that attends."""
-        return [layer.attention.spec for layer in self.layers if layer.attention.spec]
+        """One KV pool per layer that keeps keys and values."""
+        return [layer.mixer.kv_spec for layer in self.layers if layer.mixer.kv_spec]
 
     @property
     def state_specs(self) -> list[StateSpec]:
         """One state pool each."""
-        return [spec for layer in self.layers for spec in layer.attention.state_specs]
+        return [spec for layer in self.layers for spec in layer.mixer.state_specs]
 
     def program(
         self, kv_pools: Seq[Pool], hidden_pool: Pool = None, tap: Tap = "post_norm", state_pools: Seq[Pool] = ()
     ) -> Program:
         """The forward over the pools of kv_specs and state_specs; `hidden_pool` None keeps no hidden states."""
+        return DecoderProgram(self, self.pools(kv_pools, state_pools), hidden_pool, tap)
+
+    def pools(self, kv_pools: Seq[Pool], state_pools: Seq[Pool]) -> list[Pool]:
+        """What each layer is called with: its own pools, or that of the layer whose keys and values it shares."""
         kv, states = iter(kv_pools), iter(state_pools)
         pools: list[Pool] = []
-        for mixer in [layer.attention for layer in self.layers]:
-            pools.append(next(kv) if mixer.spec else tuple(next(states) for _ in mixer.state_specs))
-        return DecoderProgram(self, pools, hidden_pool, tap)
+        for mixer in [layer.mixer for layer in self.layers]:
+            if mixer.shares is not None:
+                pools.append(pools[mixer.shares])
+            else:
+                pools.append(next(kv) if mixer.kv_spec else tuple(next(states) for _ in mixer.state_specs))
+        return pools
 
 
 @dataclass(frozen=True)

@@ -3,30 +3,26 @@
 [q, k, v] = silu(conv(W_qkv x)); decay and strength by head from x; o = recurrence (see Ops.gated_delta);
 y = W_out (norm(o) * silu(W_z x)), the norm over each head. Formula: transformers 5.23, Qwen3-Next's GatedDeltaNet.
 
-Canonical tensors under `{prefix}`: `in_proj_{qkv,z,a,b}.weight`, `conv` [width * channels] (taps oldest first),
-`decay_rate` [heads] (negative), `decay_bias` [heads], `norm.weight` [value_dim], `out_proj.weight`.
+Canonical tensors under `{layer}.linear_attn`: `in_proj_{qkv,z,a,b}.weight`, `conv` [width * channels] (taps oldest
+first), `decay_rate` [heads] (negative), `decay_bias` [heads], `norm.weight` [value_dim], `out_proj.weight`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from headstart.kernels.ops import Buffer, ConvSpec, DeltaSpec, Ops, Pool, StateSpec, Weight
 from headstart.layers.linear import Linear
 from headstart.layers.norm import RMSNorm
-
-if TYPE_CHECKING:
-    from headstart.layers.build import Weights
+from headstart.layers.weights import Shapes, Weights
 
 
 @dataclass(frozen=True)
 class DeltaConfig:
-    """Gated DeltaNet in place of attention in some `layers`."""
+    """Gated DeltaNet in place of attention."""
 
     delta: DeltaSpec
     conv_width: int
-    layers: frozenset[int]
 
     @property
     def conv(self) -> ConvSpec:
@@ -37,10 +33,41 @@ class DeltaConfig:
         """Columns of all heads' values."""
         return self.delta.num_heads * self.delta.value_dim
 
+    def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, reads: int) -> GatedDeltaNet:
+        """The recurrence of the layer `prefix`, which reads as many columns as `reads`. Decay and strength are never
+        quantized: their errors would add up over a whole text."""
+        heads, name = self.delta.num_heads, f"{prefix}.linear_attn"
+        a, b = (weights.get(f"{name}.in_proj_{part}.weight", heads, reads, precise=True) for part in "ab")
+        return GatedDeltaNet(
+            qkv_proj=weights.linear(f"{name}.in_proj_qkv", self.delta.channels, reads),
+            z_proj=weights.linear(f"{name}.in_proj_z", self.inner, reads),
+            a_proj=Linear(a),
+            b_proj=Linear(b),
+            conv=weights.get(f"{name}.conv", self.conv_width * self.delta.channels),
+            decay_rate=weights.get(f"{name}.decay_rate", heads),
+            decay_bias=weights.get(f"{name}.decay_bias", heads),
+            norm=weights.norm(f"{name}.norm", self.delta.value_dim, eps),
+            out_proj=weights.linear(f"{name}.out_proj", hidden, self.inner),
+            config=self,
+        )
+
+    def shapes(self, prefix: str, hidden: int, *, reads: int) -> Shapes:
+        """Names and shapes of what `build` takes."""
+        heads, name = self.delta.num_heads, f"{prefix}.linear_attn"
+        rows = {"qkv": self.delta.channels, "z": self.inner, "a": heads, "b": heads}
+        return {
+            **{f"{name}.in_proj_{part}.weight": (size, reads) for part, size in rows.items()},
+            f"{name}.conv": (self.conv_width * self.delta.channels,),
+            f"{name}.decay_rate": (heads,),
+            f"{name}.decay_bias": (heads,),
+            f"{name}.norm.weight": (self.delta.value_dim,),
+            f"{name}.out_proj.weight": (hidden, self.inner),
+        }
+
 
 @dataclass(frozen=True)
 class GatedDeltaNet:
-    """What `delta_layer` makes of the tensors."""
+    """See the module."""
 
     qkv_proj: Linear
     z_proj: Linear
@@ -52,7 +79,8 @@ class GatedDeltaNet:
     norm: RMSNorm
     out_proj: Linear
     config: DeltaConfig
-    spec: None = None
+    kv_spec: None = None
+    shares: None = None
 
     @property
     def state_specs(self) -> tuple[StateSpec, ...]:
@@ -67,22 +95,3 @@ class GatedDeltaNet:
         log_decay = ops.decay(a, self.decay_rate, self.decay_bias)
         read = ops.gated_delta(qkv, log_decay, b, delta_pool, self.config.delta)
         return self.out_proj(ops, ops.activate_mul(z, self.norm(ops, read)))
-
-
-def delta_layer(weights: Weights, prefix: str, hidden: int, eps: float, config: DeltaConfig) -> GatedDeltaNet:
-    """The layer whose tensors start with `prefix` (no trailing dot). Decay and strength are never quantized: their
-    errors would add up over a whole text."""
-    heads = config.delta.num_heads
-    a, b = (weights.get(f"{prefix}.in_proj_{part}.weight", heads, hidden, precise=True) for part in "ab")
-    return GatedDeltaNet(
-        qkv_proj=weights.linear(f"{prefix}.in_proj_qkv", config.delta.channels, hidden),
-        z_proj=weights.linear(f"{prefix}.in_proj_z", config.inner, hidden),
-        a_proj=Linear(a),
-        b_proj=Linear(b),
-        conv=weights.get(f"{prefix}.conv", config.conv_width * config.delta.channels),
-        decay_rate=weights.get(f"{prefix}.decay_rate", heads),
-        decay_bias=weights.get(f"{prefix}.decay_bias", heads),
-        norm=weights.norm(f"{prefix}.norm", config.delta.value_dim, eps),
-        out_proj=weights.linear(f"{prefix}.out_proj", hidden, config.inner),
-        config=config,
-    )

@@ -28,7 +28,7 @@ class Eagle3Module:
 
     @property
     def kv_spec(self) -> AttentionSpec | None:
-        return self.block.attention.spec
+        return self.block.mixer.kv_spec
 
     def forward(
         self, ops: Ops, spec: HeadSpec, embedded: Buffer, step: StepInputs, pool: Pool, *, recycled: bool = False
@@ -37,7 +37,7 @@ class Eagle3Module:
         g = step.hidden if recycled else self.fuse(ops, step.hidden)
         h = self.hidden_norm(ops, g)
         x = ops.concat(self.block.input_norm(ops, embedded), h)
-        attended = self.block.attention(ops, x, step.positions, pool)
+        attended = self.block.mixer(ops, x, step.positions, pool)
         x, residual = self.block.post_norm.add(ops, attended, h if self.norm_before_residual else g)
         y, stream = self.norm.add(ops, self.block.mlp(ops, x), residual)
         return y, y if spec.recycle == "post_norm" else stream

@@ -4,7 +4,7 @@ A position keeps one latent c = norm(W_c x) and one rotated key k_r, shared by a
 kv_b_proj that would expand c for a head, q . k = (W_K^T q_nope) . c + q_r . k_r, and the head's output is W_V times the
 weighted sum of latents: grouped-query attention with one kv head, whose values are the first part of its keys.
 
-Canonical tensors under `{prefix}`: `q_proj` or `q_a_proj`, `q_a_layernorm`, `q_b_proj`; `kv_a_proj_with_mqa`,
+Canonical tensors under `{layer}.self_attn`: `q_proj` or `q_a_proj`, `q_a_layernorm`, `q_b_proj`; `kv_a_proj_with_mqa`,
 `kv_a_layernorm`; `kv_b_proj`, or its parts `k_b_proj` [heads, latent, nope] and `v_b_proj` [heads, value, latent];
 `o_proj`.
 """
@@ -12,7 +12,6 @@ Canonical tensors under `{prefix}`: `q_proj` or `q_a_proj`, `q_a_layernorm`, `q_
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +19,7 @@ from numpy.typing import NDArray
 from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, RopeSpec, StateSpec, Weight
 from headstart.layers.linear import Linear
 from headstart.layers.norm import RMSNorm
-
-if TYPE_CHECKING:
-    from headstart.layers.build import Weights
+from headstart.layers.weights import Shapes, Weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +44,46 @@ class MLAConfig:
         """What is kept of a position, and how it is read."""
         return AttentionSpec(self.num_heads, 1, self.latent + self.rotary, self.scale, self.latent, latent=True)
 
+    def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, reads: int) -> MLA:
+        """The attention of the layer `prefix`, whose projections read as many columns as `reads`."""
+        heads, rank, per_head = self.num_heads, self.query_rank, self.nope + self.rotary
+        queries = np.arange(heads * per_head).reshape(heads, per_head)
+        attn, turned, width = f"{prefix}.self_attn", _half_split(self), self.latent + self.rotary
+        name, query_reads = (f"{attn}.q_b_proj", rank) if rank else (f"{attn}.q_proj", reads)
+        down = f"{attn}.kv_a_proj_with_mqa"
+        keys, values = _absorbed(weights, attn, self)
+        return MLA(
+            query_down=weights.linear(f"{attn}.q_a_proj", rank, reads, bias=self.bias) if rank else None,
+            query_norm=weights.norm(f"{attn}.q_a_layernorm", rank, self.eps) if rank else None,
+            query=_rows(weights, name, heads * per_head, query_reads, queries[:, : self.nope].reshape(-1)),
+            query_rope=_rows(weights, name, heads * per_head, query_reads, queries[:, self.nope + turned].reshape(-1)),
+            latent=_rows(weights, down, width, reads, np.arange(self.latent), bias=self.bias),
+            latent_norm=weights.norm(f"{attn}.kv_a_layernorm", self.latent, self.eps),
+            key_rope=_rows(weights, down, width, reads, self.latent + turned, bias=self.bias),
+            absorb_key=keys,
+            absorb_value=values,
+            output=weights.linear(f"{attn}.o_proj", hidden, heads * self.value, bias=self.bias),
+            config=self,
+        )
+
+    def shapes(self, prefix: str, hidden: int, *, reads: int) -> Shapes:
+        """Names and shapes of what `build` takes, kv_b_proj whole."""
+        heads, rank, per_head = self.num_heads, self.query_rank, self.nope + self.rotary
+        width = self.latent + self.rotary
+        matrices: dict[str, tuple[int, int]] = {"q_proj": (heads * per_head, reads)}
+        if rank:
+            matrices = {"q_a_proj": (rank, reads), "q_b_proj": (heads * per_head, rank)}
+        matrices |= {
+            "kv_a_proj_with_mqa": (width, reads),
+            "kv_b_proj": (heads * (self.nope + self.value), self.latent),
+            "o_proj": (hidden, heads * self.value),
+        }
+        biased = ("q_a_proj", "kv_a_proj_with_mqa", "o_proj") if self.bias else ()
+        shapes: Shapes = {f"{name}.weight": shape for name, shape in matrices.items()}
+        shapes |= {f"{name}.bias": matrices[name][:1] for name in biased if name in matrices}
+        shapes |= {"kv_a_layernorm.weight": (self.latent,), **({"q_a_layernorm.weight": (rank,)} if rank else {})}
+        return {f"{prefix}.self_attn.{name}": shape for name, shape in shapes.items()}
+
 
 @dataclass(frozen=True)
 class MLA:
@@ -64,8 +101,10 @@ class MLA:
     output: Linear
     config: MLAConfig
 
+    shares: None = None
+
     @property
-    def spec(self) -> AttentionSpec:
+    def kv_spec(self) -> AttentionSpec:
         return self.config.spec
 
     @property
@@ -84,33 +123,9 @@ class MLA:
         latent = self.latent_norm(ops, latent)
         key_rope = ops.rope(key_rope, positions, config.rope, config.rotary)
         q, k = ops.concat(absorbed, query_rope, config.num_heads), ops.concat(latent, key_rope)
-        ops.store_kv(k, latent, pool, self.spec)
-        attended = ops.attend(q, pool, self.spec)
+        ops.store_kv(k, latent, pool, config.spec)
+        attended = ops.attend(q, pool, config.spec)
         return self.output(ops, ops.head_linear(attended, self.absorb_value))
-
-
-def mla_layer(weights: Weights, prefix: str, hidden: int, config: MLAConfig) -> MLA:
-    """The attention whose tensors start with `prefix` (no trailing dot)."""
-    heads, rank, per_head = config.num_heads, config.query_rank, config.nope + config.rotary
-    queries = np.arange(heads * per_head).reshape(heads, per_head)
-    turned = _half_split(config)
-    name, reads = (f"{prefix}.q_b_proj", rank) if rank else (f"{prefix}.q_proj", hidden)
-    down = f"{prefix}.kv_a_proj_with_mqa"
-    width = config.latent + config.rotary
-    keys, values = _absorbed(weights, prefix, config)
-    return MLA(
-        query_down=weights.linear(f"{prefix}.q_a_proj", rank, hidden, bias=config.bias) if rank else None,
-        query_norm=weights.norm(f"{prefix}.q_a_layernorm", rank, config.eps) if rank else None,
-        query=_rows(weights, name, heads * per_head, reads, queries[:, : config.nope].reshape(-1)),
-        query_rope=_rows(weights, name, heads * per_head, reads, queries[:, config.nope + turned].reshape(-1)),
-        latent=_rows(weights, down, width, hidden, np.arange(config.latent), bias=config.bias),
-        latent_norm=weights.norm(f"{prefix}.kv_a_layernorm", config.latent, config.eps),
-        key_rope=_rows(weights, down, width, hidden, config.latent + turned, bias=config.bias),
-        absorb_key=keys,
-        absorb_value=values,
-        output=weights.linear(f"{prefix}.o_proj", hidden, heads * config.value, bias=config.bias),
-        config=config,
-    )
 
 
 def _half_split(config: MLAConfig) -> NDArray[np.int64]:
@@ -142,27 +157,3 @@ def _absorbed(weights: Weights, prefix: str, config: MLAConfig) -> tuple[tuple[W
         values = [both.take_rows(each[nope:]).plain() for each in rows]
     take = [tuple(weights.take(each, precise=True) for each in parts) for parts in (keys, values)]
     return take[0], take[1]
-
-
-def mla_shapes(prefix: str, hidden: int, config: MLAConfig) -> dict[str, tuple[int, ...]]:
-    """Hugging Face names and shapes of one attention's tensors."""
-    heads, rank, per_head = config.num_heads, config.query_rank, config.nope + config.rotary
-    shapes: dict[str, tuple[int, ...]] = {
-        f"{prefix}.kv_a_proj_with_mqa.weight": (config.latent + config.rotary, hidden),
-        f"{prefix}.kv_a_layernorm.weight": (config.latent,),
-        f"{prefix}.kv_b_proj.weight": (heads * (config.nope + config.value), config.latent),
-        f"{prefix}.o_proj.weight": (hidden, heads * config.value),
-    }
-    if rank:
-        shapes |= {
-            f"{prefix}.q_a_proj.weight": (rank, hidden),
-            f"{prefix}.q_a_layernorm.weight": (rank,),
-            f"{prefix}.q_b_proj.weight": (heads * per_head, rank),
-        }
-    else:
-        shapes[f"{prefix}.q_proj.weight"] = (heads * per_head, hidden)
-    if config.bias:
-        down = {"q_a_proj": rank} if rank else {}
-        for name, size in {**down, "kv_a_proj_with_mqa": config.latent + config.rotary, "o_proj": hidden}.items():
-            shapes[f"{prefix}.{name}.bias"] = (size,)
-    return shapes

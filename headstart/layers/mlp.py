@@ -3,13 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from headstart.kernels.ops import Buffer, Ops
 from headstart.layers.linear import Linear
+from headstart.layers.weights import Shapes, Weights
 
-if TYPE_CHECKING:
-    from headstart.layers.build import Weights
+
+@dataclass(frozen=True, kw_only=True)
+class MLPConfig:
+    """`inner`: its width. Canonical tensors under its prefix: gate_proj, up_proj, down_proj."""
+
+    inner: int
+    bias: bool = False
+
+    def build(self, weights: Weights, prefix: str, hidden: int) -> GatedMLP:
+        """From the tensors under `prefix` (no trailing dot)."""
+        return GatedMLP(
+            weights.linear(f"{prefix}.gate_proj", self.inner, hidden, bias=self.bias),
+            weights.linear(f"{prefix}.up_proj", self.inner, hidden, bias=self.bias),
+            weights.linear(f"{prefix}.down_proj", hidden, self.inner, bias=self.bias),
+        )
+
+    def shapes(self, prefix: str, hidden: int) -> Shapes:
+        """Names and shapes of those tensors."""
+        up, down = (self.inner, hidden), (hidden, self.inner)
+        matrices = {"gate_proj": up, "up_proj": up, "down_proj": down}
+        shapes: Shapes = {f"{prefix}.{name}.weight": shape for name, shape in matrices.items()}
+        return shapes | ({f"{prefix}.{name}.bias": each[:1] for name, each in matrices.items()} if self.bias else {})
 
 
 @dataclass(frozen=True)
@@ -22,21 +42,3 @@ class GatedMLP:
 
     def __call__(self, ops: Ops, x: Buffer) -> Buffer:
         return self.down_proj(ops, ops.activate_mul(self.gate_proj(ops, x), self.up_proj(ops, x)))
-
-    @staticmethod
-    def of(weights: Weights, prefix: str, hidden: int, inner: int, *, bias: bool = False) -> GatedMLP:
-        """From the tensors under `prefix` (no trailing dot): gate_proj, up_proj, down_proj."""
-        return GatedMLP(
-            weights.linear(f"{prefix}.gate_proj", inner, hidden, bias=bias),
-            weights.linear(f"{prefix}.up_proj", inner, hidden, bias=bias),
-            weights.linear(f"{prefix}.down_proj", hidden, inner, bias=bias),
-        )
-
-    @staticmethod
-    def shapes(prefix: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of those tensors, without biases."""
-        return {
-            f"{prefix}.gate_proj.weight": (inner, hidden),
-            f"{prefix}.up_proj.weight": (inner, hidden),
-            f"{prefix}.down_proj.weight": (hidden, inner),
-        }

@@ -10,30 +10,55 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headstart.kernels.ops import Buffer, Experts, Ops, RawTensor, RouterSpec, Weight
 from headstart.layers.linear import Linear
-from headstart.layers.mlp import GatedMLP
-
-if TYPE_CHECKING:
-    from headstart.layers.build import Weights
+from headstart.layers.mlp import GatedMLP, MLPConfig
+from headstart.layers.weights import Shapes, Weights
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
     """`inner`: width of one expert; `shared`: width of the shared experts together, 0 for none; `shared_gate`: a row
-    scales them by sigmoid(w . x); `bias`: a bias corrects the choice of experts; `dense`: layers without experts."""
+    scales them by sigmoid(w . x); `bias`: a bias corrects the choice of experts."""
 
     router: RouterSpec
     inner: int
     shared: int = 0
     shared_gate: bool = False
     bias: bool = False
-    dense: frozenset[int] = frozenset()
+
+    def build(self, weights: Weights, prefix: str, hidden: int) -> MoE:
+        """From the tensors under `prefix` (no trailing dot). Raises ModelError for what is missing."""
+        count, gate = self.router.num_experts, f"{prefix}.shared_expert_gate.weight"
+        shared = MLPConfig(inner=self.shared)
+        return MoE(
+            router=Linear(weights.get(f"{prefix}.gate.weight", count, hidden, precise=True)),
+            experts=_experts(weights, f"{prefix}.experts", hidden, self),
+            spec=self.router,
+            bias=weights.get(f"{prefix}.gate.e_score_correction_bias", count) if self.bias else None,
+            shared=shared.build(weights, f"{prefix}.shared_experts", hidden) if self.shared else None,
+            shared_gate=Linear(weights.take(weights.raw(gate, (1, hidden), (hidden,)).shaped(1, hidden), precise=True))
+            if self.shared_gate
+            else None,
+        )
+
+    def shapes(self, prefix: str, hidden: int) -> Shapes:
+        """Names (experts one by one) and shapes of those tensors."""
+        count = self.router.num_experts
+        shapes: Shapes = {f"{prefix}.gate.weight": (count, hidden)}
+        if self.bias:
+            shapes[f"{prefix}.gate.e_score_correction_bias"] = (count,)
+        for expert in range(count):
+            shapes |= MLPConfig(inner=self.inner).shapes(f"{prefix}.experts.{expert}", hidden)
+        if self.shared:
+            shapes |= MLPConfig(inner=self.shared).shapes(f"{prefix}.shared_experts", hidden)
+        if self.shared_gate:
+            shapes[f"{prefix}.shared_expert_gate.weight"] = (1, hidden)
+        return shapes
 
 
 @dataclass(frozen=True)
@@ -55,21 +80,6 @@ class MoE:
         shared = self.shared(ops, x)
         routed = ops.moe(x, logits, self.bias, self.experts, self.spec)
         return ops.add(routed, shared if gate is None else ops.sigmoid_mul(gate, shared))
-
-
-def moe_layer(weights: Weights, prefix: str, hidden: int, config: MoEConfig) -> MoE:
-    """The layer whose tensors start with `prefix` (no trailing dot). Raises ModelError for what is missing."""
-    count, gate = config.router.num_experts, f"{prefix}.shared_expert_gate.weight"
-    return MoE(
-        router=Linear(weights.get(f"{prefix}.gate.weight", count, hidden, precise=True)),
-        experts=_experts(weights, f"{prefix}.experts", hidden, config),
-        spec=config.router,
-        bias=weights.get(f"{prefix}.gate.e_score_correction_bias", count) if config.bias else None,
-        shared=GatedMLP.of(weights, f"{prefix}.shared_experts", hidden, config.shared) if config.shared else None,
-        shared_gate=Linear(weights.take(weights.raw(gate, (1, hidden), (hidden,)).shaped(1, hidden), precise=True))
-        if config.shared_gate
-        else None,
-    )
 
 
 def _experts(weights: Weights, prefix: str, hidden: int, config: MoEConfig) -> Experts:
@@ -101,18 +111,3 @@ def _items(stack: RawTensor, rows: NDArray[np.int64] | None = None) -> Iterator[
     for index in range(stack.shape[0]):
         item = stack.part(index)
         yield item if rows is None else item.take_rows(rows)
-
-
-def moe_shapes(prefix: str, hidden: int, config: MoEConfig) -> dict[str, tuple[int, ...]]:
-    """Names (experts one by one) and shapes of one layer's tensors."""
-    count, inner = config.router.num_experts, config.inner
-    shapes: dict[str, tuple[int, ...]] = {f"{prefix}.gate.weight": (count, hidden)}
-    if config.bias:
-        shapes[f"{prefix}.gate.e_score_correction_bias"] = (count,)
-    for expert in range(count):
-        shapes |= GatedMLP.shapes(f"{prefix}.experts.{expert}", hidden, inner)
-    if config.shared:
-        shapes |= GatedMLP.shapes(f"{prefix}.shared_experts", hidden, config.shared)
-    if config.shared_gate:
-        shapes[f"{prefix}.shared_expert_gate.weight"] = (1, hidden)
-    return shapes

@@ -65,7 +65,7 @@ class MTPModule:
 
     @property
     def kv_spec(self) -> AttentionSpec | None:
-        return self.block.attention.spec
+        return self.block.mixer.kv_spec
 
     def forward(
         self, ops: Ops, spec: HeadSpec, embedded: Buffer, step: StepInputs, pool: Pool, *, recycled: bool = False

@@ -1,10 +1,32 @@
-"""Root-mean-square norm (Zhang, Sennrich 2019) with its weight and epsilon."""
+"""Norms: root-mean-square (Zhang, Sennrich 2019) with its weight and epsilon, or none."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from headstart.kernels.ops import Buffer, Ops, Weight
+
+
+class Norm(Protocol):
+    """What stands before or after a part of a layer."""
+
+    def __call__(self, ops: Ops, x: Buffer) -> Buffer: ...
+
+    def add(self, ops: Ops, x: Buffer, residual: Buffer) -> tuple[Buffer, Buffer]:
+        """(norm(x + residual), x + residual)."""
+
+
+@dataclass(frozen=True)
+class NoNorm:
+    """y = x, where a layer has no norm."""
+
+    def __call__(self, ops: Ops, x: Buffer) -> Buffer:
+        return x
+
+    def add(self, ops: Ops, x: Buffer, residual: Buffer) -> tuple[Buffer, Buffer]:
+        stream = ops.add(x, residual)
+        return stream, stream
 
 
 @dataclass(frozen=True)
@@ -18,5 +40,4 @@ class RMSNorm:
         return ops.rms_norm(x, self.weight, self.eps)
 
     def add(self, ops: Ops, x: Buffer, residual: Buffer) -> tuple[Buffer, Buffer]:
-        """(norm(x + residual), x + residual)."""
         return ops.add_rms_norm(x, residual, self.weight, self.eps)

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from headstart.layers.build import DecoderConfig, decoder
-from headstart.models._family import (
-    Arrays,
-    Config,
-    Family,
-    decoder_shapes,
-    parse_decoder,
-    random_arrays,
-    tiny_config,
-    without_prefix,
-)
+from headstart.layers.build import DecoderConfig
+from headstart.models import keys
+from headstart.models.base import Family
+from headstart.models.keys import Config, flag
 
 
 def parse(config: Config) -> DecoderConfig:
-    attention_bias = bool(config.get("attention_bias", False))
-    return parse_decoder(
-        config, qkv_bias=attention_bias, o_bias=attention_bias, mlp_bias=bool(config.get("mlp_bias", False))
-    )
+    bias = flag(config, "attention_bias")
+    mixer, mlp = keys.attention(config, qkv_bias=bias, o_bias=bias), keys.mlp(config, bias=flag(config, "mlp_bias"))
+    return keys.decoder(config, [keys.layer(config, mixer, mlp)] * keys.num_layers(config))
 
 
-def tiny(**changes: Any) -> tuple[dict[str, Any], Arrays]:
-    defaults = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
-    config = tiny_config(**{**defaults, **changes})
-    return config, random_arrays(decoder_shapes(parse(config)))
-
-
-FAMILY = Family(parse=parse, canonical=without_prefix, build=decoder, tiny=tiny, interleaved_rope=True)
+FAMILY = Family(
+    parse=parse,
+    interleaved_rope=True,
+    small={"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True},
+)

@@ -7,59 +7,33 @@ recycling; the embedding of the first pair is masked.
 
 from __future__ import annotations
 
-import re
-from typing import Any
-
-from headstart.layers.build import DecoderConfig, decoder
+from headstart.layers.build import DecoderConfig
 from headstart.layers.mtp import HeadSpec
-from headstart.models._family import (
-    Arrays,
-    Config,
-    Family,
-    block_shapes,
-    decoder_shapes,
-    parse_decoder,
-    random_arrays,
-    tiny_config,
-    without_prefix,
-)
-
-MTP_NAMES = {
-    "token_layernorm": "norm_embedding",
-    "hidden_layernorm": "norm_hidden",
-    "input_proj": "projection",
-    "final_layernorm": "norm",
-}
+from headstart.models import keys
+from headstart.models.base import Family
+from headstart.models.keys import Config, flag
+from headstart.models.names import PREFIXES, Names
 
 
 def parse(config: Config) -> DecoderConfig:
-    bias = bool(config.get("attention_bias", True))
-    return parse_decoder(config, qkv_bias=bias, num_mtp=int(config.get("num_nextn_predict_layers") or 0))
+    layer = keys.layer(config, keys.attention(config, qkv_bias=flag(config, "attention_bias", True)), keys.mlp(config))
+    return keys.decoder(config, [layer] * keys.num_layers(config), num_mtp=keys.num_mtp(config))
 
 
-def canonical(name: str) -> str | None:
-    match = re.fullmatch(r"model\.mtp_layers\.(\d+)\.(\w+)\.(.*)", name)
-    if not match:
-        return without_prefix(name)
-    index, part, rest = match.groups()
-    return f"mtp.{index}.{MTP_NAMES[part]}.{rest}" if part in MTP_NAMES else f"mtp.{index}.block.{part}.{rest}"
-
-
-def tiny(**changes: Any) -> tuple[dict[str, Any], Arrays]:
-    defaults = {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
-    config = tiny_config(**{**defaults, **changes})
-    sizes = parse(config)
-    shapes, hidden, prefix = decoder_shapes(sizes), sizes.hidden_size, "model.mtp_layers.0"
-    shapes |= {f"{prefix}.{n}.weight": (hidden,) for n in MTP_NAMES if n.endswith("norm")}
-    shapes |= {f"{prefix}.input_proj.weight": (hidden, 2 * hidden)} | block_shapes(prefix, sizes)
-    return config, random_arrays(shapes)
-
-
+NAMES = Names(
+    {
+        **PREFIXES,
+        "model.mtp_layers.{i}.token_layernorm.": "mtp.{i}.norm_embedding.",
+        "model.mtp_layers.{i}.hidden_layernorm.": "mtp.{i}.norm_hidden.",
+        "model.mtp_layers.{i}.input_proj.": "mtp.{i}.projection.",
+        "model.mtp_layers.{i}.final_layernorm.": "mtp.{i}.norm.",
+        "model.mtp_layers.{i}.": "mtp.{i}.block.",
+    }
+)
 FAMILY = Family(
     parse=parse,
-    canonical=canonical,
-    build=decoder,
-    tiny=tiny,
+    names=NAMES,
     head=HeadSpec(hidden_first=True, mask_first=True, tap="pre_norm"),
+    small={"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1},
     scratch={"tie_word_embeddings": False},
 )

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from headstart.layers.build import DecoderConfig, decoder
-from headstart.models._family import (
-    Arrays,
-    Config,
-    Family,
-    decoder_shapes,
-    parse_decoder,
-    random_arrays,
-    tiny_config,
-    without_prefix,
-)
+from headstart.layers.build import DecoderConfig
+from headstart.models import keys
+from headstart.models.base import Family
+from headstart.models.keys import Config
 
 
 def parse(config: Config) -> DecoderConfig:
-    return parse_decoder(config, qkv_bias=True)
+    layer = keys.layer(config, keys.attention(config, qkv_bias=True), keys.mlp(config))
+    return keys.decoder(config, [layer] * keys.num_layers(config))
 
 
-def tiny(**changes: Any) -> tuple[dict[str, Any], Arrays]:
-    defaults = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "rope_theta": 1e6}
-    config = tiny_config(**{**defaults, **changes})
-    return config, random_arrays(decoder_shapes(parse(config)))
-
-
-FAMILY = Family(parse=parse, canonical=without_prefix, build=decoder, tiny=tiny)
+FAMILY = Family(
+    parse=parse,
+    small={"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "rope_theta": 1e6},
+)

@@ -2,32 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from headstart.layers.build import DecoderConfig, decoder
 from headstart.models import _gated_delta
-from headstart.models._family import Arrays, Config, Family
 
-GGUF = "qwen35moe"
-
-
-def parse(config: Config) -> DecoderConfig:
-    return _gated_delta.parse(config, tiled=config.get("model_type") == GGUF)
-
-
-def tiny(**changes: Any) -> tuple[dict[str, Any], Arrays]:
-    defaults = {"architectures": ["Qwen3_5MoeForCausalLM"], "mtp_num_hidden_layers": 1, **_gated_delta.TINY_EXPERTS}
-    return _gated_delta.tiny_hybrid("qwen3_5_moe_text", {**defaults, **changes}, joined=False)
-
-
-FAMILY = Family(
-    parse=parse,
-    canonical=_gated_delta.canonical,
-    build=decoder,
-    tiny=tiny,
-    head=_gated_delta.HEAD,
-    trailing=True,  # in GGUF files
-    adapt=_gated_delta.adapt,
-    scratch=_gated_delta.SCRATCH_MOE,
-    aliases=("qwen3_5_moe_text", GGUF),
+FAMILY = _gated_delta.family(
+    aliases=("qwen3_5_moe_text", "qwen35moe"),
+    tiled="qwen35moe",
+    experts=True,
+    small={"model_type": "qwen3_5_moe_text", "architectures": ["Qwen3_5MoeForCausalLM"], "mtp_num_hidden_layers": 1},
 )

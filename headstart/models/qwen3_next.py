@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from headstart.layers.build import decoder
 from headstart.models import _gated_delta
-from headstart.models._family import Arrays, Family
 
-
-def tiny(**changes: Any) -> tuple[dict[str, Any], Arrays]:
-    defaults = {"architectures": ["Qwen3NextForCausalLM"], **_gated_delta.TINY_EXPERTS}
-    return _gated_delta.tiny_hybrid("qwen3_next", {**defaults, **changes}, joined=True)
-
-
-FAMILY = Family(
-    parse=_gated_delta.parse,
-    canonical=_gated_delta.canonical,
-    build=decoder,
-    tiny=tiny,
-    head=_gated_delta.HEAD,
-    trailing=True,  # in GGUF files
-    adapt=_gated_delta.adapt,
-    scratch=_gated_delta.SCRATCH_MOE,
+FAMILY = _gated_delta.family(
     aliases=("qwen3next",),
+    joined=True,
+    experts=True,
+    small={"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"]},
 )

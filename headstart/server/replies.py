@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from headstart.api import LLM, Choice, Completion
 from headstart.core import DraftStats, TokenLogprob
-from headstart.errors import GenerationError
 from headstart.server.bridge import Bridge, Stream
 from headstart.server.prepare import Job
 from headstart.server.schema import ChatRequest, Common, CompletionRequest
@@ -33,8 +32,7 @@ class Answer:
     events: list[Event] = field(default_factory=list)
     num_logprobs: int = 0  # already sent
     begun: bool = False
-    last: float = 0.0
-    offset: int = 0  # characters of tokens whose logprobs were told
+    offset: int = 0  # characters of tokens whose logprobs were sent
     call_ids: list[str] = field(default_factory=list)
     completion: Completion | None = None
 
@@ -88,6 +86,9 @@ class Reply:
     async def begin(self) -> None:
         """Hand it to the engine. Raises what `Bridge.open` raises."""
         self._stream = await self._bridge.open(self.job.requests)
+        for number, group in enumerate(self._answers):
+            for index, answer in enumerate(group):
+                answer.choice.sequence = self._stream.sequence(number, index)
 
     async def steps(self) -> AsyncIterator[Step]:
         """As the engine goes on. Raises HeadstartError; whatever happens, nothing is left in the engine."""
@@ -96,9 +97,11 @@ class Reply:
         try:
             async for number, delta in stream:
                 answer = self._answers[number][delta.choice]
-                if delta.finish_reason == "error":
-                    raise GenerationError(delta.error or "this request could not be continued")
-                piece = answer.choice.push(delta)
+                piece = answer.choice.push(delta, time.perf_counter())
+                if piece.finish_reason:
+                    stream.stop(number, delta.choice)
+                    answer.completion = answer.choice.completion(self._bridge.llm)
+                    self._bridge.watch.finished(piece.finish_reason, time.perf_counter() - stream.arrived)
                 events: list[Event] = []
                 if answer.parser is not None:
                     events = answer.parser.push(piece.text)
@@ -106,11 +109,6 @@ class Reply:
                         events = joined([*events, *answer.parser.finish()])
                     answer.events += events
                 self._timed(answer, len(piece.token_ids))
-                if piece.finish_reason:
-                    stream.stop(number, delta.choice)
-                    sequence, llm = stream.sequence(number, delta.choice), self._bridge.llm
-                    answer.completion = answer.choice.completion(sequence, piece.finish_reason, llm.method, llm.load_s)
-                    self._bridge.watch.finished(piece.finish_reason, time.perf_counter() - stream.arrived)
                 yield Step(answer, piece.text, events, piece.token_ids)
         finally:
             self.close()
@@ -128,14 +126,13 @@ class Reply:
     def _timed(self, answer: Answer, tokens: int) -> None:
         if not tokens:
             return
-        now, watch = time.perf_counter(), self._bridge.watch
+        arrivals, watch = answer.choice.arrivals, self._bridge.watch
         watch.generated_tokens += tokens
-        if answer.last:
-            watch.between.observe((now - answer.last) / tokens)
+        if len(arrivals) > 1:
+            watch.between.observe((arrivals[-1] - arrivals[-2]) / tokens)
         elif self._stream is not None:
             watch.prompt_tokens += len(answer.choice.request.prompt_ids)
-            watch.first_token.observe(now - self._stream.arrived)
-        answer.last = now
+            watch.first_token.observe(arrivals[-1] - self._stream.arrived)
 
     async def whole(self) -> Json:
         """The one JSON document."""

@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from headstart.errors import ModelError
-from headstart.text._pieces import SPACE
+from headstart.text.pieces import SPACE
 
 CONTROL, USER_DEFINED, UNKNOWN = 3, 4, 2
 

@@ -15,7 +15,7 @@ import tokenizers
 
 from headstart.errors import ModelError
 from headstart.text import _gguf_tokenizer
-from headstart.text._pieces import PieceRule, rule_of
+from headstart.text.pieces import PieceRule, rule_of
 
 _END_KEYS = ("eos", "eot", "eom")
 

@@ -10,7 +10,6 @@ from typing import Any
 from headstart.api import LLM, Completion
 from headstart.config import EngineConfig
 from headstart.core import DraftStats, Progress, Report, SamplingParams, no_progress
-from headstart.tools.pairs import decode_pair
 from headstart.tools.prompts import builtin_prompts
 
 MAX_ROUNDS = 3
@@ -73,7 +72,7 @@ def run(options: DemoOptions, progress: Progress = no_progress) -> Report:
     while rounds < MAX_ROUNDS and (time.monotonic() - begin) * (rounds + 1) <= TIME_BUDGET_S * max(rounds, 1):
         for index, (kind, prompt) in enumerate(prompts):
             progress(rounds * len(prompts) + index, MAX_ROUNDS * len(prompts), f"round {rounds + 1}: {kind}")
-            for drafting, each in decode_pair(llm, prompt, params, index + rounds).items():
+            for drafting, each in llm.decode_pair(prompt, params, index + rounds).items():
                 measured[index].runs[drafting].append(each)
         rounds += 1
     return _report(measured, options, rounds)

@@ -15,8 +15,9 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from headstart import registry
 from headstart.formats import safetensors
-from headstart.models._family import Arrays, Family
-from headstart.text._pieces import byte_alphabet
+from headstart.models.base import Family
+from headstart.models.small import Arrays
+from headstart.text.pieces import byte_alphabet
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 """Ids 0, 1 (begins a text) and 2 (ends one), as the tiny configs have them."""

@@ -15,8 +15,10 @@ from torch import Tensor
 
 import headstart
 from headstart.formats.head import BlockConfig, HeadConfig, write_head
-from headstart.kernels.ops import RawTensor
+from headstart.kernels.ops import AttentionSpec, RawTensor, RopeSpec
+from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
+from headstart.layers.mlp import MLPConfig
 from headstart.layers.mtp import HeadSpec
 
 
@@ -50,7 +52,7 @@ def export_head(
     about: Mapping[str, Any],
 ) -> None:
     """Write `weights` (canonical names) in bfloat16. `about`: trunk, trunk_fingerprint, training."""
-    block = BlockConfig(**{each.name: getattr(config, each.name) for each in fields(BlockConfig)})
+    block = _block(config)
     head = HeadConfig(
         kind=kind,
         hidden_size=config.hidden_size,
@@ -62,6 +64,29 @@ def export_head(
         **{each.name: getattr(spec, each.name) for each in fields(HeadSpec)},
     )
     write_head(path, head, {name: _bits(tensor) for name, tensor in weights.items()}, draft_token_ids)
+
+
+def _block(config: DecoderConfig) -> BlockConfig:
+    layer = config.head_layer
+    mixer, mlp = layer.mixer, layer.mlp
+    if isinstance(mixer, AttentionConfig) and isinstance(mlp, MLPConfig) and mixer.rope:
+        return BlockConfig(
+            intermediate_size=mlp.inner,
+            attention=mixer.spec,
+            rope=mixer.rope,
+            eps=layer.eps,
+            qkv_bias=mixer.qkv_bias,
+            o_bias=mixer.o_bias,
+            mlp_bias=mlp.bias,
+            qk_norm=mixer.qk_norm,
+            gated_attention=mixer.gated,
+        )
+    return BlockConfig(  # of a head that has no block
+        intermediate_size=config.hidden_size,
+        attention=AttentionSpec(1, 1, config.hidden_size, 1.0),
+        rope=RopeSpec((), 0),
+        eps=layer.eps,
+    )
 
 
 def _bits(tensor: Tensor) -> tuple[NDArray[np.uint16], str]:

@@ -11,8 +11,9 @@ from typing import Any
 from headstart.api import LLM
 from headstart.config import EngineConfig
 from headstart.core import DraftStats, SamplingParams
-from headstart.tools.bench import step as bench_step
-from headstart.tools.pairs import decode_pair
+from headstart.engine.calibrate import calibrate
+from headstart.engine.costs import Work
+from headstart.engine.engine import Engine
 from headstart.train.data import Example
 from headstart.train.progress import shown
 
@@ -92,7 +93,7 @@ def measure(model: str, head: Path, examples: Sequence[Example], depth: int, thr
     with shown("measuring the gain") as show:
         for turn in range(ROUNDS):
             for index, ids in enumerate(prompts):
-                pair = decode_pair(llm, ids, params, turn + index)
+                pair = llm.decode_pair(ids, params, turn + index)
                 for drafting, each in pair.items():
                     rates[drafting].append(each.timing["decode_tokens_per_s"])
                 stats.add(pair[True].speculation)
@@ -104,7 +105,7 @@ def measure(model: str, head: Path, examples: Sequence[Example], depth: int, thr
         acceptance_length=stats.acceptance_length,
         ratio=(low, middle, high),
         tokens_per_s=(median(rates[False]), median(rates[True])),
-        costs=_costs(model, config, depth),
+        costs=_costs(llm.engine, depth),
     )
 
 
@@ -114,10 +115,8 @@ def prompt_of(example: Example) -> list[int]:
     return example.tokens[:first].tolist() if 2 <= first <= LONGEST_PROMPT else []
 
 
-def _costs(model: str, config: EngineConfig, depth: int) -> tuple[float, float, float]:
-    """Milliseconds by `headstart bench step`."""
-    rows_wanted = (1, depth + 1)
-    options = bench_step.StepOptions(model=model, config=config, rows=rows_wanted, repeats=15, read_bytes=2**20)
-    data = bench_step.run(options).data
-    one, rows = (row["median_ms"] for row in data["passes"])
-    return one, rows, data["draft"]["whole"]["median_ms"]
+def _costs(engine: Engine, depth: int) -> tuple[float, float, float]:
+    """Milliseconds of a pass over one row, of one over depth + 1 rows, of a draft, by the engine itself."""
+    costs = calibrate(engine)
+    seconds = (costs.of_pass(Work(1)), costs.of_pass(Work(depth + 1)), costs.of_draft([1] * depth, 0))
+    return seconds[0] * 1e3, seconds[1] * 1e3, seconds[2] * 1e3

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from headstart.errors import UsageError
 from headstart.layers.attention import Attention
-from headstart.layers.build import Weights
 from headstart.layers.decoder import Decoder, DecoderLayer
 from headstart.layers.mlp import GatedMLP
+from headstart.layers.norm import RMSNorm
+from headstart.layers.weights import Weights
 from headstart.train.masters import named, weights_of
 from headstart.train.ops import DraftMemory, TrainOps
 
@@ -25,8 +26,8 @@ def stream_scale(trunk: Decoder, tokens: Tensor) -> float:
     ops = TrainOps(tokens.device, trunk.embedding.dtype)
     positions = torch.arange(len(tokens), device=tokens.device)
     delta, residual = None, ops.embed(trunk.embedding, tokens[None])
-    for layer in trunk.layers[:-1]:
-        pool = DraftMemory() if layer.attention.spec else None
+    pools = trunk.pools([DraftMemory() for _ in trunk.kv_specs], [None] * len(trunk.state_specs))
+    for layer, pool in zip(trunk.layers[:-1], pools, strict=False):
         delta, residual = layer(ops, delta, residual, positions, pool)
     stream = residual if delta is None else residual + delta
     return float(stream.float().square().mean(-1).sqrt().median())
@@ -50,13 +51,14 @@ def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def layer_tensors(layer: DecoderLayer) -> dict[str, Tensor]:
     """Raises UsageError for a layer that a head's block cannot be."""
-    attention, mlp = layer.attention, layer.mlp
+    attention, mlp = layer.mixer, layer.mlp
+    norms = layer.input_norm, layer.post_norm
     if not (isinstance(attention, Attention) and isinstance(mlp, GatedMLP)):
         what = "experts" if isinstance(attention, Attention) else "latent or linear attention"
         raise UsageError(f"a block with {what}, like this model's, cannot be trained yet", "train --kind medusa")
+    names = ("input_layernorm", "post_attention_layernorm")
     tensors: dict[str, Tensor] = {
-        "input_layernorm.weight": layer.input_norm.weight,
-        "post_attention_layernorm.weight": layer.post_norm.weight,
+        f"{name}.weight": norm.weight for name, norm in zip(names, norms, strict=True) if isinstance(norm, RMSNorm)
     }
     linears = {f"self_attn.{name}": getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
     if attention.gate_proj:

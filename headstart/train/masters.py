@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headstart.formats._picked import Picked
+from headstart.formats.rows import Picked
 from headstart.kernels.ops import Backend
-from headstart.layers.build import Weights
+from headstart.layers.weights import Weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +28,9 @@ class Master:
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.values.shape)
+
+    def fingerprint(self) -> int:
+        return 0
 
     def float32(self) -> NDArray[np.float32]:
         """The values, without gradients."""

@@ -331,8 +331,9 @@ class _Run:
             lines.append(f"  {kind:<20} {hits}  ({result.length:.2f}{before})")
         if self.results and self.results["all"].length < self.best:
             lines.append(f"an earlier head is better ({self.best:.3f}): {options.out} keeps it")
-        lines += [*(gain.lines() if gain else []), *draw(self.log, options.work / "acceptance.svg")]
-        lines += self.corpus.problems
+        plot = options.work / "acceptance.svg"
+        draw(self.log, plot)
+        lines += [*(gain.lines() if gain else []), f"plot: {plot}", *self.corpus.problems]
         data = {"out": str(options.out), "log": str(self.log), **facts, "gain": gain.data() if gain else None}
         return Report(gain is None or gain.pays, data, lines)
 

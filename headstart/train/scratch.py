@@ -31,7 +31,8 @@ from headstart.kernels.ops import StepInputs
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import Decoder
 from headstart.layers.mtp import MTPHead
-from headstart.models._family import SCRATCH, Family, native_head
+from headstart.models.base import Family, native_head
+from headstart.models.small import SCRATCH
 from headstart.train import corpus
 from headstart.train.batches import Batch
 from headstart.train.checkpoint import save_model, written_aside

@@ -23,6 +23,8 @@ from headstart.kernels.ops import RawTensor
 from headstart.kernels.reference import ReferenceBackend
 from headstart.layers.build import DecoderConfig, lm_head_name
 from headstart.layers.decoder import tapped_layers
+from headstart.layers.mla import MLAConfig
+from headstart.layers.moe import MoEConfig
 from headstart.layers.mtp import HeadSpec
 from headstart.text.chat import ChatTemplate
 from headstart.text.tokenizer import Tokenizer
@@ -153,8 +155,9 @@ def existing_head(subject: Subject, kind: HeadKind, path: Path | None) -> tuple[
     if native is not None and native.source == NATIVE_HEAD:
         if kind.name != "mtp" or native.head.spec.num_modules != 1:
             raise ModelError(f"the checkpoint's own head is no single {kind.name} module", "leave out --finetune")
-        if subject.config.moe or subject.config.mla:
-            what = "experts" if subject.config.moe else "latent attention"
+        block = subject.config.head_layer
+        if isinstance(block.mlp, MoEConfig) or isinstance(block.mixer, MLAConfig):
+            what = "experts" if isinstance(block.mlp, MoEConfig) else "latent attention"
             raise ModelError(f"a head with {what}, like the checkpoint's own, cannot be trained yet")
         found: Mapping[str, RawTensor] = {
             name: tensor for name, tensor in subject.tensors.items() if name.startswith("mtp.0.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from headstart.api import Completion, TextDelta
+from headstart.api import LLM, Completion, TextDelta
 from headstart.config import AUTO, FIXED_DEPTH, Depth, EngineConfig
 from headstart.core import DraftStats, SamplingParams, TokenLogprob
 from headstart.errors import CapacityError
@@ -30,6 +30,8 @@ class FakeLLM:
         self.asked += [(prompt, params, raw, depth) for prompt in prompts]
         return [self._completion(params, self.config.depth if depth is None else depth) for _ in prompts]
 
+    decode_pair = LLM.decode_pair
+
     def stream(
         self, prompt: Any, params: SamplingParams, *, raw: bool = False, depth: int | None = None
     ) -> Iterator[TextDelta]:
@@ -47,7 +49,7 @@ class FakeLLM:
         if depth:
             stats.record(depth, 1)
         choices = [self._choice(params, depth, stats, index) for index in range(params.n)]
-        choices[0].choices = choices
+        choices[0].others = choices[1:]
         return choices[0]
 
     def _choice(self, params: SamplingParams, depth: int, stats: DraftStats, index: int) -> Completion:

@@ -17,11 +17,11 @@ from headstart.config import EngineConfig
 from headstart.engine.load import load_model
 from headstart.errors import ModelError
 from headstart.formats._fp8 import BlockScaled
-from headstart.formats._picked import Picked
 from headstart.formats.base import make_tensor
-from headstart.models._family import Arrays
-from headstart.models._named import UNSUPPORTED, family_named, is_known
-from headstart.tools.exports import vllm_mtp
+from headstart.formats.rows import Picked
+from headstart.models.base import UNSUPPORTED, family_named, is_known
+from headstart.models.small import Arrays
+from headstart.tools.export.targets import vllm_mimo
 from headstart.tools.tiny import write_model
 
 Change = Callable[[Arrays], None]
@@ -73,6 +73,7 @@ CASES = {
     "a sparse indexer": Bad("deepseek_v3", "index_topk means sparse attention", {"index_topk": 64}),
     "a family with a sparse indexer": Bad("deepseek_v3", "(DSA)", {"model_type": "deepseek_v32"}),
     "a family with attention sinks": Bad("qwen3", "mimo_v2 models need attention sinks", {"model_type": "mimo_v2"}),
+    "no family": Bad("qwen3", "names no model_type", {"model_type": None}),
     "a family nobody knows": Bad("qwen3", "unknown model family 'qwen33'", {"model_type": "qwen33"}),
     "AWQ": Bad(
         "qwen3", "quantized as awq", {"quantization_config": {"quant_method": "awq"}},
@@ -127,25 +128,43 @@ def test_every_alias_names_its_family() -> None:
     assert not any(map(is_known, UNSUPPORTED))
 
 
-REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
-    ("qwen3_5", {}, "q and k are normed"),
-    ("qwen3_5", {"qk_norm": False}, "attention is gated"),
-    ("qwen3_5", {"qk_norm": False, "gated_attention": False}, "there are linear-attention layers"),
-    ("glm4_moe", {"qk_norm": False}, "there are experts"),
-    ("glm4_moe", {"qk_norm": False, "moe": None}, "a part of each head is not rotated"),
-    ("deepseek_v3", {"moe": None}, "attention is latent"),
+REFUSED = {
+    "qwen3": "q and k are normed",
+    "qwen3_5": "q and k are normed",
+    "glm4_moe": "q and k are normed",
+    "deepseek_v3": "there are experts",
+}
+CHANGED: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"gated": True}, "attention is gated"),
+    ({"o_bias": True}, "output has a bias"),
+    ({"rope": None}, "a part of each head is not rotated"),
 )
 
 
-@pytest.mark.parametrize(("family", "but", "why"), REFUSED)
-def test_mimos_layout_refuses_what_it_cannot_carry(family: str, but: dict[str, Any], why: str) -> None:
-    """Whatever the head, which would fit here."""
+def mimos(family: str, **changes: Any) -> SimpleNamespace:
+    """A source for MiMo's layout, with a head that fits; `changes`: in the attention of the first layer."""
     head = SimpleNamespace(
         kind="mtp", num_modules=1, tap="pre_norm", recycle="post_norm", block=SimpleNamespace(qk_norm=False)
     )
-    source = SimpleNamespace(name=family, sizes=replace(tiny_model(family).config, **but), head=head)
+    sizes = tiny_model(family).config
+    first = replace(sizes.layers[0], mixer=replace(sizes.layers[0].mixer, **changes))
+    return SimpleNamespace(name=family, sizes=replace(sizes, layers=(first, *sizes.layers[1:])), head=head)
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_mimos_layout_refuses_what_it_cannot_carry(family: str) -> None:
+    """Whatever the head, which would fit here."""
+    with pytest.raises(ModelError, match=REFUSED[family]):
+        vllm_mimo.check(mimos(family))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("changes", "why"), CHANGED)
+def test_mimos_layout_refuses_other_attention(changes: dict[str, Any], why: str) -> None:
     with pytest.raises(ModelError, match=why):
-        vllm_mtp.check(source)  # type: ignore[arg-type]
+        vllm_mimo.check(mimos("llama", **changes))  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match="its layers differ"):
+        vllm_mimo.check(mimos("llama", qkv_bias=True))  # type: ignore[arg-type]
+    vllm_mimo.check(mimos("llama"))  # type: ignore[arg-type]
 
 
 def test_picked_rows_are_those_rows() -> None:

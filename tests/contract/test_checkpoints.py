@@ -22,7 +22,7 @@ from headstart.engine.load import Model, load_model
 from headstart.errors import ModelError
 from headstart.formats.base import make_tensor
 from headstart.formats.safetensors import bfloat16, save
-from headstart.models._family import Arrays
+from headstart.models.small import Arrays
 from headstart.tools.tiny import write_model
 
 YARN = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
-from headstart.formats._mtp_families import families_by_key
+from headstart.formats.mtp_families import families_by_key
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -14,7 +14,7 @@ from headstart import api
 from headstart.config import EngineConfig
 from headstart.core import SamplingParams, StateSteps, StepPlan
 from headstart.engine.load import canonical_tensors, load_model
-from headstart.layers.build import Weights
+from headstart.layers.weights import Weights
 from headstart.tools.tiny import write_model
 
 native = pytest.importorskip("headstart.kernels.native", exc_type=ImportError)

@@ -14,7 +14,7 @@ from headstart.api import LLM
 from headstart.config import EngineConfig
 from headstart.core import SamplingParams
 from headstart.formats.safetensors import open_checkpoint
-from headstart.tools import export
+from headstart.tools.export import run as export
 from headstart.tools.graft import run as graft
 from headstart.tools.prompts import builtin_prompts
 

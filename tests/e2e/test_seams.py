@@ -17,7 +17,7 @@ from headstart.config import EngineConfig
 from headstart.core import SamplingParams
 from headstart.engine.load import Model, load_model
 from headstart.errors import ModelError, UsageError
-from headstart.models._family import Arrays
+from headstart.models.small import Arrays
 from headstart.tools import tiny
 from headstart.tools.tiny import write_tiny
 

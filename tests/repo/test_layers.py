@@ -4,26 +4,37 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 
 import pytest
 from source import PACKAGE, imported_modules, trees
 
-LAYERS = {
-    "core": 0, "stats": 0, "config": 0, "errors": 0, "registry": 0, "hub": 0, "_wheel": 0,
-    "kernels": 1, "formats": 1, "text": 1,
-    "layers": 2, "cache": 2,
-    "models": 3, "drafters": 3,
-    "engine": 4,
-    "api": 5, "server": 5, "train": 5, "tools": 5,
-    "cli": 6,
-}  # fmt: skip
+from headstart import registry
+
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("core", "stats", "config", "errors", "registry", "hub", "machine", "svg", "_wheel"),
+    ("text", "formats", "kernels"),
+    ("layers", "cache"),
+    ("models", "heads", "drafters"),
+    ("engine",),
+    ("api", "server", "train", "tools"),
+    ("cli",),
+)
+"""From the bottom. Siblings import those before them; on the lowest floor there are only no circles."""
+RANKS = {room: (floor, place if floor else 0) for floor, rooms in enumerate(FLOORS) for place, room in enumerate(rooms)}
+RISING = {("formats/_eagle3.py", "kernels"), ("formats/head.py", "kernels")}
+"""Imports of a later sibling that are still there."""
+NOT_YET_PUBLIC = ("headstart.formats._fp8", "headstart.drafters._", "headstart.models._")
+"""Private names that are still imported from outside their folder."""
+CIRCLES = ({"formats/_eagle3.py", "formats/head.py"},)
+"""Files that still import each other."""
 TORCH_FOLDERS = ("kernels", "train")
-FAMILIES = {path.stem for path in (PACKAGE / "models").glob("[!_]*.py")}
+FAMILIES = set(registry.available("models"))
 FOREIGN_NAMES = {
-    "formats/_eagle3.py", "formats/_gguf_names.py", "text/_gguf_tokenizer.py",
-    "tools/exports/vllm_mtp.py", "tools/exports/_layouts.py", "tools/exports/_detect.py",
-    "tools/exports/gguf.py", "tools/exports/_gguf_model.py", "tools/exports/speculators.py",
-    "tools/exports/vllm_eagle.py", "tools/launch/launchers/sglang.py",
+    "formats/_eagle3.py", "formats/gguf_names.py", "text/_gguf_tokenizer.py",
+    "tools/export/layouts.py", "tools/export/detect.py", "tools/export/gguf_model.py",
+    "tools/export/targets/vllm_mimo.py", "tools/export/targets/gguf.py", "tools/export/targets/speculators.py",
+    "tools/export/targets/vllm_eagle.py", "tools/launch/launchers/sglang.py",
 }  # fmt: skip
 """Files that translate other projects' vocabulary: GGUF names kinds of tokenizers, EAGLE-3 its layout, xLLM its drafts
 by families."""
@@ -31,25 +42,84 @@ SHARED_WORDS = {"llama", "mimo"}
 """Families whose name is also that of a project, a format or a tokenizer kind: only exact identifiers count."""
 
 
-def layer(module: str) -> int | None:
-    parts = module.split(".")
-    return LAYERS[parts[1]] if parts[0] == "headstart" and len(parts) > 1 and parts[1] in LAYERS else None
+def room(path: str) -> str:
+    return path.split("/")[0].removesuffix(".py")
 
 
-def test_every_part_has_a_layer() -> None:
-    parts = {path.split("/")[0].removesuffix(".py") for path in trees()} - {"__init__", "__main__"}
-    assert parts <= LAYERS.keys(), f"give {sorted(parts - LAYERS.keys())} a layer in DESIGN and here"
+def test_every_room_has_a_rank() -> None:
+    rooms = {room(path) for path in trees()} - {"__init__", "__main__"}
+    assert rooms <= RANKS.keys(), f"give {sorted(rooms - RANKS.keys())} a floor in DESIGN and here"
 
 
 def test_imports_only_go_down() -> None:
     wrong = []
     for path, tree in trees().items():
-        own = LAYERS.get(path.split("/")[0].removesuffix(".py"))
         for module, line in imported_modules(path, tree):
-            other = layer(module)
-            if own is not None and other is not None and other > own:
-                wrong.append(f"{path}:{line} (L{own}) imports {module} (L{other})")
+            parts = module.split(".")
+            other = parts[1] if parts[0] == "headstart" and len(parts) > 1 else ""
+            low, high = RANKS.get(room(path)), RANKS.get(other)
+            if low and high and high > low and (path, other) not in RISING:
+                wrong.append(f"{path}:{line} ({low}) imports {module} ({high})")
     assert not wrong, "\n".join(wrong)
+
+
+def test_what_begins_with_an_underscore_stays_in_its_folder() -> None:
+    wrong = []
+    for path, tree in trees().items():
+        for module, line in imported_modules(path, tree):
+            home = home_of(module)
+            if home is not None and not path.startswith(home) and not module.startswith(NOT_YET_PUBLIC):
+                wrong.append(f"{path}:{line} imports {module}")
+    assert not wrong, "\n".join(wrong)
+
+
+def home_of(name: str) -> str | None:
+    """The folder to which a module or a name in it is private; None if it is not."""
+    first, *parts = name.split(".")
+    places = [place for place, part in enumerate(parts) if part.startswith("_") and not part.startswith("__")]
+    if first != "headstart" or not places:
+        return None
+    folder = "".join(f"{part}/" for part in parts[: places[0]])
+    return folder if (PACKAGE / folder).is_dir() else "".join(f"{part}/" for part in parts[: places[0] - 1])
+
+
+def test_no_circles() -> None:
+    """Files as they run: imports that only type checkers read are left out, those inside functions are not."""
+    reached = {path: _reached(path) for path in trees()}
+    circles = {
+        frozenset({path, *(other for other in seen if path in reached[other])}) for path, seen in reached.items()
+    }
+    assert not [sorted(circle) for circle in circles if len(circle) > 1 and circle not in CIRCLES]
+
+
+def _reached(path: str) -> set[str]:
+    """All files that a file imports, and those import."""
+    seen: set[str] = set()
+    left = [path]
+    while left:
+        new = _imported_files(left.pop()) - seen
+        seen |= new
+        left += new
+    return seen
+
+
+@cache
+def _imported_files(path: str) -> set[str]:
+    names = [name for name, _ in imported_modules(path, trees()[path], running=True)]
+    return {file for name in names if (file := _file_of(name)) is not None and file != path}
+
+
+def _file_of(name: str) -> str | None:
+    """The file of a module, or of a name in one."""
+    parts = name.split(".")[1:]
+    if name.split(".")[0] != "headstart":
+        return None
+    for end in range(len(parts), 0, -1):
+        stem = "/".join(parts[:end])
+        for file in (f"{stem}.py", f"{stem}/__init__.py"):
+            if file in trees():
+                return file
+    return None
 
 
 def test_torch_only_behind_kernels_and_train() -> None:

@@ -13,6 +13,7 @@ from process import PROGRAM, Server, running
 from headstart import hub, registry
 from headstart.cli.main import main
 from headstart.errors import UsageError
+from headstart.tools import client
 from headstart.tools.launch import run as launch
 from headstart.tools.launch.launcher import Wanted
 from headstart.tools.launch.start import Running, check
@@ -54,9 +55,9 @@ def test_probe_finds_drafting_off(plain: Server, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("http://127.0.0.1:1", "does not answer"),
-        ("http://[", "does not answer"),
-        ("127.0.0.1:1/v1", "does not answer"),
+        ("http://127.0.0.1:1", "cannot reach"),
+        ("http://[", "not the address"),
+        ("127.0.0.1:1/v1", "cannot reach"),
     ],
 )
 def test_probe_without_a_server(url: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,7 +67,7 @@ def test_probe_without_a_server(url: str, message: str, capsys: pytest.CaptureFi
 
 def test_probe_of_a_page_that_is_no_such_server(plain: Server, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["probe", f"{plain.url}/metrics"]) == 2
-    assert "and no models" in capsys.readouterr().err
+    assert "no OpenAI-compatible server" in capsys.readouterr().err
 
 
 LAUNCHER = '''\
@@ -119,7 +120,7 @@ def test_launch_refuses_a_port_that_is_in_use(itself: str, plain: Server) -> Non
 
 
 def checked(server: Server) -> dict[str, Any]:
-    running = Running(server.process, server.log, server.url, "/health", {})
+    running = Running(server.process, server.log, client.Server.at(server.url), "/health")
     running.wait(lambda done, total, text: None)
     return check(running, Wanted(depth=3), lambda done, total, text: None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -13,15 +14,15 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TEXTS = ["Name a colour.", "Tell me a long story about a fox.", "Write a poem.", "What is 7 + 5?", "x " * 300]
 
 
-def test_storm(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storm(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
     import serve
 
-    monkeypatch.setattr(serve, "questions", lambda args: TEXTS)
+    questions = tmp_path / "question.jsonl"
+    questions.write_text("\n".join(json.dumps({"category": text, "turns": [text]}) for text in TEXTS))
     host, _, port = server.url.removeprefix("http://").partition(":")
-    found = serve.storm(
-        Namespace(host=host, port=int(port), minutes=0.2, clients=24, replays=30, pid=server.process.pid)
-    )
+    where = {"host": host, "port": int(port), "pid": server.process.pid, "questions": questions, "per_category": 1}
+    found = serve.storm(Namespace(**where, minutes=0.2, clients=24, replays=30))
     assert found["different"] == []
     assert not any(found["left_behind"].values())
     assert found["replayed"] == 30

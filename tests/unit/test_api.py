@@ -104,7 +104,7 @@ def test_a_closed_stream_frees_everything() -> None:
     assert each.engine.has_work
     stream.close()
     assert_clean(each.engine)
-    assert not each._inboxes
+    assert not each.inboxes
 
 
 def test_streams_side_by_side() -> None:
@@ -403,7 +403,7 @@ def test_bad_prompts(case: str) -> None:
     with pytest.raises(error, match=message):
         each.generate(prompts if isinstance(prompts, str) else ["fine", *prompts], SamplingParams(**params))
     assert_clean(each.engine)
-    assert not each._inboxes
+    assert not each.inboxes
     assert each.generate(["fine"], SamplingParams(max_tokens=2, ignore_eos=True))[0].usage["completion_tokens"] == 2
 
 
@@ -449,7 +449,7 @@ def test_a_bad_constraint_leaves_nothing_behind() -> None:
     with pytest.raises(UsageError, match="regex constraint is not valid"):
         each.generate(["a", "b"], constraint=GrammarSpec("regex", "(a"))
     assert_clean(each.engine)
-    assert not each._inboxes
+    assert not each.inboxes
 
 
 def test_the_grammar_library_is_loaded_when_needed() -> None:

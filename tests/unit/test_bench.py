@@ -18,6 +18,7 @@ import pytest
 from headstart.cli.main import main
 from headstart.config import EngineConfig
 from headstart.errors import CapacityError, UsageError
+from headstart.svg import log_ticks, nice_ticks
 from headstart.tools.bench import compare, run as bench, statistics, workloads
 from headstart.tools.bench.document import Cell, Distribution, Document, Latency, Speculation
 from headstart.tools.bench.energy import EnergyMeter
@@ -26,7 +27,6 @@ from headstart.tools.bench.measure import Load, measure
 from headstart.tools.bench.report import render
 from headstart.tools.bench.run import BenchOptions
 from headstart.tools.bench.summary import cost_per_million, pooled, rows_of
-from headstart.tools.bench.svg import log_ticks, nice_ticks
 from headstart.tools.bench.workloads import Task, Workload
 from headstart.tools.tiny import write_tiny
 

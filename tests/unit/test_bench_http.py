@@ -16,11 +16,11 @@ import pytest
 
 from headstart.cli.main import main
 from headstart.errors import UsageError
-from headstart.tools.bench.client import Server, get, post
 from headstart.tools.bench.document import Document
 from headstart.tools.bench.http import OverHttp
 from headstart.tools.bench.measure import Load, measure
 from headstart.tools.bench.workloads import Task, Workload, synthetic
+from headstart.tools.client import Server, get, post
 
 Capture = pytest.CaptureFixture[str]
 WORDS = ("The ", "sky ", "is ", "blue", ".")
@@ -286,14 +286,15 @@ def test_unreachable_server(url: str, capsys: Capture) -> None:
     assert "is the server running" in shown
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://x", "http://", "http://x:port"])
+@pytest.mark.parametrize("url", ["http://[", "ftp://x", "http://", "http://x:port"])
 def test_addresses_that_are_none(url: str) -> None:
-    with pytest.raises(UsageError, match="--url is"):
+    with pytest.raises(UsageError, match="not the address of a server"):
         Server.at(url)
 
 
 def test_addresses() -> None:
     assert str(Server.at("https://host/api/v1/")) == "https://host:443/api"
+    assert str(Server.at("127.0.0.1:8000/v1")) == "http://127.0.0.1:8000"
     assert str(Server.at("http://[::1]:80")) == "http://[::1]:80"
     assert "secret" not in repr(replace(Server.at("http://x"), api_key="secret"))
 

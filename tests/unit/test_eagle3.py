@@ -17,8 +17,8 @@ from headstart.config import EngineConfig  # noqa: E402
 from headstart.core import StepPlan  # noqa: E402
 from headstart.engine.load import attach_head  # noqa: E402
 from headstart.errors import ModelError, UsageError  # noqa: E402
-from headstart.formats.head import BlockConfig, HeadConfig, read_head, write_head  # noqa: E402
-from headstart.formats.safetensors import read_file  # noqa: E402
+from headstart.formats.head import HeadConfig, read_head, write_head  # noqa: E402
+from headstart.formats.safetensors_file import read_file  # noqa: E402
 
 MAPS = ("d2t", "t2d")
 DRAFT_IDS = tuple(range(1, support.VOCAB, 3))
@@ -26,9 +26,7 @@ DRAFT_IDS = tuple(range(1, support.VOCAB, 3))
 
 def head_config(model: Any, **changes: Any) -> HeadConfig:
     sizes = model.config
-    block = BlockConfig(
-        intermediate_size=sizes.intermediate_size, attention=sizes.attention, rope=sizes.rope, eps=sizes.eps
-    )
+    block = support.plain_block(sizes)
     fields: dict[str, Any] = {"hidden_size": sizes.hidden_size, "vocab_size": sizes.vocab_size, "block": block}
     return HeadConfig(
         **{**fields, "trunk": "x", "trunk_fingerprint": "y", "kind": "eagle3", "tap": (0, 1, 2), "recycle": "pre_norm"}
@@ -79,10 +77,10 @@ def test_the_formula(tmp_path: Path) -> None:
     tensors = {name: torch.from_numpy(each.float32()).double() for name, each in files.items() if name not in MAPS}
     rng, count, width = np.random.default_rng(0), 7, model.config.hidden_size
     streams, ids = torch.from_numpy(rng.standard_normal((count, 3 * width))), rng.integers(0, support.VOCAB, count)
-    embedding = model.decoder.embedding
+    embedding, block = model.decoder.embedding, support.plain_block(model.config)
     expected, recycled = plain_eagle3(
-        tensors, streams, embedding[torch.from_numpy(ids)], model.config.attention,
-        torch.tensor(model.config.rope.inv_freq, dtype=torch.float64), model.config.eps,
+        tensors, streams, embedding[torch.from_numpy(ids)], block.attention,
+        torch.tensor(block.rope.inv_freq, dtype=torch.float64), block.eps,
     )  # fmt: skip
     module = attached.head.modules[0]
     pool = model.backend.kv_pool(32, module.kv_spec)

@@ -18,10 +18,11 @@ from headstart.config import EngineConfig  # noqa: E402
 from headstart.core import SamplingParams  # noqa: E402
 from headstart.engine.load import load_model  # noqa: E402
 from headstart.errors import ModelError, UsageError  # noqa: E402
-from headstart.formats.head import BlockConfig, HeadConfig, write_head  # noqa: E402
+from headstart.formats.head import HeadConfig, write_head  # noqa: E402
 from headstart.formats.safetensors import bfloat16  # noqa: E402
-from headstart.models._family import random_arrays  # noqa: E402
-from headstart.tools.export import ExportOptions, run  # noqa: E402
+from headstart.layers.build import mtp_shapes  # noqa: E402
+from headstart.models.small import random_arrays  # noqa: E402
+from headstart.tools.export.run import ExportOptions, run  # noqa: E402
 from headstart.train.unroll import unroll  # noqa: E402
 
 
@@ -30,14 +31,12 @@ def trunk_and_head(tmp_path: Path, hidden_first: bool) -> tuple[Path, Path]:
     model = support.write_model(tmp_path / "model", config, arrays)
     sizes = support.family_of("llama").parse(config)
     hidden = sizes.hidden_size
-    block = BlockConfig(
-        intermediate_size=sizes.intermediate_size, attention=sizes.attention, rope=sizes.rope, eps=sizes.eps
-    )
+    block = support.plain_block(sizes)
     head = HeadConfig(
         hidden_size=hidden, vocab_size=sizes.vocab_size, block=block, trunk="x", trunk_fingerprint="y",
         hidden_first=hidden_first, tap="pre_norm",
     )  # fmt: skip
-    arrays = {name: bfloat16(array) for name, array in random_arrays(support.mtp_shapes("mtp.0", sizes), 5).items()}
+    arrays = {name: bfloat16(array) for name, array in random_arrays(mtp_shapes("mtp.0", sizes), 5).items()}
     write_head(tmp_path / "head", head, arrays, np.arange(0, sizes.vocab_size, 2))
     return model, tmp_path / "head"
 

@@ -14,10 +14,12 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 
 from headstart.cli.main import main
 from headstart.formats.base import Tensor
-from headstart.formats.head import BlockConfig, HeadConfig, write_head
-from headstart.formats.safetensors import Array, bfloat16, read_file
-from headstart.models._family import random_arrays
-from headstart.tools.export import ExportOptions, run
+from headstart.formats.head import HeadConfig, write_head
+from headstart.formats.safetensors import Array, bfloat16
+from headstart.formats.safetensors_file import read_file
+from headstart.layers.build import mtp_shapes
+from headstart.models.small import random_arrays
+from headstart.tools.export.run import ExportOptions, run
 
 H, V, F = 8, 12, 16
 DEEPSEEK = {
@@ -103,10 +105,11 @@ def trunk_gguf(tmp_path: Path) -> Path:
     writer.add_block_count(sizes.num_layers)
     writer.add_context_length(512)
     writer.add_embedding_length(sizes.hidden_size)
-    writer.add_feed_forward_length(sizes.intermediate_size)
-    writer.add_head_count(sizes.attention.num_heads)
-    writer.add_head_count_kv(sizes.attention.num_kv_heads)
-    writer.add_rope_dimension_count(sizes.attention.head_dim)
+    block = support.plain_block(sizes)
+    writer.add_feed_forward_length(block.intermediate_size)
+    writer.add_head_count(block.attention.num_heads)
+    writer.add_head_count_kv(block.attention.num_kv_heads)
+    writer.add_rope_dimension_count(block.attention.head_dim)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(sizes.vocab_size)
     writer.add_tokenizer_model("gpt2")
@@ -130,9 +133,7 @@ def eagle3(tmp_path: Path) -> Path:
         name: bfloat16(each.float32())
         for name, each in support.as_tensors(support.eagle3_tensors(model, ids.tolist())).items()
     }
-    block = BlockConfig(
-        intermediate_size=sizes.intermediate_size, attention=sizes.attention, rope=sizes.rope, eps=sizes.eps
-    )
+    block = support.plain_block(sizes)
     head = HeadConfig(
         kind="eagle3", hidden_size=sizes.hidden_size, vocab_size=sizes.vocab_size, block=block, trunk="x",
         trunk_fingerprint="y", tap=(0, 1, 2), recycle="pre_norm",
@@ -293,14 +294,12 @@ def test_a_qwen_module_as_llama_cpp_wants_it(fused: bool, tmp_path: Path) -> Non
 def mtp_head(folder: Path) -> Path:
     config = support.family_of("llama").tiny()[0]
     sizes = support.family_of("llama").parse(config)
-    block = BlockConfig(
-        intermediate_size=sizes.intermediate_size, attention=sizes.attention, rope=sizes.rope, eps=sizes.eps
-    )
+    block = support.plain_block(sizes)
     head = HeadConfig(
         hidden_size=sizes.hidden_size, vocab_size=sizes.vocab_size, block=block, trunk="x", trunk_fingerprint="y"
     )
     write_head(
-        folder, head, {n: bfloat16(a) for n, a in random_arrays(support.mtp_shapes("mtp.0", sizes)).items()}, None
+        folder, head, {n: bfloat16(a) for n, a in random_arrays(mtp_shapes("mtp.0", sizes)).items()}, None
     )
     return folder
 

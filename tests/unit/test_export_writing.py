@@ -14,7 +14,7 @@ from checkpoints import tensor, write_checkpoint
 
 from headstart.cli import export as export_command, graft as graft_command
 from headstart.cli.main import main
-from headstart.tools.exports._plan import check_room
+from headstart.tools.export.plan import check_room
 
 CONFIG = {"model_type": "mimo", "num_hidden_layers": 1, "num_nextn_predict_layers": 1}
 VECTORS = ("token_layernorm", "hidden_layernorm", "final_layernorm", "input_layernorm")

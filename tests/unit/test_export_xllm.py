@@ -16,7 +16,7 @@ from checkpoints import Raw, raw, read_raw, tensor, write_checkpoint
 from headstart.cli.main import main
 from headstart.errors import ModelError
 from headstart.formats.safetensors import Array
-from headstart.tools.export import ExportOptions, run
+from headstart.tools.export.run import ExportOptions, run
 
 H, V, F = 8, 12, 16  # hidden size, vocabulary, inner size
 SHARD = "mtp_layer_parameters.safetensors"

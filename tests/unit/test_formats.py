@@ -14,11 +14,11 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from safetensors import safe_open
 
 from headstart.errors import ModelError
-from headstart.formats import _gguf_file, _header, open_checkpoint, safetensors
-from headstart.formats._gguf_names import canonical_names
+from headstart.formats import gguf_file, open_checkpoint, safetensors, safetensors_file
 from headstart.formats._gguf_rope import rope_config
-from headstart.formats._picked import unpermute_rows
 from headstart.formats.base import make_tensor
+from headstart.formats.gguf_names import canonical_names
+from headstart.formats.rows import unpermute_rows
 from headstart.hub import cached_trunk
 
 RNG = np.random.default_rng(0)
@@ -82,7 +82,7 @@ def test_saved_file_is_read_by_the_library(tmp_path: Path) -> None:
     plain = {name: value for name, value in tensors().items() if not isinstance(value, tuple)}
     safetensors.save(path, plain, {"note": "hi"})
     with safe_open(path, framework="np") as file:
-        assert file.metadata() == {"note": "hi"} == safetensors.read_metadata(path)
+        assert file.metadata() == {"note": "hi"} == safetensors_file.read_metadata(path)
         for name, value in plain.items():
             np.testing.assert_array_equal(file.get_tensor(name), value)
     assert list(tmp_path.iterdir()) == [path]
@@ -153,7 +153,7 @@ def test_sharded(tmp_path: Path) -> None:
 )
 def test_damaged_safetensors(tmp_path: Path, header: object, data: bytes, message: str) -> None:
     with pytest.raises(ModelError, match=message) as caught:
-        safetensors.read_file(raw_file(tmp_path / "x.safetensors", header, data))
+        safetensors_file.read_file(raw_file(tmp_path / "x.safetensors", header, data))
     assert "x.safetensors" in caught.value.message
 
 
@@ -162,12 +162,12 @@ def test_header_longer_than_the_file_or_the_limit(tmp_path: Path) -> None:
     for blob in (b"", b"123", (2**63).to_bytes(8, "little"), (100).to_bytes(8, "little") + b"{}"):
         path.write_bytes(blob)
         with pytest.raises(ModelError, match=r"x\.safetensors"):
-            safetensors.read_file(path)
+            safetensors_file.read_file(path)
     with path.open("wb") as file:  # a sparse file: no bytes are written
-        file.write((_header.MAX_HEADER + 1).to_bytes(8, "little"))
-        file.truncate(_header.MAX_HEADER + 100)
+        file.write((safetensors_file.MAX_HEADER + 1).to_bytes(8, "little"))
+        file.truncate(safetensors_file.MAX_HEADER + 100)
     with pytest.raises(ModelError, match="more than"):
-        safetensors.read_file(path)
+        safetensors_file.read_file(path)
 
 
 def test_what_is_no_checkpoint(tmp_path: Path) -> None:
@@ -188,8 +188,6 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no \*.safetensors"):
         open_checkpoint(tmp_path)
     directory(tmp_path, config={})
-    with pytest.raises(ModelError, match="model_type"):
-        open_checkpoint(tmp_path)
     (tmp_path / "config.json").write_text("not json")
     with pytest.raises(ModelError, match="not valid JSON"):
         open_checkpoint(tmp_path)
@@ -202,7 +200,7 @@ def test_safetensors_fuzz(tmp_path: Path, blob: bytes, size: int) -> None:
     for text in (blob, size.to_bytes(8, "little") + blob):
         path.write_bytes(text)
         with suppress(ModelError):
-            safetensors.read_file(path)
+            safetensors_file.read_file(path)
 
 
 def write_gguf(path: Path, **extra: Any) -> Path:
@@ -259,7 +257,7 @@ def test_gguf(tmp_path: Path) -> None:
 
 def test_gguf_tensors_read_as_the_library_reads_them(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf")
-    ours = {tensor.name: tensor for tensor in _gguf_file.read(path).tensors.values()}
+    ours = {tensor.name: tensor for tensor in gguf_file.read(path).tensors.values()}
     for theirs in gguf.GGUFReader(path).tensors:
         values = gguf.dequantize(theirs.data, theirs.tensor_type)
         np.testing.assert_array_equal(ours[theirs.name].float32(), values)

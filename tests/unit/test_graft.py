@@ -17,8 +17,8 @@ from headstart.config import EngineConfig
 from headstart.core import SamplingParams
 from headstart.formats.base import make_tensor
 from headstart.formats.safetensors import Array, bfloat16
-from headstart.tools.exports._quantize import nearest_e4m3
 from headstart.tools.graft import run as graft
+from headstart.tools.graft.quantize import nearest_e4m3
 from headstart.tools.graft.run import GraftOptions, run
 
 H, V, F = 8, 12, 16

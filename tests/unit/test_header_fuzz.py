@@ -16,12 +16,13 @@ from zoo import ZOO, config_of, heads, trunk, write, write_file
 
 from headstart.cli.main import main
 from headstart.errors import ModelError
-from headstart.formats._gguf_file import read
-from headstart.formats._header import BITS
-from headstart.formats._listing import list_checkpoint, read_shard
-from headstart.formats._mtp_families import families_by_key
-from headstart.tools import inspect
-from headstart.tools.inspect import InspectOptions
+from headstart.formats import find_checkpoint
+from headstart.formats.base import BITS
+from headstart.formats.gguf_file import read
+from headstart.formats.mtp_families import families_by_key
+from headstart.formats.safetensors_file import read_file
+from headstart.tools.inspect import run as inspect
+from headstart.tools.inspect.run import InspectOptions
 
 FUZZ = settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 LITTLE = 20_000_000
@@ -55,15 +56,15 @@ def raw(path: Path, header: bytes, data: int = 40, claims: int | None = None) ->
 def test_safetensors_headers(tmp_path: Path, header: dict[str, Any]) -> None:
     path = raw(tmp_path / "x.safetensors", json.dumps(header).encode())
     with suppress(ModelError):
-        for name, entry in read_shard(path).items():
-            assert 0 <= entry.begin <= entry.end <= path.stat().st_size and len(entry.shape) < 17, name
+        for name, entry in read_file(path).items():
+            assert 0 <= entry.begin <= entry.begin + entry.nbytes <= path.stat().st_size and len(entry.shape) < 17, name
 
 
 @FUZZ
 @given(st.binary(max_size=120), st.none() | st.integers(0, 2**64 - 1))
 def test_safetensors_bytes(tmp_path: Path, header: bytes, claims: int | None) -> None:
     with suppress(ModelError):
-        read_shard(raw(tmp_path / "x.safetensors", header, claims=claims))
+        read_file(raw(tmp_path / "x.safetensors", header, claims=claims))
 
 
 @FUZZ
@@ -163,7 +164,7 @@ LIES: dict[str, tuple[str, bytes, int]] = {
 def test_lies_about_sizes_cost_no_memory(tmp_path: Path, lie: str) -> None:
     name, head, size = LIES[lie]
     path = sparse(tmp_path / name, head, size)
-    reader: Callable[[Path], Any] = read if name.endswith(".gguf") else read_shard
+    reader: Callable[[Path], Any] = read if name.endswith(".gguf") else read_file
     tracemalloc.start()
     try:
         with pytest.raises(ModelError, match=name):
@@ -225,6 +226,6 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     with pytest.raises(ModelError, match="a pickle, which is never opened"):
-        list_checkpoint(tmp_path)
-    with pytest.raises(ModelError, match="neither a directory nor a GGUF file"):
-        list_checkpoint(tmp_path / "pytorch_model.bin")
+        find_checkpoint(tmp_path)
+    with pytest.raises(ModelError, match="neither a GGUF file nor a directory"):
+        find_checkpoint(tmp_path / "pytorch_model.bin")

@@ -14,15 +14,15 @@ from zoo import SIZES, ZOO, H, N, Tensors, V, config_of, heads, trunk, write, wr
 from headstart.cli.main import main
 from headstart.errors import ModelError, UsageError
 from headstart.formats import safetensors
-from headstart.formats._header import BITS, Entry
-from headstart.formats._mtp_families import declared, families_by_key, find_family
-from headstart.formats._symbols import Sizes, text_config
+from headstart.formats.base import BITS, File, Tensor
 from headstart.formats.head import BlockConfig, HeadConfig, write_head
+from headstart.formats.mtp_families import declared, families_by_key, find_family
+from headstart.formats.symbols import Sizes, text_config
 from headstart.kernels.ops import AttentionSpec, RopeSpec
-from headstart.tools import inspect
-from headstart.tools.inspect import InspectOptions
-from headstart.tools.inspection.parts import part_of
-from headstart.tools.inspection.weights import weights_of
+from headstart.tools.inspect import run as inspect
+from headstart.tools.inspect.parts import part_of
+from headstart.tools.inspect.run import InspectOptions
+from headstart.tools.inspect.weights import weights_of
 from headstart.tools.tiny import write_tiny
 
 QWEN = ZOO["qwen3_5"]
@@ -189,7 +189,8 @@ def test_packed_weights_are_what_they_stand_for(case: str) -> None:
     settings, stored, (shape, kind) = PACKED[case]
     tensors = {}
     for word, (dtype, size) in stored.items():
-        tensors[f"{X}.{word}"] = Entry(dtype, size, 0, int(np.prod(size)) * BITS[dtype] // 8, "f")
+        nbytes = int(np.prod(size)) * BITS[dtype] // 8
+        tensors[f"{X}.{word}"] = Tensor(f"{X}.{word}", size, dtype, File(Path("f")), 0, nbytes)
     found = weights_of(tensors, {"quantization_config": settings})
     assert list(found) == [f"{X}.weight"]
     weight = found[f"{X}.weight"]

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from zoo import SIZES, ZOO, H, Tensors, V, trunk, write
 
-from headstart.formats._mtp_families import find_drafter
-from headstart.tools import inspect
-from headstart.tools.inspect import InspectOptions
+from headstart.formats.mtp_families import find_drafter
+from headstart.tools.inspect import run as inspect
+from headstart.tools.inspect.run import InspectOptions
 
 BLOCK = {
     "self_attn.q_proj.weight": (32, H), "self_attn.k_proj.weight": (16, H), "self_attn.v_proj.weight": (16, H),

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from zoo import NEXTN, ZOO, Tensors, config_of, heads, trunk, write
 
-from headstart.formats._mtp_families import families_by_key
-from headstart.tools import inspect
-from headstart.tools.inspect import InspectOptions
+from headstart.formats.mtp_families import families_by_key
+from headstart.tools.inspect import run as inspect
+from headstart.tools.inspect.run import InspectOptions
 
 
 def look(folder: Path, config: dict[str, Any], tensors: Tensors) -> tuple[bool, dict[str, Any]]:

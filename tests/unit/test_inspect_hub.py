@@ -23,9 +23,9 @@ from zoo import ZOO, Tensors, config_of, heads, trunk, write
 
 from headstart.cli.main import main
 from headstart.errors import HeadstartError, ModelError, UsageError
-from headstart.formats import _remote
-from headstart.tools import inspect
-from headstart.tools.inspect import InspectOptions
+from headstart.formats import remote
+from headstart.tools.inspect import run as inspect
+from headstart.tools.inspect.run import InspectOptions
 
 REPO = "org/model"
 SHA = "0123456789abcdef0123456789abcdef01234567"
@@ -129,7 +129,7 @@ def point_at(monkeypatch: pytest.MonkeyPatch, url: str, cache: Path) -> None:
     monkeypatch.setattr(f"{constants}.ENDPOINT", url)
     monkeypatch.setattr(f"{constants}.HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setattr(f"{constants}.HF_HUB_CACHE", str(cache))
-    monkeypatch.setattr(_remote, "RETRIES", 0)
+    monkeypatch.setattr(remote, "RETRIES", 0)
 
 
 def whole() -> Tensors:
@@ -147,18 +147,18 @@ def test_a_repo_is_read_by_its_headers(hub: Hub) -> None:
     local = inspect.run(InspectOptions(model=str(hub.folder))).data
     assert data["parts"] == local["parts"] and data["heads"]["modules"] == local["heads"]["modules"]
     assert (data["model"], data["heads"]["verdict"], data["sampling"]) == (REPO, "alive", {"temperature": 0.6})
-    assert hub.weight_bytes <= 3 * _remote.FIRST < data["total"]["bytes"] / 50
+    assert hub.weight_bytes <= 3 * remote.FIRST < data["total"]["bytes"] / 50
 
 
 def test_a_header_longer_than_the_first_request(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_remote, "FIRST", 64)
+    monkeypatch.setattr(remote, "FIRST", 64)
     write(hub.folder, config_of(ANIMAL), whole())
     assert look()["heads"]["verdict"] == "alive"
     assert hub.weight_bytes < 10_000
 
 
 def test_a_server_without_ranges_is_not_read_to_the_end(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_remote, "FIRST", 64)  # so that the second request has to skip what the first has read
+    monkeypatch.setattr(remote, "FIRST", 64)  # so that the second request has to skip what the first has read
     hub.ranges = False
     write(hub.folder, config_of(ANIMAL), whole())
     assert look()["heads"]["verdict"] == "alive"
@@ -172,7 +172,7 @@ def test_stripped_and_undeclared_are_seen_from_afar(hub: Hub) -> None:
 
 @pytest.mark.parametrize("step", [64, 128 * 1024])
 def test_a_gguf_repo(hub: Hub, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    monkeypatch.setattr(_remote, "FIRST", step)
+    monkeypatch.setattr(remote, "FIRST", step)
     writer = gguf.GGUFWriter(hub.folder / "m.gguf", "llama")
     writer.add_block_count(1)
     writer.add_embedding_length(256)
@@ -209,7 +209,7 @@ def test_a_gguf_in_parts(hub: Hub) -> None:
 
 
 def test_a_server_that_sends_less_than_it_says(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_remote, "FIRST", 30)
+    monkeypatch.setattr(remote, "FIRST", 30)
     header = b"GGUF" + (3).to_bytes(4, "little") + bytes(8) + (1).to_bytes(8, "little") + bytes(200)
     (hub.folder / "m.gguf").write_bytes(header)
     monkeypatch.setattr(Handler, "file", lambda self, name: self.answer(206, header[:30], {"Content-Range": "x/9999"}))

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from zoo import Tensors, write
 
-from headstart.formats._mtp_families import families_by_key
-from headstart.tools import inspect
-from headstart.tools.inspect import InspectOptions
+from headstart.formats.mtp_families import families_by_key
+from headstart.tools.inspect import run as inspect
+from headstart.tools.inspect.run import InspectOptions
 
 HIDDEN, VOCABULARY, LAYERS, EXPERTS, DENSE = 7168, 129280, 61, 256, 3
 CONFIG = {

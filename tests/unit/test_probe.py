@@ -12,9 +12,10 @@ from typing import ClassVar
 import pytest
 
 from headstart.tools import engine_metrics
+from headstart.tools.client import Server
 from headstart.tools.engine_metrics import Counts
-from headstart.tools.probe.client import Client
 from headstart.tools.probe.decide import Verdict, decide
+from headstart.tools.probe.endpoint import Endpoint
 from headstart.tools.probe.traces import Kind, Trace, by_length, summarize
 
 LENGTHS = (24, 48, 96) * 3
@@ -205,7 +206,7 @@ def test_other_texts_are_no_metrics(text: str) -> None:
 # Endpoints of other kinds.
 
 
-class Endpoint(BaseHTTPRequestHandler):
+class ChatOnly(BaseHTTPRequestHandler):
     """A server with chat alone, that takes few fields and wants the newer name for the length."""
 
     asked: ClassVar[list[tuple[str, list[str]]]] = []
@@ -238,7 +239,7 @@ class Endpoint(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def endpoint() -> Iterator[str]:
-    server = HTTPServer(("127.0.0.1", 0), Endpoint)
+    server = HTTPServer(("127.0.0.1", 0), ChatOnly)
     Thread(target=server.serve_forever, daemon=True).start()
     yield f"127.0.0.1:{server.server_port}"
     server.shutdown()
@@ -246,16 +247,12 @@ def endpoint() -> Iterator[str]:
 
 
 def test_client_asks_in_another_way_until_it_is_understood(endpoint: str) -> None:
-    client = Client(endpoint)
-    found = client.stream("predictable", "a a a", 5, 0.0)
-    client.close()
+    found = Endpoint(Server.at(endpoint)).stream("predictable", "a a a", 5, 0.0)
     assert (found.tokens, len(found.arrivals)) == (5, 3)
-    path, fields = Endpoint.asked[-1]
+    path, fields = ChatOnly.asked[-1]
     assert path == "/v1/chat/completions"
     assert fields == ["max_completion_tokens", "messages", "model", "seed", "stream", "stream_options", "temperature"]
 
 
 def test_an_endpoint_without_metrics_has_none(endpoint: str) -> None:
-    client = Client(endpoint)
-    assert client.metrics() is None
-    client.close()
+    assert Endpoint(Server.at(endpoint)).metrics() is None

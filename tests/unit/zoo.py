@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headstart.formats._header import BITS
-from headstart.formats._mtp_families import families_by_key
+from headstart.formats.base import BITS
+from headstart.formats.mtp_families import families_by_key
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
 H, V, N = 32, 96, 4

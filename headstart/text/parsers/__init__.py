@@ -6,10 +6,10 @@ from __future__ import annotations
 from typing import Literal
 
 from headstart import registry
-from headstart.text.parsers._events import Arguments, Content, Event, Reasoning, ToolCall, joined
 from headstart.text.parsers._plain import PlainParser
-from headstart.text.parsers._stream import Parser
 from headstart.text.parsers._tools import Tools
+from headstart.text.parsers.events import Arguments, Content, Event, Reasoning, ToolCall, joined
+from headstart.text.parsers.stream import Parser
 
 __all__ = [
     "Arguments", "Content", "Event", "Parser", "Reasoning", "ToolCall", "Tools", "format_in", "joined", "make_parser",
@@ -29,7 +29,7 @@ def reasoning_formats() -> list[str]:
 
 def format_in(template: str, kind: Literal["tool_formats", "reasoning_formats"]) -> str | None:
     """The format whose marks a chat template holds, the most of them where several fit; None where none does."""
-    constant = registry.KINDS[kind].required[0]
+    constant = registry.KINDS[kind].constant
     marks = {name: getattr(registry.find(kind, name), constant).marks for name in registry.available(kind)}
     fitting = {name: len(each) for name, each in marks.items() if each and all(mark in template for mark in each)}
     return max(fitting, key=lambda name: fitting[name], default=None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from headstart.text.parsers._stream import NotThis, Sink, Steps, StreamParser
+from headstart.text.parsers.stream import NotThis, Sink, Steps, StreamParser
 
 _STRUCTURE = re.compile(r'["{}\[\]]')
 _IN_STRING = re.compile(r'["\\\x00-\x1f]')

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headstart.text.parsers._stream import Steps, StreamParser
+from headstart.text.parsers.stream import Steps, StreamParser
 
 
 class PlainParser(StreamParser):

@@ -14,9 +14,9 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from headstart.text.parsers._events import Arguments, ToolCall
 from headstart.text.parsers._json_steps import JsonSteps
-from headstart.text.parsers._stream import Ended, NotThis, Steps
+from headstart.text.parsers.events import Arguments, ToolCall
+from headstart.text.parsers.stream import Ended, NotThis, Steps
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 """The `tools` of a request, as OpenAI has them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headstart.text.parsers._members import MemberCalls
 from headstart.text.parsers._schema import ANY
-from headstart.text.parsers._stream import Steps
+from headstart.text.parsers.stream import Steps
 
 _END, _KEY = "</tool_call>", "<arg_key>"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headstart.text.parsers._objects import ObjectCalls
-from headstart.text.parsers._stream import NotThis, Steps
+from headstart.text.parsers.stream import NotThis, Steps
 
 
 class JsonParser(ObjectCalls):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headstart.text.parsers._members import MemberCalls
-from headstart.text.parsers._stream import NotThis, Steps
+from headstart.text.parsers.stream import NotThis, Steps
 
 _OPEN, _END = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"

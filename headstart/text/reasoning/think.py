@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from headstart.text.parsers._events import Event, Reasoning
-from headstart.text.parsers._stream import Ended, Parser, Steps, StreamParser
+from headstart.text.parsers.events import Event, Reasoning
+from headstart.text.parsers.stream import Ended, Parser, Steps, StreamParser
 
 _OPENS = tuple(before + "<think>" + after for before in ("", "\n") for after in ("", "\n"))
 

@@ -5,30 +5,25 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Coroutine, Iterator, Mapping, Sequence as Seq
+from collections.abc import Iterator, Mapping, Sequence as Seq
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 from headstart.errors import UsageError
-from headstart.tools import engine_metrics
-from headstart.tools.bench.client import Answer, Server, get, post
 from headstart.tools.bench.document import Speculation
 from headstart.tools.bench.measure import AUTO, OFF, SERVER, Load, Notify, Outcome, Sample
 from headstart.tools.bench.workloads import Task
+from headstart.tools.client import Answer, Server, counts, message, models, post, reason
 from headstart.tools.engine_metrics import Counts
 
-CHAT, MODELS, METRICS, TOKENIZE = "/v1/chat/completions", "/v1/models", "/metrics", "/tokenize"
+CHAT, TOKENIZE = "/v1/chat/completions", "/tokenize"
 OWN = "headstart"
 """Owner of the models of headstart's servers, which take the request field `speculation`."""
 CHARACTERS_PER_TOKEN = 4
 """Of English, about; for servers that do not count tokens."""
 WITH_VLLM_NAMES = ("headstart", "vllm")
 """Engines whose counters say everything that a cell holds."""
-SHOWN = 200
-"""Characters of a server's error that are shown."""
-
-T = TypeVar("T")
 
 
 class OverHttp:
@@ -42,12 +37,14 @@ class OverHttp:
 
     def __init__(self, server: Server, off: Server | None = None, *, model: str | None = None) -> None:
         self._server, self._off = server, off
-        models = {each: _models(each) for each in (server, off) if each is not None}
-        self._is_own = models[server][0].get("owned_by") == OWN
-        self._synthetic = models[server][0].get("synthetic_acceptance") if self._is_own else None
-        self._names = {each: _choose(each, found, model) for each, found in models.items()}
+        known = {each: models(each) for each in (server, off) if each is not None}
+        self._is_own = known[server][0].get("owned_by") == OWN
+        self._synthetic = known[server][0].get("synthetic_acceptance") if self._is_own else None
+        self._names = {each: _choose(each, found, model) for each, found in known.items()}
         self.is_local = server.is_local
-        self._counts = _call(_status(server, TOKENIZE, {"model": self._names[server], "prompt": "one two"})) == 200
+        self._counts = (
+            asyncio.run(_status(server, TOKENIZE, {"model": self._names[server], "prompt": "one two"})) == 200
+        )
 
     @property
     def modes(self) -> tuple[str, ...]:
@@ -72,9 +69,9 @@ class OverHttp:
             return max(1, len(text) // CHARACTERS_PER_TOKEN)
         body = {"model": self._names[self._server], "prompt": text, "add_special_tokens": False}
         try:
-            return int(json.loads(_call(post(self._server, TOKENIZE, body)).body)["count"])
+            return int(json.loads(asyncio.run(post(self._server, TOKENIZE, body)).body)["count"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"{self._server} no longer counts tokens: {_reason(error)}", "is it running?") from None
+            raise UsageError(f"{self._server} no longer counts tokens: {reason(error)}", "is it running?") from None
 
     def check(self, tasks: Seq[Task]) -> None:
         """Only the server can tell."""
@@ -87,13 +84,13 @@ class OverHttp:
     def run(self, tasks: Seq[Task], mode: str, load: Load, notify: Notify) -> Outcome:
         server, extra = self._server_of(mode)
         extra = {"model": self._names[server], **extra}
-        return _call(_Session(server, extra, notify).run(tasks, load))
+        return asyncio.run(_Session(server, extra, notify).run(tasks, load))
 
     def is_alive(self) -> bool:
         """Do all servers still answer?"""
         try:
             for server in self._names:
-                _models(server)
+                models(server)
         except UsageError:
             return False
         return True
@@ -164,14 +161,14 @@ class _Session:
         try:
             answer = await post(self._server, CHAT, {**body_of(task, messages), **self._extra})
         except OSError as error:
-            self._lost = self._lost or f"{self._server}: {_reason(error)}"
+            self._lost = self._lost or f"{self._server}: {reason(error)}"
             return Sample(error=self._lost), ""
         except ValueError as error:
             return Sample(error=f"the answer cannot be read: {error}"), ""
         if answer.broken:
             self._lost = self._lost or f"{self._server} hung up in the middle of an answer"
             return sample_of(answer, late, error=self._lost), ""
-        refused = "" if answer.status == 200 else f"HTTP {answer.status}: {_message(answer.body)}"
+        refused = "" if answer.status == 200 else f"HTTP {answer.status}: {message(answer.body)}"
         return sample_of(answer, late, error=refused), answer.text
 
 
@@ -205,31 +202,6 @@ def sample_of(answer: Answer, late: float = 0.0, *, error: str = "") -> Sample:
     )
 
 
-def _call(work: Coroutine[Any, Any, T]) -> T:
-    return asyncio.run(work)
-
-
-def _models(server: Server) -> list[dict[str, Any]]:
-    """Entries of /v1/models. Raises UsageError saying what is wrong with the server."""
-    try:
-        answer = _call(get(server, MODELS))
-    except (OSError, UnicodeError) as error:  # the latter: no such name can be looked up
-        hint = "is the server running, and the address right? headstart serve --port 8000 starts one"
-        raise UsageError(f"cannot reach {server}: {_reason(error)}", hint) from None
-    if answer.status == 401:
-        raise UsageError(f"{server} wants another API key", "give it with --api-key")
-    try:
-        found: list[dict[str, Any]] = json.loads(answer.body)["data"]
-        if found and all(isinstance(each["id"], str) for each in found):
-            return found
-    except (ValueError, TypeError, KeyError):
-        pass
-    raise UsageError(
-        f"{server} is no OpenAI-compatible server: {MODELS} answers {answer.status} {_message(answer.body)!r}",
-        "give --url the address that a client of OpenAI would get",
-    )
-
-
 def _choose(server: Server, models: list[dict[str, Any]], name: str | None) -> str:
     names = [str(each["id"]) for each in models]
     if name is not None and name not in names:
@@ -246,11 +218,7 @@ async def _status(server: Server, path: str, body: dict[str, Any]) -> int:
 
 async def _metrics(server: Server) -> Counts | None:
     """None for a server without metrics of speculation."""
-    try:
-        answer = await get(server, METRICS)
-    except (OSError, ValueError):
-        return None
-    found = engine_metrics.read(answer.body) if answer.status == 200 else None
+    found = await counts(server)
     return found if found and found.engine in WITH_VLLM_NAMES and found.drafts is not None else None
 
 
@@ -270,20 +238,3 @@ def _difference(before: Counts | None, after: Counts | None) -> Speculation | No
         per_position=tuple(hits),
         passes_saved=accepted if spent.saved is None else round(spent.saved),  # each accepted token saves a pass
     )
-
-
-def _reason(error: Exception) -> str:
-    """Without the addresses that asyncio repeats."""
-    if isinstance(error, ConnectionRefusedError) or "Connect call failed" in str(error):
-        return "connection refused"
-    return str(getattr(error, "strerror", None) or error) or type(error).__name__
-
-
-def _message(body: str) -> str:
-    """The error in OpenAI's shape, or the beginning of whatever it is."""
-    try:
-        found = json.loads(body)["error"]
-        text = str(found["message"] if isinstance(found, dict) else found)
-    except (ValueError, TypeError, KeyError):
-        text = body
-    return " ".join(text.split())[:SHOWN]

@@ -5,17 +5,16 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from headstart.api import LLM, Choice
+from headstart.api import LLM, Choice, Session
 from headstart.config import EngineConfig
-from headstart.core import Delta, DraftStats, Progress, Request, SamplingParams, Sequence, no_progress
+from headstart.core import DraftStats, Progress, Request, SamplingParams, no_progress
 from headstart.engine.load import Model, context_length, load_model
 from headstart.errors import CapacityError, UsageError
 from headstart.text.grammar_spec import GrammarSpec
-from headstart.text.output import TextOutput
 from headstart.tools.bench.document import Speculation
 from headstart.tools.bench.measure import AUTO, OFF, Load, Notify, Outcome, Sample
 from headstart.tools.bench.workloads import Task
@@ -75,15 +74,13 @@ class InProcess:
 
     def run(self, tasks: Seq[Task], mode: str, load: Load, notify: Notify) -> Outcome:
         llm, depth = self._mode(mode)
-        session = _Session(llm, [_Talk(llm, task, depth) for task in tasks], load, notify)
-        llm.engine.reset_stats()
-        started = time.perf_counter()
-        try:
-            session.run()
-        finally:
-            session.close()
-        seconds = time.perf_counter() - started
-        return Outcome(samples=session.samples, seconds=seconds, speculation=speculation(llm.engine.stats))
+        with llm.session() as session:
+            work = _Tasks(session, [_Talk(llm, task, depth) for task in tasks], load, notify)
+            llm.engine.reset_stats()
+            started = time.perf_counter()
+            work.run()
+            seconds = time.perf_counter() - started
+        return Outcome(samples=work.samples, seconds=seconds, speculation=speculation(llm.engine.stats))
 
     def _mode(self, mode: str) -> tuple[LLM, int | None]:
         """The engine of a mode and the depth to ask it for. Raises UsageError."""
@@ -145,53 +142,40 @@ class _Talk:
         self.next = self._request()
 
 
-@dataclass
-class _Running:
-    """A request in the engine. `since`: when it was sent or due."""
-
-    talk: _Talk
-    choice: Choice
-    sequence: Sequence
-    since: float
-    stamps: list[tuple[float, Delta]] = field(default_factory=list)
-
-    def sample(self, error: str) -> Sample:
-        times = [when for when, delta in self.stamps if delta.tokens] or [self.since]
-        return Sample(
-            prompt_tokens=self.sequence.num_prompt,
-            cached_tokens=self.sequence.num_cached,
-            output_tokens=len(self.choice.tokens),
-            ttft_s=times[0] - self.since,
-            seconds=times[-1] - self.since,
-            gaps_s=tuple(after - before for before, after in pairwise(times)),
-            error=error,
-        )
+def _sample(choice: Choice) -> Sample:
+    """Of an answer that has ended."""
+    sequence, times = choice.sequence, choice.arrivals or [choice.started]
+    assert sequence is not None
+    return Sample(
+        prompt_tokens=sequence.num_prompt,
+        cached_tokens=sequence.num_cached,
+        output_tokens=len(choice.tokens),
+        ttft_s=times[0] - choice.started,
+        seconds=times[-1] - choice.started,
+        gaps_s=tuple(after - before for before, after in pairwise(times)),
+        error=choice.error,
+    )
 
 
-class _Session:
+class _Tasks:
     """All tasks of a run through one engine."""
 
-    def __init__(self, llm: LLM, talks: list[_Talk], load: Load, notify: Notify) -> None:
-        self._llm, self._load, self._notify = llm, load, notify
+    def __init__(self, session: Session, talks: list[_Talk], load: Load, notify: Notify) -> None:
+        self._session, self._load, self._notify = session, load, notify
         self._queue = deque(zip(load.arrivals(len(talks)), talks, strict=True))
-        self._running: dict[str, _Running] = {}
-        self._inbox: list[tuple[float, Delta]] = []
+        self._running: dict[str, _Talk] = {}
         self.samples: list[Sample] = []
 
     def run(self) -> None:
         started = time.perf_counter()
         while self._queue or self._running:
             self._admit(started)
-            if self._running:
-                self._llm.engine.step(self._stamp)
-                self._take()
-            else:
+            if not self._running:
                 time.sleep(max(0.0, started + self._queue[0][0] - time.perf_counter()))
-
-    def close(self) -> None:
-        """Leave nothing in the engine."""
-        for request_id in list(self._running):
-            self._llm.engine.abort(request_id)
+                continue
+            for choice, piece in self._session.step():
+                if piece.finish_reason is not None:
+                    self._finish(choice)
 
     def _admit(self, started: float) -> None:
         most = self._load.concurrency or len(self._queue) + len(self._running)
@@ -200,39 +184,24 @@ class _Session:
             if due > time.perf_counter():
                 return
             _, talk = self._queue.popleft()
-            self._send(talk, due if self._load.rate is not None else time.perf_counter())
+            self._send(talk, due if self._load.rate is not None else None)
 
-    def _send(self, talk: _Talk, since: float) -> None:
+    def _send(self, talk: _Talk, since: float | None = None) -> None:
         request = talk.next
         assert request is not None
-        (sequence,) = self._llm.engine.submit(request)
-        choice = Choice(request, TextOutput(self._llm.tokenizer, request, False), since)
-        self._running[request.request_id] = _Running(talk, choice, sequence, since)
+        self._session.submit(request, since)
+        self._running[request.request_id] = talk
 
-    def _stamp(self, deltas: list[Delta]) -> None:
-        """What a step delivers arrives now; it is read after the step."""
-        now = time.perf_counter()
-        self._inbox += [(now, delta) for delta in deltas]
-
-    def _take(self) -> None:
-        for now, delta in self._inbox:
-            running = self._running[delta.request_id]
-            running.stamps.append((now, delta))
-            running.choice.push(delta)
-            if delta.finish_reason is not None:
-                self._finish(running, delta)
-        self._inbox.clear()
-
-    def _finish(self, running: _Running, delta: Delta) -> None:
-        del self._running[delta.request_id]
-        self.samples.append(running.sample(delta.error))
+    def _finish(self, choice: Choice) -> None:
+        talk = self._running.pop(choice.request.request_id)
+        self.samples.append(_sample(choice))
         self._notify()
-        if delta.error:
+        if choice.error:
             return
         try:
-            running.talk.answered(running.choice.text)
+            talk.answered(choice.text)
         except CapacityError as error:  # the conversation has become too long
             self.samples.append(Sample(error=error.message))
             return
-        if running.talk.next is not None:
-            self._send(running.talk, time.perf_counter())
+        if talk.next is not None:
+            self._send(talk)

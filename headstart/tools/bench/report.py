@@ -12,23 +12,16 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from headstart.svg import PALETTE, Plot, Point, Series, Style, intervals, lines, swatch
 from headstart.tools.bench.document import LEVELS, Distribution, Document, Group, Row
 from headstart.tools.bench.measure import AUTO, OFF, SERVER
 from headstart.tools.bench.summary import milliseconds, mode_order, tables
-from headstart.tools.bench.svg import Plot, Point, Series, Style, intervals, lines, swatch
 
 STYLES = {
     OFF: Style("#4b5563", "square", "6 3"),
     AUTO: Style("#c2410c", "circle"),
     SERVER: Style("#6d28d9", "circle"),
 }
-FIXED = (
-    Style("#0072b2", "triangle", "2 3"),
-    Style("#00855f", "diamond", "8 3 2 3"),
-    Style("#b4488c", "cross", "4 2"),
-    Style("#a16207", "triangle", "10 3"),
-    Style("#0e7490", "diamond", "1 2"),
-)
 MOST_LATENCY_WORKLOADS = 4
 """With more workloads, latencies are drawn for the first load only."""
 PERCENT = "{:.0%}".format
@@ -67,7 +60,7 @@ def render(document: Document) -> str:
 def styles_of(modes: Iterable[str]) -> dict[str, Style]:
     """A style for each mode, in the order in which they are shown; the same mode looks the same in every report that
     has the same modes."""
-    fixed = iter(FIXED * 4)
+    fixed = iter(PALETTE * 4)
     return {mode: STYLES.get(mode) or next(fixed) for mode in sorted(modes, key=mode_order)}
 
 

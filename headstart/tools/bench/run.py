@@ -214,8 +214,8 @@ def _shown(load: Load) -> str:
 
 def _runners(options: BenchOptions, progress: Progress) -> Iterator[Runner]:
     if options.url is not None:
-        from headstart.tools.bench.client import Server
         from headstart.tools.bench.http import OverHttp
+        from headstart.tools.client import Server
 
         off = Server.at(options.off_url, options.api_key) if options.off_url else None
         yield OverHttp(Server.at(options.url, options.api_key), off, model=options.model)

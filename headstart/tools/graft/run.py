@@ -16,15 +16,15 @@ import headstart
 from headstart.config import EngineConfig
 from headstart.core import Progress, Report, no_progress
 from headstart.errors import HeadstartError, ModelError, UsageError
-from headstart.formats._index import INDEX
-from headstart.formats._mtp_families import declared
-from headstart.formats._stream import PIECE_BYTES, Planned, Stored, copied
-from headstart.models._named import is_known
+from headstart.formats.base import PIECE_BYTES, Tensor
+from headstart.formats.mtp_families import declared
+from headstart.formats.safetensors import Planned, copied
+from headstart.formats.safetensors_file import INDEX
+from headstart.models.base import is_known
 from headstart.stats import DraftStats
-from headstart.tools.exports import _dequantize, _quantize
-from headstart.tools.exports._directory import Directory
-from headstart.tools.exports._fit import check_fit
-from headstart.tools.exports._heads import (
+from headstart.tools.export import dequantize
+from headstart.tools.export.directory import Directory
+from headstart.tools.export.heads import (
     can_be_quantized,
     head_keys,
     head_names,
@@ -32,7 +32,9 @@ from headstart.tools.exports._heads import (
     with_keys,
     without_head,
 )
-from headstart.tools.exports._plan import Plan, as_json, carry_out, check_target, index_text
+from headstart.tools.export.plan import Plan, as_json, carry_out, check_target, index_text
+from headstart.tools.graft import quantize as fp8
+from headstart.tools.graft.fit import check_fit
 from headstart.tools.prompts import builtin_prompts
 
 HEAD_FILE = "model-mtp.safetensors"
@@ -99,7 +101,7 @@ def _graft(target: Directory, base: Directory, quantize: bool) -> Plan:
     if len(here) >= len(there):
         raise ModelError(f"{target.name} has its head: {len(here)} tensors", "to replace it, use --strip first")
     if quantize:
-        _quantize.check_method(target.quantization)
+        fp8.check_method(target.quantization)
     notes = check_fit(target, base)
     new = _renamed(target, base, there)
     planned, config, more = _head(target, base, new, quantize)
@@ -131,10 +133,10 @@ def _head(
     """The head's tensors, the config that describes them, and notes."""
     tensors = base.tensors
     config = with_keys(target.config, head_keys(base.config))
-    quantized = any(_dequantize.is_scale(name, tensors) or tensors[name].dtype in _dequantize.CODES for name in new)
+    quantized = any(dequantize.is_scale(name, tensors) or tensors[name].dtype in dequantize.CODES for name in new)
     if quantized and _alike(target.quantization, base.quantization):
         return [copied(name, tensors[old]) for old, name in new.items()], config, []
-    plain = _dequantize.make_plain(new, tensors, base.weight_block_size)
+    plain = dequantize.make_plain(new, tensors, base.weight_block_size)
     notes = list(plain.notes)
     if plain.converted:
         notes.append(f"{len(plain.converted)} quantized tensors of the head were turned into bfloat16")
@@ -150,11 +152,11 @@ def _alike(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
     return bool(ours) and all(ours.get(key) == theirs.get(key) for key in keys)
 
 
-def _quantized(planned: list[Planned], plain: Mapping[str, Stored]) -> list[Planned]:
+def _quantized(planned: list[Planned], plain: Mapping[str, Tensor]) -> list[Planned]:
     found = []
     for each in planned:
         fits = each.name in plain and len(each.shape) == 2 and can_be_quantized(each.name)
-        found += _quantize.planned(each.name, plain[each.name]) if fits else [each]
+        found += fp8.planned(each.name, plain[each.name]) if fits else [each]
     return found
 
 
@@ -170,10 +172,10 @@ def _describe(
         trunk = head_names(target.tensors, target.config) ^ set(target.tensors)
         matrices = [name for name in trunk if name.endswith(".weight") and len(target.tensors[name].shape) == 2]
         alone += sorted(name.removesuffix(".weight") for name in matrices)
-        quantization = _quantize.CONFIG
+        quantization = fp8.CONFIG
     if not quantization:
         return config
-    told = _quantize.excluding(quantization, alone)
+    told = fp8.excluding(quantization, alone)
     if told is None:
         notes.append(
             f"quant_method {quantization.get('quant_method')!r}: tell the engine that the head is not quantized"
@@ -187,7 +189,7 @@ def _describe(
 
 def _take_trunk(plan: Plan, target: Directory, head: set[str]) -> None:
     """Files without head tensors share their bytes; others are written again without them."""
-    of_file: dict[Path, list[Stored]] = {}
+    of_file: dict[Path, list[Tensor]] = {}
     for stored in target.tensors.values():
         of_file.setdefault(stored.file, []).append(stored)
     for file, tensors in of_file.items():

@@ -10,12 +10,12 @@ from typing import Any
 from headstart import hub
 from headstart.errors import ModelError, UsageError
 from headstart.formats import gguf, open_checkpoint
-from headstart.formats._gguf_file import read as read_gguf
-from headstart.formats._index import INDEX
-from headstart.formats._json import read_object
-from headstart.formats._mtp_families import declared, find_family
-from headstart.formats._symbols import as_size, text_config
-from headstart.tools.inspection.parts import MTP, part_of
+from headstart.formats.gguf_file import read as read_gguf
+from headstart.formats.json_object import read_object
+from headstart.formats.mtp_families import declared, find_family
+from headstart.formats.safetensors_file import INDEX
+from headstart.formats.symbols import as_size, text_config
+from headstart.tools.inspect.parts import MTP, part_of
 from headstart.tools.plan.config_shape import shape_of
 
 EXPERT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -14,18 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from headstart.core import Progress
 from headstart.errors import UsageError
-from headstart.tools import engine_metrics
+from headstart.tools.client import Server, get
+from headstart.tools.engine_metrics import Counts
 from headstart.tools.launch.launcher import Launcher, Step, Wanted
-from headstart.tools.probe.client import Client
+from headstart.tools.probe.endpoint import Endpoint
 from headstart.tools.probe.run import PREDICTABLE
 
 START_SECONDS = 3600
 """Large models take half an hour to load and compile."""
 END_SECONDS = 20
+HEALTH_SECONDS = 5
 WARM_TOKENS = 64
 
 
@@ -35,9 +36,8 @@ class Running:
 
     process: subprocess.Popen[bytes]
     log: Path
-    url: str
+    server: Server
     health: str
-    headers: Mapping[str, str]
     started_s: float = 0.0
 
     def wait(self, progress: Progress) -> None:
@@ -47,10 +47,10 @@ class Running:
             if self.process.poll() is not None:
                 raise self.failed(f"the engine ended with code {self.process.returncode} before it answered")
             try:
-                if httpx.get(self.url + self.health, headers=self.headers, timeout=5, verify=False).status_code == 200:
+                if asyncio.run(healthy(self.server, self.health)):
                     self.started_s = passed
                     return
-            except httpx.HTTPError:
+            except OSError:
                 pass  # not listening yet
             progress(int(passed), START_SECONDS, "waiting for the engine")
             time.sleep(0.5)
@@ -62,6 +62,11 @@ class Running:
         errors = [line for line in lines if "Error" in line or "error:" in line]
         reason = (errors or lines or [""])[-1].strip()
         return UsageError(f"{what}: {reason[:300]}", f"its log is {self.log}")
+
+
+async def healthy(server: Server, path: str) -> bool:
+    async with asyncio.timeout(HEALTH_SECONDS):
+        return (await get(server, path)).status == 200
 
 
 @contextmanager
@@ -84,11 +89,10 @@ def start(
         except OSError as error:
             raise UsageError(f"cannot run {words[0]}: {error.strerror}", "is --program right?") from None
     host = "127.0.0.1" if wanted.host == "0.0.0.0" else wanted.host
-    key = wanted.settings.get("api_key")
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    scheme = "https" if wanted.settings.get("ssl_certfile") else "http"
+    tls, key = bool(wanted.settings.get("ssl_certfile")), wanted.settings.get("api_key")
+    server = Server(host, wanted.port, tls, api_key=key, trusted=True)  # our own process
     try:
-        yield Running(process, log, f"{scheme}://{host}:{wanted.port}", launcher.health, headers)
+        yield Running(process, log, server, launcher.health)
     finally:
         _end(process)
 
@@ -118,16 +122,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def check(running: Running, wanted: Wanted, progress: Progress) -> dict[str, Any]:
     """Warm up with text that is easy to guess, and read what was counted meanwhile."""
-    client = Client(running.url, wanted.settings.get("api_key"), verify=False)  # our own process
-    try:
-        before = client.metrics()
-        tokens = 0
-        for done, prompt in enumerate(PREDICTABLE):
-            progress(done, len(PREDICTABLE), "warming up")
-            tokens += client.stream("predictable", prompt, WARM_TOKENS, 0.0).tokens or 0
-        now = _settled(client, before) if wanted.depth_drafted else client.metrics()
-    finally:
-        client.close()
+    endpoint = Endpoint(running.server)
+    before = endpoint.metrics()
+    tokens = 0
+    for done, prompt in enumerate(PREDICTABLE):
+        progress(done, len(PREDICTABLE), "warming up")
+        tokens += endpoint.stream("predictable", prompt, WARM_TOKENS, 0.0).tokens or 0
+    now = _settled(endpoint, before) if wanted.depth_drafted else endpoint.metrics()
     counts = now.since(before) if now and before else now
     if counts is None:
         return {
@@ -149,12 +150,12 @@ def check(running: Running, wanted: Wanted, progress: Progress) -> dict[str, Any
     }
 
 
-def _settled(client: Client, before: engine_metrics.Counts | None) -> engine_metrics.Counts | None:
+def _settled(endpoint: Endpoint, before: Counts | None) -> Counts | None:
     """Some engines count with a delay: look again for a few seconds while nothing has moved."""
-    found = client.metrics()
+    found = endpoint.metrics()
     for _ in range(10):
         if found is None or (before is not None and found != before) or (before is None and found.active):
             return found
         time.sleep(0.3)
-        found = client.metrics()
+        found = endpoint.metrics()
     return found

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from headstart.errors import ModelError
-from headstart.formats._mtp_families import declared
-from headstart.formats._symbols import text_config
+from headstart.formats.mtp_families import declared
+from headstart.formats.symbols import text_config
 from headstart.tools.plan.shape import MLP, Attention, Head, Layers, Shape
 
 Config = Mapping[str, Any]

@@ -15,11 +15,11 @@ from typing import Any
 from headstart import hub
 from headstart.errors import UsageError
 from headstart.formats import open_checkpoint
-from headstart.formats._json import read_object
-from headstart.formats._symbols import text_config
 from headstart.formats.base import Checkpoint, Tensor
 from headstart.formats.head import read_head
-from headstart.tools.inspection.parts import part_of
+from headstart.formats.json_object import read_object
+from headstart.formats.symbols import text_config
+from headstart.tools.inspect.parts import part_of
 from headstart.tools.plan.acceptance import of_lengths
 from headstart.tools.plan.config_shape import KERNELS, shape_of
 from headstart.tools.plan.formats import weight_format

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headstart.core import Progress, Report, no_progress
+from headstart.tools.client import Server
 from headstart.tools.engine_metrics import Counts
-from headstart.tools.probe.client import Client
 from headstart.tools.probe.decide import Verdict, decide
+from headstart.tools.probe.endpoint import Endpoint
 from headstart.tools.probe.traces import Kind, Trace, by_length, summarize
 
 LENGTHS = (16, 32, 64)
@@ -58,30 +59,27 @@ class Measured:
 
 def run(options: ProbeOptions, progress: Progress = no_progress) -> Report:
     """`ok`: drafting is on and drafts are accepted. Raises UsageError for an endpoint that does not answer as one."""
-    client = Client(options.url, options.api_key, options.model)
-    try:
-        measured = measure(client, options, progress)
-    finally:
-        client.close()
+    endpoint = Endpoint(Server.at(options.url, options.api_key), options.model)
+    measured = measure(endpoint, options, progress)
     verdict = measured.verdict()
-    data = document(client, verdict, measured)
+    data = document(endpoint, verdict, measured)
     return Report(verdict.answer == "on", data, _lines(data))
 
 
-def measure(client: Client, options: ProbeOptions, progress: Progress) -> Measured:
+def measure(endpoint: Endpoint, options: ProbeOptions, progress: Progress) -> Measured:
     """Stream texts until the answer is clear or the rounds are over; counters are read before and after."""
     measured = Measured()
     total = options.rounds * len(LENGTHS) * 2
-    client.stream("random", random_text(options.seed), 8, 1.0)  # warm-up, not counted
-    before = client.metrics() if options.use_metrics else None
+    endpoint.stream("random", random_text(options.seed), 8, 1.0)  # warm-up, not counted
+    before = endpoint.metrics() if options.use_metrics else None
     for turn in range(options.rounds):
         for place, length in enumerate(LENGTHS):
             progress(len(measured.traces), total, "streaming")
             prompt = PREDICTABLE[(options.seed + turn + place) % len(PREDICTABLE)]
-            measured.traces.append(client.stream("predictable", prompt, length, 0.0))
+            measured.traces.append(endpoint.stream("predictable", prompt, length, 0.0))
             text = random_text(1000 * options.seed + 10 * turn + place + 1)
-            measured.traces.append(client.stream("random", text, length, 1.0))
-        if before is not None and (now := client.metrics()):
+            measured.traces.append(endpoint.stream("random", text, length, 1.0))
+        if before is not None and (now := endpoint.metrics()):
             measured.counts = now.since(before)
         verdict = measured.verdict()
         if verdict.source == "metrics" or (turn and verdict.confidence > ENOUGH):
@@ -95,11 +93,11 @@ def random_text(seed: int) -> str:
     return " ".join("".join(source.choices("0123456789abcdefghjkmnpqrstvwxyz", k=7)) for _ in range(16))
 
 
-def document(client: Client, verdict: Verdict, measured: Measured) -> dict[str, Any]:
+def document(endpoint: Endpoint, verdict: Verdict, measured: Measured) -> dict[str, Any]:
     length = verdict.acceptance_length
     return {
-        "url": client.url,
-        "model": client.model,
+        "url": str(endpoint.server),
+        "model": endpoint.model,
         "drafting": verdict.answer,
         "confidence": round(verdict.confidence, 3),
         "source": verdict.source,

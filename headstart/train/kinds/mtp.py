@@ -38,4 +38,4 @@ def initial(trunk: Decoder, spec: HeadSpec, scale: float) -> dict[str, Tensor]:
 
 
 KIND = HeadKind("mtp", lambda layers, depth: HeadSpec(tap="pre_norm"), initial, modules, stacks=True)
-"""It reads the stream before the final norm, as in the one dense family that vLLM drafts for (exports.vllm_mtp)."""
+"""It reads the stream before the final norm, as in the one dense family that vLLM drafts for (targets.vllm_mimo)."""

@@ -1,0 +1,1 @@
+"""headstart as one engine among others."""

@@ -1,0 +1,1 @@
+"""llama.cpp: its server and its tools, and GGUF files for it."""

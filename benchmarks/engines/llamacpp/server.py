@@ -1,0 +1,156 @@
+"""llama.cpp by its own programs and its own clocks.
+
+Decoding: one llama-server per file; its `timings` leave out HTTP and the client. (predicted_n - 1) tokens in
+predicted_ms: the clock starts when the first token is there. Prefill: llama-bench (random tokens, context empty).
+Batches: llama-batched-bench (random tokens, no sampling).
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from engines.process import EngineFailed, Server
+from engines.starter import Launched, Starter
+
+CONTEXT = 4096
+START_SECONDS, POLL_SECONDS = 120, 0.002
+HTTP_SECONDS = 600
+
+
+class LlamaServer(Server):
+    """llama-server with one slot."""
+
+    def __init__(self, llama_bin: Path, model: Path, threads: int, log: Path, more: Sequence[str] = ()) -> None:
+        command = [
+            llama_bin / "llama-server", "-m", model, "--host", "127.0.0.1", "--port", "{port}", "-t", str(threads),
+            "-c", str(CONTEXT), "-np", "1", "--no-webui", *more,
+        ]  # fmt: skip
+        super().__init__("llama-server", command, log)
+
+    def complete(self, prompt: Sequence[int], max_tokens: int, *, ignore_eos: bool = False) -> dict[str, Any]:
+        """One greedy completion; the server's JSON."""
+        body = {
+            "prompt": list(prompt),
+            "n_predict": max_tokens,
+            "temperature": 0,
+            "cache_prompt": False,
+            "ignore_eos": ignore_eos,
+            "return_tokens": True,
+        }
+        request = urllib.request.Request(
+            f"{self.url}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=HTTP_SECONDS) as response:
+                answer: dict[str, Any] = json.load(response)
+        except OSError as error:
+            raise self.group.failed(f"llama-server: {error}") from error
+        return answer
+
+
+class LlamaEngine:
+    """One GGUF file, and options of llama-server."""
+
+    def __init__(
+        self, name: str, llama_bin: Path, model: Path, threads: int, log: Path, more: Sequence[str] = (),
+        *, weights: str = "", ignore_eos: bool = False,
+    ) -> None:  # fmt: skip
+        self.name, self.weights, self.model = name, weights, model
+        self.about: dict[str, Any] = {
+            "version": version(llama_bin), "file_bytes": model.stat().st_size, "options": list(more),
+        }  # fmt: skip
+        self._bin, self._threads, self._log, self._more, self._ignore_eos = llama_bin, threads, log, more, ignore_eos
+        self._server: LlamaServer | None = None
+
+    def start(self) -> None:
+        """Nothing yet: only decoding needs a server."""
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        if self._server:
+            self._server.group.resume()
+        try:
+            yield
+        finally:
+            if self._server:
+                self._server.group.halt()
+
+    def decode(self, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
+        if self._server is None:
+            self._server = LlamaServer(self._bin, self.model, self._threads, self._log, self._more)
+            self._server.wait(START_SECONDS, POLL_SECONDS)
+        answer = self._server.complete(prompt, max_tokens, ignore_eos=self._ignore_eos)
+        timings = answer["timings"]
+        return {
+            "num_tokens": timings["predicted_n"],
+            "decode_s": timings["predicted_ms"] / 1e3,
+            "token_ids": answer["tokens"],
+            "text": answer["content"],
+            "drafted": timings.get("draft_n", 0),
+            "accepted": timings.get("draft_n_accepted", 0),
+        }
+
+    def prefill(self, prompt: Sequence[int]) -> dict[str, Any]:
+        """Of as many random tokens; llama-bench warms up with one run of its own."""
+        result = self._tool("llama-bench", "-p", str(len(prompt)), "-n", "0", "-r", "1", "-o", "json")
+        return {"num_tokens": len(prompt), "seconds": json.loads(result)[0]["avg_ns"] / 1e9}
+
+    def batch(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> dict[str, Any]:
+        """Of as many random prompts of the same length."""
+        length, number = max(map(len, prompts)), len(prompts)
+        result = self._tool(
+            "llama-batched-bench", "-c", str(number * (length + max_tokens)), "-npp", str(length),
+            "-ntg", str(max_tokens), "-npl", str(number), "--output-format", "jsonl",
+        )  # fmt: skip
+        found = [json.loads(line) for line in result.splitlines() if line.startswith("{")]
+        if not found:
+            raise EngineFailed(f"llama-batched-bench measured nothing for {number} x {length} tokens")
+        tokens = number * max_tokens
+        return {
+            "num_tokens": tokens,
+            "seconds": found[0]["t_pp"] + found[0]["t_tg"],
+            "decode_tokens": tokens,
+            "decode_s": found[0]["t_tg"],
+        }
+
+    def stop(self) -> None:
+        if self._server:
+            self._server.group.end()
+            self._server = None
+
+    def _tool(self, name: str, *arguments: str) -> str:
+        command = [str(self._bin / name), "-m", str(self.model), "-t", str(self._threads), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise EngineFailed(f"{name} failed: {done.stderr[-500:]}")
+        return done.stdout
+
+
+def version(llama_bin: Path) -> str:
+    """What llama-server says of itself."""
+    done = subprocess.run([llama_bin / "llama-server", "--version"], capture_output=True, text=True)
+    return " ".join((done.stderr + done.stdout).split())
+
+
+def llama_starter(
+    name: str, llama_bin: Path, model: Path, threads: int, log: Path, chat: Callable[[str], list[int]],
+    more: Sequence[str] = (),
+) -> Starter:  # fmt: skip
+    """llama-server: the answer to a completion that is sent as soon as it is healthy."""
+
+    def launch(prompt: str, max_tokens: int) -> Launched:
+        server = LlamaServer(llama_bin, model, threads, log, more)
+
+        def wait() -> None:
+            server.wait(START_SECONDS, POLL_SECONDS)
+            server.complete(chat(prompt), max_tokens)
+
+        return server.group, wait
+
+    return Starter(name, launch, ends=False)

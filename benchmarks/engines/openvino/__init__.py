@@ -1,0 +1,1 @@
+"""OpenVINO GenAI: a server for it, since it has none."""

@@ -1,0 +1,144 @@
+"""Do two versions of headstart write the same tokens with the same logprobs, bit for bit?
+
+    OLD/.venv/bin/python benchmarks/same_bits.py --questions question.jsonl --out before.json
+    NEW/.venv/bin/python benchmarks/same_bits.py --questions question.jsonl --out after.json
+    python benchmarks/same_bits.py --compare before.json after.json
+
+The version is that of the interpreter's environment: the script itself asks little of it. First turns of Spec-Bench,
+categories in turn, each at T = 0 and T = 0.8 (seed: its number) by every drafter; fixed depths but for `auto`. Kept are
+token ids, logprobs of each with the most likely others (as hexadecimal floats), the reason of the end, and with a fixed
+depth what was drafted and accepted. Exit code 1 where two files differ, or drafters within one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from measure.questions import NUM_CATEGORIES, in_turns
+
+from headstart.api import LLM, Completion
+from headstart.config import EngineConfig
+from headstart.core import SamplingParams
+
+Document = dict[str, Any]
+TEMPERATURES = (0.0, 0.8)
+DRAFTERS = ("none", "mtp", "eagle3", "auto")
+TEXT = ("token_ids", "logprobs", "finish_reason")
+"""What no drafter may change."""
+
+
+def record(completion: Completion, *, fixed_depth: bool) -> Document:
+    found: Document = {
+        "token_ids": completion.token_ids,
+        "logprobs": [
+            [each.token, each.logprob.hex(), [[token, value.hex()] for token, value in each.top]]
+            for each in completion.logprobs
+        ],
+        "finish_reason": completion.finish_reason,
+    }
+    stats = completion.speculation
+    return found | ({"drafting": [stats.drafts, stats.drafted, stats.accepted]} if fixed_depth else {})
+
+
+def decode(args: argparse.Namespace) -> Document:
+    """Cell -> one record per prompt."""
+    prompts = in_turns(args.questions, -(-args.prompts // NUM_CATEGORIES))[: args.prompts]
+    cells: Document = {}
+    for drafter in args.drafters:
+        depth: Any = "auto" if drafter == "auto" else 0 if drafter == "none" else args.depth
+        config = EngineConfig(
+            drafter=drafter, depth=depth, max_num_seqs=args.batch, threads=args.threads, max_model_len=4096
+        )
+        llm = LLM(args.model, config)
+        for temperature in TEMPERATURES:
+            params = [
+                SamplingParams(
+                    temperature=temperature, seed=seed, max_tokens=args.max_tokens, logprobs=args.logprobs
+                )
+                for seed in range(len(prompts))
+            ]  # fmt: skip
+            started = time.perf_counter()
+            completions = llm.generate(prompts, params)
+            cells[f"{drafter}, T {temperature:g}"] = [record(each, fixed_depth=depth != "auto") for each in completions]
+            say(f"{drafter}, T {temperature:g}: {time.perf_counter() - started:.0f} s")
+    about = {"prompts": len(prompts), "max_tokens": args.max_tokens, "depth": args.depth, "model": args.model}
+    return {"about": about, "cells": cells}
+
+
+def differences(cell: str, ones: list[Document], others: list[Document], keys: tuple[str, ...]) -> Iterator[str]:
+    """One line per prompt that differs, at its first difference."""
+    for index, (one, other) in enumerate(zip(ones, others, strict=True)):
+        for key in keys:
+            if one.get(key) == other.get(key):
+                continue
+            place, mine, its = "", one.get(key), other.get(key)
+            if isinstance(mine, list) and isinstance(its, list):
+                pairs = enumerate(zip(mine, its, strict=False))
+                at = next((i for i, (a, b) in pairs if a != b), min(len(mine), len(its)))
+                place, mine, its = f" at {at}", mine[at : at + 1], its[at : at + 1]
+            yield f"{cell}, prompt {index}, {key}{place}: {mine} and {its}"
+            break
+
+
+def compare(one: Document, other: Document) -> list[str]:
+    """Differences of two documents; equal and different texts by cell on stdout."""
+    if one["about"] != other["about"] or one["cells"].keys() != other["cells"].keys():
+        sys.exit(f"not the same work: {one['about']} {list(one['cells'])}, {other['about']} {list(other['cells'])}")
+    every: list[str] = []
+    for cell, records in one["cells"].items():
+        found = list(differences(cell, records, other["cells"][cell], (*TEXT, "drafting")))
+        print(f"{cell:16} {len(records) - len(found):5} equal {len(found):5} different", flush=True)
+        every += found
+    return every
+
+
+def among_drafters(document: Document) -> list[str]:
+    """Differences of each cell's texts to those of the first drafter at the same temperature."""
+    first: dict[str, list[Document]] = {}
+    every: list[str] = []
+    for cell, records in document["cells"].items():
+        base = first.setdefault(cell.partition(", ")[2], records)
+        every += differences(cell, base, records, TEXT)
+    return every
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--questions", type=Path)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--compare", type=Path, nargs=2, metavar=("BEFORE", "AFTER"))
+    parser.add_argument("--model")
+    parser.add_argument("--drafters", nargs="+", default=list(DRAFTERS))
+    parser.add_argument("--depth", type=int, default=3)
+    parser.add_argument("--prompts", type=int, default=100)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--logprobs", type=int, default=5)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--threads", type=int)
+    args = parser.parse_args()
+    if args.compare:
+        before, after = (json.loads(path.read_text("utf-8")) for path in args.compare)
+        found = compare(before, after)
+    elif args.questions and args.out:
+        document = decode(args)
+        args.out.write_text(json.dumps(document), "utf-8")
+        found = among_drafters(document)
+        print(f"{len(document['cells'])} cells of {document['about']['prompts']} prompts")
+    else:
+        parser.error("give --questions and --out, or --compare")
+    print(f"first difference: {found[0]}" if found else "no difference")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,156 @@
+"""How a checkout is built: files and lines by room, the longest file and function, circles between files, and the calls
+from `LLM.generate` to the compiled kernels.
+
+    python benchmarks/structure.py OLD NEW          # checkouts, each with its own .venv
+
+Lines are all lines. A circle is a set of files that reach each other by imports: at the time of import, or also by
+imports inside functions and for types. Hops are the Python functions on the stack when the default model's trunk pass
+enters the compiled kernels, `generate` included (with each checkout's own interpreter).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+Graph = dict[str, set[str]]
+Row = tuple[str, str]
+SOURCES = {"headstart": ("*.py",), "csrc": ("*.cpp", "*.h"), "tests": ("*.py",), "benchmarks": ("*.py",)}
+HOPS = """
+import sys
+from headstart.kernels import _native
+from headstart.api import LLM
+from headstart.config import EngineConfig
+from headstart.core import SamplingParams
+paths = []
+def listening(run):
+    def heard(self, *arguments, **options):
+        frame, names = sys._getframe(1), []
+        while frame and names[-1:] != ["LLM.generate"]:
+            names.append(frame.f_code.co_qualname)
+            frame = frame.f_back
+        paths.append(names[::-1])
+        return run(self, *arguments, **options)
+    return heard
+for each in vars(_native).values():
+    if isinstance(each, type) and hasattr(each, "run"):
+        each.run = listening(each.run)
+LLM(None, EngineConfig(depth=0)).generate(["Hi"], SamplingParams(max_tokens=1))
+print(len(paths[0]), " > ".join(paths[0]))
+"""
+
+
+def num_lines(path: Path) -> int:
+    return len(path.read_text("utf-8").splitlines())
+
+
+def sources(root: Path, folder: str) -> list[Path]:
+    return sorted(path for pattern in SOURCES[folder] for path in (root / folder).rglob(pattern))
+
+
+def sizes(root: Path) -> Iterator[Row]:
+    """Files and lines of each folder, and of each room of the package."""
+    for folder in SOURCES:
+        paths = sources(root, folder)
+        yield f"{folder}/", f"{len(paths)} files, {sum(map(num_lines, paths))} lines"
+    rooms: dict[str, list[Path]] = {}
+    for path in sources(root, "headstart"):
+        parts = path.relative_to(root / "headstart").parts
+        rooms.setdefault(f"{parts[0]}/" if len(parts) > 1 else "*.py", []).append(path)
+    for room, paths in sorted(rooms.items()):
+        yield f"headstart/{room}", f"{len(paths)} files, {sum(map(num_lines, paths))} lines"
+
+
+def longest(root: Path) -> Iterator[Row]:
+    paths = sources(root, "headstart")
+    file = max(paths, key=num_lines)
+    yield "longest file", f"{num_lines(file)} lines, {file.relative_to(root)}"
+    functions = [
+        ((node.end_lineno or 0) - node.lineno + 1, node.name, path)
+        for path in paths
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    lines, name, path = max(functions)
+    yield "longest function", f"{lines} lines, {name} in {path.relative_to(root)}"
+
+
+def imports(root: Path, *, lazy: bool) -> Graph:
+    """Module -> modules of the package that it imports; `lazy`: also inside functions and for types."""
+    modules = {}
+    for path in sources(root, "headstart"):
+        parts = path.relative_to(root).with_suffix("").parts
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = ast.parse(path.read_text("utf-8"))
+    graph: Graph = {name: set() for name in modules}
+    for name, tree in modules.items():
+        for node in ast.walk(tree) if lazy else statements(tree.body):
+            if isinstance(node, ast.Import):
+                graph[name] |= {alias.name for alias in node.names if alias.name in modules}
+            elif isinstance(node, ast.ImportFrom):
+                each = (f"{node.module}.{alias.name}" for alias in node.names)
+                graph[name] |= {full if full in modules else str(node.module) for full in each}
+        graph[name] = (graph[name] & modules.keys()) - {name}
+    return graph
+
+
+def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """What runs when a module is imported."""
+    for node in body:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from statements(node.orelse)
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+            for field in ("body", "orelse", "finalbody"):
+                yield from statements(getattr(node, field, []))
+
+
+def reached(graph: Graph, start: str) -> set[str]:
+    seen: set[str] = set()
+    waiting = [start]
+    while waiting:
+        new = graph[waiting.pop()] - seen
+        seen |= new
+        waiting += new
+    return seen
+
+
+def circles(graph: Graph) -> list[list[str]]:
+    """Sets of modules that reach each other."""
+    far = {name: reached(graph, name) for name in graph}
+    found = {frozenset(other for other in far[name] if name in far[other]) for name in graph if name in far[name]}
+    return sorted(sorted(each) for each in found)
+
+
+def circle_rows(root: Path) -> Iterator[Row]:
+    for title, lazy in (("circles at import", False), ("circles by any import", True)):
+        found = circles(imports(root, lazy=lazy))
+        yield title, "; ".join([str(len(found)), *(" ".join(each) for each in found)]).replace("headstart.", "")
+
+
+def hops(root: Path) -> Iterator[Row]:
+    python = root / ".venv/bin/python"
+    done = subprocess.run([python, "-c", HOPS], cwd=root, capture_output=True, text=True, check=False)
+    yield "hops to the kernels", done.stdout.strip() or f"not measured: {done.stderr.strip()[-200:]}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkouts", type=Path, nargs="+")
+    args = parser.parse_args()
+    columns = []
+    for given in args.checkouts:
+        root = given.resolve()
+        columns.append(dict(row for part in (sizes, longest, circle_rows, hops) for row in part(root)))
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    print("| | " + " | ".join(str(each) for each in args.checkouts) + " |\n|" + "---|" * (len(columns) + 1))
+    for name in names:
+        print(f"| {name} | " + " | ".join(column.get(name, "-") for column in columns) + " |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

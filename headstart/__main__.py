@@ -1,0 +1,10 @@
+"""`python -m headstart`."""
+
+from __future__ import annotations
+
+import sys
+
+from headstart.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+"""Headers of a model on the Hub: JSON files through huggingface_hub's cache, headers of weights by range requests.
+
+HF_ENDPOINT, HF_HOME, HF_TOKEN and offline mode mean what they mean to huggingface_hub. Where the Hub does not answer,
+what is in the local cache is listed instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from headstart.core import Progress
+from headstart.errors import HeadstartError, ModelError, UsageError
+from headstart.formats import gguf, safetensors
+from headstart.formats.base import Checkpoint, File, Tensor
+from headstart.formats.gguf_file import GgufFile, MoreNeeded, parse
+from headstart.formats.json_object import read_object
+from headstart.formats.safetensors import CONFIG, GENERATION
+from headstart.formats.safetensors_file import (
+    AGAIN,
+    INDEX,
+    MAX_HEADER,
+    PREFIX,
+    header_size,
+    parse_header,
+    read_file,
+    shards_of,
+    tensors_of,
+)
+from headstart.hub import Repo, hub_errors
+
+T = TypeVar("T")
+FIRST = 128 * 1024
+"""Bytes of the first request: most headers end within them."""
+AT_ONCE = 8
+RETRIES = 2
+
+
+def open_repo(asked: Repo, progress: Progress) -> Checkpoint:
+    """The headers of a repo. Raises UsageError when it is unknown or cannot be reached, ModelError for bad files."""
+    from huggingface_hub import HfApi, constants
+
+    if constants.HF_HUB_OFFLINE:
+        return _cached(asked)
+    from huggingface_hub.utils import httpx  # the client library that it really uses
+
+    with hub_errors(asked.repo):
+        try:
+            info = HfApi().model_info(asked.repo, revision=asked.revision or None)
+        except (httpx.TransportError, OSError) as error:
+            if getattr(error, "response", None) is not None:  # the Hub has answered: no
+                raise
+            try:
+                return _cached(asked)
+            except HeadstartError:
+                raise error from None
+    files = [each.rfilename for each in info.siblings or []]
+    return _Remote(asked, str(info.sha or asked.revision or "main"), files, progress).checkpoint()
+
+
+def _cached(asked: Repo) -> Checkpoint:
+    """What an earlier download has left in the cache. UsageError when that is nothing."""
+    from huggingface_hub import hf_hub_download, snapshot_download
+
+    with hub_errors(asked.repo):
+        if asked.file:
+            return gguf.open_checkpoint(
+                Path(hf_hub_download(asked.repo, asked.file, local_files_only=True, dry_run=False))
+            )
+        folder = snapshot_download(asked.repo, revision=asked.revision or None, local_files_only=True, dry_run=False)
+    return safetensors.open_checkpoint(Path(folder))
+
+
+class _Remote:
+    """One revision of one repo."""
+
+    def __init__(self, asked: Repo, revision: str, files: list[str], progress: Progress) -> None:
+        self.asked, self.revision, self.files, self.progress = asked, revision, files, progress
+
+    def checkpoint(self) -> Checkpoint:
+        if self.asked.file:
+            return self._gguf(self.asked.file)
+        weights = [file for file in self.files if file.endswith(".safetensors") and "/" not in file]
+        if CONFIG in self.files and (weights or INDEX in self.files):
+            return self._safetensors(weights)
+        ggufs = [file for file in self.files if file.endswith(".gguf")]
+        if ggufs and set(ggufs) == set(gguf.part_names(ggufs[0])):
+            return self._gguf(ggufs[0])
+        if ggufs:
+            hint = f"name one, as in {self.asked.repo}/{ggufs[0]}"
+            raise UsageError(f"{self.asked.repo} has {len(ggufs)} GGUF files", hint)
+        raise UsageError(f"{self.asked.repo} has neither safetensors nor GGUF files", "choose another repo")
+
+    def _safetensors(self, weights: list[str]) -> Checkpoint:
+        config = self._json(CONFIG)
+        index = self._json(INDEX) if INDEX in self.files else None
+        where = f"{self.asked.repo}/{INDEX}"
+        files = shards_of(weights, index, where)
+        shards = dict(zip(files, self._all(self._shard, files), strict=True))
+        tensors = tensors_of(shards, index, where, self.asked.repo)
+        return Checkpoint(
+            path=Path(self.asked.repo),
+            format="safetensors",
+            config=config,
+            tensors=tensors,
+            canonical_names=False,
+            files=tuple(map(Path, files)),
+            generation_config=self._json(GENERATION) if GENERATION in self.files else {},
+            stray={name: each for held in shards.values() for name, each in held.items() if name not in tensors},
+        )
+
+    def _json(self, file: str) -> dict[str, Any]:
+        from huggingface_hub import hf_hub_download
+
+        with hub_errors(self.asked.repo):
+            path = hf_hub_download(self.asked.repo, file, revision=self.revision, dry_run=False)
+        return read_object(Path(path))
+
+    def _shard(self, file: str) -> dict[str, Tensor]:
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(self.asked.repo, file, revision=self.revision)
+        if isinstance(cached, str):
+            return read_file(Path(cached))
+        where = f"{self.asked.repo}/{file}"
+        first, size = self._bytes(file, 0, FIRST)
+        length = header_size(first, size, where)
+        if (missing := PREFIX + length - len(first)) > 0:
+            first += self._bytes(file, len(first), missing)[0]
+        return parse_header(first[PREFIX : PREFIX + length], size, where, File(Path(file), here=False))[0]
+
+    def _all(self, fetch: Callable[[str], T], files: list[str]) -> list[T]:
+        """What `fetch` makes of each file, several at a time."""
+        results: list[T] = []
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            try:
+                for result in pool.map(fetch, files):
+                    results.append(result)
+                    self.progress(len(results), len(files), f"reading headers of {self.asked.repo}")
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        return results
+
+    def _gguf(self, file: str) -> Checkpoint:
+        return gguf.join_files(Path(self.asked.repo, file), self._all(self._part, gguf.part_names(file)))
+
+    def _part(self, file: str) -> GgufFile:
+        path = Path(self.asked.repo, file)
+        first, size = self._bytes(file, 0, FIRST)
+        while True:
+            try:
+                return parse(path, np.frombuffer(first, np.uint8), size)
+            except MoreNeeded:
+                more = self._bytes(file, len(first), 3 * len(first))[0] if len(first) <= MAX_HEADER else b""
+                if not more:
+                    raise ModelError(f"{path} ends, or is too long, before its header does", AGAIN) from None
+                first += more
+
+    def _bytes(self, file: str, begin: int, count: int) -> tuple[bytes, int]:
+        """At most `count` bytes of a file from byte `begin` on, and the file's size. UsageError if it cannot be had."""
+        from huggingface_hub import constants, hf_hub_url
+        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
+
+        url = hf_hub_url(self.asked.repo, file, revision=self.revision, endpoint=constants.ENDPOINT)
+        headers = build_hf_headers() | {"Range": f"bytes={begin}-{begin + count - 1}", "Accept-Encoding": "identity"}
+        data = bytearray()
+        with (
+            hub_errors(self.asked.repo),
+            http_stream_backoff(
+                "GET", url, max_retries=RETRIES, headers=headers, follow_redirects=True,
+                timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
+            ) as answer,
+        ):  # fmt: skip
+            hf_raise_for_status(answer)
+            ranged = answer.status_code == 206
+            size = answer.headers.get("Content-Range" if ranged else "Content-Length", "").rpartition("/")[2]
+            if not size.isdecimal():
+                raise UsageError(f"{url} does not say how long it is", "is HF_ENDPOINT a Hugging Face hub?")
+            skip = 0 if ranged else begin  # a server that does not know ranges sends the file from its beginning
+            for piece in answer.iter_bytes():
+                data += piece
+                if len(data) >= skip + count:
+                    break
+        return bytes(data[skip : skip + count]), int(size)

@@ -1,0 +1,102 @@
+"""Tensors that are made when they are wanted, so that nothing is kept twice; rows in another order, or some of them."""
+
+from __future__ import annotations
+
+import zlib
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headstart.errors import ModelError
+from headstart.formats.base import Tensor
+
+
+class Deferred(ABC):
+    """A RawTensor, but for its name, shape, dtype and rows: everything else goes through the whole."""
+
+    @abstractmethod
+    def read(self) -> Tensor:
+        """The plain tensor, in memory."""
+
+    def fingerprint(self) -> int:
+        """As Tensor's, without making the tensor."""
+        return 0
+
+    def float32(self) -> NDArray[np.float32]:
+        return self.read().float32()
+
+    def shaped(self, *shape: int) -> Tensor:
+        return self.read().shaped(*shape)
+
+    def affine(self, factor: float, offset: float) -> Tensor:
+        return self.read().affine(factor, offset)
+
+    def exp(self) -> Tensor:
+        return self.read().exp()
+
+    def transposed(self) -> Tensor:
+        return self.read().transposed()
+
+    def plain(self) -> Tensor:
+        return self.read().plain()
+
+
+class Source(Protocol):
+    """What rows can be taken of."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> str: ...
+    def fingerprint(self) -> int: ...
+    def take_rows(self, rows: NDArray[np.int64]) -> Any:
+        """A Tensor."""
+
+
+@dataclass(frozen=True, eq=False)
+class Picked(Deferred):
+    """A RawTensor: rows [n] of the first dimension of `source`."""
+
+    source: Source
+    rows: NDArray[np.int64]
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.rows), *self.source.shape[1:])
+
+    @property
+    def dtype(self) -> str:
+        return self.source.dtype
+
+    def read(self) -> Tensor:
+        """The plain tensor, in memory."""
+        return self.take_rows(np.arange(len(self.rows)))
+
+    def take_rows(self, rows: NDArray[np.int64]) -> Tensor:
+        taken: Tensor = self.source.take_rows(self.rows[rows])
+        return taken
+
+    def fingerprint(self) -> int:
+        return zlib.crc32(self.rows.data, self.source.fingerprint())
+
+    def part(self, index: int) -> Tensor:
+        return self.take_rows(np.array([index])).part(0)
+
+
+def unpermute_rows(tensor: Source, num_heads: int) -> Picked:
+    """Undo llama.cpp's row order of q_proj and k_proj: [num_heads * head_dim, ...] with the two halves of a rotary
+    pair side by side -> Hugging Face's order, first halves then second halves of each head. Weights and biases."""
+    num_rows = tensor.shape[0]
+    if num_heads <= 0 or num_rows % (2 * num_heads):
+        raise ModelError(f"tensor {tensor.name} has {num_rows} rows, not {num_heads} heads of rotary pairs")
+    order = np.arange(num_rows, dtype=np.int64).reshape(num_heads, -1, 2)
+    return Picked(tensor, order.swapaxes(1, 2).reshape(-1))

@@ -1,0 +1,171 @@
+"""The container of a safetensors file, and `model.safetensors.index.json`, which says which of many holds which tensor.
+
+A header is 8 bytes of length, then JSON. Every number is checked against the file's size. Nothing of the data is read,
+so a piece of the file will do. Layout: https://github.com/huggingface/safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path, PurePath
+from typing import Any, TypeGuard
+
+from headstart.errors import ModelError
+from headstart.formats.base import BITS, File, Tensor
+from headstart.formats.json_object import parse_object
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+MAX_HEADER = 100_000_000
+PREFIX = 8
+"""Bytes that hold the header's length."""
+AGAIN = "the file is damaged or its download is incomplete: download it again"
+_MAX_DIMS = 16
+_MOST = 2**63
+_WORDS = (b'"dtype"', b'"shape"', b'"data_offsets"')
+
+
+def read_file(path: Path) -> dict[str, Tensor]:
+    """The tensors of one file, by name. ModelError for what is no file, and for anything out of bounds."""
+    return _read(path)[0]
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """The `__metadata__` strings of one file."""
+    return _read(path)[1]
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    try:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            length = header_size(file.read(PREFIX), size, str(path))
+            return parse_header(file.read(length), size, str(path), File(path))
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}", "is it a file, and may you read it?") from error
+
+
+def header_size(first: bytes, file_bytes: int, where: str) -> int:
+    """The header's length from the file's first 8 bytes. ModelError for more than the file or the limit holds."""
+    size = int.from_bytes(first[:PREFIX], "little")
+    if len(first) < PREFIX or size > file_bytes - PREFIX:
+        raise ModelError(f"{where} is {file_bytes} bytes long, too short for its header of {size} bytes", AGAIN)
+    if size > MAX_HEADER:
+        raise ModelError(f"{where} claims a header of {size} bytes; more than {MAX_HEADER} is not accepted", AGAIN)
+    return size
+
+
+def parse_header(text: bytes, file_bytes: int, where: str, file: File) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors by name, and the `__metadata__` strings. ModelError for anything out of bounds or overlapping."""
+    header = _object(text, f"the header of {where}")
+    metadata = header.pop("__metadata__", None) or {}
+    base = PREFIX + len(text)
+    tensors = {name: _tensor(where, name, row, base, file_bytes, file) for name, row in header.items()}
+    _check_overlap(where, tensors.values())
+    return tensors, {str(key): str(value) for key, value in metadata.items()} if isinstance(metadata, dict) else {}
+
+
+def _object(text: bytes, where: str) -> dict[str, Any]:
+    """The header as an object in which no key appears twice."""
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError):
+        header = None
+    # Big headers: as many words as entries means that nothing is there twice. Else the slow parser has to say so.
+    if isinstance(header, dict):
+        count = len(header) - ("__metadata__" in header)
+        if all(text.count(word) == count for word in _WORDS):
+            return header
+    return parse_object(text, where)
+
+
+def _tensor(where: str, name: str, row: Any, base: int, file_bytes: int, file: File) -> Tensor:
+    """One header entry, checked; its offsets count from byte `base` of the file."""
+    if not isinstance(row, dict):
+        raise ModelError(f"{where}: the header entry of tensor {name} is not an object", AGAIN)
+    dtype, shape, offsets = row.get("dtype"), row.get("shape"), row.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in BITS:
+        raise ModelError(f"{where}: tensor {name} has dtype {dtype!r}", f"known are {', '.join(BITS)}")
+    if not _are_sizes(shape) or len(shape) > _MAX_DIMS:
+        raise ModelError(f"{where}: tensor {name} has the shape {shape!r}", AGAIN)
+    if type(offsets) is not list or len(offsets) != 2:
+        raise ModelError(f"{where}: tensor {name} has the offsets {offsets!r}", AGAIN)
+    begin, end = offsets
+    if type(begin) is not int or type(end) is not int or begin < 0:
+        raise ModelError(f"{where}: tensor {name} has the offsets {offsets!r}", AGAIN)
+    if begin > end or end > file_bytes - base:
+        raise ModelError(f"{where}: tensor {name} lies at bytes {begin}..{end} of {file_bytes - base}", AGAIN)
+    bits = BITS[dtype]
+    wanted, rest = divmod(math.prod(shape) * bits, 8)
+    if wanted != end - begin or rest or (bits < 8 and shape and shape[-1] * bits % 8):
+        raise ModelError(f"{where}: tensor {name} {dtype}{shape} needs {wanted} bytes, but has {end - begin}", AGAIN)
+    return Tensor(name, tuple(shape), dtype, file, base + begin, end - begin)
+
+
+def _are_sizes(values: Any) -> TypeGuard[list[int]]:
+    if type(values) is not list:
+        return False
+    for value in values:  # noqa: SIM110  # a generator is slow for tens of thousands of short lists
+        if type(value) is not int or not 0 <= value < _MOST:
+            return False
+    return True
+
+
+def _check_overlap(where: str, tensors: Iterable[Tensor]) -> None:
+    last_name, last_end = "", 0
+    for begin, size, name in sorted([(tensor.begin, tensor.nbytes, tensor.name) for tensor in tensors]):
+        if begin < last_end and size:
+            raise ModelError(f"{where}: tensors {last_name} and {name} overlap", AGAIN)
+        if begin + size > last_end:
+            last_name, last_end = name, begin + size
+
+
+def weight_map_of(index: Mapping[str, object], where: str) -> dict[str, str]:
+    """Tensor name -> shard's file name. ModelError for another shape, or for a shard outside the checkpoint."""
+    files = index.get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+        raise ModelError(f"{where} has no weight_map from tensor names to file names", AGAIN)
+    for file in set(files.values()):
+        if PurePath(file).name != file:
+            raise ModelError(f"{where} names the shard {file!r}, which is not a plain file name", AGAIN)
+    return files
+
+
+def pick(weight_map: Mapping[str, str], shards: Mapping[str, Mapping[str, Tensor]], where: str) -> dict[str, Tensor]:
+    """The tensors that the index names, by name. ModelError for one that its shard does not hold."""
+    for name, file in weight_map.items():
+        if name not in shards[file]:
+            raise ModelError(f"{where} says tensor {name} is in {file}, but it is not", AGAIN)
+    return {name: shards[file][name] for name, file in weight_map.items()}
+
+
+def join(shards: Mapping[str, Mapping[str, Tensor]], where: str) -> dict[str, Tensor]:
+    """The tensors of files without an index, by name. ModelError for a name in two files."""
+    joined: dict[str, Tensor] = {}
+    for file, tensors in shards.items():
+        if twice := joined.keys() & tensors.keys():
+            raise ModelError(f"tensor {min(twice)} is in {file} and in another file of {where}", "keep one of them")
+        joined.update(tensors)
+    return joined
+
+
+def shards_of(here: Iterable[str], index: Mapping[str, object] | None, index_name: str) -> list[str]:
+    """The files that make the checkpoint, of those that are there. ModelError for one that is missing."""
+    here = list(here)
+    if index is None:
+        return [SINGLE] if SINGLE in here else here
+    wanted = sorted(set(weight_map_of(index, index_name).values()))
+    for file in wanted:
+        if file not in here:
+            raise ModelError(f"{index_name} names the shard {file}, which is missing", "download the model again")
+    return wanted
+
+
+def tensors_of(
+    shards: Mapping[str, Mapping[str, Tensor]], index: Mapping[str, object] | None, index_name: str, where: str
+) -> dict[str, Tensor]:
+    """The tensors of a checkpoint's shards, by name: those that the index names, if there is one."""
+    return pick(weight_map_of(index, index_name), shards, index_name) if index else join(shards, where)

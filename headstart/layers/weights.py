@@ -1,0 +1,63 @@
+"""Named tensors of a checkpoint, with shape checks, in a backend's form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from headstart.errors import ModelError
+from headstart.kernels.ops import Backend, RawTensor, Weight
+from headstart.layers.linear import Linear
+from headstart.layers.norm import RMSNorm
+
+Shapes = dict[str, tuple[int, ...]]
+"""Canonical tensor names and their shapes."""
+
+
+class Weights:
+    """Canonical names -> backend weights, with shape checks. A tensor asked for twice is taken once (tied weights).
+    `drafts`: what is taken only makes drafts (see Backend.weight). `on_take` is told of each tensor taken."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, RawTensor],
+        backend: Backend,
+        source: str,
+        *,
+        drafts: bool = False,
+        on_take: Callable[[RawTensor], None] = lambda tensor: None,
+    ) -> None:
+        self.tensors, self.backend, self.source, self.drafts = tensors, backend, source, drafts
+        self.on_take = on_take
+        self.used: set[str] = set()
+        self._taken: dict[str, Weight] = {}
+
+    def raw(self, name: str, *shapes: tuple[int, ...]) -> RawTensor:
+        """The file's tensor. Raises ModelError when it is absent or has none of these shapes."""
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            raise ModelError(f"{self.source} has no tensor {name}", "is the checkpoint complete, and of this family?")
+        if tuple(tensor.shape) not in shapes:
+            has = f"{self.source}: {name} has shape {tuple(tensor.shape)}"
+            raise ModelError(f"{has}, but the config implies {shapes[0]}")
+        self.used.add(name)
+        return tensor
+
+    def get(self, name: str, *shape: int, precise: bool = False) -> Weight:
+        if name not in self._taken:
+            self._taken[name] = self.take(self.raw(name, shape), precise=precise)
+        return self._taken[name]
+
+    def take(self, tensor: RawTensor, *, precise: bool = False) -> Weight:
+        """A tensor, or what was made of one, in the backend's form."""
+        self.on_take(tensor)
+        return self.backend.weight(tensor, drafts=self.drafts, precise=precise)
+
+    def has(self, name: str) -> bool:
+        return name in self.tensors
+
+    def linear(self, prefix: str, num_out: int, num_in: int, *, bias: bool = False) -> Linear:
+        weight = self.get(f"{prefix}.weight", num_out, num_in)
+        return Linear(weight, self.get(f"{prefix}.bias", num_out) if bias else None)
+
+    def norm(self, name: str, size: int, eps: float) -> RMSNorm:
+        return RMSNorm(self.get(f"{name}.weight", size), eps)

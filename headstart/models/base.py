@@ -1,0 +1,122 @@
+"""What a model family declares, and how one is found. One file per family here; its name is the `model_type` of
+config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from headstart import registry
+from headstart.errors import ModelError
+from headstart.kernels.ops import RawTensor
+from headstart.layers.build import DecoderConfig, decoder, mtp_module, mtp_shapes
+from headstart.layers.decoder import Decoder
+from headstart.layers.mtp import HeadSpec, MTPHead
+from headstart.layers.weights import Shapes, Weights
+from headstart.models.keys import Config
+from headstart.models.names import Names, trailing_name
+from headstart.models.small import TINY, Arrays, random_arrays
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """`parse`: config.json -> sizes and layers. `small`: keys of config.json of a small model, beside those of
+    small.TINY. `names`: tensor names. `build`: weights -> trunk.
+    `head`: how the native MTP modules of a checkpoint work; `trailing`: they are, in some files, the layers after the
+    trunk's. `interleaved_rope`: GGUF files hold the q and k rows of this family in llama.cpp's interleaved order.
+    `adapt`: what tensors under canonical names need beside their names (tensors, sizes, from a GGUF file?); `restore`:
+    the way back to Hugging Face's, for arrays. `aliases`: other names of the family: a wrapper's text part's,
+    llama.cpp's. `scratch`: keys of the config that `train --from-scratch` trains, beside those of small.SCRATCH."""
+
+    parse: Callable[[Config], DecoderConfig]
+    small: Mapping[str, Any]
+    names: Names = field(default_factory=Names)
+    build: Callable[[Weights, DecoderConfig], Decoder] = decoder
+    head: HeadSpec | None = None
+    trailing: bool = False
+    interleaved_rope: bool = False
+    adapt: Callable[[dict[str, RawTensor], DecoderConfig, bool], dict[str, RawTensor]] | None = None
+    restore: Callable[[Arrays, DecoderConfig], Arrays] | None = None
+    aliases: tuple[str, ...] = ()
+    scratch: Mapping[str, Any] = field(default_factory=dict)
+
+    def tiny(self, **changes: Any) -> tuple[dict[str, Any], Arrays]:
+        """A small random model: content of config.json, and tensors under Hugging Face's names. `changes`: keys of the
+        config."""
+        config = {**TINY, **self.small, **changes}
+        sizes = self.parse(config)
+        return config, self.as_written(random_arrays(self.shapes(sizes)), sizes)
+
+    def shapes(self, config: DecoderConfig) -> Shapes:
+        """Canonical names and shapes of a whole checkpoint."""
+        shapes = config.shapes()
+        for i in range(config.num_mtp):
+            shapes |= mtp_shapes(f"mtp.{i}", config)
+        return shapes
+
+    def as_written(self, arrays: Arrays, config: DecoderConfig) -> Arrays:
+        """Canonical arrays, as Hugging Face's files have them."""
+        if self.restore:
+            arrays = self.restore(arrays, config)
+        if self.trailing and not self.names.of_modules:
+            arrays = {trailing_name(name, config.num_layers): array for name, array in arrays.items()}
+        return {self.names.theirs(name): array for name, array in arrays.items()}
+
+
+def native_head(family: Family, weights: Weights, config: DecoderConfig) -> MTPHead | None:
+    """The MTP modules inside the checkpoint; None when the config promises none or the file holds none."""
+    if family.head is None or not config.num_mtp or not weights.has("mtp.0.projection.weight"):
+        return None
+    present = sum(weights.has(f"mtp.{i}.projection.weight") for i in range(config.num_mtp))
+    if present < config.num_mtp:
+        raise ModelError(
+            f"config.json promises {config.num_mtp} MTP modules, but {weights.source} holds {present}",
+            f"lower the number in config.json to {present}",
+        )
+    drafting = Weights(weights.tensors, weights.backend, weights.source, drafts=True, on_take=weights.on_take)
+    modules = [mtp_module(drafting, f"mtp.{i}", config) for i in range(config.num_mtp)]
+    weights.used |= drafting.used
+    spec = replace(family.head, num_modules=len(modules), recycle=config.mtp_recycle or family.head.recycle)
+    return MTPHead(spec, modules)
+
+
+_INDEXER = "sparse attention with an indexer (DSA)"
+_STREAMS = "hyper-connections (several residual streams)"
+UNSUPPORTED: Mapping[str, str] = {
+    "deepseek_v32": _INDEXER, "deepseek32": _INDEXER, "glm_moe_dsa": _INDEXER, "glm-dsa": _INDEXER,
+    "glm5_next": f"Kimi delta attention and {_INDEXER}", "glm5-next": f"Kimi delta attention and {_INDEXER}",
+    "deepseek_v4": _STREAMS, "deepseek4": _STREAMS, "qwen4_exp": _STREAMS, "qwen4exp": _STREAMS,
+    "mimo_v2": "attention sinks", "mimo_v2_flash": "attention sinks", "mimo2": "attention sinks",
+    "gpt_oss": "attention sinks", "gpt-oss": "attention sinks",
+    "nemotron_h": "Mamba2 layers", "nemotron_h_moe": "Mamba2 layers", "mamba2": "Mamba2 layers",
+    "step3p5": "gated sliding-window attention", "step35": "gated sliding-window attention",
+    "gemma3": "sliding-window attention", "gemma4": "sliding-window attention",
+    "glm4_moe_lite": "GLM's latent attention", "kimi_k3": "Kimi delta attention",
+    "minimax_m3": "block-sparse attention", "bailing_hybrid": "lightning attention",
+}  # fmt: skip
+"""model_type (or llama.cpp's architecture) of a family that is not here -> what it has and no family here has."""
+
+
+def family_named(model_type: str) -> Family:
+    """By the file's name, or one of the aliases that families declare. Raises ModelError, naming the feature that is
+    missing where that is known."""
+    names = registry.available("models")
+    if model_type.replace("-", "_") not in names:
+        for name in names:
+            other: Family = registry.find("models", name).FAMILY
+            if model_type in other.aliases:
+                return other
+    if model_type not in names and (feature := UNSUPPORTED.get(model_type)):
+        raise ModelError(f"{model_type} models need {feature}, which is not supported", f"known: {', '.join(names)}")
+    family: Family = registry.find("models", model_type).FAMILY
+    return family
+
+
+def is_known(model_type: str) -> bool:
+    """Does a family here serve it?"""
+    try:
+        family_named(model_type)
+    except ModelError:
+        return False
+    return True

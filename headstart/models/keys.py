@@ -1,0 +1,166 @@
+"""What config.json says, read into the configs of layers. Each function raises ModelError for a key that is missing,
+impossible, or names a variant that is not served."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from headstart.errors import ModelError
+from headstart.formats.mtp_families import declared
+from headstart.kernels.ops import AttentionSpec, RouterSpec
+from headstart.layers.attention import AttentionConfig
+from headstart.layers.build import DecoderConfig
+from headstart.layers.decoder import FeedForwardConfig, LayerConfig, MixerConfig
+from headstart.layers.mlp import MLPConfig
+from headstart.layers.moe import MoEConfig
+from headstart.layers.rope import rope_spec
+
+Config = Mapping[str, Any]
+
+
+def number(config: Config, *keys: str, default: int | None = None, least: int = 1, needs: str = "") -> int:
+    """The first of some keys that is there. `needs`: who cannot do without it."""
+    found = next((config[key] for key in keys if config.get(key) is not None), default)
+    try:
+        size = int(found)  # type: ignore[arg-type]  # None is a TypeError, which is what is wanted
+    except (TypeError, ValueError):
+        hint = f"{needs} needs it" if needs else "is this a model directory?"
+        raise ModelError(f"config.json: {keys[0]} is missing or not a number", hint) from None
+    if size < least:
+        raise ModelError(f"config.json: {keys[0]} is {size}, but must be at least {least}")
+    return size
+
+
+def flag(config: Config, key: str, default: bool = False) -> bool:
+    return bool(config.get(key, default))
+
+
+def refuse_others(config: Config, served: Mapping[str, Any]) -> None:
+    """`served`: keys that name variants -> the one that is served."""
+    for key, only in served.items():
+        if config.get(key, only) != only:
+            raise ModelError(f"config.json: {key} is {config[key]!r}, which is not supported", f"known: {only!r}")
+
+
+def attention(config: Config, **switches: Any) -> AttentionConfig:
+    """Grouped-query attention with rotary positions; `switches`: more fields of AttentionConfig."""
+    heads = number(config, "num_attention_heads")
+    kv_heads = number(config, "num_key_value_heads", default=heads)
+    head_dim = number(config, "head_dim", default=number(config, "hidden_size") // heads)
+    if heads % kv_heads:
+        raise ModelError(f"config.json: {heads} query heads are no multiple of {kv_heads} kv heads")
+    if config.get("use_sliding_window") and config.get("sliding_window") and not _full_everywhere(config):
+        raise ModelError("config.json: sliding-window attention is not supported for this family yet")
+    spec = AttentionSpec(heads, kv_heads, head_dim, head_dim**-0.5)
+    return AttentionConfig(spec=spec, rope=rope_spec(config, head_dim), **switches)
+
+
+def _full_everywhere(config: Config) -> bool:
+    """Does no layer use the window that the config names?"""
+    if kinds := config.get("layer_types"):
+        return set(kinds) == {"full_attention"}
+    return int(config.get("max_window_layers") or 0) >= number(config, "num_hidden_layers")
+
+
+def mlp(config: Config, *, bias: bool = False) -> MLPConfig:
+    return MLPConfig(inner=number(config, "intermediate_size"), bias=bias)
+
+
+def layer(config: Config, mixer: MixerConfig, feed_forward: FeedForwardConfig, **more: Any) -> LayerConfig:
+    """`more`: fields of LayerConfig."""
+    return LayerConfig(mixer=mixer, mlp=feed_forward, eps=float(config.get("rms_norm_eps", 1e-6)), **more)
+
+
+def decoder(config: Config, layers: Sequence[LayerConfig], **more: Any) -> DecoderConfig:
+    """`more`: fields of DecoderConfig."""
+    return DecoderConfig(
+        vocab_size=number(config, "vocab_size"),
+        hidden_size=number(config, "hidden_size"),
+        layers=tuple(layers),
+        eps=float(config.get("rms_norm_eps", 1e-6)),
+        max_length=number(config, "max_position_embeddings", default=2048),
+        tied=flag(config, "tie_word_embeddings"),
+        **more,
+    )
+
+
+def num_layers(config: Config) -> int:
+    return number(config, "num_hidden_layers")
+
+
+def after_dense(config: Config, mixer: MixerConfig, sparse: LayerConfig, default: int) -> list[LayerConfig]:
+    """All layers, where the first few have a plain feed-forward part; `default`: so many where the config does not
+    tell."""
+    first = min(number(config, "first_k_dense_replace", default=default, least=0), num_layers(config))
+    dense = [layer(config, mixer, mlp(config))] * first if first else []
+    return dense + [sparse] * (num_layers(config) - first)
+
+
+def num_mtp(config: Config, default: int = 0) -> int:
+    """MTP modules that the config promises, by any spelling of the key; `default` where it does not tell."""
+    told = declared(config)
+    return default if told.key is None else told.modules
+
+
+def mtp_recycle(config: Config) -> Literal["post_norm", "pre_norm"]:
+    """Which vector the MTP module recycles, where config.json says so (`mtp_recycle`); else after its norm."""
+    found = config.get("mtp_recycle", "post_norm")
+    if found not in ("post_norm", "pre_norm"):
+        raise ModelError(f"config.json: mtp_recycle is {found!r}", "known: post_norm, pre_norm")
+    return "pre_norm" if found == "pre_norm" else "post_norm"
+
+
+def softmax_experts(config: Config, *, normalize: bool, shared: int = 0) -> MoEConfig:
+    """Experts chosen by a softmax, and a gated one, `shared` wide, for every row. `normalize`: what Hugging Face takes
+    where the config says nothing."""
+    router = RouterSpec(
+        num_experts=number(config, "num_experts", "num_local_experts", needs="a mixture of experts"),
+        top_k=number(config, "num_experts_per_tok", needs="a mixture of experts"),
+        normalize=flag(config, "norm_topk_prob", normalize),
+    )
+    return _experts(config, router, shared=shared, shared_gate=shared > 0)
+
+
+def has_experts(config: Config, index: int) -> bool:
+    """Is layer `index` one of those that have experts chosen by a softmax?"""
+    step = number(config, "decoder_sparse_step", default=1)
+    return (index + 1) % step == 0 and index not in (config.get("mlp_only_layers") or ())
+
+
+SIGMOID = {
+    "hidden_act": "silu",
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "moe_layer_freq": 1,
+    "expert_gating_func": 2,  # llama.cpp's number of the sigmoid
+}
+
+
+def sigmoid_experts(config: Config, *, scale: float, groups: tuple[int, int]) -> MoEConfig:
+    """Experts chosen by sigmoids with a bias, in groups. Keyword arguments: what Hugging Face takes where the config
+    says nothing."""
+    refuse_others(config, SIGMOID)
+    router = RouterSpec(
+        num_experts=number(config, "n_routed_experts", "num_experts", needs="a mixture of experts"),
+        top_k=number(config, "num_experts_per_tok", needs="a mixture of experts"),
+        scoring="sigmoid",
+        normalize=flag(config, "norm_topk_prob", True),
+        scale=float(config.get("routed_scaling_factor", scale)),
+        num_groups=number(config, "n_group", default=groups[0], least=0) or groups[0],
+        top_groups=number(config, "topk_group", default=groups[1], least=0) or groups[1],
+    )
+    count, groups_ = router.num_experts, router.num_groups
+    if count % groups_ or router.top_groups > groups_:
+        raise ModelError(
+            f"config.json: {count} experts do not make {groups_} groups of which {router.top_groups} count"
+        )
+    shared = number(config, "n_shared_experts", default=0, least=0)
+    return _experts(config, router, shared=shared * number(config, "moe_intermediate_size"), bias=True)
+
+
+def _experts(config: Config, router: RouterSpec, **more: Any) -> MoEConfig:
+    among = router.num_experts // router.num_groups * router.top_groups
+    if router.top_k > among:
+        raise ModelError(f"config.json: a token cannot take {router.top_k} of {among} experts")
+    return MoEConfig(router=router, inner=number(config, "moe_intermediate_size", needs="a mixture of experts"), **more)

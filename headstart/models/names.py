@@ -1,0 +1,82 @@
+"""Hugging Face's tensor names and ours, each from the other by one table."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from headstart.kernels.ops import RawTensor
+
+PREFIXES: Mapping[str, str | None] = {"model.": "", "lm_head.": "lm_head."}
+TRAILING: Mapping[str, str | None] = {
+    "layers.{i}.enorm.": "mtp.{i}.norm_embedding.",
+    "layers.{i}.hnorm.": "mtp.{i}.norm_hidden.",
+    "layers.{i}.eh_proj.": "mtp.{i}.projection.",
+    "layers.{i}.shared_head.norm.": "mtp.{i}.norm.",
+    "layers.{i}.shared_head.head.": None,  # copies of the trunk's
+    "layers.{i}.embed_tokens.": None,
+    "layers.{i}.": "mtp.{i}.block.",
+}
+"""Parts of MTP modules that are the layers after the trunk's (DeepSeek's names); {i} counts from the first of them."""
+
+
+@dataclass(frozen=True)
+class Names:
+    """`prefixes`: how theirs begin -> how ours do (None: not the model's); `{i}` is a number, the same on both sides,
+    and 0 where only ours has one. The longest that fits holds; of several ways back, the first. `parts`: what has
+    another name wherever it stands, theirs -> ours."""
+
+    prefixes: Mapping[str, str | None] = field(default_factory=lambda: PREFIXES)
+    parts: Mapping[str, str] = field(default_factory=dict)
+
+    def canonical(self, name: str) -> str | None:
+        """Ours; None for a tensor to leave out."""
+        if name.endswith("rotary_emb.inv_freq"):
+            return None
+        for theirs, ours in self.parts.items():
+            name = name.replace(theirs, ours)
+        return next(_replaced(name, self.prefixes.items()), name)
+
+    def theirs(self, name: str) -> str:
+        """Hugging Face's."""
+        back = [(ours, theirs) for theirs, ours in self.prefixes.items() if ours is not None]
+        name = next((new for new in _replaced(name, back) if new), name)
+        for theirs, ours in self.parts.items():
+            name = name.replace(ours, theirs)
+        return name
+
+    @property
+    def of_modules(self) -> bool:
+        """Do MTP modules have names of their own?"""
+        return any(ours and ours.startswith("mtp.") for ours in self.prefixes.values())
+
+
+def _replaced(name: str, prefixes: Iterable[tuple[str, str | None]]) -> Iterator[str | None]:
+    """The name with another beginning, by each prefix that fits, the longest first."""
+    for old, new in sorted(prefixes, key=lambda pair: -len(pair[0])):
+        if match := re.match(re.escape(old).replace(r"\{i\}", r"(\d+)"), name):
+            number = next(iter(match.groups()), "0")
+            yield None if new is None else new.replace("{i}", number) + name[match.end() :]
+
+
+def trailing_modules(tensors: Mapping[str, RawTensor], num_layers: int) -> dict[str, RawTensor]:
+    """Tensors of layers N, N + 1, ... become those of MTP modules 0, 1, ..."""
+    found = {}
+    for name, tensor in tensors.items():
+        layer = re.match(r"layers\.(\d+)\.", name)
+        if layer and (module := int(layer[1]) - num_layers) >= 0:
+            new = Names(TRAILING).canonical(f"layers.{module}.{name[layer.end() :]}")
+        else:
+            new = name
+        if new is not None:
+            found[new] = tensor
+    return found
+
+
+def trailing_name(name: str, num_layers: int) -> str:
+    """The way back, for one name."""
+    if not name.startswith("mtp."):
+        return name
+    _, module, rest = Names(TRAILING).theirs(name).split(".", 2)
+    return f"layers.{int(module) + num_layers}.{rest}"

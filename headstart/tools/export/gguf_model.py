@@ -1,0 +1,297 @@
+"""A checkpoint's MTP module in llama.cpp's names, types and metadata: what `convert_hf_to_gguf.py --mtp` writes.
+
+Declared data for the families whose conversion is renaming, stacking of experts and a shift of norm weights. Source:
+llama.cpp b11434 `conversion/{base,qwen,glm}.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headstart.errors import ModelError
+from headstart.formats.base import make_tensor
+from headstart.formats.safetensors import Planned, bfloat16
+from headstart.formats.symbols import text_config
+from headstart.tools.export.detect import count_modules, detect_model_type
+from headstart.tools.export.directory import Directory
+from headstart.tools.export.layouts import layout_of
+from headstart.tools.export.targets.xllm import cut_module, rest_of
+
+U32, F32, BOOL = "uint32", "float32", "bool"
+COMMON = (
+    ("context_length", "max_position_embeddings", U32),
+    ("embedding_length", "hidden_size", U32),
+    ("feed_forward_length", "intermediate_size", U32),
+    ("attention.head_count", "num_attention_heads", U32),
+    ("attention.head_count_kv", "num_key_value_heads", U32),
+    ("attention.layer_norm_rms_epsilon", "rms_norm_eps", F32),
+    ("attention.key_length", "head_dim", U32),
+    ("attention.value_length", "head_dim", U32),
+    ("expert_count", "num_experts", U32),
+    ("expert_count", "n_routed_experts", U32),
+    ("expert_used_count", "num_experts_per_tok", U32),
+    ("expert_feed_forward_length", "moe_intermediate_size", U32),
+)
+"""Key after the architecture, key of config.json, type; keys that the config lacks are left out."""
+LINEAR = (
+    ("ssm.conv_kernel", "linear_conv_kernel_dim", U32),
+    ("ssm.state_size", "linear_key_head_dim", U32),
+    ("ssm.group_count", "linear_num_key_heads", U32),
+    ("ssm.time_step_rank", "linear_num_value_heads", U32),
+    ("full_attention_interval", "full_attention_interval", U32),
+    ("expert_shared_feed_forward_length", "shared_expert_intermediate_size", U32),
+)
+SIGMOID_EXPERTS = (
+    ("expert_group_count", "n_group", U32),
+    ("expert_group_used_count", "topk_group", U32),
+    ("expert_shared_count", "n_shared_experts", U32),
+    ("leading_dense_block_count", "first_k_dense_replace", U32),
+    ("expert_weights_scale", "routed_scaling_factor", F32),
+    ("expert_weights_norm", "norm_topk_prob", BOOL),
+)
+SIGMOID = 2
+BLOCK = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    **{
+        f"mlp.{shared}.{part}_proj": f"ffn_{part}_shexp"
+        for shared in ("shared_expert", "shared_experts")
+        for part in ("gate", "up", "down")
+    },
+}
+QWEN_LINK = {
+    "fc": "nextn.eh_proj",
+    "pre_fc_norm_embedding": "nextn.enorm",
+    "pre_fc_norm_hidden": "nextn.hnorm",
+    "norm": "nextn.shared_head_norm",
+}
+TRAILING_LINK = {
+    "eh_proj": "nextn.eh_proj",
+    "enorm": "nextn.enorm",
+    "hnorm": "nextn.hnorm",
+    "shared_head.norm": "nextn.shared_head_norm",
+    "shared_head.head": "nextn.shared_head_head",
+    "embed_tokens": "nextn.embed_tokens",
+}
+TRUNK = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?(embed_tokens|norm|lm_head)\.weight$")
+TRUNK_NAMES = {"embed_tokens": "token_embd.weight", "norm": "output_norm.weight", "lm_head": "output.weight"}
+EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
+FUSED = re.compile(r"mlp\.experts\.(gate_up|down)_proj")
+IN_FLOAT32 = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """`norm_shift`: added to norm weights; `rotary`: share of a head that is rotated where the config does not say;
+    `special`: tokens that llama.cpp's tokenizer wants named, by their text."""
+
+    name: str
+    pre: str
+    keys: tuple[tuple[str, str, str], ...]
+    link: Mapping[str, str]
+    norm_shift: float = 0.0
+    rotary: float = 1.0
+    recurrent: bool = False
+    gating: int | None = None
+    special: Mapping[str, str] = field(default_factory=dict)
+
+
+QWEN35 = Architecture(
+    name="qwen35", pre="qwen35", keys=COMMON + LINEAR, link=QWEN_LINK, norm_shift=1.0, rotary=0.25, recurrent=True
+)
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "qwen3_5": QWEN35,
+    "qwen3_5_moe": replace(QWEN35, name="qwen35moe"),
+    "glm4_moe": Architecture(
+        name="glm4moe",
+        pre="glm4",
+        keys=COMMON + SIGMOID_EXPERTS,
+        link=TRAILING_LINK,
+        rotary=0.5,
+        gating=SIGMOID,
+        special={"bos": "[gMASK]", "eot": "<|user|>", "unk": "<|endoftext|>", "eom": "<|observation|>"},
+    ),
+}
+"""By the model type of `_layouts.LAYOUTS`."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """A tensor to be written: its type in the file, its shape, and its bytes when they are wanted."""
+
+    name: str
+    dtype: str  # F32 or BF16
+    shape: tuple[int, ...]
+    fill: Callable[[NDArray[Any]], None]
+
+    def array(self) -> NDArray[Any]:
+        """float32, or bfloat16 bits, [*shape]."""
+        array = np.empty(self.shape, np.float32 if self.dtype == "F32" else np.uint16)
+        self.fill(array.reshape(-1))
+        return array
+
+
+@dataclass(frozen=True)
+class HeadModel:
+    """What a GGUF file of a head alone holds. `metadata`: key -> (value, type); arrays have no type."""
+
+    architecture: Architecture
+    metadata: Mapping[str, tuple[Any, str]]
+    tensors: list[Made]
+    notes: list[str]
+
+
+def head_model(source: Directory) -> HeadModel | None:
+    """The module as llama.cpp has it; None for a family that is not declared here. ModelError for one that is not
+    whole, or that the declared data cannot describe."""
+    model_type = detect_model_type(source.config)
+    architecture = ARCHITECTURES.get(model_type)
+    if architecture is None:
+        return None
+    layout = layout_of(model_type)
+    count = count_modules(source.config, layout)
+    trunk = tuple(name for name in source.tensors if TRUNK.match(name))
+    cut = cut_module(source, replace(layout, block=None, embedding=trunk, lm_head=(), shared_needed=False))
+    config = text_config(source.config)
+    layers = int(config["num_hidden_layers"])
+    tensors = _tensors(source, architecture, {each.name: each for each in cut.planned}, layers)
+    for needed in ("token_embd.weight", "output_norm.weight"):
+        if needed not in {each.name for each in tensors}:
+            raise ModelError(f"{source.name} has no tensor for {needed}", "is a shard missing? download it again")
+    return HeadModel(architecture, _metadata(architecture, config, layers, count), tensors, cut.notes)
+
+
+def _metadata(
+    architecture: Architecture, config: Mapping[str, Any], layers: int, count: int
+) -> dict[str, tuple[Any, str]]:
+    found: dict[str, tuple[Any, str]] = {
+        "block_count": (layers + count, U32),
+        "nextn_predict_layers": (count, U32),
+        **{key: (config[theirs], kind) for key, theirs, kind in architecture.keys if config.get(theirs) is not None},
+        **_rope(architecture, config),
+    }
+    if architecture.gating is not None:
+        found["expert_gating_func"] = (architecture.gating, U32)
+    if architecture.recurrent:
+        inner = int(config["linear_value_head_dim"]) * int(config["linear_num_value_heads"])
+        recurrent = [kind == "linear_attention" for kind in config["layer_types"]] + [False] * count
+        found |= {"ssm.inner_size": (inner, U32), "attention.recurrent_layers": (recurrent, "array")}
+    return {f"{architecture.name}.{key}": value for key, value in found.items()}
+
+
+def _rope(architecture: Architecture, config: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+    rope = {**config, **(config.get("rope_parameters") or {})}
+    scaling = config.get("rope_scaling") or {}
+    kind = scaling.get("rope_type") or scaling.get("type") or rope.get("rope_type") or "default"
+    if kind not in ("default", "mrope"):
+        hint = "llama.cpp's convert_hf_to_gguf.py --mtp writes it"
+        raise ModelError(f"rope scaling of type {kind!r} is not written here", hint)
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    share = float(rope.get("partial_rotary_factor", architecture.rotary))
+    found: dict[str, tuple[Any, str]] = {"rope.dimension_count": (int(head_dim * share), U32)}
+    if rope.get("rope_theta") is not None:
+        found["rope.freq_base"] = (rope["rope_theta"], F32)
+    if architecture.recurrent:
+        sections = list(rope.get("mrope_section") or scaling.get("mrope_section") or [11, 11, 10])
+        found["rope.dimension_sections"] = ([*sections, 0, 0][:4], "array")
+    return found
+
+
+def _tensors(source: Directory, architecture: Architecture, planned: Mapping[str, Planned], layers: int) -> list[Made]:
+    layout = layout_of(detect_model_type(source.config))
+    made: list[Made] = []
+    experts: dict[str, dict[int, Planned]] = {}
+    for name, each in planned.items():
+        rest = rest_of(name, source.config, layout)
+        if rest is None:
+            made.append(_made(TRUNK_NAMES[TRUNK.fullmatch(name)[1]], [each], each.shape, architecture))  # type: ignore[index]
+            continue
+        block, rest = _block_of(rest, layers)
+        if match := EXPERT.fullmatch(rest):
+            experts.setdefault(f"blk.{block}.ffn_{match[2]}_exps.weight", {})[int(match[1])] = each
+        elif match := FUSED.fullmatch(rest):
+            made += _unfused(f"blk.{block}", match[1], each, architecture)
+        else:
+            made.append(_made(f"blk.{block}.{_name(architecture, rest, name)}", [each], each.shape, architecture))
+    for name, parts in experts.items():
+        ordered = [parts[number] for number in sorted(parts)]
+        made.append(_made(name, ordered, (len(ordered), *ordered[0].shape), architecture))
+    return made
+
+
+def _block_of(rest: str, layers: int) -> tuple[int, str]:
+    """The block's number in the file, and the name inside the block."""
+    match = re.match(r"layers\.(\d+)\.(.*)", rest)
+    return (layers + int(match[1]), match[2]) if match else (layers, rest)
+
+
+def _name(architecture: Architecture, rest: str, name: str) -> str:
+    if rest.endswith("e_score_correction_bias"):
+        return "exp_probs_b.bias"
+    part, _, end = rest.rpartition(".")
+    known = architecture.link.get(part) or BLOCK.get(part)
+    if known is None:
+        raise ModelError(f"llama.cpp's {architecture.name} has no place for {name}")
+    return f"{known}.{end}"
+
+
+def _made(name: str, parts: list[Planned], shape: tuple[int, ...], architecture: Architecture) -> Made:
+    """One tensor of all parts in order."""
+    plain = len(shape) == 1 or name.endswith(IN_FLOAT32)
+    shift = architecture.norm_shift if name.endswith("norm.weight") else 0.0
+
+    def fill(target: NDArray[Any]) -> None:
+        at = 0
+        for part in parts:
+            for piece in part.pieces():
+                values = _converted(part, piece, plain, shift)
+                target[at : at + len(values)] = values
+                at += len(values)
+
+    return Made(name, "F32" if plain else "BF16", shape, fill)
+
+
+def _converted(part: Planned, piece: NDArray[Any], plain: bool, shift: float) -> NDArray[Any]:
+    raw = np.ascontiguousarray(piece).reshape(-1).view(np.uint8)
+    if part.dtype == "BF16" and not plain:
+        return raw.view(np.uint16)
+    size = {"BF16": 2, "F16": 2, "F32": 4}.get(part.dtype)
+    if size is None:
+        raise ModelError(f"tensor {part.name} is {part.dtype}, but floating-point weights are wanted here")
+    values = make_tensor(part.name, (len(raw) // size,), part.dtype, raw).float32()
+    return values + np.float32(shift) if plain else bfloat16(values)[0]
+
+
+def _unfused(block: str, which: str, each: Planned, architecture: Architecture) -> list[Made]:
+    """[experts, rows, columns] of one file tensor: gate and up rows are told apart."""
+    if which == "down":
+        return [_made(f"{block}.ffn_down_exps.weight", [each], each.shape, architecture)]
+    count, rows, columns = each.shape
+    half = (count, rows // 2, columns)
+
+    def fill(part: int, target: NDArray[Any]) -> None:
+        whole = np.empty(count * rows * columns, np.uint16)
+        _made("", [each], each.shape, architecture).fill(whole)
+        target[:] = whole.reshape(count, 2, -1)[:, part].reshape(-1)
+
+    return [
+        Made(f"{block}.ffn_{name}_exps.weight", "BF16", half, lambda target, part=part: fill(part, target))  # type: ignore[misc]
+        for part, name in enumerate(("gate", "up"))
+    ]

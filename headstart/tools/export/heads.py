@@ -1,0 +1,71 @@
+"""Which tensors and config keys of a checkpoint are its MTP head, for all families, by how they are called."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from headstart.formats.mtp_families import strip
+from headstart.formats.symbols import NESTED, as_size, text_config
+from headstart.tools.inspect.parts import EXPERTS, LAYERS, MTP, part_of
+
+Path = tuple[str, ...]
+CONFIG_KEY = re.compile(r"(?:^|_)(?:mtp|nextn)(?:_|$)")
+COUNT_KEY = re.compile(
+    r"^(?:num_nextn_predict_layers|mtp_num_hidden_layers|num_mtp_(?:layers|modules)|nextn_predict_layers)$"
+)
+LINKING = re.compile(r"(?:^|\.)(?:eh_proj|e_proj|h_proj|fc|fc_\w+|input_proj|mtp_linear_proj)\.")
+"""Projections from hidden state and embedding into the block: engines keep them unquantized."""
+MATRIX = re.compile(r"\.(?:\w+_proj|kv_a_proj_with_mqa|w[123]|wq_\w+|wk\w*|wo_\w+)\.weight$")
+
+
+def head_names(names: Iterable[str], config: Mapping[str, Any]) -> set[str]:
+    """Tensors under a name of their own, and of layers after the trunk's last."""
+    layers = as_size(text_config(config).get("num_hidden_layers")) or 0
+    return {name for name in names if part_of(name, layers) == MTP}
+
+
+def trunk_prefix(names: Iterable[str]) -> str:
+    """What stands before the trunk's `layers.`."""
+    return next((name.removesuffix(strip(name)) for name in names if part_of(name, 0) in (LAYERS, EXPERTS)), "")
+
+
+def can_be_quantized(name: str) -> bool:
+    """Is it a matrix of the decoder block that quantized checkpoints of its kind keep in FP8?"""
+    return bool(MATRIX.search(name)) and not LINKING.search(name) and "weights_proj" not in name
+
+
+def head_keys(config: Mapping[str, Any]) -> dict[Path, Any]:
+    """Config keys that describe the head, by where they stand."""
+    return dict(_walk(config, ()))
+
+
+def _walk(section: Mapping[str, Any], path: Path) -> Iterable[tuple[Path, Any]]:
+    for key, value in section.items():
+        if CONFIG_KEY.search(key):
+            yield (*path, key), value
+        elif isinstance(value, dict) and key in NESTED:
+            yield from _walk(value, (*path, key))
+
+
+def with_keys(config: Mapping[str, Any], keys: Mapping[Path, Any]) -> dict[str, Any]:
+    """A copy of the config with these keys; where there is no such section, they go to the top level."""
+    changed = copy.deepcopy(dict(config))
+    for path, value in keys.items():
+        section = changed
+        for part in path[:-1]:
+            section = section[part] if isinstance(section.get(part), dict) else changed
+        section[path[-1]] = value
+    return changed
+
+
+def without_head(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with every count at zero (a class may have a default of one) and lists of heads empty."""
+    changes: dict[Path, Any] = {
+        path: 0 if COUNT_KEY.match(path[-1]) else []
+        for path, value in head_keys(config).items()
+        if COUNT_KEY.match(path[-1]) or isinstance(value, list)
+    }
+    return with_keys(config, changes)

@@ -1,0 +1,178 @@
+"""What is to be written, decided and checked in full before the first byte; then written aside and renamed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headstart.core import Progress
+from headstart.errors import CapacityError, UsageError
+from headstart.formats.base import PIECE_BYTES
+from headstart.formats.safetensors import Planned, write_stream
+
+Writer = Callable[[Path, Callable[[int], None]], None]
+"""Writes one file, and says after each piece how many bytes it had."""
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+MEGABYTE = 1_000_000
+
+
+@dataclass
+class Plan:
+    """A directory to be. `tensors`: safetensors files; `copies`: files taken over; `links`: files whose bytes are
+    shared with the source where the file system can; `notes`: what the user should know; `use`: how to run it, with
+    {out} in it."""
+
+    tensors: dict[str, Sequence[Planned]] = field(default_factory=dict)
+    metadata: dict[str, str] | None = None
+    texts: dict[str, str] = field(default_factory=dict)
+    copies: dict[str, Path] = field(default_factory=dict)
+    links: dict[str, Path] = field(default_factory=dict)
+    writers: dict[str, Writer] = field(default_factory=dict)  # of other formats, run last
+    other_bytes: int = 0  # of `writers`
+    notes: list[str] = field(default_factory=list)
+    use: str = ""
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def nbytes(self, out: Path) -> int:
+        """What takes room and time: everything but links within one file system."""
+        planned = sum(each.nbytes for tensors in self.tensors.values() for each in tensors)
+        device = _existing(out).stat().st_dev
+        links = [path.stat() for path in self.links.values()]
+        copied = [path.stat() for path in self.copies.values()] + [each for each in links if each.st_dev != device]
+        return planned + self.other_bytes + sum(each.st_size for each in copied)
+
+
+def as_json(document: Any, *, indent: int = 2, sort: bool = False) -> str:
+    return json.dumps(document, indent=indent, ensure_ascii=False, sort_keys=sort)
+
+
+def index_text(files: dict[str, str], total: int | None = None, indent: int = 2) -> str:
+    """A Hugging Face index; `total` bytes go into its metadata."""
+    head = {} if total is None else {"metadata": {"total_size": total}}
+    return as_json({**head, "weight_map": files}, indent=indent)
+
+
+def check_target(out: Path, force: bool, sources: Sequence[Path] = ()) -> None:
+    """Raises UsageError for a target that exists, is no directory, or holds a source."""
+    target = out.resolve()
+    for source in sources:
+        if target == source.resolve() or target in source.resolve().parents:
+            raise UsageError(f"{out} holds the source {source}", "give --out another directory")
+    if out.is_symlink() or (out.exists() and not out.is_dir()):
+        raise UsageError(f"{out} is not a directory", "give --out another name")
+    if out.exists() and not force:
+        raise UsageError(f"{out} exists", "give --out a new name, or --force to replace it")
+
+
+def carry_out(plan: Plan, out: Path, progress: Progress) -> int:
+    """Write a plan. Returns the bytes that are in the directory. Raises CapacityError where it cannot be written; then
+    nothing is left."""
+    nbytes = plan.nbytes(out)
+    check_room(out, nbytes)
+    with written_aside(out) as aside:
+        meter = _Meter(progress, nbytes)
+        for name, text in plan.texts.items():
+            (aside / name).write_text(text, "utf-8")
+        for name, source in plan.copies.items():
+            _copy(source, aside / name, meter)
+        for name, source in plan.links.items():
+            _link(source, aside / name, meter)
+        for name, tensors in plan.tensors.items():
+            meter.what = name
+            write_stream(aside / name, tensors, plan.metadata, meter.wrote)
+        for name, writer in plan.writers.items():
+            meter.what = name
+            writer(aside / name, meter.wrote)
+    return sum(path.stat().st_size for path in out.iterdir())
+
+
+@dataclass
+class _Meter:
+    progress: Progress
+    total: int
+    what: str = ""
+    done: int = 0
+
+    def wrote(self, nbytes: int) -> None:
+        self.done += nbytes
+        self.progress(self.done // MEGABYTE, max(self.total // MEGABYTE, 1), f"{self.what} (MB)")
+
+
+def _copy(source: Path, target: Path, meter: _Meter) -> None:
+    meter.what = source.name
+    with source.open("rb") as read, target.open("xb") as write:
+        while piece := read.read(PIECE_BYTES):
+            write.write(piece)
+            meter.wrote(len(piece))
+    shutil.copystat(source, target)
+
+
+def _link(source: Path, target: Path, meter: _Meter) -> None:
+    """Shared bytes where both are on one file system that can; a copy elsewhere."""
+    try:
+        os.link(source.resolve(), target)
+    except OSError as error:
+        if error.errno in FULL:
+            raise
+        _copy(source, target, meter)
+
+
+def _existing(out: Path) -> Path:
+    """The nearest folder above that is there."""
+    return next(folder for folder in out.absolute().parents if folder.exists())
+
+
+def check_room(out: Path, nbytes: int) -> None:
+    """Raises CapacityError when the file system has less free."""
+    total, _, free = shutil.disk_usage(_existing(out))
+    if total and free < nbytes:
+        raise CapacityError(f"{out} needs {nbytes / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free", "make room")
+
+
+@contextmanager
+def written_aside(out: Path) -> Iterator[Path]:
+    """A new directory that takes the place of `out` when the block ends well; otherwise nothing is left of it."""
+    made = [folder for folder in out.absolute().parents if not folder.exists()]
+    aside = out.absolute().with_name(f".{out.name}.{secrets.token_hex(6)}")
+    done = False
+    try:
+        aside.mkdir(parents=True)
+        yield aside
+        _replace(aside, out)
+        done = True
+    except OSError as error:
+        raise _cannot_write(out, error) from None
+    finally:
+        if not done:
+            shutil.rmtree(aside, ignore_errors=True)
+            for folder in made:
+                if folder.exists() and not any(folder.iterdir()):
+                    folder.rmdir()
+
+
+def _replace(aside: Path, out: Path) -> None:
+    old = aside.with_name(f"{aside.name}.old")
+    if out.exists():
+        out.rename(old)
+    try:
+        aside.rename(out)
+    except BaseException:
+        if old.exists():
+            old.rename(out)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _cannot_write(out: Path, error: OSError) -> CapacityError:
+    if error.errno in FULL:
+        hint = "make room (or raise the limit on file sizes), then try again: nothing was left behind"
+        return CapacityError(f"no space to write {out}: {error.strerror}", hint)
+    return CapacityError(f"cannot write {out}: {error.strerror}", "may you write there?")

@@ -1,0 +1,46 @@
+"""`headstart export`: a head, or a model with its head, in the layout of another engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from headstart import registry
+from headstart.core import Progress, Report, no_progress
+from headstart.errors import UsageError
+from headstart.tools.export.plan import carry_out, check_target
+from headstart.tools.export.source import Export, Request
+
+DEFAULT = "xllm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """What to write. `head` None: the one that goes with the model. `model_type` None: as the config says."""
+
+    model: str | None = None
+    head: Path | None = None
+    to: str = DEFAULT
+    out: Path
+    model_type: str | None = None
+    force: bool = False
+
+
+def run(options: ExportOptions, progress: Progress = no_progress) -> Report:
+    """Write a directory, whole or not at all. Raises UsageError or ModelError before anything is written, CapacityError
+    when it cannot be written."""
+    targets = [name.replace("_", "-") for name in registry.available("exports")]
+    if options.to not in targets:
+        raise UsageError(f"--to is {options.to!r}, which is unknown", f"choose one of {', '.join(targets)}")
+    export: Export = registry.find("exports", options.to).EXPORT
+    if options.model_type is not None and options.to != DEFAULT:
+        raise UsageError(f"--model-type goes with --to {DEFAULT} only", "leave it out")
+    request = Request(options.model, options.head, options.model_type)
+    check_target(options.out, options.force)
+    check_target(options.out, True, [request.alias.trunk])
+    plan = export(request)
+    size = carry_out(plan, options.out, progress)
+    use = plan.use.format(out=options.out)
+    data = {"out": str(options.out), "to": options.to, "bytes": size, "use": use, "notes": plan.notes, **plan.data}
+    notes = [f"note: {note}" for note in plan.notes]
+    return Report(True, data, [f"{options.out}: {size / 1e6:.0f} MB", *notes, f"use it with: {use}"])

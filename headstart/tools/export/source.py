@@ -1,0 +1,110 @@
+"""What every layout starts from: a checkpoint directory as it is, or a trunk and its head as arrays."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headstart.engine.load import canonical_tensors, find_family
+from headstart.errors import ModelError
+from headstart.formats import open_checkpoint
+from headstart.formats.base import Checkpoint
+from headstart.formats.head import HeadConfig, read_head
+from headstart.hub import Alias, resolve_alias
+from headstart.kernels.ops import RawTensor
+from headstart.layers.build import DecoderConfig
+from headstart.tools.export.directory import Directory
+from headstart.tools.export.plan import Plan
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint and a head directory that has been read. `draft_ids` None: the full vocabulary."""
+
+    name: str
+    checkpoint: Checkpoint
+    sizes: DecoderConfig
+    tensors: Mapping[str, RawTensor]  # of the trunk, canonical names
+    head: HeadConfig
+    head_path: Path
+    head_tensors: Mapping[str, RawTensor]
+    draft_ids: NDArray[np.int64] | None
+
+    @staticmethod
+    def of(
+        name: str,
+        checkpoint: Checkpoint,
+        head: tuple[HeadConfig, Mapping[str, RawTensor], NDArray[np.int64] | None],
+        path: Path,
+    ) -> Source:
+        family = find_family(checkpoint)
+        sizes = family.parse(checkpoint.config)
+        return Source(name, checkpoint, sizes, canonical_tensors(checkpoint, family, sizes), head[0], path, *head[1:])
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for. Both ways to read it raise ModelError when it is not there."""
+
+    model: str | None
+    head: Path | None = None
+    model_type: str | None = None
+
+    @cached_property
+    def alias(self) -> Alias:
+        return resolve_alias(self.model)
+
+    @property
+    def has_own_head(self) -> bool:
+        """Is the head a directory of its own, not a part of the checkpoint?"""
+        return self.head is not None or self.alias.head() is not None
+
+    @cached_property
+    def directory(self) -> Directory:
+        """The checkpoint's files."""
+        if self.has_own_head:
+            raise ModelError(
+                f"the head of {self.alias.name} is a directory of its own, but this layout is cut out of a checkpoint",
+                "--to vllm-mimo makes one checkpoint of trunk and head; export that one",
+            )
+        return Directory.open(self.model)
+
+    def source(self, kind: str) -> Source:
+        """Trunk and head as arrays. Of several shipped heads the one of this kind."""
+        head = self.head or self.alias.head(kind)
+        if head is None:
+            raise ModelError(f"{self.alias.name} has no head of its own directory", "give one with --head")
+        return Source.of(self.alias.name, open_checkpoint(self.alias.trunk), read_head(head), head)
+
+
+Export = Callable[[Request], Plan]
+"""What a target offers as `EXPORT`: what to write, decided and checked in full. Raises UsageError or ModelError."""
+
+
+def text_side(source: Source) -> dict[str, str]:
+    """Tokenizer and chat template: the files of a directory, or made from a GGUF file's own."""
+    folder = source.checkpoint.path
+    if folder.is_dir():
+        return {name: (folder / name).read_text("utf-8") for name in TOKENIZER_FILES if (folder / name).exists()}
+    tokenizer = source.checkpoint.load_tokenizer()
+    template = source.checkpoint.chat_template()
+    ends = sorted(tokenizer.eos_ids)
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    if ends:
+        config["eos_token"] = tokenizer.token_text(ends[0])
+    if template is not None:
+        config["chat_template"] = template.sources["default"]
+    return {
+        "tokenizer.json": tokenizer.to_json(),
+        "tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False) + "\n",
+        "generation_config.json": json.dumps({"eos_token_id": ends}) + "\n",
+    }

@@ -1,0 +1,1 @@
+"""Layouts that a model with its head can be written in."""

@@ -1,0 +1,283 @@
+"""A GGUF file with the head alone, as llama.cpp loads it beside a model (`--spec-type draft-mtp` or `draft-eagle3`).
+
+An MTP head comes from a Hugging Face directory (`gguf_model`), or is cut out of a GGUF file that holds it: the blocks
+after the trunk's last, the embedding, the final norm and the LM head, with the whole of its metadata. The loader knows
+such a file by the first block that is not there. An EAGLE-3 head is an architecture of its own; its tokenizer is the
+trunk's. Source: llama.cpp b11434, `conversion/`, `src/models/`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headstart import hub
+from headstart.errors import ModelError
+from headstart.formats.gguf_file import read
+from headstart.formats.json_object import read_object
+from headstart.formats.safetensors import bfloat16
+from headstart.formats.symbols import text_config
+from headstart.kernels.ops import RawTensor
+from headstart.tools.export.directory import Directory
+from headstart.tools.export.gguf_model import HeadModel, head_model
+from headstart.tools.export.layouts import GGUF_ARCHITECTURES, GGUF_WITHOUT
+from headstart.tools.export.plan import Plan
+from headstart.tools.export.source import Request, Source
+
+_ITEM = {"F32": 4, "BF16": 2}
+Wrote = Callable[[int], None]
+BESIDE = ("token_embd.weight", "output_norm.weight", "output.weight", "rope_freqs.weight")
+CONVERT = "llama.cpp's convert_hf_to_gguf.py --mtp does; or give a GGUF file of the whole model"
+MTP = "llama-server -m MODEL.gguf -md {out}/%s --spec-type draft-mtp"
+EAGLE3 = "llama-server -m MODEL.gguf -md {out}/%s --spec-type draft-eagle3"
+NUM_TAPS = 3
+NAMES = {
+    "fuse.weight": "fc.weight",
+    "block.input_layernorm.weight": "blk.0.attn_norm.weight",
+    "block.hidden_norm.weight": "blk.0.attn_norm_2.weight",
+    "block.self_attn.q_proj.weight": "blk.0.attn_q.weight",
+    "block.self_attn.k_proj.weight": "blk.0.attn_k.weight",
+    "block.self_attn.v_proj.weight": "blk.0.attn_v.weight",
+    "block.self_attn.o_proj.weight": "blk.0.attn_output.weight",
+    "block.post_attention_layernorm.weight": "blk.0.ffn_norm.weight",
+    "block.mlp.gate_proj.weight": "blk.0.ffn_gate.weight",
+    "block.mlp.up_proj.weight": "blk.0.ffn_up.weight",
+    "block.mlp.down_proj.weight": "blk.0.ffn_down.weight",
+    "norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+    "embed_tokens.weight": "token_embd.weight",
+}
+
+
+def plan(request: Request) -> Plan:
+    """Raises ModelError for a head that llama.cpp has no graph for."""
+    if request.has_own_head:
+        return _eagle3(request.source("eagle3"))
+    path = hub.resolve(request.model)
+    return _converted(Directory.open(request.model)) if path.is_dir() else _cut(path)
+
+
+def _converted(source: Directory) -> Plan:
+    """From a Hugging Face directory."""
+    model_type = str(source.config.get("model_type"))
+    if why := GGUF_WITHOUT.get(model_type):
+        raise ModelError(f"llama.cpp has no graph for the MTP head of {model_type}: {why}", "use another --to")
+    model = head_model(source)
+    if model is None:
+        raise ModelError(f"{model_type} is not turned into GGUF here", CONVERT)
+    for needed in ("tokenizer.json", "tokenizer_config.json"):
+        if not (source.path / needed).is_file():
+            raise ModelError(f"{source.name} has no {needed}, which a GGUF file needs", "take it from the original")
+    made = f"mtp-{source.title}.gguf"
+    plan = Plan(use=MTP % made, notes=model.notes, data={"architecture": model.architecture.name})
+    plan.other_bytes = sum(math.prod(each.shape) * _ITEM[each.dtype] for each in model.tensors)
+    plan.writers[made] = partial(_write_converted, source, model)
+    return plan
+
+
+def _write_converted(source: Directory, model: HeadModel, target: Path, wrote: Wrote) -> None:
+    from gguf import GGMLQuantizationType, GGUFWriter
+
+    writer = GGUFWriter(target, arch=model.architecture.name)
+    _introduce(writer, f"MTP head of {source.title}")
+    for key, (value, kind) in model.metadata.items():
+        getattr(writer, f"add_{kind}")(key, value)
+    _add_tokenizer(source, model, writer)
+    for each in model.tensors:
+        dtype = np.dtype(np.float32 if each.dtype == "F32" else np.float16)
+        nbytes = math.prod(each.shape) * dtype.itemsize
+        writer.add_tensor_info(each.name, each.shape, dtype, nbytes, GGMLQuantizationType[each.dtype])
+    _write_tensors(writer, (each.array() for each in model.tensors), wrote)
+
+
+def _introduce(writer: Any, name: str) -> None:
+    from gguf import LlamaFileType
+    from gguf.constants import GGML_QUANT_VERSION
+
+    writer.add_type("model")
+    writer.add_name(name)
+    writer.add_file_type(LlamaFileType.MOSTLY_BF16)
+    writer.add_quantization_version(GGML_QUANT_VERSION)
+
+
+def _add_tokenizer(source: Directory, model: HeadModel, writer: Any) -> None:
+    """A byte-level BPE tokenizer. Ids that mean nothing get a name, since every row of the embedding needs one."""
+    from gguf import SpecialVocab, TokenType
+
+    document = read_object(source.path / "tokenizer.json")
+    vocabulary = {int(number): str(token) for token, number in document["model"]["vocab"].items()}
+    added = {int(each["id"]): each for each in document.get("added_tokens") or []}
+    vocabulary |= {number: str(each["content"]) for number, each in added.items()}
+    size = int(text_config(source.config)["vocab_size"])
+    kinds = {number: _kind(each) for number, each in added.items()}
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(model.architecture.pre)
+    writer.add_token_list([vocabulary.get(number, f"[PAD{number}]") for number in range(size)])
+    writer.add_token_types(
+        [int(kinds.get(n, TokenType.NORMAL) if n in vocabulary else TokenType.UNUSED) for n in range(size)]
+    )
+    special = SpecialVocab(source.path, load_merges=True)
+    ids = {token: number for number, token in vocabulary.items()}
+    special.special_token_ids.update(
+        {name: ids[token] for name, token in model.architecture.special.items() if token in ids}
+    )
+    special.add_to_gguf(writer, quiet=True)
+
+
+def _kind(added: Mapping[str, Any]) -> int:
+    from gguf import TokenType
+
+    marked = re.fullmatch(r"<[|\uff5c].*[|\uff5c]>", str(added["content"])) is not None
+    return int(TokenType.CONTROL if added.get("special") or marked else TokenType.USER_DEFINED)
+
+
+def _cut(path: Path) -> Plan:
+    file = read(path)
+    architecture = str(file.metadata.get("general.architecture"))
+    heads = int(file.metadata.get(f"{architecture}.nextn_predict_layers") or 0)
+    blocks = int(file.metadata.get(f"{architecture}.block_count") or 0)
+    if not heads:
+        hint = "was it converted with --no-mtp, or from a checkpoint that had lost its head?"
+        raise ModelError(f"{path} holds no MTP head: {architecture}.nextn_predict_layers is not set", hint)
+    if architecture not in GGUF_ARCHITECTURES:
+        hint = f"it has for {', '.join(GGUF_ARCHITECTURES)}"
+        raise ModelError(f"llama.cpp has no MTP graph for {architecture}", hint)
+    names = [name for name in file.tensors if name in BESIDE or _block(name) >= blocks - heads]
+    if not any("nextn" in name for name in names):
+        hint = "the metadata promises it: convert the model again"
+        raise ModelError(f"{path} holds no tensors of an MTP head in blocks {blocks - heads} and up", hint)
+    made = f"mtp-{path.name}"
+    plan = Plan(use=MTP % made, data={"architecture": architecture, "tensors": len(names)})
+    plan.other_bytes = sum(file.tensors[name].nbytes for name in names)
+    plan.writers[made] = partial(_write_cut, path, frozenset(names))
+    return plan
+
+
+def _block(name: str) -> int:
+    match = re.match(r"blk\.(\d+)\.", name)
+    return int(match[1]) if match else -1
+
+
+def _write_cut(source: Path, names: frozenset[str], target: Path, wrote: Wrote) -> None:
+    from gguf import GGUFReader, GGUFWriter
+
+    reader = GGUFReader(source)
+    writer = GGUFWriter(target, arch=reader.fields["general.architecture"].contents())
+    _copy_metadata(reader, writer, lambda key: True)
+    chosen = [tensor for tensor in reader.tensors if tensor.name in names]
+    for tensor in chosen:
+        data = tensor.data
+        writer.add_tensor_info(tensor.name, data.shape, data.dtype, data.nbytes, tensor.tensor_type)
+    _write_tensors(writer, (tensor.data for tensor in chosen), wrote)
+
+
+def _copy_metadata(reader: Any, writer: Any, wanted: Callable[[str], bool]) -> None:
+    for key, field in reader.fields.items():
+        if key.startswith(("GGUF.", "general.architecture")) or not wanted(key):
+            continue
+        sub_type = field.types[-1] if len(field.types) > 1 else None
+        writer.add_key_value(key, field.contents(), field.types[0], sub_type=sub_type)
+
+
+def _write_tensors(writer: Any, data: Iterator[NDArray[Any]], wrote: Wrote) -> None:
+    """One at a time: nothing else is held."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for each in data:
+        writer.write_tensor_data(each)
+        wrote(each.nbytes)
+    writer.close()
+
+
+def _eagle3(source: Source) -> Plan:
+    head, trunk = source.head, source.checkpoint
+    if head.kind != "eagle3":
+        raise ModelError(
+            f"the head {source.head_path} is of kind {head.kind}, and llama.cpp has no architecture for it",
+            "headstart train --kind eagle3 makes one that it runs",
+        )
+    if not isinstance(head.tap, tuple) or len(head.tap) != NUM_TAPS:
+        raise ModelError(f"the head taps {head.tap}, but llama.cpp wants {NUM_TAPS} layers")
+    if trunk.format != "gguf":
+        raise ModelError(
+            f"{source.name} is no GGUF file, but its tokenizer is taken from one", "name the trunk's .gguf"
+        )
+    unknown = [name for name in source.head_tensors if name not in NAMES]
+    if unknown:
+        raise ModelError(f"llama.cpp's eagle3 has no place for {unknown[0]}")
+    made = f"eagle3-{trunk.path.name}"
+    plan = Plan(use=EAGLE3 % made, data={"architecture": "eagle3", "tensors": len(source.head_tensors)})
+    plan.other_bytes = sum(4 * math.prod(tensor.shape) for tensor in source.head_tensors.values())
+    plan.writers[made] = partial(_write_eagle3, source)
+    return plan
+
+
+def _write_eagle3(source: Source, target: Path, wrote: Wrote) -> None:
+    from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
+
+    writer = GGUFWriter(target, arch="eagle3")
+    _copy_metadata(GGUFReader(source.checkpoint.path), writer, lambda key: key.startswith("tokenizer."))
+    _describe(source, writer)
+    arrays: list[Callable[[], NDArray[Any]]] = []
+    for name, tensor in source.head_tensors.items():
+        kind, load = _array(source, name, tensor)
+        size = 2 if kind == GGMLQuantizationType.BF16 else 4
+        dtype = np.dtype(np.float16 if size == 2 else np.float32)
+        writer.add_tensor_info(NAMES[name], tensor.shape, dtype, math.prod(tensor.shape) * size, kind)
+        arrays.append(load)
+    if source.draft_ids is not None:
+        ids = source.draft_ids.astype(np.int64)
+        writer.add_tensor_info("d2t", ids.shape, ids.dtype, ids.nbytes, GGMLQuantizationType.I64)
+        arrays.append(lambda: ids)
+    _write_tensors(writer, (load() for load in arrays), wrote)
+
+
+def _array(source: Source, name: str, tensor: RawTensor) -> tuple[Any, Callable[[], NDArray[Any]]]:
+    """Matrices in bfloat16, norms in float32; q and k rows in llama.cpp's interleaved rope order."""
+    from gguf import GGMLQuantizationType
+
+    if len(tensor.shape) == 1:
+        return GGMLQuantizationType.F32, tensor.float32
+    attention = source.head.block.attention
+    heads = {"q_proj": attention.num_heads, "k_proj": attention.num_kv_heads}.get(name.split(".")[-2])
+
+    def load() -> NDArray[Any]:
+        values = tensor.float32()
+        if heads is not None:
+            values = values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+        return np.asarray(bfloat16(values)[0])
+
+    return GGMLQuantizationType.BF16, load
+
+
+def _describe(source: Source, writer: Any) -> None:
+    head, block, attention = source.head, source.head.block, source.head.block.attention
+    document = read_object(source.head_path / "config.json")
+    _introduce(writer, f"EAGLE-3 head of {source.name}")
+    writer.add_block_count(1)
+    writer.add_context_length(int(document.get("max_position_embeddings") or source.sizes.max_length))
+    writer.add_embedding_length(head.hidden_size)
+    writer.add_feed_forward_length(block.intermediate_size)
+    writer.add_head_count(attention.num_heads)
+    writer.add_head_count_kv(attention.num_kv_heads)
+    writer.add_key_length(attention.head_dim)
+    writer.add_value_length(attention.head_dim)
+    writer.add_layer_norm_rms_eps(block.eps)
+    writer.add_rope_dimension_count(block.rope.rotary_dim)
+    writer.add_rope_freq_base(float(document.get("rope_theta") or 10000.0))
+    writer.add_vocab_size(head.vocab_size)
+    writer.add_array("eagle3.target_layers", list(head.tap) if isinstance(head.tap, tuple) else [])
+    writer.add_uint32("eagle3.target_hidden_size", source.sizes.hidden_size)
+    writer.add_bool("eagle3.norm_before_residual", head.norm_before_residual)
+    writer.add_bool("eagle3.norm_before_fc", False)
+
+
+EXPORT = plan

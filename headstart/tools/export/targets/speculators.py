@@ -1,0 +1,160 @@
+"""The speculators container: EAGLE-3 heads, which vLLM serves, and Qwen's MTP modules, which speculators fine-tunes.
+
+Source: vllm-project/speculators `convert/mtp/converter.py`, `models/mtp`, `models/eagle3/config.py`; vLLM 0.32
+`transformers_utils/configs/speculators` (it has no entry for "mtp").
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from headstart.errors import ModelError
+from headstart.formats.json_object import read_object
+from headstart.formats.safetensors import Planned
+from headstart.formats.safetensors_file import read_file
+from headstart.formats.symbols import text_config
+from headstart.tools.export.detect import architectures
+from headstart.tools.export.directory import Directory
+from headstart.tools.export.layouts import SPECULATORS_TYPES, SUBTREE
+from headstart.tools.export.plan import Plan, as_json
+from headstart.tools.export.source import Request, Source
+from headstart.tools.export.targets.xllm import cut_module, rest_of
+
+DEPTH = 3
+NAMES = {
+    "fc": "input_proj",
+    "norm": "final_layernorm",
+    "pre_fc_norm_hidden": "hidden_layernorm",
+    "pre_fc_norm_embedding": "token_layernorm",
+}
+LAYER = "layers.0."
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+SERVE = "vllm serve {out}"
+SERVE_BESIDE = (
+    "vllm serve MODEL --speculative-config "
+    """'{{"method": "eagle3", "model": "{out}", "num_speculative_tokens": 3}}'"""
+)
+FINETUNE = "speculators: MTPDraftModel.from_pretrained('{out}')"
+OUTSIDE = ("architectures", "model_type", "headstart", "eagle_aux_hidden_state_layer_ids", "target_hidden_size")
+
+
+def plan(request: Request) -> Plan:
+    """Raises ModelError for a head whose formula speculators has no class for."""
+    if request.has_own_head:
+        return _eagle3(request.source("eagle3"))
+    return _mtp(request.directory)
+
+
+def _container(kind: str, name: str, architecture: list[str]) -> dict[str, Any]:
+    return {
+        "speculators_model_type": kind,
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": DEPTH}],
+            "verifier": {"name_or_path": name, "architectures": architecture},
+        },
+        "tie_word_embeddings": False,
+    }
+
+
+def _eagle3(source: Source) -> Plan:
+    if source.head.kind != "eagle3":
+        raise ModelError(
+            f"the head {source.head_path} is of kind {source.head.kind}: speculators' MTP layers are Qwen's, "
+            "with norms of q and k, so it has no class for this one",
+            "headstart train --kind eagle3 makes a head that goes; --to vllm-mimo writes this one for vLLM",
+        )
+    document = read_object(source.head_path / "config.json")
+    trunk = source.checkpoint.path
+    verifier = str(trunk.resolve()) if trunk.is_dir() else source.name
+    inner = {key: value for key, value in document.items() if key not in OUTSIDE}
+    config = {
+        "architectures": ["Eagle3Speculator"],
+        **_container("eagle3", verifier, architectures(source.checkpoint.config)),
+        "draft_vocab_size": document["draft_vocab_size"],
+        "target_hidden_size": source.sizes.hidden_size,
+        "norm_before_residual": source.head.norm_before_residual,
+        "eagle_aux_hidden_state_layer_ids": document["eagle_aux_hidden_state_layer_ids"],
+        "transformer_layer_config": {**inner, "model_type": "llama"},
+    }
+    planned = []
+    for name, tensor in read_file(source.head_path / "model.safetensors").items():
+        new = re.sub(r"^midlayer\.", LAYER, name)
+        planned.append(Planned(new, tensor.dtype, tensor.shape, lambda data=tensor.data: [data]))  # type: ignore[misc]
+    plan = Plan(tensors={"model.safetensors": planned}, metadata={"format": "pt"}, use=SERVE)
+    plan.texts["config.json"] = as_json(config) + "\n"
+    if not trunk.is_dir():
+        plan.use = SERVE_BESIDE
+        plan.notes.append(f"the verifier it names, {verifier}, is a GGUF file: give vLLM that model as safetensors")
+    return plan
+
+
+def _mtp(source: Directory) -> Plan:
+    inner = text_config(source.config)
+    model_type = str(inner.get("model_type"))
+    if model_type not in SPECULATORS_TYPES:
+        raise ModelError(
+            f"speculators has no MTP layer for {model_type!r}", f"it has for {', '.join(SPECULATORS_TYPES)}"
+        )
+    cut = cut_module(source, replace(SUBTREE, embedding=(), lm_head=(), shared_needed=False))
+    planned = _fused([replace(each, name=_renamed(source, each.name)) for each in cut.planned])
+    shared = {key: value for key, value in inner.items() if key not in ("quantization_config", "text_config")}
+    config = {
+        "architectures": ["MTPDraftModel"],
+        **_container("mtp", source.name, architectures(source.config)),
+        "num_nextn_predict_layers": 1,
+        "transformer_layer_config": shared,
+    }
+    notes = [*cut.notes, "vLLM 0.32 does not load this container for MTP; it reads the module out of the model itself"]
+    texts = {"config.json": as_json(config) + "\n"}
+    return Plan(
+        tensors={"model.safetensors": planned}, metadata={"format": "pt"}, texts=texts, notes=notes, use=FINETUNE
+    )
+
+
+def _renamed(source: Directory, name: str) -> str:
+    rest = str(rest_of(name, source.config, SUBTREE))
+    if rest.startswith(LAYER):
+        return f"mtp_layers.0.{rest.removeprefix(LAYER)}"
+    part, _, end = rest.partition(".")
+    if part not in NAMES:
+        raise ModelError(f"{source.name}: {name} belongs to a second MTP layer, but speculators has one")
+    return f"mtp_layers.0.{NAMES[part]}.{end}"
+
+
+def _fused(planned: Sequence[Planned]) -> list[Planned]:
+    """Experts stacked: gate_up_proj [experts, 2 * inner, hidden] and down_proj [experts, hidden, inner]."""
+    matches = [EXPERT.fullmatch(each.name) for each in planned]
+    found = [each for each, match in zip(planned, matches, strict=True) if not match]
+    experts = {
+        (match[1], int(match[2]), match[3]): each
+        for each, match in zip(planned, matches, strict=True)
+        if match is not None
+    }
+    for prefix in dict.fromkeys(prefix for prefix, _, _ in experts):
+        count = 1 + max(number for where, number, _ in experts if where == prefix)
+        for name, parts in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
+            keys = [(prefix, number, part) for number in range(count) for part in parts]
+            if absent := [key for key in keys if key not in experts]:
+                raise ModelError(f"expert {absent[0][1]} of {prefix} has no {absent[0][2]}_proj", "is a shard missing?")
+            found.append(_stacked(f"{prefix}.{name}", [experts[key] for key in keys], count))
+    return found
+
+
+def _stacked(name: str, parts: Sequence[Planned], count: int) -> Planned:
+    rows, columns = parts[0].shape
+    if any(each.shape != (rows, columns) or each.dtype != parts[0].dtype for each in parts):
+        raise ModelError(f"the experts of {name} differ in shape or type")
+
+    def pieces() -> Iterator[Any]:
+        for part in parts:
+            yield from part.pieces()
+
+    return Planned(name, parts[0].dtype, (count, rows * len(parts) // count, columns), pieces)
+
+
+EXPORT = plan

@@ -1,0 +1,63 @@
+"""DeepSeek-V3's MTP module as an EAGLE drafter of vLLM, a directory of its own: {"method": "eagle", "model": DIR}.
+
+vLLM 0.32 `model_executor/models/deepseek_eagle.py`: fc[enorm(e) ; hnorm(h)], the block, norm, and the normed vector
+both for logits and for the next step: the module's own formula. Embedding and LM head are the target's. Tensors keep
+their types: vLLM builds the drafter with the target's quantization.
+
+EAGLE drafters of other families (`llama_eagle.py` and its kin) feed embedding and hidden state into the projection as
+they are and have no norm after the block, so a module with norms is none of them.
+"""
+
+from __future__ import annotations
+
+from headstart.errors import ModelError
+from headstart.formats.safetensors import copied
+from headstart.tools.export.detect import architectures, count_modules, detect_model_type
+from headstart.tools.export.layouts import EAGLE_TYPES, layout_of
+from headstart.tools.export.plan import Plan, as_json
+from headstart.tools.export.source import Request
+from headstart.tools.export.targets.xllm import cut_module, rest_of
+
+USE = (
+    "vllm serve MODEL --speculative-config "
+    """'{{"method": "eagle", "model": "{out}", "num_speculative_tokens": 1}}'"""
+)
+NAMES = {"eh_proj": "fc", "shared_head.norm": "norm", "enorm": "enorm", "hnorm": "hnorm"}
+SHARED = ("embed_tokens.", "shared_head.head.")
+
+
+def plan(request: Request) -> Plan:
+    """Raises ModelError where no EAGLE class of vLLM has the module's formula."""
+    if request.has_own_head:
+        raise ModelError(
+            "an EAGLE drafter has no norms around its projection, but heads trained here have",
+            "--to vllm-mimo writes an MTP head, --to vllm-eagle3 an EAGLE-3 head",
+        )
+    source = request.directory
+    model_type = detect_model_type(source.config)
+    if model_type not in EAGLE_TYPES:
+        raise ModelError(
+            f"vLLM has no EAGLE drafter with the formula of {model_type}'s MTP module (norms, own block)",
+            """vLLM reads the module out of the model itself: --speculative-config '{"method": "mtp"}'""",
+        )
+    layout = layout_of(model_type)
+    count_modules(source.config, layout)
+    planned = []
+    for name, stored in cut_module(source, layout).tensors.items():
+        rest = rest_of(name, source.config, layout)
+        if rest is None or rest.startswith(SHARED):
+            continue
+        part = next((part for part in NAMES if rest.startswith(f"{part}.")), None)
+        planned.append(copied(NAMES[part] + rest.removeprefix(part) if part else f"layers.0.{rest}", stored))
+    config = {
+        **source.config,
+        "architectures": architectures(source.config) or ["DeepseekV3ForCausalLM"],
+        "num_hidden_layers": 1,
+        "num_nextn_predict_layers": 1,
+        "first_k_dense_replace": 0,
+    }
+    texts = {"config.json": as_json(config) + "\n"}
+    return Plan(tensors={"model.safetensors": planned}, metadata={"format": "pt"}, texts=texts, use=USE)
+
+
+EXPORT = plan

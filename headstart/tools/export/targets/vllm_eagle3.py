@@ -1,0 +1,27 @@
+"""An EAGLE-3 head as vLLM, SGLang, llama.cpp's converter and OpenVINO load it: the layout it already has."""
+
+from __future__ import annotations
+
+from headstart.errors import ModelError
+from headstart.tools.export.plan import Plan
+from headstart.tools.export.source import Request
+
+USE = (
+    "vllm serve MODEL --speculative-config "
+    """'{{"method": "eagle3", "model": "{out}", "num_speculative_tokens": 3}}'"""
+)
+
+
+def plan(request: Request) -> Plan:
+    """The head's files. Raises ModelError for a head of another kind."""
+    source = request.source("eagle3")
+    if source.head.kind != "eagle3":
+        raise ModelError(
+            f"the head {source.head_path} is of kind {source.head.kind}, not eagle3",
+            "headstart train --kind eagle3 makes one; an MTP head goes with --to vllm-mimo",
+        )
+    names = ("config.json", "model.safetensors")
+    return Plan(copies={name: source.head_path / name for name in names}, use=USE)
+
+
+EXPORT = plan

@@ -1,0 +1,174 @@
+"""Trunk and MTP head as one MiMo checkpoint, which vLLM runs with {"method": "mtp"}.
+
+MiMo is a trunk with q, k and v biases, an LM head of its own, and `model.mtp_layers.0`: input_proj reads [hidden ;
+embedding], hidden being the stream before the trunk's final norm, later the head's own normed output (vLLM 0.32,
+`model_executor/models/mimo.py` and `mimo_mtp.py`). A trunk without biases gets zeros; a tied embedding is
+written twice. transformers does not know the type, so the directory brings the few lines that declare it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headstart.errors import ModelError
+from headstart.formats.safetensors import Planned, bfloat16
+from headstart.kernels.ops import RawTensor
+from headstart.layers.attention import AttentionConfig
+from headstart.layers.mlp import MLPConfig
+from headstart.tools.export.plan import Plan
+from headstart.tools.export.source import Request, Source, text_side
+
+Convert = Callable[[NDArray[np.float32]], NDArray[np.float32]]
+USE = (
+    "vllm serve {out} --trust-remote-code --speculative-config "
+    """'{{"method": "mtp", "num_speculative_tokens": 3}}'"""
+)
+MODULE = "configuration_mimo"
+PREFIX = "model.mtp_layers.0"
+NAMES = {
+    "norm_embedding": "token_layernorm",
+    "norm_hidden": "hidden_layernorm",
+    "projection": "input_proj",
+    "norm": "final_layernorm",
+}
+CONFIGURATION = '''"""Declares the model type for transformers: a Qwen2 configuration with MTP layers."""
+
+from transformers import Qwen2Config
+
+
+class MiMoConfig(Qwen2Config):
+    model_type = "mimo"
+
+    def __init__(self, num_nextn_predict_layers=1, **kwargs):
+        self.num_nextn_predict_layers = num_nextn_predict_layers
+        super().__init__(**kwargs)
+'''
+
+
+def check(source: Source) -> None:
+    """Raises ModelError where MiMo's formula is another one."""
+    head, layers = source.head, source.sizes.layers
+    attentions = [each.mixer for each in layers if isinstance(each.mixer, AttentionConfig)]
+    mlps = [each.mlp for each in layers if isinstance(each.mlp, MLPConfig)]
+    wrong = [
+        (head.kind != "mtp", f"the head is of kind {head.kind}"),
+        (head.num_modules != 1, f"the head has {head.num_modules} modules"),
+        (head.tap != "pre_norm", "the head reads the trunk's state after its final norm"),
+        (head.recycle != "post_norm", "the head recycles a vector before its own norm"),
+        (head.block.qk_norm or any(each.qk_norm for each in attentions), "q and k are normed"),
+        (any(each.o_bias for each in attentions), "attention's output has a bias"),
+        (any(each.bias for each in mlps), "there are biases in feed-forward parts"),
+        (len(mlps) < len(layers), "there are experts"),
+        (any(each.gated for each in attentions), "attention is gated"),
+        (len(attentions) < len(layers), "there are layers with latent or linear attention"),
+        (not all(map(_turns_whole, attentions)), "a part of each head is not rotated"),
+        (len(set(layers)) > 1, "its layers differ"),
+    ]
+    for holds, what in wrong:
+        if holds:
+            raise ModelError(f"{source.name} cannot be written as MiMo: {what}", "its formula has no place for that")
+
+
+def _turns_whole(attention: AttentionConfig) -> bool:
+    return attention.rope is not None and attention.rope.rotary_dim == attention.spec.head_dim
+
+
+def _layer(source: Source) -> tuple[AttentionConfig, MLPConfig]:
+    """The parts of every layer of a trunk that `check` has let through."""
+    mixer, mlp = source.sizes.layers[0].mixer, source.sizes.layers[0].mlp
+    assert isinstance(mixer, AttentionConfig) and isinstance(mlp, MLPConfig)
+    return mixer, mlp
+
+
+def plan(request: Request) -> Plan:
+    """Trunk and head under MiMo's names, in bfloat16. Raises ModelError where MiMo's formula is another one."""
+    source = request.source("mtp")
+    check(source)
+    tensors = {name: tensor for name, tensor in source.tensors.items() if not name.startswith("mtp.")}
+    planned = [_matrix(name if name == "lm_head.weight" else f"model.{name}", each) for name, each in tensors.items()]
+    if "lm_head.weight" not in tensors:
+        planned.append(_matrix("lm_head.weight", tensors["embed_tokens.weight"]))
+    planned += _head(source)
+    known = {each.name for each in planned}
+    for prefix in (*(f"model.layers.{layer}" for layer in range(source.sizes.num_layers)), PREFIX):
+        planned += [each for each in _biases(source, prefix) if each.name not in known]
+    texts = {
+        **text_side(source),
+        f"{MODULE}.py": CONFIGURATION,
+        "config.json": json.dumps(config(source), indent=2) + "\n",
+    }
+    return Plan(tensors={"model.safetensors": planned}, metadata={"format": "pt"}, texts=texts, use=USE)
+
+
+def _matrix(name: str, tensor: RawTensor, convert: Convert = lambda values: values) -> Planned:
+    """The tensor in bfloat16, made when it is written."""
+    return Planned(name, "BF16", tuple(tensor.shape), lambda: [bfloat16(convert(tensor.float32()))[0]])
+
+
+def _biases(source: Source, prefix: str) -> list[Planned]:
+    """Zeros for q, k and v."""
+    spec = _layer(source)[0].spec
+    sizes = {"q": spec.num_heads, "k": spec.num_kv_heads, "v": spec.num_kv_heads}
+    return [
+        Planned(f"{prefix}.self_attn.{name}_proj.bias", "BF16", (size,), partial(_zeros, size))
+        for name, size in ((name, heads * spec.head_dim) for name, heads in sizes.items())
+    ]
+
+
+def _zeros(size: int) -> list[NDArray[np.uint16]]:
+    return [np.zeros(size, np.uint16)]
+
+
+def _head(source: Source) -> list[Planned]:
+    planned = []
+    for name, tensor in source.head_tensors.items():
+        part, _, rest = name.removeprefix("mtp.0.").partition(".")
+        new = f"{PREFIX}.{rest}" if part == "block" else f"{PREFIX}.{NAMES[part]}.{rest}"
+        turned = part == "projection" and not source.head.hidden_first
+        planned.append(_matrix(new, tensor, _swap_halves) if turned else _matrix(new, tensor))
+    return planned
+
+
+def _swap_halves(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Columns [embedding ; hidden] in the order [hidden ; embedding]."""
+    half = values.shape[1] // 2
+    return np.hstack((values[:, half:], values[:, :half]))
+
+
+def config(source: Source) -> dict[str, Any]:
+    sizes, (mixer, mlp) = source.sizes, _layer(source)
+    spec = mixer.spec
+    own = source.checkpoint.config
+    return {
+        "architectures": ["MiMoForCausalLM"],
+        "model_type": "mimo",
+        "auto_map": {"AutoConfig": f"{MODULE}.MiMoConfig"},
+        "num_nextn_predict_layers": 1,
+        "vocab_size": sizes.vocab_size,
+        "hidden_size": sizes.hidden_size,
+        "intermediate_size": mlp.inner,
+        "num_hidden_layers": sizes.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+        "rms_norm_eps": sizes.eps,
+        "rope_theta": own.get("rope_theta", 10000.0),
+        "max_position_embeddings": sizes.max_length,
+        "layer_types": ["full_attention"] * sizes.num_layers,
+        "use_sliding_window": False,
+        "bos_token_id": own.get("bos_token_id"),
+        "eos_token_id": own.get("eos_token_id"),
+        "dtype": "bfloat16",
+    }
+
+
+EXPORT = plan

@@ -1,0 +1,109 @@
+"""Does the head of one checkpoint fit another? What must agree is looked up in configs, headers and a few norms."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from headstart.errors import ModelError
+from headstart.formats.base import Tensor
+from headstart.formats.symbols import text_config
+from headstart.tools.export.directory import Directory
+from headstart.tools.export.heads import head_names
+
+MUST_AGREE = (
+    "hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "kv_lora_rank", "q_lora_rank", "n_routed_experts", "num_experts",
+)  # fmt: skip
+SHOULD_AGREE = ("rope_theta", "rope_scaling", "rope_parameters", "rms_norm_eps", "max_position_embeddings")
+NORMS_READ = 8
+PLAIN = ("F32", "F16", "BF16")
+HINT = "a head fits fine-tunes and quantizations of the model it was trained with, and nothing else"
+
+
+def check_fit(target: Directory, base: Directory) -> list[str]:
+    """Notes on what differs and may cost acceptance. Raises ModelError for what cannot work."""
+    ours, theirs = text_config(target.config), text_config(base.config)
+    types = [str(each.get("model_type", "")).removesuffix("_text") for each in (ours, theirs)]
+    if types[0] != types[1]:
+        raise ModelError(f"{target.name} is a {types[0]} model, {base.name} a {types[1]} model", HINT)
+    for key in MUST_AGREE:
+        if key in ours and key in theirs and ours[key] != theirs[key]:
+            raise ModelError(f"{key} is {ours[key]} in {target.name}, but {theirs[key]} in {base.name}", HINT)
+    _check_shapes(target, base)
+    _check_vocabulary(target, base)
+    _check_norms(target, base)
+    return [
+        f"{key} is {ours[key]!r} here, but {theirs[key]!r} in {base.name}: the head may guess worse"
+        for key in SHOULD_AGREE
+        if key in ours and key in theirs and ours[key] != theirs[key]
+    ]
+
+
+def _trunk(directory: Directory) -> Mapping[str, Tensor]:
+    """Tensors of the trunk, without what stands before `layers` or `embed_tokens`: wrappers differ in that."""
+    heads = head_names(directory.tensors, directory.config)
+    names = (name for name in directory.tensors if name not in heads)
+    return {name.replace("language_model.", "").removeprefix("model."): directory.tensors[name] for name in names}
+
+
+def _check_shapes(target: Directory, base: Directory) -> None:
+    ours, theirs = _trunk(target), _trunk(base)
+    common = ours.keys() & theirs.keys()
+    if not common:
+        raise ModelError(f"{target.name} and {base.name} have no tensor of the trunk in common", HINT)
+    for name in sorted(common):
+        if ours[name].dtype in PLAIN and theirs[name].dtype in PLAIN and ours[name].shape != theirs[name].shape:
+            shapes = f"{list(ours[name].shape)} in {target.name}, but {list(theirs[name].shape)} in {base.name}"
+            raise ModelError(f"{name} is {shapes}", HINT)
+
+
+def _check_vocabulary(target: Directory, base: Directory) -> None:
+    """The same id must mean the same token."""
+    vocabularies = [_vocabulary(each) for each in (target, base)]
+    if None in vocabularies or vocabularies[0] == vocabularies[1]:
+        return
+    ours, theirs = ({token: int(number) for token, number in (each or {}).items()} for each in vocabularies)
+    if differing := [token for token in ours.keys() & theirs.keys() if ours[token] != theirs[token]]:
+        raise ModelError(
+            f"{len(differing)} tokens have other ids in {target.name} than in {base.name}, {differing[0]!r} for one",
+            HINT,
+        )
+
+
+def _vocabulary(directory: Directory) -> dict[str, Any] | None:
+    path = directory.path / "tokenizer.json"
+    if not path.is_file():
+        return None
+    try:
+        found = json.loads(path.read_bytes()).get("model", {}).get("vocab")
+    except (ValueError, AttributeError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _check_norms(target: Directory, base: Directory) -> None:
+    """Weights w of norms that multiply by 1 + w are about 0, others about 1: a conversion may have added the 1."""
+    ours, theirs = _trunk(target), _trunk(base)
+    common = sorted(name for name in ours.keys() & theirs.keys() if _is_norm(ours[name]) and _is_norm(theirs[name]))
+    if not common:
+        return
+    chosen = common[:: max(1, len(common) // NORMS_READ)]
+    shift = float(np.median([_mean(ours[name]) - _mean(theirs[name]) for name in chosen]))
+    if abs(abs(shift) - 1) < 0.25:
+        raise ModelError(
+            f"norm weights of {target.name} are about 1 {'above' if shift > 0 else 'below'} those of {base.name}: "
+            "one stores w, the other 1 + w",
+            "convert one of them; a head with the other convention only drafts noise",
+        )
+
+
+def _is_norm(stored: Tensor) -> bool:
+    return "norm" in stored.name and len(stored.shape) == 1 and stored.dtype in PLAIN
+
+
+def _mean(stored: Tensor) -> float:
+    return float(stored.in_memory().float32().mean())

@@ -1,0 +1,251 @@
+"""What else there is to know about native heads: copies, quantization, norms, rope, lists of the config, stray files.
+
+Each function of ABOUT looks at one thing.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from headstart.formats.base import Checkpoint, Tensor
+from headstart.formats.symbols import NESTED, lookup, text_config
+from headstart.tools.inspect.heads import Heads
+from headstart.tools.inspect.parts import MTP, part_of
+from headstart.tools.inspect.weights import Weight, quantization_of
+
+ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
+_SAMPLES, _SAMPLE_BYTES = 16, 4096
+_EXCLUDING = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules", "disable_quant_module")
+_MOST_REPEATS = 4
+_NORMS = {
+    "w": "RMSNorm multiplies by w",
+    "1+w": "RMSNorm multiplies by 1 + w: a converter that loads w as it is kills the head",
+}
+
+
+class Finding(NamedTuple):
+    """One remark. A warning is something that makes heads slow, dead or refused."""
+
+    level: Literal["note", "warning"]
+    topic: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What findings are about."""
+
+    checkpoint: Checkpoint
+    weights: Mapping[str, Weight]
+    heads: Heads
+    shared: Mapping[str, str]  # of shared_tensors
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self.checkpoint.config
+
+    def of_heads(self) -> dict[str, Weight]:
+        return {short: self.weights[name] for short, name in self.heads.names.items()}
+
+
+def findings(subject: Subject) -> list[Finding]:
+    """All remarks on one checkpoint, in the order of ABOUT."""
+    return [each for about in ABOUT for each in about(subject)]
+
+
+def shared_tensors(checkpoint: Checkpoint, heads: Heads) -> dict[str, str]:
+    """How the heads come by `embedding` and `lm_head`: shared (the trunk's), own, copy (of the trunk's, as far as
+    sampled bytes say), changed (stored as a copy, but other bytes) or copy? (nothing could be read)."""
+    trunk = {part: next(iter(heads.parts.get(part, ())), "") for part in ("embedding", "lm_head")}
+    layout = heads.family
+    found: dict[str, str] = {}
+    for what in ("embedding", "lm_head") if heads.names else ():
+        pattern = (layout.copies if layout else {}).get(what)
+        name = heads.names.get(pattern.format(i=0, layer=heads.num_layers)) if pattern else None
+        if layout and what in layout.own:
+            found[what] = "own"
+        elif name is None:
+            found[what] = "shared"
+        else:
+            found[what] = _same(checkpoint, name, trunk[what] or trunk["embedding"])
+    return found
+
+
+def _same(checkpoint: Checkpoint, name: str, other: str) -> str:
+    one, two = checkpoint.tensors.get(name), checkpoint.tensors.get(other)
+    if one is None or two is None or (one.dtype, one.shape) != (two.dtype, two.shape):
+        return "changed"
+    if not (one.here and two.here):
+        return "copy?"
+    step = max(1, one.nbytes // _SAMPLES)
+    same = all(_piece(one, at) == _piece(two, at) for at in range(0, one.nbytes, step))
+    return "copy" if same else "changed"
+
+
+def _piece(tensor: Tensor, begin: int) -> bytes:
+    return tensor.read_bytes(begin, min(_SAMPLE_BYTES, tensor.nbytes - begin)).tobytes()
+
+
+def _copies(subject: Subject) -> Iterator[Finding]:
+    for what, how in subject.shared.items():
+        if how == "changed":
+            text = f"the head's {what} is not the trunk's, though engines put the trunk's in its place"
+            yield Finding("warning", "sharing", text)
+        elif how in ("copy", "copy?"):
+            sure = "" if how == "copy" else " (not compared)"
+            yield Finding("note", "sharing", f"the head's {what} is a copy of the trunk's{sure}; engines skip it")
+        elif how == "own":
+            yield Finding("note", "sharing", f"the head has its own {what}: an export must keep it")
+
+
+def _tied(subject: Subject) -> Iterator[Finding]:
+    config = subject.config
+    tied = bool(config.get("tie_word_embeddings", text_config(config).get("tie_word_embeddings", False)))
+    stored = "lm_head" in subject.heads.parts
+    if tied and stored:
+        yield Finding("note", "tied", "tie_word_embeddings is set, but an lm_head is stored: engines may ignore it")
+    if not tied and not stored:
+        yield Finding("note", "tied", "no lm_head is stored: the embedding serves, though the config does not say so")
+
+
+def _quantized(subject: Subject) -> Iterator[Finding]:
+    head = {name: w for name, w in subject.of_heads().items() if w.shape is None or len(w.shape) > 1}
+    packed = {w.kind for w in head.values() if w.quantized}
+    blocks = [subject.heads.parts.get(part, {}) for part in ("layers", "experts")]
+    trunk = {weight.kind for group in blocks for weight in group.values() if weight.quantized}
+    if packed:
+        level: Literal["note", "warning"] = "warning" if any(_is_small(kind) for kind in packed) else "note"
+        text = f"the head is quantized ({', '.join(sorted(packed))})"
+        yield Finding(
+            level, "quantization", text + ("; 4-bit heads often accept far less" if level == "warning" else "")
+        )
+    elif head and trunk and subject.checkpoint.format == "safetensors" and not _excluded(subject):
+        patterns = ", ".join(key for key in _EXCLUDING if key in quantization_of(subject.config)) or "ignore"
+        text = f"trunk {', '.join(sorted(trunk))}, head not quantized, but quantization_config does not leave it out"
+        yield Finding(
+            "warning", "quantization", f"{text}: engines may refuse or misread it; add its modules to {patterns}"
+        )
+
+
+def _is_small(kind: str) -> bool:
+    return bool(re.search(r"int[1-4]\b|FP4|4-bit|Q[1-4]_|IQ[1-4]|nf4", kind))
+
+
+def _excluded(subject: Subject) -> bool:
+    """Does the quantization config leave the heads' block out, by any of the spellings?"""
+    settings = quantization_of(subject.config)
+    if not settings:
+        return True
+    listed = [each for key in _EXCLUDING if isinstance(value := settings.get(key), list) for each in value]
+    listed += [f"re:{key[2:]}" for key in settings.get("dynamic") or {} if str(key).startswith("-:")]
+    module = next((name for name in subject.heads.names.values() if name.endswith("_proj.weight")), "")
+    return any(_names(str(pattern), module.removesuffix(".weight")) for pattern in listed)
+
+
+def _names(pattern: str, module: str) -> bool:
+    """Does a pattern name a module? compressed-tensors writes re:, ModelOpt *, the others a part of the name."""
+    if pattern.startswith("re:"):
+        try:
+            return _is_slow(pattern) or re.search(pattern[3:], module) is not None
+        except re.error:
+            return False
+    if "*" in pattern:
+        return fnmatch.fnmatchcase(module, pattern) or fnmatch.fnmatchcase(module, f"{pattern}*")
+    return pattern in module
+
+
+def _is_slow(pattern: str) -> bool:
+    """May searching for it take very long? A config could hold such a pattern on purpose; it gets the benefit of the
+    doubt."""
+    return len(re.findall(r"[*+{]", pattern)) > _MOST_REPEATS or bool(re.search(r"\)[*+?{]", pattern))
+
+
+def _conventions(subject: Subject) -> Iterator[Finding]:
+    family = subject.heads.family
+    if family is None or not subject.heads.names:
+        return
+    if family.note:
+        yield Finding("warning", "method", family.note)
+    folded = subject.checkpoint.format == "gguf" and family.norm == "1+w"
+    if family.norm:
+        text = "RMSNorm multiplies by w: the converter has added the 1" if folded else _NORMS[family.norm]
+        yield Finding("note", "norm", text)
+    if family.concat == "h;e":
+        yield Finding("note", "formula", "the hidden state comes first in the head's input, unlike most families")
+    if family.concat == "sum":
+        yield Finding("note", "formula", "hidden state and embedding are projected each and added, not joined")
+    if family.most and len(subject.heads.modules) > family.most:
+        yield Finding("note", "modules", f"engines load {family.most} module of this family, however many there are")
+
+
+def _rope(subject: Subject) -> Iterator[Finding]:
+    config, family = subject.config, subject.heads.family
+    for name in NESTED:
+        inner = config.get(name)
+        if not isinstance(inner, dict):
+            continue
+        for key in ROPE_KEYS:
+            if config.get(key) is not None and inner.get(key) is not None and config[key] != inner[key]:
+                text = f"{key} at top level differs from {name}.{key}: the override does not reach model and head"
+                yield Finding("warning", "rope", text)
+            elif config.get(key) is not None and inner.get(key) is None and key == "rope_scaling":
+                yield Finding("warning", "rope", f"{key} stands at top level only: engines read it from {name}")
+    if family and subject.heads.names and family.rope == "sliding" and text_config(config).get("rope_scaling"):
+        yield Finding("warning", "rope", "rope_scaling does not reach the head: it uses the sliding layers' rope")
+    if family and subject.heads.names and family.rope == "none":
+        yield Finding("note", "rope", "the head has no positions (NoPE)")
+
+
+def _lists(subject: Subject) -> Iterator[Finding]:
+    """Lists of the config that have to go on over the MTP layers."""
+    heads, text = subject.heads, text_config(subject.config)
+    if heads.family is None or not heads.names:
+        return
+    count = heads.promised.modules or len(heads.modules)
+    for key in heads.family.per_layer:
+        value = text.get(key)
+        if isinstance(value, list) and len(value) < heads.num_layers + count:
+            text_ = f"{key} has {len(value)} entries for {heads.num_layers} layers and {count} MTP modules"
+            yield Finding(
+                "warning", "rope" if "rop" in key or "rot" in key else "config", f"{text_}: it stops before the head"
+            )
+    for key in heads.family.per_module:
+        value = text.get(key)
+        if isinstance(value, list) and len(value) != count:
+            yield Finding("warning", "config", f"{key} has {len(value)} entries for {count} MTP modules")
+
+
+def _keys(subject: Subject) -> Iterator[Finding]:
+    heads = subject.heads
+    count, key = heads.promised
+    own = heads.family.count_key.rpartition(".")[2] if heads.family else ""
+    if key and count and heads.family and subject.checkpoint.format == "safetensors" and not key.endswith(own):
+        yield Finding("warning", "config", f"{key} is not this family's key: engines read {heads.family.count_key}")
+    outer = lookup(subject.config, key.rpartition(".")[2]) if key and "." in key else None
+    if outer == 0 and count:
+        yield Finding("warning", "config", f"{key} is {count}, but the same key at top level is 0: engines disagree")
+    extra = len(heads.modules) - count
+    if count and extra > 0 and heads.layout is not None:
+        yield Finding("note", "modules", f"{len(heads.modules)} modules are there, {count} declared")
+
+
+def _extra(subject: Subject) -> Iterator[Finding]:
+    extra = subject.heads.extra
+    if extra:
+        more = f" and {len(extra) - 3} more" if len(extra) > 3 else ""
+        yield Finding("note", "extra", f"tensors that this family's head does not have: {', '.join(extra[:3])}{more}")
+    layers = subject.heads.num_layers
+    lost = sorted(name for name in subject.checkpoint.stray if part_of(name, layers) == MTP)
+    if lost:
+        file = subject.checkpoint.stray[lost[0]].file.name
+        there = f"{len(lost)} MTP tensors, such as {lost[0]}, are in {file}"
+        yield Finding("warning", "index", f"{there}, but not in the index: engines do not load them")
+
+
+ABOUT: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
+    _keys, _extra, _copies, _tied, _quantized, _conventions, _rope, _lists,
+)  # fmt: skip

@@ -1,0 +1,216 @@
+"""`headstart inspect`: what a checkpoint holds, from headers alone, and whether its heads are really there.
+
+Heads are looked for twice: what the config promises and which tensors are there, name by name and shape by shape.
+Fine-tuning and quantization tools often keep the first and drop the second. docs/inspect.md describes the document.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from headstart import hub
+from headstart.core import Progress, Report, no_progress
+from headstart.errors import ModelError, UsageError
+from headstart.formats import find_checkpoint
+from headstart.formats.base import Checkpoint
+from headstart.formats.mtp_families import find_drafter
+from headstart.formats.symbols import text_config
+from headstart.tools.inspect import deep, drafters
+from headstart.tools.inspect.drafters import Check, Drafter, check_fit, check_native, describe_drafter
+from headstart.tools.inspect.findings import Finding, Subject, findings, shared_tensors
+from headstart.tools.inspect.heads import Heads, examine
+from headstart.tools.inspect.parts import summary
+from headstart.tools.inspect.render import lines
+from headstart.tools.inspect.verdict import judge
+from headstart.tools.inspect.weights import Weight, quantization_of, weights_of
+
+SCHEMA = 1
+LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length")
+SIZE_KEYS = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
+    "n_routed_experts", "num_experts", "moe_intermediate_size", "vocab_size",
+)  # fmt: skip
+QUANTIZATION_KEYS = ("quant_method", "quant_algo", "format", "bits", "group_size", "weight_block_size", "fmt")
+SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions:
+    """What to look at. `head`: a head directory beside the model; `target`: the model that drafts are for."""
+
+    model: str | None = None
+    head: str | None = None
+    target: str | None = None
+    deep: bool = False
+
+
+def run(options: InspectOptions, progress: Progress = no_progress) -> Report:
+    """Describe a model and its heads. `ok` is false when the config promises heads that are not all there, when a
+    drafter does not fit its target, or when a measured head is dead. Raises UsageError or ModelError."""
+    name = options.model or hub.DEFAULT_MODEL
+    with _no_collection():
+        checkpoint = find_checkpoint(name, progress)
+        target = find_checkpoint(options.target, progress) if options.target else None
+        data = describe(checkpoint, target)
+    head = options.head or _shipped(name)
+    data["attached_head"] = describe_head(Path(head), checkpoint) if head else None
+    if head and data["heads"]["verdict"] == "none":
+        data["heads"] |= {"reason": f"{data['heads']['reason']}; a head of its own is attached", "fix": ""}
+    data["deep"] = _deep(options, head, data, progress) if options.deep else None
+    return Report(ok=_is_fine(data), data=data, lines=lines(data))
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage collection while hundreds of thousands of small objects are made, none of them in a cycle."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _shipped(name: str) -> str | None:
+    shipped = hub.resolve_alias(name).head if hub.is_builtin(name) else None
+    return str(shipped) if shipped else None
+
+
+def _is_fine(data: Mapping[str, Any]) -> bool:
+    fits = [fit["fits"] for fit in (data["fit"], (data["attached_head"] or {}).get("fit")) if fit]
+    dead = bool(data["deep"] and data["deep"].get("dead"))
+    return not data["heads"]["broken"] and all(fits) and not dead
+
+
+def _deep(options: InspectOptions, head: str | None, data: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
+    if data["drafter"] is None:
+        return deep.measure(options.model, head, progress)
+    if options.target is None:
+        return {"ran": False, "why": "a drafter is measured with the model it drafts for: give --target"}
+    return deep.measure(options.target, options.model, progress)
+
+
+def describe(checkpoint: Checkpoint, target: Checkpoint | None = None) -> dict[str, Any]:
+    """Everything about one checkpoint, from headers alone, and whether its drafts fit a target."""
+    config = checkpoint.config
+    _check_sizes(checkpoint)
+    weights = weights_of(checkpoint.tensors, config)
+    layout = find_drafter(config, checkpoint.tensors)
+    if layout is not None:
+        return _describe_drafter(checkpoint, weights, describe_drafter(checkpoint, weights, layout), target)
+    heads = examine(weights, config, checkpoint.format)
+    shared = shared_tensors(checkpoint, heads)
+    checks = check_native(heads, weights, config, target) if target else None
+    family = heads.family
+    told = {
+        **judge(heads, str(checkpoint.path)).document(),
+        "declared": heads.promised.modules,
+        "declared_by": heads.promised.key,
+        "modules": [asdict(module) for module in heads.modules],
+        "extra": heads.extra,
+        "embedding": shared.get("embedding"),
+        "lm_head": shared.get("lm_head"),
+        "norm": family.norm if family else None,
+        "concat": family.concat if family else None,
+    }
+    remarks = findings(Subject(checkpoint, weights, heads, shared))
+    return _document(checkpoint, weights, heads, told, remarks) | {"fit": _fit(target, checks)}
+
+
+def _check_sizes(checkpoint: Checkpoint) -> None:
+    """Sizes are whole numbers, or a list of them by layer. Raises ModelError."""
+    for key in SIZE_KEYS:
+        value = text_config(checkpoint.config).get(key)
+        whole = all(isinstance(each, int) for each in (value if isinstance(value, list) else [value]))
+        if value is not None and not whole:
+            raise ModelError(f"config of {checkpoint.path}: {key} is {value!r}, not a whole number", f"correct {key}")
+
+
+def _describe_drafter(
+    checkpoint: Checkpoint, weights: Mapping[str, Weight], drafter: Drafter, target: Checkpoint | None
+) -> dict[str, Any]:
+    checks = check_fit(drafter, checkpoint.config, target) if target else None
+    verdict = drafters.judge_drafter(drafter, checks)
+    told = {
+        **verdict.document(),
+        "declared": drafter.num_modules,
+        "declared_by": None,
+        "modules": [asdict(module) for module in drafter.modules],
+        "extra": [],
+        **dict.fromkeys(("embedding", "lm_head", "norm", "concat")),
+    }
+    remarks = list(drafters.drafter_findings(checkpoint.config, target))
+    document = _document(checkpoint, weights, None, told, remarks)
+    return document | {"drafter": drafter.document(), "fit": _fit(target, checks)}
+
+
+def _document(
+    checkpoint: Checkpoint,
+    weights: Mapping[str, Weight],
+    heads: Heads | None,
+    told: dict[str, Any],
+    remarks: list[Finding],
+) -> dict[str, Any]:
+    text, generation = text_config(checkpoint.config), checkpoint.generation_config
+    parts = heads.parts if heads else {"drafter": dict(weights)}
+    quantization = quantization_of(checkpoint.config)
+    family = heads.family if heads else None
+    return {
+        "schema": SCHEMA,
+        "model": str(checkpoint.path),
+        "format": checkpoint.format,
+        "files": len(checkpoint.files),
+        "architecture": text.get("model_type"),
+        "family": {"key": family.key, "title": family.title} if family else None,
+        "sizes": {key: text[key] for key in SIZE_KEYS if text.get(key) is not None},
+        "context_length": next((text[key] for key in LENGTH_KEYS if text.get(key)), None),
+        "sampling": {key: generation[key] for key in SAMPLING_KEYS if key in generation},
+        "quantization": {key: quantization[key] for key in QUANTIZATION_KEYS if quantization.get(key) is not None},
+        "tied_embeddings": heads is not None and "lm_head" not in parts,
+        "parts": {part: summary(group.values()) for part, group in parts.items()},
+        "total": summary(weights.values()),
+        "heads": told,
+        "findings": [finding._asdict() for finding in remarks],
+        "drafter": None,
+        "fit": None,
+        "attached_head": None,
+        "deep": None,
+    }
+
+
+def _fit(target: Checkpoint | None, checks: list[Check] | None) -> dict[str, Any] | None:
+    if target is None or checks is None:
+        return None
+    fits = all(check.ok for check in checks)
+    return {"target": str(target.path), "fits": fits, "checks": [asdict(check) for check in checks]}
+
+
+def describe_head(path: Path, model: Checkpoint) -> dict[str, Any]:
+    """A head that is a checkpoint of its own, and whether it fits the model. Raises UsageError for what is none."""
+    from headstart.formats.head import is_head, read_head  # it needs more than headers do
+
+    if path.is_dir() and not is_head(path):
+        raise UsageError(f"--head {path} is not a head directory", f"look at it with `headstart inspect {path}`")
+    head, _, draft_token_ids = read_head(path)
+    checkpoint = find_checkpoint(path)
+    layout = find_drafter(checkpoint.config)
+    assert layout is not None  # it is a head
+    weights = weights_of(checkpoint.tensors, checkpoint.config)
+    drafter = describe_drafter(checkpoint, weights, layout)
+    return {
+        "path": str(path),
+        "kind": head.kind,
+        "modules": head.num_modules,
+        "hidden_size": head.hidden_size,
+        "vocab_size": head.vocab_size,
+        "draft_vocab_size": head.vocab_size if draft_token_ids is None else len(draft_token_ids),
+        "trunk": head.trunk,
+        **summary(weights.values()),
+        "fit": _fit(model, check_fit(drafter, checkpoint.config, model)),
+    }

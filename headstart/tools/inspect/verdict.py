@@ -1,0 +1,119 @@
+"""One word for the state of a checkpoint's heads, the reason for it, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from headstart.tools.inspect.heads import Heads, Module, WrongShape
+
+Word = Literal["alive", "stripped", "partial", "undeclared", "mismatch", "none"]
+SHOWN = 3
+_GRAFT = "put it back from the model that this one was made from: headstart graft {model} --from BASE -o OUT"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`broken`: the config promises heads that are not (all) there."""
+
+    word: Word
+    reason: str
+    fix: str = ""
+
+    @property
+    def broken(self) -> bool:
+        return self.word in ("stripped", "partial", "mismatch")
+
+    def document(self) -> dict[str, Any]:
+        return {"verdict": self.word, "reason": self.reason, "fix": self.fix, "broken": self.broken}
+
+
+def judge(heads: Heads, model: str) -> Verdict:
+    """The verdict on native heads, from headers."""
+    graft = _GRAFT.format(model=model)
+    promise = _promise(heads)
+    if not heads.names:
+        return _without(heads, promise, graft)
+    if heads.layout is None:
+        return _unknown(heads, promise)
+    wanted = heads.modules[: heads.promised.modules or len(heads.modules)]
+    if not any(module.found for module in wanted):
+        return Verdict("stripped", f"{promise}, but none of their tensors is there", graft)
+    if missing := [name for module in wanted for name in module.missing]:
+        return Verdict("partial", f"{promise}, but {tensors(len(missing))} missing: {_some(missing)}", graft)
+    if heads.moved_to:
+        return _moved(heads)
+    if wrong := [each for module in wanted for each in module.wrong_shape]:
+        reason = f"{tensors(len(wrong))} of another shape than the config asks for: {_shapes(wrong)}"
+        return Verdict("mismatch", reason, f"the head is of another model, or config.json is; {graft}")
+    there = f"all {sum(module.required for module in wanted)} tensors of {_count(len(wanted))} are there, in shape"
+    if not heads.promised.modules and (heads.promised.key or heads.family is None or heads.family.released is None):
+        return Verdict("undeclared", f"{there}, but the config does not say so", _declare(heads, wanted))
+    return Verdict("alive", f"{there} (by names and shapes; --deep measures)")
+
+
+def _promise(heads: Heads) -> str:
+    count, key = heads.promised
+    if key and count:
+        return f"the config promises {_count(count)} ({key} = {count})"
+    if key:
+        return f"the config promises none ({key} = 0)"
+    if count:
+        return f"the family has {_count(count)} unless the config says otherwise"
+    return "the config promises none"
+
+
+def _count(modules: int) -> str:
+    return f"{modules} MTP module{'' if modules == 1 else 's'}"
+
+
+def _without(heads: Heads, promise: str, graft: str) -> Verdict:
+    if heads.promised.modules:
+        other = f"or set {heads.promised.key} to 0" if heads.promised.key else ""
+        return Verdict("stripped", f"{promise}, but no such tensors are there", "; ".join(filter(None, (graft, other))))
+    if heads.family and heads.family.released and heads.promised.key is None:
+        reason = f"no MTP tensors, though released {heads.family.title} checkpoints have them and no key to say so"
+        return Verdict("none", reason, graft)
+    return Verdict("none", f"no MTP tensors, and {promise}", "headstart train makes a head for a supported model")
+
+
+def _unknown(heads: Heads, promise: str) -> Verdict:
+    count = f"{len(heads.names)} MTP tensors are there"
+    if not heads.promised.modules:
+        return Verdict("undeclared", f"{count}, but {promise}; the family is not known, so they were not checked")
+    return Verdict("alive", f"{promise} and {count}; the family is not known, so names and shapes were not checked")
+
+
+def _moved(heads: Heads) -> Verdict:
+    there, wanted = heads.moved_to[0], heads.num_layers
+    reason = (
+        f"the MTP tensors are those of layer {there}, but with num_hidden_layers = {wanted} engines look at {wanted}"
+    )
+    fix = f"set num_hidden_layers to {there} if the trunk has that many layers, else rename layers.{there} to {wanted}"
+    return Verdict("mismatch", reason, fix)
+
+
+def _declare(heads: Heads, modules: Iterable[Module]) -> str:
+    key = heads.promised.key or (heads.family.count_key if heads.family else "num_nextn_predict_layers")
+    return f'set "{key}" to {len(list(modules))} in config.json'
+
+
+def tensors(count: int) -> str:
+    """`1 tensor is`, `2 tensors are`."""
+    return "1 tensor is" if count == 1 else f"{count} tensors are"
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+def _shapes(wrong: list[WrongShape]) -> str:
+    texts = [f"{each.name} is {list(each.shape)}, not {shape_text(each.expected)}" for each in wrong]
+    return _some(texts)
+
+
+def shape_text(shape: Iterable[int | None]) -> str:
+    """A shape with * for what may be of any size."""
+    return f"[{', '.join('*' if size is None else str(size) for size in shape)}]"
