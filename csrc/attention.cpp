@@ -12,6 +12,8 @@
 namespace headstart::HEADSTART_PATH {
 namespace {
 
+#define APART __attribute__((noinline))
+
 constexpr int kTiles = 4; // of 16 positions each, in a chunk
 constexpr int64_t kChunk = kTiles * 16;
 #if HEADSTART_AVX512
@@ -40,6 +42,7 @@ struct Query {
     alignas(64) float weight[kChunk]; // scores of the chunk, then e^(score - peak)
 };
 
+// Its loops are functions of their own, so that none costs another its registers.
 template <Store kStore, int kQueries> struct Attend {
     explicit Attend(const AttendTask& work) : task(work) {} // the rest is set where it is used: it is large
     const AttendTask& task;
@@ -65,7 +68,7 @@ template <Store kStore, int kQueries> struct Attend {
     }
 
     // Scaled scores of one tile; -inf where a query may not look. Fetches the tile's values meanwhile.
-    void score(int t) {
+    APART void score(int t) {
         const int64_t dim = task.layout.head_dim, line = 16 * task.layout.item();
         const uint8_t* values = tile[t] + task.layout.values_at();
         f32 sum[kQueries];
@@ -80,15 +83,24 @@ template <Store kStore, int kQueries> struct Attend {
             Query& each = query[i];
             f32 value = sum[i] * splat(task.scale);
             if (kStore == Store::I8) value = value * load(scales(t));
-            if (task.softcap != 0.0f) value = softcap(value, task.softcap);
             if (t * 16 < each.begin) value = select_less(position, splat((float)each.begin), never, value);
             if (t * 16 + 16 > each.end) value = select_less(position, splat((float)each.end), value, never);
             store(each.weight + t * 16, value);
         }
     }
 
+    // Hidden scores stay -inf.
+    APART void cap(Query& each) {
+        for (int t = 0; t < tiles; ++t) {
+            const f32 score = load(each.weight + t * 16);
+            const f32 capped = softcap(score, task.softcap);
+            store(each.weight + t * 16, select_less(score, splat(-FLT_MAX), score, capped));
+        }
+    }
+
     // Scores to e^(score - peak); rescales what was summed before.
-    void soften(Query& each) {
+    APART void soften(Query& each) {
+        if (task.softcap != 0.0f) cap(each);
         f32 w[kTiles], best = splat(-INFINITY);
         for (int t = 0; t < tiles; ++t) best = max(best, w[t] = load(each.weight + t * 16));
         const float top = max_lanes(best);
@@ -127,7 +139,7 @@ template <Store kStore, int kQueries> struct Attend {
             for (int s = 0; s < kWidth; ++s) store(query[first + i].sum + d + s * 16, sum[i][s]);
     }
 
-    template <int kCount> void gather(int first, int64_t begin, int64_t end) {
+    template <int kCount> APART void gather(int first, int64_t begin, int64_t end) {
         const int64_t dim = task.layout.padded_value();
         int64_t d = 0;
         for (; d + kStrips * 16 <= dim; d += kStrips * 16) gather_strips<kCount, kStrips>(first, d, begin, end);
@@ -173,28 +185,34 @@ template <Store kStore, int kQueries> struct Attend {
 
     static int64_t within(int64_t offset) { return offset < 0 ? 0 : offset < kChunk ? offset : kChunk; }
 
+    // What single queries see of positions begin .. end - 1.
+    APART void gather_apart(int64_t begin, int64_t end) {
+        for (int i = 0; i < kQueries; ++i) {
+            const int64_t from = query[i].begin > begin ? query[i].begin : begin;
+            const int64_t to = query[i].end < end ? query[i].end : end;
+            if (from < to) gather<1>(i, from, to);
+        }
+    }
+
     // Each query's sum goes over its positions one after the other, some of them beside the other queries.
     void step(int64_t start) {
-        int64_t begin = 0, end = kChunk; // what all see
+        int64_t begin = 0, end = kChunk, first = kChunk, last = 0; // what all see, and any
         for (Query& each : query) {
             each.begin = within(each.first - start);
             each.end = within(each.limit - start);
             begin = each.begin > begin ? each.begin : begin;
             end = each.end < end ? each.end : end;
+            first = each.begin < first ? each.begin : first;
+            last = each.end > last ? each.end : last;
         }
         for (int t = 0; t < tiles; ++t) score(t);
         fetch_next();
         for (Query& each : query)
             if (each.end > each.begin) soften(each);
-        if (end <= begin) begin = end = kChunk;
-        for (int i = 0; i < kQueries; ++i) {
-            const int64_t rest = query[i].end < begin ? query[i].end : begin;
-            if (query[i].begin < rest) gather<1>(i, query[i].begin, rest);
-        }
-        if (end == begin) return;
+        if (end <= begin) return gather_apart(first, last);
+        if (first < begin) gather_apart(first, begin);
         gather<kQueries>(0, begin, end);
-        for (int i = 0; i < kQueries; ++i)
-            if (query[i].end > end) gather<1>(i, end, query[i].end);
+        if (end < last) gather_apart(end, last);
     }
 
     void finish(Query& each, int64_t index) {

@@ -298,9 +298,7 @@ def mtp_head(folder: Path) -> Path:
     head = HeadConfig(
         hidden_size=sizes.hidden_size, vocab_size=sizes.vocab_size, block=block, trunk="x", trunk_fingerprint="y"
     )
-    write_head(
-        folder, head, {n: bfloat16(a) for n, a in random_arrays(mtp_shapes("mtp.0", sizes)).items()}, None
-    )
+    write_head(folder, head, {n: bfloat16(a) for n, a in random_arrays(mtp_shapes("mtp.0", sizes)).items()}, None)
     return folder
 
 
