@@ -42,9 +42,8 @@ class OverHttp:
         self._synthetic = known[server][0].get("synthetic_acceptance") if self._is_own else None
         self._names = {each: _choose(each, found, model) for each, found in known.items()}
         self.is_local = server.is_local
-        self._counts = (
-            asyncio.run(_status(server, TOKENIZE, {"model": self._names[server], "prompt": "one two"})) == 200
-        )
+        tried = {"model": self._names[server], "prompt": "one two"}
+        self._counts = asyncio.run(_status(server, TOKENIZE, tried)) == 200
 
     @property
     def modes(self) -> tuple[str, ...]:
