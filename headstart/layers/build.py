@@ -26,6 +26,8 @@ class DecoderConfig:
     eps: float  # of the final norm, and of norms outside layers
     max_length: int
     tied: bool  # LM head = embedding
+    embedding_scale: float = 1.0
+    logit_softcap: float = 0.0  # 0: none
     num_mtp: int = 0  # native MTP modules promised by the config
     mtp_layer: LayerConfig | None = None  # the block of such a module; None: as the last layer
     mtp_recycle: Literal["post_norm", "pre_norm"] | None = None  # None: what the family declares
@@ -57,6 +59,8 @@ def decoder(weights: Weights, config: DecoderConfig) -> Decoder:
         layers=[each.build(weights, f"layers.{i}", config.hidden_size) for i, each in enumerate(config.layers)],
         norm=weights.norm("norm", config.hidden_size, config.eps),
         lm_head=Linear(weights.get(head, config.vocab_size, config.hidden_size)),
+        embedding_scale=config.embedding_scale,
+        logit_softcap=config.logit_softcap,
     )
 
 

@@ -98,10 +98,10 @@ class LayerConfig:
         return DecoderLayer(
             input_norm=norms[0],
             mixer=self.mixer.build(weights, prefix, hidden, eps=self.eps, reads=reads or hidden),
-            mixed_norm=norms[1],
+            mixer_norm=norms[1],
             post_norm=norms[2],
             mlp=self.mlp.build(weights, f"{prefix}.mlp", hidden),
-            output_norm=norms[3],
+            mlp_norm=norms[3],
             residual_scale=self.residual_scale,
         )
 
@@ -120,15 +120,15 @@ class LayerConfig:
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """x + mixer(norm(x)), then + mlp(norm(.)), each part's output normed or not; the second sum is left to the next
-    layer's norm."""
+    """x + mixer(norm(x)), then + mlp(norm(.)), each part's output normed and scaled or not; the second sum is left to
+    the next layer's norm."""
 
     input_norm: Norm
     mixer: Mixer
-    mixed_norm: Norm
+    mixer_norm: Norm
     post_norm: Norm
     mlp: FeedForward
-    output_norm: Norm
+    mlp_norm: Norm
     residual_scale: float = 1.0
 
     def __call__(
@@ -139,19 +139,25 @@ class DecoderLayer:
             x = self.input_norm(ops, residual)
         else:
             x, residual = self.input_norm.add(ops, delta, residual)
-        mixed = self.mixed_norm(ops, self.mixer(ops, x, positions, pool))
+        mixed = self._scaled(ops, self.mixer_norm(ops, self.mixer(ops, x, positions, pool)))
         x, residual = self.post_norm.add(ops, mixed, residual)
-        return self.output_norm(ops, self.mlp(ops, x)), residual
+        return self._scaled(ops, self.mlp_norm(ops, self.mlp(ops, x))), residual
+
+    def _scaled(self, ops: Ops, x: Buffer) -> Buffer:
+        return x if self.residual_scale == 1 else ops.scale(x, self.residual_scale)
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """Embedding, blocks, final norm, LM head: a whole trunk."""
+    """Embedding, layers, final norm, LM head: a whole trunk. Embeddings are multiplied by `embedding_scale`; logits
+    are kept within `logit_softcap`, if there is one."""
 
     embedding: Weight
     layers: list[DecoderLayer]
     norm: RMSNorm
     lm_head: Linear
+    embedding_scale: float = 1.0
+    logit_softcap: float = 0.0
 
     @property
     def kv_specs(self) -> list[AttentionSpec]:
@@ -162,6 +168,16 @@ class Decoder:
     def state_specs(self) -> list[StateSpec]:
         """One state pool each."""
         return [spec for layer in self.layers for spec in layer.mixer.state_specs]
+
+    def embed(self, ops: Ops, token_ids: Buffer) -> Buffer:
+        """[R] ids -> [R, H], as layers read them."""
+        x = ops.embed(self.embedding, token_ids)
+        return x if self.embedding_scale == 1 else ops.scale(x, self.embedding_scale)
+
+    def logits(self, ops: Ops, x: Buffer) -> Buffer:
+        """[L, H] after the final norm -> [L, V]."""
+        logits = self.lm_head(ops, x)
+        return ops.softcap(logits, self.logit_softcap) if self.logit_softcap else logits
 
     def program(
         self, kv_pools: Seq[Pool], hidden_pool: Pool = None, tap: Tap = "post_norm", state_pools: Seq[Pool] = ()
@@ -192,7 +208,7 @@ class DecoderProgram:
 
     def __call__(self, ops: Ops, step: StepInputs) -> dict[str, Buffer]:
         model = self.model
-        delta, residual = None, ops.embed(model.embedding, step.token_ids)
+        delta, residual = None, model.embed(ops, step.token_ids)
         wanted = tapped_layers(self.tap)
         tapped: Buffer | None = None
         for i, (layer, pool) in enumerate(zip(model.layers, self.pools, strict=True)):
@@ -203,5 +219,5 @@ class DecoderProgram:
         hidden, residual = model.norm.add(ops, delta, residual)
         if self.hidden_pool is not None:
             ops.store(tapped if wanted else hidden if self.tap == "post_norm" else residual, self.hidden_pool)
-        logits = model.lm_head(ops, ops.take_rows(hidden, step.logit_rows))
+        logits = model.logits(ops, ops.take_rows(hidden, step.logit_rows))
         return {"logits": logits, "hidden": hidden, **({"tapped": tapped} if wanted else {})}

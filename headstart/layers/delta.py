@@ -1,6 +1,6 @@
 """Gated DeltaNet (Yang, Kautz, Hatamizadeh 2024): linear attention over a state that decays and corrects itself.
 
-[q, k, v] = silu(conv(W_qkv x)); decay and strength by head from x; o = recurrence (see Ops.gated_delta);
+[q, k, v] = activation(conv(W_qkv x)); decay and strength by head from x; o = recurrence (see Ops.gated_delta);
 y = W_out (norm(o) * silu(W_z x)), the norm over each head. Formula: transformers 5.23, Qwen3-Next's GatedDeltaNet.
 
 Canonical tensors under `{layer}.linear_attn`: `in_proj_{qkv,z,a,b}.weight`, `conv` [width * channels] (taps oldest
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headstart.kernels.ops import Buffer, ConvSpec, DeltaSpec, Ops, Pool, StateSpec, Weight
+from headstart.kernels.ops import Activation, Buffer, ConvSpec, DeltaSpec, Ops, Pool, StateSpec, Weight
 from headstart.layers.linear import Linear
 from headstart.layers.norm import RMSNorm
 from headstart.layers.weights import Shapes, Weights
@@ -19,10 +19,11 @@ from headstart.layers.weights import Shapes, Weights
 
 @dataclass(frozen=True)
 class DeltaConfig:
-    """Gated DeltaNet in place of attention."""
+    """Gated DeltaNet in place of attention. `activation`: after the convolution."""
 
     delta: DeltaSpec
     conv_width: int
+    activation: Activation = "silu"
 
     @property
     def conv(self) -> ConvSpec:
@@ -91,7 +92,7 @@ class GatedDeltaNet:
         conv_pool, delta_pool = pool or (None, None)
         qkv, z = self.qkv_proj(ops, x), self.z_proj(ops, x)
         a, b = self.a_proj(ops, x), self.b_proj(ops, x)
-        qkv = ops.activate(ops.causal_conv(qkv, self.conv, conv_pool, self.config.conv), "silu")
+        qkv = ops.activate(ops.causal_conv(qkv, self.conv, conv_pool, self.config.conv), self.config.activation)
         log_decay = ops.decay(a, self.decay_rate, self.decay_bias)
         read = ops.gated_delta(qkv, log_decay, b, delta_pool, self.config.delta)
         return self.out_proj(ops, ops.activate_mul(z, self.norm(ops, read)))

@@ -1,44 +1,64 @@
-"""SwiGLU feed-forward (Shazeer 2020)."""
+"""Feed-forward parts: SwiGLU (Shazeer 2020) and its relatives by activation, or one without a gate."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headstart.kernels.ops import Buffer, Ops
+from headstart.kernels.ops import Activation, Buffer, Ops
 from headstart.layers.linear import Linear
 from headstart.layers.weights import Shapes, Weights
 
 
 @dataclass(frozen=True, kw_only=True)
 class MLPConfig:
-    """`inner`: its width. Canonical tensors under its prefix: gate_proj, up_proj, down_proj."""
+    """`inner`: its width. Canonical tensors under its prefix: gate_proj (if `gated`), up_proj, down_proj."""
 
     inner: int
+    activation: Activation = "silu"
+    gated: bool = True
     bias: bool = False
 
-    def build(self, weights: Weights, prefix: str, hidden: int) -> GatedMLP:
+    def build(self, weights: Weights, prefix: str, hidden: int) -> GatedMLP | MLP:
         """From the tensors under `prefix` (no trailing dot)."""
-        return GatedMLP(
-            weights.linear(f"{prefix}.gate_proj", self.inner, hidden, bias=self.bias),
-            weights.linear(f"{prefix}.up_proj", self.inner, hidden, bias=self.bias),
-            weights.linear(f"{prefix}.down_proj", hidden, self.inner, bias=self.bias),
-        )
+        parts = {
+            name: weights.linear(f"{prefix}.{name}", *shape, bias=self.bias)
+            for name, shape in self._matrices(hidden).items()
+        }
+        if self.gated:
+            return GatedMLP(parts["gate_proj"], parts["up_proj"], parts["down_proj"], self.activation)
+        return MLP(parts["up_proj"], parts["down_proj"], self.activation)
 
     def shapes(self, prefix: str, hidden: int) -> Shapes:
         """Names and shapes of those tensors."""
-        up, down = (self.inner, hidden), (hidden, self.inner)
-        matrices = {"gate_proj": up, "up_proj": up, "down_proj": down}
+        matrices = self._matrices(hidden)
         shapes: Shapes = {f"{prefix}.{name}.weight": shape for name, shape in matrices.items()}
         return shapes | ({f"{prefix}.{name}.bias": each[:1] for name, each in matrices.items()} if self.bias else {})
+
+    def _matrices(self, hidden: int) -> dict[str, tuple[int, int]]:
+        up, down = (self.inner, hidden), (hidden, self.inner)
+        return {**({"gate_proj": up} if self.gated else {}), "up_proj": up, "down_proj": down}
 
 
 @dataclass(frozen=True)
 class GatedMLP:
-    """down(silu(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x))."""
 
     gate_proj: Linear
     up_proj: Linear
     down_proj: Linear
+    activation: Activation
 
     def __call__(self, ops: Ops, x: Buffer) -> Buffer:
-        return self.down_proj(ops, ops.activate_mul(self.gate_proj(ops, x), self.up_proj(ops, x)))
+        return self.down_proj(ops, ops.activate_mul(self.gate_proj(ops, x), self.up_proj(ops, x), self.activation))
+
+
+@dataclass(frozen=True)
+class MLP:
+    """down(activation(up(x)))."""
+
+    up_proj: Linear
+    down_proj: Linear
+    activation: Activation
+
+    def __call__(self, ops: Ops, x: Buffer) -> Buffer:
+        return self.down_proj(ops, ops.activate(self.up_proj(ops, x), self.activation))

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.kernels.ops import Buffer, Experts, Ops, RawTensor, RouterSpec, Weight
+from headstart.kernels.ops import Activation, Buffer, Experts, Ops, RawTensor, RouterSpec, Weight
+from headstart.layers.decoder import FeedForward
 from headstart.layers.linear import Linear
-from headstart.layers.mlp import GatedMLP, MLPConfig
+from headstart.layers.mlp import MLPConfig
 from headstart.layers.weights import Shapes, Weights
 
 
@@ -30,17 +31,17 @@ class MoEConfig:
     shared: int = 0
     shared_gate: bool = False
     bias: bool = False
+    activation: Activation = "silu"
 
     def build(self, weights: Weights, prefix: str, hidden: int) -> MoE:
         """From the tensors under `prefix` (no trailing dot). Raises ModelError for what is missing."""
         count, gate = self.router.num_experts, f"{prefix}.shared_expert_gate.weight"
-        shared = MLPConfig(inner=self.shared)
         return MoE(
             router=Linear(weights.get(f"{prefix}.gate.weight", count, hidden, precise=True)),
             experts=_experts(weights, f"{prefix}.experts", hidden, self),
             spec=self.router,
             bias=weights.get(f"{prefix}.gate.e_score_correction_bias", count) if self.bias else None,
-            shared=shared.build(weights, f"{prefix}.shared_experts", hidden) if self.shared else None,
+            shared=self._mlp(self.shared).build(weights, f"{prefix}.shared_experts", hidden) if self.shared else None,
             shared_gate=Linear(weights.take(weights.raw(gate, (1, hidden), (hidden,)).shaped(1, hidden), precise=True))
             if self.shared_gate
             else None,
@@ -53,23 +54,27 @@ class MoEConfig:
         if self.bias:
             shapes[f"{prefix}.gate.e_score_correction_bias"] = (count,)
         for expert in range(count):
-            shapes |= MLPConfig(inner=self.inner).shapes(f"{prefix}.experts.{expert}", hidden)
+            shapes |= self._mlp(self.inner).shapes(f"{prefix}.experts.{expert}", hidden)
         if self.shared:
-            shapes |= MLPConfig(inner=self.shared).shapes(f"{prefix}.shared_experts", hidden)
+            shapes |= self._mlp(self.shared).shapes(f"{prefix}.shared_experts", hidden)
         if self.shared_gate:
             shapes[f"{prefix}.shared_expert_gate.weight"] = (1, hidden)
         return shapes
 
+    def _mlp(self, inner: int) -> MLPConfig:
+        """One expert, or the shared ones together."""
+        return MLPConfig(inner=inner, activation=self.activation)
+
 
 @dataclass(frozen=True)
 class MoE:
-    """sum over the row's experts of weight * down(silu(gate(x)) * up(x)), plus the shared experts."""
+    """sum over the row's experts of weight * down(activation(gate(x)) * up(x)), plus the shared experts."""
 
     router: Linear
     experts: Experts
     spec: RouterSpec
     bias: Weight | None = None
-    shared: GatedMLP | None = None
+    shared: FeedForward | None = None
     shared_gate: Linear | None = None
 
     def __call__(self, ops: Ops, x: Buffer) -> Buffer:
@@ -103,7 +108,7 @@ def _experts(weights: Weights, prefix: str, hidden: int, config: MoEConfig) -> E
             for name, shape in shapes.items()
         }
     gate, up, down = (tuple(map(weights.take, parts[name])) for name in shapes)
-    return Experts(gate, up, down)
+    return Experts(gate, up, down, config.activation)
 
 
 def _items(stack: RawTensor, rows: NDArray[np.int64] | None = None) -> Iterator[RawTensor]:

@@ -68,7 +68,6 @@ def text_config(config: Config) -> dict[str, Any]:
 def parse(config: Config, *, tiled: bool = False) -> DecoderConfig:
     """`tiled`: the value heads are in llama.cpp's order."""
     config = {"head_dim": 256, "partial_rotary_factor": 0.25, **text_config(config)}
-    keys.refuse_others(config, {"hidden_act": "silu"})
     if config.get("mtp_use_dedicated_embeddings"):
         raise ModelError("config.json: mtp_use_dedicated_embeddings (an embedding of the MTP module) is not supported")
     bias = flag(config, "attention_bias")
@@ -106,7 +105,7 @@ def _delta(config: Config, tiled: bool) -> DeltaConfig:
             f"and a convolution of {width}",
             "value heads must be a multiple of key heads, a convolution at least 2 wide, all sizes positive",
         )
-    return DeltaConfig(DeltaSpec(key_heads, heads, key_dim, value_dim, tiled), width)
+    return DeltaConfig(DeltaSpec(key_heads, heads, key_dim, value_dim, tiled), width, keys.activation(config))
 
 
 def _layer_types(config: Config) -> list[str]:

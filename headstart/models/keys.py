@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from headstart.errors import ModelError
 from headstart.formats.mtp_families import declared
-from headstart.kernels.ops import AttentionSpec, RouterSpec
+from headstart.kernels.ops import Activation, AttentionSpec, RouterSpec
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import FeedForwardConfig, LayerConfig, MixerConfig
@@ -63,8 +63,31 @@ def _full_everywhere(config: Config) -> bool:
     return int(config.get("max_window_layers") or 0) >= number(config, "num_hidden_layers")
 
 
-def mlp(config: Config, *, bias: bool = False) -> MLPConfig:
-    return MLPConfig(inner=number(config, "intermediate_size"), bias=bias)
+ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+}
+"""Hugging Face's names of the ones that are served."""
+
+
+def activation(config: Config) -> Activation:
+    """By the key `hidden_act`, or Gemma's `hidden_activation`."""
+    name = config.get("hidden_activation") or config.get("hidden_act") or "silu"
+    if name not in ACTIVATIONS:
+        raise ModelError(
+            f"config.json: hidden_act is {name!r}, which is not supported", f"known: {', '.join(ACTIVATIONS)}"
+        )
+    return ACTIVATIONS[name]
+
+
+def mlp(config: Config, **switches: Any) -> MLPConfig:
+    """`switches`: more fields of MLPConfig."""
+    return MLPConfig(inner=number(config, "intermediate_size"), activation=activation(config), **switches)
 
 
 def layer(config: Config, mixer: MixerConfig, feed_forward: FeedForwardConfig, **more: Any) -> LayerConfig:
@@ -129,7 +152,6 @@ def has_experts(config: Config, index: int) -> bool:
 
 
 SIGMOID = {
-    "hidden_act": "silu",
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
     "moe_layer_freq": 1,
@@ -163,4 +185,5 @@ def _experts(config: Config, router: RouterSpec, **more: Any) -> MoEConfig:
     among = router.num_experts // router.num_groups * router.top_groups
     if router.top_k > among:
         raise ModelError(f"config.json: a token cannot take {router.top_k} of {among} experts")
-    return MoEConfig(router=router, inner=number(config, "moe_intermediate_size", needs="a mixture of experts"), **more)
+    inner = number(config, "moe_intermediate_size", needs="a mixture of experts")
+    return MoEConfig(router=router, inner=inner, activation=activation(config), **more)

@@ -11,7 +11,8 @@ from headstart.models.small import SCRATCH_EXPERTS
 
 def parse(config: Config) -> DecoderConfig:
     bias = flag(config, "attention_bias")
-    mixer = keys.attention({"head_dim": 128, **config}, qkv_bias=bias, o_bias=bias, qk_norm=True)
+    everywhere = {"max_window_layers": 0}  # a window would be for all layers, whatever the config says of some
+    mixer = keys.attention({"head_dim": 128, **config, **everywhere}, qkv_bias=bias, o_bias=bias, qk_norm=True)
     experts = keys.softmax_experts(config, normalize=False)
     return keys.decoder(
         config,

@@ -25,7 +25,7 @@ def stream_scale(trunk: Decoder, tokens: Tensor) -> float:
     """Median rms of what the last layer reads, over tokens [T]."""
     ops = TrainOps(tokens.device, trunk.embedding.dtype)
     positions = torch.arange(len(tokens), device=tokens.device)
-    delta, residual = None, ops.embed(trunk.embedding, tokens[None])
+    delta, residual = None, trunk.embed(ops, tokens[None])
     pools = trunk.pools([DraftMemory() for _ in trunk.kv_specs], [None] * len(trunk.state_specs))
     for layer, pool in zip(trunk.layers[:-1], pools, strict=False):
         delta, residual = layer(ops, delta, residual, positions, pool)

@@ -286,7 +286,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
         "scoring_func is 'softmax', which is not supported",
     ),
     "sparse attention": ("deepseek_v3", {"index_topk": 64}, "index_topk means sparse attention"),
-    "another activation": ("glm4_moe", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    "another activation": ("glm4_moe", {"hidden_act": "selu"}, "hidden_act is 'selu'"),
     "what is recycled": ("glm4_moe", {"mtp_recycle": "both"}, "mtp_recycle is 'both'"),
     "a size that is a word": ("deepseek_v3", {"moe_intermediate_size": "wide"}, "is missing or not a number"),
     "more than all": ("qwen3_moe", {"num_experts_per_tok": 8}, "cannot take 8 of 7 experts"),

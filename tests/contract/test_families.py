@@ -46,6 +46,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "biases": {"attention_bias": True, "mlp_bias": True},
     "one layer, odd sizes": {"num_hidden_layers": 1, "intermediate_size": 37, "vocab_size": 97},
     "large epsilon": {"rms_norm_eps": 0.05},
+    "gelu": {"hidden_act": "gelu"},
+    "gelu, tanh": {"hidden_act": "gelu_pytorch_tanh"},
+    "gelu, tanh, older name": {"hidden_act": "gelu_new"},
+    "relu": {"hidden_act": "relu"},
+    "squared relu": {"hidden_act": "relu2"},
     "rope linear": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
     "rope linear, older key": {"rope_scaling": {"type": "linear", "factor": 3.0}},
     "rope llama3": {"rope_scaling": LLAMA3},
@@ -178,6 +183,20 @@ def test_bfloat16_arithmetic_is_near(family: str) -> None:
     assert float((found.float() - expected.float()).abs().mean()) <= 0.1 * float(expected.float().std())
     prompt = prompt_of(12, 8)
     assert len(run(engine, [request(prompt, max_tokens=20, stops=())])["r", 0].tokens) == 20
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_a_window_that_no_layer_uses(family: str) -> None:
+    changes = {"use_sliding_window": True, "sliding_window": 9}
+    model = tiny_model(family, dtype="float32", **changes, max_window_layers=3)
+    tokens = prompt_of(LENGTH, 5)
+    with torch.inference_mode():
+        expected = oracle_of(family, model)(torch.tensor([tokens]), use_cache=False).logits[0]
+    found = logits_in_chunks(make(model, dtype="float32", drafter="none"), tokens, LENGTH, 1)
+    assert float((found - expected).abs().max()) <= 2e-4
+    for name, layers in ((family, 2), ("qwen3_moe", 3)):
+        with pytest.raises(ModelError, match="sliding-window attention is not supported"):
+            tiny_model(name, dtype="float32", **changes, max_window_layers=layers)
 
 
 def test_unknown_rope_is_refused() -> None:

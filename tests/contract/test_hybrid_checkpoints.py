@@ -227,7 +227,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "more modules than there are": (
         "qwen3_5", {"mtp_num_hidden_layers": 2}, "promises 2 MTP modules, but .* holds 1",
     ),
-    "another activation": ("qwen3_5", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    "another activation": ("qwen3_5", {"hidden_act": "selu"}, "hidden_act is 'selu'"),
     "an embedding of its own": ("qwen3_5", {"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings"),
     "no gate": ("qwen3_5", {"attn_output_gate": False}, r"q_proj.weight has shape \(192, 48\)"),
     "more experts than there are": ("qwen3_5_moe", {"num_experts_per_tok": 9}, "cannot take 9 of 7 experts"),

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from headstart.errors import ModelError
 from headstart.formats.safetensors import Planned, bfloat16
-from headstart.kernels.ops import RawTensor
+from headstart.kernels.ops import AttentionSpec, RawTensor
 from headstart.layers.attention import AttentionConfig
+from headstart.layers.decoder import LayerConfig
 from headstart.layers.mlp import MLPConfig
 from headstart.tools.export.plan import Plan
 from headstart.tools.export.source import Request, Source, text_side
@@ -68,7 +69,7 @@ def check(source: Source) -> None:
         (any(each.gated for each in attentions), "attention is gated"),
         (len(attentions) < len(layers), "there are layers with latent or linear attention"),
         (not all(map(_turns_whole, attentions)), "a part of each head is not rotated"),
-        (len(set(layers)) > 1, "its layers differ"),
+        (len(set(layers)) > 1 or not _is_qwen2s(layers[0]), "its layers are not all as Qwen2's"),
     ]
     for holds, what in wrong:
         if holds:
@@ -77,6 +78,16 @@ def check(source: Source) -> None:
 
 def _turns_whole(attention: AttentionConfig) -> bool:
     return attention.rope is not None and attention.rope.rotary_dim == attention.spec.head_dim
+
+
+def _is_qwen2s(layer: LayerConfig) -> bool:
+    """Does it differ in nothing but sizes, rope and biases of q, k and v?"""
+    mixer, mlp = layer.mixer, layer.mlp
+    if not (isinstance(mixer, AttentionConfig) and isinstance(mlp, MLPConfig)):
+        return False
+    spec = AttentionSpec(mixer.spec.num_heads, mixer.spec.num_kv_heads, mixer.spec.head_dim, mixer.spec.head_dim**-0.5)
+    plain = AttentionConfig(spec=spec, rope=mixer.rope, qkv_bias=mixer.qkv_bias)
+    return layer == LayerConfig(mixer=plain, mlp=MLPConfig(inner=mlp.inner), eps=layer.eps)
 
 
 def _layer(source: Source) -> tuple[AttentionConfig, MLPConfig]:
