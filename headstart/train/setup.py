@@ -195,7 +195,7 @@ def _fastest(device: str) -> Literal["float32", "bfloat16"]:
 
 def write_answers(subject: Subject, prompts: Sequence[Path], folder: Path, seed: int) -> None:
     """Have the model answer the prompts that the shards in `folder` do not hold yet."""
-    found = read_prompts(prompts)
+    given = read_prompts(prompts)
     finished = tokens = 0
     started = time.monotonic()
     with shown("answering prompts") as show:
@@ -204,10 +204,10 @@ def write_answers(subject: Subject, prompts: Sequence[Path], folder: Path, seed:
             nonlocal finished, tokens
             finished, tokens = finished + 1, tokens + len(record["response_ids"])
             rate = tokens / (time.monotonic() - started)
-            show(finished / len(found), f"{tokens:,} tokens, {rate:.0f} tok/s")
+            show(finished / len(given), f"{tokens:,} tokens, {rate:.0f} tok/s")
 
         with Shards(folder, "answers") as shards:
-            answer(subject.llm(), found, shards, seed=seed, done=done)
+            answer(subject.llm(), given, shards, seed=seed, done=done)
 
 
 def prepare(
