@@ -1,0 +1,135 @@
+"""A family from one file that nobody else knows: windows, GELU, norms after parts, keys and values of other layers,
+soft caps. Held against a plain restatement with whole matrices of scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import Output, make, prompt_of, request, run, tiny_model
+from torch import Tensor
+from torch.nn.functional import gelu, rms_norm
+
+from headstart import registry
+from headstart.config import EngineConfig
+from headstart.engine.load import Model, load_model
+
+FAMILY = "acme_sliding"
+PROMPT = prompt_of(12, 7) * 3
+NEW = 40
+
+
+@pytest.fixture(scope="module", autouse=True)
+def found() -> Iterator[None]:
+    with registry.search_path("models", Path(__file__).parents[1] / "plug_ins" / "models"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(found: None) -> Model:
+    return tiny_model(FAMILY)
+
+
+def plain_logits(model: Model, tokens: list[int]) -> Tensor:
+    """[T, V] in float64, by the formulas alone: no cache, no layers of ours."""
+    config: Any = model.checkpoint.config
+    tensors = {name: torch.tensor(each.float32()).double() for name, each in model.checkpoint.tensors.items()}
+    heads, kv_heads, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
+    hidden, eps, count = config["hidden_size"], config["rms_norm_eps"], len(tokens)
+    kinds, num_own = config["layer_types"], len(config["layer_types"]) - config["num_kv_shared_layers"]
+    distance = torch.arange(count)[:, None] - torch.arange(count)[None, :]
+    kept: dict[str, tuple[Tensor, Tensor]] = {}  # of the last layer of each kind that has its own
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        weight = tensors[f"decoder.{name}.weight"]
+        return rms_norm(x, weight.shape, weight, eps)
+
+    def turned(x: Tensor, theta: float) -> Tensor:
+        angles = torch.arange(count)[:, None] * theta ** (-torch.arange(0, dim, 2).double() / dim)
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        first, second = x.chunk(2, -1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+    x = tensors["decoder.tokens.weight"][tokens] * math.sqrt(hidden)
+    for i, kind in enumerate(kinds):
+        layer, sliding = f"h.{i}", kind == "sliding_attention"
+        theta = config["rope_local_base_freq"] if sliding else config["rope_theta"]
+        y = norm(x, f"{layer}.attn_norm")
+        q, k, v = (
+            (y @ tensors[f"decoder.{layer}.attn.{part}_proj.weight"].T).view(count, -1, dim)
+            if part == "q" or i < num_own
+            else None
+            for part in "qkv"
+        )
+        if k is not None and v is not None:
+            kept[kind] = turned(norm(k, f"{layer}.attn.k_norm"), theta), v
+        k, v = (each.repeat_interleave(heads // kv_heads, 1) for each in kept[kind])
+        scores = torch.einsum("qhd,khd->hqk", turned(norm(q, f"{layer}.attn.q_norm"), theta), k) / math.sqrt(dim)
+        scores = config["attn_logit_softcapping"] * (scores / config["attn_logit_softcapping"]).tanh()
+        seen = (distance >= 0) & ((distance < config["sliding_window"]) | (not sliding))
+        attended = torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -math.inf).softmax(-1), v).reshape(count, -1)
+        x = x + norm(attended @ tensors[f"decoder.{layer}.attn.o_proj.weight"].T, f"{layer}.attn_out_norm")
+        y = norm(x, f"{layer}.mlp_norm")
+        gate, up = (y @ tensors[f"decoder.{layer}.mlp.{part}_proj.weight"].T for part in ("gate", "up"))
+        y = (gelu(gate, approximate="tanh") * up) @ tensors[f"decoder.{layer}.mlp.down_proj.weight"].T
+        x = x + norm(y, f"{layer}.mlp_out_norm")
+    logits = norm(x, "norm") @ tensors["decoder.tokens.weight"].T
+    return config["final_logit_softcapping"] * (logits / config["final_logit_softcapping"]).tanh()
+
+
+def generate(model: Model, **settings: Any) -> Output:
+    engine = make(model, **settings)
+    wanted = request(
+        PROMPT, max_tokens=NEW, stops=(), logprobs=0, prompt_logprobs=0, repetition_penalty=0.6, temperature=0.7, seed=3
+    )
+    return run(engine, [wanted])["r", 0]
+
+
+def logprobs_of(output: Output) -> list[float]:
+    return [each.logprob for each in [*output.prompt_logprobs, *output.logprobs] if each]
+
+
+@pytest.fixture(scope="module")
+def expected(model: Model) -> tuple[Output, list[float]]:
+    """The reference backend's text, and the plain logprobs of all its tokens."""
+    output = generate(model, drafter="none")
+    tokens = PROMPT + output.tokens
+    plain = plain_logits(model, tokens).log_softmax(-1)
+    return output, [float(plain[i, token]) for i, token in enumerate(tokens[1:])]
+
+
+def test_only_layers_with_keys_of_their_own_have_pools(model: Model) -> None:
+    assert [spec.window for spec in model.decoder.kv_specs] == [11, 11, 0]
+    assert [layer.mixer.shares for layer in model.decoder.layers] == [None, None, None, 1, 2, 1]
+    assert len(model.weights.used) == len(model.checkpoint.tensors)
+
+
+@pytest.mark.parametrize("rows", [512, 32, 7])
+def test_logits_are_those_of_the_formulas(model: Model, expected: tuple[Output, list[float]], rows: int) -> None:
+    """With the prompt in one pass, and in chunks that end inside windows."""
+    output = generate(model, drafter="none", max_num_batched_tokens=rows, max_num_seqs=1)
+    assert len(logprobs_of(output)) == len(PROMPT) - 1 + NEW
+    torch.testing.assert_close(logprobs_of(output), expected[1], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "auto"])
+def test_drafting_does_not_change_the_text(model: Model, expected: tuple[Output, list[float]], drafter: str) -> None:
+    output = generate(model, drafter=drafter, depth=3)
+    assert output.tokens == expected[0].tokens
+    assert output.stats and 0 < output.stats.accepted < output.stats.drafted
+    torch.testing.assert_close(logprobs_of(output), expected[1], rtol=0, atol=1e-6)
+
+
+def test_native_is_near_and_exact(model: Model, expected: tuple[Output, list[float]]) -> None:
+    """The compiled kernels, with and without drafts: as near to the formulas as float32 is, and the same bits."""
+    pytest.importorskip("headstart.kernels._native")
+    native = load_model(str(model.checkpoint.path), EngineConfig(backend="native", threads=2))
+    settings = {"backend": "native", "dtype": "float32", "block_size": 16}
+    outputs = [generate(native, drafter=drafter, depth=3, **settings) for drafter in ("none", "ngram")]
+    assert outputs[0].tokens == outputs[1].tokens == expected[0].tokens
+    assert logprobs_of(outputs[0]) == logprobs_of(outputs[1])
+    torch.testing.assert_close(logprobs_of(outputs[0]), expected[1], rtol=0, atol=2e-3)
