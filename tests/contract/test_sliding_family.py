@@ -124,12 +124,12 @@ def test_drafting_does_not_change_the_text(model: Model, expected: tuple[Output,
     torch.testing.assert_close(logprobs_of(output), expected[1], rtol=0, atol=1e-6)
 
 
-def test_native_is_near_and_exact(model: Model, expected: tuple[Output, list[float]]) -> None:
-    """The compiled kernels, with and without drafts: as near to the formulas as float32 is, and the same bits."""
+def test_native_gives_the_same(model: Model, expected: tuple[Output, list[float]]) -> None:
+    """The compiled kernels, with and without drafts."""
     pytest.importorskip("headstart.kernels._native")
-    native = load_model(str(model.checkpoint.path), EngineConfig(backend="native", threads=2))
-    settings = {"backend": "native", "dtype": "float32", "block_size": 16}
+    native = load_model(str(model.checkpoint.path), EngineConfig(backend="native", threads=2, kv_cache_dtype="float32"))
+    settings = {"backend": "native", "dtype": "float32", "block_size": 16, "kv_cache_dtype": "float32"}
     outputs = [generate(native, drafter=drafter, depth=3, **settings) for drafter in ("none", "ngram")]
     assert outputs[0].tokens == outputs[1].tokens == expected[0].tokens
     assert logprobs_of(outputs[0]) == logprobs_of(outputs[1])
-    torch.testing.assert_close(logprobs_of(outputs[0]), expected[1], rtol=0, atol=2e-3)
+    torch.testing.assert_close(logprobs_of(outputs[0]), expected[1], rtol=0, atol=1e-4)
