@@ -21,9 +21,9 @@ from headstart.engine.engine import Engine
 from headstart.engine.runner import Runner
 from headstart.errors import ModelError, UsageError
 from headstart.formats import open_checkpoint
-from headstart.formats._fp8 import without_scales
 from headstart.formats.base import Checkpoint
 from headstart.formats.head import BlockConfig, is_head, read_head
+from headstart.formats.quantization import readable
 from headstart.formats.rows import unpermute_rows
 from headstart.kernels.ops import Backend, RawTensor
 from headstart.layers.attention import AttentionConfig
@@ -132,7 +132,7 @@ def find_family(checkpoint: Checkpoint) -> Family:
 
 def canonical_tensors(checkpoint: Checkpoint, family: Family, config: DecoderConfig) -> Mapping[str, RawTensor]:
     """The checkpoint's tensors under canonical names, q and k rows in the half-split rope order."""
-    read = without_scales(checkpoint.tensors, checkpoint.config)
+    read = readable(checkpoint.tensors, checkpoint.config)
     tensors: dict[str, RawTensor] = {**read}
     if not checkpoint.canonical_names:
         named = ((family.names.canonical(name), tensor) for name, tensor in read.items())

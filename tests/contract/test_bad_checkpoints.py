@@ -16,8 +16,8 @@ from headstart.cli.main import main
 from headstart.config import EngineConfig
 from headstart.engine.load import load_model
 from headstart.errors import ModelError
-from headstart.formats._fp8 import BlockScaled
 from headstart.formats.base import make_tensor
+from headstart.formats.quantization import readable
 from headstart.formats.rows import Picked
 from headstart.models.base import UNSUPPORTED, family_named, is_known
 from headstart.models.small import Arrays
@@ -172,13 +172,13 @@ def test_picked_rows_are_those_rows() -> None:
     rng = np.random.default_rng(0)
     codes = rng.integers(0, 0x70, (300, 130)).astype(np.uint8)
     scales = rng.random((3, 2)).astype(np.float32)
-    scaled = BlockScaled(
-        make_tensor("w", codes.shape, "F8_E4M3", codes.reshape(-1)),
-        make_tensor("w_scale_inv", scales.shape, "F32", scales.reshape(-1).view(np.uint8)),
-        (128, 128),
-    )
+    stored = {
+        "w": make_tensor("w", codes.shape, "F8_E4M3", codes.reshape(-1)),
+        "w_scale_inv": make_tensor("w_scale_inv", scales.shape, "F32", scales.reshape(-1).view(np.uint8)),
+    }
+    scaled = readable(stored, {})["w"]
     rows = rng.permutation(300)[:170]
-    whole = scaled.read().float32()
+    whole = scaled.float32()
     np.testing.assert_array_equal(scaled.take_rows(rows).float32(), whole[rows])
     np.testing.assert_array_equal(Picked(scaled, rows).float32(), whole[rows])
     again = rows[rows < len(rows)]

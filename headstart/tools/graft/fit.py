@@ -106,4 +106,4 @@ def _is_norm(stored: Tensor) -> bool:
 
 
 def _mean(stored: Tensor) -> float:
-    return float(stored.in_memory().float32().mean())
+    return float(stored.float32().mean())

@@ -19,6 +19,7 @@ from headstart.errors import ModelError, UsageError
 from headstart.formats import find_checkpoint
 from headstart.formats.base import Checkpoint
 from headstart.formats.mtp_families import find_drafter
+from headstart.formats.quantization import settings_of
 from headstart.formats.symbols import text_config
 from headstart.tools.inspect import deep, drafters
 from headstart.tools.inspect.drafters import Check, Drafter, check_fit, check_native, describe_drafter
@@ -27,7 +28,7 @@ from headstart.tools.inspect.heads import Heads, examine
 from headstart.tools.inspect.parts import summary
 from headstart.tools.inspect.render import lines
 from headstart.tools.inspect.verdict import judge
-from headstart.tools.inspect.weights import Weight, quantization_of, weights_of
+from headstart.tools.inspect.weights import Weight, weights_of
 
 SCHEMA = 1
 LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length")
@@ -159,7 +160,7 @@ def _document(
 ) -> dict[str, Any]:
     text, generation = text_config(checkpoint.config), checkpoint.generation_config
     parts = heads.parts if heads else {"drafter": dict(weights)}
-    quantization = quantization_of(checkpoint.config)
+    quantization = settings_of(checkpoint.config)
     family = heads.family if heads else None
     return {
         "schema": SCHEMA,

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from headstart.tools.plan.formats import WeightFormat, part_bytes
+from headstart.formats.quantization import WeightBytes
+from headstart.tools.plan.formats import part_bytes
 from headstart.tools.plan.machine import Machine
 from headstart.tools.plan.shape import Attention, Layers, Part, Shape
 
@@ -52,7 +53,7 @@ class Model:
     """A shape in a weight format, with a cache of `kv` bytes an element."""
 
     shape: Shape
-    format: WeightFormat
+    format: WeightBytes
     kv: float
 
     def bytes(self, part: Part) -> float:

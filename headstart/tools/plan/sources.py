@@ -18,15 +18,12 @@ from headstart.formats import open_checkpoint
 from headstart.formats.base import Checkpoint, Tensor
 from headstart.formats.head import read_head
 from headstart.formats.json_object import read_object
-from headstart.formats.symbols import text_config
 from headstart.tools.inspect.parts import part_of
 from headstart.tools.plan.acceptance import of_lengths
 from headstart.tools.plan.config_shape import KERNELS, shape_of
-from headstart.tools.plan.formats import weight_format
+from headstart.tools.plan.formats import declared_format, weight_format
 from headstart.tools.plan.shape import MLP, Attention, Head, Layers, Part, Shape
 
-QUANT_METHODS = {"fp8": "fp8", "mxfp4": "mxfp4", "awq": "int4", "gptq": "int4", "auto-round": "int4"}
-"""quantization_config.quant_method -> weight format."""
 GGUF_TYPES = {"Q8_0": "q8_0", "Q4_1": "q4_1", "Q4_K": "q4_k_m", "Q6_K": "q8_0", "Q4_0": "q4_1"}
 """The most frequent block type -> the format whose products run alike; bytes are measured."""
 LIKELY_BYTES = (0.2, 4.6)
@@ -95,12 +92,6 @@ def _unknown(name: str) -> UsageError:
 def _from_config(name: str, config: Mapping[str, Any]) -> Shape:
     shape = shape_of(name, config, weights=declared_format(config))
     return shape.noted(f"shape of {name}: its config.json; no weights were looked at, format {shape.weights}")
-
-
-def declared_format(config: Mapping[str, Any]) -> str:
-    """By quantization_config; bf16 without one."""
-    method = str((text_config(config).get("quantization_config") or {}).get("quant_method", ""))
-    return QUANT_METHODS.get(method, "bf16")
 
 
 def from_checkpoint(checkpoint: Checkpoint, name: str) -> Shape:
