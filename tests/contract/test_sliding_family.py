@@ -19,6 +19,13 @@ from headstart.config import EngineConfig
 from headstart.engine.load import Model, load_model
 
 FAMILY = "acme_sliding"
+VARIANTS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "norms before parts": {"norm_places": "pre", "residual_multiplier": 0.4},
+    "norms after parts": {"norm_places": "post"},
+    "no gate, squared ReLU": {"mlp_gate": False, "hidden_act": "relu2"},
+    "sinks": {"attention_sinks": True},
+}
 PROMPT = prompt_of(12, 7) * 3
 NEW = 40
 
@@ -29,9 +36,9 @@ def found() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def model(found: None) -> Model:
-    return tiny_model(FAMILY)
+@pytest.fixture(scope="module", params=VARIANTS)
+def model(found: None, request: pytest.FixtureRequest) -> Model:
+    return tiny_model(FAMILY, **VARIANTS[request.param])
 
 
 def plain_logits(model: Model, tokens: list[int]) -> Tensor:
@@ -45,8 +52,8 @@ def plain_logits(model: Model, tokens: list[int]) -> Tensor:
     kept: dict[str, tuple[Tensor, Tensor]] = {}  # of the last layer of each kind that has its own
 
     def norm(x: Tensor, name: str) -> Tensor:
-        weight = tensors[f"decoder.{name}.weight"]
-        return rms_norm(x, weight.shape, weight, eps)
+        weight = tensors.get(f"decoder.{name}.weight")
+        return x if weight is None else rms_norm(x, weight.shape, weight, eps)
 
     def turned(x: Tensor, theta: float) -> Tensor:
         angles = torch.arange(count)[:, None] * theta ** (-torch.arange(0, dim, 2).double() / dim)
@@ -58,7 +65,10 @@ def plain_logits(model: Model, tokens: list[int]) -> Tensor:
     for i, kind in enumerate(kinds):
         layer, sliding = f"h.{i}", kind == "sliding_attention"
         theta = config["rope_local_base_freq"] if sliding else config["rope_theta"]
-        y = norm(x, f"{layer}.attn_norm")
+        places = [f"{layer}.{name}" for name in ("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm")]
+        if config.get("norm_places") == "pre":  # what stands after attention is then the next part's norm
+            places = [places[0], "none", places[1], "none"]
+        y = norm(x, places[0])
         q, k, v = (
             (y @ tensors[f"decoder.{layer}.attn.{part}_proj.weight"].T).view(count, -1, dim)
             if part == "q" or i < num_own
@@ -71,12 +81,20 @@ def plain_logits(model: Model, tokens: list[int]) -> Tensor:
         scores = torch.einsum("qhd,khd->hqk", turned(norm(q, f"{layer}.attn.q_norm"), theta), k) / math.sqrt(dim)
         scores = config["attn_logit_softcapping"] * (scores / config["attn_logit_softcapping"]).tanh()
         seen = (distance >= 0) & ((distance < config["sliding_window"]) | (not sliding))
-        attended = torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -math.inf).softmax(-1), v).reshape(count, -1)
-        x = x + norm(attended @ tensors[f"decoder.{layer}.attn.o_proj.weight"].T, f"{layer}.attn_out_norm")
-        y = norm(x, f"{layer}.mlp_norm")
-        gate, up = (y @ tensors[f"decoder.{layer}.mlp.{part}_proj.weight"].T for part in ("gate", "up"))
-        y = (gelu(gate, approximate="tanh") * up) @ tensors[f"decoder.{layer}.mlp.down_proj.weight"].T
-        x = x + norm(y, f"{layer}.mlp_out_norm")
+        sinks = tensors.get(f"decoder.{layer}.attn.sinks", torch.full((heads,), -math.inf))
+        scores = scores.masked_fill(~seen, -math.inf)
+        scores = torch.cat((scores, sinks[:, None, None].expand(heads, count, 1)), -1)
+        attended = torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :-1], v).reshape(count, -1)
+        y = norm(attended @ tensors[f"decoder.{layer}.attn.o_proj.weight"].T, places[1])
+        x = x + config.get("residual_multiplier", 1.0) * y
+        y = norm(x, places[2])
+        up = y @ tensors[f"decoder.{layer}.mlp.up_proj.weight"].T
+        if config.get("mlp_gate", True):
+            up = gelu(y @ tensors[f"decoder.{layer}.mlp.gate_proj.weight"].T, approximate="tanh") * up
+        else:
+            up = up.relu() ** 2
+        y = norm(up @ tensors[f"decoder.{layer}.mlp.down_proj.weight"].T, places[3])
+        x = x + config.get("residual_multiplier", 1.0) * y
     logits = norm(x, "norm") @ tensors["decoder.tokens.weight"].T
     return config["final_logit_softcapping"] * (logits / config["final_logit_softcapping"]).tanh()
 

@@ -27,9 +27,12 @@ def parse(config: Config) -> DecoderConfig:
             window=number(config, "sliding_window") if kind == SLIDING else 0,
             softcap=float(config["attn_logit_softcapping"]),
             qk_norm=True,
+            sinks=keys.flag(config, "attention_sinks"),
             shares=before[-1] if index >= num_own else None,
         )
-        return keys.layer(config, mixer, keys.mlp(config), norms="sandwich")
+        mlp = keys.mlp(config, gated=keys.flag(config, "mlp_gate", True))
+        scale = float(config.get("residual_multiplier", 1.0))
+        return keys.layer(config, mixer, mlp, norms=config.get("norm_places", "sandwich"), residual_scale=scale)
 
     return keys.decoder(
         config,
