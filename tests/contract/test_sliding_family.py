@@ -126,7 +126,7 @@ def test_only_layers_with_keys_of_their_own_have_pools(model: Model) -> None:
     assert len(model.weights.used) == len(model.checkpoint.tensors)
 
 
-@pytest.mark.parametrize("rows", [512, 32, 7])
+@pytest.mark.parametrize("rows", [512, 7])
 def test_logits_are_those_of_the_formulas(model: Model, expected: tuple[Output, list[float]], rows: int) -> None:
     """With the prompt in one pass, and in chunks that end inside windows."""
     output = generate(model, drafter="none", max_num_batched_tokens=rows, max_num_seqs=1)
@@ -134,9 +134,8 @@ def test_logits_are_those_of_the_formulas(model: Model, expected: tuple[Output, 
     torch.testing.assert_close(logprobs_of(output), expected[1], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "auto"])
-def test_drafting_does_not_change_the_text(model: Model, expected: tuple[Output, list[float]], drafter: str) -> None:
-    output = generate(model, drafter=drafter, depth=3)
+def test_drafting_does_not_change_the_text(model: Model, expected: tuple[Output, list[float]]) -> None:
+    output = generate(model, drafter="ngram", depth=3)
     assert output.tokens == expected[0].tokens
     assert output.stats and 0 < output.stats.accepted < output.stats.drafted
     torch.testing.assert_close(logprobs_of(output), expected[1], rtol=0, atol=1e-6)
