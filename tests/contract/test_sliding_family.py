@@ -25,6 +25,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "norms after parts": {"norm_places": "post"},
     "no gate, squared ReLU": {"mlp_gate": False, "hidden_act": "relu2"},
     "sinks": {"attention_sinks": True},
+    "positions in windows only": {"rope_everywhere": False},
 }
 PROMPT = prompt_of(12, 7) * 3
 NEW = 40
@@ -56,6 +57,8 @@ def plain_logits(model: Model, tokens: list[int]) -> Tensor:
         return x if weight is None else rms_norm(x, weight.shape, weight, eps)
 
     def turned(x: Tensor, theta: float) -> Tensor:
+        if not theta:
+            return x
         angles = torch.arange(count)[:, None] * theta ** (-torch.arange(0, dim, 2).double() / dim)
         cos, sin = angles.cos()[:, None], angles.sin()[:, None]
         first, second = x.chunk(2, -1)
@@ -65,6 +68,8 @@ def plain_logits(model: Model, tokens: list[int]) -> Tensor:
     for i, kind in enumerate(kinds):
         layer, sliding = f"h.{i}", kind == "sliding_attention"
         theta = config["rope_local_base_freq"] if sliding else config["rope_theta"]
+        if not sliding and not config.get("rope_everywhere", True):
+            theta = 0
         places = [f"{layer}.{name}" for name in ("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm")]
         if config.get("norm_places") == "pre":  # what stands after attention is then the next part's norm
             places = [places[0], "none", places[1], "none"]
