@@ -26,6 +26,7 @@ from headstart.config import MAX_DEPTH
 from headstart.core import Int32, Report
 from headstart.engine.attach import native_head
 from headstart.errors import UsageError
+from headstart.files import written_aside
 from headstart.formats.base import Checkpoint
 from headstart.heads.base import Head
 from headstart.kernels.ops import StepInputs
@@ -36,7 +37,7 @@ from headstart.models.small import SCRATCH
 from headstart.models.tensors import canonical_tensors
 from headstart.train import corpus
 from headstart.train.batches import Batch
-from headstart.train.checkpoint import save_model, written_aside
+from headstart.train.checkpoint import save_model
 from headstart.train.data import Problems, Record
 from headstart.train.evaluate import Acceptance
 from headstart.train.loop import Recipe, check_bound, optimizers, update
