@@ -53,15 +53,22 @@ END_BYTES = 4096
 
 @dataclass(frozen=True, eq=False)
 class File:
-    """A file that tensors lie in. `here`: it is on this machine; of others only headers were read."""
+    """A file that tensors lie in. `here`: it is on this machine; of others only headers were read. `mapped`: bytes are
+    mapped, else read into memory each time, for files larger than it."""
 
     path: Path
     here: bool = True
+    mapped: bool = True
 
     @cached_property
-    def mapped(self) -> Bytes:
-        """All bytes, uint8 [size], mapped on first use and not read."""
+    def _all(self) -> Bytes:
         return map_file(self.path)
+
+    def bytes_at(self, begin: int, nbytes: int) -> Bytes:
+        """Bytes [begin, begin + nbytes), uint8: a view of the mapped file, or an array of its own."""
+        if self.mapped:
+            return self._all[begin : begin + nbytes]
+        return np.frombuffer(self.read(begin, nbytes), np.uint8)
 
     def read(self, begin: int, nbytes: int) -> bytes:
         """Bytes [begin, begin + nbytes), or fewer at the end of the file. Nothing is mapped."""
@@ -109,9 +116,9 @@ class Tensor:
 
     @property
     def data(self) -> Bytes:
-        """The bytes, mapped: uint8 [shape[0], bytes of one row] for two or more dimensions, else flat."""
-        raw = self.source.mapped if isinstance(self.source, File) else self.source
-        data = raw[self.begin : self.begin + self.nbytes]
+        """The bytes: uint8 [shape[0], bytes of one row] for two or more dimensions, else flat."""
+        source, begin, size = self.source, self.begin, self.nbytes
+        data = source.bytes_at(begin, size) if isinstance(source, File) else source[begin : begin + size]
         return data.reshape(self.shape[0], self.row_bytes) if len(self.shape) > 1 else data
 
     @property
@@ -119,10 +126,8 @@ class Tensor:
         """Bytes of an item of the first dimension."""
         return self.nbytes // max(self.shape[0], 1)
 
-    def read_bytes(self, begin: int = 0, nbytes: int | None = None) -> Bytes:
-        """Bytes [begin, begin + nbytes) of the tensor (all from `begin` on without a number), uint8, not mapped.
-        ModelError when the file has become shorter."""
-        nbytes = self.nbytes - begin if nbytes is None else nbytes
+    def read_bytes(self, begin: int, nbytes: int) -> Bytes:
+        """Bytes [begin, begin + nbytes) of the tensor, uint8, not mapped. ModelError when the file is shorter now."""
         if not isinstance(self.source, File):
             return self.source[self.begin + begin : self.begin + begin + nbytes]
         data = self.source.read(self.begin + begin, nbytes)
@@ -134,10 +139,6 @@ class Tensor:
         """All bytes, a piece at a time, not mapped."""
         for begin in range(0, self.nbytes, PIECE_BYTES):
             yield self.read_bytes(begin, min(PIECE_BYTES, self.nbytes - begin))
-
-    def in_memory(self) -> Tensor:
-        """The same tensor, read and not mapped."""
-        return make_tensor(self.name, self.shape, self.dtype, self.read_bytes())
 
     def fingerprint(self) -> int:
         """A checksum of the first and last 4 KiB: tensors of one name may hold other rows."""
@@ -169,12 +170,15 @@ class Tensor:
         return self._view(_NUMPY[self.dtype]).reshape(self.shape)
 
     def take_rows(self, rows: NDArray[np.int64]) -> Tensor:
-        """Rows [n] of the first dimension, gathered as raw bytes, so exact for quantized rows too."""
+        """Rows [n] of the first dimension, as raw bytes, so exact for quantized rows too: gathered, or by their place
+        where they follow each other."""
         if not self.shape:
             raise ModelError(f"tensor {self.name} is a scalar and has no rows")
         if len(self.shape) == 1 and self.dtype not in ITEM_BYTES:
             raise ModelError(f"tensor {self.name} is one row of {self.dtype} blocks and cannot be split")
         rows = np.asarray(rows, dtype=np.int64)
+        if len(rows) and rows[0] >= 0 and rows[-1] < self.shape[0] and (np.diff(rows) == 1).all():
+            return self.span(int(rows[0]), len(rows))
         taken = self.data.reshape(self.shape[0], self.row_bytes)[rows]
         return make_tensor(self.name, (len(rows), *self.shape[1:]), self.dtype, taken.reshape(-1))
 

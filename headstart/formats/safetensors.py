@@ -74,9 +74,10 @@ def _template(path: Path) -> ChatTemplate | None:
 
 
 def whole_directory(path: Path) -> dict[str, Tensor]:
-    """The tensors of all files, of those that the index does not name too: heads are often added so. ModelError for a
-    missing shard, an index that names an absent tensor, or a tensor in two files."""
-    files = {file.name: read_file(file) for file in sorted(path.glob("*.safetensors"))}
+    """The tensors of all files, of those that the index does not name too: heads are often added so. Nothing is mapped,
+    so that no more than a piece is in memory. ModelError for a missing shard, an index that names an absent tensor, or
+    a tensor in two files."""
+    files = {file.name: read_file(file, mapped=False) for file in sorted(path.glob("*.safetensors"))}
     if not any(files.values()):
         raise ModelError(f"{path} holds no tensors in *.safetensors files", "give a Hugging Face directory")
     weight_map: dict[str, str] = {}

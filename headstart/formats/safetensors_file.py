@@ -28,22 +28,23 @@ _MOST = 2**63
 _WORDS = (b'"dtype"', b'"shape"', b'"data_offsets"')
 
 
-def read_file(path: Path) -> dict[str, Tensor]:
+def read_file(path: Path, *, mapped: bool = True) -> dict[str, Tensor]:
     """The tensors of one file, by name. ModelError for what is no file, and for anything out of bounds."""
-    return _read(path)[0]
+    return _read(File(path, mapped=mapped))[0]
 
 
 def read_metadata(path: Path) -> dict[str, str]:
     """The `__metadata__` strings of one file."""
-    return _read(path)[1]
+    return _read(File(path))[1]
 
 
-def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _read(source: File) -> tuple[dict[str, Tensor], dict[str, str]]:
+    path = source.path
     try:
         with path.open("rb") as file:
             size = path.stat().st_size
             length = header_size(file.read(PREFIX), size, str(path))
-            return parse_header(file.read(length), size, str(path), File(path))
+            return parse_header(file.read(length), size, str(path), source)
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror}", "is it a file, and may you read it?") from error
 

@@ -8,9 +8,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.formats._fp8 import BlockScaled
 from headstart.formats.base import Bytes, Tensor
-from headstart.formats.rows import Picked
 from headstart.kernels._native import Matrix, ThreadPool, dequantize_into, matrix_bytes, pack_rows, source_form
 from headstart.kernels.ops import RawTensor
 
@@ -60,7 +58,7 @@ def aligned_empty(size: int) -> Bytes:
 
 def _source(tensor: RawTensor, quantization: Quantization | None) -> str:
     """What the rows are packed from: the tensor's own type, or float32 rows that stay ("F32") or are quantized."""
-    own = source_form(tensor.dtype) if isinstance(tensor, Tensor | BlockScaled | Picked) else None
+    own = source_form(tensor.dtype)
     if quantization and (own is None or _BITS[own[0]] > _BITS_OF[quantization]):
         return quantization
     return "F32" if own is None else tensor.dtype

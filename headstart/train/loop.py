@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from headstart.errors import UsageError
-from headstart.layers.build import DecoderConfig
-from headstart.layers.mtp import HeadSpec, Module
+from headstart.files import write_whole
+from headstart.heads.base import HeadSpec, Module
 from headstart.train.batches import collate, plan_epoch
 from headstart.train.data import Example
 from headstart.train.evaluate import Acceptance, evaluate
 from headstart.train.features import FeatureCache
-from headstart.train.kinds import HeadKind
+from headstart.train.head import modules_of
 from headstart.train.objective import Target, Weighting, assess
 from headstart.train.rounding import rounded
 
@@ -56,7 +56,7 @@ def check_bound(minutes: float | None, tokens: int | None) -> None:
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     """Where the run stands. `epoch` and `batch` are the data cursor, valid for `data_id` only."""
 
     step: int = 0
@@ -76,17 +76,15 @@ class Trainer:
     def __init__(
         self,
         masters: dict[str, Tensor],
-        config: DecoderConfig,
-        kind: HeadKind,
         spec: HeadSpec,
         target: Target,
         recipe: Recipe,
     ) -> None:
-        self.config, self.kind, self.spec, self.target, self.recipe = config, kind, spec, target, recipe
+        self.spec, self.target, self.recipe = spec, target, recipe
         self.masters = {name: torch.nn.Parameter(tensor) for name, tensor in masters.items()}
         self.average = {name: tensor.clone() for name, tensor in masters.items()}
         self.optimizers = optimizers(self.masters, recipe)
-        self.progress = Progress()
+        self.progress = TrainingProgress()
 
     def state(self) -> dict[str, Any]:
         return {
@@ -103,7 +101,7 @@ class Trainer:
                 self.average[name].copy_(state["average"][name])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        self.progress = Progress(**state["progress"])
+        self.progress = TrainingProgress(**state["progress"])
 
     @property
     def share_done(self) -> float:
@@ -129,7 +127,7 @@ class Trainer:
         """As they will run."""
         if self.recipe.rounded:
             weights = rounded(weights)
-        return self.kind.modules(weights, self.spec, self.config, self.recipe.dtype)
+        return modules_of(weights, self.spec, len(self.target.norm), self.recipe.dtype)
 
     @torch.no_grad()
     def _update_average(self) -> None:
@@ -247,7 +245,7 @@ def _steps(
             progress.epoch, progress.batch = progress.epoch + 1, 0
 
 
-def _note(progress: Progress, loss: float, tokens: int, seconds: float) -> None:
+def _note(progress: TrainingProgress, loss: float, tokens: int, seconds: float) -> None:
     progress.seconds += seconds
     progress.loss = loss if math.isnan(progress.loss) else 0.98 * progress.loss + 0.02 * loss
     rate = tokens / max(seconds, 1e-9)
@@ -256,10 +254,6 @@ def _note(progress: Progress, loss: float, tokens: int, seconds: float) -> None:
 
 def save_checkpoint(trainer: Trainer, path: Path) -> None:
     """Complete or not at all."""
-    aside, content = path.with_suffix(".writing"), io.BytesIO()
+    content = io.BytesIO()
     torch.save(trainer.state(), content)  # straight into a file, a full disk would be a RuntimeError without a reason
-    try:
-        aside.write_bytes(content.getbuffer())
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
+    write_whole(path, content.getbuffer())

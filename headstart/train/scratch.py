@@ -24,18 +24,20 @@ from torch.nn.functional import cross_entropy
 from headstart import registry
 from headstart.config import MAX_DEPTH
 from headstart.core import Int32, Report
-from headstart.engine.load import canonical_tensors
+from headstart.engine.attach import native_head
 from headstart.errors import UsageError
+from headstart.files import written_aside
 from headstart.formats.base import Checkpoint
+from headstart.heads.base import Head
 from headstart.kernels.ops import StepInputs
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import Decoder
-from headstart.layers.mtp import MTPHead
-from headstart.models.base import Family, native_head
+from headstart.models.base import Family
 from headstart.models.small import SCRATCH
+from headstart.models.tensors import canonical_tensors
 from headstart.train import corpus
 from headstart.train.batches import Batch
-from headstart.train.checkpoint import save_model, written_aside
+from headstart.train.checkpoint import save_model
 from headstart.train.data import Problems, Record
 from headstart.train.evaluate import Acceptance
 from headstart.train.loop import Recipe, check_bound, optimizers, update
@@ -94,10 +96,10 @@ class Text:
         training = [record for record in records if not record.held_out]
         held_out = [record for record in records if record.held_out] or training[:1]
         tokenizer = corpus.train_tokenizer((record.text for record in training), vocab_size)
-        found = Text(tokenizer, corpus.encode(tokenizer, training), corpus.encode(tokenizer, held_out))
-        if (count := sum(map(len, found.training))) < FEWEST_TOKENS:
+        text = Text(tokenizer, corpus.encode(tokenizer, training), corpus.encode(tokenizer, held_out))
+        if (count := sum(map(len, text.training))) < FEWEST_TOKENS:
             raise UsageError(f"the text has {count} tokens, too few to learn from", f"give {FEWEST_TOKENS} or more")
-        return found
+        return text
 
 
 class ScratchModel:
@@ -110,7 +112,7 @@ class ScratchModel:
         self.masters = {key: torch.nn.Parameter(torch.from_numpy(value)) for key, value in arrays.items()}
         self._checkpoint = Checkpoint(Path(name), "safetensors", self.config, named(self.masters), False)  # type: ignore[arg-type]
 
-    def build(self) -> tuple[Decoder, MTPHead | None]:
+    def build(self) -> tuple[Decoder, Head | None]:
         """Trunk and head over the masters as they are now."""
         tensors = canonical_tensors(self._checkpoint, self.family, self.sizes)
         weights = weights_of(tensors, self.dtype, self._checkpoint.path.name)  # type: ignore[arg-type]
@@ -183,12 +185,12 @@ def train(model: ScratchModel, text: Text, options: ScratchOptions) -> Standing:
 
 @torch.no_grad()
 def _evaluate(model: ScratchModel, text: Text, options: ScratchOptions, standing: Standing) -> None:
-    found = [
+    results = [
         model.losses(torch.from_numpy(tokens), options.weighting)
         for tokens in islice(corpus.batches(text.held_out, ROWS, LENGTH, 0), HELD_OUT_BATCHES)
     ]
-    standing.held_out = float(np.mean([loss.item() for loss, _, _ in found]))
-    for _, _, accepted in found:
+    standing.held_out = float(np.mean([loss.item() for loss, _, _ in results]))
+    for _, _, accepted in results:
         if accepted is not None:
             standing.acceptance = standing.acceptance + accepted if standing.acceptance else accepted
 
@@ -229,7 +231,7 @@ def _train_into(folder: Path, options: ScratchOptions) -> Report:
 
 
 def _facts(options: ScratchOptions, size: int, standing: Standing) -> dict[str, Any]:
-    found = standing.acceptance
+    acceptance = standing.acceptance
     return {
         "family": options.family,
         "command": options.command,
@@ -239,8 +241,8 @@ def _facts(options: ScratchOptions, size: int, standing: Standing) -> dict[str, 
         "minutes": round(standing.seconds / 60, 2),
         "loss": round(standing.loss, 4),
         "held_out_loss": round(standing.held_out, 4),
-        "held_out": {"cumulative": [round(x, 4) for x in found.cumulative], "length": round(found.length, 4)}
-        if found
+        "held_out": {"cumulative": [round(x, 4) for x in acceptance.cumulative], "length": round(acceptance.length, 4)}
+        if acceptance
         else None,
     }
 

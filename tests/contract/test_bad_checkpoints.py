@@ -10,15 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import family_of, tiny_model
+from support import family_of, plain_layer, tiny_model
 
 from headstart.cli.main import main
 from headstart.config import EngineConfig
 from headstart.engine.load import load_model
 from headstart.errors import ModelError
-from headstart.formats._fp8 import BlockScaled
 from headstart.formats.base import make_tensor
+from headstart.formats.quantization import readable
 from headstart.formats.rows import Picked
+from headstart.heads.base import HeadSpec
 from headstart.models.base import UNSUPPORTED, family_named, is_known
 from headstart.models.small import Arrays
 from headstart.tools.export.targets import vllm_mimo
@@ -99,7 +100,7 @@ CASES = {
         tiny={"num_experts": 1025, "num_hidden_layers": 1, "mlp_only_layers": [], "moe_intermediate_size": 2},
     ),
     "values beyond the kernels": Bad(
-        "deepseek_v3", "the native backend cannot run this model: attention",
+        "deepseek_v3", "the native backend cannot run this model: attend",
         tiny={"kv_lora_rank": 528, "num_hidden_layers": 1, "num_nextn_predict_layers": 0},
     ),
 }  # fmt: skip
@@ -143,10 +144,8 @@ CHANGED: tuple[tuple[dict[str, Any], str], ...] = (
 
 def mimos(family: str, **changes: Any) -> SimpleNamespace:
     """A source for MiMo's layout, with a head that fits; `changes`: in the attention of the first layer."""
-    head = SimpleNamespace(
-        kind="mtp", num_modules=1, tap="pre_norm", recycle="post_norm", block=SimpleNamespace(qk_norm=False)
-    )
     sizes = tiny_model(family).config
+    head = SimpleNamespace(spec=HeadSpec(layer=plain_layer(sizes), tap="pre_norm"))
     first = replace(sizes.layers[0], mixer=replace(sizes.layers[0].mixer, **changes))
     return SimpleNamespace(name=family, sizes=replace(sizes, layers=(first, *sizes.layers[1:])), head=head)
 
@@ -172,13 +171,13 @@ def test_picked_rows_are_those_rows() -> None:
     rng = np.random.default_rng(0)
     codes = rng.integers(0, 0x70, (300, 130)).astype(np.uint8)
     scales = rng.random((3, 2)).astype(np.float32)
-    scaled = BlockScaled(
-        make_tensor("w", codes.shape, "F8_E4M3", codes.reshape(-1)),
-        make_tensor("w_scale_inv", scales.shape, "F32", scales.reshape(-1).view(np.uint8)),
-        (128, 128),
-    )
+    stored = {
+        "w": make_tensor("w", codes.shape, "F8_E4M3", codes.reshape(-1)),
+        "w_scale_inv": make_tensor("w_scale_inv", scales.shape, "F32", scales.reshape(-1).view(np.uint8)),
+    }
+    scaled = readable(stored, {})["w"]
     rows = rng.permutation(300)[:170]
-    whole = scaled.read().float32()
+    whole = scaled.float32()
     np.testing.assert_array_equal(scaled.take_rows(rows).float32(), whole[rows])
     np.testing.assert_array_equal(Picked(scaled, rows).float32(), whole[rows])
     again = rows[rows < len(rows)]

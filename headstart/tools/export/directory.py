@@ -43,21 +43,6 @@ class Directory:
         """The last part of the name: a cached repo's folder is called by its commit."""
         return Path(self.name).name or self.path.resolve().name
 
-    @property
-    def quantization(self) -> dict[str, Any]:
-        """quantization_config, wherever it stands; empty for a model that is not quantized."""
-        inner = self.config.get("text_config")
-        found = self.config.get("quantization_config") or (isinstance(inner, dict) and inner.get("quantization_config"))
-        return found if isinstance(found, dict) else {}
-
-    @property
-    def weight_block_size(self) -> tuple[int, int] | None:
-        """Rows and columns of a weight that share one scale, where the config says."""
-        match self.quantization.get("weight_block_size"):
-            case [int(rows), int(columns)] if rows > 0 and columns > 0:
-                return rows, columns
-        return None
-
     def side_files(self) -> dict[str, Path]:
         """Everything in the directory that holds no weights: tokenizer, templates, licence and so on."""
         return {

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from headstart.errors import UsageError
 from headstart.formats.base import Tensor, make_tensor
+from headstart.formats.quantization import quantizations
 from headstart.formats.safetensors import Planned
 
 BLOCK = 128
@@ -25,24 +26,15 @@ CONFIG = {
     "activation_scheme": "dynamic",
     "weight_block_size": [BLOCK, BLOCK],
 }
-EXCLUDING = {
-    "fp8": "modules_to_not_convert",
-    "awq": "modules_to_not_convert",
-    "compressed-tensors": "ignore",
-    "modelopt": "ignore",
-    "bitsandbytes": "llm_int8_skip_modules",
-    "gptq": "dynamic",
-}
-"""quant_method -> the key of quantization_config that names modules left alone."""
 
 
 def excluding(quantization: Mapping[str, Any], modules: list[str]) -> dict[str, Any] | None:
     """quantization_config with `modules` left alone; None for a method that has no known way to say so."""
     method = str(quantization.get("quant_method"))
-    key = EXCLUDING.get(method)
+    key = next((each.excludes[method] for each in quantizations().values() if method in each.excludes), None)
     if key is None:
         return None
-    if method == "gptq":
+    if key == "dynamic":  # rules by regular expression
         rules: dict[str, Any] = {f"-:^{name.replace('.', chr(92) + '.')}$": {} for name in modules}
         return {**quantization, key: {**(quantization.get(key) or {}), **rules}}
     listed = list(quantization.get(key) or [])
@@ -74,11 +66,9 @@ def planned(name: str, stored: Tensor) -> list[Planned]:
 def _slabs(stored: Tensor) -> Iterator[tuple[NDArray[np.float32], NDArray[np.float32]]]:
     """128 rows at a time, and the scale of each of its blocks."""
     rows, columns = stored.shape
-    row_bytes = stored.nbytes // rows
     for begin in range(0, rows, BLOCK):
         count = min(BLOCK, rows - begin)
-        data = stored.read_bytes(begin * row_bytes, count * row_bytes)
-        values = make_tensor(stored.name, (count, columns), stored.dtype, data).float32()
+        values = stored.span(begin, count).float32()
         largest = np.maximum.reduceat(np.abs(values).max(axis=0), np.arange(0, columns, BLOCK))
         yield values, np.where(largest > 0, largest / LARGEST, 1).astype(np.float32)
 

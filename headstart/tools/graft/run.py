@@ -16,13 +16,14 @@ import headstart
 from headstart.config import EngineConfig
 from headstart.core import Progress, Report, no_progress
 from headstart.errors import HeadstartError, ModelError, UsageError
+from headstart.files import write_whole
 from headstart.formats.base import PIECE_BYTES, Tensor
 from headstart.formats.mtp_families import declared
+from headstart.formats.quantization import Weights, settings_of
 from headstart.formats.safetensors import Planned, copied
 from headstart.formats.safetensors_file import INDEX
 from headstart.models.base import is_known
 from headstart.stats import DraftStats
-from headstart.tools.export import dequantize
 from headstart.tools.export.directory import Directory
 from headstart.tools.export.heads import (
     can_be_quantized,
@@ -32,6 +33,7 @@ from headstart.tools.export.heads import (
     with_keys,
     without_head,
 )
+from headstart.tools.export.plain import CODES, make_plain
 from headstart.tools.export.plan import Plan, as_json, carry_out, check_target, index_text
 from headstart.tools.graft import quantize as fp8
 from headstart.tools.graft.fit import check_fit
@@ -75,9 +77,9 @@ def run(options: GraftOptions, progress: Progress = no_progress) -> Report:
     data = {"out": str(options.out), "bytes": size, "notes": plan.notes, **plan.data}
     lines = [f"{options.out}: {size / 1e6:.0f} MB, {plan.data['what']}", *(f"note: {note}" for note in plan.notes)]
     if base is not None:
-        data["acceptance"] = found = measure(options.out, progress)
-        lines.append(found["verdict"])
-        _add_to_provenance(options.out, found)
+        data["acceptance"] = acceptance = measure(options.out, progress)
+        lines.append(acceptance["verdict"])
+        _add_to_provenance(options.out, acceptance)
     return Report(True, data, lines)
 
 
@@ -101,7 +103,7 @@ def _graft(target: Directory, base: Directory, quantize: bool) -> Plan:
     if len(here) >= len(there):
         raise ModelError(f"{target.name} has its head: {len(here)} tensors", "to replace it, use --strip first")
     if quantize:
-        fp8.check_method(target.quantization)
+        fp8.check_method(settings_of(target.config))
     notes = check_fit(target, base)
     new = _renamed(target, base, there)
     planned, config, more = _head(target, base, new, quantize)
@@ -133,10 +135,12 @@ def _head(
     """The head's tensors, the config that describes them, and notes."""
     tensors = base.tensors
     config = with_keys(target.config, head_keys(base.config))
-    quantized = any(dequantize.is_scale(name, tensors) or tensors[name].dtype in dequantize.CODES for name in new)
-    if quantized and _alike(target.quantization, base.quantization):
+    weights = Weights(tensors, base.config)
+    head = [stored for stored in weights.stored.values() if stored.main.name in new]
+    quantized = any(weights.look(stored)[0] or stored.main.dtype in CODES for stored in head)
+    if quantized and _alike(settings_of(target.config), settings_of(base.config)):
         return [copied(name, tensors[old]) for old, name in new.items()], config, []
-    plain = dequantize.make_plain(new, tensors, base.weight_block_size)
+    plain = make_plain(new, weights)
     notes = list(plain.notes)
     if plain.converted:
         notes.append(f"{len(plain.converted)} quantized tensors of the head were turned into bfloat16")
@@ -167,7 +171,7 @@ def _describe(
     scaled = {each.name.removesuffix("_scale_inv") for each in planned if each.name.endswith("_scale_inv")}
     modules = [each.name for each in planned if len(each.shape) == 2 and each.name.endswith(".weight")]
     alone = [name.removesuffix(".weight") for name in modules if name not in scaled]
-    quantization: Mapping[str, Any] = target.quantization
+    quantization: Mapping[str, Any] = settings_of(target.config)
     if quantize and not quantization:
         trunk = head_names(target.tensors, target.config) ^ set(target.tensors)
         matrices = [name for name in trunk if name.endswith(".weight") and len(target.tensors[name].shape) == 2]
@@ -262,11 +266,9 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _add_to_provenance(out: Path, found: Mapping[str, Any]) -> None:
+def _add_to_provenance(out: Path, acceptance: Mapping[str, Any]) -> None:
     document = json.loads((out / PROVENANCE).read_text("utf-8"))
-    aside = out / f".{PROVENANCE}"
-    aside.write_text(as_json({**document, "acceptance": dict(found)}) + "\n", "utf-8")
-    aside.replace(out / PROVENANCE)
+    write_whole(out / PROVENANCE, as_json({**document, "acceptance": dict(acceptance)}) + "\n")
 
 
 def measure(model: Path, progress: Progress) -> dict[str, Any]:

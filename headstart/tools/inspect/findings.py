@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from headstart.formats.base import Checkpoint, Tensor
+from headstart.formats.quantization import settings_of
 from headstart.formats.symbols import NESTED, lookup, text_config
 from headstart.tools.inspect.heads import Heads
 from headstart.tools.inspect.parts import MTP, part_of
-from headstart.tools.inspect.weights import Weight, quantization_of
+from headstart.tools.inspect.weights import Weight
 
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
@@ -124,7 +125,7 @@ def _quantized(subject: Subject) -> Iterator[Finding]:
             level, "quantization", text + ("; 4-bit heads often accept far less" if level == "warning" else "")
         )
     elif head and trunk and subject.checkpoint.format == "safetensors" and not _excluded(subject):
-        patterns = ", ".join(key for key in _EXCLUDING if key in quantization_of(subject.config)) or "ignore"
+        patterns = ", ".join(key for key in _EXCLUDING if key in settings_of(subject.config)) or "ignore"
         text = f"trunk {', '.join(sorted(trunk))}, head not quantized, but quantization_config does not leave it out"
         yield Finding(
             "warning", "quantization", f"{text}: engines may refuse or misread it; add its modules to {patterns}"
@@ -137,7 +138,7 @@ def _is_small(kind: str) -> bool:
 
 def _excluded(subject: Subject) -> bool:
     """Does the quantization config leave the heads' block out, by any of the spellings?"""
-    settings = quantization_of(subject.config)
+    settings = settings_of(subject.config)
     if not settings:
         return True
     listed = [each for key in _EXCLUDING if isinstance(value := settings.get(key), list) for each in value]

@@ -19,6 +19,7 @@ from headstart.errors import ModelError, UsageError
 from headstart.formats import find_checkpoint
 from headstart.formats.base import Checkpoint
 from headstart.formats.mtp_families import find_drafter
+from headstart.formats.quantization import settings_of
 from headstart.formats.symbols import text_config
 from headstart.tools.inspect import deep, drafters
 from headstart.tools.inspect.drafters import Check, Drafter, check_fit, check_native, describe_drafter
@@ -27,7 +28,7 @@ from headstart.tools.inspect.heads import Heads, examine
 from headstart.tools.inspect.parts import summary
 from headstart.tools.inspect.render import lines
 from headstart.tools.inspect.verdict import judge
-from headstart.tools.inspect.weights import Weight, quantization_of, weights_of
+from headstart.tools.inspect.weights import Weight, weights_of
 
 SCHEMA = 1
 LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length")
@@ -159,7 +160,7 @@ def _document(
 ) -> dict[str, Any]:
     text, generation = text_config(checkpoint.config), checkpoint.generation_config
     parts = heads.parts if heads else {"drafter": dict(weights)}
-    quantization = quantization_of(checkpoint.config)
+    quantization = settings_of(checkpoint.config)
     family = heads.family if heads else None
     return {
         "schema": SCHEMA,
@@ -193,11 +194,11 @@ def _fit(target: Checkpoint | None, checks: list[Check] | None) -> dict[str, Any
 
 def describe_head(path: Path, model: Checkpoint) -> dict[str, Any]:
     """A head that is a checkpoint of its own, and whether it fits the model. Raises UsageError for what is none."""
-    from headstart.formats.head import is_head, read_head  # it needs more than headers do
+    from headstart.heads.files import is_head, read_head  # it needs more than headers do
 
     if path.is_dir() and not is_head(path):
         raise UsageError(f"--head {path} is not a head directory", f"look at it with `headstart inspect {path}`")
-    head, _, draft_token_ids = read_head(path)
+    head = read_head(path)
     checkpoint = find_checkpoint(path)
     layout = find_drafter(checkpoint.config)
     assert layout is not None  # it is a head
@@ -205,11 +206,11 @@ def describe_head(path: Path, model: Checkpoint) -> dict[str, Any]:
     drafter = describe_drafter(checkpoint, weights, layout)
     return {
         "path": str(path),
-        "kind": head.kind,
-        "modules": head.num_modules,
+        "kind": head.spec.kind,
+        "modules": head.spec.num_modules,
         "hidden_size": head.hidden_size,
         "vocab_size": head.vocab_size,
-        "draft_vocab_size": head.vocab_size if draft_token_ids is None else len(draft_token_ids),
+        "draft_vocab_size": head.vocab_size if head.draft_token_ids is None else len(head.draft_token_ids),
         "trunk": head.trunk,
         **summary(weights.values()),
         "fit": _fit(model, check_fit(drafter, checkpoint.config, model)),

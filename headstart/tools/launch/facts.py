@@ -13,14 +13,13 @@ from headstart.formats import gguf, open_checkpoint
 from headstart.formats.gguf_file import read as read_gguf
 from headstart.formats.json_object import read_object
 from headstart.formats.mtp_families import declared, find_family
+from headstart.formats.quantization import Quantization, declared as declared_quantization, settings_of
 from headstart.formats.safetensors_file import INDEX
 from headstart.formats.symbols import as_size, text_config
 from headstart.tools.inspect.parts import MTP, part_of
 from headstart.tools.plan.config_shape import shape_of
 
 EXPERT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
-BITS = {"fp8": 8, "int8": 8, "awq": 4, "gptq": 4, "mxfp4": 4, "nvfp4": 4, "modelopt": 4, "compressed-tensors": 8}
-"""Bits of a weight, roughly, by quant_method: for repos of which only the config is here."""
 METHODS = ("eagle3", "dflash", "dspark", "medusa", "eagle", "mtp")
 """Kinds of separate drafters, told by words in their configs; the first that fits."""
 
@@ -92,7 +91,6 @@ def of_config(
 ) -> Facts:
     """Facts that config.json tells; with `names` of tensors, MTP modules count only if theirs are among them."""
     text = text_config(config)
-    quantization = (config.get("quantization_config") or text.get("quantization_config") or {}).get("quant_method")
     promised = declared(config, find_family(config)).modules
     layers = as_size(text.get("num_hidden_layers")) or 0
     there = names is None or any(part_of(name, layers) == MTP for name in names)
@@ -100,11 +98,11 @@ def of_config(
         source=source,
         model_type=str(text.get("model_type") or "unknown"),
         format="safetensors",
-        weight_bytes=weight_bytes if weight_bytes is not None else _estimated(text, quantization),
+        weight_bytes=weight_bytes if weight_bytes is not None else _estimated(text, declared_quantization(config)),
         modules=promised if there else 0,
         attention_heads=as_size(text.get("num_attention_heads")) or 1,
         experts=next((size for key in EXPERT_KEYS if (size := as_size(text.get(key)))), 0),
-        quantization=quantization,
+        quantization=settings_of(config).get("quant_method"),
         remote_code="auto_map" in config,
         declared=promised,
         local=local,
@@ -127,14 +125,14 @@ def method_of(head: str) -> str:
     words = " ".join(
         str(config.get(key) or "") for key in ("architectures", "model_type", "speculators_model_type")
     ).lower()
-    found = next((method for method in METHODS if method in words.replace("-", "").replace("_", "")), None)
-    return found or ("mtp" if declared(config).modules else "draft_model")
+    named = next((method for method in METHODS if method in words.replace("-", "").replace("_", "")), None)
+    return named or ("mtp" if declared(config).modules else "draft_model")
 
 
-def _estimated(text: Mapping[str, Any], quantization: str | None) -> int | None:
+def _estimated(text: Mapping[str, Any], quantization: Quantization | None) -> int | None:
     """Bytes of the weights by the sizes that the config names."""
     try:
         counts = shape_of("model", text).parameters()
     except ModelError:
         return None
-    return sum(counts.values()) * BITS.get(quantization or "", 16) // 8
+    return sum(counts.values()) * (quantization.bits if quantization else 16) // 8

@@ -3,54 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import Any
 
 from headstart.errors import UsageError
+from headstart.formats.quantization import WeightBytes, declared, quantizations
 from headstart.tools.plan.shape import Part, Shape
 
-
-@dataclass(frozen=True)
-class WeightFormat:
-    """Bytes of one weight, scales included. `compute` is tried first, then what the device has of COMPUTE_ORDER."""
-
-    attention: float
-    mlp: float
-    experts: float
-    lm_head: float
-    compute: str = "bf16"
-    head: float | None = None  # the blocks of a drafting head; None: as the trunk's
-
-    def bytes_of(self, part: Part) -> float:
-        sizes = {"attention": self.attention, "mlp": self.mlp, "experts": self.experts}
-        return sizes.get(part, self.lm_head)
-
-
-GROUPED_INT4 = 0.5 + 2.5 / 128
-"""Groups of 128 with a 16-bit scale and a 4-bit zero point (AWQ, GPTQ)."""
-MX_FP4 = 0.5 + 1 / 32
-NV_FP4 = 0.5 + 1 / 16
-
-FORMATS: Mapping[str, WeightFormat] = {
-    "bf16": WeightFormat(2, 2, 2, 2),
-    "fp8": WeightFormat(1, 1, 1, 2, "fp8"),
-    "int8": WeightFormat(1, 1, 1, 2, "int8"),
-    "int4": WeightFormat(GROUPED_INT4, GROUPED_INT4, GROUPED_INT4, 2, head=2),
-    "nvfp4": WeightFormat(NV_FP4, NV_FP4, NV_FP4, 2, "fp4"),
-    "mxfp4": WeightFormat(2, 2, MX_FP4, 2),
-    "fp4-fp8": WeightFormat(1, 1, MX_FP4, 2, "fp8"),
-    "q8_0": WeightFormat(1.0625, 1.0625, 1.0625, 1.0625, "int8"),
-    "q4_1": WeightFormat(0.625, 0.625, 0.625, 1.0625, "int8"),
-    "q4_k_m": WeightFormat(0.6, 0.6, 0.6, 0.82, "int8"),
-    "mlx4": WeightFormat(0.5625, 0.5625, 0.5625, 0.5625),
+GGUF: Mapping[str, WeightBytes] = {
+    "q8_0": WeightBytes(1.0625, 1.0625, 1.0625, 1.0625, "int8"),
+    "q4_1": WeightBytes(0.625, 0.625, 0.625, 1.0625, "int8"),
+    "q4_k_m": WeightBytes(0.6, 0.6, 0.6, 0.82, "int8"),
 }
 KV_BYTES: Mapping[str, float] = {"float32": 4, "bf16": 2, "bfloat16": 2, "fp8": 1, "int8": 1, "int4": 0.5625}
 COMPUTE_ORDER = ("fp8", "int8", "bf16")
 
 
-def weight_format(name: str) -> WeightFormat:
-    if name not in FORMATS:
-        raise UsageError(f"--weights is {name!r}, which is not known", f"known: {', '.join(FORMATS)}")
-    return FORMATS[name]
+def weight_formats() -> dict[str, WeightBytes]:
+    """All formats by name: plain, those of the quantizations, and GGUF's."""
+    return {
+        "bf16": WeightBytes(2, 2, 2, 2),
+        **{k: v for q in quantizations().values() for k, v in q.plans.items()},
+        **GGUF,
+    }
+
+
+def weight_format(name: str) -> WeightBytes:
+    if name not in (known := weight_formats()):
+        raise UsageError(f"--weights is {name!r}, which is not known", f"known: {', '.join(known)}")
+    return known[name]
+
+
+def declared_format(config: Mapping[str, Any]) -> str:
+    """By quantization_config; bf16 without one."""
+    quantization = declared(config)
+    return next(iter(quantization.plans), "bf16") if quantization else "bf16"
 
 
 def kv_bytes(name: str) -> float:
@@ -67,6 +53,7 @@ def precision(wanted: str, tflops: Mapping[str, float]) -> str:
     return next(name for name in wider if name in tflops and not (wanted == "fp8" and name == "int8"))
 
 
-def part_bytes(shape: Shape, weights: WeightFormat, part: Part) -> float:
+def part_bytes(shape: Shape, weights: WeightBytes, part: Part) -> float:
     """Bytes of one weight of a part: as measured in the checkpoint, else by the format."""
-    return shape.bytes_per_weight.get(part, weights.bytes_of(part))
+    by_format = getattr(weights, part) if part in ("attention", "mlp", "experts") else weights.lm_head
+    return shape.bytes_per_weight.get(part, by_format)

@@ -16,17 +16,15 @@ from headstart import hub
 from headstart.errors import UsageError
 from headstart.formats import open_checkpoint
 from headstart.formats.base import Checkpoint, Tensor
-from headstart.formats.head import read_head
 from headstart.formats.json_object import read_object
-from headstart.formats.symbols import text_config
+from headstart.heads.files import read_head
+from headstart.heads.kind import plain_parts
 from headstart.tools.inspect.parts import part_of
 from headstart.tools.plan.acceptance import of_lengths
 from headstart.tools.plan.config_shape import KERNELS, shape_of
-from headstart.tools.plan.formats import weight_format
+from headstart.tools.plan.formats import declared_format, weight_format
 from headstart.tools.plan.shape import MLP, Attention, Head, Layers, Part, Shape
 
-QUANT_METHODS = {"fp8": "fp8", "mxfp4": "mxfp4", "awq": "int4", "gptq": "int4", "auto-round": "int4"}
-"""quantization_config.quant_method -> weight format."""
 GGUF_TYPES = {"Q8_0": "q8_0", "Q4_1": "q4_1", "Q4_K": "q4_k_m", "Q6_K": "q8_0", "Q4_0": "q4_1"}
 """The most frequent block type -> the format whose products run alike; bytes are measured."""
 LIKELY_BYTES = (0.2, 4.6)
@@ -97,12 +95,6 @@ def _from_config(name: str, config: Mapping[str, Any]) -> Shape:
     return shape.noted(f"shape of {name}: its config.json; no weights were looked at, format {shape.weights}")
 
 
-def declared_format(config: Mapping[str, Any]) -> str:
-    """By quantization_config; bf16 without one."""
-    method = str((text_config(config).get("quantization_config") or {}).get("quant_method", ""))
-    return QUANT_METHODS.get(method, "bf16")
-
-
 def from_checkpoint(checkpoint: Checkpoint, name: str) -> Shape:
     """Sizes by config, bytes by the tensors' headers."""
     types = Counter[str]()
@@ -137,13 +129,13 @@ def undescribed(shape: Shape, tensors: Mapping[str, Tensor]) -> list[str]:
 
 def measured_bytes(shape: Shape, tensors: Mapping[str, Tensor]) -> tuple[dict[Part, float], list[Part]]:
     """Bytes of a weight by part, and the parts whose tensors do not match the shape."""
-    found: Counter[Part] = Counter()
+    totals: Counter[Part] = Counter()
     for name, tensor in tensors.items():
         if (part := _part(name, shape)) is not None:
-            found[part] += tensor.nbytes
-    if "lm_head" not in found:
-        found["lm_head"] = found["embedding"]
-    sizes = {part: found[part] / count for part, count in shape.parameters().items() if count and found[part]}
+            totals[part] += tensor.nbytes
+    if "lm_head" not in totals:
+        totals["lm_head"] = totals["embedding"]
+    sizes = {part: totals[part] / count for part, count in shape.parameters().items() if count and totals[part]}
     unlikely = [part for part, size in sizes.items() if not LIKELY_BYTES[0] < size < LIKELY_BYTES[1]]
     return {part: size for part, size in sizes.items() if part not in unlikely}, unlikely
 
@@ -158,10 +150,11 @@ def _part(name: str, shape: Shape) -> Part | None:
 
 def with_head(shape: Shape, path: Path) -> Shape:
     """With a head that is a checkpoint of its own."""
-    config, tensors, draft_token_ids = read_head(path)
-    spec, hidden = config.block.attention, shape.hidden
+    head = read_head(path)
+    (attention, mlp), hidden, draft_token_ids = plain_parts(head.spec.layer), shape.hidden, head.draft_token_ids
+    spec = attention.spec
     block = Layers(
-        config.num_modules,
+        head.spec.num_modules,
         Attention(
             weights=hidden * spec.head_dim * 2 * (spec.num_heads + spec.num_kv_heads),
             kernels=KERNELS["full"],
@@ -169,11 +162,11 @@ def with_head(shape: Shape, path: Path) -> Shape:
             work=2 * spec.num_heads * spec.head_dim,
             splits=spec.num_kv_heads,
         ),
-        MLP(weights=3 * hidden * config.block.intermediate_size, kernels=KERNELS["dense"]),
+        MLP(weights=3 * hidden * mlp.inner, kernels=KERNELS["dense"]),
     )
     draft_vocab = shape.vocab if draft_token_ids is None else len(draft_token_ids)
     changed = replace(shape, head=Head(block=block, projection=2 * hidden * hidden, draft_vocab=draft_vocab))
-    size = sum(tensor.nbytes for tensor in tensors.values()) / changed.parameters()["head"]
+    size = sum(tensor.nbytes for tensor in head.tensors.values()) / changed.parameters()["head"]
     notes = [note for note in shape.notes if "no MTP head" not in note]
     return replace(
         changed, bytes_per_weight=shape.bytes_per_weight | {"head": size}, notes=(*notes, f"head: {path.name}")

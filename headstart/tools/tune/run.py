@@ -11,7 +11,8 @@ from typing import Any
 from headstart import hub
 from headstart.config import AUTO, FIXED_DEPTH, Depth, EngineConfig
 from headstart.core import Progress, Report, no_progress
-from headstart.engine.load import Model, attach_head, load_model
+from headstart.engine.attach import attach_head
+from headstart.engine.load import Model, load_model
 from headstart.errors import UsageError
 from headstart.tools.bench import workloads
 from headstart.tools.bench.document import Cell, Interval
@@ -149,11 +150,11 @@ class _Tuning:
 
     def rows(self) -> list[dict[str, Any]]:
         """Plain decoding first, then the candidates, the best before the others."""
-        found: list[dict[str, Any]] = []
+        documents: list[dict[str, Any]] = []
         for each in self.candidates:
             gain = each.gain(self.plain)
             lengths = [cell.speculation.acceptance_length for cell in each.cells if cell.speculation]
-            found.append(
+            documents.append(
                 {
                     "drafter": each.drafter,
                     "depth": each.depth,
@@ -164,9 +165,9 @@ class _Tuning:
                     "acceptance_length": mean(lengths) if lengths else 1.0,
                 }
             )
-        found.sort(key=lambda row: -row["speedup"])
+        documents.sort(key=lambda row: -row["speedup"])
         return [{"drafter": "none", "depth": 0, "speedup": 1.0, "low": None, "high": None, "pairs": self.rounds,
-                 "acceptance_length": 1.0}, *found]  # fmt: skip
+                 "acceptance_length": 1.0}, *documents]  # fmt: skip
 
 
 def _runners(model: Model, config: EngineConfig) -> list[tuple[str, InProcess]]:
@@ -178,18 +179,18 @@ def _runners(model: Model, config: EngineConfig) -> list[tuple[str, InProcess]]:
     if config.drafter == AUTO:
         ways = [*([("mixed", model)] if model.head else []), *_other_heads(model, config), ("ngram", model)]
     blocks: int | None = config.kv_blocks
-    found = []
+    runners = []
     for drafter, headed in ways:
         runner = InProcess(headed, replace(config, drafter=drafter, kv_blocks=blocks))
         blocks = runner.kv_blocks
-        found.append((drafter, runner))
-    return found
+        runners.append((drafter, runner))
+    return runners
 
 
 def _other_heads(model: Model, config: EngineConfig) -> list[tuple[str, Model]]:
     """The model with each shipped head that `--drafter KIND` would take in place of its own."""
     if config.head is not None or model.head is None:
         return []
-    own = model.head.head.kind
+    own = model.head.spec.kind
     shipped = hub.shipped_heads(model.name).items()
     return [(kind, replace(model, head=attach_head(model, path))) for kind, path in shipped if kind != own]

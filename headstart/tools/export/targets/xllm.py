@@ -14,12 +14,13 @@ from typing import Any
 from headstart.errors import ModelError
 from headstart.formats.base import Tensor
 from headstart.formats.json_object import read_object
+from headstart.formats.quantization import AGAIN, Weights
 from headstart.formats.safetensors import Planned
 from headstart.formats.safetensors_file import INDEX
-from headstart.tools.export import dequantize
 from headstart.tools.export.detect import count_modules, detect_model_type, draft_config, nested, positive
 from headstart.tools.export.directory import Directory
 from headstart.tools.export.layouts import Layout, layout_of
+from headstart.tools.export.plain import make_plain
 from headstart.tools.export.plan import Plan, as_json, index_text
 from headstart.tools.export.source import Request
 
@@ -70,11 +71,13 @@ def cut_module(source: Directory, layout: Layout) -> Cut:
     if not own:
         prefixes = " or ".join(_prefixes(source.config, layout))
         raise ModelError(f"{source.name} holds no tensors under {prefixes}", "headstart inspect says which are there")
-    _check_whole(source, layout, set(own.values()))
+    weights = Weights(source.tensors, source.config)
+    held = [stored.name for stored in weights.stored.values() if stored.main.name in own]
+    _check_whole(source, layout, {str(rest_of(name, source.config, layout)) for name in held})
     for name in _borrowed_twice(names):
         del names[name]
     cut = Cut({name: source.tensors[name] for name in names})
-    _write_plain(source, layout, names, cut)
+    _write_plain(source, layout, names, weights, cut)
     return cut
 
 
@@ -129,7 +132,7 @@ def _check_whole(source: Directory, layout: Layout, rests: set[str]) -> None:
     if experts and (absent := sorted(set(range(int(promised))) - experts)):
         raise ModelError(
             f"{source.name}: the MTP module has {len(experts)} of {promised} experts; {absent[0]} is missing",
-            dequantize.AGAIN,
+            AGAIN,
         )
 
 
@@ -145,10 +148,10 @@ def _check_shared(source: Directory, layout: Layout) -> None:
         raise ModelError(f"{source.name} has no lm_head, and its embedding is not tied", "download it again")
 
 
-def _write_plain(source: Directory, layout: Layout, names: Mapping[str, str], cut: Cut) -> None:
+def _write_plain(source: Directory, layout: Layout, names: Mapping[str, str], weights: Weights, cut: Cut) -> None:
     """Fill `cut.planned`."""
     described = (source.path / DESCRIPTION).exists()  # then the engine reads scales by it
-    plain = dequantize.make_plain(names, source.tensors, _block_size(source, layout), described)
+    plain = make_plain(names, weights, described)
     cut.planned += plain.planned
     cut.notes += plain.notes
     if plain.converted and not (layout.fp8_blocks and all(name.endswith("_scale_inv") for name in plain.scales)):
@@ -156,10 +159,6 @@ def _write_plain(source: Directory, layout: Layout, names: Mapping[str, str], cu
             f"{len(plain.converted)} quantized tensors were turned into bfloat16; export_mtp.py copies them without "
             "their scales"
         )
-
-
-def _block_size(source: Directory, layout: Layout) -> tuple[int, int] | None:
-    return source.weight_block_size or ((128, 128) if layout.fp8_blocks else None)
 
 
 def _description(source: Directory) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Quantizations, one file each: `QUANTIZATION = Quantization(...)`."""

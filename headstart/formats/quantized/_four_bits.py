@@ -1,0 +1,24 @@
+"""Two FP4 codes in a byte, the even column in the low half."""
+
+from __future__ import annotations
+
+from headstart.formats.quantization import Shape, Stored
+
+
+def unpacked(shape: Shape) -> Shape:
+    """The weight's shape from that of its bytes."""
+    return (*shape[:-1], shape[-1] * 2)
+
+
+def group_of(stored: Stored) -> int:
+    """Columns that share a scale where bytes and scales are those of FP4: 16 or 32; 0 for anything else."""
+    main = stored.main
+    if stored.word == "weight_packed":
+        scale = stored.beside.get("weight_scale")
+        return 0 if main.dtype != "U8" or not main.shape else 32 if scale and scale.dtype in ("U8", "F8_E8M0") else 16
+    scale = stored.beside.get("weight_scale") or stored.beside.get("scale")
+    groups = scale.shape[-1] if scale and len(scale.shape) > 1 else 0
+    if main.dtype not in ("U8", "I8") or not groups or not main.shape:
+        return 0
+    size, rest = divmod(2 * main.shape[-1], groups)
+    return size if size in (16, 32) and not rest else 0

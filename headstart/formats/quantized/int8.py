@@ -1,0 +1,36 @@
+"""Integers of 8 bits with a scale for a tensor, a row or a block."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headstart.formats.base import Tensor
+from headstart.formats.quantization import Decode, Described, Quantization, Stored, WeightBytes
+from headstart.formats.quantized._four_bits import group_of
+from headstart.formats.quantized._scaled import scaled
+
+
+def describe(stored: Stored) -> Described | None:
+    signs = {"SCB", "_scales"} | {word for word in stored.beside if "absmax" in word}
+    if stored.packed or stored.main.dtype not in ("I8", "U8") or signs & stored.beside.keys():
+        return None
+    return None if group_of(stored) or not stored.scale else Described(stored.main.shape, "int8")
+
+
+def codes(stored: Tensor) -> NDArray[np.float32]:
+    return stored.data.view(np.int8).astype(np.float32)
+
+
+def decode(stored: Stored) -> Decode | None:
+    return scaled(stored, stored.main.shape, codes) if stored.main.dtype == "I8" and stored.scale else None
+
+
+QUANTIZATION = Quantization(
+    detect=lambda settings: settings.get("quant_method") == "int8",
+    beside=("weight_scale", "weight_zero_point", "scale"),
+    describe=describe,
+    decode=decode,
+    bits=8,
+    plans={"int8": WeightBytes(1, 1, 1, 2, "int8")},
+)

@@ -1,0 +1,105 @@
+"""A weight quantization from one file, the text of CONTRIBUTING.md: loaded, inspected, exported and planned."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import family_of
+
+from headstart import registry
+from headstart.api import LLM
+from headstart.cli.main import main
+from headstart.config import EngineConfig
+from headstart.core import SamplingParams
+from headstart.errors import ModelError
+from headstart.formats.safetensors import bfloat16
+from headstart.formats.safetensors_file import read_file
+from headstart.models.small import Arrays
+from headstart.tools.tiny import write_model
+
+PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
+WEIGHTS = ("--weights", "ladder")
+LADDER = {"quantization_config": {"quant_method": "ladder"}}
+
+
+@pytest.fixture
+def ladder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    text = PAGE.read_text("utf-8").split("## Write a quantization\n")[1].split("\n## ")[0]
+    folder = tmp_path_factory.mktemp("quantizations")
+    (folder / "ladder.py").write_text(re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)[0], "utf-8")
+    with registry.search_path("quantizations", folder):
+        yield
+
+
+def both(path: Path) -> tuple[Path, Path]:
+    """A tiny model with an MTP head whose matrices are stored so, and the same values written plainly."""
+    config, arrays = family_of("mimo").tiny()
+    rng, stored, plain = np.random.default_rng(4), Arrays(), Arrays()
+    for name, array in arrays.items():
+        if not name.endswith("_proj.weight"):
+            stored[name] = plain[name] = array
+            continue
+        codes = rng.integers(0, 256, array.shape, dtype=np.uint8)
+        low, step = -rng.random(len(codes), np.float32), rng.random(len(codes), np.float32) / 128
+        base = name.removesuffix("weight")
+        stored |= {f"{base}codes": codes, f"{base}low": low, f"{base}step": step}
+        plain[name] = bfloat16(low[:, None] + step[:, None] * codes.astype(np.float32))
+    return write_model(path / "ladder", config | LADDER, stored), write_model(path / "plain", config, plain)
+
+
+def document(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    code = main([*words, "--json"])
+    captured = capsys.readouterr()
+    assert code == 0, captured.err
+    return dict(json.loads(captured.out))
+
+
+def test_it_is_loaded(ladder: None, tmp_path: Path) -> None:
+    """Logits, and the text with the head, are those of the same values written plainly."""
+    params = SamplingParams(max_tokens=12, logprobs=5, ignore_eos=True)
+    seen = []
+    for folder in both(tmp_path):
+        done = LLM(str(folder), EngineConfig(threads=1, kv_blocks=40, drafter="mtp", depth=2)).generate(
+            ["the"], params
+        )[0]
+        assert done.speculation.drafted
+        seen.append((done.token_ids, done.logprobs))
+    assert seen[0] == seen[1]
+
+
+def test_it_is_inspected_and_planned(ladder: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stored, plain = both(tmp_path)
+    data, expected = document(capsys, "inspect", str(stored)), document(capsys, "inspect", str(plain))
+    assert data["heads"]["verdict"] == "alive"
+    assert data["heads"]["modules"] == expected["heads"]["modules"]
+    assert data["total"]["parameters"] == expected["total"]["parameters"]
+    assert "ladder" in data["parts"]["layers"]["types"] and "ladder" in data["parts"]["mtp"]["types"]
+    plan = ("--gpu", "h100", "--context", "64")
+    planned, asked = document(capsys, "plan", str(stored), *plan), document(capsys, "plan", str(plain), *plan, *WEIGHTS)
+    assert planned["model"]["weights"] == asked["model"]["weights"] == "ladder"
+
+
+def test_it_is_exported(ladder: None, tmp_path: Path) -> None:
+    """The draft that another engine gets holds bfloat16, the same as from the plain one."""
+    tensors = []
+    for folder in both(tmp_path):
+        assert main(["export", str(folder), "-o", str(folder) + "-draft"]) == 0
+        tensors.append(read_file(Path(str(folder) + "-draft") / "mtp_layer_parameters.safetensors"))
+    assert tensors[0].keys() == tensors[1].keys()
+    for name, tensor in tensors[0].items():
+        assert (tensor.dtype, tensor.data.tobytes()) == (tensors[1][name].dtype, tensors[1][name].data.tobytes()), name
+
+
+def test_without_its_file_it_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is guessed: one line names it."""
+    stored, _ = both(tmp_path)
+    with pytest.raises(ModelError, match="unknown quantization"):
+        registry.find("quantizations", "ladder")
+    assert main(["generate", str(stored), "--prompt", "a"]) == 2
+    assert "quantization_config names 'ladder', which is unknown" in capsys.readouterr().err.splitlines()[0]
