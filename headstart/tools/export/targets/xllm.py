@@ -14,6 +14,7 @@ from typing import Any
 from headstart.errors import ModelError
 from headstart.formats.base import Tensor
 from headstart.formats.json_object import read_object
+from headstart.formats.mtp_families import num_experts
 from headstart.formats.quantization import AGAIN, Weights
 from headstart.formats.safetensors import Planned
 from headstart.formats.safetensors_file import INDEX
@@ -127,17 +128,13 @@ def _check_whole(source: Directory, layout: Layout, rests: set[str]) -> None:
         raise ModelError(f"{source.name}: the MTP module has no decoder layer under layers.0", "download it again")
     if layout.shared_needed:
         _check_shared(source, layout)
-    promised = next((each for key in ("n_routed_experts", "num_experts") if positive(each := _text(source, key))), 0)
+    promised = num_experts(source.config)
     experts = {int(match[1]) for rest in rests if (match := re.search(r"\.experts\.(\d+)\.", rest))}
-    if experts and (absent := sorted(set(range(int(promised))) - experts)):
+    if experts and (absent := sorted(set(range(promised)) - experts)):
         raise ModelError(
             f"{source.name}: the MTP module has {len(experts)} of {promised} experts; {absent[0]} is missing",
             AGAIN,
         )
-
-
-def _text(source: Directory, key: str) -> Any:
-    return source.config.get(key, nested(source.config).get(key))
 
 
 def _check_shared(source: Directory, layout: Layout) -> None:
