@@ -4,12 +4,15 @@
 #include <cmath>
 #include <cstring>
 
+#include "activations.h"
 #include "kernels.h"
 #include "quantize_rows.h"
 #include "simd.h"
 
 namespace headstart::HEADSTART_PATH {
 namespace {
+
+#define APART __attribute__((noinline))
 
 constexpr int kTiles = 4; // of 16 positions each, in a chunk
 constexpr int64_t kChunk = kTiles * 16;
@@ -30,15 +33,16 @@ INLINE f32 lanes_from(int64_t first) { // first, first + 1, ... as floats
     return load(numbers) + splat((float)first);
 }
 
-// One query: where it is, which positions of the chunk it sees, and its softmax so far.
+// One query: which positions it sees, which of them in this chunk, and its softmax so far.
 struct Query {
     const float* values;
-    int64_t limit, begin, end;
+    int64_t first, limit, begin, end;
     float peak, total;
     alignas(64) float sum[kMaxValueDim];
     alignas(64) float weight[kChunk]; // scores of the chunk, then e^(score - peak)
 };
 
+// Its loops are functions of their own, so that none costs another its registers.
 template <Store kStore, int kQueries> struct Attend {
     explicit Attend(const AttendTask& work) : task(work) {} // the rest is set where it is used: it is large
     const AttendTask& task;
@@ -52,6 +56,10 @@ template <Store kStore, int kQueries> struct Attend {
         int count = 0;
         for (; count < kTiles && start + count * 16 < longest; ++count) {
             const int64_t position = start + count * 16;
+            if (position >= task.scratch_from) {
+                found[count] = task.scratch + (position - task.scratch_from) / 16 * task.layout.tile_bytes();
+                continue;
+            }
             const int64_t slot = task.block_table[position / task.block_size] * task.block_size +
                                  position % task.block_size;
             found[count] = task.pool + (slot / 16 * task.layout.num_heads + task.kv_head) * task.layout.tile_bytes();
@@ -60,7 +68,7 @@ template <Store kStore, int kQueries> struct Attend {
     }
 
     // Scaled scores of one tile; -inf where a query may not look. Fetches the tile's values meanwhile.
-    void score(int t) {
+    APART void score(int t) {
         const int64_t dim = task.layout.head_dim, line = 16 * task.layout.item();
         const uint8_t* values = tile[t] + task.layout.values_at();
         f32 sum[kQueries];
@@ -81,8 +89,18 @@ template <Store kStore, int kQueries> struct Attend {
         }
     }
 
+    // Hidden scores stay -inf.
+    APART void cap(Query& each) {
+        for (int t = 0; t < tiles; ++t) {
+            const f32 score = load(each.weight + t * 16);
+            const f32 capped = softcap(score, task.softcap);
+            store(each.weight + t * 16, select_less(score, splat(-FLT_MAX), score, capped));
+        }
+    }
+
     // Scores to e^(score - peak); rescales what was summed before.
-    void soften(Query& each) {
+    APART void soften(Query& each) {
+        if (task.softcap != 0.0f) cap(each);
         f32 w[kTiles], best = splat(-INFINITY);
         for (int t = 0; t < tiles; ++t) best = max(best, w[t] = load(each.weight + t * 16));
         const float top = max_lanes(best);
@@ -121,7 +139,7 @@ template <Store kStore, int kQueries> struct Attend {
             for (int s = 0; s < kWidth; ++s) store(query[first + i].sum + d + s * 16, sum[i][s]);
     }
 
-    template <int kCount> void gather(int first, int64_t begin, int64_t end) {
+    template <int kCount> APART void gather(int first, int64_t begin, int64_t end) {
         const int64_t dim = task.layout.padded_value();
         int64_t d = 0;
         for (; d + kStrips * 16 <= dim; d += kStrips * 16) gather_strips<kCount, kStrips>(first, d, begin, end);
@@ -135,20 +153,28 @@ template <Store kStore, int kQueries> struct Attend {
     }
 
     void run(int64_t first_query) {
-        int64_t longest = 0;
+        int64_t longest = 0, earliest = INT64_MAX;
         for (int i = 0; i < kQueries; ++i) {
             const int64_t row = task.first_row + (first_query + i) / task.group;
             const int64_t head = task.kv_head * task.group + (first_query + i) % task.group;
             Query& each = query[i];
             each.values = task.queries + row * task.query_stride + head * task.layout.head_dim;
-            each.limit = task.positions[row] + 1;
+            each.limit = task.sees[row] + 1;
             longest = each.limit > longest ? each.limit : longest;
+            const int64_t oldest = task.window ? task.positions[row] - task.window + 1 : 0;
+            each.first = oldest > task.first_position ? oldest : task.first_position;
+            earliest = each.first < earliest ? each.first : earliest;
             each.peak = -FLT_MAX; // finite: scores of -inf weigh e^-inf = 0, not NaN
             each.total = 0.0f;
+            if (task.sinks) { // the first logit of the sum: e^(sink - sink)
+                each.peak = task.sinks[head] > each.peak ? task.sinks[head] : each.peak;
+                each.total = 1.0f;
+            }
             for (int64_t d = 0; d < task.layout.padded_value(); ++d) each.sum[d] = 0.0f;
         }
-        next_tiles = locate(0, longest, next);
-        for (int64_t start = 0; start < longest; start += kChunk) {
+        const int64_t from = earliest / kChunk * kChunk;
+        next_tiles = locate(from, longest, next);
+        for (int64_t start = from; start < longest; start += kChunk) {
             tiles = next_tiles;
             std::memcpy(tile, next, sizeof tile);
             next_tiles = locate(start + kChunk, longest, next);
@@ -157,24 +183,36 @@ template <Store kStore, int kQueries> struct Attend {
         for (int i = 0; i < kQueries; ++i) finish(query[i], first_query + i);
     }
 
+    static int64_t within(int64_t offset) { return offset < 0 ? 0 : offset < kChunk ? offset : kChunk; }
+
+    // What single queries see of positions begin .. end - 1.
+    APART void gather_apart(int64_t begin, int64_t end) {
+        for (int i = 0; i < kQueries; ++i) {
+            const int64_t from = query[i].begin > begin ? query[i].begin : begin;
+            const int64_t to = query[i].end < end ? query[i].end : end;
+            if (from < to) gather<1>(i, from, to);
+        }
+    }
+
+    // Each query's sum goes over its positions one after the other, some of them beside the other queries.
     void step(int64_t start) {
-        int64_t begin = task.first_position > start ? task.first_position - start : 0, common = kChunk;
+        int64_t begin = 0, end = kChunk, first = kChunk, last = 0; // what all see, and any
         for (Query& each : query) {
-            const int64_t rest = each.limit - start;
-            each.end = rest < 0 ? 0 : rest < kChunk ? rest : kChunk;
-            each.begin = begin;
-            common = each.end < common ? each.end : common;
+            each.begin = within(each.first - start);
+            each.end = within(each.limit - start);
+            begin = each.begin > begin ? each.begin : begin;
+            end = each.end < end ? each.end : end;
+            first = each.begin < first ? each.begin : first;
+            last = each.end > last ? each.end : last;
         }
         for (int t = 0; t < tiles; ++t) score(t);
         fetch_next();
         for (Query& each : query)
-            if (each.end > begin) soften(each);
-        if (common > begin)
-            gather<kQueries>(0, begin, common);
-        else
-            common = begin;
-        for (int i = 0; i < kQueries; ++i) // a later row's own positions
-            if (query[i].end > common) gather<1>(i, common, query[i].end);
+            if (each.end > each.begin) soften(each);
+        if (end <= begin) return gather_apart(first, last);
+        if (first < begin) gather_apart(first, begin);
+        gather<kQueries>(0, begin, end);
+        if (end < last) gather_apart(end, last);
     }
 
     void finish(Query& each, int64_t index) {

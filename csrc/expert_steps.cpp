@@ -122,7 +122,7 @@ int sum(Program& program, const Routing* routing, int spoken) {
 }
 
 int experts(Program& program, int x, std::pair<int, int> chosen, nb::list gate_list, nb::list up_list,
-            nb::list down_list) {
+            nb::list down_list, int kind) {
     const Matrices gates = matrices_of(gate_list), ups = matrices_of(up_list), downs = matrices_of(down_list);
     Routing* routing = program.routings.at(chosen.first).get();
     const int64_t count = routing->router.num_experts, top_k = routing->router.top_k;
@@ -139,12 +139,13 @@ int experts(Program& program, int x, std::pair<int, int> chosen, nb::list gate_l
     const int64_t inner_pairs = num_pairs(*gates[0]);
     Step widen = step_over(routing, inner_pairs, {x, dealt}, inner, nb::make_tuple(gate_list, up_list));
     widen.quantizes = true;
-    widen.run = [&program, routing, gates, ups, x, inner, inner_pairs](const Pass& pass, int64_t task) {
+    widen.run = [&program, routing, gates, ups, x, inner, inner_pairs, kind = activation_of(kind)](const Pass& pass,
+                                                                                                   int64_t task) {
         const Share share = share_of(*routing, task, inner_pairs);
         Input in = program.input(x, pass);
         in.index = routing->rows.data() + share.first;
         in.rows = share.count;
-        program.kernels.gated(*gates[share.expert], *ups[share.expert], nullptr, nullptr, in, share.pair,
+        program.kernels.gated(*gates[share.expert], *ups[share.expert], nullptr, nullptr, kind, in, share.pair,
                               from_row(program.output(inner), share.first));
     };
     program.add(std::move(widen));

@@ -4,6 +4,7 @@
 
 #include <type_traits>
 
+#include "activations.h"
 #include "quantize_rows.h"
 #include "simd.h"
 
@@ -225,8 +226,8 @@ void quantize(const float* x, int64_t width, uint8_t* row) {
 }
 
 template <int kRows>
-void gated_rows(const Matrix& gate, const Matrix& up, const float* gate_bias, const float* up_bias, const Input& x,
-                int64_t row, int64_t pair, const Output& out) {
+void gated_rows(const Matrix& gate, const Matrix& up, const float* gate_bias, const float* up_bias, Activation kind,
+                const Input& x, int64_t row, int64_t pair, const Output& out) {
     const QuantLayout layout(out.width);
     alignas(64) float tile[kRows][32] = {};
     for (int64_t half = 0; half < 2 && 2 * pair + half < gate.num_blocks(); ++half) {
@@ -245,7 +246,7 @@ void gated_rows(const Matrix& gate, const Matrix& up, const float* gate_bias, co
             for (int r = 0; r < kRows; ++r) acc[r][1] = other[r][1];
         }
         for (int r = 0; r < kRows; ++r)
-            store(tile[r] + half * 16, silu(with_bias(acc[r][0], gate_bias, at, gate.rows)) *
+            store(tile[r] + half * 16, activate(with_bias(acc[r][0], gate_bias, at, gate.rows), kind) *
                                            with_bias(acc[r][1], up_bias, at, up.rows));
     }
     const int64_t lanes = out.width - pair * 32 < 32 ? out.width - pair * 32 : 32;
@@ -278,10 +279,10 @@ void linear(const Matrix& w, const float* bias, const Input& x, int64_t pair, co
     in_tiles(x.rows, [&](int64_t row, auto tile) { linear_rows<tile.value>(w, bias, x, row, pair, out); });
 }
 
-void gated(const Matrix& gate, const Matrix& up, const float* gate_bias, const float* up_bias, const Input& x,
-           int64_t pair, const Output& out) {
+void gated(const Matrix& gate, const Matrix& up, const float* gate_bias, const float* up_bias, Activation kind,
+           const Input& x, int64_t pair, const Output& out) {
     in_tiles(x.rows, [&](int64_t row, auto tile) {
-        gated_rows<tile.value>(gate, up, gate_bias, up_bias, x, row, pair, out);
+        gated_rows<tile.value>(gate, up, gate_bias, up_bias, kind, x, row, pair, out);
     });
     // the last panel of an odd number of groups is padded to 64 columns
     const QuantLayout layout(out.width);
@@ -366,13 +367,21 @@ void norm(const float* x, const float* residual, const float* weight, float eps,
     }
 }
 
-void silu_only(const float* x, int64_t width, float* out) {
-    for (int64_t i = 0; i < width; i += 16) store_some(out + i, width - i, silu(load_some(x + i, width - i)));
+void activate_row(const float* x, Activation kind, int64_t width, float* out) {
+    for (int64_t i = 0; i < width; i += 16) store_some(out + i, width - i, activate(load_some(x + i, width - i), kind));
 }
 
-void silu_mul(const float* gate, const float* up, int64_t width, float* out) {
+void activate_mul(const float* gate, const float* up, Activation kind, int64_t width, float* out) {
     for (int64_t i = 0; i < width; i += 16)
-        store_some(out + i, width - i, silu(load_some(gate + i, width - i)) * load_some(up + i, width - i));
+        store_some(out + i, width - i, activate(load_some(gate + i, width - i), kind) * load_some(up + i, width - i));
+}
+
+void scale(const float* x, float factor, int64_t width, float* out) {
+    for (int64_t i = 0; i < width; i += 16) store_some(out + i, width - i, load_some(x + i, width - i) * splat(factor));
+}
+
+void softcap_row(const float* x, float cap, int64_t width, float* out) {
+    for (int64_t i = 0; i < width; i += 16) store_some(out + i, width - i, softcap(load_some(x + i, width - i), cap));
 }
 
 void add(const float* a, const float* b, int64_t width, float* out) {
@@ -449,9 +458,10 @@ void decay(const float* x, const float* rate, const float* bias, int64_t width, 
 void delta(const DeltaTask& task);
 
 const Kernels& kernels() {
-    static constexpr Kernels table{NAME_OF(HEADSTART_PATH), linear,   gated, embed, quantize, norm,   silu_only,
-                                   silu_mul,                add,      rope,  store_kv, attend, sigmoid_mul, route,
-                                   weigh,                   conv,     decay, delta};
+    static constexpr Kernels table{NAME_OF(HEADSTART_PATH), linear,      gated,  embed,    quantize, norm,
+                                   activate_row,            activate_mul, scale, softcap_row, add,   rope,
+                                   store_kv,                attend,      sigmoid_mul, route, weigh,  conv,
+                                   decay,                   delta};
     return table;
 }
 

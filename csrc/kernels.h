@@ -10,14 +10,23 @@ namespace headstart {
 // Rows quantized to 8 bits in groups of 32 columns: x = scale * q, q in -127..127, columns padded to 64 with zeros.
 // Per row: padded int8, then per 32 columns the scale, the sum of q and scale * sum, and per 16 the last two again.
 struct QuantLayout {
-    explicit QuantLayout(int64_t width) : padded((width + kPanel - 1) / kPanel * kPanel), groups(padded / 32) {}
+    HEADSTART_INLINE explicit QuantLayout(int64_t width)
+        : padded((width + kPanel - 1) / kPanel * kPanel), groups(padded / 32) {}
     int64_t padded, groups;
-    int64_t row_bytes() const { return padded + groups * 4 * 7; }
-    float* scales(uint8_t* row) const { return reinterpret_cast<float*>(row + padded); }
-    int32_t* sums(uint8_t* row) const { return reinterpret_cast<int32_t*>(row + padded + groups * 4); }
-    float* scaled_sums(uint8_t* row) const { return reinterpret_cast<float*>(row + padded + groups * 8); }
-    int32_t* half_sums(uint8_t* row) const { return reinterpret_cast<int32_t*>(row + padded + groups * 12); }
-    float* scaled_half_sums(uint8_t* row) const { return reinterpret_cast<float*>(row + padded + groups * 20); }
+    HEADSTART_INLINE int64_t row_bytes() const { return padded + groups * 4 * 7; }
+    HEADSTART_INLINE float* scales(uint8_t* row) const { return floats(row, 0); }
+    HEADSTART_INLINE int32_t* sums(uint8_t* row) const { return integers(row, 4); }
+    HEADSTART_INLINE float* scaled_sums(uint8_t* row) const { return floats(row, 8); }
+    HEADSTART_INLINE int32_t* half_sums(uint8_t* row) const { return integers(row, 12); }
+    HEADSTART_INLINE float* scaled_half_sums(uint8_t* row) const { return floats(row, 20); }
+
+  private:
+    HEADSTART_INLINE float* floats(uint8_t* row, int64_t before) const {
+        return reinterpret_cast<float*>(row + padded + groups * before);
+    }
+    HEADSTART_INLINE int32_t* integers(uint8_t* row, int64_t before) const {
+        return reinterpret_cast<int32_t*>(row + padded + groups * before);
+    }
 };
 
 // Input rows of a matrix product: floats, and the same quantized (nullptr where no matrix wants them).
@@ -27,7 +36,7 @@ struct Input {
     uint8_t* quants;
     int64_t rows;
     const int32_t* index = nullptr; // where the product's rows lie, if not one after the other
-    int64_t at(int64_t row) const { return index ? index[row] : row; }
+    HEADSTART_INLINE int64_t at(int64_t row) const { return index ? index[row] : row; }
 };
 
 struct Output {
@@ -39,6 +48,8 @@ struct Output {
 
 constexpr int64_t kMaxValueDim = 512, kMaxExperts = 1024;
 
+enum class Activation : int32_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, RELU2 = 4 };
+
 enum class Store : int32_t { F32 = 0, BF16 = 1, I8 = 2 };
 
 // Keys and values of 16 slots and one head lie together: keys [head_dim][16], values [16][padded_value], and for I8 the
@@ -46,11 +57,13 @@ enum class Store : int32_t { F32 = 0, BF16 = 1, I8 = 2 };
 struct KVLayout {
     Store store = Store::BF16;
     int64_t num_heads = 0, head_dim = 0, value_dim = 0;
-    int64_t padded_value() const { return (value_dim + 15) / 16 * 16; }
-    int64_t item() const { return store == Store::F32 ? 4 : store == Store::BF16 ? 2 : 1; }
-    int64_t values_at() const { return head_dim * 16 * item(); }
-    int64_t scales_at() const { return values_at() + padded_value() * 16 * item(); }
-    int64_t tile_bytes() const { return (scales_at() + (store == Store::I8 ? 128 : 0) + 63) / 64 * 64; }
+    HEADSTART_INLINE int64_t padded_value() const { return (value_dim + 15) / 16 * 16; }
+    HEADSTART_INLINE int64_t item() const { return store == Store::F32 ? 4 : store == Store::BF16 ? 2 : 1; }
+    HEADSTART_INLINE int64_t values_at() const { return head_dim * 16 * item(); }
+    HEADSTART_INLINE int64_t scales_at() const { return values_at() + padded_value() * 16 * item(); }
+    HEADSTART_INLINE int64_t tile_bytes() const {
+        return (scales_at() + (store == Store::I8 ? 128 : 0) + 63) / 64 * 64;
+    }
 };
 
 constexpr int64_t kMostQueries = 6;
@@ -62,10 +75,13 @@ struct AttendTask {
     KVLayout layout;
     const int32_t* block_table; // of the sequence
     int64_t block_size;         // a multiple of 16
-    const int32_t* positions;   // of all rows
+    const uint8_t* scratch;     // the tile of position `scratch_from` of this head, and the ones behind it,
+    int64_t scratch_from;       // wherever the block table has them; a multiple of 16
+    const int32_t *positions, *sees; // of all rows
     int64_t first_row, kv_head, group, first_query, num_queries;
-    int64_t first_position; // first position that holds a key
-    float scale;
+    int64_t first_position, window; // the first position that holds a key; how many a row sees, 0: all
+    float scale, softcap;           // softcap 0: none
+    const float* sinks;             // of all heads, or nullptr
     const float* queries;
     int64_t query_stride;
     Output out;
@@ -97,23 +113,25 @@ struct DeltaTask {
     const int32_t *store_positions, *store_slots;
     float* states;
     int64_t state_size;
-    int64_t channels() const { return 2 * num_key_heads * key_dim + num_heads * value_dim; }
+    HEADSTART_INLINE int64_t channels() const { return 2 * num_key_heads * key_dim + num_heads * value_dim; }
 };
 
 struct Kernels {
     const char* name;
     // 32 outputs (block pair `pair`) of x W^T + bias.
     void (*linear)(const Matrix& w, const float* bias, const Input& x, int64_t pair, const Output& out);
-    // 32 outputs of silu(x G^T + bias) * (x U^T + bias).
-    void (*gated)(const Matrix& gate, const Matrix& up, const float* gate_bias, const float* up_bias, const Input& x,
-                  int64_t pair, const Output& out);
+    // 32 outputs of activate(x G^T + bias) * (x U^T + bias).
+    void (*gated)(const Matrix& gate, const Matrix& up, const float* gate_bias, const float* up_bias, Activation kind,
+                  const Input& x, int64_t pair, const Output& out);
     void (*embed)(const Matrix& table, int64_t id, float* out);
     void (*quantize)(const float* x, int64_t width, uint8_t* row);
     // total = x + residual (x when residual is nullptr); out = total / rms(total) * weight per group of `group`.
     void (*norm)(const float* x, const float* residual, const float* weight, float eps, int64_t width, int64_t group,
                  float* out, float* total);
-    void (*silu)(const float* x, int64_t width, float* out);
-    void (*silu_mul)(const float* gate, const float* up, int64_t width, float* out);
+    void (*activate)(const float* x, Activation kind, int64_t width, float* out);
+    void (*activate_mul)(const float* gate, const float* up, Activation kind, int64_t width, float* out);
+    void (*scale)(const float* x, float factor, int64_t width, float* out);
+    void (*softcap)(const float* x, float cap, int64_t width, float* out);
     void (*add)(const float* a, const float* b, int64_t width, float* out);
     void (*rope)(const float* x, const float* cosines, const float* sines, int64_t num_heads, int64_t head_dim,
                  int64_t half, float* out);

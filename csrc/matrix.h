@@ -17,6 +17,10 @@
 #include <cstddef>
 #include <cstdint>
 
+// For members of types that files compiled for several instruction sets share: none may leave a copy of its own, which
+// the linker could choose for all of them.
+#define HEADSTART_INLINE inline __attribute__((always_inline))
+
 namespace headstart {
 
 enum class Kind : int32_t { F32 = 0, F16 = 1, BF16 = 2, Q8 = 3, Q4 = 4 };
@@ -32,11 +36,12 @@ struct Matrix {
     bool has_min = false;
     const uint8_t* data = nullptr; // 64-byte aligned, num_bytes() long; owned by somebody else
 
-    int64_t padded() const { return (cols + kPanel - 1) / kPanel * kPanel; }
-    int64_t num_blocks() const { return (rows + kLanes - 1) / kLanes; }
-    bool quantized() const { return kind == Kind::Q8 || kind == Kind::Q4; }
-    int64_t scale_bytes() const { return kPanel / group * kLanes * (scale_f32 ? 4 : 2); } // of one panel
-    int64_t panel_bytes() const {
+    HEADSTART_INLINE int64_t padded() const { return (cols + kPanel - 1) / kPanel * kPanel; }
+    HEADSTART_INLINE int64_t num_blocks() const { return (rows + kLanes - 1) / kLanes; }
+    HEADSTART_INLINE bool quantized() const { return kind == Kind::Q8 || kind == Kind::Q4; }
+    // of one panel
+    HEADSTART_INLINE int64_t scale_bytes() const { return kPanel / group * kLanes * (scale_f32 ? 4 : 2); }
+    HEADSTART_INLINE int64_t panel_bytes() const {
         switch (kind) {
         case Kind::F32: return kPanel * kLanes * 4;
         case Kind::F16:
@@ -46,9 +51,9 @@ struct Matrix {
         }
         return 0;
     }
-    int64_t block_bytes() const { return padded() / kPanel * panel_bytes(); }
-    int64_t num_bytes() const { return num_blocks() * block_bytes(); }
-    const uint8_t* block(int64_t index) const { return data + index * block_bytes(); }
+    HEADSTART_INLINE int64_t block_bytes() const { return padded() / kPanel * panel_bytes(); }
+    HEADSTART_INLINE int64_t num_bytes() const { return num_blocks() * block_bytes(); }
+    HEADSTART_INLINE const uint8_t* block(int64_t index) const { return data + index * block_bytes(); }
 };
 
 } // namespace headstart

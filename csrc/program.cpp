@@ -1,5 +1,7 @@
 #include "program.h"
 
+#include "cpu.h"
+
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -13,25 +15,16 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-const Kernels& find_kernels(const std::string& path) {
-    if (path == "portable") return portable::kernels();
-#ifdef HEADSTART_X86
-    if (path == "avx2") return avx2::kernels();
-    if (path == "avx512") return avx512::kernels();
-#endif
-    throw std::invalid_argument("no such instruction-set path: " + path);
-}
-
 bool share(const std::vector<int>& a, const std::vector<int>& b) {
     return std::any_of(a.begin(), a.end(), [&](int each) { return std::find(b.begin(), b.end(), each) != b.end(); });
 }
 
-// Tiles of at most kMostQueries queries before each span, and of all spans.
+// Tiles of at most kMostQueries queries before each unit, and of all units.
 std::vector<int64_t> count_tiles(const Pass& pass, int64_t group) {
     std::vector<int64_t> found{0};
-    found.reserve(pass.num_spans + 1);
-    for (int64_t s = 0; s < pass.num_spans; ++s) {
-        const int64_t queries = (pass.row_starts[s + 1] - pass.row_starts[s]) * group;
+    found.reserve(pass.num_units + 1);
+    for (int64_t s = 0; s < pass.num_units; ++s) {
+        const int64_t queries = (pass.unit_starts[s + 1] - pass.unit_starts[s]) * group;
         found.push_back(found.back() + (queries + kMostQueries - 1) / kMostQueries);
     }
     return found;
@@ -103,7 +96,12 @@ uint8_t* Arena::take(int64_t bytes) {
     return memory->data();
 }
 
-Program::Program(const std::string& path) : kernels(find_kernels(path)) {}
+Program::Program(const std::string& path) : kernels(*find_path(path).kernels) {}
+
+Activation activation_of(int kind) {
+    if (kind < 0 || kind > (int)Activation::RELU2) throw std::invalid_argument("no such activation");
+    return static_cast<Activation>(kind);
+}
 
 int Program::buffer(int64_t width, bool logits) {
     Buffer made;

@@ -42,6 +42,9 @@ class Memory {
 // Keys and values of one layer for num_slots token positions (a multiple of 16).
 struct KVPool {
     KVPool(int64_t num_slots, int64_t num_heads, int64_t head_dim, int64_t value_dim, Store store);
+    uint8_t* tile(int64_t slot, int64_t head) const {
+        return memory.data() + (slot / 16 * layout.num_heads + head) * layout.tile_bytes();
+    }
     KVLayout layout;
     int64_t num_slots;
     Memory memory;
@@ -58,13 +61,13 @@ struct HiddenPool {
 // Recurrent states [num_slots, state_size] of one layer, and rows that sequences keep [num_owned, num_kept, row_size].
 struct StatePool {
     StatePool(int64_t num_slots, int64_t num_owned, int64_t num_kept, int64_t state_size, int64_t row_size)
-        : num_slots(num_slots), num_kept(num_kept), state_size(state_size), row_size(row_size),
+        : num_slots(num_slots), num_owned(num_owned), num_kept(num_kept), state_size(state_size), row_size(row_size),
           states(num_slots * state_size * 4), rows(num_owned * num_kept * row_size * 4) {}
     float* state(int64_t slot) const { return reinterpret_cast<float*>(states.data()) + slot * state_size; }
     float* kept(int64_t slot, int64_t place) const {
         return reinterpret_cast<float*>(rows.data()) + (slot * num_kept + place) * row_size;
     }
-    int64_t num_slots, num_kept, state_size, row_size;
+    int64_t num_slots, num_owned, num_kept, state_size, row_size;
     Memory states, rows;
 };
 
@@ -107,25 +110,40 @@ struct Arena {
 // StateSteps (headstart/core.py) as plain pointers.
 struct States {
     const int32_t *own, *reads, *starts, *keeps, *store_starts, *store_positions, *store_slots;
-    std::vector<int32_t> span_of; // each row
+    const int32_t* span_of; // each row
 };
 
 // StepPlan (headstart/core.py) as plain pointers.
 struct Pass {
     int64_t num_rows, num_logits, num_spans, table_width, block_size, first_position;
-    const int32_t *token_ids, *positions, *slots, *row_starts, *block_tables, *logit_rows;
+    const int32_t *token_ids, *positions, *slots, *sees, *row_starts, *block_tables, *logit_rows;
+    const int32_t* row_spans;                 // the span of each row, where states or paths need it
+    const int32_t *path_starts, *path_slots;  // or nullptr
+    int64_t num_units;                        // what shares attention tasks: spans, or rows that have paths
+    const int32_t *unit_starts, *unit_spans;  // rows of a unit, and its span (nullptr: units are spans)
     const int32_t* hidden_slots; // or nullptr
     const HiddenPool* hidden_pool;
     const float* hidden; // [num_rows, hidden_stride], or nullptr: rows of the pool
     int64_t hidden_stride;
     const States* states; // or nullptr
-    std::vector<std::vector<int64_t>> tiles; // by Program::groups: attention tiles of one kv head before each span
+    std::vector<std::vector<int64_t>> tiles; // by Program::groups: attention tiles of one kv head before each unit
+};
+
+// What a program reads and writes: how far ids and slots of a plan may go.
+struct Limits {
+    int64_t tokens = INT64_MAX, slots = INT64_MAX, table_slots = INT64_MAX; // slots: written; table_slots: read
+    int64_t states = INT64_MAX, owned = INT64_MAX, kept = INT64_MAX;
+    static void reach(int64_t& limit, int64_t size) { limit = size < limit ? size : limit; }
 };
 
 class Program;
 
+Activation activation_of(int kind); // throws std::invalid_argument
+
+void bind_attention_steps(nb::module_& m, nb::class_<Program>& program); // attention_steps.cpp
 void bind_expert_steps(nb::class_<Program>& program);                     // expert_steps.cpp
 void bind_recurrent_steps(nb::module_& m, nb::class_<Program>& program); // recurrent_steps.cpp
+void bind_run(nb::class_<Program>& program);                             // run.cpp
 
 struct Buffer {
     int64_t width;
@@ -172,6 +190,7 @@ class Program {
     nb::dict profile(bool reset);
 
     const Kernels& kernels;
+    Limits limits;
     bool profiling = false, wants_hidden = false, wants_states = false;
     std::vector<Buffer> buffers;
     std::vector<std::shared_ptr<RopeTable>> ropes;

@@ -19,6 +19,13 @@ void require(bool holds, const char* what) {
     if (!holds) throw std::invalid_argument(what);
 }
 
+void read_states(Program& program, const StatePool& pool) {
+    program.wants_states = true;
+    program.limits.reach(program.limits.states, pool.num_slots);
+    program.limits.reach(program.limits.owned, pool.num_owned);
+    program.limits.reach(program.limits.kept, pool.num_kept);
+}
+
 int64_t span_start(const Pass& pass, int64_t span) { return pass.positions[pass.row_starts[span]]; }
 
 // Rows that a sequence has kept and that came true: they go before its rows of this pass.
@@ -86,7 +93,7 @@ int causal_conv(Program& program, int x, Floats taps, nb::object state_pool, int
                 pool->row_size == channels,
             "causal_conv: shapes differ");
     const int out = program.buffer(channels, false);
-    program.wants_states = true;
+    read_states(program, *pool);
     Step step;
     step.label = "recurrent";
     step.reads = {x};
@@ -176,7 +183,7 @@ int gated_delta(Program& program, int qkv, int log_decay, int strength, nb::obje
             "gated_delta: shapes differ");
     const int out = program.buffer(num_heads * value_dim, false);
     const std::vector<int> inputs{qkv, log_decay, strength};
-    program.wants_states = true;
+    read_states(program, *pool);
     Step step;
     step.label = "recurrent";
     step.reads = inputs;

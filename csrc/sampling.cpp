@@ -8,37 +8,6 @@
 
 namespace headstart {
 
-// The paths of sampling_loops.cpp.
-namespace portable {
-extern const Loops kLoops;
-}
-#if defined(HEADSTART_X86)
-namespace avx2 {
-extern const Loops kLoops;
-}
-namespace avx512 {
-extern const Loops kLoops;
-}
-#endif
-
-static const Loops& best_loops() {
-#if defined(HEADSTART_X86)
-    __builtin_cpu_init();
-    const bool has_avx2 =
-        __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-    if (has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni"))
-        return avx512::kLoops;
-    if (has_avx2) return avx2::kLoops;
-#endif
-    return portable::kLoops;
-}
-
-const Loops& loops() {
-    static const Loops& best = best_loops();
-    return best;
-}
-
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
@@ -50,6 +19,7 @@ template <class Real> struct View {
     double divisor;
     const int32_t* columns;
     const Real* maxima;
+    const Loops* loops;
 
     double score(int64_t i) const { return double(x[i]) / divisor; }
     int64_t column(int64_t i) const { return columns ? columns[i] : i; }
@@ -63,13 +33,15 @@ template <class Real> struct View {
     }
 };
 
-bool find_maxima(const float* x, int64_t n, float* maxima) { return loops().maxima_f32(x, n, maxima); }
-bool find_maxima(const double* x, int64_t n, double* maxima) { return loops().maxima_f64(x, n, maxima); }
+bool find_maxima(const Loops& loops, const float* x, int64_t n, float* maxima) { return loops.maxima_f32(x, n, maxima); }
+bool find_maxima(const Loops& loops, const double* x, int64_t n, double* maxima) {
+    return loops.maxima_f64(x, n, maxima);
+}
 void find_below(const View<float>& v, int64_t block, double best, float* out) {
-    loops().below_f32(v.x + block * kBlock, v.block_size(block), v.divisor, best, out);
+    v.loops->below_f32(v.x + block * kBlock, v.block_size(block), v.divisor, best, out);
 }
 void find_below(const View<double>& v, int64_t block, double best, float* out) {
-    loops().below_f64(v.x + block * kBlock, v.block_size(block), v.divisor, best, out);
+    v.loops->below_f64(v.x + block * kBlock, v.block_size(block), v.divisor, best, out);
 }
 std::vector<float>& maxima_of(Scratch& scratch, float) { return scratch.maxima32; }
 std::vector<double>& maxima_of(Scratch& scratch, double) { return scratch.maxima64; }
@@ -83,8 +55,8 @@ template <class Real> Real* resized(std::vector<Real>& values, int64_t n) {
 
 View<double> view_of(const Candidates& from, Scratch& scratch) {
     double* maxima = resized(scratch.maxima64, from.count / kBlock + 1);
-    find_maxima(from.scores.data(), from.count, maxima);
-    return {from.scores.data(), from.count, 1.0, from.columns.data(), maxima};
+    find_maxima(*scratch.loops, from.scores.data(), from.count, maxima);
+    return {from.scores.data(), from.count, 1.0, from.columns.data(), maxima, scratch.loops};
 }
 
 // Lowest index of the maximum.
@@ -148,7 +120,7 @@ template <class Real> Cut find_cut(const View<Real>& view, double best, double s
         if (double(view.maxima[block]) / view.divisor - best < kNoMass) continue;
         const int size = view.block_size(block);
         find_below(view, block, best, below);
-        loops().mass_bins(below, size, mass, bin);
+        view.loops->mass_bins(below, size, mass, bin);
         for (int i = 0; i < size; ++i) histogram[i & 3][bin[i]] += mass[i].value();
     }
     int64_t total = 0, before = 0;
@@ -291,7 +263,7 @@ int64_t draw_gumbel(const View<Real>& view, int64_t top, const NoiseKey& key, co
         const int size = view.block_size(block);
         const uint32_t limit = largest_word(best, bound);
         groups.find(view, token_ids, start, size);
-        if (!loops().words(key, groups.groups, groups.count, groups.offset, limit, words)) continue;
+        if (!view.loops->words(key, groups.groups, groups.count, groups.offset, limit, words)) continue;
         for (int i = 0; i < size; ++i) {
             const uint32_t word = words[groups.place[i]];
             if (word > limit) continue;
@@ -309,13 +281,13 @@ template <class Real> void write_probs(const View<Real>& view, double best, cons
     int64_t mass = 0;
     for (int64_t block = 0; block < view.num_blocks(); ++block) {
         find_below(view, block, best, below);
-        mass += loops().mass_sum(below, view.block_size(block));
+        mass += view.loops->mass_sum(below, view.block_size(block));
     }
     const double total = double(mass) * (1.0 / kMassOne);
     for (int64_t block = 0; block < view.num_blocks(); ++block) {
         find_below(view, block, best, below);
         const int size = view.block_size(block);
-        loops().exp(below, size, weight);
+        view.loops->exp(below, size, weight);
         for (int i = 0; i < size; ++i) {
             const int64_t column = view.column(block * kBlock + i);
             probs[token_ids ? token_ids[column] : column] = double(weight[i]) / total;
@@ -337,9 +309,9 @@ int64_t draw_row(const Real* x, int64_t n, const Draw& draw, const int64_t* toke
                  Scratch& scratch) {
     if (n == 0) return kNothingLeft;
     Real* maxima = resized(maxima_of(scratch, Real()), n / kBlock + 1);
-    if (find_maxima(x, n, maxima)) return kNotFinite;
+    if (find_maxima(*scratch.loops, x, n, maxima)) return kNotFinite;
     const bool greedy = !(draw.temperature >= kGreedyBelow);
-    const View<Real> all{x, n, greedy ? 1.0 : double(draw.temperature), nullptr, maxima};
+    const View<Real> all{x, n, greedy ? 1.0 : double(draw.temperature), nullptr, maxima, scratch.loops};
     const int64_t top = first_best(all);
     if (x[top] == -kInfinity) return kNothingLeft;
     if (!std::isfinite(x[top])) return kNotFinite;
@@ -360,8 +332,8 @@ int64_t logprob_row(const float* x, int64_t n, int64_t column, int64_t num_top, 
                     float* top_values, Scratch& scratch) {
     float* maxima = resized(scratch.maxima32, n / kBlock + 1);
     *value = std::numeric_limits<float>::quiet_NaN();
-    if (find_maxima(x, n, maxima)) return 0;
-    const View<float> view{x, n, 1.0, nullptr, maxima};
+    if (find_maxima(*scratch.loops, x, n, maxima)) return 0;
+    const View<float> view{x, n, 1.0, nullptr, maxima, scratch.loops};
     const double best = view.score(first_best(view));
     if (!std::isfinite(best)) return 0;
     float below[kBlock];
@@ -369,7 +341,7 @@ int64_t logprob_row(const float* x, int64_t n, int64_t column, int64_t num_top, 
     for (int64_t block = 0; block < view.num_blocks(); ++block) {
         if (double(maxima[block]) - best < kNoMass) continue;
         find_below(view, block, best, below);
-        mass += loops().mass_sum(below, view.block_size(block));
+        mass += view.loops->mass_sum(below, view.block_size(block));
     }
     const double log_total = exact_log(double(mass) * (1.0 / kMassOne));
     *value = float(double(x[column]) - best - log_total);

@@ -34,6 +34,7 @@ struct Candidates {
 
 // Working memory of one thread, kept between calls.
 struct Scratch {
+    const Loops* loops; // of the path in use
     std::vector<double> edited, maxima64, sorted64;
     std::vector<float> maxima32, sorted32;
     std::vector<int32_t> order;

@@ -2,12 +2,14 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
 
 #include <algorithm>
 #include <limits>
 #include <optional>
 
 #include "bindings.h"
+#include "cpu.h"
 #include "pool.h"
 #include "sampling.h"
 
@@ -129,12 +131,13 @@ void edit(const float* x, const Rows& rows, int64_t row, const Vocabulary& vocab
     }
 }
 
-Scratch& own_scratch() {
+Scratch& own_scratch(const Path& path) {
     thread_local Scratch scratch;
+    scratch.loops = path.loops;
     return scratch;
 }
 
-void sample(ThreadPool& pool, const Logits& logits, nb::handle rows_object, int64_t vocab_size,
+void sample(ThreadPool& pool, const std::string& path_name, const Logits& logits, nb::handle rows_object, int64_t vocab_size,
             const TokenIds& token_ids, Result<int64_t> tokens, std::optional<Table<double>> probs) {
     const size_t count = logits.shape(0);
     require_rows(logits, token_ids);
@@ -147,9 +150,10 @@ void sample(ThreadPool& pool, const Logits& logits, nb::handle rows_object, int6
         require(vocabulary.token_ids[0] >= 0 && vocabulary.token_ids[vocabulary.width - 1] < vocab_size,
                 "token_ids must ascend, and be below vocab_size");
     }
+    const Path& path = find_path(path_name);
     nb::gil_scoped_release released;
     pool.for_each(int64_t(count), [&](int64_t row) {
-        Scratch& scratch = own_scratch();
+        Scratch& scratch = own_scratch(path);
         const float* x = logits.data() + row * logits.stride(0);
         double* row_probs = probs ? probs->data() + row * vocab_size : nullptr;
         const Draw draw = rows.draw(row);
@@ -166,7 +170,7 @@ void sample(ThreadPool& pool, const Logits& logits, nb::handle rows_object, int6
     });
 }
 
-void logprobs(ThreadPool& pool, const Logits& logits, const TokenIds& token_ids, const Column<int64_t>& tokens,
+void logprobs(ThreadPool& pool, const std::string& path_name, const Logits& logits, const TokenIds& token_ids, const Column<int64_t>& tokens,
               const Column<int64_t>& num_top, Result<float> values, Table<int64_t> top_ids, Table<float> top_values,
               Result<int64_t> num_found) {
     const size_t count = logits.shape(0);
@@ -180,13 +184,14 @@ void logprobs(ThreadPool& pool, const Logits& logits, const TokenIds& token_ids,
     for (size_t row = 0; row < count; ++row)
         if (num_top.data()[row] >= 0 && vocabulary.column(tokens.data()[row]) < 0)
             throw nb::index_error("logprobs: a token is outside the vocabulary");
+    const Path& path = find_path(path_name);
     nb::gil_scoped_release released;
     pool.for_each(int64_t(count), [&](int64_t row) {
         if (num_top.data()[row] < 0) return; // not asked
         int64_t* columns = top_ids.data() + row * room;
         const int64_t found = logprob_row(logits.data() + row * logits.stride(0), vocabulary.width,
                                           vocabulary.column(tokens.data()[row]), std::min(num_top.data()[row], room),
-                                          values.data() + row, columns, top_values.data() + row * room, own_scratch());
+                                          values.data() + row, columns, top_values.data() + row * room, own_scratch(path));
         if (vocabulary.token_ids)
             for (int64_t i = 0; i < found; ++i) columns[i] = vocabulary.token_ids[columns[i]];
         num_found.data()[row] = found;
@@ -198,9 +203,9 @@ void logprobs(ThreadPool& pool, const Logits& logits, const TokenIds& token_ids,
 void bind_sampling(nb::module_& m) {
     m.attr("NOTHING_LEFT") = kNothingLeft;
     m.attr("NOT_FINITE") = kNotFinite;
-    m.def("sample", &sample, nb::arg("pool"), nb::arg("logits"), nb::arg("rows"), nb::arg("vocab_size"),
+    m.def("sample", &sample, nb::arg("pool"), nb::arg("path"), nb::arg("logits"), nb::arg("rows"), nb::arg("vocab_size"),
           nb::arg("token_ids").none(), nb::arg("tokens").noconvert(), nb::arg("probs").noconvert().none());
-    m.def("logprobs", &logprobs, nb::arg("pool"), nb::arg("logits"), nb::arg("token_ids").none(), nb::arg("tokens"),
+    m.def("logprobs", &logprobs, nb::arg("pool"), nb::arg("path"), nb::arg("logits"), nb::arg("token_ids").none(), nb::arg("tokens"),
           nb::arg("num_top"), nb::arg("values").noconvert(), nb::arg("top_ids").noconvert(),
           nb::arg("top_values").noconvert(), nb::arg("num_found").noconvert());
 }

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "matrix.h"
 #include "noise.h"
 
 namespace headstart {
@@ -20,7 +21,7 @@ constexpr double kNoMass = -28.0;                    // exp(-28) < 2^-40
 // Fixed-point e^x, 1 = 2^40, in two halves: high * 2^24 + low (SSE2 has no conversion to 64-bit integers).
 struct Mass {
     int32_t high, low;
-    int64_t value() const { return int64_t(high) * (1 << 24) + low; }
+    HEADSTART_INLINE int64_t value() const { return int64_t(high) * (1 << 24) + low; }
 };
 
 struct Loops {
@@ -43,7 +44,15 @@ struct Loops {
 // Where a token's word lies: word (id % 4) of the group-th of at most kBlock groups. Two words share 64 bits.
 static inline int word_place(int group, int word) { return (word >> 1) * 2 * kBlock + 2 * group + (word & 1); }
 
-const Loops& loops(); // the best that this machine has
+namespace portable {
+extern const Loops kLoops;
+}
+namespace avx2 {
+extern const Loops kLoops;
+}
+namespace avx512 {
+extern const Loops kLoops;
+}
 
 // e^x for float32 x <= 87, 0 below -87; reference_sampling.exp has the definition.
 static inline float exact_exp(float x) {

@@ -248,10 +248,10 @@ def _hub_snapshot(name: str) -> Path:
     repo, _, revision = name.partition("@")
     wanted, unwanted = list(_WANTED), list(_UNWANTED)
     with hub_errors(repo):
-        found = snapshot_download(
+        folder = snapshot_download(
             repo, revision=revision or None, allow_patterns=wanted, ignore_patterns=unwanted, dry_run=False
         )
-    path = Path(found)
+    path = Path(folder)
     return path if any(path.glob("*.safetensors")) else _only_gguf(repo, revision, path)
 
 

@@ -66,6 +66,7 @@ NOT_FINITE: int
 
 def sample(
     pool: ThreadPool,
+    path: str,
     logits: NDArray[np.float32],
     rows: SamplingRows,
     vocab_size: int,
@@ -77,6 +78,7 @@ def sample(
 
 def logprobs(
     pool: ThreadPool,
+    path: str,
     logits: NDArray[np.float32],
     token_ids: NDArray[np.int64] | None,
     tokens: NDArray[np.int64],
@@ -89,15 +91,19 @@ def logprobs(
     """logits [L, W] at tokens [L] -> values [L], and of each row its num_found [L] (at most num_top) best in
     top_ids and top_values [L, at least num_top]. Rows with a negative num_top are left out."""
 
-# steps.cpp, program.cpp
+# cpu.cpp
 
 def paths() -> list[str]:
     """Instruction-set paths that this CPU can run, the best one first."""
+
+# steps.cpp, *_steps.cpp, run.cpp, program.cpp
 
 class KVPool:
     """Keys and values of one layer. store: 0 float32, 1 bfloat16, 2 int8."""
 
     def __init__(self, num_slots: int, num_heads: int, head_dim: int, value_dim: int, store: int) -> None: ...
+    def copy_rows(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
+        """Keys and values of slots `sources` to slots `targets`, as if all at once."""
 
 class HiddenPool:
     """Hidden states [num_slots, width]."""
@@ -138,12 +144,15 @@ class Program:
         up: Matrix | None,
         gate_bias: NDArray[np.float32] | None,
         up_bias: NDArray[np.float32] | None,
+        kind: int,
         label: str,
     ) -> int: ...
     def norm(self, x: int, residual: int, weight: NDArray[np.float32], eps: float) -> tuple[int, int]: ...
     def add(self, a: int, b: int) -> int: ...
-    def silu(self, x: int) -> int: ...
-    def silu_mul(self, gate: int, up: int) -> int: ...
+    def activate(self, x: int, kind: int) -> int: ...
+    def activate_mul(self, gate: int, up: int, kind: int) -> int: ...
+    def scale(self, x: int, factor: float) -> int: ...
+    def softcap(self, x: int, cap: float) -> int: ...
     def concat(self, a: int, b: int, heads: int) -> int: ...
     def sigmoid_mul(self, gate: int, x: int) -> int: ...
     def head_linear(self, x: int, matrices: list[Matrix]) -> int: ...
@@ -161,13 +170,23 @@ class Program:
         """The choice of experts, for `experts`."""
 
     def experts(
-        self, x: int, chosen: tuple[int, int], gate: list[Matrix], up: list[Matrix], down: list[Matrix]
+        self, x: int, chosen: tuple[int, int], gate: list[Matrix], up: list[Matrix], down: list[Matrix], kind: int
     ) -> int: ...
     def want_quants(self, x: int) -> None:
         """Keep 8-bit forms of the rows of a buffer from here on."""
 
     def rope(self, x: int, table: RopeTable, head_dim: int) -> int: ...
-    def attention(self, q: int, k: int, v: int, pool: KVPool, num_heads: int, scale: float) -> int: ...
+    def store_kv(self, k: int, v: int, pool: KVPool) -> None: ...
+    def attend(
+        self,
+        q: int,
+        pool: KVPool,
+        num_heads: int,
+        scale: float,
+        window: int,
+        softcap: float,
+        sinks: NDArray[np.float32] | None,
+    ) -> int: ...
     def causal_conv(self, x: int, taps: NDArray[np.float32], pool: StatePool, width: int) -> int: ...
     def decay(self, x: int, rate: NDArray[np.float32], bias: NDArray[np.float32]) -> int: ...
     def gated_delta(
@@ -198,11 +217,15 @@ class Program:
         logit_rows: NDArray[np.int32],
         block_size: int,
         first_position: int,
+        sees: NDArray[np.int32] | None,
+        path_starts: NDArray[np.int32] | None,
+        path_slots: NDArray[np.int32] | None,
         hidden_slots: NDArray[np.int32] | None,
         hidden_pool: HiddenPool | None,
         hidden: NDArray[np.float32] | None,
         states: list[NDArray[np.int32]] | None,
-    ) -> dict[str, NDArray[np.float32]]: ...
+    ) -> dict[str, NDArray[np.float32]]:
+        """ValueError where the plan points outside what the program reads."""
     def profile(self, reset: bool) -> dict[str, float]:
         """Seconds by label since profiling began or the last reset."""
 

@@ -6,7 +6,7 @@ Buffers are numpy arrays that belong to their program: valid until it runs again
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,6 +91,10 @@ class NativeBackend:
     def kv_pool(self, num_slots: int, spec: AttentionSpec) -> KVPool:
         return KVPool(num_slots, spec.num_kv_heads, spec.head_dim, spec.value_width, self._kv_store)
 
+    def copy_rows(self, pools: Sequence[KVPool], sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
+        for pool in pools:
+            pool.copy_rows(sources, targets)
+
     def hidden_pool(self, num_slots: int, width: int) -> HiddenPool:
         return HiddenPool(num_slots, width)
 
@@ -103,15 +107,14 @@ class NativeBackend:
     def run(
         self, program: Code, plan: StepPlan, *, hidden_pool: HiddenPool | None = None, hidden: Array | None = None
     ) -> Mapping[str, Array]:
-        if plan.sees is not None or plan.paths is not None:
-            raise ModelError("the native backend has no sees and paths yet", "use --backend reference")
         found = self._programs.get(id(program))
         if found is None:  # the code is kept, so that its id stays its own
             found = self._programs[id(program)] = program, self._record(program, plan, hidden_pool, hidden)
+        tree = plan.paths
         return found[1].run(
             self.threads, self._arena, plan.token_ids, plan.positions, plan.slots, plan.row_starts, plan.block_tables,
-            plan.logit_rows, plan.block_size, plan.first_position, plan.hidden_slots, hidden_pool, hidden,
-            _arrays(plan.states),
+            plan.logit_rows, plan.block_size, plan.first_position, plan.sees, tree.starts if tree else None,
+            tree.slots if tree else None, plan.hidden_slots, hidden_pool, hidden, _arrays(plan.states),
         )  # fmt: skip
 
     def _record(self, code: Code, plan: StepPlan, hidden_pool: HiddenPool | None, hidden: Array | None) -> Program:
@@ -146,11 +149,11 @@ class NativeBackend:
         keep_probs: bool = False,
     ) -> Sampled:
         return native_sampling.sample(
-            self.threads, logits, rows, vocab_size=vocab_size, token_ids=token_ids, keep_probs=keep_probs
+            self.threads, self.path, logits, rows, vocab_size=vocab_size, token_ids=token_ids, keep_probs=keep_probs
         )
 
     def logprobs(self, logits: Array, tokens: NDArray[np.int64], num_top: int) -> list[TokenLogprob]:
-        return native_sampling.logprobs(self.threads, logits, tokens, num_top)
+        return native_sampling.logprobs(self.threads, self.path, logits, tokens, num_top)
 
     def profile(self, on: bool) -> None:
         """Start or stop taking the time of every phase."""

@@ -6,14 +6,13 @@ and silu(gate(x)) * up(x) becomes one step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.errors import ModelError
 from headstart.kernels._native import HiddenPool, KVPool, Matrix, Program, RopeTable, StatePool
 from headstart.kernels.ops import (
     Activation,
@@ -29,6 +28,8 @@ from headstart.kernels.ops import (
 Vector = NDArray[np.float32]
 QUANTIZED = 3
 """Kinds of matrices from here on read 8-bit rows (csrc/matrix.h)."""
+ACTIVATIONS: Mapping[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
+"""Activation in csrc/kernels.h."""
 Input = Literal["token_ids", "positions", "logit_rows", "hidden"]
 
 
@@ -52,7 +53,6 @@ class Recorder:
         self._ropes: dict[RopeSpec, RopeTable] = {}
         self._hidden_width = hidden_width
         self._logit_buffers: set[int] = set()
-        self._stored: dict[int, tuple[Buffer, Buffer]] = {}
 
     def inputs(self) -> StepInputs:
         """Symbols of the step's inputs; the hidden state [R, width] only where a program has one."""
@@ -75,22 +75,22 @@ class Recorder:
         return made
 
     def activate(self, x: Buffer, kind: Activation) -> Buffer:
-        _only(kind == "silu", f"activation {kind}")
-        return Buffer(x.width, self.program.silu(self._index(x)))
-
-    def scale(self, x: Buffer, factor: float) -> Buffer:
-        raise _lacks("scaled rows")
-
-    def softcap(self, x: Buffer, cap: float) -> Buffer:
-        raise _lacks("softcap")
+        return Buffer(x.width, self.program.activate(self._index(x), ACTIVATIONS[kind]))
 
     def activate_mul(self, gate: Buffer, up: Buffer, kind: Activation = "silu") -> Buffer:
-        _only(kind == "silu", f"activation {kind}")
+        number = ACTIVATIONS[kind]
         if gate in self._held and up in self._held and gate.x is up.x and gate.x is not None:
             self._held = [each for each in self._held if each is not gate and each is not up]
             x = self._index(gate.x)
-            return Buffer(gate.width, self.program.gated(x, gate.matrix, up.matrix, gate.bias, up.bias, "matrices"))
-        return Buffer(gate.width, self.program.silu_mul(self._index(gate), self._index(up)))
+            made = self.program.gated(x, gate.matrix, up.matrix, gate.bias, up.bias, number, "matrices")
+            return Buffer(gate.width, made)
+        return Buffer(gate.width, self.program.activate_mul(self._index(gate), self._index(up), number))
+
+    def scale(self, x: Buffer, factor: float) -> Buffer:
+        return Buffer(x.width, self.program.scale(self._index(x), factor))
+
+    def softcap(self, x: Buffer, cap: float) -> Buffer:
+        return Buffer(x.width, self.program.softcap(self._index(x), cap))
 
     def rms_norm(self, x: Buffer, weight: Vector, eps: float) -> Buffer:
         return Buffer(x.width, self.program.norm(self._index(x), -1, weight, eps)[0])
@@ -113,7 +113,6 @@ class Recorder:
         return Buffer(width, self.program.head_linear(self._index(x), list(weights)))
 
     def moe(self, x: Buffer, logits: Buffer, bias: Vector | None, experts: Experts, spec: RouterSpec) -> Buffer:
-        _only(experts.activation == "silu", f"activation {experts.activation}")
         rows = self._index(x)
         if any(_quantized(each) for each in (*experts.gate, *experts.up)):
             self.program.want_quants(rows)  # before the router, whose phase it would part from that of the rows
@@ -125,8 +124,10 @@ class Recorder:
             spec.normalize, spec.scale,
         )  # fmt: skip
         self._flush()
-        parts = [list(each) for each in (experts.gate, experts.up, experts.down)]
-        return Buffer(experts.down[0].rows, self.program.experts(rows, chosen, *parts))
+        gate, up, down = (list(each) for each in (experts.gate, experts.up, experts.down))
+        return Buffer(
+            experts.down[0].rows, self.program.experts(rows, chosen, gate, up, down, ACTIVATIONS[experts.activation])
+        )
 
     def rope(self, x: Buffer, positions: Input, spec: RopeSpec, head_dim: int) -> Buffer:
         assert positions == "positions", positions
@@ -134,15 +135,13 @@ class Recorder:
         return Buffer(x.width, self.program.rope(self._index(x), table, head_dim))
 
     def store_kv(self, k: Buffer, v: Buffer, pool: KVPool, spec: AttentionSpec) -> None:
-        self._stored[id(pool)] = k, v
+        self.program.store_kv(self._index(k), self._index(v), pool)
 
     def attend(self, q: Buffer, pool: KVPool, spec: AttentionSpec, sinks: Vector | None = None) -> Buffer:
-        _only(not spec.window and not spec.softcap and sinks is None, "windows, softcap and sinks")
-        _only(id(pool) in self._stored, "keys of another layer")
-        k, v = self._stored.pop(id(pool))
-        indices = (self._index(q), self._index(k), self._index(v))
         width = spec.num_heads * spec.value_width
-        return Buffer(width, self.program.attention(*indices, pool, spec.num_heads, spec.scale))
+        index = self._index(q)
+        made = self.program.attend(index, pool, spec.num_heads, spec.scale, spec.window, spec.softcap, sinks)
+        return Buffer(width, made)
 
     def causal_conv(self, x: Buffer, weight: Vector, pool: StatePool, spec: ConvSpec) -> Buffer:
         return Buffer(x.width, self.program.causal_conv(self._index(x), weight, pool, spec.width))
@@ -185,15 +184,6 @@ class Recorder:
         x = self._index(product.x)
         label = "head" if x in self._logit_buffers else "matrices"
         product.index = self.program.linear(x, product.matrix, product.bias, label)
-
-
-def _lacks(what: str) -> ModelError:
-    return ModelError(f"the native backend cannot run this model: no {what} yet", "use --backend reference")
-
-
-def _only(holds: bool, what: str) -> None:
-    if not holds:
-        raise _lacks(what)
 
 
 def _quantized(matrix: Matrix) -> bool:

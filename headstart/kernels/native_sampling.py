@@ -16,6 +16,7 @@ _REASONS = {_native.NOTHING_LEFT: NOTHING_LEFT, _native.NOT_FINITE: NOT_FINITE}
 
 def sample(
     pool: _native.ThreadPool,
+    path: str,
     logits: Float32,
     rows: SamplingRows,
     *,
@@ -30,7 +31,7 @@ def sample(
     """
     tokens = np.empty(len(rows), np.int64)
     probs = np.zeros((len(rows), vocab_size)) if keep_probs else None
-    _native.sample(pool, logits, rows, vocab_size, token_ids, tokens, probs)
+    _native.sample(pool, path, logits, rows, vocab_size, token_ids, tokens, probs)
     failures = {row: _REASONS[token] for row, token in enumerate(tokens.tolist()) if token < 0}
     num_top = rows.num_logprobs
     if failures:
@@ -41,26 +42,26 @@ def sample(
         return Sampled(tokens, [None] * len(asked), probs, failures)
     if token_ids is None:
         logits = logits[:, :vocab_size]
-    return Sampled(tokens, _logprobs(pool, logits, token_ids, tokens, num_top.astype(np.int64)), probs, failures)
+    return Sampled(tokens, _logprobs(pool, path, logits, token_ids, tokens, num_top.astype(np.int64)), probs, failures)
 
 
 def logprobs(
-    pool: _native.ThreadPool, logits: Float32, tokens: Int64, num_top: int | NDArray[np.integer]
+    pool: _native.ThreadPool, path: str, logits: Float32, tokens: Int64, num_top: int | NDArray[np.integer]
 ) -> list[TokenLogprob]:
     """Raw log-softmax of logits [L, V] at one token of each row [L], and the row's num_top (one, or [L]) best."""
     counts = np.full(len(tokens), num_top, np.int64)
-    return [found for found in _logprobs(pool, logits, None, tokens, counts) if found is not None]
+    return [found for found in _logprobs(pool, path, logits, None, tokens, counts) if found is not None]
 
 
 def _logprobs(
-    pool: _native.ThreadPool, logits: Float32, token_ids: Int64 | None, tokens: Int64, num_top: Int64
+    pool: _native.ThreadPool, path: str, logits: Float32, token_ids: Int64 | None, tokens: Int64, num_top: Int64
 ) -> list[TokenLogprob | None]:
     """Of rows with num_top >= 0; None of the others."""
     count = len(tokens)
     room = max(int(num_top.max(initial=0)), 0)
     values, num_found = np.zeros(count, np.float32), np.zeros(count, np.int64)
     top_ids, top_values = np.empty((count, room), np.int64), np.empty((count, room), np.float32)
-    _native.logprobs(pool, logits, token_ids, tokens, num_top, values, top_ids, top_values, num_found)
+    _native.logprobs(pool, path, logits, token_ids, tokens, num_top, values, top_ids, top_values, num_found)
     entries = zip(
         num_top.tolist(), tokens.tolist(), values.tolist(), top_ids.tolist(), top_values.tolist(), num_found.tolist(),
         strict=True,

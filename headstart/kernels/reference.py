@@ -306,6 +306,11 @@ class ReferenceBackend:
             return KVPool(keys, keys[..., : spec.value_width])
         return KVPool(keys, self._zeros((num_slots, spec.num_kv_heads, spec.value_width)))
 
+    def copy_rows(self, pools: Sequence[KVPool], sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
+        rows, places = (torch.from_numpy(each.astype(np.int64)).to(self.device) for each in (sources, targets))
+        for pool in pools:  # latent values are a view of the keys: they are written twice, with the same
+            pool.keys[places], pool.values[places] = pool.keys[rows], pool.values[rows]
+
     def hidden_pool(self, num_slots: int, width: int) -> Tensor:
         return self._zeros((num_slots, width))
 

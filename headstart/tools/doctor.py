@@ -90,11 +90,11 @@ def cpu_quota(cgroup: Path) -> float | None:
 
 def memory(meminfo: Path, cgroup: Path) -> dict[str, int | None]:
     """Bytes in the machine, available now, and the cgroup's limit (None: no limit)."""
-    found = dict(re.findall(r"^(\w+):\s+(\d+) kB$", read(meminfo), re.MULTILINE))
+    kilobytes = dict(re.findall(r"^(\w+):\s+(\d+) kB$", read(meminfo), re.MULTILINE))
     limit = read(cgroup / "memory.max") or read(cgroup / "memory/memory.limit_in_bytes")
-    total = int(found.get("MemTotal", 0)) * 1024
+    total = int(kilobytes.get("MemTotal", 0)) * 1024
     capped = int(limit) if limit.isdigit() and int(limit) < total else None
-    return {"total": total, "available": int(found.get("MemAvailable", 0)) * 1024, "cgroup_limit": capped}
+    return {"total": total, "available": int(kilobytes.get("MemAvailable", 0)) * 1024, "cgroup_limit": capped}
 
 
 def gpus() -> list[str]:
@@ -163,7 +163,7 @@ def _lines(data: dict[str, Any]) -> list[str]:
     usage, limits = data["memory"], data["threads"]
     limit = f", limited to {gib(usage['cgroup_limit'])}" if usage["cgroup_limit"] else ""
     quota = f", quota {limits['cgroup_quota']:g}" if limits["cgroup_quota"] else ""
-    missing = [name for name, found in data["packages"].items() if found is None]
+    missing = [name for name, version in data["packages"].items() if version is None]
     rows = {
         "headstart": f"{data['version']}, Python {data['python']} ({sys.executable})",
         "system": data["system"],
@@ -177,7 +177,7 @@ def _lines(data: dict[str, Any]) -> list[str]:
     }
     lines = [f"{name:10} {value}" for name, value in rows.items()]
     lines += [f"{'':10} {item['name']} ({item['bytes'] / 1e6:.0f} MB)" for item in data["cache"]]
-    present = ", ".join(f"{name} {found}" for name, found in data["packages"].items() if found)
+    present = ", ".join(f"{name} {version}" for name, version in data["packages"].items() if version)
     lines.append(f"{'packages':10} {present}")
     return lines + ([f"{'':10} not installed: {', '.join(missing)}"] if missing else [])
 

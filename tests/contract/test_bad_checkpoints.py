@@ -99,7 +99,7 @@ CASES = {
         tiny={"num_experts": 1025, "num_hidden_layers": 1, "mlp_only_layers": [], "moe_intermediate_size": 2},
     ),
     "values beyond the kernels": Bad(
-        "deepseek_v3", "the native backend cannot run this model: attention",
+        "deepseek_v3", "the native backend cannot run this model: attend",
         tiny={"kv_lora_rank": 528, "num_hidden_layers": 1, "num_nextn_predict_layers": 0},
     ),
 }  # fmt: skip

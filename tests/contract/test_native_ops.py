@@ -25,6 +25,7 @@ from native_ops import (
     single_rows,
 )
 
+from headstart.kernels.native_program import ACTIVATIONS
 from headstart.kernels.ops import AttentionSpec, RopeSpec
 
 COUNTS = (2, 3, 4, 5, 6, 7, 13, 31, 64, 127, 128, 129, 512)
@@ -77,6 +78,7 @@ def test_products(path: str, name: str) -> None:
             "biased": ops.linear(x, w["up"], bias),
             "mixed": ops.activate_mul(ops.linear(x, w["gate"]), ops.linear(x, w["other"], bias)),
             "down": down,
+            "gelu": ops.activate_mul(ops.linear(x, w["gate"]), ops.linear(x, w["up"], bias), "gelu"),
             "logits": ops.linear(ops.take_rows(down, step.logit_rows), w["head"]),
         }
 
@@ -99,6 +101,8 @@ def test_rowwise_ops(path: str) -> None:
         zeroed = ops.zero_where(both, step.positions, 1)
         added = ops.add(total, ops.activate_mul(x, ops.activate(normed, "silu")))
         logits = ops.rms_norm(ops.take_rows(zeroed, step.logit_rows), norms[66], 1e-6)
+        out |= {kind: ops.activate(x, kind) for kind in ACTIVATIONS}
+        out |= {"scaled": ops.scale(x, 0.3), "capped": ops.softcap(x, 30.0)}
         return out | {"both": both, "zeroed": zeroed, "total": total, "added": added, "logits": logits}
 
     check_company(path, code, varied_rows(width, rng), 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -33,8 +35,10 @@ from native_ops import (
 from headstart.formats.base import make_tensor
 from headstart.kernels import packing
 from headstart.kernels.native import NativeBackend
-from headstart.kernels.ops import AttentionSpec, RopeSpec
+from headstart.kernels.native_program import ACTIVATIONS
+from headstart.kernels.ops import Activation, AttentionSpec, RopeSpec
 from headstart.kernels.reference import ReferenceBackend
+from headstart.kernels.reference_moe import ACTIVATIONS as REFERENCE
 
 ROWS = 7
 
@@ -172,6 +176,44 @@ def test_rowwise_ops(path: str, width: int, head_dim: int) -> None:
         sizes = np.abs(x).max(1, keepdims=True)
         for name in expected:
             assert_close(found[name], expected[name], sizes[::-1] if name == "taken" else sizes)
+
+
+EXACT: dict[Activation, Callable[[Array], Array]] = {
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    "gelu": np.vectorize(lambda x: x / 2 * math.erfc(-x / math.sqrt(2))),
+    "gelu_tanh": lambda x: x / (1 + np.exp(-math.sqrt(8 / math.pi) * (x + 0.044715 * x**3))),
+    "relu": lambda x: np.maximum(x, 0),
+    "relu2": lambda x: np.maximum(x, 0) ** 2,
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_activations(path: str) -> None:
+    """From the largest negative number to the largest; gated in one step too."""
+    small = np.random.default_rng(8).standard_normal((20, 64)) * np.repeat([1e-6, 0.1, 1, 5], 5)[:, None]
+    edges = [0, 1e-45, 0.0624, 0.0626, 0.62, 0.63, 1, 5, 9.99, 10.01, 13.9, 14.1, 40, 88, 1e3, 1e20, 3e38]
+    extreme = np.array([*edges, *(-each for each in edges), np.nan] + [0] * 29)
+    x = np.vstack([small, extreme]).astype(np.float32)
+    ones, up = random_matrix(FORMS["F32"], 64, 64, np.random.default_rng(0)), np.ones(64, np.float32)
+    ones.data.view(np.float32)[:] = np.eye(64, dtype=np.float32).reshape(4, 16, 64).swapaxes(1, 2).reshape(-1)
+
+    def code(ops: Any, step: Any) -> dict[str, Any]:
+        found = {kind: ops.activate(step.hidden, kind) for kind in ACTIVATIONS}
+        gate = {kind: ops.linear(step.hidden, ones) for kind in ACTIVATIONS}
+        found |= {f"{k} x": ops.activate_mul(gate[k], ops.linear(step.hidden, ones, up), k) for k in ACTIVATIONS}
+        return found | {"capped": ops.softcap(step.hidden, 30.0), "scaled": ops.scale(step.hidden, -0.3)}
+
+    found = run_native(backend(path), code, single_rows(range(len(x))), x)
+    with np.errstate(over="ignore"):
+        for kind, of in EXACT.items():
+            expected = of(x.astype(np.float64))
+            np.testing.assert_allclose(found[kind], expected.astype(np.float32), rtol=2e-5, atol=1e-30)
+            rows = slice(0, 20)  # a NaN or 3e38 spoils its row's products
+            np.testing.assert_allclose(found[f"{kind} x"][rows], (expected * (x + 1))[rows], rtol=2e-5, atol=1e-12)
+            wide = REFERENCE[kind](torch.from_numpy(x[rows].astype(np.float64)))
+            np.testing.assert_allclose(wide, expected[rows], rtol=1e-9, atol=1e-13)
+    np.testing.assert_allclose(found["capped"], 30 * np.tanh(x.astype(np.float64) / 30), rtol=1e-6, atol=1e-30)
+    np.testing.assert_array_equal(found["scaled"], x * np.float32(-0.3))
 
 
 # Attention.

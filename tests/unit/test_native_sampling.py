@@ -17,6 +17,7 @@ from headstart.kernels import native_sampling, reference_sampling  # noqa: E402
 
 POOL = _native.ThreadPool(1)
 MANY = _native.ThreadPool(3)
+PATH = _native.paths()[0]
 NAMES = {
     "temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "min_p": np.float32, "seed": np.uint64,
     "position": np.int64, "choice": np.int32, "repetition": np.float32, "presence": np.float32,
@@ -54,13 +55,19 @@ def check(logits, rows, vocab_size=None, token_ids=None, keep_probs=True, pool=P
     logits = np.ascontiguousarray(logits, np.float32)
     vocab_size = vocab_size or logits.shape[1]
     expected = reference(logits, rows, vocab_size, token_ids, keep_probs)
-    got = native_sampling.sample(pool, logits, rows, vocab_size=vocab_size, token_ids=token_ids, keep_probs=keep_probs)
+    settings = {"vocab_size": vocab_size, "token_ids": token_ids, "keep_probs": keep_probs}
+    for path in _native.paths():
+        got = native_sampling.sample(pool, path, logits, rows, **settings)
+        agree(got, expected, keep_probs)
+    return got
+
+
+def agree(got, expected, keep_probs):
     assert got.tokens.dtype == np.int64 and got.tokens.tolist() == expected.tokens.tolist()
     assert list(got.logprobs) == list(expected.logprobs)
     assert got.failures == expected.failures
     if keep_probs:
         np.testing.assert_array_equal(got.probs, expected.probs.numpy(), strict=True)
-    return got
 
 
 def settings_of(token):
@@ -140,9 +147,9 @@ def test_many_draws():
 def test_rows_do_not_depend_on_their_company():
     rng = np.random.default_rng(8)
     logits = rng.normal(0, 3, (len(VARIANTS), 700)).astype(np.float32)
-    together = native_sampling.sample(MANY, logits, rows_of(*VARIANTS), vocab_size=700, keep_probs=True)
+    together = native_sampling.sample(MANY, PATH, logits, rows_of(*VARIANTS), vocab_size=700, keep_probs=True)
     for i, case in enumerate(VARIANTS):
-        alone = native_sampling.sample(POOL, logits[i : i + 1], rows_of(case), vocab_size=700, keep_probs=True)
+        alone = native_sampling.sample(POOL, PATH, logits[i : i + 1], rows_of(case), vocab_size=700, keep_probs=True)
         assert alone.tokens[0] == together.tokens[i] and alone.logprobs[0] == together.logprobs[i]
         assert (alone.probs[0] == together.probs[i]).all()
 
@@ -150,11 +157,11 @@ def test_rows_do_not_depend_on_their_company():
 def test_rows_may_lie_apart():
     wide = np.random.default_rng(2).normal(0, 2, (4, 640)).astype(np.float32)
     rows = rows_of({}, {"temperature": 0.0}, {"top_p": 0.5}, {"num_logprobs": 2})
-    apart = native_sampling.sample(POOL, wide[:, :500], rows, vocab_size=500)
-    close = native_sampling.sample(POOL, wide[:, :500].copy(), rows, vocab_size=500)
+    apart = native_sampling.sample(POOL, PATH, wide[:, :500], rows, vocab_size=500)
+    close = native_sampling.sample(POOL, PATH, wide[:, :500].copy(), rows, vocab_size=500)
     assert apart.tokens.tolist() == close.tokens.tolist() and apart.logprobs == close.logprobs
     with pytest.raises(ValueError, match="side by side"):
-        native_sampling.sample(POOL, np.asfortranarray(wide), rows, vocab_size=640)
+        native_sampling.sample(POOL, PATH, np.asfortranarray(wide), rows, vocab_size=640)
 
 
 @pytest.mark.parametrize("num_top", [0, 3, np.array([0, 1, 2, 40, 500])])
@@ -165,12 +172,12 @@ def test_logprobs(num_top):
     tokens = rng.integers(0, 333, 5)
     counts = np.full(5, num_top)
     expected = reference_sampling.logprobs(torch.from_numpy(logits), tokens, counts)
-    assert native_sampling.logprobs(MANY, logits, tokens, num_top) == expected
+    assert native_sampling.logprobs(MANY, PATH, logits, tokens, num_top) == expected
     with pytest.raises(IndexError):
-        native_sampling.logprobs(POOL, logits, np.full(5, 333), num_top)
+        native_sampling.logprobs(POOL, PATH, logits, np.full(5, 333), num_top)
     logits[1, 7], logits[2, 8] = math.nan, math.inf
     for broken in (
-        native_sampling.logprobs(POOL, logits, tokens, num_top),
+        native_sampling.logprobs(POOL, PATH, logits, tokens, num_top),
         reference_sampling.logprobs(torch.from_numpy(logits), tokens, counts),
     ):
         assert [math.isnan(each.logprob) for each in broken] == [False, True, True, False, False]
@@ -201,7 +208,7 @@ def test_wrong_shapes_are_refused():
             short = getattr(rows, name)[:1]
             if name == "num_logprobs":
                 raise ValueError(name)  # read by Python only
-            native_sampling.sample(POOL, logits, replace(rows, **{name: short}), vocab_size=40)
+            native_sampling.sample(POOL, PATH, logits, replace(rows, **{name: short}), vocab_size=40)
     wrong = [
         {"bias_indptr": np.array([0, 1, 9], np.int32)}, {"bias_indptr": np.array([1, 0, 1], np.int32)},
         {"bias_indptr": np.array([0, 1], np.int32)}, {"allowed": np.zeros((2, 1), np.uint32)},
@@ -209,14 +216,14 @@ def test_wrong_shapes_are_refused():
     ]  # fmt: skip
     for change in wrong:
         with pytest.raises(ValueError):
-            native_sampling.sample(POOL, logits, replace(rows, **change), vocab_size=40)
+            native_sampling.sample(POOL, PATH, logits, replace(rows, **change), vocab_size=40)
     for ids in (np.arange(39), np.arange(40) - 1, np.arange(40) + 1):
         with pytest.raises(ValueError):
-            native_sampling.sample(POOL, logits, rows, vocab_size=40, token_ids=ids)
+            native_sampling.sample(POOL, PATH, logits, rows, vocab_size=40, token_ids=ids)
 
 
 def test_no_rows():
     rows = rows_of()
     assert {field.name for field in fields(rows)} >= set(NAMES)
-    got = native_sampling.sample(POOL, np.zeros((0, 8), np.float32), rows, vocab_size=8)
+    got = native_sampling.sample(POOL, PATH, np.zeros((0, 8), np.float32), rows, vocab_size=8)
     assert len(got.tokens) == 0 and list(got.logprobs) == []

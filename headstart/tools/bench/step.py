@@ -236,16 +236,16 @@ def profile(bench: Bench, progress: Progress) -> dict[str, Any]:
     counts = sorted({*PROFILED_ROWS, bench.rows[-1]})
     fitting = [rows for rows in counts if rows <= bench.rows[-1]]
     depths = [0, bench.depth] if bench.engine.drafter else [0]
-    found: dict[str, Any] = {"passes": [], "steps": []}
+    parts: dict[str, Any] = {"passes": [], "steps": []}
     with profiling(bench.meter):
         for rows in fitting:
-            progress(len(found["passes"]), len(fitting) + len(depths), f"profiling {rows} rows")
-            found["passes"].append({"rows": rows, **profile_pass(bench.meter, partial(bench.forward, rows))})
+            progress(len(parts["passes"]), len(fitting) + len(depths), f"profiling {rows} rows")
+            parts["passes"].append({"rows": rows, **profile_pass(bench.meter, partial(bench.forward, rows))})
         for depth in depths:
             progress(len(fitting), len(fitting) + len(depths), f"profiling steps at depth {depth}")
             steps = profile_steps(bench.meter, bench.engine, bench.submit(bench.text, depth))
-            found["steps"].append({"depth": depth, **steps})
-    return found
+            parts["steps"].append({"depth": depth, **steps})
+    return parts
 
 
 def weight_bytes(model: Model) -> int:
@@ -256,12 +256,12 @@ def weight_bytes(model: Model) -> int:
 
 def held_bytes(*parts: Any) -> int:
     """Bytes of all weights within modules, each counted once."""
-    found: dict[int, int] = {}
+    sizes: dict[int, int] = {}
 
     def visit(part: Any) -> None:
         if isinstance(part, MoE):
             visit([part.router, part.bias, part.shared, part.shared_gate])
-            found[id(part)] = held_bytes(part.experts) * part.spec.top_k // part.spec.num_experts
+            sizes[id(part)] = held_bytes(part.experts) * part.spec.top_k // part.spec.num_experts
         elif is_dataclass(part):
             for item in fields(part):
                 visit(getattr(part, item.name))
@@ -269,11 +269,11 @@ def held_bytes(*parts: Any) -> int:
             for each in part:
                 visit(each)
         else:
-            found[id(part)] = int(getattr(part, "num_bytes", 0) or getattr(part, "nbytes", 0))
+            sizes[id(part)] = int(getattr(part, "num_bytes", 0) or getattr(part, "nbytes", 0))
 
     for part in parts:
         visit(part)
-    return sum(found.values())
+    return sum(sizes.values())
 
 
 def weight_format(model: Model, config: EngineConfig) -> str:

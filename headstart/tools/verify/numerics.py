@@ -113,11 +113,11 @@ def compare(reference: Float32, logits: Float32, following: Seq[int]) -> Compare
     """Logits [R, V] of both; `following` begins with the R tokens that the rows predict."""
     rows = np.arange(len(logits))
     tokens = np.asarray(following[: len(rows)], np.int64)
-    expected, found = _log_softmax(reference), _log_softmax(logits)
+    expected, actual = _log_softmax(reference), _log_softmax(logits)
     return Compared(
-        kl=np.maximum((np.exp(expected) * (expected - found)).sum(-1), 0),
+        kl=np.maximum((np.exp(expected) * (expected - actual)).sum(-1), 0),
         agrees=reference.argmax(-1) == logits.argmax(-1),
-        surprise=-found[rows, tokens],
+        surprise=-actual[rows, tokens],
         reference_surprise=-expected[rows, tokens],
         logit_difference=np.abs(reference.astype(np.float64) - logits).max(-1),
     )

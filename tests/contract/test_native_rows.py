@@ -1,0 +1,261 @@
+"""What rows see: windows, sinks, softcap, blocks and trees; against float64, and bit for bit in any company."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("headstart.kernels.native", exc_type=ImportError)
+
+from native_ops import (
+    FORMS,
+    PATHS,
+    Array,
+    Code,
+    Part,
+    assert_same_bits,
+    attention,
+    backend,
+    plan_of,
+    random_matrix,
+    reference_weight,
+    run_native,
+    run_reference,
+    stored,
+    values_of,
+)
+
+from headstart.core import Paths, StepPlan
+from headstart.kernels.ops import AttentionSpec
+from headstart.kernels.reference import ReferenceBackend
+
+NUM_BLOCKS, LENGTH = 40, 215
+HEADS = {"float32": (4, 2, 24), "bfloat16": (3, 1, 40), "int8": (14, 2, 32)}
+SEEN: dict[str, dict[str, Any]] = {
+    "all": {},
+    **{f"window {w}": {"window": w} for w in (1, 2, 15, 16, 17, 63, 64, 65, 100, 300)},
+    "softcap": {"softcap": 2.5},
+    "window and softcap": {"window": 33, "softcap": 0.7},
+}
+paths = pytest.mark.parametrize("path", PATHS)
+kv_dtypes = pytest.mark.parametrize("kv_dtype", list(HEADS))
+
+
+class World:
+    """Queries, keys and values by token on one backend, and a pool for them."""
+
+    def __init__(self, path: str, kv_dtype: str, seed: int = 0, *, sinks: bool = False, **seen: Any) -> None:
+        heads, kv_heads, dim = HEADS[kv_dtype]
+        self.rng = np.random.default_rng(seed)
+        self.kv_dtype, self.dim = kv_dtype, dim
+        self.spec = AttentionSpec(heads, kv_heads, dim, dim**-0.5, **seen)
+        self.tables = [random_matrix(FORMS["F32"], 4 * LENGTH, n * dim, self.rng) for n in (heads, kv_heads, kv_heads)]
+        self.sinks = self.rng.standard_normal(heads).astype(np.float32) * 2 if sinks else None
+        self.workers = [backend(path, threads, kv_dtype) for threads in (1, 2, 3)]
+        self.fresh()
+
+    def fresh(self) -> None:
+        """Another pool, in which nothing was written."""
+        self.pool = self.workers[0].kv_pool(NUM_BLOCKS * 16, self.spec)
+        self.code = self.code_of(self.tables, self.pool, self.sinks)
+
+    def code_of(self, tables: list[Any], pool: Any, sinks: Any) -> Code:
+        def code(ops: Any, step: Any) -> dict[str, Any]:
+            return {"y": attention(ops, *(ops.embed(t, step.token_ids) for t in tables), pool, self.spec, sinks)}
+
+        return code
+
+    def run(self, plan: StepPlan, worker: int = 0) -> Array:
+        return run_native(self.workers[worker], self.code, plan)["y"]
+
+    def oracle(self, plans: list[StepPlan]) -> list[Array]:
+        """The same in float64, over keys and values as the pool keeps them."""
+        q, k, v = self.tables
+        kept = [torch.from_numpy(stored(values_of(each), self.kv_dtype, self.dim)).double() for each in (k, v)]
+        pool = ReferenceBackend(dtype="float64").kv_pool(NUM_BLOCKS * 16, self.spec)
+        sinks = None if self.sinks is None else torch.from_numpy(self.sinks).double()
+        code = self.code_of([reference_weight(q), *kept], pool, sinks)
+        return [run_reference(code, plan)["y"] for plan in plans]
+
+    def table(self, count: int = LENGTH // 16 + 2) -> Array:
+        return self.rng.permutation(NUM_BLOCKS)[:count]
+
+
+@paths
+@kv_dtypes
+@pytest.mark.parametrize("seen", SEEN)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_what_a_row_sees(path: str, kv_dtype: str, seen: str, sinks: bool) -> None:
+    """In two passes, against float64; then row by row and in spans beside another sequence: the same bits."""
+    world = World(path, kv_dtype, sinks=sinks, **SEEN[seen])
+    table = world.table()
+    plans = [plan_of([Part(np.arange(begin, end), begin, table)]) for begin, end in ((0, 90), (90, LENGTH))]
+    found = [world.run(plan) for plan in plans]
+    for ours, theirs in zip(found, world.oracle(plans), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=6e-6)
+    world.fresh()
+    others = np.setdiff1d(np.arange(NUM_BLOCKS), table)
+    rows = []
+    for i, begin in enumerate(starts := [0, 1, 2, 9, 26, 90, 150, 151]):
+        end = [*starts, LENGTH][i + 1]
+        parts = [Part(np.arange(begin, end), begin, table), Part(LENGTH + np.arange(i + 3), 0, others)]
+        rows.append(world.run(plan_of(parts), i % 3)[: end - begin])
+    assert_same_bits({"y": np.concatenate(rows)}, {"y": np.concatenate(found)}, seen)
+
+
+@paths
+@kv_dtypes
+@pytest.mark.parametrize("seen", ["all", "window 17", "window and softcap"])
+def test_rows_of_a_block_see_each_other(path: str, kv_dtype: str, seen: str) -> None:
+    """A block of 9 behind 60 tokens; each of its rows alone, over what is stored, has the same bits."""
+    world = World(path, kv_dtype, sinks=True, **SEEN[seen])
+    table, context, block = world.table(), Part(np.arange(60), 0, world.table()), np.arange(60, 69)
+    context = replace(context, table=table)
+    whole = plan_of([Part(block, 60, table)])
+    whole.sees = np.full(9, 68, np.int32)
+    plans = [plan_of([context]), whole]
+    found = [world.run(plan) for plan in plans]
+    np.testing.assert_allclose(found[1], world.oracle(plans)[1], rtol=0, atol=6e-6)
+    for i in (0, 3, 8):
+        alone = plan_of([Part(block[i : i + 1], 60 + i, table)])
+        alone.sees = np.array([68], np.int32)
+        assert_same_bits({"y": world.run(alone, i % 3)}, {"y": found[1][i : i + 1]}, i)
+
+
+class Tree:
+    """Random nodes behind `context` tokens: tokens, parents (-1: the context's last), and slots outside the blocks."""
+
+    def __init__(self, rng: np.random.Generator, context: int, count: int) -> None:
+        self.context, self.tokens = context, LENGTH + rng.permutation(2 * LENGTH)[:count]
+        self.parents = [int(rng.integers(max(-1, i - 4), i)) for i in range(count)]
+        blocks = rng.permutation(NUM_BLOCKS)
+        self.table, spare = blocks[: (context + count) // 16 + 1], blocks[-4:]
+        self.slots = (spare[:, None] * 16 + np.arange(16)).reshape(-1)[rng.permutation(64)[:count]]
+        self.lines = [self.line(node) for node in range(count)]
+        self.rng = rng
+
+    def line(self, node: int) -> list[int]:
+        """From the first drafted ancestor to the node."""
+        found = [node]
+        while self.parents[found[0]] >= 0:
+            found.insert(0, self.parents[found[0]])
+        return found
+
+    def place(self, position: int) -> int:
+        return int(self.table[position // 16]) * 16 + position % 16
+
+    def plan(self, other: Part) -> StepPlan:
+        """All nodes, and rows of another sequence that have no paths. Some paths reach back into the context."""
+        starts, slots = [0], []
+        for line in self.lines:
+            more = int(self.rng.integers(0, min(17 - len(line), self.context) + 1))
+            slots += [self.place(self.context - i) for i in range(more, 0, -1)] + self.slots[line].tolist()
+            starts.append(len(slots))
+        plan = plan_of([Part(self.tokens, 0, self.table), other])
+        count = len(self.tokens)
+        plan.positions[:count] = [self.context + len(line) - 1 for line in self.lines]
+        plan.slots[:count] = self.slots
+        starts += [len(slots)] * len(other.ids)
+        plan.paths = Paths(np.array(starts, np.int32), np.array(slots, np.int32))
+        return plan
+
+
+@paths
+@kv_dtypes
+@pytest.mark.parametrize("seen", ["all", "window 16", "window and softcap"])
+@pytest.mark.parametrize("context", [1, 14, 15, 16, 37, 64, 127])
+def test_trees_have_the_bits_of_chains(path: str, kv_dtype: str, seen: str, context: int) -> None:
+    world = World(path, kv_dtype, context, sinks=context % 2 == 0, **SEEN[seen])
+    tree = Tree(world.rng, context, 14)
+    committed = np.arange(context)
+    free = np.setdiff1d(np.arange(NUM_BLOCKS), [*tree.table, *(tree.slots // 16)])
+    other = Part(3 * LENGTH + np.arange(5), 0, free)
+    plans = [plan_of([Part(committed, 0, tree.table)]), tree.plan(other)]
+    found = [world.run(plan, 2) for plan in plans][1]
+    np.testing.assert_allclose(found, world.oracle(plans)[1], rtol=0, atol=6e-6)
+    longest = max(tree.lines, key=len)
+    targets = [tree.place(context + i) for i in range(len(longest))]
+    arrays = [np.array(each, np.int32) for each in (tree.slots[longest], targets)]
+    world.workers[0].copy_rows([world.pool], *arrays)
+    follower = Part(np.array([4 * LENGTH - 1]), context + len(longest), tree.table)
+    after = world.run(plan_of([follower]))
+    for node, line in enumerate(tree.lines):
+        world.fresh()
+        world.run(plan_of([Part(committed, 0, tree.table), other]))
+        chain = world.run(plan_of([Part(tree.tokens[line], context, tree.table)]))
+        assert_same_bits({"y": found[node]}, {"y": chain[-1]}, node)
+        if line == longest:
+            assert_same_bits({"y": after}, {"y": world.run(plan_of([follower]))}, "copied")
+    world.fresh()
+    assert_same_bits({"y": found[len(tree.tokens) :]}, {"y": world.run(plan_of([other]))}, "the other sequence")
+
+
+@paths
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+def test_rows_are_copied_as_if_at_once(path: str, kv_dtype: str) -> None:
+    world = World(path, kv_dtype)
+    table = np.arange(8)
+    world.run(plan_of([Part(np.arange(40), 0, table)]))
+    moved = np.arange(3, 38, dtype=np.int32)
+    world.workers[0].copy_rows([world.pool], moved, moved - 1)
+    found = world.run(plan_of([Part(np.array([99]), 37, table)]))
+    world.fresh()
+    world.run(plan_of([Part(np.r_[0, 1, 3:38], 0, table)]))
+    assert_same_bits({"y": found}, {"y": world.run(plan_of([Part(np.array([99]), 37, table)]))})
+
+
+def test_layers_read_what_others_stored() -> None:
+    """A layer with queries only, and a plain one behind it."""
+    world = World(PATHS[0], "float32")
+    plan = plan_of([Part(np.arange(50), 0, world.table())])
+
+    def shared(ops: Any, step: Any) -> dict[str, Any]:
+        q, k, v = (ops.embed(table, step.token_ids) for table in world.tables)
+        first = attention(ops, q, k, v, world.pool, world.spec)
+        return {"first": first, "second": ops.attend(q, world.pool, world.spec)}
+
+    found = run_native(world.workers[1], shared, plan)
+    assert_same_bits({"second": found["second"]}, {"second": found["first"]})
+
+
+# Plans that point outside what a program reads.
+
+
+def broken(plan: StepPlan, **changes: Any) -> StepPlan:
+    return replace(plan, **{name: np.array(value, np.int32) for name, value in changes.items()})
+
+
+def test_plans_are_checked() -> None:
+    world = World(PATHS[0], "bfloat16")
+    plan = plan_of([Part(np.arange(3), 14, np.array([2, 5]))])
+    world.run(plan)
+    top, slots = 4 * LENGTH, NUM_BLOCKS * 16
+    bad: dict[str, list[dict[str, Any]]] = {
+        "a token id is outside": [{"token_ids": [0, top, 1]}, {"token_ids": [0, -1, 1]}],
+        "a slot is outside": [{"slots": [1, 2, slots]}, {"slots": [-5, 2, 3]}],
+        "a position is below 0": [{"positions": [-1, 2, 3]}, {"sees": [0, 1, -2]}],
+        "outside its blocks or the pool": [
+            {"positions": [14, 15, 32]},
+            {"sees": [14, 15, 32]},
+            {"block_tables": [[2, NUM_BLOCKS]]},
+            {"block_tables": [[-1, 2]]},
+        ],
+        "a logit row is not in the pass": [{"logit_rows": [3]}],
+        "starts do not ascend": [{"row_starts": [1, 3]}],
+        "differ in length": [{"positions": [14, 15]}, {"sees": [1]}, {"row_starts": [0, 2]}],
+    }
+    for message, cases in bad.items():
+        for changes in cases:
+            with pytest.raises(ValueError, match=message):
+                world.run(broken(plan, **changes))
+    leading = {"a path leaves the pool": [slots, 80, 81], "too long": [0] * 20, "sees beyond itself": [80, 81]}
+    for message, path in leading.items():
+        tree = replace(plan, paths=Paths(np.array([0, 0, 0, len(path)], np.int32), np.array(path, np.int32)))
+        with pytest.raises(ValueError, match=message):
+            world.run(replace(tree, sees=np.array([14, 15, 17], np.int32)) if "beyond" in message else tree)
+    with pytest.raises(ValueError, match="outside the pool"):
+        world.workers[0].copy_rows([world.pool], np.array([1], np.int32), np.array([slots], np.int32))
