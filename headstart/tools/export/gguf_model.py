@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.errors import ModelError
-from headstart.formats.base import make_tensor
+from headstart.formats.base import Checkpoint, make_tensor
 from headstart.formats.gguf_names import KEYS, gguf_name
 from headstart.formats.mtp_families import num_experts
 from headstart.formats.safetensors import Planned, bfloat16
@@ -23,9 +23,8 @@ from headstart.formats.symbols import text_config
 from headstart.models.base import family_named
 from headstart.models.names import trailing_name
 from headstart.tools.export.detect import count_modules, detect_model_type
-from headstart.tools.export.directory import Directory
-from headstart.tools.export.layouts import layout_of
-from headstart.tools.export.targets.xllm import cut_module
+from headstart.tools.export.drafts import draft_of
+from headstart.tools.export.module import cut_module
 
 U32, F32, BOOL = "uint32", "float32", "bool"
 COMMON = (
@@ -79,7 +78,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         special={"bos": "[gMASK]", "eot": "<|user|>", "unk": "<|endoftext|>", "eom": "<|observation|>"},
     ),
 }
-"""By the model type of `_layouts.LAYOUTS`."""
+"""By the model type of `drafts.DRAFTS`."""
 
 
 @dataclass(frozen=True)
@@ -108,18 +107,18 @@ class HeadModel:
     notes: list[str]
 
 
-def head_model(source: Directory) -> HeadModel | None:
+def head_model(source: Checkpoint) -> HeadModel | None:
     """The module as llama.cpp has it; None for a family that is not declared here. ModelError for one that is not
     whole, or that the declared data cannot describe."""
     model_type = detect_model_type(source.config)
     architecture = ARCHITECTURES.get(model_type)
     if architecture is None:
         return None
-    layout = layout_of(model_type)
-    count = count_modules(source.config, layout)
+    draft = draft_of(model_type)
+    count = count_modules(source.config, draft)
     names = family_named(model_type).names
     trunk = tuple(name for name in source.tensors if names.canonical(name) in TRUNK)
-    cut = cut_module(source, replace(layout, block=None, embedding=trunk, lm_head=(), shared_needed=False))
+    cut = cut_module(source, replace(draft, block=None, embedding=trunk, lm_head=(), shared_needed=False))
     config = text_config(source.config)
     layers = int(config["num_hidden_layers"])
     canonical = {trailing_name(str(names.canonical(each.name)), layers): each for each in cut.planned}
