@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from headstart.errors import UsageError
+from headstart.files import write_whole
 from headstart.layers.build import DecoderConfig
 from headstart.layers.mtp import HeadSpec, Module
 from headstart.train.batches import collate, plan_epoch
@@ -256,10 +257,6 @@ def _note(progress: TrainingProgress, loss: float, tokens: int, seconds: float) 
 
 def save_checkpoint(trainer: Trainer, path: Path) -> None:
     """Complete or not at all."""
-    aside, content = path.with_suffix(".writing"), io.BytesIO()
+    content = io.BytesIO()
     torch.save(trainer.state(), content)  # straight into a file, a full disk would be a RuntimeError without a reason
-    try:
-        aside.write_bytes(content.getbuffer())
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
+    write_whole(path, content.getbuffer())

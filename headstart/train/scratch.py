@@ -26,6 +26,7 @@ from headstart.config import MAX_DEPTH
 from headstart.core import Int32, Report
 from headstart.engine.load import canonical_tensors
 from headstart.errors import UsageError
+from headstart.files import written_aside
 from headstart.formats.base import Checkpoint
 from headstart.kernels.ops import StepInputs
 from headstart.layers.build import DecoderConfig
@@ -35,7 +36,7 @@ from headstart.models.base import Family, native_head
 from headstart.models.small import SCRATCH
 from headstart.train import corpus
 from headstart.train.batches import Batch
-from headstart.train.checkpoint import save_model, written_aside
+from headstart.train.checkpoint import save_model
 from headstart.train.data import Problems, Record
 from headstart.train.evaluate import Acceptance
 from headstart.train.loop import Recipe, check_bound, optimizers, update

@@ -357,7 +357,7 @@ def test_a_full_disk_is_said_and_the_run_goes_on_later(tmp_path: Path, monkeypat
         patch.setattr(Path, "write_bytes", write)
         with pytest.raises(CapacityError, match="No space left on device"):
             run(options)
-    assert not list(options.work.glob("*.writing"))
+    assert not list(options.work.glob(".*"))
     assert run(options).data["tokens"] >= 4_000
 
 
