@@ -24,7 +24,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 RANKS = {room: (floor, place if floor else 0) for floor, rooms in enumerate(FLOORS) for place, room in enumerate(rooms)}
 RISING = {("formats/_eagle3.py", "kernels"), ("formats/head.py", "kernels")}
 """Imports of a later sibling that are still there."""
-NOT_YET_PUBLIC = ("headstart.formats._fp8", "headstart.drafters._", "headstart.models._")
+NOT_YET_PUBLIC = ("headstart.drafters._",)
 """Private names that are still imported from outside their folder."""
 CIRCLES = ({"formats/_eagle3.py", "formats/head.py"},)
 """Files that still import each other."""
