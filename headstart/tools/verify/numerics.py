@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from headstart.api import LLM
 from headstart.config import EngineConfig
 from headstart.core import Float32, Progress, Report, Request, SamplingParams, Sequence, Span, no_progress
-from headstart.engine.load import Model, load_model, make_backend, make_engine
+from headstart.engine.load import Model, load_model, make_backend
+from headstart.engine.make import make_engine
 from headstart.tools.prompts import builtin_prompts
 
 Prompt = str | list[int]

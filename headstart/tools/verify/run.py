@@ -14,7 +14,8 @@ from typing import Any
 from headstart.api import LLM
 from headstart.config import AUTO, Depth, EngineConfig
 from headstart.core import Progress, Report, SamplingParams, no_progress
-from headstart.engine.load import Model, load_model, make_backend, make_engine, usable_threads
+from headstart.engine.load import Model, load_model, make_backend, usable_threads
+from headstart.engine.make import make_engine
 from headstart.errors import UsageError
 from headstart.tools.prompts import builtin_prompts
 from headstart.tools.verify.covering import Cell, pairwise
