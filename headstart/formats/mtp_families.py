@@ -210,6 +210,16 @@ def sizes_of(config: Mapping[str, Any]) -> Sizes:
     return Sizes(symbols(), text_config(config))
 
 
+def num_experts(config: Mapping[str, Any]) -> int:
+    """Experts of a layer that has them, by any spelling of the key; 0 without one."""
+    return sizes_of(config).value("E") or 0
+
+
+def count_keys() -> tuple[str, ...]:
+    """Keys that say how many MTP modules there are, without the objects that they stand in."""
+    return tuple(dict.fromkeys(key.rpartition(".")[2] for key in _table()["count_keys"]))
+
+
 def gguf_layout() -> Layout:
     """Where a GGUF file keeps the MTP tensors of any family."""
     return _layout("gguf", _table()["gguf"])
