@@ -206,6 +206,7 @@ def tiny_folder(tmp_path: Path, softness: float = 0.3, layers: int = 2) -> Path:
     return write_model(tmp_path / "model", config, support.soften(arrays, softness))
 
 
+@pytest.mark.slow
 def test_training_raises_held_out_acceptance(tmp_path: Path) -> None:
     subject, corpus = objects(tmp_path, softness=0.1)
     trainer = new_trainer(subject, corpus, vocab=support.VOCAB, tokens=30_000)
@@ -217,6 +218,7 @@ def test_training_raises_held_out_acceptance(tmp_path: Path) -> None:
     assert after.cumulative[1] > before.cumulative[1] + 0.3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", trained_kinds())
 def test_from_prompts_to_a_head_that_the_engine_runs(tmp_path: Path, kind: str) -> None:
     folder, prompts = tiny_folder(tmp_path, 0.1, 7 if kind == "eagle3" else 2), tmp_path / "prompts.jsonl"
@@ -268,6 +270,7 @@ def new_trainer(subject: Subject, corpus: Corpus, vocab: int = 64, **recipe: Any
     )
 
 
+@pytest.mark.slow
 def test_a_head_that_does_not_pay_is_called_so_and_a_better_one_is_kept(tmp_path: Path) -> None:
     folder, texts = tiny_folder(tmp_path, 1.0), write_texts(tmp_path / "t.jsonl", 60)
     common: dict[str, Any] = {"model": str(folder), "out": tmp_path / "head", "data": (texts,), "threads": 1}
@@ -289,6 +292,7 @@ def test_a_head_that_does_not_pay_is_called_so_and_a_better_one_is_kept(tmp_path
         run(TrainOptions(tokens=300, kind="eagle3", **deep))
 
 
+@pytest.mark.slow
 def test_fine_tuning_begins_where_the_head_stands(tmp_path: Path) -> None:
     folder, texts = tiny_folder(tmp_path, 0.5), write_texts(tmp_path / "t.jsonl", 60)
     common: dict[str, Any] = {"model": str(folder), "data": (texts,), "threads": 1, "draft_vocab": 100}
@@ -309,6 +313,7 @@ def test_short_runs_take_smaller_batches() -> None:
     assert sizes == [512, 1320, 2048, 1000]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
     subject, corpus = objects(tmp_path)
     checkpoint = tmp_path / "checkpoint.pt"
@@ -339,6 +344,7 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
         assert torch.equal(whole.average[name], last.average[name]), name
 
 
+@pytest.mark.slow
 def test_a_run_of_the_command_goes_on_and_takes_up_new_data(tmp_path: Path) -> None:
     texts, folder = write_texts(tmp_path / "texts.jsonl", 30), tiny_folder(tmp_path)
     common: dict[str, Any] = {"model": str(folder), "out": tmp_path / "head", "depth": 1, "threads": 1}
