@@ -19,8 +19,8 @@ from headstart.core import SamplingParams, StepPlan  # noqa: E402
 from headstart.errors import CapacityError, ModelError, UsageError  # noqa: E402
 from headstart.formats.base import make_tensor  # noqa: E402
 from headstart.heads.base import DraftStep, HeadNetwork, HeadSpec  # noqa: E402
-from headstart.heads.files import read_head  # noqa: E402
-from headstart.heads.kind import head_kind, trained_kinds  # noqa: E402
+from headstart.heads.files import read_head, write_head  # noqa: E402
+from headstart.heads.kind import HeadCheckpoint, head_kind, trained_kinds  # noqa: E402
 from headstart.layers.linear import Linear  # noqa: E402
 from headstart.layers.network import Pools  # noqa: E402
 from headstart.layers.norm import RMSNorm  # noqa: E402
@@ -122,6 +122,16 @@ def test_blocks_that_cannot_be_trained_are_named(layers: int, what: str) -> None
     subject = subject_of(model, EngineConfig(backend="reference", dtype="float64", threads=1))
     with pytest.raises(ModelError, match="cannot be trained yet"):
         existing_head(subject, "mtp", None)
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "qwen3_5"])
+def test_heads_without_a_block_fit_any_trunk(family: str, tmp_path: Path) -> None:
+    model = support.tiny_model(family, "float32")
+    subject = subject_of(model, EngineConfig(backend="reference", threads=1), kind="medusa")
+    masters = first_weights(head_kind("medusa").training, subject.spec, model.decoder, 1.0)
+    head = HeadCheckpoint(spec=subject.spec, hidden_size=model.config.hidden_size, vocab_size=model.config.vocab_size)
+    write_head(tmp_path / "head", head, {name: tensor.numpy() for name, tensor in masters.items()})
+    assert read_head(tmp_path / "head").spec == subject.spec
 
 
 def test_eagle3_unrolled_is_the_run_time_forward() -> None:
