@@ -57,69 +57,8 @@ class Model:
     head: AttachedHead | None
 
 
-def make_backend(config: EngineConfig, files: tuple[Path, ...] = ()) -> tuple[str, Backend]:
-    """The backend the config asks for, and why it was chosen. `files`: the checkpoint whose weights it will take.
-    Raises UsageError when it cannot run here."""
-    name, why = choose_backend(config)
-    threads = config.threads or usable_threads()
-    if name == "native":
-        from headstart.kernels.native import NativeBackend  # compiled: absent where there was no compiler
-        from headstart.kernels.packed_cache import PackedCache, key_of
-
-        cache = PackedCache.open(key_of(files, config.quantization) if files else None)
-        return why, NativeBackend(
-            threads=threads, quantization=config.quantization, kv_dtype=config.kv_cache_dtype, cache=cache
-        )
-    from headstart.kernels.reference import ReferenceBackend  # torch is imported only when it is used
-
-    return why, ReferenceBackend(device=config.device, dtype=config.dtype, threads=threads)
-
-
-NATIVE = "headstart.kernels._native"
 NATIVE_HEAD = "the checkpoint"
 """AttachedHead.source of a head inside the trunk's own files."""
-
-
-def choose_backend(config: EngineConfig) -> tuple[str, str]:
-    """(backend, why) for a config. Raises UsageError for what cannot run here, naming the flag."""
-    cannot = native_limits(config)
-    if config.backend == "native" and cannot:
-        raise UsageError(f"backend native cannot run: {cannot[0]}", cannot[1])
-    if not cannot and config.backend != "reference":
-        return "native", "compiled kernels, exact to the bit"
-    if importlib.util.find_spec("torch") is None:
-        without = "backend reference needs torch, which is not installed"
-        if cannot and config.backend == "auto":
-            raise UsageError(f"{cannot[0]}, and {without}", f"{cannot[1]}; or pip install 'headstart[torch]'")
-        raise UsageError(without, "pip install 'headstart[torch]'")
-    for flag, value in (("--quantization", config.quantization), ("--kv-cache-dtype", config.kv_cache_dtype)):
-        if value is not None:
-            raise UsageError(f"{flag} {value} needs the native backend", cannot[0] if cannot else "use --backend auto")
-    return "reference", cannot[0] if cannot else "asked for"
-
-
-def native_limits(config: EngineConfig) -> tuple[str, str] | None:
-    """Why the native backend cannot run this config (and a hint); None when it can."""
-    if importlib.util.find_spec(NATIVE) is None:
-        return "headstart was installed without a C++ compiler", "install one, then pip install headstart again"
-    if config.device != "cpu":
-        return f"the device is {config.device}", "use --device cpu"
-    if config.dtype != "float32":
-        return f"--dtype {config.dtype} is the reference backend's", "leave --dtype out"
-    if config.block_size % 16:
-        return f"--block-size {config.block_size} is not a multiple of 16", "use --block-size 16"
-    return None
-
-
-def usable_threads() -> int:
-    """Cores that affinity and the cgroup quota leave to this process."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = Path("/sys/fs/cgroup/cpu.max")
-    if quota.exists():
-        limit, period = quota.read_text().split()
-        if limit != "max":
-            cores = min(cores, max(1, int(limit) // int(period)))
-    return cores
 
 
 def find_family(checkpoint: Checkpoint) -> Family:
@@ -165,12 +104,12 @@ def _check_layers(tensors: Iterable[str], family: Family, num_layers: int, check
 def load_model(name: str | None, config: EngineConfig, progress: Progress = no_progress) -> Model:
     """Read a model by path, alias or Hub name, and the head that goes with it; `progress` counts its weights. Raises
     ModelError or UsageError."""
-    choose_backend(config)  # before anything is fetched
+    choose(config)  # before anything is fetched
     alias = hub.resolve_alias(name)
     checkpoint = open_checkpoint(alias.trunk)
     family = find_family(checkpoint)
     sizes = family.parse(checkpoint.config)
-    _, backend = make_backend(config, checkpoint.files)
+    backend = open_backend(config, checkpoint.files)
     tensors = canonical_tensors(checkpoint, family, sizes)
     weights = Weights(tensors, backend, str(alias.trunk), on_take=_counter(tensors, progress))
     decoder = family.build(weights, sizes)
@@ -261,7 +200,7 @@ def make_engine(model: Model, config: EngineConfig) -> Engine:
     max_length = context_length(model, config)
     drafter_type, method = drafter_of(model, config)
     tap = drafter_type.tap(model.head) if drafter_type else None
-    budget = int(free_memory() * MEMORY_SHARE)
+    budget = int(model.backend.free_memory() * MEMORY_SHARE)
     states = _states(model, config, budget, drafts=drafter_type is not None)
     num_blocks = config.kv_blocks or _num_blocks(model, config, max_length, budget // 2 if states else budget)
     if num_blocks * config.block_size < max_length:
@@ -313,7 +252,7 @@ def identity(model: Model, config: EngineConfig) -> dict[str, Any]:
         "head": model.head.source if model.head else None,
         "drafter": drafter_of(model, config)[1],
         "backend": [model.backend.name, config.device, config.dtype, config.quantization, config.kv_cache_dtype],
-        "threads": config.threads or usable_threads(),
+        "threads": config.threads or machine.threads().usable,
         "block_size": config.block_size,
     }
 
@@ -357,12 +296,3 @@ def _num_blocks(model: Model, config: EngineConfig, max_length: int, budget: int
     blocks_per_sequence = -(-max_length // config.block_size)
     affordable = budget // (per_token * config.block_size)
     return max(min(config.max_num_seqs * blocks_per_sequence, affordable), blocks_per_sequence)
-
-
-def free_memory() -> int:
-    """Bytes that can be taken without swapping."""
-    info: Mapping[str, Any] = {}
-    path = Path("/proc/meminfo")
-    if path.exists():
-        info = dict(line.split(":", 1) for line in path.read_text().splitlines())
-    return int(str(info.get("MemAvailable", "4194304 kB")).split()[0]) * 1024

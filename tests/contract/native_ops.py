@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 
 from headstart.core import StepPlan
-from headstart.kernels import packing
-from headstart.kernels.native import NativeBackend, instruction_paths
+from headstart.kernels.native import packing
+from headstart.kernels.native.backend import NativeBackend, instruction_paths
 from headstart.kernels.ops import AttentionSpec
-from headstart.kernels.reference import ReferenceBackend
+from headstart.kernels.reference.backend import ReferenceBackend
 
 Array = NDArray[Any]
 PATHS = instruction_paths()

@@ -99,7 +99,7 @@ CASES = {
         tiny={"num_experts": 1025, "num_hidden_layers": 1, "mlp_only_layers": [], "moe_intermediate_size": 2},
     ),
     "values beyond the kernels": Bad(
-        "deepseek_v3", "the native backend cannot run this model: attention",
+        "deepseek_v3", "the native backend cannot run this model: attend",
         tiny={"kv_lora_rank": 528, "num_hidden_layers": 1, "num_nextn_predict_layers": 0},
     ),
 }  # fmt: skip
@@ -109,7 +109,7 @@ CASES = {
 def test_one_clear_line(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad = CASES[case]
     if "kernels" in case:
-        pytest.importorskip("headstart.kernels._native")
+        pytest.importorskip("headstart.kernels.native._native")
     config, arrays = family_of(bad.family).tiny(**bad.tiny)
     bad.change(arrays)
     folder = write_model(tmp_path, {**config, **bad.config}, arrays)

@@ -17,7 +17,7 @@ from headstart.engine.load import canonical_tensors, load_model
 from headstart.layers.weights import Weights
 from headstart.tools.tiny import write_model
 
-native = pytest.importorskip("headstart.kernels.native", exc_type=ImportError)
+native = pytest.importorskip("headstart.kernels.native.backend", exc_type=ImportError)
 NativeBackend = native.NativeBackend
 LENGTH = 100
 BLOCKS = 12

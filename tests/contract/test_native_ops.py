@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("headstart.kernels.native", exc_type=ImportError)
+pytest.importorskip("headstart.kernels.native.backend", exc_type=ImportError)
 
 from native_ops import (
     FORMS,
@@ -25,7 +25,7 @@ from native_ops import (
     single_rows,
 )
 
-from headstart.kernels.native_program import ACTIVATIONS
+from headstart.kernels.native.program import ACTIVATIONS
 from headstart.kernels.ops import AttentionSpec, RopeSpec
 
 COUNTS = (2, 3, 4, 5, 6, 7, 13, 31, 64, 127, 128, 129, 512)

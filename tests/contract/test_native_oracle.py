@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("headstart.kernels.native", exc_type=ImportError)
+pytest.importorskip("headstart.kernels.native.backend", exc_type=ImportError)
 
 from native_ops import (
     FORMS,
@@ -33,12 +33,12 @@ from native_ops import (
 )
 
 from headstart.formats.base import make_tensor
-from headstart.kernels import packing
-from headstart.kernels.native import NativeBackend
-from headstart.kernels.native_program import ACTIVATIONS
+from headstart.kernels.native import packing
+from headstart.kernels.native.backend import NativeBackend
+from headstart.kernels.native.program import ACTIVATIONS
 from headstart.kernels.ops import Activation, AttentionSpec, RopeSpec
-from headstart.kernels.reference import ReferenceBackend
-from headstart.kernels.reference_moe import ACTIVATIONS as REFERENCE
+from headstart.kernels.reference.backend import ReferenceBackend
+from headstart.kernels.reference.moe import ACTIVATIONS as REFERENCE
 
 ROWS = 7
 

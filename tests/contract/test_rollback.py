@@ -22,7 +22,7 @@ from headstart.cache.recurrent import StateMemory
 from headstart.core import Draft, Request, Rows, SamplingParams, Sequence, Span, StateSteps
 from headstart.engine.plan import build_plan, span_rows
 from headstart.kernels.ops import ConvSpec, DeltaSpec
-from headstart.kernels.reference import ReferenceBackend
+from headstart.kernels.reference.backend import ReferenceBackend
 
 try:
     from native_ops import PATHS, backend as native_backend

@@ -17,7 +17,7 @@ from headstart.tools.bench import step as bench_step
 from headstart.tools.bench.step import StepOptions
 from headstart.tools.tiny import write_tiny
 
-pytest.importorskip("headstart.kernels._native")
+pytest.importorskip("headstart.kernels.native._native")
 pytest.importorskip("torch")
 Capture = pytest.CaptureFixture[str]
 READ_BYTES = 1 << 16

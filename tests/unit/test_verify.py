@@ -217,7 +217,7 @@ def test_thread_counts_by_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_backend_that_is_exact_is_excused_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither are its differences measured: float64 scores are not what it computes."""
-    from headstart.kernels.reference import ReferenceBackend
+    from headstart.kernels.reference.backend import ReferenceBackend
 
     monkeypatch.setattr(ReferenceBackend, "name", "other")
     monkeypatch.setattr("headstart.engine.engine.judge_exact", wrong_judge)

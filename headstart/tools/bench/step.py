@@ -19,7 +19,7 @@ from headstart.api import LLM
 from headstart.config import AUTO, FIXED_DEPTH, EngineConfig
 from headstart.core import Progress, Report, SamplingParams, Sequence, Span, no_progress
 from headstart.drafters._drafter import Wish
-from headstart.engine.load import Model, free_memory, load_model, usable_threads
+from headstart.engine.load import Model, load_model
 from headstart.errors import UsageError
 from headstart.formats.head import KINDS
 from headstart.kernels.ops import Backend
@@ -131,7 +131,7 @@ def run(options: StepOptions, progress: Progress = no_progress) -> Report:
         raise UsageError(f"--drafter {options.config.drafter}: bench step times a head", "use --drafter auto")
     bench = Bench(options)
     progress(0, 1, "reading memory")
-    read_bytes = options.read_bytes or min(MOST_READ_BYTES, free_memory() // 4)
+    read_bytes = options.read_bytes or min(MOST_READ_BYTES, model.backend.free_memory() // 4)
     bandwidth = bench.model.backend.read_bandwidth(read_bytes, READ_RUNS)
     passes = time_passes(bench, options.repeats, progress)
     draft = time_draft(bench, options.repeats or DRAFT_REPEATS) if bench.engine.drafter else None
@@ -286,17 +286,17 @@ def weight_format(model: Model, config: EngineConfig) -> str:
     kinds = " + ".join(kind for kind, _ in sizes.most_common())
     if config.quantization:
         return f"{kinds}, with --quantization {config.quantization}"
-    return f"{kinds}, widened to {config.dtype}" if model.backend.name == "reference" else kinds
+    return f"{kinds}, widened to {config.dtype}" if kind_of(model.backend.name).widens else kinds
 
 
 def machine(model: Model, config: EngineConfig) -> dict[str, Any]:
     versions = {"headstart": __version__, "python": platform.python_version(), "numpy": np.__version__}
-    if model.backend.name == "reference":
-        versions["torch"] = doctor.installed_version("torch") or "unknown"
+    for package in kind_of(model.backend.name).packages:
+        versions[package] = doctor.installed_version(package) or "unknown"
     return {
         "device": config.device,
-        "cpu": doctor.cpu(Path("/proc/cpuinfo"))["model"],
-        "threads": config.threads or usable_threads(),
+        "cpu": cpu().model,
+        "threads": config.threads or threads().usable,
         "backend": model.backend.name,
         "path": getattr(model.backend, "path", None),
         "versions": versions,

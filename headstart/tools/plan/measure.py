@@ -11,7 +11,7 @@ from typing import cast
 from headstart.api import LLM
 from headstart.config import EngineConfig
 from headstart.core import Progress, SamplingParams, Sequence, Span
-from headstart.engine.load import Model as Loaded, free_memory
+from headstart.engine.load import Model as Loaded
 from headstart.errors import UsageError
 from headstart.kernels.ops import Backend
 from headstart.tools.bench.step import affordable_repeats

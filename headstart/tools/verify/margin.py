@@ -24,7 +24,7 @@ class Judge:
     def __init__(self, model: str | None, config: EngineConfig, tie: float = TIE) -> None:
         self._model, self._tie = model, tie
         plain = replace(config, drafter="none", depth=0, max_num_seqs=1, enable_prefix_caching=False)
-        self._config = replace(plain, backend="reference", dtype="float64", kv_blocks=None)
+        self._config = replace(plain, backend=ORACLE, dtype="float64", kv_blocks=None)
         self._llm: LLM | None = None
 
     def margin(self, context: Sequence[int], a: int, b: int, params: SamplingParams) -> tuple[float, bool]:
