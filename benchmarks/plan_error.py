@@ -20,7 +20,7 @@ from headstart.config import EngineConfig
 from headstart.engine.load import load_model
 from headstart.tools.plan.here import calibrated, measure
 from headstart.tools.plan.measure import WORKS, Passes
-from headstart.tools.plan.roofline import Work, pass_seconds
+from headstart.tools.plan.roofline import Pass, pass_seconds
 from headstart.tools.plan.sources import find_shape
 
 TARGET = 0.15
@@ -46,8 +46,8 @@ def main() -> int:
 
     config = EngineConfig(quantization=args.quantization)
     works = [*WORKS]
-    works += [Work(n, 1, context) for context in args.contexts for n in args.counts]
-    works += [Work(1, n, context) for context in args.contexts for n in args.counts if n > 1]
+    works += [Pass(n, 1, context) for context in args.contexts for n in args.counts]
+    works += [Pass(1, n, context) for context in args.contexts for n in args.counts if n > 1]
     works = list(dict.fromkeys(works))
     passes = Passes(load_model(args.model, config), config, works, progress)
     timed = passes.time(works, args.seconds, progress)

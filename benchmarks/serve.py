@@ -34,7 +34,7 @@ from typing import Any
 
 from measure.questions import in_turns
 
-from headstart.tools.client import Answer, Server, post
+from headstart.tools.client import Response, Server, post
 
 CHAT = "/v1/chat/completions"
 Body = dict[str, Any]
@@ -54,9 +54,9 @@ def percentile(values: list[float], share: float) -> float:
     return sorted(values)[min(int(share * len(values)), len(values) - 1)] if values else 0.0
 
 
-async def closed_loop(args: argparse.Namespace, bodies: list[Body], clients: int) -> tuple[list[Answer], float]:
+async def closed_loop(args: argparse.Namespace, bodies: list[Body], clients: int) -> tuple[list[Response], float]:
     """All bodies, `clients` at a time; answers and seconds."""
-    left, answers = iter(bodies), list[Answer]()
+    left, answers = iter(bodies), list[Response]()
 
     async def client() -> None:
         for body in left:
@@ -67,7 +67,7 @@ async def closed_loop(args: argparse.Namespace, bodies: list[Body], clients: int
     return answers, time.perf_counter() - started
 
 
-def summarize(answers: list[Answer], seconds: float) -> Body:
+def summarize(answers: list[Response], seconds: float) -> Body:
     """Rates and latencies of one block."""
     bad = [answer for answer in answers if answer.status != 200]
     if bad:
@@ -182,7 +182,7 @@ SCHEMA = {
 async def agent_task(args: argparse.Namespace, number: int, mode: str) -> tuple[float, int]:
     """One task: steps whose messages grow; seconds and tokens."""
     messages = [
-        {"role": "system", "content": "You are an agent. Answer each step with one JSON object."},
+        {"role": "system", "content": "You are an agent. Response each step with one JSON object."},
         {"role": "user", "content": f"Task {number}: plan a small garden, step by step."},
     ]
     started, tokens = time.perf_counter(), 0

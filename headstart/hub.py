@@ -12,7 +12,6 @@ import fnmatch
 import hashlib
 import json
 import os
-import platform
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headstart import __version__, _wheel
+from headstart import __version__, _wheel, machine
 from headstart._wheel import WheelFile, terminal_progress
 from headstart.core import Progress
 from headstart.errors import UsageError
@@ -248,10 +247,10 @@ def _hub_snapshot(name: str) -> Path:
     repo, _, revision = name.partition("@")
     wanted, unwanted = list(_WANTED), list(_UNWANTED)
     with hub_errors(repo):
-        found = snapshot_download(
+        folder = snapshot_download(
             repo, revision=revision or None, allow_patterns=wanted, ignore_patterns=unwanted, dry_run=False
         )
-    path = Path(found)
+    path = Path(folder)
     return path if any(path.glob("*.safetensors")) else _only_gguf(repo, revision, path)
 
 

@@ -67,7 +67,9 @@ def threads(root: Path = ROOT) -> Threads:
 
 
 def memory(root: Path = ROOT) -> Memory:
-    found = {name: int(size) * 1024 for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", read(root / "proc/meminfo"), re.M)}
+    found = {
+        name: int(size) * 1024 for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", read(root / "proc/meminfo"), re.M)
+    }
     total, available = found.get("MemTotal", 0), found.get("MemAvailable", UNKNOWN_MEMORY)
     limits = [(limit, used) for limit, used in _memory_limits(root) if not total or limit < total]
     free = [max(limit - used, 0) for limit, used in limits]

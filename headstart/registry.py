@@ -43,7 +43,7 @@ KINDS: dict[KindName, Kind] = {
     "drafters": Kind("headstart.drafters", "DRAFTER", "drafter", UsageError),
     "formats": Kind("headstart.formats", "FORMAT", "checkpoint format", ModelError),
     "quantizations": Kind("headstart.formats.quantized", "QUANTIZATION", "quantization", ModelError),
-    "backends": Kind("headstart.kernels.backends", ("BACKEND",), "backend", UsageError),
+    "backends": Kind("headstart.kernels.backends", "BACKEND", "backend", UsageError),
     "launchers": Kind("headstart.tools.launch.launchers", "LAUNCHER", "launcher", UsageError),
     "exports": Kind("headstart.tools.export.targets", "EXPORT", "layout", UsageError),
     "head_kinds": Kind("headstart.train.kinds", "KIND", "kind of head", UsageError),

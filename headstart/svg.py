@@ -243,14 +243,14 @@ def log_ticks(low: float, high: float) -> list[float]:
     """Round numbers from `low` to `high`: as many of 1, 2, 3, 5 and 7 times a power of ten as there is room for, and
     evenly spaced ones where even these are too few."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    found = list[float]()
+    chosen = list[float]()
     for factors in ((1,), (1, 3), (1, 2, 5), (1, 2, 3, 5, 7)):
         ticks = [factor * 10.0**power for power in powers for factor in factors]
         finer = [tick for tick in ticks if low * 0.999 <= tick <= high * 1.001]
         if len(finer) > MOST_LOG_TICKS:
             break
-        found = finer
-    return found if len(found) >= 3 else nice_ticks(low, high)
+        chosen = finer
+    return chosen if len(chosen) >= 3 else nice_ticks(low, high)
 
 
 def _frame(plot: Plot, x_ticks: Seq[tuple[float, str]], y_ticks: Seq[tuple[float, str]]) -> Iterator[str]:

@@ -109,26 +109,26 @@ def _print_plan(data: dict[str, Any]) -> None:
     columns = ["batch", "depth", "step ms", "draft ms", "tokens\n/step", "tok/s a\nstream", "tok/s", "speed-up"]
     rows = []
     for each in data["batches"]:
-        for index, found in enumerate((each["plain"], *each["with_mtp"])):
-            if index and found["depth"] == 0:
+        for index, speed in enumerate((each["plain"], *each["with_mtp"])):
+            if index and speed["depth"] == 0:
                 continue
             shown = f"{each['batch']}{'' if each['fits'] else ' (no room)'}" if not index else ""
-            rows.append(_plan_row(shown, found, priced))
+            rows.append(_plan_row(shown, speed, priced))
     print_table([*columns, "$/M tokens"] if priced else columns, rows, footer=_verdict(data["batches"]))
 
 
-def _plan_row(batch: str, found: dict[str, Any], priced: bool) -> list[str]:
+def _plan_row(batch: str, speed: dict[str, Any], priced: bool) -> list[str]:
     cells = [
         batch,
-        str(found["depth"]),
-        f"{found['step_ms']:.2f}",
-        f"{found['draft_ms']:.2f}",
-        f"{found['tokens_per_step']:.2f}",
-        f"{found['tokens_per_s_per_stream']:.1f}",
-        f"{found['tokens_per_s']:,.0f}",
-        f"{found['speedup']:.2f}x",
+        str(speed["depth"]),
+        f"{speed['step_ms']:.2f}",
+        f"{speed['draft_ms']:.2f}",
+        f"{speed['tokens_per_step']:.2f}",
+        f"{speed['tokens_per_s_per_stream']:.1f}",
+        f"{speed['tokens_per_s']:,.0f}",
+        f"{speed['speedup']:.2f}x",
     ]
-    return [*cells, f"{found['dollars_per_million']:.3f}"] if priced else cells
+    return [*cells, f"{speed['dollars_per_million']:.3f}"] if priced else cells
 
 
 def _verdict(batches: list[dict[str, Any]]) -> str:

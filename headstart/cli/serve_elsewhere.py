@@ -69,7 +69,7 @@ def launch_options(
 
 def _serving(serving: OptionGroup) -> dict[str, Any]:
     """Raises UsageError for a changed option that only headstart's server has."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for item in fields(serving):  # type: ignore[arg-type]
         value = getattr(serving, item.name)
         if value == item.default or item.name in OWN:
@@ -77,8 +77,8 @@ def _serving(serving: OptionGroup) -> dict[str, Any]:
         if item.name not in SETTINGS:
             flag = f"--{item.name.replace('_', '-')}"
             raise UsageError(f"{flag} is an option of headstart's own server", "leave it out with --engine")
-        found[item.name] = [str(each) for each in value] if isinstance(value, list) else str(value)
-    return found
+        settings[item.name] = [str(each) for each in value] if isinstance(value, list) else str(value)
+    return settings
 
 
 def _depth(value: Any, chosen: dict[str, Any]) -> None:

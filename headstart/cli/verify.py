@@ -68,7 +68,7 @@ class LevelOptions(OptionGroup):
 
     def parsed(self) -> dict[str, Any]:
         """The lists that were given, by the names that VerifyOptions has for them."""
-        found = {
+        settings = {
             "temperatures": comma_list("--temperatures", self.temperatures, float),
             "depths": comma_list("--depths", self.depths, as_depth),
             "drafters": comma_list("--drafters", self.drafters, str),
@@ -79,7 +79,7 @@ class LevelOptions(OptionGroup):
             "thread_counts": comma_list("--thread-counts", self.thread_counts, int),
             "seeds": comma_list("--seeds", self.seeds, int),
         }
-        return {name: levels for name, levels in found.items() if levels}
+        return {name: levels for name, levels in settings.items() if levels}
 
 
 @dataclass(frozen=True, kw_only=True)

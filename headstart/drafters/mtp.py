@@ -20,9 +20,9 @@ from headstart.config import MAX_DEPTH
 from headstart.core import Draft, Rows, Sequence
 from headstart.drafters._drafter import AttachedHead, Gate, Target, Wish
 from headstart.errors import UsageError
-from headstart.kernels.ops import Buffer, Program
+from headstart.kernels.ops import Buffer, Handle
 from headstart.layers.build import draft_lm_head
-from headstart.layers.decoder import Tap
+from headstart.layers.decoder import Tap, tap_width
 from headstart.layers.mtp import FIRST_PAIR_POSITION, HeadSpec
 
 
@@ -65,14 +65,18 @@ class MTPDrafter:
         ids = attached.draft_token_ids
         self._token_ids = None if ids is None else target.backend.index(ids)
         lm_head = attached.head.lm_head or draft_lm_head(target.weights, target.config, ids)
-        self._first: list[Program] = []  # from stored trunk states: the first module, and others that keep them
-        self._next: list[Program] = []  # by module: from recycled vectors
+        self._first: list[Handle] = []  # from stored trunk states: the first module, and others that keep them
+        self._next: list[Handle] = []  # by module: from recycled vectors
         for index, module in enumerate(attached.head.modules):
             pool = target.backend.kv_pool(target.num_slots, module.kv_spec) if module.kv_spec else None
             first, following = attached.head.programs(index, pool, target.model.embedding, lm_head)
+            width = target.config.hidden_size
+            handle = target.backend.prepare(first, hidden_width=tap_width(self._spec.tap, width))
             if index == 0 or pool is not None:
-                self._first.append(first)
-            self._next.append(following)
+                self._first.append(handle)
+            if following is not first:
+                handle = target.backend.prepare(following, hidden_width=width)
+            self._next.append(handle)
 
     @classmethod
     def attach(cls, target: Target) -> Self:

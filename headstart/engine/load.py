@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from headstart import hub, registry
+from headstart import hub, machine, registry
 from headstart.cache.memory import KVMemory
 from headstart.cache.recurrent import StateMemory
 from headstart.config import AUTO, MAX_DEPTH, EngineConfig
@@ -25,6 +23,7 @@ from headstart.formats.base import Checkpoint
 from headstart.formats.head import BlockConfig, is_head, read_head
 from headstart.formats.quantization import readable
 from headstart.formats.rows import unpermute_rows
+from headstart.kernels.backend import choose, open_backend
 from headstart.kernels.ops import Backend, RawTensor
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig, eagle3_head, medusa_modules, mtp_module

@@ -12,7 +12,7 @@ from headstart.cache.memory import KVMemory
 from headstart.core import Rows, Sampled, Span, TokenLogprob
 from headstart.engine.plan import build_plan, span_rows
 from headstart.engine.sampling import Entry, allowed_tokens, build_rows
-from headstart.kernels.ops import Backend, Buffer, Pool, Program, Weight
+from headstart.kernels.ops import Backend, Buffer, Handle, Pool, Weight
 from headstart.layers.decoder import Decoder, Tap
 from headstart.layers.mtp import FIRST_PAIR_POSITION
 
@@ -48,8 +48,7 @@ class Runner:
         if states := memory.states:
             sizes = states.num_slots, states.num_running, states.num_kept
             state_pools = [backend.state_pool(*sizes, spec) for spec in model.state_specs]
-        self._program = model.program(pools, self._hidden_pool, tap or "post_norm", state_pools)
-        backend.prepare(self._program)
+        self._handle = backend.prepare(model.program(pools, self._hidden_pool, tap or "post_norm", state_pools))
         self.num_passes = self.num_rows = 0
 
     def forward(self, spans: Seq[Span]) -> Forward:
@@ -58,7 +57,7 @@ class Runner:
         plan = build_plan(parts, self._block_size)
         if self._states:
             plan.states = self._states.plan(spans)
-        output = self.backend.run(self._program, plan)
+        output = self.backend.run(self._handle, plan)
         self.num_passes += 1
         self.num_rows += plan.num_rows
         return Forward(output["logits"], list(accumulate([part.num_logits for part in parts], initial=0)))
@@ -104,9 +103,9 @@ class Runner:
         logits = self.backend.rows(forward.logits, np.arange(first, first + len(tokens), dtype=np.int32))
         return tuple(self.backend.logprobs(logits, np.array(tokens, np.int64), num_wanted))
 
-    def run_head(self, program: Program, parts: Seq[Rows], hidden: Buffer = None) -> Mapping[str, Buffer]:
+    def run_head(self, handle: Handle, parts: Seq[Rows], hidden: Buffer = None) -> Mapping[str, Buffer]:
         plan = build_plan(parts, self._block_size, first_position=FIRST_PAIR_POSITION)
-        return self.backend.run(program, plan, hidden_pool=self._hidden_pool, hidden=hidden)
+        return self.backend.run(handle, plan, hidden_pool=self._hidden_pool, hidden=hidden)
 
     def draw(
         self, logits: Buffer, entries: Seq[Entry], token_ids: Weight | None = None, *, scored: bool = False

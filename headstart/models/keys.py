@@ -43,8 +43,9 @@ def refuse_others(config: Config, served: Mapping[str, Any]) -> None:
             raise ModelError(f"config.json: {key} is {config[key]!r}, which is not supported", f"known: {only!r}")
 
 
-def attention(config: Config, **switches: Any) -> AttentionConfig:
-    """Grouped-query attention with rotary positions; `switches`: more fields of AttentionConfig."""
+def attention(config: Config, *, window: int = 0, softcap: float = 0.0, **switches: Any) -> AttentionConfig:
+    """Grouped-query attention with rotary positions; `window` and `softcap` as in AttentionSpec, `switches`: more
+    fields of AttentionConfig."""
     heads = number(config, "num_attention_heads")
     kv_heads = number(config, "num_key_value_heads", default=heads)
     head_dim = number(config, "head_dim", default=number(config, "hidden_size") // heads)
@@ -52,7 +53,7 @@ def attention(config: Config, **switches: Any) -> AttentionConfig:
         raise ModelError(f"config.json: {heads} query heads are no multiple of {kv_heads} kv heads")
     if config.get("use_sliding_window") and config.get("sliding_window") and not _full_everywhere(config):
         raise ModelError("config.json: sliding-window attention is not supported for this family yet")
-    spec = AttentionSpec(heads, kv_heads, head_dim, head_dim**-0.5)
+    spec = AttentionSpec(heads, kv_heads, head_dim, head_dim**-0.5, window=window, softcap=softcap)
     return AttentionConfig(spec=spec, rope=rope_spec(config, head_dim), **switches)
 
 

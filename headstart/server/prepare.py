@@ -98,14 +98,14 @@ def chat_job(llm: LLM, formats: Formats, body: ChatRequest) -> Job:
 
 def constraint_of(body: Common) -> GrammarSpec | None:
     """The one constraint that a body asks for. Raises UsageError for several."""
-    found: list[GrammarSpec] = []
+    specs: list[GrammarSpec] = []
     if body.response_format is not None and body.response_format.type == "json_object":
-        found.append(GrammarSpec("json_object"))
+        specs.append(GrammarSpec("json_object"))
     elif body.response_format is not None and body.response_format.type == "json_schema":
         wrapper = body.response_format.json_schema
         if wrapper is None or "schema" not in wrapper:
             raise UsageError("response_format json_schema has no schema", 'give {"json_schema": {"schema": {...}}}')
-        found.append(GrammarSpec("json_schema", wrapper["schema"]))
+        specs.append(GrammarSpec("json_schema", wrapper["schema"]))
     outputs = body.structured_outputs
     named = {
         "json_schema": (body.guided_json, outputs.json_ if outputs else None),
@@ -114,13 +114,13 @@ def constraint_of(body: Common) -> GrammarSpec | None:
         "grammar": (body.guided_grammar, outputs.grammar if outputs else None),
     }
     for kind, values in named.items():
-        found += [GrammarSpec(kind, value) for value in values if value is not None]  # type: ignore[arg-type]
+        specs += [GrammarSpec(kind, value) for value in values if value is not None]  # type: ignore[arg-type]
     if outputs and outputs.json_object:
-        found.append(GrammarSpec("json_object"))
-    if len(found) > 1:
-        kinds = ", ".join(each.kind for each in found)
+        specs.append(GrammarSpec("json_object"))
+    if len(specs) > 1:
+        kinds = ", ".join(each.kind for each in specs)
         raise UsageError(f"several constraints are given: {kinds}", "give one of them")
-    return found[0] if found else None
+    return specs[0] if specs else None
 
 
 def _forced_tools(body: ChatRequest, tools: list[dict[str, Any]]) -> ToolCalls | None:
@@ -168,20 +168,20 @@ def _tool_prompt(tools: Seq[Mapping[str, Any]]) -> str:
 
 def _message(message: Message) -> dict[str, Any]:
     """As templates want it: one text, and arguments of calls as objects."""
-    found = message.model_dump(exclude_none=True)
+    document = message.model_dump(exclude_none=True)
     if isinstance(message.content, list):
         if other := next((part.type for part in message.content if part.type != "text"), None):
             raise UsageError(f"a message holds a part of type {other!r}", "this model reads text only")
-        found["content"] = "".join(part.text or "" for part in message.content)
-    found.setdefault("content", "")
-    for call in found.get("tool_calls", ()):
+        document["content"] = "".join(part.text or "" for part in message.content)
+    document.setdefault("content", "")
+    for call in document.get("tool_calls", ()):
         function = call.get("function")
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
             try:
                 function["arguments"] = json.loads(function["arguments"] or "{}")
             except ValueError as error:
                 raise UsageError(f"the arguments of a tool call in the messages are no JSON: {error}") from error
-    return found
+    return document
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:

@@ -44,9 +44,9 @@ class Answer:
         return "tool_calls" if calls and self.completion.finish_reason == "stop" else self.completion.finish_reason
 
     def new_logprobs(self) -> list[TokenLogprob]:
-        found = self.choice.logprobs[self.num_logprobs :]
+        new = self.choice.logprobs[self.num_logprobs :]
         self.num_logprobs = len(self.choice.logprobs)
-        return found
+        return new
 
 
 @dataclass(frozen=True)
@@ -183,15 +183,15 @@ class Reply:
     def _text(self, answer: Answer) -> Json:
         assert isinstance(self.body, CompletionRequest)
         choice, echo = answer.choice, bool(self.body.echo)
-        found: Json = {
+        document: Json = {
             "index": answer.index,
             "text": (answer.prompt if echo else "") + choice.text,
             "logprobs": None,
             "finish_reason": answer.finish_reason,
         }
         if self.body.logprobs is not None:
-            found["logprobs"] = self._text_logprobs(answer, [*self._echoed(answer), *choice.logprobs])
-        return found | self._ids(answer, choice.tokens, whole=True)
+            document["logprobs"] = self._text_logprobs(answer, [*self._echoed(answer), *choice.logprobs])
+        return document | self._ids(answer, choice.tokens, whole=True)
 
     def _echoed(self, answer: Answer) -> list[TokenLogprob | None]:
         """Logprobs of the prompt's tokens; the first has none."""
@@ -289,14 +289,14 @@ class Reply:
         return isinstance(self.body, ChatRequest) and self.body.include_reasoning
 
     def _ids(self, answer: Answer, token_ids: Seq[int], *, whole: bool) -> Json:
-        found: Json = {}
+        document: Json = {}
         if self.body.return_token_ids:
-            found["token_ids"] = list(token_ids)
+            document["token_ids"] = list(token_ids)
         if self.body.return_token_ids and whole:
-            found["prompt_token_ids"] = list(answer.choice.request.prompt_ids)
+            document["prompt_token_ids"] = list(answer.choice.request.prompt_ids)
         if self.body.prompt_logprobs is not None and whole:
-            found["prompt_logprobs"] = [None, *map(self._prompt_logprob, answer.choice.prompt_logprobs)]
-        return found
+            document["prompt_logprobs"] = [None, *map(self._prompt_logprob, answer.choice.prompt_logprobs)]
+        return document
 
     def _prompt_logprob(self, entry: TokenLogprob) -> Json:
         """vLLM's shape: token id -> its logprob and text, the token itself first."""

@@ -157,8 +157,8 @@ async def models(request: Request) -> dict[str, Any]:
 async def model(name: str, request: Request) -> dict[str, Any]:
     """One model."""
     _check_model(_state(request), name)
-    found: dict[str, Any] = next(each for each in (await models(request))["data"] if each["id"] == name)
-    return found
+    entry: dict[str, Any] = next(each for each in (await models(request))["data"] if each["id"] == name)
+    return entry
 
 
 @router.post("/tokenize", responses=ERRORS)
@@ -168,10 +168,10 @@ async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
     _check_model(state, body.model)
     llm = state.bridge.llm
     ids = await run_in_threadpool(_tokens, llm, body)
-    found: dict[str, Any] = {"count": len(ids), "max_model_len": llm.engine.max_length, "tokens": ids}
+    document: dict[str, Any] = {"count": len(ids), "max_model_len": llm.engine.max_length, "tokens": ids}
     if body.return_token_strs:
-        found["token_strs"] = await run_in_threadpool(lambda: [llm.tokenizer.token_text(token) for token in ids])
-    return found
+        document["token_strs"] = await run_in_threadpool(lambda: [llm.tokenizer.token_text(token) for token in ids])
+    return document
 
 
 def _tokens(llm: LLM, body: TokenizeRequest) -> list[int]:

@@ -99,12 +99,12 @@ def set_up_logs(log_format: str) -> None:
 
 class _Json(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        found = {
+        document = {
             "time": self.formatTime(record),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
         }
         if record.exc_info:
-            found["exception"] = self.formatException(record.exc_info)
-        return json.dumps(found, ensure_ascii=False)
+            document["exception"] = self.formatException(record.exc_info)
+        return json.dumps(document, ensure_ascii=False)

@@ -150,14 +150,14 @@ def _sentencepiece(
 
 def _merges(vocabulary: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
     """Sentencepiece joins the neighbours whose join scores best: BPE merges, best score first."""
-    found = []
+    pairs = []
     for token, number in vocabulary.items():
         for cut in range(1, len(token)):
             left, right = vocabulary.get(token[:cut]), vocabulary.get(token[cut:])
             if left is not None and right is not None:
-                found.append((-scores[number], number, left, right, token, cut))
-    found.sort()
-    return [(token[:cut], token[cut:]) for *_, token, cut in found]
+                pairs.append((-scores[number], number, left, right, token, cut))
+    pairs.sort()
+    return [(token[:cut], token[cut:]) for *_, token, cut in pairs]
 
 
 def _bpe(vocabulary: dict[str, int], pairs: list[tuple[str, str]], where: str, **options: Any) -> models.BPE:

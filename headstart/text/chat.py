@@ -75,8 +75,8 @@ class ChatTemplate:
                 named[name] = text
         texts = metadata.get("tokenizer.ggml.tokens") or []
         keys = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-        found = {name: _gguf_tokenizer.special_token(metadata, key, texts) for key, name in keys.items()}
-        return cls(named, {name: text for name, text in found.items() if text is not None}, where)
+        tokens = {name: _gguf_tokenizer.special_token(metadata, key, texts) for key, name in keys.items()}
+        return cls(named, {name: text for name, text in tokens.items() if text is not None}, where)
 
     @classmethod
     def from_directory(cls, path: Path) -> ChatTemplate | None:

@@ -81,8 +81,8 @@ class StopChecker:
     def _first_stop(self, text: str, known: int) -> int | None:
         """Where the first stop string begins of those that end after `known` characters."""
         places = ((stop, text.find(stop, max(known - len(stop) + 1, 0))) for stop in self._stop)
-        found = [(at + len(stop), at) for stop, at in places if at >= 0]
-        return min(found)[1] if found else None
+        ends = [(at + len(stop), at) for stop, at in places if at >= 0]
+        return min(ends)[1] if ends else None
 
     def _possible_start(self, text: str) -> int:
         """Length of the longest end of `text` that begins a stop string."""

@@ -102,9 +102,9 @@ class GrammarState:
             known = self._masks.get(len(self._tokens))
             if known is not None and not self._matcher.is_error():
                 return known
-            found = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: len(self._with_text)]
+            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: len(self._with_text)]
             if not self._matcher.is_error():
-                allowed: Mask = found & self._with_text
+                allowed: Mask = bits & self._with_text
                 allowed.flags.writeable = False
                 self._masks[len(self._tokens)] = allowed
                 return allowed

@@ -38,9 +38,9 @@ class PieceRule:
     def to_bytes(self, text: str) -> bytes:
         """The bytes of one token's text."""
         if self.kind == "byte_level":
-            found = [_ALPHABET.get(char, -1) for char in text]
+            values = [_ALPHABET.get(char, -1) for char in text]
             # Added tokens are plain text: any character outside the table shows that.
-            return text.encode("utf-8", "replace") if -1 in found else bytes(found)
+            return text.encode("utf-8", "replace") if -1 in values else bytes(values)
         if self.byte_fallback and (match := _BYTE.fullmatch(text)):
             return bytes([int(match.group(1), 16)])
         return text.replace(SPACE, " ").encode("utf-8", "replace")

@@ -104,8 +104,8 @@ class Tokenizer:
 
     def id_of(self, token: str) -> int | None:
         """The id of a token by its name in the vocabulary."""
-        found: int | None = self._inner.token_to_id(token)
-        return found
+        token_id: int | None = self._inner.token_to_id(token)
+        return token_id
 
     def strip_start(self, data: bytes) -> bytes:
         """`data`, the start of a text, without the space that the tokenizer put before it."""
@@ -127,12 +127,12 @@ class Tokenizer:
 
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """The texts of bos_token, eos_token and so on in a tokenizer_config.json: plain strings or AddedToken objects."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for name, value in config.items():
         text = value.get("content") if isinstance(value, dict) else value
         if name.endswith("_token") and isinstance(text, str):
-            found[name] = text
-    return found
+            texts[name] = text
+    return texts
 
 
 def _declared_ends(generation: Mapping[str, Any], config: Mapping[str, Any]) -> set[int]:

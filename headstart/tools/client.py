@@ -63,7 +63,7 @@ class Server:
 
 
 @dataclass
-class Answer:
+class Response:
     """What came back. Times in seconds since the request was sent; `pieces`: (time, characters) of text. Status -1:
     hung up. `broken`: the connection ended before the answer did."""
 
@@ -128,7 +128,7 @@ class _Collector(asyncio.Protocol):
         self._end()
 
 
-async def get(server: Server, path: str) -> Answer:
+async def get(server: Server, path: str) -> Response:
     """The answer's `body`; nothing of it is read as a completion. Raises OSError when nobody listens."""
     answer, collector, _ = await _exchange(server, "GET", path, b"", None)
     if answer.status in REDIRECTS and (to := collector.headers.get(b"location")):
@@ -138,7 +138,9 @@ async def get(server: Server, path: str) -> Answer:
     return answer
 
 
-async def post(server: Server, path: str, body: dict[str, Any] | bytes, *, leave_after: float | None = None) -> Answer:
+async def post(
+    server: Server, path: str, body: dict[str, Any] | bytes, *, leave_after: float | None = None
+) -> Response:
     """POST and read to the end, or hang up after `leave_after` seconds. Raises OSError when nobody listens,
     TimeoutError when the server has gone silent."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -150,7 +152,7 @@ async def post(server: Server, path: str, body: dict[str, Any] | bytes, *, leave
 
 async def _exchange(
     server: Server, method: str, path: str, content: bytes, leave_after: float | None
-) -> tuple[Answer, _Collector, float]:
+) -> tuple[Response, _Collector, float]:
     fields = [f"{method} {server.prefix}{path} HTTP/1.1", f"Host: {server.host}:{server.port}", "Connection: close"]
     fields += ["Content-Type: application/json", f"Content-Length: {len(content)}"]
     fields += [f"Authorization: Bearer {server.api_key}"] if server.api_key else []
@@ -159,7 +161,7 @@ async def _exchange(
     transport, collector = await loop.create_connection(
         lambda: _Collector(request), server.host, server.port, ssl=_tls(server)
     )
-    answer = Answer()
+    answer = Response()
     try:
         await _wait(collector, leave_after)
         answer.status, answer.broken = collector.status, not collector.complete
@@ -194,7 +196,7 @@ async def _wait(collector: _Collector, leave_after: float | None) -> None:
         await asyncio.wait([collector.ended], timeout=left)
 
 
-def _read(collector: _Collector, answer: Answer, sent: float) -> None:
+def _read(collector: _Collector, answer: Response, sent: float) -> None:
     """Take the answer apart."""
     content_type = collector.headers.get(b"content-type", b"").lower()
     if any(data.startswith(EVENT) for _, data in collector.parts[:1]) or b"text/event-stream" in content_type:
@@ -218,7 +220,7 @@ def _events(parts: list[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
                 yield when, line[len(EVENT) :].strip()
 
 
-def _take(document: dict[str, Any], answer: Answer, now: float) -> None:
+def _take(document: dict[str, Any], answer: Response, now: float) -> None:
     answer.usage = document.get("usage") or answer.usage
     if "error" in document:
         answer.status, answer.body = 500, json.dumps(document)

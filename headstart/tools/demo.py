@@ -86,12 +86,12 @@ def affordable_tokens(tokens_per_s: float, num_prompts: int) -> int:
 def first_difference(runs: dict[bool, list[Completion]]) -> int | None:
     """The first token index at which any run differs from the first plain one; None if there is none."""
     plain = list(runs[False][0].token_ids)
-    found = []
+    places = []
     for other in (list(run.token_ids) for run in runs[False] + runs[True]):
         if other != plain:
             same = zip(plain, other, strict=False)
-            found.append(next((i for i, (a, b) in enumerate(same) if a != b), min(len(plain), len(other))))
-    return min(found, default=None)
+            places.append(next((i for i, (a, b) in enumerate(same) if a != b), min(len(plain), len(other))))
+    return min(places, default=None)
 
 
 def tokens_per_second(tokens: int, seconds: float) -> float:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import shutil
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, requires, version
-from pathlib import Path
 from typing import Any
 
 from headstart import __version__, hub, machine
@@ -32,7 +30,9 @@ def run() -> Report:
         "backend": backend(),
         "cpu": {"model": cpu.model, "instruction_sets": list(cpu.instruction_sets)},
         "threads": {
-            "cores": threads.cores, "affinity": threads.affinity, "cgroup_quota": threads.quota,
+            "cores": threads.cores,
+            "affinity": threads.affinity,
+            "cgroup_quota": threads.quota,
             "usable": threads.usable,
         },
         "memory": {"total": memory.total, "available": memory.available, "cgroup_limit": memory.limit},
@@ -111,7 +111,7 @@ def _lines(data: dict[str, Any]) -> list[str]:
     usage, limits = data["memory"], data["threads"]
     limit = f", limited to {gib(usage['cgroup_limit'])}" if usage["cgroup_limit"] else ""
     quota = f", quota {limits['cgroup_quota']:g}" if limits["cgroup_quota"] else ""
-    missing = [name for name, found in data["packages"].items() if found is None]
+    missing = [name for name, version in data["packages"].items() if version is None]
     rows = {
         "headstart": f"{data['version']}, Python {data['python']} ({sys.executable})",
         "system": data["system"],
@@ -125,7 +125,7 @@ def _lines(data: dict[str, Any]) -> list[str]:
     }
     lines = [f"{name:10} {value}" for name, value in rows.items()]
     lines += [f"{'':10} {item['name']} ({item['bytes'] / 1e6:.0f} MB)" for item in data["cache"]]
-    present = ", ".join(f"{name} {found}" for name, found in data["packages"].items() if found)
+    present = ", ".join(f"{name} {version}" for name, version in data["packages"].items() if version)
     lines.append(f"{'packages':10} {present}")
     return lines + ([f"{'':10} not installed: {', '.join(missing)}"] if missing else [])
 

@@ -66,11 +66,11 @@ class Meter:
         """Seconds since the last reset by part of the trunk's pass, `draft` for all parts of the head's, `sampling`;
         only for a backend that is profiling."""
         assert isinstance(self.backend, Profiler)
-        found: dict[str, float] = defaultdict(float)
+        seconds_of: dict[str, float] = defaultdict(float)
         for handle, is_head in self._handles.values():
             for part, seconds in self.backend.times(handle, reset=True).items():
                 if seconds:
-                    found["draft" if is_head else part] += seconds
+                    seconds_of["draft" if is_head else part] += seconds
         if self.sampling:
-            found["sampling"] = sum(self.sampling)
-        return dict(found)
+            seconds_of["sampling"] = sum(self.sampling)
+        return dict(seconds_of)

@@ -38,8 +38,8 @@ CHAT_TEMPLATE = """\
 def write_tiny(family: str, folder: Path, **config_changes: Any) -> Path:
     """Write the tiny model of a family (by its name) into `folder`; keyword arguments change keys of its config.
     Returns the folder. Raises ModelError for an unknown family."""
-    found: Family = registry.find("models", family).FAMILY
-    return write_model(folder, *found.tiny(**config_changes))
+    declared: Family = registry.find("models", family).FAMILY
+    return write_model(folder, *declared.tiny(**config_changes))
 
 
 def write_model(folder: Path, config: dict[str, Any], arrays: Arrays) -> Path:

@@ -24,14 +24,14 @@ def read_documents(paths: Sequence[Path], problems: Problems) -> list[Record]:
     documentation and modules. Raises UsageError for a path without text."""
     if not paths:
         return _python()
-    found: list[Record] = []
+    records: list[Record] = []
     for path in paths:
         if path.suffix == ".jsonl" or any(path.rglob("*.jsonl")):
             for file in find_files([path]):
-                found += [_plain(record) for record in read_file(file, problems)]
+                records += [_plain(record) for record in read_file(file, problems)]
         else:
-            found += [Record(piece.kind, text=piece.text) for piece in read_tree(path)]
-    return found
+            records += [Record(piece.kind, text=piece.text) for piece in read_tree(path)]
+    return records
 
 
 def _python() -> list[Record]:

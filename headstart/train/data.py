@@ -97,15 +97,15 @@ class Problems:
 
 def find_files(paths: Iterable[Path]) -> list[Path]:
     """Files as given and the .jsonl files of folders, sorted. Raises UsageError for a path that does not exist."""
-    found: list[Path] = []
+    files: list[Path] = []
     for path in paths:
         if path.is_dir():
-            found += sorted(path.rglob("*.jsonl"))
+            files += sorted(path.rglob("*.jsonl"))
         elif path.is_file():
-            found.append(path)
+            files.append(path)
         else:
             raise UsageError(f"{path} does not exist", "data is a .jsonl file or a folder of them")
-    return found
+    return files
 
 
 def read_records(paths: Iterable[Path], problems: Problems) -> list[Record]:

@@ -52,7 +52,7 @@ def evaluate(
         batch = collate([examples[i] for i in numbers], cache, target.embedding.dtype, target.ids.device)
         accepted, tried = cumulative(assess(modules, spec, target, batch, weighting))
         for kind, hits, tries in zip(batch.kinds, accepted.tolist(), tried[:, 0].tolist(), strict=True):
-            found = Acceptance(tuple(hits), tries)
-            results["all"] = results["all"] + found
-            results[kind] = results[kind] + found if kind in results else found
+            acceptance = Acceptance(tuple(hits), tries)
+            results["all"] = results["all"] + acceptance
+            results[kind] = results[kind] + acceptance if kind in results else acceptance
     return dict(sorted(results.items()))

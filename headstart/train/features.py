@@ -82,8 +82,8 @@ def trunk_hidden(trunk: Trunk, tokens: Tensor) -> Tensor:
 def trunk_argmax(trunk: Trunk, hidden: Tensor, chunk: int = 512) -> Tensor:
     """hidden [N, W] -> argmax token [N]. Fast in the model's arithmetic, then exact among what rounding leaves open."""
     coarse_head = trunk.model.lm_head.weight
-    found = [_refine(part, part @ coarse_head.T, trunk.lm_head) for part in hidden.split(chunk)]
-    return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
+    tokens = [_refine(part, part @ coarse_head.T, trunk.lm_head) for part in hidden.split(chunk)]
+    return torch.cat(tokens) if tokens else torch.empty(0, dtype=torch.int64)
 
 
 def _refine(hidden: Tensor, coarse: Tensor, lm_head: Tensor) -> Tensor:

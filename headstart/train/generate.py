@@ -44,10 +44,10 @@ def read_prompts(paths: Sequence[Path]) -> list[Prompt]:
     prompts: list[Prompt] = []
     for path in find_files(paths):
         with path.open(encoding="utf-8", errors="replace") as lines:
-            found = [prompt for line in lines if (prompt := _parse(line, path.stem))]
-        if not found:
+            parsed = [prompt for line in lines if (prompt := _parse(line, path.stem))]
+        if not parsed:
             raise UsageError(f"{path} holds no prompts", 'each line is {"prompt": "..."}')
-        prompts += found
+        prompts += parsed
     return prompts
 
 

@@ -56,7 +56,7 @@ def check_bound(minutes: float | None, tokens: int | None) -> None:
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     """Where the run stands. `epoch` and `batch` are the data cursor, valid for `data_id` only."""
 
     step: int = 0
@@ -86,7 +86,7 @@ class Trainer:
         self.masters = {name: torch.nn.Parameter(tensor) for name, tensor in masters.items()}
         self.average = {name: tensor.clone() for name, tensor in masters.items()}
         self.optimizers = optimizers(self.masters, recipe)
-        self.progress = Progress()
+        self.progress = TrainingProgress()
 
     def state(self) -> dict[str, Any]:
         return {
@@ -103,7 +103,7 @@ class Trainer:
                 self.average[name].copy_(state["average"][name])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        self.progress = Progress(**state["progress"])
+        self.progress = TrainingProgress(**state["progress"])
 
     @property
     def share_done(self) -> float:
@@ -247,7 +247,7 @@ def _steps(
             progress.epoch, progress.batch = progress.epoch + 1, 0
 
 
-def _note(progress: Progress, loss: float, tokens: int, seconds: float) -> None:
+def _note(progress: TrainingProgress, loss: float, tokens: int, seconds: float) -> None:
     progress.seconds += seconds
     progress.loss = loss if math.isnan(progress.loss) else 0.98 * progress.loss + 0.02 * loss
     rate = tokens / max(seconds, 1e-9)

@@ -34,8 +34,8 @@ class Master:
 
     def float32(self) -> NDArray[np.float32]:
         """The values, without gradients."""
-        found: NDArray[np.float32] = self.values.detach().float().cpu().numpy()
-        return found
+        array: NDArray[np.float32] = self.values.detach().float().cpu().numpy()
+        return array
 
     def take_rows(self, rows: NDArray[np.int64]) -> Master:
         return self._changed(self.values[torch.from_numpy(np.ascontiguousarray(rows)).to(self.values.device)])

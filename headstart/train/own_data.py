@@ -148,9 +148,9 @@ class _Work:
         if options.tokens is not None:  # a small run does not begin hundreds
             count = min(count, max(FEWEST_ATTEMPTS, 2 * (options.tokens - self.tokens) // options.max_tokens))
         first, self._own_attempts = self._own_attempts, self._own_attempts + count
-        found = list(write_prompts(self.llm, first, count, options.seed, options.language))
+        written = list(write_prompts(self.llm, first, count, options.seed, options.language))
         self._state.write_text(str(self._own_attempts))
-        for prompt in found:
+        for prompt in written:
             if (begin := fingerprint(prompt)) not in self._seen:
                 self._seen.add(begin)
                 yield prompt

@@ -199,7 +199,7 @@ class _Filler:
 
     def _focus(self) -> str:
         """Return the name that one of the entries in the prompt opens with."""
-        names = [found.group() for doc in self._docs for found in [_FOCUS.search(doc)] if found is not None]
+        names = [match.group() for doc in self._docs for match in [_FOCUS.search(doc)] if match is not None]
         return self._rng.choice(names) if names else "the first one"
 
 

@@ -17,8 +17,8 @@ def int4(weight: Tensor) -> Tensor:
     straight-through estimator, Bengio et al. 2013). Rows that are no whole groups stay as they are."""
     if weight.shape[1] % GROUP:
         return weight
-    found: Tensor = _Pass.apply(weight)  # type: ignore[no-untyped-call]
-    return found
+    rounded_weight: Tensor = _Pass.apply(weight)  # type: ignore[no-untyped-call]
+    return rounded_weight
 
 
 def rounded(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -198,10 +198,10 @@ class _Run:
         weights = {name: each.to(device) for name, each in as_masters(tensors).items()}
         if self._rounded:
             weights = rounded(weights)
-        found = torch.arange(config.vocab_size) if ids is None else torch.from_numpy(ids)
+        vocabulary = torch.arange(config.vocab_size) if ids is None else torch.from_numpy(ids)
         spec = HeadSpec.of(head)
         modules = self.kind.modules(weights, spec, config, trunk.dtype)
-        target = Target.of(trunk, found.to(device), rounded=self._rounded)
+        target = Target.of(trunk, vocabulary.to(device), rounded=self._rounded)
         results = evaluate(modules, spec, target, self.corpus.held_out, self.corpus.cache, self._weighting)
         note(f"the head in {out}: held-out acceptance length {results['all'].length:.3f}")
         return results

@@ -94,10 +94,10 @@ class Text:
         training = [record for record in records if not record.held_out]
         held_out = [record for record in records if record.held_out] or training[:1]
         tokenizer = corpus.train_tokenizer((record.text for record in training), vocab_size)
-        found = Text(tokenizer, corpus.encode(tokenizer, training), corpus.encode(tokenizer, held_out))
-        if (count := sum(map(len, found.training))) < FEWEST_TOKENS:
+        text = Text(tokenizer, corpus.encode(tokenizer, training), corpus.encode(tokenizer, held_out))
+        if (count := sum(map(len, text.training))) < FEWEST_TOKENS:
             raise UsageError(f"the text has {count} tokens, too few to learn from", f"give {FEWEST_TOKENS} or more")
-        return found
+        return text
 
 
 class ScratchModel:
@@ -183,12 +183,12 @@ def train(model: ScratchModel, text: Text, options: ScratchOptions) -> Standing:
 
 @torch.no_grad()
 def _evaluate(model: ScratchModel, text: Text, options: ScratchOptions, standing: Standing) -> None:
-    found = [
+    results = [
         model.losses(torch.from_numpy(tokens), options.weighting)
         for tokens in islice(corpus.batches(text.held_out, ROWS, LENGTH, 0), HELD_OUT_BATCHES)
     ]
-    standing.held_out = float(np.mean([loss.item() for loss, _, _ in found]))
-    for _, _, accepted in found:
+    standing.held_out = float(np.mean([loss.item() for loss, _, _ in results]))
+    for _, _, accepted in results:
         if accepted is not None:
             standing.acceptance = standing.acceptance + accepted if standing.acceptance else accepted
 
@@ -229,7 +229,7 @@ def _train_into(folder: Path, options: ScratchOptions) -> Report:
 
 
 def _facts(options: ScratchOptions, size: int, standing: Standing) -> dict[str, Any]:
-    found = standing.acceptance
+    acceptance = standing.acceptance
     return {
         "family": options.family,
         "command": options.command,
@@ -239,8 +239,8 @@ def _facts(options: ScratchOptions, size: int, standing: Standing) -> dict[str, 
         "minutes": round(standing.seconds / 60, 2),
         "loss": round(standing.loss, 4),
         "held_out_loss": round(standing.held_out, 4),
-        "held_out": {"cumulative": [round(x, 4) for x in found.cumulative], "length": round(found.length, 4)}
-        if found
+        "held_out": {"cumulative": [round(x, 4) for x in acceptance.cumulative], "length": round(acceptance.length, 4)}
+        if acceptance
         else None,
     }
 

@@ -19,6 +19,7 @@ from headstart.config import EngineConfig
 from headstart.engine.load import NATIVE_HEAD, Model, load_model
 from headstart.errors import ModelError, UsageError
 from headstart.formats.head import read_head
+from headstart.kernels.backend import ORACLE, choose
 from headstart.kernels.ops import RawTensor
 from headstart.kernels.reference.backend import ReferenceBackend
 from headstart.layers.build import DecoderConfig, lm_head_name
@@ -159,10 +160,10 @@ def existing_head(subject: Subject, kind: HeadKind, path: Path | None) -> tuple[
         if isinstance(block.mlp, MoEConfig) or isinstance(block.mixer, MLAConfig):
             what = "experts" if isinstance(block.mlp, MoEConfig) else "latent attention"
             raise ModelError(f"a head with {what}, like the checkpoint's own, cannot be trained yet")
-        found: Mapping[str, RawTensor] = {
+        arrays: Mapping[str, RawTensor] = {
             name: tensor for name, tensor in subject.tensors.items() if name.startswith("mtp.0.")
         }
-        return native.head.spec, as_masters(found)
+        return native.head.spec, as_masters(arrays)
     path = path or hub.shipped_heads(subject.model.name).get(kind.name)
     if path is None:
         raise ModelError(
@@ -197,7 +198,7 @@ def _fastest(device: str) -> Literal["float32", "bfloat16"]:
 
 def write_answers(subject: Subject, prompts: Sequence[Path], folder: Path, seed: int) -> None:
     """Have the model answer the prompts that the shards in `folder` do not hold yet."""
-    found = read_prompts(prompts)
+    given = read_prompts(prompts)
     finished = tokens = 0
     started = time.monotonic()
     with shown("answering prompts") as show:
@@ -206,10 +207,10 @@ def write_answers(subject: Subject, prompts: Sequence[Path], folder: Path, seed:
             nonlocal finished, tokens
             finished, tokens = finished + 1, tokens + len(record["response_ids"])
             rate = tokens / (time.monotonic() - started)
-            show(finished / len(found), f"{tokens:,} tokens, {rate:.0f} tok/s")
+            show(finished / len(given), f"{tokens:,} tokens, {rate:.0f} tok/s")
 
         with Shards(folder, "answers") as shards:
-            answer(subject.llm(), found, shards, seed=seed, done=done)
+            answer(subject.llm(), given, shards, seed=seed, done=done)
 
 
 def prepare(

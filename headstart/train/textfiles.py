@@ -36,7 +36,7 @@ def read_tree(folder: Path) -> Iterator[Piece]:
     is none."""
     if not folder.exists():
         raise UsageError(f"--text: {folder} does not exist", "give a folder of text or source files")
-    found = False
+    any_file = False
     for path in [folder] if folder.is_file() else sorted(folder.rglob("*")):
         kind = kind_of(path.relative_to(folder.parent))
         if kind is None or not path.is_file() or path.stat().st_size > MOST_FILE_BYTES:
@@ -46,9 +46,9 @@ def read_tree(folder: Path) -> Iterator[Piece]:
         except (OSError, UnicodeDecodeError):
             continue
         for piece in cut(text):
-            found = True
+            any_file = True
             yield Piece(piece, kind, folder.name)
-    if not found:
+    if not any_file:
         raise UsageError(f"--text: {folder} holds no text", f"files end in {' '.join(sorted(PROSE | CODE))}")
 
 
@@ -83,7 +83,7 @@ def records(pieces: Sequence[Piece], licence: str) -> Iterator[dict[str, Any]]:
 
 def passages(pieces: Sequence[Piece]) -> list[tuple[str, str]]:
     """(text, source) of paragraphs of prose, joined up to the size of a passage."""
-    found: list[tuple[str, str]] = []
+    pieces_taken: list[tuple[str, str]] = []
     low, high = PASSAGE_WORDS
     for piece in pieces:
         if piece.kind != "prose":
@@ -92,6 +92,6 @@ def passages(pieces: Sequence[Piece]) -> list[tuple[str, str]]:
         for paragraph in re.split(r"\n\s*\n", piece.text):
             words += paragraph.split()
             if len(words) >= low:
-                found.append((" ".join(words[:high]), piece.source))
+                pieces_taken.append((" ".join(words[:high]), piece.source))
                 words = []
-    return found
+    return pieces_taken

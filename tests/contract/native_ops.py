@@ -186,7 +186,9 @@ def backend(path: str = PATHS[0], threads: int = 1, kv_dtype: Any = "float32") -
 
 def run_native(on: NativeBackend, code: Code, plan: StepPlan, hidden: Array | None = None) -> dict[str, Array]:
     """Results as copies: they belong to the program."""
-    found = on.run(code, plan, hidden=None if hidden is None else np.ascontiguousarray(hidden, np.float32))
+    given = None if hidden is None else np.ascontiguousarray(hidden, np.float32)
+    handle = on.prepare(code, hidden_width=0 if given is None else given.shape[1])
+    found = on.run(handle, plan, hidden=given)
     return {name: np.array(value) for name, value in found.items()}
 
 

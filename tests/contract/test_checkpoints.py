@@ -16,7 +16,7 @@ from support import family_of, make, prompt_of
 from test_families import logits_in_chunks, new_sequence
 from torch import Tensor
 
-from headstart.config import BackendName, EngineConfig
+from headstart.config import EngineConfig
 from headstart.core import Span
 from headstart.engine.load import Model, load_model
 from headstart.errors import ModelError
@@ -36,7 +36,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 TOKENS = prompt_of(80, 1)
 
 
-def model_at(path: Path, backend: BackendName = "reference") -> Model:
+def model_at(path: Path, backend: str = "reference") -> Model:
     return load_model(str(path), EngineConfig(backend=backend, dtype="float32", threads=1))
 
 

@@ -305,5 +305,6 @@ def test_no_rows_of_logits() -> None:
 
     worker: NativeBackend = backend()
     plan = plan_of([Part(np.array([1, 2]), 0, np.array([0]))])
+    handle = worker.prepare(code, hidden_width=64)
     for _ in range(2):
-        assert worker.run(code, plan, hidden=np.ones((2, 64), np.float32))["logits"].shape == (0, 33)
+        assert worker.run(handle, plan, hidden=np.ones((2, 64), np.float32))["logits"].shape == (0, 33)

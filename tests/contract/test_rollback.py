@@ -51,7 +51,7 @@ class Machine:
     def run(self, parts: Seq[Rows], states: StateSteps) -> Array:
         plan = build_plan(parts, BLOCK)
         plan.states = states
-        out = self.backend.run(self.code, plan)["out"]
+        out = self.backend.run(self.backend.prepare(self.code), plan)["out"]
         return out.numpy().copy() if isinstance(out, torch.Tensor) else np.array(out)
 
     def states(self, slot: int) -> list[Array]:

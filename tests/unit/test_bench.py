@@ -20,7 +20,7 @@ from headstart.config import EngineConfig
 from headstart.errors import CapacityError, UsageError
 from headstart.svg import log_ticks, nice_ticks
 from headstart.tools.bench import compare, run as bench, statistics, workloads
-from headstart.tools.bench.document import Cell, Distribution, Document, Latency, Speculation
+from headstart.tools.bench.document import Cell, Distribution, Document, DraftCounts, Latency
 from headstart.tools.bench.energy import EnergyMeter
 from headstart.tools.bench.inprocess import InProcess
 from headstart.tools.bench.measure import Load, measure
@@ -152,14 +152,14 @@ def test_pooled_distribution_is_that_of_all_values() -> None:
 
 
 def test_acceptance_counts_drafts_that_had_the_position() -> None:
-    counts = Speculation(drafts=10, drafted=14, accepted=7, per_position=(5, 2), drafted_at=(10, 4))
+    counts = DraftCounts(drafts=10, drafted=14, accepted=7, per_position=(5, 2), drafted_at=(10, 4))
     assert (counts.acceptance_rate, counts.acceptance_length) == (0.5, 1.7)
     assert counts.acceptance_at == [0.5, 0.5]
     assert replace(counts, drafted_at=None).acceptance_at == [0.5, 0.2]
-    total = Speculation.total([counts, Speculation(drafts=1, drafted=3, accepted=3, per_position=(1, 1, 1))])
+    total = DraftCounts.total([counts, DraftCounts(drafts=1, drafted=3, accepted=3, per_position=(1, 1, 1))])
     assert total is not None
     assert (total.drafts, total.per_position, total.drafted_at) == (11, (6, 3, 1), None)
-    assert Speculation.total([counts, None]) is None
+    assert DraftCounts.total([counts, None]) is None
 
 
 def test_rows_leave_out_what_broke_off() -> None:

@@ -42,7 +42,7 @@ class Spy:
     """A backend that notes every pass: its plan, whether it is the trunk's, and how many operations it takes."""
 
     def __init__(self, engine: Engine) -> None:
-        self._backend, self._trunk = engine.runner.backend, engine.runner._program
+        self._backend, self._trunk = engine.runner.backend, engine.runner._handle
         self.trunk: list[StepPlan] = []
         self.head: list[StepPlan] = []
         self.num_ops: list[int] = []
@@ -196,7 +196,7 @@ def states(engine: Engine, sequence: Sequence) -> dict[str, torch.Tensor]:
     slots = torch.tensor([b * size + i for b in sequence.block_table for i in range(size)])
     known, pairs = slots[: sequence.num_computed], slots[1 : max(sequence.num_drafter, 1)]
     found = {"hidden": engine.runner._hidden_pool[known]}
-    for i, pool in enumerate(engine.runner._program.pools):
+    for i, pool in enumerate(engine.runner._handle.pools):
         found |= {f"keys {i}": pool.keys[known], f"values {i}": pool.values[known]}
     for i, program in enumerate(engine.drafter._first):
         found |= {f"head keys {i}": program.pool.keys[pairs], f"head values {i}": program.pool.values[pairs]}

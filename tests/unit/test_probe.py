@@ -14,7 +14,7 @@ import pytest
 from headstart.tools import engine_metrics
 from headstart.tools.client import Server
 from headstart.tools.engine_metrics import Counts
-from headstart.tools.probe.decide import Verdict, decide
+from headstart.tools.probe.decide import Diagnosis, decide
 from headstart.tools.probe.endpoint import Endpoint
 from headstart.tools.probe.traces import Kind, Trace, by_length, summarize
 
@@ -52,7 +52,7 @@ def traces(kind: Kind, **settings: float | str) -> list[Trace]:
     return [trace(kind, length, seed=seed, **settings) for seed, length in enumerate(LENGTHS)]  # type: ignore[arg-type]
 
 
-def judged(predictable: Sequence[Trace], unguessable: Sequence[Trace]) -> Verdict:
+def judged(predictable: Sequence[Trace], unguessable: Sequence[Trace]) -> Diagnosis:
     return decide(None, summarize(predictable), summarize(unguessable))
 
 

@@ -28,7 +28,7 @@ from headstart.tools.plan.predict import (
     most_tokens_per_s,
     speed,
 )
-from headstart.tools.plan.roofline import Model, Work, draft_seconds, pass_costs, pass_seconds
+from headstart.tools.plan.roofline import Pass, SizedModel, draft_seconds, pass_costs, pass_seconds
 from headstart.tools.plan.shape import MLP
 from headstart.tools.plan.sources import card_names, cards, find_shape, from_checkpoint
 from headstart.tools.tiny import write_tiny
@@ -38,9 +38,9 @@ SHARP = Rates(bandwidth=1e12, compute=1e14, attention=1e14)
 """A machine without fixed costs: only bytes and operations count."""
 
 
-def model(name: str, weights: str | None = None, kv: float = 2) -> Model:
+def model(name: str, weights: str | None = None, kv: float = 2) -> SizedModel:
     shape = find_shape(name, weights)
-    return Model(shape=shape, format=weight_format(shape.weights), kv=kv)
+    return SizedModel(shape=shape, format=weight_format(shape.weights), kv=kv)
 
 
 def sharp(count: int = 1, tp: int | None = None, ep: int = 1, rates: Rates = SHARP) -> Machine:
@@ -123,27 +123,27 @@ def test_one_row_takes_the_bytes_over_the_bandwidth() -> None:
     counts = dense.shape.parameters()
     weights = 2 * (counts["attention"] + counts["mlp"] + counts["lm_head"])
     cache = 2 * 32 * 8192 * 500
-    assert pass_seconds(dense, sharp(), Work(1, 1, 500)) == pytest.approx((weights + cache) / 1e12)
+    assert pass_seconds(dense, sharp(), Pass(1, 1, 500)) == pytest.approx((weights + cache) / 1e12)
 
 
 def test_many_rows_take_the_operations_over_the_compute() -> None:
     dense = model("llama-2-7b")
     counts = dense.shape.parameters()
     operations = 2 * 4096 * (counts["attention"] + counts["mlp"] + counts["lm_head"])
-    assert pass_seconds(dense, sharp(), Work(1, 4096, 0)) == pytest.approx(operations / 1e14)
+    assert pass_seconds(dense, sharp(), Pass(1, 4096, 0)) == pytest.approx(operations / 1e14)
 
 
 def test_rows_of_one_sequence_share_its_cache() -> None:
     together, apart = (
         {cost.name: cost.bytes for cost in pass_costs(model("llama-2-7b"), sharp(), work)}
-        for work in (Work(1, 8, 4096), Work(8, 1, 4096))
+        for work in (Pass(1, 8, 4096), Pass(8, 1, 4096))
     )
     assert apart["cache"] == 8 * together["cache"]
     assert apart["mlp"] == together["mlp"]
 
 
 def test_tensor_parallel_divides_bytes_and_adds_all_reduces() -> None:
-    one, four = (pass_costs(model("llama-2-7b"), sharp(count), Work(1, 1, 0)) for count in (1, 4))
+    one, four = (pass_costs(model("llama-2-7b"), sharp(count), Pass(1, 1, 0)) for count in (1, 4))
     by_name = {cost.name: cost.seconds for cost in four}
     assert by_name["mlp"] == pytest.approx({cost.name: cost.seconds for cost in one}["mlp"] / 4)
     latency, num_bytes = 65 * 1e-5, 65 * 2 * 3 / 4 * 4096 * 2
@@ -151,13 +151,13 @@ def test_tensor_parallel_divides_bytes_and_adds_all_reduces() -> None:
 
 
 def test_a_latent_cache_is_not_divided_among_devices() -> None:
-    one, four = (pass_costs(model("deepseek-v3"), sharp(count), Work(1, 1, 1000)) for count in (1, 4))
+    one, four = (pass_costs(model("deepseek-v3"), sharp(count), Pass(1, 1, 1000)) for count in (1, 4))
     caches = [next(cost.bytes for cost in costs if cost.name == "cache") for costs in (one, four)]
     assert caches[0] == caches[1]
 
 
 def test_expert_parallel_waits_for_the_busiest_device() -> None:
-    even, spread = (pass_costs(model("deepseek-v3"), sharp(8, ep=ep), Work(8, 1, 0)) for ep in (1, 8))
+    even, spread = (pass_costs(model("deepseek-v3"), sharp(8, ep=ep), Pass(8, 1, 0)) for ep in (1, 8))
     experts = [next(cost.bytes for cost in costs if cost.name == "experts") for costs in (even, spread)]
     assert experts[0] < experts[1] < 8 * experts[0]
     assert any(cost.name == "all-to-all" for cost in spread)
@@ -165,7 +165,7 @@ def test_expert_parallel_waits_for_the_busiest_device() -> None:
 
 def test_kernels_and_the_pass_have_fixed_costs() -> None:
     slow = replace(SHARP, kernel_s=1e-3, pass_s=1.0)
-    quick, fixed = (pass_seconds(model("llama-2-7b"), sharp(rates=rates), Work(1, 1, 0)) for rates in (SHARP, slow))
+    quick, fixed = (pass_seconds(model("llama-2-7b"), sharp(rates=rates), Pass(1, 1, 0)) for rates in (SHARP, slow))
     assert fixed - quick == pytest.approx(1.0 + 1e-3 * (3 + 32 * (7 + 4)))
 
 
@@ -277,39 +277,39 @@ TRUE = Rates(bandwidth=31e9, compute=5e11, attention=9e10, overlap=4.0, pass_s=2
 
 
 @pytest.fixture
-def small() -> Model:
+def small() -> SizedModel:
     config = {
         "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
         "intermediate_size": 1536, "vocab_size": 49152, "tie_word_embeddings": True,
     }  # fmt: skip
-    return Model(shape=shape_of("small", config), format=weight_format("q4_1"), kv=2)
+    return SizedModel(shape=shape_of("small", config), format=weight_format("q4_1"), kv=2)
 
 
-def measured(small: Model, *works: Work) -> list[calibrate.Point]:
+def measured(small: SizedModel, *works: Pass) -> list[calibrate.Point]:
     return [calibrate.Point(work, pass_seconds(small, sharp(rates=TRUE), work)) for work in works]
 
 
-def worst(small: Model, rates: Rates, *works: Work) -> float:
+def worst(small: SizedModel, rates: Rates, *works: Pass) -> float:
     pairs = [[pass_seconds(small, sharp(rates=each), work) for each in (rates, TRUE)] for work in works]
     return max(abs(fitted / true - 1) for fitted, true in pairs)
 
 
-def test_two_passes_predict_the_others_at_their_context(small: Model) -> None:
-    rates = calibrate.fit(measured(small, Work(1, 1, 128), Work(1, 8, 128)), small, sharp(), 36e9)
-    assert worst(small, rates, *(Work(1, rows, 128) for rows in (1, 2, 3, 4, 6, 8, 16, 32, 64))) < 0.1
+def test_two_passes_predict_the_others_at_their_context(small: SizedModel) -> None:
+    rates = calibrate.fit(measured(small, Pass(1, 1, 128), Pass(1, 8, 128)), small, sharp(), 36e9)
+    assert worst(small, rates, *(Pass(1, rows, 128) for rows in (1, 2, 3, 4, 6, 8, 16, 32, 64))) < 0.1
 
 
-def test_passes_at_two_contexts_predict_batches_and_contexts(small: Model) -> None:
-    works = [Work(batch, 1, context) for batch in (1, 8) for context in (128, 1024)]
-    points = measured(small, *works, Work(1, 8, 1024))
+def test_passes_at_two_contexts_predict_batches_and_contexts(small: SizedModel) -> None:
+    works = [Pass(batch, 1, context) for batch in (1, 8) for context in (128, 1024)]
+    points = measured(small, *works, Pass(1, 8, 1024))
     rates = calibrate.fit(points, small, sharp(), 36e9)
-    others = [Work(batch, 1, context) for batch in (2, 16, 64) for context in (128, 1024, 4096)]
-    assert worst(small, rates, *others, *(Work(1, rows, 4096) for rows in (4, 64))) < 0.05
+    others = [Pass(batch, 1, context) for batch in (2, 16, 64) for context in (128, 1024, 4096)]
+    assert worst(small, rates, *others, *(Pass(1, rows, 4096) for rows in (4, 64))) < 0.05
 
 
-def test_one_pass_is_not_enough(small: Model) -> None:
+def test_one_pass_is_not_enough(small: SizedModel) -> None:
     with pytest.raises(ValueError, match="two"):
-        calibrate.fit(measured(small, Work(1, 1, 128)), small, sharp(), 36e9)
+        calibrate.fit(measured(small, Pass(1, 1, 128)), small, sharp(), 36e9)
 
 
 def test_a_line_through_two_points() -> None:
@@ -348,7 +348,7 @@ def test_more_than_the_models_context_is_refused(tiny_here: str) -> None:
 def test_bytes_of_a_checkpoint_are_its_tensors(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_tiny("qwen3", tmp_path / "model"))
     shape = from_checkpoint(checkpoint, "tiny")
-    found = Model(shape=shape, format=weight_format("bf16"), kv=2).weight_bytes()
+    found = SizedModel(shape=shape, format=weight_format("bf16"), kv=2).weight_bytes()
     whole = sum(tensor.nbytes for name, tensor in checkpoint.tensors.items() if name != "model.norm.weight")
     assert sum(found.values()) - found["head"] == pytest.approx(whole)
 

@@ -34,9 +34,7 @@ def open_native(config: EngineConfig, files: tuple[Path, ...]) -> NativeBackend:
 
     cache = PackedCache.open(key_of(files, config.quantization) if files else None)
     threads = config.threads or machine.threads().usable
-    return NativeBackend(
-        threads=threads, quantization=config.quantization, kv_dtype=config.kv_cache_dtype, cache=cache
-    )
+    return NativeBackend(threads=threads, quantization=config.quantization, kv_dtype=config.kv_cache_dtype, cache=cache)
 
 
 def paths() -> str:

@@ -27,10 +27,10 @@ from headstart.kernels.native._native import (
     fastest_read,
     paths,
 )
-from headstart.kernels.native.program import record
-from headstart.kernels.ops import AttentionSpec, Program as Code, RawTensor, StateSpec
 from headstart.kernels.native.packed_cache import PackedCache
 from headstart.kernels.native.packing import pack
+from headstart.kernels.native.program import record
+from headstart.kernels.ops import AttentionSpec, Program as Code, RawTensor, StateSpec
 
 Array = NDArray[np.float32]
 _STORES: Mapping[KVDtype, int] = {"float32": 0, "bfloat16": 1, "int8": 2}

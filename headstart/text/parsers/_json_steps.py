@@ -53,15 +53,15 @@ class JsonSteps(StreamParser):
     def _container(self, sink: Sink) -> Steps[None]:
         open_brackets: list[str] = []
         while True:
-            found = yield from self._pass_to(_STRUCTURE, sink)
-            if found == '"':
+            mark = yield from self._pass_to(_STRUCTURE, sink)
+            if mark == '"':
                 yield from self._string(sink)
                 continue
-            if found in _CLOSER:
-                open_brackets.append(_CLOSER[found])
-            elif open_brackets.pop() != found:
+            if mark in _CLOSER:
+                open_brackets.append(_CLOSER[mark])
+            elif open_brackets.pop() != mark:
                 raise NotThis
-            sink(found)
+            sink(mark)
             self._at += 1
             if not open_brackets:
                 return
@@ -70,12 +70,12 @@ class JsonSteps(StreamParser):
         self._at += 1
         sink('"')
         while True:
-            found = yield from self._pass_to(_IN_STRING, sink)
+            mark = yield from self._pass_to(_IN_STRING, sink)
             self._at += 1
-            sink(found if found in '"\\' else escaped(found))
-            if found == '"':
+            sink(mark if mark in '"\\' else escaped(mark))
+            if mark == '"':
                 return
-            if found == "\\":
+            if mark == "\\":
                 sink((yield from self._peek()))
                 self._at += 1
 

@@ -54,9 +54,9 @@ def as_json(text: str, types: frozenset[str]) -> str:
     word = _WORDS.get(value.lower())
     if word is not None and ("null" if word == "null" else "boolean") in types:
         return word
-    for found in (_number(value, types), _structure(value, types)):
-        if found is not None:
-            return found
+    for written in (_number(value, types), _structure(value, types)):
+        if written is not None:
+            return written
     if ANY in types and _is_json(value):
         return value
     return json.dumps(text, ensure_ascii=False)
@@ -85,8 +85,8 @@ def _structure(value: str, types: frozenset[str]) -> str | None:
     if _is_json(value):
         return value
     try:
-        found = ast.literal_eval(value)
-        return json.dumps(found, ensure_ascii=False, allow_nan=False) if isinstance(found, wanted) else None
+        parsed = ast.literal_eval(value)
+        return json.dumps(parsed, ensure_ascii=False, allow_nan=False) if isinstance(parsed, wanted) else None
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None
 

@@ -22,11 +22,11 @@ class JsonParser(ObjectCalls):
         yield from self._space()
         listed = yield from self._accept("[")
         start, self._at = self._at, 0
-        found = yield from self._calls(start)
-        if found and listed:
+        any_call = yield from self._calls(start)
+        if any_call and listed:
             yield from self._ending("]")
             self._forget()
-        if found:
+        if any_call:
             yield from self._ending("")
 
     def _calls(self, start: int) -> Steps[bool]:

@@ -123,16 +123,16 @@ class StreamParser(ABC):
             if self._closed or not any(len(rest) < len(x) and x.startswith(rest) for x in literals):
                 break
             yield
-        found = max((x for x in literals if rest.startswith(x)), key=len, default="")
-        self._at += len(found)
-        return found
+        literal = max((x for x in literals if rest.startswith(x)), key=len, default="")
+        self._at += len(literal)
+        return literal
 
     def _expect(self, *literals: str) -> Steps[str]:
-        found = yield from self._accept(*literals)
-        if not found:
+        literal = yield from self._accept(*literals)
+        if not literal:
             rest = self._text[self._at :]
             raise Ended if self._closed and any(x.startswith(rest) for x in literals) else NotThis
-        return found
+        return literal
 
     def _stream_until(self, stops: Sequence[str], sink: Sink) -> Steps[str]:
         """Give the text before the first of `stops` to `sink` as it comes, and read that stop.
@@ -180,8 +180,8 @@ class StreamParser(ABC):
         """Read white space and `literal`, or the part of it that the end of the text left; otherwise read nothing."""
         start = self._at
         yield from self._space()
-        found = yield from self._accept(literal)
-        if found:
+        taken = yield from self._accept(literal)
+        if taken:
             return
         if self._closed and literal.startswith(self._text[self._at :]):
             self._at = len(self._text)

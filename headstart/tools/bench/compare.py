@@ -88,18 +88,18 @@ def _change(values: list[float | None], pattern: str = "") -> str:
 
 
 def _differences(first: Document, second: Document) -> list[str]:
-    found = [
+    differences = [
         f"{name}: {first.source.get(name)} → {second.source.get(name)}"
         for name in TOLD
         if first.source.get(name) != second.source.get(name)
     ]
-    found += [
+    differences += [
         f"machine, {name}: {first.machine.get(name)} → {second.machine.get(name)}"
         for name in ("cpu", "threads", "gpu", "headstart")
         if first.machine.get(name) != second.machine.get(name)
     ]
     asked = ("requests", "input_tokens", "output_tokens", "scale", "seed")
-    return found + [
+    return differences + [
         f"asked, {name}: {first.settings.get(name)} → {second.settings.get(name)}"
         for name in asked
         if first.settings.get(name) != second.settings.get(name)

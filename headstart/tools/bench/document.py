@@ -62,7 +62,7 @@ class Latency:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Speculation:
+class DraftCounts:
     """Counts of drafting, in vLLM's terms. `per_position[i]`: drafts whose token i was accepted. `drafted_at[i]`:
     drafts that had a token i; null where a server does not tell. `passes_saved`: output tokens that no pass of the
     model was spent on."""
@@ -91,11 +91,11 @@ class Speculation:
         return [hits / count for hits, count in zip(self.per_position, tries, strict=False) if count]
 
     @classmethod
-    def total(cls, parts: Iterable[Speculation | None]) -> Speculation | None:
+    def total(cls, parts: Iterable[DraftCounts | None]) -> DraftCounts | None:
         """Their sum; None when one of them is unknown, or there is none."""
-        found = list(parts)
-        known = [part for part in found if part is not None]
-        if not found or len(known) < len(found):
+        counts = list(parts)
+        known = [part for part in counts if part is not None]
+        if not counts or len(known) < len(counts):
             return None
         tries = [part.drafted_at for part in known if part.drafted_at is not None]
         return cls(
@@ -152,7 +152,7 @@ class Cell:
     cached_tokens: int | None  # prompt tokens that the prefix cache held; null where the server does not tell
     output_tokens: int
     latency: Latency
-    speculation: Speculation | None
+    speculation: DraftCounts | None
     joules: float | None
 
     @property
@@ -205,7 +205,7 @@ class Row:
     output_tokens_per_s: float
     total_tokens_per_s: float
     latency: Latency
-    speculation: Speculation | None
+    speculation: DraftCounts | None
     acceptance_rate: float | None
     acceptance_length: float | None
     acceptance_at: tuple[float, ...]
@@ -261,7 +261,7 @@ class Document:
         from pydantic import TypeAdapter, ValidationError  # costs start-up time that measuring need not pay
 
         try:
-            found: Document = TypeAdapter(cls).validate_python(json.loads(path.read_text("utf-8")))
+            document: Document = TypeAdapter(cls).validate_python(json.loads(path.read_text("utf-8")))
         except OSError as error:
             raise UsageError(f"cannot read {path}: {error.strerror}", "is the path right?") from None
         except ValidationError as error:
@@ -273,4 +273,4 @@ class Document:
             raise UsageError(
                 f"{path} is not JSON: {error}", "such a file is what headstart bench --out writes"
             ) from None
-        return found
+        return document

@@ -1,4 +1,4 @@
-"""The Runner over an OpenAI-compatible server."""
+"""The System over an OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from itertools import pairwise
 from typing import Any
 
 from headstart.errors import UsageError
-from headstart.tools.bench.document import Speculation
+from headstart.tools.bench.document import DraftCounts
 from headstart.tools.bench.measure import AUTO, OFF, SERVER, Load, Notify, Outcome, Sample
 from headstart.tools.bench.workloads import Task
-from headstart.tools.client import Answer, Server, counts, message, models, post, reason
+from headstart.tools.client import Response, Server, counts, message, models, post, reason
 from headstart.tools.engine_metrics import Counts
 
 CHAT, TOKENIZE = "/v1/chat/completions", "/tokenize"
@@ -40,7 +40,7 @@ class OverHttp:
         known = {each: models(each) for each in (server, off) if each is not None}
         self._is_own = known[server][0].get("owned_by") == OWN
         self._synthetic = known[server][0].get("synthetic_acceptance") if self._is_own else None
-        self._names = {each: _choose(each, found, model) for each, found in known.items()}
+        self._names = {each: _choose(each, listed, model) for each, listed in known.items()}
         self.is_local = server.is_local
         tried = {"model": self._names[server], "prompt": "one two"}
         self._counts = asyncio.run(_status(server, TOKENIZE, tried)) == 200
@@ -185,7 +185,7 @@ def body_of(task: Task, messages: list[dict[str, str]]) -> dict[str, Any]:
     return body
 
 
-def sample_of(answer: Answer, late: float = 0.0, *, error: str = "") -> Sample:
+def sample_of(answer: Response, late: float = 0.0, *, error: str = "") -> Sample:
     """`late`: seconds between when it was due and when it was sent. A server that tells no usage is taken to send one
     token per piece of text."""
     times = [when for when, _ in answer.pieces] or [answer.seconds]
@@ -217,11 +217,11 @@ async def _status(server: Server, path: str, body: dict[str, Any]) -> int:
 
 async def _metrics(server: Server) -> Counts | None:
     """None for a server without metrics of speculation."""
-    found = await counts(server)
-    return found if found and found.engine in WITH_VLLM_NAMES and found.drafts is not None else None
+    counted = await counts(server)
+    return counted if counted and counted.engine in WITH_VLLM_NAMES and counted.drafts is not None else None
 
 
-def _difference(before: Counts | None, after: Counts | None) -> Speculation | None:
+def _difference(before: Counts | None, after: Counts | None) -> DraftCounts | None:
     """What was drafted in between, by whoever used the server."""
     if before is None or after is None:
         return None
@@ -230,7 +230,7 @@ def _difference(before: Counts | None, after: Counts | None) -> Speculation | No
     while hits and not hits[-1]:
         hits.pop()
     accepted = round(spent.accepted or 0)
-    return Speculation(
+    return DraftCounts(
         drafts=round(spent.drafts or 0),
         drafted=round(spent.drafted or 0),
         accepted=accepted,

@@ -1,4 +1,4 @@
-"""The Runner over engines of this process."""
+"""The System over engines of this process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headstart.core import DraftStats, Progress, Request, SamplingParams, no_pro
 from headstart.engine.load import Model, context_length, load_model
 from headstart.errors import CapacityError, UsageError
 from headstart.text.grammar_spec import GrammarSpec
-from headstart.tools.bench.document import Speculation
+from headstart.tools.bench.document import DraftCounts
 from headstart.tools.bench.measure import AUTO, OFF, Load, Notify, Outcome, Sample
 from headstart.tools.bench.workloads import Task
 
@@ -97,8 +97,8 @@ class InProcess:
         return self._drafting, None if mode == AUTO else int(mode)
 
 
-def speculation(stats: DraftStats) -> Speculation:
-    return Speculation(
+def speculation(stats: DraftStats) -> DraftCounts:
+    return DraftCounts(
         drafts=stats.drafts,
         drafted=stats.drafted,
         accepted=stats.accepted,

@@ -1,4 +1,4 @@
-"""The measuring core: one run of a workload, under one load, in one mode, against anything that is a Runner."""
+"""The measuring core: one run of a workload, under one load, in one mode, against anything that is a System."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from headstart.tools.bench.document import Cell, Distribution, Latency, Speculation
+from headstart.tools.bench.document import Cell, Distribution, DraftCounts, Latency
 from headstart.tools.bench.energy import EnergyMeter
 from headstart.tools.bench.workloads import Task, Workload
 
@@ -61,11 +61,11 @@ class Outcome:
 
     samples: list[Sample]
     seconds: float
-    speculation: Speculation | None
+    speculation: DraftCounts | None
     lost: str = ""
 
 
-class Runner(Protocol):
+class System(Protocol):
     """What is measured: engines of this process, or a server."""
 
     chunked_prefill: bool | None
@@ -101,7 +101,7 @@ def requests_for(concurrency: int | None) -> int:
     return max(FEWEST_REQUESTS, 2 * (concurrency or 0))
 
 
-def warm_up(runner: Runner, workload: Workload, mode: str) -> None:
+def warm_up(runner: System, workload: Workload, mode: str) -> None:
     """A short run that counts for nothing: first calls pay for allocations."""
     tasks = workload.limited(4).tasks(2)
     runner.settle(tasks, mode)
@@ -109,7 +109,7 @@ def warm_up(runner: Runner, workload: Workload, mode: str) -> None:
 
 
 def measure(
-    runner: Runner,
+    runner: System,
     workload: Workload,
     mode: str,
     load: Load,

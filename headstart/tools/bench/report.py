@@ -82,11 +82,11 @@ def _sections(rows: tuple[Row, ...], styles: dict[str, Style]) -> Iterator[Secti
 
     def by_load(title: str, y_label: str, value: Callable[[Row], Point | None], **settings: Any) -> Iterator[Markup]:
         for panel in dict.fromkeys(map(_panel, rows)):
-            found = {
+            points_of = {
                 mode: [point for row in rows if _panel(row) == panel and row.mode == mode and (point := value(row))]
                 for mode in styles
             }
-            series = [Series(mode, points, styles[mode]) for mode, points in found.items()]
+            series = [Series(mode, points, styles[mode]) for mode, points in points_of.items()]
             plot = Plot(
                 title=f"{title}: {panel}", x_label=x_label, y_label=y_label, series=series, x_scale="steps", **settings
             )
@@ -228,13 +228,14 @@ def _acceptance(rows: tuple[Row, ...], styles: dict[str, Style]) -> Iterator[Mar
 
 def _heat(rows: tuple[Row, ...]) -> list[tuple[str, str, str, list[float]]]:
     """(workload, mode, acceptance length, shares by position) of the deepest drafts of each workload."""
-    found: dict[str, Row] = {}
+    longest: dict[str, Row] = {}
     for row in rows:
-        best = found.get(_panel(row))
+        best = longest.get(_panel(row))
         if row.acceptance_at and (best is None or len(row.acceptance_at) > len(best.acceptance_at)):
-            found[_panel(row)] = row
+            longest[_panel(row)] = row
     return [
-        (panel, row.mode, f"{row.acceptance_length or 1:.2f}", list(row.acceptance_at)) for panel, row in found.items()
+        (panel, row.mode, f"{row.acceptance_length or 1:.2f}", list(row.acceptance_at))
+        for panel, row in longest.items()
     ]
 
 

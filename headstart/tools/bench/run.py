@@ -17,7 +17,7 @@ from headstart.stats import synthetic_note
 from headstart.tools.bench import workloads
 from headstart.tools.bench.document import Cell, Document, Row
 from headstart.tools.bench.energy import EnergyMeter
-from headstart.tools.bench.measure import Load, Runner, measure, requests_for, warm_up
+from headstart.tools.bench.measure import Load, System, measure, requests_for, warm_up
 from headstart.tools.bench.statistics import checks
 from headstart.tools.bench.summary import rows_of, table_lines
 from headstart.tools.bench.workloads import Task, Workload
@@ -154,7 +154,7 @@ class Bench:
                 return error
         return ""
 
-    def _plan(self) -> Iterator[tuple[Runner, Workload, Load, int, str]]:
+    def _plan(self) -> Iterator[tuple[System, Workload, Load, int, str]]:
         """Every other repeat has its modes the other way round, so that drift of the machine cancels out."""
         for runner in self._runners:
             for workload in self._workloads:
@@ -212,7 +212,7 @@ def _shown(load: Load) -> str:
     return f"{load.concurrency} at a time" if load.rate is None else f"{load.rate:g} per second"
 
 
-def _runners(options: BenchOptions, progress: Progress) -> Iterator[Runner]:
+def _runners(options: BenchOptions, progress: Progress) -> Iterator[System]:
     if options.url is not None:
         from headstart.tools.bench.http import OverHttp
         from headstart.tools.client import Server
@@ -238,20 +238,20 @@ def _workloads(options: BenchOptions, count_tokens: Callable[[str], int], texts:
         tokens = options.input_tokens or (preset.input_tokens if preset else 0)
         answers = options.output_tokens or (preset.output_tokens if preset else workloads.DEFAULT_TOKENS)
         tokens, answers = (max(1, round(options.scale * each)) for each in (tokens, answers))
-        found = [workloads.synthetic(tokens, count_tokens, texts, options.preset or "").limited(answers, exactly=True)]
+        chosen = [workloads.synthetic(tokens, count_tokens, texts, options.preset or "").limited(answers, exactly=True)]
     else:
         named = [workloads.find(name, count_tokens, texts) for name in options.workloads or ("mixed",)]
-        found = [each.limited(options.output_tokens) for group in named for each in group]
+        chosen = [each.limited(options.output_tokens) for group in named for each in group]
     if options.temperatures:
-        found = [each.at(temperature) for each in found for temperature in options.temperatures]
-    return found
+        chosen = [each.at(temperature) for each in chosen for temperature in options.temperatures]
+    return chosen
 
 
 def _texts(path: Path | None) -> tuple[str, ...]:
     return tuple(turn for task in workloads.read_tasks(path) for turn in task.turns) if path else ()
 
 
-def _fatal(runner: Runner, cell: Cell) -> str:
+def _fatal(runner: System, cell: Cell) -> str:
     """Why it makes no sense to go on after a cell: the server has gone, or takes none of the requests."""
     if cell.failed and not cell.complete and not runner.is_alive():
         return f"the server died: {cell.errors[0]}"
@@ -290,10 +290,10 @@ def _machine() -> Mapping[str, Any]:
     }
 
 
-def _settings(options: BenchOptions, modes: tuple[str, ...], found: list[Workload]) -> dict[str, Any]:
+def _settings(options: BenchOptions, modes: tuple[str, ...], chosen: list[Workload]) -> dict[str, Any]:
     """Without the API key, and without what the source tells."""
     return {
-        "workloads": [workload.name for workload in found],
+        "workloads": [workload.name for workload in chosen],
         "loads": [_shown(load) for load in options.loads],
         "modes": list(modes),
         "pairs": options.pairs,

@@ -108,14 +108,14 @@ def checks(cells: Iterable[Cell], *, seed: int = 0) -> list[Check]:
     for cell in cells:
         if cell.complete:
             groups.setdefault(cell.group, {}).setdefault(cell.mode, []).append(cell)
-    found = []
+    made = []
     for modes in groups.values():
         auto = modes.pop("auto", None)
         if auto and "off" in modes:
-            found.append(never_slower(modes["off"], auto, seed=seed))
+            made.append(never_slower(modes["off"], auto, seed=seed))
         if auto and len(modes) > 1:
-            found.append(near_best(modes, auto, seed=seed))
-    return found
+            made.append(near_best(modes, auto, seed=seed))
+    return made
 
 
 def _too_few(ratio: Interval | None) -> str:

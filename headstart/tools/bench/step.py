@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from math import prod
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -22,8 +21,10 @@ from headstart.drafters._drafter import Wish
 from headstart.engine.load import Model, load_model
 from headstart.errors import UsageError
 from headstart.formats.head import KINDS
+from headstart.kernels.backend import kind_of
 from headstart.kernels.ops import Backend
 from headstart.layers.moe import MoE
+from headstart.machine import cpu, threads
 from headstart.tools import doctor
 from headstart.tools.bench.profile import profile_pass, profile_steps, profiling, require_profiler
 from headstart.tools.meter import Meter
@@ -131,7 +132,7 @@ def run(options: StepOptions, progress: Progress = no_progress) -> Report:
         raise UsageError(f"--drafter {options.config.drafter}: bench step times a head", "use --drafter auto")
     bench = Bench(options)
     progress(0, 1, "reading memory")
-    read_bytes = options.read_bytes or min(MOST_READ_BYTES, model.backend.free_memory() // 4)
+    read_bytes = options.read_bytes or min(MOST_READ_BYTES, bench.model.backend.free_memory() // 4)
     bandwidth = bench.model.backend.read_bandwidth(read_bytes, READ_RUNS)
     passes = time_passes(bench, options.repeats, progress)
     draft = time_draft(bench, options.repeats or DRAFT_REPEATS) if bench.engine.drafter else None
@@ -236,16 +237,16 @@ def profile(bench: Bench, progress: Progress) -> dict[str, Any]:
     counts = sorted({*PROFILED_ROWS, bench.rows[-1]})
     fitting = [rows for rows in counts if rows <= bench.rows[-1]]
     depths = [0, bench.depth] if bench.engine.drafter else [0]
-    found: dict[str, Any] = {"passes": [], "steps": []}
+    parts: dict[str, Any] = {"passes": [], "steps": []}
     with profiling(bench.meter):
         for rows in fitting:
-            progress(len(found["passes"]), len(fitting) + len(depths), f"profiling {rows} rows")
-            found["passes"].append({"rows": rows, **profile_pass(bench.meter, partial(bench.forward, rows))})
+            progress(len(parts["passes"]), len(fitting) + len(depths), f"profiling {rows} rows")
+            parts["passes"].append({"rows": rows, **profile_pass(bench.meter, partial(bench.forward, rows))})
         for depth in depths:
             progress(len(fitting), len(fitting) + len(depths), f"profiling steps at depth {depth}")
             steps = profile_steps(bench.meter, bench.engine, bench.submit(bench.text, depth))
-            found["steps"].append({"depth": depth, **steps})
-    return found
+            parts["steps"].append({"depth": depth, **steps})
+    return parts
 
 
 def weight_bytes(model: Model) -> int:
@@ -256,12 +257,12 @@ def weight_bytes(model: Model) -> int:
 
 def held_bytes(*parts: Any) -> int:
     """Bytes of all weights within modules, each counted once."""
-    found: dict[int, int] = {}
+    sizes: dict[int, int] = {}
 
     def visit(part: Any) -> None:
         if isinstance(part, MoE):
             visit([part.router, part.bias, part.shared, part.shared_gate])
-            found[id(part)] = held_bytes(part.experts) * part.spec.top_k // part.spec.num_experts
+            sizes[id(part)] = held_bytes(part.experts) * part.spec.top_k // part.spec.num_experts
         elif is_dataclass(part):
             for item in fields(part):
                 visit(getattr(part, item.name))
@@ -269,11 +270,11 @@ def held_bytes(*parts: Any) -> int:
             for each in part:
                 visit(each)
         else:
-            found[id(part)] = int(getattr(part, "num_bytes", 0) or getattr(part, "nbytes", 0))
+            sizes[id(part)] = int(getattr(part, "num_bytes", 0) or getattr(part, "nbytes", 0))
 
     for part in parts:
         visit(part)
-    return sum(found.values())
+    return sum(sizes.values())
 
 
 def weight_format(model: Model, config: EngineConfig) -> str:

@@ -7,7 +7,7 @@ from statistics import median
 
 import numpy as np
 
-from headstart.tools.bench.document import LEVELS, Cell, Distribution, Document, Group, Latency, Row, Speculation
+from headstart.tools.bench.document import LEVELS, Cell, Distribution, Document, DraftCounts, Group, Latency, Row
 from headstart.tools.bench.measure import OFF
 from headstart.tools.bench.statistics import speedup
 
@@ -16,14 +16,14 @@ LATENCIES = ("ttft", "tpot", "itl", "e2e")
 
 def rows_of(cells: Seq[Cell], *, price_per_hour: float | None = None) -> list[Row]:
     """One row per workload, load and mode, in order of appearance; cells that broke off are left out."""
-    found: dict[tuple[Group, str], list[Cell]] = {}
+    cells_of: dict[tuple[Group, str], list[Cell]] = {}
     for cell in cells:
         if cell.complete:
-            found.setdefault((cell.group, cell.mode), []).append(cell)
+            cells_of.setdefault((cell.group, cell.mode), []).append(cell)
     modes = list(dict.fromkeys(cell.mode for cell in cells))
-    groups = dict.fromkeys(group for group, _ in found)
-    keys = [(group, mode) for group in groups for mode in sorted(modes, key=mode_order) if (group, mode) in found]
-    return [_row(found[key], found.get((key[0], OFF), []), price_per_hour) for key in keys]
+    groups = dict.fromkeys(group for group, _ in cells_of)
+    keys = [(group, mode) for group in groups for mode in sorted(modes, key=mode_order) if (group, mode) in cells_of]
+    return [_row(cells_of[key], cells_of.get((key[0], OFF), []), price_per_hour) for key in keys]
 
 
 def mode_order(mode: str) -> tuple[int, int, str]:
@@ -34,7 +34,7 @@ def mode_order(mode: str) -> tuple[int, int, str]:
 def _row(cells: list[Cell], off: list[Cell], price_per_hour: float | None) -> Row:
     rate = median(cell.output_tokens_per_s for cell in cells)
     output, prompt = sum(cell.output_tokens for cell in cells), sum(cell.prompt_tokens for cell in cells)
-    spent = Speculation.total(cell.speculation for cell in cells)
+    spent = DraftCounts.total(cell.speculation for cell in cells)
     joules = [cell.joules for cell in cells if cell.joules is not None]
     cached = [cell.cached_tokens for cell in cells if cell.cached_tokens is not None]
     drafted = spent is not None and spent.drafts > 0

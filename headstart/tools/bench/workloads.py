@@ -112,10 +112,10 @@ def cut(text: Callable[[int], str], tokens: int, count_tokens: Callable[[str], i
     """A text of `tokens` tokens, give or take a word. `text(words)` gives its first so many words."""
     words = max(1, tokens * 2 // 3)
     for _ in range(6):
-        found = count_tokens(text(words))
-        if found == tokens:
+        length = count_tokens(text(words))
+        if length == tokens:
             break
-        step = round((tokens - found) * words / max(found, 1)) or (1 if found < tokens else -1)
+        step = round((tokens - length) * words / max(length, 1)) or (1 if length < tokens else -1)
         words = max(1, words + step)
     return text(words)
 
@@ -137,8 +137,8 @@ def _endless(texts: Seq[str], start: int) -> Callable[[int], str]:
 
 @cache
 def _data() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(resources.files(__package__).joinpath("workloads.json").read_text("utf-8"))
-    return found
+    document: dict[str, Any] = json.loads(resources.files(__package__).joinpath("workloads.json").read_text("utf-8"))
+    return document
 
 
 def _task(name: str, index: int, count_tokens: Callable[[str], int]) -> Task:

@@ -79,10 +79,10 @@ def _vocabulary(directory: Directory) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        found = json.loads(path.read_bytes()).get("model", {}).get("vocab")
+        vocabulary = json.loads(path.read_bytes()).get("model", {}).get("vocab")
     except (ValueError, AttributeError):
         return None
-    return found if isinstance(found, dict) else None
+    return vocabulary if isinstance(vocabulary, dict) else None
 
 
 def _check_norms(target: Directory, base: Directory) -> None:

@@ -76,9 +76,9 @@ def run(options: GraftOptions, progress: Progress = no_progress) -> Report:
     data = {"out": str(options.out), "bytes": size, "notes": plan.notes, **plan.data}
     lines = [f"{options.out}: {size / 1e6:.0f} MB, {plan.data['what']}", *(f"note: {note}" for note in plan.notes)]
     if base is not None:
-        data["acceptance"] = found = measure(options.out, progress)
-        lines.append(found["verdict"])
-        _add_to_provenance(options.out, found)
+        data["acceptance"] = acceptance = measure(options.out, progress)
+        lines.append(acceptance["verdict"])
+        _add_to_provenance(options.out, acceptance)
     return Report(True, data, lines)
 
 
@@ -265,10 +265,10 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _add_to_provenance(out: Path, found: Mapping[str, Any]) -> None:
+def _add_to_provenance(out: Path, acceptance: Mapping[str, Any]) -> None:
     document = json.loads((out / PROVENANCE).read_text("utf-8"))
     aside = out / f".{PROVENANCE}"
-    aside.write_text(as_json({**document, "acceptance": dict(found)}) + "\n", "utf-8")
+    aside.write_text(as_json({**document, "acceptance": dict(acceptance)}) + "\n", "utf-8")
     aside.replace(out / PROVENANCE)
 
 

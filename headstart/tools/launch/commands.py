@@ -63,10 +63,10 @@ class CommandLine:
 
     def take(self, *flags: str) -> Word | None:
         """Remove and return the first of these flags."""
-        found = self.find(*flags)
-        if found:
-            self.words.remove(found)
-        return found
+        word = self.find(*flags)
+        if word:
+            self.words.remove(word)
+        return word
 
     def put(self, flag: str, value: str | None = None) -> None:
         self.words.append(Word(flag, value))

@@ -31,12 +31,12 @@ def find_installed(launcher: Launcher, program: str | None) -> Installed | None:
         place = str(Path(program).expanduser() / launcher.program)
         if not Path(place).exists() and (Path(place).with_name("python")).exists():
             place = str(Path(place).with_name("python"))
-    found = shutil.which(str(Path(place).expanduser()) if "/" in place else place)
-    if found is None:
+    program_path = shutil.which(str(Path(place).expanduser()) if "/" in place else place)
+    if program_path is None:
         if program:
             raise UsageError(f"--program: {program} is no program", f"give the path of {launcher.program}")
         return None
-    return describe(launcher, Path(found))
+    return describe(launcher, Path(program_path))
 
 
 def describe(launcher: Launcher, program: Path) -> Installed:
@@ -59,9 +59,9 @@ def said(program: Path) -> Version | None:
     except (OSError, subprocess.SubprocessError):
         return None
     text = done.stdout + done.stderr
-    found = re.search(r"version: b?(\d{3,})\b", text) or re.search(r"build (\d{3,})", text)
-    if found:
-        return (int(found[1]),)
+    match = re.search(r"version: b?(\d{3,})\b", text) or re.search(r"build (\d{3,})", text)
+    if match:
+        return (int(match[1]),)
     plain = re.search(r"\d+\.\d+\.\d+", text)
     return parse(plain[0]) if plain and "build 0" not in text else None
 

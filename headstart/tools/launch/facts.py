@@ -125,8 +125,8 @@ def method_of(head: str) -> str:
     words = " ".join(
         str(config.get(key) or "") for key in ("architectures", "model_type", "speculators_model_type")
     ).lower()
-    found = next((method for method in METHODS if method in words.replace("-", "").replace("_", "")), None)
-    return found or ("mtp" if declared(config).modules else "draft_model")
+    named = next((method for method in METHODS if method in words.replace("-", "").replace("_", "")), None)
+    return named or ("mtp" if declared(config).modules else "draft_model")
 
 
 def _estimated(text: Mapping[str, Any], quantization: Quantization | None) -> int | None:

@@ -59,5 +59,5 @@ def published(engine: str) -> Published | None:
     return Published(
         versions=own["versions"],
         arguments={name: frozenset(versions) for name, versions in arguments.items()},
-        files={name: frozenset(found) for name, found in files.items()},
+        files={name: frozenset(places) for name, places in files.items()},
     )

@@ -68,8 +68,8 @@ class Prepared:
 
 def launcher_of(engine: str) -> Launcher:
     """Raises UsageError for an engine without a launcher."""
-    found: Launcher = registry.find("launchers", engine).LAUNCHER
-    return found
+    launcher: Launcher = registry.find("launchers", engine).LAUNCHER
+    return launcher
 
 
 def prepare(options: LaunchOptions) -> Prepared:
@@ -184,10 +184,10 @@ class Started:
         reason in its log when it does not start."""
         wanted = self.prepared.wanted
         self.running.wait(progress)
-        found = check(self.running, wanted, progress)
-        started = {"log": str(self.running.log), "started_s": round(self.running.started_s, 1), "check": found}
+        checked = check(self.running, wanted, progress)
+        started = {"log": str(self.running.log), "started_s": round(self.running.started_s, 1), "check": checked}
         data = {**document(self.prepared, docker=False), **started}
-        return Report(found["alive"] or not wanted.depth_drafted, data, [*_lines(data), *_check_lines(data)])
+        return Report(checked["alive"] or not wanted.depth_drafted, data, [*_lines(data), *_check_lines(data)])
 
     def stay(self) -> None:
         """Until it ends, which is an error, or Ctrl-C."""
@@ -293,11 +293,11 @@ def _lines(data: dict[str, Any]) -> list[str]:
 
 
 def _check_lines(data: dict[str, Any]) -> list[str]:
-    found, length = data["check"], data["check"]["acceptance_length"]
-    if found["alive"]:  # by flags of the user's own too
+    checked, length = data["check"], data["check"]["acceptance_length"]
+    if checked["alive"]:  # by flags of the user's own too
         said = f"drafting is alive: acceptance length {length:.2f}" if length else "drafting is alive"
     elif not data["depth"]:
         said = f"plain decoding: {data['why_depth']}"
     else:
-        said = f"DRAFTING IS NOT ALIVE: {found['why']}"
+        said = f"DRAFTING IS NOT ALIVE: {checked['why']}"
     return [f"# answered after {data['started_s']} s; log {data['log']}", f"# {said}"]

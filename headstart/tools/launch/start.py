@@ -100,9 +100,9 @@ def start(
 def _check_free(wanted: Wanted) -> None:
     """Raises UsageError where something listens already: its answers would be taken for the engine's."""
     host = "127.0.0.1" if wanted.host == "0.0.0.0" else wanted.host
-    with socket.socket() as found:
-        found.settimeout(2)
-        if found.connect_ex((host, wanted.port)) == 0:
+    with socket.socket() as tried:
+        tried.settimeout(2)
+        if tried.connect_ex((host, wanted.port)) == 0:
             raise UsageError(f"--port {wanted.port} is in use on {wanted.host}", "choose another one")
 
 
@@ -152,10 +152,10 @@ def check(running: Running, wanted: Wanted, progress: Progress) -> dict[str, Any
 
 def _settled(endpoint: Endpoint, before: Counts | None) -> Counts | None:
     """Some engines count with a delay: look again for a few seconds while nothing has moved."""
-    found = endpoint.metrics()
+    now = endpoint.metrics()
     for _ in range(10):
-        if found is None or (before is not None and found != before) or (before is None and found.active):
-            return found
+        if now is None or (before is not None and now != before) or (before is None and now.active):
+            return now
         time.sleep(0.3)
-        found = endpoint.metrics()
-    return found
+        now = endpoint.metrics()
+    return now

@@ -53,8 +53,8 @@ def parse(text: str, depths: Sequence[int]) -> tuple[tuple[float, ...], str]:
         raise UsageError(f"--acceptance is {text!r}, which is not numbers", "for example 0.85,0.7,0.6 or 2.5") from None
     if len(values) == 1 and values[0] > 1:
         depth = depths[0] if len(depths) == 1 and depths[0] else LENGTH_DEPTH
-        found = of_length(values[0], depth)
-        return found, f"acceptance length {values[0]:g} at depth {depth}: {found[0]:.3f} at every position"
+        acceptances = of_length(values[0], depth)
+        return acceptances, f"acceptance length {values[0]:g} at depth {depth}: {acceptances[0]:.3f} at every position"
     if not all(0 <= value <= 1 for value in values):
         raise UsageError(f"--acceptance is {text!r}, but shares lie between 0 and 1", "for example 0.85,0.7,0.6")
     if len(values) > MAX_DEPTH:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.tools.plan.machine import Machine, Rates
-from headstart.tools.plan.roofline import Model, Work, pass_seconds
+from headstart.tools.plan.roofline import Pass, SizedModel, pass_seconds
 
 Vector = NDArray[np.float64]
 
@@ -28,11 +28,11 @@ STEPS = 60
 class Point:
     """A measured pass."""
 
-    work: Work
+    work: Pass
     seconds: float
 
 
-def fit(points: Sequence[Point], model: Model, machine: Machine, read_bandwidth: float) -> Rates:
+def fit(points: Sequence[Point], model: SizedModel, machine: Machine, read_bandwidth: float) -> Rates:
     """The rates under which the roofline gives the measured times, by weighted least squares on logarithms.
 
     Two passes, of 1 and 8 rows, fix bandwidth and compute; passes at a second context fix the rate of attention. What
@@ -57,7 +57,7 @@ def _rates(rates: Rates, names: Sequence[str], logs: Vector) -> Rates:
     return replace(rates, **dict(zip(names, np.exp(logs).tolist(), strict=True)))
 
 
-def _start_rates(points: Sequence[Point], model: Model) -> tuple[float, float]:
+def _start_rates(points: Sequence[Point], model: SizedModel) -> tuple[float, float]:
     """Operations/s if the pass with most rows did nothing but multiply; attention a quarter of it."""
     most = max(points, key=lambda point: point.work.num_rows)
     shape = model.shape

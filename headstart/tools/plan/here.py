@@ -13,7 +13,7 @@ from headstart import hub
 from headstart.config import EngineConfig
 from headstart.core import Progress
 from headstart.engine.load import Model as Loaded, load_model
-from headstart.tools import doctor
+from headstart.machine import cpu, threads
 from headstart.tools.bench.step import MOST_READ_BYTES, READ_RUNS, held_bytes
 from headstart.tools.plan import calibrate
 from headstart.tools.plan.formats import weight_format
@@ -26,7 +26,7 @@ from headstart.tools.plan.measure import (
     Passes,
     cache_bytes,
 )
-from headstart.tools.plan.roofline import Model, Work
+from headstart.tools.plan.roofline import Pass, SizedModel
 from headstart.tools.plan.shape import Shape
 
 VERSION = 1
@@ -35,7 +35,7 @@ VERSION = 1
 
 def machine_for(
     model: str | None, shape: Shape, config: EngineConfig, *, measure_again: bool, progress: Progress
-) -> tuple[Model, Machine]:
+) -> tuple[SizedModel, Machine]:
     """The model as it runs here and this machine's rates with it; measured now unless the cache knows them."""
     path = cache_path(model, config)
     measured = None if measure_again else read(path)
@@ -49,7 +49,7 @@ def machine_for(
     return calibrated(shape, measured)
 
 
-def measure(passes: Passes, timed: Mapping[Work, float], progress: Progress) -> dict[str, Any]:
+def measure(passes: Passes, timed: Mapping[Pass, float], progress: Progress) -> dict[str, Any]:
     """Everything a calibration needs, as a JSON document: seconds, bytes. `timed`: seconds of its passes."""
     loaded = passes.model
     progress(0, 1, "reading memory")
@@ -82,7 +82,7 @@ def bytes_here(loaded: Loaded) -> dict[str, Any]:
     }
 
 
-def calibrated(shape: Shape, measured: dict[str, Any]) -> tuple[Model, Machine]:
+def calibrated(shape: Shape, measured: dict[str, Any]) -> tuple[SizedModel, Machine]:
     """The model with the bytes it takes here, and a machine whose rates were fitted to what was measured."""
     counts = shape.parameters()
     layers = measured["layer_bytes"] / (counts["attention"] + counts["mlp"] + counts["experts"])
@@ -90,12 +90,12 @@ def calibrated(shape: Shape, measured: dict[str, Any]) -> tuple[Model, Machine]:
     sizes["lm_head"] = measured["lm_head_bytes"] / counts["lm_head"]
     width = sum(group.count * group.attention.width for group in shape.layers)
     kv = measured["cache_bytes"] / max(width, 1)
-    model = Model(shape=replace(shape, bytes_per_weight=sizes), format=weight_format(shape.weights), kv=kv)
+    model = SizedModel(shape=replace(shape, bytes_per_weight=sizes), format=weight_format(shape.weights), kv=kv)
     bandwidth = float(measured["read_bandwidth"])
     device = Device(name=HERE, memory=measured["memory"], bandwidth=bandwidth, tflops={}, kind="cpu", source="measured")
     blank = Machine(device=device, rates=Rates(bandwidth=bandwidth, compute=1, attention=1))
     points = [
-        calibrate.Point(Work(each["sequences"], each["rows"], each["context"]), each["seconds"])
+        calibrate.Point(Pass(each["sequences"], each["rows"], each["context"]), each["seconds"])
         for each in measured["passes"]
     ]
     rates = calibrate.fit(points, model, blank, bandwidth)
@@ -136,10 +136,10 @@ def cache_path(model: str | None, config: EngineConfig) -> Path:
 def read(path: Path) -> dict[str, Any] | None:
     """None for a file that is missing, damaged or of another version."""
     try:
-        found = json.loads(path.read_text("utf-8"))
+        document = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) and found.get("version") == VERSION else None
+    return document if isinstance(document, dict) and document.get("version") == VERSION else None
 
 
 def write(path: Path, measured: dict[str, Any]) -> None:

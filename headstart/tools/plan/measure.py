@@ -16,14 +16,14 @@ from headstart.errors import UsageError
 from headstart.kernels.ops import Backend
 from headstart.tools.bench.step import affordable_repeats
 from headstart.tools.meter import Meter
-from headstart.tools.plan.roofline import Work
+from headstart.tools.plan.roofline import Pass
 from headstart.tools.prompts import builtin_prompts
 
 BATCHES = (1, 8)
 CONTEXTS = (128, 1024)
 WORKS = (
-    *(Work(batch, 1, context) for context in CONTEXTS for batch in BATCHES),
-    *(Work(1, max(BATCHES), context) for context in CONTEXTS),
+    *(Pass(batch, 1, context) for context in CONTEXTS for batch in BATCHES),
+    *(Pass(1, max(BATCHES), context) for context in CONTEXTS),
 )
 """Passes that calibrate: 1 and 8 sequences, and 8 rows of one, at two contexts."""
 PASSES_BUDGET_S = 6.0
@@ -36,7 +36,7 @@ MEMORY_SHARE = 0.5
 class Passes:
     """A loaded model with as many prefilled sequences as the works need; times single passes over them."""
 
-    def __init__(self, loaded: Loaded, config: EngineConfig, works: Seq[Work], progress: Progress) -> None:
+    def __init__(self, loaded: Loaded, config: EngineConfig, works: Seq[Pass], progress: Progress) -> None:
         self.model, self.config = loaded, config
         self.meter = Meter(loaded.backend, waits=config.device != "cpu")
         length = max(int(work.context + work.rows) for work in works)
@@ -65,13 +65,14 @@ class Passes:
     def _refuse_too_much(self, blocks: int) -> None:
         loaded, per_block = self.model, self.config.block_size
         needed = blocks * per_block * (loaded.config.hidden_size * 4 + cache_bytes(loaded))
-        if needed > MEMORY_SHARE * free_memory():
+        free = loaded.backend.free_memory()
+        if needed > MEMORY_SHARE * free:
             raise UsageError(
-                f"the caches of this measurement need {needed / 1e9:.1f} GB, {free_memory() / 1e9:.1f} GB are free",
+                f"the caches of this measurement need {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free",
                 "measure fewer sequences or shorter contexts",
             )
 
-    def _prefill(self, works: Seq[Work], progress: Progress) -> None:
+    def _prefill(self, works: Seq[Pass], progress: Progress) -> None:
         """Real keys and values in every block: untouched memory would be read from one page."""
         wanted = [
             max(int(work.context) for work in works if work.sequences > index)
@@ -87,13 +88,13 @@ class Passes:
                 self.engine.runner.forward([Span(sequence, start, min(budget, context - start), 1)])
             self._sequences.append(sequence)
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: Pass) -> float:
         """The backend's time for one pass with logits for every row."""
         start, rows = int(work.context), int(work.rows)
         self.engine.runner.forward([Span(each, start, rows, rows) for each in self._sequences[: work.sequences]])
         return self.meter.trunk[-1]
 
-    def time(self, works: Seq[Work], budget_s: float, progress: Progress) -> dict[Work, float]:
+    def time(self, works: Seq[Pass], budget_s: float, progress: Progress) -> dict[Pass, float]:
         """Median seconds, taken in turns: what slows the machine down for a while slows all of them down."""
         for index, work in enumerate(works):
             progress(index, len(works), "warming up")

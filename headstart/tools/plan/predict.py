@@ -8,7 +8,7 @@ from math import floor
 
 from headstart.tools.plan.acceptance import expected_tokens
 from headstart.tools.plan.machine import Machine
-from headstart.tools.plan.roofline import Model, Work, draft_seconds, pass_seconds
+from headstart.tools.plan.roofline import Pass, SizedModel, draft_seconds, pass_seconds
 
 DEPTHS = range(9)
 """Depths that a plan chooses from."""
@@ -37,10 +37,10 @@ class Speed:
 
 
 def speed(
-    model: Model, machine: Machine, batch: int, context: float, depth: int, acceptances: Sequence[float]
+    model: SizedModel, machine: Machine, batch: int, context: float, depth: int, acceptances: Sequence[float]
 ) -> Speed:
     """Verify depth + 1 rows of every sequence, draft depth times, and the engine's own time."""
-    pass_s = pass_seconds(model, machine, Work(batch, 1 + depth, context))
+    pass_s = pass_seconds(model, machine, Pass(batch, 1 + depth, context))
     draft_s = depth * draft_seconds(model, machine, batch, context)
     engine_s = machine.rates.step_s + machine.rates.step_row_s * batch * (1 + depth)
     return Speed(
@@ -80,7 +80,7 @@ class Memory:
         return self.replicas * floor((self.usable - self.weights) / max(self.per_sequence, 1.0))
 
 
-def memory(model: Model, machine: Machine, context: float) -> Memory:
+def memory(model: SizedModel, machine: Machine, context: float) -> Memory:
     """Weights divided as the machine divides them; the cache of trunk and head at `context` positions."""
     sizes = model.weight_bytes()
     experts = machine.ep if machine.ep > 1 else machine.tp
@@ -102,21 +102,21 @@ def memory(model: Model, machine: Machine, context: float) -> Memory:
     )
 
 
-def devices_needed(model: Model, machine: Machine) -> int:
+def devices_needed(model: SizedModel, machine: Machine) -> int:
     """Fewest devices that hold the weights, whatever the division."""
     return -int(-sum(model.weight_bytes().values()) // (USABLE_MEMORY * machine.device.memory))
 
 
-def first_token(model: Model, machine: Machine, prompt: int) -> float:
+def first_token(model: SizedModel, machine: Machine, prompt: int) -> float:
     """Seconds of one prompt alone, in one pass; its rows see half of the prompt on average."""
     rates = machine.rates
-    return pass_seconds(model, machine, Work(1, prompt, prompt / 2, logit_rows=1)) + rates.step_s + rates.step_row_s
+    return pass_seconds(model, machine, Pass(1, prompt, prompt / 2, logit_rows=1)) + rates.step_s + rates.step_row_s
 
 
-def floor_bytes(model: Model, batch: int, context: float, depth: int) -> float:
+def floor_bytes(model: SizedModel, batch: int, context: float, depth: int) -> float:
     """Bytes that a pass over depth + 1 rows of every sequence cannot do without: weights (of experts those expected to
     be chosen) and caches, each read once."""
-    work = Work(batch, 1 + depth, context)
+    work = Pass(batch, 1 + depth, context)
     layers = sum(
         group.count
         * (
@@ -130,7 +130,7 @@ def floor_bytes(model: Model, batch: int, context: float, depth: int) -> float:
     return layers + model.shape.vocab * model.shape.hidden * model.bytes("lm_head")
 
 
-def most_tokens_per_s(model: Model, machine: Machine, batch: int, context: float, depth: int) -> float:
+def most_tokens_per_s(model: SizedModel, machine: Machine, batch: int, context: float, depth: int) -> float:
     """What no engine can beat: every draft stands, drafting is free, and all memories together read the bytes of a pass
     at their full speed."""
     num_bytes = floor_bytes(model, batch, context, depth)

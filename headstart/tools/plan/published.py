@@ -21,7 +21,7 @@ from headstart.tools.plan.predict import (
     most_tokens_per_s,
     speed,
 )
-from headstart.tools.plan.roofline import Model
+from headstart.tools.plan.roofline import SizedModel
 from headstart.tools.plan.sources import find_shape
 
 DEFAULT_CONTEXT = 2048
@@ -63,7 +63,7 @@ class SetUp:
         self.point = point
         shape = find_shape(point["model"], point.get("weights"))
         weights = weight_format(shape.weights)
-        self.model = Model(shape=shape, format=weights, kv=kv_bytes("bf16"))
+        self.model = SizedModel(shape=shape, format=weights, kv=kv_bytes("bf16"))
         self.machine: Machine = make_machine(*parse_gpu(point["gpu"]), weights.compute)
         self.batch, self.depth = int(point["batch"]), int(point["depth"])
         self.context = float(point.get("context", DEFAULT_CONTEXT))
@@ -78,12 +78,12 @@ class SetUp:
     def tokens_per_s(self, depth: int, batch: int | None = None) -> float:
         """Of all streams together; with prompts between the outputs where the point says how long both are."""
         batch = batch or self.batch
-        found = speed(self.model, self.machine, batch, self.context, depth, self.acceptances)
+        predicted = speed(self.model, self.machine, batch, self.context, depth, self.acceptances)
         if "prompt" not in self.point:
-            return found.total
+            return predicted.total
         prompt_s = first_token(self.model, self.machine, int(self.point["prompt"]))
         output = int(self.point["output"])
-        return batch * output / (batch * prompt_s + output / found.per_stream)
+        return batch * output / (batch * prompt_s + output / predicted.per_stream)
 
     def comparisons(self) -> Iterator[Comparison]:
         published, plain, drafting = self.point["published"], self.tokens_per_s(0), self.tokens_per_s(self.depth)

@@ -21,7 +21,7 @@ DISPATCH_BYTES = 1
 
 
 @dataclass(frozen=True)
-class Work:
+class Pass:
     """What a pass computes: `rows` of each of `sequences`, each after `context` cached positions."""
 
     sequences: int
@@ -49,7 +49,7 @@ class Cost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
+class SizedModel:
     """A shape in a weight format, with a cache of `kv` bytes an element."""
 
     shape: Shape
@@ -59,7 +59,7 @@ class Model:
     def bytes(self, part: Part) -> float:
         return part_bytes(self.shape, self.format, part)
 
-    def drafting(self) -> Model:
+    def drafting(self) -> SizedModel:
         """The model whose blocks are as wide as the head's: some formats leave the head as it was."""
         size = self.shape.bytes_per_weight.get("head", self.format.head)
         if size is None:
@@ -69,18 +69,18 @@ class Model:
 
     def weight_bytes(self) -> dict[Part, float]:
         """Bytes of all weights by part; `head` without the LM head that it shares."""
-        found: dict[Part, float] = {part: count * self.bytes(part) for part, count in self.shape.parameters().items()}
+        sizes: dict[Part, float] = {part: count * self.bytes(part) for part, count in self.shape.parameters().items()}
         head, drafting = self.shape.head, self.drafting()
         mlp = head.block.mlp
-        found["head"] = (
+        sizes["head"] = (
             head.block.attention.weights * drafting.bytes("attention")
             + (mlp.weights + head.projection) * drafting.bytes("mlp")
             + mlp.experts * mlp.expert_weights * drafting.bytes("experts")
         )
-        return found
+        return sizes
 
 
-def pass_costs(model: Model, machine: Machine, work: Work) -> list[Cost]:
+def pass_costs(model: SizedModel, machine: Machine, work: Pass) -> list[Cost]:
     """A pass of the trunk, part by part. Sequences of different replicas run at the same time."""
     local = _local(machine, work)
     costs = [cost for group in model.shape.layers for cost in _layer_costs(model, machine, work, local, group)]
@@ -93,15 +93,15 @@ def pass_costs(model: Model, machine: Machine, work: Work) -> list[Cost]:
     return merged(costs)
 
 
-def pass_seconds(model: Model, machine: Machine, work: Work) -> float:
+def pass_seconds(model: SizedModel, machine: Machine, work: Pass) -> float:
     return sum(cost.seconds for cost in pass_costs(model, machine, work))
 
 
-def draft_seconds(model: Model, machine: Machine, sequences: int, context: float) -> float:
+def draft_seconds(model: SizedModel, machine: Machine, sequences: int, context: float) -> float:
     """One draft step for every sequence: the head's block and projection, the LM head, the head's own cache."""
     if (measured := machine.rates.measured_draft) is not None:
         return measured[0] + measured[1] * sequences
-    head, work, drafting = model.shape.head, Work(sequences, 1, context), model.drafting()
+    head, work, drafting = model.shape.head, Pass(sequences, 1, context), model.drafting()
     local = _local(machine, work)
     costs = _layer_costs(drafting, machine, work, local, head.block)
     costs.append(_matrix(machine, "projection", head.projection, local.num_rows, drafting.bytes("mlp")))
@@ -113,7 +113,7 @@ def draft_seconds(model: Model, machine: Machine, sequences: int, context: float
     return sum(cost.seconds for cost in costs)
 
 
-def _local(machine: Machine, work: Work) -> Work:
+def _local(machine: Machine, work: Pass) -> Pass:
     """The share of one replica."""
     replicas = machine.replicas
     logits = None if work.logit_rows is None else work.logit_rows / replicas
@@ -125,7 +125,7 @@ def _matrix(machine: Machine, name: str, weights: float, rows: float, size: floa
     return Cost(name, num_bytes, operations, machine.rates.seconds(num_bytes, operations))
 
 
-def _layer_costs(model: Model, machine: Machine, work: Work, local: Work, group: Layers) -> list[Cost]:
+def _layer_costs(model: SizedModel, machine: Machine, work: Pass, local: Pass, group: Layers) -> list[Cost]:
     attention, mlp, count = group.attention, group.mlp, group.count
     costs = [
         _matrix(machine, "attention", attention.weights, local.num_rows, model.bytes("attention")),
@@ -150,7 +150,7 @@ def _busiest(touched: float, ep: int, experts: int) -> float:
     return min(mean + math.sqrt(2 * mean * math.log(ep)), touched, experts / ep)
 
 
-def _cache(model: Model, machine: Machine, local: Work, attention: Attention) -> Cost:
+def _cache(model: SizedModel, machine: Machine, local: Pass, attention: Attention) -> Cost:
     split = min(machine.tp, attention.splits)
     stored = attention.read(local.context, local.rows) * model.kv + 2 * attention.state * 4
     num_bytes = local.sequences * stored / split
@@ -158,7 +158,7 @@ def _cache(model: Model, machine: Machine, local: Work, attention: Attention) ->
     return Cost("cache", num_bytes, operations, machine.rates.seconds(num_bytes, operations, attention=True))
 
 
-def _links(model: Model, machine: Machine, work: Work, local: Work, layers: tuple[Layers, ...]) -> list[Cost]:
+def _links(model: SizedModel, machine: Machine, work: Pass, local: Pass, layers: tuple[Layers, ...]) -> list[Cost]:
     """All-reduces of tensor parallelism, all-to-alls of expert parallelism."""
     link, latency, tp, ep = machine.device.link, machine.device.link_s, machine.tp, machine.ep
     costs = []
@@ -178,10 +178,10 @@ def _links(model: Model, machine: Machine, work: Work, local: Work, layers: tupl
 
 def merged(costs: list[Cost]) -> list[Cost]:
     """Costs of the same name added up, in the order of their first."""
-    found: dict[str, Cost] = {}
+    by_name: dict[str, Cost] = {}
     for cost in costs:
-        old = found.get(cost.name, Cost(cost.name))
-        found[cost.name] = Cost(
+        old = by_name.get(cost.name, Cost(cost.name))
+        by_name[cost.name] = Cost(
             cost.name, old.bytes + cost.bytes, old.operations + cost.operations, old.seconds + cost.seconds
         )
-    return list(found.values())
+    return list(by_name.values())

@@ -26,7 +26,7 @@ from headstart.tools.plan.predict import (
     memory,
     speed,
 )
-from headstart.tools.plan.roofline import Model, Work, pass_costs
+from headstart.tools.plan.roofline import Pass, SizedModel, pass_costs
 from headstart.tools.plan.shape import Shape
 from headstart.tools.plan.sources import card_names, find_shape
 
@@ -108,14 +108,14 @@ def _acceptances(options: PlanOptions, shape: Shape) -> tuple[tuple[float, ...],
     return acceptance.DEFAULT, f"acceptances {shown} by position: a guess, as no source is known; give --acceptance"
 
 
-def _set_up(options: PlanOptions, shape: Shape, progress: Progress) -> tuple[Model, Machine]:
+def _set_up(options: PlanOptions, shape: Shape, progress: Progress) -> tuple[SizedModel, Machine]:
     name, count = parse_gpu(options.gpu)
     if name != HERE:
         if options.recalibrate:
             raise UsageError("--recalibrate measures this machine", "use it with --gpu here")
         weights = weight_format(shape.weights)
         machine = make_machine(name, count, weights.compute, tp=options.tp, ep=options.ep)
-        return Model(shape=shape, format=weights, kv=kv_bytes(options.kv_dtype or "bf16")), machine
+        return SizedModel(shape=shape, format=weights, kv=kv_bytes(options.kv_dtype or "bf16")), machine
     if shape.name in card_names():
         raise UsageError(
             f"{options.model} is a card without weights, so it cannot be measured here",
@@ -141,7 +141,7 @@ def _here_cache(name: str | None) -> Any:
 
 
 def _row(
-    options: PlanOptions, model: Model, machine: Machine, batch: int, acceptances: Sequence[float]
+    options: PlanOptions, model: SizedModel, machine: Machine, batch: int, acceptances: Sequence[float]
 ) -> dict[str, Any]:
     """One batch: plain decoding, the depths asked for or the best one of DEPTHS, and where a plain pass spends time."""
 
@@ -151,7 +151,7 @@ def _row(
     plain, tried = at(0), [at(depth) for depth in options.depths or DEPTHS]
     chosen = tried if options.depths else [best(tried)]
     price = None if options.price_per_hour is None else options.price_per_hour * machine.count
-    costs = pass_costs(model, machine, Work(batch, 1, options.context))
+    costs = pass_costs(model, machine, Pass(batch, 1, options.context))
     return {
         "batch": batch,
         "plain": _speed_document(plain, plain, price),
@@ -161,21 +161,21 @@ def _row(
     }
 
 
-def _speed_document(found: Speed, plain: Speed, price: float | None) -> dict[str, Any]:
+def _speed_document(predicted: Speed, plain: Speed, price: float | None) -> dict[str, Any]:
     return {
-        "depth": found.depth,
-        "step_ms": found.step_s * 1e3,
-        "pass_ms": found.pass_s * 1e3,
-        "draft_ms": found.draft_s * 1e3,
-        "tokens_per_step": found.tokens_per_step,
-        "tokens_per_s_per_stream": found.per_stream,
-        "tokens_per_s": found.total,
-        "speedup": found.total / plain.total,
-        "dollars_per_million": None if price is None else dollars_per_million(price, found.total),
+        "depth": predicted.depth,
+        "step_ms": predicted.step_s * 1e3,
+        "pass_ms": predicted.pass_s * 1e3,
+        "draft_ms": predicted.draft_s * 1e3,
+        "tokens_per_step": predicted.tokens_per_step,
+        "tokens_per_s_per_stream": predicted.per_stream,
+        "tokens_per_s": predicted.total,
+        "speedup": predicted.total / plain.total,
+        "dollars_per_million": None if price is None else dollars_per_million(price, predicted.total),
     }
 
 
-def _model_document(model: Model) -> dict[str, Any]:
+def _model_document(model: SizedModel) -> dict[str, Any]:
     sizes = model.weight_bytes()
     return {
         "name": model.shape.name,
@@ -197,7 +197,7 @@ def _machine_document(machine: Machine) -> dict[str, Any]:
     }
 
 
-def _memory_document(model: Model, machine: Machine, room: Memory) -> dict[str, Any]:
+def _memory_document(model: SizedModel, machine: Machine, room: Memory) -> dict[str, Any]:
     return {
         "device_bytes": room.device,
         "usable_bytes": room.usable,
@@ -222,7 +222,7 @@ def _totals(row: dict[str, Any]) -> list[float]:
     return [each["tokens_per_s"] for each in row["with_mtp"]]
 
 
-def _assumptions(model: Model, machine: Machine, acceptances: str) -> list[str]:
+def _assumptions(model: SizedModel, machine: Machine, acceptances: str) -> list[str]:
     experts = any(group.mlp.experts for group in model.shape.layers)
     return [
         *model.shape.notes,

@@ -128,13 +128,13 @@ def undescribed(shape: Shape, tensors: Mapping[str, Tensor]) -> list[str]:
 
 def measured_bytes(shape: Shape, tensors: Mapping[str, Tensor]) -> tuple[dict[Part, float], list[Part]]:
     """Bytes of a weight by part, and the parts whose tensors do not match the shape."""
-    found: Counter[Part] = Counter()
+    totals: Counter[Part] = Counter()
     for name, tensor in tensors.items():
         if (part := _part(name, shape)) is not None:
-            found[part] += tensor.nbytes
-    if "lm_head" not in found:
-        found["lm_head"] = found["embedding"]
-    sizes = {part: found[part] / count for part, count in shape.parameters().items() if count and found[part]}
+            totals[part] += tensor.nbytes
+    if "lm_head" not in totals:
+        totals["lm_head"] = totals["embedding"]
+    sizes = {part: totals[part] / count for part, count in shape.parameters().items() if count and totals[part]}
     unlikely = [part for part, size in sizes.items() if not LIKELY_BYTES[0] < size < LIKELY_BYTES[1]]
     return {part: size for part, size in sizes.items() if part not in unlikely}, unlikely
 

@@ -23,7 +23,7 @@ SAME, BATCHED = 0.05, 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class Diagnosis:
     """`confidence` of the answer, 0.5 to 1; `acceptance_length` counts the recovered or bonus token."""
 
     answer: Answer
@@ -33,18 +33,18 @@ class Verdict:
     evidence: list[str] = field(default_factory=list)
 
 
-def decide(counts: Counts | None, predictable: Summary | None, random: Summary | None) -> Verdict:
+def decide(counts: Counts | None, predictable: Summary | None, random: Summary | None) -> Diagnosis:
     """`counts`: what metrics counted while the text was made. They win over times where they tell."""
     if counts is not None:
         verdict = from_metrics(counts)
         if verdict.answer != "unknown":
             return verdict
     if predictable is None or random is None:
-        return Verdict(answer="unknown", confidence=0.5, source="nothing", evidence=["nothing was measured"])
+        return Diagnosis(answer="unknown", confidence=0.5, source="nothing", evidence=["nothing was measured"])
     return from_timing(predictable, random)
 
 
-def from_metrics(counts: Counts) -> Verdict:
+def from_metrics(counts: Counts) -> Diagnosis:
     """Counters that moved, stood still, or are not there."""
     length = counts.acceptance_length
     if counts.active:
@@ -56,7 +56,7 @@ def from_metrics(counts: Counts) -> Verdict:
             else f"{counts.engine}'s gauge{shown}"
         )
         dead = length is not None and length < DEAD
-        return Verdict(
+        return Diagnosis(
             answer="dead" if dead else "on",
             confidence=0.99,
             source="metrics",
@@ -65,39 +65,39 @@ def from_metrics(counts: Counts) -> Verdict:
         )
     if counts.known:
         line = f"{counts.engine}'s metrics count drafts, and there were none"
-        return Verdict(answer="off", confidence=0.97, source="metrics", evidence=[line])
+        return Diagnosis(answer="off", confidence=0.97, source="metrics", evidence=[line])
     if not counts.always_there:
         line = f"{counts.engine}'s metrics have nothing on drafts, as without speculation"
-        return Verdict(answer="off", confidence=0.95, source="metrics", evidence=[line])
-    return Verdict(answer="unknown", confidence=0.5, source="metrics")
+        return Diagnosis(answer="off", confidence=0.95, source="metrics", evidence=[line])
+    return Diagnosis(answer="unknown", confidence=0.5, source="metrics")
 
 
-def from_timing(predictable: Summary, random: Summary) -> Verdict:
+def from_timing(predictable: Summary, random: Summary) -> Diagnosis:
     """Log-odds of two signs, added: tokens that come together, and predictable text that comes faster."""
     evidence: list[str] = []
     burst = _from_bursts(predictable, random, evidence)
     pace = _from_pace(predictable, random, evidence)
     if burst is None and pace is None:
-        return Verdict(answer="unknown", confidence=0.5, source="timing", evidence=evidence)
+        return Diagnosis(answer="unknown", confidence=0.5, source="timing", evidence=evidence)
     share = 1 / (1 + math.exp(-((burst or 0.0) + (pace or 0.0))))
     confidence = max(share, 1 - share)
     answer: Answer = "unknown" if confidence < SURE else "on" if share > 0.5 else "off"
     length = predictable.tokens_per_burst if answer == "on" and burst is not None else None
-    return Verdict(answer=answer, confidence=confidence, source="timing", acceptance_length=length, evidence=evidence)
+    return Diagnosis(answer=answer, confidence=confidence, source="timing", acceptance_length=length, evidence=evidence)
 
 
 def _from_bursts(predictable: Summary, random: Summary, evidence: list[str]) -> float | None:
     """None where bursts say nothing."""
-    found, other = predictable.tokens_per_burst, random.tokens_per_burst
-    if found is None:
+    size, other = predictable.tokens_per_burst, random.tokens_per_burst
+    if size is None:
         evidence.append("the text came in one piece: its bursts say nothing")
         return None
-    if other is not None and min(found, other) > BATCHED and abs(found - other) < SAME * found:
-        evidence.append(f"{found:.2f} tokens come together on any text: the server or a proxy collects them")
+    if other is not None and min(size, other) > BATCHED and abs(size - other) < SAME * size:
+        evidence.append(f"{size:.2f} tokens come together on any text: the server or a proxy collects them")
         return None
     compared = "" if other is None else f", {other:.2f} of random text"
-    evidence.append(f"{found:.2f} tokens of predictable text come together{compared}")
-    return max(-BURST_MOST, min(BURST_MOST, (found - BURST) / BURST_SCALE))
+    evidence.append(f"{size:.2f} tokens of predictable text come together{compared}")
+    return max(-BURST_MOST, min(BURST_MOST, (size - BURST) / BURST_SCALE))
 
 
 def _from_pace(predictable: Summary, random: Summary, evidence: list[str]) -> float | None:

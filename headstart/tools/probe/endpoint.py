@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headstart.errors import UsageError
-from headstart.tools.client import Answer, Server, counts, message, models, post, reason
+from headstart.tools.client import Response, Server, counts, message, models, post, reason
 from headstart.tools.engine_metrics import Counts
 from headstart.tools.probe.traces import Kind, Trace
 
@@ -48,7 +48,7 @@ class Endpoint:
                 return Trace(kind=kind, max_tokens=max_tokens, tokens=tokens, arrivals=arrivals)
             self._try_another(answer)
 
-    def _try_another(self, answer: Answer) -> None:
+    def _try_another(self, answer: Response) -> None:
         """Ask in another way the next time. Raises UsageError when there is none left."""
         status, said = answer.status, answer.body
         if status == 400 and NEW_LENGTH in said and self._length != NEW_LENGTH:

@@ -15,7 +15,7 @@ from typing import Any
 from headstart.core import Progress, Report, no_progress
 from headstart.tools.client import Server
 from headstart.tools.engine_metrics import Counts
-from headstart.tools.probe.decide import Verdict, decide
+from headstart.tools.probe.decide import Diagnosis, decide
 from headstart.tools.probe.endpoint import Endpoint
 from headstart.tools.probe.traces import Kind, Trace, by_length, summarize
 
@@ -53,7 +53,7 @@ class Measured:
     def of(self, kind: Kind) -> list[Trace]:
         return [trace for trace in self.traces if trace.kind == kind]
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> Diagnosis:
         return decide(self.counts, summarize(self.of("predictable")), summarize(self.of("random")))
 
 
@@ -93,7 +93,7 @@ def random_text(seed: int) -> str:
     return " ".join("".join(source.choices("0123456789abcdefghjkmnpqrstvwxyz", k=7)) for _ in range(16))
 
 
-def document(endpoint: Endpoint, verdict: Verdict, measured: Measured) -> dict[str, Any]:
+def document(endpoint: Endpoint, verdict: Diagnosis, measured: Measured) -> dict[str, Any]:
     length = verdict.acceptance_length
     return {
         "url": str(endpoint.server),

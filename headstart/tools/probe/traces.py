@@ -99,12 +99,12 @@ def _tokens(trace: Trace) -> int:
 def by_length(traces: Sequence[Trace]) -> dict[int, dict[str, float]]:
     """Milliseconds a token of predictable text, by the number asked for: with the first token's time left out, and
     over the whole answer as a naive test would divide it."""
-    found = {}
+    paces_of = {}
     for length in sorted({trace.max_tokens for trace in traces}):
         own = [trace for trace in traces if trace.max_tokens == length and (trace.tokens or 0) > 1 and trace.arrivals]
         if own:
-            found[length] = {
+            paces_of[length] = {
                 "ms_per_token": statistics.median(1e3 * each.seconds / (_tokens(each) - 1) for each in own),
                 "naive_ms_per_token": statistics.median(1e3 * each.arrivals[-1] / _tokens(each) for each in own),
             }
-    return found
+    return paces_of

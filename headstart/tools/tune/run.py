@@ -149,11 +149,11 @@ class _Tuning:
 
     def rows(self) -> list[dict[str, Any]]:
         """Plain decoding first, then the candidates, the best before the others."""
-        found: list[dict[str, Any]] = []
+        documents: list[dict[str, Any]] = []
         for each in self.candidates:
             gain = each.gain(self.plain)
             lengths = [cell.speculation.acceptance_length for cell in each.cells if cell.speculation]
-            found.append(
+            documents.append(
                 {
                     "drafter": each.drafter,
                     "depth": each.depth,
@@ -164,9 +164,9 @@ class _Tuning:
                     "acceptance_length": mean(lengths) if lengths else 1.0,
                 }
             )
-        found.sort(key=lambda row: -row["speedup"])
+        documents.sort(key=lambda row: -row["speedup"])
         return [{"drafter": "none", "depth": 0, "speedup": 1.0, "low": None, "high": None, "pairs": self.rounds,
-                 "acceptance_length": 1.0}, *found]  # fmt: skip
+                 "acceptance_length": 1.0}, *documents]  # fmt: skip
 
 
 def _runners(model: Model, config: EngineConfig) -> list[tuple[str, InProcess]]:
@@ -178,12 +178,12 @@ def _runners(model: Model, config: EngineConfig) -> list[tuple[str, InProcess]]:
     if config.drafter == AUTO:
         ways = [*([("mixed", model)] if model.head else []), *_other_heads(model, config), ("ngram", model)]
     blocks: int | None = config.kv_blocks
-    found = []
+    runners = []
     for drafter, headed in ways:
         runner = InProcess(headed, replace(config, drafter=drafter, kv_blocks=blocks))
         blocks = runner.kv_blocks
-        found.append((drafter, runner))
-    return found
+        runners.append((drafter, runner))
+    return runners
 
 
 def _other_heads(model: Model, config: EngineConfig) -> list[tuple[str, Model]]:

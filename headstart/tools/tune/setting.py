@@ -12,6 +12,8 @@ from typing import Any, Self
 from headstart import hub
 from headstart.config import AUTO, Depth, EngineConfig
 from headstart.errors import CapacityError, UsageError
+from headstart.kernels.backend import choose
+from headstart.machine import threads
 
 WEIGHTS = ("*.safetensors", "*.gguf", "config.json")
 

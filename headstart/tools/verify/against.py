@@ -44,12 +44,12 @@ def run_against(options: VerifyOptions, progress: Progress) -> Report:
     ours = llm.generate(prompts, params, raw=options.raw)
     oracle = _Oracle(llm)
     judge = Judge(options.model, options.config)
-    found = []
+    compared = []
     for index, completion in enumerate(ours):
         theirs = oracle.greedy(completion.prompt_token_ids, options.max_tokens)
-        found.append(_compare(index, completion.prompt_token_ids, completion.token_ids, theirs, judge, params))
+        compared.append(_compare(index, completion.prompt_token_ids, completion.token_ids, theirs, judge, params))
         progress(index + 1, len(ours), "transformers")
-    return _report(llm, found)
+    return _report(llm, compared)
 
 
 class _Oracle:
@@ -90,29 +90,29 @@ def _compare(
     return Compared(index, len(ours), at, ours[at], theirs[at], margin, tie)
 
 
-def _report(llm: LLM, found: list[Compared]) -> Report:
-    same = [each for each in found if each.position is None]
-    wrong = [each for each in found if each.position is not None and not each.tie]
-    tokens = sum(each.num_tokens for each in found)
+def _report(llm: LLM, compared: list[Compared]) -> Report:
+    same = [each for each in compared if each.position is None]
+    wrong = [each for each in compared if each.position is not None and not each.tie]
+    tokens = sum(each.num_tokens for each in compared)
     data = {
         "ok": not wrong,
         "model": llm.model.name,
         "against": "transformers",
-        "texts": len(found),
+        "texts": len(compared),
         "identical": len(same),
         "tokens": tokens,
-        "ties": len(found) - len(same) - len(wrong),
+        "ties": len(compared) - len(same) - len(wrong),
         "differences": len(wrong),
-        "found": [vars(each) for each in found if each.position is not None],
+        "found": [vars(each) for each in compared if each.position is not None],
     }
     lines = [
         f"  {'tie' if each.tie else 'DIFFERENT'}: prompt {each.prompt}, output token {each.position}: "
         f"{each.ours} and {each.theirs}, margin {each.margin:.2g}"
-        for each in found
+        for each in compared
         if each.position is not None
     ]
     lines.append(
-        f"greedy text identical to transformers for {len(same)}/{len(found)} prompts ({tokens} tokens); "
+        f"greedy text identical to transformers for {len(same)}/{len(compared)} prompts ({tokens} tokens); "
         f"ties {data['ties']}, differences {len(wrong)}"
     )
     return Report(ok=not wrong, data=data, lines=lines)

@@ -35,13 +35,13 @@ def _others(
     levels: list[range], rng: np.random.Generator, cells: Sequence[tuple[int, ...]], count: int
 ) -> list[tuple[int, ...]]:
     """Up to `count` random cells that are not among `cells`, all different."""
-    found: dict[tuple[int, ...], None] = {}
+    others: dict[tuple[int, ...], None] = {}
     count = min(count, int(np.prod([len(each) for each in levels])) - len(cells))
-    while len(found) < count:
+    while len(others) < count:
         row = tuple(int(rng.integers(len(each))) for each in levels)
         if row not in cells:
-            found[row] = None
-    return list(found)
+            others[row] = None
+    return list(others)
 
 
 def _pairs(row: tuple[int, ...]) -> set[Pair]:

@@ -11,6 +11,7 @@ from headstart.api import LLM
 from headstart.config import EngineConfig
 from headstart.core import GREEDY_BELOW, SamplingParams
 from headstart.kernels import philox
+from headstart.kernels.backend import ORACLE
 
 TIE = 1e-3
 """Scores closer than this are a tie: float32 rounding may order them either way."""
@@ -46,6 +47,6 @@ class Judge:
     def _logprob(llm: LLM, context: Sequence[int], token: int) -> float:
         """The raw logprob of `token` after `context`: the token is forced, which its raw logprob does not show."""
         params = SamplingParams(max_tokens=1, logprobs=0, logit_bias={token: 100.0}, ignore_eos=True)
-        found = llm.generate([list(context)], params)[0].logprobs[0]
-        assert found.token == token, "a bias of 100 is more than any trunk says"
-        return found.logprob
+        entry = llm.generate([list(context)], params)[0].logprobs[0]
+        assert entry.token == token, "a bias of 100 is more than any trunk says"
+        return entry.logprob

@@ -18,6 +18,7 @@ from headstart.api import LLM
 from headstart.config import EngineConfig
 from headstart.core import Float32, Progress, Report, Request, SamplingParams, Sequence, Span, no_progress
 from headstart.engine.load import Model, load_model, make_engine
+from headstart.kernels.backend import ORACLE, choose
 from headstart.tools.prompts import builtin_prompts
 
 Prompt = str | list[int]
@@ -113,11 +114,11 @@ def compare(reference: Float32, logits: Float32, following: Seq[int]) -> Compare
     """Logits [R, V] of both; `following` begins with the R tokens that the rows predict."""
     rows = np.arange(len(logits))
     tokens = np.asarray(following[: len(rows)], np.int64)
-    expected, found = _log_softmax(reference), _log_softmax(logits)
+    expected, actual = _log_softmax(reference), _log_softmax(logits)
     return Compared(
-        kl=np.maximum((np.exp(expected) * (expected - found)).sum(-1), 0),
+        kl=np.maximum((np.exp(expected) * (expected - actual)).sum(-1), 0),
         agrees=reference.argmax(-1) == logits.argmax(-1),
-        surprise=-found[rows, tokens],
+        surprise=-actual[rows, tokens],
         reference_surprise=-expected[rows, tokens],
         logit_difference=np.abs(reference.astype(np.float64) - logits).max(-1),
     )

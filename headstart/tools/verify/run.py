@@ -11,11 +11,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from headstart import machine
 from headstart.api import LLM
 from headstart.config import AUTO, Depth, EngineConfig
 from headstart.core import Progress, Report, SamplingParams, no_progress
 from headstart.engine.load import Model, load_model, make_engine
 from headstart.errors import UsageError
+from headstart.kernels.backend import choose, kind_of
 from headstart.tools.prompts import builtin_prompts
 from headstart.tools.verify.covering import Cell, pairwise
 from headstart.tools.verify.margin import TIE, Judge
@@ -174,11 +176,11 @@ class _Verification:
         llm = LLM(model, _scarce(config, expected, model.config.max_length) if cell["preemption"] else config)
         if cell["cache"]:  # a first visit, so that the second one starts from cached blocks
             llm.generate(self.prompts, SamplingParams(max_tokens=1), raw=self.options.raw)
-        found = self._decode(llm, cell, text)
-        pairs = enumerate(zip(expected, found, strict=True))
+        decoded = self._decode(llm, cell, text)
+        pairs = enumerate(zip(expected, decoded, strict=True))
         return CellResult(
             cell,
-            sum(len(each.answer) for each in found),
+            sum(len(each.answer) for each in decoded),
             llm.engine.stats.acceptance_length,
             llm.engine.scheduler.num_preemptions,
             [each for index, (plain, other) in pairs for each in _compare(cell, index, plain.answer, other.answer)],
@@ -196,8 +198,10 @@ class _Verification:
         params = [params_of(cell, index, self.options.max_tokens) for index in order]
         prompts = [self.prompts[index] for index in order]
         completions = llm.generate(prompts, params, raw=self.options.raw, on_finish=finished)
-        found = {index: Decoded(c.prompt_token_ids, c.token_ids) for index, c in zip(order, completions, strict=True)}
-        return [found[index] for index in range(len(order))]
+        by_index = {
+            index: Decoded(c.prompt_token_ids, c.token_ids) for index, c in zip(order, completions, strict=True)
+        }
+        return [by_index[index] for index in range(len(order))]
 
     def judge(self, judge: Judge) -> None:
         """Put a margin to every difference. Comes last: loading the judge's model may change torch's threads."""
@@ -269,10 +273,10 @@ def summarize(
     name: str, backend: str, options: VerifyOptions, results: list[CellResult], num_prompts: int, excusable: bool
 ) -> Report:
     """identical / total, ties, differences; ok when every difference is a tie."""
-    found = [each for result in results for each in result.differences]
-    wrong = [each for each in found if not each.tie]
+    differences = [each for result in results for each in result.differences]
+    wrong = [each for each in differences if not each.tie]
     pairs, tokens = len(results) * num_prompts, sum(result.num_tokens for result in results)
-    ties, preemptions = len(found) - len(wrong), sum(result.preemptions for result in results)
+    ties, preemptions = len(differences) - len(wrong), sum(result.preemptions for result in results)
     data = {
         "ok": not wrong,
         "model": name,
@@ -291,20 +295,20 @@ def summarize(
             for result in results
         ],
         "texts": pairs,
-        "identical": pairs - len(found),
+        "identical": pairs - len(differences),
         "tokens": tokens,
         "preemptions": preemptions,
         "ties": ties,
         "differences": len(wrong),
-        "found": [asdict(each) for each in found],
+        "found": [asdict(each) for each in differences],
     }
     seeds = ", ".join(map(str, options.seeds))
     arithmetic = f", {options.config.dtype}" if kind_of(backend).widens else ""
     lines = [
         *(_cell_line(result, num_prompts) for result in results),
-        *(_difference_line(each) for each in found),
+        *(_difference_line(each) for each in differences),
         f"seeds {seeds} (grid {GRID_SEED}); {_preempted(results, num_prompts)}",
-        f"identical {pairs - len(found)}/{pairs} texts over {len(results)} cells, {tokens} tokens compared; "
+        f"identical {pairs - len(differences)}/{pairs} texts over {len(results)} cells, {tokens} tokens compared; "
         f"ties {ties}, differences {len(wrong)}",
         f"scope: backend {backend}{arithmetic}; the text is a function of weights, prompt, "
         "sampling parameters and seed" + (", up to numeric ties" if excusable else ""),

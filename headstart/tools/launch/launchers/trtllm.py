@@ -105,20 +105,20 @@ class TrtLlm(Launcher):
         if method not in TYPES:
             raise UsageError(f"TensorRT-LLM cannot draft with a head of kind {method}", f"it takes {', '.join(TYPES)}")
         old = method == "mtp" and not at_least(arguments.version, RENAMED_IN)
-        found: dict[str, Any] = {"decoding_type": TYPES[method]}
-        found["num_nextn_predict_layers" if old else "max_draft_len"] = depth
+        config: dict[str, Any] = {"decoding_type": TYPES[method]}
+        config["num_nextn_predict_layers" if old else "max_draft_len"] = depth
         if wanted.head:
-            found["speculative_model"] = wanted.head
+            config["speculative_model"] = wanted.head
         if table := wanted.table:
             if not at_least(arguments.version, RENAMED_IN):
                 raise UsageError(
                     f"TensorRT-LLM {text_of(arguments.version)} drafts to one depth with heads",
                     "leave --depth-by-batch out",
                 )
-            found["draft_len_schedule"] = _schedule(table)
-            found["max_draft_len"] = table[0][2]
+            config["draft_len_schedule"] = _schedule(table)
+            config["max_draft_len"] = table[0][2]
         notes.append("logprobs and penalties are refused while drafting; pipeline parallelism does not go with it")
-        return found
+        return config
 
     def modernize(self, line: CommandLine, version: Version) -> None:
         """Keys of the YAML file may stand in the text too, as people paste them."""

@@ -170,9 +170,9 @@ class Vllm(Launcher):
             raise UsageError(f"--head {wanted.head} is a GGUF file", "vLLM takes drafters as safetensors directories")
         if method == "mtp" and not at_least(version, "0.11"):
             method = "deepseek_mtp"
-        found: dict[str, Any] = {"method": method, "num_speculative_tokens": depth}
+        config: dict[str, Any] = {"method": method, "num_speculative_tokens": depth}
         if wanted.head:
-            found["model"] = wanted.head
+            config["model"] = wanted.head
         elif depth > 1 and facts.modules == 1:
             notes.append(f"one module is used {depth} times: vLLM warns that acceptance may fall, which is normal")
         if wanted.table:
@@ -181,11 +181,11 @@ class Vllm(Launcher):
                     "vLLM ignores a depth by batch size with data parallelism", "--dp 1, or no --depth-by-batch"
                 )
             if at_least(version, "0.24"):
-                found["num_speculative_tokens_per_batch_size"] = wanted.table
+                config["num_speculative_tokens_per_batch_size"] = wanted.table
             else:
-                found["disable_by_batch_size"] = next((low - 1 for low, _, deep in wanted.table if not deep), 1024)
+                config["disable_by_batch_size"] = next((low - 1 for low, _, deep in wanted.table if not deep), 1024)
                 notes.append("this version only switches drafting off by batch size")
-        return found
+        return config
 
     def _transfer(self, wanted: Wanted, arguments: Arguments, plan: Plan) -> None:
         """Prefill and decode apart, and a KV cache that spills."""
@@ -218,18 +218,18 @@ def _given_json(line: CommandLine) -> dict[str, Any]:
     """--speculative-config, with keys given one by one folded in."""
     word = line.take("--speculative-config", "-sc")
     try:
-        found = json.loads(word.value) if word and word.value else {}
+        given = json.loads(word.value) if word and word.value else {}
     except json.JSONDecodeError as error:
         raise UsageError(
             f"--speculative-config is not valid JSON: {error}", "quote it with '...' in the shell"
         ) from None
-    if not isinstance(found, dict):
+    if not isinstance(given, dict):
         raise UsageError("--speculative-config is no JSON object", """for example '{"method": "mtp"}'""")
     for word in [each for each in line.words if each.flag.startswith(DOTTED)]:
         line.words.remove(word)
-        found[word.flag.removeprefix(DOTTED)] = _plain(word.value or "")
+        given[word.flag.removeprefix(DOTTED)] = _plain(word.value or "")
         line.changes.append(f"{' '.join(word.text())} -> --speculative-config")
-    return found
+    return given
 
 
 def _plain(text: str) -> Any:
