@@ -24,13 +24,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headstart.layers.mtp import HeadSpec
+from headstart.heads.kind import EMBEDDING_SHARE, head_kind
 from headstart.train.batches import plan_epoch
 from headstart.train.data import Example, Problems, draft_vocabulary, encode_records, read_records
 from headstart.train.evaluate import evaluate
 from headstart.train.features import FeatureCache
-from headstart.train.head import EMBEDDING_SHARE
-from headstart.train.kinds import head_kind
+from headstart.train.head import first_weights, modules_of
 from headstart.train.loop import Recipe, Trainer
 from headstart.train.objective import Target, Weighting
 from headstart.train.rounding import rounded
@@ -92,13 +91,14 @@ def train(
     batch_tokens: int,
 ) -> dict[str, Any]:
     """One run, to the end of its schedule."""
-    kind, config = head_kind(variant.kind), subject.config
-    spec: HeadSpec = kind.spec(config.num_layers, len(STEPS))
+    training_of, config = head_kind(variant.kind).training, subject.config
+    assert training_of is not None
+    spec = replace(training_of.spec(config.num_layers, len(STEPS)), layer=config.head_layer)
     if variant.modules > 1:
         spec = replace(spec, num_modules=variant.modules, beyond="last")
     chosen = [example for example in training if variant.keeps(example)]
     ids = torch.from_numpy(draft_vocabulary(training, variant.vocabulary, subject.text.end_ids))
-    start = kind.initial(subject.trunk.model, spec, 1.0)
+    start = first_weights(training_of, spec, subject.trunk.model, 1.0)
     if variant.embedding != EMBEDDING_SHARE:
         columns = slice(None, config.hidden_size)  # the embedding's come first (HeadSpec.hidden_first is False)
         start["mtp.0.projection.weight"][:, columns] *= variant.embedding / EMBEDDING_SHARE
@@ -111,7 +111,7 @@ def train(
         dtype=subject.trunk.dtype,
         rounded=variant.rounded,
     )
-    trainer = Trainer(start, config, kind, spec, Target.of(subject.trunk, ids, rounded=variant.rounded), recipe)
+    trainer = Trainer(start, spec, Target.of(subject.trunk, ids, rounded=variant.rounded), recipe)
     lengths, begun, epoch = [len(example) for example in chosen], time.monotonic(), 0
     while trainer.share_done < 1:
         for batch in plan_epoch(lengths, recipe.batch_tokens, 0, epoch):
@@ -119,7 +119,7 @@ def train(
             if trainer.share_done >= 1:
                 break
         epoch += 1
-    modules = kind.modules(rounded(trainer.average), spec, config, recipe.dtype)
+    modules = modules_of(rounded(trainer.average), spec, config.hidden_size, recipe.dtype)
     target = Target.of(subject.trunk, ids, rounded=True)
     found = evaluate(modules, spec, target, held_out, cache, Weighting(STEPS))["all"]
     return {

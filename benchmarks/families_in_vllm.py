@@ -71,7 +71,7 @@ def load(path: Path, dtype: str, depth: int, spec: dict[str, Any]) -> LLM:
     model = load_model(str(path), config)
     if model.head is None:
         sys.exit(f"{path} has no MTP head")
-    head = replace(model.head.head, spec=replace(model.head.head.spec, **spec))
+    head = replace(model.head, spec=replace(model.head.spec, **spec))
     return LLM(replace(model, head=replace(model.head, head=head)), config)
 
 

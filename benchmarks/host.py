@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 from headstart.config import EngineConfig
 from headstart.core import Request, Sampled, SamplingParams, SamplingRows, StepPlan
 from headstart.engine.engine import Engine
-from headstart.engine.load import Model, load_model, make_engine
+from headstart.engine.load import Model, load_model
+from headstart.engine.make import make_engine
 from headstart.kernels.ops import Program
 from headstart.tools.tiny import write_tiny
 
@@ -82,7 +83,7 @@ class NullBackend:
         return 1 << 30
 
     def _run(self, program: Program, plan: StepPlan, *, hidden_pool: Any = None, hidden: Any = None) -> dict[str, None]:
-        self._drafting = hidden_pool is not None
+        self._drafting = plan.hidden_slots is not None
         self._weights[:: CACHE_LINE * (16 if self._drafting else 1)].sum()  # a head is much smaller than a trunk
         return {"logits": None, "hidden": None}
 
@@ -91,6 +92,9 @@ class NullBackend:
         return Sampled(3 + (rows.position * 40503 + wrong) % (VOCAB - 3), [None] * len(rows))
 
     def index(self, ids: NDArray[np.int64]) -> None: ...
+    def kv_bytes(self, spec: Any) -> int:
+        return 1
+
     def loaded(self) -> None: ...
     def kv_pool(self, num_slots: int, spec: Any) -> str:
         return "pool"
@@ -113,7 +117,7 @@ def make(model: Model, batch: int, depth: int, params: SamplingParams, num_bytes
         (engine.runner, "forward", "forward"),
         (engine, "_judge", "judge"),
         (engine, "_commit", "commit"),
-        (engine, "_propose", "propose"),
+        (engine.drafting, "propose", "propose"),
         (engine, "step", "other"),
     ):
         setattr(owner, name, clock.timed(part, getattr(owner, name)))

@@ -26,7 +26,8 @@ from headstart.core import (
     no_progress,
 )
 from headstart.engine.calibrate import known_costs
-from headstart.engine.load import Model, identity, load_model, make_engine
+from headstart.engine.load import Model, load_model
+from headstart.engine.make import identity, make_engine
 from headstart.errors import GenerationError, UsageError
 from headstart.text.chat import ChatTemplate
 from headstart.text.output import TextOutput
@@ -195,8 +196,8 @@ class LLM:
         self.config = config or EngineConfig()
         self.model = model if isinstance(model, Model) else load_model(model, self.config, progress)
         self.engine = make_engine(self.model, self.config)
-        if self.config.depth == AUTO and self.engine.drafter:
-            self.engine.pilot.costs = known_costs(self.engine, identity(self.model, self.config))
+        if self.config.depth == AUTO and self.engine.drafting.drafter:
+            self.engine.drafting.auto.costs = known_costs(self.engine, identity(self.model, self.config))
         self.tokenizer = self.model.tokenizer
         self.load_s = time.perf_counter() - started
         self.chat_template: ChatTemplate | None = self.model.checkpoint.chat_template()
@@ -206,7 +207,7 @@ class LLM:
     @property
     def method(self) -> str:
         """The drafter's name, or none."""
-        return self.engine.drafter.method if self.engine.drafter else "none"
+        return self.engine.drafting.drafter.method if self.engine.drafting.drafter else "none"
 
     @property
     def has_chat_template(self) -> bool:
@@ -220,8 +221,8 @@ class LLM:
             "model": self.model.name,
             "backend": self.model.backend.name,
             "drafter": self.method,
-            "head": head.source if head and self.method == head.head.kind else None,
-            "depth": self.engine.depth if self.engine.drafter else 0,
+            "head": head.source if head and self.method == head.spec.kind else None,
+            "depth": self.engine.drafting.depth if self.engine.drafting.drafter else 0,
             "context": self.engine.max_length,
             **({"synthetic_acceptance": list(synthetic.rates)} if (synthetic := self.engine.synthetic) else {}),
         }

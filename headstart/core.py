@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,18 +29,15 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 Progress = Callable[[int, int, str], None]
 """Called with (done, total, what is being done) while something takes its time."""
 
-GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy: argmax without noise."""
-FORCED = "forced"
-"""Method of drafts that a constraint leaves no choice about."""
+GREEDY_BELOW = 1e-5  # temperatures below this are greedy: argmax without noise
+FORCED = "forced"  # method of drafts that a constraint leaves no choice about
 
 
 def no_progress(done: int, total: int, what: str) -> None:
     """The Progress of callers that nobody watches."""
 
 
-MOST = 1e18
-"""No parameter means anything above this."""
+MOST = 1e18  # no parameter means anything above this
 
 
 def _in_range(name: str, value: float, low: float, high: float, hint: str = "") -> None:
@@ -195,7 +193,7 @@ class Sequence:
     """One running choice of a request: its committed tokens and what has been computed of them.
 
     Invariant between steps: 0 <= num_computed <= len(tokens) - 1; trunk KV and hidden states are valid for positions
-    below num_computed; the drafter's own KV is valid for positions below num_drafter.
+    below num_computed, those of the drafter's network i for positions below filled[i].
     """
 
     request: Request
@@ -203,7 +201,7 @@ class Sequence:
     tokens: list[int]  # prompt, then output
     order: int  # arrival; lower runs first
     num_computed: int = 0
-    num_drafter: int = 0
+    filled: Counter[int] = field(default_factory=Counter)
     admitted: bool = False  # has run before, perhaps preempted since
     num_cached: int = 0  # prompt positions taken from the prefix cache on first admission
     num_prompt_logprobs: int = 0  # prompt tokens whose logprobs are out; a preempted prompt is computed twice
@@ -253,12 +251,16 @@ class Span:
 
 @dataclass(frozen=True)
 class Rows:
-    """Consecutive positions of one sequence in a pass; the last `num_logits` of them get logits."""
+    """Rows of one sequence in a pass, in the slots of positions from `start` on; the last `num_logits` get logits.
+    Positions follow each other, or are those of a tree: row i behind row parents[i] (< i), or behind position start - 1
+    where that is -1. `sees`: the last position that all of them see; None: each sees up to itself."""
 
     sequence: Sequence
     start: int
     token_ids: Seq[int]
     num_logits: int
+    sees: int | None = None
+    parents: Seq[int] | None = None
 
 
 @dataclass(eq=False)
@@ -277,8 +279,7 @@ class StateSteps:
     store_slots: Int32
 
 
-MAX_PATH = 17
-"""Most slots of a row's path: drafted tokens, and the committed one that they follow."""
+MAX_PATH = 17  # slots of a row's path: drafted tokens, and the committed one that they follow
 
 
 @dataclass(eq=False)

@@ -24,6 +24,7 @@ from headstart import __version__, _wheel, machine
 from headstart._wheel import WheelFile, terminal_progress
 from headstart.core import Progress
 from headstart.errors import UsageError
+from headstart.files import write_whole
 
 HEADS = Path(__file__).parent / "heads"
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
@@ -101,14 +102,9 @@ def record_path(folder: str, facts: Mapping[str, Any]) -> Path:
 
 
 def keep_record(path: Path, document: Mapping[str, Any]) -> None:
-    """Written aside and renamed. Raises OSError."""
+    """Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(f".{os.getpid()}")
-    try:
-        aside.write_text(json.dumps(document, indent=1, default=str), "utf-8")
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
+    write_whole(path, json.dumps(document, indent=1, default=str))
 
 
 def builtin_names() -> list[str]:

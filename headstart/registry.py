@@ -23,7 +23,7 @@ from typing import Literal
 from headstart.errors import HeadstartError, ModelError, UsageError
 
 KindName = Literal[
-    "models", "drafters", "backends", "formats", "quantizations", "launchers", "exports", "head_kinds", "tool_formats",
+    "models", "drafters", "backends", "formats", "quantizations", "launchers", "exports", "heads", "tool_formats",
     "reasoning_formats",
 ]  # fmt: skip
 
@@ -46,7 +46,7 @@ KINDS: dict[KindName, Kind] = {
     "backends": Kind("headstart.kernels.backends", "BACKEND", "backend", UsageError),
     "launchers": Kind("headstart.tools.launch.launchers", "LAUNCHER", "launcher", UsageError),
     "exports": Kind("headstart.tools.export.targets", "EXPORT", "layout", UsageError),
-    "head_kinds": Kind("headstart.train.kinds", "KIND", "kind of head", UsageError),
+    "heads": Kind("headstart.heads", "HEAD", "kind of head", UsageError),
     "tool_formats": Kind("headstart.text.parsers", "PARSER", "tool format", UsageError),
     "reasoning_formats": Kind("headstart.text.reasoning", "REASONING", "reasoning format", UsageError),
 }

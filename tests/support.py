@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import tempfile
-from collections.abc import Callable, Iterable, Sequence as Seq
+from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import count
@@ -26,17 +26,20 @@ from headstart.core import (
     Sequence,
     TokenLogprob,
 )
-from headstart.drafters._drafter import AttachedHead, Wish
+from headstart.drafters.base import Drafter, Wish
 from headstart.engine.engine import Engine
-from headstart.engine.load import Model, load_model, make_engine
+from headstart.engine.load import Model, load_model
+from headstart.engine.make import make_engine
 from headstart.formats.base import make_tensor
-from headstart.formats.head import BlockConfig
-from headstart.kernels.ops import AttentionSpec, RopeSpec
+from headstart.heads import files
+from headstart.heads.base import Head, HeadSpec
+from headstart.heads.kind import HeadCheckpoint, head_kind
+from headstart.kernels.ops import AttentionSpec, Backend, RopeSpec
 from headstart.layers.attention import AttentionConfig
-from headstart.layers.build import DecoderConfig, eagle3_head, medusa_modules, mtp_module, mtp_shapes
+from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import LayerConfig
+from headstart.layers.linear import Linear
 from headstart.layers.mlp import MLPConfig
-from headstart.layers.mtp import HeadSpec, MTPHead
 from headstart.layers.weights import Weights
 from headstart.models.base import Family
 from headstart.models.small import Arrays, random_arrays
@@ -87,6 +90,19 @@ def as_tensors(arrays: Arrays) -> dict[str, Any]:
     }
 
 
+def head_of(
+    model: Model, spec: HeadSpec, arrays: Arrays, draft_ids: Seq[int] | None = None, backend: Backend | None = None
+) -> Head:
+    """A head of these tensors on a trunk."""
+    kind, hidden = head_kind(spec.kind), model.config.hidden_size
+    weights = Weights(as_tensors(arrays), backend or model.backend, "made head")
+    ids = None if draft_ids is None else np.array(sorted(draft_ids), np.int64)
+    rows = model.config.vocab_size if ids is None else len(ids)
+    lm_head = Linear(weights.get("lm_head.weight", rows, hidden)) if weights.has("lm_head.weight") else None
+    spec = kind.fit(spec, model.config)
+    return Head(spec, kind.modules(weights, spec, hidden), "made", ids, lm_head)
+
+
 def make_head(
     model: Model,
     spec: HeadSpec = PLAIN_SPEC,
@@ -94,71 +110,66 @@ def make_head(
     agreeing: bool = False,
     draft_ids: Seq[int] | None = None,
     seed: int = 1,
-) -> AttachedHead:
-    """A head for any trunk: random, or one that repeats what a softened trunk says from its last token."""
-    config = model.config
-    hidden = config.hidden_size
-    tensors: dict[str, Any] = {}
+) -> Head:
+    """An MTP head for any trunk: random, or one that repeats what a softened trunk says from its last token."""
+    hidden, spec = model.config.hidden_size, replace(spec, layer=model.config.head_layer)
+    one, arrays = replace(spec, num_modules=1), dict[str, Any]()
     for i in range(spec.num_modules):
-        arrays = random_arrays(mtp_shapes(f"mtp.{i}", config), seed + i)
+        module = random_arrays(head_kind("mtp").shapes(one, hidden), seed + i)
+        arrays |= {name.replace("mtp.0.", f"mtp.{i}."): array for name, array in module.items()}
         if agreeing:
             arrays = soften(arrays, 0.1)
             halves = [np.eye(hidden), np.zeros((hidden, hidden))]
             arrays[f"mtp.{i}.projection.weight"] = np.hstack(halves[::-1] if spec.hidden_first else halves)
             arrays[f"mtp.{i}.norm_embedding.weight"] = np.ones(hidden)
             arrays[f"mtp.{i}.norm.weight"] = model.weights.raw("norm.weight", (hidden,)).float32()
-        tensors |= as_tensors(arrays)
-    weights = Weights(tensors, model.backend, "made head")
-    modules = [mtp_module(weights, f"mtp.{i}", config) for i in range(spec.num_modules)]
-    ids = None if draft_ids is None else np.array(sorted(draft_ids), np.int64)
-    return AttachedHead(MTPHead(spec, modules), "made", ids)
+    return head_of(model, spec, arrays, draft_ids)
 
 
-def eagle3_tensors(model: Model, draft_ids: Seq[int] | None = None, taps: int = 3, seed: int = 1) -> dict[str, Any]:
-    """A random EAGLE-3 head under canonical names; norms near 1."""
-    config, hidden = model.config, model.config.hidden_size
-    block = plain_sizes(config).head_layer.shapes("block", hidden, reads=2 * hidden)
-    own = {"fuse.weight": (hidden, taps * hidden), "block.hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
-    size = len(draft_ids) if draft_ids is not None else config.vocab_size
-    return random_arrays({**own, **block, "lm_head.weight": (size, hidden)}, seed)
-
-
-def plain_sizes(config: DecoderConfig) -> DecoderConfig:
-    """With a Llama block for heads beside this trunk."""
-    block = plain_block(config)
-    layer = LayerConfig(
-        mixer=AttentionConfig(spec=block.attention, rope=block.rope),
-        mlp=MLPConfig(inner=block.intermediate_size),
-        eps=block.eps,
-    )
-    return replace(config, mtp_layer=layer)
-
-
-def plain_block(config: DecoderConfig) -> BlockConfig:
+def plain_layer(config: DecoderConfig) -> LayerConfig:
     """A Llama block with heads as this trunk's, where it has grouped attention."""
     mixer = config.head_layer.mixer
     spec, rope = AttentionSpec(2, 1, 8, 8**-0.5), RopeSpec((1.0, 0.1, 0.01, 0.001), 8)
     if isinstance(mixer, AttentionConfig) and mixer.rope:
         spec, rope = mixer.spec, mixer.rope
-    return BlockConfig(intermediate_size=config.head_layer.mlp.inner, attention=spec, rope=rope, eps=config.eps)
+    inner = MLPConfig(inner=config.head_layer.mlp.inner)
+    return LayerConfig(mixer=AttentionConfig(spec=spec, rope=rope), mlp=inner, eps=config.eps)
 
 
-def make_eagle3(model: Model, tap: tuple[int, ...] = (0, 1), draft_ids: Seq[int] | None = None) -> AttachedHead:
-    """A random EAGLE-3 head for any trunk of two layers or more."""
-    tensors = as_tensors(eagle3_tensors(model, draft_ids, len(tap)))
-    ids = None if draft_ids is None else np.array(sorted(draft_ids), np.int64)
-    weights = Weights(tensors, model.backend, "made head")
-    sizes = plain_sizes(model.config)
-    return AttachedHead(eagle3_head(weights, sizes, HeadSpec(tap=tap, recycle="pre_norm"), False, ids), "made", ids)
+def eagle3_spec(model: Model, tap: tuple[int, ...] = (0, 1, 2)) -> HeadSpec:
+    return HeadSpec(kind="eagle3", layer=plain_layer(model.config), tap=tap, recycle="pre_norm")
 
 
-def make_medusa(model: Model, heads: int = MAX_DEPTH) -> AttachedHead:
-    """Random Medusa heads, one for each draft step."""
+def eagle3_arrays(model: Model, spec: HeadSpec, draft_ids: Seq[int] | None = None, seed: int = 1) -> Arrays:
+    """A random EAGLE-3 head under canonical names; norms near 1."""
     hidden = model.config.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {f"medusa.{k}.weight": (hidden, hidden) for k in range(heads)}
-    arrays = random_arrays(shapes | {f"medusa.{k}.bias": (hidden,) for k in range(heads)})
-    modules = medusa_modules(Weights(as_tensors(arrays), model.backend, "made head"), model.config, heads)
-    return AttachedHead(MTPHead(HeadSpec(num_modules=heads), modules, "medusa"), "made")
+    size = len(draft_ids) if draft_ids is not None else model.config.vocab_size
+    return random_arrays({**head_kind("eagle3").shapes(spec, hidden), "lm_head.weight": (size, hidden)}, seed)
+
+
+def make_eagle3(model: Model, tap: tuple[int, ...] = (0, 1), draft_ids: Seq[int] | None = None) -> Head:
+    """A random EAGLE-3 head for any trunk of two layers or more."""
+    spec = eagle3_spec(model, tap)
+    return head_of(model, spec, eagle3_arrays(model, spec, draft_ids), draft_ids)
+
+
+def write_head(
+    path: Path, config: DecoderConfig, spec: HeadSpec, arrays: Mapping[str, Any], draft_ids: Any = None
+) -> Path:
+    """A head's directory for a trunk of these sizes."""
+    ids = None if draft_ids is None else np.array(draft_ids, np.int64)
+    head = HeadCheckpoint(
+        spec=spec, hidden_size=config.hidden_size, vocab_size=config.vocab_size, draft_token_ids=ids, trunk="x",
+        trunk_fingerprint="y",
+    )  # fmt: skip
+    files.write_head(path, head, arrays)
+    return path
+
+
+def make_medusa(model: Model, heads: int = MAX_DEPTH) -> Head:
+    """Random Medusa heads, one for each draft step."""
+    spec = HeadSpec(kind="medusa", num_modules=heads)
+    return head_of(model, spec, random_arrays(head_kind("medusa").shapes(spec, model.config.hidden_size)))
 
 
 @cache
@@ -315,10 +326,10 @@ def assert_same_logprobs(found: Seq[TokenLogprob | None], expected: Seq[TokenLog
 # Drafters made for tests.
 
 
-class OracleDrafter:
+class OracleDrafter(Drafter):
     """Proposes the true continuation, corrupted at random: random lengths, junk, nothing at all."""
 
-    method, max_depth = "oracle", 16
+    method = "oracle"
 
     def __init__(self, truth: Outputs, seed: int, error: float) -> None:
         self._truth, self._error = truth, error

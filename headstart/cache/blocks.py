@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
-from dataclasses import dataclass
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -20,13 +20,13 @@ def block_key(parent: bytes, tokens: list[int]) -> bytes:
 
 @dataclass
 class Block:
-    """`key` is set once the block is full of committed tokens. `num_drafter`: leading slots that hold the drafter's KV
-    too (slot 0 of a sequence holds none and counts as filled)."""
+    """`key` is set once the block is full of committed tokens. `filled`: of each network beside the trunk, the leading
+    slots that hold its KV too (slots before its first position hold none and count as filled)."""
 
     index: int
     references: int = 0
     key: bytes | None = None
-    num_drafter: int = 0
+    filled: Counter[int] = field(default_factory=Counter)
 
 
 class BlockPool:
@@ -47,7 +47,8 @@ class BlockPool:
         block = self.blocks[index]
         if block.key is not None and self._index.get(block.key) == index:
             del self._index[block.key]
-        block.key, block.num_drafter, block.references = None, 0, 1
+        block.key, block.references = None, 1
+        block.filled.clear()
         return block
 
     def find(self, key: bytes) -> Block | None:

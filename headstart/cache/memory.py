@@ -8,8 +8,8 @@ from headstart.core import Sequence, int_array
 
 
 class KVMemory:
-    """Block tables of sequences over one pool; the trunk's and the drafter's KV and hidden states share them. `states`:
-    of a trunk with recurrent layers, whose prefixes are known as far as a snapshot of the state goes."""
+    """Block tables of sequences over one pool; KV and hidden states of the trunk, and KV of all networks beside it,
+    share them. `states`: of a trunk with recurrent layers, whose prefixes are known as far as a snapshot goes."""
 
     def __init__(
         self, num_blocks: int, block_size: int, *, prefix_caching: bool = True, states: StateMemory | None = None
@@ -27,37 +27,37 @@ class KVMemory:
         return -(-num_slots // self.block_size)
 
     def attach_prefix(self, sequence: Sequence) -> int:
-        """Give a sequence without blocks the cached blocks of its longest known prefix; sets num_computed and
-        num_drafter. At least one row stays to be computed. Returns the number of cached positions."""
+        """Give a sequence without blocks the cached blocks of its longest known prefix; sets num_computed and `filled`.
+        At least one row stays to be computed. Returns the number of cached positions."""
         assert not sequence.block_table
         self._keys[sequence] = []
-        found = self._cached_blocks(sequence)
+        cached = self._cached_blocks(sequence)
         if self.states:
-            found = found[: self.states.attach(sequence, [key for key, _ in found])]
-        drafter_complete = True
-        for key, block in found:
+            cached = cached[: self.states.attach(sequence, [key for key, _ in cached])]
+        filled = sequence.filled
+        for key, block in cached:
             self.pool.share(block)
             sequence.block_table.append(block.index)
             self._keys[sequence].append(key)
-            if drafter_complete:
-                sequence.num_drafter = sequence.num_computed + block.num_drafter
-                drafter_complete = block.num_drafter == self.block_size
+            for network, count in block.filled.items():
+                if filled[network] == sequence.num_computed:  # whole so far
+                    filled[network] += count
             sequence.num_computed += self.block_size
         return sequence.num_computed
 
     def _cached_blocks(self, sequence: Sequence) -> list[tuple[bytes, Block]]:
         """Keys and blocks of the longest known prefix that leaves a row to be computed."""
-        found: list[tuple[bytes, Block]] = []
+        cached: list[tuple[bytes, Block]] = []
         if not self.prefix_caching or sequence.request.params.prompt_logprobs is not None:
-            return found
+            return cached
         parent = ROOT
         for start in range(0, len(sequence.tokens) - self.block_size, self.block_size):
             parent = block_key(parent, sequence.tokens[start : start + self.block_size])
             block = self.pool.find(parent)
             if block is None:
                 break
-            found.append((parent, block))
-        return found
+            cached.append((parent, block))
+        return cached
 
     def reserve(self, sequence: Sequence, num_slots: int) -> bool:
         """Make the sequence's table cover `num_slots` positions; False (no block taken) when blocks, or slots of
@@ -83,13 +83,12 @@ class KVMemory:
         if self.states:
             self.states.publish(sequence, keys)
 
-    def drafted(self, sequence: Sequence, num_drafter: int) -> None:
-        """The drafter's KV is now valid below position `num_drafter`."""
-        for i in range(sequence.num_drafter // self.block_size, self.blocks_for(num_drafter)):
-            block = self._block(sequence, i)
-            filled = min(self.block_size, num_drafter - i * self.block_size)
-            block.num_drafter = max(block.num_drafter, filled)
-        sequence.num_drafter = num_drafter
+    def fill(self, sequence: Sequence, network: int, end: int) -> None:
+        """The KV of a network beside the trunk is now valid below position `end`."""
+        for i in range(sequence.filled[network] // self.block_size, self.blocks_for(end)):
+            filled = self._block(sequence, i).filled
+            filled[network] = max(filled[network], min(self.block_size, end - i * self.block_size))
+        sequence.filled[network] = end
 
     def release(self, sequence: Sequence) -> None:
         """Give everything back; a preempted sequence starts again from its (possibly cached) prefix."""
@@ -97,7 +96,8 @@ class KVMemory:
         for index in reversed(sequence.block_table):
             self.pool.release(self.pool.blocks[index])
         sequence.block_table = int_array()
-        sequence.num_computed = sequence.num_drafter = 0
+        sequence.num_computed = 0
+        sequence.filled.clear()
         self._keys.pop(sequence, None)
         if self.states:
             self.states.release(sequence)

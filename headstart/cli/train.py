@@ -89,8 +89,6 @@ class TrainFlags(OptionGroup):
 
 def run(model: Model = None, *, flags: TrainFlags, output: OutputOptions) -> int:
     """Train a head by self-distillation; the model itself stays as it is. Or train a small model of a family."""
-    if (flags.minutes is None) == (flags.tokens is None):
-        raise UsageError("train needs a bound: exactly one of --minutes and --tokens", "for example --minutes 60")
     if flags.from_scratch:
         from headstart.train import scratch
 

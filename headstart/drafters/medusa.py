@@ -11,6 +11,9 @@ class MedusaDrafter(MTPDrafter):
 
     method, label = "medusa", "Medusa"
 
+    def missed(self, sequence: Sequence) -> int:
+        return 0
+
     def _pairs(self, sequence: Sequence, limit: int | None = None) -> Rows:
         start = len(sequence.tokens) - 1
         return Rows(sequence, start, sequence.tokens[start:], 1)

@@ -7,29 +7,30 @@ from typing import Self
 
 from headstart import registry
 from headstart.core import Draft, Sequence
-from headstart.drafters._drafter import AttachedHead, Drafter, Target, Wish
+from headstart.drafters.base import Drafter, Target, Wish
 from headstart.drafters.ngram import NgramDrafter
 from headstart.errors import UsageError
-from headstart.layers.decoder import Tap
 
 
-class MixedDrafter:
+class MixedDrafter(Drafter):
     """Asks the lookup first, which costs next to nothing, and the head where the gate is not content; the head alone
-    where there is no gate. The head makes up for what it has not seen when it is asked again (Sequence.num_drafter)."""
+    where there is no gate. The head makes up for what it has not seen when it is asked again (Sequence.filled)."""
 
     method = "mixed"
 
     def __init__(self, lookup: NgramDrafter, head: Drafter) -> None:
         self._lookup, self._head = lookup, head
-        self.method, self.max_depth = head.method, head.max_depth
+        self.method, self.max_depth, self.tap, self.costs_per = head.method, head.max_depth, head.tap, head.costs_per
 
     @classmethod
     def attach(cls, target: Target) -> Self:
-        return cls(NgramDrafter.attach(target), _head_drafter(target.head).attach(target))
+        if target.head is None:
+            raise UsageError("drafter mixed needs a head, but the model has none", "use --drafter ngram, or --head DIR")
+        head: type[Drafter] = registry.find("drafters", target.head.spec.kind).DRAFTER
+        return cls(NgramDrafter.attach(target), head.attach(target))
 
-    @classmethod
-    def tap(cls, head: AttachedHead | None) -> Tap | None:
-        return _head_drafter(head).tap(head)
+    def missed(self, sequence: Sequence) -> int:
+        return self._head.missed(sequence)
 
     def propose(self, wishes: Seq[Wish]) -> None:
         gated = [wish for wish in wishes if wish.gate is not None]
@@ -37,7 +38,7 @@ class MixedDrafter:
         rest = [wish for wish in wishes if wish.gate is None]
         for wish in gated:
             assert wish.gate is not None
-            if not wish.gate.takes(wish.sequence.draft):
+            if not wish.gate.suffices(wish.sequence.draft):
                 wish.sequence.draft = Draft()
                 rest.append(wish)
         self._head.propose(rest)
@@ -45,13 +46,6 @@ class MixedDrafter:
     def release(self, sequence: Sequence) -> None:
         self._lookup.release(sequence)
         self._head.release(sequence)
-
-
-def _head_drafter(head: AttachedHead | None) -> type[Drafter]:
-    if head is None:
-        raise UsageError("drafter mixed needs a head, but the model has none", "use --drafter ngram, or --head DIR")
-    found: type[Drafter] = registry.find("drafters", head.head.kind).DRAFTER
-    return found
 
 
 DRAFTER = MixedDrafter

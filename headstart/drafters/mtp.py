@@ -15,20 +15,15 @@ from itertools import accumulate
 from typing import Self, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
-from headstart.config import MAX_DEPTH
 from headstart.core import Draft, Rows, Sequence
-from headstart.drafters._drafter import AttachedHead, Gate, Target, Wish
+from headstart.drafters.base import Drafter, Gate, Target, Wish
 from headstart.errors import UsageError
-from headstart.kernels.ops import Buffer, Handle
-from headstart.layers.build import draft_lm_head
-from headstart.layers.decoder import Tap, tap_width
-from headstart.layers.mtp import FIRST_PAIR_POSITION, HeadSpec
-
-
-def depth_limit(spec: HeadSpec) -> int:
-    """The deepest draft the head declares a module for."""
-    return next((step for step in range(MAX_DEPTH) if spec.module_of(step) is None), MAX_DEPTH)
+from headstart.heads.base import Head, HeadNetwork
+from headstart.kernels.ops import Buffer
+from headstart.layers.build import lm_head_name
+from headstart.layers.linear import Linear
 
 
 @dataclass
@@ -54,44 +49,35 @@ class _Round:
             self.depth = len(self.draft.tokens)
 
 
-class MTPDrafter:
+class MTPDrafter(Drafter):
     """Any number of modules; step i runs module `spec.module_of(i)`."""
 
     method, label = "mtp", "MTP"
 
-    def __init__(self, target: Target, attached: AttachedHead) -> None:
-        self._target, self._spec = target, attached.head.spec
-        self.max_depth = depth_limit(self._spec)
-        ids = attached.draft_token_ids
+    def __init__(self, target: Target, head: Head) -> None:
+        self._backend, self._runner, self._budget = target.backend, target.runner, target.token_budget
+        self._spec, ids = head.spec, head.draft_token_ids
+        self.max_depth, self.tap = head.spec.depth_limit, head.spec.tap
         self._token_ids = None if ids is None else target.backend.index(ids)
-        lm_head = attached.head.lm_head or draft_lm_head(target.weights, target.config, ids)
-        self._first: list[Handle] = []  # from stored trunk states: the first module, and others that keep them
-        self._next: list[Handle] = []  # by module: from recycled vectors
-        for index, module in enumerate(attached.head.modules):
-            pool = target.backend.kv_pool(target.num_slots, module.kv_spec) if module.kv_spec else None
-            first, following = attached.head.programs(index, pool, target.model.embedding, lm_head)
-            width = target.config.hidden_size
-            handle = target.backend.prepare(first, hidden_width=tap_width(self._spec.tap, width))
-            if index == 0 or pool is not None:
-                self._first.append(handle)
-            if following is not first:
-                handle = target.backend.prepare(following, hidden_width=width)
-            self._next.append(handle)
+        embedding = target.model.embedding if head.embedding is None else head.embedding
+        lm_head = head.lm_head or _lm_head(target, ids)
+        self._network = target.runner.open(HeadNetwork(head, target.config.hidden_size, embedding, lm_head))
+        modules = enumerate(head.modules)
+        self._fills = [f"pairs.{i}" for i, module in modules if i == 0 or module.kv_spec]
 
     @classmethod
     def attach(cls, target: Target) -> Self:
-        kind = target.head.head.kind if target.head else None
+        kind = target.head.spec.kind if target.head else None
         if target.head is None or kind != cls.method:
-            found = f"its head is of kind {kind}" if kind else "it has none"
+            has = f"its head is of kind {kind}" if kind else "it has none"
             raise UsageError(
-                f"the model has no {cls.label} head ({found})",
+                f"the model has no {cls.label} head ({has})",
                 f"attach one with --head DIR, or use --drafter {kind or 'ngram'}, or --no-mtp",
             )
         return cls(target, target.head)
 
-    @classmethod
-    def tap(cls, head: AttachedHead | None) -> Tap | None:
-        return head.head.spec.tap if head else None
+    def missed(self, sequence: Sequence) -> int:
+        return len(sequence.tokens) - 1 - self._runner.filled(self._network, sequence)
 
     def propose(self, wishes: Seq[Wish]) -> None:
         wishes = [wish for wish in wishes if wish.gate is None or wish.gate.starts]
@@ -107,8 +93,8 @@ class MTPDrafter:
         """All true pairs since the last round, in chunks within the token budget; the last row of each sequence
         draws the first draft token."""
         for sequence in [wish.sequence for wish in wishes]:
-            while len(sequence.tokens) - sequence.num_drafter > self._target.token_budget:
-                self._fill([self._pairs(sequence, self._target.token_budget)])
+            while self.missed(sequence) >= self._budget:
+                self._fill([self._pairs(sequence, self._budget)])
         parts: list[Rows] = [self._pairs(wish.sequence) for wish in wishes]
         output = self._fill(parts)
         ends = list(accumulate([len(part.token_ids) for part in parts]))
@@ -122,17 +108,15 @@ class MTPDrafter:
         return output["hidden"], rounds
 
     def _pairs(self, sequence: Sequence, limit: int | None = None) -> Rows:
-        start = max(sequence.num_drafter, FIRST_PAIR_POSITION)
         # one row is always remade, so that a fully caught-up sequence still has a row to draw from
-        start = min(start, len(sequence.tokens) - 1)
+        start = min(self._runner.filled(self._network, sequence), len(sequence.tokens) - 1)
         end = len(sequence.tokens) if limit is None else min(start + limit, len(sequence.tokens))
         return Rows(sequence, start, sequence.tokens[start:end], 1 if limit is None else 0)
 
     def _fill(self, parts: list[Rows]) -> Mapping[str, Buffer]:
         """Run the modules over true pairs; returns the first module's results."""
-        outputs = [self._target.runner.run_head(program, parts) for program in self._first]
-        for part in parts:
-            self._target.memory.drafted(part.sequence, part.start + len(part.token_ids))
+        outputs = [self._runner.run(self._network, program, parts) for program in self._fills]
+        self._runner.fill(self._network, parts)
         return outputs[0]
 
     def _next_step(self, step: int, rounds: list[_Round], hidden: Buffer) -> Buffer:
@@ -141,8 +125,8 @@ class MTPDrafter:
         before = self._spec.rows_before(step)
         parts = [Rows(r.sequence, len(r.sequence.tokens) + before, r.draft.tokens[-1:], 1) for r in rounds]
         # a copy even where all rows are taken: the results of a pass are not its own next input
-        recycled = self._target.backend.rows(hidden, np.array([r.row for r in rounds], np.int32))
-        output = self._target.runner.run_head(self._next[module], parts, recycled)
+        recycled = self._backend.rows(hidden, np.array([r.row for r in rounds], np.int32))
+        output = self._runner.run(self._network, f"next.{module}", parts, hidden=recycled)
         for row, each in enumerate(rounds):
             each.row = row
         self._draw(output["logits"], rounds)
@@ -152,18 +136,24 @@ class MTPDrafter:
         """The trunk's own sampling pipeline and noise, on the head's logits (coupled sampling)."""
         entries = [(r.sequence, len(r.sequence.tokens) + len(r.draft.tokens), r.draft.tokens) for r in rounds]
         scored = any(r.gate is not None for r in rounds)
-        sampled = self._target.runner.draw(logits, entries, self._token_ids, scored=scored)
+        sampled = self._runner.draw(logits, entries, self._token_ids, scored=scored)
         for row, (each, token) in enumerate(zip(rounds, sampled.tokens.tolist(), strict=True)):
             if token < 0:  # nothing allowed is in the draft vocabulary, or the head fails: the draft ends here
                 each.depth = len(each.draft.tokens)
                 continue
             if sampled.probs is not None:
                 each.draft.probs = [*(each.draft.probs or []), sampled.probs[row]]
-            found = sampled.logprobs[row]
-            each.push(token, found.logprob if found else None)
+            score = sampled.logprobs[row]
+            each.push(token, score.logprob if score else None)
 
-    def release(self, sequence: Sequence) -> None:
-        """Nothing is kept per sequence: its pairs live in its blocks."""
+
+def _lm_head(target: Target, token_ids: NDArray[np.int64] | None) -> Linear:
+    """The trunk's LM head, or only its rows of the draft vocabulary (ascending target ids)."""
+    weights, config = target.weights, target.config
+    if token_ids is None:
+        return target.model.lm_head
+    rows = weights.raw(lm_head_name(weights, config), (config.vocab_size, config.hidden_size)).take_rows(token_ids)
+    return Linear(target.backend.weight(rows, drafts=True))
 
 
 DRAFTER = MTPDrafter

@@ -6,10 +6,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Self
 
-from headstart.config import MAX_DEPTH
 from headstart.core import Draft, Sequence
-from headstart.drafters._drafter import AttachedHead, Target, Wish
-from headstart.layers.decoder import Tap
+from headstart.drafters.base import Drafter, Target, Wish
 
 LONGEST = 16
 """Longer matches say no more."""
@@ -23,11 +21,10 @@ class _Index:
     after: dict[tuple[int, ...], int] = field(default_factory=dict)
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Longest match first, latest occurrence wins; the index grows with the sequence."""
 
     method = "ngram"
-    max_depth = MAX_DEPTH
 
     def __init__(self, smallest: int, largest: int) -> None:
         self._sizes = range(smallest, largest + 1)
@@ -37,19 +34,15 @@ class NgramDrafter:
     def attach(cls, target: Target) -> Self:
         return cls(*target.ngram)
 
-    @classmethod
-    def tap(cls, head: AttachedHead | None) -> Tap | None:
-        return None
-
     def propose(self, wishes: Seq[Wish]) -> None:
         for wish in wishes:
             tokens = wish.sequence.tokens
             start, size = self._find(wish.sequence)
             if size:
-                found = tokens[start : start + wish.depth]
+                following = tokens[start : start + wish.depth]
                 # longer matches are right more often; how often is for others to learn
                 score = min(_matched(tokens, start, size), LONGEST) / LONGEST
-                wish.sequence.draft = Draft(found, method=self.method, scores=[score] * len(found))
+                wish.sequence.draft = Draft(following, method=self.method, scores=[score] * len(following))
 
     def _find(self, sequence: Sequence) -> tuple[int, int]:
         """Where the continuation of the longest match begins, and the length of the match; 0 if there is none."""

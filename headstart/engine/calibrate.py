@@ -43,7 +43,7 @@ class _Run:
     def measure(self, sequences: int, depth: int, length: int, steps: int) -> tuple[Samples, Samples]:
         """Samples of the prompts' passes, and of decode steps after a warm-up."""
         engine, names = self.engine, []
-        before = engine.samples = Samples()
+        before = engine.drafting.samples = Samples()
         for _ in range(sequences):
             self.count += 1
             names.append(f"calibration-{self.count}")
@@ -58,12 +58,12 @@ class _Run:
                 engine.step(_nowhere)
             for _ in range(WARM_UP):
                 engine.step(_nowhere)
-            found = engine.samples = Samples()
+            found = engine.drafting.samples = Samples()
             for _ in range(steps):
                 engine.step(_nowhere)
             return before, found
         finally:
-            engine.samples = None
+            engine.drafting.samples = None
             for name in names:
                 engine.abort(name)
 
@@ -76,7 +76,7 @@ def calibrate(engine: Engine) -> Costs:
     """Measure for about MOST_SECONDS; what was not reached is extrapolated. The engine must be idle."""
     begun = time.perf_counter()
     run, samples = _Run(engine, np.random.default_rng(0)), Samples()
-    deepest, most = engine.max_depth, engine.config.max_num_seqs
+    deepest, most = engine.drafting.max_depth, engine.config.max_num_seqs
     length = min(PROMPT, engine.max_length // 4)
     blocks = engine.memory.blocks_for(length + 8 * STEPS)
     for sequences, depth in PLAN:
@@ -100,7 +100,7 @@ def _measure_long(run: _Run, costs: Costs, short: int) -> None:
     length = min(LONG, engine.max_length // 2, engine.scheduler.budget)
     if length < 2 * short:
         return
-    prompts, steps = run.measure(1, min(LONG_DEPTH, engine.max_depth), length, STEPS)
+    prompts, steps = run.measure(1, min(LONG_DEPTH, engine.drafting.max_depth), length, STEPS)
     rows, seconds = next(((rows, values) for rows, values in steps.passes.items()), (0, []))
     if seconds:
         far = max(0.0, median(seconds) - costs.passes.at(rows))
@@ -139,7 +139,7 @@ def _still_holds(engine: Engine, costs: Costs) -> bool:
     """Are a plain pass and a deeper one in the proportion that is kept? The machine as a whole may be slower or faster
     than it was: that is made good."""
     run = _Run(engine, np.random.default_rng(0))
-    length, depth = min(PROMPT, engine.max_length // 4), min(CHECKED_DEPTH, engine.max_depth)
+    length, depth = min(PROMPT, engine.max_length // 4), min(CHECKED_DEPTH, engine.drafting.max_depth)
     factors = []
     for drafted in (0, depth):
         _, found = run.measure(1, drafted, length, STEPS)

@@ -14,7 +14,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 from headstart.core import Draft, Sequence
-from headstart.drafters._drafter import Wish
+from headstart.drafters.base import Wish
 from headstart.engine.costs import Costs, Work
 from headstart.engine.odds import Odds, chances
 
@@ -75,7 +75,7 @@ class AutoDepth:
             self._probe(*min(refused, key=lambda each: each[0].missed))
         return [Wish(room.sequence, room.limit, gate) for room, gate in zip(rooms, gates, strict=True)]
 
-    def rests(self) -> bool:
+    def skips_step(self) -> bool:
         """Is nobody to be asked for drafts in this step? Called once in each."""
         self._wait -= 1
         return self._wait >= 0
@@ -130,7 +130,7 @@ class AutoDepth:
         factor = self.odds.factor(sequence, draft.method)
         return self._option(table.bins(), chance * factor) > self.draft_s
 
-    def takes(self, sequence: Sequence, draft: Draft, *, asks: bool) -> bool:
+    def suffices(self, sequence: Sequence, draft: Draft, *, asks: bool) -> bool:
         """Is a draft that cost nothing better than what the head promises, or than nothing where it is not asked?"""
         if not draft.tokens:
             return False
@@ -150,8 +150,7 @@ class AutoDepth:
         rows: list[tuple[float, int]] = []  # chance to be right, draft
         for index, sequence in enumerate(drafts):
             self.odds.drafted(sequence, sequence.draft)
-            found = chances(self.odds, sequence, sequence.draft, self._least)
-            rows += [(chance, index) for chance in found]
+            rows += [(chance, index) for chance in chances(self.odds, sequence, sequence.draft, self._least)]
         rows.sort(key=lambda row: -row[0])  # stable: none before those that it hangs on
         lengths = Counter([index for _, index in rows[: self._worth_it([chance for chance, _ in rows])]])
         for index, sequence in enumerate(drafts):
@@ -196,15 +195,15 @@ def _deeper(work: Work, rows: int) -> Work:
 class Gate:
     """One sequence's draft while it grows. `starts`: a head is worth asking at all."""
 
-    pilot: AutoDepth
+    auto: AutoDepth
     sequence: Sequence
     starts: bool
     chance: float = 1.0
 
     def goes_on(self, draft: Draft) -> bool:
         """Called after each token: shall there be another?"""
-        self.chance *= self.pilot.odds.chance(self.sequence, draft, len(draft.tokens) - 1)
-        return self.pilot.goes_on(self.sequence, draft, self.chance)
+        self.chance *= self.auto.odds.chance(self.sequence, draft, len(draft.tokens) - 1)
+        return self.auto.goes_on(self.sequence, draft, self.chance)
 
-    def takes(self, draft: Draft) -> bool:
-        return self.pilot.takes(self.sequence, draft, asks=self.starts)
+    def suffices(self, draft: Draft) -> bool:
+        return self.auto.suffices(self.sequence, draft, asks=self.starts)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import count
 
 from headstart.cache.memory import KVMemory
-from headstart.config import AUTO, MAX_DEPTH, EngineConfig
+from headstart.config import EngineConfig
 from headstart.core import (
     FORCED,
     Delta,
@@ -21,15 +21,13 @@ from headstart.core import (
     Span,
     Verdict,
 )
-from headstart.drafters._drafter import Drafter, Wish
-from headstart.engine.costs import Costs, Samples, Work
-from headstart.engine.depth import AutoDepth, Room
+from headstart.drafters.base import Drafter
+from headstart.engine.drafting import Drafting
 from headstart.engine.judge import judge_exact, judge_rejection
 from headstart.engine.runner import Forward, Runner
 from headstart.engine.scheduler import Scheduler
 from headstart.engine.synthetic import SyntheticJudge
 from headstart.errors import CapacityError, UsageError
-from headstart.layers.mtp import FIRST_PAIR_POSITION
 
 Deliver = Callable[[list[Delta]], None]
 
@@ -40,17 +38,13 @@ class Engine:
     def __init__(
         self, runner: Runner, memory: KVMemory, drafter: Drafter | None, config: EngineConfig, max_length: int
     ) -> None:
-        self.runner, self.memory, self.drafter, self.config, self.max_length = (
-            runner, memory, drafter, config, max_length,
-        )  # fmt: skip
+        self.runner, self.memory, self.config, self.max_length = runner, memory, config, max_length
         self.scheduler = Scheduler(
             memory, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
         )
-        self.depth = config.depth  # of requests that ask for none; may be changed at any time
-        self.pilot = AutoDepth(drafter.method if drafter else "none")  # of depth "auto"
+        self.drafting = Drafting(drafter, self.scheduler, config, max_length, runner.vocab_size)
         rates = config.synthetic_rates
         self.synthetic = SyntheticJudge(rates) if rates and drafter else None
-        self.samples: Samples | None = None  # where a calibration wants the times of steps
         self.reset_stats()
         self._order = count()
         self._live: dict[str, list[Sequence]] = {}
@@ -74,8 +68,8 @@ class Engine:
             raise UsageError(f"a request with id {request.request_id!r} is running")
         if request.depth is not None and request.depth < 0:
             raise UsageError(f"depth is {request.depth}, but must be at least 0", "0 is plain decoding")
-        if (request.depth or 0) > self.max_depth and self.drafter:
-            raise UsageError(f"depth is {request.depth}, but the drafter's limit is {self.max_depth}")
+        if (request.depth or 0) > self.drafting.max_depth and self.drafting.drafter:
+            raise UsageError(f"depth is {request.depth}, but the drafter's limit is {self.drafting.max_depth}")
         sequences = [self._start(request, choice) for choice in range(request.params.n)]
         self._live[request.request_id] = list(sequences)
         for sequence in sequences:
@@ -104,16 +98,6 @@ class Engine:
         scheduler.prefix_queries = scheduler.prefix_hits = scheduler.num_preemptions = 0
         self.seconds = {"verify": 0.0, "draft": 0.0, "host": 0.0}
 
-    @property
-    def mean_depth(self) -> float:
-        """Tokens drafted per sequence of the latest step."""
-        running = self.scheduler.running
-        return sum([len(sequence.draft.tokens) for sequence in running]) / max(len(running), 1)
-
-    @property
-    def max_depth(self) -> int:
-        return self.drafter.max_depth if self.drafter else 0
-
     def abort(self, request_id: str, choice: int | None = None) -> None:
         """Stop a request, or one choice of it, and free its blocks. Unknown ids are ignored: it may just have ended."""
         for sequence in list(self._live.get(request_id, ())):
@@ -134,29 +118,13 @@ class Engine:
         committed = time.perf_counter()
         deliver(deltas)
         delivered = time.perf_counter()
-        self._propose([span.sequence for span in spans])
+        self.drafting.propose([span.sequence for span in spans])
         drafted = time.perf_counter()
         self.seconds["verify"] += computed - scheduled
         self.seconds["draft"] += drafted - delivered
         self.seconds["host"] += scheduled - begun + delivered - computed
         emitted = sum([len(delta.tokens) for delta in deltas])
-        self._learn(spans, emitted, committed - begun, drafted - delivered)
-
-    def _learn(self, spans: Seq[Span], emitted: int, pass_s: float, draft_s: float) -> None:
-        """What the step took, for those who want to know."""
-        if self.samples is None and (self.depth != AUTO or self.drafter is None):
-            return
-        rows = sum([span.num_sample for span in spans])
-        work = Work(
-            rows=rows,
-            prompt_rows=sum([span.num_rows for span in spans]) - rows,
-            reach=sum([span.num_rows * (span.start + span.num_rows) for span in spans]),
-        )
-        if self.samples is not None:
-            self.samples.passed(work, pass_s)
-            return
-        own = all(span.sequence.request.depth is None for span in spans)
-        self.pilot.stepped(work, len(spans), emitted if own else 0, pass_s, draft_s)
+        self.drafting.learn(spans, emitted, committed - begun, drafted - delivered)
 
     def _judge(self, spans: Seq[Span], forward: Forward) -> list[Verdict]:
         sampled, starts = self.runner.sample(spans, forward)
@@ -200,7 +168,7 @@ class Engine:
         sequence = span.sequence
         prompt_logprobs = self.runner.prompt_logprobs(span, forward, index)
         emitted = self._append(sequence, verdict)
-        self.pilot.odds.came(sequence)
+        self.drafting.committed(sequence)
         sequence.num_computed = min(span.start + span.num_rows, len(sequence.tokens) - 1)
         if emitted:
             own_depth = sequence.request.depth is None
@@ -227,7 +195,7 @@ class Engine:
 
     def _append(self, sequence: Sequence, verdict: Verdict) -> int:
         """Tokens one by one until the text ends or fails; returns how many were taken."""
-        stop_ids, room, constraint = sequence.request.stop_ids, self._room(sequence), sequence.constraint
+        stop_ids, room, constraint = sequence.request.stop_ids, self.drafting.room(sequence), sequence.constraint
         for taken, token in enumerate(verdict.tokens, 1):
             if constraint is not None and not constraint.advance(token):
                 _fail(sequence, f"the grammar refuses token {token}")
@@ -243,106 +211,14 @@ class Engine:
             _fail(sequence, verdict.error)
         return len(verdict.tokens)
 
-    def _room(self, sequence: Sequence) -> int:
-        """Tokens until the length limit."""
-        return min(sequence.request.params.max_tokens - sequence.num_output, self.max_length - len(sequence.tokens))
-
-    def _propose(self, sequences: Seq[Sequence]) -> None:
-        """Drafts for those whose every token but the last is computed, as far as length and blocks allow. The drafter
-        is not asked where a constraint leaves one token only."""
-        if self.drafter is None:
-            return
-        wishes = self._wishes(sequences)
-        if not wishes:
-            return
-        learner = self.samples or (self.pilot.costs if self.depth == AUTO else None)
-        missed = {wish.sequence: _missed(wish.sequence) for wish in wishes} if learner else {}
-        begun = time.perf_counter()
-        self.drafter.propose(wishes)
-        if learner:
-            self._learn_draft(learner, wishes, missed, time.perf_counter() - begun)
-        for wish in wishes:
-            sequence = wish.sequence
-            assert len(sequence.draft.tokens) <= wish.depth, f"{self.drafter.method} drafts more than it was asked for"
-            if sequence.constraint is not None:  # rows behind a refused token, or behind the end, would be for nothing
-                sequence.draft = sequence.draft.cut(sequence.constraint.fitting(sequence.draft.tokens))
-        if gated := [wish for wish in wishes if wish.gate is not None]:
-            self.pilot.cut(gated)
-
-    def _wishes(self, sequences: Seq[Sequence]) -> list[Wish]:
-        ready = [each for each in sequences if each.finish_reason is None and _is_ready(each)]
-        most = min(self.max_depth, self.config.depth_limit(len(self.scheduler.running)))
-        wishes, rooms, asks = [], [], None
-        for sequence in ready:
-            depth = self.depth if sequence.request.depth is None else sequence.request.depth
-            limit = min(most, self._draft_room(sequence), MAX_DEPTH if depth == AUTO else depth)
-            if limit <= 0 or self._force(sequence):
-                continue
-            if depth == AUTO and asks is None:
-                asks = not self.pilot.rests() and self.pilot.weigh(self._ahead(ready))
-            if (depth == AUTO and not asks) or not self._reserve(sequence, limit):
-                continue
-            if depth == AUTO:
-                rooms.append(Room(sequence, limit, _missed(sequence)))
-            else:
-                wishes.append(Wish(sequence, limit))
-        return wishes + self.pilot.wishes(rooms) if rooms else wishes
-
-    def _ahead(self, ready: Seq[Sequence]) -> Work:
-        """The next pass without drafts, as far as one can tell."""
-        scheduler = self.scheduler
-        waiting = scheduler.waiting if len(scheduler.running) < scheduler.max_num_seqs else ()
-        pending = sum([len(each.tokens) - each.num_computed for each in (*scheduler.running, *waiting)]) - len(ready)
-        reach = sum([len(each.tokens) for each in ready])
-        return Work(len(ready), max(0, min(pending, scheduler.budget - len(ready))), reach)
-
-    def _learn_draft(
-        self, learner: Costs | Samples, wishes: Seq[Wish], missed: Mapping[Sequence, int], seconds: float
-    ) -> None:
-        """By how many sequences each draft step had; what a lookup found is no work of a head."""
-        drafts = [wish.sequence for wish in wishes if wish.sequence.draft.method == self.pilot.method]
-        if not drafts:
-            return
-        lengths = [len(sequence.draft.tokens) for sequence in drafts]
-        steps = [sum([length > i for length in lengths]) for i in range(max(lengths))]
-        learner.drafted(steps, sum([missed[sequence] for sequence in drafts]), seconds)
-
-    def _force(self, sequence: Sequence) -> bool:
-        """Draft what the constraint leaves no choice about: right for sure, so however deep drafts shall be."""
-        if sequence.constraint is None:
-            return False
-        tokens = sequence.constraint.forced(min(MAX_DEPTH, self._draft_room(sequence)))
-        if not tokens or not self._reserve(sequence, len(tokens)):
-            return False
-        sequence.draft = Draft(tokens, method=FORCED)
-        return True
-
-    def _reserve(self, sequence: Sequence, depth: int) -> bool:
-        return self.memory.reserve(sequence, len(sequence.tokens) + depth)
-
-    def _draft_room(self, sequence: Sequence) -> int:
-        return min(self._room(sequence), self.scheduler.budget) - 1
-
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.finish_reason = reason
         self.scheduler.finish(sequence)
-        if self.drafter:
-            self.drafter.release(sequence)
-            self.pilot.release(sequence)
+        self.drafting.release(sequence)
         siblings = self._live[sequence.request.request_id]
         siblings.remove(sequence)
         if not siblings:
             del self._live[sequence.request.request_id]
-
-
-def _is_ready(sequence: Sequence) -> bool:
-    """Is every token but the last computed?"""
-    return sequence.num_computed == len(sequence.tokens) - 1
-
-
-def _missed(sequence: Sequence) -> int:
-    """Pairs that a head makes up for before its next draft, beside the newest."""
-    return len(sequence.tokens) - 1 - max(sequence.num_drafter, FIRST_PAIR_POSITION)
 
 
 def _until_failure(verdict: Verdict, start: int, failures: Mapping[int, str]) -> Verdict:

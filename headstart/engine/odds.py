@@ -129,7 +129,7 @@ class Odds:
         """Remember a draft, as it was before anything was cut from it, unless the drafter's last one still holds."""
         self._open.setdefault(sequence, {}).setdefault(draft.method, _Open(draft, len(sequence.tokens)))
 
-    def came(self, sequence: Sequence) -> None:
+    def compare(self, sequence: Sequence) -> None:
         """Tokens have been committed: hold open drafts against them, each up to its first miss. What was cut from a
         draft is compared too, when the text gets there."""
         opened = self._open.get(sequence)

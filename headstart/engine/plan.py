@@ -1,4 +1,4 @@
-"""From rows wanted to the StepPlan of a pass; the trunk and a head's catch-up differ in two declared facts only.
+"""From rows wanted to the StepPlan of a pass; networks differ in two declared facts only.
 
 Plain Python up to the arrays: a decode step has a handful of rows, for which numpy's calls cost more than their work.
 """
@@ -9,13 +9,14 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from headstart.core import Rows, Span, StepPlan
+from headstart.core import Paths, Rows, Span, StepPlan
 
 
-def build_plan(rows: Seq[Rows], block_size: int, *, first_position: int = 0) -> StepPlan:
-    """Lay out the rows. `first_position` 1 makes it a head's plan: row q reads the hidden state stored at q - 1."""
+def build_plan(rows: Seq[Rows], block_size: int, *, first_position: int = 0, behind: int | None = None) -> StepPlan:
+    """Lay out the rows of a network (see layers.network). `behind`: the row at position q reads the hidden state stored
+    at q - behind; None: rows read none."""
     tables = np.zeros((len(rows), max([len(part.sequence.block_table) for part in rows])), np.int32)
-    row_starts = [0]
+    row_starts, reach, bent = [0], behind or 0, False
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -27,12 +28,12 @@ def build_plan(rows: Seq[Rows], block_size: int, *, first_position: int = 0) -> 
         token_ids += part.token_ids
         positions += range(start, end)
         row_starts.append(len(positions))
+        bent = bent or part.sees is not None or part.parents is not None
         logit_rows += range(len(positions) - part.num_logits, len(positions))
-        reads_from = start - first_position  # a head's row reads the slot before its own
-        places = [table[at // block_size] * block_size + at % block_size for at in range(reads_from, end)]
-        slots += places[first_position:]
+        places = [table[at // block_size] * block_size + at % block_size for at in range(start - reach, end)]
+        slots += places[reach:]
         hidden_slots += places[: end - start]
-    return StepPlan(
+    plan = StepPlan(
         token_ids=np.array(token_ids, np.int32),
         positions=np.array(positions, np.int32),
         slots=np.array(slots, np.int32),
@@ -40,9 +41,31 @@ def build_plan(rows: Seq[Rows], block_size: int, *, first_position: int = 0) -> 
         block_tables=tables,
         logit_rows=np.array(logit_rows, np.int32),
         first_position=first_position,
-        hidden_slots=np.array(hidden_slots, np.int32) if first_position else None,
+        hidden_slots=None if behind is None else np.array(hidden_slots, np.int32),
         block_size=block_size,
     )
+    if bent:
+        _bend(plan, rows)
+    return plan
+
+
+def _bend(plan: StepPlan, rows: Seq[Rows]) -> None:
+    """What differs where rows see further than themselves, or are a tree (see core.Rows)."""
+    plan.sees = plan.positions.copy()
+    starts, slots = [0], list[int]()
+    for part, row in zip(rows, plan.row_starts.tolist(), strict=False):
+        count = len(part.token_ids)
+        if part.sees is not None:
+            plan.sees[row : row + count] = part.sees
+        lines: list[list[int]] = []  # a tree's rows from its root on
+        for i, parent in enumerate(part.parents or ()):
+            lines.append([*(lines[parent] if parent >= 0 else ()), row + i])
+            slots += plan.slots[lines[i]].tolist()
+            starts.append(len(slots))
+            plan.sees[row + i] = plan.positions[row + i] = part.start + len(lines[i]) - 1
+        starts += [len(slots)] * (count - len(lines))
+    if slots:
+        plan.paths = Paths(np.array(starts, np.int32), np.array(slots, np.int32))
 
 
 def span_rows(span: Span) -> Rows:

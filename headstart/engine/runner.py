@@ -1,4 +1,4 @@
-"""Runs passes: the trunk's, and the drafter's on its behalf. The only place that knows pools and programs."""
+"""Opens networks and runs their passes: the trunk's, and drafters' on their behalf. Only this file knows pools."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from itertools import accumulate
 import numpy as np
 
 from headstart.cache.memory import KVMemory
-from headstart.core import Rows, Sampled, Span, TokenLogprob
+from headstart.core import Rows, Sampled, Sequence, Span, StateSteps, TokenLogprob
 from headstart.engine.plan import build_plan, span_rows
 from headstart.engine.sampling import Entry, allowed_tokens, build_rows
-from headstart.kernels.ops import Backend, Buffer, Handle, Pool, Weight
-from headstart.layers.decoder import Decoder, Tap
-from headstart.layers.mtp import FIRST_PAIR_POSITION
+from headstart.errors import ModelError
+from headstart.kernels.ops import Backend, Buffer, Pool, Weight
+from headstart.layers.network import FORWARD, Network, Opened, Pools
 
 
 @dataclass(frozen=True)
@@ -26,40 +26,70 @@ class Forward:
 
 
 class Runner:
-    """One trunk with its pools on one backend. `num_passes` counts trunk forwards, `num_rows` their rows."""
+    """Networks on one backend: those that drafters open, then the trunk. `num_passes` counts trunk forwards, `num_rows`
+    their rows."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        model: Decoder,
-        *,
-        num_slots: int,
-        hidden_size: int,
-        vocab_size: int,
-        tap: Tap | None,
-        memory: KVMemory,
-        keep_probs: bool,
-    ) -> None:
-        self.backend, self.vocab_size = backend, vocab_size
-        self._block_size, self._states, self._keep_probs = memory.block_size, memory.states, keep_probs
-        self._hidden_pool: Pool = backend.hidden_pool(num_slots, hidden_size) if tap else None
-        pools = [backend.kv_pool(num_slots, spec) for spec in model.kv_specs]
-        state_pools: list[Pool] = []
-        if states := memory.states:
-            sizes = states.num_slots, states.num_running, states.num_kept
-            state_pools = [backend.state_pool(*sizes, spec) for spec in model.state_specs]
-        self._handle = backend.prepare(model.program(pools, self._hidden_pool, tap or "post_norm", state_pools))
+    memory: KVMemory
+    trunk: Opened
+
+    def __init__(self, backend: Backend, vocab_size: int, *, keep_probs: bool) -> None:
+        self.backend, self.vocab_size, self._keep_probs = backend, vocab_size, keep_probs
+        self.opened: list[Opened] = []
+        self._hidden_pool: Pool = None
         self.num_passes = self.num_rows = 0
 
+    def open(self, network: Network) -> Opened:
+        """Run a network beside the trunk; it gets its pools in `allocate`. Raises ModelError for recurrent layers: rows
+        that were drafted are kept and replayed for the trunk alone."""
+        if network.state_specs:
+            raise ModelError("a drafter's network cannot have recurrent layers yet", "use --drafter ngram")
+        self.opened.append(Opened(network, len(self.opened)))
+        return self.opened[-1]
+
+    def allocate(self, trunk: Network, memory: KVMemory, *, num_slots: int, hidden_width: int) -> None:
+        """Make the pools of all networks. hidden_width: columns of the trunk's hidden states that are kept; 0: none."""
+        self.memory, self.trunk = memory, Opened(trunk, -1)
+        if hidden_width:
+            self._hidden_pool = self.backend.hidden_pool(num_slots, hidden_width)
+        states: list[Pool] = []
+        if kept := memory.states:
+            sizes = kept.num_slots, kept.num_running, kept.num_kept
+            states = [self.backend.state_pool(*sizes, spec) for spec in trunk.state_specs]
+        for opened in (self.trunk, *self.opened):
+            kv = [self.backend.kv_pool(num_slots, spec) for spec in opened.network.kv_specs]
+            opened.pools = Pools(kv, states, self._hidden_pool)
+            programs = opened.network.programs(opened.pools).items()
+            opened.handles = {
+                name: self.backend.prepare(made.code, hidden_width=made.hidden_width) for name, made in programs
+            }
+
+    def run(
+        self, opened: Opened, program: str, rows: Seq[Rows], *, hidden: Buffer = None, states: StateSteps | None = None
+    ) -> Mapping[str, Buffer]:
+        """One pass of a network's program. Its rows read `hidden` [R, width] where that is given, else what is stored
+        of the trunk."""
+        network, size = opened.network, self.memory.block_size
+        plan = build_plan(rows, size, first_position=network.first_position, behind=network.behind)
+        plan.states = states
+        stored = None if network.behind is None else self._hidden_pool
+        return self.backend.run(opened.handles[program], plan, hidden_pool=stored, hidden=hidden)
+
+    def fill(self, opened: Opened, rows: Seq[Rows]) -> None:
+        """These rows, made from true states, are now the network's KV of their positions."""
+        for part in rows:
+            self.memory.fill(part.sequence, opened.index, part.start + len(part.token_ids))
+
+    def filled(self, opened: Opened, sequence: Sequence) -> int:
+        """Positions below this one hold the network's KV, counted from its first."""
+        return max(sequence.filled[opened.index], opened.network.first_position)
+
     def forward(self, spans: Seq[Span]) -> Forward:
-        """One forward for all rows of all spans."""
+        """One trunk pass for all rows of all spans."""
         parts = [span_rows(span) for span in spans]
-        plan = build_plan(parts, self._block_size)
-        if self._states:
-            plan.states = self._states.plan(spans)
-        output = self.backend.run(self._handle, plan)
+        states = self.memory.states.plan(spans) if self.memory.states else None
+        output = self.run(self.trunk, FORWARD, parts, states=states)
         self.num_passes += 1
-        self.num_rows += plan.num_rows
+        self.num_rows += sum([len(part.token_ids) for part in parts])
         return Forward(output["logits"], list(accumulate([part.num_logits for part in parts], initial=0)))
 
     def sample(self, spans: Seq[Span], forward: Forward) -> tuple[Sampled, list[int]]:
@@ -102,10 +132,6 @@ class Runner:
         first = forward.starts[index + 1] - span.num_sample
         logits = self.backend.rows(forward.logits, np.arange(first, first + len(tokens), dtype=np.int32))
         return tuple(self.backend.logprobs(logits, np.array(tokens, np.int64), num_wanted))
-
-    def run_head(self, handle: Handle, parts: Seq[Rows], hidden: Buffer = None) -> Mapping[str, Buffer]:
-        plan = build_plan(parts, self._block_size, first_position=FIRST_PAIR_POSITION)
-        return self.backend.run(handle, plan, hidden_pool=self._hidden_pool, hidden=hidden)
 
     def draw(
         self, logits: Buffer, entries: Seq[Entry], token_ids: Weight | None = None, *, scored: bool = False

@@ -191,6 +191,7 @@ class Decoder:
         pools: list[Pool] = []
         for mixer in [layer.mixer for layer in self.layers]:
             if mixer.shares is not None:
+                assert mixer.shares < len(pools), "a layer shares with one before it"
                 pools.append(pools[mixer.shares])
             else:
                 pools.append(next(kv) if mixer.kv_spec else tuple(next(states) for _ in mixer.state_specs))

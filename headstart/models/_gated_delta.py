@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 
 from headstart.errors import ModelError
 from headstart.formats.rows import Picked
+from headstart.heads.base import HeadSpec
 from headstart.kernels.ops import DeltaSpec, RawTensor
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import FeedForwardConfig
 from headstart.layers.delta import DeltaConfig
-from headstart.layers.mtp import HeadSpec
 from headstart.models import keys
 from headstart.models.base import Family
 from headstart.models.keys import Config, flag, number

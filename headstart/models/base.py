@@ -9,10 +9,11 @@ from typing import Any
 
 from headstart import registry
 from headstart.errors import ModelError
+from headstart.heads.base import HeadSpec
+from headstart.heads.kind import head_kind
 from headstart.kernels.ops import RawTensor
-from headstart.layers.build import DecoderConfig, decoder, mtp_module, mtp_shapes
+from headstart.layers.build import DecoderConfig, decoder
 from headstart.layers.decoder import Decoder
-from headstart.layers.mtp import HeadSpec, MTPHead
 from headstart.layers.weights import Shapes, Weights
 from headstart.models.keys import Config
 from headstart.models.names import Names, trailing_name
@@ -50,10 +51,15 @@ class Family:
 
     def shapes(self, config: DecoderConfig) -> Shapes:
         """Canonical names and shapes of a whole checkpoint."""
-        shapes = config.shapes()
-        for i in range(config.num_mtp):
-            shapes |= mtp_shapes(f"mtp.{i}", config)
-        return shapes
+        head = self.head_of(config)
+        return config.shapes() | (head_kind(head.kind).shapes(head, config.hidden_size) if head else {})
+
+    def head_of(self, config: DecoderConfig) -> HeadSpec | None:
+        """What a config of this family promises of a head; None: nothing."""
+        if self.head is None or not config.num_mtp:
+            return None
+        recycle = config.mtp_recycle or self.head.recycle
+        return replace(self.head, layer=config.head_layer, num_modules=config.num_mtp, recycle=recycle)
 
     def as_written(self, arrays: Arrays, config: DecoderConfig) -> Arrays:
         """Canonical arrays, as Hugging Face's files have them."""
@@ -62,23 +68,6 @@ class Family:
         if self.trailing and not self.names.of_modules:
             arrays = {trailing_name(name, config.num_layers): array for name, array in arrays.items()}
         return {self.names.theirs(name): array for name, array in arrays.items()}
-
-
-def native_head(family: Family, weights: Weights, config: DecoderConfig) -> MTPHead | None:
-    """The MTP modules inside the checkpoint; None when the config promises none or the file holds none."""
-    if family.head is None or not config.num_mtp or not weights.has("mtp.0.projection.weight"):
-        return None
-    present = sum(weights.has(f"mtp.{i}.projection.weight") for i in range(config.num_mtp))
-    if present < config.num_mtp:
-        raise ModelError(
-            f"config.json promises {config.num_mtp} MTP modules, but {weights.source} holds {present}",
-            f"lower the number in config.json to {present}",
-        )
-    drafting = Weights(weights.tensors, weights.backend, weights.source, drafts=True, on_take=weights.on_take)
-    modules = [mtp_module(drafting, f"mtp.{i}", config) for i in range(config.num_mtp)]
-    weights.used |= drafting.used
-    spec = replace(family.head, num_modules=len(modules), recycle=config.mtp_recycle or family.head.recycle)
-    return MTPHead(spec, modules)
 
 
 _INDEXER = "sparse attention with an indexer (DSA)"

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 
 from headstart.errors import ModelError
+from headstart.heads.base import HeadSpec
 from headstart.layers.build import DecoderConfig
 from headstart.layers.mla import MLAConfig
-from headstart.layers.mtp import HeadSpec
 from headstart.layers.rope import rope_spec
 from headstart.models import keys
 from headstart.models.base import Family

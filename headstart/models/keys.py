@@ -43,9 +43,11 @@ def refuse_others(config: Config, served: Mapping[str, Any]) -> None:
             raise ModelError(f"config.json: {key} is {config[key]!r}, which is not supported", f"known: {only!r}")
 
 
-def attention(config: Config, *, window: int = 0, softcap: float = 0.0, **switches: Any) -> AttentionConfig:
-    """Grouped-query attention with rotary positions; `window` and `softcap` as in AttentionSpec, `switches`: more
-    fields of AttentionConfig."""
+def attention(
+    config: Config, *, scale: float | None = None, window: int = 0, softcap: float = 0.0, **switches: Any
+) -> AttentionConfig:
+    """Grouped-query attention with rotary positions; `scale` (None: 1 / sqrt(head_dim)), `window` and `softcap` as in
+    AttentionSpec, `switches`: other fields of AttentionConfig."""
     heads = number(config, "num_attention_heads")
     kv_heads = number(config, "num_key_value_heads", default=heads)
     head_dim = number(config, "head_dim", default=number(config, "hidden_size") // heads)
@@ -53,8 +55,8 @@ def attention(config: Config, *, window: int = 0, softcap: float = 0.0, **switch
         raise ModelError(f"config.json: {heads} query heads are no multiple of {kv_heads} kv heads")
     if config.get("use_sliding_window") and config.get("sliding_window") and not _full_everywhere(config):
         raise ModelError("config.json: sliding-window attention is not supported for this family yet")
-    spec = AttentionSpec(heads, kv_heads, head_dim, head_dim**-0.5, window=window, softcap=softcap)
-    return AttentionConfig(spec=spec, rope=rope_spec(config, head_dim), **switches)
+    spec = AttentionSpec(heads, kv_heads, head_dim, scale or head_dim**-0.5, window=window, softcap=softcap)
+    return AttentionConfig(**{"spec": spec, "rope": rope_spec(config, head_dim), **switches})
 
 
 def _full_everywhere(config: Config) -> bool:

@@ -7,8 +7,8 @@ recycling; the embedding of the first pair is masked.
 
 from __future__ import annotations
 
+from headstart.heads.base import HeadSpec
 from headstart.layers.build import DecoderConfig
-from headstart.layers.mtp import HeadSpec
 from headstart.models import keys
 from headstart.models.base import Family
 from headstart.models.keys import Config, flag

@@ -63,7 +63,7 @@ class Watch:
     def stepped(self, engine: Engine) -> None:
         """After every step: now and then a line, and a look at the head."""
         stats = engine.stats
-        if engine.drafter is not None and engine.depth:
+        if engine.drafting.drafter is not None and engine.drafting.depth:
             self._judge(engine)
         now = time.monotonic()
         if now - self._last_log < LOG_EVERY:
@@ -75,13 +75,13 @@ class Watch:
         log.info(
             "%.1f tokens/s, %d running, %d waiting, KV cache %.1f %%, acceptance length %.2f, depth %.1f",
             tokens / seconds, len(engine.scheduler.running), len(engine.scheduler.waiting),
-            100 * engine.memory.usage, 1 + accepted / drafts if drafts else 1.0, engine.mean_depth,
+            100 * engine.memory.usage, 1 + accepted / drafts if drafts else 1.0, engine.drafting.mean_depth,
         )  # fmt: skip
 
     def _judge(self, engine: Engine) -> None:
         """Of depth auto all guesses count, verified or not; else the drafts of the engine's own depth."""
-        if engine.depth == AUTO:
-            tries, rate = engine.pilot.odds.seen(engine.pilot.method)
+        if engine.drafting.depth == AUTO:
+            tries, rate = engine.drafting.auto.odds.seen(engine.drafting.auto.method)
         else:
             tries, accepted = engine.judged.drafts - self._judged[0], engine.judged.accepted - self._judged[1]
             rate = accepted / max(tries, 1)
@@ -89,7 +89,7 @@ class Watch:
             return
         self._judged = (engine.judged.drafts, engine.judged.accepted)
         if rate < DEAD_BELOW:
-            self.spec_disabled, engine.depth = True, 0
+            self.spec_disabled, engine.drafting.depth = True, 0
             log.error(
                 "THE HEAD IS DEAD: of %d drafts %.1f %% began right. Drafting is off now; run `headstart inspect` and "
                 "`headstart verify`: is it a head of this trunk?", tries, 100 * rate,
@@ -146,7 +146,7 @@ class _Counters(Collector):
             yield self._counter(
                 "headstart:cost_dollars", "Price of the machine since the start.", hours * watch.price_per_hour
             )
-        yield self._gauge("headstart:depth", "Tokens drafted per sequence, lately.", engine.mean_depth)
+        yield self._gauge("headstart:depth", "Tokens drafted per sequence, lately.", engine.drafting.mean_depth)
         yield self._gauge("headstart:spec_disabled", "1: drafting was switched off.", int(watch.spec_disabled))
 
     def _counter(self, name: str, text: str, value: float) -> Metric:

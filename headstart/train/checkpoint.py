@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +11,8 @@ import tokenizers
 from torch import Tensor
 
 import headstart
-from headstart.errors import UsageError
 from headstart.formats import safetensors
 from headstart.train.corpus import END
-
-
-@contextmanager
-def written_aside(out: Path) -> Iterator[Path]:
-    """A folder that becomes `out` when all went well, and is gone otherwise. UsageError where none can be made."""
-    aside = out.with_name(f".{out.name}.writing")
-    try:
-        aside.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"cannot write to {out.parent}: {error.strerror}", "give --out another place") from error
-    try:
-        yield aside
-        aside.rename(out)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 def save_model(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headstart.layers.mtp import HeadSpec, Module
+from headstart.heads.base import HeadSpec, Module
 from headstart.train.batches import collate, plan_epoch
 from headstart.train.data import Example
 from headstart.train.features import FeatureCache

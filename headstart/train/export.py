@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,12 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import headstart
-from headstart.formats.head import BlockConfig, HeadConfig, write_head
-from headstart.kernels.ops import AttentionSpec, RawTensor, RopeSpec
-from headstart.layers.attention import AttentionConfig
-from headstart.layers.build import DecoderConfig
-from headstart.layers.mlp import MLPConfig
-from headstart.layers.mtp import HeadSpec
+from headstart.heads.files import write_head
+from headstart.heads.kind import HeadCheckpoint
+from headstart.kernels.ops import RawTensor
 
 
 def trunk_fingerprint(tensors: Mapping[str, RawTensor]) -> str:
@@ -42,51 +38,10 @@ def weights_fingerprint(tensors: Mapping[str, RawTensor]) -> str:
     return digest.hexdigest()[:16]
 
 
-def export_head(
-    path: Path,
-    weights: Mapping[str, Tensor],
-    draft_token_ids: NDArray[np.int64],
-    kind: str,
-    spec: HeadSpec,
-    config: DecoderConfig,
-    about: Mapping[str, Any],
-) -> None:
-    """Write `weights` (canonical names) in bfloat16. `about`: trunk, trunk_fingerprint, training."""
-    block = _block(config)
-    head = HeadConfig(
-        kind=kind,
-        hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
-        block=block,
-        trunk=about["trunk"],
-        trunk_fingerprint=about["trunk_fingerprint"],
-        training={"headstart_version": headstart.__version__, **about["training"]},
-        **{each.name: getattr(spec, each.name) for each in fields(HeadSpec)},
-    )
-    write_head(path, head, {name: _bits(tensor) for name, tensor in weights.items()}, draft_token_ids)
-
-
-def _block(config: DecoderConfig) -> BlockConfig:
-    layer = config.head_layer
-    mixer, mlp = layer.mixer, layer.mlp
-    if isinstance(mixer, AttentionConfig) and isinstance(mlp, MLPConfig) and mixer.rope:
-        return BlockConfig(
-            intermediate_size=mlp.inner,
-            attention=mixer.spec,
-            rope=mixer.rope,
-            eps=layer.eps,
-            qkv_bias=mixer.qkv_bias,
-            o_bias=mixer.o_bias,
-            mlp_bias=mlp.bias,
-            qk_norm=mixer.qk_norm,
-            gated_attention=mixer.gated,
-        )
-    return BlockConfig(  # of a head that has no block
-        intermediate_size=config.hidden_size,
-        attention=AttentionSpec(1, 1, config.hidden_size, 1.0),
-        rope=RopeSpec((), 0),
-        eps=layer.eps,
-    )
+def export_head(path: Path, head: HeadCheckpoint, weights: Mapping[str, Tensor]) -> None:
+    """Write `weights` (canonical names) in bfloat16, with this version in the provenance."""
+    head = replace(head, training={"headstart_version": headstart.__version__, **head.training})
+    write_head(path, head, {name: _bits(tensor) for name, tensor in weights.items()})
 
 
 def _bits(tensor: Tensor) -> tuple[NDArray[np.uint16], str]:

@@ -1,23 +1,23 @@
-"""What all kinds of heads in training share: casting masters, and what is taken from the trunk."""
+"""What all kinds of heads in training share: casting masters, and what a new head takes from the trunk."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.errors import UsageError
+from headstart.heads.base import HeadSpec, Module
+from headstart.heads.kind import Start, Training, head_kind
 from headstart.layers.attention import Attention
 from headstart.layers.decoder import Decoder, DecoderLayer
 from headstart.layers.mlp import GatedMLP
 from headstart.layers.norm import RMSNorm
-from headstart.layers.weights import Weights
 from headstart.train.masters import named, weights_of
 from headstart.train.ops import DraftMemory, TrainOps
-
-EMBEDDING_SHARE = 0.1
-"""How strongly the token's embedding enters at the start, against the hidden state."""
 
 
 @torch.inference_mode()
@@ -39,14 +39,25 @@ def before_norm(final: Tensor, weight: Tensor) -> Tensor:
     return torch.where(weight == 0, 0, final / weight).to(final.dtype)
 
 
-def cast_weights(masters: Mapping[str, Tensor], dtype: torch.dtype) -> Weights:
-    """Layer builders see the masters cast to `dtype`."""
-    return weights_of(named(masters), dtype, "the head")
+def modules_of(masters: Mapping[str, Tensor], spec: HeadSpec, hidden: int, dtype: torch.dtype) -> Sequence[Module]:
+    """What runs, over the masters cast to `dtype`: gradients reach them."""
+    return head_kind(spec.kind).modules(weights_of(named(masters), dtype, "the head"), spec, hidden)
 
 
-def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Float32 masters of their own memory."""
-    return {name: tensor.detach().float().clone().contiguous() for name, tensor in tensors.items()}
+def first_weights(training: Training, spec: HeadSpec, trunk: Decoder, scale: float) -> dict[str, Tensor]:
+    """Float32 masters of a new head, on the trunk's device. scale: of the stream (`stream_scale`)."""
+
+    def layer() -> dict[str, NDArray[np.float32]]:
+        return {name: _values(tensor) for name, tensor in layer_tensors(trunk.layers[-1]).items()}
+
+    device = trunk.embedding.device
+    first = training.initial(Start(_values(trunk.norm.weight), scale, layer), spec)
+    return {name: torch.tensor(values, dtype=torch.float32, device=device) for name, values in first.items()}
+
+
+def _values(tensor: Tensor) -> NDArray[np.float32]:
+    values: NDArray[np.float32] = tensor.detach().float().cpu().numpy()
+    return values
 
 
 def layer_tensors(layer: DecoderLayer) -> dict[str, Tensor]:

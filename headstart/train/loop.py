@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from headstart.errors import UsageError
-from headstart.layers.build import DecoderConfig
-from headstart.layers.mtp import HeadSpec, Module
+from headstart.files import write_whole
+from headstart.heads.base import HeadSpec, Module
 from headstart.train.batches import collate, plan_epoch
 from headstart.train.data import Example
 from headstart.train.evaluate import Acceptance, evaluate
 from headstart.train.features import FeatureCache
-from headstart.train.kinds import HeadKind
+from headstart.train.head import modules_of
 from headstart.train.objective import Target, Weighting, assess
 from headstart.train.rounding import rounded
 
@@ -76,13 +76,11 @@ class Trainer:
     def __init__(
         self,
         masters: dict[str, Tensor],
-        config: DecoderConfig,
-        kind: HeadKind,
         spec: HeadSpec,
         target: Target,
         recipe: Recipe,
     ) -> None:
-        self.config, self.kind, self.spec, self.target, self.recipe = config, kind, spec, target, recipe
+        self.spec, self.target, self.recipe = spec, target, recipe
         self.masters = {name: torch.nn.Parameter(tensor) for name, tensor in masters.items()}
         self.average = {name: tensor.clone() for name, tensor in masters.items()}
         self.optimizers = optimizers(self.masters, recipe)
@@ -129,7 +127,7 @@ class Trainer:
         """As they will run."""
         if self.recipe.rounded:
             weights = rounded(weights)
-        return self.kind.modules(weights, self.spec, self.config, self.recipe.dtype)
+        return modules_of(weights, self.spec, len(self.target.norm), self.recipe.dtype)
 
     @torch.no_grad()
     def _update_average(self) -> None:
@@ -256,10 +254,6 @@ def _note(progress: TrainingProgress, loss: float, tokens: int, seconds: float) 
 
 def save_checkpoint(trainer: Trainer, path: Path) -> None:
     """Complete or not at all."""
-    aside, content = path.with_suffix(".writing"), io.BytesIO()
+    content = io.BytesIO()
     torch.save(trainer.state(), content)  # straight into a file, a full disk would be a RuntimeError without a reason
-    try:
-        aside.write_bytes(content.getbuffer())
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
+    write_whole(path, content.getbuffer())

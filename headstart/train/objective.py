@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headstart.heads.base import HeadSpec, Module
 from headstart.layers.decoder import tapped_layers
-from headstart.layers.mtp import HeadSpec, Module
 from headstart.train.batches import Batch
 from headstart.train.features import Trunk
 from headstart.train.head import before_norm

@@ -22,6 +22,7 @@ from headstart.api import LLM
 from headstart.config import EngineConfig
 from headstart.core import Progress, Report, no_progress
 from headstart.errors import UsageError
+from headstart.files import write_whole
 from headstart.train.generate import ANSWER_TOKENS, Enough, Prompt, answer, read_prompts
 from headstart.train.own_prompts import Language, fingerprint, write_prompts
 from headstart.train.prompts import follow_ups, templated_prompts
@@ -228,9 +229,7 @@ class _Work:
         """Close the shards and write the manifest."""
         self.answers.close()
         self.text.close()
-        aside = self.options.out / "manifest.writing"
-        aside.write_text(json.dumps(self.manifest(), indent=2) + "\n")
-        aside.replace(self.options.out / "manifest.json")
+        write_whole(self.options.out / "manifest.json", json.dumps(self.manifest(), indent=2) + "\n")
 
     def manifest(self) -> dict[str, Any]:
         """Counts by kind, sources with their licences, and how it was made."""

@@ -18,18 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart import registry
 from headstart.config import MAX_DEPTH, Device
 from headstart.core import Report
 from headstart.errors import CapacityError, ModelError, UsageError
-from headstart.formats.head import read_head
-from headstart.layers.mtp import HeadSpec
+from headstart.heads.files import read_head
+from headstart.heads.kind import HeadCheckpoint, Training, head_kind, trained_kinds
 from headstart.train.data import coverage, draft_vocabulary
 from headstart.train.evaluate import Acceptance, evaluate
 from headstart.train.export import export_head, trunk_fingerprint
 from headstart.train.gain import measure
-from headstart.train.head import stream_scale
-from headstart.train.kinds import head_kind
+from headstart.train.head import first_weights, modules_of, stream_scale
 from headstart.train.loop import Hooks, Recipe, Trainer, check_bound, rate_factor, save_checkpoint, train
 from headstart.train.objective import Target, Weighting
 from headstart.train.plot import draw
@@ -94,11 +92,11 @@ def check(options: TrainOptions) -> None:
         raise UsageError("train needs text to learn from", "give --data or --prompts")
     if options.head is not None and not options.finetune:
         raise UsageError("--head says what to begin with, which only --finetune does", "add --finetune")
-    if options.kind not in (kinds := registry.available("head_kinds")):
+    if options.kind not in (kinds := trained_kinds()):
         raise UsageError(f"--kind is {options.kind!r}, which is unknown", f"choose {' or '.join(kinds)}")
     if not 1 <= options.depth <= MAX_DEPTH:
         raise UsageError(f"--depth is {options.depth}, but must be between 1 and {MAX_DEPTH}")
-    if options.modules != 1 and not (1 < options.modules <= options.depth and head_kind(options.kind).stacks):
+    if options.modules != 1 and not (1 < options.modules <= options.depth and _training(options.kind).stacks):
         raise UsageError(
             f"--modules is {options.modules} at --kind {options.kind} and --depth {options.depth}",
             "a head of kind mtp may have a layer for each draft step; others decide it themselves",
@@ -108,6 +106,12 @@ def check(options: TrainOptions) -> None:
     if options.out.exists() and not _is_head(options.out):
         # exporting replaces the directory: never one that holds something else
         raise UsageError(f"{options.out} exists and is not a head", "give --out a new name")
+
+
+def _training(kind: str) -> Training:
+    training = head_kind(kind).training
+    assert training is not None, "check has been called"
+    return training
 
 
 def _is_head(path: Path) -> bool:
@@ -159,10 +163,10 @@ class _Run:
 
     def __init__(self, options: TrainOptions, subject: Subject, corpus: Corpus) -> None:
         self.options, self.subject, self.corpus = options, subject, corpus
-        self.kind, self.spec = head_kind(options.kind), subject.spec
+        self.spec = subject.spec
         self.start: dict[str, Tensor] | None = None
         if options.finetune:
-            self.spec, self.start = existing_head(subject, self.kind, options.head)
+            self.spec, self.start = existing_head(subject, options.kind, options.head)
             if self.spec.module_of(options.depth - 1) is None:
                 raise UsageError(
                     f"--depth is {options.depth}, but the head to begin with has {self.spec.num_modules} module(s)"
@@ -187,22 +191,22 @@ class _Run:
         out, config, trunk = self.options.out, self.subject.config, self.subject.trunk
         if not (out / "config.json").exists():
             return None
-        head, tensors, ids = read_head(out)
-        sizes = (head.kind, head.hidden_size, head.vocab_size)
-        if sizes != (self.kind.name, config.hidden_size, config.vocab_size):
+        head = read_head(out)
+        sizes = (head.spec.kind, head.hidden_size, head.vocab_size)
+        if sizes != (self.spec.kind, config.hidden_size, config.vocab_size):
             raise UsageError(
                 f"{out} holds another head: kind {sizes[0]}, hidden size {sizes[1]}, vocabulary {sizes[2]}",
                 "give --out a new name",
             )
         device = trunk.lm_head.device
-        weights = {name: each.to(device) for name, each in as_masters(tensors).items()}
+        weights = {name: each.to(device) for name, each in as_masters(head.tensors).items()}
         if self._rounded:
             weights = rounded(weights)
-        vocabulary = torch.arange(config.vocab_size) if ids is None else torch.from_numpy(ids)
-        spec = HeadSpec.of(head)
-        modules = self.kind.modules(weights, spec, config, trunk.dtype)
-        target = Target.of(trunk, vocabulary.to(device), rounded=self._rounded)
-        results = evaluate(modules, spec, target, self.corpus.held_out, self.corpus.cache, self._weighting)
+        ids = head.draft_token_ids
+        drafted = torch.arange(config.vocab_size) if ids is None else torch.from_numpy(ids)
+        target = Target.of(trunk, drafted.to(device), rounded=self._rounded)
+        modules = modules_of(weights, head.spec, head.hidden_size, trunk.dtype)
+        results = evaluate(modules, head.spec, target, self.corpus.held_out, self.corpus.cache, self._weighting)
         note(f"the head in {out}: held-out acceptance length {results['all'].length:.3f}")
         return results
 
@@ -247,9 +251,7 @@ class _Run:
         scale = stream_scale(trunk.model, torch.from_numpy(longest.tokens).long().to(device))
         ids = torch.from_numpy(self.vocabulary).to(device)
         trainer = Trainer(
-            self.start or self.kind.initial(trunk.model, self.spec, scale),
-            self.subject.config,
-            self.kind,
+            self.start or first_weights(_training(self.options.kind), self.spec, trunk.model, scale),
             self.spec,
             Target.of(trunk, ids, rounded=recipe.rounded),
             recipe,
@@ -290,19 +292,18 @@ class _Run:
             self.since_best += 1
             return self.since_best >= PATIENCE
         self.best, self.since_best = results["all"].length, 0
-        export_head(
-            self.options.out,
-            {**trainer.average, **({"lm_head.weight": trainer.target.exact} if self.kind.own_lm_head else {})},
-            self.vocabulary,
-            self.kind.name,
-            self.spec,
-            self.subject.config,
-            {
-                "trunk": self.options.model,
-                "trunk_fingerprint": trunk_fingerprint(self.subject.tensors),
-                "training": self._facts(trainer),
-            },
+        config = self.subject.config
+        head = HeadCheckpoint(
+            spec=self.spec,
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+            draft_token_ids=self.vocabulary,
+            trunk=self.options.model,
+            trunk_fingerprint=trunk_fingerprint(self.subject.tensors),
+            training=self._facts(trainer),
         )
+        own = {"lm_head.weight": trainer.target.exact} if _training(self.options.kind).own_lm_head else {}
+        export_head(self.options.out, head, {**trainer.average, **own})
         return False
 
     def _facts(self, trainer: Trainer) -> dict[str, Any]:

@@ -24,18 +24,20 @@ from torch.nn.functional import cross_entropy
 from headstart import registry
 from headstart.config import MAX_DEPTH
 from headstart.core import Int32, Report
-from headstart.engine.load import canonical_tensors
+from headstart.engine.attach import native_head
 from headstart.errors import UsageError
+from headstart.files import written_aside
 from headstart.formats.base import Checkpoint
+from headstart.heads.base import Head
 from headstart.kernels.ops import StepInputs
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import Decoder
-from headstart.layers.mtp import MTPHead
-from headstart.models.base import Family, native_head
+from headstart.models.base import Family
 from headstart.models.small import SCRATCH
+from headstart.models.tensors import canonical_tensors
 from headstart.train import corpus
 from headstart.train.batches import Batch
-from headstart.train.checkpoint import save_model, written_aside
+from headstart.train.checkpoint import save_model
 from headstart.train.data import Problems, Record
 from headstart.train.evaluate import Acceptance
 from headstart.train.loop import Recipe, check_bound, optimizers, update
@@ -110,7 +112,7 @@ class ScratchModel:
         self.masters = {key: torch.nn.Parameter(torch.from_numpy(value)) for key, value in arrays.items()}
         self._checkpoint = Checkpoint(Path(name), "safetensors", self.config, named(self.masters), False)  # type: ignore[arg-type]
 
-    def build(self) -> tuple[Decoder, MTPHead | None]:
+    def build(self) -> tuple[Decoder, Head | None]:
         """Trunk and head over the masters as they are now."""
         tensors = canonical_tensors(self._checkpoint, self.family, self.sizes)
         weights = weights_of(tensors, self.dtype, self._checkpoint.path.name)  # type: ignore[arg-type]

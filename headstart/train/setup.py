@@ -16,9 +16,12 @@ from torch import Tensor
 from headstart import hub
 from headstart.api import LLM
 from headstart.config import EngineConfig
-from headstart.engine.load import NATIVE_HEAD, Model, load_model
+from headstart.engine.attach import NATIVE_HEAD
+from headstart.engine.load import Model, load_model
 from headstart.errors import ModelError, UsageError
-from headstart.formats.head import read_head
+from headstart.heads.base import HeadSpec
+from headstart.heads.files import read_head
+from headstart.heads.kind import head_kind
 from headstart.kernels.backend import ORACLE, choose
 from headstart.kernels.ops import RawTensor
 from headstart.kernels.reference.backend import ReferenceBackend
@@ -26,14 +29,12 @@ from headstart.layers.build import DecoderConfig, lm_head_name
 from headstart.layers.decoder import tapped_layers
 from headstart.layers.mla import MLAConfig
 from headstart.layers.moe import MoEConfig
-from headstart.layers.mtp import HeadSpec
 from headstart.text.chat import ChatTemplate
 from headstart.text.tokenizer import Tokenizer
 from headstart.train.data import ChatText, Example, Problems, count_tokens, encode_records, read_records
 from headstart.train.export import weights_fingerprint
 from headstart.train.features import FeatureCache, Labeller, Trunk
 from headstart.train.generate import answer, read_prompts
-from headstart.train.kinds import HeadKind, head_kind
 from headstart.train.native_trunk import NativeTrunk
 from headstart.train.progress import note, shown
 from headstart.train.shards import Shards
@@ -143,37 +144,34 @@ def subject_of(
     raw = model.weights.raw(head_name, (model.config.vocab_size, model.config.hidden_size))
     lm_head: Tensor = ReferenceBackend(device=engine_config.device, dtype=exact).weight(raw)
     text = ModelText(model.tokenizer, model.checkpoint.chat_template())
-    spec = head_kind(kind).spec(model.config.num_layers, depth)
+    training = head_kind(kind).training
+    assert training is not None
+    spec = replace(training.spec(model.config.num_layers, depth), layer=model.config.head_layer)
     if modules > 1:
         spec = replace(spec, num_modules=modules, beyond="last")
     return Subject(model, Trunk(model.decoder, lm_head, tapped_layers(spec.tap)), text, engine_config, spec)
 
 
-def existing_head(subject: Subject, kind: HeadKind, path: Path | None) -> tuple[HeadSpec, dict[str, Tensor]]:
+def existing_head(subject: Subject, kind: str, path: Path | None) -> tuple[HeadSpec, dict[str, Tensor]]:
     """The head at `path`, else the checkpoint's own, else the one of this kind shipped with the model: spec and float32
     weights. Raises ModelError where there is none, or another kind."""
     native = subject.model.head if path is None else None
     if native is not None and native.source == NATIVE_HEAD:
-        if kind.name != "mtp" or native.head.spec.num_modules != 1:
-            raise ModelError(f"the checkpoint's own head is no single {kind.name} module", "leave out --finetune")
+        if native.spec.kind != kind or native.spec.num_modules != 1:
+            raise ModelError(f"the checkpoint's own head is no single {kind} module", "leave out --finetune")
         block = subject.config.head_layer
         if isinstance(block.mlp, MoEConfig) or isinstance(block.mixer, MLAConfig):
             what = "experts" if isinstance(block.mlp, MoEConfig) else "latent attention"
             raise ModelError(f"a head with {what}, like the checkpoint's own, cannot be trained yet")
-        arrays: Mapping[str, RawTensor] = {
-            name: tensor for name, tensor in subject.tensors.items() if name.startswith("mtp.0.")
-        }
-        return native.head.spec, as_masters(arrays)
-    path = path or hub.shipped_heads(subject.model.name).get(kind.name)
+        names = [name for name in subject.tensors if name.startswith("mtp.0.")]
+        return native.spec, as_masters({name: subject.tensors[name] for name in names})
+    path = path or hub.shipped_heads(subject.model.name).get(kind)
     if path is None:
-        raise ModelError(
-            f"the model has no head of kind {kind.name} to fine-tune", "leave out --finetune, or give --head"
-        )
-    config, tensors, _ = read_head(path)
-    if config.kind != kind.name:
-        raise ModelError(f"{path} is a head of kind {config.kind}", f"--kind is {kind.name}")
-    own = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
-    return HeadSpec.of(config), as_masters(own)
+        raise ModelError(f"the model has no head of kind {kind} to fine-tune", "leave out --finetune, or give --head")
+    head = read_head(path)
+    if head.spec.kind != kind:
+        raise ModelError(f"{path} is a head of kind {head.spec.kind}", f"--kind is {kind}")
+    return head.spec, as_masters({name: each for name, each in head.tensors.items() if name != "lm_head.weight"})
 
 
 def as_masters(tensors: Mapping[str, RawTensor]) -> dict[str, Tensor]:

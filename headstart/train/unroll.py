@@ -8,8 +8,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from headstart.heads.base import FIRST_PAIR_POSITION, HeadSpec, Module
 from headstart.kernels.ops import StepInputs
-from headstart.layers.mtp import FIRST_PAIR_POSITION, HeadSpec, Module
 from headstart.train.ops import DraftMemory, TrainOps
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import family_of, tiny_model
+from support import family_of, plain_layer, tiny_model
 
 from headstart.cli.main import main
 from headstart.config import EngineConfig
@@ -19,6 +19,7 @@ from headstart.errors import ModelError
 from headstart.formats.base import make_tensor
 from headstart.formats.quantization import readable
 from headstart.formats.rows import Picked
+from headstart.heads.base import HeadSpec
 from headstart.models.base import UNSUPPORTED, family_named, is_known
 from headstart.models.small import Arrays
 from headstart.tools.export.targets import vllm_mimo
@@ -143,10 +144,8 @@ CHANGED: tuple[tuple[dict[str, Any], str], ...] = (
 
 def mimos(family: str, **changes: Any) -> SimpleNamespace:
     """A source for MiMo's layout, with a head that fits; `changes`: in the attention of the first layer."""
-    head = SimpleNamespace(
-        kind="mtp", num_modules=1, tap="pre_norm", recycle="post_norm", block=SimpleNamespace(qk_norm=False)
-    )
     sizes = tiny_model(family).config
+    head = SimpleNamespace(spec=HeadSpec(layer=plain_layer(sizes), tap="pre_norm"))
     first = replace(sizes.layers[0], mixer=replace(sizes.layers[0].mixer, **changes))
     return SimpleNamespace(name=family, sizes=replace(sizes, layers=(first, *sizes.layers[1:])), head=head)
 

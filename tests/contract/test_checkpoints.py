@@ -176,7 +176,7 @@ def test_llama_cpp_files(tiny: tuple[dict[str, Any], Arrays], tmp_path: Path) ->
     if plain.head is None:
         return
     assert found.head is not None
-    assert found.head.head.spec == plain.head.head.spec
+    assert found.head.spec == plain.head.spec
     ours, theirs = (model.weights.tensors["mtp.0.projection.weight"].float32() for model in (found, plain))
     np.testing.assert_array_equal(ours, theirs)
 
@@ -309,7 +309,7 @@ def test_a_checkpoint_says_what_is_recycled(family: str, tmp_path: Path) -> None
     heads = [
         model_at(write_model(tmp_path / name, config | changes, arrays)).head for name, changes in RECYCLES.items()
     ]
-    assert [head and head.head.spec.recycle for head in heads] == ["post_norm", "pre_norm"]
+    assert [head and head.spec.recycle for head in heads] == ["post_norm", "pre_norm"]
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "qwen3_moe"])

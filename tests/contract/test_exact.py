@@ -28,7 +28,7 @@ from support import (
 )
 
 from headstart.errors import UsageError
-from headstart.layers.mtp import HeadSpec
+from headstart.heads.base import HeadSpec
 from headstart.tools.verify.covering import pairwise
 
 TEMPERATURES = (0.0, 0.7, 1.0)
@@ -140,7 +140,7 @@ def test_no_draft_changes_the_text(
         headed_model(family), drafter="ngram", depth=depth, max_num_seqs=batch, max_num_batched_tokens=chunk,
         kv_blocks=blocks, enable_prefix_caching=caching,
     )  # fmt: skip
-    engine.drafter = oracle = OracleDrafter(truth, seed, error)
+    engine.drafting.drafter = oracle = OracleDrafter(truth, seed, error)
     outputs = run(engine, varied_requests(temperature))
     assert_same(outputs, truth)
     assert oracle.released == len(truth)

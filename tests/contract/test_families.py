@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from headstart.core import Sampled, Sequence, Span
-from headstart.drafters._drafter import Wish
+from headstart.drafters.base import Wish
 from headstart.engine.engine import Engine
 from headstart.engine.load import Model
 from headstart.errors import ModelError
@@ -260,7 +260,7 @@ def test_draft_logits_of_a_growing_sequence(family: str) -> None:
         sequence.tokens = list(tokens[:length])
         engine.runner.forward([Span(sequence, sequence.num_computed, length - 1 - sequence.num_computed, 0)])
         sequence.num_computed = length - 1
-        engine.drafter.propose([Wish(sequence, 3)])
+        engine.drafting.drafter.propose([Wish(sequence, 3)])
         assert sequence.draft.tokens == tokens[length : length + 3]
         for step, expected in enumerate(expected_draft_logits(family, tokens, length, 3)):
             torch.testing.assert_close(
@@ -282,11 +282,11 @@ def test_draft_logits_of_a_ragged_batch(family: str, budget: int) -> None:
         engine.runner.forward([Span(sequence, 0, length - 1, 0)])
         sequence.num_computed = length - 1
         wishes.append(Wish(sequence, depth))
-    engine.drafter.propose(wishes)
+    engine.drafting.drafter.propose(wishes)
     assert len(forced.seen) == sum(wish.depth for wish in wishes)
     for sequence, depth in [(wish.sequence, wish.depth) for wish in wishes]:
         length = len(sequence.tokens)
-        assert sequence.num_drafter == length
+        assert sequence.filled[0] == length
         for step, expected in enumerate(expected_draft_logits(family, tokens, length, depth)):
             torch.testing.assert_close(
                 forced.seen[length, step], expected, rtol=1e-6, atol=1e-7

@@ -61,8 +61,8 @@ def test_two_mtp_layers_share_the_projection(tmp_path: Path) -> None:
     config, arrays = family_of("qwen3_5").tiny(mtp_num_hidden_layers=2)
     model = model_at(write_model(tmp_path, config, arrays))
     assert model.head is not None
-    first, second = model.head.head.modules
-    assert model.head.head.spec.num_modules == 2
+    first, second = model.head.modules
+    assert model.head.spec.num_modules == 2
     assert (first.projection.weight == second.projection.weight).all()
     assert not (first.block.input_norm.weight == second.block.input_norm.weight).all()
 
@@ -200,7 +200,7 @@ def test_llama_cpp_files(tiny: Tiny, tmp_path: Path, listed: bool) -> None:
     assert float((logits_of(found) - logits_of(plain)).abs().max()) <= 2e-5
     assert plain.head is not None
     assert found.head is not None
-    assert found.head.head.spec == plain.head.head.spec
+    assert found.head.spec == plain.head.spec
     ours, theirs = ({n: t for n, t in m.weights.tensors.items() if n.startswith("mtp.")} for m in (found, plain))
     for name in (n for n in theirs if ".experts." not in n):
         np.testing.assert_array_equal(ours[name].float32(), theirs[name].float32(), err_msg=name)

@@ -13,8 +13,9 @@ from support import FAMILIES, VOCAB, family_of, new_folder, prompt_of, soften
 from headstart import api
 from headstart.config import EngineConfig
 from headstart.core import SamplingParams, StateSteps, StepPlan
-from headstart.engine.load import canonical_tensors, load_model
+from headstart.engine.load import load_model
 from headstart.layers.weights import Weights
+from headstart.models.tensors import canonical_tensors
 from headstart.tools.tiny import write_model
 
 native = pytest.importorskip("headstart.kernels.native.backend", exc_type=ImportError)

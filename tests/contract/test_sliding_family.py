@@ -25,6 +25,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "norms after parts": {"norm_places": "post"},
     "no gate, squared ReLU": {"mlp_gate": False, "hidden_act": "relu2"},
     "sinks": {"attention_sinks": True},
+    "positions in windows only": {"rope_everywhere": False},
 }
 PROMPT = prompt_of(12, 7) * 3
 NEW = 40
@@ -56,6 +57,8 @@ def plain_logits(model: Model, tokens: list[int]) -> Tensor:
         return x if weight is None else rms_norm(x, weight.shape, weight, eps)
 
     def turned(x: Tensor, theta: float) -> Tensor:
+        if not theta:
+            return x
         angles = torch.arange(count)[:, None] * theta ** (-torch.arange(0, dim, 2).double() / dim)
         cos, sin = angles.cos()[:, None], angles.sin()[:, None]
         first, second = x.chunk(2, -1)
@@ -65,6 +68,8 @@ def plain_logits(model: Model, tokens: list[int]) -> Tensor:
     for i, kind in enumerate(kinds):
         layer, sliding = f"h.{i}", kind == "sliding_attention"
         theta = config["rope_local_base_freq"] if sliding else config["rope_theta"]
+        if not sliding and not config.get("rope_everywhere", True):
+            theta = 0
         places = [f"{layer}.{name}" for name in ("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm")]
         if config.get("norm_places") == "pre":  # what stands after attention is then the next part's norm
             places = [places[0], "none", places[1], "none"]
@@ -126,7 +131,7 @@ def test_only_layers_with_keys_of_their_own_have_pools(model: Model) -> None:
     assert len(model.weights.used) == len(model.checkpoint.tensors)
 
 
-@pytest.mark.parametrize("rows", [512, 32, 7])
+@pytest.mark.parametrize("rows", [512, 7])
 def test_logits_are_those_of_the_formulas(model: Model, expected: tuple[Output, list[float]], rows: int) -> None:
     """With the prompt in one pass, and in chunks that end inside windows."""
     output = generate(model, drafter="none", max_num_batched_tokens=rows, max_num_seqs=1)
@@ -134,9 +139,8 @@ def test_logits_are_those_of_the_formulas(model: Model, expected: tuple[Output, 
     torch.testing.assert_close(logprobs_of(output), expected[1], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "auto"])
-def test_drafting_does_not_change_the_text(model: Model, expected: tuple[Output, list[float]], drafter: str) -> None:
-    output = generate(model, drafter=drafter, depth=3)
+def test_drafting_does_not_change_the_text(model: Model, expected: tuple[Output, list[float]]) -> None:
+    output = generate(model, drafter="ngram", depth=3)
     assert output.tokens == expected[0].tokens
     assert output.stats and 0 < output.stats.accepted < output.stats.drafted
     torch.testing.assert_close(logprobs_of(output), expected[1], rtol=0, atol=1e-6)
@@ -144,7 +148,7 @@ def test_drafting_does_not_change_the_text(model: Model, expected: tuple[Output,
 
 def test_native_gives_the_same(model: Model, expected: tuple[Output, list[float]]) -> None:
     """The compiled kernels, with and without drafts."""
-    pytest.importorskip("headstart.kernels._native")
+    pytest.importorskip("headstart.kernels.native._native")
     native = load_model(str(model.checkpoint.path), EngineConfig(backend="native", threads=2, kv_cache_dtype="float32"))
     settings = {"backend": "native", "dtype": "float32", "block_size": 16, "kv_cache_dtype": "float32"}
     outputs = [generate(native, drafter=drafter, depth=3, **settings) for drafter in ("none", "ngram")]

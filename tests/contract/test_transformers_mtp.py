@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
 from headstart.core import Span
-from headstart.drafters._drafter import Wish
+from headstart.drafters.base import Wish
 
 MAX_TOKENS = 40
 
@@ -61,6 +61,6 @@ def test_drafts_of_transformers(family: str, monkeypatch: pytest.MonkeyPatch) ->
         sequence = new_sequence(engine, tokens, length)
         engine.runner.forward([Span(sequence, 0, length - 1, 0)])
         sequence.num_computed = length - 1
-        engine.drafter.propose([Wish(sequence, 1)])
+        engine.drafting.drafter.propose([Wish(sequence, 1)])
         assert float((forced.seen[length, 0] - expected).abs().max()) <= 2e-4
         engine.memory.release(sequence)

@@ -12,8 +12,9 @@ from headstart.cli.main import main
 from headstart.core import SamplingParams
 from headstart.errors import UsageError
 from headstart.formats import safetensors
-from headstart.formats.head import BlockConfig, HeadConfig, write_head
-from headstart.kernels.ops import AttentionSpec, RopeSpec
+from headstart.heads.base import HeadSpec
+from headstart.heads.files import write_head
+from headstart.heads.kind import HeadCheckpoint
 from headstart.tools.tiny import write_tiny
 
 
@@ -93,13 +94,8 @@ def test_config_contradicts_tensors(capsys: pytest.CaptureFixture[str], tiny: Pa
 
 def other_head(folder: Path, hidden_size: int, vocab_size: int) -> Path:
     """A head made for another trunk; its tensors are never reached."""
-    block = BlockConfig(
-        intermediate_size=16, attention=AttentionSpec(2, 1, 8, 1.0), rope=RopeSpec((1.0,), 2), eps=1e-5
-    )  # fmt: skip
-    config = HeadConfig(
-        hidden_size=hidden_size, vocab_size=vocab_size, block=block, trunk="another", trunk_fingerprint=""
-    )
-    write_head(folder, config, {"mtp.0.norm.weight": np.ones(hidden_size, np.float32)}, None)
+    head = HeadCheckpoint(spec=HeadSpec(), hidden_size=hidden_size, vocab_size=vocab_size, trunk="another")
+    write_head(folder, head, {"mtp.0.norm.weight": np.ones(hidden_size, np.float32)})
     return folder
 
 

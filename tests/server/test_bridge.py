@@ -155,7 +155,7 @@ def test_a_dead_head_is_switched_off_loudly(
     async def check(bridge: Bridge) -> None:
         engine = bridge.llm.engine
         seed = 0
-        while engine.depth and seed < 500:
+        while engine.drafting.depth and seed < 500:
             seed += 1
             await tokens_of(await bridge.open([request(bridge, seed, logit_bias={3: -100})]))
         assert bridge.watch.spec_disabled

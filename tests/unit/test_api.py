@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -122,6 +122,28 @@ def test_streams_side_by_side() -> None:
         texts[i] += "".join(delta.text for delta in streams[i])
     assert [*texts, between] == alone
     assert_clean(each.engine)
+
+
+def test_a_session_takes_requests_while_others_run() -> None:
+    each, params = llm("agreeing", depth=4), SamplingParams(max_tokens=20, ignore_eos=True)
+    alone = [each.generate([prompt], params)[0].text for prompt in PROMPTS[:2]]
+    with each.session() as session:
+        session.submit(each.request(PROMPTS[0], params))
+        choices = {choice.request.request_id: choice for choice, _ in session.step()}
+        session.submit(each.request(PROMPTS[1], params))
+        while session.running:
+            choices |= {choice.request.request_id: choice for choice, _ in session.step()}
+        session.submit(each.request(PROMPTS[0], params))  # is not waited for
+    assert [choice.text for choice in choices.values()] == alone
+    assert all(choice.arrivals == sorted(choice.arrivals) for choice in choices.values())
+    assert_clean(each.engine)
+    assert not each.inboxes
+
+
+def test_a_completion_is_plain_data() -> None:
+    first = llm().generate(["the thing"], SamplingParams(n=3, seed=1, temperature=1.0, max_tokens=4))[0]
+    document = asdict(first)
+    assert [document["index"], *(each["index"] for each in document["others"])] == [0, 1, 2]
 
 
 def test_on_finish_may_ask_again() -> None:

@@ -290,8 +290,8 @@ def test_measure(runner: InProcess, mode: str) -> None:
 
 def test_mode_off_has_no_drafter(runner: InProcess) -> None:
     measure(runner, sums(1), "off", Load(concurrency=1), num_requests=1)
-    assert runner._plain is not None and runner._plain.engine.drafter is None
-    assert runner._drafting.engine.drafter is not None
+    assert runner._plain is not None and runner._plain.engine.drafting.drafter is None
+    assert runner._drafting.engine.drafting.drafter is not None
 
 
 def test_no_more_run_at_a_time_than_asked_for(runner: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from headstart.cache.memory import KVMemory
 from headstart.core import Request, SamplingParams, Sequence
 
 SIZE, NUM_BLOCKS, MAX_LENGTH = 4, 12, 30
+HEAD = 0  # the one network beside the trunk
 Prefix = tuple[int, ...]
 
 
@@ -95,11 +96,11 @@ class MemoryMachine(RuleBasedStateMachine):
         length = len(sequence.tokens)
         if sequence.num_computed < length - 1 or not self.memory.reserve(sequence, length + depth):
             return
-        start = max(sequence.num_drafter, 1)
+        start = max(sequence.filled[HEAD], 1)
         while start < length:
             end = min(start + chunk, length)
             self.write(self.head, sequence, range(start, end))
-            self.memory.drafted(sequence, end)
+            self.memory.fill(sequence, HEAD, end)
             start = end
         self.write(self.head, sequence, range(length, length + depth), junk=True)
 
@@ -113,7 +114,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def preempt(self, sequence: Sequence) -> Any:
         """Give all back and start again from what is still cached."""
         self.memory.release(sequence)
-        assert (sequence.num_computed, sequence.num_drafter) == (0, 0)
+        assert (sequence.num_computed, sequence.filled[HEAD]) == (0, 0)
         self.memory.attach_prefix(sequence)
         return multiple(sequence)
 
@@ -142,8 +143,8 @@ class MemoryMachine(RuleBasedStateMachine):
         for sequence in self.live:
             for position in range(sequence.num_computed):
                 assert self.trunk[self.slot(sequence, position)] == tuple(sequence.tokens[: position + 1])
-            assert sequence.num_drafter <= len(sequence.tokens)
-            for position in range(1, sequence.num_drafter):
+            assert sequence.filled[HEAD] <= len(sequence.tokens)
+            for position in range(1, sequence.filled[HEAD]):
                 assert self.head[self.slot(sequence, position)] == tuple(sequence.tokens[: position + 1])
 
     @invariant()
@@ -159,7 +160,7 @@ class MemoryMachine(RuleBasedStateMachine):
                 key = block_key(key, list(prefix[start : start + SIZE]))
             assert key == block.key
             first = 1 if len(prefix) == SIZE else 0  # no pair lives in a sequence's first slot
-            for i in range(first, block.num_drafter):
+            for i in range(first, block.filled[HEAD]):
                 assert self.head[index * SIZE + i] == prefix[: len(prefix) - SIZE + 1 + i]
 
     def teardown(self) -> None:
@@ -237,26 +238,26 @@ def test_reserve_takes_all_or_nothing() -> None:
 def test_drafter_fill_stops_at_the_first_hole() -> None:
     memory = KVMemory(8, SIZE)
     first = computed(memory, list(range(13)), 12)
-    memory.drafted(first, 6)
+    memory.fill(first, HEAD, 6)
     second = new_sequence(list(range(13)))
     memory.attach_prefix(second)
-    assert (second.num_computed, second.num_drafter) == (12, 6)
+    assert (second.num_computed, second.filled[HEAD]) == (12, 6)
     assert memory.reserve(second, 13)
-    memory.drafted(second, 13)
+    memory.fill(second, HEAD, 13)
     third = new_sequence([*range(12), 99])
     memory.attach_prefix(third)
-    assert (third.num_computed, third.num_drafter) == (12, 12)
+    assert (third.num_computed, third.filled[HEAD]) == (12, 12)
 
 
 def test_a_block_taken_again_forgets_the_drafter() -> None:
     memory = KVMemory(3, SIZE)
     first = computed(memory, list(range(9)), 8)
-    memory.drafted(first, 9)
+    memory.fill(first, HEAD, 9)
     memory.release(first)
     second = computed(memory, [7] * 9, 8)
     memory.release(second)
     assert memory.attach_prefix(second) == 8
-    assert second.num_drafter == 0
+    assert second.filled[HEAD] == 0
 
 
 def test_what_is_forgotten_is_not_found_until_it_is_published_again() -> None:

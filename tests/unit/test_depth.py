@@ -13,7 +13,7 @@ from support import SMALL, headed_model
 from headstart.api import LLM
 from headstart.config import AUTO, EngineConfig
 from headstart.core import Draft, Request, SamplingParams, Sequence
-from headstart.drafters._drafter import Wish
+from headstart.drafters.base import Wish
 from headstart.engine.calibrate import calibrate
 from headstart.engine.costs import KNOTS, Costs, Curve, Work
 from headstart.engine.depth import AutoDepth, Room
@@ -84,7 +84,7 @@ def draft_of(tokens: list[int], scores: list[float]) -> Draft:
 def learn(odds: Odds, each: Sequence, score: float, right: bool) -> None:
     odds.drafted(each, draft_of([7 if right else 8], [score]))
     each.tokens.append(7)
-    odds.came(each)
+    odds.compare(each)
 
 
 def test_scores_are_calibrated() -> None:
@@ -100,7 +100,7 @@ def test_nothing_is_learned_behind_a_miss() -> None:
     odds, each = Odds(), sequence()
     odds.drafted(each, draft_of([7, 8, 9], [0.5] * 3))
     each.tokens += [7, 1, 9]
-    odds.came(each)
+    odds.compare(each)
     assert odds.table(each, "mtp", 0).seen == 1
     assert odds.table(each, "mtp", 1).seen == 1  # the miss itself; the third token says nothing
 
@@ -159,7 +159,7 @@ class World:
             work = Work(self.count, self.prompt_rows)
             wishes = (
                 pilot.wishes([Room(each, 8, 0) for each in sequences])
-                if not pilot.rests() and pilot.weigh(work)
+                if not pilot.skips_step() and pilot.weigh(work)
                 else []
             )
             chances = {wish.sequence: self._draft(wish) for wish in wishes}
@@ -189,7 +189,7 @@ class World:
     def _commit(self, pilot: AutoDepth, each: Sequence, chances: Seq[float]) -> int:
         accepted = next((i for i, token in enumerate(each.draft.tokens) if token != 1), len(each.draft.tokens))
         each.tokens += [1] * (accepted + 1)
-        pilot.odds.came(each)
+        pilot.odds.compare(each)
         each.draft = Draft()
         return accepted + 1
 

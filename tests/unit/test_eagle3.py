@@ -15,29 +15,21 @@ torch = pytest.importorskip("torch")
 
 from headstart.config import EngineConfig  # noqa: E402
 from headstart.core import StepPlan  # noqa: E402
-from headstart.engine.load import attach_head  # noqa: E402
+from headstart.engine.attach import attach_head  # noqa: E402
 from headstart.errors import ModelError, UsageError  # noqa: E402
-from headstart.formats.head import HeadConfig, read_head, write_head  # noqa: E402
 from headstart.formats.safetensors_file import read_file  # noqa: E402
+from headstart.heads.base import HeadNetwork  # noqa: E402
+from headstart.heads.files import read_head  # noqa: E402
+from headstart.layers.network import Pools  # noqa: E402
 
 MAPS = ("d2t", "t2d")
 DRAFT_IDS = tuple(range(1, support.VOCAB, 3))
 
 
-def head_config(model: Any, **changes: Any) -> HeadConfig:
-    sizes = model.config
-    block = support.plain_block(sizes)
-    fields: dict[str, Any] = {"hidden_size": sizes.hidden_size, "vocab_size": sizes.vocab_size, "block": block}
-    return HeadConfig(
-        **{**fields, "trunk": "x", "trunk_fingerprint": "y", "kind": "eagle3", "tap": (0, 1, 2), "recycle": "pre_norm"}
-        | changes
-    )
-
-
 def written(model: Any, path: Path, **changes: Any) -> Path:
-    tensors = support.eagle3_tensors(model, DRAFT_IDS)
-    write_head(path, head_config(model, **changes), tensors, np.array(DRAFT_IDS, np.int64))
-    return path
+    spec = support.eagle3_spec(model)
+    arrays = support.eagle3_arrays(model, spec, DRAFT_IDS)
+    return support.write_head(path, model.config, replace(spec, **changes), arrays, DRAFT_IDS)
 
 
 def plain_eagle3(t: dict[str, Any], streams: Any, embedded: Any, spec: Any, inv_freq: Any, eps: float) -> Any:
@@ -77,14 +69,15 @@ def test_the_formula(tmp_path: Path) -> None:
     tensors = {name: torch.from_numpy(each.float32()).double() for name, each in files.items() if name not in MAPS}
     rng, count, width = np.random.default_rng(0), 7, model.config.hidden_size
     streams, ids = torch.from_numpy(rng.standard_normal((count, 3 * width))), rng.integers(0, support.VOCAB, count)
-    embedding, block = model.decoder.embedding, support.plain_block(model.config)
+    embedding, layer = model.decoder.embedding, support.plain_layer(model.config)
     expected, recycled = plain_eagle3(
-        tensors, streams, embedding[torch.from_numpy(ids)], block.attention,
-        torch.tensor(block.rope.inv_freq, dtype=torch.float64), block.eps,
+        tensors, streams, embedding[torch.from_numpy(ids)], layer.mixer.spec,
+        torch.tensor(layer.mixer.rope.inv_freq, dtype=torch.float64), layer.eps,
     )  # fmt: skip
-    module = attached.head.modules[0]
+    module = attached.modules[0]
     pool = model.backend.kv_pool(32, module.kv_spec)
-    first, following = attached.head.programs(0, pool, embedding, attached.head.lm_head)
+    programs = HeadNetwork(attached, width, embedding, attached.lm_head).programs(Pools([pool]))
+    first, following = programs["pairs.0"].code, programs["next.0"].code
     ints = lambda values: np.asarray(values, np.int32)  # noqa: E731
     positions = ints(range(1, count + 1))
     plan = StepPlan(
@@ -110,10 +103,11 @@ def test_files_are_those_of_other_engines(tmp_path: Path) -> None:
     offsets = tensors["d2t"].numpy()
     assert offsets.dtype == np.int64
     assert (offsets + np.arange(len(offsets)) == np.array(DRAFT_IDS)).all()
-    config, _, ids = read_head(path)
-    assert config == head_config(model, training=config.training)
-    assert ids is not None
-    assert ids.tolist() == list(DRAFT_IDS)
+    head = read_head(path)
+    assert (head.spec, head.trunk, head.trunk_fingerprint) == (support.eagle3_spec(model), "x", "y")
+    assert (head.hidden_size, head.vocab_size) == (model.config.hidden_size, model.config.vocab_size)
+    assert head.draft_token_ids is not None
+    assert head.draft_token_ids.tolist() == list(DRAFT_IDS)
 
 
 def test_speculators_names_and_default_taps(tmp_path: Path) -> None:
@@ -125,7 +119,7 @@ def test_speculators_names_and_default_taps(tmp_path: Path) -> None:
     document |= {"speculators_model_type": "eagle3", "transformer_layer_config": inner}
     (path / "config.json").write_text(json.dumps(document))
     attached = attach_head(model, path)
-    assert attached.head.spec.tap == (2, 4, 5)
+    assert attached.spec.tap == (2, 4, 5)
 
 
 @pytest.mark.parametrize("backend", ["reference", "native"])

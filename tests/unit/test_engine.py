@@ -31,9 +31,10 @@ from support import (
 )
 
 from headstart.core import Delta, Draft, Request, Sequence, Span, StepPlan
-from headstart.drafters._drafter import Wish
+from headstart.drafters.base import Wish
 from headstart.engine.engine import Engine
 from headstart.errors import CapacityError, HeadstartError, UsageError
+from headstart.layers.network import FORWARD
 
 FAMILY = "mimo"
 
@@ -42,7 +43,7 @@ class Spy:
     """A backend that notes every pass: its plan, whether it is the trunk's, and how many operations it takes."""
 
     def __init__(self, engine: Engine) -> None:
-        self._backend, self._trunk = engine.runner.backend, engine.runner._handle
+        self._backend, self._trunk = engine.runner.backend, engine.runner.trunk.handles[FORWARD]
         self.trunk: list[StepPlan] = []
         self.head: list[StepPlan] = []
         self.num_ops: list[int] = []
@@ -136,7 +137,7 @@ def test_drafts_starve_nobody() -> None:
     """Eight sequences want six rows each of a budget of 17: every one still gets its token in each step."""
     engine = make(agreeing_model(FAMILY), drafter="none", depth=5, max_num_batched_tokens=17, kv_blocks=200)
     truth = run(engine, requests := [request(prompt_of(2, i), name=f"{i}", max_tokens=40, stops=()) for i in range(8)])
-    engine.drafter = OracleDrafter(truth, 0, 0.2)
+    engine.drafting.drafter = OracleDrafter(truth, 0, 0.2)
     for each in requests:
         engine.submit(each)
     step(engine)
@@ -158,7 +159,7 @@ def test_tokens_leave_before_the_next_draft() -> None:
         def propose(self, wishes: Seq[Wish]) -> None:
             events.append("propose")
 
-    engine.drafter = Noted({}, 0, 0)
+    engine.drafting.drafter = Noted({}, 0, 0)
     engine.submit(request([5, 6], max_tokens=3, stops=()))
     while engine.has_work:
         engine.step(lambda deltas: events.append("deliver"))
@@ -171,16 +172,16 @@ def test_tokens_leave_before_the_next_draft() -> None:
 def check_state(engine: Engine) -> None:
     """What core.Sequence promises between steps."""
     for sequence in engine.scheduler.waiting:
-        assert (sequence.num_computed, sequence.num_drafter, len(sequence.block_table)) == (0, 0, 0)
+        assert (sequence.num_computed, sequence.filled[0], len(sequence.block_table)) == (0, 0, 0)
         assert not sequence.draft.tokens
     for sequence in engine.scheduler.running:
         length, params = len(sequence.tokens), sequence.request.params
         slots = len(sequence.block_table) * engine.memory.block_size
         assert 0 <= sequence.num_computed <= length - 1
-        assert sequence.num_drafter <= length
+        assert sequence.filled[0] <= length
         assert sequence.num_output < params.max_tokens
         assert sequence.finish_reason is None
-        assert slots >= max(sequence.num_computed, sequence.num_drafter, length if sequence.draft.tokens else 0)
+        assert slots >= max(sequence.num_computed, sequence.filled[0], length if sequence.draft.tokens else 0)
         if sequence.draft.tokens:
             assert sequence.num_computed == length - 1
             assert len(sequence.draft.tokens) <= min(engine.config.depth, params.max_tokens - sequence.num_output - 1)
@@ -191,15 +192,15 @@ def check_state(engine: Engine) -> None:
 
 
 def states(engine: Engine, sequence: Sequence) -> dict[str, torch.Tensor]:
-    """Trunk keys, values and hidden states below num_computed; head keys and values of pairs below num_drafter."""
+    """Trunk keys, values and hidden states below num_computed; head keys and values of pairs below filled."""
     size = engine.memory.block_size
     slots = torch.tensor([b * size + i for b in sequence.block_table for i in range(size)])
-    known, pairs = slots[: sequence.num_computed], slots[1 : max(sequence.num_drafter, 1)]
+    known, pairs = slots[: sequence.num_computed], slots[1 : max(sequence.filled[0], 1)]
     found = {"hidden": engine.runner._hidden_pool[known]}
-    for i, pool in enumerate(engine.runner._handle.pools):
+    for i, pool in enumerate(engine.runner.trunk.pools.kv):
         found |= {f"keys {i}": pool.keys[known], f"values {i}": pool.values[known]}
-    for i, program in enumerate(engine.drafter._first):
-        found |= {f"head keys {i}": program.pool.keys[pairs], f"head values {i}": program.pool.values[pairs]}
+    for i, pool in enumerate(engine.runner.opened[0].pools.kv):
+        found |= {f"head keys {i}": pool.keys[pairs], f"head values {i}": pool.values[pairs]}
     return found
 
 
@@ -213,7 +214,7 @@ def fresh(engine: Engine, tokens: list[int], num_computed: int, num_drafter: int
     sequence.num_computed = num_computed
     if num_drafter > 1:
         sequence.tokens = tokens[:num_drafter]
-        other.drafter.propose([Wish(sequence, 1)])
+        other.drafting.drafter.propose([Wish(sequence, 1)])
     return other, sequence
 
 
@@ -229,7 +230,7 @@ def test_state_after_any_acceptance_is_that_of_a_fresh_prefill(settings: dict[st
         check_state(engine)
         if rng.random() < 0.6 and engine.scheduler.running:
             sequence = engine.scheduler.running[rng.integers(len(engine.scheduler.running))]
-            other, again = fresh(engine, sequence.tokens, sequence.num_computed, sequence.num_drafter)
+            other, again = fresh(engine, sequence.tokens, sequence.num_computed, sequence.filled[0])
             expected = states(other, again)
             for name, value in states(engine, sequence).items():
                 torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-9, msg=name)
@@ -373,7 +374,7 @@ def test_a_stop_id_inside_an_accepted_draft_ends_the_text() -> None:
     truth = run(engine, [request([5, 9], max_tokens=30, stops=())])
     tokens = truth["r", 0].tokens
     stop = next(token for token in tokens[4:] if token not in tokens[:4])
-    engine.drafter = OracleDrafter(truth, 1, 0.0)
+    engine.drafting.drafter = OracleDrafter(truth, 1, 0.0)
     found = run(engine, [request([5, 9], max_tokens=30, stops=(stop,))])["r", 0]
     assert found.tokens == tokens[: tokens.index(stop) + 1]
     assert found.finish_reason == "stop"
@@ -518,7 +519,7 @@ def test_three_tokens_follow_the_distribution_of_plain_sampling(drafter: str, ru
         model = replace(model, head=make_head(model, draft_ids=(0, 2, 3)))
     engine = make(model, drafter="none" if drafter == "junk" else "mtp", depth=2, rule=rule, kv_blocks=400)
     if drafter == "junk":
-        engine.drafter = JunkDrafter({}, 0, 0)
+        engine.drafting.drafter = JunkDrafter({}, 0, 0)
     settings = {"n": 128, "temperature": TEMPERATURE, "top_k": TOP_K, "max_tokens": 4, "stops": ()}
     found = run(engine, [request(prompt, name=f"{i}", seed=7000 + i, **settings) for i in range(runs)])
     counts = np.zeros((SMALL_VOCAB,) * 3)

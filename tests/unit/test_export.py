@@ -18,9 +18,9 @@ from headstart.config import EngineConfig  # noqa: E402
 from headstart.core import SamplingParams  # noqa: E402
 from headstart.engine.load import load_model  # noqa: E402
 from headstart.errors import ModelError, UsageError  # noqa: E402
-from headstart.formats.head import HeadConfig, write_head  # noqa: E402
 from headstart.formats.safetensors import bfloat16  # noqa: E402
-from headstart.layers.build import mtp_shapes  # noqa: E402
+from headstart.heads.base import HeadSpec  # noqa: E402
+from headstart.heads.kind import head_kind  # noqa: E402
 from headstart.models.small import random_arrays  # noqa: E402
 from headstart.tools.export.run import ExportOptions, run  # noqa: E402
 from headstart.train.unroll import unroll  # noqa: E402
@@ -30,14 +30,10 @@ def trunk_and_head(tmp_path: Path, hidden_first: bool) -> tuple[Path, Path]:
     config, arrays = support.family_of("llama").tiny(tie_word_embeddings=True)
     model = support.write_model(tmp_path / "model", config, arrays)
     sizes = support.family_of("llama").parse(config)
-    hidden = sizes.hidden_size
-    block = support.plain_block(sizes)
-    head = HeadConfig(
-        hidden_size=hidden, vocab_size=sizes.vocab_size, block=block, trunk="x", trunk_fingerprint="y",
-        hidden_first=hidden_first, tap="pre_norm",
-    )  # fmt: skip
-    arrays = {name: bfloat16(array) for name, array in random_arrays(mtp_shapes("mtp.0", sizes), 5).items()}
-    write_head(tmp_path / "head", head, arrays, np.arange(0, sizes.vocab_size, 2))
+    spec = HeadSpec(layer=sizes.head_layer, hidden_first=hidden_first, tap="pre_norm")
+    shapes = head_kind("mtp").shapes(spec, sizes.hidden_size)
+    arrays = {name: bfloat16(array) for name, array in random_arrays(shapes, 5).items()}
+    support.write_head(tmp_path / "head", sizes, spec, arrays, np.arange(0, sizes.vocab_size, 2))
     return model, tmp_path / "head"
 
 
@@ -59,7 +55,7 @@ def test_a_mimo_directory_says_and_drafts_the_same(tmp_path: Path, hidden_first:
     rng, width = np.random.default_rng(0), native.config.hidden_size
     hidden, tokens = torch.from_numpy(rng.standard_normal((2, 9, width))), torch.randint(0, support.VOCAB, (2, 9))
     found = []
-    for each in (ours.head.head, native.head.head):
+    for each in (ours.head, native.head):
         spec = replace(each.spec, mask_first=False)  # MiMo's own rule for the first pair of a text
         found.append(unroll(each.modules, spec, native.decoder.embedding, hidden, tokens, 3))  # type: ignore[arg-type]
     for step, again in zip(*found, strict=True):

@@ -14,10 +14,10 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 
 from headstart.cli.main import main
 from headstart.formats.base import Tensor
-from headstart.formats.head import HeadConfig, write_head
 from headstart.formats.safetensors import Array, bfloat16
 from headstart.formats.safetensors_file import read_file
-from headstart.layers.build import mtp_shapes
+from headstart.heads.base import HeadSpec
+from headstart.heads.kind import head_kind, plain_parts
 from headstart.models.small import random_arrays
 from headstart.tools.export.run import ExportOptions, run
 
@@ -105,11 +105,11 @@ def trunk_gguf(tmp_path: Path) -> Path:
     writer.add_block_count(sizes.num_layers)
     writer.add_context_length(512)
     writer.add_embedding_length(sizes.hidden_size)
-    block = support.plain_block(sizes)
-    writer.add_feed_forward_length(block.intermediate_size)
-    writer.add_head_count(block.attention.num_heads)
-    writer.add_head_count_kv(block.attention.num_kv_heads)
-    writer.add_rope_dimension_count(block.attention.head_dim)
+    attention, mlp = plain_parts(sizes.head_layer)
+    writer.add_feed_forward_length(mlp.inner)
+    writer.add_head_count(attention.spec.num_heads)
+    writer.add_head_count_kv(attention.spec.num_kv_heads)
+    writer.add_rope_dimension_count(attention.spec.head_dim)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(sizes.vocab_size)
     writer.add_tokenizer_model("gpt2")
@@ -128,17 +128,9 @@ def trunk_gguf(tmp_path: Path) -> Path:
 def eagle3(tmp_path: Path) -> Path:
     """A random EAGLE-3 head for the tiny Llama, with a draft vocabulary."""
     model = support.tiny_model("llama")
-    sizes, ids = model.config, np.arange(1, model.config.vocab_size, 2)
-    names = {
-        name: bfloat16(each.float32())
-        for name, each in support.as_tensors(support.eagle3_tensors(model, ids.tolist())).items()
-    }
-    block = support.plain_block(sizes)
-    head = HeadConfig(
-        kind="eagle3", hidden_size=sizes.hidden_size, vocab_size=sizes.vocab_size, block=block, trunk="x",
-        trunk_fingerprint="y", tap=(0, 1, 2), recycle="pre_norm",
-    )  # fmt: skip
-    write_head(tmp_path / "eagle3", head, names, ids)
+    spec, ids = support.eagle3_spec(model), np.arange(1, model.config.vocab_size, 2)
+    arrays = {name: bfloat16(each) for name, each in support.eagle3_arrays(model, spec, ids.tolist()).items()}
+    support.write_head(tmp_path / "eagle3", model.config, spec, arrays, ids)
     return tmp_path / "eagle3"
 
 
@@ -294,12 +286,9 @@ def test_a_qwen_module_as_llama_cpp_wants_it(fused: bool, tmp_path: Path) -> Non
 def mtp_head(folder: Path) -> Path:
     config = support.family_of("llama").tiny()[0]
     sizes = support.family_of("llama").parse(config)
-    block = support.plain_block(sizes)
-    head = HeadConfig(
-        hidden_size=sizes.hidden_size, vocab_size=sizes.vocab_size, block=block, trunk="x", trunk_fingerprint="y"
-    )
-    write_head(folder, head, {n: bfloat16(a) for n, a in random_arrays(mtp_shapes("mtp.0", sizes)).items()}, None)
-    return folder
+    spec = HeadSpec(layer=sizes.head_layer)
+    shapes = head_kind("mtp").shapes(spec, sizes.hidden_size)
+    return support.write_head(folder, sizes, spec, {n: bfloat16(a) for n, a in random_arrays(shapes).items()})
 
 
 REFUSED: dict[str, tuple[str, str]] = {

@@ -15,7 +15,7 @@ from huggingface_hub import errors
 from headstart import _wheel, hub
 from headstart._wheel import WheelFile
 from headstart.errors import UsageError
-from headstart.formats.head import read_head
+from headstart.heads.files import read_head
 
 CONTENT = b"GGUF" + bytes(5000)
 
@@ -223,7 +223,7 @@ def test_the_shipped_heads_go_with_the_alias(toy: hub.Builtin, tmp_path: Path, m
 @pytest.mark.parametrize("name", hub.BUILTIN)
 def test_shipped_heads_are_of_their_kind(name: str) -> None:
     for kind, folder in hub.BUILTIN[name].heads.items():
-        assert read_head(hub.HEADS / folder)[0].kind == kind
+        assert read_head(hub.HEADS / folder).spec.kind == kind
 
 
 def test_models_inside_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,11 @@ from headstart.cli.main import main
 from headstart.errors import ModelError, UsageError
 from headstart.formats import safetensors
 from headstart.formats.base import BITS, File, Tensor
-from headstart.formats.head import BlockConfig, HeadConfig, write_head
 from headstart.formats.mtp_families import declared, families_by_key, find_family
 from headstart.formats.symbols import Sizes, text_config
-from headstart.kernels.ops import AttentionSpec, RopeSpec
+from headstart.heads.base import HeadSpec
+from headstart.heads.files import write_head
+from headstart.heads.kind import HeadCheckpoint
 from headstart.tools.inspect import run as inspect
 from headstart.tools.inspect.parts import part_of
 from headstart.tools.inspect.run import InspectOptions
@@ -322,9 +323,9 @@ def test_native_heads_against_another_trunk(tmp_path: Path) -> None:
 
 
 def test_head_of_its_own(tmp_path: Path) -> None:
-    block = BlockConfig(intermediate_size=8, attention=AttentionSpec(2, 1, 4, 0.5), rope=RopeSpec((1.0,), 2), eps=1e-5)
-    config = HeadConfig(hidden_size=8, vocab_size=131, block=block, trunk="a", trunk_fingerprint="")
-    write_head(tmp_path / "head", config, {"mtp.0.norm.weight": np.ones(8, np.float32)}, np.arange(5, dtype=np.int64))
+    ids = np.arange(5, dtype=np.int64)
+    head = HeadCheckpoint(spec=HeadSpec(), hidden_size=8, vocab_size=131, draft_token_ids=ids)
+    write_head(tmp_path / "head", head, {"mtp.0.norm.weight": np.ones(8, np.float32)})
     trunk_path = str(write_tiny("llama", tmp_path / "trunk"))
     report = inspect.run(InspectOptions(model=trunk_path, head=str(tmp_path / "head")))
     assert report.data["attached_head"]["draft_vocab_size"] == 5

@@ -18,7 +18,7 @@ from headstart.train.unroll import unroll  # noqa: E402
 
 def test_the_formula() -> None:
     model = support.tiny_model("llama")
-    head = support.make_medusa(model, 3).head
+    head = support.make_medusa(model, 3)
     hidden = torch.randn(2, 5, model.config.hidden_size, dtype=torch.float64)
     tokens = torch.randint(0, support.VOCAB, (2, 5))
     outputs = unroll(head.modules, head.spec, model.decoder.embedding, hidden, tokens, 3)

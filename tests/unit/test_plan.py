@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -29,7 +32,7 @@ PARTS = (
 @pytest.mark.parametrize("first_position", [0, 1])
 @pytest.mark.parametrize("parts", [PARTS, PARTS[:1], PARTS[::-1]], ids=["four", "one", "reversed"])
 def test_every_row_is_where_it_belongs(parts: tuple[Rows, ...], first_position: int) -> None:
-    plan = build_plan(parts, SIZE, first_position=first_position)
+    plan = build_plan(parts, SIZE, first_position=first_position, behind=first_position or None)
     row, logit_rows = 0, []
     for i, part in enumerate(parts):
         blocks, last = part.sequence.block_table.tolist(), part.start + len(part.token_ids)
@@ -50,3 +53,24 @@ def test_every_row_is_where_it_belongs(parts: tuple[Rows, ...], first_position: 
     assert (plan.hidden_slots is None) == (first_position == 0)
     assert (plan.first_position, plan.block_size) == (first_position, SIZE)
     assert {a.dtype for a in vars(plan).values() if isinstance(a, np.ndarray)} == {np.dtype(np.int32)}
+
+
+def test_rows_of_a_block_see_its_end() -> None:
+    first, block = PARTS[0], replace(PARTS[1], sees=14)
+    plan = build_plan((first, block), SIZE)
+    assert plan.sees is not None and plan.paths is None
+    assert plan.sees.tolist() == [1, *[14] * 9]
+    assert plan.positions.tolist() == [1, *range(3, 12)]
+
+
+def test_rows_of_a_tree_know_their_ancestors() -> None:
+    """Two guesses behind position 2, and behind the first one two more; slots are consecutive, positions are not."""
+    chain, tree = PARTS[0], replace(rows_of(2, [5, 0, 9], 3, 5, 5), parents=(-1, -1, 0, 0, 2))
+    plan = build_plan((tree, chain), SIZE)
+    assert plan.positions.tolist() == [3, 3, 4, 4, 5, 1]
+    slots = plan.slots.tolist()
+    assert slots[:5] == [23, 0, 1, 2, 3]
+    assert plan.paths is not None and plan.sees is not None
+    paths = [plan.paths.slots[a:b].tolist() for a, b in pairwise(plan.paths.starts)]
+    assert paths == [[23], [0], [23, 1], [23, 2], [23, 1, 3], []]
+    assert plan.sees.tolist() == plan.positions.tolist()

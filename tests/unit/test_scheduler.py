@@ -48,7 +48,7 @@ def test_everybody_that_runs_gets_a_token_in_every_pass(budget: int) -> None:
     model, many = agreeing_model(FAMILY), [request(prompt_of(4, i), name=f"{i}", max_tokens=15) for i in range(6)]
     truth = run(make(model, drafter="none"), many)
     engine = make(model, drafter="none", depth=8, max_num_batched_tokens=budget)
-    engine.drafter = OracleDrafter(truth, 0, 0.2)
+    engine.drafting.drafter = OracleDrafter(truth, 0, 0.2)
     for each in many:
         engine.submit(each)
     while engine.has_work:
@@ -56,7 +56,7 @@ def test_everybody_that_runs_gets_a_token_in_every_pass(budget: int) -> None:
         engine.step(lambda deltas: None)
         for sequence, (computed, output) in before.items():
             assert (sequence.num_computed, sequence.num_output) > (computed, output) or sequence.finish_reason
-    assert (engine.drafter.proposed > 0) == (budget > 1)
+    assert (engine.drafting.drafter.proposed > 0) == (budget > 1)
 
 
 @pytest.mark.parametrize("budget", [1, 2, 7])

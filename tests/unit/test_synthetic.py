@@ -89,7 +89,7 @@ def test_drafts_of_a_grammar_are_judged_by_the_model() -> None:
     asked = request([5, 6], max_tokens=12, stops=())
     (output,) = run(make(headed_model("llama"), drafter="none"), [asked]).values()
     plain = output.tokens
-    engine.drafter = Forced()  # type: ignore[assignment]
+    engine.drafting.drafter = Forced()  # type: ignore[assignment]
     (found,) = run(engine, [asked]).values()
     assert found.tokens == plain
     assert judged[0] == 3

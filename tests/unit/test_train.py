@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +13,22 @@ import support
 
 torch = pytest.importorskip("torch")
 
-from headstart import registry  # noqa: E402
 from headstart.api import LLM  # noqa: E402
 from headstart.config import EngineConfig  # noqa: E402
 from headstart.core import SamplingParams, StepPlan  # noqa: E402
 from headstart.errors import CapacityError, ModelError, UsageError  # noqa: E402
 from headstart.formats.base import make_tensor  # noqa: E402
-from headstart.formats.head import read_head  # noqa: E402
+from headstart.heads.base import DraftStep, HeadNetwork, HeadSpec  # noqa: E402
+from headstart.heads.files import read_head  # noqa: E402
+from headstart.heads.kind import head_kind, trained_kinds  # noqa: E402
 from headstart.layers.linear import Linear  # noqa: E402
-from headstart.layers.mtp import HeadSpec, MTPProgram  # noqa: E402
+from headstart.layers.network import Pools  # noqa: E402
 from headstart.layers.norm import RMSNorm  # noqa: E402
 from headstart.tools.tiny import write_model  # noqa: E402
 from headstart.train import data, generate  # noqa: E402
 from headstart.train.batches import plan_epoch  # noqa: E402
 from headstart.train.features import FeatureCache, trunk_argmax, trunk_hidden  # noqa: E402
-from headstart.train.head import before_norm, stream_scale  # noqa: E402
-from headstart.train.kinds import head_kind  # noqa: E402
+from headstart.train.head import before_norm, first_weights, stream_scale  # noqa: E402
 from headstart.train.loop import Hooks, Recipe, Trainer, save_checkpoint, train  # noqa: E402
 from headstart.train.losses import distill, teach  # noqa: E402
 from headstart.train.objective import Target, Weighting  # noqa: E402
@@ -80,16 +79,16 @@ def test_unrolled_forward_is_the_run_time_forward(spec: HeadSpec, family: str) -
     tokens = rng.integers(0, support.VOCAB, (2, length))
     hidden = torch.from_numpy(rng.standard_normal((2, length, width)))
     embedding = model.decoder.embedding
-    ours = unroll(head.head.modules, spec, embedding, hidden, torch.from_numpy(tokens), depth)
+    ours = unroll(head.modules, spec, embedding, hidden, torch.from_numpy(tokens), depth)
 
     identity = Linear(torch.eye(width, dtype=torch.float64))  # so that `logits` is y itself
     for b in range(2):
         for origin in range(length - depth):
             row = tokens[b].tolist()
             programs, outs = [], []
-            for module in head.head.modules:
+            for module in head.modules:
                 pool = model.backend.kv_pool(32, module.kv_spec)
-                programs.append(MTPProgram(spec, module, pool, embedding, identity))
+                programs.append(DraftStep(spec, module, pool, embedding, identity))
                 plan = head_plan(row[1 : origin + 2], 1)
                 outs.append(model.backend.run(programs[-1], plan, hidden=hidden[b, : origin + 1]))
             out = outs[0]
@@ -119,25 +118,27 @@ def test_blocks_that_cannot_be_trained_are_named(layers: int, what: str) -> None
     family = "glm4_moe" if what == "experts" else "deepseek_v3"
     model = support.tiny_model(family, num_hidden_layers=layers)
     with pytest.raises(UsageError, match=f"a block with .*{what.split()[0]}"):
-        head_kind("mtp").initial(model.decoder, HeadSpec(), 1.0)
+        first_weights(head_kind("mtp").training, HeadSpec(), model.decoder, 1.0)
     subject = subject_of(model, EngineConfig(backend="reference", dtype="float64", threads=1))
     with pytest.raises(ModelError, match="cannot be trained yet"):
-        existing_head(subject, head_kind("mtp"), None)
+        existing_head(subject, "mtp", None)
 
 
 def test_eagle3_unrolled_is_the_run_time_forward() -> None:
     """As above for a head that fuses streams at the first step and reads the recycled vector later."""
     model = support.tiny_model("llama")
     head = support.make_eagle3(model, (0, 1, 2))
-    module, embedding = head.head.modules[0], model.decoder.embedding
+    module, embedding = head.modules[0], model.decoder.embedding
     rng, length, depth = np.random.default_rng(0), 9, 4
     row = rng.integers(0, support.VOCAB, length).tolist()
     streams = torch.from_numpy(rng.standard_normal((1, length, 3 * model.config.hidden_size)))
-    ours = unroll([module], head.head.spec, embedding, streams, torch.tensor([row]), depth)
+    ours = unroll([module], head.spec, embedding, streams, torch.tensor([row]), depth)
     identity = Linear(torch.eye(model.config.hidden_size, dtype=torch.float64))
     for origin in range(length - depth):
         pool = model.backend.kv_pool(32, module.kv_spec)
-        first, following = replace(head.head, lm_head=None).programs(0, pool, embedding, identity)
+        network = HeadNetwork(head, model.config.hidden_size, embedding, identity)
+        programs = network.programs(Pools([pool]))
+        first, following = programs["pairs.0"].code, programs["next.0"].code
         plan = head_plan(row[1 : origin + 2], 1)
         out = model.backend.run(first, plan, hidden=streams[0, : origin + 1])
         for step in range(1, depth + 1):
@@ -206,7 +207,7 @@ def test_training_raises_held_out_acceptance(tmp_path: Path) -> None:
     assert after.cumulative[1] > before.cumulative[1] + 0.3
 
 
-@pytest.mark.parametrize("kind", registry.available("head_kinds"))
+@pytest.mark.parametrize("kind", trained_kinds())
 def test_from_prompts_to_a_head_that_the_engine_runs(tmp_path: Path, kind: str) -> None:
     folder, prompts = tiny_folder(tmp_path, 0.1, 7 if kind == "eagle3" else 2), tmp_path / "prompts.jsonl"
     asked = np.random.default_rng(2).choice(WORDS, (40, 3))
@@ -220,12 +221,13 @@ def test_from_prompts_to_a_head_that_the_engine_runs(tmp_path: Path, kind: str) 
     assert [row["step"] for row in rows] == [0, report.data["steps"]]
     assert report.data["held_out"]["all"]["length"] > 1.5
     assert "<svg" in (options.work / "acceptance.svg").read_text()
-    config, tensors, ids = read_head(options.out)
+    head = read_head(options.out)
+    ids = head.draft_token_ids
     assert ids is not None and len(ids) == 100 and support.EOS in ids
     assert report.data["tokens"] >= 40_000
     # the file is that of the best evaluation; on so soft a trunk the other kinds may be best as they begin
-    assert config.training["tokens"] in ((report.data["tokens"],) if kind == "mtp" else (0, report.data["tokens"]))
-    assert {tensor.dtype for tensor in tensors.values()} == {"BF16"}
+    assert head.training["tokens"] in ((report.data["tokens"],) if kind == "mtp" else (0, report.data["tokens"]))
+    assert {tensor.dtype for tensor in head.tensors.values()} == {"BF16"}
 
     llm = LLM(str(folder), EngineConfig(head=str(options.out), threads=1, max_model_len=256, depth=2))
     assert llm.method == kind
@@ -249,9 +251,7 @@ def new_trainer(subject: Subject, corpus: Corpus, vocab: int = 64, **recipe: Any
     trunk = subject.trunk
     scale = stream_scale(trunk.model, torch.from_numpy(corpus.training[0].tokens).long())
     return Trainer(
-        head_kind("mtp").initial(trunk.model, subject.spec, scale),
-        subject.config,
-        head_kind("mtp"),
+        first_weights(head_kind("mtp").training, subject.spec, trunk.model, scale),
         subject.spec,
         Target.of(trunk, ids),
         Recipe(batch_tokens=256, dtype=torch.float32, weighting=Weighting(steps=(1.0, 0.5)), **recipe),
@@ -349,7 +349,7 @@ def test_a_full_disk_is_said_and_the_run_goes_on_later(tmp_path: Path, monkeypat
     full, write_bytes = OSError(errno.ENOSPC, "No space left on device"), Path.write_bytes
 
     def write(path: Path, content: Any) -> int:
-        if path.name.startswith("checkpoint"):
+        if "checkpoint" in path.name:
             raise full
         return write_bytes(path, content)
 
@@ -357,7 +357,7 @@ def test_a_full_disk_is_said_and_the_run_goes_on_later(tmp_path: Path, monkeypat
         patch.setattr(Path, "write_bytes", write)
         with pytest.raises(CapacityError, match="No space left on device"):
             run(options)
-    assert not list(options.work.glob("*.writing"))
+    assert not list(options.work.glob(".*"))
     assert run(options).data["tokens"] >= 4_000
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headstart.api import LLM
 from headstart.core import DraftStats, Request, SamplingParams, Sequence, Span
-from headstart.drafters._drafter import Wish
+from headstart.drafters.base import Wish
 
 
 def in_headstart(llm: LLM, prompts: list[list[int]], max_tokens: int) -> tuple[DraftStats, list[list[int]]]:
@@ -23,9 +23,9 @@ def drafts_behind(llm: LLM, tokens: list[int], length: int, depth: int) -> list[
         request_id="forced", prompt_ids=tuple(tokens[:1]), params=SamplingParams(), seed=0, stop_ids=frozenset()
     )
     engine, sequence = llm.engine, Sequence(request, 0, list(tokens[:length]), 0)
-    assert engine.drafter and engine.memory.reserve(sequence, length + depth + 1)
+    assert engine.drafting.drafter and engine.memory.reserve(sequence, length + depth + 1)
     engine.runner.forward([Span(sequence, 0, length - 1, 0)])
     sequence.num_computed = length - 1
-    engine.drafter.propose([Wish(sequence, depth)])
+    engine.drafting.drafter.propose([Wish(sequence, depth)])
     engine.memory.release(sequence)
     return sequence.draft.tokens

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from headstart.engine.load import canonical_tensors, find_family
 from headstart.formats import open_checkpoint, safetensors
+from headstart.models.tensors import canonical_tensors, find_family
 
 
 def safetensors_copy(source: Path, work: Path) -> Path:

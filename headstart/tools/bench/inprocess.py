@@ -12,7 +12,8 @@ from typing import Any
 from headstart.api import LLM, Choice, Session
 from headstart.config import EngineConfig
 from headstart.core import DraftStats, Progress, Request, SamplingParams, no_progress
-from headstart.engine.load import Model, context_length, load_model
+from headstart.engine.load import Model, load_model
+from headstart.engine.make import context_length
 from headstart.errors import CapacityError, UsageError
 from headstart.text.grammar_spec import GrammarSpec
 from headstart.tools.bench.document import DraftCounts
@@ -43,15 +44,15 @@ class InProcess:
         first = LLM(self.model, config)
         self.kv_blocks = len(first.engine.memory.pool.blocks)
         self._config = replace(config, kv_blocks=self.kv_blocks)
-        self._drafting, self._plain = first, None if first.engine.drafter else first
+        self._drafting, self._plain = first, None if first.engine.drafting.drafter else first
 
     @property
     def max_depth(self) -> int:
-        return self._drafting.engine.max_depth
+        return self._drafting.engine.drafting.max_depth
 
     @property
     def modes(self) -> tuple[str, ...]:
-        return (OFF, AUTO) if self._drafting.engine.drafter else (OFF,)
+        return (OFF, AUTO) if self._drafting.engine.drafting.drafter else (OFF,)
 
     def is_alive(self) -> bool:
         return True
@@ -89,7 +90,7 @@ class InProcess:
             return self._plain, None
         if mode != AUTO and not mode.isdigit():
             raise UsageError(f"--modes has {mode!r}, which is unknown", "modes are off, auto and depths such as 3")
-        most = self._drafting.engine.max_depth
+        most = self._drafting.engine.drafting.max_depth
         if not most:
             raise UsageError(f"mode {mode} drafts, but the engine has no drafter", "leave --drafter none out")
         if mode != AUTO and not 1 <= int(mode) <= most:

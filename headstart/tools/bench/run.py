@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -13,6 +12,7 @@ from typing import Any
 from headstart.config import EngineConfig, config_fields
 from headstart.core import Progress, Report, no_progress
 from headstart.errors import CapacityError, HeadstartError, UsageError
+from headstart.files import write_whole
 from headstart.stats import synthetic_note
 from headstart.tools.bench import workloads
 from headstart.tools.bench.document import Cell, Document, Row
@@ -314,13 +314,9 @@ def _settings(options: BenchOptions, modes: tuple[str, ...], chosen: list[Worklo
 
 
 def _write(path: Path, text: str) -> None:
-    """Aside, then renamed: readers see the old file or the new one. Raises CapacityError."""
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
+    """Raises CapacityError."""
     try:
-        aside.write_text(text, "utf-8")
-        aside.replace(path)
+        write_whole(path, text)
     except OSError as error:
         hint = "is there room, and may you write?"
         raise CapacityError(f"cannot write {path}: {error.strerror}", hint) from None
-    finally:
-        aside.unlink(missing_ok=True)

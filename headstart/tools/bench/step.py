@@ -13,14 +13,13 @@ from typing import Any, cast
 
 import numpy as np
 
-from headstart import __version__
+from headstart import __version__, registry
 from headstart.api import LLM
 from headstart.config import AUTO, FIXED_DEPTH, EngineConfig
 from headstart.core import Progress, Report, SamplingParams, Sequence, Span, no_progress
-from headstart.drafters._drafter import Wish
+from headstart.drafters.base import Wish
 from headstart.engine.load import Model, load_model
 from headstart.errors import UsageError
-from headstart.formats.head import KINDS
 from headstart.kernels.backend import kind_of
 from headstart.kernels.ops import Backend
 from headstart.layers.moe import MoE
@@ -121,21 +120,21 @@ def fitting_rows(options: StepOptions, limit: int) -> tuple[int, ...]:
 
 def bench_config(model: Model, config: EngineConfig, length: int) -> EngineConfig:
     """An engine for two sequences of `length`; it drafts with the model's head, or not at all."""
-    drafter = (model.head.head.kind if model.head else "none") if config.drafter == "auto" else config.drafter
+    drafter = (model.head.spec.kind if model.head else "none") if config.drafter == "auto" else config.drafter
     blocks = 2 * -(-length // config.block_size)
     return replace(config, drafter=drafter, max_model_len=length, kv_blocks=blocks, enable_prefix_caching=False)
 
 
 def run(options: StepOptions, progress: Progress = no_progress) -> Report:
     """Time passes, drafts and, if asked for, their parts. Raises UsageError for what this model or backend lacks."""
-    if options.config.drafter not in ("auto", "none", *KINDS):
+    if options.config.drafter not in ("auto", "none", *registry.available("heads")):
         raise UsageError(f"--drafter {options.config.drafter}: bench step times a head", "use --drafter auto")
     bench = Bench(options)
     progress(0, 1, "reading memory")
     read_bytes = options.read_bytes or min(MOST_READ_BYTES, bench.model.backend.free_memory() // 4)
     bandwidth = bench.model.backend.read_bandwidth(read_bytes, READ_RUNS)
     passes = time_passes(bench, options.repeats, progress)
-    draft = time_draft(bench, options.repeats or DRAFT_REPEATS) if bench.engine.drafter else None
+    draft = time_draft(bench, options.repeats or DRAFT_REPEATS) if bench.engine.drafting.drafter else None
     data: dict[str, Any] = {
         "model": bench.model.name,
         "machine": machine(bench.model, options.config),
@@ -175,7 +174,7 @@ def affordable_repeats(seconds: float, budget: float) -> int:
 def time_draft(bench: Bench, repeats: int) -> dict[str, Any]:
     """Whole drafts by the drafter itself, for a sequence of which it has seen all but the last token; its Python and
     its sampling are part of a draft, but not of a step, which is one pass of the head over one row."""
-    drafter = bench.engine.drafter
+    drafter = bench.engine.drafting.drafter
     assert drafter is not None
     sequence = bench.submit(bench.repeated_text(max(bench.context, 1)), bench.depth)
     while bench.engine.has_work and not sequence.draft.tokens:
@@ -236,7 +235,7 @@ def profile(bench: Bench, progress: Progress) -> dict[str, Any]:
     """Parts of passes, and of engine steps of a greedy generation without and with drafting."""
     counts = sorted({*PROFILED_ROWS, bench.rows[-1]})
     fitting = [rows for rows in counts if rows <= bench.rows[-1]]
-    depths = [0, bench.depth] if bench.engine.drafter else [0]
+    depths = [0, bench.depth] if bench.engine.drafting.drafter else [0]
     parts: dict[str, Any] = {"passes": [], "steps": []}
     with profiling(bench.meter):
         for rows in fitting:

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import secrets
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from headstart.core import Progress
 from headstart.errors import CapacityError, UsageError
+from headstart.files import FULL, written_aside
 from headstart.formats.base import PIECE_BYTES
 from headstart.formats.safetensors import Planned, write_stream
 
 Writer = Callable[[Path, Callable[[int], None]], None]
 """Writes one file, and says after each piece how many bytes it had."""
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 MEGABYTE = 1_000_000
 
 
@@ -135,44 +132,3 @@ def check_room(out: Path, nbytes: int) -> None:
     total, _, free = shutil.disk_usage(_existing(out))
     if total and free < nbytes:
         raise CapacityError(f"{out} needs {nbytes / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free", "make room")
-
-
-@contextmanager
-def written_aside(out: Path) -> Iterator[Path]:
-    """A new directory that takes the place of `out` when the block ends well; otherwise nothing is left of it."""
-    made = [folder for folder in out.absolute().parents if not folder.exists()]
-    aside = out.absolute().with_name(f".{out.name}.{secrets.token_hex(6)}")
-    done = False
-    try:
-        aside.mkdir(parents=True)
-        yield aside
-        _replace(aside, out)
-        done = True
-    except OSError as error:
-        raise _cannot_write(out, error) from None
-    finally:
-        if not done:
-            shutil.rmtree(aside, ignore_errors=True)
-            for folder in made:
-                if folder.exists() and not any(folder.iterdir()):
-                    folder.rmdir()
-
-
-def _replace(aside: Path, out: Path) -> None:
-    old = aside.with_name(f"{aside.name}.old")
-    if out.exists():
-        out.rename(old)
-    try:
-        aside.rename(out)
-    except BaseException:
-        if old.exists():
-            old.rename(out)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _cannot_write(out: Path, error: OSError) -> CapacityError:
-    if error.errno in FULL:
-        hint = "make room (or raise the limit on file sizes), then try again: nothing was left behind"
-        return CapacityError(f"no space to write {out}: {error.strerror}", hint)
-    return CapacityError(f"cannot write {out}: {error.strerror}", "may you write there?")

@@ -9,17 +9,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from headstart.engine.load import canonical_tensors, find_family
 from headstart.errors import ModelError
 from headstart.formats import open_checkpoint
 from headstart.formats.base import Checkpoint
-from headstart.formats.head import HeadConfig, read_head
+from headstart.heads.files import read_head
+from headstart.heads.kind import HeadCheckpoint
 from headstart.hub import Alias, resolve_alias
 from headstart.kernels.ops import RawTensor
 from headstart.layers.build import DecoderConfig
+from headstart.models.tensors import canonical_tensors, find_family
 from headstart.tools.export.directory import Directory
 from headstart.tools.export.plan import Plan
 
@@ -28,27 +26,20 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint and a head directory that has been read. `draft_ids` None: the full vocabulary."""
+    """A checkpoint and a head directory that has been read."""
 
     name: str
     checkpoint: Checkpoint
     sizes: DecoderConfig
     tensors: Mapping[str, RawTensor]  # of the trunk, canonical names
-    head: HeadConfig
+    head: HeadCheckpoint
     head_path: Path
-    head_tensors: Mapping[str, RawTensor]
-    draft_ids: NDArray[np.int64] | None
 
     @staticmethod
-    def of(
-        name: str,
-        checkpoint: Checkpoint,
-        head: tuple[HeadConfig, Mapping[str, RawTensor], NDArray[np.int64] | None],
-        path: Path,
-    ) -> Source:
+    def of(name: str, checkpoint: Checkpoint, head: HeadCheckpoint, path: Path) -> Source:
         family = find_family(checkpoint)
         sizes = family.parse(checkpoint.config)
-        return Source(name, checkpoint, sizes, canonical_tensors(checkpoint, family, sizes), head[0], path, *head[1:])
+        return Source(name, checkpoint, sizes, canonical_tensors(checkpoint, family, sizes), head, path)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import headstart
 from headstart.config import EngineConfig
 from headstart.core import Progress, Report, no_progress
 from headstart.errors import HeadstartError, ModelError, UsageError
+from headstart.files import write_whole
 from headstart.formats.base import PIECE_BYTES, Tensor
 from headstart.formats.mtp_families import declared
 from headstart.formats.quantization import Weights, settings_of
@@ -267,9 +268,7 @@ def _sha256(path: Path) -> str:
 
 def _add_to_provenance(out: Path, acceptance: Mapping[str, Any]) -> None:
     document = json.loads((out / PROVENANCE).read_text("utf-8"))
-    aside = out / f".{PROVENANCE}"
-    aside.write_text(as_json({**document, "acceptance": dict(acceptance)}) + "\n", "utf-8")
-    aside.replace(out / PROVENANCE)
+    write_whole(out / PROVENANCE, as_json({**document, "acceptance": dict(acceptance)}) + "\n")
 
 
 def measure(model: Path, progress: Progress) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def _measure(model: Model, config: Any, progress: Progress) -> dict[str, Any]:
         tokens += stats.emitted
         rows.append({"depth": depth, "acceptance_length": stats.acceptance_length, "per_position": _rates(stats)})
     first = rows[0]["per_position"][0] if rows and rows[0]["per_position"] else 0.0
-    method = model.head.head.kind if model.head else "none"
+    method = model.head.spec.kind if model.head else "none"
     return {
         "ran": True,
         "method": method,
@@ -69,7 +69,7 @@ def _measure(model: Model, config: Any, progress: Progress) -> dict[str, Any]:
 
 
 def _deepest(llm: Any) -> int:
-    drafter = llm.engine.drafter
+    drafter = llm.engine.drafting.drafter
     return min(len(DEPTHS), drafter.max_depth if drafter else 0)
 
 

@@ -88,7 +88,7 @@ def _target_width(sizes: Sizes, names: Mapping[str, tuple[int, ...] | None]) -> 
 
 
 def _own(config: Mapping[str, Any], layout: Layout) -> Drafter:
-    """A head in headstart's own layout, whose config says it all (formats.head)."""
+    """A head in headstart's own layout, whose config says it all (heads.files)."""
     tap = config.get("tap")
     return Drafter(
         layout=layout,

@@ -194,11 +194,11 @@ def _fit(target: Checkpoint | None, checks: list[Check] | None) -> dict[str, Any
 
 def describe_head(path: Path, model: Checkpoint) -> dict[str, Any]:
     """A head that is a checkpoint of its own, and whether it fits the model. Raises UsageError for what is none."""
-    from headstart.formats.head import is_head, read_head  # it needs more than headers do
+    from headstart.heads.files import is_head, read_head  # it needs more than headers do
 
     if path.is_dir() and not is_head(path):
         raise UsageError(f"--head {path} is not a head directory", f"look at it with `headstart inspect {path}`")
-    head, _, draft_token_ids = read_head(path)
+    head = read_head(path)
     checkpoint = find_checkpoint(path)
     layout = find_drafter(checkpoint.config)
     assert layout is not None  # it is a head
@@ -206,11 +206,11 @@ def describe_head(path: Path, model: Checkpoint) -> dict[str, Any]:
     drafter = describe_drafter(checkpoint, weights, layout)
     return {
         "path": str(path),
-        "kind": head.kind,
-        "modules": head.num_modules,
+        "kind": head.spec.kind,
+        "modules": head.spec.num_modules,
         "hidden_size": head.hidden_size,
         "vocab_size": head.vocab_size,
-        "draft_vocab_size": head.vocab_size if draft_token_ids is None else len(draft_token_ids),
+        "draft_vocab_size": head.vocab_size if head.draft_token_ids is None else len(head.draft_token_ids),
         "trunk": head.trunk,
         **summary(weights.values()),
         "fit": _fit(model, check_fit(drafter, checkpoint.config, model)),

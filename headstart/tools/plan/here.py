@@ -55,7 +55,7 @@ def measure(passes: Passes, timed: Mapping[Pass, float], progress: Progress) -> 
     progress(0, 1, "reading memory")
     bandwidth = loaded.backend.read_bandwidth(min(MOST_READ_BYTES, loaded.backend.free_memory() // 4), READ_RUNS)
     passes.release()
-    depth = min(ENGINE_DEPTH, passes.engine.max_depth)
+    depth = min(ENGINE_DEPTH, passes.engine.drafting.max_depth)
     plain = [(batch, passes.engine_seconds(batch, 0)["host"]) for batch in BATCHES]
     drafts = [(batch, passes.engine_seconds(batch, depth)["draft"] / depth) for batch in BATCHES] if depth else []
     return {

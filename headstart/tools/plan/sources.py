@@ -16,8 +16,9 @@ from headstart import hub
 from headstart.errors import UsageError
 from headstart.formats import open_checkpoint
 from headstart.formats.base import Checkpoint, Tensor
-from headstart.formats.head import read_head
 from headstart.formats.json_object import read_object
+from headstart.heads.files import read_head
+from headstart.heads.kind import plain_parts
 from headstart.tools.inspect.parts import part_of
 from headstart.tools.plan.acceptance import of_lengths
 from headstart.tools.plan.config_shape import KERNELS, shape_of
@@ -149,10 +150,11 @@ def _part(name: str, shape: Shape) -> Part | None:
 
 def with_head(shape: Shape, path: Path) -> Shape:
     """With a head that is a checkpoint of its own."""
-    config, tensors, draft_token_ids = read_head(path)
-    spec, hidden = config.block.attention, shape.hidden
+    head = read_head(path)
+    (attention, mlp), hidden, draft_token_ids = plain_parts(head.spec.layer), shape.hidden, head.draft_token_ids
+    spec = attention.spec
     block = Layers(
-        config.num_modules,
+        head.spec.num_modules,
         Attention(
             weights=hidden * spec.head_dim * 2 * (spec.num_heads + spec.num_kv_heads),
             kernels=KERNELS["full"],
@@ -160,11 +162,11 @@ def with_head(shape: Shape, path: Path) -> Shape:
             work=2 * spec.num_heads * spec.head_dim,
             splits=spec.num_kv_heads,
         ),
-        MLP(weights=3 * hidden * config.block.intermediate_size, kernels=KERNELS["dense"]),
+        MLP(weights=3 * hidden * mlp.inner, kernels=KERNELS["dense"]),
     )
     draft_vocab = shape.vocab if draft_token_ids is None else len(draft_token_ids)
     changed = replace(shape, head=Head(block=block, projection=2 * hidden * hidden, draft_vocab=draft_vocab))
-    size = sum(tensor.nbytes for tensor in tensors.values()) / changed.parameters()["head"]
+    size = sum(tensor.nbytes for tensor in head.tensors.values()) / changed.parameters()["head"]
     notes = [note for note in shape.notes if "no MTP head" not in note]
     return replace(
         changed, bytes_per_weight=shape.bytes_per_weight | {"head": size}, notes=(*notes, f"head: {path.name}")

@@ -11,7 +11,8 @@ from typing import Any
 from headstart import hub
 from headstart.config import AUTO, FIXED_DEPTH, Depth, EngineConfig
 from headstart.core import Progress, Report, no_progress
-from headstart.engine.load import Model, attach_head, load_model
+from headstart.engine.attach import attach_head
+from headstart.engine.load import Model, load_model
 from headstart.errors import UsageError
 from headstart.tools.bench import workloads
 from headstart.tools.bench.document import Cell, Interval
@@ -190,6 +191,6 @@ def _other_heads(model: Model, config: EngineConfig) -> list[tuple[str, Model]]:
     """The model with each shipped head that `--drafter KIND` would take in place of its own."""
     if config.head is not None or model.head is None:
         return []
-    own = model.head.head.kind
+    own = model.head.spec.kind
     shipped = hub.shipped_heads(model.name).items()
     return [(kind, replace(model, head=attach_head(model, path))) for kind, path in shipped if kind != own]

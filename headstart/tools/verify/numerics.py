@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from headstart.api import LLM
 from headstart.config import EngineConfig
 from headstart.core import Float32, Progress, Report, Request, SamplingParams, Sequence, Span, no_progress
-from headstart.engine.load import Model, load_model, make_engine
+from headstart.engine.load import Model, load_model
+from headstart.engine.make import make_engine
 from headstart.kernels.backend import ORACLE, choose
 from headstart.tools.prompts import builtin_prompts
 

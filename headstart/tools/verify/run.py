@@ -15,7 +15,8 @@ from headstart import machine
 from headstart.api import LLM
 from headstart.config import AUTO, Depth, EngineConfig
 from headstart.core import Progress, Report, SamplingParams, no_progress
-from headstart.engine.load import Model, load_model, make_engine
+from headstart.engine.load import Model, load_model
+from headstart.engine.make import make_engine
 from headstart.errors import UsageError
 from headstart.kernels.backend import choose, kind_of
 from headstart.tools.prompts import builtin_prompts

@@ -28,6 +28,7 @@ def parse(config: Config) -> DecoderConfig:
             softcap=float(config["attn_logit_softcapping"]),
             qk_norm=True,
             sinks=keys.flag(config, "attention_sinks"),
+            **({} if kind == SLIDING or keys.flag(config, "rope_everywhere", True) else {"rope": None}),
             shares=before[-1] if index >= num_own else None,
         )
         mlp = keys.mlp(config, gated=keys.flag(config, "mlp_gate", True))

@@ -24,6 +24,7 @@ from headstart.formats.gguf_file import read
 from headstart.formats.json_object import read_object
 from headstart.formats.safetensors import bfloat16
 from headstart.formats.symbols import text_config
+from headstart.heads.kind import plain_parts
 from headstart.kernels.ops import RawTensor
 from headstart.tools.export.directory import Directory
 from headstart.tools.export.gguf_model import HeadModel, head_model
@@ -199,23 +200,23 @@ def _write_tensors(writer: Any, data: Iterator[NDArray[Any]], wrote: Wrote) -> N
 
 def _eagle3(source: Source) -> Plan:
     head, trunk = source.head, source.checkpoint
-    if head.kind != "eagle3":
+    if head.spec.kind != "eagle3":
         raise ModelError(
-            f"the head {source.head_path} is of kind {head.kind}, and llama.cpp has no architecture for it",
+            f"the head {source.head_path} is of kind {head.spec.kind}, and llama.cpp has no architecture for it",
             "headstart train --kind eagle3 makes one that it runs",
         )
-    if not isinstance(head.tap, tuple) or len(head.tap) != NUM_TAPS:
-        raise ModelError(f"the head taps {head.tap}, but llama.cpp wants {NUM_TAPS} layers")
+    if not isinstance(head.spec.tap, tuple) or len(head.spec.tap) != NUM_TAPS:
+        raise ModelError(f"the head taps {head.spec.tap}, but llama.cpp wants {NUM_TAPS} layers")
     if trunk.format != "gguf":
         raise ModelError(
             f"{source.name} is no GGUF file, but its tokenizer is taken from one", "name the trunk's .gguf"
         )
-    unknown = [name for name in source.head_tensors if name not in NAMES]
+    unknown = [name for name in source.head.tensors if name not in NAMES]
     if unknown:
         raise ModelError(f"llama.cpp's eagle3 has no place for {unknown[0]}")
     made = f"eagle3-{trunk.path.name}"
-    plan = Plan(use=EAGLE3 % made, data={"architecture": "eagle3", "tensors": len(source.head_tensors)})
-    plan.other_bytes = sum(4 * math.prod(tensor.shape) for tensor in source.head_tensors.values())
+    plan = Plan(use=EAGLE3 % made, data={"architecture": "eagle3", "tensors": len(source.head.tensors)})
+    plan.other_bytes = sum(4 * math.prod(tensor.shape) for tensor in source.head.tensors.values())
     plan.writers[made] = partial(_write_eagle3, source)
     return plan
 
@@ -227,14 +228,14 @@ def _write_eagle3(source: Source, target: Path, wrote: Wrote) -> None:
     _copy_metadata(GGUFReader(source.checkpoint.path), writer, lambda key: key.startswith("tokenizer."))
     _describe(source, writer)
     arrays: list[Callable[[], NDArray[Any]]] = []
-    for name, tensor in source.head_tensors.items():
+    for name, tensor in source.head.tensors.items():
         kind, load = _array(source, name, tensor)
         size = 2 if kind == GGMLQuantizationType.BF16 else 4
         dtype = np.dtype(np.float16 if size == 2 else np.float32)
         writer.add_tensor_info(NAMES[name], tensor.shape, dtype, math.prod(tensor.shape) * size, kind)
         arrays.append(load)
-    if source.draft_ids is not None:
-        ids = source.draft_ids.astype(np.int64)
+    if source.head.draft_token_ids is not None:
+        ids = source.head.draft_token_ids.astype(np.int64)
         writer.add_tensor_info("d2t", ids.shape, ids.dtype, ids.nbytes, GGMLQuantizationType.I64)
         arrays.append(lambda: ids)
     _write_tensors(writer, (load() for load in arrays), wrote)
@@ -246,7 +247,7 @@ def _array(source: Source, name: str, tensor: RawTensor) -> tuple[Any, Callable[
 
     if len(tensor.shape) == 1:
         return GGMLQuantizationType.F32, tensor.float32
-    attention = source.head.block.attention
+    attention = plain_parts(source.head.spec.layer)[0].spec
     heads = {"q_proj": attention.num_heads, "k_proj": attention.num_kv_heads}.get(name.split(".")[-2])
 
     def load() -> NDArray[Any]:
@@ -259,24 +260,26 @@ def _array(source: Source, name: str, tensor: RawTensor) -> tuple[Any, Callable[
 
 
 def _describe(source: Source, writer: Any) -> None:
-    head, block, attention = source.head, source.head.block, source.head.block.attention
+    head, (mixer, mlp) = source.head, plain_parts(source.head.spec.layer)
+    attention = mixer.spec
+    assert mixer.rope and head.spec.layer
     document = read_object(source.head_path / "config.json")
     _introduce(writer, f"EAGLE-3 head of {source.name}")
     writer.add_block_count(1)
     writer.add_context_length(int(document.get("max_position_embeddings") or source.sizes.max_length))
     writer.add_embedding_length(head.hidden_size)
-    writer.add_feed_forward_length(block.intermediate_size)
+    writer.add_feed_forward_length(mlp.inner)
     writer.add_head_count(attention.num_heads)
     writer.add_head_count_kv(attention.num_kv_heads)
     writer.add_key_length(attention.head_dim)
     writer.add_value_length(attention.head_dim)
-    writer.add_layer_norm_rms_eps(block.eps)
-    writer.add_rope_dimension_count(block.rope.rotary_dim)
+    writer.add_layer_norm_rms_eps(head.spec.layer.eps)
+    writer.add_rope_dimension_count(mixer.rope.rotary_dim)
     writer.add_rope_freq_base(float(document.get("rope_theta") or 10000.0))
     writer.add_vocab_size(head.vocab_size)
-    writer.add_array("eagle3.target_layers", list(head.tap) if isinstance(head.tap, tuple) else [])
+    writer.add_array("eagle3.target_layers", list(head.spec.tap) if isinstance(head.spec.tap, tuple) else [])
     writer.add_uint32("eagle3.target_hidden_size", source.sizes.hidden_size)
-    writer.add_bool("eagle3.norm_before_residual", head.norm_before_residual)
+    writer.add_bool("eagle3.norm_before_residual", head.spec.norm_before_residual)
     writer.add_bool("eagle3.norm_before_fc", False)
 
 

@@ -62,9 +62,9 @@ def _container(kind: str, name: str, architecture: list[str]) -> dict[str, Any]:
 
 
 def _eagle3(source: Source) -> Plan:
-    if source.head.kind != "eagle3":
+    if source.head.spec.kind != "eagle3":
         raise ModelError(
-            f"the head {source.head_path} is of kind {source.head.kind}: speculators' MTP layers are Qwen's, "
+            f"the head {source.head_path} is of kind {source.head.spec.kind}: speculators' MTP layers are Qwen's, "
             "with norms of q and k, so it has no class for this one",
             "headstart train --kind eagle3 makes a head that goes; --to vllm-mimo writes this one for vLLM",
         )
@@ -77,7 +77,7 @@ def _eagle3(source: Source) -> Plan:
         **_container("eagle3", verifier, architectures(source.checkpoint.config)),
         "draft_vocab_size": document["draft_vocab_size"],
         "target_hidden_size": source.sizes.hidden_size,
-        "norm_before_residual": source.head.norm_before_residual,
+        "norm_before_residual": source.head.spec.norm_before_residual,
         "eagle_aux_hidden_state_layer_ids": document["eagle_aux_hidden_state_layer_ids"],
         "transformer_layer_config": {**inner, "model_type": "llama"},
     }

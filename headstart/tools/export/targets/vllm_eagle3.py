@@ -15,9 +15,9 @@ USE = (
 def plan(request: Request) -> Plan:
     """The head's files. Raises ModelError for a head of another kind."""
     source = request.source("eagle3")
-    if source.head.kind != "eagle3":
+    if source.head.spec.kind != "eagle3":
         raise ModelError(
-            f"the head {source.head_path} is of kind {source.head.kind}, not eagle3",
+            f"the head {source.head_path} is of kind {source.head.spec.kind}, not eagle3",
             "headstart train --kind eagle3 makes one; an MTP head goes with --to vllm-mimo",
         )
     names = ("config.json", "model.safetensors")

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from headstart.errors import ModelError
 from headstart.formats.safetensors import Planned, bfloat16
+from headstart.heads.kind import plain_parts
 from headstart.kernels.ops import AttentionSpec, RawTensor
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.decoder import LayerConfig
@@ -58,11 +59,11 @@ def check(source: Source) -> None:
     attentions = [each.mixer for each in layers if isinstance(each.mixer, AttentionConfig)]
     mlps = [each.mlp for each in layers if isinstance(each.mlp, MLPConfig)]
     wrong = [
-        (head.kind != "mtp", f"the head is of kind {head.kind}"),
-        (head.num_modules != 1, f"the head has {head.num_modules} modules"),
-        (head.tap != "pre_norm", "the head reads the trunk's state after its final norm"),
-        (head.recycle != "post_norm", "the head recycles a vector before its own norm"),
-        (head.block.qk_norm or any(each.qk_norm for each in attentions), "q and k are normed"),
+        (head.spec.kind != "mtp", f"the head is of kind {head.spec.kind}"),
+        (head.spec.num_modules != 1, f"the head has {head.spec.num_modules} modules"),
+        (head.spec.tap != "pre_norm", "the head reads the trunk's state after its final norm"),
+        (head.spec.recycle != "post_norm", "the head recycles a vector before its own norm"),
+        (plain_parts(head.spec.layer)[0].qk_norm or any(each.qk_norm for each in attentions), "q and k are normed"),
         (any(each.o_bias for each in attentions), "attention's output has a bias"),
         (any(each.bias for each in mlps), "there are biases in feed-forward parts"),
         (len(mlps) < len(layers), "there are experts"),
@@ -138,10 +139,10 @@ def _zeros(size: int) -> list[NDArray[np.uint16]]:
 
 def _head(source: Source) -> list[Planned]:
     planned = []
-    for name, tensor in source.head_tensors.items():
+    for name, tensor in source.head.tensors.items():
         part, _, rest = name.removeprefix("mtp.0.").partition(".")
         new = f"{PREFIX}.{rest}" if part == "block" else f"{PREFIX}.{NAMES[part]}.{rest}"
-        turned = part == "projection" and not source.head.hidden_first
+        turned = part == "projection" and not source.head.spec.hidden_first
         planned.append(_matrix(new, tensor, _swap_halves) if turned else _matrix(new, tensor))
     return planned
 

@@ -1,0 +1,111 @@
+"""The one seam of drafters: attach to a target, propose, release. One file per drafter, named as the method is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass
+from typing import Literal, Protocol, Self
+
+from headstart.config import MAX_DEPTH
+from headstart.core import Draft, Rows, Sampled, Sequence
+from headstart.heads.base import Head
+from headstart.kernels.ops import Backend, Buffer, Weight
+from headstart.layers.build import DecoderConfig
+from headstart.layers.decoder import Decoder, Tap
+from headstart.layers.network import Network, Opened
+from headstart.layers.weights import Weights
+
+
+class Gate(Protocol):
+    """Decides for one sequence how far its draft goes (engine.depth). `starts`: a draft that costs a pass of a head
+    is worth beginning."""
+
+    starts: bool
+
+    def goes_on(self, draft: Draft) -> bool:
+        """Called once after each drafted token, with its score in place: shall there be another?"""
+
+    def suffices(self, draft: Draft) -> bool:
+        """Is a draft that cost nothing good enough, or shall the head be asked?"""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A sequence that wants a draft of up to `depth` tokens: exactly so many where there is no gate, as far as the
+    drafter knows any; a drafter may ignore the gate."""
+
+    sequence: Sequence
+    depth: int
+    gate: Gate | None = None
+
+
+class DraftRunner(Protocol):
+    """The engine's services to a drafter."""
+
+    def open(self, network: Network) -> Opened:
+        """While attaching: have a network of one's own. Raises ModelError for what cannot run beside a trunk."""
+
+    def run(self, opened: Opened, program: str, rows: Seq[Rows], *, hidden: Buffer = None) -> Mapping[str, Buffer]:
+        """A pass of a program. Rows read `hidden` [R, width] where it is given, else stored states of the trunk."""
+
+    def fill(self, opened: Opened, rows: Seq[Rows]) -> None:
+        """These rows, made from true states, are now the network's KV of their positions."""
+
+    def filled(self, opened: Opened, sequence: Sequence) -> int:
+        """Positions below this one hold the network's KV, counted from its first."""
+
+    def draw(
+        self,
+        logits: Buffer,
+        entries: Seq[tuple[Sequence, int, Seq[int]]],
+        token_ids: Weight | None = None,
+        *,
+        scored: bool = False,
+    ) -> Sampled:
+        """One token per entry (sequence, absolute position, drafted tokens before it), by the trunk's own sampling
+        pipeline, masks and noise; `probs` is kept when the engine's rule needs it. scored: with the raw log
+        probability of each token. A row may fail (see Sampled): its draft ends there."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a drafter may borrow. The block table of a sequence serves the pools of its networks too, as far as blocks
+    are reserved."""
+
+    backend: Backend
+    model: Decoder
+    config: DecoderConfig
+    weights: Weights
+    runner: DraftRunner
+    token_budget: int
+    ngram: tuple[int, int]  # smallest and largest n of prompt lookup
+    head: Head | None = None
+
+
+class Drafter:
+    """Proposes tokens for sequences whose every token but the last is computed.
+
+    A drafter declares `tap`, the trunk hidden state that is kept for it (None: none), `max_depth`, and `costs_per`:
+    each drafted token costs a `step`, or all of them one `pass`.
+    """
+
+    method: str
+    max_depth: int = MAX_DEPTH
+    tap: Tap | None = None
+    costs_per: Literal["step", "pass"] = "step"
+
+    @classmethod
+    def attach(cls, target: Target) -> Self:
+        """Borrow, and open networks. Raises UsageError or ModelError when this target cannot feed the drafter."""
+        return cls()
+
+    def missed(self, sequence: Sequence) -> int:
+        """Positions that its networks must make up for before the next draft, beside the newest."""
+        return 0
+
+    def propose(self, wishes: Seq[Wish]) -> None:
+        """Set `draft` of each sequence: at most the wished number of tokens. Slots for them are reserved."""
+        raise NotImplementedError
+
+    def release(self, sequence: Sequence) -> None:
+        """The sequence is finished: forget it. A preempted one comes back with the same tokens and other blocks."""

@@ -1,0 +1,160 @@
+"""Drafts for the next pass: who gets one and how deep, what the drafter proposes, and what is learned from it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence as Seq
+
+from headstart.config import AUTO, MAX_DEPTH, Depth, EngineConfig
+from headstart.core import FORCED, Draft, Sequence, Span
+from headstart.drafters.base import Drafter, Wish
+from headstart.engine.costs import Costs, Samples, Work
+from headstart.engine.depth import AutoDepth, Room
+from headstart.engine.scheduler import Scheduler
+
+
+class Drafting:
+    """The drafter of an engine, if it has one, between passes."""
+
+    def __init__(
+        self, drafter: Drafter | None, scheduler: Scheduler, config: EngineConfig, max_length: int, vocab_size: int
+    ) -> None:
+        self.drafter = drafter
+        self._scheduler, self._config, self._max_length, self._vocab_size = scheduler, config, max_length, vocab_size
+        self.depth: Depth = config.depth  # of requests that ask for none; may be changed at any time
+        self.auto = AutoDepth(drafter.method if drafter else "none")
+        self.samples: Samples | None = None  # where a calibration wants the times of steps
+
+    @property
+    def method(self) -> str:
+        return self.drafter.method if self.drafter else "none"
+
+    @property
+    def max_depth(self) -> int:
+        return self.drafter.max_depth if self.drafter else 0
+
+    @property
+    def mean_depth(self) -> float:
+        """Tokens drafted per sequence of the latest step."""
+        running = self._scheduler.running
+        return sum([len(sequence.draft.tokens) for sequence in running]) / max(len(running), 1)
+
+    def room(self, sequence: Sequence) -> int:
+        """Tokens until the length limit."""
+        return min(sequence.request.params.max_tokens - sequence.num_output, self._max_length - len(sequence.tokens))
+
+    def propose(self, sequences: Seq[Sequence]) -> None:
+        """Drafts for those whose every token but the last is computed, as far as length and blocks allow. The drafter
+        is not asked where a constraint leaves one token only."""
+        if self.drafter is None:
+            return
+        wishes = self._wishes(sequences)
+        if not wishes:
+            return
+        learner = self.samples or (self.auto.costs if self.depth == AUTO else None)
+        missed = {wish.sequence: self.drafter.missed(wish.sequence) for wish in wishes} if learner else {}
+        begun = time.perf_counter()
+        self.drafter.propose(wishes)
+        if learner:
+            self._learn_draft(learner, wishes, missed, time.perf_counter() - begun)
+        for wish in wishes:
+            sequence = wish.sequence
+            self._check(sequence.draft, wish)
+            if sequence.constraint is not None:  # rows behind a refused token, or behind the end, would be for nothing
+                sequence.draft = sequence.draft.cut(sequence.constraint.fitting(sequence.draft.tokens))
+        if gated := [wish for wish in wishes if wish.gate is not None]:
+            self.auto.cut(gated)
+
+    def _check(self, draft: Draft, wish: Wish) -> None:
+        """What a drafter of somebody else's may get wrong: an id outside the vocabulary would be read past its end."""
+        tokens, size = draft.tokens, self._vocab_size
+        assert len(tokens) <= wish.depth, f"{self.method} drafts {len(tokens)} tokens, but was asked for {wish.depth}"
+        assert not tokens or 0 <= min(tokens) <= max(tokens) < size, f"{self.method} drafts ids outside 0..{size - 1}"
+
+    def _wishes(self, sequences: Seq[Sequence]) -> list[Wish]:
+        assert self.drafter is not None
+        ready = [each for each in sequences if each.finish_reason is None and _is_ready(each)]
+        most = min(self.max_depth, self._config.depth_limit(len(self._scheduler.running)))
+        wishes, rooms, asks = [], [], None
+        for sequence in ready:
+            depth = self.depth if sequence.request.depth is None else sequence.request.depth
+            limit = min(most, self._draft_room(sequence), MAX_DEPTH if depth == AUTO else depth)
+            if limit <= 0 or self._force(sequence):
+                continue
+            if depth == AUTO and asks is None:
+                asks = not self.auto.skips_step() and self.auto.weigh(self._ahead(ready))
+            if (depth == AUTO and not asks) or not self._reserve(sequence, limit):
+                continue
+            if depth == AUTO:
+                rooms.append(Room(sequence, limit, self.drafter.missed(sequence)))
+            else:
+                wishes.append(Wish(sequence, limit))
+        return wishes + self.auto.wishes(rooms) if rooms else wishes
+
+    def _ahead(self, ready: Seq[Sequence]) -> Work:
+        """The next pass without drafts, as far as one can tell."""
+        scheduler = self._scheduler
+        waiting = scheduler.waiting if len(scheduler.running) < scheduler.max_num_seqs else ()
+        pending = sum([len(each.tokens) - each.num_computed for each in (*scheduler.running, *waiting)]) - len(ready)
+        reach = sum([len(each.tokens) for each in ready])
+        return Work(len(ready), max(0, min(pending, scheduler.budget - len(ready))), reach)
+
+    def _force(self, sequence: Sequence) -> bool:
+        """Draft what the constraint leaves no choice about: right for sure, so however deep drafts shall be."""
+        if sequence.constraint is None:
+            return False
+        tokens = sequence.constraint.forced(min(MAX_DEPTH, self._draft_room(sequence)))
+        if not tokens or not self._reserve(sequence, len(tokens)):
+            return False
+        sequence.draft = Draft(tokens, method=FORCED)
+        return True
+
+    def _reserve(self, sequence: Sequence, depth: int) -> bool:
+        return self._scheduler.memory.reserve(sequence, len(sequence.tokens) + depth)
+
+    def _draft_room(self, sequence: Sequence) -> int:
+        return min(self.room(sequence), self._scheduler.budget) - 1
+
+    def learn(self, spans: Seq[Span], emitted: int, pass_s: float, draft_s: float) -> None:
+        """What a step took, for those who want to know."""
+        if self.samples is None and (self.depth != AUTO or self.drafter is None):
+            return
+        rows = sum([span.num_sample for span in spans])
+        work = Work(
+            rows=rows,
+            prompt_rows=sum([span.num_rows for span in spans]) - rows,
+            reach=sum([span.num_rows * (span.start + span.num_rows) for span in spans]),
+        )
+        if self.samples is not None:
+            self.samples.passed(work, pass_s)
+            return
+        own = all(span.sequence.request.depth is None for span in spans)
+        self.auto.stepped(work, len(spans), emitted if own else 0, pass_s, draft_s)
+
+    def _learn_draft(
+        self, learner: Costs | Samples, wishes: Seq[Wish], missed: Mapping[Sequence, int], seconds: float
+    ) -> None:
+        """By how many sequences each draft step had; what a lookup proposed is no work of a head."""
+        assert self.drafter is not None
+        drafts = [wish.sequence for wish in wishes if wish.sequence.draft.method == self.method]
+        if not drafts:
+            return
+        lengths = [len(sequence.draft.tokens) for sequence in drafts]
+        steps = [sum([length > i for length in lengths]) for i in range(max(lengths))]
+        if self.drafter.costs_per == "pass":
+            steps = steps[:1]
+        learner.drafted(steps, sum([missed[sequence] for sequence in drafts]), seconds)
+
+    def committed(self, sequence: Sequence) -> None:
+        """Tokens have been committed: learn which guesses were right."""
+        self.auto.odds.compare(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        if self.drafter:
+            self.drafter.release(sequence)
+            self.auto.release(sequence)
+
+
+def _is_ready(sequence: Sequence) -> bool:
+    """Is every token but the last computed?"""
+    return sequence.num_computed == len(sequence.tokens) - 1

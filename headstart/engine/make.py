@@ -1,0 +1,125 @@
+"""From a loaded model to a running engine: the drafter, the memory of all its networks, their pools."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headstart import hub, machine, registry
+from headstart.cache.memory import KVMemory
+from headstart.cache.recurrent import StateMemory
+from headstart.config import AUTO, MAX_DEPTH, EngineConfig
+from headstart.drafters.base import Drafter, Target
+from headstart.engine.engine import Engine
+from headstart.engine.load import Model
+from headstart.engine.runner import Runner
+from headstart.errors import UsageError
+from headstart.layers.decoder import tap_width
+from headstart.layers.network import DecoderNetwork, Network
+
+MEMORY_SHARE = 0.25
+"""Share of the free memory that the KV cache may take when --kv-blocks is not given; half of it where there is
+recurrent state, a quarter of it each for sequences and snapshots."""
+MOST_SNAPSHOTS = 256
+
+
+def make_engine(model: Model, config: EngineConfig) -> Engine:
+    """Attach the drafter and allocate pools for a loaded model. Raises UsageError for what does not fit."""
+    max_length = context_length(model, config)
+    drafter_type, method = drafter_of(model, config)
+    runner = Runner(model.backend, model.config.vocab_size, keep_probs=config.rule == "rejection")
+    drafter = drafter_type.attach(_target(model, config, runner)) if drafter_type else None
+    if drafter and config.depth != AUTO and config.depth > drafter.max_depth:
+        raise UsageError(
+            f"--depth is {config.depth}, but drafter {method} goes to {drafter.max_depth} at most",
+            f"use --depth {drafter.max_depth} or less",
+        )
+    trunk = DecoderNetwork(model.decoder, drafter.tap if drafter else None)
+    hidden_width = tap_width(trunk.tap, model.config.hidden_size) if trunk.tap else 0
+    networks = [trunk, *(opened.network for opened in runner.opened)]
+    memory = _memory(model, config, networks, hidden_width, max_length, drafts=drafter is not None)
+    num_slots = len(memory.pool.blocks) * config.block_size
+    runner.allocate(trunk, memory, num_slots=num_slots, hidden_width=hidden_width)
+    model.backend.loaded()
+    return Engine(runner, memory, drafter, config, max_length)
+
+
+def _target(model: Model, config: EngineConfig, runner: Runner) -> Target:
+    return Target(
+        backend=model.backend,
+        model=model.decoder,
+        config=model.config,
+        weights=model.weights,
+        runner=runner,
+        token_budget=config.max_num_batched_tokens,
+        ngram=(config.ngram_min, config.ngram_max),
+        head=model.head,
+    )
+
+
+def drafter_of(model: Model, config: EngineConfig) -> tuple[type[Drafter] | None, str]:
+    """The drafter class; `auto` takes the head when there is one, with prompt lookup beside it where depths are chosen
+    step by step, else prompt lookup alone. Depth 0 needs none."""
+    method = config.drafter
+    if method == "auto":
+        method = "ngram" if model.head is None else "mixed" if config.depth == AUTO else model.head.spec.kind
+    if method == "none" or config.depth == 0:
+        return None, "none"
+    found: type[Drafter] = registry.find("drafters", method).DRAFTER
+    return found, method
+
+
+def context_length(model: Model, config: EngineConfig) -> int:
+    """The longest prompt plus output. Raises UsageError for more than the model was made for."""
+    limit = model.config.max_length
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise UsageError(f"--max-model-len is {config.max_model_len}, but the model's context is {limit}")
+    return config.max_model_len or limit
+
+
+def _memory(
+    model: Model, config: EngineConfig, networks: list[Network], hidden_width: int, max_length: int, *, drafts: bool
+) -> KVMemory:
+    """Blocks for KV of all networks and hidden states, slots for recurrent state, within a share of the free memory.
+    Raises UsageError for fewer blocks than one sequence needs."""
+    budget = int(model.backend.free_memory() * MEMORY_SHARE)
+    states = _states(model, config, budget, drafts=drafts)
+    specs = [spec for network in networks for spec in network.kv_specs]
+    per_token = sum(model.backend.kv_bytes(spec) for spec in specs) + 4 * hidden_width
+    block_bytes = per_token * config.block_size
+    num_blocks = config.kv_blocks or _num_blocks(config, max_length, block_bytes, budget // 2 if states else budget)
+    if num_blocks * config.block_size < max_length:
+        raise UsageError(
+            f"--kv-blocks {num_blocks} of {config.block_size} tokens hold less than one sequence of {max_length}",
+            f"give at least {-(-max_length // config.block_size)} blocks, or lower --max-model-len",
+        )
+    return KVMemory(num_blocks, config.block_size, prefix_caching=config.enable_prefix_caching, states=states)
+
+
+def _num_blocks(config: EngineConfig, max_length: int, block_bytes: int, budget: int) -> int:
+    """Enough for max_num_seqs full sequences, within the budget (bytes), never less than one sequence."""
+    blocks_per_sequence = -(-max_length // config.block_size)
+    return max(min(config.max_num_seqs * blocks_per_sequence, budget // block_bytes), blocks_per_sequence)
+
+
+def _states(model: Model, config: EngineConfig, budget: int, *, drafts: bool) -> StateMemory | None:
+    """Recurrent state for max_num_seqs sequences within a quarter of the budget (bytes), never less than one, and
+    snapshots within another; None for a model without any."""
+    specs, kept = model.decoder.state_specs, MAX_DEPTH if drafts else 0
+    if not specs:
+        return None
+    running_bytes, snapshot_bytes = (sum(model.backend.state_bytes(spec, rows) for spec in specs) for rows in (kept, 0))
+    running = max(1, min(config.max_num_seqs, budget // 4 // running_bytes))
+    snapshots = min(MOST_SNAPSHOTS, budget // 4 // snapshot_bytes) if config.enable_prefix_caching else 0
+    return StateMemory(running, snapshots, kept, block_size=config.block_size)
+
+
+def identity(model: Model, config: EngineConfig) -> dict[str, Any]:
+    """What the costs of passes and drafts depend on, beside the machine."""
+    return {
+        "files": hub.stamps(model.checkpoint.files),
+        "head": model.head.source if model.head else None,
+        "drafter": drafter_of(model, config)[1],
+        "backend": [model.backend.name, config.device, config.dtype, config.quantization, config.kv_cache_dtype],
+        "threads": config.threads or machine.threads().usable,
+        "block_size": config.block_size,
+    }

@@ -1,0 +1,283 @@
+"""EAGLE-3 (Li et al. 2025): the trunk's streams at three depths, fused, and the next token in; a guess out.
+
+g = fc [a_1 ; a_2 ; a_3]; one block reads [norm_e(e(t_{p+1})) ; norm_h(g)] in its attention, g as its residual stream;
+logits = lm_head(norm(x')). The next draft step reads x' (before the norm) in place of g. vLLM 0.32,
+`model_executor/models/llama_eagle3.py`. Canonical tensors: fuse, block (with hidden_norm), norm, lm_head.
+
+Its directories have the layout that vLLM, SGLang, llama.cpp and OpenVINO load (SafeAILab's; speculators' names too):
+`fc`, `midlayer.*` (or `layers.0.*`), `norm`, `lm_head` over the draft vocabulary, `d2t`: target id = draft id +
+d2t[draft id]; `t2d`: a mask over the target's ids. config.json is that of a Llama model with one layer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headstart.errors import ModelError, UsageError
+from headstart.formats.base import Tensor
+from headstart.heads.base import HeadSpec
+from headstart.heads.kind import (
+    EMBEDDING_SHARE,
+    Arrays,
+    Document,
+    HeadCheckpoint,
+    HeadKind,
+    Layout,
+    Start,
+    Training,
+    Values,
+    plain_parts,
+)
+from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, RopeSpec, StepInputs
+from headstart.layers.attention import AttentionConfig
+from headstart.layers.build import DecoderConfig
+from headstart.layers.decoder import DecoderLayer, LayerConfig, tapped_layers
+from headstart.layers.linear import Linear
+from headstart.layers.mlp import MLPConfig
+from headstart.layers.norm import RMSNorm
+from headstart.layers.weights import Shapes, Weights
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+OURS = "headstart"
+"""Key of config.json under which trunk and training are written; other engines ignore it."""
+FEWEST_LAYERS = 7
+OTHER_STREAMS = 0.02
+"""Weight of the lower streams in a new head: not zero, so that they get gradients of their own."""
+
+
+@dataclass(frozen=True)
+class Eagle3Module:
+    """`block.input_norm` is the embedding's; q, k and v of the block read 2 H columns."""
+
+    fuse: Linear
+    hidden_norm: RMSNorm
+    block: DecoderLayer
+    norm: RMSNorm
+
+    @property
+    def kv_spec(self) -> AttentionSpec | None:
+        return self.block.mixer.kv_spec
+
+    def forward(
+        self, ops: Ops, spec: HeadSpec, embedded: Buffer, step: StepInputs, pool: Pool, *, recycled: bool = False
+    ) -> tuple[Buffer, Buffer]:
+        """As heads.base.Module; stored states [R, taps x H] are fused, recycled vectors read as they are."""
+        g = step.hidden if recycled else self.fuse(ops, step.hidden)
+        h = self.hidden_norm(ops, g)
+        x = ops.concat(self.block.input_norm(ops, embedded), h)
+        attended = self.block.mixer(ops, x, step.positions, pool)
+        x, residual = self.block.post_norm.add(ops, attended, h if spec.norm_before_residual else g)
+        y, stream = self.norm.add(ops, self.block.mlp(ops, x), residual)
+        return y, y if spec.recycle == "post_norm" else stream
+
+
+def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[Eagle3Module]:
+    assert spec.layer is not None
+    eps = spec.layer.eps
+    return [
+        Eagle3Module(
+            fuse=weights.linear("fuse", hidden, len(tapped_layers(spec.tap)) * hidden),
+            hidden_norm=weights.norm("block.hidden_norm", hidden, eps),
+            block=spec.layer.build(weights, "block", hidden, reads=2 * hidden),
+            norm=weights.norm("norm", hidden, eps),
+        )
+    ]
+
+
+def shapes(spec: HeadSpec, hidden: int) -> Shapes:
+    """Without the LM head and the embedding, which it may have."""
+    assert spec.layer is not None
+    return {
+        "fuse.weight": (hidden, len(tapped_layers(spec.tap)) * hidden),
+        "block.hidden_norm.weight": (hidden,),
+        **spec.layer.shapes("block", hidden, reads=2 * hidden),
+        "norm.weight": (hidden,),
+    }
+
+
+def paper_taps(layers: int) -> tuple[int, int, int]:
+    """Low, middle and high layer, as in the paper's code."""
+    return 2, layers // 2, layers - 3
+
+
+def fit(spec: HeadSpec, trunk: DecoderConfig) -> HeadSpec:
+    """Taps that it does not name are the paper's."""
+    layers = trunk.num_layers
+    tap = tapped_layers(spec.tap) or paper_taps(layers)
+    if not all(0 <= layer < layers for layer in tap) or list(tap) != sorted(set(tap)):
+        raise ModelError(f"the head taps the layers {tap}, but they must ascend below {layers}")
+    return replace(spec, tap=tap)
+
+
+# Its directory.
+
+
+def matches(document: Document) -> bool:
+    names = document.get("architectures") or []
+    return any("eagle3" in str(name).lower() for name in names) or document.get("speculators_model_type") == "eagle3"
+
+
+def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadCheckpoint:
+    inner = {**document, **(document.get("transformer_layer_config") or {})}
+    ours = document.get(OURS) or {}
+    try:
+        layer = _layer(inner, path)
+        hidden, vocab_size = int(inner["hidden_size"]), int(document.get("target_vocab_size") or inner["vocab_size"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelError(f"{path / 'config.json'}: {error} is missing or wrong", "is this an EAGLE-3 head?") from error
+    named = {new: tensors[name] for name in tensors if (new := canonical(name))}
+    if "fuse.weight" not in named:
+        raise ModelError(f"{path} holds no fc.weight", "is this an EAGLE-3 head?")
+    spec = HeadSpec(
+        kind="eagle3",
+        layer=layer,
+        tap=tuple(_taps(document)),
+        recycle="post_norm" if document.get("norm_output") else "pre_norm",
+        norm_before_residual=bool(document.get("norm_before_residual", False)),
+    )
+    return HeadCheckpoint(
+        spec=spec,
+        hidden_size=hidden,
+        vocab_size=vocab_size,
+        draft_token_ids=_draft_ids(tensors.get("d2t"), vocab_size, path),
+        tensors=named,
+        trunk=str(ours.get("trunk", "")),
+        trunk_fingerprint=str(ours.get("trunk_fingerprint", "")),
+        training=dict(ours.get("training") or {}),
+    )
+
+
+def _layer(inner: Document, path: Path) -> LayerConfig:
+    heads = int(inner["num_attention_heads"])
+    head_dim = int(inner.get("head_dim") or int(inner["hidden_size"]) // heads)
+    spec = AttentionSpec(heads, int(inner.get("num_key_value_heads") or heads), head_dim, head_dim**-0.5)
+    return LayerConfig(
+        mixer=AttentionConfig(spec=spec, rope=_rope(inner, head_dim, path)),
+        mlp=MLPConfig(inner=int(inner["intermediate_size"])),
+        eps=float(inner.get("rms_norm_eps", 1e-6)),
+    )
+
+
+def _taps(document: Document) -> list[int]:
+    eagle = document.get("eagle_config") or {}
+    ids = document.get("eagle_aux_hidden_state_layer_ids") or eagle.get("eagle_aux_hidden_state_layer_ids") or []
+    return [int(each) for each in ids]
+
+
+def _rope(inner: Document, head_dim: int, path: Path) -> RopeSpec:
+    parameters = inner.get("rope_parameters") or {}
+    scaling = inner.get("rope_scaling") or parameters
+    if str(scaling.get("rope_type") or scaling.get("type") or "default") != "default":
+        raise ModelError(f"{path}: rope scaling {scaling} of an EAGLE-3 head is not supported yet")
+    theta = float(inner.get("rope_theta") or parameters.get("rope_theta") or 10000.0)
+    return RopeSpec(tuple(theta ** (-2 * i / head_dim) for i in range(head_dim // 2)), head_dim)
+
+
+def canonical(name: str) -> str | None:
+    """Their tensor name to ours; None for what only maps vocabularies."""
+    if name in ("d2t", "t2d"):
+        return None
+    name = re.sub(r"^(?:model\.)?(?:midlayer|layers\.0)\.", "block.", name)
+    return re.sub(r"^(?:model\.)?fc\.", "fuse.", name).removeprefix("model.")
+
+
+def theirs(name: str) -> str:
+    """Our tensor name to theirs."""
+    return re.sub(r"^fuse\.", "fc.", re.sub(r"^block\.", "midlayer.", name))
+
+
+def _draft_ids(d2t: Tensor | None, vocab_size: int, path: Path) -> NDArray[np.int64] | None:
+    if d2t is None:
+        return None
+    offsets = d2t.numpy().astype(np.int64)
+    ids: NDArray[np.int64] = offsets + np.arange(len(offsets))
+    if (np.diff(ids) <= 0).any() or ids[0] < 0 or ids[-1] >= vocab_size:
+        raise ModelError(f"{path}: d2t does not give ascending ids below {vocab_size}", "is the file damaged?")
+    return ids
+
+
+def write(head: HeadCheckpoint, arrays: Arrays) -> tuple[dict[str, Any], dict[str, Any]]:
+    named = {theirs(name): array for name, array in arrays.items()}
+    ids = head.draft_token_ids
+    if ids is not None:
+        mask = np.zeros(head.vocab_size, np.bool_)
+        mask[ids] = True
+        named |= {"d2t": ids - np.arange(len(ids)), "t2d": mask}
+    return _document(head, head.vocab_size if ids is None else len(ids)), named
+
+
+def _document(head: HeadCheckpoint, num_draft: int) -> dict[str, Any]:
+    attention, mlp = plain_parts(head.spec.layer)
+    assert head.spec.layer and attention.rope
+    dim, frequencies = attention.spec.head_dim, attention.rope.inv_freq
+    theta = frequencies[1] ** (-dim / 2) if len(frequencies) > 1 else 10000.0
+    return {
+        "architectures": [ARCHITECTURE],
+        "model_type": "llama",
+        "hidden_size": head.hidden_size,
+        "intermediate_size": mlp.inner,
+        "num_hidden_layers": 1,
+        "num_attention_heads": attention.spec.num_heads,
+        "num_key_value_heads": attention.spec.num_kv_heads,
+        "head_dim": dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": head.spec.layer.eps,
+        "rope_theta": round(theta, 6),
+        "max_position_embeddings": 8192,
+        "vocab_size": head.vocab_size,
+        "draft_vocab_size": num_draft,
+        "target_hidden_size": head.hidden_size,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "norm_before_residual": head.spec.norm_before_residual,
+        "eagle_aux_hidden_state_layer_ids": list(tapped_layers(head.spec.tap)),
+        "torch_dtype": "bfloat16",
+        OURS: {
+            "trunk": head.trunk,
+            "trunk_fingerprint": head.trunk_fingerprint,
+            "training": dict(head.training),
+        },
+    }
+
+
+# Its training.
+
+
+def trained_spec(layers: int, depth: int) -> HeadSpec:
+    """The paper's taps; llama.cpp wants exactly three."""
+    if layers < FEWEST_LAYERS:
+        raise UsageError(f"an EAGLE-3 head taps three layers apart, but the model has {layers}", "train --kind mtp")
+    return HeadSpec(kind="eagle3", tap=paper_taps(layers), recycle="pre_norm")
+
+
+def initial(start: Start, spec: HeadSpec) -> dict[str, Values]:
+    """The trunk's last block over its highest tapped stream; the embedding enters attention at EMBEDDING_SHARE."""
+    layer, width = start.layer(), len(start.norm)
+    first = {f"block.{name}": values for name, values in layer.items()}
+    for name in ("q_proj", "k_proj", "v_proj"):
+        own = layer[f"self_attn.{name}.weight"]
+        first[f"block.self_attn.{name}.weight"] = np.hstack((np.float32(EMBEDDING_SHARE) * own, own))
+    eye = np.eye(width, dtype=np.float32)
+    return first | {
+        "fuse.weight": np.hstack([np.float32(OTHER_STREAMS) * eye] * (len(tapped_layers(spec.tap)) - 1) + [eye]),
+        "block.hidden_norm.weight": layer["input_layernorm.weight"],
+        "block.input_layernorm.weight": np.ones(width, np.float32),
+        "norm.weight": np.float32(0.5) * start.norm,
+    }
+
+
+HEAD = HeadKind(
+    modules=modules,
+    shapes=shapes,
+    fit=fit,
+    layout=Layout(matches=matches, read=read, write=write),
+    training=Training(spec=trained_spec, initial=initial, own_lm_head=True),
+)

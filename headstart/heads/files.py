@@ -1,0 +1,188 @@
+"""A head as its own directory: `config.json` (what it is, what trunk it fits) and `model.safetensors`."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headstart import registry
+from headstart.errors import ModelError
+from headstart.formats.base import Tensor
+from headstart.formats.json_object import read_object
+from headstart.formats.safetensors import save
+from headstart.formats.safetensors_file import read_file
+from headstart.heads.base import HeadSpec
+from headstart.heads.kind import Arrays, Document, HeadCheckpoint, Layout, head_kind, plain_parts
+from headstart.kernels.ops import AttentionSpec, RopeSpec
+from headstart.layers.attention import AttentionConfig
+from headstart.layers.decoder import LayerConfig
+from headstart.layers.mlp import MLPConfig
+
+MARK = "headstart_head"
+VERSION = 1
+DRAFT_IDS = "draft_token_ids"
+SWITCHES = ("hidden_first", "mask_first")
+STATES = ("post_norm", "pre_norm")
+CHOICES: Mapping[str, tuple[str | None, ...]] = {"tap": STATES, "recycle": STATES, "beyond": (None, "last", "cycle")}
+"""Fields of HeadSpec that config.json holds as they are."""
+
+
+def is_head(path: Path) -> bool:
+    """Does a directory say that it is a head, of our layout or of another program's?"""
+    config = path / "config.json"
+    if not config.is_file():
+        return False
+    document = read_object(config)
+    return MARK in document or _foreign(document) is not None
+
+
+def read_head(path: Path) -> HeadCheckpoint:
+    """Raises ModelError for a directory that is no head, or a damaged one."""
+    if not path.is_dir():
+        raise ModelError(f"the head {path} is not a directory", "give the directory that headstart train wrote")
+    document, tensors = read_object(path / "config.json"), read_file(path / "model.safetensors")
+    layout = _foreign(document)
+    return layout.read(document, tensors, path) if layout else _read_own(document, tensors, path)
+
+
+def write_head(path: Path, head: HeadCheckpoint, arrays: Arrays) -> None:
+    """Write the directory in one step; a directory of that name is replaced. arrays: under canonical names."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
+    layout = head_kind(head.spec.kind).layout
+    try:
+        document, named = layout.write(head, arrays) if layout else _own_layout(head, arrays)
+        save(temporary / "model.safetensors", named)
+        (temporary / "config.json").write_text(json.dumps(document, indent=2) + "\n", "utf-8")
+        old = temporary.with_name(f"{temporary.name}.old")
+        if path.exists():
+            path.rename(old)
+        temporary.rename(path)
+        shutil.rmtree(old, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    os.sync()
+
+
+def _foreign(document: Document) -> Layout | None:
+    """The layout of another program that this config.json has."""
+    layouts = [head_kind(name).layout for name in registry.available("heads")]
+    return next((layout for layout in layouts if layout and layout.matches(document)), None)
+
+
+def _own_layout(head: HeadCheckpoint, arrays: Arrays) -> tuple[dict[str, Any], dict[str, Any]]:
+    ids = head.draft_token_ids
+    return _document(head), {**arrays, **({} if ids is None else {DRAFT_IDS: ids.astype(np.int32)})}
+
+
+def _document(head: HeadCheckpoint) -> dict[str, Any]:
+    spec = head.spec
+    return {
+        MARK: VERSION,
+        "kind": spec.kind,
+        "hidden_size": head.hidden_size,
+        "vocab_size": head.vocab_size,
+        "num_modules": spec.num_modules,
+        **{name: getattr(spec, name) for name in (*SWITCHES, *CHOICES)},
+        **({"block": _block(spec.layer)} if spec.layer else {}),
+        "trunk": head.trunk,
+        "trunk_fingerprint": head.trunk_fingerprint,
+        "training": dict(head.training),
+    }
+
+
+def _block(layer: LayerConfig) -> dict[str, Any]:
+    attention, mlp = plain_parts(layer)
+    spec, rope = attention.spec, attention.rope
+    assert rope
+    return {
+        "intermediate_size": mlp.inner,
+        "num_heads": spec.num_heads,
+        "num_kv_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "scale": spec.scale,
+        "eps": layer.eps,
+        "rope": {"inv_freq": list(rope.inv_freq), "rotary_dim": rope.rotary_dim, "scale": rope.scale},
+        "qkv_bias": attention.qkv_bias,
+        "o_bias": attention.o_bias,
+        "mlp_bias": mlp.bias,
+        "qk_norm": attention.qk_norm,
+        "gated_attention": attention.gated,
+    }
+
+
+def _read_own(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadCheckpoint:
+    if document.get(MARK) != VERSION:
+        hint = "give the directory that headstart train wrote"
+        raise ModelError(f"{path} is no headstart head: {MARK} is {document.get(MARK)!r}, not {VERSION}", hint)
+    if document.get("kind") not in (kinds := registry.available("heads")):
+        raise ModelError(f"the head {path} is of kind {document.get('kind')!r}", f"known kinds: {', '.join(kinds)}")
+    try:
+        vocab_size = int(document["vocab_size"])
+        return HeadCheckpoint(
+            spec=_spec(document),
+            hidden_size=int(document["hidden_size"]),
+            vocab_size=vocab_size,
+            draft_token_ids=_draft_ids(tensors.get(DRAFT_IDS), vocab_size, path),
+            tensors={name: tensor for name, tensor in tensors.items() if name != DRAFT_IDS},
+            trunk=str(document["trunk"]),
+            trunk_fingerprint=str(document["trunk_fingerprint"]),
+            training=dict(document.get("training") or {}),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        where = path / "config.json"
+        raise ModelError(f"{where}: {error} is missing or wrong", "was the head written whole?") from error
+
+
+def _spec(document: Document) -> HeadSpec:
+    facts: dict[str, Any] = {name: bool(document[name]) for name in SWITCHES}
+    facts |= {name: _one_of(document, name, choices) for name, choices in CHOICES.items()}
+    return HeadSpec(
+        kind=document["kind"],
+        layer=_layer(document["block"]) if "block" in document else None,
+        num_modules=int(document["num_modules"]),
+        **facts,
+    )
+
+
+def _layer(block: Document) -> LayerConfig:
+    rope = block["rope"]
+    spec = AttentionSpec(
+        int(block["num_heads"]), int(block["num_kv_heads"]), int(block["head_dim"]), float(block["scale"])
+    )
+    return LayerConfig(
+        mixer=AttentionConfig(
+            spec=spec,
+            rope=RopeSpec(tuple(map(float, rope["inv_freq"])), int(rope["rotary_dim"]), float(rope["scale"])),
+            qkv_bias=bool(block.get("qkv_bias")),
+            o_bias=bool(block.get("o_bias")),
+            qk_norm=bool(block.get("qk_norm")),
+            gated=bool(block.get("gated_attention")),
+        ),
+        mlp=MLPConfig(inner=int(block["intermediate_size"]), bias=bool(block.get("mlp_bias"))),
+        eps=float(block["eps"]),
+    )
+
+
+def _one_of(document: Document, name: str, choices: tuple[str | None, ...]) -> Any:
+    if document[name] not in choices:
+        raise ValueError(f"{name} {document[name]!r}")
+    return document[name]
+
+
+def _draft_ids(tensor: Tensor | None, vocab_size: int, path: Path) -> NDArray[np.int64] | None:
+    if tensor is None:
+        return None
+    ids: NDArray[np.int64] = tensor.numpy().astype(np.int64)
+    if ids.ndim != 1 or not len(ids) or (np.diff(ids) <= 0).any() or ids[0] < 0 or ids[-1] >= vocab_size:
+        raise ModelError(f"the head {path}: {DRAFT_IDS} must be ascending token ids below {vocab_size}")
+    return ids

@@ -1,0 +1,113 @@
+"""What a kind of head declares, and a head as a checkpoint. One file per kind here; its name is the kind's. Shipped
+heads lie beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence as Seq
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headstart import registry
+from headstart.errors import ModelError
+from headstart.formats.base import Tensor
+from headstart.heads.base import HeadSpec, Module
+from headstart.layers.attention import AttentionConfig
+from headstart.layers.build import DecoderConfig
+from headstart.layers.decoder import LayerConfig
+from headstart.layers.mlp import MLPConfig
+from headstart.layers.weights import Shapes, Weights
+
+Values = NDArray[np.float32]
+EMBEDDING_SHARE = 0.1
+"""How strongly the token's embedding enters a new head, against the hidden state."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadCheckpoint:
+    """A head as a directory of its own. `draft_token_ids`: ascending target ids, None for the full vocabulary;
+    `tensors`: under canonical names; `training`: free-form provenance."""
+
+    spec: HeadSpec
+    hidden_size: int
+    vocab_size: int
+    draft_token_ids: NDArray[np.int64] | None = None
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    trunk: str = ""
+    trunk_fingerprint: str = ""
+    training: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a new head begins from: `norm` [W] of the trunk's end, `scale`, the rms of the stream that its last layer
+    reads, and `layer()`, the tensors of that layer under canonical names. It raises UsageError for a layer that a
+    head's block cannot be."""
+
+    norm: Values
+    scale: float
+    layer: Callable[[], Mapping[str, Values]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How a kind is trained. `spec`: for a trunk of so many layers and so many draft steps. `initial`: the first
+    weights, under canonical names. `own_lm_head`: its file holds the LM head's rows too. `stacks`: it may have a module
+    for each draft step instead of one that is used again."""
+
+    spec: Callable[[int, int], HeadSpec]
+    initial: Callable[[Start, HeadSpec], dict[str, Values]]
+    own_lm_head: bool = False
+    stacks: bool = False
+
+
+Document = Mapping[str, Any]
+Arrays = Mapping[str, Any]
+"""Arrays, or (bits, dtype name), as formats.safetensors.save takes them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How other programs write heads of a kind: is this config.json one? `read` raises ModelError for what is missing;
+    `write` makes config.json and tensors, in place of headstart's own layout."""
+
+    matches: Callable[[Document], bool]
+    read: Callable[[Document, Mapping[str, Tensor], Path], HeadCheckpoint]
+    write: Callable[[HeadCheckpoint, Arrays], tuple[dict[str, Any], dict[str, Any]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadKind:
+    """`modules`: from canonical tensors, a spec and the hidden size; `shapes`: their names and shapes. `fit`: the spec
+    completed for a trunk; raises ModelError where it cannot be. `training` None: it cannot be trained here."""
+
+    modules: Callable[[Weights, HeadSpec, int], Seq[Module]]
+    shapes: Callable[[HeadSpec, int], Shapes]
+    fit: Callable[[HeadSpec, DecoderConfig], HeadSpec] = lambda spec, trunk: spec
+    layout: Layout | None = None
+    training: Training | None = None
+
+
+def head_kind(name: str) -> HeadKind:
+    """A kind by its name. Raises UsageError for an unknown one."""
+    kind: HeadKind = registry.find("heads", name).HEAD
+    return kind
+
+
+def trained_kinds() -> list[str]:
+    """Kinds that `headstart train` can make."""
+    return [name for name in registry.available("heads") if head_kind(name).training]
+
+
+def plain_parts(layer: LayerConfig | None) -> tuple[AttentionConfig, MLPConfig]:
+    """Attention and feed-forward part of a block as head files hold it. Raises ModelError for any other block."""
+    mixer, mlp = (layer.mixer, layer.mlp) if layer else (None, None)
+    if layer and isinstance(mixer, AttentionConfig) and isinstance(mlp, MLPConfig) and mixer.rope:
+        plain = MLPConfig(inner=mlp.inner, bias=mlp.bias)
+        causal = not (mixer.spec.window or mixer.spec.softcap or mixer.sinks or mixer.shares is not None)
+        if mlp == plain and causal and layer == LayerConfig(mixer=mixer, mlp=mlp, eps=layer.eps):
+            return mixer, mlp
+    raise ModelError("a head's directory holds a block of plain attention and a SwiGLU MLP, and no other")

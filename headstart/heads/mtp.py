@@ -1,0 +1,96 @@
+"""MTP (DeepSeek-V3 report, section 2.2): a hidden state and the next token through one block; used again for every
+draft step, or a module for each.
+
+x = W [norm_e(e(t_{p+1})) ; norm_h(h_p)], x' = Block(x), y = norm(x'), logits = head(y); the next draft step reads the
+*recycled* vector (y or x') in place of h. Canonical tensors: `mtp.{i}.` norm_embedding, norm_hidden, projection, block,
+norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+
+from headstart.heads.base import FIRST_PAIR_POSITION, HeadSpec
+from headstart.heads.kind import EMBEDDING_SHARE, HeadKind, Start, Training, Values
+from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, StepInputs
+from headstart.layers.decoder import DecoderLayer
+from headstart.layers.linear import Linear
+from headstart.layers.norm import RMSNorm
+from headstart.layers.weights import Shapes, Weights
+
+
+@dataclass(frozen=True)
+class MTPModule:
+    """One prediction module; the LM head is the caller's (the trunk's, or its rows of a draft vocabulary)."""
+
+    embedding_norm: RMSNorm
+    hidden_norm: RMSNorm
+    projection: Linear
+    block: DecoderLayer
+    norm: RMSNorm
+
+    @property
+    def kv_spec(self) -> AttentionSpec | None:
+        return self.block.mixer.kv_spec
+
+    def forward(
+        self, ops: Ops, spec: HeadSpec, embedded: Buffer, step: StepInputs, pool: Pool, *, recycled: bool = False
+    ) -> tuple[Buffer, Buffer]:
+        """As heads.base.Module; a recycled vector is read as a trunk hidden state is."""
+        if spec.mask_first:
+            embedded = ops.zero_where(embedded, step.positions, FIRST_PAIR_POSITION)
+        e, h = self.embedding_norm(ops, embedded), self.hidden_norm(ops, step.hidden)
+        x = self.projection(ops, ops.concat(h, e) if spec.hidden_first else ops.concat(e, h))
+        delta, residual = self.block(ops, None, x, step.positions, pool)
+        y, stream = self.norm.add(ops, delta, residual)
+        return y, y if spec.recycle == "post_norm" else stream
+
+
+def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[MTPModule]:
+    assert spec.layer is not None
+    return [
+        MTPModule(
+            embedding_norm=weights.norm(f"mtp.{i}.norm_embedding", hidden, spec.layer.eps),
+            hidden_norm=weights.norm(f"mtp.{i}.norm_hidden", hidden, spec.layer.eps),
+            projection=weights.linear(f"mtp.{i}.projection", hidden, 2 * hidden),
+            block=spec.layer.build(weights, f"mtp.{i}.block", hidden),
+            norm=weights.norm(f"mtp.{i}.norm", hidden, spec.layer.eps),
+        )
+        for i in range(spec.num_modules)
+    ]
+
+
+def shapes(spec: HeadSpec, hidden: int) -> Shapes:
+    assert spec.layer is not None
+    every: Shapes = {}
+    for prefix in (f"mtp.{i}" for i in range(spec.num_modules)):
+        every |= {f"{prefix}.{name}.weight": (hidden,) for name in ("norm_embedding", "norm_hidden", "norm")}
+        every[f"{prefix}.projection.weight"] = (hidden, 2 * hidden)
+        every |= spec.layer.shapes(f"{prefix}.block", hidden)
+    return every
+
+
+def initial(start: Start, spec: HeadSpec) -> dict[str, Values]:
+    """Block and final norm from the trunk's last layer, which reads a stream whose rms is about `scale`; the token's
+    embedding enters at EMBEDDING_SHARE of that."""
+    width = len(start.norm)
+    scale, eye = np.full(width, start.scale, np.float32), np.eye(width, dtype=np.float32)
+    halves = (np.float32(EMBEDDING_SHARE) * eye, eye)
+    module = {f"block.{name}": values for name, values in start.layer().items()} | {
+        "norm_embedding.weight": scale,
+        "norm_hidden.weight": scale,
+        "projection.weight": np.hstack(halves[::-1] if spec.hidden_first else halves),
+        "norm.weight": np.float32(0.5) * start.norm,  # modest logits: the first guesses are wrong
+    }
+    return {f"mtp.{i}.{name}": values for i in range(spec.num_modules) for name, values in module.items()}
+
+
+HEAD = HeadKind(
+    modules=modules,
+    shapes=shapes,
+    # the stream before the final norm, as in the one dense family that vLLM drafts for (exports.vllm_mtp)
+    training=Training(spec=lambda layers, depth: HeadSpec(tap="pre_norm"), initial=initial, stacks=True),
+)

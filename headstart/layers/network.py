@@ -1,0 +1,82 @@
+"""Whoever has layers: the trunk, a head, a block drafter, a whole draft model. All are opened and run the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from headstart.kernels.ops import AttentionSpec, Handle, Pool, Program, StateSpec
+from headstart.layers.decoder import Decoder, Tap
+
+
+@dataclass(frozen=True)
+class Pools:
+    """Storage of one network: `kv` by its kv_specs, `states` by its state_specs; `hidden`: the trunk's hidden states,
+    which the trunk writes and heads read (None: nobody taps them)."""
+
+    kv: Seq[Pool]
+    states: Seq[Pool] = ()
+    hidden: Pool = None
+
+
+class NetworkProgram(NamedTuple):
+    """`hidden_width`: columns of the hidden states that its rows read; 0 for none."""
+
+    code: Program
+    hidden_width: int = 0
+
+
+class Network(Protocol):
+    """`kv_specs` and `state_specs`: a pool each. `first_position`: the first one that holds KV. `behind`: a row at
+    position q reads the stored hidden state of position q - behind; None: its rows read none."""
+
+    @property
+    def kv_specs(self) -> Seq[AttentionSpec]: ...
+    @property
+    def state_specs(self) -> Seq[StateSpec]: ...
+    @property
+    def first_position(self) -> int: ...
+    @property
+    def behind(self) -> int | None: ...
+
+    def programs(self, pools: Pools) -> Mapping[str, NetworkProgram]:
+        """What can be run, by name, over these pools."""
+
+
+@dataclass(eq=False)
+class Opened:
+    """A network on a runner. `index`: its place in Sequence.filled. Pools and its prepared programs come when memory is
+    sized."""
+
+    network: Network
+    index: int
+    pools: Pools = Pools(())
+    handles: Mapping[str, Handle] = field(default_factory=dict)
+
+
+FORWARD = "forward"
+"""The one program of a decoder."""
+
+
+@dataclass(frozen=True)
+class DecoderNetwork:
+    """A whole decoder: the trunk, or a draft model. `tap`: the hidden states that it keeps in pools.hidden."""
+
+    decoder: Decoder
+    tap: Tap | None = None
+    first_position: int = 0
+    behind: None = None
+
+    @property
+    def kv_specs(self) -> Seq[AttentionSpec]:
+        return self.decoder.kv_specs
+
+    @property
+    def state_specs(self) -> Seq[StateSpec]:
+        return self.decoder.state_specs
+
+    def programs(self, pools: Pools) -> Mapping[str, NetworkProgram]:
+        kept = pools.hidden if self.tap else None
+        code = self.decoder.program(pools.kv, kept, self.tap or "post_norm", pools.states)
+        return {FORWARD: NetworkProgram(code)}

@@ -1,0 +1,92 @@
+"""From a checkpoint to a decoder: its family, its tensors under canonical names, its weights on a backend."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from headstart.core import Progress, no_progress
+from headstart.errors import ModelError
+from headstart.formats.base import Checkpoint
+from headstart.formats.quantization import readable
+from headstart.formats.rows import unpermute_rows
+from headstart.kernels.ops import Backend, RawTensor
+from headstart.layers.attention import AttentionConfig
+from headstart.layers.build import DecoderConfig
+from headstart.layers.decoder import Decoder
+from headstart.layers.weights import Weights
+from headstart.models.base import Family, family_named
+from headstart.models.names import trailing_modules
+
+
+@dataclass(frozen=True)
+class LoadedDecoder:
+    """A checkpoint's trunk on a backend; its other tensors can still be taken from `weights`."""
+
+    family: Family
+    config: DecoderConfig
+    weights: Weights
+    decoder: Decoder
+
+
+def load_decoder(checkpoint: Checkpoint, backend: Backend, progress: Progress = no_progress) -> LoadedDecoder:
+    """Read the trunk of a checkpoint; `progress` counts its weights. Raises ModelError."""
+    family = find_family(checkpoint)
+    config = family.parse(checkpoint.config)
+    tensors = canonical_tensors(checkpoint, family, config)
+    weights = Weights(tensors, backend, str(checkpoint.path), on_take=_counter(tensors, progress))
+    return LoadedDecoder(family, config, weights, family.build(weights, config))
+
+
+def find_family(checkpoint: Checkpoint) -> Family:
+    """The family of a checkpoint by its model_type. Raises ModelError for one that is not known."""
+    model_type = checkpoint.config.get("model_type")
+    if not isinstance(model_type, str):
+        raise ModelError(f"{checkpoint.path}: config.json names no model_type")
+    return family_named(model_type)
+
+
+def canonical_tensors(checkpoint: Checkpoint, family: Family, config: DecoderConfig) -> Mapping[str, RawTensor]:
+    """The checkpoint's tensors under canonical names, q and k rows in the half-split rope order."""
+    read = readable(checkpoint.tensors, checkpoint.config)
+    tensors: dict[str, RawTensor] = {**read}
+    if not checkpoint.canonical_names:
+        named = ((family.names.canonical(name), tensor) for name, tensor in read.items())
+        tensors = {name: tensor for name, tensor in named if name is not None}
+    if family.adapt:
+        tensors = family.adapt(tensors, config, checkpoint.canonical_names)
+    if checkpoint.canonical_names and family.interleaved_rope:
+        mixer = config.layers[0].mixer
+        assert isinstance(mixer, AttentionConfig)
+        heads = {"q_proj": mixer.spec.num_heads, "k_proj": mixer.spec.num_kv_heads}
+        for name, tensor in checkpoint.tensors.items():
+            if (part := name.split(".")[-2] if "." in name else "") in heads:
+                tensors[name] = unpermute_rows(tensor, heads[part])
+    _check_layers(tensors, family, config.num_layers, checkpoint)
+    return trailing_modules(tensors, config.num_layers) if family.trailing else tensors
+
+
+def _check_layers(tensors: Iterable[str], family: Family, num_layers: int, checkpoint: Checkpoint) -> None:
+    """Layers beyond the config's can only be MTP modules; they need not be used. Raises ModelError."""
+    names = set(tensors)
+    held = {int(name.split(".")[1]) for name in names if re.match(r"layers\.\d+\.", name)}
+    for layer in sorted(each for each in held if each >= num_layers):
+        if not family.trailing or f"layers.{layer}.eh_proj.weight" not in names:
+            raise ModelError(
+                f"config.json says {num_layers} layers, but {checkpoint.path} holds layer {layer}, counted from 0",
+                "correct num_hidden_layers",
+            )
+
+
+def _counter(tensors: Mapping[str, RawTensor], progress: Progress) -> Callable[[RawTensor], None]:
+    """Tells how many weights have been taken, in millions."""
+    total, done = sum(math.prod(tensor.shape) for tensor in tensors.values()), 0
+
+    def taken(tensor: RawTensor) -> None:
+        nonlocal done
+        progress(done // 10**6, total // 10**6, "loading, million weights")
+        done += math.prod(tensor.shape)
+
+    return taken

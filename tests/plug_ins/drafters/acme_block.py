@@ -1,0 +1,133 @@
+"""Two layers of its own over the trunk's streams at three depths: one pass drafts a whole block.
+
+The features of a true position p, x_p = W [a_1 ; a_2 ; a_3] at p, are kept as keys and values at slot p. A block of
+rows at positions n, n + 1, ... behind them, the last token and blanks, sees all of them and itself, in both directions.
+Weights are random: what it drafts is wrong, and must cost no more than time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Self
+
+import numpy as np
+
+from headstart.core import Draft, Rows, Sequence
+from headstart.drafters.base import Drafter, Target, Wish
+from headstart.formats.base import make_tensor
+from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, RopeSpec, StateSpec, StepInputs, Weight
+from headstart.layers.attention import Attention, AttentionConfig
+from headstart.layers.decoder import DecoderLayer, LayerConfig
+from headstart.layers.linear import Linear
+from headstart.layers.mlp import MLPConfig
+from headstart.layers.network import NetworkProgram, Pools
+from headstart.layers.norm import RMSNorm
+from headstart.layers.weights import Weights
+
+LAYERS, TAPS, BLOCK, BLANK = 2, (0, 1, 2), 4, 0
+
+
+@dataclass(frozen=True)
+class BlockNetwork:
+    fuse: Linear
+    layers: Seq[DecoderLayer]
+    norm: RMSNorm
+    embedding: Weight
+    lm_head: Linear
+    hidden_size: int
+    first_position: int = 0
+    behind: int = 0
+    state_specs: tuple[StateSpec, ...] = ()
+
+    @property
+    def kv_specs(self) -> Seq[AttentionSpec]:
+        return [layer.mixer.kv_spec for layer in self.layers if layer.mixer.kv_spec]
+
+    def programs(self, pools: Pools) -> Mapping[str, NetworkProgram]:
+        return {
+            "features": NetworkProgram(lambda ops, step: self._keep(ops, step, pools.kv), len(TAPS) * self.hidden_size),
+            "block": NetworkProgram(lambda ops, step: self._draft(ops, step, pools.kv)),
+        }
+
+    def _keep(self, ops: Ops, step: StepInputs, pools: Seq[Pool]) -> dict[str, Buffer]:
+        """Rows of true positions; they have keys and values only."""
+        x = self.fuse(ops, step.hidden)
+        for layer, pool in zip(self.layers, pools, strict=True):
+            mixer = layer.mixer
+            assert isinstance(mixer, Attention) and mixer.k_proj and mixer.v_proj and mixer.rope
+            k = ops.rope(mixer.k_proj(ops, x), step.positions, mixer.rope, mixer.spec.head_dim)
+            ops.store_kv(k, mixer.v_proj(ops, x), pool, mixer.spec)
+        return {"features": x}
+
+    def _draft(self, ops: Ops, step: StepInputs, pools: Seq[Pool]) -> dict[str, Buffer]:
+        delta, residual = None, ops.embed(self.embedding, step.token_ids)
+        for layer, pool in zip(self.layers, pools, strict=True):
+            delta, residual = layer(ops, delta, residual, step.positions, pool)
+        y, _ = self.norm.add(ops, delta, residual)
+        return {"logits": self.lm_head(ops, ops.take_rows(y, step.logit_rows))}
+
+
+class AcmeBlock(Drafter):
+    method, max_depth, tap, costs_per = "acme_block", BLOCK, TAPS, "pass"
+
+    def __init__(self, target: Target, network: BlockNetwork) -> None:
+        self.runner, self.budget = target.runner, target.token_budget
+        self.network = target.runner.open(network)
+
+    @classmethod
+    def attach(cls, target: Target) -> Self:
+        hidden, spec = target.config.hidden_size, AttentionSpec(2, 2, 16, 0.25)
+        rope = RopeSpec(tuple(float(f) for f in 1e4 ** (-np.arange(8) / 8)), 16)
+        config = LayerConfig(mixer=AttentionConfig(spec=spec, rope=rope), mlp=MLPConfig(inner=32), eps=1e-6)
+        shapes = {"fuse.weight": (hidden, len(TAPS) * hidden), "norm.weight": (hidden,)}
+        for i in range(LAYERS):
+            shapes |= config.shapes(f"layers.{i}", hidden)
+        rng, tensors = np.random.default_rng(0), {}
+        for name, shape in shapes.items():
+            values = rng.standard_normal(shape) / np.sqrt(shape[-1]) if len(shape) == 2 else np.ones(shape)
+            tensors[name] = make_tensor(name, shape, "F32", values.astype(np.float32).reshape(-1).view(np.uint8))
+        weights = Weights(tensors, target.backend, "random numbers", drafts=True)
+        network = BlockNetwork(
+            fuse=weights.linear("fuse", hidden, len(TAPS) * hidden),
+            layers=[config.build(weights, f"layers.{i}", hidden) for i in range(LAYERS)],
+            norm=weights.norm("norm", hidden, 1e-6),
+            embedding=target.model.embedding,
+            lm_head=target.model.lm_head,
+            hidden_size=hidden,
+        )
+        return cls(target, network)
+
+    def missed(self, sequence: Sequence) -> int:
+        return max(len(sequence.tokens) - 1 - self.runner.filled(self.network, sequence), 0)
+
+    def propose(self, wishes: Seq[Wish]) -> None:
+        for sequence in [wish.sequence for wish in wishes]:
+            while (rest := self.missed(sequence)) > 0:
+                start = self.runner.filled(self.network, sequence)
+                tokens = sequence.tokens[start : start + min(rest, self.budget)]
+                rows = [Rows(sequence, start, tokens, 0)]
+                self.runner.run(self.network, "features", rows)
+                self.runner.fill(self.network, rows)
+        blocks = []
+        for wish in wishes:
+            start = len(wish.sequence.tokens) - 1
+            ids = [wish.sequence.tokens[-1], *[BLANK] * wish.depth]
+            blocks.append(Rows(wish.sequence, start, ids, wish.depth, sees=start + wish.depth))
+        logits = self.runner.run(self.network, "block", blocks)["logits"]
+        self._draw(wishes, logits)
+
+    def _draw(self, wishes: Seq[Wish], logits: Buffer) -> None:
+        """All tokens of a block at once, each row behind blanks: a drafter that knew better would go token by token."""
+        entries = [
+            (wish.sequence, len(wish.sequence.tokens) + i, [BLANK] * i) for wish in wishes for i in range(wish.depth)
+        ]
+        tokens = self.runner.draw(logits, entries).tokens.tolist()
+        ends = list(accumulate([wish.depth for wish in wishes], initial=0))
+        for wish, start in zip(wishes, ends, strict=False):
+            drawn = tokens[start : start + wish.depth]
+            wish.sequence.draft = Draft(drawn[: drawn.index(-1)] if -1 in drawn else drawn, method=self.method)
+
+
+DRAFTER = AcmeBlock

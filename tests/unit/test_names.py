@@ -1,0 +1,69 @@
+"""Tensor names by one table, there and back."""
+
+from __future__ import annotations
+
+import pytest
+from support import FAMILIES, family_of
+
+from headstart.models.names import Names, trailing_modules, trailing_name
+
+TABLE = Names(
+    {
+        "model.": "",
+        "wrapped.model.": "",
+        "lm_head.": "lm_head.",
+        "vision.": None,
+        "model.extra.{i}.": "mtp.{i}.block.",
+        "model.extra_norm.": "mtp.{i}.norm.",
+    },
+    parts={".ff.": ".mlp."},
+)
+THERE = {
+    "model.layers.3.ff.up_proj.weight": "layers.3.mlp.up_proj.weight",
+    "wrapped.model.norm.weight": "norm.weight",
+    "lm_head.weight": "lm_head.weight",
+    "vision.patch.weight": None,
+    "model.extra.2.ff.gate.weight": "mtp.2.block.mlp.gate.weight",
+    "model.extra_norm.weight": "mtp.0.norm.weight",
+    "elsewhere.weight": "elsewhere.weight",
+    "model.rotary_emb.inv_freq": None,
+}
+BACK = {
+    "layers.3.mlp.up_proj.weight": "model.layers.3.ff.up_proj.weight",
+    "norm.weight": "model.norm.weight",
+    "lm_head.weight": "lm_head.weight",
+    "mtp.2.block.mlp.gate.weight": "model.extra.2.ff.gate.weight",
+    "mtp.0.norm.weight": "model.extra_norm.weight",
+    "mtp.1.norm.weight": "model.extra_norm.weight",  # all modules share it
+}
+
+
+def test_the_longest_beginning_holds() -> None:
+    assert {name: TABLE.canonical(name) for name in THERE} == THERE
+    assert {name: TABLE.theirs(name) for name in BACK} == BACK
+    assert TABLE.of_modules and not Names().of_modules
+
+
+def test_modules_behind_the_trunk() -> None:
+    names = {
+        "layers.4.mlp.up_proj.weight": "layers.4.mlp.up_proj.weight",
+        "layers.5.enorm.weight": "mtp.0.norm_embedding.weight",
+        "layers.6.shared_head.norm.weight": "mtp.1.norm.weight",
+        "layers.6.mlp.up_proj.bias": "mtp.1.block.mlp.up_proj.bias",
+    }
+    copies = dict.fromkeys(("layers.5.shared_head.head.weight", "layers.6.embed_tokens.weight"))
+    assert list(trailing_modules(dict.fromkeys([*names, *copies]), 5)) == list(names.values())  # type: ignore[arg-type]
+    assert [trailing_name(new, 5) for new in names.values()] == list(names)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tiny_model_has_every_name_of_the_family(family: str) -> None:
+    """But for what a family joins or keeps otherwise, written names lead back to the shapes they were made from."""
+    found = family_of(family)
+    config, arrays = found.tiny()
+    sizes = found.parse(config)
+    names = {name: found.names.canonical(name) for name in arrays}
+    assert None not in names.values()
+    read = trailing_modules({new: None for new in names.values() if new}, sizes.num_layers)  # type: ignore[misc]
+    strange = set(read) ^ set(found.shapes(sizes))
+    assert not strange if not found.restore else all("linear_attn" in n or "gate_proj" in n for n in strange), strange
