@@ -138,7 +138,7 @@ def test_drafting_changes_nothing(drafter: str) -> None:
     found = [check(model, drafter, cell) for cell in CROWDED]
     forced, preemptions = map(sum, zip(*found, strict=True))
     assert preemptions > 0, "no cell ran out of blocks"
-    assert forced > 100 if drafter != "none" else forced == 0
+    assert forced > 15 * len(CROWDED) if drafter != "none" else forced == 0
 
 
 @pytest.mark.slow
