@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import errno
+import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,9 +17,18 @@ FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 def write_whole(path: Path, content: str | bytes | memoryview) -> None:
     """Readers see the old file or the new one. Raises OSError."""
+    write_pieces(path, [content.encode() if isinstance(content, str) else content])
+
+
+def write_pieces(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
+    """The same, of pieces that are made while it is written."""
     aside = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
     try:
-        aside.write_bytes(content.encode() if isinstance(content, str) else content)
+        with aside.open("xb") as file:
+            for piece in pieces:
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())  # else a crash could leave the name without the bytes
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)

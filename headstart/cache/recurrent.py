@@ -91,13 +91,13 @@ class StateMemory:
 
     def _new_snapshots(self, sequence: Sequence, held: _Held, end: int) -> dict[int, int]:
         """Slots of the snapshots that a walk from the sequence's state to `end` passes, in ascending order."""
-        size, found = self._block_size, {}
+        size, taken = self._block_size, {}
         for position in range(held.position // size * size + size, end + 1, size):
             if position % self._every == 0 or position == (sequence.num_prompt - 1) // size * size:
                 slot = self._take()
                 if slot is not None:
-                    found[position] = slot
-        return found
+                    taken[position] = slot
+        return taken
 
     def _take(self) -> int | None:
         """A slot for a snapshot: an unused one, else that of the snapshot whose last use is the longest ago."""

@@ -58,10 +58,10 @@ class _Run:
                 engine.step(_nowhere)
             for _ in range(WARM_UP):
                 engine.step(_nowhere)
-            found = engine.drafting.samples = Samples()
+            decoding = engine.drafting.samples = Samples()
             for _ in range(steps):
                 engine.step(_nowhere)
-            return before, found
+            return before, decoding
         finally:
             engine.drafting.samples = None
             for name in names:
@@ -82,9 +82,9 @@ def calibrate(engine: Engine) -> Costs:
     for sequences, depth in PLAN:
         if sequences > most or depth > deepest or sequences * blocks > len(engine.memory.pool.blocks):
             continue
-        _, found = run.measure(sequences, depth, length, STEPS)
+        _, measured = run.measure(sequences, depth, length, STEPS)
         for kind in ("passes", "drafts"):
-            for count, seconds in getattr(found, kind).items():
+            for count, seconds in getattr(measured, kind).items():
                 getattr(samples, kind).setdefault(count, []).extend(seconds)
         if time.perf_counter() - begun > MOST_SECONDS:
             break
@@ -142,8 +142,8 @@ def _still_holds(engine: Engine, costs: Costs) -> bool:
     length, depth = min(PROMPT, engine.max_length // 4), min(CHECKED_DEPTH, engine.drafting.max_depth)
     factors = []
     for drafted in (0, depth):
-        _, found = run.measure(1, drafted, length, STEPS)
-        factors.append(median(found.passes.get(drafted + 1) or [0.0]) / costs.passes.at(drafted + 1))
+        _, measured = run.measure(1, drafted, length, STEPS)
+        factors.append(median(measured.passes.get(drafted + 1) or [0.0]) / costs.passes.at(drafted + 1))
     engine.reset_stats()
     if min(factors) <= 0 or max(factors) > (1 + TOLERANCE) * min(factors):
         return False

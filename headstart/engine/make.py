@@ -64,8 +64,8 @@ def drafter_of(model: Model, config: EngineConfig) -> tuple[type[Drafter] | None
         method = "ngram" if model.head is None else "mixed" if config.depth == AUTO else model.head.spec.kind
     if method == "none" or config.depth == 0:
         return None, "none"
-    found: type[Drafter] = registry.find("drafters", method).DRAFTER
-    return found, method
+    drafter: type[Drafter] = registry.find("drafters", method).DRAFTER
+    return drafter, method
 
 
 def context_length(model: Model, config: EngineConfig) -> int:

@@ -109,10 +109,10 @@ class Odds:
     def table(self, sequence: Sequence, method: str, place: int) -> Table:
         """Of a drafter's token at a place of its draft, counted from 0."""
         key = (method, _warmth(sequence), min(place, PLACES))
-        found = self.tables.get(key)
-        if found is None:
-            found = self.tables[key] = Table()
-        return found
+        table = self.tables.get(key)
+        if table is None:
+            table = self.tables[key] = Table()
+        return table
 
     def factor(self, sequence: Sequence, method: str) -> float:
         """How much more often than expected this drafter is right in this sequence."""
@@ -166,13 +166,13 @@ class Odds:
 
 def chances(odds: Odds, sequence: Sequence, draft: Draft, least: float) -> Seq[float]:
     """That the first 1, 2, ... tokens of a draft are all right, as far as it is likelier than `least`."""
-    found, product = [], 1.0
+    kept, product = [], 1.0
     for place in range(len(draft.tokens)):
         product *= odds.chance(sequence, draft, place)
         if product <= least:
             break
-        found.append(product)
-    return found
+        kept.append(product)
+    return kept
 
 
 def _score(draft: Draft, place: int) -> float:

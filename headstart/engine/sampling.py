@@ -91,15 +91,15 @@ def _constants(rows: tuple[RowConstants, ...], num_logprobs: int | None) -> _Con
 
 def update_counts(sequence: Sequence) -> TokenCounts:
     """Bring Sequence.counts up to its committed tokens. Reads only those that are new since the last call."""
-    found, num_prompt = sequence.counts, sequence.num_prompt
-    for token in islice(sequence.tokens, found.num_read, None):
-        place = found.places.setdefault(token, len(found.ids))
-        if place == len(found.ids):
-            found.ids.append(token)
-            found.counts.append(0)
-        found.counts[place] += found.num_read >= num_prompt
-        found.num_read += 1
-    return found
+    known, num_prompt = sequence.counts, sequence.num_prompt
+    for token in islice(sequence.tokens, known.num_read, None):
+        place = known.places.setdefault(token, len(known.ids))
+        if place == len(known.ids):
+            known.ids.append(token)
+            known.counts.append(0)
+        known.counts[place] += known.num_read >= num_prompt
+        known.num_read += 1
+    return known
 
 
 def _bias(entries: Seq[Entry], allowed: Mask | None) -> tuple[Int32, Int32, Float32]:

@@ -46,5 +46,5 @@ def uniforms(seed: int, choice: int, block: int) -> list[float]:
     fixed = [np.array([word], np.int64) for word in (0, choice, philox.ACCEPT)]
     low, high = (np.array([word], np.int64) for word in philox.split_seed(seed))
     words = philox.philox((fixed[0], positions, fixed[1], fixed[2]), (low, high))
-    found: list[float] = philox.uniform(words[0], np.float64).tolist()
-    return found
+    drawn: list[float] = philox.uniform(words[0], np.float64).tolist()
+    return drawn

@@ -283,8 +283,17 @@ class Checkpoint:
     files: tuple[Path, ...] = ()  # that hold the tensors
     generation_config: dict[str, Any] = field(default_factory=dict)
     stray: dict[str, Tensor] = field(default_factory=dict)
+    name: str = ""  # what the user called it; else its path
     tokenizer: Callable[[], Tokenizer] = _no_tokenizer
     template: Callable[[], ChatTemplate | None] = _no_template
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.name or str(self.path))
+
+    @property
+    def title(self) -> str:
+        """The last part of the name: a cached repo's folder is called by its commit."""
+        return Path(self.name).name or self.path.resolve().name
 
     def load_tokenizer(self) -> Tokenizer:
         """Build the tokenizer. Raises ModelError when the checkpoint has none or it cannot be read."""

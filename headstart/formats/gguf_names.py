@@ -121,15 +121,15 @@ def canonical_names(names: Iterable[str]) -> dict[str, str]:
     """File name -> canonical name, for all tensors of a file; names not in the tables stay as they are."""
     names = list(names)
     post_norms = {name for name in names if ".post_attention_norm" in name}
-    found: dict[str, str] = {}
+    renamed: dict[str, str] = {}
     taken: dict[str, str] = {}
     for name in names:
         new = _canonical(name, post_norms)
         if new in taken:
             raise ModelError(f"tensors {taken[new]} and {name} both mean {new}", "convert the model again")
-        found[name] = taken[new] = new
+        renamed[name] = taken[new] = new
         taken[new] = name
-    return found
+    return renamed
 
 
 def _canonical(name: str, post_norms: set[str]) -> str:
@@ -143,3 +143,20 @@ def _canonical(name: str, post_norms: set[str]) -> str:
     if stem + suffix in _FULL:
         return f"layers.{layer}.{_FULL[stem + suffix]}"
     return f"layers.{layer}.{_BLOCK[stem]}{suffix}" if stem in _BLOCK else name
+
+
+_BACK = {ours: theirs for theirs, ours in _BLOCK.items()}  # of the norms after attention, the one that is called so
+
+
+def gguf_name(name: str) -> str | None:
+    """The way back for one canonical name: the file's; None where the tables have none."""
+    if top := next((theirs for theirs, ours in _TOP.items() if ours == name), None):
+        return top
+    match = re.fullmatch(r"layers\.(\d+)\.(.+?)((?:\.weight|\.bias)?)", name)
+    if not match:
+        return None
+    layer, stem, suffix = match.groups()
+    known = next((theirs for theirs, ours in _FULL.items() if ours == stem + suffix), None)
+    if known is None and stem in _BACK:
+        known = _BACK[stem] + suffix
+    return known and f"blk.{layer}.{known}"

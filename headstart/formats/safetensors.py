@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.errors import ModelError
+from headstart.files import write_pieces
 from headstart.formats.base import ITEM_BYTES, NAME_OF, Checkpoint, Format, Tensor
 from headstart.formats.json_object import read_object
 from headstart.formats.safetensors_file import INDEX, join, pick, read_file, shards_of, tensors_of, weight_map_of
@@ -157,7 +156,9 @@ def save(path: Path, tensors: Mapping[str, Array], metadata: Mapping[str, str] |
 
     BF16 goes in as (uint16 bits, "BF16"); any other value as a numpy array of a plain type.
     """
-    write_atomically(Path(path), _stream([_planned(name, value) for name, value in tensors.items()], metadata))
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_pieces(path, _stream([_planned(name, value) for name, value in tensors.items()], metadata))
 
 
 def _planned(name: str, value: Array) -> Planned:
@@ -182,22 +183,6 @@ def _dtype_name(name: str, value: Array) -> str:
     if given is None or given not in ITEM_BYTES or ITEM_BYTES[given] != bits.itemsize:
         raise ModelError(f"tensor {name} of numpy type {bits.dtype} cannot be saved as {given}")
     return given
-
-
-def write_atomically(path: Path, parts: Iterable[bytes | memoryview]) -> None:
-    """Replace `path` by the joined parts in one step; nothing is left behind on failure."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
-    try:
-        with temporary.open("xb") as file:
-            for part in parts:
-                file.write(part)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 FORMAT = Format(detect, open_checkpoint)

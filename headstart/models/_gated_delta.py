@@ -128,16 +128,16 @@ def _layer_types(config: Config) -> list[str]:
 
 def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
     """Norms as factors, the projections of a linear layer apart, the modules' shared tensors for each of them."""
-    found = _from_gguf(tensors, config) if from_gguf else _from_hugging_face(tensors, config)
+    ours = _from_gguf(tensors, config) if from_gguf else _from_hugging_face(tensors, config)
     mixer = _attention(config)
     if mixer.gated:
-        for name in [name for name in found if ".self_attn.q_proj." in name]:
-            found |= _query_and_gate(name, found[name], mixer)
+        for name in [name for name in ours if ".self_attn.q_proj." in name]:
+            ours |= _query_and_gate(name, ours[name], mixer)
     for i in range(1, config.num_mtp):
-        if f"mtp.{i}.block.input_layernorm.weight" in found:
-            shared = {part: found.get(f"mtp.0.{part}.weight") for part in MTP_NAMES.values()}
-            found |= {f"mtp.{i}.{part}.weight": tensor for part, tensor in shared.items() if tensor is not None}
-    return found
+        if f"mtp.{i}.block.input_layernorm.weight" in ours:
+            shared = {part: ours.get(f"mtp.0.{part}.weight") for part in MTP_NAMES.values()}
+            ours |= {f"mtp.{i}.{part}.weight": tensor for part, tensor in shared.items() if tensor is not None}
+    return ours
 
 
 def _attention(config: DecoderConfig) -> AttentionConfig:
@@ -151,40 +151,40 @@ def _linear_layers(config: DecoderConfig) -> dict[str, DeltaConfig]:
 
 
 def _from_hugging_face(tensors: dict[str, RawTensor], config: DecoderConfig) -> dict[str, RawTensor]:
-    found: dict[str, RawTensor] = {}
+    ours: dict[str, RawTensor] = {}
     linear = _linear_layers(config)
     for name, tensor in tensors.items():
         stem, _, part = name.partition(".linear_attn.")
         if part in JOINED and stem in linear:
-            found |= _split(tensor, f"{stem}.linear_attn", JOINED[part](linear[stem]))
+            ours |= _split(tensor, f"{stem}.linear_attn", JOINED[part](linear[stem]))
         elif part == "A_log":
-            found[f"{stem}.linear_attn.decay_rate"] = tensor.exp().affine(-1, 0)
+            ours[f"{stem}.linear_attn.decay_rate"] = tensor.exp().affine(-1, 0)
         elif part == "conv1d.weight":
-            found[f"{stem}.linear_attn.conv"] = _taps(tensor)
+            ours[f"{stem}.linear_attn.conv"] = _taps(tensor)
         elif not part and PLUS_ONE.search(name):
-            found[name] = tensor.affine(1, 1)
+            ours[name] = tensor.affine(1, 1)
         else:
-            found[name] = tensor
-    return found
+            ours[name] = tensor
+    return ours
 
 
 def _from_gguf(tensors: dict[str, RawTensor], config: DecoderConfig) -> dict[str, RawTensor]:
     """llama.cpp has folded the norms and the decay rate."""
     renamed = {"ssm_a": "decay_rate", "ssm_dt.bias": "decay_bias", "ssm_conv1d.weight": "conv"}
-    found: dict[str, RawTensor] = {}
+    ours: dict[str, RawTensor] = {}
     linear = _linear_layers(config)
     for name, tensor in tensors.items():
         match = re.fullmatch(r"(?:layers|blk)\.(\d+)\.(.+)", name)
         if not match or (prefix := f"layers.{match[1]}") not in linear:
-            found[name] = tensor
+            ours[name] = tensor
         elif (rest := match[2]) == "ssm_ba.weight":
-            found |= _split(tensor, f"{prefix}.linear_attn", _ba_rows(linear[prefix]))
+            ours |= _split(tensor, f"{prefix}.linear_attn", _ba_rows(linear[prefix]))
         elif rest in renamed:
             new = f"{prefix}.linear_attn.{renamed[rest]}"
-            found[new] = _taps(tensor) if rest.startswith("ssm_conv") else tensor
+            ours[new] = _taps(tensor) if rest.startswith("ssm_conv") else tensor
         else:
-            found[f"{prefix}.{rest.replace('self_attn.qkv_proj', 'linear_attn.in_proj_qkv')}"] = tensor
-    return found
+            ours[f"{prefix}.{rest.replace('self_attn.qkv_proj', 'linear_attn.in_proj_qkv')}"] = tensor
+    return ours
 
 
 def _query_and_gate(name: str, tensor: RawTensor, mixer: AttentionConfig) -> dict[str, RawTensor]:
@@ -240,29 +240,29 @@ PLUS_ONE = re.compile(r"norm(_embedding|_hidden)?\.weight$")
 
 def restore(arrays: Arrays, config: DecoderConfig, *, joined: bool) -> Arrays:
     """`joined`: the projections of a linear layer are in two tensors, by key head."""
-    found: Arrays = {}
+    theirs: Arrays = {}
     for name, array in arrays.items():
         stem, _, part = name.partition(".linear_attn.")
         if part == "decay_rate":
-            found[f"{stem}.linear_attn.A_log"] = np.log(-array)
+            theirs[f"{stem}.linear_attn.A_log"] = np.log(-array)
         elif part == "conv":
             width = _linear_layers(config)[stem].conv_width
-            found[f"{stem}.linear_attn.conv1d.weight"] = array.reshape(width, -1).T[:, None].copy()
+            theirs[f"{stem}.linear_attn.conv1d.weight"] = array.reshape(width, -1).T[:, None].copy()
         else:
-            found[name] = array - 1 if not part and PLUS_ONE.search(name) else array
-    for name in [name for name in found if ".self_attn.gate_proj." in name]:
+            theirs[name] = array - 1 if not part and PLUS_ONE.search(name) else array
+    for name in [name for name in theirs if ".self_attn.gate_proj." in name]:
         query = name.replace("gate_proj", "q_proj")
-        heads, rest = _attention(config).spec.num_heads, found[query].shape[1:]
-        parts = [each.reshape(heads, -1, *rest) for each in (found[query], found.pop(name))]
-        found[query] = np.concatenate(parts, axis=1).reshape(-1, *rest)
+        heads, rest = _attention(config).spec.num_heads, theirs[query].shape[1:]
+        parts = [each.reshape(heads, -1, *rest) for each in (theirs[query], theirs.pop(name))]
+        theirs[query] = np.concatenate(parts, axis=1).reshape(-1, *rest)
     for stem, delta in _linear_layers(config).items() if joined else ():
         for name, rows in JOINED.items():
-            apart = {part: found.pop(f"{stem}.linear_attn.in_proj_{part}.weight") for part in rows(delta)}
+            apart = {part: theirs.pop(f"{stem}.linear_attn.in_proj_{part}.weight") for part in rows(delta)}
             together = np.empty((sum(map(len, apart.values())), config.hidden_size), np.float32)
             for part, indices in rows(delta).items():
                 together[indices] = apart[part]
-            found[f"{stem}.linear_attn.{name}"] = together
-    return found
+            theirs[f"{stem}.linear_attn.{name}"] = together
+    return theirs
 
 
 # Small models.

@@ -23,8 +23,8 @@ SPARSE_KEYS = ("index_topk", "index_n_heads")
 
 
 def parse(config: Config) -> DecoderConfig:
-    if found := next((key for key in SPARSE_KEYS if config.get(key)), None):
-        raise ModelError(f"config.json: {found} means sparse attention (DeepSeek-V3.2), which is not supported")
+    if key := next((key for key in SPARSE_KEYS if config.get(key)), None):
+        raise ModelError(f"config.json: {key} means sparse attention (DeepSeek-V3.2), which is not supported")
     mixer = _mla(config)
     sparse = keys.layer(config, mixer, keys.sigmoid_experts(config, scale=2.5, groups=(8, 4)))
     return keys.decoder(

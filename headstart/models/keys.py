@@ -21,9 +21,9 @@ Config = Mapping[str, Any]
 
 def number(config: Config, *keys: str, default: int | None = None, least: int = 1, needs: str = "") -> int:
     """The first of some keys that is there. `needs`: who cannot do without it."""
-    found = next((config[key] for key in keys if config.get(key) is not None), default)
+    value = next((config[key] for key in keys if config.get(key) is not None), default)
     try:
-        size = int(found)  # type: ignore[arg-type]  # None is a TypeError, which is what is wanted
+        size = int(value)  # type: ignore[arg-type]  # None is a TypeError, which is what is wanted
     except (TypeError, ValueError):
         hint = f"{needs} needs it" if needs else "is this a model directory?"
         raise ModelError(f"config.json: {keys[0]} is missing or not a number", hint) from None
@@ -131,10 +131,10 @@ def num_mtp(config: Config, default: int = 0) -> int:
 
 def mtp_recycle(config: Config) -> Literal["post_norm", "pre_norm"]:
     """Which vector the MTP module recycles, where config.json says so (`mtp_recycle`); else after its norm."""
-    found = config.get("mtp_recycle", "post_norm")
-    if found not in ("post_norm", "pre_norm"):
-        raise ModelError(f"config.json: mtp_recycle is {found!r}", "known: post_norm, pre_norm")
-    return "pre_norm" if found == "pre_norm" else "post_norm"
+    recycle = config.get("mtp_recycle", "post_norm")
+    if recycle not in ("post_norm", "pre_norm"):
+        raise ModelError(f"config.json: mtp_recycle is {recycle!r}", "known: post_norm, pre_norm")
+    return "pre_norm" if recycle == "pre_norm" else "post_norm"
 
 
 def softmax_experts(config: Config, *, normalize: bool, shared: int = 0) -> MoEConfig:

@@ -62,7 +62,7 @@ def _replaced(name: str, prefixes: Iterable[tuple[str, str | None]]) -> Iterator
 
 def trailing_modules(tensors: Mapping[str, RawTensor], num_layers: int) -> dict[str, RawTensor]:
     """Tensors of layers N, N + 1, ... become those of MTP modules 0, 1, ..."""
-    found = {}
+    renamed = {}
     for name, tensor in tensors.items():
         layer = re.match(r"layers\.(\d+)\.", name)
         if layer and (module := int(layer[1]) - num_layers) >= 0:
@@ -70,8 +70,8 @@ def trailing_modules(tensors: Mapping[str, RawTensor], num_layers: int) -> dict[
         else:
             new = name
         if new is not None:
-            found[new] = tensor
-    return found
+            renamed[new] = tensor
+    return renamed
 
 
 def trailing_name(name: str, num_layers: int) -> str:

@@ -15,6 +15,7 @@ from headstart.engine.load import load_model
 from headstart.errors import UsageError
 from headstart.tools.bench import step as bench_step
 from headstart.tools.bench.step import StepOptions
+from headstart.tools.prefilled import affordable_repeats
 from headstart.tools.tiny import write_tiny
 
 pytest.importorskip("headstart.kernels.native._native")
@@ -127,7 +128,7 @@ def test_rows_beyond_the_context_are_refused(options: StepOptions) -> None:
 
 
 def test_repeats_by_time() -> None:
-    assert [bench_step.affordable_repeats(seconds, 1.0) for seconds in (0.0, 0.1, 9.0)] == [50, 10, 5]
+    assert [affordable_repeats(seconds, 1.0) for seconds in (0.0, 0.1, 9.0)] == [50, 10, 5]
 
 
 def test_profile_needs_a_backend_that_tells(plain: str) -> None:

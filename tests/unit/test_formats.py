@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from safetensors import safe_open
 
 from headstart.errors import ModelError
+from headstart.files import write_pieces
 from headstart.formats import gguf_file, open_checkpoint, safetensors, safetensors_file
 from headstart.formats._gguf_rope import rope_config
 from headstart.formats.base import make_tensor
@@ -94,7 +95,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="cannot be saved"):
         safetensors.save(path, {"a": np.zeros(2, np.complex64)})
     with pytest.raises(TypeError):
-        safetensors.write_atomically(path, [b"new", None])  # type: ignore[list-item]
+        write_pieces(path, [b"new", None])  # type: ignore[list-item]
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
 
 

@@ -133,15 +133,25 @@ class Group(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
-    """One run. `concurrency`: requests at a time; null with Poisson arrivals, of `rate` per second. `chunked_prefill`
-    is null where the server decides. `complete` is false when it broke off: it then counts in no row."""
+class Measured:
+    """`concurrency`: requests at a time; null with Poisson arrivals, of `rate` per second. `chunked_prefill` is null
+    where the server decides."""
 
     workload: str
-    mode: str
     concurrency: int | None
     rate: float | None
     chunked_prefill: bool | None
+
+    @property
+    def group(self) -> Group:
+        return Group(self.workload, self.concurrency, self.rate, self.chunked_prefill)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell(Measured):
+    """One run. `complete` is false when it broke off: it then counts in no row."""
+
+    mode: str
     repeat: int
     complete: bool
     requests: int
@@ -154,10 +164,6 @@ class Cell:
     latency: Latency
     speculation: DraftCounts | None
     joules: float | None
-
-    @property
-    def group(self) -> Group:
-        return Group(self.workload, self.concurrency, self.rate, self.chunked_prefill)
 
     @property
     def output_tokens_per_s(self) -> float:
@@ -190,15 +196,11 @@ class Interval:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class Row(Measured):
     """The complete cells of one workload, load and mode. Latencies are of all their answers together, rates are
     medians over cells. `speedup` is against mode "off". Cost is per million output tokens, in the price's currency."""
 
-    workload: str
     mode: str
-    concurrency: int | None
-    rate: float | None
-    chunked_prefill: bool | None
     cells: int
     failed: int
     output_tokens: int
@@ -215,20 +217,12 @@ class Row:
     cost_per_million: float | None
     joules_per_token: float | None
 
-    @property
-    def group(self) -> Group:
-        return Group(self.workload, self.concurrency, self.rate, self.chunked_prefill)
-
 
 @dataclass(frozen=True, kw_only=True)
-class Check:
+class Check(Measured):
     """An answer to a question about one workload and load; `ok` is null when there are too few pairs to tell."""
 
     name: Literal["never slower", "near the best depth"]
-    workload: str
-    concurrency: int | None
-    rate: float | None
-    chunked_prefill: bool | None
     ok: bool | None
     ratio: Interval | None
     text: str

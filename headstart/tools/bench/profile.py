@@ -38,7 +38,7 @@ def profiling(meter: Meter) -> Iterator[None]:
         meter.profile(False)
 
 
-def profile_pass(meter: Meter, forward: Callable[[], None]) -> dict[str, Any]:
+def profile_pass(meter: Meter, forward: Callable[[], object]) -> dict[str, Any]:
     """Milliseconds of one pass, from rows wanted to logits; `python` is what is not in the backend's parts."""
     forward()
     meter.reset()

@@ -13,7 +13,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from headstart.svg import PALETTE, Plot, Point, Series, Style, intervals, lines, swatch
-from headstart.tools.bench.document import LEVELS, Distribution, Document, Group, Row
+from headstart.tools.bench.document import LEVELS, Distribution, Document, Row
 from headstart.tools.bench.measure import AUTO, OFF, SERVER
 from headstart.tools.bench.summary import milliseconds, mode_order, tables
 
@@ -50,7 +50,7 @@ def render(document: Document) -> str:
         heat=_heat(rows),
         tables=[([name.replace("\n", " ") for name in columns], cells) for columns, cells in tables(document)],
         facts=_facts(document),
-        checks=[(check, _group(check).load) for check in document.checks if check.ok is not None],
+        checks=[(check, check.group.load) for check in document.checks if check.ok is not None],
         unjudged={check.name: check.text for check in document.checks if check.ok is None},
         broken=[cell for cell in document.cells if not cell.complete],
         settings=json.dumps(dict(document.settings), ensure_ascii=False),
@@ -62,10 +62,6 @@ def styles_of(modes: Iterable[str]) -> dict[str, Style]:
     has the same modes."""
     fixed = iter(PALETTE * 4)
     return {mode: STYLES.get(mode) or next(fixed) for mode in sorted(modes, key=mode_order)}
-
-
-def _group(item: Any) -> Group:
-    return Group(item.workload, item.concurrency, item.rate, item.chunked_prefill)
 
 
 def _panel(row: Row) -> str:

@@ -9,30 +9,26 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from math import prod
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from headstart import __version__, registry
-from headstart.api import LLM
 from headstart.config import AUTO, FIXED_DEPTH, EngineConfig
 from headstart.core import Progress, Report, SamplingParams, Sequence, Span, no_progress
 from headstart.drafters.base import Wish
 from headstart.engine.load import Model, load_model
 from headstart.errors import UsageError
 from headstart.kernels.backend import kind_of
-from headstart.kernels.ops import Backend
 from headstart.layers.moe import MoE
 from headstart.machine import cpu, threads
 from headstart.tools import doctor
 from headstart.tools.bench.profile import profile_pass, profile_steps, profiling, require_profiler
-from headstart.tools.meter import Meter
-from headstart.tools.prompts import builtin_prompts
+from headstart.tools.prefilled import Prefilled, in_turns
 
 ROWS = (1, 2, 3, 4, 6, 8, 16, 32, 128, 512)
 MOST_VERIFIED = 8
 """Passes of up to so many rows give logits for all of them, as in verification; longer ones are a span of a prompt."""
-FEWEST_REPEATS, MOST_REPEATS = 5, 50
 PASSES_BUDGET_S = 10.0
 """Time for all passes together, as far as FEWEST_REPEATS allow."""
 DRAFT_REPEATS = 30
@@ -58,47 +54,25 @@ class StepOptions:
     read_bytes: int | None = None  # buffer for the read bandwidth; None: far more than caches hold
 
 
-class Bench:
-    """A model whose engine runs on a Meter, and a sequence whose first `context` positions are computed."""
+class Bench(Prefilled):
+    """A model and one sequence whose first `context` positions are computed."""
 
     def __init__(self, options: StepOptions) -> None:
         model = load_model(options.model, options.config)
-        self.meter = Meter(model.backend, waits=options.config.device != "cpu")
-        if options.profile:
-            require_profiler(self.meter)
-        self.model, self.context = model, options.context
-        self.rows = fitting_rows(options, model.config.max_length)
+        self.context, self.rows = options.context, fitting_rows(options, model.config.max_length)
         length = min(model.config.max_length, self.context + max(*self.rows, ROOM))
         self.depth = FIXED_DEPTH if options.config.depth == AUTO else options.config.depth
-        config = replace(bench_config(model, options.config, length), depth=self.depth)
-        self.llm = LLM(replace(model, backend=cast(Backend, self.meter)), config)
-        self.engine = self.llm.engine
-        self.text = self.llm.encode(builtin_prompts()[0][1])
-        self._sequence = self._prefilled(self.repeated_text(self.context + max(self.rows)))
-
-    def repeated_text(self, length: int) -> list[int]:
-        return (self.text * -(-length // len(self.text)))[:length]
-
-    def _prefilled(self, tokens: list[int]) -> Sequence:
-        """A sequence that the scheduler does not know."""
-        sequence = Sequence(self.llm.request(tokens, SamplingParams()), 0, tokens, 0)
-        reserved = self.engine.memory.reserve(sequence, len(tokens))
-        assert reserved
-        budget = self.engine.scheduler.budget
-        for start in range(0, self.context, budget):
-            self.engine.runner.forward([Span(sequence, start, min(budget, self.context - start), 1)])
-        return sequence
-
-    def forward(self, rows: int) -> None:
-        num_logits = rows if rows <= MOST_VERIFIED else 1
-        if self.engine.memory.states:
-            self.engine.memory.states.rewind(self._sequence, self.context)
-        self.engine.runner.forward([Span(self._sequence, self.context, rows, num_logits)])
+        super().__init__(model, replace(bench_config(model, options.config, length), depth=self.depth))
+        if options.profile:
+            require_profiler(self.meter)
+        self.fill(self.context, self.context + max(self.rows))
 
     def seconds(self, rows: int) -> float:
         """The backend's time for one pass."""
-        self.forward(rows)
-        return self.meter.trunk[-1]
+        (sequence,), states = self.sequences, self.engine.memory.states
+        if states:
+            states.rewind(sequence, self.context)
+        return self.seconds_of([Span(sequence, self.context, rows, rows if rows <= MOST_VERIFIED else 1)])
 
     def submit(self, prompt: list[int], depth: int) -> Sequence:
         """Queue a greedy continuation of a prompt, or of as much of it as fits."""
@@ -133,7 +107,7 @@ def run(options: StepOptions, progress: Progress = no_progress) -> Report:
     progress(0, 1, "reading memory")
     read_bytes = options.read_bytes or min(MOST_READ_BYTES, bench.model.backend.free_memory() // 4)
     bandwidth = bench.model.backend.read_bandwidth(read_bytes, READ_RUNS)
-    passes = time_passes(bench, options.repeats, progress)
+    passes = in_turns(bench.rows, bench.seconds, PASSES_BUDGET_S, progress, options.repeats)
     draft = time_draft(bench, options.repeats or DRAFT_REPEATS) if bench.engine.drafting.drafter else None
     data: dict[str, Any] = {
         "model": bench.model.name,
@@ -148,27 +122,6 @@ def run(options: StepOptions, progress: Progress = no_progress) -> Report:
     data |= summary(data["passes"], draft)
     data["profile"] = profile(bench, progress) if options.profile else None
     return Report(ok=True, data=data, lines=_lines(data))
-
-
-def time_passes(bench: Bench, repeats: int | None, progress: Progress) -> dict[int, list[float]]:
-    """Seconds by rows, taken in turns: what slows the machine down for a while slows all of them down."""
-    for index, rows in enumerate(bench.rows):
-        progress(index, len(bench.rows), "warming up")
-        bench.seconds(rows)
-    samples = {rows: [bench.seconds(rows)] for rows in bench.rows}
-    share = PASSES_BUDGET_S / len(samples)
-    wanted = {rows: repeats or affordable_repeats(first, share) for rows, (first,) in samples.items()}
-    total, done = sum(wanted.values()), len(samples)
-    for turn in range(1, max(wanted.values())):
-        for rows in (rows for rows in samples if turn < wanted[rows]):
-            progress(done, total, "timing passes")
-            samples[rows].append(bench.seconds(rows))
-            done += 1
-    return samples
-
-
-def affordable_repeats(seconds: float, budget: float) -> int:
-    return max(FEWEST_REPEATS, min(MOST_REPEATS, int(budget / max(seconds, 1e-9))))
 
 
 def time_draft(bench: Bench, repeats: int) -> dict[str, Any]:
@@ -240,7 +193,7 @@ def profile(bench: Bench, progress: Progress) -> dict[str, Any]:
     with profiling(bench.meter):
         for rows in fitting:
             progress(len(parts["passes"]), len(fitting) + len(depths), f"profiling {rows} rows")
-            parts["passes"].append({"rows": rows, **profile_pass(bench.meter, partial(bench.forward, rows))})
+            parts["passes"].append({"rows": rows, **profile_pass(bench.meter, partial(bench.seconds, rows))})
         for depth in depths:
             progress(len(fitting), len(fitting) + len(depths), f"profiling steps at depth {depth}")
             steps = profile_steps(bench.meter, bench.engine, bench.submit(bench.text, depth))

@@ -150,9 +150,8 @@ def table_lines(document: Document) -> list[str]:
         lines.append(f"broke off, in no row: {cell.workload}, {cell.group.load}, {cell.mode}: {answered}")
     for check in document.checks:
         if check.ok is not None:
-            group = Group(check.workload, check.concurrency, check.rate, check.chunked_prefill)
             answer = "yes" if check.ok else "NO"
-            lines.append(f"{check.name}, {check.workload}, {group.load}: {answer} ({check.text})")
+            lines.append(f"{check.name}, {check.workload}, {check.group.load}: {answer} ({check.text})")
     if unknown := {check.name: check.text for check in document.checks if check.ok is None}:
         lines += [f"{name}: {text}" for name, text in unknown.items()]
     return lines + [f"note: {note}" for note in document.notes]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headstart.errors import ModelError
-from headstart.tools.export.layouts import COUNT_KEYS, NESTED, UNLIKE, Layout
+from headstart.tools.export.drafts import COUNT_KEYS, NESTED, UNLIKE, DraftCheckpoint
 
 Config = Mapping[str, Any]
 INDEXER_KEYS = ("index_n_heads", "index_head_dim", "index_topk")
@@ -24,7 +24,7 @@ def architectures(config: Config) -> list[str]:
 
 
 def detect_model_type(config: Config) -> str:
-    """The key of LAYOUTS, or the model_type itself. Raises ModelError where there is nothing to go by, and for types
+    """The key of DRAFTS, or the model_type itself. Raises ModelError where there is nothing to go by, and for types
     that only look like a declared one."""
     outer = str(config.get("model_type") or "").lower()
     named = [each.lower() for each in architectures(config)]
@@ -59,12 +59,12 @@ def positive(value: object) -> bool:
         return False
 
 
-def count_modules(config: Config, layout: Layout) -> int:
+def count_modules(config: Config, draft: DraftCheckpoint) -> int:
     """How many MTP modules the config promises; the first key that is there decides. Raises ModelError for none, and
     for more than the layout has room for."""
     inner = [(f"{NESTED}.{key}", nested(config).get(key)) for key in COUNT_KEYS]
     places = [(key, config.get(key)) for key in COUNT_KEYS] + inner
-    if layout.several:
+    if draft.several:
         (plain_n, plain_m), (inner_n, inner_m) = places[:2], inner
         places = [inner_m, plain_m, inner_n, plain_n]
     where, value = next(((key, each) for key, each in places if each is not None), ("", None))
@@ -74,26 +74,26 @@ def count_modules(config: Config, layout: Layout) -> int:
     if not positive(value):
         raise ModelError(f"config.json: {where} is {value!r}: the model has no MTP head", "see headstart graft --help")
     count = int(value)  # type: ignore[arg-type]
-    if count != 1 and not layout.several:
+    if count != 1 and not draft.several:
         raise ModelError(f"config.json: {where} is {count}, but this draft layout has room for one module")
     return count
 
 
-def draft_config(config: Config, layout: Layout, count: int) -> dict[str, Any]:
+def draft_config(config: Config, draft: DraftCheckpoint, count: int) -> dict[str, Any]:
     """config.json of the draft: the model's own with what describes the one module."""
     changes = {
         "num_hidden_layers": count,
         "num_nextn_predict_layers": count,
-        "architectures": [layout.architecture],
-        "model_type": layout.written_type,
+        "architectures": [draft.architecture],
+        "model_type": draft.written_type,
         "quantization_config": "",
         "first_k_dense_replace": 0,
-        **_filled(layout.config, count),
-        **(_sparse_indexer(config) if layout.sparse_indexer else {}),
+        **_filled(draft.config, count),
+        **(_sparse_indexer(config) if draft.sparse_indexer else {}),
     }
     written = {**config, **changes}
     if nested(config):
-        inner = changes if layout.nested_alike else _filled(layout.nested_config, count)
+        inner = changes if draft.nested_alike else _filled(draft.nested_config, count)
         written[NESTED] = {**nested(config), **inner}
         if "quantization_config" in written[NESTED]:
             written[NESTED]["quantization_config"] = ""

@@ -15,85 +15,38 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.errors import ModelError
-from headstart.formats.base import make_tensor
+from headstart.formats.base import Checkpoint, make_tensor
+from headstart.formats.gguf_names import KEYS, gguf_name
+from headstart.formats.mtp_families import num_experts
 from headstart.formats.safetensors import Planned, bfloat16
 from headstart.formats.symbols import text_config
+from headstart.models.base import family_named
+from headstart.models.names import trailing_name
 from headstart.tools.export.detect import count_modules, detect_model_type
-from headstart.tools.export.directory import Directory
-from headstart.tools.export.layouts import layout_of
-from headstart.tools.export.targets.xllm import cut_module, rest_of
+from headstart.tools.export.drafts import draft_of
+from headstart.tools.export.module import cut_module
 
 U32, F32, BOOL = "uint32", "float32", "bool"
 COMMON = (
-    ("context_length", "max_position_embeddings", U32),
-    ("embedding_length", "hidden_size", U32),
-    ("feed_forward_length", "intermediate_size", U32),
-    ("attention.head_count", "num_attention_heads", U32),
-    ("attention.head_count_kv", "num_key_value_heads", U32),
-    ("attention.layer_norm_rms_epsilon", "rms_norm_eps", F32),
-    ("attention.key_length", "head_dim", U32),
-    ("attention.value_length", "head_dim", U32),
-    ("expert_count", "num_experts", U32),
-    ("expert_count", "n_routed_experts", U32),
-    ("expert_used_count", "num_experts_per_tok", U32),
-    ("expert_feed_forward_length", "moe_intermediate_size", U32),
-)
-"""Key after the architecture, key of config.json, type; keys that the config lacks are left out."""
+    "context_length", "embedding_length", "feed_forward_length", "attention.head_count", "attention.head_count_kv",
+    "attention.layer_norm_rms_epsilon", "attention.key_length", "expert_used_count", "expert_feed_forward_length",
+)  # fmt: skip
+"""Keys after the architecture, where config.json has the one that `gguf_names.KEYS` puts beside them."""
 LINEAR = (
-    ("ssm.conv_kernel", "linear_conv_kernel_dim", U32),
-    ("ssm.state_size", "linear_key_head_dim", U32),
-    ("ssm.group_count", "linear_num_key_heads", U32),
-    ("ssm.time_step_rank", "linear_num_value_heads", U32),
-    ("full_attention_interval", "full_attention_interval", U32),
-    ("expert_shared_feed_forward_length", "shared_expert_intermediate_size", U32),
-)
+    "ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.time_step_rank", "full_attention_interval",
+    "expert_shared_feed_forward_length",
+)  # fmt: skip
 SIGMOID_EXPERTS = (
-    ("expert_group_count", "n_group", U32),
-    ("expert_group_used_count", "topk_group", U32),
-    ("expert_shared_count", "n_shared_experts", U32),
-    ("leading_dense_block_count", "first_k_dense_replace", U32),
-    ("expert_weights_scale", "routed_scaling_factor", F32),
-    ("expert_weights_norm", "norm_topk_prob", BOOL),
-)
+    "expert_group_count", "expert_group_used_count", "expert_shared_count", "leading_dense_block_count",
+    "expert_weights_scale", "expert_weights_norm",
+)  # fmt: skip
+TYPES = {"attention.layer_norm_rms_epsilon": F32, "expert_weights_scale": F32, "expert_weights_norm": BOOL}
+"""Of keys that hold no whole number."""
 SIGMOID = 2
-BLOCK = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "post_attention_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
-    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
-    **{
-        f"mlp.{shared}.{part}_proj": f"ffn_{part}_shexp"
-        for shared in ("shared_expert", "shared_experts")
-        for part in ("gate", "up", "down")
-    },
-}
-QWEN_LINK = {
-    "fc": "nextn.eh_proj",
-    "pre_fc_norm_embedding": "nextn.enorm",
-    "pre_fc_norm_hidden": "nextn.hnorm",
-    "norm": "nextn.shared_head_norm",
-}
-TRAILING_LINK = {
-    "eh_proj": "nextn.eh_proj",
-    "enorm": "nextn.enorm",
-    "hnorm": "nextn.hnorm",
-    "shared_head.norm": "nextn.shared_head_norm",
-    "shared_head.head": "nextn.shared_head_head",
-    "embed_tokens": "nextn.embed_tokens",
-}
-TRUNK = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?(embed_tokens|norm|lm_head)\.weight$")
-TRUNK_NAMES = {"embed_tokens": "token_embd.weight", "norm": "output_norm.weight", "lm_head": "output.weight"}
-EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
-FUSED = re.compile(r"mlp\.experts\.(gate_up|down)_proj")
+TRUNK = ("embed_tokens.weight", "norm.weight", "lm_head.weight")
+"""Canonical names of the trunk's own tensors that go along."""
+EXPERT = re.compile(r"layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
+FUSED = re.compile(r"layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj")
 IN_FLOAT32 = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
 
 
@@ -104,8 +57,7 @@ class Architecture:
 
     name: str
     pre: str
-    keys: tuple[tuple[str, str, str], ...]
-    link: Mapping[str, str]
+    keys: tuple[str, ...]
     norm_shift: float = 0.0
     rotary: float = 1.0
     recurrent: bool = False
@@ -113,9 +65,7 @@ class Architecture:
     special: Mapping[str, str] = field(default_factory=dict)
 
 
-QWEN35 = Architecture(
-    name="qwen35", pre="qwen35", keys=COMMON + LINEAR, link=QWEN_LINK, norm_shift=1.0, rotary=0.25, recurrent=True
-)
+QWEN35 = Architecture(name="qwen35", pre="qwen35", keys=COMMON + LINEAR, norm_shift=1.0, rotary=0.25, recurrent=True)
 ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3_5": QWEN35,
     "qwen3_5_moe": replace(QWEN35, name="qwen35moe"),
@@ -123,13 +73,12 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         name="glm4moe",
         pre="glm4",
         keys=COMMON + SIGMOID_EXPERTS,
-        link=TRAILING_LINK,
         rotary=0.5,
         gating=SIGMOID,
         special={"bos": "[gMASK]", "eot": "<|user|>", "unk": "<|endoftext|>", "eom": "<|observation|>"},
     ),
 }
-"""By the model type of `_layouts.LAYOUTS`."""
+"""By the model type of `drafts.DRAFTS`."""
 
 
 @dataclass(frozen=True)
@@ -158,20 +107,22 @@ class HeadModel:
     notes: list[str]
 
 
-def head_model(source: Directory) -> HeadModel | None:
+def head_model(source: Checkpoint) -> HeadModel | None:
     """The module as llama.cpp has it; None for a family that is not declared here. ModelError for one that is not
     whole, or that the declared data cannot describe."""
     model_type = detect_model_type(source.config)
     architecture = ARCHITECTURES.get(model_type)
     if architecture is None:
         return None
-    layout = layout_of(model_type)
-    count = count_modules(source.config, layout)
-    trunk = tuple(name for name in source.tensors if TRUNK.match(name))
-    cut = cut_module(source, replace(layout, block=None, embedding=trunk, lm_head=(), shared_needed=False))
+    draft = draft_of(model_type)
+    count = count_modules(source.config, draft)
+    names = family_named(model_type).names
+    trunk = tuple(name for name in source.tensors if names.canonical(name) in TRUNK)
+    cut = cut_module(source, replace(draft, block=None, embedding=trunk, lm_head=(), shared_needed=False))
     config = text_config(source.config)
     layers = int(config["num_hidden_layers"])
-    tensors = _tensors(source, architecture, {each.name: each for each in cut.planned}, layers)
+    canonical = {trailing_name(str(names.canonical(each.name)), layers): each for each in cut.planned}
+    tensors = _tensors(architecture, canonical)
     for needed in ("token_embd.weight", "output_norm.weight"):
         if needed not in {each.name for each in tensors}:
             raise ModelError(f"{source.name} has no tensor for {needed}", "is a shard missing? download it again")
@@ -181,19 +132,27 @@ def head_model(source: Directory) -> HeadModel | None:
 def _metadata(
     architecture: Architecture, config: Mapping[str, Any], layers: int, count: int
 ) -> dict[str, tuple[Any, str]]:
-    found: dict[str, tuple[Any, str]] = {
+    keys: dict[str, tuple[Any, str]] = {
         "block_count": (layers + count, U32),
         "nextn_predict_layers": (count, U32),
-        **{key: (config[theirs], kind) for key, theirs, kind in architecture.keys if config.get(theirs) is not None},
+        **{
+            key: (config[KEYS[key]], TYPES.get(key, U32))
+            for key in architecture.keys
+            if config.get(KEYS[key]) is not None
+        },
         **_rope(architecture, config),
     }
+    if config.get("head_dim") is not None:
+        keys["attention.value_length"] = (config["head_dim"], U32)
+    if experts := num_experts(config):
+        keys["expert_count"] = (experts, U32)
     if architecture.gating is not None:
-        found["expert_gating_func"] = (architecture.gating, U32)
+        keys["expert_gating_func"] = (architecture.gating, U32)
     if architecture.recurrent:
         inner = int(config["linear_value_head_dim"]) * int(config["linear_num_value_heads"])
         recurrent = [kind == "linear_attention" for kind in config["layer_types"]] + [False] * count
-        found |= {"ssm.inner_size": (inner, U32), "attention.recurrent_layers": (recurrent, "array")}
-    return {f"{architecture.name}.{key}": value for key, value in found.items()}
+        keys |= {"ssm.inner_size": (inner, U32), "attention.recurrent_layers": (recurrent, "array")}
+    return {f"{architecture.name}.{key}": value for key, value in keys.items()}
 
 
 def _rope(architecture: Architecture, config: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
@@ -205,51 +164,32 @@ def _rope(architecture: Architecture, config: Mapping[str, Any]) -> dict[str, tu
         raise ModelError(f"rope scaling of type {kind!r} is not written here", hint)
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     share = float(rope.get("partial_rotary_factor", architecture.rotary))
-    found: dict[str, tuple[Any, str]] = {"rope.dimension_count": (int(head_dim * share), U32)}
+    keys: dict[str, tuple[Any, str]] = {"rope.dimension_count": (int(head_dim * share), U32)}
     if rope.get("rope_theta") is not None:
-        found["rope.freq_base"] = (rope["rope_theta"], F32)
+        keys["rope.freq_base"] = (rope["rope_theta"], F32)
     if architecture.recurrent:
         sections = list(rope.get("mrope_section") or scaling.get("mrope_section") or [11, 11, 10])
-        found["rope.dimension_sections"] = ([*sections, 0, 0][:4], "array")
-    return found
+        keys["rope.dimension_sections"] = ([*sections, 0, 0][:4], "array")
+    return keys
 
 
-def _tensors(source: Directory, architecture: Architecture, planned: Mapping[str, Planned], layers: int) -> list[Made]:
-    layout = layout_of(detect_model_type(source.config))
+def _tensors(architecture: Architecture, planned: Mapping[str, Planned]) -> list[Made]:
+    """From canonical names, MTP modules being the layers after the trunk's."""
     made: list[Made] = []
     experts: dict[str, dict[int, Planned]] = {}
     for name, each in planned.items():
-        rest = rest_of(name, source.config, layout)
-        if rest is None:
-            made.append(_made(TRUNK_NAMES[TRUNK.fullmatch(name)[1]], [each], each.shape, architecture))  # type: ignore[index]
-            continue
-        block, rest = _block_of(rest, layers)
-        if match := EXPERT.fullmatch(rest):
-            experts.setdefault(f"blk.{block}.ffn_{match[2]}_exps.weight", {})[int(match[1])] = each
-        elif match := FUSED.fullmatch(rest):
-            made += _unfused(f"blk.{block}", match[1], each, architecture)
+        if match := EXPERT.fullmatch(name):
+            experts.setdefault(f"blk.{match[1]}.ffn_{match[3]}_exps.weight", {})[int(match[2])] = each
+        elif match := FUSED.fullmatch(name):
+            made += _unfused(f"blk.{match[1]}", match[2], each, architecture)
+        elif (new := gguf_name(name)) is None:
+            raise ModelError(f"llama.cpp's {architecture.name} has no place for {each.name}")
         else:
-            made.append(_made(f"blk.{block}.{_name(architecture, rest, name)}", [each], each.shape, architecture))
+            made.append(_made(new, [each], each.shape, architecture))
     for name, parts in experts.items():
         ordered = [parts[number] for number in sorted(parts)]
         made.append(_made(name, ordered, (len(ordered), *ordered[0].shape), architecture))
     return made
-
-
-def _block_of(rest: str, layers: int) -> tuple[int, str]:
-    """The block's number in the file, and the name inside the block."""
-    match = re.match(r"layers\.(\d+)\.(.*)", rest)
-    return (layers + int(match[1]), match[2]) if match else (layers, rest)
-
-
-def _name(architecture: Architecture, rest: str, name: str) -> str:
-    if rest.endswith("e_score_correction_bias"):
-        return "exp_probs_b.bias"
-    part, _, end = rest.rpartition(".")
-    known = architecture.link.get(part) or BLOCK.get(part)
-    if known is None:
-        raise ModelError(f"llama.cpp's {architecture.name} has no place for {name}")
-    return f"{known}.{end}"
 
 
 def _made(name: str, parts: list[Planned], shape: tuple[int, ...], architecture: Architecture) -> Made:

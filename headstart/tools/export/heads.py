@@ -7,15 +7,12 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from headstart.formats.mtp_families import strip
+from headstart.formats.mtp_families import count_keys, strip
 from headstart.formats.symbols import NESTED, as_size, text_config
 from headstart.tools.inspect.parts import EXPERTS, LAYERS, MTP, part_of
 
 Path = tuple[str, ...]
 CONFIG_KEY = re.compile(r"(?:^|_)(?:mtp|nextn)(?:_|$)")
-COUNT_KEY = re.compile(
-    r"^(?:num_nextn_predict_layers|mtp_num_hidden_layers|num_mtp_(?:layers|modules)|nextn_predict_layers)$"
-)
 LINKING = re.compile(r"(?:^|\.)(?:eh_proj|e_proj|h_proj|fc|fc_\w+|input_proj|mtp_linear_proj)\.")
 """Projections from hidden state and embedding into the block: engines keep them unquantized."""
 MATRIX = re.compile(r"\.(?:\w+_proj|kv_a_proj_with_mqa|w[123]|wq_\w+|wk\w*|wo_\w+)\.weight$")
@@ -64,8 +61,8 @@ def with_keys(config: Mapping[str, Any], keys: Mapping[Path, Any]) -> dict[str, 
 def without_head(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config with every count at zero (a class may have a default of one) and lists of heads empty."""
     changes: dict[Path, Any] = {
-        path: 0 if COUNT_KEY.match(path[-1]) else []
+        path: 0 if path[-1] in count_keys() else []
         for path, value in head_keys(config).items()
-        if COUNT_KEY.match(path[-1]) or isinstance(value, list)
+        if path[-1] in count_keys() or isinstance(value, list)
     }
     return with_keys(config, changes)

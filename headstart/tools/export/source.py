@@ -9,19 +9,47 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from headstart import hub
 from headstart.errors import ModelError
 from headstart.formats import open_checkpoint
 from headstart.formats.base import Checkpoint
+from headstart.formats.json_object import read_object
+from headstart.formats.safetensors import whole_directory
 from headstart.heads.files import read_head
 from headstart.heads.kind import HeadCheckpoint
 from headstart.hub import Alias, resolve_alias
 from headstart.kernels.ops import RawTensor
 from headstart.layers.build import DecoderConfig
 from headstart.models.tensors import canonical_tensors, find_family
-from headstart.tools.export.directory import Directory
 from headstart.tools.export.plan import Plan
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+
+
+WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+
+
+def open_directory(name: str | None) -> Checkpoint:
+    """A Hugging Face directory by path, Hub name or alias, with the tensors of all its files. ModelError for what is no
+    directory with a config.json, and for damaged files."""
+    path = hub.resolve(name)
+    if not path.is_dir():
+        hint = "give the Hugging Face directory (config.json and *.safetensors) it was made from"
+        raise ModelError(f"{path} is a single file, but a directory is wanted", hint)
+    config = read_object(path / "config.json")
+    return Checkpoint(path, "safetensors", config, whole_directory(path), canonical_names=False, name=name or "")
+
+
+def side_files(folder: Path) -> dict[str, Path]:
+    """Everything in a directory that holds no weights: tokenizer, templates, licence and so on."""
+    files = (path for path in sorted(folder.iterdir()) if path.is_file())
+    return {path.name: path for path in files if not path.name.endswith(WEIGHT_ENDINGS)}
+
+
+def other_weights(folder: Path) -> list[str]:
+    """Weight files of other formats."""
+    names = (path.name for path in sorted(folder.iterdir()) if path.is_file())
+    return [name for name in names if name.endswith(WEIGHT_ENDINGS[1:])]
 
 
 @dataclass(frozen=True)
@@ -60,14 +88,14 @@ class Request:
         return self.head is not None or self.alias.head() is not None
 
     @cached_property
-    def directory(self) -> Directory:
+    def directory(self) -> Checkpoint:
         """The checkpoint's files."""
         if self.has_own_head:
             raise ModelError(
                 f"the head of {self.alias.name} is a directory of its own, but this layout is cut out of a checkpoint",
                 "--to vllm-mimo makes one checkpoint of trunk and head; export that one",
             )
-        return Directory.open(self.model)
+        return open_directory(self.model)
 
     def source(self, kind: str) -> Source:
         """Trunk and head as arrays. Of several shipped heads the one of this kind."""

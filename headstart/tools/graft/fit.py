@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from headstart.errors import ModelError
-from headstart.formats.base import Tensor
+from headstart.formats.base import Checkpoint, Tensor
 from headstart.formats.symbols import text_config
-from headstart.tools.export.directory import Directory
 from headstart.tools.export.heads import head_names
 
 MUST_AGREE = (
@@ -24,7 +23,7 @@ PLAIN = ("F32", "F16", "BF16")
 HINT = "a head fits fine-tunes and quantizations of the model it was trained with, and nothing else"
 
 
-def check_fit(target: Directory, base: Directory) -> list[str]:
+def check_fit(target: Checkpoint, base: Checkpoint) -> list[str]:
     """Notes on what differs and may cost acceptance. Raises ModelError for what cannot work."""
     ours, theirs = text_config(target.config), text_config(base.config)
     types = [str(each.get("model_type", "")).removesuffix("_text") for each in (ours, theirs)]
@@ -43,14 +42,14 @@ def check_fit(target: Directory, base: Directory) -> list[str]:
     ]
 
 
-def _trunk(directory: Directory) -> Mapping[str, Tensor]:
+def _trunk(directory: Checkpoint) -> Mapping[str, Tensor]:
     """Tensors of the trunk, without what stands before `layers` or `embed_tokens`: wrappers differ in that."""
     heads = head_names(directory.tensors, directory.config)
     names = (name for name in directory.tensors if name not in heads)
     return {name.replace("language_model.", "").removeprefix("model."): directory.tensors[name] for name in names}
 
 
-def _check_shapes(target: Directory, base: Directory) -> None:
+def _check_shapes(target: Checkpoint, base: Checkpoint) -> None:
     ours, theirs = _trunk(target), _trunk(base)
     common = ours.keys() & theirs.keys()
     if not common:
@@ -61,7 +60,7 @@ def _check_shapes(target: Directory, base: Directory) -> None:
             raise ModelError(f"{name} is {shapes}", HINT)
 
 
-def _check_vocabulary(target: Directory, base: Directory) -> None:
+def _check_vocabulary(target: Checkpoint, base: Checkpoint) -> None:
     """The same id must mean the same token."""
     vocabularies = [_vocabulary(each) for each in (target, base)]
     if None in vocabularies or vocabularies[0] == vocabularies[1]:
@@ -74,7 +73,7 @@ def _check_vocabulary(target: Directory, base: Directory) -> None:
         )
 
 
-def _vocabulary(directory: Directory) -> dict[str, Any] | None:
+def _vocabulary(directory: Checkpoint) -> dict[str, Any] | None:
     path = directory.path / "tokenizer.json"
     if not path.is_file():
         return None
@@ -85,7 +84,7 @@ def _vocabulary(directory: Directory) -> dict[str, Any] | None:
     return vocabulary if isinstance(vocabulary, dict) else None
 
 
-def _check_norms(target: Directory, base: Directory) -> None:
+def _check_norms(target: Checkpoint, base: Checkpoint) -> None:
     """Weights w of norms that multiply by 1 + w are about 0, others about 1: a conversion may have added the 1."""
     ours, theirs = _trunk(target), _trunk(base)
     common = sorted(name for name in ours.keys() & theirs.keys() if _is_norm(ours[name]) and _is_norm(theirs[name]))

@@ -17,14 +17,14 @@ from headstart.config import EngineConfig
 from headstart.core import Progress, Report, no_progress
 from headstart.errors import HeadstartError, ModelError, UsageError
 from headstart.files import write_whole
-from headstart.formats.base import PIECE_BYTES, Tensor
+from headstart.formats.base import PIECE_BYTES, Checkpoint, Tensor
+from headstart.formats.json_object import read_object
 from headstart.formats.mtp_families import declared
 from headstart.formats.quantization import Weights, settings_of
 from headstart.formats.safetensors import Planned, copied
 from headstart.formats.safetensors_file import INDEX
 from headstart.models.base import is_known
 from headstart.stats import DraftStats
-from headstart.tools.export.directory import Directory
 from headstart.tools.export.heads import (
     can_be_quantized,
     head_keys,
@@ -35,6 +35,7 @@ from headstart.tools.export.heads import (
 )
 from headstart.tools.export.plain import CODES, make_plain
 from headstart.tools.export.plan import Plan, as_json, carry_out, check_target, index_text
+from headstart.tools.export.source import open_directory, other_weights, side_files
 from headstart.tools.graft import quantize as fp8
 from headstart.tools.graft.fit import check_fit
 from headstart.tools.prompts import builtin_prompts
@@ -69,8 +70,8 @@ def run(options: GraftOptions, progress: Progress = no_progress) -> Report:
     if options.strip and options.quantize_head:
         raise UsageError("--quantize-head goes with --from", "leave it out")
     check_target(options.out, options.force)
-    target = Directory.open(options.model)
-    base = Directory.open(options.base) if options.base is not None else None
+    target = open_directory(options.model)
+    base = open_directory(options.base) if options.base is not None else None
     check_target(options.out, True, [each.path for each in (target, base) if each])
     plan = _strip(target) if base is None else _graft(target, base, options.quantize_head)
     size = carry_out(plan, options.out, progress)
@@ -83,7 +84,7 @@ def run(options: GraftOptions, progress: Progress = no_progress) -> Report:
     return Report(True, data, lines)
 
 
-def _strip(target: Directory) -> Plan:
+def _strip(target: Checkpoint) -> Plan:
     names = head_names(target.tensors, target.config)
     if not names and not declared(target.config).modules:
         raise ModelError(f"{target.name} has no MTP head", "headstart inspect says what it holds")
@@ -96,7 +97,7 @@ def _strip(target: Directory) -> Plan:
     return plan
 
 
-def _graft(target: Directory, base: Directory, quantize: bool) -> Plan:
+def _graft(target: Checkpoint, base: Checkpoint, quantize: bool) -> Plan:
     here, there = (head_names(each.tensors, each.config) for each in (target, base))
     if not there:
         raise ModelError(f"{base.name} has no MTP head to take", "give --from the original model")
@@ -120,7 +121,7 @@ def _graft(target: Directory, base: Directory, quantize: bool) -> Plan:
     return plan
 
 
-def _renamed(target: Directory, base: Directory, names: set[str]) -> dict[str, str]:
+def _renamed(target: Checkpoint, base: Checkpoint, names: set[str]) -> dict[str, str]:
     """Names of the head's tensors in the target, whose layers may stand under another prefix (text-only fine-tunes)."""
     ours, theirs = trunk_prefix(target.tensors), trunk_prefix(base.tensors)
     moved = f"{theirs}layers."
@@ -130,7 +131,7 @@ def _renamed(target: Directory, base: Directory, names: set[str]) -> dict[str, s
 
 
 def _head(
-    target: Directory, base: Directory, new: Mapping[str, str], quantize: bool
+    target: Checkpoint, base: Checkpoint, new: Mapping[str, str], quantize: bool
 ) -> tuple[list[Planned], dict[str, Any], list[str]]:
     """The head's tensors, the config that describes them, and notes."""
     tensors = base.tensors
@@ -157,15 +158,15 @@ def _alike(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
 
 
 def _quantized(planned: list[Planned], plain: Mapping[str, Tensor]) -> list[Planned]:
-    found = []
+    written = []
     for each in planned:
         fits = each.name in plain and len(each.shape) == 2 and can_be_quantized(each.name)
-        found += fp8.planned(each.name, plain[each.name]) if fits else [each]
-    return found
+        written += fp8.planned(each.name, plain[each.name]) if fits else [each]
+    return written
 
 
 def _describe(
-    config: dict[str, Any], target: Directory, planned: list[Planned], quantize: bool, notes: list[str]
+    config: dict[str, Any], target: Checkpoint, planned: list[Planned], quantize: bool, notes: list[str]
 ) -> dict[str, Any]:
     """Tell engines which matrices are not quantized."""
     scaled = {each.name.removesuffix("_scale_inv") for each in planned if each.name.endswith("_scale_inv")}
@@ -191,7 +192,7 @@ def _describe(
     return {**config, "quantization_config": told}
 
 
-def _take_trunk(plan: Plan, target: Directory, head: set[str]) -> None:
+def _take_trunk(plan: Plan, target: Checkpoint, head: set[str]) -> None:
     """Files without head tensors share their bytes; others are written again without them."""
     of_file: dict[Path, list[Tensor]] = {}
     for stored in target.tensors.values():
@@ -202,9 +203,9 @@ def _take_trunk(plan: Plan, target: Directory, head: set[str]) -> None:
             plan.links[file.name] = file
         elif left:
             plan.tensors[file.name] = [copied(each.name, each) for each in left]
-    plan.copies = {name: path for name, path in target.side_files().items() if name not in ("config.json", INDEX)}
+    plan.copies = {name: path for name, path in side_files(target.path).items() if name not in ("config.json", INDEX)}
     plan.copies.pop(PROVENANCE, None)
-    if other := target.other_weights():
+    if other := other_weights(target.path):
         plan.notes.append(f"weights in other formats were left out: {', '.join(other)}")
 
 
@@ -220,7 +221,7 @@ def _make_room(plan: Plan) -> str:
     return next(name for name in (HEAD_FILE, "model-mtp-2.safetensors", "mtp-head.safetensors") if name not in taken)
 
 
-def _write_index(plan: Plan, target: Directory, head: set[str], added: Mapping[str, str]) -> None:
+def _write_index(plan: Plan, target: Checkpoint, head: set[str], added: Mapping[str, str]) -> None:
     """An index for more than one file."""
     files = plan.links.keys() | plan.tensors.keys()
     if files == {SINGLE}:
@@ -237,7 +238,7 @@ def _write_index(plan: Plan, target: Directory, head: set[str], added: Mapping[s
 
 
 def _write_provenance(
-    target: Directory, base: Directory, head_file: str, plan: Plan, path: Path, wrote: Callable[[int], None]
+    target: Checkpoint, base: Checkpoint, head_file: str, plan: Plan, path: Path, wrote: Callable[[int], None]
 ) -> None:
     document = {
         "made_by": f"headstart {headstart.__version__}",
@@ -253,7 +254,7 @@ def _write_provenance(
     path.write_text(as_json(document) + "\n", "utf-8")
 
 
-def _origin(directory: Directory) -> dict[str, Any]:
+def _origin(directory: Checkpoint) -> dict[str, Any]:
     digest = _sha256(directory.path / "config.json")
     return {"name": directory.name, "model_type": directory.config.get("model_type"), "config_sha256": digest}
 
@@ -273,8 +274,7 @@ def _add_to_provenance(out: Path, acceptance: Mapping[str, Any]) -> None:
 
 def measure(model: Path, progress: Progress) -> dict[str, Any]:
     """Acceptance length on the built-in prompts, and a verdict; only a verdict where the family does not run here."""
-    directory = Directory.open(str(model))
-    model_type = str(directory.config.get("model_type"))
+    model_type = str(read_object(model / "config.json").get("model_type"))
     if not is_known(model_type):
         return {"verdict": f"acceptance not measured: {model_type} does not run here; measure it in the engine you use"}
     try:

@@ -3,6 +3,6 @@
 run         options -> Report
 weights     the weights that tensors stand for; parts: which part of a model each belongs to
 heads       native MTP modules; drafters: those that are checkpoints of their own
-verdict     one word for the state of the heads; findings: remarks; deep: acceptance, measured
+state       one word for the state of the heads; findings: remarks; deep: acceptance, measured
 render      the report as text
 """

@@ -12,7 +12,7 @@ from headstart.formats.mtp_families import MOST_MODULES, Layout, find_family, si
 from headstart.formats.symbols import Sizes, as_size, lookup, text_config
 from headstart.tools.inspect.findings import Finding
 from headstart.tools.inspect.heads import Heads, Module, compare
-from headstart.tools.inspect.verdict import Verdict, shape_text, tensors
+from headstart.tools.inspect.state import HeadState, shape_text, tensors
 from headstart.tools.inspect.weights import Weight
 
 Scalar = int | str | list[int] | None
@@ -45,8 +45,8 @@ class Drafter:
     modules: list[Module]
 
     def document(self) -> dict[str, Any]:
-        found = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("layout", "modules")}
-        return {**found, "modules": [asdict(module) for module in self.modules]}
+        sizes = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("layout", "modules")}
+        return {**sizes, "modules": [asdict(module) for module in self.modules]}
 
 
 def describe_drafter(checkpoint: Checkpoint, weights: Mapping[str, Weight], layout: Layout) -> Drafter:
@@ -58,7 +58,7 @@ def describe_drafter(checkpoint: Checkpoint, weights: Mapping[str, Weight], layo
     names = {layout.canonical(name): weight.shape for name, weight in weights.items()}
     count = max((as_size(lookup(sizes.config, key)) or 0 for key in layout.count), default=0) or 1
     if count > MOST_MODULES:
-        raise ModelError(f"{checkpoint.path}: config.json asks for {count} layers or heads of a {layout.title} drafter")
+        raise ModelError(f"{checkpoint.name}: config.json asks for {count} layers or heads of a {layout.title} drafter")
     modules = []
     for index in range(count):
         slots = list(layout.expected(sizes, index, index, names))
@@ -118,28 +118,28 @@ def _verifier(config: Mapping[str, Any]) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def judge_drafter(drafter: Drafter, checks: list[Check] | None) -> Verdict:
-    """The verdict on a separate drafter, and on its fit where a target was given."""
+def state_of_drafter(drafter: Drafter, checks: list[Check] | None) -> HeadState:
+    """The state of a separate drafter, and its fit where a target was given."""
     missing = [name for module in drafter.modules for name in module.missing]
     wrong = [each for module in drafter.modules for each in module.wrong_shape]
     if drafter.modules and not any(module.found for module in drafter.modules):
-        return Verdict("stripped", f"no tensor of the {drafter.title} drafter is there", "download the drafter again")
+        return HeadState("stripped", f"no tensor of the {drafter.title} drafter is there", "download the drafter again")
     if missing:
         reason = f"{tensors(len(missing))} missing of this {drafter.title} drafter, such as {missing[0]}"
-        return Verdict("partial", reason, "download the drafter again")
+        return HeadState("partial", reason, "download the drafter again")
     if wrong:
         first = wrong[0]
         reason = f"{tensors(len(wrong))} of another shape than config.json asks for: {first.name} is "
         reason += f"{list(first.shape)}, not {shape_text(first.expected or ())}"
-        return Verdict("mismatch", reason, "use the config.json that was published with these weights")
+        return HeadState("mismatch", reason, "use the config.json that was published with these weights")
     for check in checks or ():
         if not check.ok:
             reason = f"does not fit the target: {check.what} {check.drafter}, but the target has {check.target}"
-            return Verdict("mismatch", reason, "use the drafter made for this target")
+            return HeadState("mismatch", reason, "use the drafter made for this target")
     fit = ", and it fits the target" if checks else ""
     if not drafter.modules:
-        return Verdict("alive", f"a {drafter.title}; its tensors are checked when it is loaded{fit}")
-    return Verdict("alive", f"all tensors of this {drafter.title} drafter are there{fit}")
+        return HeadState("alive", f"a {drafter.title}; its tensors are checked when it is loaded{fit}")
+    return HeadState("alive", f"all tensors of this {drafter.title} drafter are there{fit}")
 
 
 def check_fit(drafter: Drafter, config: Mapping[str, Any], target: Checkpoint) -> list[Check]:
@@ -156,10 +156,8 @@ def check_fit(drafter: Drafter, config: Mapping[str, Any], target: Checkpoint) -
         within = all(0 <= layer <= last for layer in drafter.aux_layers)
         checks.append(Check("layers read", drafter.aux_layers, layers, within))
     wanted = lookup(config, "speculators_config.verifier.architectures")
-    if isinstance(wanted, list) and wanted and isinstance(found := target.config.get("architectures"), list):
-        checks.append(
-            Check("architecture", str(wanted[0]), str(found[0]) if found else None, bool({*wanted} & {*found}))
-        )
+    if isinstance(wanted, list) and wanted and isinstance(own := target.config.get("architectures"), list):
+        checks.append(Check("architecture", str(wanted[0]), str(own[0]) if own else None, bool({*wanted} & {*own})))
     if family := drafter.layout.targets:
         kind = str(target.config.get("model_type"))
         checks.append(Check("family", family, kind, kind.startswith(family)))

@@ -27,7 +27,7 @@ from headstart.tools.inspect.findings import Finding, Subject, findings, shared_
 from headstart.tools.inspect.heads import Heads, examine
 from headstart.tools.inspect.parts import summary
 from headstart.tools.inspect.render import lines
-from headstart.tools.inspect.verdict import judge
+from headstart.tools.inspect.state import state_of
 from headstart.tools.inspect.weights import Weight, weights_of
 
 SCHEMA = 1
@@ -110,7 +110,7 @@ def describe(checkpoint: Checkpoint, target: Checkpoint | None = None) -> dict[s
     checks = check_native(heads, weights, config, target) if target else None
     family = heads.family
     told = {
-        **judge(heads, str(checkpoint.path)).document(),
+        **state_of(heads, checkpoint.name).document(),
         "declared": heads.promised.modules,
         "declared_by": heads.promised.key,
         "modules": [asdict(module) for module in heads.modules],
@@ -130,16 +130,16 @@ def _check_sizes(checkpoint: Checkpoint) -> None:
         value = text_config(checkpoint.config).get(key)
         whole = all(isinstance(each, int) for each in (value if isinstance(value, list) else [value]))
         if value is not None and not whole:
-            raise ModelError(f"config of {checkpoint.path}: {key} is {value!r}, not a whole number", f"correct {key}")
+            raise ModelError(f"config of {checkpoint.name}: {key} is {value!r}, not a whole number", f"correct {key}")
 
 
 def _describe_drafter(
     checkpoint: Checkpoint, weights: Mapping[str, Weight], drafter: Drafter, target: Checkpoint | None
 ) -> dict[str, Any]:
     checks = check_fit(drafter, checkpoint.config, target) if target else None
-    verdict = drafters.judge_drafter(drafter, checks)
+    state = drafters.state_of_drafter(drafter, checks)
     told = {
-        **verdict.document(),
+        **state.document(),
         "declared": drafter.num_modules,
         "declared_by": None,
         "modules": [asdict(module) for module in drafter.modules],
@@ -164,7 +164,7 @@ def _document(
     family = heads.family if heads else None
     return {
         "schema": SCHEMA,
-        "model": str(checkpoint.path),
+        "model": checkpoint.name,
         "format": checkpoint.format,
         "files": len(checkpoint.files),
         "architecture": text.get("model_type"),
@@ -189,7 +189,7 @@ def _fit(target: Checkpoint | None, checks: list[Check] | None) -> dict[str, Any
     if target is None or checks is None:
         return None
     fits = all(check.ok for check in checks)
-    return {"target": str(target.path), "fits": fits, "checks": [asdict(check) for check in checks]}
+    return {"target": target.name, "fits": fits, "checks": [asdict(check) for check in checks]}
 
 
 def describe_head(path: Path, model: Checkpoint) -> dict[str, Any]:

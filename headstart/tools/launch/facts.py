@@ -12,14 +12,13 @@ from headstart.errors import ModelError, UsageError
 from headstart.formats import gguf, open_checkpoint
 from headstart.formats.gguf_file import read as read_gguf
 from headstart.formats.json_object import read_object
-from headstart.formats.mtp_families import declared, find_family
+from headstart.formats.mtp_families import declared, find_family, num_experts
 from headstart.formats.quantization import Quantization, declared as declared_quantization, settings_of
 from headstart.formats.safetensors_file import INDEX
 from headstart.formats.symbols import as_size, text_config
 from headstart.tools.inspect.parts import MTP, part_of
 from headstart.tools.plan.config_shape import shape_of
 
-EXPERT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
 METHODS = ("eagle3", "dflash", "dspark", "medusa", "eagle", "mtp")
 """Kinds of separate drafters, told by words in their configs; the first that fits."""
 
@@ -101,7 +100,7 @@ def of_config(
         weight_bytes=weight_bytes if weight_bytes is not None else _estimated(text, declared_quantization(config)),
         modules=promised if there else 0,
         attention_heads=as_size(text.get("num_attention_heads")) or 1,
-        experts=next((size for key in EXPERT_KEYS if (size := as_size(text.get(key)))), 0),
+        experts=num_experts(config),
         quantization=settings_of(config).get("quant_method"),
         remote_code="auto_map" in config,
         declared=promised,

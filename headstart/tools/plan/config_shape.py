@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headstart.errors import ModelError
-from headstart.formats.mtp_families import declared
+from headstart.formats.mtp_families import declared, num_experts
 from headstart.formats.symbols import text_config
 from headstart.tools.plan.shape import MLP, Attention, Head, Layers, Shape
 
@@ -166,11 +166,6 @@ def recurrent(config: Config) -> Attention:
 def dense_layers(config: Config) -> int:
     """Layers before the first one with experts."""
     return int(config.get("first_k_dense_replace") or 0) if num_experts(config) else int(config["num_hidden_layers"])
-
-
-def num_experts(config: Config) -> int:
-    keys = ("n_routed_experts", "num_experts", "num_local_experts")
-    return next((int(config[key]) for key in keys if config.get(key)), 0)
 
 
 def feed_forward(config: Config, *, dense: bool) -> MLP:

@@ -20,17 +20,17 @@ from numpy.typing import NDArray
 
 from headstart import hub
 from headstart.errors import ModelError
+from headstart.formats.base import Checkpoint
 from headstart.formats.gguf_file import read
 from headstart.formats.json_object import read_object
 from headstart.formats.safetensors import bfloat16
 from headstart.formats.symbols import text_config
 from headstart.heads.kind import plain_parts
 from headstart.kernels.ops import RawTensor
-from headstart.tools.export.directory import Directory
+from headstart.tools.export.drafts import GGUF_ARCHITECTURES, GGUF_WITHOUT
 from headstart.tools.export.gguf_model import HeadModel, head_model
-from headstart.tools.export.layouts import GGUF_ARCHITECTURES, GGUF_WITHOUT
 from headstart.tools.export.plan import Plan
-from headstart.tools.export.source import Request, Source
+from headstart.tools.export.source import Request, Source, open_directory
 
 _ITEM = {"F32": 4, "BF16": 2}
 Wrote = Callable[[int], None]
@@ -62,10 +62,10 @@ def plan(request: Request) -> Plan:
     if request.has_own_head:
         return _eagle3(request.source("eagle3"))
     path = hub.resolve(request.model)
-    return _converted(Directory.open(request.model)) if path.is_dir() else _cut(path)
+    return _converted(open_directory(request.model)) if path.is_dir() else _cut(path)
 
 
-def _converted(source: Directory) -> Plan:
+def _converted(source: Checkpoint) -> Plan:
     """From a Hugging Face directory."""
     model_type = str(source.config.get("model_type"))
     if why := GGUF_WITHOUT.get(model_type):
@@ -83,7 +83,7 @@ def _converted(source: Directory) -> Plan:
     return plan
 
 
-def _write_converted(source: Directory, model: HeadModel, target: Path, wrote: Wrote) -> None:
+def _write_converted(source: Checkpoint, model: HeadModel, target: Path, wrote: Wrote) -> None:
     from gguf import GGMLQuantizationType, GGUFWriter
 
     writer = GGUFWriter(target, arch=model.architecture.name)
@@ -108,7 +108,7 @@ def _introduce(writer: Any, name: str) -> None:
     writer.add_quantization_version(GGML_QUANT_VERSION)
 
 
-def _add_tokenizer(source: Directory, model: HeadModel, writer: Any) -> None:
+def _add_tokenizer(source: Checkpoint, model: HeadModel, writer: Any) -> None:
     """A byte-level BPE tokenizer. Ids that mean nothing get a name, since every row of the embedding needs one."""
     from gguf import SpecialVocab, TokenType
 

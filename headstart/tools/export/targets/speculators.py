@@ -12,24 +12,21 @@ from dataclasses import replace
 from typing import Any
 
 from headstart.errors import ModelError
+from headstart.formats.base import Checkpoint
 from headstart.formats.json_object import read_object
 from headstart.formats.safetensors import Planned
 from headstart.formats.safetensors_file import read_file
 from headstart.formats.symbols import text_config
+from headstart.models.base import family_named
 from headstart.tools.export.detect import architectures
-from headstart.tools.export.directory import Directory
-from headstart.tools.export.layouts import SPECULATORS_TYPES, SUBTREE
+from headstart.tools.export.drafts import SPECULATORS_TYPES, SUBTREE
+from headstart.tools.export.module import cut_module, rest_of
 from headstart.tools.export.plan import Plan, as_json
 from headstart.tools.export.source import Request, Source
-from headstart.tools.export.targets.xllm import cut_module, rest_of
 
 DEPTH = 3
-NAMES = {
-    "fc": "input_proj",
-    "norm": "final_layernorm",
-    "pre_fc_norm_hidden": "hidden_layernorm",
-    "pre_fc_norm_embedding": "token_layernorm",
-}
+MODULE = "mtp.0."
+"""Ours; speculators calls the parts of a module as MiMo does."""
 LAYER = "layers.0."
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 SERVE = "vllm serve {out}"
@@ -93,7 +90,7 @@ def _eagle3(source: Source) -> Plan:
     return plan
 
 
-def _mtp(source: Directory) -> Plan:
+def _mtp(source: Checkpoint) -> Plan:
     inner = text_config(source.config)
     model_type = str(inner.get("model_type"))
     if model_type not in SPECULATORS_TYPES:
@@ -116,20 +113,20 @@ def _mtp(source: Directory) -> Plan:
     )
 
 
-def _renamed(source: Directory, name: str) -> str:
+def _renamed(source: Checkpoint, name: str) -> str:
     rest = str(rest_of(name, source.config, SUBTREE))
     if rest.startswith(LAYER):
         return f"mtp_layers.0.{rest.removeprefix(LAYER)}"
-    part, _, end = rest.partition(".")
-    if part not in NAMES:
+    ours = str(family_named(str(text_config(source.config).get("model_type"))).names.canonical(name))
+    if not ours.startswith(MODULE):
         raise ModelError(f"{source.name}: {name} belongs to a second MTP layer, but speculators has one")
-    return f"mtp_layers.0.{NAMES[part]}.{end}"
+    return family_named("mimo").names.theirs(ours).removeprefix("model.")
 
 
 def _fused(planned: Sequence[Planned]) -> list[Planned]:
     """Experts stacked: gate_up_proj [experts, 2 * inner, hidden] and down_proj [experts, hidden, inner]."""
     matches = [EXPERT.fullmatch(each.name) for each in planned]
-    found = [each for each, match in zip(planned, matches, strict=True) if not match]
+    stacked = [each for each, match in zip(planned, matches, strict=True) if not match]
     experts = {
         (match[1], int(match[2]), match[3]): each
         for each, match in zip(planned, matches, strict=True)
@@ -141,8 +138,8 @@ def _fused(planned: Sequence[Planned]) -> list[Planned]:
             keys = [(prefix, number, part) for number in range(count) for part in parts]
             if absent := [key for key in keys if key not in experts]:
                 raise ModelError(f"expert {absent[0][1]} of {prefix} has no {absent[0][2]}_proj", "is a shard missing?")
-            found.append(_stacked(f"{prefix}.{name}", [experts[key] for key in keys], count))
-    return found
+            stacked.append(_stacked(f"{prefix}.{name}", [experts[key] for key in keys], count))
+    return stacked
 
 
 def _stacked(name: str, parts: Sequence[Planned], count: int) -> Planned:

@@ -13,10 +13,10 @@ from __future__ import annotations
 from headstart.errors import ModelError
 from headstart.formats.safetensors import copied
 from headstart.tools.export.detect import architectures, count_modules, detect_model_type
-from headstart.tools.export.layouts import EAGLE_TYPES, layout_of
+from headstart.tools.export.drafts import EAGLE_TYPES, draft_of
+from headstart.tools.export.module import cut_module, rest_of
 from headstart.tools.export.plan import Plan, as_json
 from headstart.tools.export.source import Request
-from headstart.tools.export.targets.xllm import cut_module, rest_of
 
 USE = (
     "vllm serve MODEL --speculative-config "
@@ -40,11 +40,11 @@ def plan(request: Request) -> Plan:
             f"vLLM has no EAGLE drafter with the formula of {model_type}'s MTP module (norms, own block)",
             """vLLM reads the module out of the model itself: --speculative-config '{"method": "mtp"}'""",
         )
-    layout = layout_of(model_type)
-    count_modules(source.config, layout)
+    draft = draft_of(model_type)
+    count_modules(source.config, draft)
     planned = []
-    for name, stored in cut_module(source, layout).tensors.items():
-        rest = rest_of(name, source.config, layout)
+    for name, stored in cut_module(source, draft).tensors.items():
+        rest = rest_of(name, source.config, draft)
         if rest is None or rest.startswith(SHARED):
             continue
         part = next((part for part in NAMES if rest.startswith(f"{part}.")), None)

@@ -23,6 +23,7 @@ from headstart.kernels.ops import AttentionSpec, RawTensor
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.decoder import LayerConfig
 from headstart.layers.mlp import MLPConfig
+from headstart.models.base import family_named
 from headstart.tools.export.plan import Plan
 from headstart.tools.export.source import Request, Source, text_side
 
@@ -33,12 +34,7 @@ USE = (
 )
 MODULE = "configuration_mimo"
 PREFIX = "model.mtp_layers.0"
-NAMES = {
-    "norm_embedding": "token_layernorm",
-    "norm_hidden": "hidden_layernorm",
-    "projection": "input_proj",
-    "norm": "final_layernorm",
-}
+NAMES = family_named("mimo").names
 CONFIGURATION = '''"""Declares the model type for transformers: a Qwen2 configuration with MTP layers."""
 
 from transformers import Qwen2Config
@@ -103,7 +99,7 @@ def plan(request: Request) -> Plan:
     source = request.source("mtp")
     check(source)
     tensors = {name: tensor for name, tensor in source.tensors.items() if not name.startswith("mtp.")}
-    planned = [_matrix(name if name == "lm_head.weight" else f"model.{name}", each) for name, each in tensors.items()]
+    planned = [_matrix(NAMES.theirs(name), each) for name, each in tensors.items()]
     if "lm_head.weight" not in tensors:
         planned.append(_matrix("lm_head.weight", tensors["embed_tokens.weight"]))
     planned += _head(source)
@@ -140,10 +136,8 @@ def _zeros(size: int) -> list[NDArray[np.uint16]]:
 def _head(source: Source) -> list[Planned]:
     planned = []
     for name, tensor in source.head.tensors.items():
-        part, _, rest = name.removeprefix("mtp.0.").partition(".")
-        new = f"{PREFIX}.{rest}" if part == "block" else f"{PREFIX}.{NAMES[part]}.{rest}"
-        turned = part == "projection" and not source.head.spec.hidden_first
-        planned.append(_matrix(new, tensor, _swap_halves) if turned else _matrix(new, tensor))
+        turned = name.startswith("mtp.0.projection.") and not source.head.spec.hidden_first
+        planned.append(_matrix(NAMES.theirs(name), tensor, *([_swap_halves] if turned else [])))
     return planned
 
 

@@ -16,7 +16,7 @@ LINKING = {"enorm", "hnorm", "eh_proj"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class DraftCheckpoint:
     """One model type.
 
     `prefixes`: how names of the module's tensors begin; {n} is num_hidden_layers. `parts`: what stands for the first
@@ -45,7 +45,7 @@ class Layout:
     fp8_blocks: bool = False
 
 
-TRAILING = Layout(
+TRAILING = DraftCheckpoint(
     written_type="",
     architecture="",
     prefixes=("model.layers.{n}.",),
@@ -55,7 +55,7 @@ TRAILING = Layout(
 )
 """DeepSeek's layout: the module is the layer after the trunk's last."""
 
-SUBTREE = Layout(
+SUBTREE = DraftCheckpoint(
     written_type="qwen3_5_mtp",
     architecture="Qwen3_5MtpForCausalLM",
     prefixes=("mtp.", "model.mtp."),
@@ -84,7 +84,7 @@ SUBTREE = Layout(
 """Qwen's layout: the module stands under a name of its own."""
 SUBTREE_MOE = replace(SUBTREE, written_type="qwen3_5_moe_mtp")
 
-LAYOUTS: Mapping[str, Layout] = {
+DRAFTS: Mapping[str, DraftCheckpoint] = {
     "deepseek_v3": replace(
         TRAILING, written_type="deepseek_v3_mtp", architecture="DeepseekMTPForCausalLM", fp8_blocks=True
     ),
@@ -95,7 +95,7 @@ LAYOUTS: Mapping[str, Layout] = {
         fp8_blocks=True,
         sparse_indexer=True,
     ),
-    "deepseek_v4": Layout(
+    "deepseek_v4": DraftCheckpoint(
         written_type="deepseek_v4_mtp",
         architecture="DeepseekV4MtpForCausalLM",
         prefixes=("mtp.0.",),
@@ -129,7 +129,7 @@ LAYOUTS: Mapping[str, Layout] = {
             "indexer_types": ["full"],
         },
     ),
-    "mimo": Layout(
+    "mimo": DraftCheckpoint(
         written_type="mimo_mtp",
         architecture="MiMoMtpForCausalLM",
         prefixes=("model.mtp_layers.0.",),
@@ -151,7 +151,7 @@ UNLIKE = {
     "mimo_v2": "its modules stand under model.mtp.layers and are of another formula",
     "deepseek_v41": "its mtp tensors are a DSpark drafter",
 }
-"""Model types that share a name with one of LAYOUTS, and why they are not it."""
+"""Model types that share a name with one of DRAFTS, and why they are not it."""
 
 
 EAGLE_TYPES = ("deepseek_v3",)
@@ -175,8 +175,8 @@ GGUF_WITHOUT = {
 """Types whose head no file for llama.cpp can hold, and why."""
 
 
-def layout_of(model_type: str) -> Layout:
+def draft_of(model_type: str) -> DraftCheckpoint:
     """Raises ModelError for a type that is not declared here."""
-    if model_type in LAYOUTS:
-        return LAYOUTS[model_type]
-    raise ModelError(f"model type {model_type!r} has no draft layout in xLLM", f"known are {', '.join(LAYOUTS)}")
+    if model_type in DRAFTS:
+        return DRAFTS[model_type]
+    raise ModelError(f"model type {model_type!r} has no draft layout in xLLM", f"known are {', '.join(DRAFTS)}")

@@ -14,7 +14,7 @@ _GRAFT = "put it back from the model that this one was made from: headstart graf
 
 
 @dataclass(frozen=True)
-class Verdict:
+class HeadState:
     """`broken`: the config promises heads that are not (all) there."""
 
     word: Word
@@ -29,8 +29,8 @@ class Verdict:
         return {"verdict": self.word, "reason": self.reason, "fix": self.fix, "broken": self.broken}
 
 
-def judge(heads: Heads, model: str) -> Verdict:
-    """The verdict on native heads, from headers."""
+def state_of(heads: Heads, model: str) -> HeadState:
+    """The state of native heads, from headers."""
     graft = _GRAFT.format(model=model)
     promise = _promise(heads)
     if not heads.names:
@@ -39,18 +39,18 @@ def judge(heads: Heads, model: str) -> Verdict:
         return _unknown(heads, promise)
     wanted = heads.modules[: heads.promised.modules or len(heads.modules)]
     if not any(module.found for module in wanted):
-        return Verdict("stripped", f"{promise}, but none of their tensors is there", graft)
+        return HeadState("stripped", f"{promise}, but none of their tensors is there", graft)
     if missing := [name for module in wanted for name in module.missing]:
-        return Verdict("partial", f"{promise}, but {tensors(len(missing))} missing: {_some(missing)}", graft)
+        return HeadState("partial", f"{promise}, but {tensors(len(missing))} missing: {_some(missing)}", graft)
     if heads.moved_to:
         return _moved(heads)
     if wrong := [each for module in wanted for each in module.wrong_shape]:
         reason = f"{tensors(len(wrong))} of another shape than the config asks for: {_shapes(wrong)}"
-        return Verdict("mismatch", reason, f"the head is of another model, or config.json is; {graft}")
+        return HeadState("mismatch", reason, f"the head is of another model, or config.json is; {graft}")
     there = f"all {sum(module.required for module in wanted)} tensors of {_count(len(wanted))} are there, in shape"
     if not heads.promised.modules and (heads.promised.key or heads.family is None or heads.family.released is None):
-        return Verdict("undeclared", f"{there}, but the config does not say so", _declare(heads, wanted))
-    return Verdict("alive", f"{there} (by names and shapes; --deep measures)")
+        return HeadState("undeclared", f"{there}, but the config does not say so", _declare(heads, wanted))
+    return HeadState("alive", f"{there} (by names and shapes; --deep measures)")
 
 
 def _promise(heads: Heads) -> str:
@@ -68,30 +68,31 @@ def _count(modules: int) -> str:
     return f"{modules} MTP module{'' if modules == 1 else 's'}"
 
 
-def _without(heads: Heads, promise: str, graft: str) -> Verdict:
+def _without(heads: Heads, promise: str, graft: str) -> HeadState:
     if heads.promised.modules:
         other = f"or set {heads.promised.key} to 0" if heads.promised.key else ""
-        return Verdict("stripped", f"{promise}, but no such tensors are there", "; ".join(filter(None, (graft, other))))
+        fix = "; ".join(filter(None, (graft, other)))
+        return HeadState("stripped", f"{promise}, but no such tensors are there", fix)
     if heads.family and heads.family.released and heads.promised.key is None:
         reason = f"no MTP tensors, though released {heads.family.title} checkpoints have them and no key to say so"
-        return Verdict("none", reason, graft)
-    return Verdict("none", f"no MTP tensors, and {promise}", "headstart train makes a head for a supported model")
+        return HeadState("none", reason, graft)
+    return HeadState("none", f"no MTP tensors, and {promise}", "headstart train makes a head for a supported model")
 
 
-def _unknown(heads: Heads, promise: str) -> Verdict:
+def _unknown(heads: Heads, promise: str) -> HeadState:
     count = f"{len(heads.names)} MTP tensors are there"
     if not heads.promised.modules:
-        return Verdict("undeclared", f"{count}, but {promise}; the family is not known, so they were not checked")
-    return Verdict("alive", f"{promise} and {count}; the family is not known, so names and shapes were not checked")
+        return HeadState("undeclared", f"{count}, but {promise}; the family is not known, so they were not checked")
+    return HeadState("alive", f"{promise} and {count}; the family is not known, so names and shapes were not checked")
 
 
-def _moved(heads: Heads) -> Verdict:
+def _moved(heads: Heads) -> HeadState:
     there, wanted = heads.moved_to[0], heads.num_layers
     reason = (
         f"the MTP tensors are those of layer {there}, but with num_hidden_layers = {wanted} engines look at {wanted}"
     )
     fix = f"set num_hidden_layers to {there} if the trunk has that many layers, else rename layers.{there} to {wanted}"
-    return Verdict("mismatch", reason, fix)
+    return HeadState("mismatch", reason, fix)
 
 
 def _declare(heads: Heads, modules: Iterable[Module]) -> str:
