@@ -1,5 +1,5 @@
-"""The other examples of CONTRIBUTING.md, each from its one file: head kind, checkpoint format, export, launcher, tool
-format, reasoning format."""
+"""The other examples of CONTRIBUTING.md, each from its one file: head kind, checkpoint format, launcher, tool format,
+reasoning format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from headstart.api import LLM
 from headstart.cli.main import main
 from headstart.config import EngineConfig
 from headstart.core import SamplingParams
-from headstart.formats.safetensors_file import read_file
 from headstart.heads.base import HeadSpec
 from headstart.heads.files import read_head
 from headstart.models.small import Arrays, random_arrays
@@ -84,22 +83,6 @@ def test_a_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(packed), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["format"], document["heads"]["verdict"]) == ("npz", "alive")
-
-
-def test_an_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = support.tiny_model("llama", num_hidden_layers=2)
-    folder, out = llama(tmp_path), tmp_path / "out"
-    spec = HeadSpec(layer=model.config.head_layer)
-    arrays = random_arrays({"mtp.0.norm.weight": (model.config.hidden_size,)}, 1)
-    head = support.write_head(tmp_path / "head", model.config, spec, arrays)
-    assert main(["export", str(folder), "--head", str(head), "--to", "plain-head", "-o", str(out)]) == 0
-    assert f"acme-serve MODEL --draft {out}" in capsys.readouterr().out
-    tensors = read_file(out / "head.safetensors")
-    assert tensors["mtp.0.norm.weight"].dtype == "F32"
-    assert (tensors["mtp.0.norm.weight"].float32() == arrays["mtp.0.norm.weight"]).all()
-    assert json.loads((out / "config.json").read_text())["hidden_size"] == model.config.hidden_size
-    assert main(["export", str(folder), "--to", "plain-heed", "-o", str(out)]) == 2
-    assert "plain-head" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("version", "flag"), [("2.1", "--draft-depth"), ("1.9", "--speculate")])
