@@ -1,0 +1,24 @@
+"""An export from one file, the text of CONTRIBUTING.md, found by its file name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from seams import plugged_in
+
+from headstart.cli.main import main
+from headstart.formats.safetensors_file import read_file
+from headstart.tools.tiny import write_tiny
+
+
+def test_an_export_is_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, out = write_tiny("mimo", tmp_path / "model"), tmp_path / "out"
+    with plugged_in(tmp_path, "exports"):
+        assert main(["export", str(model), "--to", "bare-head", "-o", str(out)]) == 0
+    whole, head = read_file(model / "model.safetensors"), read_file(out / "head.safetensors")
+    assert head.keys() == {name for name in whole if "mtp_layers" in name}
+    assert all(tensor.data.tobytes() == whole[name].data.tobytes() for name, tensor in head.items())
+    assert f"use it with: ls {out}" in capsys.readouterr().out
+    assert main(["export", str(model), "--to", "bare-head", "-o", str(out)]) == 2
+    assert "choose one of gguf, speculators, vllm-eagle" in capsys.readouterr().err
