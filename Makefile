@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint sanitize clean
+.PHONY: help demo test test-fast lint sanitize clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -14,7 +14,7 @@ KERNEL_TESTS := $(wildcard tests/contract/test_native*.py tests/unit/test_native
 TORCH_ARGS ?=
 
 help: ## show this list
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 18
 
 demo: $(STAMP) ## fetch the default model and decode the same prompts with and without MTP
 	@$(BIN)/headstart pull
@@ -22,7 +22,10 @@ demo: $(STAMP) ## fetch the default model and decode the same prompts with and w
 
 test: lint ## lint, type check, fetch the default model, run all tests
 	@$(BIN)/headstart pull
-	@$(BIN)/python -m pytest -q -n auto --dist loadfile
+	@$(BIN)/python -m pytest -q -n auto --dist loadfile --durations=25
+
+test-fast: $(STAMP) ## the tests that are not slow, within a minute on two cores
+	@$(BIN)/python -m pytest -q -n auto --dist loadfile -m 'not slow'
 
 lint: $(STAMP) ## ruff and mypy
 	@$(BIN)/ruff check .

@@ -49,5 +49,6 @@ def initial(start: Start, spec: HeadSpec) -> dict[str, Values]:
 HEAD = HeadKind(
     modules=modules,
     shapes=shapes,
+    block=False,
     training=Training(spec=lambda layers, depth: HeadSpec(kind="medusa", num_modules=depth), initial=initial),
 )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headstart.errors import UsageError
 from headstart.heads.base import HeadSpec, Module
-from headstart.heads.kind import Start, Training, head_kind
+from headstart.heads.kind import Start, Training, head_kind, plain_parts
 from headstart.layers.attention import Attention
 from headstart.layers.decoder import Decoder, DecoderLayer
 from headstart.layers.mlp import GatedMLP
@@ -48,7 +48,10 @@ def first_weights(training: Training, spec: HeadSpec, trunk: Decoder, scale: flo
     """Float32 masters of a new head, on the trunk's device. scale: of the stream (`stream_scale`)."""
 
     def layer() -> dict[str, NDArray[np.float32]]:
-        return {name: _values(tensor) for name, tensor in layer_tensors(trunk.layers[-1]).items()}
+        tensors = layer_tensors(trunk.layers[-1])
+        if spec.layer:
+            plain_parts(spec.layer)  # now, not when the head is written
+        return {name: _values(tensor) for name, tensor in tensors.items()}
 
     device = trunk.embedding.device
     first = training.initial(Start(_values(trunk.norm.weight), scale, layer), spec)
@@ -67,6 +70,8 @@ def layer_tensors(layer: DecoderLayer) -> dict[str, Tensor]:
     if not (isinstance(attention, Attention) and isinstance(mlp, GatedMLP)):
         what = "experts" if isinstance(attention, Attention) else "latent or linear attention"
         raise UsageError(f"a block with {what}, like this model's, cannot be trained yet", "train --kind medusa")
+    if attention.shares is not None:
+        raise UsageError("a block that reads another layer's keys cannot be trained", "train --kind medusa")
     names = ("input_layernorm", "post_attention_layernorm")
     tensors: dict[str, Tensor] = {
         f"{name}.weight": norm.weight for name, norm in zip(names, norms, strict=True) if isinstance(norm, RMSNorm)

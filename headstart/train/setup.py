@@ -143,9 +143,11 @@ def subject_of(
     raw = model.weights.raw(head_name, (model.config.vocab_size, model.config.hidden_size))
     lm_head: Tensor = ReferenceBackend(device=engine_config.device, dtype=exact).weight(raw)
     text = ModelText(model.tokenizer, model.checkpoint.chat_template())
-    training = head_kind(kind).training
-    assert training is not None
-    spec = replace(training.spec(model.config.num_layers, depth), layer=model.config.head_layer)
+    made = head_kind(kind)
+    assert made.training is not None
+    spec = made.training.spec(model.config.num_layers, depth)
+    if made.block:
+        spec = replace(spec, layer=model.config.head_layer)
     if modules > 1:
         spec = replace(spec, num_modules=modules, beyond="last")
     return Subject(model, Trunk(model.decoder, lm_head, tapped_layers(spec.tap)), text, engine_config, spec)

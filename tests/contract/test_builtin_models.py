@@ -18,6 +18,7 @@ PROMPT = "def read(self):\n"
 MOST_BYTES = 6_000_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TINY)
 def test_transformers_writes_the_same(name: str) -> None:
     path = hub.resolve(name)

@@ -67,6 +67,8 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "kv_blocks": (16, 200),
 }
 CELLS = pairwise(FACTORS)
+CROWDED = [cell for cell in CELLS if cell["max_num_seqs"] > 1 and cell["kv_blocks"] < 200]
+"""Batches that run out of blocks: constraints are walked forward again after preemption."""
 
 
 @cache
@@ -129,25 +131,34 @@ def check(model: Model, drafter: str, cell: dict[str, Any], agreeing: bool = Fal
     return engine.stats.forced, engine.scheduler.num_preemptions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", [*DRAFTERS, "none"])
 def test_drafting_changes_nothing(drafter: str) -> None:
     model = headed_model(FAMILY, drafter if drafter in ("eagle3", "medusa") else "mtp")
-    found = [check(model, drafter, cell) for cell in CELLS]
+    found = [check(model, drafter, cell) for cell in CROWDED]
     forced, preemptions = map(sum, zip(*found, strict=True))
     assert preemptions > 0, "no cell ran out of blocks"
-    assert forced > 100 if drafter != "none" else forced == 0
+    assert forced > 15 * len(CROWDED) if drafter != "none" else forced == 0
+
+
+@pytest.mark.slow
+def test_no_pair_of_settings_changes_anything() -> None:
+    for cell in CELLS:
+        if cell not in CROWDED:
+            check(headed_model(FAMILY), "mixed", cell)
 
 
 def test_a_head_that_is_often_right_changes_nothing() -> None:
-    for cell in CELLS:
+    for cell in CROWDED:
         check(agreeing_model(FAMILY), "mtp", cell, agreeing=True)
 
 
+@pytest.mark.slow
 def test_a_draft_ends_where_the_draft_vocabulary_has_nothing_allowed() -> None:
     """Half of the ids: many masks leave none of them."""
     model = headed_model(FAMILY)
     model = replace(model, head=make_head(model, draft_ids=range(0, VOCAB, 2)))
-    for cell in CELLS:
+    for cell in CROWDED:
         check(model, "mtp", cell)
 
 

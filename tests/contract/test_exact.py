@@ -6,6 +6,7 @@ are those of plain decoding, and there are no ties to excuse.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -41,6 +42,17 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "kv_blocks": (16, 200),
 }
 CELLS = pairwise(FACTORS)
+CROWDED = [cell for cell in CELLS if cell["max_num_seqs"] > 1 and cell["kv_blocks"] < 200 and cell["depth"] == 5]
+"""Batches that run out of blocks: where drafts, chunks, preemption and prefix hits meet, and the quickest cells."""
+assert {cell["temperature"] > 0 for cell in CROWDED} == {True, False}
+STRUCTURES = ("mimo", "deepseek_v3", "qwen3_next")
+"""Keys and values with a native head; a latent and experts; recurrent states. To the loop other families are one of
+these: they differ in data, so the crowded cells will do for them."""
+
+
+def marked(families: Iterable[str]) -> list[Any]:
+    """One family is quick; the others make the same claim of what their layers do."""
+    return [each if each == STRUCTURES[0] else pytest.param(each, marks=pytest.mark.slow) for each in families]
 
 
 @cache
@@ -72,21 +84,31 @@ def check(kind: str, family: str, drafter: str, cell: dict[str, Any]) -> tuple[i
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", marked(FAMILIES))
 def test_drafting_changes_nothing(family: str, drafter: str) -> None:
-    totals = [check("random", family, drafter, cell) for cell in CELLS]
+    totals = [check("random", family, drafter, cell) for cell in CROWDED]
     assert sum(preemptions for _, preemptions in totals) > 0, "no cell ran out of blocks"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("family", STRUCTURES)
+def test_no_pair_of_settings_changes_anything(family: str, drafter: str) -> None:
+    for cell in CELLS:
+        if cell not in CROWDED:
+            check("random", family, drafter, cell)
+
+
+@pytest.mark.parametrize("family", marked(FAMILIES))
 def test_a_head_that_is_often_right_changes_nothing(family: str) -> None:
-    totals = [check("agreeing", family, "mtp", cell) for cell in CELLS if cell["max_num_seqs"] > 1]
+    totals = [check("agreeing", family, "mtp", cell) for cell in CROWDED]
     assert sum(accepted for accepted, _ in totals) > 25 * len(totals)
     assert sum(preemptions for _, preemptions in totals) > 0
 
 
 # Every shape a head may have.
 
+PLAIN_FAMILY = "llama"
 SPECS = {
     "embedding first, pre-norm hidden": HeadSpec(tap="pre_norm"),
     "recycles before the norm": HeadSpec(recycle="pre_norm", mask_first=True),
@@ -99,17 +121,17 @@ SPECS = {
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 def test_every_kind_of_head_changes_nothing(spec: HeadSpec, agreeing: bool) -> None:
     kind = "agreeing" if agreeing else "random"
-    model = (agreeing_model if agreeing else headed_model)(FAMILIES[0])
+    model = (agreeing_model if agreeing else headed_model)(PLAIN_FAMILY)
     vocabulary = range(0, VOCAB, 2) if agreeing else None
     model = replace(model, head=make_head(model, spec, agreeing=agreeing, draft_ids=vocabulary))
     for temperature in (0.0, 1.0):
         engine = make(model, drafter="mtp", depth=4, kv_blocks=24, max_num_batched_tokens=40)
-        assert_same(run(engine, varied_requests(temperature)), plain(kind, FAMILIES[0], temperature))
+        assert_same(run(engine, varied_requests(temperature)), plain(kind, PLAIN_FAMILY, temperature))
         assert engine.stats.drafted > 100
 
 
 def test_a_head_with_no_module_for_a_depth_refuses_it() -> None:
-    model = headed_model(FAMILIES[0])
+    model = headed_model(PLAIN_FAMILY)
     model = replace(model, head=make_head(model, HeadSpec(num_modules=2)))
     with pytest.raises(UsageError, match="--depth is 3, but drafter mtp goes to 2"):
         make(model, drafter="mtp", depth=3)
@@ -119,6 +141,7 @@ def test_a_head_with_no_module_for_a_depth_refuses_it() -> None:
 # Any draft whatsoever.
 
 
+@pytest.mark.slow
 @given(
     seed=st.integers(0, 2**31),
     error=st.sampled_from([0.0, 0.05, 0.3, 1.0]),
@@ -134,7 +157,7 @@ def test_no_draft_changes_the_text(
     seed: int, error: float, depth: int, temperature: float, batch: int, chunk: int, blocks: int, caching: bool
 ) -> None:
     """Ragged lengths, junk, or the truth itself: acceptance bookkeeping is right for all of them."""
-    family = FAMILIES[seed % len(FAMILIES)]
+    family = STRUCTURES[seed % len(STRUCTURES)]
     truth = plain("random", family, temperature)
     engine = make(
         headed_model(family), drafter="ngram", depth=depth, max_num_seqs=batch, max_num_batched_tokens=chunk,

@@ -242,6 +242,7 @@ attention_world = {
 }
 
 
+@pytest.mark.slow
 @paths
 @given(**attention_world)
 @many

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,9 @@ from torch.nn.functional import gelu, rms_norm
 from headstart import registry
 from headstart.config import EngineConfig
 from headstart.engine.load import Model, load_model
+from headstart.errors import HeadstartError
+from headstart.heads.kind import head_kind, trained_kinds
+from headstart.train.head import first_weights
 
 FAMILY = "acme_sliding"
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -144,6 +149,16 @@ def test_drafting_does_not_change_the_text(model: Model, expected: tuple[Output,
     assert output.tokens == expected[0].tokens
     assert output.stats and 0 < output.stats.accepted < output.stats.drafted
     torch.testing.assert_close(logprobs_of(output), expected[1], rtol=0, atol=1e-6)
+
+
+def test_a_head_is_refused_before_it_is_trained(model: Model) -> None:
+    """Its block would be as the trunk's last layer, which a head's files cannot describe."""
+    for kind in trained_kinds():
+        training, block = head_kind(kind).training, head_kind(kind).block
+        assert training
+        spec = replace(training.spec(7, 3), layer=model.config.head_layer if block else None)
+        with pytest.raises(HeadstartError, match="a block") if block else nullcontext():
+            first_weights(training, spec, model.decoder, 1.0)
 
 
 def test_native_gives_the_same(model: Model, expected: tuple[Output, list[float]]) -> None:

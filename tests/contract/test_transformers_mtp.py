@@ -36,6 +36,7 @@ class Recorder:
         monkeypatch.setattr(MtpModel, "forward", recorded)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
 def test_drafts_of_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model(family, dtype="float32")

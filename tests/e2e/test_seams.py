@@ -73,6 +73,7 @@ def test_they_are_found_by_their_file_names(tmp_path: Path) -> None:
         registry.find("models", "acme")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("drafter", ["repeat_last", "mtp", "ngram", "auto"])
 def test_the_new_family_runs_exactly_with_every_drafter(acme: Path, drafter: str, temperature: float) -> None:
@@ -85,6 +86,7 @@ def test_the_new_family_runs_exactly_with_every_drafter(acme: Path, drafter: str
         assert llm.engine.stats.drafted > 20
 
 
+@pytest.mark.slow
 def test_the_new_drafter_runs_on_every_family(folders: None) -> None:
     for family in registry.available("models"):
         model = tiny_model(family, num_hidden_layers=2)
@@ -112,6 +114,7 @@ def test_the_new_trunk_is_the_one_it_says(acme: Path) -> None:
     assert texts(models[0], 0.0, drafter="none")[0] == texts(models[1], 0.0, drafter="none")[0]
 
 
+@pytest.mark.slow
 def test_commands_take_them(acme: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n".join(PROMPTS))

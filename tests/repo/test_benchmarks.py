@@ -27,6 +27,7 @@ def test_documents_name_files_that_exist(document: str) -> None:
     assert not {name for name in named if not (ROOT / name).exists()}
 
 
+@pytest.mark.slow
 def test_all_can_be_imported() -> None:
     files = [path.relative_to(FOLDER).with_suffix("") for path in FOLDER.rglob("*.py")]
     names = [".".join(each.parts) for each in files if str(each.with_suffix(".py")) not in OTHERS]

@@ -22,6 +22,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 )
 """From the bottom. Siblings import those before them; on the lowest floor there are only no circles."""
 RANKS = {room: (floor, place if floor else 0) for floor, rooms in enumerate(FLOORS) for place, room in enumerate(rooms)}
+COMMANDS = ("inspect", "export", "graft", "verify", "bench", "tune", "plan", "probe", "launch")
+"""Folders of tools/: a command uses those before it, and what stands beside the folders."""
 TORCH_FOLDERS = ("kernels", "train")
 FAMILIES = set(registry.available("models"))
 FOREIGN_NAMES = {
@@ -55,6 +57,24 @@ def test_imports_only_go_down() -> None:
             if low and high and high > low:
                 wrong.append(f"{path}:{line} ({low}) imports {module} ({high})")
     assert not wrong, "\n".join(wrong)
+
+
+def test_commands_use_those_before_them() -> None:
+    folders = {path.split("/")[1] for path in trees() if path.startswith("tools/") and path.count("/") > 1}
+    assert folders == set(COMMANDS)
+    wrong = []
+    for path, tree in trees().items():
+        place = path.split("/")[1].removesuffix(".py") if path.startswith("tools/") else ""
+        for module, line in imported_modules(path, tree) if place else ():
+            other = module.removeprefix("headstart.tools.").split(".")[0]
+            if other in COMMANDS and other != place and other not in COMMANDS[: _index(place)]:
+                wrong.append(f"{path}:{line} imports {module}")
+    assert not wrong, "\n".join(wrong)
+
+
+def _index(command: str) -> int:
+    """Its place; what stands beside the folders uses none of them."""
+    return COMMANDS.index(command) if command in COMMANDS else 0
 
 
 def test_what_begins_with_an_underscore_stays_in_its_folder() -> None:

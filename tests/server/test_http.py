@@ -12,6 +12,7 @@ import httpx
 import pytest
 from process import Server, running
 
+pytestmark = pytest.mark.slow  # a server process
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "Hi"}]
 BAD: list[tuple[str, dict[str, Any], int, str]] = [

@@ -9,6 +9,7 @@ import pytest
 from openai import NotFoundError, OpenAI
 from process import Server
 
+pytestmark = pytest.mark.slow  # a server process
 MODEL = "smollm2-135m-mtp"
 QUESTION = [{"role": "user", "content": "Name three colours."}]
 WEATHER = {

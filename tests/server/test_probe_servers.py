@@ -20,9 +20,10 @@ from headstart.tools.launch.start import Running, check
 
 SMALL = ("--threads", "1", "--max-num-seqs", "2", "--max-model-len", "1024", "--kv-blocks", "128")
 
-pytestmark = pytest.mark.skipif(
-    hub.cached_trunk() is None, reason="the default model is not in the cache: headstart pull"
-)
+pytestmark = [
+    pytest.mark.slow,  # server processes
+    pytest.mark.skipif(hub.cached_trunk() is None, reason="the default model is not in the cache: headstart pull"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from process import Server
 
+pytestmark = pytest.mark.slow  # a server process
 README = Path(__file__).parents[2] / "README.md"
 COMMANDS = re.findall(r"^\$ (curl .*?)(?=^\$|^```)", README.read_text("utf-8"), re.MULTILINE | re.DOTALL)
 

@@ -10,6 +10,7 @@ from process import Server
 
 schemathesis = pytest.importorskip("schemathesis")
 
+pytestmark = pytest.mark.slow  # a server process
 PATHS = {
     "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{name}", "/tokenize", "/detokenize",
     "/health", "/version", "/metrics",

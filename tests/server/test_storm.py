@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from process import Server
 
+pytestmark = pytest.mark.slow  # a server process
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TEXTS = ["Name a colour.", "Tell me a long story about a fox.", "Write a poem.", "What is 7 + 5?", "x " * 300]
 

@@ -10,6 +10,7 @@ import pytest
 from headstart import hub
 from headstart.cli.main import main
 from headstart.errors import CapacityError, UsageError
+from headstart.train import own_data, own_prompts
 from headstart.train.data import Problems, read_records
 from headstart.train.own_data import DataOptions, run
 from headstart.train.own_prompts import usable
@@ -111,15 +112,23 @@ def test_a_prompt_file_without_prompts(tmp_path: Path) -> None:
         run(DataOptions(out=tmp_path / "out", tokens=10, prompts=(path,)))
 
 
+@pytest.fixture
+def short_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few prompts at once, and short ones: what is asked for is there soon."""
+    monkeypatch.setattr(own_data, "WAVE", 16)
+    monkeypatch.setattr(own_prompts, "PROMPT_TOKENS", 64)
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(hub.cached_trunk() is None, reason="run headstart pull")
-def test_a_run_goes_on_and_its_text_can_be_trained_on(tmp_path: Path) -> None:
+def test_a_run_goes_on_and_its_text_can_be_trained_on(tmp_path: Path, short_work: None) -> None:
     docs, out = tmp_path / "docs", tmp_path / "out"
     docs.mkdir()
     (docs / "a.md").write_text("A guide about towns and rivers. " * 60)
     common = {"out": out, "text": (docs,), "licence": "MIT", "max_tokens": 24}
-    first = run(DataOptions(tokens=300, **common))  # type: ignore[arg-type]
-    second = run(DataOptions(tokens=900, **common))  # type: ignore[arg-type]
-    assert 300 <= first.data["answer_tokens"] < 900 <= second.data["answer_tokens"]
+    first = run(DataOptions(tokens=150, **common))  # type: ignore[arg-type]
+    second = run(DataOptions(tokens=450, **common))  # type: ignore[arg-type]
+    assert 150 <= first.data["answer_tokens"] < 450 <= second.data["answer_tokens"]
     manifest = json.loads((out / "manifest.json").read_text())
     assert sum(row["answer_tokens"] for row in manifest["kinds"].values()) == manifest["answer_tokens"]
     assert any(name.startswith("docs (MIT)") for name in manifest["sources"])
@@ -132,11 +141,14 @@ def test_a_run_goes_on_and_its_text_can_be_trained_on(tmp_path: Path) -> None:
     assert all(0 < len(line["response_ids"]) <= 24 for line in lines)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(hub.cached_trunk() is None, reason="run headstart pull")
-def test_training_without_text_writes_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_without_text_writes_its_own(
+    tmp_path: Path, short_work: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "head"
-    code = main(["train", "--out", str(out), "--tokens", "1500", "--threads", "1", "--json"])
+    code = main(["train", "--out", str(out), "--tokens", "500", "--threads", "1", "--json"])
     report = json.loads(capsys.readouterr().out)
     assert code in (0, 1)  # so short a run makes no head that pays
-    assert report["tokens"] >= 1500
-    assert json.loads((tmp_path / "head.training" / "text" / "manifest.json").read_text())["answer_tokens"] >= 1500
+    assert report["tokens"] >= 500
+    assert json.loads((tmp_path / "head.training" / "text" / "manifest.json").read_text())["answer_tokens"] >= 500

@@ -64,6 +64,7 @@ def test_costs_survive_a_file() -> None:
         Costs.of({**costs.document(), "passes": [0.0] * len(KNOTS)})
 
 
+@pytest.mark.slow
 def test_a_calibration_measures_this_engine() -> None:
     engine = LLM(headed_model("mimo"), EngineConfig(**SMALL)).engine
     costs = calibrate(engine)
@@ -87,6 +88,7 @@ def learn(odds: Odds, each: Sequence, score: float, right: bool) -> None:
     odds.compare(each)
 
 
+@pytest.mark.slow
 def test_scores_are_calibrated() -> None:
     odds, rng = Odds(), np.random.default_rng(0)
     for _ in range(600):

@@ -218,6 +218,7 @@ def fresh(engine: Engine, tokens: list[int], num_computed: int, num_drafter: int
     return other, sequence
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"kv_blocks": 16, "max_num_batched_tokens": 23}])
 def test_state_after_any_acceptance_is_that_of_a_fresh_prefill(settings: dict[str, Any]) -> None:
     """Keys, values, hidden states and head rows hold no trace of rejected drafts, chunks, preemption or the cache."""
@@ -252,6 +253,7 @@ def test_state_with_other_drafters(drafter: str) -> None:
 # Preemption.
 
 
+@pytest.mark.slow
 def test_preempted_sequences_resume_with_the_same_text() -> None:
     model = headed_model(FAMILY)
     requests = [
@@ -509,6 +511,7 @@ class JunkDrafter(OracleDrafter):
             sequence.draft = Draft([2, 3][:depth], method="junk")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["rejection", "exact"])
 @pytest.mark.parametrize("drafter", ["mtp", "mtp, reduced", "junk"])
 def test_three_tokens_follow_the_distribution_of_plain_sampling(drafter: str, rule: str) -> None:

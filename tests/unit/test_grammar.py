@@ -143,6 +143,7 @@ def check_calls(text: str) -> None:
             assert set(call["arguments"]) <= {"city", "days"} and 1 <= call["arguments"].get("days", 1) <= 9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tiny", "default"])
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.kind)
 def test_random_walks_satisfy_the_constraint(spec: GrammarSpec, name: str) -> None:

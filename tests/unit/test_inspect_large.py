@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from zoo import Tensors, write
 
 from headstart.formats.mtp_families import families_by_key
@@ -53,6 +54,7 @@ def tensors() -> Tensors:
     return found | {"lm_head.weight": ("BF16", (VOCABULARY, HIDDEN))}
 
 
+@pytest.mark.slow
 def test_a_large_checkpoint(tmp_path: Path) -> None:
     made = tensors()
     assert len(made) > 90_000

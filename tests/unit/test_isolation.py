@@ -214,4 +214,5 @@ def test_the_api_raises() -> None:
     with pytest.raises(GenerationError):
         next(pieces)
     assert_clean(llm.engine)
-    assert llm.generate(["a"], constraint=spec)[0].text == "the thing"
+    away = SamplingParams(logit_bias=dict.fromkeys(bias, -100.0))
+    assert llm.generate(["a"], away, constraint=spec)[0].text == "the thing"

@@ -47,6 +47,7 @@ def first_tokens(q, runs=4000):
     return counts, accepted / runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("q", [Q[:1], None], ids=["probs", "one-hot"])
 def test_first_token_follows_the_target(q):
     counts, rate = first_tokens(q)
@@ -54,6 +55,7 @@ def test_first_token_follows_the_target(q):
     assert abs(rate - (np.minimum(P[0], Q[0]).sum() if q is not None else P[0][1])) < 0.03
 
 
+@pytest.mark.slow
 def test_bonus_follows_the_target():
     counts = np.zeros(5)
     for seed in range(4000):
@@ -94,6 +96,7 @@ def test_no_draft_draws_from_the_target():
     assert judge_rejection(Draft(), P[:1], 3, 0, 9).tokens == (draw(P[0], 3, 9, 0, philox.TOKEN),)
 
 
+@pytest.mark.slow
 def test_noise_that_drew_the_draft_is_not_used_again() -> None:
     """The engine's drafter draws with the token noise of the request's own seed. What is drawn after it, instead of a
     rejected token or as a bonus, must know nothing of that noise."""

@@ -90,6 +90,7 @@ def settings_of(token):
     })  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_small_vocabularies(data):

@@ -201,6 +201,7 @@ def test_oldest_files_go(
     assert not stale.exists()
 
 
+@pytest.mark.slow
 def test_concurrent_writers(source: Path, folder: Path, pool: packing.ThreadPool) -> None:
     """Readers see a whole file at any moment while two processes write it again and again."""
     these = tensors()

@@ -116,6 +116,7 @@ def row_cases(draw):
     return seq, draw(st.lists(st.integers(0, V - 1), max_size=2)), np.array(logits, np.float32)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.lists(row_cases(), min_size=1, max_size=4), st.data())
 def test_against_oracle(cases, data):

@@ -59,6 +59,7 @@ def test_everybody_that_runs_gets_a_token_in_every_pass(budget: int) -> None:
     assert (engine.drafting.drafter.proposed > 0) == (budget > 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [1, 2, 7])
 def test_small_budgets_with_preemption_and_prefix_hits(budget: int) -> None:
     model = headed_model(FAMILY)

@@ -106,6 +106,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return options.out
 
 
+@pytest.mark.slow
 def test_it_learns_and_its_head_drafts(trained: Path) -> None:
     facts = json.loads((trained / "training.json").read_text())
     assert facts["held_out_loss"] < 0.5

@@ -173,6 +173,7 @@ def test_cut_off_calls(name: str) -> None:
             assert complete[-1].text.startswith(events[-1].text.split("<")[0].removesuffix("\\n").rstrip())
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(data=st.data(), name=st.sampled_from(FORMATS))
 def test_random_arguments_and_splits(data: st.DataObject, name: str) -> None:
@@ -202,6 +203,7 @@ FRAGMENTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=400)
 @given(
     parts=st.lists(st.sampled_from(FRAGMENTS), max_size=12),

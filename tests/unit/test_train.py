@@ -19,13 +19,13 @@ from headstart.core import SamplingParams, StepPlan  # noqa: E402
 from headstart.errors import CapacityError, ModelError, UsageError  # noqa: E402
 from headstart.formats.base import make_tensor  # noqa: E402
 from headstart.heads.base import DraftStep, HeadNetwork, HeadSpec  # noqa: E402
-from headstart.heads.files import read_head  # noqa: E402
-from headstart.heads.kind import head_kind, trained_kinds  # noqa: E402
+from headstart.heads.files import read_head, write_head  # noqa: E402
+from headstart.heads.kind import HeadCheckpoint, head_kind, trained_kinds  # noqa: E402
 from headstart.layers.linear import Linear  # noqa: E402
 from headstart.layers.network import Pools  # noqa: E402
 from headstart.layers.norm import RMSNorm  # noqa: E402
 from headstart.tools.tiny import write_model  # noqa: E402
-from headstart.train import data, generate  # noqa: E402
+from headstart.train import data, generate, loop  # noqa: E402
 from headstart.train.batches import plan_epoch  # noqa: E402
 from headstart.train.features import FeatureCache, trunk_argmax, trunk_hidden  # noqa: E402
 from headstart.train.head import before_norm, first_weights, stream_scale  # noqa: E402
@@ -124,6 +124,16 @@ def test_blocks_that_cannot_be_trained_are_named(layers: int, what: str) -> None
         existing_head(subject, "mtp", None)
 
 
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "qwen3_5"])
+def test_heads_without_a_block_fit_any_trunk(family: str, tmp_path: Path) -> None:
+    model = support.tiny_model(family, "float32")
+    subject = subject_of(model, EngineConfig(backend="reference", threads=1), kind="medusa")
+    masters = first_weights(head_kind("medusa").training, subject.spec, model.decoder, 1.0)
+    head = HeadCheckpoint(spec=subject.spec, hidden_size=model.config.hidden_size, vocab_size=model.config.vocab_size)
+    write_head(tmp_path / "head", head, {name: tensor.numpy() for name, tensor in masters.items()})
+    assert read_head(tmp_path / "head").spec == subject.spec
+
+
 def test_eagle3_unrolled_is_the_run_time_forward() -> None:
     """As above for a head that fuses streams at the first step and reads the recycled vector later."""
     model = support.tiny_model("llama")
@@ -196,6 +206,7 @@ def tiny_folder(tmp_path: Path, softness: float = 0.3, layers: int = 2) -> Path:
     return write_model(tmp_path / "model", config, support.soften(arrays, softness))
 
 
+@pytest.mark.slow
 def test_training_raises_held_out_acceptance(tmp_path: Path) -> None:
     subject, corpus = objects(tmp_path, softness=0.1)
     trainer = new_trainer(subject, corpus, vocab=support.VOCAB, tokens=30_000)
@@ -207,6 +218,7 @@ def test_training_raises_held_out_acceptance(tmp_path: Path) -> None:
     assert after.cumulative[1] > before.cumulative[1] + 0.3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", trained_kinds())
 def test_from_prompts_to_a_head_that_the_engine_runs(tmp_path: Path, kind: str) -> None:
     folder, prompts = tiny_folder(tmp_path, 0.1, 7 if kind == "eagle3" else 2), tmp_path / "prompts.jsonl"
@@ -258,6 +270,7 @@ def new_trainer(subject: Subject, corpus: Corpus, vocab: int = 64, **recipe: Any
     )
 
 
+@pytest.mark.slow
 def test_a_head_that_does_not_pay_is_called_so_and_a_better_one_is_kept(tmp_path: Path) -> None:
     folder, texts = tiny_folder(tmp_path, 1.0), write_texts(tmp_path / "t.jsonl", 60)
     common: dict[str, Any] = {"model": str(folder), "out": tmp_path / "head", "data": (texts,), "threads": 1}
@@ -279,6 +292,7 @@ def test_a_head_that_does_not_pay_is_called_so_and_a_better_one_is_kept(tmp_path
         run(TrainOptions(tokens=300, kind="eagle3", **deep))
 
 
+@pytest.mark.slow
 def test_fine_tuning_begins_where_the_head_stands(tmp_path: Path) -> None:
     folder, texts = tiny_folder(tmp_path, 0.5), write_texts(tmp_path / "t.jsonl", 60)
     common: dict[str, Any] = {"model": str(folder), "data": (texts,), "threads": 1, "draft_vocab": 100}
@@ -299,6 +313,7 @@ def test_short_runs_take_smaller_batches() -> None:
     assert sizes == [512, 1320, 2048, 1000]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
     subject, corpus = objects(tmp_path)
     checkpoint = tmp_path / "checkpoint.pt"
@@ -329,6 +344,7 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
         assert torch.equal(whole.average[name], last.average[name]), name
 
 
+@pytest.mark.slow
 def test_a_run_of_the_command_goes_on_and_takes_up_new_data(tmp_path: Path) -> None:
     texts, folder = write_texts(tmp_path / "texts.jsonl", 30), tiny_folder(tmp_path)
     common: dict[str, Any] = {"model": str(folder), "out": tmp_path / "head", "depth": 1, "threads": 1}
@@ -346,15 +362,13 @@ def test_a_run_of_the_command_goes_on_and_takes_up_new_data(tmp_path: Path) -> N
 def test_a_full_disk_is_said_and_the_run_goes_on_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts, folder = write_texts(tmp_path / "texts.jsonl", 30), tiny_folder(tmp_path)
     options = TrainOptions(model=str(folder), data=(texts,), out=tmp_path / "head", depth=1, threads=1, tokens=4_000)
-    full, write_bytes = OSError(errno.ENOSPC, "No space left on device"), Path.write_bytes
+    full = OSError(errno.ENOSPC, "No space left on device")
 
-    def write(path: Path, content: Any) -> int:
-        if "checkpoint" in path.name:
-            raise full
-        return write_bytes(path, content)
+    def write(path: Path, content: Any) -> None:
+        raise full
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", write)
+        patch.setattr(loop, "write_whole", write)
         with pytest.raises(CapacityError, match="No space left on device"):
             run(options)
     assert not list(options.work.glob(".*"))

@@ -128,6 +128,7 @@ def test_a_wrong_cache_is_caught(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert verify.run(options(folder, prompts=prompts, prefix_caching=(False,))).ok
 
 
+@pytest.mark.slow
 def test_exit_codes_of_the_command(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -178,6 +179,7 @@ def test_what_contradicts_itself(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_preemption_really_happens(folder: Path) -> None:
     """In every cell made for it, whatever the depth, however much longer one prompt is than the others."""
     grid = {**SMALL_GRID, "depths": (0, 3), "batch_sizes": (4, 16), "preemption": (True,)}
@@ -271,6 +273,7 @@ def test_equal_scores_are_a_tie(tmp_path: Path) -> None:
         assert tie is expected
 
 
+@pytest.mark.slow
 def test_float64_excuses_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What float32 may call a tie is a difference in float64."""
     monkeypatch.setattr("headstart.engine.engine.judge_exact", wrong_judge)
