@@ -25,15 +25,15 @@ def rope_config(
     theta = config.get("rope_theta", 10000.0)
     if not isinstance(theta, int | float) or not 0 < theta < math.inf:
         raise ModelError(f"{arch}.rope.freq_base is {theta!r}, but must be above 0", "convert the model again")
-    found: dict[str, Any] = {"rope_theta": theta}
+    rope: dict[str, Any] = {"rope_theta": theta}
     rotary = metadata.get(f"{arch}.rope.dimension_count")
     if isinstance(rotary, int) and isinstance(head_dim, int) and 0 < rotary < head_dim:
-        found["partial_rotary_factor"] = rotary / head_dim
+        rope["partial_rotary_factor"] = rotary / head_dim
     scaling = _declared(metadata, f"{arch}.rope.scaling.")
     factors = tensors.get("rope_freqs.weight")
     if scaling is None and factors is not None and factors.here:
         scaling = _from_factors(factors.float32(), float(theta))
-    return found | ({"rope_scaling": scaling} if scaling else {})
+    return rope | ({"rope_scaling": scaling} if scaling else {})
 
 
 def _declared(metadata: Mapping[str, Any], prefix: str) -> dict[str, Any] | None:

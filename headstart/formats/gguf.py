@@ -146,21 +146,21 @@ def _config(file: GgufFile, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 def _heads(config: dict[str, Any]) -> dict[str, Any]:
     num_heads = config["num_attention_heads"]
-    found = {"num_key_value_heads": config.get("num_key_value_heads", num_heads)}
+    heads = {"num_key_value_heads": config.get("num_key_value_heads", num_heads)}
     if "head_dim" not in config and isinstance(num_heads, int):
-        found["head_dim"] = config["hidden_size"] // num_heads
-    return found
+        heads["head_dim"] = config["hidden_size"] // num_heads
+    return heads
 
 
 def _special_ids(metadata: dict[str, Any]) -> dict[str, Any]:
     """bos_token_id, and all ids that end a text: end of sequence, of turn, of message."""
-    found: dict[str, Any] = {}
+    special: dict[str, Any] = {}
     if isinstance(bos := metadata.get("tokenizer.ggml.bos_token_id"), int):
-        found["bos_token_id"] = bos
+        special["bos_token_id"] = bos
     ends = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
     if ids := list(dict.fromkeys(end for end in ends if isinstance(end, int))):
-        found["eos_token_id"] = ids if len(ids) > 1 else ids[0]
-    return found
+        special["eos_token_id"] = ids if len(ids) > 1 else ids[0]
+    return special
 
 
 FORMAT = Format(detect, open_checkpoint)

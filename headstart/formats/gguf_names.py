@@ -121,15 +121,15 @@ def canonical_names(names: Iterable[str]) -> dict[str, str]:
     """File name -> canonical name, for all tensors of a file; names not in the tables stay as they are."""
     names = list(names)
     post_norms = {name for name in names if ".post_attention_norm" in name}
-    found: dict[str, str] = {}
+    renamed: dict[str, str] = {}
     taken: dict[str, str] = {}
     for name in names:
         new = _canonical(name, post_norms)
         if new in taken:
             raise ModelError(f"tensors {taken[new]} and {name} both mean {new}", "convert the model again")
-        found[name] = taken[new] = new
+        renamed[name] = taken[new] = new
         taken[new] = name
-    return found
+    return renamed
 
 
 def _canonical(name: str, post_norms: set[str]) -> str:

@@ -10,10 +10,10 @@ from headstart.errors import ModelError
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    items = dict(pairs)
+    if len(items) != len(pairs):
         raise ValueError("a key appears twice")
-    return found
+    return items
 
 
 def parse_object(text: bytes, where: str) -> dict[str, Any]:

@@ -126,12 +126,12 @@ def _applies(part: Part, config: Mapping[str, Any]) -> bool:
 
 
 def _slots(part: Part, prefix: str, sizes: Sizes, where: Mapping[str, int], present: Container[str]) -> Iterator[Slot]:
-    found = list(_expand(part, prefix, sizes, where))
-    if part.alternative and not any(slot.name in present for slot in found):
+    slots = list(_expand(part, prefix, sizes, where))
+    if part.alternative and not any(slot.name in present for slot in slots):
         other = list(_slots(_parts()[part.alternative], prefix, sizes, where, present))
         if any(slot.name in present for slot in other):
-            found = other
-    yield from found
+            slots = other
+    yield from slots
 
 
 def _expand(part: Part, prefix: str, sizes: Sizes, where: Mapping[str, int]) -> Iterator[Slot]:
@@ -173,13 +173,13 @@ def _has_architecture(config: Mapping[str, Any], layout: Layout) -> bool:
 def declared(config: Mapping[str, Any], layout: Layout | None = None) -> Declared:
     """The MTP modules that a config promises, by any spelling of the key, nested or not; a family's own default where
     there is no key. ModelError for an absurd number."""
-    found = [
+    promises = [
         (f"{prefix}{key}", value)
         for prefix in ("", *(f"{name}." for name in NESTED))
         for key in _table()["count_keys"]
         if (value := lookup(config, prefix + key)) is not None and not isinstance(value, list)
     ]
-    sizes = [(key, as_size(value) or 0) for key, value in found]
+    sizes = [(key, as_size(value) or 0) for key, value in promises]
     key, count = next((pair for pair in sizes if pair[1]), sizes[0] if sizes else (None, 0))
     if count > MOST_MODULES:
         raise ModelError(f"config.json: {key} is {count}, but at most {MOST_MODULES} MTP modules make sense")
@@ -201,8 +201,8 @@ def drafters_by_key() -> Mapping[str, Layout]:
 
 def symbols() -> Mapping[str, Mapping[str, Any]]:
     """The table's symbols: the config keys of each, and what it is where none is there."""
-    found: Mapping[str, Mapping[str, Any]] = _table()["symbols"]
-    return found
+    known: Mapping[str, Mapping[str, Any]] = _table()["symbols"]
+    return known
 
 
 def sizes_of(config: Mapping[str, Any]) -> Sizes:

@@ -183,8 +183,8 @@ class Weights:
         for ending in self._after:
             if name.endswith(ending):
                 owner = name.removesuffix(ending)
-                found = next((each for each in (owner, f"{owner}_blocks") if each in tensors), None)
-                return (found, ending) if found else None
+                weight = next((each for each in (owner, f"{owner}_blocks") if each in tensors), None)
+                return (weight, ending) if weight else None
         return None
 
     def look(self, stored: Stored) -> tuple[Quantization | None, Described]:
@@ -240,13 +240,13 @@ def readable(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[s
         raise ModelError(f"quantization_config names {method!r}, which is unknown", _hint())
     if weights.loose:
         raise weights.unreadable(weights.loose[0])
-    found: dict[str, Tensor | Dequantized] = {}
+    tensors_read: dict[str, Tensor | Dequantized] = {}
     for name, stored in weights.stored.items():
         if decode := weights.decode(stored):
-            found[name] = Dequantized(stored, decode, weights.shape(stored))
+            tensors_read[name] = Dequantized(stored, decode, weights.shape(stored))
         else:
-            found |= {each.name: each for each in (stored.main, *stored.beside.values())}
-    return found
+            tensors_read |= {each.name: each for each in (stored.main, *stored.beside.values())}
+    return tensors_read
 
 
 def _hint() -> str:

@@ -22,11 +22,11 @@ _OPERATIONS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The language model's own settings; a multimodal config nests them. Outer values stand where none are inside."""
-    found = dict(config)
+    text = dict(config)
     for key in NESTED:
         if isinstance(inner := config.get(key), dict):
-            found |= text_config(inner) if key == "thinker_config" else inner
-    return found
+            text |= text_config(inner) if key == "thinker_config" else inner
+    return text
 
 
 def lookup(config: Mapping[str, Any], key: str) -> Any:
@@ -56,8 +56,10 @@ class Sizes:
         """A symbol's number; None where the config does not say it."""
         if symbol not in self._known:
             row = self._symbols[symbol]
-            found = next((size for key in row["keys"] if (size := as_size(lookup(self.config, key))) is not None), None)
-            self._known[symbol] = self.evaluate(row["else"]) if found is None and "else" in row else found
+            size_there = next(
+                (size for key in row["keys"] if (size := as_size(lookup(self.config, key))) is not None), None
+            )
+            self._known[symbol] = self.evaluate(row["else"]) if size_there is None and "else" in row else size_there
         return self._known[symbol]
 
     def evaluate(self, expression: str) -> int | None:

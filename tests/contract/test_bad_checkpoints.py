@@ -44,6 +44,14 @@ def renamed(old: str, new: str) -> Change:
     return change
 
 
+def as_codes(end: str) -> Change:
+    def change(arrays: Arrays) -> None:
+        name = next(name for name in arrays if name.endswith(end))
+        arrays[name] = (np.zeros(arrays[name].shape, np.uint8), "F8_E4M3")  # type: ignore[assignment]
+
+    return change
+
+
 @dataclass(frozen=True)
 class Bad:
     """`config` and `change` are made to a tiny checkpoint; `tiny`: to the model before its tensors are made."""
@@ -87,6 +95,14 @@ CASES = {
     "bitsandbytes": Bad(
         "llama", "quantized as bitsandbytes", {"quantization_config": {"quant_method": "bitsandbytes"}},
         renamed("q_proj.weight", "q_proj.weight.absmax"),
+    ),
+    "a quantization nobody knows": Bad(
+        "llama", "names 'octal', which is unknown", {"quantization_config": {"quant_method": "octal"}}
+    ),
+    "codes without scales": Bad("llama", "no scales stand beside it", change=as_codes("layers.0.mlp.up_proj.weight")),
+    "scales beside plain weights": Bad(
+        "qwen2", "is F32, but scales model.layers.0.mlp.up_proj.weight_scale stand beside it",
+        change=lambda arrays: arrays.update({"model.layers.0.mlp.up_proj.weight_scale": np.ones(1, np.float32)}),
     ),
     "a sliding window": Bad("qwen2", "sliding-window", {"use_sliding_window": True, "sliding_window": 64}),
     "keys beyond the kernels": Bad(

@@ -25,7 +25,7 @@ from headstart.layers.linear import Linear  # noqa: E402
 from headstart.layers.network import Pools  # noqa: E402
 from headstart.layers.norm import RMSNorm  # noqa: E402
 from headstart.tools.tiny import write_model  # noqa: E402
-from headstart.train import data, generate  # noqa: E402
+from headstart.train import data, generate, loop  # noqa: E402
 from headstart.train.batches import plan_epoch  # noqa: E402
 from headstart.train.features import FeatureCache, trunk_argmax, trunk_hidden  # noqa: E402
 from headstart.train.head import before_norm, first_weights, stream_scale  # noqa: E402
@@ -362,15 +362,13 @@ def test_a_run_of_the_command_goes_on_and_takes_up_new_data(tmp_path: Path) -> N
 def test_a_full_disk_is_said_and_the_run_goes_on_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts, folder = write_texts(tmp_path / "texts.jsonl", 30), tiny_folder(tmp_path)
     options = TrainOptions(model=str(folder), data=(texts,), out=tmp_path / "head", depth=1, threads=1, tokens=4_000)
-    full, write_bytes = OSError(errno.ENOSPC, "No space left on device"), Path.write_bytes
+    full = OSError(errno.ENOSPC, "No space left on device")
 
-    def write(path: Path, content: Any) -> int:
-        if "checkpoint" in path.name:
-            raise full
-        return write_bytes(path, content)
+    def write(path: Path, content: Any) -> None:
+        raise full
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", write)
+        patch.setattr(loop, "write_whole", write)
         with pytest.raises(CapacityError, match="No space left on device"):
             run(options)
     assert not list(options.work.glob(".*"))

@@ -132,7 +132,7 @@ def head_model(source: Checkpoint) -> HeadModel | None:
 def _metadata(
     architecture: Architecture, config: Mapping[str, Any], layers: int, count: int
 ) -> dict[str, tuple[Any, str]]:
-    found: dict[str, tuple[Any, str]] = {
+    keys: dict[str, tuple[Any, str]] = {
         "block_count": (layers + count, U32),
         "nextn_predict_layers": (count, U32),
         **{
@@ -143,16 +143,16 @@ def _metadata(
         **_rope(architecture, config),
     }
     if config.get("head_dim") is not None:
-        found["attention.value_length"] = (config["head_dim"], U32)
+        keys["attention.value_length"] = (config["head_dim"], U32)
     if experts := num_experts(config):
-        found["expert_count"] = (experts, U32)
+        keys["expert_count"] = (experts, U32)
     if architecture.gating is not None:
-        found["expert_gating_func"] = (architecture.gating, U32)
+        keys["expert_gating_func"] = (architecture.gating, U32)
     if architecture.recurrent:
         inner = int(config["linear_value_head_dim"]) * int(config["linear_num_value_heads"])
         recurrent = [kind == "linear_attention" for kind in config["layer_types"]] + [False] * count
-        found |= {"ssm.inner_size": (inner, U32), "attention.recurrent_layers": (recurrent, "array")}
-    return {f"{architecture.name}.{key}": value for key, value in found.items()}
+        keys |= {"ssm.inner_size": (inner, U32), "attention.recurrent_layers": (recurrent, "array")}
+    return {f"{architecture.name}.{key}": value for key, value in keys.items()}
 
 
 def _rope(architecture: Architecture, config: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
@@ -164,13 +164,13 @@ def _rope(architecture: Architecture, config: Mapping[str, Any]) -> dict[str, tu
         raise ModelError(f"rope scaling of type {kind!r} is not written here", hint)
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     share = float(rope.get("partial_rotary_factor", architecture.rotary))
-    found: dict[str, tuple[Any, str]] = {"rope.dimension_count": (int(head_dim * share), U32)}
+    keys: dict[str, tuple[Any, str]] = {"rope.dimension_count": (int(head_dim * share), U32)}
     if rope.get("rope_theta") is not None:
-        found["rope.freq_base"] = (rope["rope_theta"], F32)
+        keys["rope.freq_base"] = (rope["rope_theta"], F32)
     if architecture.recurrent:
         sections = list(rope.get("mrope_section") or scaling.get("mrope_section") or [11, 11, 10])
-        found["rope.dimension_sections"] = ([*sections, 0, 0][:4], "array")
-    return found
+        keys["rope.dimension_sections"] = ([*sections, 0, 0][:4], "array")
+    return keys
 
 
 def _tensors(architecture: Architecture, planned: Mapping[str, Planned]) -> list[Made]:

@@ -158,11 +158,11 @@ def _alike(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
 
 
 def _quantized(planned: list[Planned], plain: Mapping[str, Tensor]) -> list[Planned]:
-    found = []
+    written = []
     for each in planned:
         fits = each.name in plain and len(each.shape) == 2 and can_be_quantized(each.name)
-        found += fp8.planned(each.name, plain[each.name]) if fits else [each]
-    return found
+        written += fp8.planned(each.name, plain[each.name]) if fits else [each]
+    return written
 
 
 def _describe(

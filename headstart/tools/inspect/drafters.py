@@ -45,8 +45,8 @@ class Drafter:
     modules: list[Module]
 
     def document(self) -> dict[str, Any]:
-        found = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("layout", "modules")}
-        return {**found, "modules": [asdict(module) for module in self.modules]}
+        sizes = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("layout", "modules")}
+        return {**sizes, "modules": [asdict(module) for module in self.modules]}
 
 
 def describe_drafter(checkpoint: Checkpoint, weights: Mapping[str, Weight], layout: Layout) -> Drafter:
@@ -156,10 +156,8 @@ def check_fit(drafter: Drafter, config: Mapping[str, Any], target: Checkpoint) -
         within = all(0 <= layer <= last for layer in drafter.aux_layers)
         checks.append(Check("layers read", drafter.aux_layers, layers, within))
     wanted = lookup(config, "speculators_config.verifier.architectures")
-    if isinstance(wanted, list) and wanted and isinstance(found := target.config.get("architectures"), list):
-        checks.append(
-            Check("architecture", str(wanted[0]), str(found[0]) if found else None, bool({*wanted} & {*found}))
-        )
+    if isinstance(wanted, list) and wanted and isinstance(own := target.config.get("architectures"), list):
+        checks.append(Check("architecture", str(wanted[0]), str(own[0]) if own else None, bool({*wanted} & {*own})))
     if family := drafter.layout.targets:
         kind = str(target.config.get("model_type"))
         checks.append(Check("family", family, kind, kind.startswith(family)))

@@ -63,17 +63,17 @@ def shared_tensors(checkpoint: Checkpoint, heads: Heads) -> dict[str, str]:
     sampled bytes say), changed (stored as a copy, but other bytes) or copy? (nothing could be read)."""
     trunk = {part: next(iter(heads.parts.get(part, ())), "") for part in ("embedding", "lm_head")}
     layout = heads.family
-    found: dict[str, str] = {}
+    shared: dict[str, str] = {}
     for what in ("embedding", "lm_head") if heads.names else ():
         pattern = (layout.copies if layout else {}).get(what)
         name = heads.names.get(pattern.format(i=0, layer=heads.num_layers)) if pattern else None
         if layout and what in layout.own:
-            found[what] = "own"
+            shared[what] = "own"
         elif name is None:
-            found[what] = "shared"
+            shared[what] = "shared"
         else:
-            found[what] = _same(checkpoint, name, trunk[what] or trunk["embedding"])
-    return found
+            shared[what] = _same(checkpoint, name, trunk[what] or trunk["embedding"])
+    return shared
 
 
 def _same(checkpoint: Checkpoint, name: str, other: str) -> str:

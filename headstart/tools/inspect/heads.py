@@ -100,8 +100,10 @@ def _layers(
 ) -> tuple[list[int], tuple[int, ...]]:
     """The layer of each module to look at, and the layers of heads that are not where the config has them."""
     if layout.index == "own":
-        found = {int(match[1]) for name in names for prefix in layout.prefixes() if (match := _numbered(prefix, name))}
-        count = max(promised.modules, max(found, default=-1) + 1, int(bool(names)))
+        numbers = {
+            int(match[1]) for name in names for prefix in layout.prefixes() if (match := _numbered(prefix, name))
+        }
+        count = max(promised.modules, max(numbers, default=-1) + 1, int(bool(names)))
         return [num_layers + i for i in range(_checked(count))], ()
     marked = {
         layer
@@ -148,8 +150,8 @@ def compare(
         for slot in slots
         if slot.shape is not None and (shape := shapes.get(slot.name)) is not None and not _fits(shape, slot.shape)
     ]
-    found = sum(slot.name in shapes for slot in slots)
-    return Module(index, layer, found, sum(not slot.optional for slot in slots), missing, wrong)
+    there = sum(slot.name in shapes for slot in slots)
+    return Module(index, layer, there, sum(not slot.optional for slot in slots), missing, wrong)
 
 
 def _fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:

@@ -50,7 +50,7 @@ Parts = dict[str, dict[str, Weight]]
 
 def by_part(weights: Mapping[str, Weight], num_layers: int) -> Parts:
     """The weights of each part that has some, in the order of ORDER."""
-    found: dict[str, dict[str, Weight]] = {part: {} for part in ORDER}
+    parts: dict[str, dict[str, Weight]] = {part: {} for part in ORDER}
     for name, weight in weights.items():
-        found[part_of(name, num_layers)][name] = weight
-    return {part: group for part, group in found.items() if group}
+        parts[part_of(name, num_layers)][name] = weight
+    return {part: group for part, group in parts.items() if group}

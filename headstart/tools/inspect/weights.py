@@ -26,11 +26,11 @@ class Weight(NamedTuple):
 def weights_of(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Weight]:
     """Weights by name; the name of a packed one ends in `.weight` too."""
     weights = Weights(tensors, config)
-    found = {}
+    described = {}
     for name, stored in weights.stored.items():
         main, (_, (shape, kind)) = stored.main, weights.look(stored)
         table = main.dtype in _TABLES and not stored.beside
         count = 2 * main.nbytes if shape is None else 0 if table else math.prod(shape)
         nbytes = main.nbytes + sum([each.nbytes for each in stored.beside.values()])
-        found[name] = Weight(shape, kind, count, nbytes, kind not in FLOATS + _TABLES)
-    return found
+        described[name] = Weight(shape, kind, count, nbytes, kind not in FLOATS + _TABLES)
+    return described

@@ -126,7 +126,7 @@ def _renamed(source: Checkpoint, name: str) -> str:
 def _fused(planned: Sequence[Planned]) -> list[Planned]:
     """Experts stacked: gate_up_proj [experts, 2 * inner, hidden] and down_proj [experts, hidden, inner]."""
     matches = [EXPERT.fullmatch(each.name) for each in planned]
-    found = [each for each, match in zip(planned, matches, strict=True) if not match]
+    stacked = [each for each, match in zip(planned, matches, strict=True) if not match]
     experts = {
         (match[1], int(match[2]), match[3]): each
         for each, match in zip(planned, matches, strict=True)
@@ -138,8 +138,8 @@ def _fused(planned: Sequence[Planned]) -> list[Planned]:
             keys = [(prefix, number, part) for number in range(count) for part in parts]
             if absent := [key for key in keys if key not in experts]:
                 raise ModelError(f"expert {absent[0][1]} of {prefix} has no {absent[0][2]}_proj", "is a shard missing?")
-            found.append(_stacked(f"{prefix}.{name}", [experts[key] for key in keys], count))
-    return found
+            stacked.append(_stacked(f"{prefix}.{name}", [experts[key] for key in keys], count))
+    return stacked
 
 
 def _stacked(name: str, parts: Sequence[Planned], count: int) -> Planned:
