@@ -15,7 +15,7 @@ from headstart.core import Request, SamplingParams
 from headstart.errors import CapacityError, ModelError, UsageError
 from headstart.server.schema import ChatRequest, Common, CompletionRequest, Message, NamedTool
 from headstart.text.grammar_spec import GrammarSpec, ToolCalls, ToolFrame
-from headstart.text.parsers import Parser, make_parser
+from headstart.text.parsers import Parser, is_opened, make_parser
 
 COMPLETION_TOKENS = 16
 """max_tokens of /v1/completions where none is given, as OpenAI and vLLM have it."""
@@ -78,7 +78,7 @@ def chat_job(llm: LLM, formats: Formats, body: ChatRequest) -> Job:
         if constraint is not None:
             raise UsageError("tool_choice and a response format both constrain the text", "ask for one of them")
         constraint = GrammarSpec("tools", forced)
-    ids, opened = rendered(llm, body, tools if body.tool_choice != "none" else [])
+    ids, prompt = rendered(llm, body, tools if body.tool_choice != "none" else [])
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     room = llm.engine.max_length - len(ids)
     if room <= 0:
@@ -93,6 +93,7 @@ def chat_job(llm: LLM, formats: Formats, body: ChatRequest) -> Job:
     thinks = formats.reasoning if forced is None and constraint is None else None
     if calls is None and thinks is None:
         return Job([request])
+    opened = thinks is not None and is_opened(thinks, prompt)
     return Job([request], parser=lambda: make_parser(calls, tools, thinks, reasoning_opened=opened), keeps_special=True)
 
 
@@ -135,8 +136,8 @@ def _forced_tools(body: ChatRequest, tools: list[dict[str, Any]]) -> ToolCalls |
     return ToolCalls(tools, name, ToolFrame(separator=separator))
 
 
-def rendered(llm: LLM, body: ChatRequest, tools: list[dict[str, Any]]) -> tuple[list[int], bool]:
-    """Prompt ids, and whether the template has already opened the thoughts."""
+def rendered(llm: LLM, body: ChatRequest, tools: list[dict[str, Any]]) -> tuple[list[int], str]:
+    """Prompt ids, and the text they stand for."""
     template = llm.chat_template
     if template is None:
         raise UsageError(f"{llm.model.name} has no chat template", "use /v1/completions")
@@ -149,7 +150,7 @@ def rendered(llm: LLM, body: ChatRequest, tools: list[dict[str, Any]]) -> tuple[
         text = template.render(messages, body.add_generation_prompt, shown, **_kwargs(body))
     except ModelError as error:  # here it is the messages that the template cannot cope with
         raise UsageError(error.message, error.hint) from error
-    return llm.tokenizer.encode(text, add_special=False), text.rstrip().endswith("<think>")
+    return llm.tokenizer.encode(text, add_special=False), text
 
 
 def _kwargs(body: ChatRequest) -> dict[str, Any]:

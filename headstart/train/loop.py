@@ -167,10 +167,10 @@ TABLES = ("embed_tokens.weight", "lm_head.weight")
 
 
 def optimizers(masters: Mapping[str, torch.nn.Parameter], recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """For matrices, and for all else."""
+    """For matrices, and for all else: groups that may be empty, for a kind of head may have none of either."""
     is_matrix = {name: weight.ndim == 2 and not name.endswith(TABLES) for name, weight in masters.items()}
-    matrices = [weight for name, weight in masters.items() if is_matrix[name]]
-    vectors = [weight for name, weight in masters.items() if not is_matrix[name]]
+    matrices = [{"params": [weight for name, weight in masters.items() if is_matrix[name]]}]
+    vectors = [{"params": [weight for name, weight in masters.items() if not is_matrix[name]]}]
     decay, rate = recipe.weight_decay, recipe.matrix_rate
     first: torch.optim.Optimizer
     if recipe.optimizer == "muon":

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from seams import plugged_in
 from support import family_of
 
 from headstart import registry
@@ -23,17 +23,13 @@ from headstart.formats.safetensors_file import read_file
 from headstart.models.small import Arrays
 from headstart.tools.tiny import write_model
 
-PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 WEIGHTS = ("--weights", "ladder")
 LADDER = {"quantization_config": {"quant_method": "ladder"}}
 
 
 @pytest.fixture
 def ladder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    text = PAGE.read_text("utf-8").split("## Write a quantization\n")[1].split("\n## ")[0]
-    folder = tmp_path_factory.mktemp("quantizations")
-    (folder / "ladder.py").write_text(re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)[0], "utf-8")
-    with registry.search_path("quantizations", folder):
+    with plugged_in(tmp_path_factory.mktemp("plug_ins"), "quantizations"):
         yield
 
 

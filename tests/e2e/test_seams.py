@@ -1,13 +1,13 @@
-"""A drafter and a family from one file each: the text of CONTRIBUTING.md, found by its file name and run."""
+"""A drafter and a family from one file each, as CONTRIBUTING.md has them; and that it has one of each kind."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from seams import SECTIONS, example, plugged_in
 from support import SMALL, family_of, tiny_model
 
 from headstart import registry
@@ -16,33 +16,17 @@ from headstart.cli.main import main
 from headstart.config import EngineConfig
 from headstart.core import SamplingParams
 from headstart.engine.load import Model, load_model
-from headstart.errors import ModelError, UsageError
+from headstart.errors import HeadstartError, UsageError
 from headstart.models.small import Arrays
 from headstart.tools import tiny
 from headstart.tools.tiny import write_tiny
 
-PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
-SECTIONS: dict[registry.KindName, str] = {"drafters": "Write a drafter", "models": "Write a family"}
 PROMPTS = ["the thing", "an inner ring, then another", "x x x x"]
-
-
-def code_of(section: str) -> tuple[str, str]:
-    """File name and content of the one example of a section."""
-    text = PAGE.read_text("utf-8").split(f"## {section}\n")[1].split("\n## ")[0]
-    names, blocks = re.findall(r"^`(\w+\.py)`", text, re.M), re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
-    assert len(names) == len(blocks) == 1
-    return names[0], blocks[0]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Both files on the search path, and nothing else changed."""
-    made: dict[registry.KindName, Path] = {}
-    for kind, section in SECTIONS.items():
-        name, code = code_of(section)
-        made[kind] = tmp_path_factory.mktemp(kind)
-        (made[kind] / name).write_text(code, "utf-8")
-    with registry.search_path("drafters", made["drafters"]), registry.search_path("models", made["models"]):
+    with plugged_in(tmp_path_factory.mktemp("plug_ins"), "drafters", "models"):
         yield
 
 
@@ -57,20 +41,27 @@ def texts(model: Model, temperature: float, **settings: Any) -> tuple[list[list[
     return [done.token_ids for done in llm.generate(PROMPTS, params)], llm
 
 
-def test_they_are_found_by_their_file_names(tmp_path: Path) -> None:
-    """With the files on the search path, and no longer after it."""
-    for kind, section in SECTIONS.items():
-        name, code = code_of(section)
-        (tmp_path / name).write_text(code, "utf-8")
-        with registry.search_path(kind, tmp_path):
-            assert Path(name).stem in registry.available(kind)
-            assert registry.find(kind, Path(name).stem)
-    with registry.search_path("drafters", tmp_path):
+def test_every_kind_has_an_example() -> None:
+    assert SECTIONS.keys() == registry.KINDS.keys()
+
+
+@pytest.mark.parametrize("kind", SECTIONS)
+def test_they_are_found_by_their_file_names(kind: registry.KindName, tmp_path: Path) -> None:
+    """With the file on the search path, and no longer after it."""
+    name = Path(example(kind)[0]).stem
+    with plugged_in(tmp_path, kind):
+        assert name in registry.available(kind)
+        assert registry.find(kind, name)
+    assert name not in registry.available(kind)
+    with pytest.raises(HeadstartError, match=f"unknown {registry.KINDS[kind].word} '{name}'"):
+        registry.find(kind, name)
+
+
+def test_flags_know_them(tmp_path: Path) -> None:
+    with plugged_in(tmp_path, "drafters"):
         assert EngineConfig(drafter="repeat_last").drafter == "repeat_last"
     with pytest.raises(UsageError, match="--drafter is 'repeat_last', which is unknown"):
         EngineConfig(drafter="repeat_last")
-    with pytest.raises(ModelError, match="unknown model family 'acme'"):
-        registry.find("models", "acme")
 
 
 @pytest.mark.slow
@@ -125,7 +116,7 @@ def test_commands_take_them(acme: Path, capsys: pytest.CaptureFixture[str], tmp_
 
 
 def test_a_drafter_that_drafts_more_than_asked_is_a_bug(folders: None, acme: Path, tmp_path: Path) -> None:
-    (tmp_path / "eager.py").write_text(code_of("Write a drafter")[1].replace("] * wish.depth", "] * (wish.depth + 1)"))
+    (tmp_path / "eager.py").write_text(example("drafters")[1].replace("] * wish.depth", "] * (wish.depth + 1)"))
     with registry.search_path("drafters", tmp_path):
         llm = LLM(str(acme), EngineConfig(**SMALL, drafter="eager", depth=3))
         with pytest.raises(AssertionError, match="drafts 4 tokens, but was asked for 3"):

@@ -20,6 +20,7 @@ from headstart.formats.symbols import Sizes, text_config
 from headstart.heads.base import HeadSpec
 from headstart.heads.files import write_head
 from headstart.heads.kind import HeadCheckpoint
+from headstart.hub import cached_trunk
 from headstart.tools.inspect import run as inspect
 from headstart.tools.inspect.parts import part_of
 from headstart.tools.inspect.run import InspectOptions
@@ -430,3 +431,9 @@ def test_saved_files_are_listed(tmp_path: Path) -> None:
     safetensors.save(tmp_path / "model.safetensors", {"model.norm.weight": np.ones(H, np.float32)})
     (tmp_path / "config.json").write_text(json.dumps({**SIZES, "model_type": "llama"}))
     assert inspect.run(InspectOptions(model=str(tmp_path))).data["total"]["parameters"] == H
+
+
+@pytest.mark.skipif(cached_trunk() is None, reason="the default model is not in the cache")
+def test_the_default_model_has_the_head_that_is_shipped_with_it() -> None:
+    data = inspect.run(InspectOptions()).data
+    assert data["attached_head"]["kind"] == "mtp" and data["attached_head"]["fit"]["fits"]

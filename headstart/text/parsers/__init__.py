@@ -7,13 +7,13 @@ from typing import Literal
 
 from headstart import registry
 from headstart.text.parsers._plain import PlainParser
-from headstart.text.parsers._tools import Tools
 from headstart.text.parsers.events import Arguments, Content, Event, Reasoning, ToolCall, joined
 from headstart.text.parsers.stream import Parser
+from headstart.text.parsers.tools import Tools
 
 __all__ = [
-    "Arguments", "Content", "Event", "Parser", "Reasoning", "ToolCall", "Tools", "format_in", "joined", "make_parser",
-    "reasoning_formats", "tool_formats",
+    "Arguments", "Content", "Event", "Parser", "Reasoning", "ToolCall", "Tools", "format_in", "is_opened", "joined",
+    "make_parser", "reasoning_formats", "tool_formats",
 ]  # fmt: skip
 
 
@@ -33,6 +33,12 @@ def format_in(template: str, kind: Literal["tool_formats", "reasoning_formats"])
     marks = {name: getattr(registry.find(kind, name), constant).marks for name in registry.available(kind)}
     fitting = {name: len(each) for name, each in marks.items() if each and all(mark in template for mark in each)}
     return max(fitting, key=lambda name: fitting[name], default=None)
+
+
+def is_opened(reasoning: str, prompt: str) -> bool:
+    """Has the chat template already written the opening tag of a reasoning format, at the end of a prompt?"""
+    opening: str = registry.find("reasoning_formats", reasoning).REASONING.opening
+    return prompt.rstrip().endswith(opening)
 
 
 def make_parser(

@@ -6,8 +6,8 @@ import json
 
 from headstart.text.parsers._json_steps import escaped
 from headstart.text.parsers._schema import as_json, types_of
-from headstart.text.parsers._tools import MarkedToolParser
 from headstart.text.parsers.stream import Ended, Steps
+from headstart.text.parsers.tools import MarkedToolParser
 
 
 class MemberCalls(MarkedToolParser):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from headstart.text.parsers._tools import ToolParser
 from headstart.text.parsers.stream import NotThis, Steps
+from headstart.text.parsers.tools import ToolParser
 
 _ARGUMENTS = ("arguments", "parameters")
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from headstart.text.parsers._deepseek import CALL_BEGIN, CALL_END, CALLS_END, OPENS, SEPARATOR
-from headstart.text.parsers._tools import MarkedToolParser
 from headstart.text.parsers.stream import NotThis, Steps
+from headstart.text.parsers.tools import MarkedToolParser
 
 _FENCE = "```"
 

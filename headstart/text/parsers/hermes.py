@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from headstart.text.parsers._objects import ObjectCalls
-from headstart.text.parsers._tools import MarkedToolParser
 from headstart.text.parsers.stream import Steps
+from headstart.text.parsers.tools import MarkedToolParser
 
 _END = "</tool_call>"
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from headstart.text.parsers.events import Event, Reasoning
 from headstart.text.parsers.stream import Ended, Parser, Steps, StreamParser
 
-_OPENS = tuple(before + "<think>" + after for before in ("", "\n") for after in ("", "\n"))
-
 
 class ThinkParser(StreamParser):
-    """`opened`: the chat template has already written `<think>`; one that the model repeats is skipped.
+    """`opened`: the chat template has already written the opening tag; one that the model repeats is skipped.
 
-    A `<think>` anywhere but at the start is text. Reasoning without an end goes to the end of the text. One newline
-    inside each tag and up to two behind `</think>` belong to the format.
+    An opening tag anywhere but at the start is text. Reasoning without an end goes to the end of the text. One newline
+    inside each tag and up to two behind the closing one belong to the format.
     """
 
-    marks = ("<think>",)
+    opening, closing = "<think>", "</think>"
+    marks: tuple[str, ...] = (opening,)
+    """Texts that all stand in the chat templates of models with this format."""
 
     def __init__(self, answer: Parser | None = None, *, opened: bool = False) -> None:
         self._answer = answer
@@ -33,13 +33,14 @@ class ThinkParser(StreamParser):
             self._events.extend(self._answer.push(text))
 
     def _grammar(self) -> Steps[None]:
-        if not (yield from self._accept(*_OPENS)) and not self._opened:
+        opens = [before + self.opening + after for before in ("", "\n") for after in ("", "\n")]
+        if not (yield from self._accept(*opens)) and not self._opened:
             return
         if self._opened:
             yield from self._accept("\n")
         self._floating = True
         try:
-            yield from self._stream_until(("\n</think>", "</think>"), self._reasoning)
+            yield from self._stream_until((f"\n{self.closing}", self.closing), self._reasoning)
         except Ended:
             return
         yield from self._accept("\n\n", "\n")

@@ -79,7 +79,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def _shipped(name: str) -> str | None:
-    shipped = hub.resolve_alias(name).head if hub.is_builtin(name) else None
+    shipped = hub.resolve_alias(name).head() if hub.is_builtin(name) else None
     return str(shipped) if shipped else None
 
 
