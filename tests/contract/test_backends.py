@@ -9,9 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from seams import plugged_in
 from support import family_of
 
-from headstart import machine, registry
+from headstart import machine
 from headstart.api import LLM
 from headstart.config import EngineConfig
 from headstart.core import SamplingParams
@@ -20,23 +21,6 @@ from headstart.errors import UsageError
 from headstart.kernels.backend import choose
 from headstart.kernels.backends import native, reference
 from headstart.tools.tiny import write_model
-
-THIN = '''
-"""Everything as in `reference`, in float64."""
-
-from dataclasses import replace
-
-from headstart.kernels.backends import reference
-
-
-def open_thin(config, files):
-    backend = reference.BACKEND.open(replace(config, dtype="float64"), files)
-    backend.name = "thin"
-    return backend
-
-
-BACKEND = replace(reference.BACKEND, rank=95, why="an example", open=open_thin)
-'''
 
 
 @pytest.fixture
@@ -80,9 +64,8 @@ def test_flags_of_other_backends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_backend_is_one_file(tmp_path: Path, folder: Path) -> None:
-    (tmp_path / "plugins").mkdir()
-    (tmp_path / "plugins" / "thin.py").write_text(THIN)
-    with registry.search_path("backends", tmp_path / "plugins"):
+    """That of CONTRIBUTING.md."""
+    with plugged_in(tmp_path, "backends"):
         config = EngineConfig(backend="thin", threads=1, max_model_len=64)
         model = load_model(str(folder), config)
         assert model.backend.name == "thin"

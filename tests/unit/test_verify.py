@@ -110,7 +110,7 @@ def test_an_engine_that_forgets_the_end_is_caught(folder: Path, monkeypatch: pyt
 
     def short(self: Engine, sequence: Any, tokens: Any) -> int:
         taken = honest(self, sequence, tokens)
-        if self.drafter and sequence.num_output > 9 and not sequence.finish_reason:
+        if self.drafting.drafter and sequence.num_output > 9 and not sequence.finish_reason:
             sequence.finish_reason = "stop"
         return taken
 
