@@ -1,0 +1,37 @@
+"""ARCHITECTURE.md names every module, and nothing that is not there."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from source import PACKAGE, ROOT, trees
+
+TEXT, INDEX = (ROOT / "docs" / "ARCHITECTURE.md").read_text("utf-8").split("\n## Modules\n")
+
+
+def indexed() -> list[str]:
+    """Paths of the index, each below the folder of its heading."""
+    paths = []
+    for section in INDEX.split("\n### ")[1:]:
+        folder, _, lines = section.partition("\n")
+        prefix = "" if folder == "`.`" else f"{folder.strip('`')}/"
+        paths += [prefix + name for name in re.findall(r"`([\w/]+\.py)`", lines)]
+    return paths
+
+
+def is_empty(tree: ast.Module) -> bool:
+    """Has a file a docstring at most?"""
+    return not tree.body[ast.get_docstring(tree) is not None :]
+
+
+def test_every_module_stands_in_the_index_once() -> None:
+    modules = [path for path, tree in trees().items() if not (path.endswith("__init__.py") and is_empty(tree))]
+    assert sorted(indexed()) == sorted(modules)
+
+
+def test_files_that_the_text_names_are_there() -> None:
+    named = set(re.findall(r"`((?:\w+/)+\w+\.\w+|\w+\.(?:py|h))`", TEXT))
+    places = (PACKAGE, ROOT, ROOT / "csrc")
+    assert len(named) > 20
+    assert not {name for name in named if not any((place / name).is_file() for place in places)}
