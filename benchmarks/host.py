@@ -76,8 +76,11 @@ class NullBackend:
         self.rows = clock.timed("backend", lambda x, rows: x)
         self.sample = clock.timed("backend", self._sample)
 
-    def prepare(self, program: Program) -> Program:
+    def prepare(self, program: Program, *, hidden_width: int = 0) -> Program:
         return program
+
+    def free_memory(self) -> int:
+        return 1 << 30
 
     def _run(self, program: Program, plan: StepPlan, *, hidden_pool: Any = None, hidden: Any = None) -> dict[str, None]:
         self._drafting = plan.hidden_slots is not None

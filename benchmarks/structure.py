@@ -22,7 +22,7 @@ Row = tuple[str, str]
 SOURCES = {"headstart": ("*.py",), "csrc": ("*.cpp", "*.h"), "tests": ("*.py",), "benchmarks": ("*.py",)}
 HOPS = """
 import sys
-from headstart.kernels import _native
+from headstart.kernels.native import _native
 from headstart.api import LLM
 from headstart.config import EngineConfig
 from headstart.core import SamplingParams

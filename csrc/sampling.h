@@ -1,4 +1,4 @@
-// One row of logits to one token, bit for bit as kernels/reference_sampling.py defines it.
+// One row of logits to one token, bit for bit as kernels/reference/sampling.py defines it.
 #pragma once
 
 #include <cstdint>

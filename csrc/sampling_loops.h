@@ -54,7 +54,7 @@ namespace avx512 {
 extern const Loops kLoops;
 }
 
-// e^x for float32 x <= 87, 0 below -87; reference_sampling.exp has the definition.
+// e^x for float32 x <= 87, 0 below -87; kernels/reference/sampling.py has the definition.
 static inline float exact_exp(float x) {
     constexpr float kRound = 12582912.0f; // 1.5 * 2^23: adding it rounds to an integer, half to even
     const float clamped = x < -87.0f ? -87.0f : x;

@@ -1,4 +1,4 @@
-// The steps a forward is recorded from, and their Python side (headstart/kernels/native_program.py calls them).
+// The steps a forward is recorded from, and their Python side (headstart/kernels/native/program.py calls them).
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>

@@ -11,7 +11,6 @@ from typing import Any, Literal, get_args
 from headstart import registry
 from headstart.errors import UsageError
 
-BackendName = Literal["auto", "native", "reference"]
 Quantization = Literal["int8", "int4"]
 KVDtype = Literal["float32", "bfloat16", "int8"]
 Dtype = Literal["float32", "float64", "bfloat16"]
@@ -35,7 +34,7 @@ def _flag(default: Any, flag: str, doc: str) -> Any:
 class EngineConfig:
     """How an engine runs. Raises UsageError, naming the flag, for a value outside its range."""
 
-    backend: BackendName = _flag(
+    backend: str = _flag(
         "auto", "--backend", "What computes: native (compiled, CPU), reference (plain torch), or auto to choose."
     )
     quantization: Quantization | None = _flag(
@@ -79,7 +78,8 @@ class EngineConfig:
     seed: int | None = _flag(None, "--seed", "Seed of requests that bring none. Default: drawn at random, reported.")
 
     def __post_init__(self) -> None:
-        self._check_choice("backend", get_args(BackendName))
+        if self.backend != AUTO and self.backend not in (backends := registry.available("backends")):
+            self._check_choice("backend", (AUTO, *backends))
         if self.quantization is not None:
             self._check_choice("quantization", get_args(Quantization))
         if self.kv_cache_dtype is not None:

@@ -12,7 +12,6 @@ import fnmatch
 import hashlib
 import json
 import os
-import platform
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headstart import __version__, _wheel
+from headstart import __version__, _wheel, machine
 from headstart._wheel import WheelFile, terminal_progress
 from headstart.core import Progress
 from headstart.errors import UsageError
@@ -97,7 +96,7 @@ def stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
 
 def record_path(folder: str, facts: Mapping[str, Any]) -> Path:
     """Where something measured is kept, as JSON in the user cache: for these facts, this machine and this version."""
-    known = {**facts, "machine": platform.uname()[:5], "version": __version__}
+    known = {**facts, "machine": machine.identity(), "version": __version__}
     digest = hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()[:24]
     return cache_dir() / folder / f"{digest}.json"
 

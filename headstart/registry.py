@@ -23,7 +23,7 @@ from typing import Literal
 from headstart.errors import HeadstartError, ModelError, UsageError
 
 KindName = Literal[
-    "models", "drafters", "formats", "quantizations", "launchers", "exports", "heads", "tool_formats",
+    "models", "drafters", "backends", "formats", "quantizations", "launchers", "exports", "heads", "tool_formats",
     "reasoning_formats",
 ]  # fmt: skip
 
@@ -43,6 +43,7 @@ KINDS: dict[KindName, Kind] = {
     "drafters": Kind("headstart.drafters", "DRAFTER", "drafter", UsageError),
     "formats": Kind("headstart.formats", "FORMAT", "checkpoint format", ModelError),
     "quantizations": Kind("headstart.formats.quantized", "QUANTIZATION", "quantization", ModelError),
+    "backends": Kind("headstart.kernels.backends", "BACKEND", "backend", UsageError),
     "launchers": Kind("headstart.tools.launch.launchers", "LAUNCHER", "launcher", UsageError),
     "exports": Kind("headstart.tools.export.targets", "EXPORT", "layout", UsageError),
     "heads": Kind("headstart.heads", "HEAD", "kind of head", UsageError),

@@ -15,6 +15,7 @@ SECTIONS: dict[KindName, str] = {
     "drafters": "Write a drafter",
     "models": "Write a family",
     "heads": "Write a head kind",
+    "backends": "Write a backend",
     "formats": "Write a checkpoint format",
     "quantizations": "Write a quantization",
     "exports": "Write an export",

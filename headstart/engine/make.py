@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from headstart import hub, registry
+from headstart import hub, machine, registry
 from headstart.cache.memory import KVMemory
 from headstart.cache.recurrent import StateMemory
 from headstart.config import AUTO, MAX_DEPTH, EngineConfig
 from headstart.drafters.base import Drafter, Target
 from headstart.engine.engine import Engine
-from headstart.engine.load import Model, free_memory, usable_threads
+from headstart.engine.load import Model
 from headstart.engine.runner import Runner
 from headstart.errors import UsageError
 from headstart.layers.decoder import tap_width
@@ -81,7 +81,7 @@ def _memory(
 ) -> KVMemory:
     """Blocks for KV of all networks and hidden states, slots for recurrent state, within a share of the free memory.
     Raises UsageError for fewer blocks than one sequence needs."""
-    budget = int(free_memory() * MEMORY_SHARE)
+    budget = int(model.backend.free_memory() * MEMORY_SHARE)
     states = _states(model, config, budget, drafts=drafts)
     specs = [spec for network in networks for spec in network.kv_specs]
     per_token = sum(model.backend.kv_bytes(spec) for spec in specs) + 4 * hidden_width
@@ -120,6 +120,6 @@ def identity(model: Model, config: EngineConfig) -> dict[str, Any]:
         "head": model.head.source if model.head else None,
         "drafter": drafter_of(model, config)[1],
         "backend": [model.backend.name, config.device, config.dtype, config.quantization, config.kv_cache_dtype],
-        "threads": config.threads or usable_threads(),
+        "threads": config.threads or machine.threads().usable,
         "block_size": config.block_size,
     }

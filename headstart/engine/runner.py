@@ -58,8 +58,10 @@ class Runner:
         for opened in (self.trunk, *self.opened):
             kv = [self.backend.kv_pool(num_slots, spec) for spec in opened.network.kv_specs]
             opened.pools = Pools(kv, states, self._hidden_pool)
-            opened.programs = opened.network.programs(opened.pools)
-        self.backend.prepare(self.trunk.programs[FORWARD].code)
+            programs = opened.network.programs(opened.pools).items()
+            opened.handles = {
+                name: self.backend.prepare(made.code, hidden_width=made.hidden_width) for name, made in programs
+            }
 
     def run(
         self, opened: Opened, program: str, rows: Seq[Rows], *, hidden: Buffer = None, states: StateSteps | None = None
@@ -70,7 +72,7 @@ class Runner:
         plan = build_plan(rows, size, first_position=network.first_position, behind=network.behind)
         plan.states = states
         stored = None if network.behind is None else self._hidden_pool
-        return self.backend.run(opened.programs[program].code, plan, hidden_pool=stored, hidden=hidden)
+        return self.backend.run(opened.handles[program], plan, hidden_pool=stored, hidden=hidden)
 
     def fill(self, opened: Opened, rows: Seq[Rows]) -> None:
         """These rows, made from true states, are now the network's KV of their positions."""

@@ -91,6 +91,6 @@ def initial(start: Start, spec: HeadSpec) -> dict[str, Values]:
 HEAD = HeadKind(
     modules=modules,
     shapes=shapes,
-    # the stream before the final norm, as in the one dense family that vLLM drafts for (exports.vllm_mtp)
+    # the stream before the final norm, as in the one dense family that vLLM drafts for (vllm_mimo)
     training=Training(spec=lambda layers, depth: HeadSpec(tap="pre_norm"), initial=initial, stacks=True),
 )

@@ -246,6 +246,8 @@ class Ops(Protocol):
 
 Program = Callable[[Ops, StepInputs], Mapping[str, Buffer]]
 """Straight-line model code: named results, each [R, ...] or [L, ...]."""
+Handle = Any
+"""A program as its backend runs it."""
 
 
 class Backend(Protocol):
@@ -260,8 +262,9 @@ class Backend(Protocol):
     def loaded(self) -> None:
         """All weights have been taken."""
 
-    def prepare(self, program: Program) -> None:
-        """Look at a trunk's program before its first pass. Raises ModelError for what this backend cannot run."""
+    def prepare(self, program: Program, *, hidden_width: int = 0) -> Handle:
+        """What `run` takes, which owns the program's pools: whoever drops it frees them. `hidden_width` > 0: the
+        program reads hidden states of that width. Raises ModelError for what this backend cannot run."""
 
     def kv_bytes(self, spec: AttentionSpec) -> int:
         """Bytes of one token position in a KV pool."""
@@ -280,7 +283,7 @@ class Backend(Protocol):
         """Recurrent states; the first `num_owned` slots belong to sequences and have `num_kept` rows each."""
 
     def run(
-        self, program: Program, plan: StepPlan, *, hidden_pool: Pool = None, hidden: Buffer = None
+        self, handle: Handle, plan: StepPlan, *, hidden_pool: Pool = None, hidden: Buffer = None
     ) -> Mapping[str, Buffer]:
         """Run one program for all rows of the plan. A head's hidden input is `hidden` [R, width] when given, else
         hidden_pool at plan.hidden_slots."""
@@ -310,6 +313,9 @@ class Backend(Protocol):
     def index(self, ids: NDArray[np.int64]) -> Weight:
         """Keep an ascending list of token ids on the device (a draft vocabulary)."""
 
+    def free_memory(self) -> int:
+        """Bytes that pools may take where they lie, without swapping."""
+
     def read_bandwidth(self, num_bytes: int, runs: int) -> float:
         """Bytes per second at which all its threads read a buffer of this size, the best of several runs."""
 
@@ -318,8 +324,8 @@ class Backend(Protocol):
 class Profiler(Protocol):
     """A backend that can tell where a program's time goes."""
 
-    def profile(self, on: bool) -> None:
+    def profile(self, handle: Handle, on: bool) -> None:
         """Start or stop taking the time of every part."""
 
-    def times(self, code: Program, *, reset: bool = False) -> dict[str, float]:
+    def times(self, handle: Handle, *, reset: bool = False) -> dict[str, float]:
         """Seconds by part of one program since profiling began or the last reset."""

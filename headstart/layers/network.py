@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from headstart.kernels.ops import AttentionSpec, Pool, Program, StateSpec
+from headstart.kernels.ops import AttentionSpec, Handle, Pool, Program, StateSpec
 from headstart.layers.decoder import Decoder, Tap
 
 
@@ -46,12 +46,13 @@ class Network(Protocol):
 
 @dataclass(eq=False)
 class Opened:
-    """A network on a runner. `index`: its place in Sequence.filled. Pools and programs come when memory is sized."""
+    """A network on a runner. `index`: its place in Sequence.filled. Pools and its prepared programs come when memory is
+    sized."""
 
     network: Network
     index: int
     pools: Pools = Pools(())
-    programs: Mapping[str, NetworkProgram] = field(default_factory=dict)
+    handles: Mapping[str, Handle] = field(default_factory=dict)
 
 
 FORWARD = "forward"

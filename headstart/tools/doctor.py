@@ -2,39 +2,40 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import shutil
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, requires, version
-from pathlib import Path
 from typing import Any
 
-from headstart import __version__, hub
+from headstart import __version__, hub, machine
 from headstart.config import EngineConfig
 from headstart.core import Report
-from headstart.engine.load import choose_backend
 from headstart.errors import UsageError
+from headstart.kernels.backend import choose
 
-INSTRUCTION_SETS = (
-    "avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_tile", "asimd", "sve",
-)  # fmt: skip
 COMPILERS = ("c++", "g++", "clang++")
 
 
 def run() -> Report:
     """Collect everything; `ok` is false when no backend can run."""
     packages = package_versions()
+    cpu, threads, memory = machine.cpu(), machine.threads(), machine.memory()
     data: dict[str, Any] = {
         "version": __version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "backend": backend(),
-        "cpu": cpu(Path("/proc/cpuinfo")),
-        "threads": threads(Path("/sys/fs/cgroup")),
-        "memory": memory(Path("/proc/meminfo"), Path("/sys/fs/cgroup")),
+        "cpu": {"model": cpu.model, "instruction_sets": list(cpu.instruction_sets)},
+        "threads": {
+            "cores": threads.cores,
+            "affinity": threads.affinity,
+            "cgroup_quota": threads.quota,
+            "usable": threads.usable,
+        },
+        "memory": {"total": memory.total, "available": memory.available, "cgroup_limit": memory.limit},
         "compiler": first_line([COMPILERS, "--version"]),
         "gpu": gpus(),
         "packages": packages,
@@ -44,57 +45,12 @@ def run() -> Report:
 
 
 def backend() -> dict[str, str | None]:
-    """Which backend `auto` means here and why; the native one with its instruction-set path."""
+    """Which backend `auto` means here and why."""
     try:
-        name, why = choose_backend(EngineConfig())
+        name, kind, why = choose(EngineConfig())
     except UsageError as error:
         return {"name": None, "why": str(error)}
-    if name == "native":
-        from headstart.kernels.native import instruction_paths  # compiled: absent where there was no compiler
-
-        why = f"{why}; path {instruction_paths()[0]} of {', '.join(instruction_paths())}"
-    return {"name": name, "why": why}
-
-
-def cpu(cpuinfo: Path) -> dict[str, Any]:
-    """Model name and the instruction sets that matter to kernels."""
-    text = read(cpuinfo)
-    model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
-    present = set(flags.group(1).split()) if flags else set()
-    return {
-        "model": model.group(1) if model else platform.processor() or "unknown",
-        "instruction_sets": [name for name in INSTRUCTION_SETS if name in present],
-    }
-
-
-def threads(cgroup: Path) -> dict[str, Any]:
-    """Cores in the machine, those this process may use, and the cgroup's quota in cores (None: no quota)."""
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = cpu_quota(cgroup)
-    usable = affinity if quota is None else max(1, min(affinity, int(quota)))
-    return {"cores": os.cpu_count(), "affinity": affinity, "cgroup_quota": quota, "usable": usable}
-
-
-def cpu_quota(cgroup: Path) -> float | None:
-    """Cores that cgroup v2 (cpu.max) or v1 (cfs quota) grants."""
-    limit, _, period = read(cgroup / "cpu.max").partition(" ")
-    if not limit:
-        limit, period = read(cgroup / "cpu/cpu.cfs_quota_us"), read(cgroup / "cpu/cpu.cfs_period_us")
-    try:
-        cores = int(limit) / int(period)
-    except ValueError:  # "max", or no such file
-        return None
-    return cores if cores > 0 else None
-
-
-def memory(meminfo: Path, cgroup: Path) -> dict[str, int | None]:
-    """Bytes in the machine, available now, and the cgroup's limit (None: no limit)."""
-    kilobytes = dict(re.findall(r"^(\w+):\s+(\d+) kB$", read(meminfo), re.MULTILINE))
-    limit = read(cgroup / "memory.max") or read(cgroup / "memory/memory.limit_in_bytes")
-    total = int(kilobytes.get("MemTotal", 0)) * 1024
-    capped = int(limit) if limit.isdigit() and int(limit) < total else None
-    return {"total": total, "available": int(kilobytes.get("MemAvailable", 0)) * 1024, "cgroup_limit": capped}
+    return {"name": name, "why": "; ".join(filter(None, (why, kind.detail())))}
 
 
 def gpus() -> list[str]:
@@ -118,14 +74,6 @@ def installed_version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
-
-
-def read(path: Path) -> str:
-    """Stripped text of a file of the system; empty if it is not there."""
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        return ""
 
 
 def output(command: list[Any]) -> str:

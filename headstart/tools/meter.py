@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headstart.core import Sampled, SamplingRows, StepPlan
-from headstart.kernels.ops import Backend, Buffer, Pool, Profiler, Program
+from headstart.kernels.ops import Backend, Buffer, Handle, Pool, Profiler
 
 
 class Meter:
@@ -22,18 +22,29 @@ class Meter:
         self.trunk: list[float] = []
         self.head: list[float] = []
         self.sampling: list[float] = []
-        self._programs: dict[int, tuple[Program, bool]] = {}  # by id: is it the head's?
+        self._handles: dict[int, tuple[Handle, bool]] = {}  # by id: is it the head's?
+        self._profiles = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.backend, name)
 
+    def profile(self, on: bool) -> None:
+        """Start or stop taking the time of every part, for a backend that can."""
+        assert isinstance(self.backend, Profiler)
+        self._profiles = on
+        for handle, _ in self._handles.values():
+            self.backend.profile(handle, on)
+
     def run(
-        self, program: Program, plan: StepPlan, *, hidden_pool: Pool = None, hidden: Buffer = None
+        self, handle: Handle, plan: StepPlan, *, hidden_pool: Pool = None, hidden: Buffer = None
     ) -> Mapping[str, Buffer]:
         is_head = plan.hidden_slots is not None
-        self._programs[id(program)] = program, is_head
+        if id(handle) not in self._handles:
+            self._handles[id(handle)] = handle, is_head
+            if self._profiles:
+                self.profile(True)
         begin = time.perf_counter()
-        results = self.backend.run(program, plan, hidden_pool=hidden_pool, hidden=hidden)
+        results = self.backend.run(handle, plan, hidden_pool=hidden_pool, hidden=hidden)
         if self._waits:
             self.backend.numpy(results["hidden"])
         (self.head if is_head else self.trunk).append(time.perf_counter() - begin)
@@ -56,8 +67,8 @@ class Meter:
         only for a backend that is profiling."""
         assert isinstance(self.backend, Profiler)
         seconds_of: dict[str, float] = defaultdict(float)
-        for program, is_head in self._programs.values():
-            for part, seconds in self.backend.times(program, reset=True).items():
+        for handle, is_head in self._handles.values():
+            for part, seconds in self.backend.times(handle, reset=True).items():
                 if seconds:
                     seconds_of["draft" if is_head else part] += seconds
         if self.sampling:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from headstart.kernels.ops import ConvSpec, DeltaSpec
-from headstart.kernels.reference_recurrent import L2_EPSILON
+from headstart.kernels.reference.recurrent import L2_EPSILON
 
 CHUNK = 64
 

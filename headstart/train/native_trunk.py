@@ -29,7 +29,7 @@ class NativeTrunk:
         decoder = model.decoder
         pools = [self._backend.kv_pool(slots, spec) for spec in decoder.kv_specs]
         states = [self._backend.state_pool(0, 0, 0, spec) for spec in decoder.state_specs]
-        self._program = decoder.program(pools, None, tap or "post_norm", states)
+        self._handle = self._backend.prepare(decoder.program(pools, None, tap or "post_norm", states))
 
     def features(self, examples: Seq[Example]) -> Iterator[Features]:
         """Of each example, in order."""
@@ -44,7 +44,7 @@ class NativeTrunk:
 
     def _pass(self, examples: list[Example]) -> Iterator[Features]:
         plan = plan_of(examples)
-        output = self._backend.run(self._program, plan)
+        output = self._backend.run(self._handle, plan)
         states = [output[name] for name in (("tapped", "hidden") if self._tap else ("hidden",))]
         hidden = torch.from_numpy(np.concatenate(states, axis=1)).to(torch.bfloat16)
         best = np.full(plan.num_rows, -1)

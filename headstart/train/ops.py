@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from headstart.errors import ModelError
 from headstart.kernels.ops import AttentionSpec, ConvSpec, DeltaSpec, Pool, RopeSpec
-from headstart.kernels.reference import ReferenceOps, attention_weights
+from headstart.kernels.reference.backend import ReferenceOps, attention_weights
 from headstart.train import delta
 
 

@@ -17,13 +17,14 @@ from headstart import hub
 from headstart.api import LLM
 from headstart.config import EngineConfig
 from headstart.engine.attach import NATIVE_HEAD
-from headstart.engine.load import Model, choose_backend, load_model
+from headstart.engine.load import Model, load_model
 from headstart.errors import ModelError, UsageError
 from headstart.heads.base import HeadSpec
 from headstart.heads.files import read_head
 from headstart.heads.kind import head_kind
+from headstart.kernels.backend import ORACLE, choose
 from headstart.kernels.ops import RawTensor
-from headstart.kernels.reference import ReferenceBackend
+from headstart.kernels.reference.backend import ReferenceBackend
 from headstart.layers.build import DecoderConfig, lm_head_name
 from headstart.layers.decoder import tapped_layers
 from headstart.layers.mla import MLAConfig
@@ -81,13 +82,13 @@ class Subject:
     @property
     def arithmetic(self) -> str:
         """Of the hidden states, for the name of their cache."""
-        return "native" if self.runner else str(self.trunk.dtype).removeprefix("torch.")
+        return self.runner.backend.name if self.runner else str(self.trunk.dtype).removeprefix("torch.")
 
     def llm(self) -> LLM:
         """For answers."""
         if self.runner is None:
             return LLM(self.model, self.engine_config)
-        return LLM(self.runner, replace(self.engine_config, backend="native", dtype="float32"))
+        return LLM(self.runner, replace(self.engine_config, backend=self.runner.backend.name, dtype="float32"))
 
     @property
     def config(self) -> DecoderConfig:
@@ -120,7 +121,7 @@ def load_subject(
     if device not in ("cpu", "cuda"):
         raise UsageError(f"--device is {device!r}, which is unknown", "choose cpu or cuda")
     engine_config = EngineConfig(
-        backend="reference",  # hidden states as torch tensors
+        backend=ORACLE,  # hidden states as torch tensors
         threads=threads,
         device=cast(Literal["cpu", "cuda"], device),
         dtype=_fastest(device),
@@ -129,7 +130,7 @@ def load_subject(
     )
     subject = subject_of(load_model(name, engine_config), engine_config, kind, depth, modules)
     native = EngineConfig(threads=threads, device=engine_config.device, drafter="none", seed=0)
-    if choose_backend(native)[0] != "native":
+    if choose(native).name == ORACLE:
         return subject
     return replace(subject, runner=load_model(name, native))
 

@@ -11,10 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 from headstart.core import StepPlan
-from headstart.kernels import packing
-from headstart.kernels.native import NativeBackend, instruction_paths
+from headstart.kernels.native.backend import NativeBackend, instruction_paths, packing
 from headstart.kernels.ops import AttentionSpec
-from headstart.kernels.reference import ReferenceBackend
+from headstart.kernels.reference.backend import ReferenceBackend
 
 Array = NDArray[Any]
 PATHS = instruction_paths()
@@ -186,7 +185,9 @@ def backend(path: str = PATHS[0], threads: int = 1, kv_dtype: Any = "float32") -
 
 def run_native(on: NativeBackend, code: Code, plan: StepPlan, hidden: Array | None = None) -> dict[str, Array]:
     """Results as copies: they belong to the program."""
-    found = on.run(code, plan, hidden=None if hidden is None else np.ascontiguousarray(hidden, np.float32))
+    given = None if hidden is None else np.ascontiguousarray(hidden, np.float32)
+    handle = on.prepare(code, hidden_width=0 if given is None else given.shape[1])
+    found = on.run(handle, plan, hidden=given)
     return {name: np.array(value) for name, value in found.items()}
 
 

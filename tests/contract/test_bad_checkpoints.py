@@ -126,7 +126,7 @@ CASES = {
 def test_one_clear_line(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad = CASES[case]
     if "kernels" in case:
-        pytest.importorskip("headstart.kernels._native")
+        pytest.importorskip("headstart.kernels.native._native")
     config, arrays = family_of(bad.family).tiny(**bad.tiny)
     bad.change(arrays)
     folder = write_model(tmp_path, {**config, **bad.config}, arrays)

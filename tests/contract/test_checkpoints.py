@@ -16,7 +16,7 @@ from support import family_of, make, prompt_of
 from test_families import logits_in_chunks, new_sequence
 from torch import Tensor
 
-from headstart.config import BackendName, EngineConfig
+from headstart.config import EngineConfig
 from headstart.core import Span
 from headstart.engine.load import Model, load_model
 from headstart.errors import ModelError
@@ -36,7 +36,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 TOKENS = prompt_of(80, 1)
 
 
-def model_at(path: Path, backend: BackendName = "reference") -> Model:
+def model_at(path: Path, backend: str = "reference") -> Model:
     return load_model(str(path), EngineConfig(backend=backend, dtype="float32", threads=1))
 
 
@@ -183,7 +183,7 @@ def test_llama_cpp_files(tiny: tuple[dict[str, Any], Arrays], tmp_path: Path) ->
 
 @pytest.mark.parametrize("kind", [gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q4_1])
 def test_quantized_experts_keep_their_values(kind: gguf.GGMLQuantizationType, tmp_path: Path) -> None:
-    packing = pytest.importorskip("headstart.kernels.packing", exc_type=ImportError)
+    packing = pytest.importorskip("headstart.kernels.native.packing", exc_type=ImportError)
     config, arrays = family_of("qwen3_moe").tiny(hidden_size=64, moe_intermediate_size=32, mlp_only_layers=[])
     path = write_gguf(tmp_path / "model.gguf", config, arrays, kind)
     ours, theirs = (model_at(path, backend).decoder.layers[2].mlp.experts for backend in ("native", "reference"))
@@ -226,7 +226,7 @@ def test_fp8_blocks(tiny: tuple[dict[str, Any], Arrays], tmp_path: Path) -> None
     found = model_at(folder)
     assert float((logits_of(found) - logits_of(expected)).abs().max()) <= 1e-5
     assert (found.head is None) == (expected.head is None)
-    pytest.importorskip("headstart.kernels._native")
+    pytest.importorskip("headstart.kernels.native._native")
     np.testing.assert_array_equal(native_logits(folder), native_logits(tmp_path / "plain"))
 
     save(

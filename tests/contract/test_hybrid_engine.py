@@ -10,9 +10,9 @@ from support import agreeing_model, headed_model, make, prompt_of, request, run
 
 from headstart.config import MAX_DEPTH
 from headstart.core import Request
-from headstart.engine import load
 from headstart.engine.engine import Engine
 from headstart.engine.load import Model
+from headstart.engine.make import MEMORY_SHARE
 
 FAMILY = "qwen3_5"
 LONG: dict[str, Any] = {"max_model_len": 400, "kv_blocks": 300}
@@ -74,7 +74,7 @@ def test_a_prefix_without_a_snapshot_is_computed() -> None:
 def test_sequences_wait_for_a_slot(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
     specs, backend = hybrid().decoder.state_specs, hybrid().backend
     each = sum(backend.state_bytes(spec, MAX_DEPTH) for spec in specs)
-    monkeypatch.setattr(load, "free_memory", lambda: int(each * slots * 4 / load.MEMORY_SHARE) + 64)
+    monkeypatch.setattr(type(backend), "free_memory", lambda self: int(each * slots * 4 / MEMORY_SHARE) + 64)
     engine, requests = engine_of(), [ask(prompt_of(20 + i, i), f"r{i}") for i in range(5)]
     assert engine.memory.states is not None
     assert engine.memory.states.num_running == slots
@@ -100,7 +100,7 @@ def test_memory_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A quarter of the budget each for sequences and snapshots, the other half for KV."""
     specs, backend = hybrid().decoder.state_specs, hybrid().backend
     state, kept = (sum(backend.state_bytes(spec, rows) for spec in specs) for rows in (0, MAX_DEPTH))
-    monkeypatch.setattr(load, "free_memory", lambda: int(40 * kept / load.MEMORY_SHARE))
+    monkeypatch.setattr(type(backend), "free_memory", lambda self: int(40 * kept / MEMORY_SHARE))
     for changes, running, snapshots in (
         ({"max_num_seqs": 8}, 8, 10 * kept // state),
         ({"max_num_seqs": 100}, 10, 10 * kept // state),

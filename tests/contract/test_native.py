@@ -18,7 +18,7 @@ from headstart.layers.weights import Weights
 from headstart.models.tensors import canonical_tensors
 from headstart.tools.tiny import write_model
 
-native = pytest.importorskip("headstart.kernels.native", exc_type=ImportError)
+native = pytest.importorskip("headstart.kernels.native.backend", exc_type=ImportError)
 NativeBackend = native.NativeBackend
 LENGTH = 100
 BLOCKS = 12
@@ -52,7 +52,7 @@ class Trunk:
         decoder = model.family.build(weights, model.config)
         pools = [backend.kv_pool(BLOCKS * 16, spec) for spec in decoder.kv_specs]
         states = [backend.state_pool(1, 1, 0, spec) for spec in decoder.state_specs]
-        self.backend, self._program = backend, decoder.program(pools, state_pools=states)
+        self.backend, self._handle = backend, backend.prepare(decoder.program(pools, state_pools=states))
 
     def logits(self, start: int, tokens: list[int]) -> NDArray[np.float32]:
         """[R, V] of one pass over positions start .. start + R - 1."""
@@ -66,7 +66,7 @@ class Trunk:
             logit_rows=np.arange(len(tokens), dtype=np.int32),
             states=one_state(start, start + len(tokens)),
         )
-        return np.array(self.backend.numpy(self.backend.run(self._program, plan)["logits"]))
+        return np.array(self.backend.numpy(self.backend.run(self._handle, plan)["logits"]))
 
     def chunked(self, tokens: list[int], sizes: tuple[int, ...]) -> NDArray[np.float32]:
         """All rows, in passes whose sizes repeat."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("headstart.kernels.native", exc_type=ImportError)
+pytest.importorskip("headstart.kernels.native.backend", exc_type=ImportError)
 
 from hypothesis import given, settings, strategies as st
 from native_ops import (
@@ -29,10 +29,9 @@ from native_ops import (
 from test_native_ops import check_company, varied_rows
 
 from headstart.formats.base import make_tensor
-from headstart.kernels import packing
-from headstart.kernels.native import NativeBackend
+from headstart.kernels.native.backend import NativeBackend, packing
 from headstart.kernels.ops import Experts, RouterSpec
-from headstart.kernels.reference_moe import route
+from headstart.kernels.reference.moe import route
 
 WIDTH, INNER, OUT = 99, 71, 45
 ROUTERS = {

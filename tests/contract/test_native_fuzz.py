@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-pytest.importorskip("headstart.kernels.native", exc_type=ImportError)
+pytest.importorskip("headstart.kernels.native.backend", exc_type=ImportError)
 
 from native_ops import (
     FORMS,
@@ -33,7 +33,7 @@ from native_ops import (
 )
 
 from headstart.kernels.ops import AttentionSpec, RopeSpec
-from headstart.kernels.reference import ReferenceBackend
+from headstart.kernels.reference.backend import ReferenceBackend
 
 SPECIAL = (np.nan, np.inf, -np.inf)
 FINITE = (0.0, -0.0, 1e-45, -1e-40, 1e-38, 1e-30, 1e-20, 1e15, -1e18)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("headstart.kernels.native", exc_type=ImportError)
+pytest.importorskip("headstart.kernels.native.backend", exc_type=ImportError)
 
 from native_ops import (
     FORMS,
@@ -25,7 +25,7 @@ from native_ops import (
     single_rows,
 )
 
-from headstart.kernels.native_program import ACTIVATIONS
+from headstart.kernels.native.program import ACTIVATIONS
 from headstart.kernels.ops import AttentionSpec, RopeSpec
 
 COUNTS = (2, 3, 4, 5, 6, 7, 13, 31, 64, 127, 128, 129, 512)
@@ -222,5 +222,6 @@ def test_stored_hidden_states(path: str) -> None:
     for begin, end in ((0, 25), (25, 40)):
         run_native(worker, keep, plan_of([Part(np.arange(begin, end), begin, table)]), hidden[begin:end])
     parts = [Part(np.arange(begin, end), begin, table) for begin, end in ((30, 40), (1, 18), (18, 30))]
-    found = worker.run(read, plan_of(parts, first_position=1), hidden_pool=pool)["hidden"]
+    handle = worker.prepare(read, hidden_width=19)
+    found = worker.run(handle, plan_of(parts, first_position=1), hidden_pool=pool)["hidden"]
     np.testing.assert_array_equal(found, np.concatenate([hidden[part.start - 1 :][: len(part.ids)] for part in parts]))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("headstart.kernels.native", exc_type=ImportError)
+pytest.importorskip("headstart.kernels.native.backend", exc_type=ImportError)
 
 from native_ops import (
     FORMS,
@@ -33,12 +33,11 @@ from native_ops import (
 )
 
 from headstart.formats.base import make_tensor
-from headstart.kernels import packing
-from headstart.kernels.native import NativeBackend
-from headstart.kernels.native_program import ACTIVATIONS
+from headstart.kernels.native.backend import NativeBackend, packing
+from headstart.kernels.native.program import ACTIVATIONS
 from headstart.kernels.ops import Activation, AttentionSpec, RopeSpec
-from headstart.kernels.reference import ReferenceBackend
-from headstart.kernels.reference_moe import ACTIVATIONS as REFERENCE
+from headstart.kernels.reference.backend import ReferenceBackend
+from headstart.kernels.reference.moe import ACTIVATIONS as REFERENCE
 
 ROWS = 7
 
@@ -305,5 +304,6 @@ def test_no_rows_of_logits() -> None:
 
     worker: NativeBackend = backend()
     plan = plan_of([Part(np.array([1, 2]), 0, np.array([0]))])
+    handle = worker.prepare(code, hidden_width=64)
     for _ in range(2):
-        assert worker.run(code, plan, hidden=np.ones((2, 64), np.float32))["logits"].shape == (0, 33)
+        assert worker.run(handle, plan, hidden=np.ones((2, 64), np.float32))["logits"].shape == (0, 33)

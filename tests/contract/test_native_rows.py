@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("headstart.kernels.native", exc_type=ImportError)
+pytest.importorskip("headstart.kernels.native.backend", exc_type=ImportError)
 
 from native_ops import (
     FORMS,
@@ -31,7 +31,7 @@ from native_ops import (
 
 from headstart.core import Paths, StepPlan
 from headstart.kernels.ops import AttentionSpec
-from headstart.kernels.reference import ReferenceBackend
+from headstart.kernels.reference.backend import ReferenceBackend
 
 NUM_BLOCKS, LENGTH = 40, 215
 HEADS = {"float32": (4, 2, 24), "bfloat16": (3, 1, 40), "int8": (14, 2, 32)}

@@ -22,7 +22,7 @@ from headstart.cache.recurrent import StateMemory
 from headstart.core import Draft, Request, Rows, SamplingParams, Sequence, Span, StateSteps
 from headstart.engine.plan import build_plan, span_rows
 from headstart.kernels.ops import ConvSpec, DeltaSpec
-from headstart.kernels.reference import ReferenceBackend
+from headstart.kernels.reference.backend import ReferenceBackend
 
 try:
     from native_ops import PATHS, backend as native_backend
@@ -51,7 +51,7 @@ class Machine:
     def run(self, parts: Seq[Rows], states: StateSteps) -> Array:
         plan = build_plan(parts, BLOCK)
         plan.states = states
-        out = self.backend.run(self.code, plan)["out"]
+        out = self.backend.run(self.backend.prepare(self.code), plan)["out"]
         return out.numpy().copy() if isinstance(out, torch.Tensor) else np.array(out)
 
     def states(self, slot: int) -> list[Array]:

@@ -163,7 +163,7 @@ def test_a_head_is_refused_before_it_is_trained(model: Model) -> None:
 
 def test_native_gives_the_same(model: Model, expected: tuple[Output, list[float]]) -> None:
     """The compiled kernels, with and without drafts."""
-    pytest.importorskip("headstart.kernels._native")
+    pytest.importorskip("headstart.kernels.native._native")
     native = load_model(str(model.checkpoint.path), EngineConfig(backend="native", threads=2, kv_cache_dtype="float32"))
     settings = {"backend": "native", "dtype": "float32", "block_size": 16, "kv_cache_dtype": "float32"}
     outputs = [generate(native, drafter=drafter, depth=3, **settings) for drafter in ("none", "ngram")]

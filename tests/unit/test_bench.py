@@ -30,7 +30,7 @@ from headstart.tools.bench.summary import cost_per_million, pooled, rows_of
 from headstart.tools.bench.workloads import Task, Workload
 from headstart.tools.tiny import write_tiny
 
-pytest.importorskip("headstart.kernels._native")
+pytest.importorskip("headstart.kernels.native._native")
 Capture = pytest.CaptureFixture[str]
 NO_TIMES = Latency(ttft=None, tpot=None, itl=None, e2e=None)
 TINY = EngineConfig(backend="native", threads=1, max_model_len=256, kv_blocks=128)

@@ -18,7 +18,7 @@ from headstart.tools.bench.step import StepOptions
 from headstart.tools.prefilled import affordable_repeats
 from headstart.tools.tiny import write_tiny
 
-pytest.importorskip("headstart.kernels._native")
+pytest.importorskip("headstart.kernels.native._native")
 pytest.importorskip("torch")
 Capture = pytest.CaptureFixture[str]
 READ_BYTES = 1 << 16

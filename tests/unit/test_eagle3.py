@@ -125,7 +125,7 @@ def test_speculators_names_and_default_taps(tmp_path: Path) -> None:
 @pytest.mark.parametrize("backend", ["reference", "native"])
 def test_text_is_that_of_plain_decoding(tmp_path: Path, backend: str) -> None:
     if backend == "native":
-        pytest.importorskip("headstart.kernels.native", exc_type=ImportError)
+        pytest.importorskip("headstart.kernels.native.backend", exc_type=ImportError)
     from headstart.api import LLM
     from headstart.core import SamplingParams
 

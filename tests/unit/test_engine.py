@@ -43,7 +43,7 @@ class Spy:
     """A backend that notes every pass: its plan, whether it is the trunk's, and how many operations it takes."""
 
     def __init__(self, engine: Engine) -> None:
-        self._backend, self._trunk = engine.runner.backend, engine.runner.trunk.programs[FORWARD].code
+        self._backend, self._trunk = engine.runner.backend, engine.runner.trunk.handles[FORWARD]
         self.trunk: list[StepPlan] = []
         self.head: list[StepPlan] = []
         self.num_ops: list[int] = []

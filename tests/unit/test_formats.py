@@ -19,6 +19,7 @@ from headstart.formats import gguf_file, open_checkpoint, safetensors, safetenso
 from headstart.formats._gguf_rope import rope_config
 from headstart.formats.base import make_tensor
 from headstart.formats.gguf_names import canonical_names
+from headstart.formats.quantization import readable
 from headstart.formats.rows import unpermute_rows
 from headstart.hub import cached_trunk
 
@@ -416,3 +417,32 @@ def test_small_floats_by_their_definition() -> None:
     powers = make_tensor("x", (4,), "F8_E8M0", np.array([0, 127, 130, 255], np.uint8)).float32()
     assert powers[:3].tolist() == [2.0**-127, 1, 8]
     assert np.isnan(powers[3])
+
+
+def test_codes_with_scales_are_what_they_say() -> None:
+    """int8 with a scale for each row, and two FP4 codes in a byte with a power of two for 32 columns; all at once, some
+    rows, and one of a stack."""
+    rng = np.random.default_rng(2)
+    codes = rng.integers(-128, 128, (2, 3, 64)).astype(np.int8)
+    steps = rng.random((2, 3), np.float32)
+    packed, powers = rng.integers(0, 256, (3, 32)).astype(np.uint8), rng.integers(120, 134, (3, 2)).astype(np.uint8)
+    stored = {
+        "a.experts.up": make_tensor("a.experts.up", codes.shape, "I8", codes.reshape(-1).view(np.uint8)),
+        "a.experts.up_scale": make_tensor("a.experts.up_scale", steps.shape, "F32", steps.reshape(-1).view(np.uint8)),
+        "b.weight": make_tensor("b.weight", packed.shape, "I8", packed.reshape(-1)),
+        "b.scale": make_tensor("b.scale", powers.shape, "F8_E8M0", powers.reshape(-1)),
+    }
+    found = readable(stored, {})
+    assert {name: each.shape for name, each in found.items()} == {"a.experts.up": (2, 3, 64), "b.weight": (3, 64)}
+    up = make_tensor("", codes.shape, *as_bfloat16(codes * steps[..., None])).float32()
+    np.testing.assert_array_equal(found["a.experts.up"].float32(), up)
+    np.testing.assert_array_equal(found["a.experts.up"].part(1).take_rows(np.array([2, 0])).float32(), up[1, [2, 0]])
+    sizes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    nibbles = np.stack((packed & 15, packed >> 4), axis=-1).reshape(3, 64)
+    signed = np.where(nibbles & 8, -sizes[nibbles & 7], sizes[nibbles & 7])
+    expected = signed * np.exp2(np.repeat(powers.astype(np.float32) - 127, 32, axis=1))
+    np.testing.assert_array_equal(found["b.weight"].float32(), expected)
+
+
+def as_bfloat16(values: np.ndarray) -> tuple[str, np.ndarray]:
+    return "BF16", safetensors.bfloat16(values)[0].reshape(-1).view(np.uint8)

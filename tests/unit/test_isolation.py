@@ -42,7 +42,7 @@ GOOD_TOKENS = 6
 
 @cache
 def native_model() -> Model:
-    pytest.importorskip("headstart.kernels._native")
+    pytest.importorskip("headstart.kernels.native._native")
     config, arrays = family_of(FAMILY).tiny(num_hidden_layers=2, hidden_size=64, intermediate_size=96)
     return load_model(str(write_model(new_folder(), config, arrays)), EngineConfig(backend="native", threads=1))
 

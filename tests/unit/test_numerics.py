@@ -64,7 +64,7 @@ def test_a_broken_backend_is_called_broken(
     """The scorer of the float64 model lies; that of the reference does not."""
     import torch
 
-    from headstart.kernels.reference import ReferenceBackend
+    from headstart.kernels.reference.backend import ReferenceBackend
 
     honest = ReferenceBackend.numpy
     monkeypatch.setattr(

@@ -13,10 +13,10 @@ import pytest
 
 from headstart.formats.base import Tensor, make_tensor
 
-pytest.importorskip("headstart.kernels._native")
+pytest.importorskip("headstart.kernels.native._native")
 
-from headstart.kernels import packed_cache, packing
-from headstart.kernels.packed_cache import PackedCache, key_of
+from headstart.kernels.native import packed_cache, packing
+from headstart.kernels.native.packed_cache import PackedCache, key_of
 
 
 @pytest.fixture(autouse=True)

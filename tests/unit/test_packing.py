@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from headstart.errors import ModelError
 from headstart.formats.base import Tensor, make_tensor
 
-native = pytest.importorskip("headstart.kernels._native")
+native = pytest.importorskip("headstart.kernels.native._native")
 
-from headstart.kernels import packing  # noqa: E402
+from headstart.kernels.native import packing  # noqa: E402
 
 BLOCKS = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,),

@@ -319,7 +319,7 @@ def test_a_line_through_two_points() -> None:
 
 @pytest.fixture
 def tiny_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    pytest.importorskip("headstart.kernels._native")
+    pytest.importorskip("headstart.kernels.native._native")
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(here, "MOST_READ_BYTES", 1 << 16)
     monkeypatch.setattr(here, "PASSES_BUDGET_S", 0.1)

@@ -14,7 +14,7 @@ from headstart.engine.sampling import allowed_tokens, build_rows, update_counts
 from headstart.kernels import philox
 
 torch = pytest.importorskip("torch")
-from headstart.kernels import reference_sampling as rs  # noqa: E402
+from headstart.kernels.reference import sampling as rs  # noqa: E402
 
 
 def sequence(prompt=(0, 1), output=(), seed=0, choice=0, banned=(), **params):

@@ -18,7 +18,7 @@ from headstart.config import EngineConfig  # noqa: E402
 from headstart.core import SamplingParams  # noqa: E402
 from headstart.errors import UsageError  # noqa: E402
 from headstart.kernels.ops import ConvSpec, DeltaSpec  # noqa: E402
-from headstart.kernels.reference_recurrent import Step, conv_step, delta_step  # noqa: E402
+from headstart.kernels.reference.recurrent import Step, conv_step, delta_step  # noqa: E402
 from headstart.train import corpus, delta, scratch  # noqa: E402
 from headstart.train.data import Problems  # noqa: E402
 from headstart.train.objective import Weighting  # noqa: E402

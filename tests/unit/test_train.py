@@ -497,7 +497,7 @@ def test_weights_are_rounded_as_drafts_run() -> None:
     assert torch.equal(weight.grad, torch.ones_like(weight))
     groups = rounded.detach().view(-1, 32)
     assert max(len(group.unique()) for group in groups) <= 16
-    native = pytest.importorskip("headstart.kernels.packing", exc_type=ImportError)
+    native = pytest.importorskip("headstart.kernels.native.packing", exc_type=ImportError)
     values = weight.detach().numpy()
     pool = native.ThreadPool(1)
     packed = native.pack(make_tensor("w", values.shape, "F32", values.reshape(-1).view(np.uint8)), pool, "int4")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from support import family_of, make, new_folder, prompt_of, request, run, soften, tiny_model
 
+from headstart import machine
 from headstart.cli.main import main
 from headstart.config import EngineConfig
 from headstart.core import SamplingParams, Span, Verdict
 from headstart.engine.judge import judge_exact
 from headstart.errors import UsageError
+from headstart.kernels.backends import reference
 from headstart.tools.tiny import write_model
 from headstart.tools.verify import run as verify
 from headstart.tools.verify.covering import pairwise
@@ -209,19 +212,17 @@ def test_a_model_is_loaded_for_each_thread_count(folder: Path, monkeypatch: pyte
 
 
 def test_thread_counts_by_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "usable_threads", lambda: 6)
-    assert verify.default_threads(EngineConfig(), "reference") == (6,)
-    assert verify.default_threads(EngineConfig(), "native") == (1, 2)
-    assert verify.default_threads(EngineConfig(threads=3), "native") == (3,)
-    monkeypatch.setattr(verify, "usable_threads", lambda: 1)
-    assert verify.default_threads(EngineConfig(), "native") == (1,)
+    monkeypatch.setattr(machine, "threads", lambda: machine.Threads(8, 6, None))
+    assert verify.default_threads(EngineConfig(), exact=False) == (6,)
+    assert verify.default_threads(EngineConfig(), exact=True) == (1, 2)
+    assert verify.default_threads(EngineConfig(threads=3), exact=True) == (3,)
+    monkeypatch.setattr(machine, "threads", lambda: machine.Threads(8, 6, 1.5))
+    assert verify.default_threads(EngineConfig(), exact=True) == (1,)
 
 
 def test_a_backend_that_is_exact_is_excused_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither are its differences measured: float64 scores are not what it computes."""
-    from headstart.kernels.reference import ReferenceBackend
-
-    monkeypatch.setattr(ReferenceBackend, "name", "other")
+    monkeypatch.setattr(reference, "BACKEND", replace(reference.BACKEND, exact=True))
     monkeypatch.setattr("headstart.engine.engine.judge_exact", wrong_judge)
     monkeypatch.setattr("headstart.tools.verify.run.TIE", 1e9)
     report = verify.run(options(folder, dtype="float32"))

@@ -31,12 +31,11 @@ def require_profiler(meter: Meter) -> None:
 @contextmanager
 def profiling(meter: Meter) -> Iterator[None]:
     """The backend takes the time of every part meanwhile."""
-    assert isinstance(meter.backend, Profiler)
-    meter.backend.profile(True)
+    meter.profile(True)
     try:
         yield
     finally:
-        meter.backend.profile(False)
+        meter.profile(False)
 
 
 def profile_pass(meter: Meter, forward: Callable[[], object]) -> dict[str, Any]:

@@ -279,12 +279,12 @@ def _notes(options: BenchOptions, source: Mapping[str, Any], rows: list[Row], ce
 
 
 def _machine() -> Mapping[str, Any]:
-    from headstart import __version__
+    from headstart import __version__, machine
     from headstart.tools import doctor
 
     return {
-        "cpu": doctor.cpu(Path("/proc/cpuinfo"))["model"],
-        "threads": doctor.threads(Path("/sys/fs/cgroup"))["usable"],
+        "cpu": machine.cpu().model,
+        "threads": machine.threads().usable,
         "gpu": doctor.gpus(),
         "headstart": __version__,
     }

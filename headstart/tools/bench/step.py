@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,9 +17,11 @@ from headstart import __version__, registry
 from headstart.config import AUTO, FIXED_DEPTH, EngineConfig
 from headstart.core import Progress, Report, SamplingParams, Sequence, Span, no_progress
 from headstart.drafters.base import Wish
-from headstart.engine.load import Model, free_memory, load_model, usable_threads
+from headstart.engine.load import Model, load_model
 from headstart.errors import UsageError
+from headstart.kernels.backend import kind_of
 from headstart.layers.moe import MoE
+from headstart.machine import cpu, threads
 from headstart.tools import doctor
 from headstart.tools.bench.profile import profile_pass, profile_steps, profiling, require_profiler
 from headstart.tools.prefilled import Prefilled, in_turns
@@ -104,7 +105,7 @@ def run(options: StepOptions, progress: Progress = no_progress) -> Report:
         raise UsageError(f"--drafter {options.config.drafter}: bench step times a head", "use --drafter auto")
     bench = Bench(options)
     progress(0, 1, "reading memory")
-    read_bytes = options.read_bytes or min(MOST_READ_BYTES, free_memory() // 4)
+    read_bytes = options.read_bytes or min(MOST_READ_BYTES, bench.model.backend.free_memory() // 4)
     bandwidth = bench.model.backend.read_bandwidth(read_bytes, READ_RUNS)
     passes = in_turns(bench.rows, bench.seconds, PASSES_BUDGET_S, progress, options.repeats)
     draft = time_draft(bench, options.repeats or DRAFT_REPEATS) if bench.engine.drafting.drafter else None
@@ -238,17 +239,17 @@ def weight_format(model: Model, config: EngineConfig) -> str:
     kinds = " + ".join(kind for kind, _ in sizes.most_common())
     if config.quantization:
         return f"{kinds}, with --quantization {config.quantization}"
-    return f"{kinds}, widened to {config.dtype}" if model.backend.name == "reference" else kinds
+    return f"{kinds}, widened to {config.dtype}" if kind_of(model.backend.name).widens else kinds
 
 
 def machine(model: Model, config: EngineConfig) -> dict[str, Any]:
     versions = {"headstart": __version__, "python": platform.python_version(), "numpy": np.__version__}
-    if model.backend.name == "reference":
-        versions["torch"] = doctor.installed_version("torch") or "unknown"
+    for package in kind_of(model.backend.name).packages:
+        versions[package] = doctor.installed_version(package) or "unknown"
     return {
         "device": config.device,
-        "cpu": doctor.cpu(Path("/proc/cpuinfo"))["model"],
-        "threads": config.threads or usable_threads(),
+        "cpu": cpu().model,
+        "threads": config.threads or threads().usable,
         "backend": model.backend.name,
         "path": getattr(model.backend, "path", None),
         "versions": versions,

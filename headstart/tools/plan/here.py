@@ -12,8 +12,8 @@ from typing import Any
 from headstart import hub
 from headstart.config import EngineConfig
 from headstart.core import Progress
-from headstart.engine.load import Model as Loaded, free_memory, load_model, usable_threads
-from headstart.tools import doctor
+from headstart.engine.load import Model as Loaded, load_model
+from headstart.machine import cpu, threads
 from headstart.tools.bench.step import MOST_READ_BYTES, READ_RUNS, held_bytes
 from headstart.tools.plan import calibrate
 from headstart.tools.plan.formats import weight_format
@@ -53,18 +53,18 @@ def measure(passes: Passes, timed: Mapping[Pass, float], progress: Progress) -> 
     """Everything a calibration needs, as a JSON document: seconds, bytes. `timed`: seconds of its passes."""
     loaded = passes.model
     progress(0, 1, "reading memory")
-    bandwidth = loaded.backend.read_bandwidth(min(MOST_READ_BYTES, free_memory() // 4), READ_RUNS)
+    bandwidth = loaded.backend.read_bandwidth(min(MOST_READ_BYTES, loaded.backend.free_memory() // 4), READ_RUNS)
     passes.release()
     depth = min(ENGINE_DEPTH, passes.engine.drafting.max_depth)
     plain = [(batch, passes.engine_seconds(batch, 0)["host"]) for batch in BATCHES]
     drafts = [(batch, passes.engine_seconds(batch, depth)["draft"] / depth) for batch in BATCHES] if depth else []
     return {
         "version": VERSION,
-        "cpu": doctor.cpu(Path("/proc/cpuinfo"))["model"],
-        "threads": passes.config.threads or usable_threads(),
+        "cpu": cpu().model,
+        "threads": passes.config.threads or threads().usable,
         "backend": loaded.backend.name,
         "read_bandwidth": bandwidth,
-        "memory": free_memory(),
+        "memory": loaded.backend.free_memory(),
         "passes": [{**asdict(work), "seconds": seconds} for work, seconds in timed.items()],
         "engine": plain,
         "draft_step": drafts,
@@ -127,8 +127,8 @@ def cache_path(model: str | None, config: EngineConfig) -> Path:
     facts = {
         "format": VERSION,
         "files": hub.stamps(files),
-        "settings": (config.backend, config.quantization, config.kv_cache_dtype, config.threads or usable_threads()),
-        "cpu": doctor.cpu(Path("/proc/cpuinfo"))["model"],
+        "settings": (config.backend, config.quantization, config.kv_cache_dtype, config.threads or threads().usable),
+        "cpu": cpu().model,
     }
     return hub.record_path("plan", facts)
 

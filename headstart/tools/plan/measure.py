@@ -9,7 +9,7 @@ from statistics import median
 
 from headstart.config import EngineConfig
 from headstart.core import Progress, SamplingParams, Span
-from headstart.engine.load import Model as Loaded, free_memory
+from headstart.engine.load import Model as Loaded
 from headstart.errors import UsageError
 from headstart.tools.plan.roofline import Pass
 from headstart.tools.prefilled import Prefilled, in_turns
@@ -80,7 +80,7 @@ class Passes(Prefilled):
 
 
 def _refuse_too_much(loaded: Loaded, positions: int) -> None:
-    needed, free = positions * (loaded.config.hidden_size * 4 + cache_bytes(loaded)), free_memory()
+    needed, free = positions * (loaded.config.hidden_size * 4 + cache_bytes(loaded)), loaded.backend.free_memory()
     if needed > MEMORY_SHARE * free:
         raise UsageError(
             f"the caches of this measurement need {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free",

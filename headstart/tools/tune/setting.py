@@ -11,8 +11,9 @@ from typing import Any, Self
 
 from headstart import hub
 from headstart.config import AUTO, Depth, EngineConfig
-from headstart.engine.load import choose_backend, usable_threads
 from headstart.errors import CapacityError, UsageError
+from headstart.kernels.backend import choose
+from headstart.machine import threads
 
 WEIGHTS = ("*.safetensors", "*.gguf", "config.json")
 
@@ -55,8 +56,8 @@ def path_of(model: str | None, config: EngineConfig) -> Path:
     known = {
         "model": _identity(model),
         "head": config.head,
-        "engine": [choose_backend(config)[0], config.device, config.dtype, config.quantization, config.kv_cache_dtype],
-        "threads": config.threads or usable_threads(),
+        "engine": [choose(config).name, config.device, config.dtype, config.quantization, config.kv_cache_dtype],
+        "threads": config.threads or threads().usable,
     }
     return hub.record_path("tuned", known)
 

@@ -11,6 +11,7 @@ from headstart.api import LLM
 from headstart.config import EngineConfig
 from headstart.core import GREEDY_BELOW, SamplingParams
 from headstart.kernels import philox
+from headstart.kernels.backend import ORACLE
 
 TIE = 1e-3
 """Scores closer than this are a tie: float32 rounding may order them either way."""
@@ -24,7 +25,7 @@ class Judge:
     def __init__(self, model: str | None, config: EngineConfig, tie: float = TIE) -> None:
         self._model, self._tie = model, tie
         plain = replace(config, drafter="none", depth=0, max_num_seqs=1, enable_prefix_caching=False)
-        self._config = replace(plain, backend="reference", dtype="float64", kv_blocks=None)
+        self._config = replace(plain, backend=ORACLE, dtype="float64", kv_blocks=None)
         self._llm: LLM | None = None
 
     def margin(self, context: Sequence[int], a: int, b: int, params: SamplingParams) -> tuple[float, bool]:

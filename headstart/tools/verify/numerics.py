@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from headstart.api import LLM
 from headstart.config import EngineConfig
 from headstart.core import Float32, Progress, Report, Request, SamplingParams, Sequence, Span, no_progress
-from headstart.engine.load import Model, load_model, make_backend
+from headstart.engine.load import Model, load_model
 from headstart.engine.make import make_engine
+from headstart.kernels.backend import ORACLE, choose
 from headstart.tools.prompts import builtin_prompts
 
 Prompt = str | list[int]
@@ -57,8 +58,8 @@ def run(options: NumericsOptions, progress: Progress = no_progress) -> Report:
     """Score and compare. Raises UsageError where torch, which the reference needs, is not installed."""
     asked = options.config
     # named one by one: whatever else the user chose, such as a weight format, is what is being measured
-    reference_config = EngineConfig(backend="reference", threads=asked.threads, block_size=asked.block_size)
-    make_backend(reference_config)  # its absence is said before the work begins
+    reference_config = EngineConfig(backend=ORACLE, threads=asked.threads, block_size=asked.block_size)
+    choose(reference_config)  # its absence is said before the work begins
     config = replace(asked, drafter="none", depth=0)
     model = load_model(options.model, config)
     prompts = list(options.prompts or [prompt for _, prompt in builtin_prompts()])

@@ -11,12 +11,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from headstart import machine
 from headstart.api import LLM
 from headstart.config import AUTO, Depth, EngineConfig
 from headstart.core import Progress, Report, SamplingParams, no_progress
-from headstart.engine.load import Model, load_model, make_backend, usable_threads
+from headstart.engine.load import Model, load_model
 from headstart.engine.make import make_engine
 from headstart.errors import UsageError
+from headstart.kernels.backend import choose, kind_of
 from headstart.tools.prompts import builtin_prompts
 from headstart.tools.verify.covering import Cell, pairwise
 from headstart.tools.verify.margin import TIE, Judge
@@ -114,23 +116,24 @@ def run(options: VerifyOptions, progress: Progress = no_progress) -> Report:
         raise UsageError("--synthetic-acceptance makes a text that is not the model's", "verify without it")
     if options.config.rule != "exact":
         raise UsageError(f"--rule {options.config.rule} promises the same distribution, not the same text")
-    backend = make_backend(options.config)[1].name
-    threads = options.thread_counts or default_threads(options.config, backend)
+    backend = choose(options.config)
+    exact = backend.kind.exact
+    threads = options.thread_counts or default_threads(options.config, exact=exact)
     work = _Verification(replace(options, thread_counts=threads), progress)
     for count in threads:
         work.run_cells(load_model(options.model, replace(options.config, threads=count)), count)
-    excusable = backend == "reference" and options.config.dtype != "float64"
-    if backend == "reference":  # elsewhere float64 scores say nothing about what this backend computes
+    excusable = not exact and options.config.dtype != "float64"
+    if not exact:  # else float64 scores say nothing about what this backend computes
         work.judge(Judge(options.model, options.config, TIE if excusable else 0.0))
-    return summarize(work.name, backend, work.options, work.results, len(work.prompts), excusable)
+    return summarize(work.name, backend.name, work.options, work.results, len(work.prompts), excusable)
 
 
-def default_threads(config: EngineConfig, backend: str) -> tuple[int, ...]:
-    """What the user said, else 1 and 2 as far as there are cores; `reference` rounds by threads, and gets them all."""
+def default_threads(config: EngineConfig, *, exact: bool) -> tuple[int, ...]:
+    """What the user said, else 1 and 2 as far as there are cores; what rounds by threads gets them all."""
     if config.threads:
         return (config.threads,)
-    usable = usable_threads()
-    return (usable,) if backend == "reference" else tuple(range(1, min(usable, 2) + 1))
+    usable = machine.threads().usable
+    return tuple(range(1, min(usable, 2) + 1)) if exact else (usable,)
 
 
 class _Verification:
@@ -301,7 +304,7 @@ def summarize(
         "found": [asdict(each) for each in differences],
     }
     seeds = ", ".join(map(str, options.seeds))
-    arithmetic = f", {options.config.dtype}" if backend == "reference" else ""
+    arithmetic = f", {options.config.dtype}" if kind_of(backend).widens else ""
     lines = [
         *(_cell_line(result, num_prompts) for result in results),
         *(_difference_line(each) for each in differences),

@@ -1,4 +1,4 @@
-"""Logits to tokens in C++ (csrc/sampling.h): the tokens and the bits of reference_sampling, without torch.
+"""Logits to tokens in C++ (csrc/sampling.h): the tokens and the bits of reference/sampling, without torch.
 
 Shapes: L rows, W logits of a row (V, or those of a reduced draft vocabulary), V vocabulary.
 """
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.core import NOT_FINITE, NOTHING_LEFT, Float32, Int64, Sampled, SamplingRows, TokenLogprob
-from headstart.kernels import _native
+from headstart.kernels.native import _native
 
 _REASONS = {_native.NOTHING_LEFT: NOTHING_LEFT, _native.NOT_FINITE: NOT_FINITE}
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.kernels._native import HiddenPool, KVPool, Matrix, Program, RopeTable, StatePool
+from headstart.kernels.native._native import HiddenPool, KVPool, Matrix, Program, RopeTable, StatePool
 from headstart.kernels.ops import (
     Activation,
     AttentionSpec,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headstart.core import GREEDY_BELOW, NOT_FINITE, NOTHING_LEFT, Int64, Sampled, SamplingRows, TokenLogprob
 from headstart.kernels import philox
-from headstart.kernels.reference_noise import NoiseKeys, draw, first_max
+from headstart.kernels.reference.noise import NoiseKeys, draw, first_max
 
 _MASS_ONE = 2.0**40  # mass of the best token; V < 2^23 tokens cannot overflow an int64
 _BINS_PER_NAT, _NUM_BINS = 16, 28 * 16 + 1  # the last bin has no mass: exp(-28) < 2^-40

@@ -30,7 +30,7 @@ import numpy as np
 
 from headstart import __version__, hub
 from headstart.formats.base import Bytes, ends_crc
-from headstart.kernels._native import Matrix
+from headstart.kernels.native._native import Matrix
 from headstart.kernels.ops import RawTensor
 
 LAYOUT = 3

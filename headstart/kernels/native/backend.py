@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from headstart import machine
 from headstart.config import KVDtype, Quantization
 from headstart.core import Sampled, SamplingRows, StateSteps, StepPlan, TokenLogprob
 from headstart.errors import ModelError, UsageError
-from headstart.kernels import native_sampling
-from headstart.kernels._native import (
+from headstart.kernels.native import sampling
+from headstart.kernels.native._native import (
     Arena,
     HiddenPool,
     KVPool,
@@ -26,10 +27,10 @@ from headstart.kernels._native import (
     fastest_read,
     paths,
 )
-from headstart.kernels.native_program import record
+from headstart.kernels.native.packed_cache import PackedCache
+from headstart.kernels.native.packing import pack
+from headstart.kernels.native.program import record
 from headstart.kernels.ops import AttentionSpec, Program as Code, RawTensor, StateSpec
-from headstart.kernels.packed_cache import PackedCache
-from headstart.kernels.packing import pack
 
 Array = NDArray[np.float32]
 _STORES: Mapping[KVDtype, int] = {"float32": 0, "bfloat16": 1, "int8": 2}
@@ -60,8 +61,6 @@ class NativeBackend:
         self._kv_store = _STORES[kv_dtype or "bfloat16"]
         self._cache = cache or PackedCache.open(None)
         self._arena = Arena()
-        self._programs: dict[int, tuple[Code, Program]] = {}
-        self._profiling = False
         self.weight_bytes = 0
 
     def weight(self, tensor: RawTensor, *, drafts: bool = False, precise: bool = False) -> Matrix | Array:
@@ -78,8 +77,11 @@ class NativeBackend:
     def loaded(self) -> None:
         self._cache.save()
 
-    def prepare(self, program: Code) -> None:
-        self._programs[id(program)] = program, self._recorded(program, 0)
+    def prepare(self, program: Code, *, hidden_width: int = 0) -> Program:
+        try:
+            return record(program, self.path, hidden_width)
+        except ValueError as error:  # a size beyond what the kernels are made for
+            raise ModelError(f"the native backend cannot run this model: {error}", "use --backend reference") from None
 
     def kv_bytes(self, spec: AttentionSpec) -> int:
         scales = 8 if self._kv_store == _STORES["int8"] else 0
@@ -105,33 +107,14 @@ class NativeBackend:
         return StatePool(num_slots, num_owned, num_kept, math.prod(spec.state_shape), spec.row_width)
 
     def run(
-        self, program: Code, plan: StepPlan, *, hidden_pool: HiddenPool | None = None, hidden: Array | None = None
+        self, handle: Program, plan: StepPlan, *, hidden_pool: HiddenPool | None = None, hidden: Array | None = None
     ) -> Mapping[str, Array]:
-        found = self._programs.get(id(program))
-        if found is None:  # the code is kept, so that its id stays its own
-            found = self._programs[id(program)] = program, self._record(program, plan, hidden_pool, hidden)
         tree = plan.paths
-        return found[1].run(
+        return handle.run(
             self.threads, self._arena, plan.token_ids, plan.positions, plan.slots, plan.row_starts, plan.block_tables,
             plan.logit_rows, plan.block_size, plan.first_position, plan.sees, tree.starts if tree else None,
             tree.slots if tree else None, plan.hidden_slots, hidden_pool, hidden, _arrays(plan.states),
         )  # fmt: skip
-
-    def _record(self, code: Code, plan: StepPlan, hidden_pool: HiddenPool | None, hidden: Array | None) -> Program:
-        width = 0
-        if hidden is not None:
-            width = hidden.shape[1]
-        elif hidden_pool is not None and plan.hidden_slots is not None:
-            width = hidden_pool.width
-        return self._recorded(code, width)
-
-    def _recorded(self, code: Code, width: int) -> Program:
-        try:
-            made = record(code, self.path, width)
-        except ValueError as error:  # a size beyond what the kernels are made for
-            raise ModelError(f"the native backend cannot run this model: {error}", "use --backend reference") from None
-        made.profiling = self._profiling
-        return made
 
     def rows(self, x: Array, rows: NDArray[np.int32]) -> Array:
         return x[rows]
@@ -148,23 +131,22 @@ class NativeBackend:
         token_ids: NDArray[np.int64] | None = None,
         keep_probs: bool = False,
     ) -> Sampled:
-        return native_sampling.sample(
+        return sampling.sample(
             self.threads, self.path, logits, rows, vocab_size=vocab_size, token_ids=token_ids, keep_probs=keep_probs
         )
 
     def logprobs(self, logits: Array, tokens: NDArray[np.int64], num_top: int) -> list[TokenLogprob]:
-        return native_sampling.logprobs(self.threads, self.path, logits, tokens, num_top)
+        return sampling.logprobs(self.threads, self.path, logits, tokens, num_top)
 
-    def profile(self, on: bool) -> None:
-        """Start or stop taking the time of every phase."""
-        self._profiling = on
-        for _, program in self._programs.values():
-            program.profiling = on
+    def profile(self, handle: Program, on: bool) -> None:
+        handle.profiling = on
 
-    def times(self, code: Code, *, reset: bool = False) -> dict[str, float]:
-        """Seconds by part of one program since profiling began: matrices, head, attention, rows."""
-        found = self._programs.get(id(code))
-        return found[1].profile(reset) if found else {}
+    def times(self, handle: Program, *, reset: bool = False) -> dict[str, float]:
+        """Of the parts matrices, head, attention, rows."""
+        return handle.profile(reset)
+
+    def free_memory(self) -> int:
+        return machine.memory().available
 
     def read_bandwidth(self, num_bytes: int, runs: int) -> float:
         buffer = np.ones(num_bytes, np.uint8)  # written: memory never touched is not read from memory

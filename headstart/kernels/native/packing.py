@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.formats.base import Bytes, Tensor
-from headstart.kernels._native import Matrix, ThreadPool, dequantize_into, matrix_bytes, pack_rows, source_form
+from headstart.kernels.native._native import Matrix, ThreadPool, dequantize_into, matrix_bytes, pack_rows, source_form
 from headstart.kernels.ops import RawTensor
 
 Quantization = Literal["int8", "int4"]

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headstart import machine
 from headstart.core import Paths, Sampled, SamplingRows, StepPlan, TokenLogprob
 from headstart.errors import UsageError
 from headstart.kernels.ops import (
@@ -33,9 +34,9 @@ from headstart.kernels.ops import (
     StateSpec,
     StepInputs,
 )
-from headstart.kernels.reference_moe import ACTIVATIONS, mixture
-from headstart.kernels.reference_recurrent import StatePool, conv_step, delta_step, walk
-from headstart.kernels.reference_sampling import logprobs, sample
+from headstart.kernels.reference.moe import ACTIVATIONS, mixture
+from headstart.kernels.reference.recurrent import StatePool, conv_step, delta_step, walk
+from headstart.kernels.reference.sampling import logprobs, sample
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 SHORT_SPAN, SHORT_CONTEXT = 8, 128
@@ -290,8 +291,9 @@ class ReferenceBackend:
     def loaded(self) -> None:
         """Nothing is left to do."""
 
-    def prepare(self, program: Program) -> None:
-        """Nothing is beyond torch."""
+    def prepare(self, program: Program, *, hidden_width: int = 0) -> Program:
+        """The program itself: nothing is beyond torch."""
+        return program
 
     def kv_bytes(self, spec: AttentionSpec) -> int:
         values = 0 if spec.latent else spec.value_width
@@ -336,12 +338,12 @@ class ReferenceBackend:
 
     @torch.inference_mode()
     def run(
-        self, program: Program, plan: StepPlan, *, hidden_pool: Tensor | None = None, hidden: Tensor | None = None
+        self, handle: Program, plan: StepPlan, *, hidden_pool: Tensor | None = None, hidden: Tensor | None = None
     ) -> Mapping[str, Tensor]:
         ops = ReferenceOps(plan, self.device, self.dtype)
         if hidden is None and hidden_pool is not None and plan.hidden_slots is not None:
             hidden = hidden_pool[torch.from_numpy(plan.hidden_slots.astype(np.int64)).to(self.device)]
-        return program(ops, ops.inputs(hidden))
+        return handle(ops, ops.inputs(hidden))
 
     def rows(self, x: Tensor, rows: NDArray[np.int32]) -> Tensor:
         return x[torch.from_numpy(rows.astype(np.int64)).to(self.device)]
@@ -369,6 +371,11 @@ class ReferenceBackend:
     def logprobs(self, logits: Tensor, tokens: NDArray[np.int64], num_top: int) -> list[TokenLogprob]:
         logits = logits.float() if logits.dtype == torch.bfloat16 else logits
         return logprobs(logits, tokens, np.full(len(tokens), num_top))
+
+    def free_memory(self) -> int:
+        if self.device.type == "cuda":
+            return int(torch.cuda.mem_get_info(self.device)[0])
+        return machine.memory().available
 
     @torch.inference_mode()
     def read_bandwidth(self, num_bytes: int, runs: int) -> float:

@@ -1,0 +1,54 @@
+"""Compiled kernels on the CPU, exact to the bit: the default. No torch."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headstart import machine
+from headstart.config import EngineConfig
+from headstart.kernels.backend import BackendKind
+
+if TYPE_CHECKING:
+    from headstart.kernels.native.backend import NativeBackend
+
+EXTENSION = "headstart.kernels.native._native"
+
+
+def limits(config: EngineConfig) -> tuple[str, str] | None:
+    if importlib.util.find_spec(EXTENSION) is None:
+        return "headstart was installed without a C++ compiler", "install one, then pip install headstart again"
+    if config.device != "cpu":
+        return f"the device is {config.device}", "use --device cpu"
+    if config.dtype != "float32":
+        return f"--dtype {config.dtype} is the reference backend's", "leave --dtype out"
+    if config.block_size % 16:
+        return f"--block-size {config.block_size} is not a multiple of 16", "use --block-size 16"
+    return None
+
+
+def open_native(config: EngineConfig, files: tuple[Path, ...]) -> NativeBackend:
+    from headstart.kernels.native.backend import NativeBackend
+    from headstart.kernels.native.packed_cache import PackedCache, key_of
+
+    cache = PackedCache.open(key_of(files, config.quantization) if files else None)
+    threads = config.threads or machine.threads().usable
+    return NativeBackend(threads=threads, quantization=config.quantization, kv_dtype=config.kv_cache_dtype, cache=cache)
+
+
+def paths() -> str:
+    from headstart.kernels.native.backend import instruction_paths
+
+    return f"path {instruction_paths()[0]} of {', '.join(instruction_paths())}"
+
+
+BACKEND = BackendKind(
+    rank=10,
+    why="compiled kernels, exact to the bit",
+    exact=True,
+    limits=limits,
+    open=open_native,
+    flags=frozenset({"quantization", "kv_cache_dtype"}),
+    detail=paths,
+)

@@ -1,0 +1,112 @@
+"""Backends as plug-ins: which one is meant, what a new file needs, and that engines give their memory back."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from seams import plugged_in
+from support import family_of
+
+from headstart import machine
+from headstart.api import LLM
+from headstart.config import EngineConfig
+from headstart.core import SamplingParams
+from headstart.engine.load import load_model
+from headstart.errors import UsageError
+from headstart.kernels.backend import choose
+from headstart.kernels.backends import native, reference
+from headstart.tools.tiny import write_model
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    changes = {"num_hidden_layers": 2, "num_key_value_heads": 8, "num_attention_heads": 8, "head_dim": 64}
+    config, arrays = family_of("llama").tiny(**changes, max_position_embeddings=1024)
+    return write_model(tmp_path / "model", config, arrays)
+
+
+def without(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
+    honest = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in modules else honest(name))
+
+
+def test_the_best_that_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    without(monkeypatch, native.EXTENSION)
+    chosen = choose(EngineConfig())
+    assert (chosen.name, chosen.kind) == ("reference", reference.BACKEND)
+    assert chosen.why == "headstart was installed without a C++ compiler"
+    with pytest.raises(UsageError, match="backend native cannot run: headstart was installed without"):
+        choose(EngineConfig(backend="native"))
+    with pytest.raises(UsageError, match="--quantization int8 needs the native backend") as error:
+        choose(EngineConfig(quantization="int8"))
+    assert error.value.hint == "headstart was installed without a C++ compiler"
+    without(monkeypatch, native.EXTENSION, "torch")
+    with pytest.raises(UsageError, match=r"without a C\+\+ compiler, and backend reference .* needs torch"):
+        choose(EngineConfig())
+
+
+def test_flags_of_other_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "BACKEND", replace(native.BACKEND, limits=lambda config: None))
+    monkeypatch.setattr(reference, "BACKEND", replace(reference.BACKEND, limits=lambda config: None))
+    assert choose(EngineConfig()) == ("native", native.BACKEND, native.BACKEND.why)
+    assert choose(EngineConfig(backend="native", kv_cache_dtype="int8")).name == "native"
+    with pytest.raises(UsageError, match="--kv-cache-dtype int8 needs the native backend") as error:
+        choose(EngineConfig(backend="reference", kv_cache_dtype="int8"))
+    assert error.value.hint == "use --backend auto"
+    with pytest.raises(UsageError, match="--backend is 'quantum', which is unknown") as error:
+        EngineConfig(backend="quantum")
+    assert error.value.hint == "choose from: auto, native, reference"
+
+
+def test_a_backend_is_one_file(tmp_path: Path, folder: Path) -> None:
+    with plugged_in(tmp_path, "backends"):
+        config = EngineConfig(backend="thin", threads=1, max_model_len=64)
+        model = load_model(str(folder), config)
+        assert model.backend.name == "thin"
+        tokens = answer(LLM(model, config))
+    plain = EngineConfig(backend="reference", dtype="float64", threads=1, max_model_len=64)
+    assert tokens == answer(LLM(load_model(str(folder), plain), plain))
+
+
+def answer(llm: LLM) -> tuple[int, ...]:
+    [completion] = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=5, ignore_eos=True))
+    return tuple(completion.token_ids)
+
+
+def resident_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    found = re.search(r"^VmRSS:\s+(\d+) kB", status, re.MULTILINE)
+    assert found
+    return int(found.group(1)) * 1024
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_engines_on_one_model_give_their_memory_back(backend: str, folder: Path) -> None:
+    """Each fills 4 MB of keys and values; those of an engine that is gone are free."""
+    if backend == "native":
+        pytest.importorskip(native.EXTENSION, exc_type=ImportError)
+    config = EngineConfig(backend=backend, threads=1, max_model_len=1024, kv_blocks=64, drafter="none", depth=0)
+    model = load_model(str(folder), config)
+    after: list[int] = []
+    for _ in range(20):
+        LLM(model, config).generate([[1 + i % 7 for i in range(1000)]], SamplingParams(max_tokens=2))
+        gc.collect()
+        after.append(resident_bytes())
+    assert after[-1] - after[3] < 32 << 20, after
+
+
+def test_memory_is_that_of_the_container(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """The KV cache takes a share of what the cgroup leaves, not of the host's memory."""
+    config = EngineConfig(backend="reference", threads=1, max_num_seqs=1000)
+    model = load_model(str(folder), config)
+    sizes = []
+    for free in (64 << 20, 256 << 20):
+        monkeypatch.setattr(machine, "memory", lambda free=free: machine.Memory(1 << 40, free, 1 << 30))
+        assert model.backend.free_memory() == free
+        sizes.append(len(LLM(model, config).engine.memory.pool.blocks))
+    assert sizes[0] < sizes[1] <= 4 * sizes[0]
