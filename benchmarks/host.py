@@ -83,7 +83,7 @@ class NullBackend:
         return 1 << 30
 
     def _run(self, program: Program, plan: StepPlan, *, hidden_pool: Any = None, hidden: Any = None) -> dict[str, None]:
-        self._drafting = plan.hidden_slots is not None
+        self._drafting = plan.hidden_slots is not None or hidden is not None
         self._weights[:: CACHE_LINE * (16 if self._drafting else 1)].sum()  # a head is much smaller than a trunk
         return {"logits": None, "hidden": None}
 

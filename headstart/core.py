@@ -239,7 +239,7 @@ class Sequence:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # these two not frozen, as StepPlan
 class Span:
     """Rows of one sequence in a pass: positions start .. start + num_rows - 1; the last num_sample are sampled."""
 
@@ -249,7 +249,7 @@ class Span:
     num_sample: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Rows:
     """Rows of one sequence in a pass, in the slots of positions from `start` on; the last `num_logits` get logits.
     Positions follow each other, or are those of a tree: row i behind row parents[i] (< i), or behind position start - 1

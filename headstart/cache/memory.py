@@ -85,9 +85,11 @@ class KVMemory:
 
     def fill(self, sequence: Sequence, network: int, end: int) -> None:
         """The KV of a network beside the trunk is now valid below position `end`."""
-        for i in range(sequence.filled[network] // self.block_size, self.blocks_for(end)):
-            filled = self._block(sequence, i).filled
-            filled[network] = max(filled[network], min(self.block_size, end - i * self.block_size))
+        size, blocks = self.block_size, self.pool.blocks
+        for i in range(sequence.filled[network] // size, -(-end // size)):
+            filled, count = blocks[sequence.block_table[i]].filled, min(size, end - i * size)
+            if filled[network] < count:
+                filled[network] = count
         sequence.filled[network] = end
 
     def release(self, sequence: Sequence) -> None:

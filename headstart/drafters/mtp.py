@@ -135,7 +135,7 @@ class MTPDrafter(Drafter):
     def _draw(self, logits: Buffer, rounds: list[_Round]) -> None:
         """The trunk's own sampling pipeline and noise, on the head's logits (coupled sampling)."""
         entries = [(r.sequence, len(r.sequence.tokens) + len(r.draft.tokens), r.draft.tokens) for r in rounds]
-        scored = any(r.gate is not None for r in rounds)
+        scored = bool([r for r in rounds if r.gate is not None])
         sampled = self._runner.draw(logits, entries, self._token_ids, scored=scored)
         for row, (each, token) in enumerate(zip(rounds, sampled.tokens.tolist(), strict=True)):
             if token < 0:  # nothing allowed is in the draft vocabulary, or the head fails: the draft ends here

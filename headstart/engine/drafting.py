@@ -69,7 +69,7 @@ class Drafting:
         """What a drafter of somebody else's may get wrong: an id outside the vocabulary would be read past its end."""
         tokens, size = draft.tokens, self._vocab_size
         assert len(tokens) <= wish.depth, f"{self.method} drafts {len(tokens)} tokens, but was asked for {wish.depth}"
-        assert not tokens or 0 <= min(tokens) <= max(tokens) < size, f"{self.method} drafts ids outside 0..{size - 1}"
+        assert not tokens or (min(tokens) >= 0 and max(tokens) < size), f"{self.method} drafts ids past {size - 1}"
 
     def _wishes(self, sequences: Seq[Sequence]) -> list[Wish]:
         assert self.drafter is not None

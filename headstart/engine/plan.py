@@ -12,7 +12,7 @@ import numpy as np
 from headstart.core import Paths, Rows, Span, StepPlan
 
 
-def build_plan(rows: Seq[Rows], block_size: int, *, first_position: int = 0, behind: int | None = None) -> StepPlan:
+def build_plan(rows: Seq[Rows], block_size: int, first_position: int = 0, behind: int | None = None) -> StepPlan:
     """Lay out the rows of a network (see layers.network). `behind`: the row at position q reads the hidden state stored
     at q - behind; None: rows read none."""
     tables = np.zeros((len(rows), max([len(part.sequence.block_table) for part in rows])), np.int32)
@@ -31,8 +31,9 @@ def build_plan(rows: Seq[Rows], block_size: int, *, first_position: int = 0, beh
         bent = bent or part.sees is not None or part.parents is not None
         logit_rows += range(len(positions) - part.num_logits, len(positions))
         places = [table[at // block_size] * block_size + at % block_size for at in range(start - reach, end)]
-        slots += places[reach:]
-        hidden_slots += places[: end - start]
+        slots += places[reach:] if reach else places
+        if behind is not None:
+            hidden_slots += places[: end - start]
     plan = StepPlan(
         token_ids=np.array(token_ids, np.int32),
         positions=np.array(positions, np.int32),

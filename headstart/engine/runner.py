@@ -68,10 +68,11 @@ class Runner:
     ) -> Mapping[str, Buffer]:
         """One pass of a network's program. Its rows read `hidden` [R, width] where that is given, else what is stored
         of the trunk."""
-        network, size = opened.network, self.memory.block_size
-        plan = build_plan(rows, size, first_position=network.first_position, behind=network.behind)
+        network = opened.network
+        behind = network.behind if hidden is None else None
+        plan = build_plan(rows, self.memory.block_size, network.first_position, behind)
         plan.states = states
-        stored = None if network.behind is None else self._hidden_pool
+        stored = None if behind is None else self._hidden_pool
         return self.backend.run(opened.handles[program], plan, hidden_pool=stored, hidden=hidden)
 
     def fill(self, opened: Opened, rows: Seq[Rows]) -> None:
@@ -89,7 +90,7 @@ class Runner:
         states = self.memory.states.plan(spans) if self.memory.states else None
         output = self.run(self.trunk, FORWARD, parts, states=states)
         self.num_passes += 1
-        self.num_rows += sum([len(part.token_ids) for part in parts])
+        self.num_rows += sum([span.num_rows for span in spans])
         return Forward(output["logits"], list(accumulate([part.num_logits for part in parts], initial=0)))
 
     def sample(self, spans: Seq[Span], forward: Forward) -> tuple[Sampled, list[int]]:

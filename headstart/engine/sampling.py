@@ -27,7 +27,7 @@ CACHED_MIXTURES = 128
 def allowed_tokens(entries: Seq[Entry], vocab_size: int) -> Mask | None:
     """[L, ceil(V / 32)] masks of the entries, each after its drafted prefix; None when no sequence has a constraint.
     The entries of a sequence stand together, each prefix beginning with the one before."""
-    if not any(sequence.constraint is not None for sequence, _, _ in entries):
+    if not [sequence for sequence, _, _ in entries if sequence.constraint is not None]:
         return None
     allowed = np.full((len(entries), -(-vocab_size // 32)), 0xFFFFFFFF, np.uint32)
     end = 0

@@ -38,7 +38,7 @@ class Meter:
     def run(
         self, handle: Handle, plan: StepPlan, *, hidden_pool: Pool = None, hidden: Buffer = None
     ) -> Mapping[str, Buffer]:
-        is_head = plan.hidden_slots is not None
+        is_head = plan.hidden_slots is not None or hidden is not None
         if id(handle) not in self._handles:
             self._handles[id(handle)] = handle, is_head
             if self._profiles:

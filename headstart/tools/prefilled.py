@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seq
-from dataclasses import replace
-from typing import TypeVar, cast
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, TypeVar, cast
 
 from headstart.api import LLM
 from headstart.config import EngineConfig
 from headstart.core import Progress, SamplingParams, Sequence, Span
 from headstart.engine.load import Model
 from headstart.kernels.ops import Backend
+from headstart.layers.moe import MoE
 from headstart.tools.meter import Meter
 from headstart.tools.prompts import builtin_prompts
 
 FEWEST_REPEATS, MOST_REPEATS = 5, 50
+MOST_READ_BYTES, READ_RUNS = 2**30, 5
 Key = TypeVar("Key")
 
 
@@ -77,3 +79,30 @@ def in_turns(
 
 def affordable_repeats(seconds: float, budget_s: float) -> int:
     return max(FEWEST_REPEATS, min(MOST_REPEATS, int(budget_s / max(seconds, 1e-9))))
+
+
+def readable_bytes(backend: Backend) -> int:
+    """A buffer to time reading with: far more than caches hold."""
+    return min(MOST_READ_BYTES, backend.free_memory() // 4)
+
+
+def held_bytes(*parts: Any) -> int:
+    """Bytes of all weights within modules, each counted once."""
+    sizes: dict[int, int] = {}
+
+    def visit(part: Any) -> None:
+        if isinstance(part, MoE):
+            visit([part.router, part.bias, part.shared, part.shared_gate])
+            sizes[id(part)] = held_bytes(part.experts) * part.spec.top_k // part.spec.num_experts
+        elif is_dataclass(part):
+            for item in fields(part):
+                visit(getattr(part, item.name))
+        elif isinstance(part, list | tuple):
+            for each in part:
+                visit(each)
+        else:
+            sizes[id(part)] = int(getattr(part, "num_bytes", 0) or getattr(part, "nbytes", 0))
+
+    for part in parts:
+        visit(part)
+    return sum(sizes.values())

@@ -38,7 +38,7 @@ def headed(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def small_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.tools.bench.step.MOST_READ_BYTES", READ_BYTES)
+    monkeypatch.setattr("headstart.tools.prefilled.MOST_READ_BYTES", READ_BYTES)
 
 
 def bench(model: str, *, backend: str = "native", **settings: Any) -> Report:

@@ -321,7 +321,7 @@ def test_a_line_through_two_points() -> None:
 def tiny_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     pytest.importorskip("headstart.kernels.native._native")
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(here, "MOST_READ_BYTES", 1 << 16)
+    monkeypatch.setattr("headstart.tools.prefilled.MOST_READ_BYTES", 1 << 16)
     monkeypatch.setattr(here, "PASSES_BUDGET_S", 0.1)
     return str(write_tiny("mimo", tmp_path / "model"))
 

@@ -6,7 +6,7 @@ import platform
 import time
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -20,11 +20,10 @@ from headstart.drafters.base import Wish
 from headstart.engine.load import Model, load_model
 from headstart.errors import UsageError
 from headstart.kernels.backend import kind_of
-from headstart.layers.moe import MoE
 from headstart.machine import cpu, threads
 from headstart.tools import doctor
 from headstart.tools.bench.profile import profile_pass, profile_steps, profiling, require_profiler
-from headstart.tools.prefilled import Prefilled, in_turns
+from headstart.tools.prefilled import READ_RUNS, Prefilled, held_bytes, in_turns, readable_bytes
 
 ROWS = (1, 2, 3, 4, 6, 8, 16, 32, 128, 512)
 MOST_VERIFIED = 8
@@ -37,8 +36,6 @@ GENERATED = 32
 """Tokens of a profiled generation."""
 ROOM = 64
 """Positions beyond the context, at least: for a generation, or a draft."""
-MOST_READ_BYTES = 2**30
-READ_RUNS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +102,7 @@ def run(options: StepOptions, progress: Progress = no_progress) -> Report:
         raise UsageError(f"--drafter {options.config.drafter}: bench step times a head", "use --drafter auto")
     bench = Bench(options)
     progress(0, 1, "reading memory")
-    read_bytes = options.read_bytes or min(MOST_READ_BYTES, bench.model.backend.free_memory() // 4)
+    read_bytes = options.read_bytes or readable_bytes(bench.model.backend)
     bandwidth = bench.model.backend.read_bandwidth(read_bytes, READ_RUNS)
     passes = in_turns(bench.rows, bench.seconds, PASSES_BUDGET_S, progress, options.repeats)
     draft = time_draft(bench, options.repeats or DRAFT_REPEATS) if bench.engine.drafting.drafter else None
@@ -205,28 +202,6 @@ def weight_bytes(model: Model) -> int:
     """Bytes of weights that every pass reads: all but an embedding table, of which it needs single rows, and of experts
     as many as one row takes."""
     return held_bytes(model.decoder.layers, model.decoder.norm, model.decoder.lm_head)
-
-
-def held_bytes(*parts: Any) -> int:
-    """Bytes of all weights within modules, each counted once."""
-    sizes: dict[int, int] = {}
-
-    def visit(part: Any) -> None:
-        if isinstance(part, MoE):
-            visit([part.router, part.bias, part.shared, part.shared_gate])
-            sizes[id(part)] = held_bytes(part.experts) * part.spec.top_k // part.spec.num_experts
-        elif is_dataclass(part):
-            for item in fields(part):
-                visit(getattr(part, item.name))
-        elif isinstance(part, list | tuple):
-            for each in part:
-                visit(each)
-        else:
-            sizes[id(part)] = int(getattr(part, "num_bytes", 0) or getattr(part, "nbytes", 0))
-
-    for part in parts:
-        visit(part)
-    return sum(sizes.values())
 
 
 def weight_format(model: Model, config: EngineConfig) -> str:

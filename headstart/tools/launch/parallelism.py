@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 from dataclasses import dataclass
 
 from headstart.errors import CapacityError, UsageError
+from headstart.tools.doctor import gpus
 from headstart.tools.launch.facts import Facts
 from headstart.tools.launch.launcher import Parallelism
 from headstart.tools.plan.machine import find_device, parse_gpu
@@ -25,16 +25,9 @@ class Devices:
 
 
 def here() -> Devices:
-    """The GPUs of this machine, by nvidia-smi."""
-    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        shown = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
-    except (OSError, subprocess.SubprocessError):
-        return Devices()
-    rows = [line.rpartition(",") for line in shown if "," in line]
-    if not rows:
-        return Devices()
-    return Devices(len(rows), min(float(memory) for _, _, memory in rows) * 2**20, rows[0][0].strip())
+    """The GPUs of this machine, as their driver tells."""
+    rows = [line.split(", ") for line in gpus()]  # name, memory in MiB, driver
+    return Devices(len(rows), min(float(row[1].split()[0]) for row in rows) * 2**20, rows[0][0]) if rows else Devices()
 
 
 def named_devices(text: str | None) -> Devices:

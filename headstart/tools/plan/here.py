@@ -14,7 +14,6 @@ from headstart.config import EngineConfig
 from headstart.core import Progress
 from headstart.engine.load import Model as Loaded, load_model
 from headstart.machine import cpu, threads
-from headstart.tools.bench.step import MOST_READ_BYTES, READ_RUNS, held_bytes
 from headstart.tools.plan import calibrate
 from headstart.tools.plan.formats import weight_format
 from headstart.tools.plan.machine import HERE, Device, Machine, Rates
@@ -28,6 +27,7 @@ from headstart.tools.plan.measure import (
 )
 from headstart.tools.plan.roofline import Pass, SizedModel
 from headstart.tools.plan.shape import Shape
+from headstart.tools.prefilled import READ_RUNS, held_bytes, readable_bytes
 
 VERSION = 1
 """Raise with every change of what is measured."""
@@ -53,7 +53,7 @@ def measure(passes: Passes, timed: Mapping[Pass, float], progress: Progress) -> 
     """Everything a calibration needs, as a JSON document: seconds, bytes. `timed`: seconds of its passes."""
     loaded = passes.model
     progress(0, 1, "reading memory")
-    bandwidth = loaded.backend.read_bandwidth(min(MOST_READ_BYTES, loaded.backend.free_memory() // 4), READ_RUNS)
+    bandwidth = loaded.backend.read_bandwidth(readable_bytes(loaded.backend), READ_RUNS)
     passes.release()
     depth = min(ENGINE_DEPTH, passes.engine.drafting.max_depth)
     plain = [(batch, passes.engine_seconds(batch, 0)["host"]) for batch in BATCHES]
