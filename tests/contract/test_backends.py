@@ -64,6 +64,7 @@ def test_flags_of_other_backends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_backend_is_one_file(tmp_path: Path, folder: Path) -> None:
+    """That of CONTRIBUTING.md."""
     with plugged_in(tmp_path, "backends"):
         config = EngineConfig(backend="thin", threads=1, max_model_len=64)
         model = load_model(str(folder), config)
