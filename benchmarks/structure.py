@@ -22,7 +22,6 @@ Row = tuple[str, str]
 SOURCES = {"headstart": ("*.py",), "csrc": ("*.cpp", "*.h"), "tests": ("*.py",), "benchmarks": ("*.py",)}
 HOPS = """
 import sys
-from headstart.kernels.native import _native
 from headstart.api import LLM
 from headstart.config import EngineConfig
 from headstart.core import SamplingParams
@@ -36,10 +35,12 @@ def listening(run):
         paths.append(names[::-1])
         return run(self, *arguments, **options)
     return heard
-for each in vars(_native).values():
+llm = LLM(None, EngineConfig(depth=0))
+(native,) = (module for name, module in sys.modules.items() if name.endswith("._native"))
+for each in vars(native).values():
     if isinstance(each, type) and hasattr(each, "run"):
         each.run = listening(each.run)
-LLM(None, EngineConfig(depth=0)).generate(["Hi"], SamplingParams(max_tokens=1))
+llm.generate(["Hi"], SamplingParams(max_tokens=1))
 print(len(paths[0]), " > ".join(paths[0]))
 """
 

@@ -206,6 +206,7 @@ def blocks_of(array: NDArray[np.float32], size: int) -> tuple[tuple[NDArray[np.u
     return (codes, "F8_E4M3"), scales
 
 
+@pytest.mark.slow
 def test_fp8_blocks(tiny: tuple[dict[str, Any], Arrays], tmp_path: Path) -> None:
     """The model of the codes' values, rounded to bfloat16, written out plainly."""
     config, arrays = tiny

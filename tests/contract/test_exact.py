@@ -117,6 +117,7 @@ SPECS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("agreeing", [False, True])
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 def test_every_kind_of_head_changes_nothing(spec: HeadSpec, agreeing: bool) -> None:

@@ -124,6 +124,7 @@ def logits_in_chunks(engine: Engine, tokens: Seq[int], first: int, chunk: int) -
     return torch.cat(pieces)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_transformers(family: str, variant: str) -> None:
@@ -158,6 +159,7 @@ def test_logits_in_company(family: str) -> None:
     assert float((found - torch.cat(expected)).abs().max()) <= 2e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_text_is_that_of_transformers(family: str) -> None:
     model = tiny_model(family, dtype="float32")
@@ -173,6 +175,7 @@ def test_greedy_text_is_that_of_transformers(family: str) -> None:
     assert found["r", 0].tokens == expected[len(prompt) :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_arithmetic_is_near(family: str) -> None:
     model, tokens = tiny_model(family, dtype="bfloat16"), prompt_of(LENGTH, 5)
@@ -246,6 +249,7 @@ def test_every_native_head_has_its_formula_here() -> None:
     assert {name for name in FAMILIES if family_of(name).head} == set(NATIVE_HEADS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", NATIVE_HEADS)
 def test_draft_logits_of_a_growing_sequence(family: str) -> None:
     """Teacher-forced drafts at every length; each round catches up what the last one added."""

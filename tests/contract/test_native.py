@@ -119,6 +119,7 @@ def test_quantized_logits_are_near(quantization: Any) -> None:
     assert error < {"int8": 0.03, "int4": 0.33}[quantization]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_text_is_that_of_plain_decoding(family: str, temperature: float) -> None:

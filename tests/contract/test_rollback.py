@@ -191,6 +191,7 @@ class History:
                 assert ours.tobytes() == theirs.tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("kind", BACKENDS)
 def test_a_state_is_that_of_a_fresh_prefill(kind: str, name: str) -> None:

@@ -45,6 +45,7 @@ def outputs(backend: str, temperature: float, **settings: Any) -> Any:
     return {key: each.tokens for key, each in run(engine, varied_requests(temperature)).items()}, engine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", EXACT)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize(

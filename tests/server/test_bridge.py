@@ -144,6 +144,7 @@ def test_a_full_queue_and_bad_requests_are_refused() -> None:
     with_bridge(check, queue=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [FIXED_DEPTH, AUTO])
 def test_a_dead_head_is_switched_off_loudly(
     depth: Depth, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

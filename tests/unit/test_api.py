@@ -188,6 +188,7 @@ def printable(text: str) -> str:
     return text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["none", "mtp", "ngram"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_stop_strings_cut_exactly(kind: str, drafter: str) -> None:

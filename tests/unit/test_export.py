@@ -37,6 +37,7 @@ def trunk_and_head(tmp_path: Path, hidden_first: bool) -> tuple[Path, Path]:
     return model, tmp_path / "head"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hidden_first", [False, True])
 def test_a_mimo_directory_says_and_drafts_the_same(tmp_path: Path, hidden_first: bool) -> None:
     model, head = trunk_and_head(tmp_path, hidden_first)

@@ -320,6 +320,7 @@ def test_wrong_magic_version_and_byte_order(tmp_path: Path) -> None:
             open_checkpoint(path)
 
 
+@pytest.mark.slow
 @SMALL
 @given(st.lists(st.tuples(st.integers(4, 1200), st.integers(0, 255)), min_size=1, max_size=6))
 def test_gguf_fuzz(tmp_path: Path, changes: list[tuple[int, int]]) -> None:

@@ -93,6 +93,7 @@ LIKELY = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @FUZZ
 @given(
     st.dictionaries(st.sampled_from(KEYS), st.sampled_from(LIKELY) | values, max_size=6), st.sampled_from(sorted(ZOO))
@@ -112,6 +113,7 @@ SUFFIXES = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @FUZZ
 @given(
     st.dictionaries(

@@ -376,6 +376,7 @@ def figure(figures: list[dict[str, Any]], who: str, what: str) -> dict[str, Any]
     return next(row for row in figures if row["who"] == who and row["what"] == what)
 
 
+@pytest.mark.slow
 def test_every_published_point_is_predicted_or_says_why_not(figures: list[dict[str, Any]]) -> None:
     compared = {row["who"] for row in figures}
     for point in published.documents():
@@ -450,6 +451,7 @@ def test_bad_input(arguments: str, message: str, capsys: Capture) -> None:
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_published_prints_a_table(capsys: Capture) -> None:
     assert main(["plan", "--published"]) == 0
     shown = capsys.readouterr().out

@@ -164,6 +164,7 @@ def test_rows_are_independent(vocab_size):
         assert list(part.logprobs) == [together.logprobs[i] for i in picked]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 def test_pruned_equals_unpruned_on_a_large_vocabulary(threads):
     before = torch.get_num_threads()

@@ -100,6 +100,7 @@ def test_a_damaged_setting_is_none(model: str) -> None:
     assert kept_setting(model, CONFIG) is None
 
 
+@pytest.mark.slow
 def test_it_measures_and_keeps(model: str) -> None:
     options = TuneOptions(model=model, config=CONFIG, workload="repetitive", concurrency=(1,), minutes=0.001)
     report = tune.run(options)

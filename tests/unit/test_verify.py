@@ -60,6 +60,7 @@ def options(folder: Path, grid: dict[str, Any] = SMALL_GRID, dtype: str = "float
     )
 
 
+@pytest.mark.slow
 def test_no_difference_over_the_whole_grid(folder: Path) -> None:
     calls: list[tuple[int, int, str]] = []
     report = verify.run(options(folder, GRID), lambda *call: calls.append(call))
@@ -87,6 +88,7 @@ def wrong_judge(draft: list[int], targets: list[int], *logprobs: Any) -> Verdict
     return judge_exact(draft, targets, *logprobs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_a_judge_that_believes_a_draft_is_caught(folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headstart.engine.engine.judge_exact", wrong_judge)
@@ -120,6 +122,7 @@ def test_an_engine_that_forgets_the_end_is_caught(folder: Path, monkeypatch: pyt
     json.dumps(report.data, allow_nan=False)
 
 
+@pytest.mark.slow
 def test_a_wrong_cache_is_caught(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks named by their own tokens only, without what came before them."""
     from headstart.cache.blocks import block_key
