@@ -1,6 +1,6 @@
 """The vocabulary of the engine: dataclasses and one protocol, nothing else.
 
-Words (DESIGN section 3): *row* = one token position in a pass; *pass* = one trunk forward; *depth* = tokens drafted;
+Words: *row* = one token position in a pass; *pass* = one trunk forward; *depth* = tokens drafted;
 *acceptance length* = 1 + accepted / drafts. Array shapes: R rows, S sequences, B blocks, L sampling rows, V vocabulary.
 """
 

@@ -14,8 +14,8 @@ PAGE = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text("utf-8")
 SECTIONS: dict[KindName, str] = {
     "drafters": "Write a drafter",
     "models": "Write a family",
-    "backends": "Write a backend",
     "heads": "Write a head kind",
+    "backends": "Write a backend",
     "formats": "Write a checkpoint format",
     "quantizations": "Write a quantization",
     "exports": "Write an export",

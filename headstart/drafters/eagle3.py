@@ -1,4 +1,4 @@
-"""EAGLE-3: drafts from the trunk's streams at three depths (layers.eagle3), pair by pair as MTP does."""
+"""EAGLE-3: drafts from the trunk's streams at three depths (heads/eagle3.py), pair by pair as MTP does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Medusa heads (layers.medusa): every draft step reads the newest trunk state; nothing is kept between rounds."""
+"""Medusa heads (heads/medusa.py): every draft step reads the newest trunk state; nothing is kept between rounds."""
 
 from __future__ import annotations
 

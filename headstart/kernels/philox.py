@@ -3,7 +3,8 @@
 Only elementwise integer and float64 operations that IEEE 754 rounds in one way are used (+ - * /, shifts, bit views),
 so every element has the same bits whatever the library, device, shape or vectorisation. libm's log is not like that.
 
-Source: J. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011); DESIGN section 3 for the counters.
+Key: a request's 64-bit seed. Counter: (token id // 4, position, choice, stream); token id % 4 picks the word.
+Source: J. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
 """
 
 from __future__ import annotations

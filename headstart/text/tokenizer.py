@@ -1,6 +1,6 @@
 """`Tokenizer`: text to token ids and back, from a tokenizer.json or from a GGUF file's metadata.
 
-Decoding is defined per token (see `_pieces`): the bytes of all tokens joined, read as UTF-8 with U+FFFD for what is
+Decoding is defined per token (text/pieces.py): the bytes of all tokens joined, read as UTF-8 with U+FFFD for what is
 not UTF-8. So text can be streamed and never changes later.
 """
 

@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from headstart.core import StepPlan
-from headstart.kernels.native.backend import NativeBackend, instruction_paths, packing
+from headstart.kernels.native import packing
+from headstart.kernels.native.backend import NativeBackend, instruction_paths
 from headstart.kernels.ops import AttentionSpec
 from headstart.kernels.reference.backend import ReferenceBackend
 

@@ -29,7 +29,8 @@ from native_ops import (
 from test_native_ops import check_company, varied_rows
 
 from headstart.formats.base import make_tensor
-from headstart.kernels.native.backend import NativeBackend, packing
+from headstart.kernels.native import packing
+from headstart.kernels.native.backend import NativeBackend
 from headstart.kernels.ops import Experts, RouterSpec
 from headstart.kernels.reference.moe import route
 

@@ -33,7 +33,8 @@ from native_ops import (
 )
 
 from headstart.formats.base import make_tensor
-from headstart.kernels.native.backend import NativeBackend, packing
+from headstart.kernels.native import packing
+from headstart.kernels.native.backend import NativeBackend
 from headstart.kernels.native.program import ACTIVATIONS
 from headstart.kernels.ops import Activation, AttentionSpec, RopeSpec
 from headstart.kernels.reference.backend import ReferenceBackend

@@ -1,0 +1,58 @@
+"""ARCHITECTURE.md names every module, and nothing that is not there; README.md's commands take their options."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+
+import pytest
+from source import PACKAGE, ROOT, trees
+from test_cli_surface import COMMANDS
+
+TEXT, INDEX = (ROOT / "docs" / "ARCHITECTURE.md").read_text("utf-8").split("\n## Modules\n")
+
+LINES = re.findall(r"^\$ headstart (.*)", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
+
+
+def indexed() -> list[str]:
+    """Paths of the index, each below the folder of its heading."""
+    paths = []
+    for section in INDEX.split("\n### ")[1:]:
+        folder, _, lines = section.partition("\n")
+        prefix = "" if folder == "`.`" else f"{folder.strip('`')}/"
+        paths += [prefix + name for name in re.findall(r"`([\w/]+\.py)`", lines)]
+    return paths
+
+
+def is_empty(tree: ast.Module) -> bool:
+    """Has a file a docstring at most?"""
+    return not tree.body[ast.get_docstring(tree) is not None :]
+
+
+def test_every_module_stands_in_the_index_once() -> None:
+    modules = {path for path, tree in trees().items() if not (path.endswith("__init__.py") and is_empty(tree))}
+    named = indexed()
+    assert (modules - set(named), set(named) - modules) == (set(), set())
+    assert len(named) == len(set(named))
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "docs/ARCHITECTURE.md", "docs/inspect.md"])
+def test_files_that_a_document_names_are_there(document: str) -> None:
+    text = (ROOT / document).read_text("utf-8")
+    text = TEXT if document.endswith("ARCHITECTURE.md") else text
+    named = set(re.findall(r"`((?:\w+/)+(?:\w+\.\w+)?)`", text)) | set(re.findall(r"\]\(([^)#:]+)\)", text))
+    places = (PACKAGE, ROOT, (ROOT / document).parent)
+    assert named
+    unknown = {name for name in named if not any((place / name).exists() for place in places)}
+    assert unknown <= {"org/model/file.gguf"}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_commands_of_the_readme_take_their_options(line: str) -> None:
+    words = shlex.split(line, comments=True)
+    words = words[: words.index("--")] if "--" in words else words
+    command = max((name for name in COMMANDS if words[: name.count(" ") + 1] == name.split()), key=len)
+    command = f"{command} run" if f"{command} run" in COMMANDS else command  # a group's own command
+    flags = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
+    assert flags <= COMMANDS[command] | {"--help"}
