@@ -45,7 +45,7 @@ class LevelOptions(OptionGroup):
 
     temperatures: Annotated[str | None, _levels("Temperatures", "--temperatures", "0,0.7,1.0")] = None
     depths: Annotated[str | None, _levels("Depths", "--depths", "0,1,3,5,auto")] = None
-    drafters: Annotated[str | None, _levels("Drafters", "--drafters", "mtp,ngram,mixed")] = None
+    drafters: Annotated[str | None, _levels("Drafters", "--drafters", "mtp,ngram,mixed and other shipped heads")] = None
     batch_sizes: Annotated[str | None, _levels("Prompts at the same time", "--batch-sizes", "1,8")] = None
     chunk_sizes: Annotated[str | None, _levels("Rows per pass", "--chunk-sizes", "32,512")] = None
     prefix_cache: Annotated[str | None, _levels("Prefix cache", "--prefix-cache", "on,off")] = None
