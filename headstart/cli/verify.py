@@ -57,7 +57,7 @@ class LevelOptions(OptionGroup):
     panel = "Levels"
     temperatures: str | None = _levels("Temperatures", "0,0.7,1.0")
     depths: str | None = _levels("Depths", "0,1,3,5,auto")
-    drafters: str | None = _levels("Drafters", "mtp,ngram,mixed")
+    drafters: str | None = _levels("Drafters", "mtp,ngram,mixed and other shipped heads")
     batch_sizes: str | None = _levels("Prompts at the same time", "1,8")
     chunk_sizes: str | None = _levels("Rows per pass", "32,512")
     prefix_cache: str | None = _levels("Prefix cache", "on,off")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from headstart import hub
 from headstart.config import EngineConfig
 from headstart.core import Progress, no_progress
-from headstart.engine.attach import find_head
+from headstart.engine.attach import attach_head, find_head
 from headstart.formats import open_checkpoint
 from headstart.formats.base import Checkpoint
 from headstart.heads.base import Head
@@ -56,3 +56,12 @@ def load_model(name: str | None, config: EngineConfig, progress: Progress = no_p
         head=None,
     )
     return replace(model, head=find_head(model, config.head, alias.head(config.drafter)))
+
+
+def other_heads(model: Model) -> dict[str, Model]:
+    """The model with each shipped head that `--drafter KIND` would take in place of its own, by kind."""
+    if model.head is None:
+        return {}
+    shipped = hub.shipped_heads(model.name).items()
+    own = model.head.spec.kind
+    return {kind: replace(model, head=attach_head(model, path)) for kind, path in shipped if kind != own}

@@ -12,6 +12,7 @@ from support import family_of, headed_model, new_folder, write_model
 from headstart import hub
 from headstart.cli.serve import with_tuned
 from headstart.config import AUTO, EngineConfig
+from headstart.engine import load
 from headstart.errors import UsageError
 from headstart.tools.bench.document import Cell
 from headstart.tools.tune import run as tune
@@ -120,9 +121,8 @@ def test_nothing_to_tune(model: str) -> None:
 def test_every_shipped_head_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     model = headed_model("mimo")
     monkeypatch.setattr(hub, "shipped_heads", lambda name: {"mtp": Path("first"), "eagle3": Path("second")})
-    monkeypatch.setattr(tune, "attach_head", lambda model, path: replace(model.head, source=str(path)))
-    ((kind, other),) = tune._other_heads(model, CONFIG)
+    monkeypatch.setattr(load, "attach_head", lambda model, path: replace(model.head, source=str(path)))
+    ((kind, other),) = load.other_heads(model).items()
     assert kind == "eagle3"
     assert other.head is not None
     assert other.head.source == "second"
-    assert not tune._other_heads(model, replace(CONFIG, head="mine"))

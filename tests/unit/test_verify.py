@@ -314,8 +314,12 @@ def test_all_pairs_are_covered(sizes: list[int], seed: int) -> None:
 
 
 def test_the_grid_is_small() -> None:
-    assert len(pairwise(verify.VerifyOptions(thread_counts=(1,)).factors())) <= 15
-    assert len(pairwise(verify.VerifyOptions(thread_counts=(1, 2)).factors())) <= 17
+    """Every drafter that comes with the default model, EAGLE-3 among them, at every depth."""
+    factors = verify.VerifyOptions(thread_counts=(1,)).factors()
+    assert factors["drafter"] == ("mtp", "ngram", "mixed", "eagle3")
+    assert len(pairwise(factors)) <= 21
+    assert len(pairwise(verify.VerifyOptions(thread_counts=(1, 2)).factors())) <= 23
+    assert verify.default_drafters(verify.VerifyOptions(model="another")) == ("mtp", "ngram", "mixed")
 
 
 def test_the_full_grid_compares_two_thousand_texts() -> None:
@@ -324,7 +328,7 @@ def test_the_full_grid_compares_two_thousand_texts() -> None:
     factors = full.factors()
     cells = pairwise(factors, at_least=250)
     assert len(cells) == len({tuple(cell.values()) for cell in cells}) == 250
-    assert cells[:24] == pairwise(factors)[:24]
+    assert cells[:28] == pairwise(factors)[:28]
     for one, other in combinations(factors, 2):
         assert len({(cell[one], cell[other]) for cell in cells}) == len(factors[one]) * len(factors[other])
 

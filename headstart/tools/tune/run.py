@@ -8,11 +8,9 @@ from dataclasses import dataclass, field, replace
 from statistics import mean
 from typing import Any
 
-from headstart import hub
 from headstart.config import AUTO, FIXED_DEPTH, Depth, EngineConfig
 from headstart.core import Progress, Report, no_progress
-from headstart.engine.attach import attach_head
-from headstart.engine.load import Model, load_model
+from headstart.engine.load import Model, load_model, other_heads
 from headstart.errors import UsageError
 from headstart.tools.bench import workloads
 from headstart.tools.bench.document import Cell, Interval
@@ -177,7 +175,8 @@ def _runners(model: Model, config: EngineConfig) -> list[tuple[str, InProcess]]:
         raise UsageError("--drafter none leaves nothing to tune", "leave it out")
     ways = [(config.drafter, model)]
     if config.drafter == AUTO:
-        ways = [*([("mixed", model)] if model.head else []), *_other_heads(model, config), ("ngram", model)]
+        others = [] if config.head else other_heads(model).items()
+        ways = [*([("mixed", model)] if model.head else []), *others, ("ngram", model)]
     blocks: int | None = config.kv_blocks
     runners = []
     for drafter, headed in ways:
@@ -185,12 +184,3 @@ def _runners(model: Model, config: EngineConfig) -> list[tuple[str, InProcess]]:
         blocks = runner.kv_blocks
         runners.append((drafter, runner))
     return runners
-
-
-def _other_heads(model: Model, config: EngineConfig) -> list[tuple[str, Model]]:
-    """The model with each shipped head that `--drafter KIND` would take in place of its own."""
-    if config.head is not None or model.head is None:
-        return []
-    own = model.head.spec.kind
-    shipped = hub.shipped_heads(model.name).items()
-    return [(kind, replace(model, head=attach_head(model, path))) for kind, path in shipped if kind != own]

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from headstart import machine
+from headstart import hub, machine
 from headstart.api import LLM
 from headstart.config import AUTO, Depth, EngineConfig
 from headstart.core import Progress, Report, SamplingParams, no_progress
-from headstart.engine.load import Model, load_model
+from headstart.engine.load import Model, load_model, other_heads
 from headstart.engine.make import make_engine
 from headstart.errors import UsageError
 from headstart.kernels.backend import choose, kind_of
@@ -50,7 +50,7 @@ class VerifyOptions:
     min_texts: int = 0  # cells are added until so many (cell, prompt) pairs are compared
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
     depths: tuple[Depth, ...] = (0, 1, 3, 5, AUTO)
-    drafters: tuple[str, ...] = ("mtp", "ngram", "mixed")
+    drafters: tuple[str, ...] = ()  # empty: see default_drafters
     batch_sizes: tuple[int, ...] = (1, 8)
     chunk_sizes: tuple[int, ...] = (32, 512)
     prefix_caching: tuple[bool, ...] = (True, False)
@@ -63,7 +63,7 @@ class VerifyOptions:
         return {
             "temperature": self.temperatures,
             "depth": self.depths,
-            "drafter": self.drafters,
+            "drafter": self.drafters or default_drafters(self),
             "batch": self.batch_sizes,
             "chunk": self.chunk_sizes,
             "cache": self.prefix_caching,
@@ -119,7 +119,8 @@ def run(options: VerifyOptions, progress: Progress = no_progress) -> Report:
     backend = choose(options.config)
     exact = backend.kind.exact
     threads = options.thread_counts or default_threads(options.config, exact=exact)
-    work = _Verification(replace(options, thread_counts=threads), progress)
+    drafters = options.drafters or default_drafters(options)
+    work = _Verification(replace(options, thread_counts=threads, drafters=drafters), progress)
     for count in threads:
         work.run_cells(load_model(options.model, replace(options.config, threads=count)), count)
     excusable = not exact and options.config.dtype != "float64"
@@ -134,6 +135,12 @@ def default_threads(config: EngineConfig, *, exact: bool) -> tuple[int, ...]:
         return (config.threads,)
     usable = machine.threads().usable
     return tuple(range(1, min(usable, 2) + 1)) if exact else (usable,)
+
+
+def default_drafters(options: VerifyOptions) -> tuple[str, ...]:
+    """The head, lookup, both, and the other heads that are shipped with the model."""
+    shipped = hub.shipped_heads(options.model or hub.DEFAULT_MODEL) if options.config.head is None else {}
+    return ("mtp", "ngram", "mixed", *(kind for kind in shipped if kind != "mtp"))
 
 
 class _Verification:
@@ -152,16 +159,19 @@ class _Verification:
             params_of(cell, 0, options.max_tokens)
         self._plain: dict[tuple[float, int], list[Decoded]] = {}
         self._baselines = sorted({_key(cell) for cell in cells})
+        self._headed: Mapping[str, Model] = {}  # by drafter, where it is not the model as it comes
         self._done, self._total = 0, (len(cells) + len(self._baselines)) * len(self.prompts)
 
     def run_cells(self, model: Model, threads: int) -> None:
         """All cells of one thread count, on a model loaded for it; plain decoding before the first."""
         options = self.options
+        self._headed = {} if options.config.head else other_heads(model)
         if not self._plain:
             self.name = model.name
             deepest = max((depth for depth in options.depths if depth != AUTO), default=AUTO)
             for drafter in options.drafters:  # a drafter that does not fit is said before the work begins
-                make_engine(model, replace(options.config, drafter=drafter, depth=deepest))
+                headed = self._headed.get(drafter, model)
+                make_engine(headed, replace(options.config, drafter=drafter, depth=deepest))
             for temperature, seed in self._baselines:
                 config = _config(options, plain_cell(temperature, seed, threads))
                 llm = LLM(model, config)
@@ -174,6 +184,7 @@ class _Verification:
     def _run_cell(self, model: Model, cell: Cell, text: str) -> CellResult:
         expected = self._plain[_key(cell)]
         config = _config(self.options, cell)
+        model = self._headed.get(cell["drafter"], model)
         llm = LLM(model, _scarce(config, expected, model.config.max_length) if cell["preemption"] else config)
         if cell["cache"]:  # a first visit, so that the second one starts from cached blocks
             llm.generate(self.prompts, SamplingParams(max_tokens=1), raw=self.options.raw)
