@@ -34,9 +34,9 @@ class Flag:
         return at_least(version, self.since) and (self.until is None or not at_least(version, self.until))
 
 
-def spelled_alike(*options: str) -> dict[str, str]:
-    """`Launcher.settings` of options whose flag is their own name with dashes."""
-    return {option: f"--{option.replace('_', '-')}" for option in options}
+def flags_of(source: str, *names: str) -> tuple[Flag, ...]:
+    """Arguments of one file that every version has."""
+    return tuple(Flag(name, source) for name in names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Parallelism:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What is asked of an engine. `depth` 0: no drafting. `settings`: common options by name (`Launcher.settings`)."""
+    """What is asked of an engine. `depth` 0: no drafting. `settings`: common options by name (`Launcher.flag_of`)."""
 
     depth: int
     parallel: Parallelism = Parallelism()
@@ -129,6 +129,12 @@ class Arguments:
         self.check(name, value)
         self.words += [name] if value is None else [name, str(value)]
 
+    def add_sizes(self, sizes: Mapping[str, int]) -> None:
+        """Flags of sizes, of which 1 goes without saying."""
+        for name, size in sizes.items():
+            if size > 1:
+                self.add(name, size)
+
     def config(self, name: str, entries: Mapping[str, Any]) -> dict[str, Any]:
         """A JSON or YAML document whose every key is checked."""
         for key, value in entries.items():
@@ -158,7 +164,11 @@ class Launcher:
     """Python module that serves, for installations whose program does not run."""
     flags: ClassVar[tuple[Flag, ...]]
     settings: ClassVar[Mapping[str, str]] = {}
-    """Common option -> flag; a switch if the value given is True. What is missing here is refused by name."""
+    """Common option -> flag, where that is not the option's own name."""
+    joint: ClassVar[str] = "-"
+    """What stands between the words of its flags."""
+    methods: ClassVar[Mapping[str, str]] = {}
+    """Kind of drafter -> the engine's word for it."""
     renamed: ClassVar[Mapping[str, str]] = {}
     removed: ClassVar[Mapping[str, str]] = {}
     """Stale flags and why they are gone or what does their work."""
@@ -181,19 +191,30 @@ class Launcher:
         """The arguments of `start_module` that do what the program does with `words`."""
         return list(words[1:])
 
+    def flag_of(self, option: str) -> str | None:
+        """The flag of a common option; None where no version has one."""
+        name = self.settings.get(option, f"--{option.replace('_', self.joint)}")
+        return name if any(flag.name == name for flag in self.flags) else None
+
     def apply_settings(self, arguments: Arguments, settings: Mapping[str, Any]) -> None:
-        """Raises UsageError, naming the option, for a setting without a flag."""
+        """A value of True is a switch. Raises UsageError, naming the option, for a setting without a flag."""
         for name, value in settings.items():
             if value is None or value is False:
                 continue
-            if name not in self.settings:
+            if (flag := self.flag_of(name)) is None:
                 option = f"--{name.replace('_', '-')}"
                 raise UsageError(
                     f"{self.title} has nothing for {option}", "leave it out, or give its own flag after --"
                 )
-            flag = self.settings[name]
             for each in value if isinstance(value, Sequence) and not isinstance(value, str) else [value]:
                 arguments.add(flag, None if each is True else each)
+
+    def method_of(self, wanted: Wanted) -> str:
+        """The engine's word for the kind of drafter. Raises UsageError for one that it does not draft with."""
+        if wanted.method not in self.methods:
+            hint = f"it takes {', '.join(self.methods)}"
+            raise UsageError(f"{self.title} cannot draft with a head of kind {wanted.method}", hint)
+        return self.methods[wanted.method]
 
     def refuse(self, wanted: Wanted, **words: str) -> None:
         """Raises UsageError for each field of `wanted` named here that is set."""

@@ -159,7 +159,7 @@ def _check_twice(plan: Plan, extra: tuple[str, ...]) -> None:
 
 def _remote_code(launcher: Launcher, facts: Facts, wanted: Wanted) -> list[str]:
     """Code from a checkpoint runs only if the user says so."""
-    flag = launcher.settings.get("trust_remote_code")
+    flag = launcher.flag_of("trust_remote_code")
     if not facts.remote_code or flag is None or flag in wanted.extra or wanted.settings.get("trust_remote_code"):
         return []
     return [f"the checkpoint brings Python code: if {launcher.title} asks for it and you trust it, add -- {flag}"]

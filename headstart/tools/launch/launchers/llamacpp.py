@@ -2,53 +2,27 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from headstart.errors import UsageError
 from headstart.tools.launch.commands import CommandLine
 from headstart.tools.launch.facts import Facts
-from headstart.tools.launch.launcher import Arguments, Flag, Launcher, Plan, Step, Wanted
+from headstart.tools.launch.launcher import Arguments, Flag, Launcher, Plan, Step, Wanted, flags_of
 from headstart.tools.launch.versions import Version
 
 ARG, TYPES = "common/arg.cpp", "common/speculative.cpp"
 P_MIN = 0.75
 """Drafts stop below this probability; the default of 0 is slower by a quarter or more (its own measurements)."""
 FLAGS = (
-    *(
-        Flag(name, ARG)
-        for name in ("--model", "--host", "--port", "--metrics", "--ctx-size", "--parallel", "--api-key", "--alias",
-                     "--ssl-cert-file", "--ssl-key-file", "--chat-template-file", "--cache-type-k", "--n-gpu-layers",
-                     "--spec-draft-n-max", "--spec-draft-p-min", "--spec-draft-model", "--seed", "--batch-size",
-                     "--hf-repo", "--no-cache-prompt", "--threads", "--no-ui")
+    *flags_of(
+        ARG, "--model", "--host", "--port", "--metrics", "--ctx-size", "--parallel", "--api-key", "--alias", "--seed",
+        "--ssl-cert-file", "--ssl-key-file", "--chat-template-file", "--cache-type-k", "--n-gpu-layers", "--threads",
+        "--spec-draft-n-max", "--spec-draft-p-min", "--spec-draft-model", "--batch-size", "--hf-repo",
+        "--no-cache-prompt", "--no-ui",
     ),
     Flag("--spec-type", ARG, values=("draft-mtp", "draft-eagle3", "draft-simple", "draft-dflash", "draft-dspark")),
 )  # fmt: skip
 KINDS = {"mtp": "draft-mtp", "eagle3": "draft-eagle3", "dflash": "draft-dflash", "dspark": "draft-dspark"}
-SETTINGS = {
-    "max_num_seqs": "--parallel",
-    "max_num_batched_tokens": "--batch-size",
-    "kv_cache_dtype": "--cache-type-k",
-    "served_model_name": "--alias",
-    "api_key": "--api-key",
-    "ssl_certfile": "--ssl-cert-file",
-    "ssl_keyfile": "--ssl-key-file",
-    "chat_template": "--chat-template-file",
-    "seed": "--seed",
-    "threads": "--threads",
-    "no_prefix_caching": "--no-cache-prompt",
-}
-RENAMED = {
-    "--draft-max": "--spec-draft-n-max",
-    "--draft-n": "--spec-draft-n-max",
-    "--draft": "--spec-draft-n-max",
-    "--draft-min": "--spec-draft-n-min",
-    "--draft-n-min": "--spec-draft-n-min",
-    "--draft-p-min": "--spec-draft-p-min",
-    "--model-draft": "--spec-draft-model",
-}
-REMOVED = {
-    "--spec-ngram-size-n": "each n-gram type has its own: --spec-ngram-simple-size-n and so on",
-    "--spec-ngram-size-m": "each n-gram type has its own: --spec-ngram-simple-size-m and so on",
-    "--spec-ngram-min-hits": "each n-gram type has its own: --spec-ngram-simple-min-hits and so on",
-}
 
 
 class LlamaCpp(Launcher):
@@ -60,9 +34,30 @@ class LlamaCpp(Launcher):
     newest = "11434"
     image = "ghcr.io/ggml-org/llama.cpp:server-cuda-b{version}"
     flags = FLAGS
-    settings = SETTINGS
-    renamed = RENAMED
-    removed = REMOVED
+    settings: ClassVar = {
+        "max_num_seqs": "--parallel",
+        "max_num_batched_tokens": "--batch-size",
+        "kv_cache_dtype": "--cache-type-k",
+        "served_model_name": "--alias",
+        "ssl_certfile": "--ssl-cert-file",
+        "ssl_keyfile": "--ssl-key-file",
+        "chat_template": "--chat-template-file",
+        "no_prefix_caching": "--no-cache-prompt",
+    }
+    renamed: ClassVar = {
+        "--draft-max": "--spec-draft-n-max",
+        "--draft-n": "--spec-draft-n-max",
+        "--draft": "--spec-draft-n-max",
+        "--draft-min": "--spec-draft-n-min",
+        "--draft-n-min": "--spec-draft-n-min",
+        "--draft-p-min": "--spec-draft-p-min",
+        "--model-draft": "--spec-draft-model",
+    }
+    removed: ClassVar = {
+        "--spec-ngram-size-n": "each n-gram type has its own: --spec-ngram-simple-size-n and so on",
+        "--spec-ngram-size-m": "each n-gram type has its own: --spec-ngram-simple-size-m and so on",
+        "--spec-ngram-min-hits": "each n-gram type has its own: --spec-ngram-simple-min-hits and so on",
+    }
 
     def plan(self, facts: Facts, wanted: Wanted, version: Version) -> Plan:
         if facts.format != "gguf" and facts.local:

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import json
+from typing import ClassVar
 
 from headstart.errors import UsageError
 from headstart.tools.launch.commands import CommandLine
 from headstart.tools.launch.facts import Facts
-from headstart.tools.launch.launcher import (
-    OFFLOAD,
-    Arguments,
-    Flag,
-    Launcher,
-    Plan,
-    Step,
-    Wanted,
-    spelled_alike,
-)
+from headstart.tools.launch.launcher import OFFLOAD, Arguments, Flag, Launcher, Plan, Step, Wanted, flags_of
 from headstart.tools.launch.versions import Version, at_least
 
 FIELDS = "sglang/srt/arg_groups/fields"
@@ -38,7 +30,7 @@ SOURCES = {
 }  # fmt: skip
 
 FLAGS = (
-    *(Flag(name, f"{FIELDS}/{file}") for file, names in SOURCES.items() for name in names),
+    *(flag for file, names in SOURCES.items() for flag in flags_of(f"{FIELDS}/{file}", *names)),
     Flag("--speculative-algorithm", f"{FIELDS}/spec.py", values=("NEXTN", "EAGLE", "EAGLE3")),
     Flag("--speculative-algorithm", f"{FIELDS}/spec.py", since="0.5.9", values=("NGRAM", "STANDALONE")),
     Flag("--speculative-algorithm", f"{FIELDS}/spec.py", since="0.5.23", values=("DFLASH", "DSPARK")),
@@ -52,34 +44,6 @@ FLAGS = (
     Flag("--ssl-certfile", f"{FIELDS}/serving.py", since="0.5.23"),
     Flag("--ssl-keyfile", f"{FIELDS}/serving.py", since="0.5.23"),
 )
-ALGORITHMS = {
-    "mtp": "NEXTN", "eagle": "EAGLE", "eagle3": "EAGLE3", "draft_model": "STANDALONE", "dflash": "DFLASH",
-    "dspark": "DSPARK",
-}  # fmt: skip
-SETTINGS = {
-    "max_model_len": "--context-length",
-    "max_num_seqs": "--max-running-requests",
-    "max_num_batched_tokens": "--chunked-prefill-size",
-    "gpu_memory_utilization": "--mem-fraction-static",
-    "seed": "--random-seed",
-    "no_prefix_caching": "--disable-radix-cache",
-    **spelled_alike(
-        "kv_cache_dtype",
-        "served_model_name",
-        "api_key",
-        "ssl_certfile",
-        "ssl_keyfile",
-        "chat_template",
-        "tool_call_parser",
-        "reasoning_parser",
-        "trust_remote_code",
-        "dtype",
-        "quantization",
-        "load_format",
-        "revision",
-    ),
-}
-REMOVED = {"--enable-ep-moe": "--ep-size says it"}
 
 
 class Sglang(Launcher):
@@ -91,8 +55,19 @@ class Sglang(Launcher):
     newest = "0.5.23"
     image = "lmsysorg/sglang:v{version}"
     flags = FLAGS
-    settings = SETTINGS
-    removed = REMOVED
+    settings: ClassVar = {
+        "max_model_len": "--context-length",
+        "max_num_seqs": "--max-running-requests",
+        "max_num_batched_tokens": "--chunked-prefill-size",
+        "gpu_memory_utilization": "--mem-fraction-static",
+        "seed": "--random-seed",
+        "no_prefix_caching": "--disable-radix-cache",
+    }
+    methods: ClassVar = {
+        "mtp": "NEXTN", "eagle": "EAGLE", "eagle3": "EAGLE3", "draft_model": "STANDALONE", "dflash": "DFLASH",
+        "dspark": "DSPARK",
+    }  # fmt: skip
+    removed: ClassVar = {"--enable-ep-moe": "--ep-size says it"}
     switches = frozenset({"--enable-ep-moe"})
 
     def plan(self, facts: Facts, wanted: Wanted, version: Version) -> Plan:
@@ -132,19 +107,10 @@ class Sglang(Launcher):
         arguments.add("--enable-metrics")
         if not parallel.gpus:
             arguments.add("--device", "cpu")
-        for flag, size in (
-            ("--tp-size", parallel.tensor),
-            ("--dp-size", parallel.data),
-            ("--ep-size", parallel.expert),
-        ):
-            if size > 1:
-                arguments.add(flag, size)
+        arguments.add_sizes({"--tp-size": parallel.tensor, "--dp-size": parallel.data, "--ep-size": parallel.expert})
 
     def _speculation(self, facts: Facts, wanted: Wanted, arguments: Arguments, plan: Plan) -> None:
-        method = wanted.method
-        if method not in ALGORITHMS:
-            raise UsageError(f"SGLang cannot draft with a head of kind {method}", f"it takes {', '.join(ALGORITHMS)}")
-        arguments.add("--speculative-algorithm", ALGORITHMS[method])
+        arguments.add("--speculative-algorithm", self.method_of(wanted))
         arguments.add("--speculative-num-steps", wanted.depth)
         arguments.add("--speculative-eagle-topk", 1)
         arguments.add("--speculative-num-draft-tokens", wanted.depth + 1)

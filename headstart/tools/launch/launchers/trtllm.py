@@ -7,26 +7,24 @@ by the smallest batch, since then by the largest.
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, ClassVar
 
 from headstart.errors import UsageError
 from headstart.tools.launch.commands import CommandLine
 from headstart.tools.launch.facts import Facts
-from headstart.tools.launch.launcher import Arguments, Flag, Launcher, Plan, Step, Wanted
+from headstart.tools.launch.launcher import Arguments, Flag, Launcher, Plan, Step, Wanted, flags_of
 from headstart.tools.launch.versions import Version, at_least, text_of
 
 SERVE = "tests/unittest/api_stability/references/trtllm_serve_cli.yaml"
 ARGUMENTS = "tensorrt_llm/llmapi/llm_args.py"
 BASE = "tests/unittest/api_stability/references/decoding_base_config.yaml"
 RENAMED_IN = "1.3"
-TYPES = {"mtp": "MTP", "eagle3": "Eagle3", "draft_model": "Draft_Target"}
 
 FLAGS = (
-    *(
-        Flag(name, SERVE)
-        for name in ("--host", "--port", "--extra_llm_api_options", "--tp_size", "--ep_size", "--max_batch_size",
-                     "--max_seq_len", "--max_num_tokens", "--chat_template", "--tool_parser", "--reasoning_parser",
-                     "--revision", "--trust_remote_code", "--free_gpu_memory_fraction", "--gpus_per_node")
+    *flags_of(
+        SERVE, "--host", "--port", "--extra_llm_api_options", "--tp_size", "--ep_size", "--max_batch_size",
+        "--max_seq_len", "--max_num_tokens", "--chat_template", "--tool_parser", "--reasoning_parser", "--revision",
+        "--trust_remote_code", "--free_gpu_memory_fraction", "--gpus_per_node",
     ),
     Flag("--served_model_name", SERVE, since="1.3"),
     Flag("--kv_cache_dtype", SERVE, since="1.3"),
@@ -39,19 +37,6 @@ FLAGS = (
     Flag("speculative_config.max_draft_len", BASE),
     Flag("speculative_config.num_nextn_predict_layers", ARGUMENTS, until=RENAMED_IN),
 )  # fmt: skip
-SETTINGS = {
-    "max_model_len": "--max_seq_len",
-    "max_num_seqs": "--max_batch_size",
-    "max_num_batched_tokens": "--max_num_tokens",
-    "kv_cache_dtype": "--kv_cache_dtype",
-    "gpu_memory_utilization": "--free_gpu_memory_fraction",
-    "served_model_name": "--served_model_name",
-    "chat_template": "--chat_template",
-    "tool_call_parser": "--tool_parser",
-    "reasoning_parser": "--reasoning_parser",
-    "trust_remote_code": "--trust_remote_code",
-    "revision": "--revision",
-}
 
 
 class TrtLlm(Launcher):
@@ -62,7 +47,15 @@ class TrtLlm(Launcher):
     newest = "1.2.0"
     image = "nvcr.io/nvidia/tensorrt-llm/release:{version}"
     flags = FLAGS
-    settings = SETTINGS
+    settings: ClassVar = {
+        "max_model_len": "--max_seq_len",
+        "max_num_seqs": "--max_batch_size",
+        "max_num_batched_tokens": "--max_num_tokens",
+        "gpu_memory_utilization": "--free_gpu_memory_fraction",
+        "tool_call_parser": "--tool_parser",
+    }
+    joint = "_"
+    methods: ClassVar = {"mtp": "MTP", "eagle3": "Eagle3", "draft_model": "Draft_Target"}
 
     def plan(self, facts: Facts, wanted: Wanted, version: Version) -> Plan:
         if facts.format == "gguf":
@@ -79,10 +72,7 @@ class TrtLlm(Launcher):
         arguments.add("--host", wanted.host)
         arguments.add("--port", wanted.port)
         arguments.add("--extra_llm_api_options", "extra.yaml")
-        if parallel.tensor > 1:
-            arguments.add("--tp_size", parallel.tensor)
-        if parallel.expert > 1:
-            arguments.add("--ep_size", parallel.expert)
+        arguments.add_sizes({"--tp_size": parallel.tensor, "--ep_size": parallel.expert})
         if parallel.data > 1:
             raise UsageError("one trtllm-serve runs one copy of a model", "--dp 1, and one server for each copy")
         top: dict[str, Any] = {"return_perf_metrics": True, "enable_iter_perf_stats": True}
@@ -101,11 +91,8 @@ class TrtLlm(Launcher):
         depth = wanted.depth_drafted
         if not depth:
             return {}
-        method = wanted.method
-        if method not in TYPES:
-            raise UsageError(f"TensorRT-LLM cannot draft with a head of kind {method}", f"it takes {', '.join(TYPES)}")
-        old = method == "mtp" and not at_least(arguments.version, RENAMED_IN)
-        config: dict[str, Any] = {"decoding_type": TYPES[method]}
+        config: dict[str, Any] = {"decoding_type": self.method_of(wanted)}
+        old = wanted.method == "mtp" and not at_least(arguments.version, RENAMED_IN)
         config["num_nextn_predict_layers" if old else "max_draft_len"] = depth
         if wanted.head:
             config["speculative_model"] = wanted.head

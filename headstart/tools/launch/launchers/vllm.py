@@ -8,47 +8,32 @@ from typing import Any
 from headstart.errors import UsageError
 from headstart.tools.launch.commands import CommandLine
 from headstart.tools.launch.facts import Facts
-from headstart.tools.launch.launcher import (
-    OFFLOAD,
-    Arguments,
-    Flag,
-    Launcher,
-    Plan,
-    Step,
-    Wanted,
-    spelled_alike,
-)
+from headstart.tools.launch.launcher import OFFLOAD, Arguments, Flag, Launcher, Plan, Step, Wanted, flags_of
 from headstart.tools.launch.versions import Version, at_least
 
 ENGINE, FRONTEND = "vllm/engine/arg_utils.py", "vllm/entrypoints/launchers/cli_args.py"
 SPECULATIVE, TRANSFER = "vllm/config/speculative.py", "vllm/config/kv_transfer.py"
 
 FLAGS = (
-    *(
-        Flag(name, ENGINE)
-        for name in (
-            "--model", "--speculative-config", "--tensor-parallel-size", "--data-parallel-size", "--dtype", "--seed",
-            "--enable-expert-parallel", "--distributed-executor-backend", "--kv-transfer-config", "--max-model-len",
-            "--max-num-seqs", "--max-num-batched-tokens", "--kv-cache-dtype", "--gpu-memory-utilization",
-            "--served-model-name", "--reasoning-parser", "--trust-remote-code", "--block-size", "--quantization",
-            "--enable-prefix-caching", "--enable-chunked-prefill", "--enforce-eager", "--load-format", "--tokenizer",
-            "--revision", "--pipeline-parallel-size",
-        )
+    *flags_of(
+        ENGINE, "--model", "--speculative-config", "--tensor-parallel-size", "--data-parallel-size", "--dtype",
+        "--enable-expert-parallel", "--distributed-executor-backend", "--kv-transfer-config", "--max-model-len",
+        "--max-num-seqs", "--max-num-batched-tokens", "--kv-cache-dtype", "--gpu-memory-utilization", "--seed",
+        "--served-model-name", "--reasoning-parser", "--trust-remote-code", "--block-size", "--quantization",
+        "--enable-prefix-caching", "--enable-chunked-prefill", "--enforce-eager", "--load-format", "--tokenizer",
+        "--revision", "--pipeline-parallel-size",
     ),
-    *(
-        Flag(name, FRONTEND)
-        for name in (
-            "--host", "--port", "--api-key", "--ssl-certfile", "--ssl-keyfile", "--chat-template", "--tool-call-parser",
-            "--enable-auto-tool-choice",
-        )
+    *flags_of(
+        FRONTEND, "--host", "--port", "--api-key", "--ssl-certfile", "--ssl-keyfile", "--chat-template",
+        "--tool-call-parser", "--enable-auto-tool-choice",
     ),
     Flag("--kv-offloading-size", ENGINE, since="0.24"),
     Flag("--kv-offloading-backend", ENGINE, since="0.24", values=("native", "lmcache")),
     Flag("--swap-space", ENGINE, until="0.24"),
-    *(
-        Flag(f"speculative_config.{name}", SPECULATIVE)
-        for name in ("model", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min",
-                     "draft_tensor_parallel_size")
+    *flags_of(
+        SPECULATIVE, "speculative_config.model", "speculative_config.num_speculative_tokens",
+        "speculative_config.prompt_lookup_max", "speculative_config.prompt_lookup_min",
+        "speculative_config.draft_tensor_parallel_size",
     ),
     Flag("speculative_config.method", SPECULATIVE, values=("eagle", "eagle3", "ngram", "draft_model", "deepseek_mtp")),
     Flag("speculative_config.method", SPECULATIVE, since="0.11", values=("mtp",)),
@@ -63,33 +48,6 @@ FLAGS = (
 DOTTED = "--speculative-config."
 """vLLM takes keys of its JSON one by one too."""
 GONE_METHODS = {"medusa": "0.33", "mlp_speculator": "0.33"}
-SETTINGS = spelled_alike(
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "kv_cache_dtype",
-    "gpu_memory_utilization",
-    "served_model_name",
-    "api_key",
-    "ssl_certfile",
-    "ssl_keyfile",
-    "chat_template",
-    "tool_call_parser",
-    "reasoning_parser",
-    "trust_remote_code",
-    "dtype",
-    "seed",
-    "block_size",
-    "quantization",
-    "enable_prefix_caching",
-    "enable_chunked_prefill",
-    "enforce_eager",
-    "load_format",
-    "tokenizer",
-    "revision",
-    "swap_space",
-    "pipeline_parallel_size",
-)
 REMOVED = {
     "--disable-logprobs-during-spec-decoding": "V0 only, ended in 0.10; logprobs work while drafting",
     "--spec-decoding-acceptance-method": "V0 only, ended in 0.10: rejection sampling is the default",
@@ -111,7 +69,6 @@ class Vllm(Launcher):
     image = "vllm/vllm-openai:v{version}"
     start_module = "vllm.entrypoints.openai.api_server"
     flags = FLAGS
-    settings = SETTINGS
     removed = REMOVED
     switches = frozenset({"--use-v2-block-manager"})
 
@@ -140,19 +97,14 @@ class Vllm(Launcher):
                 Step(("ray", "start", "--head", "--port=6379"), "node 0"),
                 Step(("ray", "start", f"--address={parallel.head_node}:6379"), f"nodes 1 to {parallel.nodes - 1}"),
             ]
-            plan.serve = [Step(words, "node 0", environment)]
-        else:
-            plan.serve = [Step(words, "", environment)]
+        plan.serve = [Step(words, "node 0" if plan.before else "", environment)]
         return plan
 
     def _place(self, wanted: Wanted, arguments: Arguments) -> None:
         parallel = wanted.parallel
         arguments.add("--host", wanted.host)
         arguments.add("--port", wanted.port)
-        if parallel.tensor > 1:
-            arguments.add("--tensor-parallel-size", parallel.tensor)
-        if parallel.data > 1:
-            arguments.add("--data-parallel-size", parallel.data)
+        arguments.add_sizes({"--tensor-parallel-size": parallel.tensor, "--data-parallel-size": parallel.data})
         if parallel.expert > 1:
             arguments.add("--enable-expert-parallel")
         if parallel.nodes > 1:

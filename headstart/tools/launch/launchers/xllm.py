@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from headstart.errors import UsageError
 from headstart.tools.launch.commands import CommandLine
 from headstart.tools.launch.facts import Facts
-from headstart.tools.launch.launcher import Arguments, Flag, Launcher, Plan, Step, Wanted
+from headstart.tools.launch.launcher import Arguments, Flag, Launcher, Plan, Step, Wanted, flags_of
 from headstart.tools.launch.versions import Version
 
 FOLDER = "xllm/core/framework/config"
@@ -21,23 +23,9 @@ SOURCES = {
     "kv_cache_store_config.cpp": ("--host_blocks_factor",),
 }
 FLAGS = (
-    *(Flag(name, f"{FOLDER}/{file}") for file, names in SOURCES.items() for name in names),
+    *(flag for file, names in SOURCES.items() for flag in flags_of(f"{FOLDER}/{file}", *names)),
     Flag("--speculative_algorithm", f"{FOLDER}/speculative_config.cpp", values=("MTP", "Eagle3", "DFlash", "DSpark")),
 )
-ALGORITHMS = {"mtp": "MTP", "eagle3": "Eagle3", "dflash": "DFlash", "dspark": "DSpark"}
-SETTINGS = {
-    "max_num_seqs": "--max_seqs_per_batch",
-    "max_num_batched_tokens": "--max_tokens_per_batch",
-    "kv_cache_dtype": "--kv_cache_dtype",
-    "gpu_memory_utilization": "--max_memory_utilization",
-    "tool_call_parser": "--tool_call_parser",
-    "reasoning_parser": "--reasoning_parser",
-    "block_size": "--block_size",
-}
-REMOVED = {
-    "--devices": "set CUDA_VISIBLE_DEVICES, ASCEND_RT_VISIBLE_DEVICES or the like",
-    "--draft_devices": "the draft runs on the target's devices; choose those by CUDA_VISIBLE_DEVICES or the like",
-}
 
 
 class Xllm(Launcher):
@@ -48,8 +36,17 @@ class Xllm(Launcher):
     image = "quay.io/jd_xllm/xllm-ai:{version}"
     device = "--privileged"
     flags = FLAGS
-    settings = SETTINGS
-    removed = REMOVED
+    settings: ClassVar = {
+        "max_num_seqs": "--max_seqs_per_batch",
+        "max_num_batched_tokens": "--max_tokens_per_batch",
+        "gpu_memory_utilization": "--max_memory_utilization",
+    }
+    joint = "_"
+    methods: ClassVar = {"mtp": "MTP", "eagle3": "Eagle3", "dflash": "DFlash", "dspark": "DSpark"}
+    removed: ClassVar = {
+        "--devices": "set CUDA_VISIBLE_DEVICES, ASCEND_RT_VISIBLE_DEVICES or the like",
+        "--draft_devices": "the draft runs on the target's devices; choose those by CUDA_VISIBLE_DEVICES or the like",
+    }
 
     def plan(self, facts: Facts, wanted: Wanted, version: Version) -> Plan:
         if facts.format == "gguf":
@@ -63,10 +60,7 @@ class Xllm(Launcher):
         if wanted.depth_drafted:
             self._speculation(facts, wanted, arguments, plan)
         ranks = parallel.tensor * parallel.data
-        if parallel.data > 1:
-            arguments.add("--dp_size", parallel.data)
-        if parallel.expert > 1:
-            arguments.add("--ep_size", parallel.expert)
+        arguments.add_sizes({"--dp_size": parallel.data, "--ep_size": parallel.expert})
         if wanted.role:
             arguments.add("--enable_disagg_pd", "true")
             arguments.add("--instance_role", wanted.role.upper())
@@ -85,17 +79,14 @@ class Xllm(Launcher):
         return plan
 
     def _speculation(self, facts: Facts, wanted: Wanted, arguments: Arguments, plan: Plan) -> None:
-        method = wanted.method
-        if method not in ALGORITHMS:
-            raise UsageError(f"xLLM cannot draft with a head of kind {method}", f"it takes {', '.join(ALGORITHMS)}")
-        head = wanted.head
+        algorithm, head = self.method_of(wanted), wanted.head
         if head is None:
             head = f"{facts.source.rstrip('/')}-mtp"
             export = ("python", "tools/export_mtp.py", "--input-dir", facts.source, "--output-dir", head)
             plan.before.append(Step(export, "once, in xLLM's repository"))
         arguments.add("--draft_model", head)
         arguments.add("--num_speculative_tokens", wanted.depth)
-        arguments.add("--speculative_algorithm", ALGORITHMS[method])
+        arguments.add("--speculative_algorithm", algorithm)
         if wanted.table:
             arguments.add("--enable_adaptive_speculative_decode", "true")
             plan.notes.append("xLLM sizes drafts by its own measurements: the table is replaced by that")
