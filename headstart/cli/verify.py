@@ -99,18 +99,16 @@ def run(
 
     from headstart.tools.verify import numerics, run as verify
 
-    common: dict[str, Any] = {
-        "model": model,
-        "config": engine.config,
-        "prompts": prompts,
-        "raw": case.raw,
-        "max_tokens": case.max_tokens,
-    }
-    if case.numerics:
-        return output.run("verifying", partial(numerics.run, numerics.NumericsOptions(**common)))
-    preset = verify.FULL if levels.full else {}
-    options = verify.VerifyOptions(**common, against=case.against, **{**preset, **chosen})
-    return output.run("verifying", partial(verify.run, options))
+    options = verify.VerifyOptions(
+        model=model,
+        config=engine.config,
+        prompts=prompts,
+        raw=case.raw,
+        max_tokens=case.max_tokens,
+        against=case.against,
+        **{**(verify.FULL if levels.full else {}), **chosen},
+    )
+    return output.run("verifying", partial((numerics if case.numerics else verify).run, options))
 
 
 def _check(case: CaseOptions, levels: LevelOptions, engine: EngineOptions) -> None:
