@@ -23,9 +23,8 @@ def parse_object(text: bytes, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{where} is not valid JSON: {error}", "download the file again") from error
     if not isinstance(value, dict):
-        raise ModelError(
-            f"{where} holds a JSON {type(value).__name__}, but an object is wanted", "is it the right file?"
-        )
+        what = f"{where} holds a JSON {type(value).__name__}, but an object is wanted"
+        raise ModelError(what, "is it the right file?")
     return value
 
 
