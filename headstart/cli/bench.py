@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from headstart.cli.options import EngineOptions, LoadTestOptions, Model, OptionGroup, OutputOptions, comma_list
+from headstart.cli.options import EngineOptions, LoadTestOptions, Model, OptionGroup, OutputOptions, comma_list, option
 from headstart.cli.render import finish, print_table, progress
 from headstart.core import SamplingParams
 from headstart.errors import UsageError
@@ -46,79 +45,40 @@ STEP_USES = {"backend", "quantization", "kv_cache_dtype", "dtype", "device", "th
 class StepFlags(OptionGroup):
     """What bench step times; defaults are StepOptions'."""
 
-    rows: Annotated[
-        str | None,
-        typer.Option("--rows", help="Rows per pass, comma-separated. Default: 1 to 512, as far as the context goes."),
-    ] = None
-    context: Annotated[int, typer.Option("--context", min=0, help="Cached positions before the rows.")] = 128
-    repeats: Annotated[
-        int | None, typer.Option("--repeats", min=1, help="Passes of each kind. Default: 5 to 50, as time allows.")
-    ] = None
-    profile: Annotated[
-        bool, typer.Option("--profile", help="Also show where the time goes, in passes and in engine steps.")
-    ] = False
+    rows: str | None = option("Rows per pass, comma-separated. Default: 1 to 512, as far as the context goes.")
+    context: int = option("Cached positions before the rows.", default=128, min=0)
+    repeats: int | None = option("Passes of each kind. Default: 5 to 50, as time allows.", min=1)
+    profile: bool = option("Also show where the time goes, in passes and in engine steps.", default=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFlags(OptionGroup):
     """What is asked of the model, and how; what is not given keeps the default of BenchOptions."""
 
-    workload: Annotated[
-        str | None,
-        typer.Option(
-            "--workload",
-            help="Comma-separated: code, prose, high-temperature, json, tools, repetitive, long-context, agent, mixed, "
-            "synthetic, FILE.jsonl, FILE.jsonl:CATEGORY or FILE.jsonl:each. Default: mixed.",
-        ),
-    ] = None
-    preset: Annotated[str | None, typer.Option("--preset", help="sharegpt-2500-1500: 80 long requests.")] = None
-    scale: Annotated[float, typer.Option("--scale", help="Multiplies the lengths of --preset, --input-tokens.")] = 1.0
-    concurrency: Annotated[
-        str | None, typer.Option("--concurrency", help="Requests at a time, comma-separated. Default: 1,4,16.")
-    ] = None
-    request_rate: Annotated[
-        str | None, typer.Option("--request-rate", help="Instead: requests per second, at random (Poisson) times.")
-    ] = None
-    requests: Annotated[
-        int | None, typer.Option("--requests", min=1, help="Requests of a run. Default: 8, or two per client.")
-    ] = None
-    input_tokens: Annotated[
-        int | None, typer.Option("--input-tokens", min=1, help="Prompts of this length, made of running text.")
-    ] = None
-    output_tokens: Annotated[
-        int | None, typer.Option("--output-tokens", min=1, help="Longest answers; exact with --input-tokens.")
-    ] = None
-    prompts: Annotated[
-        Path | None, typer.Option("--prompts", help="JSONL of texts to make prompts of a given length of.")
-    ] = None
-    temperature: Annotated[
-        str | None, typer.Option("--temperature", help="Comma-separated; each workload at each of them.")
-    ] = None
-    modes: Annotated[
-        str | None, typer.Option("--modes", help="Comma-separated: off, depths such as 3, auto. Default: off,auto.")
-    ] = None
-    pairs: Annotated[int, typer.Option("--pairs", min=1, help="Runs of each mode, in alternating order.")] = 3
-    chunked_prefill: Annotated[
-        str, typer.Option("--chunked-prefill", help="on, off (a prompt is one chunk) or both.")
-    ] = "on"
-    url: Annotated[str | None, typer.Option("--url", help="Measure the OpenAI-compatible server at this address.")] = (
-        None
+    workload: str | None = option(
+        "Comma-separated: code, prose, high-temperature, json, tools, repetitive, long-context, agent, mixed, "
+        "synthetic, FILE.jsonl, FILE.jsonl:CATEGORY or FILE.jsonl:each. Default: mixed."
     )
-    off_url: Annotated[
-        str | None, typer.Option("--off-url", help="A second server, without drafting, for mode off.")
-    ] = None
-    api_key: Annotated[str | None, typer.Option("--api-key", help="For the server.")] = None
-    price_per_hour: Annotated[
-        float | None, typer.Option("--price-per-hour", help="Of the machine: gives cost per million tokens.")
-    ] = None
-    out: Annotated[Path | None, typer.Option("--out", help="Write the JSON document here; what is done is kept.")] = (
-        None
-    )
-    report: Annotated[Path | None, typer.Option("--report", help="Write an HTML report here.")] = None
-    force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False
-    compare: Annotated[
-        tuple[Path, Path] | None, typer.Option("--compare", help="Compare two documents instead of measuring.")
-    ] = None
+    preset: str | None = option("sharegpt-2500-1500: 80 long requests.")
+    scale: float = option("Multiplies the lengths of --preset, --input-tokens.", default=1.0)
+    concurrency: str | None = option("Requests at a time, comma-separated. Default: 1,4,16.")
+    request_rate: str | None = option("Instead: requests per second, at random (Poisson) times.")
+    requests: int | None = option("Requests of a run. Default: 8, or two per client.", min=1)
+    input_tokens: int | None = option("Prompts of this length, made of running text.", min=1)
+    output_tokens: int | None = option("Longest answers; exact with --input-tokens.", min=1)
+    prompts: Path | None = option("JSONL of texts to make prompts of a given length of.")
+    temperature: str | None = option("Comma-separated; each workload at each of them.")
+    modes: str | None = option("Comma-separated: off, depths such as 3, auto. Default: off,auto.")
+    pairs: int = option("Runs of each mode, in alternating order.", default=3, min=1)
+    chunked_prefill: str = option("on, off (a prompt is one chunk) or both.", default="on")
+    url: str | None = option("Measure the OpenAI-compatible server at this address.")
+    off_url: str | None = option("A second server, without drafting, for mode off.")
+    api_key: str | None = option("For the server.")
+    price_per_hour: float | None = option("Of the machine: gives cost per million tokens.")
+    out: Path | None = option("Write the JSON document here; what is done is kept.")
+    report: Path | None = option("Write an HTML report here.")
+    force: bool = option("Replace files that exist.", default=False)
+    compare: tuple[Path, Path] | None = option("Compare two documents instead of measuring.")
 
     def chosen(self) -> dict[str, Any]:
         """Fields of BenchOptions. Raises UsageError for lists and numbers that mean nothing."""
@@ -179,10 +139,10 @@ def run(model: Model = None, *, flags: RunFlags, engine: LoadTestOptions, output
 def _compare(paths: tuple[Path, Path], output: OutputOptions) -> int:
     from headstart.tools.bench import compare
 
-    report = compare.run(*paths)
-    if not output.as_json:
-        print_table(compare.COLUMNS, compare.table(report.data))
-    return finish(report, output.as_json)
+    def table(data: dict[str, Any]) -> None:
+        print_table(compare.COLUMNS, compare.table(data))
+
+    return output.run("comparing", lambda progress: compare.run(*paths), table)
 
 
 def step(model: Model = None, *, flags: StepFlags, engine: EngineOptions, output: OutputOptions) -> int:
@@ -194,23 +154,15 @@ def step(model: Model = None, *, flags: StepFlags, engine: EngineOptions, output
 
     from headstart.tools.bench import step as bench_step
 
-    options = bench_step.StepOptions(
-        model=model,
-        config=engine.config,
-        rows=rows,
-        context=flags.context,
-        repeats=flags.repeats,
-        profile=flags.profile,
-    )
-    with progress("loading", quiet=output.as_json) as report_progress:
-        report = bench_step.run(options, report_progress)
-    if not output.as_json:
-        for line in bench_step.header(report.data):
+    def tables(data: dict[str, Any]) -> None:
+        for line in bench_step.header(data):
             print(line)
-        _print_passes(report.data["passes"])
-        if report.data["profile"]:
-            _print_profile(report.data["profile"])
-    return finish(report, output.as_json)
+        _print_passes(data["passes"])
+        if data["profile"]:
+            _print_profile(data["profile"])
+
+    options = bench_step.StepOptions(model=model, config=engine.config, **vars(flags) | {"rows": rows})
+    return output.run("loading", partial(bench_step.run, options), tables)
 
 
 def _print_passes(passes: list[dict[str, Any]]) -> None:

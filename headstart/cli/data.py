@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from headstart.cli.options import EngineOptions, Model, OptionGroup, OutputOptions
-from headstart.cli.render import finish, progress
+from headstart.cli.options import REQUIRED, EngineOptions, Model, OptionGroup, OutputOptions, option
 from headstart.errors import UsageError
 
 EXAMPLES = (
@@ -28,19 +26,15 @@ Paths = list[Path] | None
 class DataFlags(OptionGroup):
     """DataOptions from the command line; what is not given keeps the default written there."""
 
-    out: Annotated[Path, typer.Option("--out", help="Folder for the data; a second run goes on in it.")]
-    tokens: Annotated[int | None, typer.Option("--tokens", help="Stop when the answers hold so many tokens.")] = None
-    minutes: Annotated[float | None, typer.Option("--minutes", help="Stop after this time.")] = None
-    prompts: Annotated[Paths, typer.Option("--prompts", help="JSONL prompts to answer first; may be repeated.")] = None
-    text: Annotated[
-        Paths, typer.Option("--text", help="Folder of documentation or source code to learn from; may be repeated.")
-    ] = None
-    licence: Annotated[str | None, typer.Option("--licence", help="Licence of --text, for the record.")] = None
-    only_prompts: Annotated[bool, typer.Option("--only-prompts", help="Answer --prompts and nothing else.")] = False
-    language: Annotated[
-        str | None, typer.Option("--language", help="Of prompts that the model writes itself: en or any. Default: en.")
-    ] = None
-    max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=2, help="Of an answer. Default: 256.")] = None
+    out: Path = option("Folder for the data; a second run goes on in it.", default=REQUIRED)
+    tokens: int | None = option("Stop when the answers hold so many tokens.")
+    minutes: float | None = option("Stop after this time.")
+    prompts: Paths = option("JSONL prompts to answer first; may be repeated.")
+    text: Paths = option("Folder of documentation or source code to learn from; may be repeated.")
+    licence: str | None = option("Licence of --text, for the record.")
+    only_prompts: bool = option("Answer --prompts and nothing else.", default=False)
+    language: str | None = option("Of prompts that the model writes itself: en or any. Default: en.")
+    max_tokens: int | None = option("Of an answer. Default: 256.", min=2)
 
     def chosen(self) -> dict[str, Any]:
         """The options that were given, by the names of DataOptions."""
@@ -58,6 +52,4 @@ def run(model: Model = None, *, flags: DataFlags, engine: EngineOptions, output:
     from headstart.train import own_data as data
 
     options = data.DataOptions(model=model, config=engine.config, seed=engine.config.seed or 0, **flags.chosen())
-    with progress("data", quiet=output.as_json) as report_progress:
-        report = data.run(options, report_progress)
-    return finish(report, output.as_json)
+    return output.run("data", partial(data.run, options))

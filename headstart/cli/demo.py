@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from functools import partial
+from typing import Annotated, Any
 
 import typer
 
 from headstart.cli.options import EngineOptions, Model, OutputOptions
-from headstart.cli.render import finish, print_table, progress
+from headstart.cli.render import print_table
 from headstart.errors import UsageError
-
-if TYPE_CHECKING:
-    from headstart.core import Report
 
 EXAMPLES = ("headstart demo", "headstart demo --depth 5 --max-tokens 128", "headstart demo --drafter ngram --json")
 
@@ -31,15 +29,11 @@ def run(
 
     from headstart.tools import demo
 
-    with progress("decoding", quiet=output.as_json) as report_progress:
-        options = demo.DemoOptions(model=model, config=engine.config, max_tokens=max_tokens)
-        report = demo.run(options, report_progress)
-    if not output.as_json:
-        _print_table(report)
-    return finish(report, output.as_json)
+    options = demo.DemoOptions(model=model, config=engine.config, max_tokens=max_tokens)
+    return output.run("decoding", partial(demo.run, options), _print_table)
 
 
-def _print_table(report: Report) -> None:
+def _print_table(data: dict[str, Any]) -> None:
     columns = ("prompt", "same\ntext", "tokens", "passes", "passes\n/token", "accept.\nlength", "tokens/s", "ratio")
     rows = [
         (
@@ -52,6 +46,6 @@ def _print_table(report: Report) -> None:
             f"{row['tokens_per_s_off']:.1f} → {row['tokens_per_s_on']:.1f}",
             f"{row['speed_ratio']:.2f}x",
         )
-        for row in report.data["prompts"]
+        for row in data["prompts"]
     ]
     print_table(columns, rows)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from headstart.cli.options import Model, OptionGroup, OutputOptions
-from headstart.cli.render import finish, progress
+from headstart.cli.options import REQUIRED, Model, OptionGroup, OutputOptions, option
 
 EXAMPLES = (
     "headstart export ./DeepSeek-V3 -o deepseek-v3-mtp",
@@ -23,13 +20,11 @@ LAYOUTS = "xllm, vllm-eagle, speculators or gguf (the head alone); vllm-mimo (tr
 class ExportFlags(OptionGroup):
     """What to write where."""
 
-    out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")]
-    to: Annotated[str, typer.Option("--to", help=f"Layout: {LAYOUTS}.")] = "xllm"
-    model_type: Annotated[
-        str | None, typer.Option("--model-type", help="With --to xllm: do not ask config.json, such as deepseek_v32.")
-    ] = None
-    head: Annotated[Path | None, typer.Option("--head", help="Head directory; none: the model's own.")] = None
-    force: Annotated[bool, typer.Option("--force", help="Replace a directory that exists.")] = False
+    out: Path = option("Directory to write.", "--out", "-o", default=REQUIRED)
+    to: str = option(f"Layout: {LAYOUTS}.", default="xllm")
+    model_type: str | None = option("With --to xllm: do not ask config.json, such as deepseek_v32.")
+    head: Path | None = option("Head directory; none: the model's own.")
+    force: bool = option("Replace a directory that exists.", default=False)
 
 
 def run(model: Model = None, *, flags: ExportFlags, output: OutputOptions) -> int:
@@ -37,6 +32,4 @@ def run(model: Model = None, *, flags: ExportFlags, output: OutputOptions) -> in
     from headstart.tools.export import run as export
 
     options = export.ExportOptions(model=model, **vars(flags))
-    with progress("exporting", quiet=output.as_json) as report_progress:
-        report = export.run(options, report_progress)
-    return finish(report, output.as_json)
+    return output.run("exporting", partial(export.run, options))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from headstart.cli.options import OptionGroup, OutputOptions
-from headstart.cli.render import finish, progress
+from headstart.cli.options import REQUIRED, OptionGroup, OutputOptions, option
 
 EXAMPLES = (
     "headstart graft ./my-finetune --from ./original -o my-finetune-mtp",
@@ -22,15 +22,11 @@ EXAMPLES = (
 class GraftFlags(OptionGroup):
     """What to write where."""
 
-    out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")]
-    base: Annotated[
-        str | None, typer.Option("--from", help="Path or repo id of the model that still has its head.", metavar="BASE")
-    ] = None
-    strip: Annotated[bool, typer.Option("--strip", help="Write the checkpoint without its head.")] = False
-    quantize_head: Annotated[
-        bool, typer.Option("--quantize-head", help="Write the head in FP8 blocks (vLLM, SGLang, transformers).")
-    ] = False
-    force: Annotated[bool, typer.Option("--force", help="Replace a directory that exists.")] = False
+    out: Path = option("Directory to write.", "--out", "-o", default=REQUIRED)
+    base: str | None = option("Path or repo id of the model that still has its head.", "--from", metavar="BASE")
+    strip: bool = option("Write the checkpoint without its head.", default=False)
+    quantize_head: bool = option("Write the head in FP8 blocks (vLLM, SGLang, transformers).", default=False)
+    force: bool = option("Replace a directory that exists.", default=False)
 
 
 def run(
@@ -42,6 +38,4 @@ def run(
     """Put the MTP head of the original model back into a fine-tuned or quantized one, and measure whether it helps."""
     from headstart.tools.graft import run as graft
 
-    with progress("grafting", quiet=output.as_json) as report_progress:
-        report = graft.run(graft.GraftOptions(model=model, **vars(flags)), report_progress)
-    return finish(report, output.as_json)
+    return output.run("grafting", partial(graft.run, graft.GraftOptions(model=model, **vars(flags))))

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from functools import partial
 
-import typer
-
-from headstart.cli.options import Model, OptionGroup, OutputOptions
-from headstart.cli.render import finish, progress
+from headstart.cli.options import Model, OptionGroup, OutputOptions, option
 
 EXAMPLES = (
     "headstart inspect",
@@ -23,17 +20,11 @@ EXAMPLES = (
 class InspectFlags(OptionGroup):
     """What to look at."""
 
-    head: Annotated[str | None, typer.Option("--head", help="A head directory to look at beside the model.")] = None
-    target: Annotated[
-        str | None, typer.Option("--target", help="A model: does this drafter, or this model's head, fit it?")
-    ] = None
-    deep: Annotated[
-        bool,
-        typer.Option(
-            "--deep",
-            help="Measure acceptance on a few hundred tokens, where the model can run here; a repo is downloaded.",
-        ),
-    ] = False
+    head: str | None = option("A head directory to look at beside the model.")
+    target: str | None = option("A model: does this drafter, or this model's head, fit it?")
+    deep: bool = option(
+        "Measure acceptance on a few hundred tokens, where the model can run here; a repo is downloaded.", default=False
+    )
 
 
 def run(model: Model = None, *, flags: InspectFlags, output: OutputOptions) -> int:
@@ -43,7 +34,5 @@ def run(model: Model = None, *, flags: InspectFlags, output: OutputOptions) -> i
     heads that are not all there, when a drafter does not fit, or when a measured head is dead."""
     from headstart.tools.inspect import run as inspect
 
-    options = inspect.InspectOptions(model=model, head=flags.head, target=flags.target, deep=flags.deep)
-    with progress("inspecting", quiet=output.as_json) as report_progress:
-        report = inspect.run(options, report_progress)
-    return finish(report, output.as_json)
+    options = inspect.InspectOptions(model=model, **vars(flags))
+    return output.run("inspecting", partial(inspect.run, options))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headstart.cli.options import OptionGroup, OutputOptions, _option
+from headstart.cli.options import OptionGroup, OutputOptions, option
 from headstart.cli.render import finish, progress
 from headstart.errors import UsageError
 
@@ -22,63 +22,48 @@ EXAMPLES = (
     "headstart launch vllm ./my-model -- --enable-log-requests",
     """headstart launch --translate "vllm serve m --speculative-model '[ngram]' --num-speculative-tokens 4" """.strip(),
 )
+SETTINGS = ("max_model_len", "max_num_seqs", "served_model_name", "api_key")
+"""Options of the server that launchers translate."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFlags(OptionGroup):
     """What to do with the command."""
 
-    dry_run: Annotated[bool, _option("--dry-run", help="Print the commands; start nothing.")] = False
-    docker: Annotated[bool, _option("--docker", help="Print the commands for the engine's container image.")] = False
-    check: Annotated[bool, _option("--check", help="Start it, say whether it drafts, and end it again.")] = False
-    translate: Annotated[
-        str | None, _option("--translate", help="Instead: an old command line, in quotes, for the current version.")
-    ] = None
-    engine_version: Annotated[
-        str | None, _option("--engine-version", help="Write for this version. Default: the one installed.")
-    ] = None
-    program: Annotated[
-        str | None, _option("--program", help="The engine's program, or its folder. Default: looked up in PATH.")
-    ] = None
+    dry_run: bool = option("Print the commands; start nothing.", default=False)
+    docker: bool = option("Print the commands for the engine's container image.", default=False)
+    check: bool = option("Start it, say whether it drafts, and end it again.", default=False)
+    translate: str | None = option("Instead: an old command line, in quotes, for the current version.")
+    engine_version: str | None = option("Write for this version. Default: the one installed.")
+    program: str | None = option("The engine's program, or its folder. Default: looked up in PATH.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlaceFlags(OptionGroup):
     """Devices, nodes, and which half of a divided server."""
 
-    gpus: Annotated[
-        str | None, _option("--gpus", help="GPUs of a node, such as h200x8, or none. Default: this machine's.")
-    ] = None
-    tp: Annotated[int | None, _option("--tp", help="Tensor parallelism. Default: as few GPUs as hold it.")] = None
-    dp: Annotated[int | None, _option("--dp", help="Copies of the model side by side. Default: 1.")] = None
-    nodes: Annotated[int, _option("--nodes", help="Machines that hold one model together.")] = 1
-    head_node: Annotated[str, _option("--head-node", help="Address of the first of them.")] = "HEAD_NODE"
-    role: Annotated[
-        str | None, _option("--role", help="prefill or decode, where they run apart; MTP goes to decode.")
-    ] = None
-    kv_offload: Annotated[int | None, _option("--kv-offload", help="GB of host memory that the cache may use.")] = None
+    gpus: str | None = option("GPUs of a node, such as h200x8, or none. Default: this machine's.")
+    tp: int | None = option("Tensor parallelism. Default: as few GPUs as hold it.")
+    dp: int | None = option("Copies of the model side by side. Default: 1.")
+    nodes: int = option("Machines that hold one model together.", default=1)
+    head_node: str = option("Address of the first of them.", default="HEAD_NODE")
+    role: str | None = option("prefill or decode, where they run apart; MTP goes to decode.")
+    kv_offload_gb: int | None = option("GB of host memory that the cache may use.", "--kv-offload")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerFlags(OptionGroup):
     """Options that every engine has under some name."""
 
-    depth: Annotated[int | None, _option("--depth", help="Tokens drafted. Default: tuned, else by the head.")] = None
-    head: Annotated[str | None, _option("--head", help="A drafter of its own, in the engine's layout.")] = None
-    depth_by_batch: Annotated[
-        str | None,
-        _option("--depth-by-batch", help="Depth by running requests, as JSON: a list of rows from, to, depth."),
-    ] = None
-    host: Annotated[str, _option("--host", help="Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, _option("--port", help="Port.")] = 8000
-    max_model_len: Annotated[int | None, _option("--max-model-len", help="Longest prompt plus output.")] = None
-    max_num_seqs: Annotated[int | None, _option("--max-num-seqs", help="Requests that run together.")] = None
-    served_model_name: Annotated[str | None, _option("--served-model-name", help="Name that requests use.")] = None
-    api_key: Annotated[str | None, _option("--api-key", help="Key that requests must bring.")] = None
-
-    def settings(self) -> dict[str, Any]:
-        names = ("max_model_len", "max_num_seqs", "served_model_name", "api_key")
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+    depth: int | None = option("Tokens drafted. Default: tuned, else by the head.")
+    head: str | None = option("A drafter of its own, in the engine's layout.")
+    depth_by_batch: str | None = option("Depth by running requests, as JSON: a list of rows from, to, depth.")
+    host: str = option("Address to listen on.", default="127.0.0.1")
+    port: int = option("Port.", default=8000)
+    max_model_len: int | None = option("Longest prompt plus output.")
+    max_num_seqs: int | None = option("Requests that run together.")
+    served_model_name: str | None = option("Name that requests use.")
+    api_key: str | None = option("Key that requests must bring.")
 
 
 def run(
@@ -121,24 +106,16 @@ def options_of(
     """What the flags ask for."""
     from headstart.tools.launch.run import LaunchOptions
 
+    own = {name: value for name, value in vars(server).items() if name not in SETTINGS}
+    settings = {name: getattr(server, name) for name in SETTINGS if getattr(server, name) is not None}
     return LaunchOptions(
         engine=engine,
         model=model,
         engine_version=flags.engine_version,
         program=flags.program,
-        depth=server.depth,
-        head=server.head,
-        gpus=place.gpus,
-        tp=place.tp,
-        dp=place.dp,
-        nodes=place.nodes,
-        head_node=place.head_node,
-        role=place.role,
-        kv_offload_gb=place.kv_offload,
-        depth_by_batch=server.depth_by_batch,
-        host=server.host,
-        port=server.port,
-        settings=server.settings(),
+        **vars(place),
+        **own,
+        settings=settings,
         extra=extra,
     )
 

@@ -1,4 +1,4 @@
-"""The options that several commands share, each declared once, in groups.
+"""Groups of options, and those that several commands share, each declared once.
 
 A command asks for a group by annotating a parameter with it; `expand` turns the group into single options:
 
@@ -12,14 +12,15 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Set
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args, get_type_hints
 
 import typer
 
+from headstart.cli.render import finish, progress
 from headstart.config import Depth, EngineConfig, config_fields, flag_of, parse_speculative_config
-from headstart.core import SamplingParams
+from headstart.core import Progress, Report, SamplingParams
 from headstart.errors import UsageError
 
 Model = Annotated[
@@ -30,27 +31,39 @@ DEFAULTS = SamplingParams()
 T = TypeVar("T")
 
 
-def _option(*flags: str, help: str, panel: str = "Options", **more: Any) -> Any:
-    return typer.Option(*flags, help=help, rich_help_panel=panel, **more)
+REQUIRED: Any = MISSING
+
+
+def option(doc: str, *flags: str, default: Any = None, **more: Any) -> Any:
+    """A field of an OptionGroup. Without `flags` its flag is the field's name; `more`: typer's own settings."""
+    return field(default=default, metadata={"flags": flags, "shown": {"help": doc, **more}})
 
 
 class OptionGroup:
-    """A frozen dataclass whose fields are `Annotated[type, typer.Option(...)]`."""
+    """A frozen dataclass whose fields are `option(...)`; `--help` shows them in its panel."""
+
+    panel: ClassVar[str] = "Options"
 
     @classmethod
     def parameters(cls) -> list[inspect.Parameter]:
-        hints = get_type_hints(cls, include_extras=True)
-        return [_parameter(item.name, hints[item.name], item.default) for item in fields(cls)]  # type: ignore[arg-type]
+        hints = get_type_hints(cls)
+        return [
+            parameter(item.name, hints[item.name], item.default, *item.metadata["flags"],
+                      panel=cls.panel, **item.metadata["shown"])
+            for item in fields(cls)  # type: ignore[arg-type]
+        ]  # fmt: skip
 
     @classmethod
     def collect(cls, values: Mapping[str, Any]) -> Self:
         return cls(**values)
 
 
-def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
-    empty = inspect.Parameter.empty
-    kind = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(name, kind, default=empty if default is MISSING else default, annotation=annotation)
+def parameter(name: str, kind: Any, default: Any, *flags: str, panel: str, **shown: Any) -> inspect.Parameter:
+    """An option of a command, of type `kind`."""
+    shown_as = typer.Option(*flags or [f"--{name.replace('_', '-')}"], rich_help_panel=panel, **shown)
+    default = inspect.Parameter.empty if default is REQUIRED else default
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, keyword, default=default, annotation=Annotated[kind, shown_as])
 
 
 def expand(command: Callable[..., int]) -> Callable[..., int]:
@@ -82,18 +95,26 @@ def _is_group(annotation: Any) -> bool:
 class OutputOptions(OptionGroup):
     """How a result is shown."""
 
-    as_json: Annotated[bool, _option("--json", help="Print exactly one JSON document on stdout.")] = False
+    as_json: bool = option("Print exactly one JSON document on stdout.", "--json", default=False)
+
+    def run(
+        self, what: str, work: Callable[[Progress], Report], table: Callable[[dict[str, Any]], None] | None = None
+    ) -> int:
+        """Work under a progress bar that says `what`, then show the report, for people below a table; the exit code."""
+        with progress(what, quiet=self.as_json) as report_progress:
+            report = work(report_progress)
+        if table and not self.as_json:
+            table(report.data)
+        return finish(report, self.as_json)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions(OptionGroup):
     """Where the prompt comes from."""
 
-    prompt: Annotated[str | None, _option("--prompt", "-p", help="The prompt.")] = None
-    prompt_file: Annotated[
-        str | None, _option("--prompt-file", help="File that holds the prompt; - reads stdin.", metavar="PATH")
-    ] = None
-    raw: Annotated[bool, _option("--raw", help="Continue the text as it is, without the chat template.")] = False
+    prompt: str | None = option("The prompt.", "--prompt", "-p")
+    prompt_file: str | None = option("File that holds the prompt; - reads stdin.", metavar="PATH")
+    raw: bool = option("Continue the text as it is, without the chat template.", default=False)
 
     def text(self) -> str:
         """The one prompt. Without an option it is read from stdin when that is not a terminal."""
@@ -135,48 +156,25 @@ def comma_list(flag: str, text: str | None, parse: Callable[[str], T]) -> tuple[
 class SamplingOptions(OptionGroup):
     """How tokens are picked; defaults are SamplingParams'. `--seed` belongs to EngineOptions."""
 
-    max_tokens: Annotated[int, _option("--max-tokens", help="Longest output, in tokens.", panel="Sampling")] = (
-        DEFAULTS.max_tokens
+    panel = "Sampling"
+
+    max_tokens: int = option("Longest output, in tokens.", default=DEFAULTS.max_tokens)
+    min_tokens: int = option("Shortest output.", default=DEFAULTS.min_tokens)
+    temperature: float = option("0 is greedy.", "--temperature", "-t", default=DEFAULTS.temperature)
+    top_k: int = option("Keep the k likeliest tokens; 0 is off.", default=DEFAULTS.top_k)
+    top_p: float = option("Keep the likeliest tokens of this mass.", default=DEFAULTS.top_p)
+    min_p: float = option("Drop tokens below this share of the best.", default=DEFAULTS.min_p)
+    repetition_penalty: float = option(
+        "Divides logits of tokens seen before; 1 is off.", default=DEFAULTS.repetition_penalty
     )
-    min_tokens: Annotated[int, _option("--min-tokens", help="Shortest output.", panel="Sampling")] = DEFAULTS.min_tokens
-    temperature: Annotated[float, _option("--temperature", "-t", help="0 is greedy.", panel="Sampling")] = (
-        DEFAULTS.temperature
-    )
-    top_k: Annotated[int, _option("--top-k", help="Keep the k likeliest tokens; 0 is off.", panel="Sampling")] = (
-        DEFAULTS.top_k
-    )
-    top_p: Annotated[float, _option("--top-p", help="Keep the likeliest tokens of this mass.", panel="Sampling")] = (
-        DEFAULTS.top_p
-    )
-    min_p: Annotated[float, _option("--min-p", help="Drop tokens below this share of the best.", panel="Sampling")] = (
-        DEFAULTS.min_p
-    )
-    repetition_penalty: Annotated[
-        float, _option("--repetition-penalty", help="Divides logits of tokens seen before; 1 is off.", panel="Sampling")
-    ] = DEFAULTS.repetition_penalty
-    presence_penalty: Annotated[
-        float, _option("--presence-penalty", help="Subtracted once from tokens already put out.", panel="Sampling")
-    ] = DEFAULTS.presence_penalty
-    frequency_penalty: Annotated[
-        float, _option("--frequency-penalty", help="Subtracted per earlier occurrence.", panel="Sampling")
-    ] = DEFAULTS.frequency_penalty
-    logit_bias: Annotated[
-        list[str] | None,
-        _option("--logit-bias", help="TOKEN_ID=BIAS; may be repeated.", panel="Sampling", metavar="ID=BIAS"),
-    ] = None
-    stop: Annotated[
-        list[str] | None, _option("--stop", help="Stop before this text; may be repeated.", panel="Sampling")
-    ] = None
-    stop_token_ids: Annotated[
-        list[int] | None, _option("--stop-token-id", help="Stop at this token; may be repeated.", panel="Sampling")
-    ] = None
-    ignore_eos: Annotated[
-        bool, _option("--ignore-eos", help="Go on past the model's end of text.", panel="Sampling")
-    ] = DEFAULTS.ignore_eos
-    logprobs: Annotated[
-        int | None, _option("--logprobs", help="Report so many likeliest tokens per position.", panel="Sampling")
-    ] = DEFAULTS.logprobs
-    n: Annotated[int, _option("--n", "-n", help="Number of outputs.", panel="Sampling")] = DEFAULTS.n
+    presence_penalty: float = option("Subtracted once from tokens already put out.", default=DEFAULTS.presence_penalty)
+    frequency_penalty: float = option("Subtracted per earlier occurrence.", default=DEFAULTS.frequency_penalty)
+    logit_bias: list[str] | None = option("TOKEN_ID=BIAS; may be repeated.", metavar="ID=BIAS")
+    stop: list[str] | None = option("Stop before this text; may be repeated.")
+    stop_token_ids: list[int] | None = option("Stop at this token; may be repeated.", "--stop-token-id")
+    ignore_eos: bool = option("Go on past the model's end of text.", default=DEFAULTS.ignore_eos)
+    logprobs: int | None = option("Report so many likeliest tokens per position.", default=DEFAULTS.logprobs)
+    n: int = option("Number of outputs.", "--n", "-n", default=DEFAULTS.n)
 
     def params(self, seed: int | None) -> SamplingParams:
         """Checked SamplingParams; raises UsageError for a value outside its range."""
@@ -199,6 +197,7 @@ def _bias(text: str) -> tuple[int, float]:
 class EngineOptions(OptionGroup):
     """EngineConfig from the command line: one option per field, plus vLLM's JSON and `--no-mtp`."""
 
+    panel = "Engine"
     config: EngineConfig
     given: frozenset[str] = frozenset()
     """Names of the EngineConfig fields that the user set."""
@@ -207,26 +206,23 @@ class EngineOptions(OptionGroup):
 
     @classmethod
     def parameters(cls) -> list[inspect.Parameter]:
-        hints = get_type_hints(EngineConfig)
-        engine = [
-            _parameter(name, Annotated[_as_option(hints[name]) | None, _engine_option(name, cls.hidden(name))], None)
-            if hints[name] is not bool
-            else _parameter(name, Annotated[bool, _engine_option(name)], False)
-            for name in config_fields()
-        ]
-        extra = {
-            "speculative_config": (str | None, None, "--speculative-config", "vLLM's JSON for method, depth and head."),
-            "no_mtp": (bool, False, "--no-mtp", "Plain decoding; the same as --depth 0."),
-        }
-        return engine + [
-            _parameter(name, Annotated[kind, _option(flag, help=doc, panel="Engine")], default)
-            for name, (kind, default, flag, doc) in extra.items()
-        ]
+        return [
+            *(cls._engine_option(name, hint) for name, hint in get_type_hints(EngineConfig).items()),
+            parameter("speculative_config", str | None, None, panel=cls.panel,
+                      help="vLLM's JSON for method, depth and head."),
+            parameter("no_mtp", bool, False, panel=cls.panel, help="Plain decoding; the same as --depth 0."),
+        ]  # fmt: skip
 
     @classmethod
-    def hidden(cls, name: str) -> bool:
-        """Refused, saying why, rather than shown."""
-        return name == "synthetic_acceptance" and not cls.load_tests
+    def _engine_option(cls, name: str, hint: Any) -> inspect.Parameter:
+        item = config_fields()[name]
+        flag, doc = item.metadata["flag"], item.metadata["doc"]
+        if item.default is True:  # only switching it off says something new
+            flag, doc = f"--no-{flag.removeprefix('--')}", f"Do not: {doc[0].lower()}{doc[1:]}"
+        doc = doc if item.default is None or isinstance(item.default, bool) else f"{doc} Default: {item.default}."
+        kind, default = (bool, False) if hint is bool else (_as_option(hint) | None, None)
+        hidden = name == "synthetic_acceptance" and not cls.load_tests  # refused, saying why, rather than shown
+        return parameter(name, kind, default, flag, panel=cls.panel, help=doc, show_default=False, hidden=hidden)
 
     @classmethod
     def collect(cls, values: Mapping[str, Any]) -> Self:
@@ -261,15 +257,6 @@ class LoadTestOptions(EngineOptions):
     """EngineOptions of a command that load tests are made with."""
 
     load_tests: ClassVar[bool] = True
-
-
-def _engine_option(name: str, hidden: bool = False) -> Any:
-    item = config_fields()[name]
-    flag, doc = item.metadata["flag"], item.metadata["doc"]
-    if item.default is True:  # only switching it off says something new
-        flag, doc = f"--no-{flag.removeprefix('--')}", f"Do not: {doc[0].lower()}{doc[1:]}"
-    doc = doc if item.default is None or isinstance(item.default, bool) else f"{doc} Default: {item.default}."
-    return _option(flag, help=doc, panel="Engine", show_default=False, hidden=hidden)
 
 
 def _as_option(hint: Any) -> Any:

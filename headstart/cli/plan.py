@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 import typer
 
-from headstart.cli.options import OptionGroup, OutputOptions, comma_list
-from headstart.cli.render import finish, print_table, progress
+from headstart.cli.options import OptionGroup, OutputOptions, comma_list, option
+from headstart.cli.render import print_table
 
 EXAMPLES = (
     "headstart plan deepseek-v4 --gpu h200x4 --batch 1,4,8,32 --price-per-hour 3.31 --api-price 0.9",
@@ -27,36 +28,27 @@ Model = Annotated[
 class PlanFlags(OptionGroup):
     """What plan predicts for; defaults are PlanOptions'."""
 
-    gpu: Annotated[
-        str, typer.Option("--gpu", help="Device and count, such as h200x4; here: this machine, measured.")
-    ] = "here"
-    batch: Annotated[str, typer.Option("--batch", help="Sequences decoded together, comma-separated.")] = "1,4,8"
-    context: Annotated[
-        int, typer.Option("--context", help="Positions of each sequence; also the prompt of the first token's time.")
-    ] = 2048
-    acceptance: Annotated[
-        str | None,
-        typer.Option("--acceptance", help="Shares by position (each given that those before stood), or a length."),
-    ] = None
-    depth: Annotated[
-        str | None, typer.Option("--depth", help="Tokens drafted, comma-separated. Default: the best of 0 to 8.")
-    ] = None
-    weights: Annotated[
-        str | None, typer.Option("--weights", help="bf16, fp8, int8, int4, nvfp4, ... Default: what it comes in.")
-    ] = None
-    kv_dtype: Annotated[str | None, typer.Option("--kv-dtype", help="Cache: bf16 (default), fp8, int8, ...")] = None
-    tp: Annotated[int | None, typer.Option("--tp", help="Tensor parallelism. Default: all devices.")] = None
-    ep: Annotated[int | None, typer.Option("--ep", help="Expert parallelism: all devices, or 1 (default).")] = None
-    price_per_hour: Annotated[
-        float | None, typer.Option("--price-per-hour", help="Dollars for one device; gives the cost of tokens.")
-    ] = None
-    api_price: Annotated[
-        float | None, typer.Option("--api-price", help="Dollars an API asks for a million tokens: when is it beaten?")
-    ] = None
-    recalibrate: Annotated[bool, typer.Option("--recalibrate", help="Measure this machine again.")] = False
-    published: Annotated[
-        bool, typer.Option("--published", help="Instead: what others have published beside what is predicted for it.")
-    ] = False
+    gpu: str = option("Device and count, such as h200x4; here: this machine, measured.", default="here")
+    batch: str = option("Sequences decoded together, comma-separated.", default="1,4,8")
+    context: int = option("Positions of each sequence; also the prompt of the first token's time.", default=2048)
+    acceptance: str | None = option("Shares by position (each given that those before stood), or a length.")
+    depth: str | None = option("Tokens drafted, comma-separated. Default: the best of 0 to 8.")
+    weights: str | None = option("bf16, fp8, int8, int4, nvfp4, ... Default: what it comes in.")
+    kv_dtype: str | None = option("Cache: bf16 (default), fp8, int8, ...")
+    tp: int | None = option("Tensor parallelism. Default: all devices.")
+    ep: int | None = option("Expert parallelism: all devices, or 1 (default).")
+    price_per_hour: float | None = option("Dollars for one device; gives the cost of tokens.")
+    api_price: float | None = option("Dollars an API asks for a million tokens: when is it beaten?")
+    recalibrate: bool = option("Measure this machine again.", default=False)
+    published: bool = option("Instead: what others have published beside what is predicted for it.", default=False)
+
+    def chosen(self) -> dict[str, Any]:
+        """Fields of PlanOptions."""
+        values = dict(vars(self))
+        values["batches"] = comma_list("--batch", values.pop("batch"), int)
+        values["depths"] = comma_list("--depth", values.pop("depth"), int)
+        del values["published"]
+        return values
 
 
 def run(model: Model = None, *, flags: PlanFlags, output: OutputOptions) -> int:
@@ -64,30 +56,8 @@ def run(model: Model = None, *, flags: PlanFlags, output: OutputOptions) -> int:
     from headstart.tools.plan import run as plan
 
     if flags.published:
-        report = plan.compare_published()
-        if not output.as_json:
-            _print_published(report.data)
-        return finish(report, output.as_json)
-    options = plan.PlanOptions(
-        model=model,
-        gpu=flags.gpu,
-        batches=comma_list("--batch", flags.batch, int),
-        context=flags.context,
-        acceptance=flags.acceptance,
-        depths=comma_list("--depth", flags.depth, int),
-        weights=flags.weights,
-        kv_dtype=flags.kv_dtype,
-        tp=flags.tp,
-        ep=flags.ep,
-        price_per_hour=flags.price_per_hour,
-        api_price=flags.api_price,
-        recalibrate=flags.recalibrate,
-    )
-    with progress("planning", quiet=output.as_json) as report_progress:
-        report = plan.run(options, report_progress)
-    if not output.as_json:
-        _print_plan(report.data)
-    return finish(report, output.as_json)
+        return output.run("planning", lambda progress: plan.compare_published(), _print_published)
+    return output.run("planning", partial(plan.run, plan.PlanOptions(model=model, **flags.chosen())), _print_plan)
 
 
 def _print_plan(data: dict[str, Any]) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 import typer
 
 from headstart.cli.options import OutputOptions
-from headstart.cli.render import finish, progress
 
 EXAMPLES = (
     "headstart probe http://localhost:8000",
@@ -31,6 +31,4 @@ def run(
     from headstart.tools.probe import run as probe
 
     options = probe.ProbeOptions(url=url, model=model, api_key=api_key, use_metrics=not no_metrics)
-    with progress("probing", quiet=output.as_json) as report_progress:
-        report = probe.run(options, report_progress)
-    return finish(report, output.as_json)
+    return output.run("probing", partial(probe.run, options))

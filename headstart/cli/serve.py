@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
 
-from headstart.cli.options import LoadTestOptions, Model, OptionGroup, _option, read_text
+from headstart.cli.options import LoadTestOptions, Model, OptionGroup, option, read_text
 from headstart.cli.render import finish, progress
 from headstart.cli.serve_elsewhere import OtherEngine, launch_options
 from headstart.cli.vllm_flags import VllmFlags
@@ -26,36 +25,20 @@ EXAMPLES = (
 class ServeOptions(OptionGroup):
     """Where and how the server listens."""
 
-    host: Annotated[str, _option("--host", help="Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, _option("--port", help="Port; 0 takes a free one.")] = 8000
-    served_model_name: Annotated[
-        list[str] | None, _option("--served-model-name", help="Name that requests use; may be repeated.")
-    ] = None
-    max_queue: Annotated[int, _option("--max-queue", help="Sequences that may wait; beyond: 503.")] = 256
-    request_timeout: Annotated[
-        float | None, _option("--request-timeout", help="Seconds that a request may take. Default: any.")
-    ] = None
-    shutdown_timeout: Annotated[
-        int, _option("--shutdown-timeout", help="Seconds that running requests get after SIGTERM.")
-    ] = 30
-    api_key: Annotated[
-        str | None, _option("--api-key", help="Bearer token that requests must bring.", envvar="HEADSTART_API_KEY")
-    ] = None
-    ssl_certfile: Annotated[Path | None, _option("--ssl-certfile", help="TLS certificate (PEM).")] = None
-    ssl_keyfile: Annotated[Path | None, _option("--ssl-keyfile", help="TLS key (PEM).")] = None
-    chat_template: Annotated[
-        Path | None, _option("--chat-template", help="Jinja file that replaces the model's template.")
-    ] = None
-    tool_call_parser: Annotated[
-        str | None, _option("--tool-call-parser", help="Format of tool calls. Default: by the chat template.")
-    ] = None
-    reasoning_parser: Annotated[
-        str | None, _option("--reasoning-parser", help="Format of thoughts. Default: by the chat template.")
-    ] = None
-    price_per_hour: Annotated[
-        float | None, _option("--price-per-hour", help="Dollars for this machine; /metrics then counts the cost.")
-    ] = None
-    log_format: Annotated[str, _option("--log-format", help="text or json.")] = "text"
+    host: str = option("Address to listen on.", default="127.0.0.1")
+    port: int = option("Port; 0 takes a free one.", default=8000)
+    served_model_name: list[str] | None = option("Name that requests use; may be repeated.")
+    max_queue: int = option("Sequences that may wait; beyond: 503.", default=256)
+    request_timeout: float | None = option("Seconds that a request may take. Default: any.")
+    shutdown_timeout: int = option("Seconds that running requests get after SIGTERM.", default=30)
+    api_key: str | None = option("Bearer token that requests must bring.", envvar="HEADSTART_API_KEY")
+    ssl_certfile: Path | None = option("TLS certificate (PEM).")
+    ssl_keyfile: Path | None = option("TLS key (PEM).")
+    chat_template: Path | None = option("Jinja file that replaces the model's template.")
+    tool_call_parser: str | None = option("Format of tool calls. Default: by the chat template.")
+    reasoning_parser: str | None = option("Format of thoughts. Default: by the chat template.")
+    price_per_hour: float | None = option("Dollars for this machine; /metrics then counts the cost.")
+    log_format: str = option("text or json.", default="text")
 
     def check(self) -> None:
         """Raises UsageError for values out of range and files that are not there."""

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from headstart.cli.options import EngineOptions, OptionGroup, _option
+from headstart.cli.options import EngineOptions, OptionGroup, option
 from headstart.config import AUTO, flag_of
 from headstart.errors import UsageError
 
 if TYPE_CHECKING:
     from headstart.tools.launch.run import LaunchOptions
 
-PANEL = "Another engine"
 SETTINGS = ("served_model_name", "api_key", "ssl_certfile", "ssl_keyfile", "chat_template", "tool_call_parser",
             "reasoning_parser")  # fmt: skip
 """Options of the server that launchers know by the same name."""
@@ -28,10 +27,9 @@ METHODS = {"auto": None, "mtp": None, "none": 0}
 class OtherEngine(OptionGroup):
     """Serve with another engine, launched and checked."""
 
-    engine_name: Annotated[
-        str | None, _option("--engine", help="vllm, sglang, ...: launch it with these options.", panel=PANEL)
-    ] = None
-    dry_run: Annotated[bool, _option("--dry-run", help="With --engine: print its command only.", panel=PANEL)] = False
+    panel = "Another engine"
+    engine_name: str | None = option("vllm, sglang, ...: launch it with these options.", "--engine")
+    dry_run: bool = option("With --engine: print its command only.", default=False)
 
     def check(self) -> None:
         """Raises UsageError for --dry-run alone."""

@@ -5,11 +5,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from headstart.cli.options import Model, OptionGroup, OutputOptions
+from headstart.cli.options import REQUIRED, Model, OptionGroup, OutputOptions, option
 from headstart.cli.render import finish, progress
 from headstart.errors import UsageError
 
@@ -32,40 +30,25 @@ SCRATCH = ("out", "data", "minutes", "tokens", "depth", "threads", "seed")
 class TrainFlags(OptionGroup):
     """TrainOptions from the command line; what is not given keeps the default written there."""
 
-    out: Annotated[Path, typer.Option("--out", help="Directory for the head; a second run goes on from it.")]
-    from_scratch: Annotated[
-        str | None,
-        typer.Option(
-            "--from-scratch",
-            metavar="FAMILY",
-            help="Train a small model of a family, with its own head, from plain text; without --data, from Python's.",
-        ),
-    ] = None
-    kind: Annotated[str | None, typer.Option("--kind", help="mtp, eagle3 or medusa. Default: mtp.")] = None
-    finetune: Annotated[
-        bool, typer.Option("--finetune", help="Begin with the head that goes with the model, or with --head.")
-    ] = False
-    head: Annotated[Path | None, typer.Option("--head", help="With --finetune: the head to begin with.")] = None
-    data: Annotated[
-        Paths,
-        typer.Option(
-            "--data", help="JSONL file or folder of texts; may be repeated. Without it the model writes its own."
-        ),
-    ] = None
-    prompts: Annotated[Paths, typer.Option("--prompts", help="JSONL prompts that the model answers first.")] = None
-    minutes: Annotated[float | None, typer.Option("--minutes", help="Stop after this time.")] = None
-    tokens: Annotated[int | None, typer.Option("--tokens", help="Stop after this many training tokens.")] = None
-    depth: Annotated[int | None, typer.Option("--depth", help="Unrolled draft steps. Default: 3.")] = None
-    modules: Annotated[
-        int | None, typer.Option("--modules", help="Layers of an mtp head, one for each draft step. Default: 1.")
-    ] = None
-    draft_vocab: Annotated[
-        int | None, typer.Option("--draft-vocab", help="Most frequent tokens that the head can draft. Default: 8192.")
-    ] = None
-    threads: Annotated[int | None, typer.Option("--threads", help="CPU threads.")] = None
-    seed: Annotated[int | None, typer.Option("--seed", help="Order of data and initial weights. Default: 0.")] = None
-    device: Annotated[str | None, typer.Option("--device", help="cpu or cuda. Default: cpu.")] = None
-    restart: Annotated[bool, typer.Option("--restart", help="Start over instead of going on from --out.")] = False
+    out: Path = option("Directory for the head; a second run goes on from it.", default=REQUIRED)
+    from_scratch: str | None = option(
+        "Train a small model of a family, with its own head, from plain text; without --data, from Python's.",
+        metavar="FAMILY",
+    )
+    kind: str | None = option("mtp, eagle3 or medusa. Default: mtp.")
+    finetune: bool = option("Begin with the head that goes with the model, or with --head.", default=False)
+    head: Path | None = option("With --finetune: the head to begin with.")
+    data: Paths = option("JSONL file or folder of texts; may be repeated. Without it the model writes its own.")
+    prompts: Paths = option("JSONL prompts that the model answers first.")
+    minutes: float | None = option("Stop after this time.")
+    tokens: int | None = option("Stop after this many training tokens.")
+    depth: int | None = option("Unrolled draft steps. Default: 3.")
+    modules: int | None = option("Layers of an mtp head, one for each draft step. Default: 1.")
+    draft_vocab: int | None = option("Most frequent tokens that the head can draft. Default: 8192.")
+    threads: int | None = option("CPU threads.")
+    seed: int | None = option("Order of data and initial weights. Default: 0.")
+    device: str | None = option("cpu or cuda. Default: cpu.")
+    restart: bool = option("Start over instead of going on from --out.", default=False)
 
     def chosen(self) -> dict[str, Any]:
         """The options that were given, by the names of TrainOptions."""

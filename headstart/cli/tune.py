@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from functools import partial
+from typing import Any
 
-import typer
-
-from headstart.cli.options import EngineOptions, Model, OptionGroup, OutputOptions, comma_list
-from headstart.cli.render import finish, print_table, progress
+from headstart.cli.options import EngineOptions, Model, OptionGroup, OutputOptions, comma_list, option
+from headstart.cli.render import print_table
 from headstart.errors import UsageError
 
 EXAMPLES = (
@@ -26,10 +25,10 @@ TUNED = {"depth", "depth_by_batch", "rule"}
 class TuneFlags(OptionGroup):
     """What to tune for; defaults are TuneOptions'."""
 
-    workload: Annotated[str, typer.Option("--workload", help="As in headstart bench: a name, or FILE.jsonl.")] = "mixed"
-    concurrency: Annotated[str, typer.Option("--concurrency", help="Requests at a time, comma-separated.")] = "1,4"
-    minutes: Annotated[float, typer.Option("--minutes", help="Stop at the latest after so long.")] = 5.0
-    retune: Annotated[bool, typer.Option("--retune", help="Measure again what is known already.")] = False
+    workload: str = option("As in headstart bench: a name, or FILE.jsonl.", default="mixed")
+    concurrency: str = option("Requests at a time, comma-separated.", default="1,4")
+    minutes: float = option("Stop at the latest after so long.", default=5.0)
+    retune: bool = option("Measure again what is known already.", default=False)
 
 
 def run(model: Model = None, *, flags: TuneFlags, engine: EngineOptions, output: OutputOptions) -> int:
@@ -43,24 +42,15 @@ def run(model: Model = None, *, flags: TuneFlags, engine: EngineOptions, output:
 
     from headstart.tools.tune import run as tune
 
-    options = tune.TuneOptions(
-        model=model,
-        config=engine.config,
-        workload=flags.workload,
-        concurrency=concurrency,
-        minutes=flags.minutes,
-        retune=flags.retune,
-    )
-    with progress("tuning", quiet=output.as_json) as report_progress:
-        report = tune.run(options, report_progress)
-    if not output.as_json and not report.data["kept"]:
-        _print_candidates(report.data["candidates"])
-    return finish(report, output.as_json)
+    options = tune.TuneOptions(model=model, config=engine.config, **vars(flags) | {"concurrency": concurrency})
+    return output.run("tuning", partial(tune.run, options), _print_candidates)
 
 
-def _print_candidates(candidates: list[dict[str, Any]]) -> None:
+def _print_candidates(data: dict[str, Any]) -> None:
+    if data["kept"]:
+        return
     rows = []
-    for each in candidates:
+    for each in data["candidates"]:
         known = each["low"] is not None
         interval = f"{each['low']:.2f} to {each['high']:.2f}" if known else ""
         rows.append(

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from headstart.cli.options import EngineOptions, Model, OptionGroup, OutputOptions, as_depth, comma_list, read_text
-from headstart.cli.render import finish, progress
+from headstart.cli.options import (
+    EngineOptions,
+    Model,
+    OptionGroup,
+    OutputOptions,
+    as_depth,
+    comma_list,
+    option,
+    read_text,
+)
 from headstart.config import flag_of
 from headstart.errors import UsageError
 
@@ -22,7 +30,12 @@ EXAMPLES = (
     "headstart verify --numerics",
     "headstart verify --against transformers",
 )
-SWITCH = {"on": True, "off": False}
+SWITCH = {"on": True, "off": False}.__getitem__
+PARSERS: Mapping[str, Callable[[str], Any]] = {
+    "temperatures": float, "depths": as_depth, "drafters": str, "batch_sizes": int, "chunk_sizes": int,
+    "prefix_cache": SWITCH, "preemption": SWITCH, "thread_counts": int, "seeds": int,
+}  # fmt: skip
+"""Of one value of each list that verify varies."""
 VARIED = {
     "depth": "--depths",
     "drafter": "--drafters",
@@ -33,52 +46,37 @@ VARIED = {
 """Engine options that verify varies by itself."""
 
 
-def _levels(doc: str, flag: str, default: str) -> Any:
-    return typer.Option(
-        flag, help=f"{doc}, comma-separated. Default: {default}.", rich_help_panel="Levels", show_default=False
-    )
+def _levels(doc: str, default: str) -> Any:
+    return option(f"{doc}, comma-separated. Default: {default}.", show_default=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LevelOptions(OptionGroup):
     """What verify varies; each is a comma-separated list. Defaults are VerifyOptions'."""
 
-    temperatures: Annotated[str | None, _levels("Temperatures", "--temperatures", "0,0.7,1.0")] = None
-    depths: Annotated[str | None, _levels("Depths", "--depths", "0,1,3,5,auto")] = None
-    drafters: Annotated[str | None, _levels("Drafters", "--drafters", "mtp,ngram,mixed and other shipped heads")] = None
-    batch_sizes: Annotated[str | None, _levels("Prompts at the same time", "--batch-sizes", "1,8")] = None
-    chunk_sizes: Annotated[str | None, _levels("Rows per pass", "--chunk-sizes", "32,512")] = None
-    prefix_cache: Annotated[str | None, _levels("Prefix cache", "--prefix-cache", "on,off")] = None
-    preemption: Annotated[
-        str | None, _levels("Too few KV blocks for all (on), or enough (off)", "--preemption", "on,off")
-    ] = None
-    thread_counts: Annotated[
-        str | None, _levels("CPU threads", "--thread-counts", "1,2; on the reference backend one level, --threads")
-    ] = None
-    seeds: Annotated[str | None, _levels("Seeds", "--seeds", "0")] = None
-    full: Annotated[
-        bool,
-        typer.Option(
-            "--full",
-            help="The big grid: temperatures 0,0.7,1.0,1.5, depths 0 to 5 and auto, batches 1,4,16, chunks 1,37,512, "
-            "and 2000 texts or more. Levels given by hand win.",
-            rich_help_panel="Levels",
-        ),
-    ] = False
+    panel = "Levels"
+    temperatures: str | None = _levels("Temperatures", "0,0.7,1.0")
+    depths: str | None = _levels("Depths", "0,1,3,5,auto")
+    drafters: str | None = _levels("Drafters", "mtp,ngram,mixed and other shipped heads")
+    batch_sizes: str | None = _levels("Prompts at the same time", "1,8")
+    chunk_sizes: str | None = _levels("Rows per pass", "32,512")
+    prefix_cache: str | None = _levels("Prefix cache", "on,off")
+    preemption: str | None = _levels("Too few KV blocks for all (on), or enough (off)", "on,off")
+    thread_counts: str | None = _levels("CPU threads", "1,2; on the reference backend one level, --threads")
+    seeds: str | None = _levels("Seeds", "0")
+    full: bool = option(
+        "The big grid: temperatures 0,0.7,1.0,1.5, depths 0 to 5 and auto, batches 1,4,16, chunks 1,37,512, "
+        "and 2000 texts or more. Levels given by hand win.",
+        default=False,
+    )
 
     def parsed(self) -> dict[str, Any]:
         """The lists that were given, by the names that VerifyOptions has for them."""
         settings = {
-            "temperatures": comma_list("--temperatures", self.temperatures, float),
-            "depths": comma_list("--depths", self.depths, as_depth),
-            "drafters": comma_list("--drafters", self.drafters, str),
-            "batch_sizes": comma_list("--batch-sizes", self.batch_sizes, int),
-            "chunk_sizes": comma_list("--chunk-sizes", self.chunk_sizes, int),
-            "prefix_caching": comma_list("--prefix-cache", self.prefix_cache, SWITCH.__getitem__),
-            "preemption": comma_list("--preemption", self.preemption, SWITCH.__getitem__),
-            "thread_counts": comma_list("--thread-counts", self.thread_counts, int),
-            "seeds": comma_list("--seeds", self.seeds, int),
+            name: comma_list(f"--{name.replace('_', '-')}", getattr(self, name), parse)
+            for name, parse in PARSERS.items()
         }
+        settings["prefix_caching"] = settings.pop("prefix_cache")
         return {name: levels for name, levels in settings.items() if levels}
 
 
@@ -86,17 +84,11 @@ class LevelOptions(OptionGroup):
 class CaseOptions(OptionGroup):
     """What verify decodes and what it compares with."""
 
-    prompts: Annotated[
-        Path | None, typer.Option("--prompts", help="Text file with a prompt per line, or .jsonl; none: built-in ones.")
-    ] = None
-    raw: Annotated[bool, typer.Option("--raw", help="Without the chat template.")] = False
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Tokens per prompt.")] = 64
-    numerics: Annotated[
-        bool, typer.Option("--numerics", help="Compare this backend's logits with float32 (needs torch).")
-    ] = False
-    against: Annotated[
-        str | None, typer.Option("--against", help="Compare greedy text with another implementation: transformers.")
-    ] = None
+    prompts: Path | None = option("Text file with a prompt per line, or .jsonl; none: built-in ones.")
+    raw: bool = option("Without the chat template.", default=False)
+    max_tokens: int = option("Tokens per prompt.", default=64, min=1)
+    numerics: bool = option("Compare this backend's logits with float32 (needs torch).", default=False)
+    against: str | None = option("Compare greedy text with another implementation: transformers.")
 
 
 def run(
@@ -121,14 +113,11 @@ def run(
         "raw": case.raw,
         "max_tokens": case.max_tokens,
     }
-    with progress("verifying", quiet=output.as_json) as report_progress:
-        if case.numerics:
-            report = numerics.run(numerics.NumericsOptions(**common), report_progress)
-        else:
-            preset = verify.FULL if levels.full else {}
-            options = verify.VerifyOptions(**common, against=case.against, **{**preset, **parsed})
-            report = verify.run(options, report_progress)
-    return finish(report, output.as_json)
+    if case.numerics:
+        return output.run("verifying", partial(numerics.run, numerics.NumericsOptions(**common)))
+    preset = verify.FULL if levels.full else {}
+    options = verify.VerifyOptions(**common, against=case.against, **{**preset, **parsed})
+    return output.run("verifying", partial(verify.run, options))
 
 
 def _check(case: CaseOptions, levels: LevelOptions, engine: EngineOptions) -> None:

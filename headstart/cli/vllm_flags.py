@@ -6,9 +6,9 @@ import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
-from headstart.cli.options import OptionGroup, _option, _parameter
+from headstart.cli.options import OptionGroup, parameter
 from headstart.config import MAX_DEPTH, EngineConfig
 from headstart.errors import UsageError
 
@@ -57,16 +57,16 @@ def _name(flag: str) -> str:
 class VllmFlags(OptionGroup):
     """The flags of `FLAGS` that were given, with their values (True: a switch)."""
 
+    panel = "vLLM's spellings"
     given: Mapping[str, str | bool] = field(default_factory=dict)
 
     @classmethod
     def parameters(cls) -> list[inspect.Parameter]:
-        def parameter(flag: str, entry: Flag) -> inspect.Parameter:
-            kind: Any = str | None if entry.takes_value else bool
-            shown = _option(flag, help=entry.help, panel="vLLM's spellings")
-            return _parameter(_name(flag), Annotated[kind, shown], None if entry.takes_value else False)
-
-        return [parameter(flag, entry) for flag, entry in FLAGS.items()]
+        kinds: dict[bool, tuple[Any, Any]] = {True: (str | None, None), False: (bool, False)}
+        return [
+            parameter(_name(flag), *kinds[entry.takes_value], flag, panel=cls.panel, help=entry.help)
+            for flag, entry in FLAGS.items()
+        ]
 
     @classmethod
     def collect(cls, values: Mapping[str, Any]) -> Self:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from checkpoints import tensor, write_checkpoint
 
-from headstart.cli import export as export_command, graft as graft_command
+from headstart.cli import options as cli_options
 from headstart.cli.main import main
 from headstart.tools.export.plan import check_room
 
@@ -96,8 +96,7 @@ def test_interrupted(
         """Progress that presses Ctrl-C as soon as something is written."""
         yield lambda done, total, text: os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(export_command, "progress", interrupting)
-    monkeypatch.setattr(graft_command, "progress", interrupting)
+    monkeypatch.setattr(cli_options, "progress", interrupting)
     for command in COMMANDS.values():
         assert main([*command(model), "-o", str(tmp_path / "out")]) == 130
         assert "interrupted" in capsys.readouterr().err
