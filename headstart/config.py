@@ -87,8 +87,9 @@ class EngineConfig:
         self._check_choice("dtype", get_args(Dtype))
         self._check_choice("device", get_args(Device))
         self._check_choice("rule", get_args(Rule))
-        if self.drafter not in DRAFTER_WORDS and self.drafter not in registry.available("drafters"):
-            self._check_choice("drafter", (*DRAFTER_WORDS, *registry.available("drafters")))
+        if self.drafter not in DRAFTER_WORDS:
+            names = {*registry.available("drafters"), *registry.available("heads")}
+            self._check_choice("drafter", (*DRAFTER_WORDS, *sorted(names)))
         if self.synthetic_rates and self.rule != "exact":
             raise UsageError(f"--synthetic-acceptance takes the place of --rule {self.rule}", "leave --rule out")
         if self.depth == AUTO and self.rule == "rejection":  # its text depends on drafts: these must not follow a clock

@@ -46,7 +46,7 @@ from headstart.models.small import Arrays, random_arrays
 from headstart.tools.tiny import write_model
 
 FAMILIES = registry.available("models")
-DRAFTERS = registry.available("drafters")
+DRAFTERS = sorted({*registry.available("drafters"), *registry.available("heads")} - {"head"})
 VOCAB, EOS = 131, 2
 PLAIN_SPEC = HeadSpec()
 SMALL = {"backend": "reference", "threads": 1, "block_size": 8, "kv_blocks": 80, "max_model_len": 128}

@@ -10,6 +10,7 @@ from headstart.core import Draft, Sequence
 from headstart.drafters.base import Drafter, Target, Wish
 from headstart.drafters.ngram import NgramDrafter
 from headstart.errors import UsageError
+from headstart.heads.kind import head_kind
 
 
 class MixedDrafter(Drafter):
@@ -26,7 +27,7 @@ class MixedDrafter(Drafter):
     def attach(cls, target: Target) -> Self:
         if target.head is None:
             raise UsageError("drafter mixed needs a head, but the model has none", "use --drafter ngram, or --head DIR")
-        head: type[Drafter] = registry.find("drafters", target.head.spec.kind).DRAFTER
+        head: type[Drafter] = registry.find("drafters", head_kind(target.head.spec.kind).drafter).DRAFTER
         return cls(NgramDrafter.attach(target), head.attach(target))
 
     def missed(self, sequence: Sequence) -> int:

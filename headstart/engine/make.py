@@ -13,6 +13,7 @@ from headstart.engine.engine import Engine
 from headstart.engine.load import Model
 from headstart.engine.runner import Runner
 from headstart.errors import UsageError
+from headstart.heads.kind import head_kind
 from headstart.layers.decoder import tap_width
 from headstart.layers.network import DecoderNetwork, Network
 
@@ -64,8 +65,21 @@ def drafter_of(model: Model, config: EngineConfig) -> tuple[type[Drafter] | None
         method = "ngram" if model.head is None else "mixed" if config.depth == AUTO else model.head.spec.kind
     if method == "none" or config.depth == 0:
         return None, "none"
-    drafter: type[Drafter] = registry.find("drafters", method).DRAFTER
+    file = _head_drafter(model, method) if method in registry.available("heads") else method
+    drafter: type[Drafter] = registry.find("drafters", file).DRAFTER
     return drafter, method
+
+
+def _head_drafter(model: Model, kind: str) -> str:
+    """The drafter of a kind of head. Raises UsageError where the model has none of that kind."""
+    own = model.head.spec.kind if model.head else None
+    if own != kind:
+        has = f"its head is of kind {own}" if own else "it has none"
+        raise UsageError(
+            f"the model has no {head_kind(kind).title} head ({has})",
+            f"attach one with --head DIR, or use --drafter {own or 'ngram'}, or --no-mtp",
+        )
+    return head_kind(kind).drafter
 
 
 def context_length(model: Model, config: EngineConfig) -> int:

@@ -100,10 +100,8 @@ class Layout:
         come with module 0. `present` are the canonical names that are there: they decide between alternatives."""
         parts = _parts()
         for prefix, names in self.tensors.items():
-            prefix_of_all = "{" not in prefix and not any(
-                "{i}" in each for name in names for each in parts[name].shapes
-            )
-            if module and prefix_of_all:
+            shared = "{" not in prefix and not any("{i}" in each for name in names for each in parts[name].shapes)
+            if module and shared:
                 continue
             for name in names:
                 if _applies(parts[name], sizes.config):
@@ -239,11 +237,9 @@ def _layout(key: str, row: Mapping[str, Any]) -> Layout:
 
 @cache
 def _parts() -> Mapping[str, Part]:
-    rows = _table()["parts"]
-    return {
-        name: Part(**{("alternative" if key == "or" else key): value for key, value in row.items()})
-        for name, row in rows.items()
-    }
+    renamed = {"or": "alternative"}
+    rows = _table()["parts"].items()
+    return {name: Part(**{renamed.get(key, key): value for key, value in row.items()}) for name, row in rows}
 
 
 @cache

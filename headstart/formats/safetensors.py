@@ -55,8 +55,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
         files=tuple(path / file for file in files),
         generation_config=read_object(path / GENERATION) if (path / GENERATION).exists() else {},
         stray={name: each for held in shards.values() for name, each in held.items() if name not in tensors},
-        tokenizer=lambda: _tokenizer(path),
-        template=lambda: _template(path),
+        load_tokenizer=lambda: _tokenizer(path),
+        chat_template=lambda: _template(path),
     )
 
 
@@ -85,13 +85,9 @@ def whole_directory(path: Path) -> dict[str, Tensor]:
         shards_of(files, index, str(path / INDEX))
         weight_map = weight_map_of(index, str(path / INDEX))
         pick(weight_map, files, str(path / INDEX))
-    return join(
-        {
-            file: {name: each for name, each in held.items() if weight_map.get(name, file) == file}
-            for file, held in files.items()
-        },
-        str(path),
-    )
+    for file, held in files.items():
+        files[file] = {name: each for name, each in held.items() if weight_map.get(name, file) == file}
+    return join(files, str(path))
 
 
 @dataclass(frozen=True)

@@ -275,6 +275,7 @@ def initial(start: Start, spec: HeadSpec) -> dict[str, Values]:
 
 
 HEAD = HeadKind(
+    title="EAGLE-3",
     modules=modules,
     shapes=shapes,
     fit=fit,

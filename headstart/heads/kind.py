@@ -81,12 +81,15 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadKind:
-    """`modules`: from canonical tensors, a spec and the hidden size; `shapes`: their names and shapes. `fit`: the spec
-    completed for a trunk; raises ModelError where it cannot be. `block`: its modules have a layer, which the spec
-    describes. `training` None: it cannot be trained here."""
+    """`title`: what people call it. `modules`: from canonical tensors, a spec and the hidden size; `shapes`: their
+    names and shapes. `drafter`: the file of drafters/ that runs it. `fit`: the spec completed for a trunk; raises
+    ModelError where it cannot be. `block`: its modules have a layer, which the spec describes. `training` None: it
+    cannot be trained here."""
 
+    title: str
     modules: Callable[[Weights, HeadSpec, int], Seq[Module]]
     shapes: Callable[[HeadSpec, int], Shapes]
+    drafter: str = "head"
     fit: Callable[[HeadSpec, DecoderConfig], HeadSpec] = lambda spec, trunk: spec
     block: bool = True
     layout: Layout | None = None

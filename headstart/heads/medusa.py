@@ -47,6 +47,7 @@ def initial(start: Start, spec: HeadSpec) -> dict[str, Values]:
 
 
 HEAD = HeadKind(
+    title="Medusa",
     modules=modules,
     shapes=shapes,
     block=False,

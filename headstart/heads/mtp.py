@@ -89,6 +89,7 @@ def initial(start: Start, spec: HeadSpec) -> dict[str, Values]:
 
 
 HEAD = HeadKind(
+    title="MTP",
     modules=modules,
     shapes=shapes,
     # the stream before the final norm, as in the one dense family that vLLM drafts for (vllm_mimo)

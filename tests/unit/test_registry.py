@@ -9,7 +9,7 @@ from headstart.errors import ModelError, UsageError
 
 
 def test_finds_files_by_name_and_leaves_helpers_out() -> None:
-    assert {"mtp", "ngram"} <= set(registry.available("drafters"))
+    assert {"head", "ngram"} <= set(registry.available("drafters"))
     assert all(not name.startswith("_") for kind in registry.KINDS for name in registry.available(kind))
     assert not {"base", "head"} & set(registry.available("formats"))
     assert registry.available("launchers") == ["llamacpp", "sglang", "trtllm", "vllm", "xllm"]

@@ -42,7 +42,8 @@ def _measure(model: Model, config: Any, progress: Progress) -> dict[str, Any]:
     from headstart.api import LLM
     from headstart.tools.acceptance import on_builtin_prompts
 
-    deepest = _deepest(LLM(model, replace(config, depth=1)))
+    drafter = LLM(model, replace(config, depth=1)).engine.drafting.drafter
+    deepest = min(len(DEPTHS), drafter.max_depth if drafter else 0)
     rows: list[dict[str, Any]] = []
     tokens = done = 0
     for depth in DEPTHS[:deepest]:
@@ -57,20 +58,14 @@ def _measure(model: Model, config: Any, progress: Progress) -> dict[str, Any]:
         tokens += stats.emitted
         rows.append({"depth": depth, "acceptance_length": stats.acceptance_length, "per_position": _rates(stats)})
     first = rows[0]["per_position"][0] if rows and rows[0]["per_position"] else 0.0
-    method = model.head.spec.kind if model.head else "none"
     return {
         "ran": True,
-        "method": method,
+        "method": model.head.spec.kind if model.head else "none",
         "tokens": tokens,
         "acceptance": first,
         "dead": first < DEAD_BELOW,
         "depths": rows,
     }
-
-
-def _deepest(llm: Any) -> int:
-    drafter = llm.engine.drafting.drafter
-    return min(len(DEPTHS), drafter.max_depth if drafter else 0)
 
 
 def _rates(stats: DraftStats) -> list[float]:

@@ -52,13 +52,10 @@ class Parallelism:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What is asked of an engine. `depth` 0: no drafting. `settings`: common options by name (`Launcher.flag_of`)."""
+class Asked:
+    """What a user says and an engine is told as it is. `settings`: common options by name (`Launcher.flag_of`)."""
 
-    depth: int
-    parallel: Parallelism = Parallelism()
     head: str | None = None
-    method: str = "mtp"  # of `head`, or the model's own
     depth_by_batch: str | None = None
     role: str | None = None  # prefill, decode
     kv_offload_gb: int | None = None
@@ -66,6 +63,15 @@ class Wanted:
     port: int = 8000
     settings: Mapping[str, Any] = field(default_factory=dict)
     extra: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted(Asked):
+    """What is asked of an engine. `depth` 0: no drafting."""
+
+    depth: int
+    parallel: Parallelism = Parallelism()
+    method: str = "mtp"  # of `head`, or the model's own
 
     @property
     def table(self) -> list[list[int]]:
@@ -202,10 +208,8 @@ class Launcher:
             if value is None or value is False:
                 continue
             if (flag := self.flag_of(name)) is None:
-                option = f"--{name.replace('_', '-')}"
-                raise UsageError(
-                    f"{self.title} has nothing for {option}", "leave it out, or give its own flag after --"
-                )
+                what = f"{self.title} has nothing for --{name.replace('_', '-')}"
+                raise UsageError(what, "leave it out, or give its own flag after --")
             for each in value if isinstance(value, Sequence) and not isinstance(value, str) else [value]:
                 arguments.add(flag, None if each is True else each)
 

@@ -15,7 +15,7 @@ from headstart.formats.safetensors import copied
 from headstart.tools.export.detect import architectures, count_modules, detect_model_type
 from headstart.tools.export.drafts import EAGLE_TYPES, draft_of
 from headstart.tools.export.module import cut_module, rest_of
-from headstart.tools.export.plan import Plan, as_json
+from headstart.tools.export.plan import Plan, single_file
 from headstart.tools.export.source import Request
 
 USE = (
@@ -56,8 +56,7 @@ def plan(request: Request) -> Plan:
         "num_nextn_predict_layers": 1,
         "first_k_dense_replace": 0,
     }
-    texts = {"config.json": as_json(config) + "\n"}
-    return Plan(tensors={"model.safetensors": planned}, metadata={"format": "pt"}, texts=texts, use=USE)
+    return single_file(planned, config, USE)
 
 
 EXPORT = plan

@@ -8,7 +8,6 @@ written twice. transformers does not know the type, so the directory brings the 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -24,7 +23,7 @@ from headstart.layers.attention import AttentionConfig
 from headstart.layers.decoder import LayerConfig
 from headstart.layers.mlp import MLPConfig
 from headstart.models.base import family_named
-from headstart.tools.export.plan import Plan
+from headstart.tools.export.plan import Plan, single_file
 from headstart.tools.export.source import Request, Source, text_side
 
 Convert = Callable[[NDArray[np.float32]], NDArray[np.float32]]
@@ -106,12 +105,9 @@ def plan(request: Request) -> Plan:
     known = {each.name for each in planned}
     for prefix in (*(f"model.layers.{layer}" for layer in range(source.sizes.num_layers)), PREFIX):
         planned += [each for each in _biases(source, prefix) if each.name not in known]
-    texts = {
-        **text_side(source),
-        f"{MODULE}.py": CONFIGURATION,
-        "config.json": json.dumps(config(source), indent=2) + "\n",
-    }
-    return Plan(tensors={"model.safetensors": planned}, metadata={"format": "pt"}, texts=texts, use=USE)
+    plan = single_file(planned, config(source), USE)
+    plan.texts |= {**text_side(source), f"{MODULE}.py": CONFIGURATION}
+    return plan
 
 
 def _matrix(name: str, tensor: RawTensor, convert: Convert = lambda values: values) -> Planned:

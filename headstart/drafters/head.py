@@ -1,9 +1,9 @@
-"""The checkpoint's own multi-token-prediction head, or a trained one: drafts from the trunk's hidden states.
+"""A head of the checkpoint's own, or a trained one: drafts from the trunk's hidden states, one token after the other.
 
 The pair (h_p, t_{p+1}) lives at position and slot p + 1 of the head's KV. A round first makes up for all pairs since
 the last one, from true hidden states; its last row gives the first draft token. Each further step feeds the drafted
 token and the recycled vector behind the last row of its module; those rows are made again from true hidden states
-later.
+later. A head without KV keeps nothing between rounds: the newest row is all it needs.
 """
 
 from __future__ import annotations
@@ -49,34 +49,29 @@ class _Round:
             self.depth = len(self.draft.tokens)
 
 
-class MTPDrafter(Drafter):
-    """Any number of modules; step i runs module `spec.module_of(i)`."""
-
-    method, label = "mtp", "MTP"
+class HeadDrafter(Drafter):
+    """Any number of modules; step i runs module `spec.module_of(i)`. The method is the head's kind."""
 
     def __init__(self, target: Target, head: Head) -> None:
         self._backend, self._runner, self._budget = target.backend, target.runner, target.token_budget
-        self._spec, ids = head.spec, head.draft_token_ids
+        self.method, self._spec, ids = head.spec.kind, head.spec, head.draft_token_ids
         self.max_depth, self.tap = head.spec.depth_limit, head.spec.tap
         self._token_ids = None if ids is None else target.backend.index(ids)
         embedding = target.model.embedding if head.embedding is None else head.embedding
         lm_head = head.lm_head or _lm_head(target, ids)
         self._network = target.runner.open(HeadNetwork(head, target.config.hidden_size, embedding, lm_head))
-        modules = enumerate(head.modules)
-        self._fills = [f"pairs.{i}" for i, module in modules if i == 0 or module.kv_spec]
+        self._keeps = [i for i, module in enumerate(head.modules) if module.kv_spec]
+        self._fills = [f"pairs.{i}" for i in sorted({0, *self._keeps})]
 
     @classmethod
     def attach(cls, target: Target) -> Self:
-        kind = target.head.spec.kind if target.head else None
-        if target.head is None or kind != cls.method:
-            has = f"its head is of kind {kind}" if kind else "it has none"
-            raise UsageError(
-                f"the model has no {cls.label} head ({has})",
-                f"attach one with --head DIR, or use --drafter {kind or 'ngram'}, or --no-mtp",
-            )
+        if target.head is None:
+            raise UsageError("the model has no head", "attach one with --head DIR, or use --drafter ngram")
         return cls(target, target.head)
 
     def missed(self, sequence: Sequence) -> int:
+        if not self._keeps:
+            return 0
         return len(sequence.tokens) - 1 - self._runner.filled(self._network, sequence)
 
     def propose(self, wishes: Seq[Wish]) -> None:
@@ -109,14 +104,15 @@ class MTPDrafter(Drafter):
 
     def _pairs(self, sequence: Sequence, limit: int | None = None) -> Rows:
         # one row is always remade, so that a fully caught-up sequence still has a row to draw from
-        start = min(self._runner.filled(self._network, sequence), len(sequence.tokens) - 1)
+        start = len(sequence.tokens) - 1 - max(self.missed(sequence), 0)
         end = len(sequence.tokens) if limit is None else min(start + limit, len(sequence.tokens))
         return Rows(sequence, start, sequence.tokens[start:end], 1 if limit is None else 0)
 
     def _fill(self, parts: list[Rows]) -> Mapping[str, Buffer]:
         """Run the modules over true pairs; returns the first module's results."""
         outputs = [self._runner.run(self._network, program, parts) for program in self._fills]
-        self._runner.fill(self._network, parts)
+        if self._keeps:
+            self._runner.fill(self._network, parts)
         return outputs[0]
 
     def _next_step(self, step: int, rounds: list[_Round], hidden: Buffer) -> Buffer:
@@ -156,4 +152,4 @@ def _lm_head(target: Target, token_ids: NDArray[np.int64] | None) -> Linear:
     return Linear(target.backend.weight(rows, drafts=True))
 
 
-DRAFTER = MTPDrafter
+DRAFTER = HeadDrafter
