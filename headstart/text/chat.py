@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -56,8 +57,10 @@ class ChatTemplate:
         if not named:
             raise ModelError(f"{where}: no template")
         self.sources = named
-        environment = _environment()
-        self._compiled = {name: self._compile(environment, text) for name, text in named.items()}
+        compiled = _environment().from_string
+        self._compiled = {
+            name: self._guard("does not compile", partial(compiled, text)) for name, text in named.items()
+        }
 
     def replaced(self, source: str, where: str) -> ChatTemplate:
         """Another template that knows the same tokens."""
@@ -104,9 +107,6 @@ class ChatTemplate:
         values = self._tokens | {"documents": None} | kwargs
         values |= {"messages": list(messages), "tools": tools, "add_generation_prompt": add_generation_prompt}
         return self._guard("cannot be rendered", lambda: template.render(**values))
-
-    def _compile(self, environment: jinja2.Environment, source: str) -> jinja2.Template:
-        return self._guard("does not compile", lambda: environment.from_string(source))
 
     def _guard(self, what: str, action: Callable[[], Result]) -> Result:
         try:
