@@ -126,16 +126,12 @@ def _environment() -> jinja2.Environment:
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
     return environment
 
 
 def _raise_exception(message: str) -> None:
     raise _TemplateRefusal(message)
-
-
-def _strftime_now(layout: str) -> str:
-    return datetime.now().strftime(layout)
 
 
 def _tojson(
