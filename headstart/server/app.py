@@ -17,8 +17,7 @@ from headstart.api import LLM
 from headstart.server import errors
 from headstart.server.bridge import Bridge
 from headstart.server.prepare import Formats
-from headstart.server.routes import router
-from headstart.server.state import State
+from headstart.server.routes import State, router
 from headstart.server.watch import Watch
 from headstart.text.parsers import format_in, make_parser
 

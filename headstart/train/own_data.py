@@ -169,16 +169,8 @@ class _Work:
             yield Prompt(messages, each.kind, licence if sources else each.licence, source)
 
     def _answer(self, prompts: Sequence[Prompt]) -> None:
-        options = self.options
-        answer(
-            self.llm,
-            prompts,
-            self.answers,
-            seed=options.seed,
-            max_tokens=options.max_tokens,
-            wave=WAVE,
-            done=self._done,
-        )
+        seed, max_tokens = self.options.seed, self.options.max_tokens
+        answer(self.llm, prompts, self.answers, seed=seed, max_tokens=max_tokens, wave=WAVE, done=self._done)
 
     def _count(self, record: dict[str, Any]) -> None:
         tokens = len(record.get("response_ids", ()))

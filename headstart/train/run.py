@@ -7,7 +7,6 @@ Running the same command again goes on from there; data files are read anew, so 
 from __future__ import annotations
 
 import json
-import shlex
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ from headstart.train.evaluate import Acceptance, evaluate
 from headstart.train.export import export_head, trunk_fingerprint
 from headstart.train.gain import measure
 from headstart.train.head import first_weights, modules_of, stream_scale
-from headstart.train.loop import Hooks, Recipe, Trainer, check_bound, rate_factor, save_checkpoint, train
+from headstart.train.loop import Hooks, Recipe, Trainer, check_bound, command_line, rate_factor, save_checkpoint, train
 from headstart.train.objective import Target, Weighting
 from headstart.train.plot import draw
 from headstart.train.progress import note, shown
@@ -74,15 +73,10 @@ class TrainOptions:
     @property
     def command(self) -> str:
         """The command line that says the same, for the record."""
-        words = ["headstart", "train", self.model, "--out", self.out.name]
-        words += ["--finetune"] if self.finetune else []
+        words = [self.model, "--out", self.out.name, *(["--finetune"] if self.finetune else [])]
         files = {"--data": self.data, "--prompts": self.prompts, "--head": (self.head,) if self.head else ()}
-        for flag, paths in files.items():
-            words += [word for path in paths for word in (flag, path.name)]
-        for name in ("kind", "minutes", "tokens", "depth", "modules", "draft_vocab", "seed"):
-            if (value := getattr(self, name)) is not None:
-                words += [f"--{name.replace('_', '-')}", f"{value:g}" if isinstance(value, float) else str(value)]
-        return shlex.join(words)
+        words += [word for flag, paths in files.items() for path in paths for word in (flag, path.name)]
+        return command_line(self, words, ("kind", "minutes", "tokens", "depth", "modules", "draft_vocab", "seed"))
 
 
 def check(options: TrainOptions) -> None:
