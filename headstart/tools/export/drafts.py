@@ -71,11 +71,7 @@ SUBTREE = DraftCheckpoint(
     ),
     shared_needed=True,
     config={"mtp_num_hidden_layers": "count"},
-    nested_config={
-        "num_hidden_layers": "count",
-        "mtp_num_hidden_layers": "count",
-        "layer_types": ["full_attention"],
-    },
+    nested_config={"num_hidden_layers": "count", "mtp_num_hidden_layers": "count", "layer_types": ["full_attention"]},
     several=True,
 )
 """Qwen's layout: the module stands under a name of its own."""

@@ -188,11 +188,6 @@ class Launcher:
     def modernize(self, line: CommandLine, version: Version) -> None:
         """Change an old command line in place, beyond `renamed` and `removed`; `line.changes` says what was done."""
 
-    @property
-    def repository(self) -> str:
-        """The image without its tag."""
-        return self.image.partition(":")[0]
-
     def as_module(self, words: tuple[str, ...]) -> list[str]:
         """The arguments of `start_module` that do what the program does with `words`."""
         return list(words[1:])

@@ -75,7 +75,5 @@ def _fewest(facts: Facts, devices: Devices, allowed: list[int]) -> int:
         if facts.weight_bytes <= size * devices.memory * FREE:
             return size
     need = -(-facts.weight_bytes // int(devices.memory * FREE))
-    raise CapacityError(
-        f"{facts.source} has {facts.weight_bytes / 1e9:.0f} GB: too much for {max(allowed)} x {devices.name}",
-        f"it takes about {need} of them: --nodes, or a quantized checkpoint",
-    )
+    what = f"{facts.source} has {facts.weight_bytes / 1e9:.0f} GB: too much for {max(allowed)} x {devices.name}"
+    raise CapacityError(what, f"it takes about {need} of them: --nodes, or a quantized checkpoint")

@@ -38,7 +38,8 @@ def machine_for(
         works = [replace(work, context=min(work.context, longest)) for work in WORKS]
         passes = Passes(loaded, config, works, progress)
         measured = measure(passes, passes.time(works, PASSES_BUDGET_S, progress), progress)
-        write(path, measured)
+        with suppress(OSError):  # a folder that cannot be written only means measuring again
+            hub.keep_record(path, measured)
     return calibrated(shape, measured)
 
 
@@ -123,9 +124,3 @@ def read(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return document if isinstance(document, dict) and document.get("version") == VERSION else None
-
-
-def write(path: Path, measured: dict[str, Any]) -> None:
-    """A folder that cannot be written only means measuring again."""
-    with suppress(OSError):
-        hub.keep_record(path, measured)

@@ -29,17 +29,14 @@ SHARED = ("embed_tokens.", "shared_head.head.")
 def plan(request: Request) -> Plan:
     """Raises ModelError where no EAGLE class of vLLM has the module's formula."""
     if request.has_own_head:
-        raise ModelError(
-            "an EAGLE drafter has no norms around its projection, but heads trained here have",
-            "--to vllm-mimo writes an MTP head, --to vllm-eagle3 an EAGLE-3 head",
-        )
+        hint = "--to vllm-mimo writes an MTP head, --to vllm-eagle3 an EAGLE-3 head"
+        raise ModelError("an EAGLE drafter has no norms around its projection, but heads trained here have", hint)
     source = request.directory
     model_type = detect_model_type(source.config)
     if model_type not in EAGLE_TYPES:
-        raise ModelError(
-            f"vLLM has no EAGLE drafter with the formula of {model_type}'s MTP module (norms, own block)",
-            """vLLM reads the module out of the model itself: --speculative-config '{"method": "mtp"}'""",
-        )
+        what = f"vLLM has no EAGLE drafter with the formula of {model_type}'s MTP module (norms, own block)"
+        hint = """vLLM reads the module out of the model itself: --speculative-config '{"method": "mtp"}'"""
+        raise ModelError(what, hint)
     draft = draft_of(model_type)
     count_modules(source.config, draft)
     planned = []

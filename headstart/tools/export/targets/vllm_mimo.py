@@ -118,15 +118,11 @@ def _matrix(name: str, tensor: RawTensor, convert: Convert = lambda values: valu
 def _biases(source: Source, prefix: str) -> list[Planned]:
     """Zeros for q, k and v."""
     spec = _layer(source)[0].spec
-    sizes = {"q": spec.num_heads, "k": spec.num_kv_heads, "v": spec.num_kv_heads}
-    return [
-        Planned(f"{prefix}.self_attn.{name}_proj.bias", "BF16", (size,), partial(_zeros, size))
-        for name, size in ((name, heads * spec.head_dim) for name, heads in sizes.items())
-    ]
-
-
-def _zeros(size: int) -> list[NDArray[np.uint16]]:
-    return [np.zeros(size, np.uint16)]
+    planned = []
+    for name, heads in (("q", spec.num_heads), ("k", spec.num_kv_heads), ("v", spec.num_kv_heads)):
+        zeros = np.zeros(heads * spec.head_dim, np.uint16)
+        planned.append(Planned(f"{prefix}.self_attn.{name}_proj.bias", "BF16", zeros.shape, partial(list, [zeros])))
+    return planned
 
 
 def _head(source: Source) -> list[Planned]:
