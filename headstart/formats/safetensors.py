@@ -158,27 +158,17 @@ def save(path: Path, tensors: Mapping[str, Array], metadata: Mapping[str, str] |
 
 
 def _planned(name: str, value: Array) -> Planned:
-    bits = _bits(value)
+    bits, dtype = value if isinstance(value, tuple) else (value, NAME_OF.get(value.dtype.newbyteorder("<")))
+    if dtype is None or ITEM_BYTES.get(dtype) != bits.itemsize:
+        raise ModelError(f"tensor {name} of numpy type {bits.dtype} cannot be saved as {dtype}")
     little = np.ascontiguousarray(bits, bits.dtype.newbyteorder("<"))
-    return Planned(name, _dtype_name(name, value), bits.shape, lambda: [little])
+    return Planned(name, dtype, bits.shape, lambda: [little])
 
 
 def bfloat16(values: NDArray[np.float32]) -> tuple[NDArray[np.uint16], str]:
     """Finite float32 numbers rounded to the nearest bfloat16, ties to even, as `save` takes them."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16), "BF16"
-
-
-def _bits(value: Array) -> NDArray[Any]:
-    return value[0] if isinstance(value, tuple) else value
-
-
-def _dtype_name(name: str, value: Array) -> str:
-    bits = _bits(value)
-    given = value[1] if isinstance(value, tuple) else NAME_OF.get(bits.dtype.newbyteorder("<"))
-    if given is None or given not in ITEM_BYTES or ITEM_BYTES[given] != bits.itemsize:
-        raise ModelError(f"tensor {name} of numpy type {bits.dtype} cannot be saved as {given}")
-    return given
 
 
 FORMAT = Format(detect, open_checkpoint)

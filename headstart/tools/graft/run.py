@@ -282,7 +282,6 @@ def _draft(model: str, progress: Progress) -> DraftStats:
     from headstart.api import LLM  # the engine is loaded only when there is something to measure
     from headstart.tools.acceptance import on_builtin_prompts
 
-    finished = count(1)
-    number = len(builtin_prompts())
+    finished, number = count(1), len(builtin_prompts())
     llm = LLM(model, EngineConfig(drafter="mtp", depth=3))
     return on_builtin_prompts(llm, MAX_TOKENS, lambda: progress(next(finished), number, "measuring acceptance"))

@@ -6,6 +6,7 @@ The trunk decides every token, so each draft is judged after a true context: the
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from headstart.core import Progress
@@ -45,14 +46,12 @@ def _measure(model: Model, config: Any, progress: Progress) -> dict[str, Any]:
     drafter = LLM(model, replace(config, depth=1)).engine.drafting.drafter
     deepest = min(len(DEPTHS), drafter.max_depth if drafter else 0)
     rows: list[dict[str, Any]] = []
-    tokens = done = 0
+    tokens, done = 0, count(1)
     for depth in DEPTHS[:deepest]:
         llm = LLM(model, replace(config, depth=depth))
 
         def finished(depth: int = depth) -> None:
-            nonlocal done
-            done += 1
-            progress(done, len(builtin_prompts()) * deepest, f"measuring acceptance at depth {depth}")
+            progress(next(done), len(builtin_prompts()) * deepest, f"measuring acceptance at depth {depth}")
 
         stats = on_builtin_prompts(llm, TOKENS, finished)
         tokens += stats.emitted

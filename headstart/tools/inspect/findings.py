@@ -233,8 +233,7 @@ def _keys(subject: Subject) -> Iterator[Finding]:
 
 
 def _extra(subject: Subject) -> Iterator[Finding]:
-    extra = subject.heads.extra
-    if extra:
+    if extra := subject.heads.extra:
         more = f" and {len(extra) - 3} more" if len(extra) > 3 else ""
         yield note("extra", f"tensors that this family's head does not have: {', '.join(extra[:3])}{more}")
     layers = subject.heads.num_layers

@@ -55,8 +55,7 @@ def _fit(fit: Data | None) -> Iterator[str]:
 
 
 def _attached(data: Data) -> Iterator[str]:
-    head = data["attached_head"]
-    if head:
+    if head := data["attached_head"]:
         yield (
             f"attached head: {head['kind']}, {head['modules']} module, {head['parameters']:,} parameters, "
             f"{head['bytes'] / 1e6:.1f} MB, {head['draft_vocab_size']:,} draft tokens, {head['path']}"

@@ -85,10 +85,6 @@ def _document() -> Mapping[str, Any]:
     return dict(read_packaged("headstart.tools.plan", "devices.json"))
 
 
-def device_names() -> list[str]:
-    return [item["names"][0] for item in _document()["devices"]]
-
-
 def find_device(name: str) -> Device:
     """Raises UsageError for a name that the catalogue lacks."""
     for item in _document()["devices"]:
@@ -103,7 +99,8 @@ def find_device(name: str) -> Device:
                 link=item["link_gb_s"] * 1e9 if "link_gb_s" in item else None,
                 link_s=item.get("link_us", 0) * 1e-6,
             )
-    raise UsageError(f"--gpu: {name!r} is not in the catalogue", f"known: {', '.join((HERE, *device_names()))}")
+    known = [HERE, *(item["names"][0] for item in _document()["devices"])]
+    raise UsageError(f"--gpu: {name!r} is not in the catalogue", f"known: {', '.join(known)}")
 
 
 def parse_gpu(text: str) -> tuple[str, int]:

@@ -52,6 +52,7 @@ def check(source: Source) -> None:
     """Raises ModelError where MiMo's formula is another one."""
     head, layers = source.head, source.sizes.layers
     attentions = [each.mixer for each in layers if isinstance(each.mixer, AttentionConfig)]
+    turned = [each.rope and each.rope.rotary_dim == each.spec.head_dim for each in attentions]
     mlps = [each.mlp for each in layers if isinstance(each.mlp, MLPConfig)]
     wrong = [
         (head.spec.kind != "mtp", f"the head is of kind {head.spec.kind}"),
@@ -64,16 +65,12 @@ def check(source: Source) -> None:
         (len(mlps) < len(layers), "there are experts"),
         (any(each.gated for each in attentions), "attention is gated"),
         (len(attentions) < len(layers), "there are layers with latent or linear attention"),
-        (not all(map(_turns_whole, attentions)), "a part of each head is not rotated"),
+        (not all(turned), "a part of each head is not rotated"),
         (len(set(layers)) > 1 or not _is_qwen2s(layers[0]), "its layers are not all as Qwen2's"),
     ]
     for holds, what in wrong:
         if holds:
             raise ModelError(f"{source.name} cannot be written as MiMo: {what}", "its formula has no place for that")
-
-
-def _turns_whole(attention: AttentionConfig) -> bool:
-    return attention.rope is not None and attention.rope.rotary_dim == attention.spec.head_dim
 
 
 def _is_qwen2s(layer: LayerConfig) -> bool:

@@ -174,16 +174,13 @@ def _given_json(line: CommandLine) -> dict[str, Any]:
         raise UsageError("--speculative-config is no JSON object", """for example '{"method": "mtp"}'""")
     for word in [each for each in line.words if each.flag.startswith(DOTTED)]:
         line.words.remove(word)
-        given[word.flag.removeprefix(DOTTED)] = _plain(word.value or "")
+        try:
+            value = json.loads(word.value or "")
+        except json.JSONDecodeError:
+            value = word.value or ""
+        given[word.flag.removeprefix(DOTTED)] = value
         line.changes.append(f"{' '.join(word.text())} -> --speculative-config")
     return given
-
-
-def _plain(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
 
 
 FOLDED = {
