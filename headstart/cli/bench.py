@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headstart.cli.options import EngineOptions, LoadTestOptions, Model, OptionGroup, OutputOptions, comma_list, option
+from headstart.cli.options import EngineOptions, LoadTestOptions, Model, OptionGroup, OutputOptions, option
 from headstart.cli.render import finish, print_table, progress
 from headstart.core import SamplingParams
 from headstart.errors import UsageError
@@ -55,19 +55,20 @@ class StepFlags(OptionGroup):
 class RunFlags(OptionGroup):
     """What is asked of the model, and how; what is not given keeps the default of BenchOptions."""
 
-    workload: str | None = option(
+    workloads: str | None = option(
         "Comma-separated: code, prose, high-temperature, json, tools, repetitive, long-context, agent, mixed, "
-        "synthetic, FILE.jsonl, FILE.jsonl:CATEGORY or FILE.jsonl:each. Default: mixed."
+        "synthetic, FILE.jsonl, FILE.jsonl:CATEGORY or FILE.jsonl:each. Default: mixed.",
+        "--workload",
     )
     preset: str | None = option("sharegpt-2500-1500: 80 long requests.")
     scale: float = option("Multiplies the lengths of --preset, --input-tokens.", default=1.0)
     concurrency: str | None = option("Requests at a time, comma-separated. Default: 1,4,16.")
-    request_rate: str | None = option("Instead: requests per second, at random (Poisson) times.")
+    rates: str | None = option("Instead: requests per second, at random (Poisson) times.", "--request-rate")
     requests: int | None = option("Requests of a run. Default: 8, or two per client.", min=1)
     input_tokens: int | None = option("Prompts of this length, made of running text.", min=1)
     output_tokens: int | None = option("Longest answers; exact with --input-tokens.", min=1)
     prompts: Path | None = option("JSONL of texts to make prompts of a given length of.")
-    temperature: str | None = option("Comma-separated; each workload at each of them.")
+    temperatures: str | None = option("Comma-separated; each workload at each of them.", "--temperature")
     modes: str | None = option("Comma-separated: off, depths such as 3, auto. Default: off,auto.")
     pairs: int = option("Runs of each mode, in alternating order.", default=3, min=1)
     chunked_prefill: str = option("on, off (a prompt is one chunk) or both.", default="on")
@@ -82,27 +83,17 @@ class RunFlags(OptionGroup):
 
     def chosen(self) -> dict[str, Any]:
         """Fields of BenchOptions. Raises UsageError for lists and numbers that mean nothing."""
-        concurrency = comma_list("--concurrency", self.concurrency, int)
-        rates = comma_list("--request-rate", self.request_rate, float)
-        temperatures = comma_list("--temperature", self.temperature, float)
-        positive("--concurrency", concurrency)
-        positive("--request-rate", rates)
+        values = self.parsed(workloads=str, concurrency=int, rates=float, temperatures=float, modes=str)
+        positive("--concurrency", values["concurrency"])
+        positive("--request-rate", values["rates"])
         positive("--scale", (self.scale,))
         positive("--price-per-hour", () if self.price_per_hour is None else (self.price_per_hour,))
-        for temperature in temperatures:
+        for temperature in values["temperatures"]:
             SamplingParams(temperature=temperature)  # checks it
         if self.chunked_prefill not in CHUNKED:
             raise UsageError(f"--chunked-prefill is {self.chunked_prefill!r}", f"choose {', '.join(CHUNKED)}")
-        same = ("preset", "scale", "requests", "input_tokens", "output_tokens", "prompts", "pairs", "url", "off_url",
-                "api_key", "price_per_hour", "out", "report", "force")  # fmt: skip
-        return {name: getattr(self, name) for name in same} | {
-            "workloads": comma_list("--workload", self.workload, str),
-            "concurrency": concurrency,
-            "rates": rates,
-            "temperatures": temperatures,
-            "modes": comma_list("--modes", self.modes, str),
-            "chunked_prefill": CHUNKED[self.chunked_prefill],
-        }
+        del values["compare"]
+        return values | {"chunked_prefill": CHUNKED[self.chunked_prefill]}
 
 
 def positive(flag: str, values: Sequence[float]) -> None:
@@ -148,8 +139,8 @@ def _compare(paths: tuple[Path, Path], output: OutputOptions) -> int:
 def step(model: Model = None, *, flags: StepFlags, engine: EngineOptions, output: OutputOptions) -> int:
     """Time one pass by its number of rows, a draft, and the share of the memory's speed that a pass reaches."""
     engine.refuse_others(STEP_USES, "single passes of one sequence")
-    rows = comma_list("--rows", flags.rows, int)
-    if any(count < 1 for count in rows):
+    values = flags.parsed(rows=int)
+    if any(count < 1 for count in values["rows"]):
         raise UsageError(f"--rows is {flags.rows!r}, but a pass has at least 1 row", "for example --rows 1,4,8")
 
     from headstart.tools.bench import step as bench_step
@@ -161,7 +152,7 @@ def step(model: Model = None, *, flags: StepFlags, engine: EngineOptions, output
         if data["profile"]:
             _print_profile(data["profile"])
 
-    options = bench_step.StepOptions(model=model, config=engine.config, **vars(flags) | {"rows": rows})
+    options = bench_step.StepOptions(model=model, config=engine.config, **values)
     return output.run("loading", partial(bench_step.run, options), tables)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headstart.cli.documents import summary
+from headstart.cli.documents import print_stream
 from headstart.cli.options import EngineOptions, Model, SamplingOptions
 from headstart.cli.render import print_error, progress, stderr
 from headstart.errors import CapacityError, UsageError
@@ -58,18 +58,12 @@ def run(
 def _turn(llm: LLM, messages: list[dict[str, str]], text: str, params: SamplingParams) -> list[dict[str, str]]:
     """Answer one line; returns the conversation after it, unchanged if it does not fit the context."""
     asked = [*messages, {"role": "user", "content": text}]
-    answer = []
     try:
-        for delta in llm.stream(asked, params):
-            print(delta.text, end="", flush=True)
-            answer.append(delta.text)
-            if delta.completion is not None:
-                print()
-                stderr().print(summary(delta.completion), style="dim")
+        answer = print_stream(llm.stream(asked, params))
     except CapacityError as error:
         print_error(error.message, "/reset starts a new conversation")
         return messages
-    return [*asked, {"role": "assistant", "content": "".join(answer)}]
+    return [*asked, {"role": "assistant", "content": answer}]
 
 
 def _lines() -> Iterator[str]:

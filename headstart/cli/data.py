@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,9 +40,7 @@ class DataFlags(OptionGroup):
         """The options that were given, by the names of DataOptions."""
         if self.language not in (None, "en", "any"):
             raise UsageError(f"--language is {self.language!r}, which is unknown", "choose en or any")
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
-        values |= {name: tuple(values[name]) for name in ("prompts", "text") if values[name]}
-        return {name: value for name, value in values.items() if value is not None}
+        return super().chosen()
 
 
 def run(model: Model = None, *, flags: DataFlags, engine: EngineOptions, output: OutputOptions) -> int:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from headstart.cli.render import stderr
 from headstart.stats import synthetic_note
 
 if TYPE_CHECKING:
-    from headstart.api import Completion
+    from headstart.api import Completion, TextDelta
 
 
 def completion_document(completion: Completion) -> dict[str, Any]:
@@ -30,6 +32,18 @@ def completion_document(completion: Completion) -> dict[str, Any]:
             for choice in completion.choices
         ]
     return document
+
+
+def print_stream(deltas: Iterable[TextDelta]) -> str:
+    """Text on stdout as it comes, its summary on stderr; returns the text."""
+    text = ""
+    for delta in deltas:
+        print(delta.text, end="", flush=True)
+        text += delta.text
+        if delta.completion is not None:
+            print()
+            stderr().print(summary(delta.completion), style="dim")
+    return text
 
 
 def summary(completion: Completion) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headstart.cli.documents import completion_document, summary
+from headstart.cli.documents import completion_document, print_stream, summary
 from headstart.cli.options import LoadTestOptions, Model, OutputOptions, PromptOptions, SamplingOptions
 from headstart.cli.render import print_json, progress, stderr
 
@@ -40,16 +40,8 @@ def run(
     elif params.n > 1:
         _print_choices(llm, prompt, params, prompts.raw)
     else:
-        _stream(llm, prompt, params, prompts.raw)
+        print_stream(llm.stream(prompt, params, raw=prompts.raw))
     return 0
-
-
-def _stream(llm: LLM, prompt: str, params: SamplingParams, raw: bool) -> None:
-    for delta in llm.stream(prompt, params, raw=raw):
-        print(delta.text, end="", flush=True)
-        if delta.completion is not None:
-            print()
-            stderr().print(summary(delta.completion), style="dim")
 
 
 def _print_choices(llm: LLM, prompt: str, params: SamplingParams, raw: bool) -> None:

@@ -94,21 +94,9 @@ def run(
         return 0
     if engine is None or model is None:
         raise UsageError("which engine and which model?", "for example: headstart launch vllm ./my-model --dry-run")
-    options = options_of(engine, model, tuple(extra or ()), flags, server, place)
-    if flags.dry_run or flags.docker:
-        return finish(launch.run(options, docker=flags.docker), output.as_json)
-    return started(options, stay=not flags.check, as_json=output.as_json)
-
-
-def options_of(
-    engine: str, model: str, extra: tuple[str, ...], flags: RunFlags, server: ServerFlags, place: PlaceFlags
-) -> LaunchOptions:
-    """What the flags ask for."""
-    from headstart.tools.launch.run import LaunchOptions
-
     own = {name: value for name, value in vars(server).items() if name not in SETTINGS}
     settings = {name: getattr(server, name) for name in SETTINGS if getattr(server, name) is not None}
-    return LaunchOptions(
+    options = launch.LaunchOptions(
         engine=engine,
         model=model,
         engine_version=flags.engine_version,
@@ -116,8 +104,11 @@ def options_of(
         **vars(place),
         **own,
         settings=settings,
-        extra=extra,
+        extra=tuple(extra or ()),
     )
+    if flags.dry_run or flags.docker:
+        return finish(launch.run(options, docker=flags.docker), output.as_json)
+    return started(options, stay=not flags.check, as_json=output.as_json)
 
 
 def started(options: LaunchOptions, *, stay: bool, as_json: bool) -> int:

@@ -9,6 +9,7 @@ import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,25 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from headstart import __version__
-from headstart.cli import (
-    bench,
-    chat,
-    data,
-    demo,
-    doctor,
-    export,
-    generate,
-    graft,
-    inspect,
-    launch,
-    plan,
-    probe,
-    pull,
-    serve,
-    train,
-    tune,
-    verify,
-)
+from headstart.cli import bench
 from headstart.cli.options import expand
 from headstart.cli.render import print_error
 from headstart.errors import INTERNAL, HeadstartError, UsageError, status_of
@@ -55,10 +38,12 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 COMMANDS = (
-    demo, generate, chat, serve, verify, inspect, launch, probe, plan, tune, data, train, export, graft, pull, doctor,
+    "demo", "generate", "chat", "serve", "verify", "inspect", "launch", "probe", "plan", "tune", "data", "train",
+    "export", "graft", "pull", "doctor",
 )  # fmt: skip
-for module in COMMANDS:
-    name = module.__name__.rpartition(".")[2]
+"""Modules of this package, in the order of `--help`."""
+for name in COMMANDS:
+    module = import_module(f"headstart.cli.{name}")
     app.command(name, epilog=_examples(module.EXAMPLES))(expand(module.run))
 
 

@@ -12,7 +12,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Set
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args, get_type_hints
 
@@ -48,19 +48,35 @@ class OptionGroup:
     def parameters(cls) -> list[inspect.Parameter]:
         hints = get_type_hints(cls)
         return [
-            parameter(item.name, hints[item.name], item.default, *item.metadata["flags"],
-                      panel=cls.panel, **item.metadata["shown"])
+            parameter(
+                item.name, hints[item.name], item.default, *_flags(item), panel=cls.panel, **item.metadata["shown"]
+            )
             for item in fields(cls)  # type: ignore[arg-type]
-        ]  # fmt: skip
+        ]
 
     @classmethod
     def collect(cls, values: Mapping[str, Any]) -> Self:
         return cls(**values)
 
+    def chosen(self) -> dict[str, Any]:
+        """By name, what was given or has a default; of an option that may be repeated a tuple."""
+        values = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(self).items()}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def parsed(self, **parsers: Callable[[str], Any]) -> dict[str, Any]:
+        """All values by name, those with a parser read as comma-separated lists. Raises UsageError."""
+        flags = {item.name: _flags(item)[0] for item in fields(self)}  # type: ignore[arg-type]
+        lists = {name: comma_list(flags[name], getattr(self, name), parse) for name, parse in parsers.items()}
+        return vars(self) | lists
+
+
+def _flags(item: Field[Any]) -> tuple[str, ...]:
+    return item.metadata["flags"] or (f"--{item.name.replace('_', '-')}",)
+
 
 def parameter(name: str, kind: Any, default: Any, *flags: str, panel: str, **shown: Any) -> inspect.Parameter:
     """An option of a command, of type `kind`."""
-    shown_as = typer.Option(*flags or [f"--{name.replace('_', '-')}"], rich_help_panel=panel, **shown)
+    shown_as = typer.Option(*flags, rich_help_panel=panel, **shown)
     default = inspect.Parameter.empty if default is REQUIRED else default
     keyword = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(name, keyword, default=default, annotation=Annotated[kind, shown_as])
@@ -208,9 +224,10 @@ class EngineOptions(OptionGroup):
     def parameters(cls) -> list[inspect.Parameter]:
         return [
             *(cls._engine_option(name, hint) for name, hint in get_type_hints(EngineConfig).items()),
-            parameter("speculative_config", str | None, None, panel=cls.panel,
+            parameter("speculative_config", str | None, None, "--speculative-config", panel=cls.panel,
                       help="vLLM's JSON for method, depth and head."),
-            parameter("no_mtp", bool, False, panel=cls.panel, help="Plain decoding; the same as --depth 0."),
+            parameter("no_mtp", bool, False, "--no-mtp", panel=cls.panel,
+                      help="Plain decoding; the same as --depth 0."),
         ]  # fmt: skip
 
     @classmethod

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headstart.cli.options import OptionGroup, OutputOptions, comma_list, option
+from headstart.cli.options import OptionGroup, OutputOptions, option
 from headstart.cli.render import print_table
 
 EXAMPLES = (
@@ -29,10 +29,10 @@ class PlanFlags(OptionGroup):
     """What plan predicts for; defaults are PlanOptions'."""
 
     gpu: str = option("Device and count, such as h200x4; here: this machine, measured.", default="here")
-    batch: str = option("Sequences decoded together, comma-separated.", default="1,4,8")
+    batches: str = option("Sequences decoded together, comma-separated.", "--batch", default="1,4,8")
     context: int = option("Positions of each sequence; also the prompt of the first token's time.", default=2048)
     acceptance: str | None = option("Shares by position (each given that those before stood), or a length.")
-    depth: str | None = option("Tokens drafted, comma-separated. Default: the best of 0 to 8.")
+    depths: str | None = option("Tokens drafted, comma-separated. Default: the best of 0 to 8.", "--depth")
     weights: str | None = option("bf16, fp8, int8, int4, nvfp4, ... Default: what it comes in.")
     kv_dtype: str | None = option("Cache: bf16 (default), fp8, int8, ...")
     tp: int | None = option("Tensor parallelism. Default: all devices.")
@@ -42,14 +42,6 @@ class PlanFlags(OptionGroup):
     recalibrate: bool = option("Measure this machine again.", default=False)
     published: bool = option("Instead: what others have published beside what is predicted for it.", default=False)
 
-    def chosen(self) -> dict[str, Any]:
-        """Fields of PlanOptions."""
-        values = dict(vars(self))
-        values["batches"] = comma_list("--batch", values.pop("batch"), int)
-        values["depths"] = comma_list("--depth", values.pop("depth"), int)
-        del values["published"]
-        return values
-
 
 def run(model: Model = None, *, flags: PlanFlags, output: OutputOptions) -> int:
     """Predict speed with and without drafting, best depth, memory, first token and cost of a model on a machine."""
@@ -57,7 +49,9 @@ def run(model: Model = None, *, flags: PlanFlags, output: OutputOptions) -> int:
 
     if flags.published:
         return output.run("planning", lambda progress: plan.compare_published(), _print_published)
-    return output.run("planning", partial(plan.run, plan.PlanOptions(model=model, **flags.chosen())), _print_plan)
+    values = flags.parsed(batches=int, depths=int)
+    del values["published"]
+    return output.run("planning", partial(plan.run, plan.PlanOptions(model=model, **values)), _print_plan)
 
 
 def _print_plan(data: dict[str, Any]) -> None:
@@ -84,7 +78,8 @@ def _print_plan(data: dict[str, Any]) -> None:
                 continue
             shown = f"{each['batch']}{'' if each['fits'] else ' (no room)'}" if not index else ""
             rows.append(_plan_row(shown, speed, priced))
-    print_table([*columns, "$/M tokens"] if priced else columns, rows, footer=_verdict(data["batches"]))
+    best = ", ".join(f"{each['best_depth']} at batch {each['batch']}" for each in data["batches"])
+    print_table([*columns, "$/M tokens"] if priced else columns, rows, footer=f"best depth: {best}")
 
 
 def _plan_row(batch: str, speed: dict[str, Any], priced: bool) -> list[str]:
@@ -99,10 +94,6 @@ def _plan_row(batch: str, speed: dict[str, Any], priced: bool) -> list[str]:
         f"{speed['speedup']:.2f}x",
     ]
     return [*cells, f"{speed['dollars_per_million']:.3f}"] if priced else cells
-
-
-def _verdict(batches: list[dict[str, Any]]) -> str:
-    return "best depth: " + ", ".join(f"{each['best_depth']} at batch {each['batch']}" for each in batches)
 
 
 def _print_published(data: dict[str, Any]) -> None:

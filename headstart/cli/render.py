@@ -46,11 +46,11 @@ def print_error(message: str, hint: str = "") -> None:
         print(f"hint: {' '.join(hint.split())}", file=sys.stderr)
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, title: str = "", footer: str = "") -> None:
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, footer: str = "") -> None:
     """A table on stdout; the first column is text, the others are right-aligned."""
     from rich.table import Table
 
-    table = Table(title=title or None, caption=footer or None, title_justify="left", caption_justify="left")
+    table = Table(caption=footer or None, caption_justify="left")
     for index, name in enumerate(columns):
         table.add_column(name, justify="left" if index == 0 else "right", no_wrap=index > 0)
     for row in rows:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from headstart.cli.options import EngineOptions, OptionGroup, option
+from headstart.cli.vllm_flags import count_of
 from headstart.config import AUTO, flag_of
 from headstart.errors import UsageError
 
@@ -19,8 +20,8 @@ SETTINGS = ("served_model_name", "api_key", "ssl_certfile", "ssl_keyfile", "chat
 ENGINE_SETTINGS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "seed", "block_size")
 """Those of the engine."""
 OWN = ("host", "port")
-METHODS = {"auto": None, "mtp": None, "none": 0}
-"""`--drafter` -> depth that it means elsewhere; other drafters are not there."""
+METHODS: Mapping[str, dict[str, int]] = {"auto": {}, "mtp": {}, "none": {"depth": 0}}
+"""`--drafter` -> what it means elsewhere; other drafters are not there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +54,16 @@ def launch_options(
         value = getattr(engine.config, name)
         if name in ENGINE_SETTINGS:
             settings[name] = value
-        elif name in DRAFTING:
-            DRAFTING[name](value, chosen)
+        elif name in ("head", "depth_by_batch") or (name == "depth" and value != AUTO):
+            chosen[name] = value
+        elif name == "drafter" and value in METHODS:
+            chosen |= METHODS[value]
+        elif name == "drafter":
+            hint = "with --engine leave it out: MTP heads draft there"
+            raise UsageError(f"--drafter {value} is headstart's own", hint)
         elif name == "enable_prefix_caching":
             settings["no_prefix_caching"] = True
-        else:
+        elif name != "depth":
             raise UsageError(f"{flag_of(name)} has no counterpart in {engine_name}", "leave it out")
     _vllm(vllm, chosen, settings)
     for name in OWN:
@@ -79,31 +85,6 @@ def _serving(serving: OptionGroup) -> dict[str, Any]:
     return settings
 
 
-def _depth(value: Any, chosen: dict[str, Any]) -> None:
-    if value != AUTO:
-        chosen["depth"] = value
-
-
-def _drafter(value: Any, chosen: dict[str, Any]) -> None:
-    if value not in METHODS:
-        raise UsageError(f"--drafter {value} is headstart's own", "with --engine leave it out: MTP heads draft there")
-    if METHODS[value] is not None:
-        chosen["depth"] = METHODS[value]
-
-
-def _plain(name: str) -> Callable[[Any, dict[str, Any]], None]:
-    def put(value: Any, chosen: dict[str, Any]) -> None:
-        chosen[name] = value
-
-    return put
-
-
-DRAFTING: Mapping[str, Callable[[Any, dict[str, Any]], None]] = {
-    "depth": _depth,
-    "drafter": _drafter,
-    "head": _plain("head"),
-    "depth_by_batch": _plain("depth_by_batch"),
-}
 PARALLEL = {"--tensor-parallel-size": "tp", "--data-parallel-size": "dp"}
 ALWAYS = (
     "--enable-prefix-caching",
@@ -118,12 +99,9 @@ ALWAYS = (
 def _vllm(given: Mapping[str, str | bool], chosen: dict[str, Any], settings: dict[str, Any]) -> None:
     for flag, value in given.items():
         if flag in PARALLEL:
-            if not str(value).isdigit() or int(value) < 1:
-                raise UsageError(f"{flag} is {value}, but must be a number above 0")
-            chosen[PARALLEL[flag]] = int(value)
+            chosen[PARALLEL[flag]] = count_of(flag, value)
         elif flag == "--speculative-disable-by-batch-size":
-            if not str(value).isdigit() or int(value) < 1:
-                raise UsageError(f"{flag} is {value}, but must be a number above 0")
-            chosen["depth_by_batch"] = f"[[1, {value}, 16], [{int(value) + 1}, {int(value) + 1024}, 0]]"
+            most = count_of(flag, value)
+            chosen["depth_by_batch"] = f"[[1, {value}, 16], [{most + 1}, {most + 1024}, 0]]"
         elif flag not in ALWAYS:
             settings[flag.removeprefix("--").replace("-", "_")] = value

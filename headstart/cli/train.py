@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,11 +52,10 @@ class TrainFlags(OptionGroup):
 
     def chosen(self) -> dict[str, Any]:
         """The options that were given, by the names of TrainOptions."""
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        values = super().chosen()
         values["resume"] = not values.pop("restart")
-        del values["from_scratch"]
-        values |= {name: tuple(values[name]) for name in ("data", "prompts") if values[name]}
-        return {name: value for name, value in values.items() if value is not None}
+        values.pop("from_scratch", None)
+        return values
 
     def for_scratch(self, family: str, model: str | None) -> dict[str, Any]:
         """The options that were given, by the names of ScratchOptions. Raises UsageError for those of a head alone."""

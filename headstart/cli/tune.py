@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from headstart.cli.options import EngineOptions, Model, OptionGroup, OutputOptions, comma_list, option
+from headstart.cli.options import EngineOptions, Model, OptionGroup, OutputOptions, option
 from headstart.cli.render import print_table
 from headstart.errors import UsageError
 
@@ -34,15 +34,15 @@ class TuneFlags(OptionGroup):
 def run(model: Model = None, *, flags: TuneFlags, engine: EngineOptions, output: OutputOptions) -> int:
     """Find the drafter and the depth that pay on this machine; serve and launch then use them."""
     engine.refuse_others(engine.given - TUNED, "tune, which finds the depth")
-    concurrency = comma_list("--concurrency", flags.concurrency, int)
-    if any(count < 1 for count in concurrency):
+    values = flags.parsed(concurrency=int)
+    if any(count < 1 for count in values["concurrency"]):
         raise UsageError(f"--concurrency is {flags.concurrency!r}, but counts begin at 1")
     if not flags.minutes > 0:
         raise UsageError(f"--minutes is {flags.minutes}, but must be above 0")
 
     from headstart.tools.tune import run as tune
 
-    options = tune.TuneOptions(model=model, config=engine.config, **vars(flags) | {"concurrency": concurrency})
+    options = tune.TuneOptions(model=model, config=engine.config, **values)
     return output.run("tuning", partial(tune.run, options), _print_candidates)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,6 @@ from headstart.cli.options import (
     OptionGroup,
     OutputOptions,
     as_depth,
-    comma_list,
     option,
     read_text,
 )
@@ -31,11 +29,6 @@ EXAMPLES = (
     "headstart verify --against transformers",
 )
 SWITCH = {"on": True, "off": False}.__getitem__
-PARSERS: Mapping[str, Callable[[str], Any]] = {
-    "temperatures": float, "depths": as_depth, "drafters": str, "batch_sizes": int, "chunk_sizes": int,
-    "prefix_cache": SWITCH, "preemption": SWITCH, "thread_counts": int, "seeds": int,
-}  # fmt: skip
-"""Of one value of each list that verify varies."""
 VARIED = {
     "depth": "--depths",
     "drafter": "--drafters",
@@ -46,8 +39,8 @@ VARIED = {
 """Engine options that verify varies by itself."""
 
 
-def _levels(doc: str, default: str) -> Any:
-    return option(f"{doc}, comma-separated. Default: {default}.", show_default=False)
+def _levels(doc: str, default: str, *flags: str) -> Any:
+    return option(f"{doc}, comma-separated. Default: {default}.", *flags, show_default=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +53,7 @@ class LevelOptions(OptionGroup):
     drafters: str | None = _levels("Drafters", "mtp,ngram,mixed and other shipped heads")
     batch_sizes: str | None = _levels("Prompts at the same time", "1,8")
     chunk_sizes: str | None = _levels("Rows per pass", "32,512")
-    prefix_cache: str | None = _levels("Prefix cache", "on,off")
+    prefix_caching: str | None = _levels("Prefix cache", "on,off", "--prefix-cache")
     preemption: str | None = _levels("Too few KV blocks for all (on), or enough (off)", "on,off")
     thread_counts: str | None = _levels("CPU threads", "1,2; on the reference backend one level, --threads")
     seeds: str | None = _levels("Seeds", "0")
@@ -70,14 +63,14 @@ class LevelOptions(OptionGroup):
         default=False,
     )
 
-    def parsed(self) -> dict[str, Any]:
+    def chosen(self) -> dict[str, Any]:
         """The lists that were given, by the names that VerifyOptions has for them."""
-        settings = {
-            name: comma_list(f"--{name.replace('_', '-')}", getattr(self, name), parse)
-            for name, parse in PARSERS.items()
-        }
-        settings["prefix_caching"] = settings.pop("prefix_cache")
-        return {name: levels for name, levels in settings.items() if levels}
+        values = self.parsed(
+            temperatures=float, depths=as_depth, drafters=str, batch_sizes=int, chunk_sizes=int,
+            prefix_caching=SWITCH, preemption=SWITCH, thread_counts=int, seeds=int,
+        )  # fmt: skip
+        del values["full"]
+        return {name: levels for name, levels in values.items() if levels}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,23 +94,21 @@ def run(
 ) -> int:
     """Compare token ids with plain decoding over pairs of all levels; exit 1 on a difference that is not a tie."""
     _check(case, levels, engine)
-    parsed = levels.parsed()
+    chosen = levels.chosen()
     prompts = _read_prompts(case.prompts) if case.prompts else None
 
     from headstart.tools.verify import numerics, run as verify
 
-    common: dict[str, Any] = {
-        "model": model,
-        "config": engine.config,
-        "prompts": prompts,
-        "raw": case.raw,
-        "max_tokens": case.max_tokens,
-    }
-    if case.numerics:
-        return output.run("verifying", partial(numerics.run, numerics.NumericsOptions(**common)))
-    preset = verify.FULL if levels.full else {}
-    options = verify.VerifyOptions(**common, against=case.against, **{**preset, **parsed})
-    return output.run("verifying", partial(verify.run, options))
+    options = verify.VerifyOptions(
+        model=model,
+        config=engine.config,
+        prompts=prompts,
+        raw=case.raw,
+        max_tokens=case.max_tokens,
+        against=case.against,
+        **{**(verify.FULL if levels.full else {}), **chosen},
+    )
+    return output.run("verifying", partial((numerics if case.numerics else verify).run, options))
 
 
 def _check(case: CaseOptions, levels: LevelOptions, engine: EngineOptions) -> None:

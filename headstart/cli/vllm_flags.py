@@ -49,6 +49,13 @@ FLAGS: Mapping[str, Flag] = {
 }
 
 
+def count_of(flag: str, value: str | bool) -> int:
+    """Raises UsageError for a value that is no number above 0."""
+    if not str(value).isdigit() or int(value) < 1:
+        raise UsageError(f"{flag} is {value}, but must be a number above 0")
+    return int(value)
+
+
 def _name(flag: str) -> str:
     return "vllm_" + flag.removeprefix("--").replace("-", "_")
 
@@ -78,11 +85,9 @@ class VllmFlags(OptionGroup):
         text = self.given.get("--speculative-disable-by-batch-size")
         if text is None:
             return config
-        if not str(text).isdigit() or int(text) < 1:
-            raise UsageError(f"--speculative-disable-by-batch-size is {text}, but must be a number above 0")
+        most = count_of("--speculative-disable-by-batch-size", text)
         if config.depth_by_batch is not None:
             raise UsageError("--speculative-disable-by-batch-size and a table by batch size are both given", "give one")
-        most = int(text)
         rows = [[1, most, MAX_DEPTH], [most + 1, most + 1, 0]]
         return replace(config, depth_by_batch=json.dumps(rows))
 

@@ -221,9 +221,7 @@ class Tensor:
 
     def _changed(self, values: NDArray[np.float32]) -> Tensor:
         """Other values under this name."""
-        return make_tensor(
-            self.name, self.shape, "F32", np.ascontiguousarray(values, np.float32).reshape(-1).view(np.uint8)
-        )
+        return make_tensor(self.name, self.shape, "F32", np.ascontiguousarray(values, np.float32).view(np.uint8))
 
     def _view(self, dtype: str) -> NDArray[Any]:
         return self.data.reshape(-1).view(dtype)
@@ -262,17 +260,14 @@ def _no_tokenizer() -> Tokenizer:
     raise ModelError("this checkpoint has no tokenizer")
 
 
-def _no_template() -> ChatTemplate | None:
-    return None
-
-
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
     """An opened checkpoint: nothing is read but headers and configs until a tensor's values are asked for.
 
     `config` has the shape of Hugging Face's config.json. `canonical_names` is False where `tensors` carries the names
     of the model's own Hugging Face implementation. `stray` are tensors of files that the index does not name: no engine
-    loads them. `path` is the repo's name for files that are not on this machine.
+    loads them. `path` is the repo's name for files that are not on this machine. `load_tokenizer` raises ModelError
+    when there is none or it cannot be read, `chat_template` (None: there is none) when it does not compile.
     """
 
     path: Path
@@ -284,8 +279,8 @@ class Checkpoint:
     generation_config: dict[str, Any] = field(default_factory=dict)
     stray: dict[str, Tensor] = field(default_factory=dict)
     name: str = ""  # what the user called it; else its path
-    tokenizer: Callable[[], Tokenizer] = _no_tokenizer
-    template: Callable[[], ChatTemplate | None] = _no_template
+    load_tokenizer: Callable[[], Tokenizer] = _no_tokenizer
+    chat_template: Callable[[], ChatTemplate | None] = lambda: None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.name or str(self.path))
@@ -294,14 +289,6 @@ class Checkpoint:
     def title(self) -> str:
         """The last part of the name: a cached repo's folder is called by its commit."""
         return Path(self.name).name or self.path.resolve().name
-
-    def load_tokenizer(self) -> Tokenizer:
-        """Build the tokenizer. Raises ModelError when the checkpoint has none or it cannot be read."""
-        return self.tokenizer()
-
-    def chat_template(self) -> ChatTemplate | None:
-        """The checkpoint's chat template; None when it has none. Raises ModelError when it does not compile."""
-        return self.template()
 
 
 @dataclass(frozen=True)

@@ -58,8 +58,8 @@ def join_files(path: Path, files: list[GgufFile]) -> Checkpoint:
         canonical_names=True,
         files=tuple(file.path for file in files),
         generation_config={key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config},
-        tokenizer=lambda: _tokenizer(first, path),
-        template=lambda: _template(first, path),
+        load_tokenizer=lambda: _tokenizer(first, path),
+        chat_template=lambda: _template(first, path),
     )
 
 
@@ -125,9 +125,8 @@ def _config(file: GgufFile, tensors: dict[str, Tensor]) -> dict[str, Any]:
         if (value := metadata.get(f"{arch}.{key}")) is not None:
             config[name] = _plain(value)
             if not isinstance(config[name], int | float | list):
-                raise ModelError(
-                    f"{path}: {arch}.{key} is {value!r}, but a number is wanted", "convert the model again"
-                )
+                what = f"{path}: {arch}.{key} is {value!r}, but a number is wanted"
+                raise ModelError(what, "convert the model again")
     for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"):
         # Only the number of heads may differ by layer.
         if not _positive(config.get(name), per_layer=name == "num_attention_heads"):

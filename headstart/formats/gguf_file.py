@@ -151,10 +151,7 @@ def _tensors(cursor: _Cursor, table: list[tuple[str, tuple[int, ...], int, int]]
 
 def _size(cursor: _Cursor, name: str, shape: tuple[int, ...], kind: int) -> tuple[str, int]:
     """Type name and bytes of a tensor; a row must be a whole number of blocks."""
-    from gguf.constants import (  # slow to import, and many checkpoints are not GGUF
-        GGML_QUANT_SIZES,
-        GGMLQuantizationType,
-    )
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType  # slow to import, and many are not GGUF
 
     try:
         ggml = GGMLQuantizationType(kind)

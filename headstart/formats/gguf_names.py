@@ -41,6 +41,7 @@ _BLOCK: Mapping[str, str] = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",  # of this suffix only, which is not ours
     "ffn_gate_exps": "mlp.experts.gate_proj",  # [experts, out, in]
     "ffn_up_exps": "mlp.experts.up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
@@ -64,8 +65,6 @@ IMPLIED: Mapping[str, Mapping[str, int]] = {
     "qwen3moe": {"norm_topk_prob": True},
 }
 """What llama.cpp takes of an architecture where the file says nothing."""
-
-_FULL: Mapping[str, str] = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
 
 KEYS: Mapping[str, str] = {
     "block_count": "num_hidden_layers",
@@ -140,8 +139,8 @@ def _canonical(name: str, post_norms: set[str]) -> str:
     # With a norm after attention of its own, the norm before the feed-forward part is a third one.
     if stem == "ffn_norm" and f"blk.{layer}.post_attention_norm{suffix}" in post_norms:
         return f"layers.{layer}.pre_feedforward_layernorm{suffix}"
-    if stem + suffix in _FULL:
-        return f"layers.{layer}.{_FULL[stem + suffix]}"
+    if stem + suffix in _BLOCK:
+        return f"layers.{layer}.{_BLOCK[stem + suffix]}"
     return f"layers.{layer}.{_BLOCK[stem]}{suffix}" if stem in _BLOCK else name
 
 
@@ -156,7 +155,5 @@ def gguf_name(name: str) -> str | None:
     if not match:
         return None
     layer, stem, suffix = match.groups()
-    known = next((theirs for theirs, ours in _FULL.items() if ours == stem + suffix), None)
-    if known is None and stem in _BACK:
-        known = _BACK[stem] + suffix
+    known = _BACK.get(stem + suffix) or (_BACK[stem] + suffix if stem in _BACK else None)
     return known and f"blk.{layer}.{known}"

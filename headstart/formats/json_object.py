@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,14 @@ def parse_object(text: bytes, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{where} is not valid JSON: {error}", "download the file again") from error
     if not isinstance(value, dict):
-        raise ModelError(
-            f"{where} holds a JSON {type(value).__name__}, but an object is wanted", "is it the right file?"
-        )
+        what = f"{where} holds a JSON {type(value).__name__}, but an object is wanted"
+        raise ModelError(what, "is it the right file?")
     return value
+
+
+def read_packaged(package: str, file: str) -> Any:
+    """A JSON file that comes with a package."""
+    return json.loads(resources.files(package).joinpath(file).read_text("utf-8"))
 
 
 def read_object(path: Path) -> dict[str, Any]:

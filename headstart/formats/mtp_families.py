@@ -100,10 +100,8 @@ class Layout:
         come with module 0. `present` are the canonical names that are there: they decide between alternatives."""
         parts = _parts()
         for prefix, names in self.tensors.items():
-            prefix_of_all = "{" not in prefix and not any(
-                "{i}" in each for name in names for each in parts[name].shapes
-            )
-            if module and prefix_of_all:
+            shared = "{" not in prefix and not any("{i}" in each for name in names for each in parts[name].shapes)
+            if module and shared:
                 continue
             for name in names:
                 if _applies(parts[name], sizes.config):
@@ -156,7 +154,7 @@ def find_drafter(config: Mapping[str, Any], names: Container[str] = ()) -> Layou
     """The kind of drafter that a config.json describes, or that a tensor among `names` gives away; None for what is no
     drafter of its own."""
     algorithm, kind = config.get("speculators_model_type"), config.get("model_type")
-    for each in drafters_by_key().values():
+    for each in _layouts("drafters").values():  # in the order of the table
         if algorithm in each.speculators or kind in each.model_types or each.requires in config:
             return each
         if algorithm is None and (_has_architecture(config, each) or (each.marker and each.marker in names)):
@@ -192,11 +190,6 @@ def declared(config: Mapping[str, Any], layout: Layout | None = None) -> Declare
 def families_by_key() -> Mapping[str, Layout]:
     """All families with native MTP."""
     return _layouts("families")
-
-
-def drafters_by_key() -> Mapping[str, Layout]:
-    """All kinds of drafters that are checkpoints of their own, in the order in which they are looked for."""
-    return _layouts("drafters")
 
 
 def symbols() -> Mapping[str, Mapping[str, Any]]:
@@ -239,11 +232,9 @@ def _layout(key: str, row: Mapping[str, Any]) -> Layout:
 
 @cache
 def _parts() -> Mapping[str, Part]:
-    rows = _table()["parts"]
-    return {
-        name: Part(**{("alternative" if key == "or" else key): value for key, value in row.items()})
-        for name, row in rows.items()
-    }
+    renamed = {"or": "alternative"}
+    rows = _table()["parts"].items()
+    return {name: Part(**{renamed.get(key, key): value for key, value in row.items()}) for name, row in rows}
 
 
 @cache

@@ -84,14 +84,6 @@ class WeightBytes:
     head: float | None = None  # the blocks of a drafting head; None: as the trunk's
 
 
-def _no_method(settings: Settings) -> bool:
-    return False
-
-
-def _not_read(stored: Stored) -> None:
-    return None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
     """One way to store weights.
@@ -104,12 +96,12 @@ class Quantization:
     """
 
     describe: Callable[[Stored], Described | None]
-    detect: Callable[[Settings], bool] = _no_method
+    detect: Callable[[Settings], bool] = lambda settings: False
     excludes: Mapping[str, str] = field(default_factory=dict)
     packed: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
-    decode: Callable[[Stored], Decode | None] = _not_read
+    decode: Callable[[Stored], Decode | None] = lambda stored: None
     bits: int = 8
     plans: Mapping[str, WeightBytes] = field(default_factory=dict)
 
@@ -237,7 +229,9 @@ def readable(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[s
     weights = Weights(tensors, config)
     method = weights.settings.get("quant_method")
     if method and declared(config) is None:
-        raise ModelError(f"quantization_config names {method!r}, which is unknown", _hint())
+        known = ", ".join(registry.available("quantizations"))
+        hint = f"known are {known}; take the unquantized model, or a GGUF file"
+        raise ModelError(f"quantization_config names {method!r}, which is unknown", hint)
     if weights.loose:
         raise weights.unreadable(weights.loose[0])
     tensors_read: dict[str, Tensor | Dequantized] = {}
@@ -247,10 +241,6 @@ def readable(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[s
         else:
             tensors_read |= {each.name: each for each in (stored.main, *stored.beside.values())}
     return tensors_read
-
-
-def _hint() -> str:
-    return f"known are {', '.join(registry.available('quantizations'))}; take the unquantized model, or a GGUF file"
 
 
 @dataclass(frozen=True, eq=False)

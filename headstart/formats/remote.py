@@ -68,9 +68,8 @@ def _cached(asked: Repo) -> Checkpoint:
 
     with hub_errors(asked.repo):
         if asked.file:
-            return gguf.open_checkpoint(
-                Path(hf_hub_download(asked.repo, asked.file, local_files_only=True, dry_run=False))
-            )
+            file = hf_hub_download(asked.repo, asked.file, local_files_only=True, dry_run=False)
+            return gguf.open_checkpoint(Path(file))
         folder = snapshot_download(asked.repo, revision=asked.revision or None, local_files_only=True, dry_run=False)
     return safetensors.open_checkpoint(Path(folder))
 

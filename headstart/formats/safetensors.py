@@ -55,8 +55,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
         files=tuple(path / file for file in files),
         generation_config=read_object(path / GENERATION) if (path / GENERATION).exists() else {},
         stray={name: each for held in shards.values() for name, each in held.items() if name not in tensors},
-        tokenizer=lambda: _tokenizer(path),
-        template=lambda: _template(path),
+        load_tokenizer=lambda: _tokenizer(path),
+        chat_template=lambda: _template(path),
     )
 
 
@@ -85,13 +85,9 @@ def whole_directory(path: Path) -> dict[str, Tensor]:
         shards_of(files, index, str(path / INDEX))
         weight_map = weight_map_of(index, str(path / INDEX))
         pick(weight_map, files, str(path / INDEX))
-    return join(
-        {
-            file: {name: each for name, each in held.items() if weight_map.get(name, file) == file}
-            for file, held in files.items()
-        },
-        str(path),
-    )
+    for file, held in files.items():
+        files[file] = {name: each for name, each in held.items() if weight_map.get(name, file) == file}
+    return join(files, str(path))
 
 
 @dataclass(frozen=True)
@@ -162,27 +158,17 @@ def save(path: Path, tensors: Mapping[str, Array], metadata: Mapping[str, str] |
 
 
 def _planned(name: str, value: Array) -> Planned:
-    bits = _bits(value)
+    bits, dtype = value if isinstance(value, tuple) else (value, NAME_OF.get(value.dtype.newbyteorder("<")))
+    if dtype is None or ITEM_BYTES.get(dtype) != bits.itemsize:
+        raise ModelError(f"tensor {name} of numpy type {bits.dtype} cannot be saved as {dtype}")
     little = np.ascontiguousarray(bits, bits.dtype.newbyteorder("<"))
-    return Planned(name, _dtype_name(name, value), bits.shape, lambda: [little])
+    return Planned(name, dtype, bits.shape, lambda: [little])
 
 
 def bfloat16(values: NDArray[np.float32]) -> tuple[NDArray[np.uint16], str]:
     """Finite float32 numbers rounded to the nearest bfloat16, ties to even, as `save` takes them."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16), "BF16"
-
-
-def _bits(value: Array) -> NDArray[Any]:
-    return value[0] if isinstance(value, tuple) else value
-
-
-def _dtype_name(name: str, value: Array) -> str:
-    bits = _bits(value)
-    given = value[1] if isinstance(value, tuple) else NAME_OF.get(bits.dtype.newbyteorder("<"))
-    if given is None or given not in ITEM_BYTES or ITEM_BYTES[given] != bits.itemsize:
-        raise ModelError(f"tensor {name} of numpy type {bits.dtype} cannot be saved as {given}")
-    return given
 
 
 FORMAT = Format(detect, open_checkpoint)

@@ -56,10 +56,9 @@ class Sizes:
         """A symbol's number; None where the config does not say it."""
         if symbol not in self._known:
             row = self._symbols[symbol]
-            size_there = next(
-                (size for key in row["keys"] if (size := as_size(lookup(self.config, key))) is not None), None
-            )
-            self._known[symbol] = self.evaluate(row["else"]) if size_there is None and "else" in row else size_there
+            sizes = (as_size(lookup(self.config, key)) for key in row["keys"])
+            there = next((size for size in sizes if size is not None), None)
+            self._known[symbol] = self.evaluate(row["else"]) if there is None and "else" in row else there
         return self._known[symbol]
 
     def evaluate(self, expression: str) -> int | None:

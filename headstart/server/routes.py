@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,11 +19,11 @@ from starlette.types import Receive, Scope, Send
 import headstart
 from headstart.api import LLM
 from headstart.errors import GenerationError, HeadstartError, ModelError, TimeLimitError, UsageError
+from headstart.server.bridge import Bridge
 from headstart.server.errors import document, error_of
-from headstart.server.prepare import Job, chat_job, completion_job, num_choices, rendered
+from headstart.server.prepare import Formats, Job, chat_job, completion_job, num_choices, rendered
 from headstart.server.replies import Reply
 from headstart.server.schema import ChatRequest, Common, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from headstart.server.state import State
 
 log = logging.getLogger("headstart.server")
 router = APIRouter()
@@ -43,6 +44,18 @@ CLIENT_GONE = 499
 STREAM_ENDED = "data: [DONE]\n\n"
 
 
+@dataclass(frozen=True)
+class State:
+    """What the endpoints of one server share. `names`: by which requests may call the model; the first signs the
+    answers. `started`: Unix time."""
+
+    bridge: Bridge
+    names: tuple[str, ...]
+    formats: Formats
+    started: int
+    request_timeout: float | None
+
+
 @router.post("/v1/completions", responses=ERRORS)
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Continue a text, or several."""
@@ -60,7 +73,7 @@ async def _answer(request: Request, body: Common, prepare: Callable[[LLM], Job])
     _check_model(state, body.model)
     state.bridge.check_room(num_choices(body))
     job = await run_in_threadpool(prepare, state.bridge.llm)
-    reply = Reply(state.bridge, job, body, body.model or state.name)
+    reply = Reply(state.bridge, job, body, body.model or state.names[0])
     await reply.begin()
     if body.stream:
         return _EventStream(reply, state.request_timeout)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Histogram
@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 from headstart.config import AUTO
 from headstart.engine.engine import Engine
 
+Family = CounterMetricFamily | GaugeMetricFamily
 log = logging.getLogger("headstart.server")
 
 LOG_EVERY = 10.0
@@ -108,12 +109,9 @@ class _Counters(Collector):
         yield self._counter("vllm:spec_decode_num_drafts", "Drafts.", stats.drafts)
         yield self._counter("vllm:spec_decode_num_draft_tokens", "Drafted tokens.", stats.drafted)
         yield self._counter("vllm:spec_decode_num_accepted_tokens", "Accepted tokens.", stats.accepted)
-        positions = CounterMetricFamily(
-            "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted, by place.", labels=("model_name", "position")
-        )
-        for place, count in enumerate(list(stats.per_position)):
-            positions.add_metric([watch.model, str(place)], count)
-        yield positions
+        accepted = enumerate(list(stats.per_position))
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+        yield self._several(CounterMetricFamily, name, "Accepted, by place.", "position", accepted)
         yield self._gauge("vllm:spec_decode_draft_acceptance_rate", "Accepted / drafted.", stats.acceptance_rate)
         yield self._gauge("vllm:num_requests_running", "Sequences in the batch.", len(scheduler.running))
         yield self._gauge("vllm:num_requests_waiting", "Sequences in the queue.", len(scheduler.waiting))
@@ -123,21 +121,12 @@ class _Counters(Collector):
         yield self._counter("vllm:generation_tokens", "Tokens put out.", watch.generated_tokens)
         yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", scheduler.prefix_queries)
         yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found.", scheduler.prefix_hits)
-        ended = CounterMetricFamily(
-            "vllm:request_success", "Choices by how they ended.", labels=("model_name", "finished_reason")
-        )
-        for reason, count in list(watch.requests.items()):
-            ended.add_metric([watch.model, reason], count)
-        yield ended
+        name, ended = "vllm:request_success", list(watch.requests.items())
+        yield self._several(CounterMetricFamily, name, "Choices by how they ended.", "finished_reason", ended)
         if engine.synthetic is not None:
-            rates = GaugeMetricFamily(
-                "headstart:synthetic_acceptance",
-                "Load test: share of drafts accepted up to this place, whatever the model says.",
-                labels=("model_name", "position"),
-            )
-            for place, rate in enumerate(engine.synthetic.rates):
-                rates.add_metric([watch.model, str(place)], rate)
-            yield rates
+            text = "Load test: share of drafts accepted up to this place, whatever the model says."
+            rates = enumerate(engine.synthetic.rates)
+            yield self._several(GaugeMetricFamily, "headstart:synthetic_acceptance", text, "position", rates)
         for name, seconds in engine.seconds.items():
             yield self._counter(f"headstart:{name}_seconds", f"Time in {name}.", seconds)
         yield self._counter("headstart:passes_saved", "Tokens that no pass was spent on.", stats.emitted - stats.passes)
@@ -150,11 +139,16 @@ class _Counters(Collector):
         yield self._gauge("headstart:spec_disabled", "1: drafting was switched off.", int(watch.spec_disabled))
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, text, labels=("model_name",))
-        family.add_metric([self._watch.model], value)
-        return family
+        return self._several(CounterMetricFamily, name, text, "", [("", value)])
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=("model_name",))
-        family.add_metric([self._watch.model], value)
+        return self._several(GaugeMetricFamily, name, text, "", [("", value)])
+
+    def _several(
+        self, kind: type[Family], name: str, text: str, label: str, values: Iterable[tuple[object, float]]
+    ) -> Metric:
+        """A value for each text of `label`; an empty label is left out."""
+        family = kind(name, text, labels=("model_name", label) if label else ("model_name",))
+        for place, value in values:
+            family.add_metric([self._watch.model, str(place)] if label else [self._watch.model], value)
         return family

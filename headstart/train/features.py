@@ -109,21 +109,14 @@ class FeatureCache:
         self._where: dict[str, tuple[int, int, int]] = {}
         self._hidden: list[Tensor] = []
         self._best: list[Tensor] = []
-        self._names: set[str] = set()
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Take in complete shards that are new (another process may add some)."""
-        for path in sorted(self.folder.glob("shard-*")):
-            if path.name not in self._names:
-                self._open(path)
+        for path in sorted(folder.glob("shard-*")):
+            self._open(path)
 
     def _open(self, path: Path) -> None:
         index = json.loads((path / "index.json").read_text())
         best = torch.from_numpy(np.load(path / "best.npy", mmap_mode="c"))
         size = len(best) * self.width
         hidden = torch.from_file(str(path / "hidden.bin"), shared=False, size=size, dtype=torch.bfloat16)
-        self._names.add(path.name)
         for key, (first, count) in index.items():
             self._where[key] = (len(self._hidden), first, count)
         self._hidden.append(hidden.view(-1, self.width))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,9 @@ from typing import Any
 from headstart.api import LLM, Completion
 from headstart.core import SamplingParams
 from headstart.errors import UsageError
-from headstart.train.data import find_files
+from headstart.train.data import Message, find_files
 from headstart.train.shards import Shards
 
-Message = Mapping[str, Any]
 GREEDY_SHARE = 0.5
 WARM = (0.7, 1.0)
 """The other half of the answers is drawn at temperatures in this range."""
@@ -78,30 +77,25 @@ def answer(
     max_tokens: int = ANSWER_TOKENS,
     wave: int = 512,
     done: Callable[[dict[str, Any]], None] = lambda record: None,
-) -> int:
-    """Answer what `shards` do not hold yet, `wave` prompts to the engine at a time; `done` hears every new
-    record, and may raise Enough. Returns the number of new tokens. Prompts that do not fit into
-    the context together with `max_tokens` are left out."""
+) -> None:
+    """Answer what `shards` do not hold yet, `wave` prompts to the engine at a time; `done` hears every new record, and
+    may raise Enough. Prompts that do not fit into the context together with `max_tokens` are left out."""
     missing = [prompt for prompt in {p.key: p for p in prompts}.values() if prompt.key not in shards.keys]
     # neighbours of similar length finish prefill together; the order is the same in every run
     missing.sort(key=lambda prompt: (len(str(prompt.messages[-1]["content"])) // 256, prompt.key))
-    total = 0
     for start in range(0, len(missing), wave):
         part = [p for p in missing[start : start + wave] if _fits(llm, p, max_tokens)]
         params = [sampling(prompt, seed, max_tokens) for prompt in part]
 
         def write(index: int, each: Completion, part: list[Prompt] = part, chosen: Any = params) -> None:
-            nonlocal total
             record = _record(part[index], each, chosen[index])
             shards.append(record)
-            total += len(each.token_ids)
             done(record)
 
         try:
             llm.generate([_asked(llm, prompt) for prompt in part], params, depth=0, on_finish=write)
         except Enough:
             break
-    return total
 
 
 def _asked(llm: LLM, prompt: Prompt) -> str | list[Message]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,7 +41,6 @@ class Recipe:
     clip: float = 1.0
     ema: float = 0.995
     weighting: Weighting = field(default_factory=Weighting)
-    optimizer: str = "muon"
     seed: int = 0
     dtype: torch.dtype = torch.bfloat16
     rounded: bool = False  # train what runs: drafts of the native backend have int4 matrices
@@ -53,6 +53,15 @@ def check_bound(minutes: float | None, tokens: int | None) -> None:
     bound = minutes if minutes is not None else tokens
     if bound is None or not (math.isfinite(bound) and bound > 0):
         raise UsageError(f"the bound of the training is {bound}, but must be above 0")
+
+
+def command_line(options: object, words: Sequence[str], names: Sequence[str]) -> str:
+    """`headstart train` with these words and those of the named options that have a value."""
+    words = ["headstart", "train", *words]
+    for name in names:
+        if (value := getattr(options, name)) is not None:
+            words += [f"--{name.replace('_', '-')}", f"{value:g}" if isinstance(value, float) else str(value)]
+    return shlex.join(words)
 
 
 @dataclass
@@ -73,13 +82,7 @@ class TrainingProgress:
 class Trainer:
     """Weights, their moving average, optimizers and cursor; `state` and `load_state` are all of it."""
 
-    def __init__(
-        self,
-        masters: dict[str, Tensor],
-        spec: HeadSpec,
-        target: Target,
-        recipe: Recipe,
-    ) -> None:
+    def __init__(self, masters: dict[str, Tensor], spec: HeadSpec, target: Target, recipe: Recipe) -> None:
         self.spec, self.target, self.recipe = spec, target, recipe
         self.masters = {name: torch.nn.Parameter(tensor) for name, tensor in masters.items()}
         self.average = {name: tensor.clone() for name, tensor in masters.items()}
@@ -172,11 +175,7 @@ def optimizers(masters: Mapping[str, torch.nn.Parameter], recipe: Recipe) -> lis
     matrices = [{"params": [weight for name, weight in masters.items() if is_matrix[name]]}]
     vectors = [{"params": [weight for name, weight in masters.items() if not is_matrix[name]]}]
     decay, rate = recipe.weight_decay, recipe.matrix_rate
-    first: torch.optim.Optimizer
-    if recipe.optimizer == "muon":
-        first = torch.optim.Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
-    else:
-        first = torch.optim.AdamW(matrices, lr=rate, weight_decay=decay, betas=(0.9, 0.95))
+    first = torch.optim.Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
     second = torch.optim.AdamW(vectors, lr=recipe.vector_rate, weight_decay=0.0, betas=(0.9, 0.95))
     for optimizer in (first, second):
         for group in optimizer.param_groups:

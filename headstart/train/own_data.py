@@ -169,23 +169,13 @@ class _Work:
             yield Prompt(messages, each.kind, licence if sources else each.licence, source)
 
     def _answer(self, prompts: Sequence[Prompt]) -> None:
-        options = self.options
-        answer(
-            self.llm,
-            prompts,
-            self.answers,
-            seed=options.seed,
-            max_tokens=options.max_tokens,
-            wave=WAVE,
-            done=self._done,
-        )
+        seed, max_tokens = self.options.seed, self.options.max_tokens
+        answer(self.llm, prompts, self.answers, seed=seed, max_tokens=max_tokens, wave=WAVE, done=self._done)
 
     def _count(self, record: dict[str, Any]) -> None:
         tokens = len(record.get("response_ids", ()))
-        for counter in (
-            self._kinds[record["kind"]],
-            self._sources[f"{record['source']} ({record['licence']})"],
-        ):
+        source = f"{record['source']} ({record['licence']})"
+        for counter in (self._kinds[record["kind"]], self._sources[source]):
             counter.update(records=1, answer_tokens=tokens, text_characters=len(record.get("text", "")))
 
     def _note(self, record: dict[str, Any]) -> None:
@@ -197,12 +187,8 @@ class _Work:
         wanted = rng.random() < FOLLOW_UP_SHARE / (1 - FOLLOW_UP_SHARE)
         complete = record["finish_reason"] == "stop" and len(messages[-1]["content"]) < LONGEST_TURN
         if len(messages) == 2 and wanted and complete and self.llm.has_chat_template:
-            turn = Prompt(
-                (*messages, {"role": "user", "content": rng.choice(follow_ups())}),
-                record["kind"],
-                record["licence"],
-                "second turn",
-            )
+            asked = (*messages, {"role": "user", "content": rng.choice(follow_ups())})
+            turn = Prompt(asked, record["kind"], record["licence"], "second turn")
             if turn.key not in self.answers.keys:
                 self._turns.append(turn)
 

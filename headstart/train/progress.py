@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress as Bar, TextColumn, TimeRemainingColumn
@@ -15,10 +14,8 @@ LINE_EVERY = 20.0
 """Seconds between lines where there is no terminal."""
 
 
-class Show(Protocol):
-    """Called with the share done (0 to 1) and a text."""
-
-    def __call__(self, share: float, text: str) -> None: ...
+Show = Callable[[float, str], None]
+"""Called with the share done (0 to 1) and a text."""
 
 
 @contextmanager

@@ -20,8 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
-
-__all__ = ["KIND_WEIGHTS", "PromptRecord", "follow_ups", "split_sentences", "templated_prompts"]
+from typing import Any, cast
 
 KIND_WEIGHTS: dict[str, int] = {
     "writing": 7,
@@ -60,7 +59,6 @@ class PromptRecord:
 
     kind: str
     prompt: str
-    source: str = "template"
     licence: str = "own"
     passages: tuple[int, ...] = ()
 
@@ -83,26 +81,16 @@ class _Texts:
         return self.texts[index]
 
 
-@dataclass(frozen=True)
-class _Data:
-    """The parsed data file."""
-
-    lists: dict[str, list[str]]
-    templates: dict[str, list[str]]
-    follow_ups: list[str]
-
-
 @cache
-def _data() -> _Data:
-    """Read ``prompt_lists.json`` once."""
+def _data() -> dict[str, Any]:
+    """``lists`` and ``templates`` by name, and ``follow_ups``."""
     raw = resources.files(__package__).joinpath("prompt_lists.json").read_text(encoding="utf-8")
-    parsed = json.loads(raw)
-    return _Data(parsed["lists"], parsed["templates"], parsed["follow_ups"])
+    return cast(dict[str, Any], json.loads(raw))
 
 
 def follow_ups() -> list[str]:
     """Return second-turn requests that suit an answer of any kind."""
-    return list(_data().follow_ups)
+    return list(_data()["follow_ups"])
 
 
 def split_sentences(text: str) -> list[str]:
@@ -168,7 +156,7 @@ class _Filler:
 
     def _entry(self, name: str, taken: set[str]) -> str:
         """Draw an entry of a list that differs from those already taken, and fill it."""
-        entries = _data().lists[name]
+        entries: list[str] = _data()["lists"][name]
         free = [entry for entry in entries if entry not in taken]
         return self._expand(self._rng.choice(free or entries))
 
@@ -206,7 +194,7 @@ class _Filler:
 def _usable(kind: str, passages: list[str], foreign: list[str]) -> list[str]:
     """Return the kind's templates that the given texts suffice for."""
     missing = [*(() if passages else ("{passage}", "{passages}")), *(() if foreign else ("{foreign}",))]
-    return [t for t in _data().templates[kind] if not any(name in t for name in missing)]
+    return [t for t in _data()["templates"][kind] if not any(name in t for name in missing)]
 
 
 def _schedule(rng: random.Random, kinds: list[str], count: int) -> list[str]:

@@ -8,7 +8,6 @@ family's own code, so the result is a checkpoint like any other.
 from __future__ import annotations
 
 import math
-import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,7 +39,7 @@ from headstart.train.batches import Batch
 from headstart.train.checkpoint import save_model
 from headstart.train.data import Problems, Record
 from headstart.train.evaluate import Acceptance
-from headstart.train.loop import Recipe, check_bound, optimizers, update
+from headstart.train.loop import Recipe, check_bound, command_line, optimizers, update
 from headstart.train.masters import named, weights_of
 from headstart.train.objective import Target, Weighting, assess, cumulative
 from headstart.train.ops import DraftMemory, TrainOps
@@ -75,12 +74,9 @@ class ScratchOptions:
     @property
     def command(self) -> str:
         """The command line that says the same, for the record."""
-        words = ["headstart", "train", "--from-scratch", self.family, "--out", self.out.name]
+        words = ["--from-scratch", self.family, "--out", self.out.name]
         words += [word for path in self.data for word in ("--data", path.name)]
-        for name in ("minutes", "tokens", "depth", "seed"):
-            if (value := getattr(self, name)) is not None:
-                words += [f"--{name}", f"{value:g}" if isinstance(value, float) else str(value)]
-        return shlex.join(words)
+        return command_line(self, words, ("minutes", "tokens", "depth", "seed"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,7 +227,6 @@ def _train_into(folder: Path, options: ScratchOptions) -> Report:
 
 
 def _facts(options: ScratchOptions, size: int, standing: Standing) -> dict[str, Any]:
-    acceptance = standing.acceptance
     return {
         "family": options.family,
         "command": options.command,
@@ -241,9 +236,7 @@ def _facts(options: ScratchOptions, size: int, standing: Standing) -> dict[str, 
         "minutes": round(standing.seconds / 60, 2),
         "loss": round(standing.loss, 4),
         "held_out_loss": round(standing.held_out, 4),
-        "held_out": {"cumulative": [round(x, 4) for x in acceptance.cumulative], "length": round(acceptance.length, 4)}
-        if acceptance
-        else None,
+        "held_out": standing.acceptance.data() if standing.acceptance else None,
     }
 
 

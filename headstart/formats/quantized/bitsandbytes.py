@@ -20,5 +20,4 @@ QUANTIZATION = Quantization(
         ".quant_state.bitsandbytes__fp4",
     ),
     describe=describe,
-    bits=8,
 )  # fmt: skip

@@ -20,14 +20,7 @@ QUANTIZATION = Quantization(
     detect=lambda settings: settings.get("quant_method") == "compressed-tensors",
     excludes={"compressed-tensors": "ignore"},
     packed=("weight_packed",),
-    beside=(
-        "weight_scale",
-        "weight_zero_point",
-        "weight_shape",
-        "weight_g_idx",
-        "weight_global_scale",
-        "weight_chan_scale",
-    ),
+    beside=("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight_global_scale",
+            "weight_chan_scale"),
     describe=describe,
-    bits=8,
 )  # fmt: skip

@@ -32,6 +32,5 @@ QUANTIZATION = Quantization(
     after=("_scale_inv", "_input_scale", "_weight_scale", "_scale"),
     describe=describe,
     decode=decode,
-    bits=8,
     plans={"fp8": WeightBytes(1, 1, 1, 2, "fp8")},
 )

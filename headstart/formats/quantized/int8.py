@@ -31,6 +31,5 @@ QUANTIZATION = Quantization(
     beside=("weight_scale", "weight_zero_point", "scale"),
     describe=describe,
     decode=decode,
-    bits=8,
     plans={"int8": WeightBytes(1, 1, 1, 2, "int8")},
 )

@@ -9,10 +9,8 @@ BYTES = 0.5 + 1 / 16
 
 
 def detect(settings: Settings) -> bool:
-    algorithm = str(settings.get("quant_algo")).upper()
-    return settings.get("quant_method") == "nvfp4" or (
-        settings.get("quant_method") == "modelopt" and algorithm != "FP8"
-    )
+    method, algorithm = settings.get("quant_method"), str(settings.get("quant_algo")).upper()
+    return method == "nvfp4" or (method == "modelopt" and algorithm != "FP8")
 
 
 def describe(stored: Stored) -> Described | None:

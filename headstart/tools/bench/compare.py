@@ -88,21 +88,16 @@ def _change(values: list[float | None], pattern: str = "") -> str:
 
 
 def _differences(first: Document, second: Document) -> list[str]:
-    differences = [
-        f"{name}: {first.source.get(name)} → {second.source.get(name)}"
-        for name in TOLD
-        if first.source.get(name) != second.source.get(name)
-    ]
-    differences += [
-        f"machine, {name}: {first.machine.get(name)} → {second.machine.get(name)}"
-        for name in ("cpu", "threads", "gpu", "headstart")
-        if first.machine.get(name) != second.machine.get(name)
-    ]
-    asked = ("requests", "input_tokens", "output_tokens", "scale", "seed")
-    return differences + [
-        f"asked, {name}: {first.settings.get(name)} → {second.settings.get(name)}"
-        for name in asked
-        if first.settings.get(name) != second.settings.get(name)
+    parts = (
+        ("", first.source, second.source, TOLD),
+        ("machine, ", first.machine, second.machine, ("cpu", "threads", "gpu", "headstart")),
+        ("asked, ", first.settings, second.settings, ("requests", "input_tokens", "output_tokens", "scale", "seed")),
+    )
+    return [
+        f"{part}{name}: {before.get(name)} → {after.get(name)}"
+        for part, before, after, names in parts
+        for name in names
+        if before.get(name) != after.get(name)
     ]
 
 

@@ -22,6 +22,7 @@ from headstart.errors import UsageError
 
 KIND: Literal["headstart-bench"] = "headstart-bench"
 VERSION: Literal[1] = 1
+SUMMED = ("drafts", "drafted", "accepted", "passes_saved")
 LEVELS = (0.0, *(i / 20 for i in range(1, 20)), 0.99, 1.0)
 """Levels of `Distribution.quantiles`: minimum, every 5 %, 99 %, maximum."""
 
@@ -99,12 +100,9 @@ class DraftCounts:
             return None
         tries = [part.drafted_at for part in known if part.drafted_at is not None]
         return cls(
-            drafts=sum(part.drafts for part in known),
-            drafted=sum(part.drafted for part in known),
-            accepted=sum(part.accepted for part in known),
+            **{name: sum(getattr(part, name) for part in known) for name in SUMMED},
             per_position=_sum(part.per_position for part in known),
             drafted_at=_sum(tries) if len(tries) == len(known) else None,
-            passes_saved=sum(part.passes_saved for part in known),
         )
 
 
@@ -260,11 +258,9 @@ class Document:
             raise UsageError(f"cannot read {path}: {error.strerror}", "is the path right?") from None
         except ValidationError as error:
             first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            hint = "such a file is what headstart bench --out writes"
-            raise UsageError(f"{path} is no bench document: {where}: {first['msg']}", hint) from None
+            wrong = f"no bench document: {'.'.join(map(str, first['loc']))}: {first['msg']}"
         except ValueError as error:
-            raise UsageError(
-                f"{path} is not JSON: {error}", "such a file is what headstart bench --out writes"
-            ) from None
-        return document
+            wrong = f"not JSON: {error}"
+        else:
+            return document
+        raise UsageError(f"{path} is {wrong}", "such a file is what headstart bench --out writes")

@@ -121,12 +121,12 @@ def _sections(rows: tuple[Row, ...], styles: dict[str, Style]) -> Iterator[Secti
     yield Section(
         "Cost",
         "Of a million output tokens, at the given price per hour, on a machine that does nothing else.",
-        tuple(by_load("Cost", "per million tokens", _cost)),
+        tuple(by_load("Cost", "per million tokens", lambda row: _point(row, row.cost_per_million))),
     )
     yield Section(
         "Energy",
         "Joules per output token, of the whole machine as far as it tells.",
-        tuple(by_load("Energy", "joules per token", _energy)),
+        tuple(by_load("Energy", "joules per token", lambda row: _point(row, row.joules_per_token))),
     )
 
 
@@ -134,12 +134,8 @@ def _speedup(row: Row) -> Point | None:
     return Point(_x(row), row.speedup.point, row.speedup.low, row.speedup.high) if row.speedup else None
 
 
-def _cost(row: Row) -> Point | None:
-    return None if row.cost_per_million is None else Point(_x(row), row.cost_per_million)
-
-
-def _energy(row: Row) -> Point | None:
-    return None if row.joules_per_token is None else Point(_x(row), row.joules_per_token)
+def _point(row: Row, value: float | None) -> Point | None:
+    return None if value is None else Point(_x(row), value)
 
 
 def _drawn(svg: str) -> Iterator[Markup]:
@@ -191,13 +187,9 @@ def _latency(rows: tuple[Row, ...], styles: dict[str, Style]) -> Iterator[Markup
                 plot = Plot(
                     title=f"{title}: {panel}, {group.load.removesuffix(' unchunked')}{unit}",
                     x_label="ms", y_label="share", series=series, x_scale="log",
-                    y_ticks=(0, 0.25, 0.5, 0.75, 0.9, 1), y_format=PERCENT, x_format=_short,
+                    y_ticks=(0, 0.25, 0.5, 0.75, 0.9, 1), y_format=PERCENT,
                 )  # fmt: skip
                 yield from _drawn(lines(plot))
-
-
-def _short(value: float) -> str:
-    return f"{value:g}"
 
 
 def _cumulative(times: Distribution | None) -> list[Point]:

@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
+from itertools import count as count_up
 from pathlib import Path
 from typing import Any
 
@@ -143,16 +145,20 @@ class Bench:
         for (runner, workload, load, repeat, mode), count in zip(plan, counts, strict=True):
             if self._cells and repeat == 0 and mode == self._modes[0]:
                 self._save("not finished yet")  # whatever may end the program
-            counter = _Counter(self._progress, done, total, f"{workload.name}, {_shown(load)}, {mode}")
+            notify = partial(self._answered, count_up(done), total, f"{workload.name}, {_shown(load)}, {mode}")
+            notify()
             cell = measure(
                 runner, workload, mode, load,
-                num_requests=self.options.num_requests, repeat=repeat, meter=self._meter, notify=counter,
+                num_requests=self.options.num_requests, repeat=repeat, meter=self._meter, notify=notify,
             )  # fmt: skip
             self._cells.append(cell)
             done += count
             if error := _fatal(runner, cell):
                 return error
         return ""
+
+    def _answered(self, numbers: Iterator[int], total: int, text: str) -> None:
+        self._progress(next(numbers), total, text)
 
     def _plan(self) -> Iterator[tuple[System, Workload, Load, int, str]]:
         """Every other repeat has its modes the other way round, so that drift of the machine cancels out."""
@@ -194,18 +200,6 @@ class Bench:
         if self.options.out:
             _write(self.options.out, json.dumps(document.json(), ensure_ascii=False, indent=1) + "\n")
         return document
-
-
-class _Counter:
-    """Counts answers into the progress bar."""
-
-    def __init__(self, progress: Progress, done: int, total: int, text: str) -> None:
-        self._progress, self._done, self._total, self._text = progress, done, total, text
-        progress(done, total, text)
-
-    def __call__(self) -> None:
-        self._done += 1
-        self._progress(self._done, self._total, self._text)
 
 
 def _shown(load: Load) -> str:

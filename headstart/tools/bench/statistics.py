@@ -10,7 +10,7 @@ bound than a one-sided one of 95 %.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence as Seq
+from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
 from functools import lru_cache
 
 import numpy as np
@@ -38,11 +38,7 @@ def paired(pairs: tuple[tuple[float, float], ...], *, seed: int = 0) -> Interval
     logs = np.array([math.log(after / before) for before, after in pairs if before > 0 and after > 0])
     if not len(logs):
         return None
-    point = math.exp(float(np.median(logs)))
-    if len(logs) < FEWEST_FOR_INTERVAL:
-        return Interval(point, None, None, len(logs))
-    low, high = np.exp(np.quantile(_medians(logs, seed), (TAIL, 1 - TAIL))).tolist()
-    return Interval(point, low, high, len(logs))
+    return _interval(float(np.median(logs)), len(logs), lambda: _medians(logs, seed))
 
 
 def unpaired(before: Seq[float], after: Seq[float], *, seed: int = 0) -> Interval | None:
@@ -51,13 +47,16 @@ def unpaired(before: Seq[float], after: Seq[float], *, seed: int = 0) -> Interva
     if not before or not after or min(*before, *after) <= 0:
         return None
     sides = [np.log(np.array(side)) for side in (before, after)]
-    point = math.exp(float(np.median(sides[1]) - np.median(sides[0])))
-    count = min(map(len, sides))
+    point = float(np.median(sides[1]) - np.median(sides[0]))
+    return _interval(point, min(map(len, sides)), lambda: _medians(sides[1], seed) - _medians(sides[0], seed + 1))
+
+
+def _interval(point: float, count: int, drawn: Callable[[], Float32]) -> Interval:
+    """Of a log ratio and the same ratio of RESAMPLES samples."""
     if count < FEWEST_FOR_INTERVAL:
-        return Interval(point, None, None, count)
-    ratios = _medians(sides[1], seed) - _medians(sides[0], seed + 1)
-    low, high = np.exp(np.quantile(ratios, (TAIL, 1 - TAIL))).tolist()
-    return Interval(point, low, high, count)
+        return Interval(math.exp(point), None, None, count)
+    low, high = np.exp(np.quantile(drawn(), (TAIL, 1 - TAIL))).tolist()
+    return Interval(math.exp(point), low, high, count)
 
 
 def _medians(values: Float32, seed: int) -> Float32:

@@ -79,13 +79,13 @@ def count_modules(config: Config, draft: DraftCheckpoint) -> int:
     return count
 
 
-def draft_config(config: Config, draft: DraftCheckpoint, count: int) -> dict[str, Any]:
+def draft_config(config: Config, model_type: str, draft: DraftCheckpoint, count: int) -> dict[str, Any]:
     """config.json of the draft: the model's own with what describes the one module."""
     changes = {
         "num_hidden_layers": count,
         "num_nextn_predict_layers": count,
         "architectures": [draft.architecture],
-        "model_type": draft.written_type,
+        "model_type": f"{model_type.removesuffix('_text')}_mtp",
         "quantization_config": "",
         "first_k_dense_replace": 0,
         **_filled(draft.config, count),

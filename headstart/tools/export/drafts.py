@@ -27,7 +27,6 @@ class DraftCheckpoint:
     may be more than one module. `fp8_blocks`: xLLM's own tool turns FP8 blocks back for this type.
     """
 
-    written_type: str
     architecture: str
     prefixes: tuple[str, ...]
     needed: tuple[str, ...]
@@ -46,7 +45,6 @@ class DraftCheckpoint:
 
 
 TRAILING = DraftCheckpoint(
-    written_type="",
     architecture="",
     prefixes=("model.layers.{n}.",),
     needed=("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight", "input_layernorm.weight"),
@@ -56,7 +54,6 @@ TRAILING = DraftCheckpoint(
 """DeepSeek's layout: the module is the layer after the trunk's last."""
 
 SUBTREE = DraftCheckpoint(
-    written_type="qwen3_5_mtp",
     architecture="Qwen3_5MtpForCausalLM",
     prefixes=("mtp.", "model.mtp."),
     needed=("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "fc.weight", "norm.weight"),
@@ -74,29 +71,15 @@ SUBTREE = DraftCheckpoint(
     ),
     shared_needed=True,
     config={"mtp_num_hidden_layers": "count"},
-    nested_config={
-        "num_hidden_layers": "count",
-        "mtp_num_hidden_layers": "count",
-        "layer_types": ["full_attention"],
-    },
+    nested_config={"num_hidden_layers": "count", "mtp_num_hidden_layers": "count", "layer_types": ["full_attention"]},
     several=True,
 )
 """Qwen's layout: the module stands under a name of its own."""
-SUBTREE_MOE = replace(SUBTREE, written_type="qwen3_5_moe_mtp")
 
 DRAFTS: Mapping[str, DraftCheckpoint] = {
-    "deepseek_v3": replace(
-        TRAILING, written_type="deepseek_v3_mtp", architecture="DeepseekMTPForCausalLM", fp8_blocks=True
-    ),
-    "deepseek_v32": replace(
-        TRAILING,
-        written_type="deepseek_v32_mtp",
-        architecture="DeepseekV32MtpForCausalLM",
-        fp8_blocks=True,
-        sparse_indexer=True,
-    ),
+    "deepseek_v3": replace(TRAILING, architecture="DeepseekMTPForCausalLM", fp8_blocks=True),
+    "deepseek_v32": replace(TRAILING, architecture="DeepseekV32MtpForCausalLM", fp8_blocks=True, sparse_indexer=True),
     "deepseek_v4": DraftCheckpoint(
-        written_type="deepseek_v4_mtp",
         architecture="DeepseekV4MtpForCausalLM",
         prefixes=("mtp.0.",),
         needed=("enorm.weight", "hnorm.weight", "e_proj.weight", "h_proj.weight", "norm.weight", "attn_norm.weight"),
@@ -104,13 +87,10 @@ DRAFTS: Mapping[str, DraftCheckpoint] = {
         config={"num_hash_layers": 0},
         fp8_blocks=True,
     ),
-    "glm4_moe": replace(TRAILING, written_type="glm4_moe_mtp", architecture="Glm4MoeMtpForCausalLM"),
-    "glm_moe_dsa": replace(
-        TRAILING, written_type="glm_moe_dsa_mtp", architecture="GlmMoeDsaMtpForCausalLM", sparse_indexer=True
-    ),
+    "glm4_moe": replace(TRAILING, architecture="Glm4MoeMtpForCausalLM"),
+    "glm_moe_dsa": replace(TRAILING, architecture="GlmMoeDsaMtpForCausalLM", sparse_indexer=True),
     "glm5_next": replace(
         TRAILING,
-        written_type="glm5_next_mtp",
         architecture="Glm5NextMtpForCausalLM",
         prefixes=("model.language_model.layers.{n}.",),
         parts={
@@ -130,7 +110,6 @@ DRAFTS: Mapping[str, DraftCheckpoint] = {
         },
     ),
     "mimo": DraftCheckpoint(
-        written_type="mimo_mtp",
         architecture="MiMoMtpForCausalLM",
         prefixes=("model.mtp_layers.0.",),
         needed=(
@@ -141,10 +120,7 @@ DRAFTS: Mapping[str, DraftCheckpoint] = {
             "input_layernorm.weight",
         ),
     ),
-    "qwen3_5": SUBTREE,
-    "qwen3_5_text": SUBTREE,
-    "qwen3_5_moe": SUBTREE_MOE,
-    "qwen3_5_moe_text": SUBTREE_MOE,
+    **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), SUBTREE),
 }
 
 UNLIKE = {

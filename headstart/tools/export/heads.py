@@ -34,17 +34,15 @@ def can_be_quantized(name: str) -> bool:
     return bool(MATRIX.search(name)) and not LINKING.search(name) and "weights_proj" not in name
 
 
-def head_keys(config: Mapping[str, Any]) -> dict[Path, Any]:
-    """Config keys that describe the head, by where they stand."""
-    return dict(_walk(config, ()))
-
-
-def _walk(section: Mapping[str, Any], path: Path) -> Iterable[tuple[Path, Any]]:
-    for key, value in section.items():
+def head_keys(config: Mapping[str, Any], path: Path = ()) -> dict[Path, Any]:
+    """Config keys that describe the head, by where they stand; `path` leads to this section."""
+    keys: dict[Path, Any] = {}
+    for key, value in config.items():
         if CONFIG_KEY.search(key):
-            yield (*path, key), value
+            keys[*path, key] = value
         elif isinstance(value, dict) and key in NESTED:
-            yield from _walk(value, (*path, key))
+            keys |= head_keys(value, (*path, key))
+    return keys
 
 
 def with_keys(config: Mapping[str, Any], keys: Mapping[Path, Any]) -> dict[str, Any]:
@@ -60,9 +58,6 @@ def with_keys(config: Mapping[str, Any], keys: Mapping[Path, Any]) -> dict[str, 
 
 def without_head(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config with every count at zero (a class may have a default of one) and lists of heads empty."""
-    changes: dict[Path, Any] = {
-        path: 0 if path[-1] in count_keys() else []
-        for path, value in head_keys(config).items()
-        if path[-1] in count_keys() or isinstance(value, list)
-    }
-    return with_keys(config, changes)
+    keys, counts = head_keys(config), count_keys()
+    lists: dict[Path, Any] = {path: [] for path, value in keys.items() if isinstance(value, list)}
+    return with_keys(config, lists | {path: 0 for path in keys if path[-1] in counts})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from headstart.errors import ModelError
 from headstart.formats.base import Checkpoint, Tensor
@@ -19,13 +19,12 @@ DESCRIPTION = "quant_model_description.json"
 ROTATION = {"rot.weight": "model.rot.weight"}
 
 
-class Cut:
+class Cut(NamedTuple):
     """The tensors of a module: `tensors` under the checkpoint's names, `planned` as they are to be written."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.tensors = tensors
-        self.planned: list[Planned] = []
-        self.notes: list[str] = []
+    tensors: Mapping[str, Tensor]
+    planned: list[Planned]
+    notes: list[str]
 
 
 def cut_module(source: Checkpoint, draft: DraftCheckpoint) -> Cut:
@@ -40,9 +39,14 @@ def cut_module(source: Checkpoint, draft: DraftCheckpoint) -> Cut:
     _check_whole(source, draft, {str(rest_of(name, source.config, draft)) for name in held})
     for name in _borrowed_twice(names):
         del names[name]
-    cut = Cut({name: source.tensors[name] for name in names})
-    _write_plain(source, draft, names, weights, cut)
-    return cut
+    described = (source.path / DESCRIPTION).exists()  # then the engine reads scales by it
+    plain = make_plain(names, weights, described)
+    if plain.converted and not (draft.fp8_blocks and all(name.endswith("_scale_inv") for name in plain.scales)):
+        plain.notes.append(
+            f"{len(plain.converted)} quantized tensors were turned into bfloat16; export_mtp.py copies them without "
+            "their scales"
+        )
+    return Cut({name: source.tensors[name] for name in names}, plain.planned, plain.notes)
 
 
 def prefixes_of(config: Mapping[str, Any], draft: DraftCheckpoint) -> tuple[str, ...]:
@@ -77,11 +81,8 @@ def _borrowed_twice(names: Mapping[str, str]) -> list[str]:
     taken: dict[str, list[str]] = {}
     for name, new in names.items():
         taken.setdefault(new, []).append(name)
-    return [name for new, group in taken.items() if len(group) > 1 for name in group if _is_trunk(name)]
-
-
-def _is_trunk(name: str) -> bool:
-    return not re.search(r"\.layers\.\d+\.", name)
+    twice = [name for group in taken.values() if len(group) > 1 for name in group]
+    return [name for name in twice if not re.search(r"\.layers\.\d+\.", name)]
 
 
 def _check_whole(source: Checkpoint, draft: DraftCheckpoint, rests: set[str]) -> None:
@@ -94,10 +95,8 @@ def _check_whole(source: Checkpoint, draft: DraftCheckpoint, rests: set[str]) ->
     promised = num_experts(source.config)
     experts = {int(match[1]) for rest in rests if (match := re.search(r"\.experts\.(\d+)\.", rest))}
     if experts and (absent := sorted(set(range(promised)) - experts)):
-        raise ModelError(
-            f"{source.name}: the MTP module has {len(experts)} of {promised} experts; {absent[0]} is missing",
-            AGAIN,
-        )
+        what = f"the MTP module has {len(experts)} of {promised} experts; {absent[0]} is missing"
+        raise ModelError(f"{source.name}: {what}", AGAIN)
 
 
 def _check_shared(source: Checkpoint, draft: DraftCheckpoint) -> None:
@@ -106,18 +105,3 @@ def _check_shared(source: Checkpoint, draft: DraftCheckpoint) -> None:
     tied = source.config.get("tie_word_embeddings") or nested(source.config).get("tie_word_embeddings")
     if not tied and not any(name in source.tensors for name in draft.lm_head):
         raise ModelError(f"{source.name} has no lm_head, and its embedding is not tied", "download it again")
-
-
-def _write_plain(
-    source: Checkpoint, draft: DraftCheckpoint, names: Mapping[str, str], weights: Weights, cut: Cut
-) -> None:
-    """Fill `cut.planned`."""
-    described = (source.path / DESCRIPTION).exists()  # then the engine reads scales by it
-    plain = make_plain(names, weights, described)
-    cut.planned += plain.planned
-    cut.notes += plain.notes
-    if plain.converted and not (draft.fp8_blocks and all(name.endswith("_scale_inv") for name in plain.scales)):
-        cut.notes.append(
-            f"{len(plain.converted)} quantized tensors were turned into bfloat16; export_mtp.py copies them without "
-            "their scales"
-        )

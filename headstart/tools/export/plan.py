@@ -57,6 +57,12 @@ def index_text(files: dict[str, str], total: int | None = None, indent: int = 2)
     return as_json({**head, "weight_map": files}, indent=indent)
 
 
+def single_file(tensors: Sequence[Planned], config: dict[str, Any], use: str) -> Plan:
+    """A directory of one safetensors file and its config.json."""
+    texts = {"config.json": as_json(config) + "\n"}
+    return Plan(tensors={"model.safetensors": tensors}, metadata={"format": "pt"}, texts=texts, use=use)
+
+
 def check_target(out: Path, force: bool, sources: Sequence[Path] = ()) -> None:
     """Raises UsageError for a target that exists, is no directory, or holds a source."""
     target = out.resolve()

@@ -24,8 +24,6 @@ from headstart.models.tensors import canonical_tensors, find_family
 from headstart.tools.export.plan import Plan
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
-
-
 WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
@@ -63,12 +61,6 @@ class Source:
     head: HeadCheckpoint
     head_path: Path
 
-    @staticmethod
-    def of(name: str, checkpoint: Checkpoint, head: HeadCheckpoint, path: Path) -> Source:
-        family = find_family(checkpoint)
-        sizes = family.parse(checkpoint.config)
-        return Source(name, checkpoint, sizes, canonical_tensors(checkpoint, family, sizes), head, path)
-
 
 @dataclass(frozen=True)
 class Request:
@@ -91,10 +83,9 @@ class Request:
     def directory(self) -> Checkpoint:
         """The checkpoint's files."""
         if self.has_own_head:
-            raise ModelError(
-                f"the head of {self.alias.name} is a directory of its own, but this layout is cut out of a checkpoint",
-                "--to vllm-mimo makes one checkpoint of trunk and head; export that one",
-            )
+            hint = "--to vllm-mimo makes one checkpoint of trunk and head; export that one"
+            what = "is a directory of its own, but this layout is cut out of a checkpoint"
+            raise ModelError(f"the head of {self.alias.name} {what}", hint)
         return open_directory(self.model)
 
     def source(self, kind: str) -> Source:
@@ -102,7 +93,11 @@ class Request:
         head = self.head or self.alias.head(kind)
         if head is None:
             raise ModelError(f"{self.alias.name} has no head of its own directory", "give one with --head")
-        return Source.of(self.alias.name, open_checkpoint(self.alias.trunk), read_head(head), head)
+        checkpoint = open_checkpoint(self.alias.trunk)
+        family = find_family(checkpoint)
+        sizes = family.parse(checkpoint.config)
+        tensors = canonical_tensors(checkpoint, family, sizes)
+        return Source(self.alias.name, checkpoint, sizes, tensors, read_head(head), head)
 
 
 Export = Callable[[Request], Plan]
@@ -114,8 +109,7 @@ def text_side(source: Source) -> dict[str, str]:
     folder = source.checkpoint.path
     if folder.is_dir():
         return {name: (folder / name).read_text("utf-8") for name in TOKENIZER_FILES if (folder / name).exists()}
-    tokenizer = source.checkpoint.load_tokenizer()
-    template = source.checkpoint.chat_template()
+    tokenizer, template = source.checkpoint.load_tokenizer(), source.checkpoint.chat_template()
     ends = sorted(tokenizer.eos_ids)
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     if ends:

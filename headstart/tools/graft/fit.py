@@ -67,10 +67,8 @@ def _check_vocabulary(target: Checkpoint, base: Checkpoint) -> None:
         return
     ours, theirs = ({token: int(number) for token, number in (each or {}).items()} for each in vocabularies)
     if differing := [token for token in ours.keys() & theirs.keys() if ours[token] != theirs[token]]:
-        raise ModelError(
-            f"{len(differing)} tokens have other ids in {target.name} than in {base.name}, {differing[0]!r} for one",
-            HINT,
-        )
+        where = f"{target.name} than in {base.name}, {differing[0]!r} for one"
+        raise ModelError(f"{len(differing)} tokens have other ids in {where}", HINT)
 
 
 def _vocabulary(directory: Checkpoint) -> dict[str, Any] | None:
@@ -93,11 +91,9 @@ def _check_norms(target: Checkpoint, base: Checkpoint) -> None:
     chosen = common[:: max(1, len(common) // NORMS_READ)]
     shift = float(np.median([_mean(ours[name]) - _mean(theirs[name]) for name in chosen]))
     if abs(abs(shift) - 1) < 0.25:
-        raise ModelError(
-            f"norm weights of {target.name} are about 1 {'above' if shift > 0 else 'below'} those of {base.name}: "
-            "one stores w, the other 1 + w",
-            "convert one of them; a head with the other convention only drafts noise",
-        )
+        hint = "convert one of them; a head with the other convention only drafts noise"
+        off = f"{'above' if shift > 0 else 'below'} those of {base.name}: one stores w, the other 1 + w"
+        raise ModelError(f"norm weights of {target.name} are about 1 {off}", hint)
 
 
 def _is_norm(stored: Tensor) -> bool:

@@ -20,12 +20,7 @@ from headstart.formats.safetensors import Planned
 
 BLOCK = 128
 LARGEST = 448.0
-CONFIG = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "activation_scheme": "dynamic",
-    "weight_block_size": [BLOCK, BLOCK],
-}
+CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
 
 
 def excluding(quantization: Mapping[str, Any], modules: list[str]) -> dict[str, Any] | None:
@@ -43,15 +38,11 @@ def excluding(quantization: Mapping[str, Any], modules: list[str]) -> dict[str, 
 
 def check_method(quantization: Mapping[str, Any]) -> None:
     """Raises UsageError for a checkpoint whose config cannot describe FP8 blocks beside what it has."""
-    if not quantization:
-        return
-    block = quantization.get("weight_block_size")
-    if quantization.get("quant_method") != "fp8" or block != [BLOCK, BLOCK]:
-        raise UsageError(
-            f"--quantize-head: the checkpoint is quantized by {quantization.get('quant_method')!r} "
-            f"(blocks {block}), and its config has no room for a second method",
-            f"it goes with unquantized checkpoints and with fp8 in blocks of {BLOCK} x {BLOCK}; else leave it out",
-        )
+    method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
+    if quantization and (method != "fp8" or block != [BLOCK, BLOCK]):
+        what = f"quantized by {method!r} (blocks {block}), and its config has no room for a second method"
+        hint = f"it goes with unquantized checkpoints and with fp8 in blocks of {BLOCK} x {BLOCK}; else leave it out"
+        raise UsageError(f"--quantize-head: the checkpoint is {what}", hint)
 
 
 def planned(name: str, stored: Tensor) -> list[Planned]:

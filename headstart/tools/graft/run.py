@@ -17,7 +17,7 @@ from headstart.config import EngineConfig
 from headstart.core import Progress, Report, no_progress
 from headstart.errors import HeadstartError, ModelError, UsageError
 from headstart.files import write_whole
-from headstart.formats.base import PIECE_BYTES, Checkpoint, Tensor
+from headstart.formats.base import Checkpoint, Tensor
 from headstart.formats.json_object import read_object
 from headstart.formats.mtp_families import declared
 from headstart.formats.quantization import Weights, settings_of
@@ -25,14 +25,7 @@ from headstart.formats.safetensors import Planned, copied
 from headstart.formats.safetensors_file import INDEX
 from headstart.models.base import is_known
 from headstart.stats import DraftStats
-from headstart.tools.export.heads import (
-    can_be_quantized,
-    head_keys,
-    head_names,
-    trunk_prefix,
-    with_keys,
-    without_head,
-)
+from headstart.tools.export.heads import can_be_quantized, head_keys, head_names, trunk_prefix, with_keys, without_head
 from headstart.tools.export.plain import CODES, make_plain
 from headstart.tools.export.plan import Plan, as_json, carry_out, check_target, index_text
 from headstart.tools.export.source import open_directory, other_weights, side_files
@@ -88,9 +81,8 @@ def _strip(target: Checkpoint) -> Plan:
     names = head_names(target.tensors, target.config)
     if not names and not declared(target.config).modules:
         raise ModelError(f"{target.name} has no MTP head", "headstart inspect says what it holds")
-    plan = Plan(
-        metadata={"format": "pt"}, data={"what": f"{len(names)} tensors of the head left out", "tensors": len(names)}
-    )
+    data = {"what": f"{len(names)} tensors of the head left out", "tensors": len(names)}
+    plan = Plan(metadata={"format": "pt"}, data=data)
     _take_trunk(plan, target, names)
     plan.texts["config.json"] = as_json(without_head(target.config)) + "\n"
     _write_index(plan, target, names, {})
@@ -182,13 +174,12 @@ def _describe(
         return config
     told = fp8.excluding(quantization, alone)
     if told is None:
-        notes.append(
-            f"quant_method {quantization.get('quant_method')!r}: tell the engine that the head is not quantized"
-        )
+        method = quantization.get("quant_method")
+        notes.append(f"quant_method {method!r}: tell the engine that the head is not quantized")
         return config
-    inner = next((key for key in ("text_config",) if isinstance(config.get(key), dict)), None)
-    if inner and "quantization_config" in config[inner] and "quantization_config" not in config:
-        return with_keys(config, {(inner, "quantization_config"): told})
+    inner = config.get("text_config")
+    if isinstance(inner, dict) and "quantization_config" in inner and "quantization_config" not in config:
+        return with_keys(config, {("text_config", "quantization_config"): told})
     return {**config, "quantization_config": told}
 
 
@@ -203,8 +194,8 @@ def _take_trunk(plan: Plan, target: Checkpoint, head: set[str]) -> None:
             plan.links[file.name] = file
         elif left:
             plan.tensors[file.name] = [copied(each.name, each) for each in left]
-    plan.copies = {name: path for name, path in side_files(target.path).items() if name not in ("config.json", INDEX)}
-    plan.copies.pop(PROVENANCE, None)
+    own = ("config.json", INDEX, PROVENANCE)
+    plan.copies = {name: path for name, path in side_files(target.path).items() if name not in own}
     if other := other_weights(target.path):
         plan.notes.append(f"weights in other formats were left out: {', '.join(other)}")
 
@@ -227,12 +218,9 @@ def _write_index(plan: Plan, target: Checkpoint, head: set[str], added: Mapping[
     if files == {SINGLE}:
         return
     renamed = {SINGLE: PAIR[0]} if SINGLE not in files else {}
-    trunk = {
-        each.name: renamed.get(each.file.name, each.file.name)
-        for each in target.tensors.values()
-        if each.name not in head
-    }
-    total = sum(target.tensors[name].nbytes for name in trunk)
+    kept = [each for each in target.tensors.values() if each.name not in head]
+    trunk = {each.name: renamed.get(each.file.name, each.file.name) for each in kept}
+    total = sum(each.nbytes for each in kept)
     total += sum(each.nbytes for tensors in plan.tensors.values() for each in tensors if each.name in added)
     plan.texts[INDEX] = index_text(dict(sorted({**trunk, **added}.items())), total) + "\n"
 
@@ -260,11 +248,8 @@ def _origin(directory: Checkpoint) -> dict[str, Any]:
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while piece := file.read(PIECE_BYTES):
-            digest.update(piece)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _add_to_provenance(out: Path, acceptance: Mapping[str, Any]) -> None:
@@ -297,7 +282,6 @@ def _draft(model: str, progress: Progress) -> DraftStats:
     from headstart.api import LLM  # the engine is loaded only when there is something to measure
     from headstart.tools.acceptance import on_builtin_prompts
 
-    finished = count(1)
-    number = len(builtin_prompts())
+    finished, number = count(1), len(builtin_prompts())
     llm = LLM(model, EngineConfig(drafter="mtp", depth=3))
     return on_builtin_prompts(llm, MAX_TOKENS, lambda: progress(next(finished), number, "measuring acceptance"))

@@ -6,6 +6,7 @@ The trunk decides every token, so each draft is judged after a true context: the
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from headstart.core import Progress
@@ -42,35 +43,28 @@ def _measure(model: Model, config: Any, progress: Progress) -> dict[str, Any]:
     from headstart.api import LLM
     from headstart.tools.acceptance import on_builtin_prompts
 
-    deepest = _deepest(LLM(model, replace(config, depth=1)))
+    drafter = LLM(model, replace(config, depth=1)).engine.drafting.drafter
+    deepest = min(len(DEPTHS), drafter.max_depth if drafter else 0)
     rows: list[dict[str, Any]] = []
-    tokens = done = 0
+    tokens, done = 0, count(1)
     for depth in DEPTHS[:deepest]:
         llm = LLM(model, replace(config, depth=depth))
 
         def finished(depth: int = depth) -> None:
-            nonlocal done
-            done += 1
-            progress(done, len(builtin_prompts()) * deepest, f"measuring acceptance at depth {depth}")
+            progress(next(done), len(builtin_prompts()) * deepest, f"measuring acceptance at depth {depth}")
 
         stats = on_builtin_prompts(llm, TOKENS, finished)
         tokens += stats.emitted
         rows.append({"depth": depth, "acceptance_length": stats.acceptance_length, "per_position": _rates(stats)})
     first = rows[0]["per_position"][0] if rows and rows[0]["per_position"] else 0.0
-    method = model.head.spec.kind if model.head else "none"
     return {
         "ran": True,
-        "method": method,
+        "method": model.head.spec.kind if model.head else "none",
         "tokens": tokens,
         "acceptance": first,
         "dead": first < DEAD_BELOW,
         "depths": rows,
     }
-
-
-def _deepest(llm: Any) -> int:
-    drafter = llm.engine.drafting.drafter
-    return min(len(DEPTHS), drafter.max_depth if drafter else 0)
 
 
 def _rates(stats: DraftStats) -> list[float]:

@@ -10,7 +10,7 @@ from headstart.errors import ModelError
 from headstart.formats.base import Checkpoint
 from headstart.formats.mtp_families import MOST_MODULES, Layout, find_family, sizes_of, symbols
 from headstart.formats.symbols import Sizes, as_size, lookup, text_config
-from headstart.tools.inspect.findings import Finding
+from headstart.tools.inspect.findings import Finding, note, warning
 from headstart.tools.inspect.heads import Heads, Module, compare
 from headstart.tools.inspect.state import HeadState, shape_text, tensors
 from headstart.tools.inspect.weights import Weight
@@ -59,11 +59,8 @@ def describe_drafter(checkpoint: Checkpoint, weights: Mapping[str, Weight], layo
     count = max((as_size(lookup(sizes.config, key)) or 0 for key in layout.count), default=0) or 1
     if count > MOST_MODULES:
         raise ModelError(f"{checkpoint.name}: config.json asks for {count} layers or heads of a {layout.title} drafter")
-    modules = []
-    for index in range(count):
-        slots = list(layout.expected(sizes, index, index, names))
-        modules.append(compare(index, None, slots, names))
-    mask = names.get("t2d")
+    slots = [list(layout.expected(sizes, index, index, names)) for index in range(count)]
+    mask, verifier = names.get("t2d"), lookup(config, "speculators_config.verifier.name_or_path")
     return Drafter(
         layout=layout,
         kind=layout.key,
@@ -74,8 +71,8 @@ def describe_drafter(checkpoint: Checkpoint, weights: Mapping[str, Weight], layo
         draft_vocab_size=sizes.value("DV"),
         aux_layers=_aux_layers(sizes),
         num_modules=count,
-        verifier=_verifier(config),
-        modules=modules,
+        verifier=verifier if isinstance(verifier, str) else None,
+        modules=[compare(index, None, each, names) for index, each in enumerate(slots)],
     )
 
 
@@ -113,11 +110,6 @@ def _aux_layers(sizes: Sizes) -> list[int]:
     return []
 
 
-def _verifier(config: Mapping[str, Any]) -> str | None:
-    name = lookup(config, "speculators_config.verifier.name_or_path")
-    return name if isinstance(name, str) else None
-
-
 def state_of_drafter(drafter: Drafter, checks: list[Check] | None) -> HeadState:
     """The state of a separate drafter, and its fit where a target was given."""
     missing = [name for module in drafter.modules for name in module.missing]
@@ -129,8 +121,8 @@ def state_of_drafter(drafter: Drafter, checks: list[Check] | None) -> HeadState:
         return HeadState("partial", reason, "download the drafter again")
     if wrong:
         first = wrong[0]
-        reason = f"{tensors(len(wrong))} of another shape than config.json asks for: {first.name} is "
-        reason += f"{list(first.shape)}, not {shape_text(first.expected or ())}"
+        shapes = f"{first.name} is {list(first.shape)}, not {shape_text(first.expected)}"
+        reason = f"{tensors(len(wrong))} of another shape than config.json asks for: {shapes}"
         return HeadState("mismatch", reason, "use the config.json that was published with these weights")
     for check in checks or ():
         if not check.ok:
@@ -193,7 +185,7 @@ def _shape_checks(heads: Heads, weights: Mapping[str, Weight], target: Checkpoin
     for module in heads.modules:
         slots = list(heads.family.expected(sizes, module.index, module.layer or 0, names))
         for wrong in compare(module.index, module.layer, slots, names).wrong_shape:
-            yield Check(wrong.name, list(wrong.shape), shape_text(wrong.expected or ()), False)
+            yield Check(wrong.name, list(wrong.shape), shape_text(wrong.expected), False)
 
 
 def drafter_findings(config: Mapping[str, Any], target: Checkpoint | None) -> Iterator[Finding]:
@@ -202,10 +194,8 @@ def drafter_findings(config: Mapping[str, Any], target: Checkpoint | None) -> It
         return
     own, other = text_config(config), text_config(target.config)
     if other.get("rope_scaling") and not own.get("rope_scaling") and not own.get("rope_parameters"):
-        yield Finding(
-            "warning", "rope", "the target's rope_scaling does not reach the drafter: long contexts draft badly"
-        )
+        yield warning("rope", "the target's rope_scaling does not reach the drafter: long contexts draft badly")
     length, wanted = as_size(own.get("max_position_embeddings")), as_size(other.get("max_position_embeddings"))
     if length and wanted and length < wanted:
         text = f"the drafter was made for {length} positions, the target for {wanted}: beyond that, drafts are worse"
-        yield Finding("note", "rope", text)
+        yield note("rope", text)

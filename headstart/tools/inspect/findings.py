@@ -9,6 +9,7 @@ import fnmatch
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from headstart.formats.base import Checkpoint, Tensor
@@ -22,6 +23,7 @@ ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embe
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
 _EXCLUDING = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules", "disable_quant_module")
 _MOST_REPEATS = 4
+_SMALL = re.compile(r"int[1-4]\b|FP4|4-bit|Q[1-4]_|IQ[1-4]|nf4")
 _NORMS = {
     "w": "RMSNorm multiplies by w",
     "1+w": "RMSNorm multiplies by 1 + w: a converter that loads w as it is kills the head",
@@ -34,6 +36,9 @@ class Finding(NamedTuple):
     level: Literal["note", "warning"]
     topic: str
     text: str
+
+
+note, warning = partial(Finding, "note"), partial(Finding, "warning")
 
 
 @dataclass(frozen=True)
@@ -49,9 +54,6 @@ class Subject:
     def config(self) -> dict[str, Any]:
         return self.checkpoint.config
 
-    def of_heads(self) -> dict[str, Weight]:
-        return {short: self.weights[name] for short, name in self.heads.names.items()}
-
 
 def findings(subject: Subject) -> list[Finding]:
     """All remarks on one checkpoint, in the order of ABOUT."""
@@ -61,10 +63,10 @@ def findings(subject: Subject) -> list[Finding]:
 def shared_tensors(checkpoint: Checkpoint, heads: Heads) -> dict[str, str]:
     """How the heads come by `embedding` and `lm_head`: shared (the trunk's), own, copy (of the trunk's, as far as
     sampled bytes say), changed (stored as a copy, but other bytes) or copy? (nothing could be read)."""
-    trunk = {part: next(iter(heads.parts.get(part, ())), "") for part in ("embedding", "lm_head")}
-    layout = heads.family
+    layout, parts = heads.family, ("embedding", "lm_head")
+    trunk = {part: next(iter(heads.parts.get(part, ())), "") for part in parts}
     shared: dict[str, str] = {}
-    for what in ("embedding", "lm_head") if heads.names else ():
+    for what in parts if heads.names else ():
         pattern = (layout.copies if layout else {}).get(what)
         name = heads.names.get(pattern.format(i=0, layer=heads.num_layers)) if pattern else None
         if layout and what in layout.own:
@@ -95,12 +97,12 @@ def _copies(subject: Subject) -> Iterator[Finding]:
     for what, how in subject.shared.items():
         if how == "changed":
             text = f"the head's {what} is not the trunk's, though engines put the trunk's in its place"
-            yield Finding("warning", "sharing", text)
+            yield warning("sharing", text)
         elif how in ("copy", "copy?"):
             sure = "" if how == "copy" else " (not compared)"
-            yield Finding("note", "sharing", f"the head's {what} is a copy of the trunk's{sure}; engines skip it")
+            yield note("sharing", f"the head's {what} is a copy of the trunk's{sure}; engines skip it")
         elif how == "own":
-            yield Finding("note", "sharing", f"the head has its own {what}: an export must keep it")
+            yield note("sharing", f"the head has its own {what}: an export must keep it")
 
 
 def _tied(subject: Subject) -> Iterator[Finding]:
@@ -108,32 +110,29 @@ def _tied(subject: Subject) -> Iterator[Finding]:
     tied = bool(config.get("tie_word_embeddings", text_config(config).get("tie_word_embeddings", False)))
     stored = "lm_head" in subject.heads.parts
     if tied and stored:
-        yield Finding("note", "tied", "tie_word_embeddings is set, but an lm_head is stored: engines may ignore it")
+        yield note("tied", "tie_word_embeddings is set, but an lm_head is stored: engines may ignore it")
     if not tied and not stored:
-        yield Finding("note", "tied", "no lm_head is stored: the embedding serves, though the config does not say so")
+        yield note("tied", "no lm_head is stored: the embedding serves, though the config does not say so")
 
 
 def _quantized(subject: Subject) -> Iterator[Finding]:
-    head = {name: w for name, w in subject.of_heads().items() if w.shape is None or len(w.shape) > 1}
-    packed = {w.kind for w in head.values() if w.quantized}
+    weights = [subject.weights[name] for name in subject.heads.names.values()]
+    head = [weight for weight in weights if weight.shape is None or len(weight.shape) > 1]
+    packed = {weight.kind for weight in head if weight.quantized}
     blocks = [subject.heads.parts.get(part, {}) for part in ("layers", "experts")]
     trunk = {weight.kind for group in blocks for weight in group.values() if weight.quantized}
     if packed:
-        level: Literal["note", "warning"] = "warning" if any(_is_small(kind) for kind in packed) else "note"
         text = f"the head is quantized ({', '.join(sorted(packed))})"
-        yield Finding(
-            level, "quantization", text + ("; 4-bit heads often accept far less" if level == "warning" else "")
+        small = any(_SMALL.search(kind) for kind in packed)
+        yield (
+            warning("quantization", f"{text}; 4-bit heads often accept far less")
+            if small
+            else note("quantization", text)
         )
     elif head and trunk and subject.checkpoint.format == "safetensors" and not _excluded(subject):
         patterns = ", ".join(key for key in _EXCLUDING if key in settings_of(subject.config)) or "ignore"
         text = f"trunk {', '.join(sorted(trunk))}, head not quantized, but quantization_config does not leave it out"
-        yield Finding(
-            "warning", "quantization", f"{text}: engines may refuse or misread it; add its modules to {patterns}"
-        )
-
-
-def _is_small(kind: str) -> bool:
-    return bool(re.search(r"int[1-4]\b|FP4|4-bit|Q[1-4]_|IQ[1-4]|nf4", kind))
+        yield warning("quantization", f"{text}: engines may refuse or misread it; add its modules to {patterns}")
 
 
 def _excluded(subject: Subject) -> bool:
@@ -170,17 +169,17 @@ def _conventions(subject: Subject) -> Iterator[Finding]:
     if family is None or not subject.heads.names:
         return
     if family.note:
-        yield Finding("warning", "method", family.note)
+        yield warning("method", family.note)
     folded = subject.checkpoint.format == "gguf" and family.norm == "1+w"
     if family.norm:
         text = "RMSNorm multiplies by w: the converter has added the 1" if folded else _NORMS[family.norm]
-        yield Finding("note", "norm", text)
+        yield note("norm", text)
     if family.concat == "h;e":
-        yield Finding("note", "formula", "the hidden state comes first in the head's input, unlike most families")
+        yield note("formula", "the hidden state comes first in the head's input, unlike most families")
     if family.concat == "sum":
-        yield Finding("note", "formula", "hidden state and embedding are projected each and added, not joined")
+        yield note("formula", "hidden state and embedding are projected each and added, not joined")
     if family.most and len(subject.heads.modules) > family.most:
-        yield Finding("note", "modules", f"engines load {family.most} module of this family, however many there are")
+        yield note("modules", f"engines load {family.most} module of this family, however many there are")
 
 
 def _rope(subject: Subject) -> Iterator[Finding]:
@@ -192,13 +191,13 @@ def _rope(subject: Subject) -> Iterator[Finding]:
         for key in ROPE_KEYS:
             if config.get(key) is not None and inner.get(key) is not None and config[key] != inner[key]:
                 text = f"{key} at top level differs from {name}.{key}: the override does not reach model and head"
-                yield Finding("warning", "rope", text)
+                yield warning("rope", text)
             elif config.get(key) is not None and inner.get(key) is None and key == "rope_scaling":
-                yield Finding("warning", "rope", f"{key} stands at top level only: engines read it from {name}")
+                yield warning("rope", f"{key} stands at top level only: engines read it from {name}")
     if family and subject.heads.names and family.rope == "sliding" and text_config(config).get("rope_scaling"):
-        yield Finding("warning", "rope", "rope_scaling does not reach the head: it uses the sliding layers' rope")
+        yield warning("rope", "rope_scaling does not reach the head: it uses the sliding layers' rope")
     if family and subject.heads.names and family.rope == "none":
-        yield Finding("note", "rope", "the head has no positions (NoPE)")
+        yield note("rope", "the head has no positions (NoPE)")
 
 
 def _lists(subject: Subject) -> Iterator[Finding]:
@@ -210,14 +209,13 @@ def _lists(subject: Subject) -> Iterator[Finding]:
     for key in heads.family.per_layer:
         value = text.get(key)
         if isinstance(value, list) and len(value) < heads.num_layers + count:
-            text_ = f"{key} has {len(value)} entries for {heads.num_layers} layers and {count} MTP modules"
-            yield Finding(
-                "warning", "rope" if "rop" in key or "rot" in key else "config", f"{text_}: it stops before the head"
-            )
+            entries = f"{key} has {len(value)} entries for {heads.num_layers} layers and {count} MTP modules"
+            topic = "rope" if "rop" in key or "rot" in key else "config"
+            yield warning(topic, f"{entries}: it stops before the head")
     for key in heads.family.per_module:
         value = text.get(key)
         if isinstance(value, list) and len(value) != count:
-            yield Finding("warning", "config", f"{key} has {len(value)} entries for {count} MTP modules")
+            yield warning("config", f"{key} has {len(value)} entries for {count} MTP modules")
 
 
 def _keys(subject: Subject) -> Iterator[Finding]:
@@ -225,26 +223,25 @@ def _keys(subject: Subject) -> Iterator[Finding]:
     count, key = heads.promised
     own = heads.family.count_key.rpartition(".")[2] if heads.family else ""
     if key and count and heads.family and subject.checkpoint.format == "safetensors" and not key.endswith(own):
-        yield Finding("warning", "config", f"{key} is not this family's key: engines read {heads.family.count_key}")
+        yield warning("config", f"{key} is not this family's key: engines read {heads.family.count_key}")
     outer = lookup(subject.config, key.rpartition(".")[2]) if key and "." in key else None
     if outer == 0 and count:
-        yield Finding("warning", "config", f"{key} is {count}, but the same key at top level is 0: engines disagree")
+        yield warning("config", f"{key} is {count}, but the same key at top level is 0: engines disagree")
     extra = len(heads.modules) - count
     if count and extra > 0 and heads.layout is not None:
-        yield Finding("note", "modules", f"{len(heads.modules)} modules are there, {count} declared")
+        yield note("modules", f"{len(heads.modules)} modules are there, {count} declared")
 
 
 def _extra(subject: Subject) -> Iterator[Finding]:
-    extra = subject.heads.extra
-    if extra:
+    if extra := subject.heads.extra:
         more = f" and {len(extra) - 3} more" if len(extra) > 3 else ""
-        yield Finding("note", "extra", f"tensors that this family's head does not have: {', '.join(extra[:3])}{more}")
+        yield note("extra", f"tensors that this family's head does not have: {', '.join(extra[:3])}{more}")
     layers = subject.heads.num_layers
     lost = sorted(name for name in subject.checkpoint.stray if part_of(name, layers) == MTP)
     if lost:
         file = subject.checkpoint.stray[lost[0]].file.name
         there = f"{len(lost)} MTP tensors, such as {lost[0]}, are in {file}"
-        yield Finding("warning", "index", f"{there}, but not in the index: engines do not load them")
+        yield warning("index", f"{there}, but not in the index: engines do not load them")
 
 
 ABOUT: tuple[Callable[[Subject], Iterator[Finding]], ...] = (

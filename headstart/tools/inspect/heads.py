@@ -100,16 +100,12 @@ def _layers(
 ) -> tuple[list[int], tuple[int, ...]]:
     """The layer of each module to look at, and the layers of heads that are not where the config has them."""
     if layout.index == "own":
-        numbers = {
-            int(match[1]) for name in names for prefix in layout.prefixes() if (match := _numbered(prefix, name))
-        }
+        matches = [re.match(prefix, name) for name in names for prefix in layout.prefixes()]
+        numbers = [int(match[1]) for match in matches if match and match.groups()]
         count = max(promised.modules, max(numbers, default=-1) + 1, int(bool(names)))
         return [num_layers + i for i in range(_checked(count))], ()
-    marked = {
-        layer
-        for name in weights
-        if name.endswith(_MARKERS) and (layer := _layer_of(layout.canonical(name))) is not None
-    }
+    marking = [layout.canonical(name) for name in weights if name.endswith(_MARKERS)]
+    marked = {layer for name in marking if (layer := _layer_of(name)) is not None}
     trailing = {layer for name in names if (layer := _layer_of(name)) is not None}
     if marked and num_layers and min(marked) != num_layers and len(marked) >= promised.modules:
         return sorted(marked)[: _checked(len(marked))], tuple(sorted(marked))
@@ -119,16 +115,9 @@ def _layers(
 
 def _checked(count: int) -> int:
     if count > MOST_MODULES:
-        raise ModelError(
-            f"{count} layers stand after the trunk's last one",
-            "is num_hidden_layers in config.json that of this model?",
-        )
+        hint = "is num_hidden_layers in config.json that of this model?"
+        raise ModelError(f"{count} layers stand after the trunk's last one", hint)
     return count
-
-
-def _numbered(prefix: str, name: str) -> re.Match[str] | None:
-    match = re.match(prefix, name)
-    return match if match and match.groups() else None
 
 
 def _layer_of(name: str) -> int | None:

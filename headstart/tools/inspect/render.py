@@ -10,7 +10,7 @@ Data = dict[str, Any]
 
 def lines(data: Data) -> list[str]:
     """The document of tools.inspect as text."""
-    return [*_model(data), "", *_parts(data), *_shared(data), "", *_heads(data), *_attached(data), *_deep(data)]
+    return [*_model(data), "", *_parts(data), "", *_heads(data), *_attached(data), *_deep(data)]
 
 
 def _model(data: Data) -> Iterator[str]:
@@ -27,9 +27,6 @@ def _parts(data: Data) -> Iterator[str]:
     for name, part in [*data["parts"].items(), ("total", data["total"])]:
         types = ", ".join(f"{kind} {size / max(part['bytes'], 1):.0%}" for kind, size in part["types"].items())
         yield f"{name:18}{part['parameters']:>16,}{part['bytes'] / 1e6:>12.1f}  {types}"
-
-
-def _shared(data: Data) -> Iterator[str]:
     if data["tied_embeddings"]:
         yield "no lm_head of its own: the embedding is used"
 
@@ -58,8 +55,7 @@ def _fit(fit: Data | None) -> Iterator[str]:
 
 
 def _attached(data: Data) -> Iterator[str]:
-    head = data["attached_head"]
-    if head:
+    if head := data["attached_head"]:
         yield (
             f"attached head: {head['kind']}, {head['modules']} module, {head['parameters']:,} parameters, "
             f"{head['bytes'] / 1e6:.1f} MB, {head['draft_vocab_size']:,} draft tokens, {head['path']}"

@@ -58,7 +58,8 @@ def run(options: InspectOptions, progress: Progress = no_progress) -> Report:
         checkpoint = find_checkpoint(name, progress)
         target = find_checkpoint(options.target, progress) if options.target else None
         data = describe(checkpoint, target)
-    head = options.head or _shipped(name)
+    shipped = hub.resolve_alias(name).head() if hub.is_builtin(name) else None
+    head = options.head or (str(shipped) if shipped else None)
     data["attached_head"] = describe_head(Path(head), checkpoint) if head else None
     if head and data["heads"]["verdict"] == "none":
         data["heads"] |= {"reason": f"{data['heads']['reason']}; a head of its own is attached", "fix": ""}
@@ -76,11 +77,6 @@ def _no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def _shipped(name: str) -> str | None:
-    shipped = hub.resolve_alias(name).head() if hub.is_builtin(name) else None
-    return str(shipped) if shipped else None
 
 
 def _is_fine(data: Mapping[str, Any]) -> bool:

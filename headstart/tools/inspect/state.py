@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from headstart.tools.inspect.heads import Heads, Module, WrongShape
+from headstart.tools.inspect.heads import Heads
 
 Word = Literal["alive", "stripped", "partial", "undeclared", "mismatch", "none"]
 SHOWN = 3
@@ -31,8 +31,7 @@ class HeadState:
 
 def state_of(heads: Heads, model: str) -> HeadState:
     """The state of native heads, from headers."""
-    graft = _GRAFT.format(model=model)
-    promise = _promise(heads)
+    graft, promise = _GRAFT.format(model=model), _promise(heads)
     if not heads.names:
         return _without(heads, promise, graft)
     if heads.layout is None:
@@ -43,13 +42,16 @@ def state_of(heads: Heads, model: str) -> HeadState:
     if missing := [name for module in wanted for name in module.missing]:
         return HeadState("partial", f"{promise}, but {tensors(len(missing))} missing: {_some(missing)}", graft)
     if heads.moved_to:
-        return _moved(heads)
+        return _moved(heads.moved_to[0], heads.num_layers)
     if wrong := [each for module in wanted for each in module.wrong_shape]:
-        reason = f"{tensors(len(wrong))} of another shape than the config asks for: {_shapes(wrong)}"
+        shapes = [f"{each.name} is {list(each.shape)}, not {shape_text(each.expected)}" for each in wrong]
+        reason = f"{tensors(len(wrong))} of another shape than the config asks for: {_some(shapes)}"
         return HeadState("mismatch", reason, f"the head is of another model, or config.json is; {graft}")
     there = f"all {sum(module.required for module in wanted)} tensors of {_count(len(wanted))} are there, in shape"
     if not heads.promised.modules and (heads.promised.key or heads.family is None or heads.family.released is None):
-        return HeadState("undeclared", f"{there}, but the config does not say so", _declare(heads, wanted))
+        key = heads.promised.key or (heads.family.count_key if heads.family else "num_nextn_predict_layers")
+        fix = f'set "{key}" to {len(wanted)} in config.json'
+        return HeadState("undeclared", f"{there}, but the config does not say so", fix)
     return HeadState("alive", f"{there} (by names and shapes; --deep measures)")
 
 
@@ -70,8 +72,7 @@ def _count(modules: int) -> str:
 
 def _without(heads: Heads, promise: str, graft: str) -> HeadState:
     if heads.promised.modules:
-        other = f"or set {heads.promised.key} to 0" if heads.promised.key else ""
-        fix = "; ".join(filter(None, (graft, other)))
+        fix = graft + (f"; or set {heads.promised.key} to 0" if heads.promised.key else "")
         return HeadState("stripped", f"{promise}, but no such tensors are there", fix)
     if heads.family and heads.family.released and heads.promised.key is None:
         reason = f"no MTP tensors, though released {heads.family.title} checkpoints have them and no key to say so"
@@ -86,18 +87,10 @@ def _unknown(heads: Heads, promise: str) -> HeadState:
     return HeadState("alive", f"{promise} and {count}; the family is not known, so names and shapes were not checked")
 
 
-def _moved(heads: Heads) -> HeadState:
-    there, wanted = heads.moved_to[0], heads.num_layers
-    reason = (
-        f"the MTP tensors are those of layer {there}, but with num_hidden_layers = {wanted} engines look at {wanted}"
-    )
+def _moved(there: int, wanted: int) -> HeadState:
+    looked = f"with num_hidden_layers = {wanted} engines look at {wanted}"
     fix = f"set num_hidden_layers to {there} if the trunk has that many layers, else rename layers.{there} to {wanted}"
-    return HeadState("mismatch", reason, fix)
-
-
-def _declare(heads: Heads, modules: Iterable[Module]) -> str:
-    key = heads.promised.key or (heads.family.count_key if heads.family else "num_nextn_predict_layers")
-    return f'set "{key}" to {len(list(modules))} in config.json'
+    return HeadState("mismatch", f"the MTP tensors are those of layer {there}, but {looked}", fix)
 
 
 def tensors(count: int) -> str:
@@ -108,11 +101,6 @@ def tensors(count: int) -> str:
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
-
-
-def _shapes(wrong: list[WrongShape]) -> str:
-    texts = [f"{each.name} is {list(each.shape)}, not {shape_text(each.expected)}" for each in wrong]
-    return _some(texts)
 
 
 def shape_text(shape: Iterable[int | None]) -> str:

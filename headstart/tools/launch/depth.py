@@ -54,10 +54,9 @@ def check(facts: Facts, depth: int, *, separate: bool) -> None:
     if not facts.modules:
         raise UsageError(f"--depth is {depth}, but {_no_head(facts)}", "give --head, or --depth 0")
     if depth > facts.modules and depth % facts.modules:
-        raise UsageError(
-            f"--depth is {depth}, but the head has {facts.modules} modules: deeper drafts must be a multiple of that",
-            f"choose {depth - depth % facts.modules} or {depth - depth % facts.modules + facts.modules}",
-        )
+        below = depth - depth % facts.modules
+        what = f"the head has {facts.modules} modules: deeper drafts must be a multiple of that"
+        raise UsageError(f"--depth is {depth}, but {what}", f"choose {below} or {below + facts.modules}")
 
 
 def _no_head(facts: Facts) -> str:

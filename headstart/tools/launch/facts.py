@@ -121,10 +121,9 @@ def method_of(head: str) -> str:
         raise UsageError(f"--head: there is no model at {head}", "give a directory, a .gguf file or a repo id")
     if "headstart_head" in config:
         raise UsageError(f"--head: {head} is in headstart's own layout", "write it for the engine: headstart export")
-    words = " ".join(
-        str(config.get(key) or "") for key in ("architectures", "model_type", "speculators_model_type")
-    ).lower()
-    named = next((method for method in METHODS if method in words.replace("-", "").replace("_", "")), None)
+    told = [str(config.get(key) or "") for key in ("architectures", "model_type", "speculators_model_type")]
+    words = " ".join(told).lower().replace("-", "").replace("_", "")
+    named = next((method for method in METHODS if method in words), None)
     return named or ("mtp" if declared(config).modules else "draft_model")
 
 

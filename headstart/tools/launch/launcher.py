@@ -52,13 +52,10 @@ class Parallelism:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What is asked of an engine. `depth` 0: no drafting. `settings`: common options by name (`Launcher.flag_of`)."""
+class Asked:
+    """What a user says and an engine is told as it is. `settings`: common options by name (`Launcher.flag_of`)."""
 
-    depth: int
-    parallel: Parallelism = Parallelism()
     head: str | None = None
-    method: str = "mtp"  # of `head`, or the model's own
     depth_by_batch: str | None = None
     role: str | None = None  # prefill, decode
     kv_offload_gb: int | None = None
@@ -66,6 +63,15 @@ class Wanted:
     port: int = 8000
     settings: Mapping[str, Any] = field(default_factory=dict)
     extra: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted(Asked):
+    """What is asked of an engine. `depth` 0: no drafting."""
+
+    depth: int
+    parallel: Parallelism = Parallelism()
+    method: str = "mtp"  # of `head`, or the model's own
 
     @property
     def table(self) -> list[list[int]]:
@@ -182,11 +188,6 @@ class Launcher:
     def modernize(self, line: CommandLine, version: Version) -> None:
         """Change an old command line in place, beyond `renamed` and `removed`; `line.changes` says what was done."""
 
-    @property
-    def repository(self) -> str:
-        """The image without its tag."""
-        return self.image.partition(":")[0]
-
     def as_module(self, words: tuple[str, ...]) -> list[str]:
         """The arguments of `start_module` that do what the program does with `words`."""
         return list(words[1:])
@@ -202,10 +203,8 @@ class Launcher:
             if value is None or value is False:
                 continue
             if (flag := self.flag_of(name)) is None:
-                option = f"--{name.replace('_', '-')}"
-                raise UsageError(
-                    f"{self.title} has nothing for {option}", "leave it out, or give its own flag after --"
-                )
+                what = f"{self.title} has nothing for --{name.replace('_', '-')}"
+                raise UsageError(what, "leave it out, or give its own flag after --")
             for each in value if isinstance(value, Sequence) and not isinstance(value, str) else [value]:
                 arguments.add(flag, None if each is True else each)
 

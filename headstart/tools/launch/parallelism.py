@@ -48,28 +48,22 @@ def divide(
     CapacityError."""
     if not devices.count:
         if nodes > 1 or (tp or 1) > 1 or (dp or 1) > 1:
-            raise UsageError(
-                "--nodes, --tp and --dp divide GPUs, but there are none", "describe them, as in --gpus h200x8"
-            )
+            hint = "describe them, as in --gpus h200x8"
+            raise UsageError("--nodes, --tp and --dp divide GPUs, but there are none", hint)
         return Parallelism(), []
     total = devices.count * nodes
     allowed = [size for size in range(1, total // (dp or 1) + 1) if facts.attention_heads % size == 0]
     if tp is not None:
         if tp not in allowed:
-            raise UsageError(
-                f"--tp is {tp}, but must divide the {facts.attention_heads} attention heads within {total} GPUs",
-                f"choose from {', '.join(map(str, allowed))}",
-            )
-    elif nodes > 1:
-        tp = max(allowed)
+            what = f"--tp is {tp}, but must divide the {facts.attention_heads} attention heads within {total} GPUs"
+            raise UsageError(what, f"choose from {', '.join(map(str, allowed))}")
     else:
-        tp = _fewest(facts, devices, allowed)
+        tp = max(allowed) if nodes > 1 else _fewest(facts, devices, allowed)
     data = dp or 1
     notes = []
     if left := total - tp * data:
-        notes.append(
-            f"{left} of {total} GPUs stay idle: sizes must divide {facts.attention_heads} heads; see --tp, --dp"
-        )
+        heads = facts.attention_heads
+        notes.append(f"{left} of {total} GPUs stay idle: sizes must divide {heads} heads; see --tp, --dp")
     expert = tp if facts.experts and tp > 1 else 1
     return Parallelism(gpus=total, tensor=tp, data=data, expert=expert, nodes=nodes), notes
 
@@ -81,7 +75,5 @@ def _fewest(facts: Facts, devices: Devices, allowed: list[int]) -> int:
         if facts.weight_bytes <= size * devices.memory * FREE:
             return size
     need = -(-facts.weight_bytes // int(devices.memory * FREE))
-    raise CapacityError(
-        f"{facts.source} has {facts.weight_bytes / 1e9:.0f} GB: too much for {max(allowed)} x {devices.name}",
-        f"it takes about {need} of them: --nodes, or a quantized checkpoint",
-    )
+    what = f"{facts.source} has {facts.weight_bytes / 1e9:.0f} GB: too much for {max(allowed)} x {devices.name}"
+    raise CapacityError(what, f"it takes about {need} of them: --nodes, or a quantized checkpoint")

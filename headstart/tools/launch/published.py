@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from typing import Any
 
+from headstart.formats.json_object import read_packaged
 from headstart.tools.launch.versions import Version, padded, parse
 
 
@@ -39,8 +38,7 @@ class Published:
 
 @cache
 def _document() -> Mapping[str, Any]:
-    text = resources.files("headstart.tools.launch").joinpath("published.json").read_text("utf-8")
-    return dict(json.loads(text))
+    return dict(read_packaged("headstart.tools.launch", "published.json"))
 
 
 @cache

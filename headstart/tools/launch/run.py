@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from headstart.errors import UsageError
 from headstart.tools.launch.depth import choose_depth
 from headstart.tools.launch.detect import Installed, command, find_installed
 from headstart.tools.launch.facts import Facts, method_of, read_facts
-from headstart.tools.launch.launcher import Launcher, Plan, Step, Wanted
+from headstart.tools.launch.launcher import Asked, Launcher, Plan, Step, Wanted
 from headstart.tools.launch.parallelism import divide, named_devices
 from headstart.tools.launch.published import published
 from headstart.tools.launch.start import Running, check, start
@@ -25,27 +25,19 @@ from headstart.tools.launch.versions import Version, parse, text_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchOptions:
-    """What to launch and where; None lets the program decide. `settings`: common options by name."""
+class LaunchOptions(Asked):
+    """What to launch and where; None lets the program decide."""
 
     engine: str
     model: str | None = None
     engine_version: str | None = None
     program: str | None = None
     depth: int | None = None
-    head: str | None = None
     gpus: str | None = None
     tp: int | None = None
     dp: int | None = None
     nodes: int = 1
     head_node: str = "HEAD_NODE"
-    role: str | None = None
-    kv_offload_gb: int | None = None
-    depth_by_batch: str | None = None
-    host: str = "127.0.0.1"
-    port: int = 8000
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    extra: tuple[str, ...] = ()
 
 
 @dataclass
@@ -86,15 +78,8 @@ def prepare(options: LaunchOptions) -> Prepared:
     wanted = Wanted(
         depth=depth.depth,
         parallel=replace(parallel, head_node=options.head_node),
-        head=options.head,
         method=method_of(options.head) if options.head else "mtp",
-        depth_by_batch=options.depth_by_batch,
-        role=options.role,
-        kv_offload_gb=options.kv_offload_gb,
-        host=options.host,
-        port=options.port,
-        settings=options.settings,
-        extra=options.extra,
+        **{item.name: getattr(options, item.name) for item in fields(Asked)},
     )
     _check_wanted(facts, wanted)
     _check_extra(launcher, version, options.extra)
@@ -128,10 +113,8 @@ def _check_wanted(facts: Facts, wanted: Wanted) -> None:
     if wanted.role not in (None, "prefill", "decode"):
         raise UsageError(f"--role is {wanted.role!r}, which is unknown", "choose prefill or decode")
     if wanted.head and facts.modules and wanted.method != "mtp":
-        raise UsageError(
-            f"{facts.source} has an MTP head of its own, and --head is another drafter",
-            "engines draft with one of them: leave --head out, or launch a model without its head",
-        )
+        hint = "engines draft with one of them: leave --head out, or launch a model without its head"
+        raise UsageError(f"{facts.source} has an MTP head of its own, and --head is another drafter", hint)
 
 
 def _check_extra(launcher: Launcher, version: Version, extra: tuple[str, ...]) -> None:
@@ -142,10 +125,8 @@ def _check_extra(launcher: Launcher, version: Version, extra: tuple[str, ...]) -
         if known is None or not flag.startswith("--") or known.has(flag, version):
             continue
         like = known.like(flag, version)
-        raise UsageError(
-            f"{launcher.title} {known.nearest(version)} has no {flag}",
-            f"did you mean {like}?" if like else "see its --help",
-        )
+        hint = f"did you mean {like}?" if like else "see its --help"
+        raise UsageError(f"{launcher.title} {known.nearest(version)} has no {flag}", hint)
 
 
 def _check_twice(plan: Plan, extra: tuple[str, ...]) -> None:
@@ -200,10 +181,8 @@ def started(options: LaunchOptions) -> Iterator[Started]:
     """The engine as a child process, which ends with the context. Raises UsageError for what one process cannot do."""
     prepared = prepare(options)
     if prepared.installed is None:
-        raise UsageError(
-            f"{prepared.launcher.program} is not installed here",
-            "--program PATH says where it is; --dry-run needs none",
-        )
+        hint = "--program PATH says where it is; --dry-run needs none"
+        raise UsageError(f"{prepared.launcher.program} is not installed here", hint)
     if prepared.plan.before or len(prepared.plan.serve) > 1:
         raise UsageError("this takes more than one command", "--dry-run prints them all")
     with start(prepared.launcher, *prepared.commands()[0], prepared.plan.files, prepared.wanted) as running:

@@ -131,12 +131,8 @@ def check(running: Running, wanted: Wanted, progress: Progress) -> dict[str, Any
     now = _settled(endpoint, before) if wanted.depth_drafted else endpoint.metrics()
     counts = now.since(before) if now and before else now
     if counts is None:
-        return {
-            "alive": False,
-            "acceptance_length": None,
-            "tokens": tokens,
-            "why": "it shows no metrics that are known",
-        }
+        unknown = "it shows no metrics that are known"
+        return {"alive": False, "acceptance_length": None, "tokens": tokens, "why": unknown}
     length = counts.acceptance_length
     return {
         "alive": counts.active and (length is None or length > 1.0),
@@ -152,10 +148,9 @@ def check(running: Running, wanted: Wanted, progress: Progress) -> dict[str, Any
 
 def _settled(endpoint: Endpoint, before: Counts | None) -> Counts | None:
     """Some engines count with a delay: look again for a few seconds while nothing has moved."""
-    now = endpoint.metrics()
     for _ in range(10):
+        now = endpoint.metrics()
         if now is None or (before is not None and now != before) or (before is None and now.active):
             return now
         time.sleep(0.3)
-        now = endpoint.metrics()
-    return now
+    return endpoint.metrics()

@@ -27,7 +27,8 @@ def read_line(text: str) -> tuple[CommandLine, Launcher]:
 
 def _starts(launcher: Launcher, word: str) -> bool:
     """Is it the engine's program, Python module or container image?"""
-    return PurePath(word).name in {launcher.program, *launcher.modules} or word.split(":")[0] == launcher.repository
+    known = {launcher.program, *launcher.modules}
+    return PurePath(word).name in known or word.split(":")[0] == launcher.image.split(":")[0]
 
 
 def modernize(line: CommandLine, launcher: Launcher, version: Version) -> None:

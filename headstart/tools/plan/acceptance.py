@@ -33,10 +33,8 @@ def of_lengths(lengths: Sequence[float]) -> tuple[float, ...]:
 def of_length(length: float, depth: int) -> tuple[float]:
     """The one acceptance that gives an acceptance length at a depth. Raises UsageError for a length out of reach."""
     if not 1 <= length <= depth + 1:
-        raise UsageError(
-            f"--acceptance {length:g} is an acceptance length, but depth {depth} gives 1 to {depth + 1}",
-            "give --depth as well, or acceptances by position such as 0.85,0.7,0.6",
-        )
+        what = f"--acceptance {length:g} is an acceptance length, but depth {depth} gives 1 to {depth + 1}"
+        raise UsageError(what, "give --depth as well, or acceptances by position such as 0.85,0.7,0.6")
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2

@@ -24,9 +24,8 @@ def shape_of(name: str, config: Config, *, weights: str = "bf16") -> Shape:
     try:
         return _shape(name, config, weights)
     except KeyError as error:
-        raise ModelError(
-            f"{name}: its config has no {error.args[0]}", "plan needs the sizes that a config.json names"
-        ) from error
+        hint = "plan needs the sizes that a config.json names"
+        raise ModelError(f"{name}: its config has no {error.args[0]}", hint) from error
     except (TypeError, ValueError, ZeroDivisionError) as error:
         raise ModelError(f"{name}: a size in its config is not a number: {error}") from error
 

@@ -18,17 +18,11 @@ KV_BYTES: Mapping[str, float] = {"float32": 4, "bf16": 2, "bfloat16": 2, "fp8": 
 COMPUTE_ORDER = ("fp8", "int8", "bf16")
 
 
-def weight_formats() -> dict[str, WeightBytes]:
-    """All formats by name: plain, those of the quantizations, and GGUF's."""
-    return {
-        "bf16": WeightBytes(2, 2, 2, 2),
-        **{k: v for q in quantizations().values() for k, v in q.plans.items()},
-        **GGUF,
-    }
-
-
 def weight_format(name: str) -> WeightBytes:
-    if name not in (known := weight_formats()):
+    """A format by name: plain, a quantization's, or GGUF's. Raises UsageError."""
+    named = {name: each for quantization in quantizations().values() for name, each in quantization.plans.items()}
+    known = {"bf16": WeightBytes(2, 2, 2, 2), **named, **GGUF}
+    if name not in known:
         raise UsageError(f"--weights is {name!r}, which is not known", f"known: {', '.join(known)}")
     return known[name]
 

@@ -12,19 +12,12 @@ from typing import Any
 from headstart import hub
 from headstart.config import EngineConfig
 from headstart.core import Progress
-from headstart.engine.load import Model as Loaded, load_model
+from headstart.engine.load import load_model
 from headstart.machine import cpu, threads
 from headstart.tools.plan import calibrate
 from headstart.tools.plan.formats import weight_format
 from headstart.tools.plan.machine import HERE, Device, Machine, Rates
-from headstart.tools.plan.measure import (
-    BATCHES,
-    ENGINE_DEPTH,
-    PASSES_BUDGET_S,
-    WORKS,
-    Passes,
-    cache_bytes,
-)
+from headstart.tools.plan.measure import BATCHES, ENGINE_DEPTH, PASSES_BUDGET_S, WORKS, Passes, cache_bytes
 from headstart.tools.plan.roofline import Pass, SizedModel
 from headstart.tools.plan.shape import Shape
 from headstart.tools.prefilled import READ_RUNS, held_bytes, readable_bytes
@@ -45,12 +38,14 @@ def machine_for(
         works = [replace(work, context=min(work.context, longest)) for work in WORKS]
         passes = Passes(loaded, config, works, progress)
         measured = measure(passes, passes.time(works, PASSES_BUDGET_S, progress), progress)
-        write(path, measured)
+        with suppress(OSError):  # a folder that cannot be written only means measuring again
+            hub.keep_record(path, measured)
     return calibrated(shape, measured)
 
 
 def measure(passes: Passes, timed: Mapping[Pass, float], progress: Progress) -> dict[str, Any]:
-    """Everything a calibration needs, as a JSON document: seconds, bytes. `timed`: seconds of its passes."""
+    """Everything a calibration needs, as a JSON document: seconds, bytes as the backend holds them. `timed`: seconds of
+    its passes."""
     loaded = passes.model
     progress(0, 1, "reading memory")
     bandwidth = loaded.backend.read_bandwidth(readable_bytes(loaded.backend), READ_RUNS)
@@ -68,17 +63,9 @@ def measure(passes: Passes, timed: Mapping[Pass, float], progress: Progress) -> 
         "passes": [{**asdict(work), "seconds": seconds} for work, seconds in timed.items()],
         "engine": plain,
         "draft_step": drafts,
-        **bytes_here(loaded),
-    }
-
-
-def bytes_here(loaded: Loaded) -> dict[str, Any]:
-    """Bytes as the backend holds them: layers, LM head, one position's cache."""
-    decoder = loaded.decoder
-    return {
-        "layer_bytes": held_bytes(decoder.layers),
-        "lm_head_bytes": held_bytes(decoder.lm_head),
-        "cache_bytes": cache_bytes(loaded),
+        "layer_bytes": held_bytes(loaded.decoder.layers),
+        "lm_head_bytes": held_bytes(loaded.decoder.lm_head),
+        "cache_bytes": cache_bytes(loaded),  # of one position
     }
 
 
@@ -94,14 +81,11 @@ def calibrated(shape: Shape, measured: dict[str, Any]) -> tuple[SizedModel, Mach
     bandwidth = float(measured["read_bandwidth"])
     device = Device(name=HERE, memory=measured["memory"], bandwidth=bandwidth, tflops={}, kind="cpu", source="measured")
     blank = Machine(device=device, rates=Rates(bandwidth=bandwidth, compute=1, attention=1))
-    points = [
-        calibrate.Point(Pass(each["sequences"], each["rows"], each["context"]), each["seconds"])
-        for each in measured["passes"]
-    ]
+    passes = [(Pass(each["sequences"], each["rows"], each["context"]), each["seconds"]) for each in measured["passes"]]
+    points = [calibrate.Point(*each) for each in passes]
     rates = calibrate.fit(points, model, blank, bandwidth)
-    (one, first), (other, second) = measured["engine"]
-    step_s, step_row_s = calibrate.line((one, first), (other, second))
-    draft = calibrate.line(*(tuple(each) for each in measured["draft_step"])) if measured["draft_step"] else None
+    step_s, step_row_s = calibrate.line(*measured["engine"])
+    draft = calibrate.line(*measured["draft_step"]) if measured["draft_step"] else None
     rates = replace(rates, step_s=step_s, step_row_s=step_row_s, measured_draft=draft)
     return model, replace(blank, rates=rates, assumptions=(said(measured, rates),))
 
@@ -140,9 +124,3 @@ def read(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return document if isinstance(document, dict) and document.get("version") == VERSION else None
-
-
-def write(path: Path, measured: dict[str, Any]) -> None:
-    """A folder that cannot be written only means measuring again."""
-    with suppress(OSError):
-        hub.keep_record(path, measured)

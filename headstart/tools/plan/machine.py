@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from importlib import resources
 from typing import Any
 
 from headstart.errors import UsageError
+from headstart.formats.json_object import read_packaged
 from headstart.tools.plan.formats import precision
 
 HERE = "here"
@@ -83,12 +82,7 @@ class Machine:
 
 @cache
 def _document() -> Mapping[str, Any]:
-    text = resources.files("headstart.tools.plan").joinpath("devices.json").read_text("utf-8")
-    return dict(json.loads(text))
-
-
-def device_names() -> list[str]:
-    return [item["names"][0] for item in _document()["devices"]]
+    return dict(read_packaged("headstart.tools.plan", "devices.json"))
 
 
 def find_device(name: str) -> Device:
@@ -105,7 +99,8 @@ def find_device(name: str) -> Device:
                 link=item["link_gb_s"] * 1e9 if "link_gb_s" in item else None,
                 link_s=item.get("link_us", 0) * 1e-6,
             )
-    raise UsageError(f"--gpu: {name!r} is not in the catalogue", f"known: {', '.join((HERE, *device_names()))}")
+    known = [HERE, *(item["names"][0] for item in _document()["devices"])]
+    raise UsageError(f"--gpu: {name!r} is not in the catalogue", f"known: {', '.join(known)}")
 
 
 def parse_gpu(text: str) -> tuple[str, int]:
@@ -153,8 +148,7 @@ def make_machine(name: str, count: int, compute: str, *, tp: int | None = None, 
         raise UsageError(f"--ep is {ep}, but experts are spread over all {count} devices or not at all", "use 1 or all")
     if count > 1 and device.link is None and max(tp, ep) > 1:
         raise UsageError(f"{device.name} has no interconnect in the catalogue", "plan one device, or --tp 1")
-    rates, said = rates_of(device, compute)
-    notes = [said]
+    rates, *notes = rates_of(device, compute)
     if tp > 1:
         notes.append(
             f"tensor parallel {tp}: two all-reduces a layer, {device.link_s * 1e6:.0f} us each and 2 (n - 1) / n of "

@@ -82,10 +82,8 @@ class Passes(Prefilled):
 def _refuse_too_much(loaded: Loaded, positions: int) -> None:
     needed, free = positions * (loaded.config.hidden_size * 4 + cache_bytes(loaded)), loaded.backend.free_memory()
     if needed > MEMORY_SHARE * free:
-        raise UsageError(
-            f"the caches of this measurement need {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free",
-            "measure fewer sequences or shorter contexts",
-        )
+        what = f"the caches of this measurement need {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
+        raise UsageError(what, "measure fewer sequences or shorter contexts")
 
 
 def cache_bytes(loaded: Loaded) -> int:

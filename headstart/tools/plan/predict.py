@@ -92,10 +92,9 @@ def memory(model: SizedModel, machine: Machine, context: float) -> Memory:
         / min(machine.tp, group.attention.splits)
         for group in groups
     )
-    usable = USABLE_MEMORY * machine.device.memory
     return Memory(
         device=machine.device.memory,
-        usable=usable,
+        usable=USABLE_MEMORY * machine.device.memory,
         weights=weights,
         per_sequence=per_sequence,
         replicas=machine.replicas,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from importlib import resources
 from typing import Any
 
+from headstart.formats.json_object import read_packaged
 from headstart.tools.plan.acceptance import DEFAULT, of_length
 from headstart.tools.plan.formats import kv_bytes, weight_format
 from headstart.tools.plan.machine import Machine, make_machine, parse_gpu
@@ -33,25 +31,11 @@ LIKELY_SHARE = 0.85
 """Engines do not get more than this of what the memories allow."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """One published figure. `published`: one value, or the ends of a range; `error`: predicted over published - 1, of
-    the nearer end, 0 inside a range."""
-
-    who: str
-    what: str
-    published: tuple[float, float]
-    predicted: float
-    error: float
-    verdict: str
-
-
 def documents() -> list[dict[str, Any]]:
-    text = resources.files("headstart.tools.plan").joinpath("published.json").read_text("utf-8")
-    return list(json.loads(text))
+    return list(read_packaged("headstart.tools.plan", "published.json"))
 
 
-def compare(point: Mapping[str, Any]) -> list[Comparison]:
+def compare(point: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Every figure of one point that can be predicted; none where its set-up is unknown."""
     return [] if "unknown" in point else list(SetUp(point).comparisons())
 
@@ -67,13 +51,8 @@ class SetUp:
         self.machine: Machine = make_machine(*parse_gpu(point["gpu"]), weights.compute)
         self.batch, self.depth = int(point["batch"]), int(point["depth"])
         self.context = float(point.get("context", DEFAULT_CONTEXT))
-        given = point.get("acceptance")
-        if isinstance(given, list):
-            self.acceptances = tuple(given)
-        elif given is not None:
-            self.acceptances = of_length(given, self.depth)
-        else:
-            self.acceptances = shape.acceptance or DEFAULT
+        given = point.get("acceptance", shape.acceptance or DEFAULT)
+        self.acceptances = of_length(given, self.depth) if isinstance(given, int | float) else tuple(given)
 
     def tokens_per_s(self, depth: int, batch: int | None = None) -> float:
         """Of all streams together; with prompts between the outputs where the point says how long both are."""
@@ -85,7 +64,7 @@ class SetUp:
         output = int(self.point["output"])
         return batch * output / (batch * prompt_s + output / predicted.per_stream)
 
-    def comparisons(self) -> Iterator[Comparison]:
+    def comparisons(self) -> Iterator[dict[str, Any]]:
         published, plain, drafting = self.point["published"], self.tokens_per_s(0), self.tokens_per_s(self.depth)
         pairs = (("plain", 0, plain), ("MTP", self.depth, drafting))
         for (name, depth, rate), value in zip(pairs, published.get("tokens_per_s", (None, None)), strict=True):
@@ -93,28 +72,27 @@ class SetUp:
                 yield self._compared(f"{name} tok/s", value, rate, depth)
         for (name, depth, rate), value in zip(pairs, published.get("dollars_per_million", (None, None)), strict=True):
             if value is not None:
-                price = self.point["price_per_hour"] * self.machine.count
-                cost = dollars_per_million(price, rate)
-                yield self._compared(
-                    f"{name} $/M", value, cost, depth, rate=self.point["price_per_hour"] / 3600e-6 / value
-                )
+                price = self.point["price_per_hour"]
+                cost = dollars_per_million(price * self.machine.count, rate)
+                yield self._compared(f"{name} $/M", value, cost, depth, rate=price / 3600e-6 / value)
         if "speedup" in published:
             yield self._compared("speed-up", published["speedup"], drafting / plain, None)
 
     def _compared(
         self, what: str, value: float | list[float], predicted: float, depth: int | None, *, rate: float | None = None
-    ) -> Comparison:
+    ) -> dict[str, Any]:
+        """One published figure. `value`: one number, or the ends of a range; `error`: predicted over published - 1, of
+        the nearer end, 0 inside a range."""
         low, high = (value[0], value[-1]) if isinstance(value, list) else (value, value)
-        nearest = min(max(predicted, low), high)
-        error = predicted / nearest - 1
-        return Comparison(
-            who=self.point["who"],
-            what=what,
-            published=(low, high),
-            predicted=predicted,
-            error=error,
-            verdict=self._verdict(error, rate or high, depth),
-        )
+        error = predicted / min(max(predicted, low), high) - 1
+        return {
+            "who": self.point["who"],
+            "what": what,
+            "published": (low, high),
+            "predicted": predicted,
+            "error": error,
+            "verdict": self._verdict(error, rate or high, depth),
+        }
 
     def _verdict(self, error: float, rate: float, depth: int | None) -> str:
         missing = self._missing_memory()
@@ -153,10 +131,8 @@ class SetUp:
         return f"; the model does not give it with {MOST_BATCH} streams either"
 
     def _missing_memory(self) -> str:
-        have, need = (
-            self.machine.count * int(self.point.get("layer_split", 1)),
-            devices_needed(self.model, self.machine),
-        )
+        have = self.machine.count * int(self.point.get("layer_split", 1))
+        need = devices_needed(self.model, self.machine)
         fits = memory(self.model, self.machine, self.context).fits or self.point.get("layer_split")
         return "" if fits and need <= have else f"; the weights need {need} such devices, not {have}"
 

@@ -84,9 +84,8 @@ def pass_costs(model: SizedModel, machine: Machine, work: Pass) -> list[Cost]:
     """A pass of the trunk, part by part. Sequences of different replicas run at the same time."""
     local = _local(machine, work)
     costs = [cost for group in model.shape.layers for cost in _layer_costs(model, machine, work, local, group)]
-    costs.append(
-        _matrix(machine, "lm_head", model.shape.vocab * model.shape.hidden, local.num_logits, model.bytes("lm_head"))
-    )
+    lm_head = model.shape.vocab * model.shape.hidden
+    costs.append(_matrix(machine, "lm_head", lm_head, local.num_logits, model.bytes("lm_head")))
     kernels = LAST_KERNELS + sum(g.count * (g.attention.kernels + g.mlp.kernels) for g in model.shape.layers)
     costs.append(Cost("fixed", seconds=machine.rates.pass_s + kernels * machine.rates.kernel_s))
     costs += _links(model, machine, work, local, model.shape.layers)
@@ -170,9 +169,8 @@ def _links(model: SizedModel, machine: Machine, work: Pass, local: Pass, layers:
         for group in (each for each in layers if each.mlp.experts):
             sent = work.num_rows / ep * group.mlp.active * model.shape.hidden * (ep - 1) / ep
             num_bytes = sent * (DISPATCH_BYTES + ACTIVATION_BYTES)
-            costs.append(
-                Cost("all-to-all", group.count * num_bytes, 0.0, group.count * (2 * latency + num_bytes / link))
-            )
+            seconds = group.count * (2 * latency + num_bytes / link)
+            costs.append(Cost("all-to-all", group.count * num_bytes, 0.0, seconds))
     return costs
 
 

@@ -63,14 +63,14 @@ class PlanOptions:
             if price is not None and price <= 0:
                 raise UsageError(f"{flag} is {price:g}, but a price is above 0")
         if self.api_price is not None and self.price_per_hour is None:
-            raise UsageError(
-                "--api-price is given, but not what the machine costs", "add --price-per-hour DOLLARS, for one device"
-            )
+            hint = "add --price-per-hour DOLLARS, for one device"
+            raise UsageError("--api-price is given, but not what the machine costs", hint)
 
 
 def run(options: PlanOptions, progress: Progress = no_progress) -> Report:
     """Predict; `ok` is false when the weights do not fit. Raises UsageError or ModelError."""
-    shape = find_shape(options.model, _file_weights(options))
+    here = options.gpu.strip().lower() == HERE  # --weights is rounded at load and measured; elsewhere it is the format
+    shape = find_shape(options.model, None if here else options.weights)
     if shape.max_length and options.context > shape.max_length:
         raise UsageError(f"--context is {options.context}, but the model's context is {shape.max_length}")
     acceptances, said = _acceptances(options, shape)
@@ -81,7 +81,13 @@ def run(options: PlanOptions, progress: Progress = no_progress) -> Report:
         row["fits"] = row["batch"] <= room.max_batch
     data: dict[str, Any] = {
         "model": _model_document(model),
-        "machine": _machine_document(machine),
+        "machine": {
+            "name": machine.name,
+            "count": machine.count,
+            "tp": machine.tp,
+            "ep": machine.ep,
+            "rates": asdict(machine.rates),
+        },
         "context": options.context,
         "acceptances": list(acceptances),
         "memory": _memory_document(model, machine, room),
@@ -91,11 +97,6 @@ def run(options: PlanOptions, progress: Progress = no_progress) -> Report:
         "assumptions": _assumptions(model, machine, said),
     }
     return Report(ok=room.fits, data=data, lines=_lines(options, data))
-
-
-def _file_weights(options: PlanOptions) -> str | None:
-    """Here --weights is rounded at load and measured; elsewhere it names the format."""
-    return None if options.gpu.strip().lower() == HERE else options.weights
 
 
 def _acceptances(options: PlanOptions, shape: Shape) -> tuple[tuple[float, ...], str]:
@@ -117,10 +118,8 @@ def _set_up(options: PlanOptions, shape: Shape, progress: Progress) -> tuple[Siz
         machine = make_machine(name, count, weights.compute, tp=options.tp, ep=options.ep)
         return SizedModel(shape=shape, format=weights, kv=kv_bytes(options.kv_dtype or "bf16")), machine
     if shape.name in card_names():
-        raise UsageError(
-            f"{options.model} is a card without weights, so it cannot be measured here",
-            "name a machine, for example --gpu h200x4",
-        )
+        hint = "name a machine, for example --gpu h200x4"
+        raise UsageError(f"{options.model} is a card without weights, so it cannot be measured here", hint)
     if count > 1 or options.tp not in (None, 1) or options.ep not in (None, 1):
         raise UsageError("--gpu here is this one machine", "leave the count, --tp and --ep out")
     config = EngineConfig(quantization=_here_weights(options.weights), kv_cache_dtype=_here_cache(options.kv_dtype))
@@ -187,16 +186,6 @@ def _model_document(model: SizedModel) -> dict[str, Any]:
     }
 
 
-def _machine_document(machine: Machine) -> dict[str, Any]:
-    return {
-        "name": machine.name,
-        "count": machine.count,
-        "tp": machine.tp,
-        "ep": machine.ep,
-        "rates": asdict(machine.rates),
-    }
-
-
 def _memory_document(model: SizedModel, machine: Machine, room: Memory) -> dict[str, Any]:
     return {
         "device_bytes": room.device,
@@ -214,12 +203,11 @@ def _break_even(options: PlanOptions, machine: Machine, rows: list[dict[str, Any
     if options.api_price is None or options.price_per_hour is None:
         return None
     needed = break_even(options.price_per_hour * machine.count, options.api_price)
-    fastest = [(row["batch"], max(row["plain"]["tokens_per_s"], *_totals(row))) for row in rows]
-    return [{"batch": batch, "tokens_per_s": needed, "utilisation": needed / rate} for batch, rate in fastest]
-
-
-def _totals(row: dict[str, Any]) -> list[float]:
-    return [each["tokens_per_s"] for each in row["with_mtp"]]
+    fastest = [max(each["tokens_per_s"] for each in (row["plain"], *row["with_mtp"])) for row in rows]
+    return [
+        {"batch": row["batch"], "tokens_per_s": needed, "utilisation": needed / rate}
+        for row, rate in zip(rows, fastest, strict=True)
+    ]
 
 
 def _assumptions(model: SizedModel, machine: Machine, acceptances: str) -> list[str]:
@@ -253,7 +241,7 @@ def _lines(options: PlanOptions, data: dict[str, Any]) -> list[str]:
 def compare_published() -> Report:
     """Beside every published figure what the model predicts."""
     points = published.documents()
-    rows = [asdict(each) for point in points for each in published.compare(point)]
+    rows = [each for point in points for each in published.compare(point)]
     unknown = [{key: point[key] for key in ("who", "published", "unknown")} for point in points if "unknown" in point]
     assumed = {point["who"]: point["assumed"] for point in points if "assumed" in point}
     close = sum(row["verdict"].startswith(published.WITHIN) for row in rows)

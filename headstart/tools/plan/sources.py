@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from headstart import hub
 from headstart.errors import UsageError
 from headstart.formats import open_checkpoint
 from headstart.formats.base import Checkpoint, Tensor
-from headstart.formats.json_object import read_object
+from headstart.formats.json_object import read_object, read_packaged
 from headstart.heads.files import read_head
 from headstart.heads.kind import plain_parts
 from headstart.tools.inspect.parts import part_of
@@ -34,8 +32,7 @@ LIKELY_BYTES = (0.2, 4.6)
 @cache
 def cards() -> Mapping[str, Any]:
     """The built-in cards by name."""
-    text = resources.files("headstart.tools.plan").joinpath("cards.json").read_text("utf-8")
-    return dict(json.loads(text))
+    return dict(read_packaged("headstart.tools.plan", "cards.json"))
 
 
 def card_names() -> list[str]:
@@ -49,9 +46,7 @@ def find_shape(name: str | None, weights: str | None = None) -> Shape:
         weight_format(weights)
     card = next((key for key in card_names() if name == key or name in cards()[key]["aliases"]), None)
     shape = from_card(card) if card else from_model(name)
-    if weights is None:
-        return shape
-    return replace(shape, weights=weights, bytes_per_weight={})
+    return shape if weights is None else replace(shape, weights=weights, bytes_per_weight={})
 
 
 def from_card(name: str) -> Shape:
@@ -115,15 +110,12 @@ def undescribed(shape: Shape, tensors: Mapping[str, Tensor]) -> list[str]:
     """Kinds of layers that the tensors' names show, but the metadata (of GGUF files, mostly) do not."""
     recurrent = any(group.attention.state for group in shape.layers)
     latent = any(group.attention.width and group.attention.splits == 1 for group in shape.layers)
-    shown = {
-        "recurrent": not recurrent and any("ssm" in name or "linear_attn" in name for name in tensors),
-        "latent": not latent and any("kv_a" in name for name in tensors),
-    }
+    hidden = ["recurrent"] if not recurrent and any("ssm" in name or "linear_attn" in name for name in tensors) else []
+    hidden += ["latent"] if not latent and any("kv_a" in name for name in tensors) else []
     return [
         f"the file has {kind} attention that its metadata do not describe: its cache is overestimated; use a card or a "
         "config.json"
-        for kind in shown
-        if shown[kind]
+        for kind in hidden
     ]
 
 
@@ -168,6 +160,5 @@ def with_head(shape: Shape, path: Path) -> Shape:
     changed = replace(shape, head=Head(block=block, projection=2 * hidden * hidden, draft_vocab=draft_vocab))
     size = sum(tensor.nbytes for tensor in head.tensors.values()) / changed.parameters()["head"]
     notes = [note for note in shape.notes if "no MTP head" not in note]
-    return replace(
-        changed, bytes_per_weight=shape.bytes_per_weight | {"head": size}, notes=(*notes, f"head: {path.name}")
-    )
+    sizes = shape.bytes_per_weight | {"head": size}
+    return replace(changed, bytes_per_weight=sizes, notes=(*notes, f"head: {path.name}"))

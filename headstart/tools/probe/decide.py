@@ -47,29 +47,22 @@ def decide(counts: Counts | None, predictable: Summary | None, random: Summary |
 def from_metrics(counts: Counts) -> Diagnosis:
     """Counters that moved, stood still, or are not there."""
     length = counts.acceptance_length
+    answer: Answer = "off"
     if counts.active:
-        shown = "" if length is None else f", acceptance length {length:.2f}"
+        answer, confidence = "dead" if length is not None and length < DEAD else "on", 0.99
         drafted = counts.drafts or counts.drafted
-        line = (
-            f"{counts.engine}'s metrics: {drafted:.0f} drafts over both kinds of text{shown}"
-            if drafted
-            else f"{counts.engine}'s gauge{shown}"
-        )
-        dead = length is not None and length < DEAD
-        return Diagnosis(
-            answer="dead" if dead else "on",
-            confidence=0.99,
-            source="metrics",
-            acceptance_length=length,
-            evidence=[line],
-        )
-    if counts.known:
-        line = f"{counts.engine}'s metrics count drafts, and there were none"
-        return Diagnosis(answer="off", confidence=0.97, source="metrics", evidence=[line])
-    if not counts.always_there:
-        line = f"{counts.engine}'s metrics have nothing on drafts, as without speculation"
-        return Diagnosis(answer="off", confidence=0.95, source="metrics", evidence=[line])
-    return Diagnosis(answer="unknown", confidence=0.5, source="metrics")
+        said = f"metrics: {drafted:.0f} drafts over both kinds of text" if drafted else "gauge"
+        said += "" if length is None else f", acceptance length {length:.2f}"
+    elif counts.known:
+        length, confidence, said = None, 0.97, "metrics count drafts, and there were none"
+    elif not counts.always_there:
+        length, confidence, said = None, 0.95, "metrics have nothing on drafts, as without speculation"
+    else:
+        return Diagnosis(answer="unknown", confidence=0.5, source="metrics")
+    evidence = [f"{counts.engine}'s {said}"]
+    return Diagnosis(
+        answer=answer, confidence=confidence, source="metrics", acceptance_length=length, evidence=evidence
+    )
 
 
 def from_timing(predictable: Summary, random: Summary) -> Diagnosis:

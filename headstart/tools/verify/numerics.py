@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -21,25 +22,14 @@ from headstart.engine.load import Model, load_model
 from headstart.engine.make import make_engine
 from headstart.kernels.backend import ORACLE, choose
 from headstart.tools.prompts import builtin_prompts
+from headstart.tools.verify.run import Prompt, VerifyOptions
 
-Prompt = str | list[int]
 Float64 = NDArray[np.float64]
 
 ROWS = 64
 """Rows per pass: the logits of both models for so many are held at a time."""
 LEAST_AGREEMENT, MOST_KL = 0.90, 0.1
 """Outside of these (share of rows; nats) no quantization is to blame: something is broken."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class NumericsOptions:
-    """What to score."""
-
-    model: str | None = None
-    config: EngineConfig = field(default_factory=EngineConfig)
-    prompts: tuple[Prompt, ...] | None = None
-    raw: bool = False
-    max_tokens: int = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,8 +44,9 @@ class Compared:
     logit_difference: Float64
 
 
-def run(options: NumericsOptions, progress: Progress = no_progress) -> Report:
-    """Score and compare. Raises UsageError where torch, which the reference needs, is not installed."""
+def run(options: VerifyOptions, progress: Progress = no_progress) -> Report:
+    """Score and compare; the levels that options vary mean nothing here. Raises UsageError where torch, which the
+    reference needs, is not installed."""
     asked = options.config
     # named one by one: whatever else the user chose, such as a weight format, is what is being measured
     reference_config = EngineConfig(backend=ORACLE, threads=asked.threads, block_size=asked.block_size)
@@ -76,14 +67,12 @@ def run(options: NumericsOptions, progress: Progress = no_progress) -> Report:
     return summarize(model, asked, _joined(parts), len(texts))
 
 
-def _texts(llm: LLM, prompts: Seq[Prompt], options: NumericsOptions, progress: Progress) -> list[list[int]]:
+def _texts(llm: LLM, prompts: Seq[Prompt], options: VerifyOptions, progress: Progress) -> list[list[int]]:
     """Token ids of each prompt and its greedy answer."""
-    done = 0
+    done = count(1)
 
     def finished(index: int, completion: Any) -> None:
-        nonlocal done
-        done += 1
-        progress(done, 2 * len(prompts), "answering")
+        progress(next(done), 2 * len(prompts), "answering")
 
     answers = llm.generate(prompts, SamplingParams(max_tokens=options.max_tokens), raw=options.raw, on_finish=finished)
     return [[*each.prompt_token_ids, *each.token_ids] for each in answers]

@@ -16,6 +16,7 @@ from headstart.config import EngineConfig
 from headstart.errors import UsageError
 from headstart.tools.tiny import write_model
 from headstart.tools.verify import numerics
+from headstart.tools.verify.run import VerifyOptions
 
 FAMILY = "mimo"
 PROMPTS = ("the thing", tuple(prompt_of(90, 1)), "x")
@@ -27,10 +28,10 @@ def folder() -> Path:
     return write_model(new_folder(), config, soften(arrays, 0.3))
 
 
-def options(folder: Path, **config: Any) -> numerics.NumericsOptions:
+def options(folder: Path, **config: Any) -> VerifyOptions:
     settings = EngineConfig(backend="reference", threads=1, kv_blocks=40, **config)
     prompts: Any = tuple(list(each) if isinstance(each, tuple) else each for each in PROMPTS)
-    return numerics.NumericsOptions(model=str(folder), config=settings, prompts=prompts, max_tokens=20)
+    return VerifyOptions(model=str(folder), config=settings, prompts=prompts, max_tokens=20)
 
 
 def test_float32_is_itself(folder: Path) -> None:

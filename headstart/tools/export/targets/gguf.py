@@ -126,9 +126,7 @@ def _add_tokenizer(source: Checkpoint, model: HeadModel, writer: Any) -> None:
     )
     special = SpecialVocab(source.path, load_merges=True)
     ids = {token: number for number, token in vocabulary.items()}
-    special.special_token_ids.update(
-        {name: ids[token] for name, token in model.architecture.special.items() if token in ids}
-    )
+    special.special_token_ids |= {name: ids[each] for name, each in model.architecture.special.items() if each in ids}
     special.add_to_gguf(writer, quiet=True)
 
 
@@ -171,7 +169,7 @@ def _write_cut(source: Path, names: frozenset[str], target: Path, wrote: Wrote) 
 
     reader = GGUFReader(source)
     writer = GGUFWriter(target, arch=reader.fields["general.architecture"].contents())
-    _copy_metadata(reader, writer, lambda key: True)
+    _copy_metadata(reader, writer, "")
     chosen = [tensor for tensor in reader.tensors if tensor.name in names]
     for tensor in chosen:
         data = tensor.data
@@ -179,12 +177,11 @@ def _write_cut(source: Path, names: frozenset[str], target: Path, wrote: Wrote) 
     _write_tensors(writer, (tensor.data for tensor in chosen), wrote)
 
 
-def _copy_metadata(reader: Any, writer: Any, wanted: Callable[[str], bool]) -> None:
+def _copy_metadata(reader: Any, writer: Any, prefix: str) -> None:
     for key, field in reader.fields.items():
-        if key.startswith(("GGUF.", "general.architecture")) or not wanted(key):
-            continue
-        sub_type = field.types[-1] if len(field.types) > 1 else None
-        writer.add_key_value(key, field.contents(), field.types[0], sub_type=sub_type)
+        if key.startswith(prefix) and not key.startswith(("GGUF.", "general.architecture")):
+            sub_type = field.types[-1] if len(field.types) > 1 else None
+            writer.add_key_value(key, field.contents(), field.types[0], sub_type=sub_type)
 
 
 def _write_tensors(writer: Any, data: Iterator[NDArray[Any]], wrote: Wrote) -> None:
@@ -201,18 +198,14 @@ def _write_tensors(writer: Any, data: Iterator[NDArray[Any]], wrote: Wrote) -> N
 def _eagle3(source: Source) -> Plan:
     head, trunk = source.head, source.checkpoint
     if head.spec.kind != "eagle3":
-        raise ModelError(
-            f"the head {source.head_path} is of kind {head.spec.kind}, and llama.cpp has no architecture for it",
-            "headstart train --kind eagle3 makes one that it runs",
-        )
+        what = f"the head {source.head_path} is of kind {head.spec.kind}, and llama.cpp has no architecture for it"
+        raise ModelError(what, "headstart train --kind eagle3 makes one that it runs")
     if not isinstance(head.spec.tap, tuple) or len(head.spec.tap) != NUM_TAPS:
         raise ModelError(f"the head taps {head.spec.tap}, but llama.cpp wants {NUM_TAPS} layers")
     if trunk.format != "gguf":
-        raise ModelError(
-            f"{source.name} is no GGUF file, but its tokenizer is taken from one", "name the trunk's .gguf"
-        )
-    unknown = [name for name in source.head.tensors if name not in NAMES]
-    if unknown:
+        hint = "name the trunk's .gguf"
+        raise ModelError(f"{source.name} is no GGUF file, but its tokenizer is taken from one", hint)
+    if unknown := [name for name in source.head.tensors if name not in NAMES]:
         raise ModelError(f"llama.cpp's eagle3 has no place for {unknown[0]}")
     made = f"eagle3-{trunk.path.name}"
     plan = Plan(use=EAGLE3 % made, data={"architecture": "eagle3", "tensors": len(source.head.tensors)})
@@ -225,7 +218,7 @@ def _write_eagle3(source: Source, target: Path, wrote: Wrote) -> None:
     from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 
     writer = GGUFWriter(target, arch="eagle3")
-    _copy_metadata(GGUFReader(source.checkpoint.path), writer, lambda key: key.startswith("tokenizer."))
+    _copy_metadata(GGUFReader(source.checkpoint.path), writer, "tokenizer.")
     _describe(source, writer)
     arrays: list[Callable[[], NDArray[Any]]] = []
     for name, tensor in source.head.tensors.items():

@@ -21,8 +21,9 @@ from headstart.models.base import family_named
 from headstart.tools.export.detect import architectures
 from headstart.tools.export.drafts import SPECULATORS_TYPES, SUBTREE
 from headstart.tools.export.module import cut_module, rest_of
-from headstart.tools.export.plan import Plan, as_json
+from headstart.tools.export.plan import Plan, single_file
 from headstart.tools.export.source import Request, Source
+from headstart.tools.export.targets.vllm_eagle3 import USE as SERVE_BESIDE
 
 DEPTH = 3
 MODULE = "mtp.0."
@@ -30,10 +31,6 @@ MODULE = "mtp.0."
 LAYER = "layers.0."
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 SERVE = "vllm serve {out}"
-SERVE_BESIDE = (
-    "vllm serve MODEL --speculative-config "
-    """'{{"method": "eagle3", "model": "{out}", "num_speculative_tokens": 3}}'"""
-)
 FINETUNE = "speculators: MTPDraftModel.from_pretrained('{out}')"
 OUTSIDE = ("architectures", "model_type", "headstart", "eagle_aux_hidden_state_layer_ids", "target_hidden_size")
 
@@ -82,8 +79,7 @@ def _eagle3(source: Source) -> Plan:
     for name, tensor in read_file(source.head_path / "model.safetensors").items():
         new = re.sub(r"^midlayer\.", LAYER, name)
         planned.append(Planned(new, tensor.dtype, tensor.shape, lambda data=tensor.data: [data]))  # type: ignore[misc]
-    plan = Plan(tensors={"model.safetensors": planned}, metadata={"format": "pt"}, use=SERVE)
-    plan.texts["config.json"] = as_json(config) + "\n"
+    plan = single_file(planned, config, SERVE)
     if not trunk.is_dir():
         plan.use = SERVE_BESIDE
         plan.notes.append(f"the verifier it names, {verifier}, is a GGUF file: give vLLM that model as safetensors")
@@ -94,9 +90,8 @@ def _mtp(source: Checkpoint) -> Plan:
     inner = text_config(source.config)
     model_type = str(inner.get("model_type"))
     if model_type not in SPECULATORS_TYPES:
-        raise ModelError(
-            f"speculators has no MTP layer for {model_type!r}", f"it has for {', '.join(SPECULATORS_TYPES)}"
-        )
+        hint = f"it has for {', '.join(SPECULATORS_TYPES)}"
+        raise ModelError(f"speculators has no MTP layer for {model_type!r}", hint)
     cut = cut_module(source, replace(SUBTREE, embedding=(), lm_head=(), shared_needed=False))
     planned = _fused([replace(each, name=_renamed(source, each.name)) for each in cut.planned])
     shared = {key: value for key, value in inner.items() if key not in ("quantization_config", "text_config")}
@@ -106,11 +101,10 @@ def _mtp(source: Checkpoint) -> Plan:
         "num_nextn_predict_layers": 1,
         "transformer_layer_config": shared,
     }
-    notes = [*cut.notes, "vLLM 0.32 does not load this container for MTP; it reads the module out of the model itself"]
-    texts = {"config.json": as_json(config) + "\n"}
-    return Plan(
-        tensors={"model.safetensors": planned}, metadata={"format": "pt"}, texts=texts, notes=notes, use=FINETUNE
-    )
+    plan = single_file(planned, config, FINETUNE)
+    plan.notes += cut.notes
+    plan.notes.append("vLLM 0.32 does not load this container for MTP; it reads the module out of the model itself")
+    return plan
 
 
 def _renamed(source: Checkpoint, name: str) -> str:
@@ -125,13 +119,13 @@ def _renamed(source: Checkpoint, name: str) -> str:
 
 def _fused(planned: Sequence[Planned]) -> list[Planned]:
     """Experts stacked: gate_up_proj [experts, 2 * inner, hidden] and down_proj [experts, hidden, inner]."""
-    matches = [EXPERT.fullmatch(each.name) for each in planned]
-    stacked = [each for each, match in zip(planned, matches, strict=True) if not match]
-    experts = {
-        (match[1], int(match[2]), match[3]): each
-        for each, match in zip(planned, matches, strict=True)
-        if match is not None
-    }
+    stacked: list[Planned] = []
+    experts: dict[tuple[str, int, str], Planned] = {}
+    for each in planned:
+        if match := EXPERT.fullmatch(each.name):
+            experts[match[1], int(match[2]), match[3]] = each
+        else:
+            stacked.append(each)
     for prefix in dict.fromkeys(prefix for prefix, _, _ in experts):
         count = 1 + max(number for where, number, _ in experts if where == prefix)
         for name, parts in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):

@@ -15,7 +15,7 @@ from headstart.formats.safetensors import copied
 from headstart.tools.export.detect import architectures, count_modules, detect_model_type
 from headstart.tools.export.drafts import EAGLE_TYPES, draft_of
 from headstart.tools.export.module import cut_module, rest_of
-from headstart.tools.export.plan import Plan, as_json
+from headstart.tools.export.plan import Plan, single_file
 from headstart.tools.export.source import Request
 
 USE = (
@@ -29,17 +29,14 @@ SHARED = ("embed_tokens.", "shared_head.head.")
 def plan(request: Request) -> Plan:
     """Raises ModelError where no EAGLE class of vLLM has the module's formula."""
     if request.has_own_head:
-        raise ModelError(
-            "an EAGLE drafter has no norms around its projection, but heads trained here have",
-            "--to vllm-mimo writes an MTP head, --to vllm-eagle3 an EAGLE-3 head",
-        )
+        hint = "--to vllm-mimo writes an MTP head, --to vllm-eagle3 an EAGLE-3 head"
+        raise ModelError("an EAGLE drafter has no norms around its projection, but heads trained here have", hint)
     source = request.directory
     model_type = detect_model_type(source.config)
     if model_type not in EAGLE_TYPES:
-        raise ModelError(
-            f"vLLM has no EAGLE drafter with the formula of {model_type}'s MTP module (norms, own block)",
-            """vLLM reads the module out of the model itself: --speculative-config '{"method": "mtp"}'""",
-        )
+        what = f"vLLM has no EAGLE drafter with the formula of {model_type}'s MTP module (norms, own block)"
+        hint = """vLLM reads the module out of the model itself: --speculative-config '{"method": "mtp"}'"""
+        raise ModelError(what, hint)
     draft = draft_of(model_type)
     count_modules(source.config, draft)
     planned = []
@@ -56,8 +53,7 @@ def plan(request: Request) -> Plan:
         "num_nextn_predict_layers": 1,
         "first_k_dense_replace": 0,
     }
-    texts = {"config.json": as_json(config) + "\n"}
-    return Plan(tensors={"model.safetensors": planned}, metadata={"format": "pt"}, texts=texts, use=USE)
+    return single_file(planned, config, USE)
 
 
 EXPORT = plan

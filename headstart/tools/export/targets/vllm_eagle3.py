@@ -16,10 +16,8 @@ def plan(request: Request) -> Plan:
     """The head's files. Raises ModelError for a head of another kind."""
     source = request.source("eagle3")
     if source.head.spec.kind != "eagle3":
-        raise ModelError(
-            f"the head {source.head_path} is of kind {source.head.spec.kind}, not eagle3",
-            "headstart train --kind eagle3 makes one; an MTP head goes with --to vllm-mimo",
-        )
+        hint = "headstart train --kind eagle3 makes one; an MTP head goes with --to vllm-mimo"
+        raise ModelError(f"the head {source.head_path} is of kind {source.head.spec.kind}, not eagle3", hint)
     names = ("config.json", "model.safetensors")
     return Plan(copies={name: source.head_path / name for name in names}, use=USE)
 

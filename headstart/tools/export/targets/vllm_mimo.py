@@ -8,7 +8,6 @@ written twice. transformers does not know the type, so the directory brings the 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -24,7 +23,7 @@ from headstart.layers.attention import AttentionConfig
 from headstart.layers.decoder import LayerConfig
 from headstart.layers.mlp import MLPConfig
 from headstart.models.base import family_named
-from headstart.tools.export.plan import Plan
+from headstart.tools.export.plan import Plan, single_file
 from headstart.tools.export.source import Request, Source, text_side
 
 Convert = Callable[[NDArray[np.float32]], NDArray[np.float32]]
@@ -53,6 +52,7 @@ def check(source: Source) -> None:
     """Raises ModelError where MiMo's formula is another one."""
     head, layers = source.head, source.sizes.layers
     attentions = [each.mixer for each in layers if isinstance(each.mixer, AttentionConfig)]
+    turned = [each.rope and each.rope.rotary_dim == each.spec.head_dim for each in attentions]
     mlps = [each.mlp for each in layers if isinstance(each.mlp, MLPConfig)]
     wrong = [
         (head.spec.kind != "mtp", f"the head is of kind {head.spec.kind}"),
@@ -65,16 +65,12 @@ def check(source: Source) -> None:
         (len(mlps) < len(layers), "there are experts"),
         (any(each.gated for each in attentions), "attention is gated"),
         (len(attentions) < len(layers), "there are layers with latent or linear attention"),
-        (not all(map(_turns_whole, attentions)), "a part of each head is not rotated"),
+        (not all(turned), "a part of each head is not rotated"),
         (len(set(layers)) > 1 or not _is_qwen2s(layers[0]), "its layers are not all as Qwen2's"),
     ]
     for holds, what in wrong:
         if holds:
             raise ModelError(f"{source.name} cannot be written as MiMo: {what}", "its formula has no place for that")
-
-
-def _turns_whole(attention: AttentionConfig) -> bool:
-    return attention.rope is not None and attention.rope.rotary_dim == attention.spec.head_dim
 
 
 def _is_qwen2s(layer: LayerConfig) -> bool:
@@ -106,12 +102,9 @@ def plan(request: Request) -> Plan:
     known = {each.name for each in planned}
     for prefix in (*(f"model.layers.{layer}" for layer in range(source.sizes.num_layers)), PREFIX):
         planned += [each for each in _biases(source, prefix) if each.name not in known]
-    texts = {
-        **text_side(source),
-        f"{MODULE}.py": CONFIGURATION,
-        "config.json": json.dumps(config(source), indent=2) + "\n",
-    }
-    return Plan(tensors={"model.safetensors": planned}, metadata={"format": "pt"}, texts=texts, use=USE)
+    plan = single_file(planned, config(source), USE)
+    plan.texts |= {**text_side(source), f"{MODULE}.py": CONFIGURATION}
+    return plan
 
 
 def _matrix(name: str, tensor: RawTensor, convert: Convert = lambda values: values) -> Planned:
@@ -122,15 +115,11 @@ def _matrix(name: str, tensor: RawTensor, convert: Convert = lambda values: valu
 def _biases(source: Source, prefix: str) -> list[Planned]:
     """Zeros for q, k and v."""
     spec = _layer(source)[0].spec
-    sizes = {"q": spec.num_heads, "k": spec.num_kv_heads, "v": spec.num_kv_heads}
-    return [
-        Planned(f"{prefix}.self_attn.{name}_proj.bias", "BF16", (size,), partial(_zeros, size))
-        for name, size in ((name, heads * spec.head_dim) for name, heads in sizes.items())
-    ]
-
-
-def _zeros(size: int) -> list[NDArray[np.uint16]]:
-    return [np.zeros(size, np.uint16)]
+    planned = []
+    for name, heads in (("q", spec.num_heads), ("k", spec.num_kv_heads), ("v", spec.num_kv_heads)):
+        zeros = np.zeros(heads * spec.head_dim, np.uint16)
+        planned.append(Planned(f"{prefix}.self_attn.{name}_proj.bias", "BF16", zeros.shape, partial(list, [zeros])))
+    return planned
 
 
 def _head(source: Source) -> list[Planned]:

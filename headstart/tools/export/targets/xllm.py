@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from headstart.errors import ModelError
 from headstart.formats.base import Checkpoint, Tensor
@@ -38,20 +37,17 @@ def plan(request: Request) -> Plan:
     made.tensors = {SHARD: cut.planned}
     made.copies = side_files(source.path)
     made.texts = {
-        "config.json": as_json(draft_config(source.config, draft, count), sort=True),
+        "config.json": as_json(draft_config(source.config, model_type, draft, count), sort=True),
         INDEX: index_text({each.name: SHARD for each in cut.planned}, indent=4),
     }
     if DESCRIPTION in made.copies and not draft.several:
-        described = {rename(key, source.config, draft): value for key, value in _description(source).items()}
+        description = read_object(source.path / DESCRIPTION)
+        described = {rename(key, source.config, draft): value for key, value in description.items()}
         described.pop(None, None)
         made.texts[DESCRIPTION] = as_json(described, sort=True)
     for name in made.texts:
         made.copies.pop(name, None)
     return made
-
-
-def _description(source: Checkpoint) -> dict[str, Any]:
-    return read_object(source.path / DESCRIPTION)
 
 
 def _notes(source: Checkpoint, draft: DraftCheckpoint, tensors: Mapping[str, Tensor]) -> list[str]:

@@ -61,10 +61,8 @@ class LlamaCpp(Launcher):
 
     def plan(self, facts: Facts, wanted: Wanted, version: Version) -> Plan:
         if facts.format != "gguf" and facts.local:
-            raise UsageError(
-                f"{facts.source} is no GGUF file",
-                "convert it: convert_hf_to_gguf.py keeps the MTP head unless told --no-mtp",
-            )
+            hint = "convert it: convert_hf_to_gguf.py keeps the MTP head unless told --no-mtp"
+            raise UsageError(f"{facts.source} is no GGUF file", hint)
         self.refuse(
             wanted,
             role="it has no prefill nodes: leave it out",

@@ -125,9 +125,8 @@ class Sglang(Launcher):
             arguments.add("--speculative-adaptive-config", "adaptive.json")
         if "max_num_seqs" not in wanted.settings:
             arguments.add("--max-running-requests", DEFAULT_REQUESTS)
-            plan.notes.append(
-                f"without --max-running-requests SGLang takes 48 while drafting; {DEFAULT_REQUESTS} asked"
-            )
+            silent = "without --max-running-requests SGLang takes 48 while drafting"
+            plan.notes.append(f"{silent}; {DEFAULT_REQUESTS} asked")
         if wanted.parallel.gpus:
             if arguments.has("--speculative-use-rejection-sampling"):
                 arguments.add("--speculative-use-rejection-sampling")
@@ -158,9 +157,8 @@ class Sglang(Launcher):
             drafts.value = str(int(steps.value) + 1)
         if algorithm and at_least(version, "0.5") and not line.find("--max-running-requests"):
             line.put("--max-running-requests", str(DEFAULT_REQUESTS))
-            line.changes.append(
-                f"--max-running-requests {DEFAULT_REQUESTS} added: 48 is the silent default with drafts"
-            )
+            added = f"--max-running-requests {DEFAULT_REQUESTS} added"
+            line.changes.append(f"{added}: 48 is the silent default with drafts")
 
 
 LAUNCHER = Sglang()

@@ -98,10 +98,8 @@ class TrtLlm(Launcher):
             config["speculative_model"] = wanted.head
         if table := wanted.table:
             if not at_least(arguments.version, RENAMED_IN):
-                raise UsageError(
-                    f"TensorRT-LLM {text_of(arguments.version)} drafts to one depth with heads",
-                    "leave --depth-by-batch out",
-                )
+                what = f"TensorRT-LLM {text_of(arguments.version)} drafts to one depth with heads"
+                raise UsageError(what, "leave --depth-by-batch out")
             config["draft_len_schedule"] = _schedule(table)
             config["max_draft_len"] = table[0][2]
         notes.append("logprobs and penalties are refused while drafting; pipeline parallelism does not go with it")
@@ -110,9 +108,9 @@ class TrtLlm(Launcher):
     def modernize(self, line: CommandLine, version: Version) -> None:
         """Keys of the YAML file may stand in the text too, as people paste them."""
         new = at_least(version, RENAMED_IN)
-        old_key, key = (
-            ("num_nextn_predict_layers", "max_draft_len") if new else ("max_draft_len", "num_nextn_predict_layers")
-        )
+        old_key, key = "max_draft_len", "num_nextn_predict_layers"
+        if new:
+            old_key, key = key, old_key
         for word in line.words:
             text = word.value or ""
             if old_key in text and (new or "MTP" in text):  # other drafters have had max_draft_len all along
@@ -121,7 +119,7 @@ class TrtLlm(Launcher):
             for stale in ("use_sa_spec", "sa_spec_threshold"):
                 if stale in text:
                     line.warnings.append(f"{stale} is now part of sa_config")
-            if word.flag == f"--{old_key}" or word.flag == f"--{key}":
+            if word.flag in (f"--{old_key}", f"--{key}"):
                 line.warnings.append(f"{word.flag} is a key of speculative_config in the YAML file, not a flag")
 
 
@@ -129,10 +127,8 @@ def _schedule(table: list[list[int]]) -> dict[int, int]:
     """Largest batch size -> depth; above the last nothing is drafted. Raises UsageError for what it refuses."""
     depths = [depth for _, _, depth in table]
     if not depths[0] or max(depths) > depths[0]:
-        raise UsageError(
-            f"--depth-by-batch drafts {depths[0]} tokens for the smallest batches, but TensorRT-LLM wants most there",
-            "for example [[1, 4, 3], [5, 64, 0]]",
-        )
+        what = f"--depth-by-batch drafts {depths[0]} tokens for the smallest batches, but TensorRT-LLM wants most there"
+        raise UsageError(what, "for example [[1, 4, 3], [5, 64, 0]]")
     ends = [low - 1 for low, _, _ in table[1:]] + [table[-1][1]]
     return dict(zip(ends, depths, strict=True))
 

@@ -74,10 +74,8 @@ class Vllm(Launcher):
 
     def plan(self, facts: Facts, wanted: Wanted, version: Version) -> Plan:
         if facts.format == "gguf":
-            raise UsageError(
-                f"{facts.source} is a GGUF file, whose heads vLLM cannot draft with",
-                "export model and head for it: headstart export --to vllm-mimo --out DIRECTORY",
-            )
+            hint = "export model and head for it: headstart export --to vllm-mimo --out DIRECTORY"
+            raise UsageError(f"{facts.source} is a GGUF file, whose heads vLLM cannot draft with", hint)
         plan, arguments = Plan(), Arguments(self, version)
         self._place(wanted, arguments)
         if speculation := self._speculation(facts, wanted, version, plan.notes):
@@ -129,9 +127,8 @@ class Vllm(Launcher):
             notes.append(f"one module is used {depth} times: vLLM warns that acceptance may fall, which is normal")
         if wanted.table:
             if wanted.parallel.data > 1:
-                raise UsageError(
-                    "vLLM ignores a depth by batch size with data parallelism", "--dp 1, or no --depth-by-batch"
-                )
+                hint = "--dp 1, or no --depth-by-batch"
+                raise UsageError("vLLM ignores a depth by batch size with data parallelism", hint)
             if at_least(version, "0.24"):
                 config["num_speculative_tokens_per_batch_size"] = wanted.table
             else:
@@ -145,9 +142,8 @@ class Vllm(Launcher):
             raise UsageError("--role and --kv-offload need two KV connectors at once", "give one of them")
         if wanted.role:
             role = {"prefill": "kv_producer", "decode": "kv_consumer"}[wanted.role]
-            arguments.document(
-                "kv_transfer_config", "--kv-transfer-config", {"kv_connector": "NixlConnector", "kv_role": role}
-            )
+            transfer = {"kv_connector": "NixlConnector", "kv_role": role}
+            arguments.document("kv_transfer_config", "--kv-transfer-config", transfer)
         if wanted.kv_offload_gb:
             arguments.add("--kv-offloading-size", wanted.kv_offload_gb)
             arguments.add("--kv-offloading-backend", "native")
@@ -172,23 +168,19 @@ def _given_json(line: CommandLine) -> dict[str, Any]:
     try:
         given = json.loads(word.value) if word and word.value else {}
     except json.JSONDecodeError as error:
-        raise UsageError(
-            f"--speculative-config is not valid JSON: {error}", "quote it with '...' in the shell"
-        ) from None
+        hint = "quote it with '...' in the shell"
+        raise UsageError(f"--speculative-config is not valid JSON: {error}", hint) from None
     if not isinstance(given, dict):
         raise UsageError("--speculative-config is no JSON object", """for example '{"method": "mtp"}'""")
     for word in [each for each in line.words if each.flag.startswith(DOTTED)]:
         line.words.remove(word)
-        given[word.flag.removeprefix(DOTTED)] = _plain(word.value or "")
+        try:
+            value = json.loads(word.value or "")
+        except json.JSONDecodeError:
+            value = word.value or ""
+        given[word.flag.removeprefix(DOTTED)] = value
         line.changes.append(f"{' '.join(word.text())} -> --speculative-config")
     return given
-
-
-def _plain(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
 
 
 FOLDED = {

@@ -90,9 +90,8 @@ class Xllm(Launcher):
         if wanted.table:
             arguments.add("--enable_adaptive_speculative_decode", "true")
             plan.notes.append("xLLM sizes drafts by its own measurements: the table is replaced by that")
-        plan.notes.append(
-            "sampling while drafting is not exact in xLLM: it keeps the probability of the drafted token only"
-        )
+        inexact = "sampling while drafting is not exact in xLLM"
+        plan.notes.append(f"{inexact}: it keeps the probability of the drafted token only")
 
     def modernize(self, line: CommandLine, version: Version) -> None:
         for word in line.words:
