@@ -9,7 +9,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SANITIZED := build/sanitized
-KERNEL_TESTS := $(wildcard tests/contract/test_native*.py tests/unit/test_native*.py tests/unit/test_pack*.py)
+KERNEL_TESTS := $(wildcard tests/kernels/test_native*.py tests/kernels/test_pack*.py)
 # More arguments for the one pip call that installs torch, such as an index with smaller CPU builds.
 TORCH_ARGS ?=
 

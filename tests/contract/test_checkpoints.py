@@ -170,6 +170,7 @@ def write_gguf(
     return path
 
 
+@pytest.mark.slow
 def test_llama_cpp_files(tiny: tuple[dict[str, Any], Arrays], tmp_path: Path) -> None:
     plain = model_at(write_model(tmp_path / "plain", *tiny))
     found = model_at(write_gguf(tmp_path / "model.gguf", *tiny))

@@ -104,6 +104,7 @@ def text_of(tokens: list[int]) -> str:
     return headed_model(FAMILY).tokenizer.decode([token for token in tokens if token != EOS])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", FACTORS["temperature"])
 @pytest.mark.parametrize("agreeing", [False, True])
 def test_texts_satisfy_their_constraints(agreeing: bool, temperature: float) -> None:
@@ -148,6 +149,7 @@ def test_no_pair_of_settings_changes_anything() -> None:
             check(headed_model(FAMILY), "mixed", cell)
 
 
+@pytest.mark.slow
 def test_a_head_that_is_often_right_changes_nothing() -> None:
     for cell in CROWDED:
         check(agreeing_model(FAMILY), "mtp", cell, agreeing=True)
@@ -162,6 +164,7 @@ def test_a_draft_ends_where_the_draft_vocabulary_has_nothing_allowed() -> None:
         check(model, "mtp", cell)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["mtp", "ngram"])
 def test_rejection_keeps_the_constraint(drafter: str) -> None:
     outputs = run(make(headed_model(FAMILY), drafter=drafter, rule="rejection", depth=4), requests_of(1.0))

@@ -139,6 +139,7 @@ def test_logits_are_those_of_transformers(family: str, variant: str) -> None:
         assert float((found - expected).abs().max()) <= 2e-4, (first, chunk)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_in_company(family: str) -> None:
     """One pass with prefill, a chunk and single rows of several sequences gives each its own logits."""
@@ -272,6 +273,7 @@ def test_draft_logits_of_a_growing_sequence(family: str) -> None:
             )  # norms of 1 + w are rounded to float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [17, 512])
 @pytest.mark.parametrize("family", NATIVE_HEADS)
 def test_draft_logits_of_a_ragged_batch(family: str, budget: int) -> None:

@@ -194,6 +194,7 @@ def write_gguf(path: Path, config: dict[str, Any], arrays: Arrays, *, listed: bo
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("listed", [True, False])
 def test_llama_cpp_files(tiny: Tiny, tmp_path: Path, listed: bool) -> None:
     plain = model_at(write_model(tmp_path / "plain", *tiny))

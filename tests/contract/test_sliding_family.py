@@ -136,6 +136,7 @@ def test_only_layers_with_keys_of_their_own_have_pools(model: Model) -> None:
     assert len(model.weights.used) == len(model.checkpoint.tensors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [512, 7])
 def test_logits_are_those_of_the_formulas(model: Model, expected: tuple[Output, list[float]], rows: int) -> None:
     """With the prompt in one pass, and in chunks that end inside windows."""

@@ -58,6 +58,7 @@ def test_bfloat16_is_near(folder: Path) -> None:
     assert json.dumps(data, allow_nan=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [-1.0, float("nan")])
 def test_a_broken_backend_is_called_broken(
     folder: Path, damage: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

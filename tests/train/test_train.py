@@ -359,6 +359,7 @@ def test_a_run_of_the_command_goes_on_and_takes_up_new_data(tmp_path: Path) -> N
         run(TrainOptions(data=(texts,), tokens=10, **{**common, "out": tmp_path}))
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_said_and_the_run_goes_on_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts, folder = write_texts(tmp_path / "texts.jsonl", 30), tiny_folder(tmp_path)
     options = TrainOptions(model=str(folder), data=(texts,), out=tmp_path / "head", depth=1, threads=1, tokens=4_000)

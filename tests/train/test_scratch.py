@@ -64,6 +64,7 @@ def test_the_convolution_is_the_one_that_runs() -> None:
     torch.testing.assert_close(delta.causal_conv(x, weight, spec), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", support.FAMILIES)
 def test_every_tensor_learns(family: str) -> None:
     """Gradients reach all that takes part in the forward; a bias of the choice of experts takes none."""
@@ -74,6 +75,7 @@ def test_every_tensor_learns(family: str) -> None:
     assert {name for name in without if not name.endswith("e_score_correction_bias")} == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", support.FAMILIES)
 def test_gradients_are_those_of_the_loss(family: str) -> None:
     """Along the gradient of the trunk's loss, the loss falls as the gradient says."""

@@ -91,6 +91,7 @@ CASES = [("llama", path, form) for path in PATHS for form in FORMS]
 CASES += [(family, PATHS[0], FORMS[1]) for family in FAMILIES if family != "llama"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "path", "form"), CASES, ids=str)
 def test_bits_of_a_row_are_its_own(family: str, path: str, form: dict[str, Any]) -> None:
     def trunk(threads: int = 1) -> Trunk:

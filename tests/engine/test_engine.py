@@ -121,6 +121,7 @@ def test_one_forward_a_step_for_all_rows() -> None:
     assert any({"3 lengths", "4 lengths"} & mix for mix in mixes), "no ragged drafts"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("budget", "batch"), [(17, 8), (23, 3), (64, 64)])
 def test_budget_and_batch_are_kept(budget: int, batch: int) -> None:
     engine = make(agreeing_model(FAMILY), drafter="mtp", depth=4, max_num_batched_tokens=budget, max_num_seqs=batch)
@@ -563,6 +564,7 @@ def test_rejection_reports_the_logprobs_of_what_it_emits() -> None:
             assert ours.logprob == pytest.approx(theirs.logprob, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_rejection_does_not_depend_on_the_neighbours() -> None:
     """Its text may depend on drafts, but these depend on the sequence alone."""
     requests = varied_requests(0.9)

@@ -47,6 +47,7 @@ def test_stripped(key: str, tmp_path: Path) -> None:
     assert "graft" in data["heads"]["fix"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ZOO)
 def test_partial(key: str, tmp_path: Path) -> None:
     animal = ZOO[key]
@@ -59,6 +60,7 @@ def test_partial(key: str, tmp_path: Path) -> None:
     assert missing == [animal.wrapper + family.canonical(lost)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ZOO)
 def test_undeclared(key: str, tmp_path: Path) -> None:
     animal = ZOO[key]
@@ -69,6 +71,7 @@ def test_undeclared(key: str, tmp_path: Path) -> None:
     assert (animal.key or NEXTN) in data["heads"]["fix"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ZOO)
 def test_mismatch(key: str, tmp_path: Path) -> None:
     animal = ZOO[key]

@@ -242,6 +242,7 @@ def test_one_stop_text_is_not_its_characters() -> None:
     assert params.stop == ("END",)
 
 
+@pytest.mark.slow
 def test_min_tokens_puts_off_every_stop() -> None:
     each = llm("agreeing")
     whole = free_text(each)

@@ -20,7 +20,7 @@ LAUNCHERS: dict[str, Launcher] = {
     name: registry.find("launchers", name).LAUNCHER for name in registry.available("launchers")
 }
 ENTRIES = [(name, flag) for name, launcher in LAUNCHERS.items() for flag in launcher.flags]
-READER = Path(__file__).resolve().parents[2] / "benchmarks" / "engine_arguments.py"
+READER = Path(__file__).resolve().parents[3] / "benchmarks" / "engine_arguments.py"
 
 
 def snapshot(name: str) -> Published:

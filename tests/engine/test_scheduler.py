@@ -22,6 +22,7 @@ def requests(max_tokens: int = 12) -> list[Request]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["mtp", "ngram"])
 @pytest.mark.parametrize("budget", [1, 2, 5, 16])
 def test_small_budgets_give_the_same_text(budget: int, drafter: str) -> None:
