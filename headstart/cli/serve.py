@@ -23,7 +23,7 @@ EXAMPLES = (
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(OptionGroup):
-    """Where and how the server listens."""
+    """Where and how the server listens: ServerConfig, and another chat template."""
 
     host: str = option("Address to listen on.", default="127.0.0.1")
     port: int = option("Port; 0 takes a free one.", default=8000)
@@ -92,7 +92,7 @@ def run(
 
     from headstart.api import LLM
     from headstart.server.app import ServerConfig
-    from headstart.server.run import Listen, serve
+    from headstart.server.run import serve
     from headstart.text.chat import ChatTemplate
 
     with progress("loading") as report_progress:
@@ -100,22 +100,7 @@ def run(
     if template is not None:
         known = llm.chat_template or ChatTemplate("")
         llm.chat_template = known.replaced(template, str(serving.chat_template))
-    server = ServerConfig(
-        names=tuple(serving.served_model_name or ()),
-        max_queue=serving.max_queue,
-        request_timeout=serving.request_timeout,
-        api_key=serving.api_key,
-        tool_format=serving.tool_call_parser,
-        reasoning_format=serving.reasoning_parser,
-        price_per_hour=serving.price_per_hour,
-    )
-    listen = Listen(
-        host=serving.host,
-        port=serving.port,
-        shutdown_timeout=serving.shutdown_timeout,
-        tls_cert=serving.ssl_certfile,
-        tls_key=serving.ssl_keyfile,
-        log_format=serving.log_format,
-    )
-    serve(llm, server, listen)
+    settings = serving.chosen()
+    settings.pop("chat_template", None)
+    serve(llm, ServerConfig(**settings))
     return 0

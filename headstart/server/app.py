@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
@@ -28,25 +29,32 @@ OPEN_PATHS = frozenset({"/health"})
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """How one engine is served. `names`: by which requests may call the model. Times in seconds; None: no limit."""
+    """How one engine is served, and where. `served_model_name`: by which requests may call the model. Times in seconds,
+    None: no limit; `shutdown_timeout` is what running requests get after SIGTERM."""
 
-    names: tuple[str, ...] = ()
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: tuple[str, ...] = ()
     max_queue: int = 256
     request_timeout: float | None = None
+    shutdown_timeout: int = 30
     api_key: str | None = None
-    tool_format: str | None = None
-    reasoning_format: str | None = None
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
     price_per_hour: float | None = None
+    log_format: str = "text"
 
 
 def make_app(llm: LLM, config: ServerConfig) -> tuple[ASGIApp, Bridge]:
     """The application over a loaded model, and its engine thread, which runs while the application does."""
-    names = config.names or (llm.model.name,)
+    names = config.served_model_name or (llm.model.name,)
     bridge = Bridge(llm, Watch(llm.engine, names[0], config.price_per_hour), config.max_queue)
     template = "\n".join(llm.chat_template.sources.values()) if llm.chat_template else ""
     formats = Formats(
-        config.tool_format or format_in(template, "tool_formats"),
-        config.reasoning_format or format_in(template, "reasoning_formats"),
+        config.tool_call_parser or format_in(template, "tool_formats"),
+        config.reasoning_parser or format_in(template, "reasoning_formats"),
     )
     make_parser(formats.tools, (), formats.reasoning)  # a wrong name fails now, not at the first request
 

@@ -13,12 +13,15 @@ from typing import Any
 from headstart.api import LLM
 from headstart.core import Request, SamplingParams
 from headstart.errors import CapacityError, ModelError, UsageError
-from headstart.server.schema import ChatRequest, Common, CompletionRequest, Message, NamedTool
+from headstart.server.schema import ChatRequest, Common, CompletionRequest, Message, NamedTool, StructuredOutputs
 from headstart.text.grammar_spec import GrammarSpec, ToolCalls, ToolFrame
 from headstart.text.parsers import Parser, is_opened, make_parser
 
 COMPLETION_TOKENS = 16
 """max_tokens of /v1/completions where none is given, as OpenAI and vLLM have it."""
+AS_GIVEN = ("top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "min_tokens",
+            "ignore_eos", "n")  # fmt: skip
+"""Fields of a body that are those of SamplingParams."""
 FORCED_FORMAT = "hermes"
 """How calls are written that a grammar enforces: whatever the model's own format, this one is then read."""
 
@@ -107,16 +110,16 @@ def constraint_of(body: Common) -> GrammarSpec | None:
         if wrapper is None or "schema" not in wrapper:
             raise UsageError("response_format json_schema has no schema", 'give {"json_schema": {"schema": {...}}}')
         specs.append(GrammarSpec("json_schema", wrapper["schema"]))
-    outputs = body.structured_outputs
+    outputs = body.structured_outputs or StructuredOutputs()
     named = {
-        "json_schema": (body.guided_json, outputs.json_ if outputs else None),
-        "regex": (body.guided_regex, outputs.regex if outputs else None),
-        "choice": (body.guided_choice, outputs.choice if outputs else None),
-        "grammar": (body.guided_grammar, outputs.grammar if outputs else None),
+        "json_schema": (body.guided_json, outputs.json_),
+        "regex": (body.guided_regex, outputs.regex),
+        "choice": (body.guided_choice, outputs.choice),
+        "grammar": (body.guided_grammar, outputs.grammar),
     }
     for kind, values in named.items():
         specs += [GrammarSpec(kind, value) for value in values if value is not None]  # type: ignore[arg-type]
-    if outputs and outputs.json_object:
+    if outputs.json_object:
         specs.append(GrammarSpec("json_object"))
     if len(specs) > 1:
         kinds = ", ".join(each.kind for each in specs)
@@ -196,24 +199,15 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
 def _params(body: Common, limit: int, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
     """Raises UsageError for values out of range. What is null has OpenAI's default."""
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    given: dict[str, Any] = {
+    given: dict[str, Any] = {name: getattr(body, name) for name in AS_GIVEN} | {
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "top_k": None if body.top_k is None else max(body.top_k, 0) if body.top_k >= -1 else body.top_k,
-        "top_p": body.top_p,
-        "min_p": body.min_p,
-        "repetition_penalty": body.repetition_penalty,
-        "presence_penalty": body.presence_penalty,
-        "frequency_penalty": body.frequency_penalty,
         "logit_bias": _logit_bias(body.logit_bias),
-        "seed": body.seed,
         "max_tokens": limit,
-        "min_tokens": body.min_tokens,
-        "ignore_eos": body.ignore_eos,
         "stop": tuple(text for text in stop if text),
         "stop_token_ids": tuple(body.stop_token_ids or ()),
         "logprobs": logprobs,
         "prompt_logprobs": prompt_logprobs,
-        "n": body.n,
     }
     return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 

@@ -182,16 +182,11 @@ class Reply:
 
     def _text(self, answer: Answer) -> Json:
         assert isinstance(self.body, CompletionRequest)
-        choice, echo = answer.choice, bool(self.body.echo)
-        document: Json = {
-            "index": answer.index,
-            "text": (answer.prompt if echo else "") + choice.text,
-            "logprobs": None,
-            "finish_reason": answer.finish_reason,
-        }
+        text, logprobs = (answer.prompt if self.body.echo else "") + answer.choice.text, None
         if self.body.logprobs is not None:
-            document["logprobs"] = self._text_logprobs(answer, [*self._echoed(answer), *choice.logprobs])
-        return document | self._ids(answer, choice.tokens, whole=True)
+            logprobs = self._text_logprobs(answer, [*self._echoed(answer), *answer.choice.logprobs])
+        choice = _choice(answer, {"text": text}, logprobs, answer.finish_reason)
+        return choice | self._ids(answer, answer.choice.tokens, whole=True)
 
     def _echoed(self, answer: Answer) -> list[TokenLogprob | None]:
         """Logprobs of the prompt's tokens; the first has none."""
@@ -203,12 +198,7 @@ class Reply:
         if answer.parser is not None:
             message = self._parsed(answer)
         logprobs = {"content": self._chat_logprobs(answer.choice.logprobs)} if self._wants_logprobs else None
-        choice = {
-            "index": answer.index,
-            "message": message,
-            "logprobs": logprobs,
-            "finish_reason": answer.finish_reason,
-        }
+        choice = _choice(answer, {"message": message}, logprobs, answer.finish_reason)
         return choice | self._ids(answer, answer.choice.tokens, whole=True)
 
     def _parsed(self, answer: Answer) -> Json:
@@ -242,7 +232,7 @@ class Reply:
         if not (text or logprobs or answer.finish_reason or (self.body.return_token_ids and step.token_ids)):
             return []
         shown = self._text_logprobs(answer, logprobs) if self.body.logprobs is not None else None
-        choice = {"index": answer.index, "text": text, "logprobs": shown, "finish_reason": answer.finish_reason}
+        choice = _choice(answer, {"text": text}, shown, answer.finish_reason)
         return [choice | self._ids(answer, step.token_ids, whole=False)]
 
     def _message_deltas(self, step: Step) -> list[Json]:
@@ -258,9 +248,7 @@ class Reply:
         carries = answer.finish_reason or logprobs or (self.body.return_token_ids and step.token_ids)
         if carries and (not deltas or "role" in deltas[-1]):  # what ends or counts goes with text, not with the role
             deltas.append({})
-        choices: list[Json] = [
-            {"index": answer.index, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas
-        ]
+        choices = [_choice(answer, {"delta": delta}, None, None) for delta in deltas]
         if choices:
             last = choices[-1]
             last["finish_reason"] = answer.finish_reason
@@ -326,6 +314,10 @@ class Reply:
         return self._bridge.llm.tokenizer.token_text(token)
 
 
+def _choice(answer: Answer, content: Json, logprobs: Json | None, finish_reason: str | None) -> Json:
+    return {"index": answer.index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
 def _token(llm: LLM, token: int, logprob: float) -> Json:
     known = llm.tokenizer
     return {"token": known.token_text(token), "logprob": logprob, "bytes": list(known.token_bytes(token))}
@@ -334,8 +326,5 @@ def _token(llm: LLM, token: int, logprob: float) -> Json:
 def _call(answer: Answer, event: ToolCall) -> Json:
     if event.index == len(answer.call_ids):
         answer.call_ids.append(f"call_{uuid.uuid4().hex[:24]}")
-    return {
-        "id": answer.call_ids[event.index],
-        "type": "function",
-        "function": {"name": event.name, "arguments": ""},
-    }
+    function = {"name": event.name, "arguments": ""}
+    return {"id": answer.call_ids[event.index], "type": "function", "function": function}

@@ -9,8 +9,6 @@ import logging
 import signal
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
 import uvicorn
 
@@ -22,32 +20,20 @@ from headstart.stats import synthetic_note
 log = logging.getLogger("headstart.server")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Listen:
-    """Where a server listens and how it ends. `shutdown_timeout`: seconds that running requests get after SIGTERM."""
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    shutdown_timeout: int = 30
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    log_format: str = "text"
-
-
-def serve(llm: LLM, config: ServerConfig, listen: Listen) -> None:
+def serve(llm: LLM, config: ServerConfig) -> None:
     """Serve until SIGINT or SIGTERM. Raises UsageError where the address is taken."""
-    set_up_logs(listen.log_format)
+    set_up_logs(config.log_format)
     app, bridge = make_app(llm, config)
     server = _Server(
         uvicorn.Config(
             app,
-            host=listen.host,
-            port=listen.port,
+            host=config.host,
+            port=config.port,
             log_config=None,
             access_log=False,  # paths and addresses are the user's business
-            timeout_graceful_shutdown=listen.shutdown_timeout,
-            ssl_certfile=listen.tls_cert,
-            ssl_keyfile=listen.tls_key,
+            timeout_graceful_shutdown=config.shutdown_timeout,
+            ssl_certfile=config.ssl_certfile,
+            ssl_keyfile=config.ssl_keyfile,
         )
     )
 
@@ -55,7 +41,7 @@ def serve(llm: LLM, config: ServerConfig, listen: Listen) -> None:
         if bridge.draining:
             server.force_exit = True
             return
-        log.info("shutting down: %d s for what runs", listen.shutdown_timeout)
+        log.info("shutting down: %d s for what runs", config.shutdown_timeout)
         bridge.draining = server.should_exit = True
 
     info = llm.info
@@ -73,7 +59,7 @@ def serve(llm: LLM, config: ServerConfig, listen: Listen) -> None:
         with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:  # uvloop where it is installed
             runner.run(main())
     except SystemExit as error:  # uvicorn's way to say that it could not start; it has logged why
-        raise UsageError(f"cannot listen on {listen.host}:{listen.port}", "is the port taken? --port") from error
+        raise UsageError(f"cannot listen on {config.host}:{config.port}", "is the port taken? --port") from error
 
 
 class _Server(uvicorn.Server):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -56,8 +57,10 @@ class ChatTemplate:
         if not named:
             raise ModelError(f"{where}: no template")
         self.sources = named
-        environment = _environment()
-        self._compiled = {name: self._compile(environment, text) for name, text in named.items()}
+        compiled = _environment().from_string
+        self._compiled = {
+            name: self._guard("does not compile", partial(compiled, text)) for name, text in named.items()
+        }
 
     def replaced(self, source: str, where: str) -> ChatTemplate:
         """Another template that knows the same tokens."""
@@ -105,9 +108,6 @@ class ChatTemplate:
         values |= {"messages": list(messages), "tools": tools, "add_generation_prompt": add_generation_prompt}
         return self._guard("cannot be rendered", lambda: template.render(**values))
 
-    def _compile(self, environment: jinja2.Environment, source: str) -> jinja2.Template:
-        return self._guard("does not compile", lambda: environment.from_string(source))
-
     def _guard(self, what: str, action: Callable[[], Result]) -> Result:
         try:
             return action()
@@ -126,16 +126,12 @@ def _environment() -> jinja2.Environment:
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
     return environment
 
 
 def _raise_exception(message: str) -> None:
     raise _TemplateRefusal(message)
-
-
-def _strftime_now(layout: str) -> str:
-    return datetime.now().strftime(layout)
 
 
 def _tojson(

@@ -15,13 +15,14 @@ import tokenizers
 
 from headstart.errors import ModelError
 from headstart.text import _gguf_tokenizer
-from headstart.text.pieces import PieceRule, rule_of
+from headstart.text.pieces import rule_of
 
 _END_KEYS = ("eos", "eot", "eom")
 
 
 class Tokenizer:
-    """Wraps a `tokenizers.Tokenizer`. `eos_ids`: every id that ends a text; `bos_id`: the id that starts one."""
+    """Wraps a `tokenizers.Tokenizer`. `eos_ids`: every id that ends a text; `bos_id`: the id that starts one;
+    `rule`: how tokens become bytes."""
 
     def __init__(
         self,
@@ -35,7 +36,7 @@ class Tokenizer:
         self._inner = inner
         self._inner.no_truncation()
         self._inner.no_padding()
-        self._rule = rule_of(json.loads(inner.decoder.__getstate__()) if inner.decoder else None, where)
+        self.rule = rule_of(json.loads(inner.decoder.__getstate__()) if inner.decoder else None, where)
         self._literal: tokenizers.Tokenizer | None = None
         self._pieces: dict[int, bytes] = {}
         self.special_ids = frozenset(i for i, token in inner.get_added_tokens_decoder().items() if token.special)
@@ -91,7 +92,7 @@ class Tokenizer:
         piece = self._pieces.get(token_id)
         if piece is None:
             text = self._inner.id_to_token(token_id)
-            piece = self._pieces[token_id] = b"" if text is None else self._rule.to_bytes(text)
+            piece = self._pieces[token_id] = b"" if text is None else self.rule.to_bytes(text)
         return piece
 
     def token_text(self, token_id: int) -> str:
@@ -109,14 +110,9 @@ class Tokenizer:
 
     def strip_start(self, data: bytes) -> bytes:
         """`data`, the start of a text, without the space that the tokenizer put before it."""
-        for _ in range(self._rule.strip_start):
+        for _ in range(self.rule.strip_start):
             data = data.removeprefix(b" ")
         return data
-
-    @property
-    def rule(self) -> PieceRule:
-        """How tokens become bytes."""
-        return self._rule
 
     def _without_special(self) -> tokenizers.Tokenizer:
         if self._literal is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -31,6 +32,9 @@ class Acceptance:
     def length(self) -> float:
         """Acceptance length: 1 + mean number of right tokens."""
         return 1 + sum(self.cumulative)
+
+    def data(self) -> dict[str, Any]:
+        return {"cumulative": [round(x, 4) for x in self.cumulative], "length": round(self.length, 4)}
 
     def __add__(self, other: Acceptance) -> Acceptance:
         pairs = zip(self.accepted, other.accepted, strict=True)

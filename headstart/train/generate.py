@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,9 @@ from typing import Any
 from headstart.api import LLM, Completion
 from headstart.core import SamplingParams
 from headstart.errors import UsageError
-from headstart.train.data import find_files
+from headstart.train.data import Message, find_files
 from headstart.train.shards import Shards
 
-Message = Mapping[str, Any]
 GREEDY_SHARE = 0.5
 WARM = (0.7, 1.0)
 """The other half of the answers is drawn at temperatures in this range."""

@@ -82,13 +82,7 @@ class TrainingProgress:
 class Trainer:
     """Weights, their moving average, optimizers and cursor; `state` and `load_state` are all of it."""
 
-    def __init__(
-        self,
-        masters: dict[str, Tensor],
-        spec: HeadSpec,
-        target: Target,
-        recipe: Recipe,
-    ) -> None:
+    def __init__(self, masters: dict[str, Tensor], spec: HeadSpec, target: Target, recipe: Recipe) -> None:
         self.spec, self.target, self.recipe = spec, target, recipe
         self.masters = {name: torch.nn.Parameter(tensor) for name, tensor in masters.items()}
         self.average = {name: tensor.clone() for name, tensor in masters.items()}

@@ -174,10 +174,8 @@ class _Work:
 
     def _count(self, record: dict[str, Any]) -> None:
         tokens = len(record.get("response_ids", ()))
-        for counter in (
-            self._kinds[record["kind"]],
-            self._sources[f"{record['source']} ({record['licence']})"],
-        ):
+        source = f"{record['source']} ({record['licence']})"
+        for counter in (self._kinds[record["kind"]], self._sources[source]):
             counter.update(records=1, answer_tokens=tokens, text_characters=len(record.get("text", "")))
 
     def _note(self, record: dict[str, Any]) -> None:
@@ -189,12 +187,8 @@ class _Work:
         wanted = rng.random() < FOLLOW_UP_SHARE / (1 - FOLLOW_UP_SHARE)
         complete = record["finish_reason"] == "stop" and len(messages[-1]["content"]) < LONGEST_TURN
         if len(messages) == 2 and wanted and complete and self.llm.has_chat_template:
-            turn = Prompt(
-                (*messages, {"role": "user", "content": rng.choice(follow_ups())}),
-                record["kind"],
-                record["licence"],
-                "second turn",
-            )
+            asked = (*messages, {"role": "user", "content": rng.choice(follow_ups())})
+            turn = Prompt(asked, record["kind"], record["licence"], "second turn")
             if turn.key not in self.answers.keys:
                 self._turns.append(turn)
 

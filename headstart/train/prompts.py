@@ -59,7 +59,6 @@ class PromptRecord:
 
     kind: str
     prompt: str
-    source: str = "template"
     licence: str = "own"
     passages: tuple[int, ...] = ()
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -233,7 +234,9 @@ class _Run:
                 hits = " ".join(f"{x:.2f}" for x in p.accepted) or "not yet"
                 show(each.share_done, f"loss {p.loss:.3f}  {p.rate:.0f} tok/s  held-out acceptance {hits}")
 
-            hooks = Hooks(checkpoint=self._save, evaluated=self._evaluated, shown=update)
+            hooks = Hooks(
+                checkpoint=partial(save_checkpoint, path=self.checkpoint), evaluated=self._evaluated, shown=update
+            )
             # batches of another size are another order of the data
             identity = f"{self.corpus.identity}/{recipe.batch_tokens}"
             train(trainer, self.corpus.training, self.corpus.held_out, self.corpus.cache, identity, hooks)
@@ -260,9 +263,6 @@ class _Run:
             note(f"going on from step {trainer.progress.step}, {trainer.progress.tokens:,} tokens seen")
         return trainer
 
-    def _save(self, trainer: Trainer) -> None:
-        save_checkpoint(trainer, self.checkpoint)
-
     def _evaluated(self, trainer: Trainer, results: dict[str, Acceptance]) -> bool:
         """Log, tell, and export what is better than before: it can be tried while training goes on. True when it has
         not got better for long."""
@@ -276,7 +276,7 @@ class _Run:
             "loss": p.loss,
             "tokens_per_second": round(p.rate),
             "rate_factor": rate_factor(trainer.recipe, trainer.share_done),
-            "held_out": _plain(results),
+            "held_out": {kind: each.data() for kind, each in results.items()},
         }
         with self.log.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
@@ -309,7 +309,7 @@ class _Run:
             "minutes": round(p.seconds / 60, 1),
             "data": self.corpus.counts,
             "draft_coverage": {kind: round(share, 4) for kind, share in self.coverage.items()},
-            "held_out": _plain(self.results),
+            "held_out": {kind: each.data() for kind, each in self.results.items()},
         }
 
     def _report(self, trainer: Trainer) -> Report:
@@ -331,13 +331,6 @@ class _Run:
         lines += [*(gain.lines() if gain else []), f"plot: {plot}", *self.corpus.problems]
         data = {"out": str(options.out), "log": str(self.log), **facts, "gain": gain.data() if gain else None}
         return Report(gain is None or gain.pays, data, lines)
-
-
-def _plain(results: dict[str, Acceptance]) -> dict[str, Any]:
-    return {
-        kind: {"cumulative": [round(x, 4) for x in each.cumulative], "length": round(each.length, 4)}
-        for kind, each in results.items()
-    }
 
 
 @contextmanager

@@ -227,7 +227,6 @@ def _train_into(folder: Path, options: ScratchOptions) -> Report:
 
 
 def _facts(options: ScratchOptions, size: int, standing: Standing) -> dict[str, Any]:
-    acceptance = standing.acceptance
     return {
         "family": options.family,
         "command": options.command,
@@ -237,9 +236,7 @@ def _facts(options: ScratchOptions, size: int, standing: Standing) -> dict[str, 
         "minutes": round(standing.seconds / 60, 2),
         "loss": round(standing.loss, 4),
         "held_out_loss": round(standing.held_out, 4),
-        "held_out": {"cumulative": [round(x, 4) for x in acceptance.cumulative], "length": round(acceptance.length, 4)}
-        if acceptance
-        else None,
+        "held_out": standing.acceptance.data() if standing.acceptance else None,
     }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from headstart import registry
 from headstart.errors import UsageError
 from headstart.text.parsers import (
     Arguments,
@@ -19,8 +20,6 @@ from headstart.text.parsers import (
     ToolCall,
     joined,
     make_parser,
-    reasoning_formats,
-    tool_formats,
 )  # fmt: skip
 from headstart.text.parsers._schema import as_json, types_of
 
@@ -107,8 +106,8 @@ def write(name: str, listed: list[tuple[str, dict[str, Any]]]) -> str:
 
 
 def test_formats_are_found_by_file() -> None:
-    assert tool_formats() == FORMATS
-    assert reasoning_formats() == ["think"]
+    assert registry.available("tool_formats") == FORMATS
+    assert registry.available("reasoning_formats") == ["think"]
     with pytest.raises(UsageError, match="hermes"):
         make_parser("hermse")
 

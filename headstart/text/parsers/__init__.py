@@ -13,18 +13,8 @@ from headstart.text.parsers.tools import Tools
 
 __all__ = [
     "Arguments", "Content", "Event", "Parser", "Reasoning", "ToolCall", "Tools", "format_in", "is_opened", "joined",
-    "make_parser", "reasoning_formats", "tool_formats",
+    "make_parser",
 ]  # fmt: skip
-
-
-def tool_formats() -> list[str]:
-    """Names of the tool formats."""
-    return registry.available("tool_formats")
-
-
-def reasoning_formats() -> list[str]:
-    """Names of the reasoning formats."""
-    return registry.available("reasoning_formats")
 
 
 def format_in(template: str, kind: Literal["tool_formats", "reasoning_formats"]) -> str | None:

@@ -32,8 +32,7 @@ class JsonParser(ObjectCalls):
     def _calls(self, start: int) -> Steps[bool]:
         """Reads calls until there is no other; False when the last one did not fit."""
         while True:
-            self._forget()
-            self._announced = self._has_arguments = False
+            self._begin_call()
             self._at = start
             try:
                 yield from self._space()

@@ -59,12 +59,8 @@ class _Oracle:
         from transformers import AutoModelForCausalLM
 
         path = llm.model.checkpoint.path
-        where: dict[str, Any] = (
-            {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
-            if path.is_file()
-            else {"pretrained_model_name_or_path": path}
-        )
-        self._model: Any = AutoModelForCausalLM.from_pretrained(**where, dtype="float32")
+        folder, gguf = (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, **gguf, dtype="float32")
         self._eos = sorted(llm.tokenizer.eos_ids)
 
     def greedy(self, prompt: Sequence[int], max_tokens: int) -> list[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -68,12 +69,10 @@ def run(options: VerifyOptions, progress: Progress = no_progress) -> Report:
 
 def _texts(llm: LLM, prompts: Seq[Prompt], options: VerifyOptions, progress: Progress) -> list[list[int]]:
     """Token ids of each prompt and its greedy answer."""
-    done = 0
+    done = count(1)
 
     def finished(index: int, completion: Any) -> None:
-        nonlocal done
-        done += 1
-        progress(done, 2 * len(prompts), "answering")
+        progress(next(done), 2 * len(prompts), "answering")
 
     answers = llm.generate(prompts, SamplingParams(max_tokens=options.max_tokens), raw=options.raw, on_finish=finished)
     return [[*each.prompt_token_ids, *each.token_ids] for each in answers]
