@@ -28,6 +28,7 @@ from headstart.models.base import Family
 from headstart.models.small import Arrays
 from headstart.tools.tiny import write_model
 from headstart.tools.verify import run as verify
+from headstart.tools.verify.options import VerifyOptions
 
 LENGTHS = (1, 5, 17, 30, 45, 64)
 """Of the prompts; the longer ones begin with the same tokens."""
@@ -68,7 +69,7 @@ def check(family: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]
     config, arrays = found.tiny()
     has_head = any(name.endswith(ending) for name in arrays for ending in PROJECTIONS)
     texts = prompts(config["vocab_size"])
-    options = verify.VerifyOptions(
+    options = VerifyOptions(
         model=str(write_model(folder / family, config, agreeing(arrays))),
         config=EngineConfig(backend="native"),
         prompts=tuple(texts),

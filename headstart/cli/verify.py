@@ -98,15 +98,16 @@ def run(
     prompts = _read_prompts(case.prompts) if case.prompts else None
 
     from headstart.tools.verify import numerics, run as verify
+    from headstart.tools.verify.options import FULL, VerifyOptions
 
-    options = verify.VerifyOptions(
+    options = VerifyOptions(
         model=model,
         config=engine.config,
         prompts=prompts,
         raw=case.raw,
         max_tokens=case.max_tokens,
         against=case.against,
-        **{**(verify.FULL if levels.full else {}), **chosen},
+        **{**(FULL if levels.full else {}), **chosen},
     )
     return output.run("verifying", partial((numerics if case.numerics else verify).run, options))
 

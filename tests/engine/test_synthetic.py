@@ -17,6 +17,7 @@ from headstart.engine.synthetic import SyntheticJudge
 from headstart.errors import UsageError
 from headstart.server.watch import Watch
 from headstart.tools.verify import run as verify
+from headstart.tools.verify.options import VerifyOptions
 
 RATES = "0.8,0.5,0.2"
 
@@ -145,7 +146,7 @@ def test_refused_where_texts_matter(command: str, monkeypatch: Any, capsys: Any)
 
 def test_verify_refuses_it() -> None:
     with pytest.raises(UsageError, match="not the model's"):
-        verify.run(verify.VerifyOptions(config=EngineConfig(synthetic_acceptance="0.5")))
+        verify.run(VerifyOptions(config=EngineConfig(synthetic_acceptance="0.5")))
 
 
 def test_no_rule_beside_it() -> None:

@@ -9,16 +9,14 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headstart.api import LLM
 from headstart.core import Progress, Report, SamplingParams
 from headstart.errors import UsageError
 from headstart.tools.prompts import builtin_prompts
 from headstart.tools.verify.margin import Judge
-
-if TYPE_CHECKING:
-    from headstart.tools.verify.run import VerifyOptions
+from headstart.tools.verify.options import VerifyOptions
 
 
 @dataclass(frozen=True)

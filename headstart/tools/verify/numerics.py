@@ -22,7 +22,7 @@ from headstart.engine.load import Model, load_model
 from headstart.engine.make import make_engine
 from headstart.kernels.backend import ORACLE, choose
 from headstart.tools.prompts import builtin_prompts
-from headstart.tools.verify.run import Prompt, VerifyOptions
+from headstart.tools.verify.options import Prompt, VerifyOptions
 
 Float64 = NDArray[np.float64]
 

@@ -8,12 +8,12 @@ tokens' scores (l + g) within TIE of each other. In float64, and on every other 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from headstart import hub, machine
+from headstart import machine
 from headstart.api import LLM
-from headstart.config import AUTO, Depth, EngineConfig
+from headstart.config import AUTO, EngineConfig
 from headstart.core import Progress, Report, SamplingParams, no_progress
 from headstart.engine.load import Model, load_model, other_heads
 from headstart.engine.make import make_engine
@@ -22,56 +22,11 @@ from headstart.kernels.backend import choose, kind_of
 from headstart.tools.prompts import builtin_prompts
 from headstart.tools.verify.covering import Cell, pairwise
 from headstart.tools.verify.margin import TIE, Judge
+from headstart.tools.verify.options import VerifyOptions, default_drafters
 
-Prompt = str | list[int]
 PLAIN = "none"
 GRID_SEED = 0
 """Of the choice of cells; `VerifyOptions.seeds` are those of the texts."""
-
-FULL: Mapping[str, Any] = {
-    "temperatures": (0.0, 0.7, 1.0, 1.5),
-    "depths": (0, 1, 2, 3, 4, 5, AUTO),
-    "batch_sizes": (1, 4, 16),
-    "chunk_sizes": (1, 37, 512),
-    "min_texts": 2000,
-}
-"""The fields of VerifyOptions that make the big grid."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerifyOptions:
-    """What to compare. Every pair of levels of two factors is covered by at least one cell."""
-
-    model: str | None = None
-    config: EngineConfig = field(default_factory=EngineConfig)
-    prompts: tuple[Prompt, ...] | None = None
-    raw: bool = False
-    max_tokens: int = 64
-    min_texts: int = 0  # cells are added until so many (cell, prompt) pairs are compared
-    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
-    depths: tuple[Depth, ...] = (0, 1, 3, 5, AUTO)
-    drafters: tuple[str, ...] = ()  # empty: see default_drafters
-    batch_sizes: tuple[int, ...] = (1, 8)
-    chunk_sizes: tuple[int, ...] = (32, 512)
-    prefix_caching: tuple[bool, ...] = (True, False)
-    preemption: tuple[bool, ...] = (True, False)  # True: so few blocks that running sequences lose theirs
-    thread_counts: tuple[int, ...] = ()  # empty: see default_threads
-    seeds: tuple[int, ...] = (0,)
-    against: str | None = None
-
-    def factors(self) -> dict[str, tuple[Any, ...]]:
-        return {
-            "temperature": self.temperatures,
-            "depth": self.depths,
-            "drafter": self.drafters or default_drafters(self),
-            "batch": self.batch_sizes,
-            "chunk": self.chunk_sizes,
-            "cache": self.prefix_caching,
-            "preemption": self.preemption,
-            "threads": self.thread_counts,
-            "seed": self.seeds,
-        }
-
 
 @dataclass(frozen=True)
 class Difference:
@@ -135,12 +90,6 @@ def default_threads(config: EngineConfig, *, exact: bool) -> tuple[int, ...]:
         return (config.threads,)
     usable = machine.threads().usable
     return tuple(range(1, min(usable, 2) + 1)) if exact else (usable,)
-
-
-def default_drafters(options: VerifyOptions) -> tuple[str, ...]:
-    """The head, lookup, both, and the other heads that are shipped with the model."""
-    shipped = hub.shipped_heads(options.model or hub.DEFAULT_MODEL) if options.config.head is None else {}
-    return ("mtp", "ngram", "mixed", *(kind for kind in shipped if kind != "mtp"))
 
 
 class _Verification:

@@ -16,7 +16,7 @@ from headstart.config import EngineConfig
 from headstart.errors import UsageError
 from headstart.tools.tiny import write_model
 from headstart.tools.verify import numerics
-from headstart.tools.verify.run import VerifyOptions
+from headstart.tools.verify.options import VerifyOptions
 
 FAMILY = "mimo"
 PROMPTS = ("the thing", tuple(prompt_of(90, 1)), "x")

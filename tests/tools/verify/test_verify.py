@@ -24,6 +24,7 @@ from headstart.tools.tiny import write_model
 from headstart.tools.verify import run as verify
 from headstart.tools.verify.covering import pairwise
 from headstart.tools.verify.margin import TIE, Judge
+from headstart.tools.verify.options import FULL, VerifyOptions, default_drafters
 
 FAMILY = "mimo"
 PROMPTS = ("the thing", "an inner ring and the other thing, then nothing", "x")
@@ -55,7 +56,7 @@ def folder() -> Path:
 
 def options(folder: Path, grid: dict[str, Any] = SMALL_GRID, dtype: str = "float64", **changes: Any) -> Any:
     config = EngineConfig(backend="reference", dtype=dtype, threads=1, kv_blocks=40)
-    return verify.VerifyOptions(
+    return VerifyOptions(
         **{"model": str(folder), "config": config, "prompts": PROMPTS, "max_tokens": 16, **grid, **changes}
     )
 
@@ -315,15 +316,15 @@ def test_all_pairs_are_covered(sizes: list[int], seed: int) -> None:
 
 def test_the_grid_is_small() -> None:
     """Every drafter that comes with the default model, EAGLE-3 among them, at every depth."""
-    factors = verify.VerifyOptions(thread_counts=(1,)).factors()
+    factors = VerifyOptions(thread_counts=(1,)).factors()
     assert factors["drafter"] == ("mtp", "ngram", "mixed", "eagle3")
     assert len(pairwise(factors)) <= 21
-    assert len(pairwise(verify.VerifyOptions(thread_counts=(1, 2)).factors())) <= 23
-    assert verify.default_drafters(verify.VerifyOptions(model="another")) == ("mtp", "ngram", "mixed")
+    assert len(pairwise(VerifyOptions(thread_counts=(1, 2)).factors())) <= 23
+    assert default_drafters(VerifyOptions(model="another")) == ("mtp", "ngram", "mixed")
 
 
 def test_the_full_grid_compares_two_thousand_texts() -> None:
-    full = verify.VerifyOptions(**verify.FULL, thread_counts=(1, 2))
+    full = VerifyOptions(**FULL, thread_counts=(1, 2))
     assert (full.min_texts, full.max_tokens) == (2000, 64)
     factors = full.factors()
     cells = pairwise(factors, at_least=250)
