@@ -10,6 +10,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SANITIZED := build/sanitized
 KERNEL_TESTS := $(wildcard tests/kernels/test_native*.py tests/kernels/test_pack*.py)
+# Every room's own tests, the rules, and one slice of what holds across rooms.
+FAST_TESTS := $(wildcard tests/test_*.py) tests/contract/test_exact.py \
+  $(filter-out tests/contract/ tests/e2e/ tests/server/ %/__pycache__/,$(wildcard tests/*/))
 # More arguments for the one pip call that installs torch, such as an index with smaller CPU builds.
 TORCH_ARGS ?=
 
@@ -24,8 +27,8 @@ test: lint ## lint, type check, fetch the default model, run all tests
 	@$(BIN)/headstart pull
 	@$(BIN)/python -m pytest -q -n auto --dist loadfile --durations=25
 
-test-fast: $(STAMP) ## the tests that are not slow, within a minute on two cores
-	@$(BIN)/python -m pytest -q -n auto --dist loadfile -m 'not slow'
+test-fast: $(STAMP) ## the rooms' own tests but the slow ones, within a minute on two cores
+	@$(BIN)/python -m pytest -q -n auto --dist loadfile -m 'not slow' $(FAST_TESTS)
 
 lint: $(STAMP) ## ruff and mypy
 	@$(BIN)/ruff check .

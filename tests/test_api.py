@@ -62,6 +62,7 @@ def test_no_drafter(settings: dict[str, Any]) -> None:
 # Text.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("kind", MODELS)
 def test_drafting_does_not_change_the_text(kind: str, temperature: float) -> None:
@@ -321,6 +322,7 @@ def test_characters_of_several_tokens_stream_whole() -> None:
 # Several choices, seeds.
 
 
+@pytest.mark.slow
 def test_choices_differ_and_are_those_of_plain_decoding() -> None:
     params = SamplingParams(temperature=1.0, seed=9, n=4, max_tokens=20)
     found = llm("agreeing").generate(["the thing", "x"], params)

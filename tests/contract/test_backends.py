@@ -63,6 +63,7 @@ def test_flags_of_other_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     assert error.value.hint == "choose from: auto, native, reference"
 
 
+@pytest.mark.slow
 def test_a_backend_is_one_file(tmp_path: Path, folder: Path) -> None:
     """That of CONTRIBUTING.md."""
     with plugged_in(tmp_path, "backends"):
@@ -86,6 +87,7 @@ def resident_bytes() -> int:
     return int(found.group(1)) * 1024
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["native", "reference"])
 def test_engines_on_one_model_give_their_memory_back(backend: str, folder: Path) -> None:
     """Each fills 4 MB of keys and values; those of an engine that is gone are free."""

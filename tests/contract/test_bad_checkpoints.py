@@ -122,6 +122,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_one_clear_line(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad = CASES[case]
@@ -138,6 +139,7 @@ def test_one_clear_line(case: str, tmp_path: Path, capsys: pytest.CaptureFixture
     assert "Traceback" not in " ".join(said)
 
 
+@pytest.mark.slow
 def test_every_alias_names_its_family() -> None:
     assert family_named("glm4moe") is family_of("glm4_moe")
     assert family_named("deepseek2") is family_of("deepseek_v3")

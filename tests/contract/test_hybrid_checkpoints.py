@@ -37,6 +37,7 @@ def tiny(request: pytest.FixtureRequest) -> Tiny:
     return family_of(request.param).tiny()
 
 
+@pytest.mark.slow
 def test_the_text_part_of_a_wrapper(tiny: Tiny, tmp_path: Path) -> None:
     """Sizes below text_config, tensors below model.language_model, and a vision part that is not the model's."""
     config, arrays = tiny

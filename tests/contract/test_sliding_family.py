@@ -145,6 +145,7 @@ def test_logits_are_those_of_the_formulas(model: Model, expected: tuple[Output, 
     torch.testing.assert_close(logprobs_of(output), expected[1], rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_drafting_does_not_change_the_text(model: Model, expected: tuple[Output, list[float]]) -> None:
     output = generate(model, drafter="ngram", depth=3)
     assert output.tokens == expected[0].tokens

@@ -59,6 +59,7 @@ def test_a_head_of_a_new_kind_drafts(tmp_path: Path) -> None:
         assert llm.engine.stats.drafted or depth == "auto"
 
 
+@pytest.mark.slow
 def test_it_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On a trunk so soft that the last token says the next one, a matrix over its embedding learns something."""
     model, text, out = llama(tmp_path, 0.1), tmp_path / "t.jsonl", tmp_path / "head"
@@ -72,6 +73,7 @@ def test_it_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert answers(model, head=str(out), depth=2)[0] == answers(model, drafter="none")[0]
 
 
+@pytest.mark.slow
 def test_a_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same weights in it give the same text, and commands know it."""
     config, arrays = support.family_of("mimo").tiny()

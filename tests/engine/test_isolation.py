@@ -86,6 +86,7 @@ class Poisoned:
         return getattr(self._backend, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "settings"), CASES, ids=str)
 def test_logits_that_are_not_finite(backend: str, settings: dict[str, Any]) -> None:
     alone = run(engine_of(backend, settings), neighbours())

@@ -222,6 +222,7 @@ HEADS = ((2, 2, 8), (3, 1, 16), (8, 2, 40), (8, 1, 64), (4, 1, 80), (3, 3, 128),
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 128, 200, 300)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("heads", HEADS)
@@ -249,6 +250,7 @@ def test_attention(path: str, kv_dtype: str, heads: tuple[int, int, int]) -> Non
         assert_close(found, expected, 1.0, 3e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("kv_dtype", "tolerance"), [("float32", 3e-6), ("bfloat16", 3e-6), ("int8", 1e-2)])
 def test_latent_attention(path: str, kv_dtype: str, tolerance: float) -> None:

@@ -85,6 +85,7 @@ class World:
         return self.rng.permutation(NUM_BLOCKS)[:count]
 
 
+@pytest.mark.slow
 @paths
 @kv_dtypes
 @pytest.mark.parametrize("seen", SEEN)
@@ -164,6 +165,7 @@ class Tree:
         return plan
 
 
+@pytest.mark.slow
 @paths
 @kv_dtypes
 @pytest.mark.parametrize("seen", ["all", "window 16", "window and softcap"])

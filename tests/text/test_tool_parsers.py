@@ -58,10 +58,10 @@ def parse(pieces: Any, name: str | None, **options: Any) -> list[Event]:
 
 
 def check(text: str, name: str | None, **options: Any) -> list[Event]:
-    """The events of `text`, the same for every character alone and for every third split into two."""
+    """The events of `text`, the same for every character alone and for every fifth split into two."""
     whole = parse([text], name, **options)
     assert parse(text, name, **options) == whole
-    for cut in range(1 + len(text) % 3, len(text), 3):
+    for cut in range(1 + len(text) % 5, len(text), 5):
         assert parse([text[:cut], text[cut:]], name, **options) == whole, text[:cut]
     return whole
 

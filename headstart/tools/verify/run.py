@@ -28,6 +28,7 @@ PLAIN = "none"
 GRID_SEED = 0
 """Of the choice of cells; `VerifyOptions.seeds` are those of the texts."""
 
+
 @dataclass(frozen=True)
 class Difference:
     """The first token of a prompt that differs from plain decoding; tokens are -1 when one text ends before the

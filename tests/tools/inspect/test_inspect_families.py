@@ -29,6 +29,7 @@ def test_names_written_down_by_hand_are_looked_for(key: str) -> None:
     assert {name: found.get(name, ("", ()))[1] for name in ZOO[key].names} == ZOO[key].names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ZOO)
 def test_alive(key: str, tmp_path: Path) -> None:
     animal = ZOO[key]

@@ -103,6 +103,7 @@ def test_a_judge_that_believes_a_draft_is_caught(folder: Path, dtype: str, monke
     assert any("DIFFERENT" in line for line in report.lines)
 
 
+@pytest.mark.slow
 def test_an_engine_that_forgets_the_end_is_caught(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text that is the beginning of the other is a difference that no tie explains."""
     from headstart.engine.engine import Engine
@@ -199,6 +200,7 @@ def test_preemption_really_happens(folder: Path) -> None:
 # Threads.
 
 
+@pytest.mark.slow
 def test_a_model_is_loaded_for_each_thread_count(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded, honest = [], verify.load_model
 
@@ -224,6 +226,7 @@ def test_thread_counts_by_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     assert verify.default_threads(EngineConfig(), exact=True) == (1,)
 
 
+@pytest.mark.slow
 def test_a_backend_that_is_exact_is_excused_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither are its differences measured: float64 scores are not what it computes."""
     monkeypatch.setattr(reference, "BACKEND", replace(reference.BACKEND, exact=True))
