@@ -104,6 +104,7 @@ def test_bits_of_a_row_are_its_own(family: str, path: str, form: dict[str, Any])
         assert np.array_equal(found.view(np.uint32), alone.view(np.uint32)), (sizes, threads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "path"), [*(("llama", path) for path in PATHS), *((f, PATHS[0]) for f in FAMILIES)])
 def test_float_logits_are_the_references(family: str, path: str) -> None:
     oracle = Trunk(family, reference_model(family).backend).logits(0, TOKENS)

@@ -68,6 +68,7 @@ class Mixture:
         return {"mixed": mixed, "logits": ops.take_rows(mixed, step.logit_rows)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("form", FORMS)
 def test_bits_of_a_row_are_its_own(path: str, form: str) -> None:

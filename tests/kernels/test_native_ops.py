@@ -54,6 +54,7 @@ def varied_rows(width: int, rng: np.random.Generator) -> Array:
     return rows.astype(np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", FORMS)
 def test_products(path: str, name: str) -> None:

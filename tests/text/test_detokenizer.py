@@ -67,6 +67,7 @@ def cut(text: str, stops: list[str]) -> str:
     return text
 
 
+@pytest.mark.slow
 @given(pieces=PIECES, stops=STOPS)
 @settings(deadline=None, max_examples=500)
 def test_the_cut_is_right_whatever_the_pieces(pieces: list[str], stops: list[str]) -> None:

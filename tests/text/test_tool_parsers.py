@@ -112,6 +112,7 @@ def test_formats_are_found_by_file() -> None:
         make_parser("hermse")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_several_calls(name: str) -> None:
     listed: list[tuple[str, dict[str, Any]]] = [("search", TRICKY), ("now", {}), ("search", {"text": "北京"})]
@@ -157,6 +158,7 @@ def test_no_call(name: str, text: str) -> None:
     assert check("x" + text, name, reasoning="think") == [Content("x" + text)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_cut_off_calls(name: str) -> None:
     before = "" if name == "json" else "Look: "

@@ -69,6 +69,7 @@ def head_plan(tokens: list[int], start: int) -> StepPlan:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_5"])
 def test_unrolled_forward_is_the_run_time_forward(spec: HeadSpec, family: str) -> None:

@@ -383,6 +383,7 @@ def test_every_published_point_is_predicted_or_says_why_not(figures: list[dict[s
         assert point["unknown"] if "unknown" in point else point["who"] in compared and point["assumed"]
 
 
+@pytest.mark.slow
 def test_one_stream_cannot_be_faster_than_memory(figures: list[dict[str, Any]]) -> None:
     row = figure(figures, "DeepSeek V4 FP8, H200, batch 1", "plain tok/s")
     served = model("deepseek-v4", "fp8")
