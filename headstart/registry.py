@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
@@ -148,5 +149,6 @@ def _defines(kind: KindName, path: Path) -> bool:
     return re.search(rf"^{KINDS[kind].constant}\b", path.read_text("utf-8"), re.MULTILINE) is not None
 
 
+@cache  # what is installed does not change while we run
 def _entry_points(kind: str) -> dict[str, EntryPoint]:
     return {point.name.replace("-", "_"): point for point in entry_points(group=f"headstart.{kind}")}
