@@ -110,12 +110,12 @@ def _of_the_system(error: OSError | MemoryError) -> int:
     if isinstance(error, MemoryError):
         print_error("the memory is full", "close other programs, or take a smaller model, context or batch")
         return WRONG
-    if (lost := streams.stdout_error()) is not None:
+    if (lost := streams.stdout_error()) is not None:  # not a socket of the command
         return streams.lost_stdout(lost)
-    if error.errno not in HINTS or (error.filename is None and error.errno not in (errno.ENOSPC, errno.EMFILE)):
+    if error.errno not in HINTS or (error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)):
         return _internal(error)
-    where = f": {os.fsdecode(error.filename)}" if isinstance(error.filename, str | bytes) else ""
-    print_error(f"{error.strerror}{where}", HINTS[error.errno])
+    where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else "cannot write: "
+    print_error(f"{where}{error.strerror}", HINTS[error.errno])
     return WRONG
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import select
 import sys
 from io import TextIOWrapper
 from pathlib import Path
@@ -24,12 +26,22 @@ def make_ready() -> None:
 
 
 def stdout_error() -> OSError | None:
-    """Why nothing can be written to stdout any more: what failed lies in its buffer still."""
+    """Why nothing can be written to stdout any more: what failed lies in its buffer still, where it has one."""
     try:
         sys.stdout.flush()
+        if isinstance(sys.stdout, TextIOWrapper) and _has_no_reader(sys.stdout.fileno()):
+            return BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
     except OSError as error:
         return error
     return None
+
+
+def _has_no_reader(descriptor: int) -> bool:
+    if not hasattr(select, "poll"):  # Windows
+        return False
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def lost_stdout(error: OSError, code: int = 0) -> int:
