@@ -80,8 +80,9 @@ def classify(config: Mapping[str, Any], names: Container[str] | None = None) -> 
         method = family.method if family else "mtp"
         title = f"{family.title if family else 'native'} MTP"
         return _whole(config, MTP, method, title, promised)
-    if names is None and _is_one_llama_layer(config):
-        return _described(drafters_by_key()["eagle"], config)
+    rows = drafters_by_key().values() if names is None else ()
+    if bare := next((each for each in rows if each.bare and _has(config, each.bare)), None):
+        return _described(bare, config)
     return _whole(config, MODEL, "draft_model", "draft model", 1)
 
 
@@ -102,19 +103,18 @@ def _says(config: Mapping[str, Any], layout: Layout) -> bool:
         return True
     if algorithm is not None:
         return algorithm in layout.speculators
-    if layout.says and all(lookup(config, key) == value for key, value in layout.says.items()):
+    if layout.says and _has(config, layout.says):
         return True
     patterns = (*layout.model_types, *layout.gguf)
     return isinstance(kind, str) and any(fnmatchcase(kind, pattern) for pattern in patterns)
 
 
+def _has(config: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
+    return all(lookup(config, key) == value for key, value in values.items())
+
+
 def _has_key(config: Mapping[str, Any], layout: Layout) -> bool:
     return any(config.get(key) is not None for key in layout.keys)
-
-
-def _is_one_llama_layer(config: Mapping[str, Any]) -> bool:
-    """EAGLE-1 drafters are published as Llama models of one layer; no whole model has one."""
-    return as_size(config.get("num_hidden_layers")) == 1 and config.get("architectures") == ["LlamaForCausalLM"]
 
 
 def _described(layout: Layout, config: Mapping[str, Any]) -> DrafterKind:

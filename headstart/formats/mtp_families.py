@@ -86,6 +86,7 @@ class Layout:
     says: Mapping[str, Any] = field(default_factory=dict)
     keys: tuple[str, ...] = ()
     markers: tuple[str, ...] = ()
+    bare: Mapping[str, Any] = field(default_factory=dict)
     block: tuple[str, ...] = ()
     anchored: bool = False
 
