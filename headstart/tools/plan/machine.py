@@ -47,7 +47,8 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A row of the catalogue: bytes (as drivers report them), bytes/s, dense TFLOP/s; link: bytes/s in one direction, seconds of latency."""
+    """A row of the catalogue: bytes (as drivers report them), bytes/s, dense TFLOP/s; link: bytes/s in one direction,
+    seconds of latency."""
 
     name: str
     memory: float
