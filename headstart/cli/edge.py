@@ -22,10 +22,13 @@ from headstart.errors import INTERNAL, HeadstartError, UsageError, status_of
 TRACEBACK_VARIABLE = "HEADSTART_TRACEBACK"
 WRONG = status_of(UsageError("")).exit_code
 PLACES = "is the path right? HEADSTART_CACHE and HF_HOME say where caches are"
-HINTS = {
+FULL = {
     errno.ENOSPC: "free some space there, or write to another place",
     errno.EDQUOT: "free some space there, or write to another place",
     errno.EFBIG: "a limit on the size of files is set: see ulimit -f",
+}
+HINTS = {
+    **FULL,
     errno.EMFILE: "a limit on open files is set: see ulimit -n",
     errno.ENOMEM: "free some memory",
     **dict.fromkeys(
@@ -112,7 +115,7 @@ def _of_the_system(error: OSError | MemoryError) -> int:
         return WRONG
     if (lost := streams.stdout_error()) is not None:  # not a socket of the command
         return streams.lost_stdout(lost)
-    if error.errno not in HINTS or (error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)):
+    if error.errno not in HINTS or (error.filename is None and error.errno not in FULL):
         return _internal(error)
     where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else "cannot write: "
     print_error(f"{where}{error.strerror}", HINTS[error.errno])
