@@ -6,8 +6,10 @@ import errno
 import os
 import select
 import sys
+from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
+from typing import TextIO
 
 from headstart.cli.render import print_error
 from headstart.errors import UsageError, status_of
@@ -29,19 +31,17 @@ def stdout_error() -> OSError | None:
     """Why nothing can be written to stdout any more: what failed lies in its buffer still, where it has one."""
     try:
         sys.stdout.flush()
-        if isinstance(sys.stdout, TextIOWrapper) and _has_no_reader(sys.stdout.fileno()):
-            return BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
     except OSError as error:
         return error
-    return None
+    return BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)) if _has_no_reader(sys.stdout) else None
 
 
-def _has_no_reader(descriptor: int) -> bool:
-    if not hasattr(select, "poll"):  # Windows
-        return False
-    poll = select.poll()
-    poll.register(descriptor, 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
+def _has_no_reader(stream: TextIO) -> bool:
+    with suppress(OSError, AttributeError):  # no file behind it; Windows has no poll
+        poll = select.poll()
+        poll.register(stream.fileno(), 0)
+        return any(event & select.POLLERR for _, event in poll.poll(0))
+    return False
 
 
 def lost_stdout(error: OSError, code: int = 0) -> int:
@@ -64,9 +64,9 @@ def flushed(code: int) -> int:
     return code
 
 
-def _forget(stream: object) -> None:
+def _forget(stream: TextIO) -> None:
     """What lies in the buffer would fail again, with a trace, when the interpreter ends."""
-    if isinstance(stream, TextIOWrapper):
+    with suppress(OSError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())
         os.close(null)
