@@ -14,6 +14,7 @@ import numpy as np
 
 from headstart.config import AUTO, EngineConfig
 from headstart.core import (
+    NOT_FINITE,
     Delta,
     DraftStats,
     FinishReason,
@@ -28,7 +29,7 @@ from headstart.engine.calibrate import known_costs
 from headstart.engine.load import Model, load_model
 from headstart.engine.make import identity, make_engine
 from headstart.engine.shared import Inbox, SharedEngine
-from headstart.errors import GenerationError, UsageError
+from headstart.errors import DeadEndError, GenerationError, UsageError
 from headstart.text.chat import ChatTemplate
 from headstart.text.output import TextOutput
 
@@ -107,7 +108,8 @@ class Choice:
         """Of a text that has ended. Raises GenerationError where it broke off."""
         assert self.sequence is not None and self.finish_reason is not None, "it still runs"
         if self.finish_reason == "error":
-            raise GenerationError(f"the text broke off after {len(self.tokens)} tokens: {self.error}")
+            kind = GenerationError if self.error == NOT_FINITE else DeadEndError
+            raise kind(f"the text broke off after {len(self.tokens)} tokens: {self.error}")
         first, last = (self.arrivals[0], self.arrivals[-1]) if self.arrivals else (self.started, self.started)
         return Completion(
             index=self.sequence.choice,

@@ -1,0 +1,1 @@
+"""Fuzzers: `python -m tests.fuzz --help`. A short run of each is part of the suite; commands run them for hours."""

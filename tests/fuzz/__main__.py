@@ -1,0 +1,35 @@
+"""Fuzzers as commands.
+
+python -m tests.fuzz server --minutes 60          bodies, grammars and raw HTTP at once, with a monitor
+python -m tests.fuzz server --only bodies --seed 3 --number 17   one input again
+python -m tests.fuzz replay --requests 10000 --replays 1000      in company, then alone: the same bytes
+python -m tests.fuzz configs --family llama --count 200       random configurations against transformers
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS), str(TESTS / "server")]  # for `support` and `process`, as pytest has them
+KINDS = ("server", "replay", "configs")
+
+
+def main() -> int:
+    """Each kind is a module with `add_arguments(parser)` and `run(arguments) -> exit code`."""
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("kind", choices=KINDS)
+    kind = parser.parse_args(sys.argv[1:2]).kind
+    module = importlib.import_module(f"tests.fuzz.{kind}")
+    own = argparse.ArgumentParser(prog=f"python -m tests.fuzz {kind}", description=module.__doc__)
+    own.formatter_class = argparse.RawDescriptionHelpFormatter
+    module.add_arguments(own)
+    return int(module.run(own.parse_args(sys.argv[2:])))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
