@@ -38,7 +38,7 @@ def speed(
 ) -> Speed:
     """Verify depth + 1 rows of every sequence, draft depth times, and the engine's own time."""
     pass_s = pass_seconds(model, machine, Pass(batch, 1 + depth, context))
-    draft_s = depth * draft_seconds(model, machine, batch, context)
+    draft_s = draft_seconds(model, machine, batch, context, depth)
     engine_s = machine.rates.step_s + machine.rates.step_row_s * batch * (1 + depth)
     return Speed(
         batch=batch,

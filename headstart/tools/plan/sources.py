@@ -19,7 +19,8 @@ from headstart.heads.files import read_head
 from headstart.heads.kind import plain_parts
 from headstart.tools.inspect.parts import part_of
 from headstart.tools.plan.acceptance import of_lengths
-from headstart.tools.plan.config_shape import KERNELS, shape_of
+from headstart.tools.plan.config_layers import KERNELS
+from headstart.tools.plan.config_shape import shape_of
 from headstart.tools.plan.formats import declared_format, kv_bytes, weight_format
 from headstart.tools.plan.roofline import SizedModel
 from headstart.tools.plan.shape import MLP, Attention, Head, Layers, Part, Shape
