@@ -34,7 +34,8 @@ def _check(name: str, config: Config) -> None:
     bounds = {"num_hidden_layers": MOST_LAYERS, "hidden_size": 2**24, "vocab_size": 2**28, "num_attention_heads": 2**16}
     for key, most in bounds.items():
         if key in config and not 1 <= (as_size(config[key]) or 0) <= most:
-            raise ModelError(f"{name}: its config says {key} {config[key]!r}, which is no size", "a whole number from 1")
+            what = f"{name}: its config says {key} {config[key]!r}, which is no size"
+            raise ModelError(what, f"a whole number from 1 to {most}")
     if num_experts(config) > MOST_EXPERTS:
         raise ModelError(f"{name}: its config names {num_experts(config)} experts, which is no size")
 

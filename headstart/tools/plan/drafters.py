@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headstart.errors import ModelError, UsageError
+from headstart.formats.drafters import DrafterKind
+from headstart.formats.json_object import read_packaged
 from headstart.formats.symbols import as_size, lookup, text_config
 from headstart.heads.kind import HeadCheckpoint, plain_parts
-from headstart.tools.plan.acceptance import DEFAULT
+from headstart.tools.plan.acceptance import of_length
 from headstart.tools.plan.config_layers import KERNELS, Config, parts
 from headstart.tools.plan.shape import MLP, Attention, Head, Layers, Shape
 
@@ -21,8 +23,6 @@ EAGLE_VOCAB = 32_000
 MEDUSA_HEADS = 4
 FLOAT_BYTES = 2
 """Drafters that are files of their own come in bfloat16."""
-FIVE_TASKS = "DSpark paper, Qwen3-4B, 7 drafts, T = 1, mean of five tasks"
-GUESS = "a guess, as no source is known; give --acceptance"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,15 +99,24 @@ def _none(shape: Shape) -> Head:
     return Head(kind="none", hidden=shape.hidden, vocab=0, most=0)
 
 
+MAKERS: Mapping[str, Callable[[Shape], Head]] = {
+    "eagle3": _eagle3, "medusa": _medusa, "dflash": _dflash, "ngram": _ngram, "none": _none,
+}  # fmt: skip
+
+
+def _kind(name: str, row: Mapping[str, Any]) -> Kind:
+    values = of_length(row["length"], row["depth"]) if "length" in row else tuple(row["acceptances"])
+    return Kind(title=row["title"], acceptances=values, source=row["source"], make=MAKERS.get(name))
+
+
 KINDS: Mapping[str, Kind] = {
-    "mtp": Kind(title="MTP head", acceptances=DEFAULT, source=GUESS),
-    "eagle3": Kind(title="EAGLE-3", acceptances=(0.76,), source=f"acceptance length 3.53 ({FIVE_TASKS})", make=_eagle3),
-    "medusa": Kind(title="Medusa", acceptances=(0.6, 0.5, 0.4, 0.35), source=GUESS, make=_medusa),
-    "dflash": Kind(title="DFlash", acceptances=(0.82,), source=f"acceptance length 4.11 ({FIVE_TASKS})", make=_dflash),
-    "ngram": Kind(title="prompt look-up", acceptances=(0.3, 0.7, 0.8), source=f"{GUESS} (texts decide)", make=_ngram),
-    "draft_model": Kind(title="draft model", acceptances=(0.75,), source=GUESS),
-    "none": Kind(title="none", acceptances=(0.0,), source="nothing is drafted", make=_none),
+    name: _kind(name, row) for name, row in read_packaged("headstart.tools.plan", "drafters.json").items()
 }
+
+
+DESCRIBED = {"eagle": "eagle3", "eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "dflash2": "dflash",
+             "dspark": "dflash", "medusa": "medusa"}  # fmt: skip
+"""Kinds of files, and what they cost like."""
 
 
 def parse_drafters(text: str | None) -> tuple[str | None, ...]:
@@ -150,31 +159,30 @@ def draft_model(shape: Shape, draft: Shape) -> Shape:
     return _replaced(shape, head)
 
 
-def from_config(shape: Shape, kind: str, name: str, config: Config) -> Shape:
-    """With a drafter of a kind as its own config.json describes it. Raises ModelError."""
-    config = text_config(config)
+def from_config(shape: Shape, drafter: DrafterKind, name: str, config: Config) -> Shape:
+    """With a drafter that is a file of its own, as its config.json describes it. Raises ModelError."""
+    kind, config = DESCRIBED.get(drafter.kind), text_config(config)
     hidden = as_size(config.get("hidden_size")) or shape.hidden
-    vocab = as_size(config.get("draft_vocab_size")) or as_size(config.get("vocab_size")) or shape.vocab
-    taps = as_size(lookup(config, "dflash_config.target_layer_ids")) or as_size(config.get("target_layer_ids"))
+    vocab = drafter.draft_vocab_size or as_size(config.get("vocab_size")) or shape.vocab
+    if kind is None:
+        hint = f"give --drafter, one of {', '.join(KINDS)}: such a one is assumed"
+        raise ModelError(f"{name} is a drafter of a kind that plan does not describe: {drafter.title}", hint)
     if kind == "medusa":
-        heads = as_size(config.get("medusa_num_heads")) or MEDUSA_HEADS
-        return _replaced(shape, replace(_medusa(shape), most=heads, assumed=False, source=name))
+        return _replaced(shape, replace(_medusa(shape), most=drafter.num_modules, assumed=False, source=name))
     try:
         layers = tuple(Layers(1, *part) for part in parts(config))
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (KeyError, TypeError, ValueError, ZeroDivisionError, StopIteration) as error:
         raise ModelError(f"{name}: plan needs the sizes that a config.json names: {error}") from error
     if kind == "dflash":
-        block = as_size(config.get("block_size")) or FLASH_BLOCK
+        taps = as_size(lookup(config, "dflash_config.target_layer_ids")) or as_size(config.get("target_layer_ids"))
         made = replace(_dflash(shape), layers=layers, projection=(taps or FLASH_TAPS) * shape.hidden * hidden)
-        return _replaced(shape, replace(made, most=max(1, block - 1), hidden=hidden, assumed=False, source=name))
-    if kind != "eagle3":
-        raise ModelError(f"{name} is a drafter of kind {kind}, which plan does not describe", f"use {', '.join(KINDS)}")
-    first = layers[0].attention
-    output = first.work // 2 * hidden  # queries, keys and values read two vectors
-    wider = replace(first, weights=2 * first.weights - output)
-    made = replace(_eagle3(shape), layers=(replace(layers[0], attention=wider), *layers[1:]), hidden=hidden, vocab=vocab)
-    made = replace(made, projection=EAGLE_TAPS * shape.hidden * hidden, own=vocab * hidden, assumed=False, source=name)
-    return _replaced(shape, made)
+        made = replace(made, most=drafter.most_drafts or FLASH_BLOCK - 1)
+    else:
+        first = layers[0].attention
+        wider = replace(first, weights=2 * first.weights - first.work // 2 * hidden)  # q, k and v read two vectors
+        made = replace(_eagle3(shape), layers=(replace(layers[0], attention=wider), *layers[1:]), vocab=vocab)
+        made = replace(made, projection=EAGLE_TAPS * shape.hidden * hidden, own=vocab * hidden)
+    return _replaced(shape, replace(made, hidden=hidden, assumed=False, source=name))
 
 
 def from_checkpoint(shape: Shape, head: HeadCheckpoint, name: str) -> Shape:
@@ -204,8 +212,8 @@ def from_checkpoint(shape: Shape, head: HeadCheckpoint, name: str) -> Shape:
         most=None if blocks else spec.num_modules,
         source=name,
     )
-    size = sum(tensor.nbytes for tensor in head.tensors.values()) / max(made.parameters, 1)
-    return _replaced(shape, made, size)
+    num_bytes = sum(tensor.nbytes for tensor in head.tensors.values())
+    return _replaced(shape, made, num_bytes / max(made.parameters, 1))
 
 
 def _replaced(shape: Shape, head: Head, size: float = FLOAT_BYTES) -> Shape:

@@ -153,10 +153,8 @@ def memory_of_bytes(weight_bytes: float, split: Split) -> Memory:
 def cache_bytes(model: SizedModel, split: Split, context: float) -> float:
     """Keys, values and recurrent states (float32) of one sequence on one device, the drafter's included."""
     head = model.shape.head
-    trunk, drafter = (
-        sum(_cache_of(group, model.kv, split, context) for group in groups) for groups in (model.shape.layers, head.layers)
-    )
-    return trunk + head.modules * drafter
+    trunk = sum(_cache_of(group, model.kv, split, context) for group in model.shape.layers)
+    return trunk + head.modules * sum(_cache_of(group, model.kv, split, context) for group in head.layers)
 
 
 def activations(shape: Shape, split: Split) -> float:
