@@ -15,6 +15,7 @@ import numpy as np
 
 from headstart.config import AUTO, EngineConfig
 from headstart.core import (
+    NOT_FINITE,
     Delta,
     DraftStats,
     FinishReason,
@@ -28,8 +29,9 @@ from headstart.core import (
 from headstart.engine.calibrate import known_costs
 from headstart.engine.load import Model, load_model
 from headstart.engine.make import identity, make_engine
-from headstart.errors import GenerationError, UsageError
+from headstart.errors import GenerationError, ImpossibleError, UsageError
 from headstart.text.chat import ChatTemplate
+from headstart.text.conversation import Conversation
 from headstart.text.output import TextOutput
 
 if TYPE_CHECKING:
@@ -107,7 +109,8 @@ class Choice:
         """Of a text that has ended. Raises GenerationError where it broke off."""
         assert self.sequence is not None and self.finish_reason is not None, "it still runs"
         if self.finish_reason == "error":
-            raise GenerationError(f"the text broke off after {len(self.tokens)} tokens: {self.error}")
+            kind = GenerationError if self.error == NOT_FINITE else ImpossibleError
+            raise kind(f"the text broke off after {len(self.tokens)} tokens: {self.error}")
         first, last = (self.arrivals[0], self.arrivals[-1]) if self.arrivals else (self.started, self.started)
         return Completion(
             index=self.sequence.choice,
@@ -244,7 +247,7 @@ class LLM:
             raise UsageError("a prompt is neither token ids nor messages", "give only ids, or only role and content")
         if self.chat_template is None:
             raise UsageError(f"{self.model.name} has no chat template", "use raw prompts (--raw)")
-        return self.tokenizer.encode(self.chat_template.render(messages), add_special=False)
+        return Conversation(messages).encode(self.chat_template, self.tokenizer)[0]
 
     @cached_property
     def grammars(self) -> GrammarCompiler:
@@ -370,4 +373,6 @@ def _gather(choices: list[Completion]) -> Completion:
     """The first choice, holding all of them in order of their index."""
     first, *others = sorted(choices, key=lambda each: each.index)
     first.others = others
+    for each in others:
+        each.prompt_logprobs = first.prompt_logprobs
     return first

@@ -133,6 +133,7 @@ class Request:
     banned_until_min: frozenset[int] = frozenset()  # masked while fewer than min_tokens are out
     depth: int | None = None
     constraint: Constraint | None = field(default=None, compare=False)  # at its start; each choice walks a copy
+    cache_salt: str = ""  # prefixes are shared by requests of the same salt
 
 
 @dataclass
@@ -212,6 +213,11 @@ class Sequence:
     finish_reason: FinishReason | None = None
     error: str = ""  # why finish_reason is "error"
     constraint: Constraint | None = None  # after the output so far
+
+    @property
+    def prompt_logprobs(self) -> int | None:
+        """Top alternatives beside each token of the prompt; None: none are wanted, or the first choice has them."""
+        return self.request.params.prompt_logprobs if self.choice == 0 else None
 
     @property
     def num_prompt(self) -> int:
