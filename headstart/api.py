@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -29,7 +28,8 @@ from headstart.core import (
 from headstart.engine.calibrate import known_costs
 from headstart.engine.load import Model, load_model
 from headstart.engine.make import identity, make_engine
-from headstart.errors import GenerationError, ImpossibleError, UsageError
+from headstart.engine.shared import Inbox, SharedEngine
+from headstart.errors import DeadEndError, GenerationError, UsageError
 from headstart.text.chat import ChatTemplate
 from headstart.text.conversation import Conversation
 from headstart.text.output import TextOutput
@@ -109,7 +109,7 @@ class Choice:
         """Of a text that has ended. Raises GenerationError where it broke off."""
         assert self.sequence is not None and self.finish_reason is not None, "it still runs"
         if self.finish_reason == "error":
-            kind = GenerationError if self.error == NOT_FINITE else ImpossibleError
+            kind = GenerationError if self.error == NOT_FINITE else DeadEndError
             raise kind(f"the text broke off after {len(self.tokens)} tokens: {self.error}")
         first, last = (self.arrivals[0], self.arrivals[-1]) if self.arrivals else (self.started, self.started)
         return Completion(
@@ -139,38 +139,33 @@ class Choice:
 
 class Session:
     """Requests through the engine of an LLM, sent whenever one likes: `submit`, and `step` while choices are running.
-    Nothing is left in the engine when its context ends. Several sessions may take turns."""
+    Nothing is left in the engine when its context ends. Several sessions share the engine, in one thread or in many; a
+    session is for one thread at a time."""
 
     def __init__(self, llm: LLM, *, continues: bool = False) -> None:
         self._llm, self._continues = llm, continues
-        self._names: list[str] = []  # of its requests
-        self._inbox: deque[tuple[float, Delta]] = deque()  # what has come and was not taken yet
+        self._inbox = Inbox()
         self.running: dict[tuple[str, int], Choice] = {}  # by request id and index
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for name in self._names:
-            self._llm.engine.abort(name)
-            self._llm.inboxes.pop(name, None)
+        self._llm.shared.close(self._inbox)
 
     def submit(self, request: Request, since: float | None = None) -> None:
         """`since`: when it was due, if not now. Raises what `Engine.submit` raises."""
         started = time.perf_counter() if since is None else since
-        self._names.append(request.request_id)
-        self._llm.inboxes[request.request_id] = self._inbox
-        for sequence in self._llm.engine.submit(request):
+        for sequence in self._llm.shared.submit(request, self._inbox):
             output = TextOutput(self._llm.tokenizer, request, self._continues)
             self.running[request.request_id, sequence.choice] = Choice(request, output, started, sequence)
 
     def step(self) -> Iterator[tuple[Choice, TextDelta]]:
         """What has come, after a step of the engine where nothing waits to be taken. Choices that end are no longer
-        running."""
-        if not self._inbox:
-            self._llm.engine.step(self._llm.deliver)
-        while self._inbox:
-            now, delta = self._inbox.popleft()
+        running. Raises GenerationError where a step of another session took them with it."""
+        self._llm.shared.wait(self._inbox)
+        while self._inbox.deltas:
+            now, delta = self._inbox.deltas.popleft()
             key = (delta.request_id, delta.choice)
             choice = self.running.get(key)
             if choice is None:  # a stop string has ended it meanwhile
@@ -178,14 +173,16 @@ class Session:
             piece = choice.push(delta, now)
             if piece.finish_reason is not None:
                 del self.running[key]
-                self._llm.engine.abort(*key)  # a stop string ends the text before the engine knows
+                self._llm.shared.abort(*key)  # a stop string ends the text before the engine knows
             yield choice, piece
 
 
 class LLM:
     """A model with its engine. Raises ModelError or UsageError when the model cannot be loaded as asked.
 
-    model: path, Hub name or alias; None is the default model. `Model` objects already loaded can be shared.
+    Several threads may use one: what they ask for runs in one batch, and each text is what it is alone.
+    model: path, Hub name or alias; None is the default model. `Model` objects already loaded can be shared, by LLMs in
+    several threads too; their passes go one after the other.
     progress: told (done, total, of what) while weights are read.
     """
 
@@ -199,13 +196,13 @@ class LLM:
         self.config = config or EngineConfig()
         self.model = model if isinstance(model, Model) else load_model(model, self.config, progress)
         self.engine = make_engine(self.model, self.config)
+        self.shared = SharedEngine(self.engine)
         if self.config.depth == AUTO and self.engine.drafting.drafter:
             self.engine.drafting.auto.costs = known_costs(self.engine, identity(self.model, self.config))
         self.tokenizer = self.model.tokenizer
         self.load_s = time.perf_counter() - started
         self.chat_template: ChatTemplate | None = self.model.checkpoint.chat_template()
         self._ids = count()
-        self.inboxes: dict[str, deque[tuple[float, Delta]]] = {}  # of sessions, by request id: when what came
 
     @property
     def method(self) -> str:
@@ -360,13 +357,6 @@ class LLM:
                     if delta.finish_reason is not None:
                         delta = replace(delta, completion=choice.completion(self))
                     yield choice.request, delta
-
-    def deliver(self, deltas: list[Delta]) -> None:
-        """A step serves whatever runs: each delta waits for the session that asked for it."""
-        now = time.perf_counter()
-        for delta in deltas:
-            if (inbox := self.inboxes.get(delta.request_id)) is not None:
-                inbox.append((now, delta))
 
 
 def _gather(choices: list[Completion]) -> Completion:

@@ -8,7 +8,7 @@ HeadstartError
   BusyError        the server has too much to do, or is about to end
   TimeLimitError   a request took longer than it may
   GenerationError  a text could not be finished: NaN in the logits, a fault in a step
-    ImpossibleError  what the request allows left no token to choose
+    DeadEndError   what the request demands left no token to choose
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class GenerationError(HeadstartError):
     """A text broke off: no token was left to choose, the logits were not finite, or a step failed. Others ran on."""
 
 
-class ImpossibleError(GenerationError):
-    """A text broke off where the request's own bans or grammar left nothing to say."""
+class DeadEndError(GenerationError):
+    """A text broke off because of what its request demands: a constraint, or bans that left no token to choose."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ STATUS: dict[type[BaseException], Status] = {
     CapacityError: Status(2, 400),
     BusyError: Status(3, 503),
     TimeLimitError: Status(3, 504),
-    ImpossibleError: Status(2, 400),
+    DeadEndError: Status(2, 400),
     GenerationError: Status(3, 500),
     KeyboardInterrupt: Status(130, 499),
 }

@@ -105,7 +105,7 @@ def test_a_closed_stream_frees_everything() -> None:
     assert each.engine.has_work
     stream.close()
     assert_clean(each.engine)
-    assert not each.inboxes
+    assert not each.shared.inboxes
 
 
 def test_streams_side_by_side() -> None:
@@ -138,7 +138,7 @@ def test_a_session_takes_requests_while_others_run() -> None:
     assert [choice.text for choice in choices.values()] == alone
     assert all(choice.arrivals == sorted(choice.arrivals) for choice in choices.values())
     assert_clean(each.engine)
-    assert not each.inboxes
+    assert not each.shared.inboxes
 
 
 def test_a_completion_is_plain_data() -> None:
@@ -429,7 +429,7 @@ def test_bad_prompts(case: str) -> None:
     with pytest.raises(error, match=message):
         each.generate(prompts if isinstance(prompts, str) else ["fine", *prompts], SamplingParams(**params))
     assert_clean(each.engine)
-    assert not each.inboxes
+    assert not each.shared.inboxes
     assert each.generate(["fine"], SamplingParams(max_tokens=2, ignore_eos=True))[0].usage["completion_tokens"] == 2
 
 
@@ -475,7 +475,7 @@ def test_a_bad_constraint_leaves_nothing_behind() -> None:
     with pytest.raises(UsageError, match="regex constraint is not valid"):
         each.generate(["a", "b"], constraint=GrammarSpec("regex", "(a"))
     assert_clean(each.engine)
-    assert not each.inboxes
+    assert not each.shared.inboxes
 
 
 def test_the_grammar_library_is_loaded_when_needed() -> None:

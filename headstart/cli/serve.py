@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from headstart.cli.options import LoadTestOptions, Model, OptionGroup, option, read_text
+from headstart.cli.options import Model, OptionGroup, ServingOptions, option, read_text
 from headstart.cli.render import finish, progress
 from headstart.cli.serve_elsewhere import OtherEngine, launch_options
 from headstart.cli.vllm_flags import VllmFlags
@@ -17,7 +18,8 @@ EXAMPLES = (
     "headstart serve --port 8000",
     "headstart serve ./my-model --head my-head --depth 3 --max-num-seqs 16",
     "headstart serve ./my-model --engine vllm --max-num-seqs 64 --dry-run",
-    """curl localhost:8000/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Hello"}]}'""",
+    "curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' "
+    """-d '{"messages": [{"role": "user", "content": "Hello"}]}'""",
 )
 
 
@@ -60,6 +62,12 @@ class ServeOptions(OptionGroup):
                 raise UsageError(f"{flag}: {path} is not a file")
 
 
+def refuse_empty_key(key: str | None) -> None:
+    """A variable that is not set must not open the server. (typer takes an empty environment variable for none.)"""
+    if key == "" or (key is None and os.environ.get("HEADSTART_API_KEY") == ""):
+        raise UsageError("the API key is empty: everybody could use the server", "give one, or leave it out")
+
+
 def with_tuned(model: str | None, config: EngineConfig) -> EngineConfig:
     """What `headstart tune` has found for this model here, and said so; the user's own choice comes first."""
     from headstart.tools.tune.setting import kept_setting
@@ -72,10 +80,11 @@ def with_tuned(model: str | None, config: EngineConfig) -> EngineConfig:
 
 
 def run(
-    model: Model = None, *, serving: ServeOptions, engine: LoadTestOptions, vllm: VllmFlags, other: OtherEngine
+    model: Model = None, *, serving: ServeOptions, engine: ServingOptions, vllm: VllmFlags, other: OtherEngine
 ) -> int:
     """Serve a model over HTTP, with OpenAI's and vLLM's request fields."""
     serving.check()
+    refuse_empty_key(serving.api_key)
     other.check()
     if other.engine_name is not None:
         from headstart.cli import launch

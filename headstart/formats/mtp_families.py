@@ -1,6 +1,6 @@
 """The table of families with MTP heads, and of drafters that are checkpoints of their own (mtp_families.toml).
 
-`find_family` and `find_drafter` say what a config is; `Layout.expected` which tensors its heads must have.
+`find_family` says what a config is (drafters.py, which drafter); `Layout.expected` which tensors its heads must have.
 """
 
 from __future__ import annotations
@@ -82,7 +82,13 @@ class Layout:
     aux: Literal["input", "output"] | None = None
     count: tuple[str, ...] = ()
     targets: str = ""
-    marker: str = ""
+    method: str = "mtp"
+    says: Mapping[str, Any] = field(default_factory=dict)
+    keys: tuple[str, ...] = ()
+    markers: tuple[str, ...] = ()
+    bare: Mapping[str, Any] = field(default_factory=dict)
+    block: tuple[str, ...] = ()
+    anchored: bool = False
 
     def sizes(self, config: Mapping[str, Any]) -> Sizes:
         """The symbols of a checkpoint of this layout."""
@@ -147,22 +153,11 @@ def find_family(config: Mapping[str, Any], file_format: str = "safetensors") -> 
     if file_format == "gguf":
         return next((each for each in families if kinds[0] in (*each.gguf, *each.model_types)), None)
     known = [each for kind in kinds for each in families if kind in each.model_types]
-    return next(iter(known or [each for each in families if _has_architecture(config, each)]), None)
+    return next(iter(known or [each for each in families if has_architecture(config, each)]), None)
 
 
-def find_drafter(config: Mapping[str, Any], names: Container[str] = ()) -> Layout | None:
-    """The kind of drafter that a config.json describes, or that a tensor among `names` gives away; None for what is no
-    drafter of its own."""
-    algorithm, kind = config.get("speculators_model_type"), config.get("model_type")
-    for each in _layouts("drafters").values():  # in the order of the table
-        if algorithm in each.speculators or kind in each.model_types or each.requires in config:
-            return each
-        if algorithm is None and (_has_architecture(config, each) or (each.marker and each.marker in names)):
-            return each
-    return None
-
-
-def _has_architecture(config: Mapping[str, Any], layout: Layout) -> bool:
+def has_architecture(config: Mapping[str, Any], layout: Layout) -> bool:
+    """Is one of the layout's words a part of an architecture's name?"""
     names = config.get("architectures")
     written = " ".join(map(str, names)).lower() if isinstance(names, list) else ""
     return any(word in written for word in layout.architectures)
@@ -190,6 +185,11 @@ def declared(config: Mapping[str, Any], layout: Layout | None = None) -> Declare
 def families_by_key() -> Mapping[str, Layout]:
     """All families with native MTP."""
     return _layouts("families")
+
+
+def drafters_by_key() -> Mapping[str, Layout]:
+    """All kinds of drafters that are checkpoints of their own, in the table's order."""
+    return _layouts("drafters")
 
 
 def symbols() -> Mapping[str, Mapping[str, Any]]:
@@ -224,8 +224,7 @@ def _layouts(section: str) -> Mapping[str, Layout]:
 
 
 def _layout(key: str, row: Mapping[str, Any]) -> Layout:
-    lists = ("model_types", "gguf", "own", "per_layer", "per_module", "speculators", "architectures", "count")
-    values: dict[str, Any] = {name: tuple(value) if name in lists else value for name, value in row.items()}
+    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
     values["rename"] = tuple((old, new) for old, new in row.get("rename", ()))
     return Layout(key=key, **values)
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from headstart.errors import ModelError, UsageError
 from headstart.formats.base import Tensor
+from headstart.formats.drafters import classify
 from headstart.heads.base import HeadSpec
 from headstart.heads.kind import (
     EMBEDDING_SHARE,
@@ -120,8 +121,7 @@ def fit(spec: HeadSpec, trunk: DecoderConfig) -> HeadSpec:
 
 
 def matches(document: Document) -> bool:
-    names = document.get("architectures") or []
-    return any("eagle3" in str(name).lower() for name in names) or document.get("speculators_model_type") == "eagle3"
+    return classify(document).kind == "eagle3"
 
 
 def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadCheckpoint:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from headstart.errors import UsageError
+from headstart.errors import CapacityError, UsageError
 from headstart.text.chat import ChatTemplate
 from headstart.text.tokenizer import Tokenizer
 
@@ -23,7 +23,7 @@ _NONCHARACTERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 @dataclass(frozen=True)
 class Conversation:
     """Messages and what goes with them. `variables`: others that the template reads. `parse_special`: trust all of it.
-    `continues`: the prompt ends inside the last message."""
+    `continues`: the prompt ends inside the last message. `most`: characters that it may have."""
 
     messages: Seq[Mapping[str, Any]]
     tools: Seq[Mapping[str, Any]] | None = None
@@ -31,6 +31,7 @@ class Conversation:
     variables: Mapping[str, Any] = field(default_factory=dict)
     parse_special: bool = False
     continues: bool = False
+    most: int | None = None
 
     def encode(
         self, template: ChatTemplate, tokenizer: Tokenizer, *, add_special: bool = False
@@ -51,6 +52,12 @@ class Conversation:
         return _encoded(text, pattern, mark, tokenizer, add_special), text.replace(mark, "")
 
     def _rendered(self, template: ChatTemplate, messages: Any, tools: Any, variables: Mapping[str, Any]) -> str:
+        text = self._whole(template, messages, tools, variables)
+        if self.most is not None and len(text) > self.most:
+            raise CapacityError(f"the prompt has {len(text)} characters, which is more than the context holds")
+        return text
+
+    def _whole(self, template: ChatTemplate, messages: Any, tools: Any, variables: Mapping[str, Any]) -> str:
         if not self.continues:
             return template.render(messages, self.add_generation_prompt, tools, variables)
         *before, last = messages

@@ -1,9 +1,9 @@
 """Fuzzers as commands.
 
-    python -m tests.fuzz server --minutes 60          bodies, grammars and raw HTTP at once, with a monitor
-    python -m tests.fuzz server --only bodies --seed 3 --number 17   one input again
-    python -m tests.fuzz replay --requests 10000 --replays 1000      in company, then alone: the same bytes
-    python -m tests.fuzz configs --family llama --count 200       random configurations against transformers
+python -m tests.fuzz server --minutes 60          bodies, grammars and raw HTTP at once, with a monitor
+python -m tests.fuzz server --only bodies --seed 3 --number 17   one input again
+python -m tests.fuzz replay --requests 10000 --replays 1000      in company, then alone: the same bytes
+python -m tests.fuzz configs --family llama --count 200       random configurations against transformers
 """
 
 from __future__ import annotations

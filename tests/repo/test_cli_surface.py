@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import typer
 
-from headstart.cli.main import app, main
+from headstart.cli.app import app
+from headstart.cli.main import main
 from headstart.cli.vllm_flags import FLAGS
 
 SAMPLING = {
@@ -90,7 +91,7 @@ def test_commands_are_frozen() -> None:
 def test_options_are_frozen(command: str) -> None:
     found = found_commands(typer.main.get_command(app))[command]
     options = {flag for item in found.params for flag in (*item.opts, *item.secondary_opts) if flag.startswith("-")}
-    assert options - {"--help"} == COMMANDS[command]
+    assert options - {"-h", "--help"} == COMMANDS[command]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -18,7 +18,7 @@ from headstart.core import Progress, Report, no_progress
 from headstart.errors import ModelError, UsageError
 from headstart.formats import find_checkpoint
 from headstart.formats.base import Checkpoint
-from headstart.formats.mtp_families import find_drafter
+from headstart.formats.drafters import classify
 from headstart.formats.quantization import settings_of
 from headstart.formats.symbols import text_config
 from headstart.tools.inspect import deep, drafters
@@ -98,7 +98,7 @@ def describe(checkpoint: Checkpoint, target: Checkpoint | None = None) -> dict[s
     config = checkpoint.config
     _check_sizes(checkpoint)
     weights = weights_of(checkpoint.tensors, config)
-    layout = find_drafter(config, checkpoint.tensors)
+    layout = classify(config, checkpoint.tensors).layout
     if layout is not None:
         return _describe_drafter(checkpoint, weights, describe_drafter(checkpoint, weights, layout), target)
     heads = examine(weights, config, checkpoint.format)
@@ -196,7 +196,7 @@ def describe_head(path: Path, model: Checkpoint) -> dict[str, Any]:
         raise UsageError(f"--head {path} is not a head directory", f"look at it with `headstart inspect {path}`")
     head = read_head(path)
     checkpoint = find_checkpoint(path)
-    layout = find_drafter(checkpoint.config)
+    layout = classify(checkpoint.config, checkpoint.tensors).layout
     assert layout is not None  # it is a head
     weights = weights_of(checkpoint.tensors, checkpoint.config)
     drafter = describe_drafter(checkpoint, weights, layout)

@@ -10,6 +10,7 @@ from typing import Any
 from headstart import hub
 from headstart.errors import ModelError, UsageError
 from headstart.formats import gguf, open_checkpoint
+from headstart.formats.drafters import classify_path
 from headstart.formats.gguf_file import read as read_gguf
 from headstart.formats.json_object import read_object
 from headstart.formats.mtp_families import declared, find_family, num_experts
@@ -18,9 +19,6 @@ from headstart.formats.safetensors_file import INDEX
 from headstart.formats.symbols import as_size, text_config
 from headstart.tools.inspect.parts import MTP, part_of
 from headstart.tools.plan.config_shape import shape_of
-
-METHODS = ("eagle3", "dflash", "dspark", "medusa", "eagle", "mtp")
-"""Kinds of separate drafters, told by words in their configs; the first that fits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,22 +107,15 @@ def of_config(
 
 
 def method_of(head: str) -> str:
-    """What kind of drafter a separate head is: one of METHODS, `gguf`, or `draft_model`. Raises UsageError."""
-    path = Path(head).expanduser()
-    if gguf.detect(path):
+    """What kind of drafter a separate head is: a method of formats.drafters, or `gguf`. Raises UsageError."""
+    found = classify_path(head)
+    if found.container == "gguf":
         return "gguf"
-    if not path.exists() and hub.is_repo(head):
-        config = read_object(hub.config_file(head))
-    elif (path / "config.json").is_file():
-        config = read_object(path / "config.json")
-    else:
-        raise UsageError(f"--head: there is no model at {head}", "give a directory, a .gguf file or a repo id")
-    if "headstart_head" in config:
+    if found.method == "headstart":
         raise UsageError(f"--head: {head} is in headstart's own layout", "write it for the engine: headstart export")
-    told = [str(config.get(key) or "") for key in ("architectures", "model_type", "speculators_model_type")]
-    words = " ".join(told).lower().replace("-", "").replace("_", "")
-    named = next((method for method in METHODS if method in words), None)
-    return named or ("mtp" if declared(config).modules else "draft_model")
+    if not found.method:
+        raise UsageError(f"--head: {head} is {found.title}, which no engine here is known to run")
+    return found.method
 
 
 def _estimated(text: Mapping[str, Any], quantization: Quantization | None) -> int | None:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from headstart.errors import UsageError
-from headstart.formats.quantization import WeightBytes, declared, quantizations
+from headstart.formats.quantization import WeightBytes, bits_of, declared, quantizations, settings_of
+from headstart.formats.symbols import lookup, text_config
 from headstart.tools.plan.shape import Part, Shape
 
 GGUF: Mapping[str, WeightBytes] = {
@@ -28,9 +29,24 @@ def weight_format(name: str) -> WeightBytes:
 
 
 def declared_format(config: Mapping[str, Any]) -> str:
-    """By quantization_config; bf16 without one."""
-    quantization = declared(config)
-    return next(iter(quantization.plans), "bf16") if quantization else "bf16"
+    """By quantization_config: who packed them, else (as most packers take several types) the type that it names for
+    weights, and for experts where they have one of their own. bf16 without one, or for one that is not known."""
+    quantization, settings = declared(config), settings_of(config)
+    if quantization is None:  # MLX names nobody
+        plain = "quant_method" in settings or "bits" not in settings
+        return "bf16" if plain else "int8" if bits_of(settings) == 8 else "mlx4"
+    experts = str(settings.get("expert_dtype") or text_config(config).get("expert_dtype") or "").lower()
+    if "fp8" in quantization.plans and experts in ("fp4", "mxfp4"):
+        return "fp4-fp8"
+    groups = settings.get("config_groups")
+    first = next(iter(groups.values()), None) if isinstance(groups, Mapping) else None
+    weights = lookup(first, "weights") if isinstance(first, Mapping) else None
+    if isinstance(weights, Mapping) and weights.get("type") == "float":
+        small = "mxfp4" if weights.get("group_size") == 32 else "nvfp4"
+        return small if weights.get("num_bits") == 4 else "fp8"
+    if (quantization.bits == 4 and bits_of(settings) == 8) or settings.get("load_in_8bit"):
+        return "int8"
+    return next(iter(quantization.plans), f"int{8 if bits_of(settings) > 4 else 4}")
 
 
 def kv_bytes(name: str) -> float:

@@ -47,7 +47,8 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A row of the catalogue: bytes, bytes/s, dense TFLOP/s; link: bytes/s in one direction, seconds of latency."""
+    """A row of the catalogue: bytes (as drivers report them), bytes/s, dense TFLOP/s; link: bytes/s in one direction,
+    seconds of latency."""
 
     name: str
     memory: float
@@ -91,7 +92,7 @@ def find_device(name: str) -> Device:
         if name in item["names"]:
             return Device(
                 name=item["names"][0],
-                memory=item["memory_gb"] * 1e9,
+                memory=item["memory_mib"] * 2**20,
                 bandwidth=item["bandwidth_gb_s"] * 1e9,
                 tflops=item["tflops"],
                 kind=item["class"],

@@ -1,10 +1,9 @@
-"""What a machine does with a model: speed by batch and depth, memory, first token, cost."""
+"""What a machine does with a model: speed by batch and depth, first token, cost."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import floor
 
 from headstart.tools.plan.acceptance import expected_tokens
 from headstart.tools.plan.machine import Machine
@@ -12,8 +11,6 @@ from headstart.tools.plan.roofline import Pass, SizedModel, draft_seconds, pass_
 
 DEPTHS = range(9)
 """Depths that a plan chooses from."""
-USABLE_MEMORY = 0.9
-"""Share of a device's memory for weights and cache; activations, graphs and the system have the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,54 +53,6 @@ def speed(
 def best(speeds: Sequence[Speed]) -> Speed:
     """The fastest; of equals the shallowest."""
     return max(speeds, key=lambda each: (each.per_stream, -each.depth))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Memory:
-    """Bytes on one device: what it has, its share of the weights (head included), and of one sequence's cache."""
-
-    device: float
-    usable: float
-    weights: float
-    per_sequence: float
-    replicas: int
-
-    @property
-    def fits(self) -> bool:
-        return self.weights <= self.usable
-
-    @property
-    def max_batch(self) -> int:
-        """Sequences on all devices together; 0 where not even the weights fit."""
-        if not self.fits:
-            return 0
-        return self.replicas * floor((self.usable - self.weights) / max(self.per_sequence, 1.0))
-
-
-def memory(model: SizedModel, machine: Machine, context: float) -> Memory:
-    """Weights divided as the machine divides them; the cache of trunk and head at `context` positions."""
-    sizes = model.weight_bytes()
-    experts = machine.ep if machine.ep > 1 else machine.tp
-    weights = sizes.pop("experts") / experts + sum(sizes.values()) / machine.tp
-    groups = (*model.shape.layers, model.shape.head.block)
-    per_sequence = sum(
-        group.count
-        * (group.attention.kept(context) * model.kv + 4 * group.attention.state)
-        / min(machine.tp, group.attention.splits)
-        for group in groups
-    )
-    return Memory(
-        device=machine.device.memory,
-        usable=USABLE_MEMORY * machine.device.memory,
-        weights=weights,
-        per_sequence=per_sequence,
-        replicas=machine.replicas,
-    )
-
-
-def devices_needed(model: SizedModel, machine: Machine) -> int:
-    """Fewest devices that hold the weights, whatever the division."""
-    return -int(-sum(model.weight_bytes().values()) // (USABLE_MEMORY * machine.device.memory))
 
 
 def first_token(model: SizedModel, machine: Machine, prompt: int) -> float:

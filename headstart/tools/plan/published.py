@@ -10,12 +10,11 @@ from headstart.formats.json_object import read_packaged
 from headstart.tools.plan.acceptance import DEFAULT, of_length
 from headstart.tools.plan.formats import kv_bytes, weight_format
 from headstart.tools.plan.machine import Machine, make_machine, parse_gpu
+from headstart.tools.plan.memory import devices_needed, memory, split_of
 from headstart.tools.plan.predict import (
-    devices_needed,
     dollars_per_million,
     first_token,
     floor_bytes,
-    memory,
     most_tokens_per_s,
     speed,
 )
@@ -132,8 +131,8 @@ class SetUp:
 
     def _missing_memory(self) -> str:
         have = self.machine.count * int(self.point.get("layer_split", 1))
-        need = devices_needed(self.model, self.machine)
-        fits = memory(self.model, self.machine, self.context).fits or self.point.get("layer_split")
+        need = devices_needed(self.model, self.machine.device.memory)
+        fits = memory(self.model, split_of(self.machine), self.context).fits or self.point.get("layer_split")
         return "" if fits and need <= have else f"; the weights need {need} such devices, not {have}"
 
 

@@ -13,17 +13,14 @@ from headstart.tools.plan import acceptance, published
 from headstart.tools.plan.formats import kv_bytes, weight_format
 from headstart.tools.plan.here import machine_for
 from headstart.tools.plan.machine import HERE, Machine, make_machine, parse_gpu
+from headstart.tools.plan.memory import USABLE, Memory, devices_needed, memory, split_of
 from headstart.tools.plan.predict import (
     DEPTHS,
-    USABLE_MEMORY,
-    Memory,
     Speed,
     best,
     break_even,
-    devices_needed,
     dollars_per_million,
     first_token,
-    memory,
     speed,
 )
 from headstart.tools.plan.roofline import Pass, SizedModel, pass_costs
@@ -75,7 +72,7 @@ def run(options: PlanOptions, progress: Progress = no_progress) -> Report:
         raise UsageError(f"--context is {options.context}, but the model's context is {shape.max_length}")
     acceptances, said = _acceptances(options, shape)
     model, machine = _set_up(options, shape, progress)
-    room = memory(model, machine, options.context)
+    room = memory(model, split_of(machine), options.context, users=max(options.batches))
     rows = [_row(options, model, machine, batch, acceptances) for batch in options.batches]
     for row in rows:
         row["fits"] = row["batch"] <= room.max_batch
@@ -191,10 +188,14 @@ def _memory_document(model: SizedModel, machine: Machine, room: Memory) -> dict[
         "device_bytes": room.device,
         "usable_bytes": room.usable,
         "weight_bytes_per_device": room.weights,
+        "activation_bytes_per_device": room.activations,
         "cache_bytes_per_sequence": room.per_sequence,
         "fits": room.fits,
+        "verdict": room.verdict,
+        "why": room.why,
+        "longest": room.longest,
         "max_batch": room.max_batch,
-        "devices_needed": devices_needed(model, machine),
+        "devices_needed": devices_needed(model, machine.device.memory),
     }
 
 
@@ -222,7 +223,7 @@ def _assumptions(model: SizedModel, machine: Machine, acceptances: str) -> list[
         *(["figures of the catalogue are from memory of the documents named"] if machine.name != HERE else []),
         "a step is one pass over depth + 1 rows of every sequence, depth passes of the head, and the engine's own "
         "time; prompts in between are not counted",
-        f"{USABLE_MEMORY:.0%} of the memory is for weights and caches",
+        f"{USABLE:.0%} of the memory is for weights, activations of the largest pass, and caches",
     ]
 
 

@@ -20,7 +20,8 @@ from headstart.heads.kind import plain_parts
 from headstart.tools.inspect.parts import part_of
 from headstart.tools.plan.acceptance import of_lengths
 from headstart.tools.plan.config_shape import KERNELS, shape_of
-from headstart.tools.plan.formats import declared_format, weight_format
+from headstart.tools.plan.formats import declared_format, kv_bytes, weight_format
+from headstart.tools.plan.roofline import SizedModel
 from headstart.tools.plan.shape import MLP, Attention, Head, Layers, Part, Shape
 
 GGUF_TYPES = {"Q8_0": "q8_0", "Q4_1": "q4_1", "Q4_K": "q4_k_m", "Q6_K": "q8_0", "Q4_0": "q4_1"}
@@ -104,6 +105,17 @@ def from_checkpoint(checkpoint: Checkpoint, name: str) -> Shape:
     notes += [f"the tensors of {part} do not match the config's sizes; format {shape.weights}" for part in unlikely]
     notes += undescribed(shape, checkpoint.tensors)
     return replace(shape, bytes_per_weight=measured).noted(*notes)
+
+
+def sized_model(
+    name: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None, *, kv: str = "bf16"
+) -> SizedModel:
+    """A model by its config.json: weights in the format that it declares, or of the bytes that the tensors' headers
+    tell. Raises ModelError for a config that names no sizes, UsageError for a cache type that is not known."""
+    shape = shape_of(name, config, weights=declared_format(config))
+    if tensors:
+        shape = replace(shape, bytes_per_weight=measured_bytes(shape, tensors)[0])
+    return SizedModel(shape=shape, format=weight_format(shape.weights), kv=kv_bytes(kv))
 
 
 def undescribed(shape: Shape, tensors: Mapping[str, Tensor]) -> list[str]:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from zoo import SIZES, ZOO, H, Tensors, V, trunk, write
 
-from headstart.formats.mtp_families import find_drafter
 from headstart.tools.inspect import run as inspect
 from headstart.tools.inspect.run import InspectOptions
 
@@ -160,7 +159,3 @@ def test_rope_that_does_not_reach_a_drafter(tmp_path: Path) -> None:
     scaled = target(tmp_path / "t", rope_scaling={"type": "yarn", "factor": 4}, max_position_embeddings=4096)
     data = inspect.run(InspectOptions(model=str(drafter(tmp_path / "d", "eagle3")), target=scaled)).data
     assert [finding["topic"] for finding in data["findings"]] == ["rope", "rope"]
-
-
-def test_a_speculators_file_of_a_kind_that_is_not_known_is_no_drafter() -> None:
-    assert find_drafter({"speculators_model_type": "unheard_of", "architectures": ["Eagle3LlamaForCausalLM"]}) is None

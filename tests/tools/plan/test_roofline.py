@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,8 @@ from headstart.tools.plan.machine import Device, Machine, Rates, find_device, ma
 from headstart.tools.plan.predict import (
     best,
     break_even,
-    devices_needed,
     dollars_per_million,
     first_token,
-    memory,
     most_tokens_per_s,
     speed,
 )
@@ -217,19 +214,6 @@ def test_the_best_depth_falls_when_rows_cost_compute() -> None:
     dense = model("llama-2-7b")
     depths = [best([speed(dense, sharp(), b, 100, k, (0.7,)) for k in range(9)]).depth for b in (1, 32, 256)]
     assert depths[0] > depths[1] > depths[2] == 0
-
-
-def test_memory() -> None:
-    dense = model("llama-2-7b")
-    room = memory(dense, sharp(), 1000)
-    assert room.weights == pytest.approx(sum(dense.weight_bytes().values()))
-    assert room.per_sequence == 33 * 8192 * 1000 * 2
-    assert room.max_batch == math.floor((0.9e12 - room.weights) / room.per_sequence)
-    assert memory(dense, make_machine("3060", 1, "bf16"), 1000).max_batch == 0
-
-
-def test_devices_that_weights_need() -> None:
-    assert devices_needed(model("glm-5.1", "fp8"), make_machine("h200", 1, "fp8")) == 6
 
 
 def test_first_token_grows_with_the_prompt() -> None:

@@ -1,0 +1,167 @@
+"""What a model takes of its devices: the arithmetic that `plan` and `launch` share."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from headstart.tools.plan.formats import kv_bytes, weight_format
+from headstart.tools.plan.machine import find_device
+from headstart.tools.plan.memory import LIMIT, USABLE, Memory, Split, devices_needed, memory, memory_of_bytes
+from headstart.tools.plan.roofline import SizedModel
+from headstart.tools.plan.sources import find_shape, sized_model
+
+
+def model(name: str, weights: str | None = None, kv: str = "bf16") -> SizedModel:
+    shape = find_shape(name, weights)
+    return SizedModel(shape=shape, format=weight_format(shape.weights), kv=kv_bytes(kv))
+
+
+def one(gpu: str, tp: int = 1) -> Split:
+    return Split(device=find_device(gpu).memory, tp=tp)
+
+
+def test_parts_add_up() -> None:
+    dense = model("llama-2-7b")
+    room = memory(dense, Split(device=1e12), 1000)
+    assert room.weights == pytest.approx(sum(dense.weight_bytes().values()))
+    assert room.per_sequence == 33 * 8192 * 1000 * 2
+    assert room.max_batch == math.floor((USABLE * 1e12 - room.weights - room.activations) / room.per_sequence)
+    assert memory(dense, one("3060"), 1000).max_batch == 0
+
+
+@pytest.mark.parametrize("context", [1, 4096, 1_000_000])
+@pytest.mark.parametrize("name", ["llama-2-7b", "qwen3.6-27b", "deepseek-v4", "gpt-oss-120b", "glm-5.1"])
+def test_the_longest_context_just_fits(name: str, context: int) -> None:
+    room = memory(model(name), Split(device=2e12), context)
+    longest = room.longest
+    assert longest is None or memory(model(name), Split(device=2e12), longest).max_batch >= 1
+    assert longest is None or memory(model(name), Split(device=2e12), longest + 1).max_batch == 0
+    assert (longest is None or longest >= context) == (room.verdict == "fits")
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "kv", "gpu", "context"),
+    [
+        ("qwen3.6-27b", "int4", "fp8", "4090", 65536),  # sold in a guide for this card
+        ("qwen3.6-27b", "int4", "bf16", "3090", 32768),
+        ("qwen3-30b-a3b", None, "bf16", "a100", 16384),
+        ("gpt-oss-120b", None, "bf16", "h100", 8192),  # what it was made for
+        ("deepseek-v4", None, "bf16", "b200", 65536),
+    ],
+)
+def test_what_people_run_fits(name: str, weights: str | None, kv: str, gpu: str, context: int) -> None:
+    assert memory(model(name, weights, kv), one(gpu), context).verdict == "fits"
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "gpu"),
+    [("qwen3.6-27b", None, "4090"), ("qwen3-30b-a3b", None, "a6000"), ("deepseek-v3", None, "h200")],
+)
+def test_what_cannot_run_is_too_small(name: str, weights: str | None, gpu: str) -> None:
+    room = memory(model(name, weights), one(gpu), 8192)
+    assert room.verdict == "too small"
+    assert "weights take" in room.why
+
+
+def test_caches_of_many_users_are_counted() -> None:
+    """Weights fit, eight of 64k do not: close, with what is possible instead."""
+    dense = model("qwen3.6-27b", "int4", "fp8")
+    room = memory(dense, one("4090"), 65536, users=8)
+    assert room.verdict == "close"
+    assert room.max_batch == 1
+    assert "room for 1 at full length" in room.why
+    longest = room.longest
+    assert longest and memory(dense, one("4090"), longest).verdict == "fits"
+
+
+def test_between_what_engines_take_and_what_there_is_it_is_close() -> None:
+    dense = model("llama-2-7b")
+    need = memory(dense, Split(device=24e9), 1024)
+    least = need.weights + need.activations + need.per_sequence
+    verdicts = [memory(dense, Split(device=least / share), 1024).verdict for share in (USABLE - 0.01, 0.93, 1)]
+    assert verdicts == ["fits", "close", "too small"]
+    assert LIMIT < 1
+
+
+def test_devices_share_weights_and_caches_as_far_as_there_are_heads() -> None:
+    dense = model("qwen3.6-27b")
+    alone, four, eight = (memory(dense, Split(device=80e9, tp=tp), 4096) for tp in (1, 4, 8))
+    assert four.weights == pytest.approx(alone.weights / 4)
+    assert four.per_sequence == pytest.approx(alone.per_sequence / 4)
+    keys = [memory(dense, Split(device=80e9, tp=tp), 10**6).per_sequence for tp in (4, 8)]
+    assert keys[1] / keys[0] > 0.99  # four heads of keys: the rest are copies
+    assert eight.weights == pytest.approx(alone.weights / 8)
+
+
+def test_devices_that_weights_need() -> None:
+    assert devices_needed(model("glm-5.1", "fp8"), find_device("h200").memory) == 6
+
+
+def test_bytes_that_the_files_tell_win() -> None:
+    dense = model("llama-2-7b")
+    assert memory(dense, Split(device=80e9, tp=2), 100, weight_bytes=10e9).weights == pytest.approx(5e9)
+
+
+def test_bytes_alone_are_enough() -> None:
+    verdicts = [memory_of_bytes(size, Split(device=80e9, tp=2)).verdict for size in (100e9, 150e9, 160e9)]
+    assert verdicts == ["fits", "close", "too small"]
+
+
+V4 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+LLAMA = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,
+         "vocab_size": 256}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "weights"),
+    [
+        ({}, "bf16"),
+        ({"quantization_config": V4}, "fp8"),
+        ({"quantization_config": V4, "expert_dtype": "fp4"}, "fp4-fp8"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "int4"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 8}}, "int8"),
+        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}, "int8"),
+        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "int4"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
+        ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}, "nvfp4"),
+        ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}, "fp8"),
+        ({"quantization": {"bits": 4, "group_size": 64}}, "mlx4"),
+        *(
+            (
+                {
+                    "quantization_config": {
+                        "quant_method": "compressed-tensors",
+                        "config_groups": {"group_0": {"weights": {"num_bits": bits, "type": kind, "group_size": size}}},
+                    }
+                },
+                weights,
+            )
+            for bits, kind, size, weights in (
+                (4, "int", 128, "int4"),
+                (8, "int", None, "int8"),
+                (8, "float", None, "fp8"),
+                (4, "float", 16, "nvfp4"),
+                (4, "float", 32, "mxfp4"),
+            )
+        ),
+    ],
+)
+def test_a_declared_quantization_is_counted(config: dict[str, Any], weights: str) -> None:
+    assert sized_model("made up", {**LLAMA, **config}).shape.weights == weights
+
+
+def test_every_room_explains_itself() -> None:
+    """Whatever the sizes: a reason for all but what fits."""
+    rooms: list[Memory] = [
+        memory(model(name), Split(device=device, tp=tp), context, users=users)
+        for name in ("llama-2-7b", "qwen3.6-27b", "deepseek-v4")
+        for device in (8e9, 24e9, 80e9)
+        for tp in (1, 2)
+        for context in (1, 4096, 10**6)
+        for users in (1, 64)
+    ]
+    assert {room.verdict for room in rooms} == {"fits", "close", "too small"}
+    assert all(bool(room.why) == (room.verdict != "fits") for room in rooms)
