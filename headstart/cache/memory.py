@@ -77,7 +77,8 @@ class KVMemory:
         keys = self._keys.setdefault(sequence, [])
         while (len(keys) + 1) * self.block_size <= sequence.num_computed:
             start = len(keys) * self.block_size
-            key = block_key(keys[-1] if keys else root_key(sequence.request.cache_salt), sequence.tokens[start : start + self.block_size])
+            parent = keys[-1] if keys else root_key(sequence.request.cache_salt)
+            key = block_key(parent, sequence.tokens[start : start + self.block_size])
             self.pool.publish(self._block(sequence, len(keys)), key)
             keys.append(key)
         if self.states:

@@ -14,8 +14,7 @@ from starlette.types import ASGIApp
 
 import headstart
 from headstart.api import LLM
-from headstart.errors import UsageError
-from headstart.server import errors, limits
+from headstart.server import errors
 from headstart.server.bridge import Bridge
 from headstart.server.guards import REQUEST_ID, ApiKeys, HeadAsGet, Traced
 from headstart.server.prepare import Formats
@@ -47,11 +46,6 @@ class ServerConfig:
     log_format: str = "text"
     access_log: bool = False
 
-    def __post_init__(self) -> None:
-        """Raises UsageError: a key that was meant to protect must do so."""
-        if not all(key.strip() for key in self.api_key):
-            raise UsageError("an API key is empty", "leave --api-key out to serve everybody, or set the variable")
-
 
 def make_app(llm: LLM, config: ServerConfig) -> tuple[ASGIApp, Bridge]:
     """The application over a loaded model, and its engine thread, which runs while the application does."""
@@ -76,7 +70,6 @@ def make_app(llm: LLM, config: ServerConfig) -> tuple[ASGIApp, Bridge]:
         version=headstart.__version__,
         description="An OpenAI-compatible endpoint over one model, decoded with multi-token prediction.",
         lifespan=lifespan,
-        max_body_size=limits.BODY_BYTES,
     )
     app.state.headstart = State(bridge, names, formats, int(time.time()), config.request_timeout)
     app.include_router(router)

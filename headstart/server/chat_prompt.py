@@ -39,7 +39,8 @@ class Chat:
         if isinstance(body, ChatRequest):
             named = {"documents": body.documents, "reasoning_effort": body.reasoning_effort}
             given |= {name: value for name, value in named.items() if value is not None}
-        if body.continue_final_message and body.add_generation_prompt and "add_generation_prompt" in body.model_fields_set:
+        asked = body.model_fields_set
+        if body.continue_final_message and body.add_generation_prompt and "add_generation_prompt" in asked:
             raise UsageError(
                 "continue_final_message and add_generation_prompt exclude each other", "set the latter to false"
             )

@@ -29,7 +29,8 @@ class BodyError(UsageError):
 def document(message: str, status: int, param: str | None = None) -> dict[str, Any]:
     """The body of an error."""
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": limits.shortened(message, limits.MESSAGE), "type": kind, "param": param, "code": status}}
+    shown = limits.shortened(message, limits.MESSAGE)
+    return {"error": {"message": shown, "type": kind, "param": param, "code": status}}
 
 
 def error_of(error: HeadstartError) -> tuple[int, dict[str, Any]]:

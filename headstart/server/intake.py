@@ -37,7 +37,7 @@ _COUNTED = (
 )
 
 
-class ClientGone(Exception):  # noqa: N818  nothing is wrong: nobody is there any more
+class ClientGone(Exception):
     """The client hung up."""
 
 

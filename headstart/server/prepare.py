@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from headstart.api import LLM
@@ -46,6 +47,7 @@ class Job:
     prompts: list[str] = field(default_factory=list)  # texts to echo
     parser: Callable[[], Parser] | None = None
     keeps_special: bool = False
+    keeps_stop: bool = False
     continues: bool = False  # the output goes on in the middle of a text
 
 
@@ -85,7 +87,13 @@ def completion_job(llm: LLM, body: CompletionRequest) -> Job:
             whole = isinstance(prompt, str) and len(ids) == len(given)
             texts.append(str(prompt) if whole else llm.tokenizer.decode(ids, skip_special=False))
     _check_prompt_logprobs(requests)
-    return Job(requests, texts, keeps_special=not body.skip_special_tokens, continues=True)
+    return Job(
+        requests,
+        texts,
+        keeps_special=not body.skip_special_tokens,
+        keeps_stop=body.include_stop_str_in_output,
+        continues=True,
+    )
 
 
 def chat_job(llm: LLM, formats: Formats, body: ChatRequest) -> Job:
@@ -117,13 +125,15 @@ def chat_job(llm: LLM, formats: Formats, body: ChatRequest) -> Job:
     own = formats.tools or FORCED_FORMAT  # as the prompt asks for where the template has no place for tools
     calls = FORCED_FORMAT if forced is not None else own if tools and body.tool_choice != "none" else None
     thinks = formats.reasoning if forced is None and constraint is None else None
-    if calls is None and thinks is None:
-        return Job(requests, keeps_special=not body.skip_special_tokens, continues=body.continue_final_message)
-    opened = thinks is not None and is_opened(thinks, prompt)
+    parser = None
+    if calls is not None or thinks is not None:
+        opened = thinks is not None and is_opened(thinks, prompt)
+        parser = partial(make_parser, calls, tools, thinks, reasoning_opened=opened)
     return Job(
         requests,
-        parser=lambda: make_parser(calls, tools, thinks, reasoning_opened=opened),
-        keeps_special=True,
+        parser=parser,
+        keeps_special=parser is not None or not body.skip_special_tokens,
+        keeps_stop=body.include_stop_str_in_output,
         continues=body.continue_final_message,
     )
 
@@ -154,9 +164,7 @@ def _truncated(llm: LLM, body: Common, ids: list[int], limit: int) -> list[int]:
     return ids[-most:]
 
 
-def _request(
-    llm: LLM, ids: list[int], params: SamplingParams, body: Common, constraint: GrammarSpec | None
-) -> Request:
+def _request(llm: LLM, ids: list[int], params: SamplingParams, body: Common, constraint: GrammarSpec | None) -> Request:
     request = llm.request(ids, params, depth=_depth(body), constraint=constraint)
     if body.cache_salt:
         request = replace(request, cache_salt=body.cache_salt)
@@ -176,7 +184,7 @@ def _request(
 
 def _check_prompt_logprobs(requests: Seq[Request]) -> None:
     count = sum(
-        len(request.prompt_ids) * (request.params.prompt_logprobs + 1)
+        len(request.prompt_ids) * (request.params.prompt_logprobs + 1) * request.params.n
         for request in requests
         if request.params.prompt_logprobs is not None
     )
