@@ -18,12 +18,11 @@ from headstart.server.chat_prompt import Chat
 from headstart.server.schema import ChatRequest, Common, CompletionRequest, NamedTool, StructuredOutputs
 from headstart.text.grammar_spec import GrammarSpec, ToolCalls, ToolFrame
 from headstart.text.parsers import Parser, is_opened, make_parser
-from headstart.text.token_filter import TokenFilter, bad_word_ids
 
 COMPLETION_TOKENS = 16
 """max_tokens of /v1/completions where none is given, as OpenAI and vLLM have it."""
 AS_GIVEN = ("top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "min_tokens",
-            "ignore_eos", "n")  # fmt: skip
+            "ignore_eos", "n", "bad_words", "allowed_token_ids")  # fmt: skip
 """Fields of a body that are those of SamplingParams."""
 FORCED_FORMAT = "hermes"
 """How calls are written that a grammar enforces: whatever the model's own format, this one is then read."""
@@ -166,20 +165,7 @@ def _truncated(llm: LLM, body: Common, ids: list[int], limit: int) -> list[int]:
 
 def _request(llm: LLM, ids: list[int], params: SamplingParams, body: Common, constraint: GrammarSpec | None) -> Request:
     request = llm.request(ids, params, depth=_depth(body), constraint=constraint)
-    if body.cache_salt:
-        request = replace(request, cache_salt=body.cache_salt)
-    if body.allowed_token_ids is None and not body.bad_words:
-        return request
-    if constraint is not None:
-        raise UsageError("allowed_token_ids and bad_words do not go with a grammar", "write it into the grammar")
-    size = llm.model.config.vocab_size
-    if body.allowed_token_ids is not None:
-        if not body.allowed_token_ids:
-            raise UsageError("allowed_token_ids is an empty list", "give at least one, or leave it out")
-        if wrong := [token for token in body.allowed_token_ids if not 0 <= token < size]:
-            raise UsageError(f"allowed_token_ids names token {wrong[0]}, but ids end at {size - 1}")
-    banned = bad_word_ids(llm.tokenizer, body.bad_words or ())
-    return replace(request, constraint=TokenFilter(size, body.allowed_token_ids, banned))
+    return replace(request, cache_salt=body.cache_salt) if body.cache_salt else request
 
 
 def _check_prompt_logprobs(requests: Seq[Request]) -> None:
