@@ -121,10 +121,22 @@ def test_printed_commands_are_taken_by_the_engines_own_definitions(tried: Tried)
 
 
 REFUSED = (
-    "does not run on", "no prefill nodes", "its depth is one number", "prefill and decode apart", "no GGUF file",
-    "is one machine", "drafts to one depth", "cannot draft with a head of kind", "has no model", "has no MTP head",
-    "does not draft with the heads", "does not know", "has nothing for", "need a GPU", "one copy of a model on one machine",
-)  # fmt: skip
+    "does not run on",
+    "no prefill nodes",
+    "its depth is one number",
+    "prefill and decode apart",
+    "no GGUF file",
+    "is one machine",
+    "drafts to one depth",
+    "cannot draft with a head of kind",
+    "has no model",
+    "has no MTP head",
+    "does not draft with the heads",
+    "does not know",
+    "has nothing for",
+    "need a GPU",
+    "one copy of a model on one machine",
+)
 """Why a combination may have no command: what the engine cannot do."""
 
 
