@@ -23,12 +23,18 @@ WRAPPER = r"(?:(?:model|language_model|text_model|llm|thinker|backbone)\.)*"
 _WRAPPER = re.compile(WRAPPER)
 
 
+Dims = tuple[int | str | None, ...]
+
+
 class Slot(NamedTuple):
-    """A tensor that a head should have: canonical name and shape; None is a dimension, or a shape, not known."""
+    """A tensor that a head should have: canonical name and shape. Of a dimension that is not known, None is any, and a
+    name the same size wherever it stands in a module. A shape of None is not known. `template` is the name without
+    numbers."""
 
     name: str
-    shape: tuple[int | None, ...] | None
+    shape: Dims | None
     optional: bool
+    template: str = ""
 
 
 class Declared(NamedTuple):
@@ -46,6 +52,7 @@ class Part:
     when: str | None = None
     unless: str | None = None
     optional: bool = False
+    needed: str | None = None
     alternative: str | None = None
 
 
@@ -139,11 +146,12 @@ def _slots(part: Part, prefix: str, sizes: Sizes, where: Mapping[str, int], pres
 
 
 def _expand(part: Part, prefix: str, sizes: Sizes, where: Mapping[str, int]) -> Iterator[Slot]:
+    optional = part.optional and not (part.needed and sizes.config.get(part.needed))
     for name, dims in part.shapes.items():
         shape = sizes.shape(dims)
         count = min(sizes.value("E") or 0, MOST_EXPERTS) if "{e}" in name else 1
         for expert in range(count):
-            yield Slot((prefix + name).format(e=expert, **where), shape, part.optional)
+            yield Slot((prefix + name).format(e=expert, **where), shape, optional, prefix + name)
 
 
 def find_family(config: Mapping[str, Any], file_format: str = "safetensors") -> Layout | None:
