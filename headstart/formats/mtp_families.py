@@ -96,6 +96,10 @@ class Layout:
     bare: Mapping[str, Any] = field(default_factory=dict)
     block: tuple[str, ...] = ()
     anchored: bool = False
+    reduced: bool = False
+    later: tuple[str, ...] = ()
+    cut: bool = False
+    family_block: bool = False
 
     def sizes(self, config: Mapping[str, Any]) -> Sizes:
         """The symbols of a checkpoint of this layout."""
@@ -114,7 +118,7 @@ class Layout:
         parts = _parts()
         for prefix, names in self.tensors.items():
             shared = "{" not in prefix and not any("{i}" in each for name in names for each in parts[name].shapes)
-            if module and shared:
+            if (module and shared) or (not module and prefix in self.later):
                 continue
             for name in names:
                 if _applies(parts[name], sizes.config):
@@ -221,9 +225,10 @@ def count_keys() -> tuple[str, ...]:
     return tuple(dict.fromkeys(key.rpartition(".")[2] for key in _table()["count_keys"]))
 
 
-def gguf_layout() -> Layout:
+def gguf_layout(family: Layout | None = None) -> Layout:
     """Where a GGUF file keeps the MTP tensors of any family."""
-    return _layout("gguf", _table()["gguf"])
+    key = "gguf" if family and ";" in family.concat else "gguf_wide"
+    return _layout(key, _table()[key])
 
 
 @cache

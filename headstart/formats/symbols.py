@@ -10,7 +10,6 @@ from typing import Any
 
 NESTED = ("text_config", "llm_config", "language_config", "thinker_config", "transformer_layer_config")
 """Keys under which a config keeps that of its language model, or of its drafter's layers."""
-ANY = ("*",)
 MOST = 2**40
 """No size is larger; a config may say anything."""
 _OPERATIONS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
@@ -64,11 +63,12 @@ class Sizes:
 
     def evaluate(self, expression: str) -> int | None:
         """An expression of whole numbers, symbols, + - * / and brackets; None for what is not known."""
-        return None if expression in ANY or expression[0] == "?" else self._walk(_parse(expression))
+        return None if expression[0] in "*?" else self._walk(_parse(expression))
 
     def shape(self, dims: Sequence[str]) -> tuple[int | str | None, ...]:
         """A size for each expression; None for "*", and the expression itself where its size is not known."""
-        return tuple(None if each in ANY else each if (size := self.evaluate(each)) is None else size for each in dims)
+        sizes = [(each, self.evaluate(each)) for each in dims]
+        return tuple(size if size is not None or each == "*" else each for each, size in sizes)
 
     def _walk(self, node: ast.expr) -> int | None:
         if isinstance(node, ast.Constant):

@@ -20,6 +20,7 @@ QUANTIZATION = Quantization(
     excludes={"awq": "modules_to_not_convert"},
     packed=("qweight",),
     beside=("scales", "qzeros"),
+    needs=(("scales",), ("qzeros",)),
     describe=describe,
     bits=4,
     plans={"int4": GROUPED},

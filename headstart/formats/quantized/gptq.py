@@ -25,6 +25,7 @@ QUANTIZATION = Quantization(
     excludes={"gptq": "dynamic"},
     packed=("qweight",),
     beside=("scales", "qzeros", "g_idx"),
+    needs=(("scales",), ("qzeros",)),
     describe=describe,
     bits=4,
     plans={"int4": GROUPED},

@@ -21,13 +21,14 @@ from headstart.formats.base import Checkpoint
 from headstart.formats.drafters import classify
 from headstart.formats.quantization import settings_of
 from headstart.formats.symbols import text_config
-from headstart.tools.inspect import deep, drafters
-from headstart.tools.inspect.drafters import Check, Drafter, check_fit, check_native, describe_drafter
+from headstart.tools.inspect import deep
+from headstart.tools.inspect.drafters import Drafter, describe_drafter, state_of_drafter
 from headstart.tools.inspect.findings import Finding, Subject, findings, shared_tensors
+from headstart.tools.inspect.fit import check_fit, check_native, drafter_findings
 from headstart.tools.inspect.heads import Heads, examine
 from headstart.tools.inspect.parts import summary
 from headstart.tools.inspect.render import lines
-from headstart.tools.inspect.state import state_of
+from headstart.tools.inspect.state import Check, state_of
 from headstart.tools.inspect.weights import Weight, weights_of
 
 SCHEMA = 1
@@ -133,7 +134,7 @@ def _describe_drafter(
     checkpoint: Checkpoint, weights: Mapping[str, Weight], drafter: Drafter, target: Checkpoint | None
 ) -> dict[str, Any]:
     checks = check_fit(drafter, checkpoint.config, target) if target else None
-    state = drafters.state_of_drafter(drafter, checks)
+    state = state_of_drafter(drafter, checks)
     told = {
         **state.document(),
         "declared": drafter.num_modules,
@@ -142,7 +143,7 @@ def _describe_drafter(
         "extra": [],
         **dict.fromkeys(("embedding", "lm_head", "norm", "concat")),
     }
-    remarks = list(drafters.drafter_findings(checkpoint.config, target))
+    remarks = list(drafter_findings(checkpoint.config, target))
     document = _document(checkpoint, weights, None, told, remarks)
     return document | {"drafter": drafter.document(), "fit": _fit(target, checks)}
 

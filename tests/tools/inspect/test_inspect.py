@@ -95,7 +95,7 @@ def test_families_by_type_and_by_architecture_of_a_gguf() -> None:
 def test_symbols() -> None:
     rows = {"a": {"keys": ["x.y", "z"]}, "b": {"keys": ["list"]}, "c": {"keys": ["none"], "else": "a / 0"}}
     sizes = Sizes(rows, {"x": {"y": 6}, "list": [1, 2, 3]})
-    assert sizes.shape(["a", "2 * (a + b)", "*", "c", "a / b - 1"]) == (6, 18, None, None, 1)
+    assert sizes.shape(["a", "2 * (a + b)", "*", "c", "a / b - 1"]) == (6, 18, None, "c", 1)
 
 
 @pytest.mark.parametrize(
@@ -325,16 +325,17 @@ def test_native_heads_against_another_trunk(tmp_path: Path) -> None:
 
 def test_head_of_its_own(tmp_path: Path) -> None:
     ids = np.arange(5, dtype=np.int64)
-    head = HeadCheckpoint(spec=HeadSpec(), hidden_size=8, vocab_size=131, draft_token_ids=ids)
-    write_head(tmp_path / "head", head, {"mtp.0.norm.weight": np.ones(8, np.float32)})
+    head = HeadCheckpoint(spec=HeadSpec(kind="medusa"), hidden_size=8, vocab_size=131, draft_token_ids=ids)
+    arrays = {"medusa.0.weight": np.ones((8, 8), np.float32), "medusa.0.bias": np.ones(8, np.float32)}
+    write_head(tmp_path / "head", head, arrays)
     trunk_path = str(write_tiny("llama", tmp_path / "trunk"))
     report = inspect.run(InspectOptions(model=trunk_path, head=str(tmp_path / "head")))
     assert report.data["attached_head"]["draft_vocab_size"] == 5
-    assert report.data["attached_head"]["parameters"] == 8
+    assert report.data["attached_head"]["parameters"] == 72
     assert "5 draft tokens" in "\n".join(report.lines)
     assert not report.ok and report.data["attached_head"]["fit"]["fits"] is False  # made for a width of 8
     alone = inspect.run(InspectOptions(model=str(tmp_path / "head"), target=trunk_path))
-    assert alone.data["drafter"]["kind"] == "mtp" and not alone.ok
+    assert alone.data["drafter"]["kind"] == "medusa" and not alone.ok
     with pytest.raises(UsageError, match="is not a head directory"):
         inspect.run(InspectOptions(model=trunk_path, head=trunk_path))
 
@@ -342,7 +343,7 @@ def test_head_of_its_own(tmp_path: Path) -> None:
 # GGUF files
 
 
-def write_gguf(path: Path, nextn: int, drop: str = "", blocks: int = 3) -> Path:
+def write_gguf(path: Path, nextn: int, drop: str = "", blocks: int = 3, joined: int = 0) -> Path:
     writer = gguf.GGUFWriter(path, "glm4moe")
     writer.add_block_count(blocks)
     writer.add_embedding_length(H)
@@ -355,7 +356,8 @@ def write_gguf(path: Path, nextn: int, drop: str = "", blocks: int = 3) -> Path:
     for block in range(blocks):
         names |= {f"blk.{block}.{n}.weight": (H, H) for n in ("attn_q", "attn_output", "ffn_up", "ffn_down")}
     last = f"blk.{blocks - 1}.nextn"
-    names |= {f"{last}.eh_proj.weight": (H, 2 * H), f"{last}.enorm.weight": (H,), f"{last}.hnorm.weight": (H,)}
+    names |= {f"{last}.{norm}.weight": (H,) for norm in ("enorm", "hnorm", "shared_head_norm")}
+    names |= {f"{last}.eh_proj.weight": (H, joined or 2 * H)}
     for name, shape in names.items():
         if not drop or drop not in name:
             writer.add_tensor(name, np.zeros(shape, np.float32))
