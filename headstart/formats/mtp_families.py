@@ -53,6 +53,7 @@ class Part:
     unless: str | None = None
     optional: bool = False
     needed: str | None = None
+    together: bool = False
     alternative: str | None = None
 
 
@@ -146,6 +147,8 @@ def _slots(part: Part, prefix: str, sizes: Sizes, where: Mapping[str, int], pres
         other = list(_slots(_parts()[part.alternative], prefix, sizes, where, present))
         if any(slot.name in present for slot in other):
             slots = other
+    if part.together and any(slot.name in present for slot in slots):
+        slots = [slot._replace(optional=False) for slot in slots]
     yield from slots
 
 

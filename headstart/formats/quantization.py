@@ -206,7 +206,7 @@ class Weights:
             if not stored.beside.keys() & {*words}:
                 return f"is {described.kind}, and no {' or '.join(words)} stands beside it"
         try:
-            if described.shape and len(described.shape) == 2:
+            if described.shape is None or len(described.shape) == 2:
                 quantization.check(stored)
         except ModelError as error:
             return f"is {described.kind}: {error.message}"

@@ -13,7 +13,7 @@ from headstart.formats.mtp_families import MOST_MODULES, Layout, Slot, families_
 from headstart.formats.symbols import Sizes, as_size, lookup, text_config
 from headstart.tools.inspect.faults import Fault, aux_layers, faults
 from headstart.tools.inspect.heads import Module, alike, compare
-from headstart.tools.inspect.state import Check, HeadState, shape_text, some, tensors
+from headstart.tools.inspect.state import Check, HeadState, shape_text, some, tensors, unchecked
 from headstart.tools.inspect.weights import Weight
 
 EXPORTED = "_mtp"
@@ -39,9 +39,10 @@ class Drafter:
     verifier: str | None
     modules: list[Module]
     faults: list[Fault]
+    num_tensors: int
 
     def document(self) -> dict[str, Any]:
-        hidden = ("layout", "modules", "faults")
+        hidden = ("layout", "modules", "faults", "num_tensors")
         sizes = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in hidden}
         return {**sizes, "modules": [asdict(module) for module in self.modules]}
 
@@ -72,6 +73,7 @@ def describe_drafter(checkpoint: Checkpoint, weights: Mapping[str, Weight], layo
         verifier=verifier if isinstance(verifier, str) else None,
         modules=[compare(index, None, each, present) for index, each in enumerate(slots)],
         faults=list(faults(checkpoint, layout, sizes)),
+        num_tensors=len(weights),
     )
 
 
@@ -153,12 +155,15 @@ def _own(checkpoint: Checkpoint, weights: Mapping[str, Weight], layout: Layout) 
         verifier=str(config.get("trunk") or "") or None,
         modules=[compare(0, None, slots, weights)],
         faults=list(faults(checkpoint, layout, layout.sizes(config))),
+        num_tensors=len(weights),
     )
 
 
 def state_of_drafter(drafter: Drafter, checks: list[Check] | None) -> HeadState:
     """The state of a separate drafter, and its fit where a target was given."""
     again = "download the drafter again"
+    if not drafter.num_tensors:
+        return unchecked(f"config.json is that of a {drafter.title} drafter")
     missing = [name for module in drafter.modules for name in module.missing]
     missing += [each.text for each in drafter.faults if each.missing]
     wrong = [each for module in drafter.modules for each in module.wrong_shape]

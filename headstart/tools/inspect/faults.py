@@ -27,7 +27,7 @@ def faults(checkpoint: Checkpoint, layout: Layout, sizes: Sizes) -> Iterator[Fau
     """All that is found. Raises ModelError for a file that ends early."""
     tensors = {layout.canonical(name): tensor for name, tensor in checkpoint.tensors.items()}
     whole, draft = sizes.value("V"), sizes.value("DV")
-    reduced = layout.reduced and whole and draft and draft != whole
+    reduced = layout.reduced and whole and draft and draft < whole
     if reduced and "d2t" not in tensors:
         yield Fault("d2t (the draft vocabulary's tokens)", missing=True)
     if whole and draft and draft > whole:

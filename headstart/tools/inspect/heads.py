@@ -77,6 +77,8 @@ def examine(weights: Mapping[str, Weight], config: Mapping[str, Any], file_forma
     promised = declared(config, family)
     sizes = (layout or gguf_layout()).sizes(config)
     num_layers = sizes.value("N") or 0
+    if file_format == "gguf" and promised.key is None:
+        num_layers -= _uncounted(weights, num_layers)
     canonical = layout.canonical if layout else (lambda name: name)
     parts = by_part(weights, num_layers)
     names = {canonical(name): name for name in parts.get(MTP, ())}
@@ -122,6 +124,12 @@ def _layers(
         return sorted(marked)[: _checked(len(marked))], tuple(sorted(marked))
     count = max(promised.modules, max(trailing, default=num_layers - 1) - num_layers + 1)
     return [num_layers + i for i in range(_checked(count))], ()
+
+
+def _uncounted(weights: Collection[str], num_layers: int) -> int:
+    """Blocks at the end of a GGUF file that are heads, where no key says so: all blocks are counted as the trunk's."""
+    marked = {layer for name in weights if name.endswith(_MARKERS) and (layer := _layer_of(name)) is not None}
+    return len(marked) if marked == set(range(num_layers - len(marked), num_layers)) else 0
 
 
 def _checked(count: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from headstart.tools.inspect.heads import Heads
 
-Word = Literal["alive", "stripped", "partial", "undeclared", "mismatch", "none"]
+Word = Literal["alive", "stripped", "partial", "undeclared", "mismatch", "none", "unchecked", "dead"]
 Scalar = int | str | list[int] | None
 SHOWN = 3
 _GRAFT = "put it back from the model that this one was made from: headstart graft {model} --from BASE -o OUT"
@@ -34,7 +34,7 @@ class HeadState:
 
     @property
     def broken(self) -> bool:
-        return self.word in ("stripped", "partial", "mismatch")
+        return self.word in ("stripped", "partial", "mismatch", "dead")
 
     def document(self) -> dict[str, Any]:
         return {"verdict": self.word, "reason": self.reason, "fix": self.fix, "broken": self.broken}
@@ -43,6 +43,8 @@ class HeadState:
 def state_of(heads: Heads, model: str) -> HeadState:
     """The state of native heads, from headers."""
     graft, promise = _GRAFT.format(model=model), _promise(heads)
+    if not heads.parts and heads.promised.modules:
+        return unchecked(promise)
     if not heads.names:
         return _without(heads, promise, graft)
     if heads.layout is None:
@@ -66,6 +68,18 @@ def state_of(heads: Heads, model: str) -> HeadState:
         fix = f'set "{key}" to {len(wanted)} in config.json'
         return HeadState("undeclared", f"{there}, but the config does not say so", fix)
     return HeadState("alive", f"{there} (by names and shapes; --deep measures)")
+
+
+def unchecked(promise: str) -> HeadState:
+    """Of a config.json without weights."""
+    return HeadState("unchecked", f"{promise}; there are no weights here to check", "inspect it with its *.safetensors")
+
+
+def dead(acceptance: float) -> HeadState:
+    """Of a head that was measured."""
+    reason = f"it is there, but of its first drafts {acceptance:.1%} are accepted"
+    fix = "is it this model's, and of its norm convention? graft it again, or train it: headstart train --finetune"
+    return HeadState("dead", reason, fix)
 
 
 def _promise(heads: Heads) -> str:
