@@ -28,9 +28,11 @@ from headstart.core import (
 from headstart.engine.calibrate import known_costs
 from headstart.engine.load import Model, load_model
 from headstart.engine.make import identity, make_engine
+from headstart.engine.sampling import token_mask
 from headstart.engine.shared import Inbox, SharedEngine
 from headstart.errors import DeadEndError, GenerationError, UsageError
 from headstart.text.chat import ChatTemplate
+from headstart.text.conversation import Conversation
 from headstart.text.output import TextOutput
 
 if TYPE_CHECKING:
@@ -232,7 +234,7 @@ class LLM:
             if raw or self.chat_template is None:
                 return self.tokenizer.encode(prompt, add_special=True)
             prompt = [{"role": "user", "content": prompt}]
-        if not isinstance(prompt, Iterable):
+        if not isinstance(prompt, Iterable) or isinstance(prompt, bytes | bytearray):
             raise UsageError(f"a prompt is {prompt!r}", "give a text, token ids or messages: generate([prompt, ...])")
         parts = list(prompt)
         ids = [int(part) for part in parts if isinstance(part, int | np.integer)]
@@ -243,7 +245,7 @@ class LLM:
             raise UsageError("a prompt is neither token ids nor messages", "give only ids, or only role and content")
         if self.chat_template is None:
             raise UsageError(f"{self.model.name} has no chat template", "use raw prompts (--raw)")
-        return self.tokenizer.encode(self.chat_template.render(messages), add_special=False)
+        return Conversation(messages).encode(self.chat_template, self.tokenizer)[0]
 
     @cached_property
     def grammars(self) -> GrammarCompiler:
@@ -266,12 +268,16 @@ class LLM:
         if isinstance(prompt, str) and not prompt:
             raise UsageError("the prompt is empty", "give at least one character")
         size = self.model.config.vocab_size
-        for name, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-            if unknown := [token for token in tokens if not 0 <= token < size]:
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            if unknown := [token for token in getattr(params, name) or () if not 0 <= token < size]:
                 raise UsageError(f"{name} names token {unknown[0]}, but ids end at {size - 1}")
         seed = next((s for s in (params.seed, self.config.seed) if s is not None), None)
         ends = frozenset() if params.ignore_eos and constraint is None else self.tokenizer.eos_ids
         stop_ids = ends | frozenset(params.stop_token_ids)
+        allowed = params.allowed_token_ids
+        rest = size - len(stop_ids) if allowed is None else len(set(allowed) - stop_ids)
+        if params.min_tokens and constraint is None and rest <= 0:
+            raise UsageError("no token is left to choose until min_tokens are out: each of them ends the text")
         return Request(
             request_id=f"request-{next(self._ids)}",
             prompt_ids=tuple(self.encode(prompt, raw=raw)),
@@ -279,9 +285,19 @@ class LLM:
             seed=secrets.randbits(JSON_SAFE_BITS) if seed is None else seed,
             stop_ids=stop_ids,
             banned_until_min=stop_ids if params.min_tokens else frozenset(),
+            banned=self._banned(params.bad_words),
+            allowed=None if allowed is None else token_mask(allowed, size),
             depth=depth,
             constraint=None if constraint is None else self.grammars.compile(constraint),
         )
+
+    def _banned(self, words: Seq[str]) -> dict[tuple[int, ...], frozenset[int]]:
+        """Of words as they are and behind a space: their tokens but the last, and the last ones."""
+        banned: dict[tuple[int, ...], frozenset[int]] = {}
+        for text in (spelled for word in words for spelled in (word, f" {word.lstrip()}")):
+            *before, last = self.tokenizer.encode(text, parse_special=False)
+            banned[tuple(before)] = banned.get(tuple(before), frozenset()) | {last}
+        return banned
 
     def generate(
         self,
@@ -298,8 +314,9 @@ class LLM:
         `constraint` is what each text must be. `on_finish(index, completion)` is called as each prompt ends. Raises
         UsageError before anything runs when one of the prompts is wrong, GenerationError when a text breaks off.
         """
-        if isinstance(prompts, str):
-            raise UsageError("prompts is one text", "give a list: generate([prompt])")
+        if isinstance(prompts, str) or not isinstance(prompts, Seq):
+            what = "one text" if isinstance(prompts, str) else type(prompts).__name__
+            raise UsageError(f"prompts is {what}", "give a list: generate([prompt])")
         chosen = [params or SamplingParams()] * len(prompts) if not isinstance(params, Seq) else list(params)
         if len(chosen) != len(prompts):
             raise UsageError(f"{len(prompts)} prompts, but {len(chosen)} sets of sampling parameters")
@@ -362,4 +379,6 @@ def _gather(choices: list[Completion]) -> Completion:
     """The first choice, holding all of them in order of their index."""
     first, *others = sorted(choices, key=lambda each: each.index)
     first.others = others
+    for each in others:
+        each.prompt_logprobs = first.prompt_logprobs
     return first

@@ -414,6 +414,11 @@ BAD = {
     "no ids": ([[]], {}, UsageError, "the prompt is empty"),
     "a text alone": ("the thing", {}, UsageError, "prompts is one text"),
     "ids alone": ([1, 2, 3], {}, UsageError, "a prompt is 1"),
+    "bytes": ([b"hello"], {}, UsageError, "a prompt is b'hello'"),
+    "an iterator": (iter(["a"]), {}, UsageError, "prompts is list_iterator"),
+    "allowed": (["x"], {"allowed_token_ids": [1, VOCAB]}, UsageError, f"allowed_token_ids names token {VOCAB}"),
+    "only ends": (["x"], {"allowed_token_ids": [EOS], "min_tokens": 2}, UsageError, "no token is left to choose until"),
+    "all ends": (["x"], {"stop_token_ids": range(VOCAB), "min_tokens": 2}, UsageError, "no token is left to choose"),
     "broken ids": ([[5, 6.5]], {}, UsageError, "neither token ids nor messages"),
     "mixed": ([[{"role": "user", "content": "x"}, 7]], {}, UsageError, "neither token ids nor messages"),
     "unknown id": ([[5, VOCAB]], {}, UsageError, f"outside 0..{VOCAB - 1}"),
@@ -427,7 +432,7 @@ def test_bad_prompts(case: str) -> None:
     prompts, params, error, message = BAD[case]
     each = llm()
     with pytest.raises(error, match=message):
-        each.generate(prompts if isinstance(prompts, str) else ["fine", *prompts], SamplingParams(**params))
+        each.generate(["fine", *prompts] if isinstance(prompts, list) else prompts, SamplingParams(**params))
     assert_clean(each.engine)
     assert not each.shared.inboxes
     assert each.generate(["fine"], SamplingParams(max_tokens=2, ignore_eos=True))[0].usage["completion_tokens"] == 2
