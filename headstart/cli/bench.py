@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from headstart.cli.options import EngineOptions, LoadTestOptions, Model, OptionGroup, OutputOptions, option
 from headstart.cli.render import finish, print_table, progress
@@ -78,7 +78,7 @@ class RunFlags(OptionGroup):
     price_per_hour: float | None = option("Of the machine: gives cost per million tokens.")
     out: Path | None = option("Write the JSON document here; what is done is kept.")
     report: Path | None = option("Write an HTML report here.")
-    force: bool = option("Replace files that exist.", default=False)
+    force: bool = option("Replace what an earlier run has written there.", default=False)
     compare: tuple[Path, Path] | None = option("Compare two documents instead of measuring.")
 
     def chosen(self) -> dict[str, Any]:
@@ -96,6 +96,13 @@ class RunFlags(OptionGroup):
         return values | {"chunked_prefill": CHUNKED[self.chunked_prefill]}
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunEngine(LoadTestOptions):
+    """EngineOptions of a bench, whose modes say how deep to draft."""
+
+    usual: ClassVar[frozenset[str]] = LoadTestOptions.usual - RUN_REFUSED
+
+
 def positive(flag: str, values: Sequence[float]) -> None:
     """Raises UsageError for a value that is not a finite number above 0."""
     for value in values:
@@ -103,7 +110,7 @@ def positive(flag: str, values: Sequence[float]) -> None:
             raise UsageError(f"{flag} is {value:g}, but must be a finite number above 0")
 
 
-def run(model: Model = None, *, flags: RunFlags, engine: LoadTestOptions, output: OutputOptions) -> int:
+def run(model: Model = None, *, flags: RunFlags, engine: RunEngine, output: OutputOptions) -> int:
     """Measure speed with and without drafting, under load: in this process, or a server over HTTP (--url)."""
     if flags.compare is not None:
         return _compare(flags.compare, output)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import select
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -22,7 +25,8 @@ EXAMPLES = (
     "headstart chat --system 'Answer in one sentence.' --temperature 0.7",
     "printf 'Hello!\\nAnd again?\\n' | headstart chat",
 )
-HELP = "/reset forgets the conversation, /exit ends it"
+HELP = "/reset forgets the conversation, /exit ends it; Ctrl-C ends an answer"
+PASTE_S = 0.05
 
 
 def run(
@@ -43,15 +47,15 @@ def run(
         llm = LLM(model, engine.config, report_progress)
     start = [{"role": "system", "content": system}] if system else []
     messages = list(start)
-    for line in _lines():
-        if line == "/exit":
+    for text in _turns():
+        if text == "/exit":
             break
-        if line == "/reset":
+        if text == "/reset":
             messages = list(start)
-        elif line.startswith("/"):
-            print_error(f"unknown command {line.split()[0]}", HELP)
-        elif line:
-            messages = _turn(llm, messages, line, params)
+        elif text.startswith("/"):
+            print_error(f"unknown command {text.split()[0]}", HELP)
+        elif text:
+            messages = _turn(llm, messages, text, params)
     return 0
 
 
@@ -59,24 +63,64 @@ def _turn(llm: LLM, messages: list[dict[str, str]], text: str, params: SamplingP
     """Answer one line; returns the conversation after it, unchanged if it does not fit the context."""
     asked = [*messages, {"role": "user", "content": text}]
     try:
-        answer = print_stream(llm.stream(asked, params))
+        with _one_ctrl_c() as pressed:
+            answer = print_stream(llm.stream(asked, params), pressed)
     except CapacityError as error:
         print_error(error.message, "/reset starts a new conversation")
         return messages
     return [*asked, {"role": "assistant", "content": answer}]
 
 
-def _lines() -> Iterator[str]:
-    """Stripped input lines, with a prompt and line editing on a terminal."""
+@contextmanager
+def _one_ctrl_c() -> Iterator[Callable[[], bool]]:
+    """Was Ctrl-C pressed? At a terminal the first one asks the answer to end, as a step of the engine must not be cut;
+    the second one ends the chat."""
+    pressed: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        if pressed:
+            raise KeyboardInterrupt
+        pressed.append(number)
+
+    if not sys.stdin.isatty():
+        yield lambda: False
+        return
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _turns() -> Iterator[str]:
+    """What the user says, stripped: a line of a pipe; at a terminal, with line editing, a line or a pasted text."""
     if not sys.stdin.isatty():
         yield from (line.strip() for line in sys.stdin)
         return
-    import readline  # noqa: F401  # importing it gives input() editing and history
+    import readline
 
+    readline.parse_and_bind("set enable-bracketed-paste on")  # where the terminal can say where a paste ends
     stderr().print(HELP, style="dim")
+    leaving = False
     while True:
         try:
-            yield input("> ").strip()
+            lines = [input("> ")]
+            while not lines[-1].startswith("/") and _more_is_there():
+                lines.append(input())
         except EOFError:
             print()
             return
+        except KeyboardInterrupt:
+            if leaving:
+                raise
+            leaving = True
+            stderr().print("\nCtrl-C again, or /exit, ends the conversation", style="dim")
+            continue
+        leaving = False
+        command = [lines.pop()] if lines[-1].startswith("/") else []
+        yield from (text.strip() for text in ("\n".join(lines), *command) if text)
+
+
+def _more_is_there() -> bool:
+    """Nobody types a second line so soon after the first: it was pasted with it."""
+    return bool(select.select([sys.stdin], [], [], PASTE_S)[0])

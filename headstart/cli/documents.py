@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +34,8 @@ def completion_document(completion: Completion) -> dict[str, Any]:
     return document
 
 
-def print_stream(deltas: Iterable[TextDelta]) -> str:
-    """Text on stdout as it comes, its summary on stderr; returns the text."""
+def print_stream(deltas: Iterator[TextDelta], stopped: Callable[[], bool] = lambda: False) -> str:
+    """Text on stdout as it comes, until `stopped`; its summary on stderr. Returns the text."""
     text = ""
     for delta in deltas:
         print(delta.text, end="", flush=True)
@@ -43,14 +43,20 @@ def print_stream(deltas: Iterable[TextDelta]) -> str:
         if delta.completion is not None:
             print()
             stderr().print(summary(delta.completion), style="dim")
+        elif stopped():
+            print(flush=True)
+            stderr().print("stopped", style="dim")
+            break
+    if isinstance(deltas, Generator):
+        deltas.close()  # takes the request out of the engine
     return text
 
 
 def summary(completion: Completion) -> str:
     """One line: tokens, speed and what drafting did."""
-    stats = completion.speculation
+    stats, tokens = completion.speculation, completion.usage["completion_tokens"]
     parts = [
-        f"{completion.usage['completion_tokens']} tokens",
+        f"{tokens} token{'' if tokens == 1 else 's'}",
         f"{completion.timing['decode_tokens_per_s']:.1f} tokens/s",
     ]
     if stats.drafts:

@@ -18,6 +18,7 @@ from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args, get_type_h
 
 import typer
 
+from headstart.cli.help import MORE
 from headstart.cli.render import finish, progress
 from headstart.config import Depth, EngineConfig, config_fields, flag_of, parse_speculative_config
 from headstart.core import Progress, Report, SamplingParams
@@ -119,9 +120,7 @@ class OutputOptions(OptionGroup):
         """Work under a progress bar that says `what`, then show the report, for people below a table; the exit code."""
         with progress(what, quiet=self.as_json) as report_progress:
             report = work(report_progress)
-        if table and not self.as_json:
-            table(report.data)
-        return finish(report, self.as_json)
+        return finish(report, self.as_json, table)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,16 +216,19 @@ class EngineOptions(OptionGroup):
     config: EngineConfig
     given: frozenset[str] = frozenset()
     """Names of the EngineConfig fields that the user set."""
+    usual: ClassVar[frozenset[str]] = frozenset({"threads", "drafter", "head", "depth", "quantization", "seed"})
+    """Fields that --help shows; the others come with --help-all."""
     load_tests: ClassVar[bool] = False
     """May speed be measured on texts that are not the model's?"""
 
     @classmethod
     def parameters(cls) -> list[inspect.Parameter]:
+        more = f"{MORE}{cls.panel}, more"
         return [
             *(cls._engine_option(name, hint) for name, hint in get_type_hints(EngineConfig).items()),
-            parameter("speculative_config", str | None, None, "--speculative-config", panel=cls.panel,
+            parameter("speculative_config", str | None, None, "--speculative-config", panel=more,
                       help="vLLM's JSON for method, depth and head."),
-            parameter("no_mtp", bool, False, "--no-mtp", panel=cls.panel,
+            parameter("no_mtp", bool, False, "--no-mtp", panel=cls.panel if "depth" in cls.usual else more,
                       help="Plain decoding; the same as --depth 0."),
         ]  # fmt: skip
 
@@ -239,7 +241,8 @@ class EngineOptions(OptionGroup):
         doc = doc if item.default is None or isinstance(item.default, bool) else f"{doc} Default: {item.default}."
         kind, default = (bool, False) if hint is bool else (_as_option(hint) | None, None)
         hidden = name == "synthetic_acceptance" and not cls.load_tests  # refused, saying why, rather than shown
-        return parameter(name, kind, default, flag, panel=cls.panel, help=doc, show_default=False, hidden=hidden)
+        panel = cls.panel if name in cls.usual else f"{MORE}{cls.panel}, more"
+        return parameter(name, kind, default, flag, panel=panel, help=doc, show_default=False, hidden=hidden)
 
     @classmethod
     def collect(cls, values: Mapping[str, Any]) -> Self:
@@ -274,6 +277,15 @@ class LoadTestOptions(EngineOptions):
     """EngineOptions of a command that load tests are made with."""
 
     load_tests: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingOptions(LoadTestOptions):
+    """EngineOptions of a server: how much it takes at a time counts there."""
+
+    usual: ClassVar[frozenset[str]] = EngineOptions.usual | {
+        "max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_blocks", "kv_cache_dtype",
+    }  # fmt: skip
 
 
 def _as_option(hint: Any) -> Any:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from headstart.core import Progress, Report, no_progress
@@ -22,28 +23,48 @@ PIPE_WIDTH = 200
 
 
 def stdout() -> Console:
-    from rich.console import Console
-
     # a pipe has no width that a table would have to be cut to
-    return Console(highlight=False, soft_wrap=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    return _console(soft_wrap=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
 
 def stderr() -> Console:
+    return _console(stderr=True)
+
+
+def _console(**options: Any) -> Console:
     from rich.console import Console
 
-    return Console(stderr=True, highlight=False)
+    class Plain(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # rich's own would end the process here, with exit code 1
+
+    return Plain(highlight=False, **options)
 
 
 def print_json(document: dict[str, Any]) -> None:
-    """The one JSON document of a command."""
-    print(json.dumps(document, ensure_ascii=False, indent=2))
+    """The one JSON document of a command: what JSON has no number for is null, and bytes of no text are escaped."""
+    try:
+        text = json.dumps(document, ensure_ascii=False, indent=2, allow_nan=False)
+        text.encode(sys.stdout.encoding or "utf-8")
+    except (ValueError, LookupError):  # NaN and infinities; lone surrogates, or a stdout that is not UTF-8
+        text = json.dumps(_finite(document), indent=2)
+    print(text)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def print_error(message: str, hint: str = "") -> None:
     """One line for what was wrong, one for what to do."""
-    print(f"headstart: error: {' '.join(message.split())}", file=sys.stderr)
-    if hint:
-        print(f"hint: {' '.join(hint.split())}", file=sys.stderr)
+    with suppress(OSError):  # nobody listens: the exit code still says it
+        print(f"headstart: error: {' '.join(message.split())}", file=sys.stderr)
+        if hint:
+            print(f"hint: {' '.join(hint.split())}", file=sys.stderr)
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, footer: str = "") -> None:
@@ -58,13 +79,16 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, foo
     stdout().print(table)
 
 
-def finish(report: Report, as_json: bool) -> int:
-    """Show a report and give the exit code: 0 if its answer is yes, else 1."""
-    if as_json:
-        print_json(report.data)
-    else:
-        for line in report.lines:
-            print(line)
+def finish(report: Report, as_json: bool, table: Callable[[dict[str, Any]], None] | None = None) -> int:
+    """Show a report, for people below a table, and give the exit code: 0 if its answer is yes, else 1."""
+    with suppress(BrokenPipeError):  # who stops reading still gets the verdict
+        if as_json:
+            print_json(report.data)
+        else:
+            if table:
+                table(report.data)
+            for line in report.lines:
+                print(line)
     return 0 if report.ok else 1
 
 

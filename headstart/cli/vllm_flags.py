@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+from headstart.cli.help import MORE
 from headstart.cli.options import OptionGroup, parameter
 from headstart.config import MAX_DEPTH, EngineConfig
 from headstart.errors import UsageError
@@ -64,7 +65,7 @@ def _name(flag: str) -> str:
 class VllmFlags(OptionGroup):
     """The flags of `FLAGS` that were given, with their values (True: a switch)."""
 
-    panel = "vLLM's spellings"
+    panel = f"{MORE}vLLM's spellings"
     given: Mapping[str, str | bool] = field(default_factory=dict)
 
     @classmethod

@@ -9,12 +9,12 @@ from source import PACKAGE, trees
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 BROAD_EXCEPT_ALLOWED = {
-    "cli/main.py",  # the process edge
+    "cli/edge.py",  # the process edge
     "server/bridge.py",  # a fault of one step must not end the server
     "server/routes.py",  # after the first byte of a stream there is no other way to tell
     "text/tokenizer.py",  # the tokenizers library raises bare Exception for a bad file
 }
-ENVIRONMENT = {"HEADSTART_TRACEBACK", "HEADSTART_CACHE", "XDG_CACHE_HOME", "LOCALAPPDATA"}
+ENVIRONMENT = {"HEADSTART_TRACEBACK", "HEADSTART_CACHE", "HEADSTART_API_KEY", "XDG_CACHE_HOME", "LOCALAPPDATA"}
 """Every environment variable that the package itself reads."""
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import typer
 
-from headstart.cli.main import app, main
+from headstart.cli.app import app
+from headstart.cli.main import main
 from headstart.cli.vllm_flags import FLAGS
 
 SAMPLING = {
@@ -33,7 +34,8 @@ COMMANDS: dict[str, set[str]] = {
     | set(FLAGS)
     | {"--host", "--port", "--served-model-name", "--max-queue", "--request-timeout", "--shutdown-timeout"}
     | {"--api-key", "--ssl-certfile", "--ssl-keyfile", "--chat-template", "--tool-call-parser", "--reasoning-parser"}
-    | {"--log-format", "--price-per-hour", "--engine", "--dry-run"},
+    | {"--log-format", "--access-log", "--allowed-origins", "--parse-special-tokens"}
+    | {"--price-per-hour", "--engine", "--dry-run"},
     "verify": ENGINE
     | JSON
     | {"--prompts", "--raw", "--max-tokens", "--against", "--numerics", "--full"}
@@ -48,7 +50,7 @@ COMMANDS: dict[str, set[str]] = {
     "probe": JSON | {"--model", "--api-key", "--no-metrics"},
     "plan": JSON
     | {"--gpu", "--batch", "--context", "--acceptance", "--depth", "--weights", "--kv-dtype", "--tp", "--ep"}
-    | {"--price-per-hour", "--api-price", "--recalibrate", "--published"},
+    | {"--price-per-hour", "--api-price", "--price-list", "--recalibrate", "--published", "--drafter", "--head"},
     "tune": ENGINE | JSON | {"--workload", "--concurrency", "--minutes", "--retune"},
     "data": ENGINE
     | JSON
@@ -90,7 +92,7 @@ def test_commands_are_frozen() -> None:
 def test_options_are_frozen(command: str) -> None:
     found = found_commands(typer.main.get_command(app))[command]
     options = {flag for item in found.params for flag in (*item.opts, *item.secondary_opts) if flag.startswith("-")}
-    assert options - {"--help"} == COMMANDS[command]
+    assert options - {"-h", "--help"} == COMMANDS[command]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -1,0 +1,157 @@
+"""What `--help` prints: options by group and as wide as the terminal, rare ones with --help-all alone."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+ALL = "--help-all"
+NAMES = ["-h", "--help"]
+MORE = "More: "
+"""Begins the name of a group of options that only --help-all shows."""
+WIDEST = 100
+NARROWEST = 24
+NAME_COLUMN = 30
+"""Widest column of names; a longer name has a line of its own."""
+TWO_COLUMNS = 60
+"""A terminal narrower than this has what an option means below its name."""
+WORDS = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
+
+
+class Command(TyperCommand):
+    """A command with its options in groups."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if ALL in (args[: args.index("--")] if "--" in args else args):
+            show(self, ctx, rare=True)
+        return super().parse_args(ctx, args)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        formatter.write(text_of(self, ctx))
+
+
+class Group(TyperGroup):
+    """A list of commands."""
+
+    command_class = Command
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        formatter.write(text_of(self, ctx))
+
+
+class RunsByDefault(Group):
+    """A group whose command `run` is meant when none is named; its help is that of `run`, and names the others."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args[:1] and args[0] in NAMES:
+            show(self, ctx)
+        named = bool(args) and args[0] in self.commands
+        return super().parse_args(ctx, args if named else ["run", *args])
+
+
+def show(command: Any, ctx: Any, *, rare: bool = False) -> None:
+    """Print the help and end."""
+    print(text_of(command, ctx, rare=rare))
+    raise typer.Exit
+
+
+def text_of(command: Any, ctx: Any, *, rare: bool = False) -> str:
+    """The whole help of a command."""
+    width = max(min(shutil.get_terminal_size().columns, WIDEST), NARROWEST)
+    of: Any = command.commands["run"] if isinstance(command, RunsByDefault) else command
+    arguments = [item for item in of.params if item.param_type_name == "argument" and not item.hidden]
+    pieces = [_piece(item) for item in arguments] + (["COMMAND ..."] if of is not command or _group(of) else [])
+    blocks = [_wrap(" ".join(("Usage:", ctx.command_path, "[OPTIONS]", *pieces)), width, "       ")]
+    blocks += [_wrap(" ".join(each.split()), width) for each in (command.help or "").split("\n\n") if each]
+    if arguments:
+        blocks.append(_section("Arguments", [(_name(item), item.help or "") for item in arguments], width))
+    if hasattr(command, "commands"):
+        rows = [(name, _first_paragraph(each.help)) for name, each in command.commands.items()]
+        blocks.append(_section("Commands", rows, width))
+    panels = _panels(of, ctx)
+    hidden = [name for name in panels if name.startswith(MORE) and not rare]
+    blocks += [_section(name, rows, width) for name, rows in panels.items() if name not in hidden]
+    if hidden:
+        count = sum(len(panels[name]) for name in hidden)
+        blocks.append(_wrap(f"{count} more options: {ctx.command_path} {ALL}", width))
+    if command.epilog:  # to be copied, so never broken
+        first, *examples = command.epilog.split("\n\n")
+        blocks.append("\n".join([first, *(f"  {line}" for line in examples)]))
+    return "\n\n".join(blocks)
+
+
+def _group(command: Any) -> bool:
+    return hasattr(command, "commands")
+
+
+def _panels(command: Any, ctx: Any) -> dict[str, list[tuple[str, str]]]:
+    """Rows of options by group, the command's own and -h first."""
+    panels: dict[str, list[tuple[str, str]]] = {"Options": []}
+    for item in command.params:
+        if item.param_type_name == "option" and not item.hidden:
+            panels.setdefault(item.rich_help_panel or "Options", []).append(_option(item))
+    panels["Options"].append((", ".join(NAMES), "Show this message."))
+    return panels
+
+
+def _option(item: Any) -> tuple[str, str]:
+    """How an option is written, and what it means."""
+    names = sorted(item.opts, key=len)
+    value = "" if item.is_flag else f" {item.metavar or _value(item.type_descriptor.annotation)}"
+    meaning = item.help or ""
+    if item.envvar:
+        meaning += f" Or ${item.envvar}."
+    if item.required:
+        meaning += " Required."
+    elif item.show_default and not item.is_flag and item.default not in (None, []):
+        meaning += f" Default: {item.default}."
+    return f"{', '.join(names)}{value}", meaning
+
+
+def _value(kind: Any) -> str:
+    """The word that stands for a value of this type."""
+    if get_origin(kind) is list:
+        return _value(get_args(kind)[0])
+    if get_origin(kind) is tuple:
+        return " ".join(_value(each) for each in get_args(kind))
+    members = [each for each in get_args(kind) if each is not type(None)]
+    if members and all(isinstance(each, str) for each in members):
+        return "|".join(members)
+    return WORDS.get(members[0] if members else kind, "TEXT")
+
+
+def _name(item: Any) -> str:
+    return str(item.metavar or item.name).upper()
+
+
+def _piece(item: Any) -> str:
+    many = f"{_name(item)}..." if item.nargs != 1 else _name(item)
+    return many if item.required else f"[{many}]"
+
+
+def _section(name: str, rows: Iterable[tuple[str, str]], width: int) -> str:
+    rows = list(rows)
+    lines = [f"{name.removeprefix(MORE)}:"]
+    column = min(max(len(first) for first, _ in rows) + 4, NAME_COLUMN) if width >= TWO_COLUMNS else 6
+    for first, second in rows:
+        wrapped = textwrap.wrap(second, width - column) or [""]
+        if len(first) + 4 <= column:
+            lines.append(f"  {first}".ljust(column) + wrapped.pop(0))
+        else:
+            lines.append(f"  {first}")
+        lines += [" " * column + line for line in wrapped]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _first_paragraph(text: str | None) -> str:
+    return " ".join((text or "").split("\n\n")[0].split())
+
+
+def _wrap(text: str, width: int, indent: str = "") -> str:
+    return textwrap.fill(text, width, subsequent_indent=indent, break_on_hyphens=False)
