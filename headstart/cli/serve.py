@@ -56,16 +56,10 @@ class ServeOptions(OptionGroup):
         if self.log_format not in ("text", "json"):
             raise UsageError(f"--log-format is {self.log_format!r}, which is unknown", "choose text or json")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
-            raise UsageError("TLS needs both --ssl-certfile and --ssl-keyfile")
+            raise UsageError("TLS needs both --ssl-certfile and --ssl-keyfile", "give both or none")
         for flag, path in (("--ssl-certfile", self.ssl_certfile), ("--ssl-keyfile", self.ssl_keyfile)):
             if path is not None and not path.is_file():
                 raise UsageError(f"{flag}: {path} is not a file")
-
-
-def refuse_empty_key(key: str | None) -> None:
-    """A variable that is not set must not open the server. (typer takes an empty environment variable for none.)"""
-    if key == "" or (key is None and os.environ.get("HEADSTART_API_KEY") == ""):
-        raise UsageError("the API key is empty: everybody could use the server", "give one, or leave it out")
 
 
 def with_tuned(model: str | None, config: EngineConfig) -> EngineConfig:
@@ -84,7 +78,8 @@ def run(
 ) -> int:
     """Serve a model over HTTP, with OpenAI's and vLLM's request fields."""
     serving.check()
-    refuse_empty_key(serving.api_key)
+    if serving.api_key is None and os.environ.get("HEADSTART_API_KEY") == "":  # for typer the same as none
+        raise UsageError("HEADSTART_API_KEY is empty: everybody could use the server", "give a key, or unset it")
     other.check()
     if other.engine_name is not None:
         from headstart.cli import launch
