@@ -43,7 +43,8 @@ double fastest_read(ThreadPool& pool, const Buffer& buffer, int runs) {
     nb::gil_scoped_release released;
     for (int run = 0; run < runs; ++run) {
         const auto begin = Clock::now();
-        pool.run([&](int thread) { sums[thread] += read(buffer.data() + thread * part, part); });
+        ThreadPool::Turn(pool).for_each(pool.size(),
+                                        [&](int64_t i) { sums[i] += read(buffer.data() + i * part, part); });
         best = std::min(best, std::chrono::duration<double>(Clock::now() - begin).count());
     }
     volatile uint64_t wanted = sums[0]; // so that no reading can be left out

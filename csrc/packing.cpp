@@ -124,13 +124,13 @@ void pack(ThreadPool& pool, const Source& source, const uint8_t* raw, int64_t ro
     };
     const bool quantizes = source.fill == fill_int8 || source.fill == fill_int4;
     if (quantizes || form.num_bytes() >= kWorthThreads)
-        pool.for_each(form.num_blocks(), pack_block);
+        ThreadPool::Turn(pool).for_each(form.num_blocks(), pack_block);
     else
         for (int64_t block = 0; block < form.num_blocks(); ++block) pack_block(block);
 }
 
 void dequantize(ThreadPool& pool, const Matrix& matrix, float* out) {
-    pool.for_each(matrix.rows, [&](int64_t row) {
+    ThreadPool::Turn(pool).for_each(matrix.rows, [&](int64_t row) {
         const uint8_t* block = matrix.block(row / kLanes);
         for (int64_t column = 0; column < matrix.cols; ++column) {
             const uint8_t* panel = block + column / kPanel * matrix.panel_bytes();

@@ -50,23 +50,45 @@ void Barrier::wait(int count) {
     if (late) late_.fetch_add(late, std::memory_order_relaxed);
 }
 
-void ThreadPool::settle(int64_t nanoseconds) {
-    const int64_t late = barrier_.take_late();
-    if (solo_ > 0) {
-        --solo_;
+ThreadPool::Turn::Turn(ThreadPool& pool) : pool_(pool) {
+    std::unique_lock lock(pool.turns_);
+    const uint64_t mine = pool.next_turn_++;
+    pool.turn_over_.wait(lock, [&] { return pool.turn_ == mine; });
+}
+
+ThreadPool::Turn::~Turn() {
+    {
+        std::lock_guard lock(pool_.turns_);
+        ++pool_.turn_;
+    }
+    pool_.turn_over_.notify_all();
+}
+
+void ThreadPool::Turn::settle(int64_t nanoseconds) {
+    const int64_t late = pool_.barrier_.take_late();
+    int &solo = pool_.solo_, &next = pool_.next_solo_;
+    if (solo > 0) {
+        --solo;
     } else if (late > kLateAtLeast && late > nanoseconds / 2) {
-        solo_ = next_solo_;
-        next_solo_ = std::min(2 * next_solo_, kMostSolo);
+        solo = next;
+        next = std::min(2 * next, kMostSolo);
     } else {
-        next_solo_ = std::max(next_solo_ / 2, kFewestSolo);
+        next = std::max(next / 2, kFewestSolo);
     }
 }
 
 ThreadPool::ThreadPool(int threads) : size_(threads < 1 ? 1 : threads) {
-    for (int thread = 1; thread < size_; ++thread) workers_.emplace_back([this, thread] { serve(thread); });
+    try {
+        for (int thread = 1; thread < size_; ++thread) workers_.emplace_back([this, thread] { serve(thread); });
+    } catch (...) { // the system gives no more; those that run would end the process
+        end();
+        throw;
+    }
 }
 
-ThreadPool::~ThreadPool() {
+ThreadPool::~ThreadPool() { end(); }
+
+void ThreadPool::end() {
     {
         std::lock_guard lock(mutex_);
         stop_ = true;

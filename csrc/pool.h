@@ -24,14 +24,52 @@ class Barrier {
 
 class ThreadPool {
   public:
-    explicit ThreadPool(int threads); // the caller of run() is one of them
+    class Turn;
+
+    explicit ThreadPool(int threads); // the caller of run() is one of them; throws std::system_error
     ~ThreadPool();
     ThreadPool(const ThreadPool&) = delete;
     ThreadPool& operator=(const ThreadPool&) = delete;
 
     int size() const { return size_; }
-    int active() const { return solo_ > 0 ? 1 : size_; } // threads that the next run() uses
-    void meet() { barrier_.wait(active()); }
+
+  private:
+    using Raw = void (*)(void*, int);
+    static constexpr int kFewestSolo = 16, kMostSolo = 1024;
+    int active() const { return solo_ > 0 ? 1 : size_; }
+    void run_raw(Raw work, void* context);
+    void serve(int thread);
+    void end();
+
+    const int size_;
+    Barrier barrier_;
+    int solo_ = 0, next_solo_ = kFewestSolo; // runs left without the others, and how many the next time
+    Raw work_ = nullptr;
+    void* context_ = nullptr;
+    alignas(64) std::atomic<uint32_t> ticket_{0};
+    alignas(64) std::atomic<int> running_{0};
+    std::atomic<bool> stop_{false};
+    std::mutex mutex_;
+    std::condition_variable wake_;
+    int sleeping_ = 0;
+    std::vector<std::thread> workers_;
+
+    std::mutex turns_;
+    std::condition_variable turn_over_;
+    uint64_t next_turn_ = 0, turn_ = 0; // the next to be given out, and the one that goes on
+};
+
+// Threads of the caller's (engines on one model) use the pool one after the other, in order of arrival. Who waits must
+// not hold Python's lock.
+class ThreadPool::Turn {
+  public:
+    explicit Turn(ThreadPool& pool);
+    ~Turn();
+    Turn(const Turn&) = delete;
+    Turn& operator=(const Turn&) = delete;
+
+    int active() const { return pool_.active(); } // threads that the next run() uses
+    void meet() { pool_.barrier_.wait(active()); }
 
     // After a run() with barriers that took so long: where most of it was waiting for a thread that had lost its core to
     // somebody else, the caller works alone for a while, then tries again, ever more seldom as long as that goes on.
@@ -39,8 +77,8 @@ class ThreadPool {
 
     // Calls work(thread) once on each of active() threads, and returns when all have. `work` must not throw.
     template <class Work> void run(Work&& work) {
-        run_raw([](void* context, int thread) { (*static_cast<std::remove_reference_t<Work>*>(context))(thread); },
-                &work);
+        pool_.run_raw(
+            [](void* context, int thread) { (*static_cast<std::remove_reference_t<Work>*>(context))(thread); }, &work);
     }
 
     // Calls work(index) for 0 <= index < count, shared out one by one.
@@ -56,23 +94,7 @@ class ThreadPool {
     }
 
   private:
-    using Raw = void (*)(void*, int);
-    static constexpr int kFewestSolo = 16, kMostSolo = 1024;
-    void run_raw(Raw work, void* context);
-    void serve(int thread);
-
-    const int size_;
-    Barrier barrier_;
-    int solo_ = 0, next_solo_ = kFewestSolo; // runs left without the others, and how many the next time
-    Raw work_ = nullptr;
-    void* context_ = nullptr;
-    alignas(64) std::atomic<uint32_t> ticket_{0};
-    alignas(64) std::atomic<int> running_{0};
-    std::atomic<bool> stop_{false};
-    std::mutex mutex_;
-    std::condition_variable wake_;
-    int sleeping_ = 0;
-    std::vector<std::thread> workers_;
+    ThreadPool& pool_;
 };
 
 } // namespace headstart

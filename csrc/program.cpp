@@ -242,8 +242,8 @@ void Program::run_tasks(const Phase& phase, const Pass& pass, int64_t first, int
     }
 }
 
-void Program::execute(ThreadPool& threads, const Pass& pass, int thread) {
-    const int count = threads.active();
+void Program::execute(ThreadPool::Turn& turn, const Pass& pass, int thread) {
+    const int count = turn.active();
     auto start = profiling ? Clock::now() : Clock::time_point();
     for (size_t p = 0; p < phases_.size(); ++p) {
         Phase& phase = phases_[p];
@@ -261,7 +261,7 @@ void Program::execute(ThreadPool& threads, const Pass& pass, int thread) {
                 run_tasks(phase, pass, first, std::min(first + step, end));
             }
         }
-        threads.meet();
+        turn.meet();
         if (profiling && thread == 0) {
             const auto now = Clock::now();
             phase.seconds += std::chrono::duration<double>(now - start).count();
@@ -273,6 +273,7 @@ void Program::execute(ThreadPool& threads, const Pass& pass, int thread) {
 nb::dict Program::run(ThreadPool& threads, Arena& arena, Pass& pass) {
     {
         nb::gil_scoped_release released;
+        ThreadPool::Turn turn(threads);
         allocate(arena, pass);
         const int64_t wanted = (int64_t)phases_.size() * threads.size();
         if (num_counters_ != wanted) {
@@ -285,8 +286,8 @@ nb::dict Program::run(ThreadPool& threads, Arena& arena, Pass& pass) {
         for (auto& routing : routings) routing->reach(pass.num_rows);
         for (int64_t group : groups) pass.tiles.push_back(count_tiles(pass, group));
         const auto start = Clock::now();
-        threads.run([&](int thread) { execute(threads, pass, thread); });
-        threads.settle(std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count());
+        turn.run([&](int thread) { execute(turn, pass, thread); });
+        turn.settle(std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count());
     }
     nb::dict found;
     for (size_t i = 0; i < outputs_.size(); ++i) {

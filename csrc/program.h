@@ -101,7 +101,7 @@ struct Routing {
     std::vector<int32_t> cursor;
 };
 
-// Scratch shared by the programs of a backend, which run one after the other.
+// Scratch shared by the programs of a backend: it belongs to the one whose turn it is (ThreadPool::Turn).
 struct Arena {
     std::unique_ptr<Memory> memory;
     uint8_t* take(int64_t bytes);
@@ -186,7 +186,7 @@ class Program {
     void add(Step step);
     void add_later(Step step); // behind the next step of tasks: nothing in this pass reads what it writes
     void finish(std::vector<std::pair<std::string, int>> outputs);
-    nb::dict run(ThreadPool& threads, Arena& arena, Pass& pass);
+    nb::dict run(ThreadPool& threads, Arena& arena, Pass& pass); // not from two threads at once
     nb::dict profile(bool reset);
 
     const Kernels& kernels;
@@ -217,7 +217,7 @@ class Program {
     void plan_phases();
     void plan_memory();
     void allocate(Arena& arena, const Pass& pass);
-    void execute(ThreadPool& threads, const Pass& pass, int thread);
+    void execute(ThreadPool::Turn& turn, const Pass& pass, int thread);
     int64_t num_tasks(const Phase& phase, const Pass& pass) const;
     void run_tasks(const Phase& phase, const Pass& pass, int64_t first, int64_t last) const;
 

@@ -152,7 +152,7 @@ void sample(ThreadPool& pool, const std::string& path_name, const Logits& logits
     }
     const Path& path = find_path(path_name);
     nb::gil_scoped_release released;
-    pool.for_each(int64_t(count), [&](int64_t row) {
+    ThreadPool::Turn(pool).for_each(int64_t(count), [&](int64_t row) {
         Scratch& scratch = own_scratch(path);
         const float* x = logits.data() + row * logits.stride(0);
         double* row_probs = probs ? probs->data() + row * vocab_size : nullptr;
@@ -186,7 +186,7 @@ void logprobs(ThreadPool& pool, const std::string& path_name, const Logits& logi
             throw nb::index_error("logprobs: a token is outside the vocabulary");
     const Path& path = find_path(path_name);
     nb::gil_scoped_release released;
-    pool.for_each(int64_t(count), [&](int64_t row) {
+    ThreadPool::Turn(pool).for_each(int64_t(count), [&](int64_t row) {
         if (num_top.data()[row] < 0) return; // not asked
         int64_t* columns = top_ids.data() + row * room;
         const int64_t found = logprob_row(logits.data() + row * logits.stride(0), vocabulary.width,

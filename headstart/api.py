@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,6 +14,7 @@ import numpy as np
 
 from headstart.config import AUTO, EngineConfig
 from headstart.core import (
+    NOT_FINITE,
     Delta,
     DraftStats,
     FinishReason,
@@ -28,7 +28,9 @@ from headstart.core import (
 from headstart.engine.calibrate import known_costs
 from headstart.engine.load import Model, load_model
 from headstart.engine.make import identity, make_engine
-from headstart.errors import GenerationError, UsageError
+from headstart.engine.sampling import token_mask
+from headstart.engine.shared import Inbox, SharedEngine
+from headstart.errors import DeadEndError, GenerationError, UsageError
 from headstart.text.chat import ChatTemplate
 from headstart.text.output import TextOutput
 
@@ -107,7 +109,8 @@ class Choice:
         """Of a text that has ended. Raises GenerationError where it broke off."""
         assert self.sequence is not None and self.finish_reason is not None, "it still runs"
         if self.finish_reason == "error":
-            raise GenerationError(f"the text broke off after {len(self.tokens)} tokens: {self.error}")
+            kind = GenerationError if self.error == NOT_FINITE else DeadEndError
+            raise kind(f"the text broke off after {len(self.tokens)} tokens: {self.error}")
         first, last = (self.arrivals[0], self.arrivals[-1]) if self.arrivals else (self.started, self.started)
         return Completion(
             index=self.sequence.choice,
@@ -136,38 +139,33 @@ class Choice:
 
 class Session:
     """Requests through the engine of an LLM, sent whenever one likes: `submit`, and `step` while choices are running.
-    Nothing is left in the engine when its context ends. Several sessions may take turns."""
+    Nothing is left in the engine when its context ends. Several sessions share the engine, in one thread or in many; a
+    session is for one thread at a time."""
 
     def __init__(self, llm: LLM, *, continues: bool = False) -> None:
         self._llm, self._continues = llm, continues
-        self._names: list[str] = []  # of its requests
-        self._inbox: deque[tuple[float, Delta]] = deque()  # what has come and was not taken yet
+        self._inbox = Inbox()
         self.running: dict[tuple[str, int], Choice] = {}  # by request id and index
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for name in self._names:
-            self._llm.engine.abort(name)
-            self._llm.inboxes.pop(name, None)
+        self._llm.shared.close(self._inbox)
 
     def submit(self, request: Request, since: float | None = None) -> None:
         """`since`: when it was due, if not now. Raises what `Engine.submit` raises."""
         started = time.perf_counter() if since is None else since
-        self._names.append(request.request_id)
-        self._llm.inboxes[request.request_id] = self._inbox
-        for sequence in self._llm.engine.submit(request):
+        for sequence in self._llm.shared.submit(request, self._inbox):
             output = TextOutput(self._llm.tokenizer, request, self._continues)
             self.running[request.request_id, sequence.choice] = Choice(request, output, started, sequence)
 
     def step(self) -> Iterator[tuple[Choice, TextDelta]]:
         """What has come, after a step of the engine where nothing waits to be taken. Choices that end are no longer
-        running."""
-        if not self._inbox:
-            self._llm.engine.step(self._llm.deliver)
-        while self._inbox:
-            now, delta = self._inbox.popleft()
+        running. Raises GenerationError where a step of another session took them with it."""
+        self._llm.shared.wait(self._inbox)
+        while self._inbox.deltas:
+            now, delta = self._inbox.deltas.popleft()
             key = (delta.request_id, delta.choice)
             choice = self.running.get(key)
             if choice is None:  # a stop string has ended it meanwhile
@@ -175,14 +173,16 @@ class Session:
             piece = choice.push(delta, now)
             if piece.finish_reason is not None:
                 del self.running[key]
-                self._llm.engine.abort(*key)  # a stop string ends the text before the engine knows
+                self._llm.shared.abort(*key)  # a stop string ends the text before the engine knows
             yield choice, piece
 
 
 class LLM:
     """A model with its engine. Raises ModelError or UsageError when the model cannot be loaded as asked.
 
-    model: path, Hub name or alias; None is the default model. `Model` objects already loaded can be shared.
+    Several threads may use one: what they ask for runs in one batch, and each text is what it is alone.
+    model: path, Hub name or alias; None is the default model. `Model` objects already loaded can be shared, by LLMs in
+    several threads too; their passes go one after the other.
     progress: told (done, total, of what) while weights are read.
     """
 
@@ -196,13 +196,13 @@ class LLM:
         self.config = config or EngineConfig()
         self.model = model if isinstance(model, Model) else load_model(model, self.config, progress)
         self.engine = make_engine(self.model, self.config)
+        self.shared = SharedEngine(self.engine)
         if self.config.depth == AUTO and self.engine.drafting.drafter:
             self.engine.drafting.auto.costs = known_costs(self.engine, identity(self.model, self.config))
         self.tokenizer = self.model.tokenizer
         self.load_s = time.perf_counter() - started
         self.chat_template: ChatTemplate | None = self.model.checkpoint.chat_template()
         self._ids = count()
-        self.inboxes: dict[str, deque[tuple[float, Delta]]] = {}  # of sessions, by request id: when what came
 
     @property
     def method(self) -> str:
@@ -233,7 +233,7 @@ class LLM:
             if raw or self.chat_template is None:
                 return self.tokenizer.encode(prompt, add_special=True)
             prompt = [{"role": "user", "content": prompt}]
-        if not isinstance(prompt, Iterable):
+        if not isinstance(prompt, Iterable) or isinstance(prompt, bytes | bytearray):
             raise UsageError(f"a prompt is {prompt!r}", "give a text, token ids or messages: generate([prompt, ...])")
         parts = list(prompt)
         ids = [int(part) for part in parts if isinstance(part, int | np.integer)]
@@ -267,12 +267,16 @@ class LLM:
         if isinstance(prompt, str) and not prompt:
             raise UsageError("the prompt is empty", "give at least one character")
         size = self.model.config.vocab_size
-        for name, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-            if unknown := [token for token in tokens if not 0 <= token < size]:
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            if unknown := [token for token in getattr(params, name) or () if not 0 <= token < size]:
                 raise UsageError(f"{name} names token {unknown[0]}, but ids end at {size - 1}")
         seed = next((s for s in (params.seed, self.config.seed) if s is not None), None)
         ends = frozenset() if params.ignore_eos and constraint is None else self.tokenizer.eos_ids
         stop_ids = ends | frozenset(params.stop_token_ids)
+        allowed = params.allowed_token_ids
+        rest = size - len(stop_ids) if allowed is None else len(set(allowed) - stop_ids)
+        if params.min_tokens and constraint is None and rest <= 0:
+            raise UsageError("no token is left to choose until min_tokens are out: each of them ends the text")
         return Request(
             request_id=f"request-{next(self._ids)}",
             prompt_ids=tuple(self.encode(prompt, raw=raw)),
@@ -280,9 +284,19 @@ class LLM:
             seed=secrets.randbits(JSON_SAFE_BITS) if seed is None else seed,
             stop_ids=stop_ids,
             banned_until_min=stop_ids if params.min_tokens else frozenset(),
+            banned=self._banned(params.bad_words),
+            allowed=None if allowed is None else token_mask(allowed, size),
             depth=depth,
             constraint=None if constraint is None else self.grammars.compile(constraint),
         )
+
+    def _banned(self, words: Seq[str]) -> dict[tuple[int, ...], frozenset[int]]:
+        """Of words as they are and behind a space: their tokens but the last, and the last ones."""
+        banned: dict[tuple[int, ...], frozenset[int]] = {}
+        for text in (spelled for word in words for spelled in (word, f" {word.lstrip()}")):
+            *before, last = self.tokenizer.encode(text, parse_special=False)
+            banned[tuple(before)] = banned.get(tuple(before), frozenset()) | {last}
+        return banned
 
     def generate(
         self,
@@ -299,8 +313,9 @@ class LLM:
         `constraint` is what each text must be. `on_finish(index, completion)` is called as each prompt ends. Raises
         UsageError before anything runs when one of the prompts is wrong, GenerationError when a text breaks off.
         """
-        if isinstance(prompts, str):
-            raise UsageError("prompts is one text", "give a list: generate([prompt])")
+        if isinstance(prompts, str) or not isinstance(prompts, Seq):
+            what = "one text" if isinstance(prompts, str) else type(prompts).__name__
+            raise UsageError(f"prompts is {what}", "give a list: generate([prompt])")
         chosen = [params or SamplingParams()] * len(prompts) if not isinstance(params, Seq) else list(params)
         if len(chosen) != len(prompts):
             raise UsageError(f"{len(prompts)} prompts, but {len(chosen)} sets of sampling parameters")
@@ -357,13 +372,6 @@ class LLM:
                     if delta.finish_reason is not None:
                         delta = replace(delta, completion=choice.completion(self))
                     yield choice.request, delta
-
-    def deliver(self, deltas: list[Delta]) -> None:
-        """A step serves whatever runs: each delta waits for the session that asked for it."""
-        now = time.perf_counter()
-        for delta in deltas:
-            if (inbox := self.inboxes.get(delta.request_id)) is not None:
-                inbox.append((now, delta))
 
 
 def _gather(choices: list[Completion]) -> Completion:

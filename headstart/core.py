@@ -6,7 +6,6 @@ Words: *row* = one token position in a pass; *pass* = one trunk forward; *depth*
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence as Seq
@@ -17,7 +16,7 @@ from typing import Any, Literal, NamedTuple, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.errors import UsageError
+from headstart.params import SamplingParams as SamplingParams
 from headstart.stats import DraftStats as DraftStats
 
 Int32 = NDArray[np.int32]
@@ -35,63 +34,6 @@ FORCED = "forced"  # method of drafts that a constraint leaves no choice about
 
 def no_progress(done: int, total: int, what: str) -> None:
     """The Progress of callers that nobody watches."""
-
-
-MOST = 1e18  # no parameter means anything above this
-
-
-def _in_range(name: str, value: float, low: float, high: float, hint: str = "") -> None:
-    if not low <= value <= min(high, MOST):  # NaN is in no range; integers may be too large for a float
-        bound = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
-        raise UsageError(f"{name} is {value}, but must be a finite number {bound}", hint)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """How one request picks its tokens. Raises UsageError for a value outside its range."""
-
-    temperature: float = 0.0
-    top_k: int = 0  # 0 = off
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int | None = None  # None: drawn at random and reported
-    max_tokens: int = 256
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    logprobs: int | None = None  # number of top alternatives beside the chosen token
-    prompt_logprobs: int | None = None
-    n: int = 1
-
-    def __post_init__(self) -> None:
-        if isinstance(self.stop, str):  # one text is not a tuple of its characters
-            object.__setattr__(self, "stop", (self.stop,))
-        _in_range("temperature", self.temperature, 0, math.inf, "0 is greedy")
-        _in_range("top_k", self.top_k, 0, math.inf, "0 turns top-k off")
-        _in_range("top_p", self.top_p, 0, 1, "1 turns top-p off")
-        _in_range("min_p", self.min_p, 0, 1, "0 turns min-p off")
-        if not self.repetition_penalty > 0:
-            raise UsageError(f"repetition_penalty is {self.repetition_penalty}, but must be above 0", "1 is off")
-        _in_range("repetition_penalty", self.repetition_penalty, 0, math.inf, "1 is off")
-        _in_range("presence_penalty", self.presence_penalty, -2, 2)
-        _in_range("frequency_penalty", self.frequency_penalty, -2, 2)
-        _in_range("max_tokens", self.max_tokens, 1, math.inf)
-        _in_range("min_tokens", self.min_tokens, 0, self.max_tokens, "min_tokens cannot exceed max_tokens")
-        _in_range("n", self.n, 1, 128)
-        for name in ("logprobs", "prompt_logprobs"):
-            if (count := getattr(self, name)) is not None:
-                _in_range(name, count, 0, 20)
-        for token, bias in self.logit_bias.items():
-            _in_range(f"logit_bias[{token}]", bias, -100, 100)
-        if self.seed is not None and not 0 <= self.seed < 2**64:
-            raise UsageError(f"seed is {self.seed}, but must be between 0 and 2^64 - 1")
-        if any(not text for text in self.stop):
-            raise UsageError("a stop string is empty", "leave it out")
 
 
 class Constraint(Protocol):
@@ -131,6 +73,8 @@ class Request:
     seed: int
     stop_ids: frozenset[int]  # end-of-text ids of the model (empty with ignore_eos) and stop_token_ids
     banned_until_min: frozenset[int] = frozenset()  # masked while fewer than min_tokens are out
+    banned: Mapping[tuple[int, ...], frozenset[int]] = field(default_factory=dict)  # masked where the output ends so
+    allowed: Mask | None = field(default=None, compare=False)  # what may come at all, one row; None: everything
     depth: int | None = None
     constraint: Constraint | None = field(default=None, compare=False)  # at its start; each choice walks a copy
 
@@ -235,7 +179,7 @@ class Sequence:
             presence=params.presence_penalty,
             frequency=params.frequency_penalty,
             num_logprobs=-1 if params.logprobs is None else params.logprobs,
-            has_bias=bool(params.logit_bias or self.request.banned_until_min),
+            has_bias=bool(params.logit_bias or self.request.banned_until_min or self.request.banned),
         )
 
 

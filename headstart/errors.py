@@ -7,7 +7,8 @@ HeadstartError
   CheckFailed      a check ran and its answer is no (verify, doctor)
   BusyError        the server has too much to do, or is about to end
   TimeLimitError   a request took longer than it may
-  GenerationError  a text could not be finished: no token was left to choose, NaN in the logits, a fault in a step
+  GenerationError  a text could not be finished: NaN in the logits, a fault in a step
+    DeadEndError   what the request demands left no token to choose
 """
 
 from __future__ import annotations
@@ -55,6 +56,10 @@ class GenerationError(HeadstartError):
     """A text broke off: no token was left to choose, the logits were not finite, or a step failed. Others ran on."""
 
 
+class DeadEndError(GenerationError):
+    """A text broke off because of what its request demands: a constraint, or bans that left no token to choose."""
+
+
 @dataclass(frozen=True)
 class Status:
     """What an error means to the outside: process exit code and HTTP status."""
@@ -70,6 +75,7 @@ STATUS: dict[type[BaseException], Status] = {
     CapacityError: Status(2, 400),
     BusyError: Status(3, 503),
     TimeLimitError: Status(3, 504),
+    DeadEndError: Status(2, 400),
     GenerationError: Status(3, 500),
     KeyboardInterrupt: Status(130, 499),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import count
@@ -55,6 +56,12 @@ SMALL = {"backend": "reference", "threads": 1, "block_size": 8, "kv_blocks": 80,
 _temporary = tempfile.TemporaryDirectory(prefix="headstart-tests-")
 atexit.register(_temporary.cleanup)
 _serial = count()
+
+
+def in_threads(work: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+    """work(item) of each, in a thread of its own, all at once. Raises what one of them raised; a minute is too long."""
+    with ThreadPoolExecutor(32) as threads:
+        return [future.result(60) for future in [threads.submit(work, item) for item in items]]
 
 
 # Models and heads.

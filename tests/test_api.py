@@ -105,7 +105,7 @@ def test_a_closed_stream_frees_everything() -> None:
     assert each.engine.has_work
     stream.close()
     assert_clean(each.engine)
-    assert not each.inboxes
+    assert not each.shared.inboxes
 
 
 def test_streams_side_by_side() -> None:
@@ -138,7 +138,7 @@ def test_a_session_takes_requests_while_others_run() -> None:
     assert [choice.text for choice in choices.values()] == alone
     assert all(choice.arrivals == sorted(choice.arrivals) for choice in choices.values())
     assert_clean(each.engine)
-    assert not each.inboxes
+    assert not each.shared.inboxes
 
 
 def test_a_completion_is_plain_data() -> None:
@@ -414,6 +414,11 @@ BAD = {
     "no ids": ([[]], {}, UsageError, "the prompt is empty"),
     "a text alone": ("the thing", {}, UsageError, "prompts is one text"),
     "ids alone": ([1, 2, 3], {}, UsageError, "a prompt is 1"),
+    "bytes": ([b"hello"], {}, UsageError, "a prompt is b'hello'"),
+    "an iterator": (iter(["a"]), {}, UsageError, "prompts is list_iterator"),
+    "allowed": (["x"], {"allowed_token_ids": [1, VOCAB]}, UsageError, f"allowed_token_ids names token {VOCAB}"),
+    "only ends": (["x"], {"allowed_token_ids": [EOS], "min_tokens": 2}, UsageError, "no token is left to choose until"),
+    "all ends": (["x"], {"stop_token_ids": range(VOCAB), "min_tokens": 2}, UsageError, "no token is left to choose"),
     "broken ids": ([[5, 6.5]], {}, UsageError, "neither token ids nor messages"),
     "mixed": ([[{"role": "user", "content": "x"}, 7]], {}, UsageError, "neither token ids nor messages"),
     "unknown id": ([[5, VOCAB]], {}, UsageError, f"outside 0..{VOCAB - 1}"),
@@ -427,9 +432,9 @@ def test_bad_prompts(case: str) -> None:
     prompts, params, error, message = BAD[case]
     each = llm()
     with pytest.raises(error, match=message):
-        each.generate(prompts if isinstance(prompts, str) else ["fine", *prompts], SamplingParams(**params))
+        each.generate(["fine", *prompts] if isinstance(prompts, list) else prompts, SamplingParams(**params))
     assert_clean(each.engine)
-    assert not each.inboxes
+    assert not each.shared.inboxes
     assert each.generate(["fine"], SamplingParams(max_tokens=2, ignore_eos=True))[0].usage["completion_tokens"] == 2
 
 
@@ -475,7 +480,7 @@ def test_a_bad_constraint_leaves_nothing_behind() -> None:
     with pytest.raises(UsageError, match="regex constraint is not valid"):
         each.generate(["a", "b"], constraint=GrammarSpec("regex", "(a"))
     assert_clean(each.engine)
-    assert not each.inboxes
+    assert not each.shared.inboxes
 
 
 def test_the_grammar_library_is_loaded_when_needed() -> None:

@@ -78,7 +78,7 @@ class RunFlags(OptionGroup):
     price_per_hour: float | None = option("Of the machine: gives cost per million tokens.")
     out: Path | None = option("Write the JSON document here; what is done is kept.")
     report: Path | None = option("Write an HTML report here.")
-    force: bool = option("Replace files that exist.", default=False)
+    force: bool = option("Replace what an earlier run has written there.", default=False)
     compare: tuple[Path, Path] | None = option("Compare two documents instead of measuring.")
 
     def chosen(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ class ExportFlags(OptionGroup):
     to: str = option(f"Layout: {LAYOUTS}.", default="xllm")
     model_type: str | None = option("With --to xllm: do not ask config.json, such as deepseek_v32.")
     head: Path | None = option("Head directory; none: the model's own.")
-    force: bool = option("Replace a directory that exists.", default=False)
+    force: bool = option("Replace what an earlier run has written there.", default=False)
 
 
 def run(model: Model = None, *, flags: ExportFlags, output: OutputOptions) -> int:

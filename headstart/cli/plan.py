@@ -30,15 +30,20 @@ class PlanFlags(OptionGroup):
 
     gpu: str = option("Device and count, such as h200x4; here: this machine, measured.", default="here")
     batches: str = option("Sequences decoded together, comma-separated.", "--batch", default="1,4,8")
-    context: int = option("Positions of each sequence; also the prompt of the first token's time.", default=2048)
+    context: int | None = option("Positions of each sequence, prompt included. Default: 2048, or the model's own.")
+    drafter: str | None = option(
+        "mtp, eagle3, medusa, dflash, ngram, draft_model, none, all; comma-separated. Default: the model's own."
+    )
+    head: str | None = option("A drafter with files of its own, or the model that drafts.")
     acceptance: str | None = option("Shares by position (each given that those before stood), or a length.")
     depths: str | None = option("Tokens drafted, comma-separated. Default: the best of 0 to 8.", "--depth")
     weights: str | None = option("bf16, fp8, int8, int4, nvfp4, ... Default: what it comes in.")
     kv_dtype: str | None = option("Cache: bf16 (default), fp8, int8, ...")
     tp: int | None = option("Tensor parallelism. Default: all devices.")
     ep: int | None = option("Expert parallelism: all devices, or 1 (default).")
-    price_per_hour: float | None = option("Dollars for one device; gives the cost of tokens.")
-    api_price: float | None = option("Dollars an API asks for a million tokens: when is it beaten?")
+    price_per_hour: str | None = option("Dollars for one device, or on-demand, or spot; gives the cost of tokens.")
+    api_price: str | None = option("Dollars an API asks for a million tokens, or list: when is it beaten?")
+    price_list: str | None = option("Your own prices, as a TOML file like the built-in one.")
     recalibrate: bool = option("Measure this machine again.", default=False)
     published: bool = option("Instead: what others have published beside what is predicted for it.", default=False)
 
@@ -56,7 +61,8 @@ def run(model: Model = None, *, flags: PlanFlags, output: OutputOptions) -> int:
 
 def _print_plan(data: dict[str, Any]) -> None:
     room, model = data["memory"], data["model"]
-    print(f"model    {model['name']}: {model['parameters'] / 1e9:.2f} B parameters, {model['weights']}")
+    active = f" ({model['active_parameters'] / 1e9:.2f} B active)" if model["experts"] else ""
+    print(f"model    {model['name']}: {model['parameters'] / 1e9:.2f} B parameters{active}, {model['weights']}")
     print(
         f"machine  {data['machine']['name']}, tensor parallel {data['machine']['tp']}, expert {data['machine']['ep']}"
     )
@@ -70,21 +76,35 @@ def _print_plan(data: dict[str, Any]) -> None:
     print(f"memory   {weights:.2f} GB of weights and {cache:.1f} MB a sequence on each device, {usable:.1f} GB: {fits}")
     print(f"prompt   first token of {data['context']:,} positions alone after {data['ttft_s'] * 1e3:.0f} ms")
     priced = data["batches"][0]["plain"]["dollars_per_million"] is not None
-    columns = ["batch", "depth", "step ms", "draft ms", "tokens\n/step", "tok/s a\nstream", "tok/s", "speed-up"]
+    several = len(data["drafters"]) > 1
+    columns = [
+        "batch",
+        *(["drafter"] if several else []),
+        "depth",
+        "step ms",
+        "draft ms",
+        "tokens\n/step",
+        "tok/s a\nstream",
+        "tok/s",
+        "speed-up",
+    ]
     rows = []
     for each in data["batches"]:
-        for index, speed in enumerate((each["plain"], *each["with_mtp"])):
+        for index, speed in enumerate((each["plain"], *each["drafting"])):
             if index and speed["depth"] == 0:
                 continue
             shown = f"{each['batch']}{'' if each['fits'] else ' (no room)'}" if not index else ""
-            rows.append(_plan_row(shown, speed, priced))
-    best = ", ".join(f"{each['best_depth']} at batch {each['batch']}" for each in data["batches"])
+            rows.append(_plan_row([shown, speed["drafter"] if index else "none"][: 1 + several], speed, priced))
+    best = ", ".join(
+        f"{each['best_drafter'] + ' ' if several else ''}{each['best_depth']} at batch {each['batch']}"
+        for each in data["batches"]
+    )
     print_table([*columns, "$/M tokens"] if priced else columns, rows, footer=f"best depth: {best}")
 
 
-def _plan_row(batch: str, speed: dict[str, Any], priced: bool) -> list[str]:
+def _plan_row(first: list[str], speed: dict[str, Any], priced: bool) -> list[str]:
     cells = [
-        batch,
+        *first,
         str(speed["depth"]),
         f"{speed['step_ms']:.2f}",
         f"{speed['draft_ms']:.2f}",

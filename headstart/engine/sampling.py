@@ -25,9 +25,9 @@ CACHED_MIXTURES = 128
 
 
 def allowed_tokens(entries: Seq[Entry], vocab_size: int) -> Mask | None:
-    """[L, ceil(V / 32)] masks of the entries, each after its drafted prefix; None when no sequence has a constraint.
+    """[L, ceil(V / 32)] masks of the entries, each after its drafted prefix; None where everything is allowed.
     The entries of a sequence stand together, each prefix beginning with the one before."""
-    if not [sequence for sequence, _, _ in entries if sequence.constraint is not None]:
+    if not [each for each, _, _ in entries if each.constraint is not None or each.request.allowed is not None]:
         return None
     allowed = np.full((len(entries), -(-vocab_size // 32)), 0xFFFFFFFF, np.uint32)
     end = 0
@@ -36,7 +36,16 @@ def allowed_tokens(entries: Seq[Entry], vocab_size: int) -> Mask | None:
         start, end = end, end + len(prefixes)
         if sequence.constraint is not None:
             allowed[start:end] = sequence.constraint.masks(prefixes[-1], len(prefixes))
+        if sequence.request.allowed is not None:
+            allowed[start:end] &= sequence.request.allowed
     return allowed
+
+
+def token_mask(ids: Seq[int], vocab_size: int) -> Mask:
+    """A mask of one row that allows these ids alone."""
+    flags = np.zeros(-(-vocab_size // 32) * 32, bool)
+    flags[list(ids)] = True
+    return np.packbits(flags, bitorder="little").view(np.uint32)
 
 
 def build_rows(entries: Seq[Entry], *, allowed: Mask | None = None, num_logprobs: int | None = None) -> SamplingRows:
@@ -103,7 +112,8 @@ def update_counts(sequence: Sequence) -> TokenCounts:
 
 
 def _bias(entries: Seq[Entry], allowed: Mask | None) -> tuple[Int32, Int32, Float32]:
-    """CSR of logit_bias and of the ids banned until min_tokens are out; ids are distinct within a row.
+    """CSR of logit_bias, of the ids banned until min_tokens are out, and of the ends of bad words; ids are distinct
+    within a row.
 
     A constraint wins over min_tokens: where it allows banned ids only, they are not banned."""
     edits: list[Mapping[int, float]] = []
@@ -114,10 +124,20 @@ def _bias(entries: Seq[Entry], allowed: Mask | None) -> tuple[Int32, Int32, Floa
             mask = None if allowed is None or sequence.constraint is None else allowed[row]
             if mask is None or not _holds_only(mask, request.banned_until_min):
                 edit = {**edit, **dict.fromkeys(request.banned_until_min, -math.inf)}
+        if request.banned:
+            edit = {**edit, **dict.fromkeys(_ends(sequence, prefix), -math.inf)}
         edits.append(edit)
     ids = list(chain.from_iterable(edits))
     values = list(chain.from_iterable([edit.values() for edit in edits]))
     return _indptr([len(edit) for edit in edits]), np.array(ids, np.int32), np.array(values, np.float32)
+
+
+def _ends(sequence: Sequence, prefix: Seq[int]) -> list[int]:
+    """The last tokens of bad words whose other tokens end the output and the drafted prefix."""
+    banned, start = sequence.request.banned, sequence.num_prompt
+    longest = max([len(before) for before in banned])
+    output = (*sequence.tokens[max(start, len(sequence.tokens) - longest) :], *prefix)
+    return [last for before, ends in banned.items() if output[len(output) - len(before) :] == before for last in ends]
 
 
 def _holds_only(mask: Mask, ids: frozenset[int]) -> bool:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from numpy.typing import NDArray
 
 from headstart import registry
 from headstart.errors import ModelError
+from headstart.files import written_aside
 from headstart.formats.base import Tensor
 from headstart.formats.json_object import read_object
 from headstart.formats.safetensors import save
@@ -54,22 +53,13 @@ def read_head(path: Path) -> HeadCheckpoint:
 
 
 def write_head(path: Path, head: HeadCheckpoint, arrays: Arrays) -> None:
-    """Write the directory in one step; a directory of that name is replaced. arrays: under canonical names."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
+    """Write the directory in one step; of one of that name the head is replaced, and what lies beside it stays. arrays:
+    under canonical names. Raises CapacityError where it cannot be written."""
     layout = head_kind(head.spec.kind).layout
-    try:
+    with written_aside(path, keep=True) as aside:
         document, named = layout.write(head, arrays) if layout else _own_layout(head, arrays)
-        save(temporary / "model.safetensors", named)
-        (temporary / "config.json").write_text(json.dumps(document, indent=2) + "\n", "utf-8")
-        old = temporary.with_name(f"{temporary.name}.old")
-        if path.exists():
-            path.rename(old)
-        temporary.rename(path)
-        shutil.rmtree(old, ignore_errors=True)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        save(aside / "model.safetensors", named)
+        (aside / "config.json").write_text(json.dumps(document, indent=2) + "\n", "utf-8")
     os.sync()
 
 

@@ -26,6 +26,7 @@ CACHED_GRAMMARS = 128
 FORCED_LIMIT = 16
 MASKS_KEPT = 32
 """Masks of the latest states: at least those that looking ahead comes by."""
+NO_WAY_ON = "it demands an end-of-text token where the text cannot end, or ids that the model does not have"
 _ANCHOR = "\n"  # is a token of its own in sentencepiece vocabularies, so the text behind it is no start of a text
 
 
@@ -74,7 +75,7 @@ class GrammarCompiler:
     @cached_property
     def _with_text(self) -> Mask:
         known = range(min(self.vocab_size, self._tokenizer.vocab_size))
-        return _bits([token for token in known if self._tokenizer.token_bytes(token)], self.num_words) | self._ends
+        return _bits([token for token in known if self._tokenizer.token_bytes(token)], self.num_words) & ~self._ends
 
     @cached_property
     def _ends(self) -> Mask:
@@ -88,8 +89,9 @@ class GrammarState:
         self._start = matcher  # stays there
         self._matcher = matcher.deep_copy()
         self._end_ids = end_ids
-        self._with_text = with_text
+        self._with_text = with_text  # without the end-of-text ids
         self._ends = ends
+        self._dead: int | None = None  # the number of tokens after which a mask was found to be empty
         self._tokens: list[int] = []  # that the matcher has consumed
         self._num_ends = 0  # end-of-text ids after them, which the matcher does not see: it would not count them
         self._masks: dict[int, Mask] = {}  # by the number of tokens before; looking ahead comes by again
@@ -104,7 +106,10 @@ class GrammarState:
                 return known
             bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: len(self._with_text)]
             if not self._matcher.is_error():
-                allowed: Mask = bits & self._with_text
+                # A grammar may name an end-of-text token. It ends the text, so it is allowed where the text may end.
+                may_end = self._matcher.is_accepting()
+                allowed: Mask = bits & (self._with_text | self._ends if may_end else self._with_text)
+                self._dead = None if allowed.any() or may_end else len(self._tokens)
                 allowed.flags.writeable = False
                 self._masks[len(self._tokens)] = allowed
                 return allowed
@@ -196,7 +201,7 @@ class GrammarState:
     @property
     def done(self) -> bool:
         """Nothing but end-of-text can follow, because the text is complete or there is an `error`."""
-        return bool(self._num_ends or self._matcher.is_stopped())
+        return bool(self._num_ends or self._matcher.is_stopped() or self._dead == len(self._tokens))
 
     @property
     def accepting(self) -> bool:
@@ -208,9 +213,11 @@ class GrammarState:
         """Why the text stopped before it was complete, else empty: the vocabulary cannot spell what must follow, or
         the grammar is too complex for the library's limits. Such a state is `done` and not `accepting`."""
         if not self._matcher.is_error():
-            return ""
+            return NO_WAY_ON if self._dead == len(self._tokens) else ""
         message = one_line(self._matcher.get_error())
-        return "no text of this vocabulary can satisfy it" if message.startswith("NoExtension") else message
+        if message.startswith("NoExtension"):
+            return "no text of this vocabulary can satisfy it"
+        return f"it is too complex, or too long: {message}"
 
 
 class _Vocabulary:

@@ -66,7 +66,13 @@ class GrammarSpec:
             raise UsageError(f"unknown kind of grammar: {self.kind!r}", f"known are {', '.join(get_args(Kind))}")
         value = asdict(self.value) if is_dataclass(self.value) and not isinstance(self.value, type) else self.value
         try:
-            key = json.dumps(None if self.kind == "json_object" else value)
+            key = json.dumps(None if self.kind == "json_object" else value, ensure_ascii=False)
+            key.encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start : error.start + 1]
+            raise UsageError(
+                f"the {self.kind} constraint holds {half!a}, half of a pair that no text can hold"
+            ) from None
         except (TypeError, ValueError, RecursionError) as error:
             raise UsageError(f"the value of the {self.kind} constraint is not JSON: {error}") from error
         object.__setattr__(self, "key", key)
@@ -84,7 +90,7 @@ def _json_schema(value: Any) -> str:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"the JSON schema is not valid JSON: {error}") from error
     return _lark({"start": _inline_schema(value, "the JSON schema")})
 
@@ -92,7 +98,10 @@ def _json_schema(value: Any) -> str:
 def _regex(value: Any) -> str:
     from llguidance import regex_to_lark  # a spec alone need not load the library
 
-    return _lark({"start": f"/{regex_to_lark(_text(value, 'the regex'), 'd')}/"})
+    text = _text(value, "the regex")
+    if (len(text) - len(text.rstrip("\\"))) % 2:  # the library would drop it
+        raise UsageError("the regex ends within an escape", "write a backslash of the text as two")
+    return _lark({"start": f"/{regex_to_lark(text, 'd')}/"})
 
 
 def _choice(value: Any) -> str:

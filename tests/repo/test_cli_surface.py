@@ -49,7 +49,7 @@ COMMANDS: dict[str, set[str]] = {
     "probe": JSON | {"--model", "--api-key", "--no-metrics"},
     "plan": JSON
     | {"--gpu", "--batch", "--context", "--acceptance", "--depth", "--weights", "--kv-dtype", "--tp", "--ep"}
-    | {"--price-per-hour", "--api-price", "--recalibrate", "--published"},
+    | {"--price-per-hour", "--api-price", "--price-list", "--recalibrate", "--published", "--drafter", "--head"},
     "tune": ENGINE | JSON | {"--workload", "--concurrency", "--minutes", "--retune"},
     "data": ENGINE
     | JSON

@@ -12,7 +12,7 @@ from source import PACKAGE, imported_modules, trees
 from headstart import registry
 
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("core", "stats", "config", "errors", "registry", "files", "hub", "machine", "svg", "_wheel"),
+    ("core", "params", "stats", "config", "errors", "registry", "files", "hub", "machine", "svg", "_wheel"),
     ("text", "formats", "kernels"),
     ("layers", "cache"),
     ("heads", "models", "drafters"),

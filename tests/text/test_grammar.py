@@ -263,6 +263,19 @@ def test_end_of_text() -> None:
         state.rollback(1)
 
 
+@pytest.mark.parametrize("grammar", ['start: ("a" <[0]> "b") | "x"', 'start: "a" <[0-2]>', 'start: "x" | "a" <[2]>'])
+def test_end_of_text_ids_that_a_grammar_names(grammar: str) -> None:
+    """They would end the text, so they are allowed where it may end only: what mask allows, advance takes."""
+    state = start(GrammarSpec("grammar", grammar))
+    assert state.advance(*tiny().encode("a"))
+    for token in ids(state.mask()):
+        assert state.copy().advance(token)
+    assert not {0, 2} & set(ids(state.mask())) and not state.advance(0)
+    assert state.accepting or state.done == bool(state.error)
+    state.rollback(1)
+    assert not state.error and state.mask().any()
+
+
 def test_ids_that_do_not_exist_are_refused() -> None:
     state = start(GrammarSpec("regex", "(.|\n)*"))
     for token in (-1, 1, tiny().vocab_size, tiny().vocab_size + PADDING - 1, 10**6):
@@ -332,6 +345,14 @@ def test_compiled_once() -> None:
         ("regex", "(a", "unclosed group$"),
         ("regex", "(?=a)b", "look-around"),
         ("regex", "", "not empty"),
+        ("regex", "a\\", "ends within an escape"),
+        ("regex", "\\\\\\", "ends within an escape"),
+        ("regex", "\ud800", "half of a pair"),
+        ("choice", ["a", "\udfff"], "half of a pair"),
+        ("json_schema", {"properties": {"\ud800": {}}}, "half of a pair"),
+        ("json_schema", '{"const": "\\ud800"}', "not valid: .*hex escape"),
+        ("json_schema", '{"items":' * 9000 + "{}" + "}" * 9000, "not valid JSON"),
+        ("grammar", 'start: <[0]> "a"', "end-of-text token where the text cannot end"),
         ("regex", r"[^\s\S]", "no text of this vocabulary"),
         ("choice", [], "empty list"),
         ("choice", "yes", "list of texts"),

@@ -1,6 +1,7 @@
 """The CPU backend: recorded programs in C++ (csrc/), exact to the bit in rows, batch, chunking and threads. No torch.
 
-Buffers are numpy arrays that belong to their program: valid until it runs again.
+Buffers are numpy arrays that belong to their program: valid until it runs again. Engines on one model may run in
+several threads: whatever uses the pool's threads, and the arena of scratch, has them for itself meanwhile.
 """
 
 from __future__ import annotations

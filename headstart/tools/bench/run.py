@@ -14,7 +14,7 @@ from typing import Any
 from headstart.config import EngineConfig, config_fields
 from headstart.core import Progress, Report, no_progress
 from headstart.errors import CapacityError, HeadstartError, UsageError
-from headstart.files import write_whole
+from headstart.files import read_regular, write_whole
 from headstart.stats import synthetic_note
 from headstart.tools.bench import workloads
 from headstart.tools.bench.document import Cell, Document, Row
@@ -74,8 +74,8 @@ class BenchOptions:
         if self.url is not None and self.chunked_prefill != (True,):
             raise UsageError("--chunked-prefill cannot be changed over HTTP", "start the server with or without it")
         for path in (self.out, self.report):
-            if path is not None and path.exists() and not self.force:
-                raise UsageError(f"{path} exists", "give another name, or --force to replace it")
+            if path is not None and path.exists():
+                _check_replaced(path, self.force)
 
     @property
     def loads(self) -> tuple[Load, ...]:
@@ -305,6 +305,22 @@ def _settings(options: BenchOptions, modes: tuple[str, ...], chosen: list[Worklo
             if (value := getattr(options.config, name)) != item.default
         },
     }
+
+
+MARKS = (b"headstart-bench", b"<title>headstart bench:")
+"""In the first bytes of a document and of a report."""
+
+
+def _check_replaced(path: Path, force: bool) -> None:
+    """Raises UsageError for what is not to be replaced, or was not written by a bench."""
+    if not force:
+        raise UsageError(f"{path} exists", "give another name, or --force to replace it")
+    try:
+        begin = read_regular(path)[:1000]
+    except OSError:
+        begin = b"no file"
+    if begin and not any(mark in begin for mark in MARKS):
+        raise UsageError(f"{path} was not written by headstart bench", "give another name")
 
 
 def _write(path: Path, text: str) -> None:

@@ -6,26 +6,35 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from headstart.core import Progress
-from headstart.errors import CapacityError, UsageError
+from headstart.errors import CapacityError, ModelError, UsageError
 from headstart.files import FULL, written_aside
 from headstart.formats.base import PIECE_BYTES
-from headstart.formats.safetensors import Planned, write_stream
+from headstart.formats.json_object import read_object
+from headstart.formats.safetensors import CONFIG, Planned, write_stream
+from headstart.heads.eagle3 import OURS
+from headstart.heads.files import MARK
 
 Writer = Callable[[Path, Callable[[int], None]], None]
 """Writes one file, and says after each piece how many bytes it had."""
 MEGABYTE = 1_000_000
+TAKEN_OVER = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
+"""Files that an output has when its source had them."""
 
 
 @dataclass
 class Plan:
     """A directory to be. `tensors`: safetensors files; `copies`: files taken over; `links`: files whose bytes are
-    shared with the source where the file system can; `notes`: what the user should know; `use`: how to run it, with
-    {out} in it."""
+    shared with the source where the file system can; `marks`: files that nobody else writes, by which the output is
+    known again; `notes`: what the user should know; `use`: how to run it, with {out} in it."""
 
     tensors: dict[str, Sequence[Planned]] = field(default_factory=dict)
     metadata: dict[str, str] | None = None
@@ -34,6 +43,7 @@ class Plan:
     links: dict[str, Path] = field(default_factory=dict)
     writers: dict[str, Writer] = field(default_factory=dict)  # of other formats, run last
     other_bytes: int = 0  # of `writers`
+    marks: tuple[str, ...] = ()
     notes: list[str] = field(default_factory=list)
     use: str = ""
     data: dict[str, Any] = field(default_factory=dict)
@@ -64,7 +74,7 @@ def single_file(tensors: Sequence[Planned], config: dict[str, Any], use: str) ->
 
 
 def check_target(out: Path, force: bool, sources: Sequence[Path] = ()) -> None:
-    """Raises UsageError for a target that exists, is no directory, or holds a source."""
+    """Raises UsageError for a target that exists, is no directory, holds a source, or is never to be replaced."""
     target = out.resolve()
     for source in sources:
         if target == source.resolve() or target in source.resolve().parents:
@@ -73,11 +83,56 @@ def check_target(out: Path, force: bool, sources: Sequence[Path] = ()) -> None:
         raise UsageError(f"{out} is not a directory", "give --out another name")
     if out.exists() and not force:
         raise UsageError(f"{out} exists", "give --out a new name, or --force to replace it")
+    for what, folder in (("the working directory", Path.cwd()), ("your home directory", Path.home())):
+        if target == folder.resolve() or target in folder.resolve().parents:
+            raise UsageError(f"{out} is or holds {what}", "give --out another directory")
+    if os.path.ismount(target) or (target / ".git").exists():
+        what = "a git repository" if (target / ".git").exists() else "a mounted file system"
+        raise UsageError(f"{out} is {what}, which is never replaced", "give --out another directory")
+
+
+def check_replaced(plan: Plan, out: Path) -> None:
+    """What is replaced must be what such a command has written. Raises UsageError for anything else in `out`."""
+    if not out.exists():
+        return
+    entries = {path.name: path for path in out.iterdir()}
+    hint = "give --out another name, or remove the directory yourself"
+    foreign = [name for name, path in entries.items() if name not in _names(plan, out) or not _is_plain(path)]
+    if foreign:
+        raise UsageError(f"{out} holds {min(foreign)}, which was not written by such a command", hint)
+    if entries and not _is_own(plan, out):
+        raise UsageError(f"{out} holds something else, which was not written by such a command", hint)
+
+
+def _is_plain(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
+
+
+def _names(plan: Plan, out: Path) -> set[str]:
+    """Names that this plan writes, and those that the one before it had written."""
+    names = {*plan.texts, *plan.copies, *plan.links, *plan.tensors, *plan.writers, *TAKEN_OVER}
+    for mark in plan.marks:
+        with suppress(ModelError):
+            names |= {str(name) for name in read_object(out / mark).get("files") or ()}
+    return names
+
+
+def _is_own(plan: Plan, out: Path) -> bool:
+    """A file that only we write, our key in config.json, or that very config.json."""
+    if any((out / name).is_file() for name in (*plan.marks, *plan.writers)):
+        return True
+    try:
+        there = (out / CONFIG).read_bytes()
+        planned = plan.copies[CONFIG].read_bytes() if CONFIG in plan.copies else plan.texts.get(CONFIG, "").encode()
+        return there == planned or bool({MARK, OURS} & read_object(out / CONFIG).keys())
+    except (OSError, ModelError):
+        return False
 
 
 def carry_out(plan: Plan, out: Path, progress: Progress) -> int:
-    """Write a plan. Returns the bytes that are in the directory. Raises CapacityError where it cannot be written; then
-    nothing is left."""
+    """Write a plan. Returns the bytes that are in the directory. Raises UsageError where `out` is not ours to replace,
+    CapacityError where it cannot be written; then nothing is left."""
+    check_replaced(plan, out)
     nbytes = plan.nbytes(out)
     check_room(out, nbytes)
     with written_aside(out) as aside:

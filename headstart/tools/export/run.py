@@ -37,7 +37,8 @@ def run(options: ExportOptions, progress: Progress = no_progress) -> Report:
         raise UsageError(f"--model-type goes with --to {DEFAULT} only", "leave it out")
     request = Request(options.model, options.head, options.model_type)
     check_target(options.out, options.force)
-    check_target(options.out, True, [request.alias.trunk])
+    sources = [request.alias.trunk, request.head or request.alias.head()]
+    check_target(options.out, True, [each for each in sources if each])
     plan = export(request)
     size = carry_out(plan, options.out, progress)
     use = plan.use.format(out=options.out)

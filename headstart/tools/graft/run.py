@@ -42,6 +42,9 @@ PAYS, DEAD = 1.4, 1.05
 """Acceptance lengths: from here on one head saves time on CPUs; below, it hardly guesses anything."""
 
 
+Wrote = Callable[[int], None]
+
+
 @dataclass(frozen=True, kw_only=True)
 class GraftOptions:
     """`base`: where the head comes from. `strip`: take the head out instead."""
@@ -86,6 +89,8 @@ def _strip(target: Checkpoint) -> Plan:
     _take_trunk(plan, target, names)
     plan.texts["config.json"] = as_json(without_head(target.config)) + "\n"
     _write_index(plan, target, names, {})
+    plan.marks = (PROVENANCE,)
+    plan.writers[PROVENANCE] = partial(_write_provenance, target, None, None, plan)
     return plan
 
 
@@ -109,6 +114,7 @@ def _graft(target: Checkpoint, base: Checkpoint, quantize: bool) -> Plan:
     plan.texts["config.json"] = as_json(config) + "\n"
     _write_index(plan, target, here, dict.fromkeys((each.name for each in planned), head_file))
     plan.data = {"what": f"{len(planned)} tensors of the head of {base.name} added", "tensors": len(planned)}
+    plan.marks = (PROVENANCE,)
     plan.writers[PROVENANCE] = partial(_write_provenance, target, base, head_file, plan)
     return plan
 
@@ -226,20 +232,28 @@ def _write_index(plan: Plan, target: Checkpoint, head: set[str], added: Mapping[
 
 
 def _write_provenance(
-    target: Checkpoint, base: Checkpoint, head_file: str, plan: Plan, path: Path, wrote: Callable[[int], None]
+    target: Checkpoint, base: Checkpoint | None, head_file: str | None, plan: Plan, path: Path, wrote: Wrote
 ) -> None:
+    """`base` and `head_file` None: the head was taken out."""
     document = {
         "made_by": f"headstart {headstart.__version__}",
         "made_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "files": sorted([path.name, *(each.name for each in path.parent.iterdir())]),
         "trunk": _origin(target),
-        "head": _origin(base),
-        "head_file": head_file,
-        "head_sha256": _sha256(path.with_name(head_file)),
-        "head_tensors": len(plan.tensors[head_file]),
-        "config_keys": {".".join(where): value for where, value in head_keys(base.config).items()},
+        **(_head_origin(base, path.with_name(head_file)) if base and head_file else {"head": None}),
+        "head_tensors": plan.data["tensors"],
         "notes": plan.notes,
     }
     path.write_text(as_json(document) + "\n", "utf-8")
+
+
+def _head_origin(base: Checkpoint, head_file: Path) -> dict[str, Any]:
+    return {
+        "head": _origin(base),
+        "head_file": head_file.name,
+        "head_sha256": _sha256(head_file),
+        "config_keys": {".".join(where): value for where, value in head_keys(base.config).items()},
+    }
 
 
 def _origin(directory: Checkpoint) -> dict[str, Any]:

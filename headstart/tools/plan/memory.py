@@ -10,7 +10,6 @@ A device's memory is what its driver reports; the driver's own context lies with
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from math import floor
 from typing import Literal
@@ -153,7 +152,9 @@ def memory_of_bytes(weight_bytes: float, split: Split) -> Memory:
 
 def cache_bytes(model: SizedModel, split: Split, context: float) -> float:
     """Keys, values and recurrent states (float32) of one sequence on one device, the drafter's included."""
-    return sum(_cache_of(group, model.kv, split, context) for group in _caching(model.shape))
+    head = model.shape.head
+    trunk = sum(_cache_of(group, model.kv, split, context) for group in model.shape.layers)
+    return trunk + head.modules * sum(_cache_of(group, model.kv, split, context) for group in head.layers)
 
 
 def activations(shape: Shape, split: Split) -> float:
@@ -167,10 +168,6 @@ def activations(shape: Shape, split: Split) -> float:
 def devices_needed(model: SizedModel, device: float) -> int:
     """Fewest devices of so many bytes that hold the weights, whatever the division."""
     return -int(-sum(model.weight_bytes().values()) // (USABLE * device))
-
-
-def _caching(shape: Shape) -> Iterable[Layers]:
-    return (*shape.layers, shape.head.block)
 
 
 def _cache_of(group: Layers, kv: float, split: Split, context: float) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from headstart.config import MAX_DEPTH
 from headstart.tools.plan.acceptance import expected_tokens
 from headstart.tools.plan.machine import Machine
 from headstart.tools.plan.roofline import Pass, SizedModel, draft_seconds, pass_seconds
@@ -33,12 +34,30 @@ class Speed:
         return self.batch * self.per_stream
 
 
+@dataclass(frozen=True)
+class Drafting:
+    """A model with its drafter, how often its drafts stand, and that in words."""
+
+    model: SizedModel
+    acceptances: tuple[float, ...]
+    said: str
+
+    @property
+    def kind(self) -> str:
+        return self.model.shape.head.kind
+
+    @property
+    def deepest(self) -> int:
+        most = self.model.shape.head.most
+        return MAX_DEPTH if most is None else min(most, MAX_DEPTH)
+
+
 def speed(
     model: SizedModel, machine: Machine, batch: int, context: float, depth: int, acceptances: Sequence[float]
 ) -> Speed:
     """Verify depth + 1 rows of every sequence, draft depth times, and the engine's own time."""
     pass_s = pass_seconds(model, machine, Pass(batch, 1 + depth, context))
-    draft_s = depth * draft_seconds(model, machine, batch, context)
+    draft_s = draft_seconds(model, machine, batch, context, depth)
     engine_s = machine.rates.step_s + machine.rates.step_row_s * batch * (1 + depth)
     return Speed(
         batch=batch,

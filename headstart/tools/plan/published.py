@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from headstart.formats.json_object import read_packaged
-from headstart.tools.plan.acceptance import DEFAULT, of_length
+from headstart.tools.plan.acceptance import of_length
+from headstart.tools.plan.drafters import KINDS, with_drafter
 from headstart.tools.plan.formats import kv_bytes, weight_format
 from headstart.tools.plan.machine import Machine, make_machine, parse_gpu
 from headstart.tools.plan.memory import devices_needed, memory, split_of
@@ -44,13 +45,13 @@ class SetUp:
 
     def __init__(self, point: Mapping[str, Any]) -> None:
         self.point = point
-        shape = find_shape(point["model"], point.get("weights"))
+        shape = with_drafter(find_shape(point["model"], point.get("weights")), point.get("drafter"))
         weights = weight_format(shape.weights)
         self.model = SizedModel(shape=shape, format=weights, kv=kv_bytes("bf16"))
         self.machine: Machine = make_machine(*parse_gpu(point["gpu"]), weights.compute)
         self.batch, self.depth = int(point["batch"]), int(point["depth"])
         self.context = float(point.get("context", DEFAULT_CONTEXT))
-        given = point.get("acceptance", shape.acceptance or DEFAULT)
+        given = point.get("acceptance", shape.acceptance or KINDS[shape.head.kind].acceptances)
         self.acceptances = of_length(given, self.depth) if isinstance(given, int | float) else tuple(given)
 
     def tokens_per_s(self, depth: int, batch: int | None = None) -> float:
@@ -65,7 +66,8 @@ class SetUp:
 
     def comparisons(self) -> Iterator[dict[str, Any]]:
         published, plain, drafting = self.point["published"], self.tokens_per_s(0), self.tokens_per_s(self.depth)
-        pairs = (("plain", 0, plain), ("MTP", self.depth, drafting))
+        name = {"mtp": "MTP"}.get(self.model.shape.head.kind, KINDS[self.model.shape.head.kind].title)
+        pairs = (("plain", 0, plain), (name, self.depth, drafting))
         for (name, depth, rate), value in zip(pairs, published.get("tokens_per_s", (None, None)), strict=True):
             if value is not None:
                 yield self._compared(f"{name} tok/s", value, rate, depth)
@@ -116,7 +118,11 @@ class SetUp:
     def _why(self, bound: float, depth: int) -> str:
         """The bytes of one pass over all memories together, and what that allows."""
         num_bytes = floor_bytes(self.model, self.batch, self.context, depth)
-        most = f", were all {depth} drafts always right" if depth else ""
+        most = (
+            (f", were all {depth} drafts always right" if depth > 1 else ", were its draft always right")
+            if depth
+            else ""
+        )
         return (
             f"{num_bytes / 1e9:.1f} GB a pass at {self.machine.count * self.machine.device.bandwidth / 1e12:.1f} TB/s "
             f"allow {bound:,.0f} tok/s{most}"

@@ -60,24 +60,31 @@ class SizedModel:
         return part_bytes(self.shape, self.format, part)
 
     def drafting(self) -> SizedModel:
-        """The model whose blocks are as wide as the head's: some formats leave the head as it was."""
+        """The drafter as a model: some formats leave a head as it was."""
+        shape = replace(self.shape, hidden=self.shape.head.hidden)
         size = self.shape.bytes_per_weight.get("head", self.format.head)
-        if size is None:
-            return self
-        measured: dict[Part, float] = {"attention": size, "mlp": size, "experts": size}
-        return replace(self, shape=replace(self.shape, bytes_per_weight=self.shape.bytes_per_weight | measured))
+        if size is not None:
+            measured: dict[Part, float] = {"attention": size, "mlp": size, "experts": size}
+            shape = replace(shape, bytes_per_weight=shape.bytes_per_weight | measured)
+        return replace(self, shape=shape)
 
     def weight_bytes(self) -> dict[Part, float]:
-        """Bytes of all weights by part; `head` without the LM head that it shares."""
+        """Bytes of all weights by part; `head` without an LM head that it shares."""
         sizes: dict[Part, float] = {part: count * self.bytes(part) for part, count in self.shape.parameters().items()}
         head, drafting = self.shape.head, self.drafting()
-        mlp = head.block.mlp
-        sizes["head"] = (
-            head.block.attention.weights * drafting.bytes("attention")
-            + (mlp.weights + head.projection) * drafting.bytes("mlp")
-            + mlp.experts * mlp.expert_weights * drafting.bytes("experts")
-        )
+        stored = sum(_bytes_of(drafting, group) for group in head.layers) + head.projection * drafting.bytes("mlp")
+        more = (head.most or 0) * head.per_token * drafting.bytes("mlp") + head.own * self.bytes("lm_head")
+        sizes["head"] = head.modules * stored + more
         return sizes
+
+
+def _bytes_of(model: SizedModel, group: Layers) -> float:
+    attention, mlp = group.attention, group.mlp
+    return group.count * (
+        attention.weights * model.bytes("attention")
+        + mlp.weights * model.bytes("mlp")
+        + mlp.experts * mlp.expert_weights * model.bytes("experts")
+    )
 
 
 def pass_costs(model: SizedModel, machine: Machine, work: Pass) -> list[Cost]:
@@ -96,20 +103,29 @@ def pass_seconds(model: SizedModel, machine: Machine, work: Pass) -> float:
     return sum(cost.seconds for cost in pass_costs(model, machine, work))
 
 
-def draft_seconds(model: SizedModel, machine: Machine, sequences: int, context: float) -> float:
-    """One draft step for every sequence: the head's block and projection, the LM head, the head's own cache."""
+def draft_seconds(model: SizedModel, machine: Machine, sequences: int, context: float, depth: int = 1) -> float:
+    """A draft of so many tokens for every sequence: the drafter's layers, projection, LM head and cache."""
+    head = model.shape.head
+    if not depth or not head.drafts:
+        return 0.0
     if (measured := machine.rates.measured_draft) is not None:
-        return measured[0] + measured[1] * sequences
-    head, work, drafting = model.shape.head, Pass(sequences, 1, context), model.drafting()
+        return depth * (measured[0] + measured[1] * sequences)
+    if not head.vocab:
+        return machine.rates.draft_s  # a look-up beside the device
+    drafting, rows = model.drafting(), depth + 1 if head.once and head.layers else 1
+    steps, tokens = (1, depth) if head.once else (depth, 1)
+    work = Pass(sequences, rows, context)
     local = _local(machine, work)
-    costs = _layer_costs(drafting, machine, work, local, head.block)
+    costs = [cost for group in head.layers for cost in _layer_costs(drafting, machine, work, local, group)]
     costs.append(_matrix(machine, "projection", head.projection, local.num_rows, drafting.bytes("mlp")))
-    lm_head = head.draft_vocab * model.shape.hidden
-    costs.append(_matrix(machine, "lm_head", lm_head, local.num_rows, model.bytes("lm_head")))
-    kernels = LAST_KERNELS + 2 + head.block.attention.kernels + head.block.mlp.kernels
+    each = head.per_token * tokens
+    costs.append(_matrix(machine, "projection", each, local.sequences, drafting.bytes("mlp")))
+    lm_head = head.vocab * head.hidden
+    costs.append(_matrix(machine, "lm_head", lm_head, local.sequences * tokens, model.bytes("lm_head")))
+    kernels = LAST_KERNELS + 2 + sum(g.count * (g.attention.kernels + g.mlp.kernels) for g in head.layers)
     costs.append(Cost("fixed", seconds=machine.rates.draft_s + kernels * machine.rates.kernel_s))
-    costs += _links(model, machine, work, local, (head.block,))
-    return sum(cost.seconds for cost in costs)
+    costs += _links(drafting, machine, work, local, head.layers)
+    return steps * sum(cost.seconds for cost in costs)
 
 
 def _local(machine: Machine, work: Pass) -> Pass:

@@ -2,119 +2,135 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from headstart.config import MAX_DEPTH, EngineConfig
 from headstart.core import Progress, Report, no_progress
 from headstart.errors import UsageError
 from headstart.tools.plan import acceptance, published
+from headstart.tools.plan.document import Prices, document, lines
+from headstart.tools.plan.drafters import KINDS, parse_drafters, with_drafter
 from headstart.tools.plan.formats import kv_bytes, weight_format
 from headstart.tools.plan.here import machine_for
-from headstart.tools.plan.machine import HERE, Machine, make_machine, parse_gpu
-from headstart.tools.plan.memory import USABLE, Memory, devices_needed, memory, split_of
-from headstart.tools.plan.predict import (
-    DEPTHS,
-    Speed,
-    best,
-    break_even,
-    dollars_per_million,
-    first_token,
-    speed,
-)
-from headstart.tools.plan.roofline import Pass, SizedModel, pass_costs
+from headstart.tools.plan.machine import HERE, Machine, find_device, make_machine, parse_gpu
+from headstart.tools.plan.predict import Drafting
+from headstart.tools.plan.prices import api_price, device_price
+from headstart.tools.plan.roofline import SizedModel
 from headstart.tools.plan.shape import Shape
-from headstart.tools.plan.sources import card_names, find_shape
+from headstart.tools.plan.sources import find_shape, is_card, with_head
 
 HERE_CACHE_TYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "int8": "int8", "float32": "float32"}
 HERE_WEIGHTS = ("int8", "int4")
+CONTEXT = 2048
+"""Positions of a sequence where nothing else is asked for, or the model's own context where that is shorter."""
+MOST_CONTEXT, MOST_BATCH = 2**24, 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What to plan. Prices in dollars: of one device for an hour, of an API for a million tokens."""
+    """What to plan. Prices in dollars: of one device for an hour (or `on-demand`, `spot`), of an API for a million
+    tokens (or `list`); words are looked up in `price_list` (None: the built-in one). `drafter`: kinds, comma-separated;
+    `head`: one that is a model of its own. `context` None: CONTEXT, or less where the model has less."""
 
     model: str | None = None
     gpu: str = HERE
     batches: tuple[int, ...] = (1, 4, 8)
-    context: int = 2048
+    context: int | None = None
     acceptance: str | None = None
     depths: tuple[int, ...] = ()
+    drafter: str | None = None
+    head: str | None = None
     weights: str | None = None
     kv_dtype: str | None = None
     tp: int | None = None
     ep: int | None = None
-    price_per_hour: float | None = None
-    api_price: float | None = None
+    price_per_hour: str | float | None = None
+    api_price: str | float | None = None
+    price_list: str | None = None
     recalibrate: bool = False
 
     def __post_init__(self) -> None:
-        if not self.batches or min(self.batches) < 1:
-            raise UsageError("--batch needs numbers of at least 1", "for example --batch 1,4,8")
+        if not self.batches or not 1 <= min(self.batches) <= max(self.batches) <= MOST_BATCH:
+            raise UsageError(f"--batch goes from 1 to {MOST_BATCH:,}", "for example --batch 1,4,8")
         if any(not 0 <= depth <= MAX_DEPTH for depth in self.depths):
             raise UsageError(f"--depth goes from 0 to {MAX_DEPTH}", "for example --depth 1,3")
-        if self.context < 1:
-            raise UsageError(f"--context is {self.context}, but must be at least 1")
-        for flag, price in (("--price-per-hour", self.price_per_hour), ("--api-price", self.api_price)):
-            if price is not None and price <= 0:
-                raise UsageError(f"{flag} is {price:g}, but a price is above 0")
+        if self.context is not None and not 1 <= self.context <= MOST_CONTEXT:
+            raise UsageError(f"--context is {self.context}, but goes from 1 to {MOST_CONTEXT:,}")
         if self.api_price is not None and self.price_per_hour is None:
             hint = "add --price-per-hour DOLLARS, for one device"
             raise UsageError("--api-price is given, but not what the machine costs", hint)
+        self.prices("")  # numbers that are none are refused before anything is loaded
+        parse_drafters(self.drafter)
+
+    def prices(self, device: str) -> Prices:
+        """Of a device of the catalogue; an empty name leaves words unread. Raises UsageError."""
+        hour, api = self.price_per_hour, self.api_price
+        asked = hour is not None and (device or hour not in ("on-demand", "spot"))
+        return Prices(
+            hour=device_price(str(hour), device, self.price_list) if asked else None,
+            api=api_price(str(api), self.price_list) if api is not None else None,
+        )
 
 
 def run(options: PlanOptions, progress: Progress = no_progress) -> Report:
     """Predict; `ok` is false when the weights do not fit. Raises UsageError or ModelError."""
-    here = options.gpu.strip().lower() == HERE  # --weights is rounded at load and measured; elsewhere it is the format
-    shape = find_shape(options.model, None if here else options.weights)
-    if shape.max_length and options.context > shape.max_length:
-        raise UsageError(f"--context is {options.context}, but the model's context is {shape.max_length}")
-    acceptances, said = _acceptances(options, shape)
-    model, machine = _set_up(options, shape, progress)
-    room = memory(model, split_of(machine), options.context, users=max(options.batches))
-    rows = [_row(options, model, machine, batch, acceptances) for batch in options.batches]
-    for row in rows:
-        row["fits"] = row["batch"] <= room.max_batch
-    data: dict[str, Any] = {
-        "model": _model_document(model),
-        "machine": {
-            "name": machine.name,
-            "count": machine.count,
-            "tp": machine.tp,
-            "ep": machine.ep,
-            "rates": asdict(machine.rates),
-        },
-        "context": options.context,
-        "acceptances": list(acceptances),
-        "memory": _memory_document(model, machine, room),
-        "ttft_s": first_token(model, machine, options.context),
-        "batches": rows,
-        "break_even": _break_even(options, machine, rows),
-        "assumptions": _assumptions(model, machine, said),
-    }
-    return Report(ok=room.fits, data=data, lines=_lines(options, data))
+    name, count = parse_gpu(options.gpu)
+    prices = options.prices(name if name == HERE else find_device(name).name)
+    trunk = find_shape(options.model, None if name == HERE else options.weights)
+    context = _context(options, trunk)
+    shapes = _shapes(options, trunk, here=name == HERE)
+    made = [_set_up(options, name, count, shape, progress) for shape in shapes]
+    drafting = [Drafting(model, *_acceptances(options, model.shape)) for model, _ in made]
+    data = document(drafting, made[0][1], context, options.batches, options.depths, prices)
+    return Report(ok=data["memory"]["fits"], data=data, lines=lines(data, prices))
+
+
+def _context(options: PlanOptions, shape: Shape) -> int:
+    """As asked for, within the model's; what nobody asked for fits. Raises UsageError."""
+    longest = shape.max_length or MOST_CONTEXT
+    if options.context is not None and options.context > longest:
+        raise UsageError(f"--context is {options.context}, but the model's context is {longest}")
+    return options.context or min(CONTEXT, longest)
+
+
+def _shapes(options: PlanOptions, trunk: Shape, *, here: bool) -> list[Shape]:
+    """The model with each drafter. Raises UsageError or ModelError."""
+    kinds = parse_drafters(options.drafter)
+    if here and (options.head or any(kind not in (None, "none", trunk.head.kind) for kind in kinds)):
+        hint = "leave --drafter and --head out, name a machine, or measure it: headstart bench"
+        raise UsageError("--gpu here measures the drafter that the model has, no other", hint)
+    if options.head is None:
+        return [with_drafter(trunk, kind) for kind in kinds]
+    wanted = [kind for kind in kinds if kind not in (None, "none")]
+    shape = with_head(trunk, options.head, wanted[0] if wanted else None)
+    if wanted and shape.head.kind not in wanted:
+        what = f"--head {options.head} is {KINDS[shape.head.kind].title}"
+        raise UsageError(f"{what}, but --drafter says {', '.join(map(str, wanted))}", "leave --drafter out")
+    return [shape, *(with_drafter(trunk, kind) for kind in wanted if kind != shape.head.kind)]
 
 
 def _acceptances(options: PlanOptions, shape: Shape) -> tuple[tuple[float, ...], str]:
     if options.acceptance not in (None, "default"):
         return acceptance.parse(str(options.acceptance), options.depths)
-    if shape.acceptance:
-        shown = ", ".join(f"{value:.2f}" for value in shape.acceptance)
-        return shape.acceptance, f"acceptances {shown} by position: {shape.acceptance_source}; the last goes on"
-    shown = ", ".join(f"{value:g}" for value in acceptance.DEFAULT)
-    return acceptance.DEFAULT, f"acceptances {shown} by position: a guess, as no source is known; give --acceptance"
+    kind = KINDS[shape.head.kind]
+    values = shape.acceptance or kind.acceptances
+    shown = ", ".join(f"{value:.2g}" for value in values)
+    source = shape.acceptance_source or kind.source
+    return values, f"{kind.title}: acceptances {shown} by position, the last goes on: {source}"
 
 
-def _set_up(options: PlanOptions, shape: Shape, progress: Progress) -> tuple[SizedModel, Machine]:
-    name, count = parse_gpu(options.gpu)
+def _set_up(
+    options: PlanOptions, name: str, count: int, shape: Shape, progress: Progress
+) -> tuple[SizedModel, Machine]:
     if name != HERE:
         if options.recalibrate:
             raise UsageError("--recalibrate measures this machine", "use it with --gpu here")
         weights = weight_format(shape.weights)
         machine = make_machine(name, count, weights.compute, tp=options.tp, ep=options.ep)
         return SizedModel(shape=shape, format=weights, kv=kv_bytes(options.kv_dtype or "bf16")), machine
-    if shape.name in card_names():
+    if is_card(options.model) and not (options.model and Path(options.model).exists()):
         hint = "name a machine, for example --gpu h200x4"
         raise UsageError(f"{options.model} is a card without weights, so it cannot be measured here", hint)
     if count > 1 or options.tp not in (None, 1) or options.ep not in (None, 1):
@@ -134,109 +150,6 @@ def _here_cache(name: str | None) -> Any:
     if name is not None and name not in HERE_CACHE_TYPES:
         raise UsageError(f"--kv-dtype {name} is not one of this engine's", f"use {', '.join(HERE_CACHE_TYPES)}")
     return HERE_CACHE_TYPES[name] if name else None
-
-
-def _row(
-    options: PlanOptions, model: SizedModel, machine: Machine, batch: int, acceptances: Sequence[float]
-) -> dict[str, Any]:
-    """One batch: plain decoding, the depths asked for or the best one of DEPTHS, and where a plain pass spends time."""
-
-    def at(depth: int) -> Speed:
-        return speed(model, machine, batch, options.context, depth, acceptances)
-
-    plain, tried = at(0), [at(depth) for depth in options.depths or DEPTHS]
-    chosen = tried if options.depths else [best(tried)]
-    price = None if options.price_per_hour is None else options.price_per_hour * machine.count
-    costs = pass_costs(model, machine, Pass(batch, 1, options.context))
-    return {
-        "batch": batch,
-        "plain": _speed_document(plain, plain, price),
-        "with_mtp": [_speed_document(each, plain, price) for each in chosen],
-        "best_depth": best(tried).depth,
-        "plain_pass_ms": {cost.name: cost.seconds * 1e3 for cost in costs if cost.seconds},
-    }
-
-
-def _speed_document(predicted: Speed, plain: Speed, price: float | None) -> dict[str, Any]:
-    return {
-        "depth": predicted.depth,
-        "step_ms": predicted.step_s * 1e3,
-        "pass_ms": predicted.pass_s * 1e3,
-        "draft_ms": predicted.draft_s * 1e3,
-        "tokens_per_step": predicted.tokens_per_step,
-        "tokens_per_s_per_stream": predicted.per_stream,
-        "tokens_per_s": predicted.total,
-        "speedup": predicted.total / plain.total,
-        "dollars_per_million": None if price is None else dollars_per_million(price, predicted.total),
-    }
-
-
-def _model_document(model: SizedModel) -> dict[str, Any]:
-    sizes = model.weight_bytes()
-    return {
-        "name": model.shape.name,
-        "weights": model.shape.weights,
-        "parameters": sum(count for part, count in model.shape.parameters().items() if part != "head"),
-        "bytes": dict(sizes),
-        "cache_bytes_per_element": model.kv,
-        "head_assumed": model.shape.head.assumed,
-    }
-
-
-def _memory_document(model: SizedModel, machine: Machine, room: Memory) -> dict[str, Any]:
-    return {
-        "device_bytes": room.device,
-        "usable_bytes": room.usable,
-        "weight_bytes_per_device": room.weights,
-        "activation_bytes_per_device": room.activations,
-        "cache_bytes_per_sequence": room.per_sequence,
-        "fits": room.fits,
-        "verdict": room.verdict,
-        "why": room.why,
-        "longest": room.longest,
-        "max_batch": room.max_batch,
-        "devices_needed": devices_needed(model, machine.device.memory),
-    }
-
-
-def _break_even(options: PlanOptions, machine: Machine, rows: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-    """For every batch the share of the time that a machine must work to cost what the API asks."""
-    if options.api_price is None or options.price_per_hour is None:
-        return None
-    needed = break_even(options.price_per_hour * machine.count, options.api_price)
-    fastest = [max(each["tokens_per_s"] for each in (row["plain"], *row["with_mtp"])) for row in rows]
-    return [
-        {"batch": row["batch"], "tokens_per_s": needed, "utilisation": needed / rate}
-        for row, rate in zip(rows, fastest, strict=True)
-    ]
-
-
-def _assumptions(model: SizedModel, machine: Machine, acceptances: str) -> list[str]:
-    experts = any(group.mlp.experts for group in model.shape.layers)
-    return [
-        *model.shape.notes,
-        f"weights {model.shape.weights}: {sum(model.weight_bytes().values()) / 1e9:.2f} GB with the head, cache "
-        f"{model.kv:g} bytes an element",
-        *machine.assumptions,
-        acceptances,
-        *(["rows choose experts independently and evenly"] if experts else []),
-        *(["figures of the catalogue are from memory of the documents named"] if machine.name != HERE else []),
-        "a step is one pass over depth + 1 rows of every sequence, depth passes of the head, and the engine's own "
-        "time; prompts in between are not counted",
-        f"{USABLE:.0%} of the memory is for weights, activations of the largest pass, and caches",
-    ]
-
-
-def _lines(options: PlanOptions, data: dict[str, Any]) -> list[str]:
-    lines = []
-    for each in data["break_even"] or ():
-        used = each["utilisation"]
-        needs = f"{used:.0%} of the time" if used <= 1 else f"never: {used:.1f} times what it does"
-        lines.append(f"batch {each['batch']}: as cheap as the API at {each['tokens_per_s']:,.0f} tok/s, {needs}")
-    if options.price_per_hour is None:
-        lines.append("cost: give --price-per-hour (dollars, one device), and --api-price to compare with an API")
-    lines += ["assumptions:", *(f"  - {text}" for text in data["assumptions"])]
-    return lines
 
 
 def compare_published() -> Report:

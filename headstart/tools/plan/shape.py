@@ -26,6 +26,7 @@ class Attention:
     index_width: int = 0  # cached elements of one entry that the choice reads
     index_work: int = 0  # multiply-adds of one row over one entry for the choice
     state: int = 0  # float32 elements, read and written for every sequence
+    stored: bool = True  # False: entries are those of an earlier layer
     splits: int = 1  # tensor-parallel devices that the cache can be divided among
 
     def far(self, context: float) -> float:
@@ -34,6 +35,8 @@ class Attention:
 
     def kept(self, context: float) -> float:
         """Cached elements of a sequence."""
+        if not self.stored:
+            return 0.0
         return min(context, self.window) * self.width + self.far(context) * (self.width + self.index_width)
 
     def entries(self, context: float) -> float:
@@ -75,15 +78,44 @@ class Layers:
     attention: Attention
     mlp: MLP
 
+    @property
+    def weights(self) -> int:
+        """Of all of them, every expert counted."""
+        return self.count * (self.attention.weights + self.mlp.weights + self.mlp.experts * self.mlp.expert_weights)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """A drafting head: one block over a projection; its LM head is the trunk's, or `draft_vocab` rows of it."""
+    """What drafts. One step makes one token: `layers` over `hidden` values, a projection before them, and `vocab` rows
+    of an LM head (0: none, as in a look-up); `once`: one step makes the whole draft, a row for each token.
 
-    block: Layers
-    projection: int
-    draft_vocab: int
-    assumed: bool = False  # the model has none: what one like its own blocks would cost
+    `modules`: layers and projections stored, of which a step reads one. `per_token`: further weights that each drafted
+    token reads. `own`: weights of its own embedding and LM heads. `most`: its deepest draft (None: any). `assumed`: the
+    model comes without one; this is what one of that kind would be.
+    """
+
+    kind: str
+    hidden: int
+    vocab: int
+    layers: tuple[Layers, ...] = ()
+    projection: int = 0
+    modules: int = 1
+    per_token: int = 0
+    own: int = 0
+    once: bool = False
+    most: int | None = None
+    assumed: bool = False
+    source: str = ""
+
+    @property
+    def parameters(self) -> int:
+        """Stored, without an LM head that is the trunk's."""
+        stored = sum(group.weights for group in self.layers) + self.projection
+        return self.modules * stored + (self.most or 0) * self.per_token + self.own
+
+    @property
+    def drafts(self) -> bool:
+        return self.vocab > 0 or self.most != 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +130,7 @@ class Shape:
     head: Head
     weights: str  # name of the weight format it comes in
     max_length: int | None = None
+    looked_up: int = 0  # weights of further embeddings, of which a token reads its own row only
     bytes_per_weight: dict[Part, float] = field(default_factory=dict)  # measured in a checkpoint; wins over the format
     acceptance: tuple[float, ...] = ()
     acceptance_source: str = ""
@@ -109,18 +142,20 @@ class Shape:
 
     def parameters(self) -> dict[Part, int]:
         """Weights by part; `head` without the LM head that it shares."""
-        block = self.head.block
         return {
             "attention": sum(group.count * group.attention.weights for group in self.layers),
             "mlp": sum(group.count * group.mlp.weights for group in self.layers),
             "experts": sum(group.count * group.mlp.experts * group.mlp.expert_weights for group in self.layers),
             "lm_head": self.vocab * self.hidden,
-            "embedding": 0 if self.tied else self.vocab * self.hidden,
-            "head": self.head.projection
-            + block.attention.weights
-            + block.mlp.weights
-            + block.mlp.experts * block.mlp.expert_weights,
+            "embedding": self.looked_up + (0 if self.tied else self.vocab * self.hidden),
+            "head": self.head.parameters,
         }
+
+    def active(self) -> int:
+        """Weights that one token runs through, of the trunk, LM head included and embedding not."""
+        counts = self.parameters()
+        chosen = sum(group.count * group.mlp.active * group.mlp.expert_weights for group in self.layers)
+        return counts["attention"] + counts["mlp"] + counts["lm_head"] + chosen
 
     def noted(self, *notes: str) -> Shape:
         return replace(self, notes=(*self.notes, *notes))

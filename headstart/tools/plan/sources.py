@@ -14,15 +14,16 @@ from headstart import hub
 from headstart.errors import UsageError
 from headstart.formats import open_checkpoint
 from headstart.formats.base import Checkpoint, Tensor
+from headstart.formats.drafters import MODEL, MTP, classify_path
 from headstart.formats.json_object import read_object, read_packaged
-from headstart.heads.files import read_head
-from headstart.heads.kind import plain_parts
+from headstart.heads.files import MARK, read_head
 from headstart.tools.inspect.parts import part_of
 from headstart.tools.plan.acceptance import of_lengths
-from headstart.tools.plan.config_shape import KERNELS, shape_of
+from headstart.tools.plan.config_shape import shape_of
+from headstart.tools.plan.drafters import draft_model, from_checkpoint as from_head, from_config
 from headstart.tools.plan.formats import declared_format, kv_bytes, weight_format
 from headstart.tools.plan.roofline import SizedModel
-from headstart.tools.plan.shape import MLP, Attention, Head, Layers, Part, Shape
+from headstart.tools.plan.shape import Part, Shape
 
 GGUF_TYPES = {"Q8_0": "q8_0", "Q4_1": "q4_1", "Q4_K": "q4_k_m", "Q6_K": "q8_0", "Q4_0": "q4_1"}
 """The most frequent block type -> the format whose products run alike; bytes are measured."""
@@ -38,6 +39,16 @@ def cards() -> Mapping[str, Any]:
 
 def card_names() -> list[str]:
     return [name for name, card in cards().items() if "config" in card]
+
+
+def is_card(name: str | None) -> bool:
+    """Does a name mean a card, which has no weights?"""
+    return name in known_names()
+
+
+def known_names() -> list[str]:
+    """Cards and their aliases."""
+    return [name for card in card_names() for name in (card, *cards()[card]["aliases"])]
 
 
 def find_shape(name: str | None, weights: str | None = None) -> Shape:
@@ -75,14 +86,13 @@ def from_model(name: str | None) -> Shape:
     alias = hub.resolve_alias(name)
     shape = from_checkpoint(open_checkpoint(alias.trunk), name or alias.name)
     if (head := alias.head()) is not None and shape.head.assumed:
-        shape = with_head(shape, head)
+        shape = from_head(shape, read_head(head), head.name)
     return accepting(shape, alias.name)
 
 
 def _unknown(name: str) -> UsageError:
     known = f"cards: {', '.join(card_names())}; else a directory, a .gguf file or a repo id"
-    aliases = [alias for key in card_names() for alias in (key, *cards()[key]["aliases"])]
-    close = difflib.get_close_matches(name.lower(), aliases, n=1)
+    close = difflib.get_close_matches(name.lower(), known_names(), n=1)
     return UsageError(f"unknown model {name!r}", f"did you mean {close[0]}? {known}" if close else known)
 
 
@@ -152,25 +162,19 @@ def _part(name: str, shape: Shape) -> Part | None:
     return names.get(where)
 
 
-def with_head(shape: Shape, path: Path) -> Shape:
-    """With a head that is a checkpoint of its own."""
-    head = read_head(path)
-    (attention, mlp), hidden, draft_token_ids = plain_parts(head.spec.layer), shape.hidden, head.draft_token_ids
-    spec = attention.spec
-    block = Layers(
-        head.spec.num_modules,
-        Attention(
-            weights=hidden * spec.head_dim * 2 * (spec.num_heads + spec.num_kv_heads),
-            kernels=KERNELS["full"],
-            width=2 * spec.num_kv_heads * spec.head_dim,
-            work=2 * spec.num_heads * spec.head_dim,
-            splits=spec.num_kv_heads,
-        ),
-        MLP(weights=3 * hidden * mlp.inner, kernels=KERNELS["dense"]),
-    )
-    draft_vocab = shape.vocab if draft_token_ids is None else len(draft_token_ids)
-    changed = replace(shape, head=Head(block=block, projection=2 * hidden * hidden, draft_vocab=draft_vocab))
-    size = sum(tensor.nbytes for tensor in head.tensors.values()) / changed.parameters()["head"]
-    notes = [note for note in shape.notes if "no MTP head" not in note]
-    sizes = shape.bytes_per_weight | {"head": size}
-    return replace(changed, bytes_per_weight=sizes, notes=(*notes, f"head: {path.name}"))
+def with_head(shape: Shape, name: str, kind: str | None = None) -> Shape:
+    """With a drafter by name: a card or a whole model for `draft_model`, else a directory or a repo id, told by its
+    files. Raises UsageError or ModelError."""
+    path = Path(name).expanduser()
+    if kind == "draft_model" or name in known_names():
+        return draft_model(shape, find_shape(name))
+    if (path / "config.json").is_file() and MARK in read_object(path / "config.json"):
+        return from_head(shape, read_head(path), path.name)
+    drafter = classify_path(name)
+    if drafter.kind == MODEL or (drafter.kind == MTP and drafter.layout is None):
+        return draft_model(shape, find_shape(name))
+    if drafter.hidden_size not in (None, shape.hidden):
+        what = f"--head {name} is made for a hidden size of {drafter.hidden_size}, {shape.name} has {shape.hidden}"
+        raise UsageError(what, "give a drafter of this model")
+    config = read_object(path / "config.json" if path.is_dir() else hub.config_file(name))
+    return from_config(shape, drafter, name, config)

@@ -554,3 +554,13 @@ def test_log_ticks_are_few_and_inside(low: float, high: float) -> None:
     ticks = log_ticks(low, high)
     assert 3 <= len(ticks) <= 9
     assert low * 0.99 <= ticks[0] and ticks[-1] <= high * 1.01
+
+
+def test_only_its_own_files_are_replaced(tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_text('{"kind": "mine"}')
+    (tmp_path / "old.json").write_text('{\n  "kind": "headstart-bench"\n}')
+    (tmp_path / "old.html").write_text("<!doctype html>\n<title>headstart bench: x</title>")
+    for name in ("mine.json", "."):
+        with pytest.raises(UsageError, match="not written by headstart bench"):
+            BenchOptions(out=tmp_path / name, force=True)
+    BenchOptions(out=tmp_path / "old.json", report=tmp_path / "old.html", force=True)

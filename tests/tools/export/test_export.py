@@ -87,5 +87,8 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="exists"):
         run(ExportOptions(model=str(model), head=head, to="vllm-mimo", out=out))
     assert (out / "mine").exists()
-    run(ExportOptions(model=str(model), head=head, to="vllm-mimo", out=out, force=True))
-    assert not (out / "mine").exists()
+    with pytest.raises(UsageError, match="holds mine, which was not written"):
+        run(ExportOptions(model=str(model), head=head, to="vllm-mimo", out=out, force=True))
+    (out / "mine").unlink()
+    for _ in range(2):
+        run(ExportOptions(model=str(model), head=head, to="vllm-mimo", out=out, force=True))

@@ -33,7 +33,8 @@ def plan(request: Request) -> Plan:
     if "dspark_block_size" in source.config:
         raise ModelError(f"{source.name}: its mtp tensors are a DSpark drafter", "xLLM loads it from the model itself")
     cut = cut_module(source, draft)
-    made = Plan(notes=[*cut.notes, *_notes(source, draft, cut.tensors)], use=USE, data={"model_type": model_type})
+    made = Plan(notes=[*cut.notes, *_notes(source, draft, cut.tensors)], use=USE, marks=(SHARD,))
+    made.data = {"model_type": model_type}
     made.tensors = {SHARD: cut.planned}
     made.copies = side_files(source.path)
     made.texts = {

@@ -1,0 +1,96 @@
+"""Several threads on one LLM, and several LLMs on one model: every text is the one it is alone."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from support import assert_clean, family_of, in_threads, new_folder
+
+from headstart.api import LLM
+from headstart.config import EngineConfig
+from headstart.core import SamplingParams
+from headstart.engine.load import Model, load_model
+from headstart.kernels.backends.native import limits
+from headstart.tools.tiny import write_model
+
+NATIVE = pytest.mark.skipif(limits(EngineConfig()) is not None, reason="not built")
+CASES = [
+    pytest.param("native", "mimo", marks=NATIVE),  # with an MTP head
+    pytest.param(
+        "native", "qwen3_5_moe", marks=NATIVE
+    ),  # recurrent layers, experts: with memory of their own in a pass
+    ("reference", "mimo"),
+]
+SETTINGS: dict[str, Any] = {"threads": 2, "block_size": 16, "kv_blocks": 40, "max_model_len": 256, "depth": 3}
+
+
+def load(family: str, backend: str) -> Model:
+    config, arrays = family_of(family).tiny()
+    return load_model(str(write_model(new_folder(), config, arrays)), config_of(backend))
+
+
+def config_of(backend: str) -> EngineConfig:
+    dtype = {"dtype": "float64"} if backend == "reference" else {}
+    return EngineConfig(backend=backend, **SETTINGS | dtype)
+
+
+def asked(number: int) -> tuple[list[int], SamplingParams]:
+    """A prompt and how to go on with it: lengths, beginnings and parameters are of all kinds."""
+    rng = random.Random(number)
+    shared = [7] * rng.choice((0, 20, 40))  # prefixes that are found again
+    params = SamplingParams(
+        temperature=rng.choice((0.0, 0.9)), seed=number, max_tokens=rng.randrange(1, 30), ignore_eos=True,
+        n=rng.choice((1, 1, 2)), logprobs=rng.choice((None, 2)), frequency_penalty=rng.choice((0.0, 0.5)),
+        stop=rng.choice(((), ("e",))),
+    )  # fmt: skip
+    return shared + [rng.randrange(3, 120) for _ in range(rng.randrange(1, 60))], params
+
+
+def answer(llm: LLM, number: int) -> list[tuple[Any, ...]]:
+    prompt, params = asked(number)
+    [done] = llm.generate([prompt], params)
+    return [(each.token_ids, each.text, each.finish_reason, each.logprobs) for each in done.choices]
+
+
+def drop_a_stream(llm: LLM, number: int) -> None:
+    prompt, params = asked(number)
+    stream = llm.stream(prompt, SamplingParams(max_tokens=20, ignore_eos=True, seed=params.seed))
+    next(stream)
+
+
+@pytest.mark.parametrize(("backend", "family"), CASES)
+def test_threads_on_one_llm_and_llms_on_one_model(backend: str, family: str) -> None:
+    model = load(family, backend)
+    first, second = (LLM(model, config_of(backend)) for _ in range(2))
+    count = 24 if backend == "native" else 3
+    alone = [answer(first, number) for number in range(count)]
+
+    def work(number: int) -> list[list[tuple[Any, ...]]]:
+        llm, own = (first, second)[number % 2], []
+        for i in range(count):
+            if i % 5 == number % 5:
+                drop_a_stream(llm, i)
+            own.append(answer(llm, (i * 7 + number) % count))
+        return own
+
+    for number, own in enumerate(in_threads(work, range(6))):
+        assert own == [alone[(i * 7 + number) % count] for i in range(count)], f"thread {number}"
+    for llm in (first, second):
+        assert_clean(llm.engine)
+        assert not llm.shared.inboxes
+
+
+def test_llms_are_made_in_threads_while_others_run() -> None:
+    """Also on one model: what a drafter or a head takes of the weights is packed while passes run."""
+    backend = "native" if limits(EngineConfig()) is None else "reference"
+    model = load("mimo", backend)
+    llm = LLM(model, config_of(backend))
+    alone = [answer(llm, number) for number in range(6)]
+
+    def work(number: int) -> list[list[tuple[Any, ...]]]:
+        own = llm if number % 2 else LLM(model, config_of(backend))
+        return [answer(own, each) for each in range(6)]
+
+    assert in_threads(work, range(6)) == [alone] * 6

@@ -1,0 +1,170 @@
+"""One engine for several threads: the fair lock, what finalizers do, steps that fail."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from typing import Any
+
+import pytest
+from support import assert_clean, in_threads, tiny_model
+
+from headstart.api import LLM
+from headstart.config import EngineConfig
+from headstart.core import SamplingParams
+from headstart.engine.shared import Turns
+from headstart.errors import GenerationError
+
+LONG = SamplingParams(max_tokens=60, ignore_eos=True, seed=1, temperature=0.8)
+
+
+def small_llm(**settings: Any) -> LLM:
+    small = {"backend": "reference", "dtype": "float64", "threads": 1, "kv_blocks": 60, "max_model_len": 128}
+    return LLM(tiny_model("llama"), EngineConfig(**small | settings))
+
+
+def test_turns_are_fair() -> None:
+    """A thread that takes its turn in a loop, with nothing between, lets another one in after one turn at most."""
+    turns, order, stop = Turns(), list[str](), threading.Event()
+
+    def greedy() -> None:
+        while not stop.is_set():
+            with turns:
+                order.append("greedy")
+                time.sleep(0.0005)
+
+    thread = threading.Thread(target=greedy)
+    thread.start()
+    try:
+        for _ in range(20):
+            with turns:
+                order.append("other")
+            begun = len(order)
+            time.sleep(0.002)
+            assert len(order) > begun
+    finally:
+        stop.set()
+        thread.join()
+    assert order.count("other") == 20
+
+
+def test_turns_exclude_each_other() -> None:
+    turns, inside, most = Turns(), list[int](), list[int]()
+
+    def work(number: int) -> None:
+        for _ in range(300):
+            with turns:
+                inside.append(number)
+                most.append(len(inside))
+                inside.remove(number)
+            turns.soon(lambda: most.append(len(inside)) if not inside else most.append(9))
+
+    in_threads(work, range(4))
+    assert max(most) == 1
+    assert len(most) == 4 * 300 * 2, "whatever is to be done soon is done"
+
+
+def test_soon_inside_of_a_turn_comes_at_its_end() -> None:
+    turns, done = Turns(), list[int]()
+    with turns:
+        turns.soon(lambda: done.append(1))
+        assert not done
+    assert done == [1]
+    turns.soon(lambda: done.append(2))
+    assert done == [1, 2]
+
+
+def test_an_interrupted_wait_leaves_the_turn_to_others() -> None:
+    turns, interrupted = Turns(), threading.Event()
+
+    class Interrupt(BaseException):
+        pass
+
+    def impatient() -> None:
+        honest = threading.Lock
+
+        class Lock:
+            def __init__(self) -> None:
+                self._lock, self._count = honest(), 0
+
+            def acquire(self) -> None:
+                self._count += 1
+                if self._count == 2:  # the wait
+                    raise Interrupt
+                self._lock.acquire()
+
+            def release(self) -> None:
+                self._lock.release()
+
+        threading.Lock = Lock  # type: ignore[misc, assignment]
+        try:
+            with turns:
+                raise AssertionError("somebody else has it")
+        except Interrupt:
+            interrupted.set()
+        finally:
+            threading.Lock = honest  # type: ignore[misc]
+
+    with turns:
+        thread = threading.Thread(target=impatient)
+        thread.start()
+        thread.join(10)
+    assert interrupted.is_set()
+    with turns:
+        pass
+
+
+def test_a_stream_that_is_dropped_frees_its_sequence_wherever_it_dies() -> None:
+    """Also where the collector finds it in the middle of a step."""
+    llm = small_llm()
+    for inside in (False, True):
+        held: list[Any] = [llm.stream([1, 2, 3], LONG)]
+        next(held[0])
+        held.append(held)  # a circle: only the collector frees it
+        if inside:
+            step = llm.engine.step
+
+            def collecting(deliver: Any, step: Any = step) -> None:
+                gc.collect()
+                step(deliver)
+
+            llm.engine.step = collecting  # type: ignore[method-assign]
+        del held
+        llm.generate([[4, 5]], SamplingParams(max_tokens=3, ignore_eos=True))
+        gc.collect()
+        assert_clean(llm.engine)
+        assert not llm.shared.inboxes
+
+
+def test_a_step_that_fails_ends_every_text_that_was_in_it() -> None:
+    llm = small_llm()
+    streams = [llm.stream([1, 2, number], LONG) for number in range(2)]
+    for stream in streams:
+        next(stream)
+    forward = llm.engine.runner.forward
+
+    def broken(spans: Any) -> Any:
+        raise RuntimeError("a fault")
+
+    llm.engine.runner.forward = broken  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="a fault"):
+        list(streams[0])
+    llm.engine.runner.forward = forward  # type: ignore[method-assign]
+    with pytest.raises(GenerationError, match="a step that it shared"):
+        list(streams[1])
+    assert_clean(llm.engine)
+    assert not llm.shared.inboxes
+    assert len(llm.generate([[1, 2]], LONG)[0].token_ids) == 60
+
+
+def test_a_held_stream_blocks_nobody() -> None:
+    llm = small_llm()
+    alone = llm.generate([[1, 2, 3], [7, 8]], LONG)
+    stream = llm.stream([1, 2, 3], LONG)
+    tokens = list(next(stream).token_ids)
+    others = in_threads(lambda number: llm.generate([[7, 8]], LONG)[0].token_ids, range(3))
+    assert others == [alone[1].token_ids] * 3
+    tokens += [token for delta in stream for token in delta.token_ids]
+    assert tokens == alone[0].token_ids
+    assert_clean(llm.engine)

@@ -1,0 +1,99 @@
+"""What is written aside: whole or not at all, and a killed writer's remains go with the next one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import pytest
+
+from headstart import files
+from headstart.errors import CapacityError
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from headstart.files import write_pieces, written_aside
+out = Path(sys.argv[1])
+def pieces():
+    yield b"half"
+    print("writing", flush=True)
+    time.sleep(60)
+if out.suffix:
+    write_pieces(out, pieces())
+with written_aside(out) as aside:
+    (aside / "half").write_text("x")
+    print("writing", flush=True)
+    time.sleep(60)
+"""
+
+
+def killed_while_writing(out: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(out)], stdout=subprocess.PIPE) as writer:
+        assert writer.stdout and writer.stdout.readline() == b"writing\n"
+        with written(out):  # the other one is alive: its files stay
+            assert len([path for path in out.parent.iterdir() if path.name.startswith(".")]) == 1 + (not out.suffix)
+        writer.kill()
+
+
+def written(out: Path) -> AbstractContextManager[Path]:
+    if not out.suffix:
+        return files.written_aside(out)
+    files.write_whole(out, "whole")
+    return nullcontext(out)
+
+
+@pytest.mark.parametrize("name", ["folder", "file.json"])
+def test_what_a_killed_writer_left_goes_with_the_next(tmp_path: Path, name: str) -> None:
+    out = tmp_path / name
+    killed_while_writing(out)
+    (tmp_path / f".{name}.notes").write_text("mine")
+    (tmp_path / f".other.{'0' * 12}").write_text("mine")
+    assert len(list(tmp_path.iterdir())) == 4
+    with written(out):
+        pass
+    assert {path.name for path in tmp_path.iterdir()} == {name, f".{name}.notes", f".other.{'0' * 12}"}
+
+
+def test_a_folder_that_was_moved_away_comes_back(tmp_path: Path) -> None:
+    old = tmp_path / f".out.{'a' * 12}.old"
+    old.mkdir()
+    (old / "mine").write_text("x")
+    with pytest.raises(ZeroDivisionError), files.written_aside(tmp_path / "out"):
+        raise ZeroDivisionError
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["out", "out/mine"]
+
+
+def test_what_lies_beside_stays_where_it_is_kept(tmp_path: Path) -> None:
+    out, link = tmp_path / "out", tmp_path / "link"
+    (out / ".git").mkdir(parents=True)
+    (out / "model.safetensors").write_text("old")
+    link.symlink_to(out)
+    with files.written_aside(link, keep=True) as aside:
+        (aside / "model.safetensors").write_text("new")
+    assert link.is_symlink() and (out / ".git").is_dir() and (out / "model.safetensors").read_text() == "new"
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "link"}
+
+
+def test_a_pipe_a_device_and_a_big_file_are_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zeros").symlink_to("/dev/zero")
+    (tmp_path / "big").write_bytes(b"123")
+    begin = time.monotonic()
+    for name in ("pipe", "zeros", "big", "absent", "."):
+        with pytest.raises(OSError):  # each has an error of its own
+            files.read_regular(tmp_path / name, 2)
+    assert time.monotonic() - begin < 5 and files.read_regular(tmp_path / "big", 3) == b"123"
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no file system that refuses directories")
+def test_what_cannot_be_written_is_said() -> None:
+    with (
+        pytest.raises(CapacityError, match="cannot write /proc/headstart"),
+        files.written_aside(Path("/proc/headstart/x")),
+    ):
+        pass

@@ -1,0 +1,174 @@
+"""Every kind of drafter in a plan: its size, what a draft costs, how deep it goes; prices; configs of any kind."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from headstart.cli.main import main
+from headstart.errors import HeadstartError, UsageError
+from headstart.tools.plan import run as plan
+from headstart.tools.plan.config_shape import shape_of
+from headstart.tools.plan.drafters import KINDS, parse_drafters, with_drafter
+from headstart.tools.plan.formats import weight_format
+from headstart.tools.plan.machine import make_machine
+from headstart.tools.plan.memory import Split, memory
+from headstart.tools.plan.prices import device_price
+from headstart.tools.plan.roofline import SizedModel, draft_seconds
+from headstart.tools.plan.sources import card_names, cards, find_shape, with_head
+
+Capture = pytest.CaptureFixture[str]
+MADE = [name for name, kind in KINDS.items() if kind.make]
+
+
+def sized(card: str, drafter: str) -> SizedModel:
+    shape = with_drafter(find_shape(card), drafter)
+    return SizedModel(shape=shape, format=weight_format(shape.weights), kv=2)
+
+
+@pytest.mark.parametrize("drafter", [*MADE, "mtp"])
+def test_every_drafter_on_every_card_has_a_size_and_a_price(drafter: str) -> None:
+    for card in card_names():
+        model = sized(card, drafter)
+        machine = make_machine("h200", 8, model.format.compute)
+        seconds = [draft_seconds(model, machine, 4, 2048, depth) for depth in (1, 4)]
+        assert all(map(math.isfinite, seconds)), card
+        assert (seconds[0] > 0) == (drafter != "none"), card
+        assert (model.weight_bytes()["head"] > 0) == (drafter not in ("none", "ngram")), card
+        assert memory(model, Split(device=1e13), 2048).verdict == "fits", card
+
+
+def test_a_chain_pays_for_every_token_and_a_block_once() -> None:
+    machine = make_machine("h100", 1, "bf16")
+    chain, block = (
+        draft_seconds(model, machine, 1, 0, 8) / draft_seconds(model, machine, 1, 0, 1)
+        for model in (sized("qwen3.5-9b", "eagle3"), sized("qwen3.5-9b", "dflash"))
+    )
+    assert chain == pytest.approx(8)
+    assert block < 1.2
+
+
+def test_a_medusa_head_reads_its_own_lm_head() -> None:
+    """Vicuna-7B's in the paper: a layer and an LM head for each token."""
+    model = sized("llama-2-7b", "medusa")
+    assert model.weight_bytes()["head"] == 4 * 2 * (4096 * 4096 + 32000 * 4096)
+
+
+def test_eagle_heads_are_as_large_as_released_ones() -> None:
+    """EAGLE-3 for an 8B Llama: 0.85 GB in bfloat16 with its LM head of 32,000 rows."""
+    assert sized("qwen3.5-9b", "eagle3").weight_bytes()["head"] == pytest.approx(0.85e9, rel=0.1)
+
+
+def test_modules_are_stored_each_and_run_one_at_a_time() -> None:
+    head = sized("mimo-v2-flash", "mtp").shape.head
+    assert head.modules == 3
+    assert not head.layers[0].mlp.experts  # dense, in a window, though the trunk's last layer is neither
+    assert head.layers[0].attention.window == 128
+
+
+def test_a_draft_model_is_a_whole_model(capsys: Capture) -> None:
+    assert (
+        main(["plan", "qwen3.6-27b", "--gpu", "h100", "--drafter", "draft_model", "--head", "qwen3.5-2b", "--json"])
+        == 0
+    )
+    (drafter,) = json.loads(capsys.readouterr().out)["drafters"]
+    shape = find_shape("qwen3.5-2b")
+    whole = sum(count for part, count in shape.parameters().items() if part != "head")
+    assert drafter["parameters"] == whole
+    assert drafter["kind"] == "draft_model"
+
+
+EAGLE3 = {
+    "architectures": ["LlamaForCausalLMEagle3"], "hidden_size": 4096, "intermediate_size": 14336,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 1,
+    "vocab_size": 128256, "draft_vocab_size": 32000, "model_type": "llama",
+}  # fmt: skip
+DFLASH = {
+    "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 5, "block_size": 16,
+    "vocab_size": 248320, "dflash_config": {"mask_token_id": 1, "target_layer_ids": [1, 8, 15, 22, 29]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "kind", "most"), [(EAGLE3, "eagle3", None), (DFLASH, "dflash", 15)])
+def test_a_drafters_own_config_says_its_size(
+    config: dict[str, Any], kind: str, most: int | None, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    head = with_head(find_shape("qwen3.5-9b"), str(tmp_path)).head
+    assert (head.kind, head.most, head.assumed) == (kind, most, False)
+    attention = 4096 * 128 * (32 + 8 + 8) * (2 if kind == "eagle3" else 1) + 4096 * 4096
+    assert head.layers[0].attention.weights == attention
+
+
+def test_drafters_by_name() -> None:
+    assert parse_drafters(None) == (None,)
+    assert parse_drafters("EAGLE3, draft-model") == ("eagle3", "draft_model")
+    assert parse_drafters("all") == ("mtp", *(name for name in MADE if name != "none"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--drafter magic", "known: mtp"),
+        ("--drafter draft_model", "which model"),
+        ("--drafter mtp --head qwen3.5-2b", "leave --drafter out"),
+        ("--price-per-hour nan", "above 0"),
+        ("--price-per-hour inf", "above 0"),
+        ("--price-per-hour 1e30", "above 0"),
+        ("--price-per-hour spot --price-list nowhere.toml", "no file"),
+        ("--price-per-hour 3 --api-price 0", "above 0"),
+        ("--context 5000000", "the model's context is"),
+        ("--acceptance nan", "between 0 and 1"),
+    ],
+)
+def test_bad_input(arguments: str, message: str, capsys: Capture) -> None:
+    assert main(["plan", "qwen3.6-27b", "--gpu", "h200", *arguments.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_price_list_is_dated_and_the_users_own_wins(tmp_path: Path, capsys: Capture) -> None:
+    assert device_price("spot", "h200", None).dollars == 3.31
+    arguments = ["plan", "qwen3.6-27b", "--gpu", "a100", "--price-per-hour", "spot"]
+    assert main(arguments) == 2
+    assert "listed: b200, h200" in capsys.readouterr().err
+    mine = tmp_path / "mine.toml"
+    mine.write_text('date = "today"\n[devices.a100-80g]\nspot = 1.5\n')
+    assert main([*arguments, "--price-list", str(mine)]) == 0
+    told = capsys.readouterr().out
+    assert "1.5 $/h" in told
+    assert "of today" in told
+    mine.write_text("[devices.a100-80g]\nspot = nan\n")
+    with pytest.raises(UsageError, match="above 0"):
+        device_price("spot", "a100-80g", str(mine))
+
+
+KEYS = sorted({key for name in card_names() for key in cards()[name]["config"]})
+ODD = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 3), st.text(max_size=3), st.lists(st.integers(0, 200), max_size=3),
+    st.sampled_from([10**12, math.inf, math.nan, {}, {"a": 1}]),
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=1000)
+@given(card=st.sampled_from(card_names()), changes=st.dictionaries(st.sampled_from(KEYS), ODD, min_size=1, max_size=2))
+def test_any_config_gives_a_shape_or_says_why_not(card: str, changes: dict[str, Any]) -> None:
+    config = {**cards()[card]["config"], **changes}
+    try:
+        shape = shape_of(card, config)
+    except HeadstartError:
+        return
+    model = SizedModel(shape=shape, format=weight_format("bf16"), kv=2)
+    memory(model, Split(device=80e9), 2048)
+    draft_seconds(model, make_machine("h100", 1, "bf16"), 1, 2048, 3)
+
+
+def test_the_models_own_context_is_the_default(tmp_path: Path) -> None:
+    config = {**cards()["llama-2-7b"]["config"], "max_position_embeddings": 512}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert plan.run(plan.PlanOptions(model=str(tmp_path), gpu="h100")).data["context"] == 512
