@@ -220,15 +220,16 @@ def forget_output(paths: Mapping[str, str]) -> None:
 
 
 @contextlib.contextmanager
-def quiet_place(folder: Path) -> Iterator[dict[str, str]]:
+def quiet_place(folder: Path, *, cache: bool = True) -> Iterator[dict[str, str]]:
     """A place of its own to work in: the current folder and the cache; servers end as soon as they listen."""
+    place = {"HEADSTART_CACHE": str(folder / "cache")} if cache else {}
     paths = make_paths(folder)
     before = Path.cwd()
     os.chdir(folder / "folder")
     try:
         with (
             mock.patch("headstart.server.run.serve"),
-            mock.patch.dict(os.environ, {"HEADSTART_CACHE": str(folder / "cache")}),
+            mock.patch.dict(os.environ, place),
         ):
             yield paths
     finally:
