@@ -32,6 +32,7 @@ from headstart.engine.sampling import token_mask
 from headstart.engine.shared import Inbox, SharedEngine
 from headstart.errors import DeadEndError, GenerationError, UsageError
 from headstart.text.chat import ChatTemplate
+from headstart.text.conversation import Conversation
 from headstart.text.output import TextOutput
 
 if TYPE_CHECKING:
@@ -244,7 +245,7 @@ class LLM:
             raise UsageError("a prompt is neither token ids nor messages", "give only ids, or only role and content")
         if self.chat_template is None:
             raise UsageError(f"{self.model.name} has no chat template", "use raw prompts (--raw)")
-        return self.tokenizer.encode(self.chat_template.render(messages), add_special=False)
+        return Conversation(messages).encode(self.chat_template, self.tokenizer)[0]
 
     @cached_property
     def grammars(self) -> GrammarCompiler:
@@ -378,4 +379,6 @@ def _gather(choices: list[Completion]) -> Completion:
     """The first choice, holding all of them in order of their index."""
     first, *others = sorted(choices, key=lambda each: each.index)
     first.others = others
+    for each in others:
+        each.prompt_logprobs = first.prompt_logprobs
     return first

@@ -77,6 +77,7 @@ class Request:
     allowed: Mask | None = field(default=None, compare=False)  # what may come at all, one row; None: everything
     depth: int | None = None
     constraint: Constraint | None = field(default=None, compare=False)  # at its start; each choice walks a copy
+    cache_salt: str = ""  # prefixes are shared by requests of the same salt
 
 
 @dataclass
@@ -156,6 +157,11 @@ class Sequence:
     finish_reason: FinishReason | None = None
     error: str = ""  # why finish_reason is "error"
     constraint: Constraint | None = None  # after the output so far
+
+    @property
+    def prompt_logprobs(self) -> int | None:
+        """Top alternatives beside each token of the prompt; None: none are wanted, or the first choice has them."""
+        return self.request.params.prompt_logprobs if self.choice == 0 else None
 
     @property
     def num_prompt(self) -> int:

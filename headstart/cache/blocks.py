@@ -9,7 +9,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 ROOT = b""
-"""Parent key of a sequence's first block."""
+"""Parent key of a sequence's first block, where it has no salt."""
+
+
+def root_key(salt: str) -> bytes:
+    """Parent key of a sequence's first block; longer than other keys, so that no salt is one of those."""
+    return hashlib.blake2b(salt.encode(), digest_size=24).digest() if salt else ROOT
 
 
 def block_key(parent: bytes, tokens: list[int]) -> bytes:

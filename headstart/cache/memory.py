@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headstart.cache.blocks import ROOT, Block, BlockPool, block_key
+from headstart.cache.blocks import Block, BlockPool, block_key, root_key
 from headstart.cache.recurrent import StateMemory
 from headstart.core import Sequence, int_array
 
@@ -48,9 +48,9 @@ class KVMemory:
     def _cached_blocks(self, sequence: Sequence) -> list[tuple[bytes, Block]]:
         """Keys and blocks of the longest known prefix that leaves a row to be computed."""
         cached: list[tuple[bytes, Block]] = []
-        if not self.prefix_caching or sequence.request.params.prompt_logprobs is not None:
+        if not self.prefix_caching or sequence.prompt_logprobs is not None:
             return cached
-        parent = ROOT
+        parent = root_key(sequence.request.cache_salt)
         for start in range(0, len(sequence.tokens) - self.block_size, self.block_size):
             parent = block_key(parent, sequence.tokens[start : start + self.block_size])
             block = self.pool.find(parent)
@@ -77,7 +77,8 @@ class KVMemory:
         keys = self._keys.setdefault(sequence, [])
         while (len(keys) + 1) * self.block_size <= sequence.num_computed:
             start = len(keys) * self.block_size
-            key = block_key(keys[-1] if keys else ROOT, sequence.tokens[start : start + self.block_size])
+            parent = keys[-1] if keys else root_key(sequence.request.cache_salt)
+            key = block_key(parent, sequence.tokens[start : start + self.block_size])
             self.pool.publish(self._block(sequence, len(keys)), key)
             keys.append(key)
         if self.states:

@@ -33,7 +33,11 @@ class ServeOptions(OptionGroup):
     max_queue: int = option("Sequences that may wait; beyond: 503.", default=256)
     request_timeout: float | None = option("Seconds that a request may take. Default: any.")
     shutdown_timeout: int = option("Seconds that running requests get after SIGTERM.", default=30)
-    api_key: str | None = option("Bearer token that requests must bring.", envvar="HEADSTART_API_KEY")
+    api_key: list[str] | None = option(
+        "Bearer token that requests must bring; may be repeated.", envvar="HEADSTART_API_KEY"
+    )
+    allowed_origins: list[str] | None = option("Origin of web pages that may call (CORS), or *; may be repeated.")
+    parse_special_tokens: bool = option("Names of special tokens in messages become those tokens.", default=False)
     ssl_certfile: Path | None = option("TLS certificate (PEM).")
     ssl_keyfile: Path | None = option("TLS key (PEM).")
     chat_template: Path | None = option("Jinja file that replaces the model's template.")
@@ -41,6 +45,7 @@ class ServeOptions(OptionGroup):
     reasoning_parser: str | None = option("Format of thoughts. Default: by the chat template.")
     price_per_hour: float | None = option("Dollars for this machine; /metrics then counts the cost.")
     log_format: str = option("text or json.", default="text")
+    access_log: bool = option("A line for every request: id, path, status, seconds.", default=False)
 
     def check(self) -> None:
         """Raises UsageError for values out of range and files that are not there."""
@@ -62,6 +67,12 @@ class ServeOptions(OptionGroup):
                 raise UsageError(f"{flag}: {path} is not a file")
 
 
+def refuse_empty_key(keys: list[str] | None) -> None:
+    """A variable that is not set must not open the server. (typer takes an empty environment variable for none.)"""
+    if not all(key.strip() for key in keys or ()) or (not keys and os.environ.get("HEADSTART_API_KEY") == ""):
+        raise UsageError("the API key is empty: everybody could use the server", "give one, or leave it out")
+
+
 def with_tuned(model: str | None, config: EngineConfig) -> EngineConfig:
     """What `headstart tune` has found for this model here, and said so; the user's own choice comes first."""
     from headstart.tools.tune.setting import kept_setting
@@ -78,8 +89,7 @@ def run(
 ) -> int:
     """Serve a model over HTTP, with OpenAI's and vLLM's request fields."""
     serving.check()
-    if serving.api_key is None and os.environ.get("HEADSTART_API_KEY") == "":  # for typer the same as none
-        raise UsageError("HEADSTART_API_KEY is empty: everybody could use the server", "give a key, or unset it")
+    refuse_empty_key(serving.api_key)
     other.check()
     if other.engine_name is not None:
         from headstart.cli import launch
@@ -96,15 +106,17 @@ def run(
 
     from headstart.api import LLM
     from headstart.server.app import ServerConfig
-    from headstart.server.run import serve
+    from headstart.server.run import listen, serve
     from headstart.text.chat import ChatTemplate
 
+    settings = serving.chosen()
+    settings.pop("chat_template", None)
+    serve_config = ServerConfig(**settings)
+    bound = listen(serve_config)  # before a model is loaded for nothing
     with progress("loading") as report_progress:
         llm = LLM(model, config, report_progress)
     if template is not None:
         known = llm.chat_template or ChatTemplate("")
         llm.chat_template = known.replaced(template, str(serving.chat_template))
-    settings = serving.chosen()
-    settings.pop("chat_template", None)
-    serve(llm, ServerConfig(**settings))
+    serve(llm, serve_config, bound)
     return 0

@@ -71,7 +71,7 @@ def _bend(plan: StepPlan, rows: Seq[Rows]) -> None:
 
 def span_rows(span: Span) -> Rows:
     """The trunk's rows of a scheduled span: committed tokens not yet computed, then the draft."""
-    sequence, prompt_logprobs = span.sequence, span.sequence.request.params.prompt_logprobs
+    sequence, prompt_logprobs = span.sequence, span.sequence.prompt_logprobs
     pending = sequence.tokens[span.start : span.start + span.num_rows]
     token_ids = pending + sequence.draft.tokens[: span.num_rows - len(pending)]
     wants_all = prompt_logprobs is not None and sequence.num_prompt_logprobs < sequence.num_prompt - 1

@@ -113,7 +113,7 @@ class Runner:
     def prompt_logprobs(self, span: Span, forward: Forward, index: int) -> list[TokenLogprob]:
         """Of the prompt tokens that this span's rows predict and that no span before it did."""
         sequence = span.sequence
-        num_wanted = sequence.request.params.prompt_logprobs
+        num_wanted = sequence.prompt_logprobs
         if num_wanted is None:
             return []
         start = max(span.start, sequence.num_prompt_logprobs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,27 +9,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fastapi import FastAPI
-from fastapi.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 import headstart
 from headstart.api import LLM
 from headstart.server import errors
 from headstart.server.bridge import Bridge
+from headstart.server.guards import REQUEST_ID, ApiKeys, HeadAsGet, Traced
 from headstart.server.prepare import Formats
 from headstart.server.routes import State, router
 from headstart.server.watch import Watch
 from headstart.text.parsers import format_in, make_parser
 
-MOST_BODY_BYTES = 16 * 2**20
-OPEN_PATHS = frozenset({"/health"})
-"""What needs no API key: whoever restarts a server has none."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
     """How one engine is served, and where. `served_model_name`: by which requests may call the model. Times in seconds,
-    None: no limit; `shutdown_timeout` is what running requests get after SIGTERM."""
+    None: no limit; `shutdown_timeout` is what running requests get after SIGTERM. `allowed_origins`: of web pages that
+    may call (CORS); `parse_special_tokens`: names of special tokens in messages become those tokens."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -38,13 +35,16 @@ class ServerConfig:
     max_queue: int = 256
     request_timeout: float | None = None
     shutdown_timeout: int = 30
-    api_key: str | None = None
+    api_key: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
+    parse_special_tokens: bool = False
     price_per_hour: float | None = None
     log_format: str = "text"
+    access_log: bool = False
 
 
 def make_app(llm: LLM, config: ServerConfig) -> tuple[ASGIApp, Bridge]:
@@ -55,6 +55,7 @@ def make_app(llm: LLM, config: ServerConfig) -> tuple[ASGIApp, Bridge]:
     formats = Formats(
         config.tool_call_parser or format_in(template, "tool_formats"),
         config.reasoning_parser or format_in(template, "reasoning_formats"),
+        config.parse_special_tokens,
     )
     make_parser(formats.tools, (), formats.reasoning)  # a wrong name fails now, not at the first request
 
@@ -69,42 +70,13 @@ def make_app(llm: LLM, config: ServerConfig) -> tuple[ASGIApp, Bridge]:
         version=headstart.__version__,
         description="An OpenAI-compatible endpoint over one model, decoded with multi-token prediction.",
         lifespan=lifespan,
-        max_body_size=MOST_BODY_BYTES,
     )
     app.state.headstart = State(bridge, names, formats, int(time.time()), config.request_timeout)
     app.include_router(router)
     errors.install(app)
-    if config.api_key:
-        app.add_middleware(ApiKey, key=config.api_key)
-    return DeclaredLength(app, MOST_BODY_BYTES), bridge  # outermost: before FastAPI's own limit and its plain text
-
-
-class DeclaredLength:
-    """413 in OpenAI's shape for bodies that say they are too long; FastAPI counts those that say nothing."""
-
-    def __init__(self, app: ASGIApp, most: int) -> None:
-        self.app, self.most = app, most
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        declared = dict(scope.get("headers", ())).get(b"content-length", b"0")
-        if scope["type"] == "http" and declared.isdigit() and int(declared) > self.most:
-            body = errors.document(f"the body is larger than {self.most} bytes", 413)
-            await JSONResponse(body, 413, {"Connection": "close"})(scope, receive, send)
-        else:
-            await self.app(scope, receive, send)
-
-
-class ApiKey:
-    """401 without the right bearer token."""
-
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        self.app, self.wanted = app, f"Bearer {key}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self.wanted):  # takes the same time wherever they differ
-                body = errors.document("the API key is missing or wrong", 401)
-                await JSONResponse(body, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
-                return
-        await self.app(scope, receive, send)
+    guarded: ASGIApp = ApiKeys(app, config.api_key) if config.api_key else app
+    guarded = HeadAsGet(guarded)
+    if config.allowed_origins:
+        anything = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": [REQUEST_ID]}
+        guarded = CORSMiddleware(guarded, list(config.allowed_origins), **anything)  # type: ignore[arg-type]
+    return Traced(guarded, config.access_log), bridge

@@ -10,8 +10,8 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence as Seq
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence as Seq
+from contextlib import contextmanager, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 
@@ -76,6 +76,7 @@ class Bridge:
         self.draining = False
         self._room = llm.config.max_num_seqs + max_queue
         self._in_flight = 0  # choices
+        self._preparing = 0  # choices that are on their way to it
         self._streams: dict[str, Stream] = {}
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -96,11 +97,7 @@ class Bridge:
     async def open(self, requests: Seq[Request]) -> Stream:
         """Hand requests to the engine. Raises BusyError when too much waits, and what `Engine.submit` raises."""
         count = sum(request.params.n for request in requests)
-        if self.draining:
-            raise BusyError("the server is shutting down", "send the request to another one")
-        self.check_room(count)
-        if self._in_flight + count > self._room:
-            raise BusyError(f"{self._in_flight} sequences run or wait, and {self._room} are allowed", "try again later")
+        self._check_free(count, self._in_flight)
         stream = Stream(self, requests)
         self._in_flight += count
         self._streams |= dict.fromkeys([request.request_id for request in requests], stream)
@@ -112,6 +109,34 @@ class Bridge:
             stream.close()
             raise
         return stream
+
+    @contextmanager
+    def preparing(self, count: int) -> Iterator[None]:
+        """Choices that will be opened; they take a place from now on. Raises what `open` raises for want of room."""
+        self._check_free(count, self._in_flight + self._preparing)
+        self._preparing += count
+        try:
+            yield
+        finally:
+            self._preparing -= count
+
+    def _check_free(self, count: int, taken: int) -> None:
+        if self.draining:
+            raise BusyError("the server is shutting down", "send the request to another one")
+        self.check_room(count)
+        if taken + count > self._room:
+            raise BusyError(f"{taken} sequences run or wait, and {self._room} are allowed", "try again later")
+
+    @property
+    def is_full(self) -> bool:
+        """Would the next request be refused?"""
+        return self._in_flight + self._preparing >= self._room
+
+    def expire(self) -> None:
+        """What still runs has had its time to end."""
+        shown = BusyError("the server has shut down before the text was complete", "send the request to another one")
+        for stream in set(self._streams.values()):
+            stream.put(shown)
 
     def check_room(self, count: int) -> None:
         """Raises CapacityError for more choices than there is ever room for."""

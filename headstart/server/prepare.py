@@ -5,22 +5,24 @@ Everything here may take a while (templates, tokenizing, grammars): it runs in a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from headstart.api import LLM
 from headstart.core import Request, SamplingParams
-from headstart.errors import CapacityError, ModelError, UsageError
-from headstart.server.schema import ChatRequest, Common, CompletionRequest, Message, NamedTool, StructuredOutputs
+from headstart.errors import CapacityError, UsageError
+from headstart.server import limits
+from headstart.server.chat_prompt import Chat
+from headstart.server.schema import ChatRequest, Common, CompletionRequest, NamedTool, StructuredOutputs
 from headstart.text.grammar_spec import GrammarSpec, ToolCalls, ToolFrame
 from headstart.text.parsers import Parser, is_opened, make_parser
 
 COMPLETION_TOKENS = 16
 """max_tokens of /v1/completions where none is given, as OpenAI and vLLM have it."""
 AS_GIVEN = ("top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "min_tokens",
-            "ignore_eos", "n")  # fmt: skip
+            "ignore_eos", "n", "bad_words", "allowed_token_ids")  # fmt: skip
 """Fields of a body that are those of SamplingParams."""
 FORCED_FORMAT = "hermes"
 """How calls are written that a grammar enforces: whatever the model's own format, this one is then read."""
@@ -28,10 +30,12 @@ FORCED_FORMAT = "hermes"
 
 @dataclass(frozen=True)
 class Formats:
-    """How this model writes calls and thoughts; None: it has no way of its own."""
+    """How this model writes calls and thoughts; None: it has no way of its own. `parse_special`: names of special
+    tokens in messages become those tokens."""
 
     tools: str | None = None
     reasoning: str | None = None
+    parse_special: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class Job:
     prompts: list[str] = field(default_factory=list)  # texts to echo
     parser: Callable[[], Parser] | None = None
     keeps_special: bool = False
+    keeps_stop: bool = False
     continues: bool = False  # the output goes on in the middle of a text
 
 
@@ -51,29 +56,51 @@ def num_choices(body: Common) -> int:
     return prompts * max(body.n or 1, 1)
 
 
+def is_constrained(body: Common) -> bool:
+    """May a grammar have to be compiled?"""
+    named = (body.response_format, body.structured_outputs, body.guided_json, body.guided_regex, body.guided_choice,
+             body.guided_grammar, body.tools if isinstance(body, ChatRequest) else None)  # fmt: skip
+    return any(each is not None for each in named)
+
+
 def completion_job(llm: LLM, body: CompletionRequest) -> Job:
     """Raises UsageError, CapacityError or ModelError for what cannot be done."""
     if body.suffix:
         raise UsageError("suffix is not supported", "leave it out")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise UsageError("best_of is not supported", "use n")
-    prompts = _prompts(body.prompt)
     logprobs = body.logprobs
     top = body.prompt_logprobs if body.prompt_logprobs is not None else (logprobs if body.echo else None)
     limit = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     params, constraint = _params(body, limit, logprobs, top), constraint_of(body)
     requests: list[Request] = []
-    for prompt in prompts:
-        requests.append(llm.request(prompt, params, raw=True, depth=_depth(body), constraint=constraint))
+    texts: list[str] = []
+    for prompt in _prompts(body.prompt):
+        if prompt == "":
+            raise UsageError("the prompt is empty", "give at least one character")
+        given = encoded(llm, prompt, body.add_special_tokens) if isinstance(prompt, str) else prompt
+        ids = _truncated(llm, body, given, limit)
+        requests.append(_request(llm, ids, params, body, constraint))
         params = replace(params, seed=requests[0].seed)  # one drawn seed for all of them, since one is reported
-    texts = [p if isinstance(p, str) else llm.tokenizer.decode(p, skip_special=False) for p in prompts]
-    return Job(requests, texts if body.echo else [], continues=True)
+        if body.echo:
+            whole = isinstance(prompt, str) and len(ids) == len(given)
+            texts.append(str(prompt) if whole else llm.tokenizer.decode(ids, skip_special=False))
+    _check_prompt_logprobs(requests)
+    return Job(
+        requests,
+        texts,
+        keeps_special=not body.skip_special_tokens,
+        keeps_stop=body.include_stop_str_in_output,
+        continues=True,
+    )
 
 
 def chat_job(llm: LLM, formats: Formats, body: ChatRequest) -> Job:
     """Raises UsageError, CapacityError or ModelError for what cannot be done."""
     if body.top_logprobs is not None and not body.logprobs:
         raise UsageError("top_logprobs needs logprobs", "set logprobs to true")
+    if body.echo:
+        raise UsageError("echo is not supported in chats", "use /v1/completions")
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
     forced = _forced_tools(body, tools)
     constraint = constraint_of(body)
@@ -81,8 +108,10 @@ def chat_job(llm: LLM, formats: Formats, body: ChatRequest) -> Job:
         if constraint is not None:
             raise UsageError("tool_choice and a response format both constrain the text", "ask for one of them")
         constraint = GrammarSpec("tools", forced)
-    ids, prompt = rendered(llm, body, tools if body.tool_choice != "none" else [])
+    chat = Chat.of(body, tools if body.tool_choice != "none" else [], formats.parse_special)
+    ids, prompt = chat.encoded(llm)
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    ids = _truncated(llm, body, ids, limit or 1)
     room = llm.engine.max_length - len(ids)
     if room <= 0:
         raise CapacityError(
@@ -90,14 +119,66 @@ def chat_job(llm: LLM, formats: Formats, body: ChatRequest) -> Job:
         )
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = _params(body, room if limit is None else limit, logprobs, body.prompt_logprobs)
-    request = llm.request(ids, params, depth=_depth(body), constraint=constraint)
-    own = formats.tools or FORCED_FORMAT  # as `_tool_prompt` asks for where the template has no place for tools
+    requests = [_request(llm, ids, params, body, constraint)]
+    _check_prompt_logprobs(requests)
+    own = formats.tools or FORCED_FORMAT  # as the prompt asks for where the template has no place for tools
     calls = FORCED_FORMAT if forced is not None else own if tools and body.tool_choice != "none" else None
     thinks = formats.reasoning if forced is None and constraint is None else None
-    if calls is None and thinks is None:
-        return Job([request])
-    opened = thinks is not None and is_opened(thinks, prompt)
-    return Job([request], parser=lambda: make_parser(calls, tools, thinks, reasoning_opened=opened), keeps_special=True)
+    parser = None
+    if calls is not None or thinks is not None:
+        opened = thinks is not None and is_opened(thinks, prompt)
+        parser = partial(make_parser, calls, tools, thinks, reasoning_opened=opened)
+    return Job(
+        requests,
+        parser=parser,
+        keeps_special=parser is not None or not body.skip_special_tokens,
+        keeps_stop=body.include_stop_str_in_output,
+        continues=body.continue_final_message,
+    )
+
+
+def encoded(llm: LLM, text: str, add_special: bool) -> list[int]:
+    """Ids of a raw text. Raises CapacityError before it costs anything where it is longer than any that fits."""
+    check_length(llm, text)
+    return llm.tokenizer.encode(text, add_special=add_special)
+
+
+def check_length(llm: LLM, text: str) -> None:
+    """A text has at least as many tokens as it has bytes, divided by those of the longest token."""
+    most = llm.engine.max_length * llm.tokenizer.longest
+    if len(text) > most:
+        raise CapacityError(
+            f"the prompt has {len(text)} characters, but the context holds {llm.engine.max_length} tokens",
+            "shorten the prompt",
+        )
+
+
+def _truncated(llm: LLM, body: Common, ids: list[int], limit: int) -> list[int]:
+    wanted = body.truncate_prompt_tokens
+    if wanted is None:
+        return ids
+    most = max(llm.engine.max_length - limit, 1) if wanted == -1 else wanted
+    if most == 0:
+        raise UsageError("truncate_prompt_tokens is 0, which leaves no prompt", "give at least 1, or -1")
+    return ids[-most:]
+
+
+def _request(llm: LLM, ids: list[int], params: SamplingParams, body: Common, constraint: GrammarSpec | None) -> Request:
+    request = llm.request(ids, params, depth=_depth(body), constraint=constraint)
+    return replace(request, cache_salt=body.cache_salt) if body.cache_salt else request
+
+
+def _check_prompt_logprobs(requests: Seq[Request]) -> None:
+    count = sum(
+        len(request.prompt_ids) * (request.params.prompt_logprobs + 1) * request.params.n
+        for request in requests
+        if request.params.prompt_logprobs is not None
+    )
+    if count > limits.PROMPT_LOGPROBS:
+        raise CapacityError(
+            f"{count} logprobs of prompt tokens are asked for, but an answer holds {limits.PROMPT_LOGPROBS}",
+            "ask for fewer alternatives, or send fewer prompts at once",
+        )
 
 
 def constraint_of(body: Common) -> GrammarSpec | None:
@@ -139,55 +220,6 @@ def _forced_tools(body: ChatRequest, tools: list[dict[str, Any]]) -> ToolCalls |
     return ToolCalls(tools, name, ToolFrame(separator=separator))
 
 
-def rendered(llm: LLM, body: ChatRequest, tools: list[dict[str, Any]]) -> tuple[list[int], str]:
-    """Prompt ids, and the text they stand for."""
-    template = llm.chat_template
-    if template is None:
-        raise UsageError(f"{llm.model.name} has no chat template", "use /v1/completions")
-    messages = [_message(each) for each in body.messages]
-    own = any("tools" in source for source in template.sources.values())
-    if tools and not own:
-        messages.insert(0, {"role": "system", "content": _tool_prompt(tools)})
-    shown = (tools or None) if own else None
-    try:
-        text = template.render(messages, body.add_generation_prompt, shown, **_kwargs(body))
-    except ModelError as error:  # here it is the messages that the template cannot cope with
-        raise UsageError(error.message, error.hint) from error
-    return llm.tokenizer.encode(text, add_special=False), text
-
-
-def _kwargs(body: ChatRequest) -> dict[str, Any]:
-    given = dict(body.chat_template_kwargs or {})
-    if reserved := given.keys() & {"messages", "tools", "add_generation_prompt"}:
-        raise UsageError(f"chat_template_kwargs cannot set {', '.join(sorted(reserved))}")
-    return given
-
-
-def _tool_prompt(tools: Seq[Mapping[str, Any]]) -> str:
-    """For templates that have no place for tools: the words that Hermes models are trained on, in short."""
-    listed = "\n".join(json.dumps(tool) for tool in tools)
-    call = '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
-    return f"You may call these functions:\n<tools>\n{listed}\n</tools>\nTo call one, answer with:\n{call}"
-
-
-def _message(message: Message) -> dict[str, Any]:
-    """As templates want it: one text, and arguments of calls as objects."""
-    document = message.model_dump(exclude_none=True)
-    if isinstance(message.content, list):
-        if other := next((part.type for part in message.content if part.type != "text"), None):
-            raise UsageError(f"a message holds a part of type {other!r}", "this model reads text only")
-        document["content"] = "".join(part.text or "" for part in message.content)
-    document.setdefault("content", "")
-    for call in document.get("tool_calls", ()):
-        function = call.get("function")
-        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            try:
-                function["arguments"] = json.loads(function["arguments"] or "{}")
-            except ValueError as error:
-                raise UsageError(f"the arguments of a tool call in the messages are no JSON: {error}") from error
-    return document
-
-
 def _prompts(prompt: Any) -> list[str | list[int]]:
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         return [prompt]
@@ -218,7 +250,7 @@ def _logit_bias(given: Mapping[str, float] | None) -> dict[int, float] | None:
     try:
         return {int(token): float(bias) for token, bias in given.items()}
     except (ValueError, OverflowError) as error:
-        raise UsageError(f"logit_bias: {error}", "keys are token ids") from None
+        raise UsageError(f"logit_bias: {limits.shortened(str(error))}", "keys are token ids") from None
 
 
 def _depth(body: Common) -> int | None:

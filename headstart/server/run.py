@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 
@@ -15,23 +17,50 @@ import uvicorn
 from headstart.api import LLM
 from headstart.errors import UsageError
 from headstart.server.app import ServerConfig, make_app
+from headstart.server.protocol import Protocol
 from headstart.stats import synthetic_note
 
 log = logging.getLogger("headstart.server")
 
 
-def serve(llm: LLM, config: ServerConfig) -> None:
-    """Serve until SIGINT or SIGTERM. Raises UsageError where the address is taken."""
-    set_up_logs(config.log_format)
+SWITCH_SECONDS = 0.001
+"""How long a thread may keep the others from running; /health is answered between those that prepare requests."""
+LAST_SECONDS = 5
+"""After --shutdown-timeout, for telling so."""
+
+
+def listen(config: ServerConfig) -> socket.socket:
+    """The server's address, taken but not answered yet: before a model is loaded for nothing. Raises UsageError."""
+    try:
+        info = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = info[0]
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except socket.gaierror as error:
+        raise UsageError(f"cannot listen on {config.host}: {error.strerror}", "is --host right?") from error
+    except (OSError, UnicodeError) as error:
+        hint = "is the port taken? --port"
+        raise UsageError(f"cannot listen on {config.host}:{config.port}: {error}", hint) from error
+    return bound
+
+
+def serve(llm: LLM, config: ServerConfig, bound: socket.socket | None = None) -> None:
+    """Serve until SIGINT or SIGTERM. `bound`: from `listen`. Raises UsageError where the address is taken."""
+    set_up_logs(config.log_format, config.access_log)
+    bound = bound or listen(config)
     app, bridge = make_app(llm, config)
+    sys.setswitchinterval(SWITCH_SECONDS)
+    gc.freeze()  # what the model is made of needs no looking through
     server = _Server(
         uvicorn.Config(
             app,
             host=config.host,
-            port=config.port,
+            http=Protocol,
+            ws="none",
             log_config=None,
             access_log=False,  # paths and addresses are the user's business
-            timeout_graceful_shutdown=config.shutdown_timeout,
+            timeout_graceful_shutdown=config.shutdown_timeout + LAST_SECONDS,
             ssl_certfile=config.ssl_certfile,
             ssl_keyfile=config.ssl_keyfile,
         )
@@ -43,6 +72,7 @@ def serve(llm: LLM, config: ServerConfig) -> None:
             return
         log.info("shutting down: %d s for what runs", config.shutdown_timeout)
         bridge.draining = server.should_exit = True
+        asyncio.get_running_loop().call_later(config.shutdown_timeout, bridge.expire)
 
     info = llm.info
     log.info("%(model)s on %(backend)s: drafter %(drafter)s, depth %(depth)s, context %(context)d", info)
@@ -53,24 +83,29 @@ def serve(llm: LLM, config: ServerConfig) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, drain)
-        await server.serve()
+        await server.serve(sockets=[bound])
 
-    try:
-        with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:  # uvloop where it is installed
-            runner.run(main())
-    except SystemExit as error:  # uvicorn's way to say that it could not start; it has logged why
-        raise UsageError(f"cannot listen on {config.host}:{config.port}", "is the port taken? --port") from error
+    with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:  # uvloop where it is installed
+        runner.run(main())
 
 
 class _Server(uvicorn.Server):
     """Leaves signals to us: uvicorn raises them again at its end, so that the exit code would not be 0."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Says where it listens."""
+        await super().startup(sockets)
+        scheme = "https" if self.config.is_ssl else "http"
+        host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
+        for each in sockets or ():
+            log.info("running on %s://%s:%d (Ctrl-C to stop)", scheme, host, each.getsockname()[1])
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
 
-def set_up_logs(log_format: str) -> None:
+def set_up_logs(log_format: str, access_log: bool = False) -> None:
     """Text for people or a JSON object per line, on stderr. Prompts are in neither."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
@@ -79,7 +114,7 @@ def set_up_logs(log_format: str) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
-    for name in ("headstart.server", "uvicorn.error"):
+    for name in ("headstart.server", "uvicorn.error", *(["headstart.access"] if access_log else [])):
         logging.getLogger(name).setLevel(logging.INFO)
 
 

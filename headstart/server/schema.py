@@ -1,14 +1,32 @@
-"""Request bodies: OpenAI's fields and vLLM's extra ones. Fields that are not named here are accepted and ignored, as
-OpenAI's own server does with most."""
+"""Request bodies: OpenAI's fields and vLLM's extra ones. What becomes of others stands in fields.py.
+
+Every list, text and name has a longest (limits.py), and a list is refused at its first wrong element.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    Tag,
+)
 
+from headstart.server import limits
+
+Item = TypeVar("Item")
 Number = StrictInt | StrictFloat
-TokenIds = list[StrictInt]
+Name = Annotated[StrictStr, Field(max_length=limits.NAME)]
+Many = Annotated[list[Item], Field(fail_fast=True)]
+Stop = Annotated[StrictStr, Field(max_length=limits.STOP_LENGTH)]
 
 
 class Body(BaseModel):
@@ -36,7 +54,7 @@ class StructuredOutputs(Body):
 
     json_: Any = Field(default=None, alias="json")
     regex: StrictStr | None = None
-    choice: list[StrictStr] | None = None
+    choice: Annotated[Many[StrictStr], Field(max_length=limits.CHOICES)] | None = None
     grammar: StrictStr | None = None
     json_object: StrictBool | None = None
 
@@ -48,10 +66,22 @@ class ResponseFormat(Body):
     json_schema: dict[str, Any] | None = None
 
 
+def _bias_of(value: Any) -> Any:
+    """Checked here, since pydantic would complain about every member."""
+    if not isinstance(value, dict):
+        raise ValueError("it must be an object: token id -> number")
+    if len(value) > limits.LOGIT_BIAS:
+        raise ValueError(f"it has {len(value)} members, but may have {limits.LOGIT_BIAS}")
+    for key, bias in value.items():
+        if isinstance(bias, bool) or not isinstance(bias, int | float):
+            raise ValueError(f"the value of {limits.shortened(str(key))!r} is no number")
+    return value
+
+
 class Common(Body):
     """What both kinds of requests take."""
 
-    model: StrictStr | None = None
+    model: StrictStr | None = Field(default=None, description="One of the names of /v1/models.")
     max_tokens: StrictInt | None = Field(default=None, description="Longest output, in tokens.")
     temperature: Number | None = None
     top_p: Number | None = None
@@ -59,15 +89,25 @@ class Common(Body):
     min_p: Number | None = None
     n: StrictInt | None = None
     seed: StrictInt | None = None
-    stop: StrictStr | list[StrictStr] | None = None
-    stop_token_ids: TokenIds | None = None
+    stop: Stop | Annotated[Many[Stop], Field(max_length=limits.STOPS)] | None = None
+    include_stop_str_in_output: StrictBool = False
+    stop_token_ids: Annotated[Many[StrictInt], Field(max_length=limits.TOKEN_IDS)] | None = None
     min_tokens: StrictInt | None = None
     ignore_eos: StrictBool = False
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
     repetition_penalty: Number | None = None
-    logit_bias: dict[str, Number] | None = None
+    logit_bias: Annotated[dict[str, Number], BeforeValidator(_bias_of)] | None = Field(
+        default=None, max_length=limits.LOGIT_BIAS, description="Token id -> what is added to its logit."
+    )
+    allowed_token_ids: Annotated[Many[StrictInt], Field(max_length=limits.VALUES)] | None = None
+    bad_words: Annotated[Many[Name], Field(max_length=limits.BAD_WORDS)] | None = None
     prompt_logprobs: StrictInt | None = None
+    truncate_prompt_tokens: Annotated[StrictInt, Field(ge=-1)] | None = Field(
+        default=None, description="Only the last so many tokens of the prompt are read; -1: as many as fit."
+    )
+    skip_special_tokens: StrictBool = True
+    return_tokens_as_token_ids: StrictBool | None = False
     stream: StrictBool | None = False
     stream_options: StreamOptions | None = None
     return_token_ids: StrictBool | None = False
@@ -76,18 +116,41 @@ class Common(Body):
     structured_outputs: StructuredOutputs | None = None
     guided_json: Any = None
     guided_regex: StrictStr | None = None
-    guided_choice: list[StrictStr] | None = None
+    guided_choice: Annotated[Many[StrictStr], Field(max_length=limits.CHOICES)] | None = None
     guided_grammar: StrictStr | None = None
+    cache_salt: Annotated[StrictStr, Field(min_length=1, max_length=limits.NAME)] | None = Field(
+        default=None, description="Prefixes are found in the cache by requests of the same salt only."
+    )
     user: StrictStr | None = None
+
+
+def _kind_of_prompt(value: Any) -> str | None:
+    """By its first element: a union would try, and blame, every kind for every element."""
+    if isinstance(value, str):
+        return "text"
+    if not isinstance(value, list):
+        return None
+    first = value[0] if value else 0
+    return "texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "ids"
 
 
 class CompletionRequest(Common):
     """POST /v1/completions."""
 
-    prompt: StrictStr | TokenIds | list[StrictStr] | list[TokenIds] = Field(
-        description="A text, several, token ids, or several lists of them."
-    )
+    prompt: Annotated[
+        Annotated[StrictStr, Tag("text")]
+        | Annotated[Many[StrictInt], Tag("ids")]
+        | Annotated[Many[StrictStr], Field(max_length=limits.PROMPTS), Tag("texts")]
+        | Annotated[Many[Many[StrictInt]], Field(max_length=limits.PROMPTS), Tag("lists")],
+        Discriminator(
+            _kind_of_prompt,
+            custom_error_type="prompt",
+            custom_error_message="it must be a text, a list of texts, token ids, or a list of lists of token ids",
+        ),
+        Field(description="A text, several, token ids, or several lists of them."),
+    ]
     echo: StrictBool | None = False
+    add_special_tokens: StrictBool = True
     logprobs: StrictInt | None = None
     suffix: StrictStr | None = None
     best_of: StrictInt | None = None
@@ -96,22 +159,25 @@ class CompletionRequest(Common):
 class ContentPart(Body):
     """A part of a message; text is all that these models read."""
 
-    type: StrictStr
+    type: Name
     text: StrictStr | None = None
 
 
 class Message(Body):
     """One turn of a conversation."""
 
-    role: StrictStr
-    content: StrictStr | list[ContentPart] | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    role: Name
+    content: StrictStr | Annotated[Many[ContentPart], Field(max_length=limits.MESSAGES)] | None = None
+    tool_calls: Annotated[Many[dict[str, Any]], Field(max_length=limits.TOOLS)] | None = None
+
+
+Messages = Annotated[Many[Message], Field(min_length=1, max_length=limits.MESSAGES)]
 
 
 class NamedFunction(Body):
     """The name of a tool's function."""
 
-    name: StrictStr
+    name: Name
 
 
 class NamedTool(Body):
@@ -124,7 +190,7 @@ class NamedTool(Body):
 class Function(Body):
     """A function that the model may call; `parameters` is a JSON schema."""
 
-    name: Annotated[StrictStr, Field(min_length=1)]
+    name: Annotated[StrictStr, Field(min_length=1, max_length=limits.NAME)]
     description: StrictStr | None = None
     parameters: dict[str, Any] | None = None
 
@@ -139,14 +205,21 @@ class Tool(Body):
 class ChatRequest(Common):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Messages
     max_completion_tokens: StrictInt | None = None
     logprobs: StrictBool | None = False
     top_logprobs: StrictInt | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[Many[Tool], Field(max_length=limits.TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: StrictBool | None = True
     add_generation_prompt: StrictBool = True
+    continue_final_message: StrictBool = Field(
+        default=False, description="Go on in the last message (with add_generation_prompt false)."
+    )
+    add_special_tokens: StrictBool = False
+    echo: StrictBool | None = False
+    documents: Annotated[Many[dict[str, Any]], Field(max_length=limits.MESSAGES)] | None = None
+    reasoning_effort: Name | None = Field(default=None, description="For templates that read it.")
     chat_template_kwargs: dict[str, Any] | None = None
     include_reasoning: StrictBool = True
 
@@ -156,9 +229,12 @@ class TokenizeRequest(Body):
 
     model: StrictStr | None = None
     prompt: StrictStr | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Messages | None = None
+    tools: Annotated[Many[Tool], Field(max_length=limits.TOOLS)] | None = None
     add_special_tokens: StrictBool = True
     add_generation_prompt: StrictBool = True
+    continue_final_message: StrictBool = False
+    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: StrictBool | None = False
 
 
@@ -166,4 +242,4 @@ class DetokenizeRequest(Body):
     """POST /detokenize."""
 
     model: StrictStr | None = None
-    tokens: TokenIds
+    tokens: Annotated[Many[StrictInt], Field(max_length=limits.DETOKENIZED)]

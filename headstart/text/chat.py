@@ -27,6 +27,7 @@ Result = TypeVar("Result")
 # A template is a program that came with the model: it may fail in any of these ways.
 _FAILURES = (
     jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
+    SyntaxError, MemoryError, AssertionError,
 )  # fmt: skip
 
 
@@ -98,15 +99,16 @@ class ChatTemplate:
         messages: Sequence[Message],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        **kwargs: Any,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of a conversation, special tokens included as text. UsageError with the template's words when it
+        """The text of a conversation, special tokens included as text. `variables`: others that the template reads.
+        UsageError with the template's words when it
         refuses the messages; ModelError when the template itself fails."""
         name = "tool_use" if tools and "tool_use" in self._compiled else "default"
         template = self._compiled.get(name) or next(iter(self._compiled.values()))
-        values = self._tokens | {"documents": None} | kwargs
+        values = self._tokens | {"documents": None} | dict(variables or {})
         values |= {"messages": list(messages), "tools": tools, "add_generation_prompt": add_generation_prompt}
-        return self._guard("cannot be rendered", lambda: template.render(**values))
+        return self._guard("cannot be rendered", lambda: template.render(values))
 
     def _guard(self, what: str, action: Callable[[], Result]) -> Result:
         try:

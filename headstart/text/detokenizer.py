@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from bisect import bisect_left
 from collections.abc import Iterable
 
 from headstart.text.tokenizer import Tokenizer
@@ -49,8 +50,10 @@ class StopChecker:
     sizes of the pieces. Only text that may begin a stop string is held back.
     """
 
-    def __init__(self, stop: Iterable[str]) -> None:
-        self._stop = tuple(text for text in stop if text)
+    def __init__(self, stop: Iterable[str], *, keeps: bool = False) -> None:
+        """`keeps`: cut behind the stop string."""
+        self._stop = tuple(sorted(text for text in stop if text))
+        self._keeps = keeps
         self._longest = max(map(len, self._stop), default=0)
         self._held = ""
         self._stopped = False
@@ -82,11 +85,16 @@ class StopChecker:
         """Where the first stop string begins of those that end after `known` characters."""
         places = ((stop, text.find(stop, max(known - len(stop) + 1, 0))) for stop in self._stop)
         ends = [(at + len(stop), at) for stop, at in places if at >= 0]
-        return min(ends)[1] if ends else None
+        if not ends:
+            return None
+        end, start = min(ends)
+        return end if self._keeps else start
 
     def _possible_start(self, text: str) -> int:
         """Length of the longest end of `text` that begins a stop string."""
         for size in range(min(self._longest - 1, len(text)), 0, -1):
-            if any(stop.startswith(text[-size:]) for stop in self._stop):
+            end = text[-size:]
+            place = bisect_left(self._stop, end)  # they are sorted: what begins with `end` follows it at once
+            if place < len(self._stop) and self._stop[place].startswith(end):
                 return size
         return 0

@@ -29,13 +29,14 @@ class TextOutput:
     request: Request
     continues: bool = False  # the output goes on in the middle of a text (raw prompts), so its first space counts
     skip_special: bool = True  # False: a parser of tool calls wants to see their marks
+    keeps_stop: bool = False  # the text ends with its stop string or token, not before it
     num_tokens: int = 0
     _detokenizer: Detokenizer = field(init=False)
     _stops: StopChecker = field(init=False)
 
     def __post_init__(self) -> None:
         self._detokenizer = Detokenizer(self.tokenizer, skip_special=self.skip_special, continues=self.continues)
-        self._stops = StopChecker(self.request.params.stop)
+        self._stops = StopChecker(self.request.params.stop, keeps=self.keeps_stop)
 
     def push(self, delta: Delta) -> Piece:
         """Add the tokens of a delta; on the last one also what was held back."""
@@ -55,7 +56,7 @@ class TextOutput:
 
     def _push_token(self, token: int, piece: Piece) -> bool:
         """True when this token completes a stop string."""
-        if token in self.request.stop_ids:
+        if token in self.request.stop_ids and not self.keeps_stop:
             return False  # ends the text and is no part of it
         may_stop = self.num_tokens > self.request.params.min_tokens
         emitted, stopped = self._stops.push(self._detokenizer.push(token), may_stop=may_stop)

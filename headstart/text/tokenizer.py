@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from headstart.errors import ModelError
 from headstart.text import _gguf_tokenizer
 from headstart.text.pieces import rule_of
 
+LONG_TEXT = 4096
+"""Characters from which other threads shall run meanwhile."""
 _END_KEYS = ("eos", "eot", "eom")
 
 
@@ -37,7 +40,6 @@ class Tokenizer:
         self._inner.no_truncation()
         self._inner.no_padding()
         self.rule = rule_of(json.loads(inner.decoder.__getstate__()) if inner.decoder else None, where)
-        self._literal: tokenizers.Tokenizer | None = None
         self._pieces: dict[int, bytes] = {}
         self.special_ids = frozenset(i for i, token in inner.get_added_tokens_decoder().items() if token.special)
         self.eos_ids = frozenset(eos_ids)
@@ -72,13 +74,16 @@ class Tokenizer:
         """Token ids of `text`. `add_special` puts what the model wants around a raw text (often bos). Names of special
         tokens inside the text become those tokens (a chat template's output needs that) unless `parse_special` is
         False: then they are plain text."""
-        inner = self._inner if parse_special else self._without_special()
+        inner = self._inner if parse_special else self._literal
         try:
             text.encode()
         except UnicodeEncodeError:
             # Half of a surrogate pair (from careless JSON) is no text; the tokenizer would refuse it.
             text = text.encode("utf-8", "replace").decode()
-        return list(inner.encode(text, add_special_tokens=add_special).ids)
+        if len(text) < LONG_TEXT:
+            return list(inner.encode(text, add_special_tokens=add_special).ids)
+        (encoding,) = inner.encode_batch_fast([text], add_special_tokens=add_special)  # lets other threads run
+        return list(encoding.ids)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """The text of `ids`; ids that no token has give nothing."""
@@ -114,11 +119,23 @@ class Tokenizer:
             data = data.removeprefix(b" ")
         return data
 
-    def _without_special(self) -> tokenizers.Tokenizer:
-        if self._literal is None:
-            self._literal = tokenizers.Tokenizer.from_str(self._inner.to_str())
-            self._literal.encode_special_tokens = True
-        return self._literal
+    @cached_property
+    def special_names(self) -> tuple[str, ...]:
+        """What special tokens are written as, the longest first."""
+        names = {token.content for token in self._inner.get_added_tokens_decoder().values() if token.special}
+        return tuple(sorted(names - {""}, key=lambda name: (-len(name), name)))
+
+    @cached_property
+    def longest(self) -> int:
+        """Bytes of the longest token: a text has at least as many tokens as it has bytes, divided by this."""
+        return max(map(len, map(self.token_bytes, range(self.vocab_size))), default=1) or 1
+
+    @cached_property
+    def _literal(self) -> tokenizers.Tokenizer:
+        """Reads names of special tokens as plain text."""
+        literal = tokenizers.Tokenizer.from_str(self._inner.to_str())
+        literal.encode_special_tokens = True
+        return literal
 
 
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

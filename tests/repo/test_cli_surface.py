@@ -34,7 +34,8 @@ COMMANDS: dict[str, set[str]] = {
     | set(FLAGS)
     | {"--host", "--port", "--served-model-name", "--max-queue", "--request-timeout", "--shutdown-timeout"}
     | {"--api-key", "--ssl-certfile", "--ssl-keyfile", "--chat-template", "--tool-call-parser", "--reasoning-parser"}
-    | {"--log-format", "--price-per-hour", "--engine", "--dry-run"},
+    | {"--log-format", "--access-log", "--allowed-origins", "--parse-special-tokens"}
+    | {"--price-per-hour", "--engine", "--dry-run"},
     "verify": ENGINE
     | JSON
     | {"--prompts", "--raw", "--max-tokens", "--against", "--numerics", "--full"}

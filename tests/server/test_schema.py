@@ -13,7 +13,7 @@ schemathesis = pytest.importorskip("schemathesis")
 pytestmark = pytest.mark.slow  # a server process
 PATHS = {
     "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{name}", "/tokenize", "/detokenize",
-    "/health", "/version", "/metrics",
+    "/health", "/ping", "/ready", "/version", "/metrics",
 }  # fmt: skip
 POSTED = {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"}
 EXAMPLES = 40

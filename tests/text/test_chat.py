@@ -37,7 +37,7 @@ def test_render() -> None:
     ],
 )
 def test_helpers(source: str, text: str) -> None:
-    assert ChatTemplate(source).render(USER, thinking="on") == text
+    assert ChatTemplate(source).render(USER, variables={"thinking": "on"}) == text
 
 
 def test_refusals_are_the_users_and_failures_the_models() -> None:

@@ -66,9 +66,7 @@ class Bench(Prefilled):
 
     def seconds(self, rows: int) -> float:
         """The backend's time for one pass."""
-        (sequence,), states = self.sequences, self.engine.memory.states
-        if states:
-            states.rewind(sequence, self.context)
+        (sequence,) = self.sequences
         return self.seconds_of([Span(sequence, self.context, rows, rows if rows <= MOST_VERIFIED else 1)])
 
     def submit(self, prompt: list[int], depth: int) -> Sequence:

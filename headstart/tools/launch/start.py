@@ -90,6 +90,7 @@ def start(
             raise UsageError(f"cannot run {words[0]}: {error.strerror}", "is --program right?") from None
     host = "127.0.0.1" if wanted.host == "0.0.0.0" else wanted.host
     tls, key = bool(wanted.settings.get("ssl_certfile")), wanted.settings.get("api_key")
+    key = key[0] if isinstance(key, tuple | list) else key
     server = Server(host, wanted.port, tls, api_key=key, trusted=True)  # our own process
     try:
         yield Running(process, log, server, launcher.health)

@@ -21,8 +21,9 @@ from headstart.tools.plan.measure import BATCHES, ENGINE_DEPTH, PASSES_BUDGET_S,
 from headstart.tools.plan.roofline import Pass, SizedModel
 from headstart.tools.plan.shape import Shape
 from headstart.tools.prefilled import READ_RUNS, held_bytes, readable_bytes
+from headstart.tools.quiet import watched
 
-VERSION = 1
+VERSION = 2
 """Raise with every change of what is measured."""
 
 
@@ -37,7 +38,11 @@ def machine_for(
         longest = loaded.config.max_length - max(BATCHES)
         works = [replace(work, context=min(work.context, longest)) for work in WORKS]
         passes = Passes(loaded, config, works, progress)
-        measured = measure(passes, passes.time(works, PASSES_BUDGET_S, progress), progress)
+        with watched(config.threads or threads().usable) as quiet:
+            measured = measure(passes, passes.time(works, PASSES_BUDGET_S, progress), progress)
+        if quiet.disturbed:
+            note = f"{quiet.said}; the machine does better than this, which was not kept: ask again when it is idle"
+            return calibrated(shape.noted(note), measured)
         with suppress(OSError):  # a folder that cannot be written only means measuring again
             hub.keep_record(path, measured)
     return calibrated(shape, measured)

@@ -159,7 +159,7 @@ def test_command_prints_tables(headed: str, small_buffer: None, capsys: Capture)
     [
         (["--rows", "1,x"], "--rows is '1,x', which is not a list of such values"),
         (["--rows", "0,1"], "a pass has at least 1 row"),
-        (["--repeats", "0"], "Invalid value for '--repeats'"),
+        (["--repeats", "0"], "--repeats is '0', but must be at least 1"),
         (["--kv-blocks", "9"], "--kv-blocks has no meaning"),
         (["--drafter", "ngram"], "--drafter ngram: bench step times a head"),
     ],

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from headstart import registry
 from headstart.cli.main import main
 from headstart.config import EngineConfig
 from headstart.errors import ModelError, UsageError
 from headstart.formats import open_checkpoint
+from headstart.tools import quiet
 from headstart.tools.plan import acceptance, calibrate, here, published, run as plan
 from headstart.tools.plan.config_shape import shape_of
 from headstart.tools.plan.formats import weight_format
@@ -30,6 +32,7 @@ from headstart.tools.plan.shape import MLP
 from headstart.tools.plan.sources import card_names, cards, find_shape, from_checkpoint
 from headstart.tools.tiny import write_tiny
 
+FAMILIES = [name for name in registry.available("models") if not name.startswith("acme")]
 Capture = pytest.CaptureFixture[str]
 SHARP = Rates(bandwidth=1e12, compute=1e14, attention=1e14)
 """A machine without fixed costs: only bytes and operations count."""
@@ -315,6 +318,7 @@ def tiny_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("headstart.tools.prefilled.MOST_READ_BYTES", 1 << 16)
     monkeypatch.setattr(here, "PASSES_BUDGET_S", 0.1)
+    monkeypatch.setattr(quiet, "MOST_WAITING", 1e9)  # whatever else runs beside the tests
     return str(write_tiny("mimo", tmp_path / "model"))
 
 
@@ -327,6 +331,25 @@ def test_this_machine_is_measured_once(tiny_here: str, monkeypatch: pytest.Monke
     here.cache_path(tiny_here, EngineConfig()).write_text("damaged")
     with pytest.raises(pytest.fail.Exception):
         plan.run(plan.PlanOptions(model=tiny_here, context=100))
+
+
+def test_what_was_measured_beside_other_programs_is_said_and_not_kept(
+    tiny_here: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quiet, "MOST_WAITING", -1.0)
+    first = plan.run(plan.PlanOptions(model=tiny_here))
+    assert any("other programs used the processor" in each for each in first.data["assumptions"])
+    assert not here.cache_path(tiny_here, EngineConfig()).exists()
+    monkeypatch.setattr(quiet, "MOST_WAITING", 1e9)
+    second = plan.run(plan.PlanOptions(model=tiny_here))
+    assert not any("other programs" in each for each in second.data["assumptions"])
+    assert here.cache_path(tiny_here, EngineConfig()).exists()
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_family_can_be_measured_here(family: str, tiny_here: str, tmp_path: Path) -> None:
+    own = str(write_tiny(family, tmp_path / family))
+    assert plan.run(plan.PlanOptions(model=own, batches=(1,))).data["batches"][0]["plain"]["tokens_per_s"] > 0
 
 
 def test_more_than_the_models_context_is_refused(tiny_here: str) -> None:

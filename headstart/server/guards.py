@@ -1,0 +1,91 @@
+"""What stands in front of every endpoint: request ids and the access log, HEAD, API keys, and the end of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Sequence as Seq
+
+from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from headstart.server import errors
+
+log = logging.getLogger("headstart.access")
+OPEN_PATHS = frozenset({"/health", "/ping", "/ready"})
+"""What needs no API key: whoever restarts a server has none."""
+REQUEST_ID = "X-Request-Id"
+_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class Traced:
+    """Gives each request the id that it brings, or a new one; logs it, if asked; and answers what the end of the server
+    cancels."""
+
+    def __init__(self, app: ASGIApp, access_log: bool) -> None:
+        self.app, self.access_log = app, access_log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(REQUEST_ID, "")
+        name = given if _ID.fullmatch(given) else uuid.uuid4().hex
+        begun, status = time.perf_counter(), 0
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)[REQUEST_ID] = name
+            await send(message)
+
+        try:
+            await self.app(scope, receive, answer)
+        except asyncio.CancelledError:
+            if status:
+                raise
+            await JSONResponse(errors.document("the server has shut down", 503), 503)(scope, receive, answer)
+        finally:
+            if self.access_log:  # paths without queries: who calls, and with what, is the user's business
+                seconds = time.perf_counter() - begun
+                log.info("%s %s %s %d %.3f s", name, scope["method"], _shown(scope["path"]), status, seconds)
+
+
+def _shown(path: str) -> str:
+    return "".join(char if char.isprintable() else "?" for char in path[:200])
+
+
+class HeadAsGet:
+    """HEAD is what GET would say, without saying it: the connection leaves the body out."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
+        await self.app(scope, receive, send)
+
+
+class ApiKeys:
+    """401 without one of the bearer tokens."""
+
+    def __init__(self, app: ASGIApp, keys: Seq[str]) -> None:
+        self.app, self.keys = app, [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+            # all are compared, and each takes the same time wherever they differ
+            right = [hmac.compare_digest(given.strip(), key) for key in self.keys]
+            if scheme.lower() != b"bearer" or not any(right):
+                body = errors.document("the API key is missing or wrong", 401)
+                await JSONResponse(body, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+                return
+        await self.app(scope, receive, send)

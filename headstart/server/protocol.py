@@ -1,0 +1,127 @@
+"""uvicorn's HTTP protocol, with limits on headers and on patience, and HTTP/1.0 as old clients read it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from headstart.server import limits
+from headstart.server.errors import document
+
+
+class Protocol(HttpToolsProtocol):
+    """One connection."""
+
+    _num_header_bytes = 0
+    _in_headers = True
+    _refusal = (400, "this is not HTTP/1")
+    _patience: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait_for_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._patience, self._unread):
+            if timer is not None:
+                timer.cancel()
+        self._unset_keepalive_if_required()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.parser is None or self.transport.is_closing():
+            return
+        super().data_received(data)
+        if self._in_headers:  # a header that never ends comes to no callback
+            self._num_header_bytes += len(data)
+            if self._num_header_bytes > 2 * limits.HEADER_BYTES and not self.transport.is_closing():
+                self._refusal = (431, f"the headers are larger than {limits.HEADER_BYTES} bytes")
+                self.send_400_response("")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._num_header_bytes, self._in_headers = 0, True
+        if self._patience is None:
+            self._wait_for_headers()
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value))
+        super().on_header(name, value)
+        if len(self.headers) > limits.NUM_HEADERS:
+            self._refuse(431, f"there are more than {limits.NUM_HEADERS} headers")
+
+    def on_headers_complete(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+        self._in_headers = False
+        super().on_headers_complete()
+        if self.scope.get("http_version") == "1.0" and self.cycle is not None:
+            self.cycle.__class__ = Unchunked
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(limits.READ_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
+    def send_400_response(self, msg: str) -> None:
+        """In OpenAI's shape; uvicorn calls it for whatever its parser does not take."""
+        if self.transport.is_closing():
+            return
+        status, text = self._refusal
+        busy = self.cycle is not None and not self.cycle.response_complete
+        if not busy:  # else it would stand in the middle of another answer
+            body = json.dumps(document(text, status)).encode()
+            lines = [STATUS_LINE[status], b"content-type: application/json\r\n", b"connection: close\r\n"]
+            lines.append(b"content-length: %d\r\n\r\n" % len(body))
+            self.transport.write(b"".join(lines) + body)
+        self.transport.close()
+
+    def _count(self, size: int) -> None:
+        self._num_header_bytes += size
+        if self._num_header_bytes > limits.HEADER_BYTES:
+            self._refuse(431, f"the headers are larger than {limits.HEADER_BYTES} bytes")
+
+    def _refuse(self, status: int, text: str) -> None:
+        """The parser stops at an exception, and its caller sends the refusal."""
+        self._refusal = (status, text)
+        raise ValueError(text)
+
+    def _wait_for_headers(self) -> None:
+        self._patience = self.loop.call_later(limits.HEADER_SECONDS, self._too_slow)
+
+    def _too_slow(self) -> None:
+        self._patience = None
+        if self._num_header_bytes and not self.transport.is_closing():
+            self._refusal = (408, f"the headers did not come within {limits.HEADER_SECONDS:g} s")
+            self.send_400_response("")
+        else:
+            self.transport.close()
+
+
+class Unchunked(RequestResponseCycle):
+    """An answer to HTTP/1.0: what has no length ends with the connection."""
+
+    _has_length = True
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self._has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            if not self._has_length:
+                self.chunked_encoding = False
+        elif not self._has_length:
+            self.expected_content_length = len(message.get("body", b""))
+        await super().send(message)
