@@ -112,11 +112,11 @@ def run(
     settings = serving.chosen()
     settings.pop("chat_template", None)
     serve_config = ServerConfig(**settings)
-    bound = listen(serve_config)  # before a model is loaded for nothing
-    with progress("loading") as report_progress:
-        llm = LLM(model, config, report_progress)
-    if template is not None:
-        known = llm.chat_template or ChatTemplate("")
-        llm.chat_template = known.replaced(template, str(serving.chat_template))
-    serve(llm, serve_config, bound)
+    with listen(serve_config) as bound:  # before a model is loaded for nothing
+        with progress("loading") as report_progress:
+            llm = LLM(model, config, report_progress)
+        if template is not None:
+            known = llm.chat_template or ChatTemplate("")
+            llm.chat_template = known.replaced(template, str(serving.chat_template))
+        serve(llm, serve_config, bound)
     return 0
