@@ -104,7 +104,7 @@ class ScratchModel:
     def __init__(self, name: str, family: Family, changes: dict[str, Any], dtype: torch.dtype) -> None:
         self.family, self.dtype = family, dtype
         self.config, arrays = family.tiny(**{**SCRATCH, **family.scratch, **changes})
-        self.sizes: DecoderConfig = family.parse(self.config)
+        self.sizes: DecoderConfig = family.read(self.config)
         self.masters = {key: torch.nn.Parameter(torch.from_numpy(value)) for key, value in arrays.items()}
         self._checkpoint = Checkpoint(Path(name), "safetensors", self.config, named(self.masters), False)  # type: ignore[arg-type]
 
