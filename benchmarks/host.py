@@ -95,6 +95,8 @@ class NullBackend:
     def kv_bytes(self, spec: Any) -> int:
         return 1
 
+    hidden_bytes = kv_bytes
+
     def loaded(self) -> None: ...
     def kv_pool(self, num_slots: int, spec: Any) -> str:
         return "pool"

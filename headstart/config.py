@@ -22,6 +22,8 @@ AUTO: Literal["auto"] = "auto"
 MAX_DEPTH = 16
 FIXED_DEPTH = 3
 """Where auto will not do."""
+MOST_THREADS, MOST_BLOCK = 1024, 4096
+"""Larger numbers of threads, or of positions in a block, are mistakes."""
 DRAFTER_WORDS = ("auto", "none")
 """Values of `drafter` that are not names of drafters: what the model offers best, and plain decoding."""
 
@@ -97,9 +99,11 @@ class EngineConfig:
         if self.depth != AUTO:
             self._check_range("depth", 0, MAX_DEPTH, "or auto")
         _depth_table(self.depth_by_batch)
-        for name in ("threads", "max_model_len", "max_num_seqs", "block_size", "kv_blocks", "ngram_min"):
+        self._check_range("threads", 1, MOST_THREADS)
+        self._check_range("max_model_len", 2, hint="a prompt and its answer have a token each")
+        self._check_range("block_size", 1, MOST_BLOCK)
+        for name in ("max_num_seqs", "max_num_batched_tokens", "kv_blocks", "ngram_min"):
             self._check_range(name, 1)
-        self._check_range("max_num_batched_tokens", 1)
         self._check_range("ngram_max", self.ngram_min, hint="it cannot be below --ngram-min")
         self._check_range("seed", 0, 2**64 - 1)
 

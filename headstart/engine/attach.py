@@ -15,7 +15,7 @@ from headstart.layers.build import DecoderConfig
 from headstart.layers.linear import Linear
 from headstart.layers.weights import Weights
 from headstart.models.base import Family
-from headstart.models.tensors import canonical_tensors, find_family
+from headstart.models.tensors import canonical_tensors, check_taken, find_family, read_config
 
 NATIVE_HEAD = "the checkpoint"
 """Head.source of a head inside the trunk's own files."""
@@ -78,6 +78,7 @@ def native_head(family: Family, weights: Weights, config: DecoderConfig, source:
     drafting = Weights(weights.tensors, weights.backend, weights.source, drafts=True, on_take=weights.on_take)
     modules = head_kind(spec.kind).modules(drafting, spec, config.hidden_size)
     weights.used |= drafting.used
+    check_taken(weights, config.num_mtp)
     return Head(spec, modules, source)
 
 
@@ -85,7 +86,7 @@ def _head_of_checkpoint(trunk: Trunk, path: Path) -> Head:
     """The native head of a model in another file: a target and its drafter are often published apart."""
     checkpoint = open_checkpoint(path)
     family = find_family(checkpoint)
-    config = family.parse(checkpoint.config)
+    config = read_config(checkpoint, family)
     _check_fit(trunk, path, config.hidden_size, config.vocab_size)
     weights = Weights(canonical_tensors(checkpoint, family, config), trunk.backend, str(path), drafts=True)
     head = native_head(family, weights, config, str(path))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -18,18 +18,25 @@ from headstart.engine.costs import Costs, Curve, Samples
 from headstart.engine.engine import Engine
 
 MOST_SECONDS = 2.0
+"""Within so much all is measured; the curves take three quarters of it at most. No step begins after that."""
+FOR_CURVES = 0.75
 WORTH_KEEPING_S = 0.25
 """Shorter calibrations are made again at each start."""
 PROMPT = 24
 STEPS, WARM_UP = 6, 1
 PLAN = ((1, 0), (1, 1), (1, 3), (4, 0), (1, 7), (4, 3), (1, 2), (16, 0), (1, 5), (16, 3), (64, 0), (1, 11), (64, 3))
 """(sequences, depth), what matters most first: a slow machine gets as far as the time goes, and learns the rest."""
+LEAST_CONTEXT = 8
+"""In a shorter one there is nothing to measure, nor to gain."""
 LONG, LONG_DEPTH = 448, 3
 MOST_REACH = 0.5
 """Of a pass near position 0: what LONG positions more cost at most. The difference of two measured times is noisy."""
 LEAST_SHARE = 0.3
 CHECKED_DEPTH, TOLERANCE = 3, 0.15
 """What is kept from an earlier start holds if t(4) / t(1) is the same up to so much."""
+CHECK_SECONDS = 0.3
+BUSY = 1.2
+"""A median step of so many times the fastest one: somebody else has the cores, and nothing can be told."""
 
 
 @dataclass
@@ -37,11 +44,17 @@ class _Run:
     """An engine, with the steps of one setting at a time."""
 
     engine: Engine
-    rng: np.random.Generator
+    until: float  # by time.perf_counter(): once something is measured, no step begins later
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     count: int = 0
+    measured: bool = False
+
+    @property
+    def late(self) -> bool:
+        return self.measured and time.perf_counter() > self.until
 
     def measure(self, sequences: int, depth: int, length: int, steps: int) -> tuple[Samples, Samples]:
-        """Samples of the prompts' passes, and of decode steps after a warm-up."""
+        """Samples of the prompts' passes, and of decode steps after a warm-up; none where the time is over."""
         engine, names = self.engine, []
         before = engine.drafting.samples = Samples()
         for _ in range(sequences):
@@ -54,13 +67,15 @@ class _Run:
             )
             engine.submit(request)
         try:
-            while any(sequence.num_output == 0 for sequence in [*engine.scheduler.waiting, *engine.scheduler.running]):
+            decoding, warm_up, rest = Samples(), WARM_UP, steps
+            while rest and not self.late:
+                running = [*engine.scheduler.waiting, *engine.scheduler.running]
+                if not any(sequence.num_output == 0 for sequence in running):
+                    if not warm_up:
+                        engine.drafting.samples, rest = decoding, rest - 1
+                    warm_up = max(warm_up - 1, 0)
                 engine.step(_nowhere)
-            for _ in range(WARM_UP):
-                engine.step(_nowhere)
-            decoding = engine.drafting.samples = Samples()
-            for _ in range(steps):
-                engine.step(_nowhere)
+                self.measured |= bool(decoding.passes)
             return before, decoding
         finally:
             engine.drafting.samples = None
@@ -74,8 +89,10 @@ def _nowhere(deltas: Any) -> None:
 
 def calibrate(engine: Engine) -> Costs:
     """Measure for about MOST_SECONDS; what was not reached is extrapolated. The engine must be idle."""
+    if engine.max_length < LEAST_CONTEXT:
+        return Costs.unknown()
     begun = time.perf_counter()
-    run, samples = _Run(engine, np.random.default_rng(0)), Samples()
+    run, samples = _Run(engine, begun + FOR_CURVES * MOST_SECONDS), Samples()
     deepest, most = engine.drafting.max_depth, engine.config.max_num_seqs
     length = min(PROMPT, engine.max_length // 4)
     blocks = engine.memory.blocks_for(length + 8 * STEPS)
@@ -86,18 +103,25 @@ def calibrate(engine: Engine) -> Costs:
         for kind in ("passes", "drafts"):
             for count, seconds in getattr(measured, kind).items():
                 getattr(samples, kind).setdefault(count, []).extend(seconds)
-        if time.perf_counter() - begun > MOST_SECONDS:
-            break
     costs = Costs(Curve.fit(samples.passes), Curve.fit(samples.drafts or {1: [0.1 * median(samples.passes[1])]}))
+    costs.busy = _busy(samples.passes[1])
+    run.until = begun + MOST_SECONDS
     _measure_long(run, costs, length)
     engine.reset_stats()
     return costs
 
 
+def _busy(seconds: Seq[float]) -> bool:
+    """Do equal steps differ so much that others must have had the cores?"""
+    return median(seconds) > BUSY * min(seconds)
+
+
 def _measure_long(run: _Run, costs: Costs, short: int) -> None:
-    """What prompt rows, far positions and missed pairs cost, from one longer prompt."""
-    engine = run.engine
+    """What prompt rows, far positions and missed pairs cost, from one longer prompt: as long as the time allows."""
+    engine, left = run.engine, run.until - time.perf_counter()
     length = min(LONG, engine.max_length // 2, engine.scheduler.budget)
+    while length >= 2 * short and costs.passes.at(length) + STEPS * costs.passes.at(LONG_DEPTH + 1) > left:
+        length //= 2
     if length < 2 * short:
         return
     prompts, steps = run.measure(1, min(LONG_DEPTH, engine.drafting.max_depth), length, STEPS)
@@ -136,18 +160,22 @@ def known_costs(engine: Engine, identity: Mapping[str, Any]) -> Costs:
 
 
 def _still_holds(engine: Engine, costs: Costs) -> bool:
-    """Are a plain pass and a deeper one in the proportion that is kept? The machine as a whole may be slower or faster
-    than it was: that is made good."""
-    run = _Run(engine, np.random.default_rng(0))
-    length, depth = min(PROMPT, engine.max_length // 4), min(CHECKED_DEPTH, engine.drafting.max_depth)
-    factors = []
+    """Are a plain pass and a deeper one in the proportion that is kept? Where the machine is too busy to tell, yes:
+    steps correct them. The machine as a whole may be slower or faster than it was: that is made good."""
+    run = _Run(engine, time.perf_counter() + CHECK_SECONDS)
+    length, depth = max(min(PROMPT, engine.max_length // 4), 1), min(CHECKED_DEPTH, engine.drafting.max_depth)
+    factors, busy = [], False
     for drafted in (0, depth):
         _, measured = run.measure(1, drafted, length, STEPS)
-        factors.append(median(measured.passes.get(drafted + 1) or [0.0]) / costs.passes.at(drafted + 1))
+        seconds = measured.passes.get(drafted + 1) or []
+        if not seconds:
+            return drafted > 0  # no time to compare
+        factors.append(median(seconds) / costs.passes.at(drafted + 1))
+        busy |= len(seconds) < STEPS // 2 or _busy(seconds)
     engine.reset_stats()
-    if min(factors) <= 0 or max(factors) > (1 + TOLERANCE) * min(factors):
+    if not busy and (costs.busy or max(factors) > (1 + TOLERANCE) * min(factors)):
         return False
-    scale = sum(factors) / 2
+    scale = min(factors)
     for curve in (costs.passes, costs.drafts):
         curve.scale *= scale
     return True

@@ -84,13 +84,15 @@ class Work:
 class Costs:
     """Seconds. `passes`: of a pass by its sampled rows, with sampling and all Python of the step, at position 0.
     `prompt_share`: of a row that is not sampled, against one that is. `reach`: per row and position that it attends
-    to. `drafts`: of one draft step by its sequences. `catch_up`: per pair that a head has to make up for."""
+    to. `drafts`: of one draft step by its sequences. `catch_up`: per pair that a head has to make up for. `busy`:
+    others had the cores while this was measured."""
 
     passes: Curve
     drafts: Curve
     prompt_share: float = 1.0
     reach: float = 0.0
     catch_up: float = 0.0
+    busy: bool = False
 
     @classmethod
     def unknown(cls) -> Self:
@@ -124,6 +126,7 @@ class Costs:
             "prompt_share": self.prompt_share,
             "reach": self.reach,
             "catch_up": self.catch_up,
+            "busy": self.busy,
         }
 
     @classmethod
@@ -134,8 +137,8 @@ class Costs:
         passes, drafts = (Curve([float(value) for value in document[name]]) for name in ("passes", "drafts"))
         if any(len(curve.seconds) != len(KNOTS) or min(curve.seconds) <= 0 for curve in (passes, drafts)):
             raise ValueError("curves without sense")
-        rest = (float(document[name]) for name in ("prompt_share", "reach", "catch_up"))
-        return cls(passes, drafts, *rest)
+        share, reach, catch_up = (float(document[name]) for name in ("prompt_share", "reach", "catch_up"))
+        return cls(passes, drafts, share, reach, catch_up, bool(document["busy"]))
 
 
 @dataclass

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from threading import Lock
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from headstart import hub, machine, registry
 from headstart.cache.memory import KVMemory
@@ -21,6 +23,12 @@ MEMORY_SHARE = 0.25
 """Share of the free memory that the KV cache may take when --kv-blocks is not given; half of it where there is
 recurrent state, a quarter of it each for sequences and snapshots."""
 MOST_SNAPSHOTS = 256
+BLOCK_RECORD = 512
+"""Bytes of what is known of a block, beside its content."""
+PLANNED: WeakKeyDictionary[KVMemory, tuple[str, int]] = WeakKeyDictionary()
+"""Device and bytes of the pools of each engine that lives: a pool takes memory only as it fills, so what is free does
+not tell of it. What has been filled counts twice: rather too small a cache than one that is killed."""
+_planning = Lock()
 
 
 def make_engine(model: Model, config: EngineConfig) -> Engine:
@@ -37,7 +45,8 @@ def make_engine(model: Model, config: EngineConfig) -> Engine:
     trunk = DecoderNetwork(model.decoder, drafter.tap if drafter else None)
     hidden_width = tap_width(trunk.tap, model.config.hidden_size) if trunk.tap else 0
     networks = [trunk, *(opened.network for opened in runner.opened)]
-    memory = _memory(model, config, networks, hidden_width, max_length, drafts=drafter is not None)
+    with _planning:
+        memory = _memory(model, config, networks, hidden_width, max_length, drafts=drafter is not None)
     num_slots = len(memory.pool.blocks) * config.block_size
     runner.allocate(trunk, memory, num_slots=num_slots, hidden_width=hidden_width)
     model.backend.loaded()
@@ -93,12 +102,17 @@ def context_length(model: Model, config: EngineConfig) -> int:
 def _memory(
     model: Model, config: EngineConfig, networks: list[Network], hidden_width: int, max_length: int, *, drafts: bool
 ) -> KVMemory:
-    """Blocks for KV of all networks and hidden states, slots for recurrent state, within a share of the free memory.
-    Raises UsageError for fewer blocks than one sequence needs."""
-    budget = int(model.backend.free_memory() * MEMORY_SHARE)
+    """Blocks for KV of all networks and hidden states, slots for recurrent state, within a share of the memory that is
+    free and that no other engine of this process has planned with. Raises UsageError for fewer blocks than one sequence
+    needs, and for more than the memory holds."""
+    free = model.backend.free_memory()
+    budget = int(
+        max(free - sum(size for device, size in PLANNED.values() if device == config.device), 0) * MEMORY_SHARE
+    )
     states = _states(model, config, budget, drafts=drafts)
     specs = [spec for network in networks for spec in network.kv_specs]
-    per_token = sum(model.backend.kv_bytes(spec) for spec in specs) + 4 * hidden_width
+    backend = model.backend
+    per_token = sum(backend.kv_bytes(spec) for spec in specs) + backend.hidden_bytes(hidden_width)
     block_bytes = per_token * config.block_size
     num_blocks = config.kv_blocks or _num_blocks(config, max_length, block_bytes, budget // 2 if states else budget)
     if num_blocks * config.block_size < max_length:
@@ -106,7 +120,23 @@ def _memory(
             f"--kv-blocks {num_blocks} of {config.block_size} tokens hold less than one sequence of {max_length}",
             f"give at least {-(-max_length // config.block_size)} blocks, or lower --max-model-len",
         )
-    return KVMemory(num_blocks, config.block_size, prefix_caching=config.enable_prefix_caching, states=states)
+    wanted, room = num_blocks * (block_bytes + BLOCK_RECORD), _whole_memory(config) or free
+    if wanted > room and config.kv_blocks:
+        raise UsageError(
+            f"--kv-blocks {num_blocks} take {wanted / 1e9:.1f} GB, but there are {room / 1e9:.1f} GB",
+            f"{max(budget // block_bytes, 1)} blocks take a quarter of what is free, which is the default",
+        )
+    memory = KVMemory(num_blocks, config.block_size, prefix_caching=config.enable_prefix_caching, states=states)
+    PLANNED[memory] = config.device, num_blocks * block_bytes + _state_bytes(model, states)
+    return memory
+
+
+def _whole_memory(config: EngineConfig) -> int | None:
+    """Bytes, free or not; None where only what is free is known."""
+    if config.device != "cpu":
+        return None
+    memory = machine.memory()
+    return memory.limit or memory.total or None
 
 
 def _num_blocks(config: EngineConfig, max_length: int, block_bytes: int, budget: int) -> int:
@@ -125,6 +155,14 @@ def _states(model: Model, config: EngineConfig, budget: int, *, drafts: bool) ->
     running = max(1, min(config.max_num_seqs, budget // 4 // running_bytes))
     snapshots = min(MOST_SNAPSHOTS, budget // 4 // snapshot_bytes) if config.enable_prefix_caching else 0
     return StateMemory(running, snapshots, kept, block_size=config.block_size)
+
+
+def _state_bytes(model: Model, states: StateMemory | None) -> int:
+    if states is None:
+        return 0
+    backend, specs = model.backend, model.decoder.state_specs
+    kept = sum(backend.state_bytes(spec, states.num_kept) - backend.state_bytes(spec) for spec in specs)
+    return states.num_slots * sum(map(backend.state_bytes, specs)) + states.num_running * kept
 
 
 def identity(model: Model, config: EngineConfig) -> dict[str, Any]:

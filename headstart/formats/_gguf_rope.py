@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from headstart.errors import ModelError
 from headstart.formats.base import Tensor
-from headstart.formats.gguf_names import ROPE_KEYS
+from headstart.formats.gguf_names import ROPE_KEYS, SCALING_NEUTRAL as NEUTRAL
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What every Llama 3.1 to 3.3 uses; its GGUF files hold the resulting factors only."""
@@ -27,17 +27,24 @@ def rope_config(
         raise ModelError(f"{arch}.rope.freq_base is {theta!r}, but must be above 0", "convert the model again")
     rope: dict[str, Any] = {"rope_theta": theta}
     rotary = metadata.get(f"{arch}.rope.dimension_count")
-    if isinstance(rotary, int) and isinstance(head_dim, int) and 0 < rotary < head_dim:
+    latent = "kv_lora_rank" in config  # keys say the rotated part apart
+    if isinstance(rotary, int) and isinstance(head_dim, int) and 0 < rotary < head_dim and not latent:
         rope["partial_rotary_factor"] = rotary / head_dim
     scaling = _declared(metadata, f"{arch}.rope.scaling.")
     factors = tensors.get("rope_freqs.weight")
-    if scaling is None and factors is not None and factors.here:
-        scaling = _from_factors(factors.float32(), float(theta))
+    if factors is not None and factors.here:
+        divisors = _from_factors(factors.float32(), float(theta))
+        if divisors and scaling:
+            raise ModelError(f"{arch}.rope.scaling.type is {scaling['rope_type']!r}, but rope_freqs scales too")
+        scaling = scaling or divisors
     return rope | ({"rope_scaling": scaling} if scaling else {})
 
 
 def _declared(metadata: Mapping[str, Any], prefix: str) -> dict[str, Any] | None:
-    kind = metadata.get(f"{prefix}type", "none")
+    kind = metadata.get(f"{prefix}type", "linear" if f"{prefix}factor" in metadata else "none")
+    for key, neutral in NEUTRAL.items():
+        if metadata.get(prefix + key, neutral[0]) not in neutral:
+            raise ModelError(f"{prefix}{key} is {metadata[prefix + key]}, which is not supported", f"known: {neutral}")
     scaling = {name: metadata[prefix + key] for key, name in ROPE_KEYS.items() if prefix + key in metadata}
     if multiplier := metadata.get(f"{prefix}yarn_log_multiplier"):  # 0.1 * mscale_all_dim, and mscale is the same
         scaling["mscale"] = scaling["mscale_all_dim"] = 10 * float(multiplier)
@@ -47,8 +54,7 @@ def _declared(metadata: Mapping[str, Any], prefix: str) -> dict[str, Any] | None
 def _from_factors(factors: NDArray[np.float32], theta: float) -> dict[str, Any] | None:
     """The llama3 scaling whose divisors of the frequencies are `factors` [rotary_dim / 2]; None when all are 1.
 
-    Factors that are not Llama 3's keep a type of their own, which the rope layer then refuses by name: ignoring them
-    would give wrong text in silence."""
+    Factors that are not Llama 3.1's are taken as they are."""
     if factors.size == 0 or np.all(factors == 1):
         return None
     largest = float(factors.max())

@@ -17,7 +17,7 @@ from headstart.errors import ModelError
 from headstart.formats._gguf_rope import rope_config
 from headstart.formats.base import Checkpoint, Format, Tensor
 from headstart.formats.gguf_file import MAGIC, GgufFile, read
-from headstart.formats.gguf_names import IMPLIED, KEYS, canonical_names
+from headstart.formats.gguf_names import HARMLESS, IMPLIED, KEYS, SCALING, canonical_names
 from headstart.formats.safetensors_file import join
 
 if TYPE_CHECKING:
@@ -137,17 +137,28 @@ def _config(file: GgufFile, tensors: dict[str, Tensor]) -> dict[str, Any]:
     config["num_hidden_layers"] -= heads  # llama.cpp counts them as blocks
     config["vocab_size"] = tensors["embed_tokens.weight"].shape[0]
     config["tie_word_embeddings"] = "lm_head.weight" not in tensors
-    config["attention_bias"] = "layers.0.self_attn.q_proj.bias" in tensors
-    config["use_qk_norm"] = "layers.0.self_attn.q_norm.weight" in tensors
-    config |= _heads(config) | _special_ids(metadata)
-    return config | rope_config(metadata, tensors, config)
+    parts = {re.sub(r"^layers\.\d+\.", "", name) for name in tensors}
+    config["attention_bias"] = any(f"self_attn.{part}.bias" in parts for part in ("q_proj", "q_a_proj", "qkv_proj"))
+    config["attention_out_bias"] = "self_attn.o_proj.bias" in parts
+    config["mlp_bias"] = "mlp.up_proj.bias" in parts
+    config["use_qk_norm"] = "self_attn.q_norm.weight" in parts
+    config |= _heads(config, metadata) | _special_ids(metadata)
+    read = {f"{arch}.{key}" for key in (*KEYS, *HARMLESS, *(f"rope.scaling.{key}" for key in SCALING))}
+    unknown = {key: _plain(value) for key, value in metadata.items() if key.startswith(f"{arch}.") and key not in read}
+    return config | unknown | rope_config(metadata, tensors, config)
 
 
-def _heads(config: dict[str, Any]) -> dict[str, Any]:
-    num_heads = config["num_attention_heads"]
+def _heads(config: dict[str, Any], metadata: dict[str, Any]) -> dict[str, Any]:
+    """Sizes of heads. Raises ModelError for values that are not as wide as keys, but for latent attention."""
+    num_heads, arch = config["num_attention_heads"], config["model_type"]
     heads = {"num_key_value_heads": config.get("num_key_value_heads", num_heads)}
     if "head_dim" not in config and isinstance(num_heads, int):
         heads["head_dim"] = config["hidden_size"] // num_heads
+    rotary, width = (metadata.get(f"{arch}.{key}") for key in ("rope.dimension_count", "attention.value_length"))
+    if "kv_lora_rank" in config:
+        return heads | ({"qk_rope_head_dim": rotary} if isinstance(rotary, int) else {})
+    if width not in (None, key_width := {**heads, **config}.get("head_dim")):
+        raise ModelError(f"{arch}.attention.value_length is {width}, but keys are {key_width} wide", "not supported")
     return heads
 
 

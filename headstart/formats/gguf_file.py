@@ -32,6 +32,9 @@ class GgufFile:
     tensors: dict[str, Tensor]
 
 
+_SIZE = struct.Struct("<Q")
+
+
 class MoreNeeded(Exception):
     """The header goes on after the piece of the file that was given."""
 
@@ -74,13 +77,26 @@ class _Cursor:
     def array(self) -> Any:
         kind, count = self.scalar("<I"), self.scalar("<Q")
         if kind == _STRING:
-            self.plausible(count, 8, "strings")
-            return [self.text() for _ in range(count)]
+            return self.texts(count)
         if kind not in _SCALARS:
             raise self.fail(f"a metadata array of the unknown type {kind}")
         dtype = np.dtype(np.bool_ if kind == 7 else _SCALARS[kind])
         begin = self.skip(count * dtype.itemsize)
         return self.raw[begin : self.at].view(dtype).copy()
+
+    def texts(self, count: int) -> list[str]:
+        """A vocabulary has hundreds of thousands: no call for each of them but where something is wrong."""
+        self.plausible(count, 8, "strings")
+        found, view, at, end = list[str](), self.view, self.at, len(self.raw) - 8
+        while len(found) < count and at <= end:
+            begin = at + 8
+            stop = begin + _SIZE.unpack_from(view, at)[0]
+            if stop > end + 8:
+                break
+            found.append(str(view[begin:stop], "utf-8", "replace"))
+            at = stop
+        self.at = at
+        return found + [self.text() for _ in range(count - len(found))]
 
     def plausible(self, count: int, least_bytes: int, what: str) -> None:
         if count * least_bytes > self.size - self.at:

@@ -59,11 +59,16 @@ _BLOCK: Mapping[str, str] = {
     "nextn.shared_head_norm": "shared_head.norm",
 }
 
-IMPLIED: Mapping[str, Mapping[str, int]] = {
-    "glm4moe": {"norm_topk_prob": False},
-    "deepseek2": {"norm_topk_prob": False, "expert_gating_func": 1, "n_group": 1, "topk_group": 1},
+IMPLIED: Mapping[str, Mapping[str, float]] = {
+    "glm4moe": {
+        "norm_topk_prob": False, "routed_scaling_factor": 1.0, "n_shared_experts": 0, "first_k_dense_replace": 0,
+    },
+    "deepseek2": {
+        "norm_topk_prob": False, "expert_gating_func": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0,
+        "n_shared_experts": 0, "first_k_dense_replace": 0,
+    },
     "qwen3moe": {"norm_topk_prob": True},
-}
+}  # fmt: skip
 """What llama.cpp takes of an architecture where the file says nothing."""
 
 KEYS: Mapping[str, str] = {
@@ -73,7 +78,6 @@ KEYS: Mapping[str, str] = {
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim",
-    "attention.value_length": "v_head_dim",
     "attention.q_lora_rank": "q_lora_rank",
     "attention.kv_lora_rank": "kv_lora_rank",
     "attention.key_length_mla": "qk_head_dim",  # of a head, where key_length is that of the cache
@@ -81,7 +85,6 @@ KEYS: Mapping[str, str] = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.sliding_window": "sliding_window",
     "rope.freq_base": "rope_theta",
-    "rope.dimension_count": "qk_rope_head_dim",
     "context_length": "max_position_embeddings",
     "nextn_predict_layers": "num_nextn_predict_layers",
     "expert_count": "num_experts",
@@ -105,15 +108,37 @@ KEYS: Mapping[str, str] = {
 }
 """Keys below `{arch}.` -> config.json keys."""
 
+FOUND: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("attention_bias", "attention_out_bias", "mlp_bias", "use_qk_norm"), "are there such tensors? all are taken"
+    ),
+    "expert_gating_func": "of sigmoids, where it is not the family's own",
+    "num_nextn_predict_layers": "which blocks are modules; those need not be used",
+}
+"""Keys of our making, which a family need not read, and why."""
+HARMLESS: Mapping[str, str] = {
+    "vocab_size": "the embedding says it",
+    "rope.scaling.finetuned": "how the model was trained",
+    "rope.dimension_sections": "all axes have the same position in a text",
+    "pooling_type": "of embeddings",
+    "tensor_data_layout": "how the file was made",
+    "attention.value_length": "that of a key, which is checked",
+    "rope.dimension_count": "read with the rope's keys",
+}
+"""Keys below `{arch}.` that change nothing, and why."""
 ROPE_KEYS: Mapping[str, str] = {
     "factor": "factor",
     "original_context_length": "original_max_position_embeddings",
-    "attn_factor": "attention_factor",
-    "yarn_ext_factor": "ext_factor",
+    "yarn_attn_factor": "attention_factor",
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
 }
 """Keys below `{arch}.rope.scaling.` -> keys of `rope_scaling`."""
+
+
+SCALING_NEUTRAL: Mapping[str, tuple[float, ...]] = {"attn_factor": (1.0,), "yarn_ext_factor": (1.0, -1.0)}
+"""Keys there that are served at these values."""
+SCALING = ("type", "yarn_log_multiplier", *ROPE_KEYS, *SCALING_NEUTRAL)
 
 
 def canonical_names(names: Iterable[str]) -> dict[str, str]:

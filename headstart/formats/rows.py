@@ -86,7 +86,7 @@ class Picked(Deferred):
         return taken
 
     def fingerprint(self) -> int:
-        return zlib.crc32(self.rows.data, self.source.fingerprint())
+        return zlib.crc32(np.ascontiguousarray(self.rows).data, self.source.fingerprint())
 
     def part(self, index: int) -> Tensor:
         return self.take_rows(np.array([index])).part(0)

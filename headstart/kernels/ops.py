@@ -274,6 +274,9 @@ class Backend(Protocol):
     def copy_rows(self, pools: Sequence[Pool], sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
         """Keys and values of slots `sources` to slots `targets` in each KV pool, as if all at once."""
 
+    def hidden_bytes(self, width: int) -> int:
+        """Bytes of one position in a hidden pool."""
+
     def hidden_pool(self, num_slots: int, width: int) -> Pool: ...
 
     def state_bytes(self, spec: StateSpec, num_kept: int = 0) -> int:

@@ -1,6 +1,11 @@
 """Rotary position embedding (Su et al. 2021) and its length extensions, as frequencies.
 
 Config keys follow Hugging Face: `rope_theta`, `rope_parameters` (transformers 5) or `rope_scaling` (older files).
+Formulas: transformers 5.23 `modeling_rope_utils.py`.
+
+Two kinds depend there on the length of the text, so that one position would have several keys. What they say of short
+texts is served, and the context ends (`longest`) where it would change: `dynamic` (NTK by length) is plain within
+max_position_embeddings; `longrope` (Ding et al. 2024) has its short factors within the original context.
 """
 
 from __future__ import annotations
@@ -14,31 +19,109 @@ import numpy as np
 from headstart.errors import ModelError
 from headstart.kernels.ops import RopeSpec
 
+KINDS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (
+        "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
+        "mscale_all_dim", "truncate",
+    ),
+    "longrope": ("short_factor", "long_factor", "factor", "original_max_position_embeddings", "attention_factor"),
+    "rope_freqs": ("factors",),  # a GGUF file's: divisors of the frequencies
+}  # fmt: skip
+"""Kinds of scaling, and the keys of each; those of another kind are there for that kind only."""
+COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
+"""Keys of every kind. In a text all three axes of a multimodal rope have the same position."""
+KNOWN = frozenset(key for keys in KINDS.values() for key in keys) | {*COMMON}
+
+
+def scaling_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The rope part of a config, with its `rope_type`. Raises ModelError for a kind or a key that is not known."""
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(scaling, dict):
+        raise ModelError(f"config.json: rope_parameters is {scaling!r}, but must be an object")
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind not in KINDS:
+        known = ", ".join(each for each in KINDS if each != "rope_freqs")
+        raise ModelError(f"rope scaling type {kind!r} is not supported", f"known: {known}")
+    if unknown := [key for key, value in scaling.items() if key not in KNOWN and value is not None]:
+        key = unknown[0]
+        raise ModelError(
+            f"config.json: {key} of the rope is {scaling[key]!r}, which is not known", "remove it if unused"
+        )
+    outer = config.get("original_max_position_embeddings")
+    original = outer or scaling.get("original_max_position_embeddings") or config.get("max_position_embeddings")
+    there = {key: value for key, value in scaling.items() if value is not None}
+    return {**there, "rope_type": kind, "original_max_position_embeddings": original}
+
 
 def rope_spec(config: Mapping[str, Any], head_dim: int) -> RopeSpec:
-    """The rope of a config. Raises ModelError for a scaling type that is not known."""
-    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    rotary_dim = int(head_dim * float(scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1))
+    """The rope of a config. Raises ModelError for numbers that are none."""
+    scaling = scaling_of(config)
+    kind, numbers = scaling["rope_type"], _outer(config) | scaling
+    theta = _number(numbers, "rope_theta", 10000.0)
+    if theta <= 1:
+        raise ModelError(f"config.json: rope_theta is {theta}, but must be above 1")
+    rotary_dim = int(head_dim * _number(numbers, "partial_rotary_factor", 1.0))
+    if not 0 < rotary_dim <= head_dim:
+        raise ModelError(
+            f"config.json: {rotary_dim} of {head_dim} features would be rotated", "see partial_rotary_factor"
+        )
     inv_freq = theta ** (-np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind == "default":
-        scale = 1.0
-    elif kind == "linear":
-        inv_freq, scale = inv_freq / float(scaling["factor"]), 1.0
+    scale = 1.0
+    if kind == "linear":
+        inv_freq = inv_freq / _number(scaling, "factor")
     elif kind == "llama3":
-        inv_freq, scale = _llama3(inv_freq, scaling), 1.0
+        inv_freq = _llama3(inv_freq, scaling)
     elif kind == "yarn":
         inv_freq, scale = _yarn(inv_freq, scaling, config, theta, rotary_dim)
-    else:
-        raise ModelError(f"rope scaling type {kind!r} is not supported", "known: default, linear, llama3, yarn")
+    elif kind == "longrope":
+        inv_freq, scale = inv_freq / _factors(scaling, "short_factor", inv_freq), _long_scale(scaling, config)
+    elif kind == "rope_freqs":
+        inv_freq = inv_freq / _factors(scaling, "factors", inv_freq)
     return RopeSpec(tuple(inv_freq.tolist()), 2 * len(inv_freq), scale)  # an odd number of dims turns one more
+
+
+def _outer(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What older files have outside the rope's own object."""
+    return {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+
+
+def longest(config: Mapping[str, Any], length: int) -> int:
+    """Positions for which the frequencies hold, of `length` that the config promises."""
+    scaling = scaling_of(config)
+    if scaling["rope_type"] != "longrope":
+        return length
+    return min(length, int(_number(scaling, "original_max_position_embeddings")))
+
+
+def _number(scaling: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    value = scaling.get(key)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        kind = scaling.get("rope_type", "default")
+        raise ModelError(f"config.json: {key} of the rope ({kind}) is {value!r}, but must be a number above 0")
+    return float(value)
+
+
+def _factors(scaling: Mapping[str, Any], key: str, inv_freq: np.ndarray) -> np.ndarray:
+    """One divisor for each frequency."""
+    values = scaling.get(key)
+    if not isinstance(values, list) or len(values) != len(inv_freq):
+        raise ModelError(f"config.json: {key} of the rope must be {len(inv_freq)} numbers")
+    return np.array([_number({key: value}, key) for value in values])
 
 
 def _llama3(inv_freq: np.ndarray, scaling: Mapping[str, Any]) -> np.ndarray:
     """Llama 3.1: low frequencies divided by factor, high ones kept, a linear ramp between (Meta, llama-models)."""
-    factor, low, high = (float(scaling[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
-    turns = float(scaling["original_max_position_embeddings"]) * inv_freq / (2 * math.pi)
+    factor, low, high = (_number(scaling, key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    if high <= low:
+        raise ModelError(
+            f"config.json: high_freq_factor of the rope is {high}, but must be above low_freq_factor, {low}"
+        )
+    turns = _number(scaling, "original_max_position_embeddings") * inv_freq / (2 * math.pi)
     kept = np.clip((turns - low) / (high - low), 0, 1)
     return inv_freq * (kept + (1 - kept) / factor)
 
@@ -47,28 +130,38 @@ def _yarn(
     inv_freq: np.ndarray, scaling: Mapping[str, Any], config: Mapping[str, Any], theta: float, rotary_dim: int
 ) -> tuple[np.ndarray, float]:
     """YaRN (Peng et al. 2023, section 3.4): interpolate slow dims, keep fast ones; attention temperature as a scale."""
-    factor = float(scaling["factor"])
-    original = float(scaling.get("original_max_position_embeddings") or config["max_position_embeddings"])
+    original = _number(scaling, "original_max_position_embeddings")
+    factor = _number(scaling, "factor", float(config.get("max_position_embeddings") or original) / original)
 
     def dim_of(turns: float) -> float:
         return rotary_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = dim_of(float(scaling.get("beta_fast") or 32)), dim_of(float(scaling.get("beta_slow") or 1))
+    low, high = dim_of(_number(scaling, "beta_fast", 32)), dim_of(_number(scaling, "beta_slow", 1))
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rotary_dim - 1)
-    ramp = np.clip((np.arange(len(inv_freq)) - low) / max(high - low, 0.001), 0, 1)
+    ramp = np.clip((np.arange(len(inv_freq)) - low) / ((high - low) or 0.001), 0, 1)
     return inv_freq * (1 - ramp) + inv_freq / factor * ramp, _yarn_scale(scaling, factor)
 
 
 def _yarn_scale(scaling: Mapping[str, Any], factor: float) -> float:
     """What sin and cos are multiplied by: given, a quotient of two strengths (DeepSeek), or 0.1 ln(factor) + 1."""
     if scaling.get("attention_factor") is not None:
-        return float(scaling["attention_factor"])
-
-    def strength(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
-
+        return _number(scaling, "attention_factor")
     if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        return strength(float(scaling["mscale"])) / strength(float(scaling["mscale_all_dim"]))
-    return strength(1.0)
+        return strength(factor, _number(scaling, "mscale")) / strength(factor, _number(scaling, "mscale_all_dim"))
+    return strength(factor, 1.0)
+
+
+def strength(factor: float, weight: float) -> float:
+    """YaRN's sharpening for a context so many times as long."""
+    return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+def _long_scale(scaling: Mapping[str, Any], config: Mapping[str, Any]) -> float:
+    """LongRoPE's: given, or from how many times the original context is."""
+    if scaling.get("attention_factor") is not None:
+        return _number(scaling, "attention_factor")
+    original = _number(scaling, "original_max_position_embeddings")
+    factor = _number(scaling, "factor", float(config.get("max_position_embeddings") or original) / original)
+    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0

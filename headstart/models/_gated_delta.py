@@ -28,9 +28,10 @@ from headstart.models import keys
 from headstart.models.base import Family
 from headstart.models.keys import Config, flag, number
 from headstart.models.names import Names
+from headstart.models.reading import Reading
 from headstart.models.small import SCRATCH_EXPERTS, Arrays
 
-LINEAR, FULL = "linear_attention", "full_attention"
+LINEAR, FULL = "linear_attention", keys.FULL
 MTP_NAMES = {
     "fc": "projection",
     "pre_fc_norm_embedding": "norm_embedding",
@@ -54,20 +55,20 @@ NAMES = Names(
 """Of a text model, or the text part of a multimodal wrapper; MTP modules share what is not their block."""
 
 
-def text_config(config: Config) -> dict[str, Any]:
-    """The language model's part of a multimodal wrapper's config, or a text model's own."""
-    inner = config.get("text_config")
+def text_config(config: Config) -> tuple[Config, bool]:
+    """The language model's part of a multimodal wrapper's config, or a text model's own; does it tie the LM head?"""
+    inner, tied = config.get("text_config"), flag(config, "tie_word_embeddings")
     if inner is None:
-        return dict(config)
+        return config, tied
     if not isinstance(inner, dict):
         raise ModelError("config.json: text_config is not an object")
-    ties = {"tie_word_embeddings": bool(config.get("tie_word_embeddings") or inner.get("tie_word_embeddings"))}
-    return {**config, **inner, **ties}
+    read = config if isinstance(config, Reading) else Reading(config, {})
+    return read.inside(inner), tied or flag(inner, "tie_word_embeddings")
 
 
 def parse(config: Config, *, tiled: bool = False) -> DecoderConfig:
     """`tiled`: the value heads are in llama.cpp's order."""
-    config = {"head_dim": 256, "partial_rotary_factor": 0.25, **text_config(config)}
+    config, tied = text_config(config)
     if config.get("mtp_use_dedicated_embeddings"):
         raise ModelError("config.json: mtp_use_dedicated_embeddings (an embedding of the MTP module) is not supported")
     bias = flag(config, "attention_bias")
@@ -77,6 +78,7 @@ def parse(config: Config, *, tiled: bool = False) -> DecoderConfig:
     return keys.decoder(
         config,
         [keys.layer(config, mixer, _feed_forward(config, i)) for i, mixer in enumerate(mixers)],
+        tied=tied,
         num_mtp=keys.num_mtp(config, default=1),  # released Qwen3-Next configs do not tell
         mtp_layer=keys.layer(config, attention, _feed_forward(config)),
     )
@@ -84,10 +86,12 @@ def parse(config: Config, *, tiled: bool = False) -> DecoderConfig:
 
 def _feed_forward(config: Config, index: int | None = None) -> FeedForwardConfig:
     """Of layer `index`, or of an MTP module."""
-    if not config.get("num_experts") or (index is not None and not keys.has_experts(config, index)):
+    if not config.get("num_experts"):
+        return keys.mlp(config)
+    if index is not None and not keys.has_experts(config, index):
         return keys.mlp(config)
     shared = number(config, "shared_expert_intermediate_size", default=0, least=0)
-    return keys.softmax_experts(config, normalize=True, shared=shared)
+    return keys.softmax_experts(config, shared=shared)
 
 
 def _delta(config: Config, tiled: bool) -> DeltaConfig:
@@ -116,11 +120,8 @@ def _layer_types(config: Config) -> list[str]:
     if kinds is None:
         every = number(config, "full_attention_interval", default=4)
         kinds = [FULL if (i + 1) % every == 0 else LINEAR for i in range(num_layers)]
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise ModelError(f"config.json: layer_types must name {num_layers} layers")
-    if unknown := sorted({str(kind) for kind in kinds} - {LINEAR, FULL}):
-        raise ModelError(f"config.json: layer type {unknown[0]!r} is not supported", f"known: {LINEAR}, {FULL}")
-    return kinds
+    keys.check_kinds(kinds, num_layers, (LINEAR, FULL))
+    return list(kinds)
 
 
 # From files' tensors to ours.
@@ -265,6 +266,23 @@ def restore(arrays: Arrays, config: DecoderConfig, *, joined: bool) -> Arrays:
     return theirs
 
 
+DEFAULTS = {
+    "head_dim": 256, "partial_rotary_factor": 0.25, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+}  # fmt: skip
+HARMLESS = {
+    "mamba_ssm_dtype": "states are float32 here",
+    "full_attention_interval": "layer_types says it",
+    "sliding_window": "of use_sliding_window only, which is refused",
+    "max_window_layers": "of use_sliding_window only, which is refused",
+    **dict.fromkeys(DEFAULTS, "of linear or full layers, where there are any"),
+    "intermediate_size": "of dense layers, where there are any",
+}
+WITHOUT_EXPERTS = dict.fromkeys(
+    ("moe_intermediate_size", "shared_expert_intermediate_size", "num_experts_per_tok", "norm_topk_prob"),
+    "of experts, where there are any",
+)
+
 # Small models.
 
 SMALL = {
@@ -283,11 +301,19 @@ SCRATCH_WITH_EXPERTS = {**SCRATCH, **SCRATCH_EXPERTS, "num_experts": 8, "shared_
 
 
 def family(
-    *, aliases: tuple[str, ...], small: Mapping[str, Any], joined: bool = False, tiled: str = "", experts: bool = False
+    *,
+    aliases: tuple[str, ...],
+    small: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    joined: bool = False,
+    tiled: str = "",
+    experts: bool = False,
 ) -> Family:
     """`tiled`: llama.cpp's name of the family, where its files have the value heads in another order."""
     return Family(
         parse=lambda config: parse(config, tiled=bool(tiled) and config.get("model_type") == tiled),
+        defaults={**DEFAULTS, **defaults},
+        harmless={**HARMLESS, **({} if experts else WITHOUT_EXPERTS)},
         names=NAMES,
         head=HeadSpec(beyond="cycle"),
         trailing=True,  # in GGUF files

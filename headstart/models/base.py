@@ -17,13 +17,17 @@ from headstart.layers.decoder import Decoder
 from headstart.layers.weights import Shapes, Weights
 from headstart.models.keys import Config
 from headstart.models.names import Names, trailing_name
+from headstart.models.reading import Reading
 from headstart.models.small import TINY, Arrays, random_arrays
+
+NOTHING: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """`parse`: config.json -> sizes and layers. `small`: keys of config.json of a small model, beside those of
-    small.TINY. `names`: tensor names. `build`: weights -> trunk.
+    """`parse`: config.json -> sizes and layers; `defaults`: what Hugging Face takes for keys that are not there;
+    `harmless`: keys beside those of `reading` that change nothing, and why. `small`: keys of config.json of a small
+    model, beside those of small.TINY. `names`: tensor names. `build`: weights -> trunk.
     `head`: how the native MTP modules of a checkpoint work; `trailing`: they are, in some files, the layers after the
     trunk's. `interleaved_rope`: GGUF files hold the q and k rows of this family in llama.cpp's interleaved order.
     `adapt`: what tensors under canonical names need beside their names (tensors, sizes, from a GGUF file?); `restore`:
@@ -32,6 +36,8 @@ class Family:
 
     parse: Callable[[Config], DecoderConfig]
     small: Mapping[str, Any]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    harmless: Mapping[str, str] = field(default_factory=dict)
     names: Names = field(default_factory=Names)
     build: Callable[[Weights, DecoderConfig], Decoder] = decoder
     head: HeadSpec | None = None
@@ -42,11 +48,22 @@ class Family:
     aliases: tuple[str, ...] = ()
     scratch: Mapping[str, Any] = field(default_factory=dict)
 
+    def read(
+        self, config: Config, where: str = "config.json", *, beside: Mapping[str, str] = NOTHING, strict: bool = True
+    ) -> DecoderConfig:
+        """Sizes and layers that a config says. Raises ModelError for what is wrong in it; `strict`: also for keys that
+        nobody knows. `beside`: more harmless keys."""
+        reading = Reading(config, self.defaults)
+        sizes = self.parse(reading)
+        if strict:
+            reading.check({**self.harmless, **beside}, where)
+        return sizes
+
     def tiny(self, **changes: Any) -> tuple[dict[str, Any], Arrays]:
         """A small random model: content of config.json, and tensors under Hugging Face's names. `changes`: keys of the
         config."""
         config = {**TINY, **self.small, **changes}
-        sizes = self.parse(config)
+        sizes = self.read(config)
         return config, self.as_written(random_arrays(self.shapes(sizes)), sizes)
 
     def shapes(self, config: DecoderConfig) -> Shapes:

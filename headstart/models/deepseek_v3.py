@@ -6,19 +6,19 @@ have their own epsilon, 1e-6, whatever the config says (as in DeepSeek's code).
 
 from __future__ import annotations
 
-import math
-
 from headstart.errors import ModelError
 from headstart.heads.base import HeadSpec
 from headstart.layers.build import DecoderConfig
 from headstart.layers.mla import MLAConfig
-from headstart.layers.rope import rope_spec
+from headstart.layers.rope import rope_spec, scaling_of, strength
 from headstart.models import keys
 from headstart.models.base import Family
 from headstart.models.keys import Config, flag, number
 from headstart.models.small import SCRATCH_EXPERTS
 
-ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings")
+ROPE_KEYS = (
+    "rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings", "original_max_position_embeddings",
+)  # fmt: skip
 SPARSE_KEYS = ("index_topk", "index_n_heads")
 
 
@@ -26,10 +26,10 @@ def parse(config: Config) -> DecoderConfig:
     if key := next((key for key in SPARSE_KEYS if config.get(key)), None):
         raise ModelError(f"config.json: {key} means sparse attention (DeepSeek-V3.2), which is not supported")
     mixer = _mla(config)
-    sparse = keys.layer(config, mixer, keys.sigmoid_experts(config, scale=2.5, groups=(8, 4)))
+    sparse = keys.layer(config, mixer, keys.sigmoid_experts(config))
     return keys.decoder(
         config,
-        keys.after_dense(config, mixer, sparse, 3),
+        keys.after_dense(config, mixer, sparse),
         num_mtp=keys.num_mtp(config),
         mtp_layer=sparse,
         mtp_recycle=keys.mtp_recycle(config),
@@ -58,15 +58,23 @@ def _mla(config: Config) -> MLAConfig:
 
 def _temperature(config: Config) -> float:
     """YaRN's sharpening of the softmax, squared since it is meant for q and k each."""
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind, all_dim = scaling.get("rope_type") or scaling.get("type") or "default", scaling.get("mscale_all_dim")
-    if kind == "default" or not all_dim or float(scaling["factor"]) <= 1:
+    scaling = scaling_of(config)
+    if scaling["rope_type"] == "default" or not scaling.get("mscale_all_dim"):
         return 1.0
-    return float((0.1 * float(all_dim) * math.log(float(scaling["factor"])) + 1) ** 2)
+    return strength(float(scaling["factor"]), float(scaling["mscale_all_dim"])) ** 2
 
 
 FAMILY = Family(
     parse=parse,
+    defaults={
+        "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "n_shared_experts": 1, "first_k_dense_replace": 3,
+        "num_experts_per_tok": 8,
+    },
+    harmless={
+        "num_key_value_heads": "all heads share the latent",
+        "intermediate_size": "of dense layers, where there are any",
+        **dict.fromkeys(("head_dim", "qk_head_dim"), "its parts say it"),
+    },
     head=HeadSpec(),
     trailing=True,
     aliases=("deepseek2",),  # llama.cpp's

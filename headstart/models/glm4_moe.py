@@ -17,14 +17,14 @@ from headstart.models.small import SCRATCH_EXPERTS
 
 def parse(config: Config) -> DecoderConfig:
     mixer = keys.attention(
-        {**config, "partial_rotary_factor": config.get("partial_rotary_factor", 0.5)},
+        config,
         qkv_bias=flag(config, "attention_bias"),
         qk_norm=flag(config, "use_qk_norm"),
     )
-    sparse = keys.layer(config, mixer, keys.sigmoid_experts(config, scale=1.0, groups=(1, 1)))
+    sparse = keys.layer(config, mixer, keys.sigmoid_experts(config))
     return keys.decoder(
         config,
-        keys.after_dense(config, mixer, sparse, 1),
+        keys.after_dense(config, mixer, sparse),
         num_mtp=keys.num_mtp(config),
         mtp_layer=sparse,
         mtp_recycle=keys.mtp_recycle(config),
@@ -33,6 +33,11 @@ def parse(config: Config) -> DecoderConfig:
 
 FAMILY = Family(
     parse=parse,
+    defaults={
+        "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1,
+        "n_shared_experts": 1, "first_k_dense_replace": 1, "num_key_value_heads": 8, "num_experts_per_tok": 8,
+    },
+    harmless={"intermediate_size": "of dense layers, where there are any"},
     head=HeadSpec(),
     trailing=True,
     aliases=("glm4moe",),  # llama.cpp's

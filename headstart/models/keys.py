@@ -3,18 +3,20 @@ impossible, or names a variant that is not served."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from headstart.errors import ModelError
 from headstart.formats.mtp_families import declared
+from headstart.formats.symbols import MOST
 from headstart.kernels.ops import Activation, AttentionSpec, RouterSpec
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import FeedForwardConfig, LayerConfig, MixerConfig
 from headstart.layers.mlp import MLPConfig
 from headstart.layers.moe import MoEConfig
-from headstart.layers.rope import rope_spec
+from headstart.layers.rope import longest, rope_spec
 
 Config = Mapping[str, Any]
 
@@ -22,18 +24,29 @@ Config = Mapping[str, Any]
 def number(config: Config, *keys: str, default: int | None = None, least: int = 1, needs: str = "") -> int:
     """The first of some keys that is there. `needs`: who cannot do without it."""
     value = next((config[key] for key in keys if config.get(key) is not None), default)
-    try:
-        size = int(value)  # type: ignore[arg-type]  # None is a TypeError, which is what is wanted
-    except (TypeError, ValueError):
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1:
         hint = f"{needs} needs it" if needs else "is this a model directory?"
-        raise ModelError(f"config.json: {keys[0]} is missing or not a number", hint) from None
-    if size < least:
-        raise ModelError(f"config.json: {keys[0]} is {size}, but must be at least {least}")
-    return size
+        raise ModelError(f"config.json: {keys[0]} is missing or not a number", hint)
+    if not least <= value < MOST:
+        raise ModelError(f"config.json: {keys[0]} is {value}, but must be at least {least} and below 2^40")
+    return int(value)
 
 
 def flag(config: Config, key: str, default: bool = False) -> bool:
-    return bool(config.get(key, default))
+    value = config.get(key)
+    if value not in (None, True, False):
+        raise ModelError(f"config.json: {key} is {value!r}, but must be true or false")
+    return default if value is None else bool(value)
+
+
+def real(config: Config, key: str, default: float) -> float:
+    """A number above 0."""
+    value = config.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ModelError(f"config.json: {key} is {value!r}, but must be a number above 0")
+    return float(value)
 
 
 def refuse_others(config: Config, served: Mapping[str, Any]) -> None:
@@ -53,17 +66,32 @@ def attention(
     head_dim = number(config, "head_dim", default=number(config, "hidden_size") // heads)
     if heads % kv_heads:
         raise ModelError(f"config.json: {heads} query heads are no multiple of {kv_heads} kv heads")
-    if config.get("use_sliding_window") and config.get("sliding_window") and not _full_everywhere(config):
-        raise ModelError("config.json: sliding-window attention is not supported for this family yet")
     spec = AttentionSpec(heads, kv_heads, head_dim, scale or head_dim**-0.5, window=window, softcap=softcap)
     return AttentionConfig(**{"spec": spec, "rope": rope_spec(config, head_dim), **switches})
 
 
-def _full_everywhere(config: Config) -> bool:
-    """Does no layer use the window that the config names?"""
-    if kinds := config.get("layer_types"):
-        return set(kinds) == {"full_attention"}
-    return int(config.get("max_window_layers") or 0) >= number(config, "num_hidden_layers")
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def windows(config: Config) -> list[int]:
+    """Of each layer, the positions that it sees; 0 for all. As Qwen2 has them: `layer_types` says which layers have a
+    window, else those from `max_window_layers` on."""
+    count = num_layers(config)
+    window = number(config, "sliding_window", default=0, least=0) if flag(config, "use_sliding_window") else 0
+    first = number(config, "max_window_layers", default=0, least=0)
+    kinds = config.get("layer_types")
+    if kinds is None:
+        kinds = [SLIDING if window and i >= first else FULL for i in range(count)]
+    check_kinds(kinds, count, (FULL, SLIDING) if window else (FULL,))
+    return [window if kind == SLIDING else 0 for kind in kinds]
+
+
+def check_kinds(kinds: object, count: int, known: Sequence[str]) -> None:
+    """`layer_types` names one of the known kinds for each of `count` layers. Raises ModelError."""
+    if not isinstance(kinds, list) or len(kinds) != count:
+        raise ModelError(f"config.json: layer_types must name {count} layers")
+    if unknown := sorted({str(kind) for kind in kinds} - {*known}):
+        raise ModelError(f"config.json: layer type {unknown[0]!r} is not supported", f"known: {', '.join(known)}")
 
 
 ACTIVATIONS: Mapping[str, Activation] = {
@@ -81,7 +109,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
 def activation(config: Config) -> Activation:
     """By the key `hidden_act`, or Gemma's `hidden_activation`."""
     name = config.get("hidden_activation") or config.get("hidden_act") or "silu"
-    if name not in ACTIVATIONS:
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         raise ModelError(
             f"config.json: hidden_act is {name!r}, which is not supported", f"known: {', '.join(ACTIVATIONS)}"
         )
@@ -95,30 +123,29 @@ def mlp(config: Config, **switches: Any) -> MLPConfig:
 
 def layer(config: Config, mixer: MixerConfig, feed_forward: FeedForwardConfig, **more: Any) -> LayerConfig:
     """`more`: fields of LayerConfig."""
-    return LayerConfig(mixer=mixer, mlp=feed_forward, eps=float(config.get("rms_norm_eps", 1e-6)), **more)
+    return LayerConfig(mixer=mixer, mlp=feed_forward, eps=real(config, "rms_norm_eps", 1e-6), **more)
 
 
 def decoder(config: Config, layers: Sequence[LayerConfig], **more: Any) -> DecoderConfig:
     """`more`: fields of DecoderConfig."""
-    return DecoderConfig(
-        vocab_size=number(config, "vocab_size"),
-        hidden_size=number(config, "hidden_size"),
-        layers=tuple(layers),
-        eps=float(config.get("rms_norm_eps", 1e-6)),
-        max_length=number(config, "max_position_embeddings", default=2048),
-        tied=flag(config, "tie_word_embeddings"),
-        **more,
-    )
+    fields = {
+        "vocab_size": number(config, "vocab_size"),
+        "hidden_size": number(config, "hidden_size"),
+        "layers": tuple(layers),
+        "eps": real(config, "rms_norm_eps", 1e-6),
+        "max_length": longest(config, number(config, "max_position_embeddings", default=2048)),
+        "tied": flag(config, "tie_word_embeddings"),
+    }
+    return DecoderConfig(**{**fields, **more})
 
 
 def num_layers(config: Config) -> int:
     return number(config, "num_hidden_layers")
 
 
-def after_dense(config: Config, mixer: MixerConfig, sparse: LayerConfig, default: int) -> list[LayerConfig]:
-    """All layers, where the first few have a plain feed-forward part; `default`: so many where the config does not
-    tell."""
-    first = min(number(config, "first_k_dense_replace", default=default, least=0), num_layers(config))
+def after_dense(config: Config, mixer: MixerConfig, sparse: LayerConfig) -> list[LayerConfig]:
+    """All layers, where the first few have a plain feed-forward part."""
+    first = min(number(config, "first_k_dense_replace", default=0, least=0), num_layers(config))
     dense = [layer(config, mixer, mlp(config))] * first if first else []
     return dense + [sparse] * (num_layers(config) - first)
 
@@ -137,13 +164,12 @@ def mtp_recycle(config: Config) -> Literal["post_norm", "pre_norm"]:
     return "pre_norm" if recycle == "pre_norm" else "post_norm"
 
 
-def softmax_experts(config: Config, *, normalize: bool, shared: int = 0) -> MoEConfig:
-    """Experts chosen by a softmax, and a gated one, `shared` wide, for every row. `normalize`: what Hugging Face takes
-    where the config says nothing."""
+def softmax_experts(config: Config, *, shared: int = 0) -> MoEConfig:
+    """Experts chosen by a softmax, and a gated one, `shared` wide, for every row."""
     router = RouterSpec(
         num_experts=number(config, "num_experts", "num_local_experts", needs="a mixture of experts"),
         top_k=number(config, "num_experts_per_tok", needs="a mixture of experts"),
-        normalize=flag(config, "norm_topk_prob", normalize),
+        normalize=flag(config, "norm_topk_prob", True),
     )
     return _experts(config, router, shared=shared, shared_gate=shared > 0)
 
@@ -151,7 +177,10 @@ def softmax_experts(config: Config, *, normalize: bool, shared: int = 0) -> MoEC
 def has_experts(config: Config, index: int) -> bool:
     """Is layer `index` one of those that have experts chosen by a softmax?"""
     step = number(config, "decoder_sparse_step", default=1)
-    return (index + 1) % step == 0 and index not in (config.get("mlp_only_layers") or ())
+    dense = config.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(each, int) for each in dense):
+        raise ModelError(f"config.json: mlp_only_layers is {dense!r}, but must be a list of layers")
+    return (index + 1) % step == 0 and index not in dense
 
 
 SIGMOID = {
@@ -162,18 +191,17 @@ SIGMOID = {
 }
 
 
-def sigmoid_experts(config: Config, *, scale: float, groups: tuple[int, int]) -> MoEConfig:
-    """Experts chosen by sigmoids with a bias, in groups. Keyword arguments: what Hugging Face takes where the config
-    says nothing."""
+def sigmoid_experts(config: Config) -> MoEConfig:
+    """Experts chosen by sigmoids with a bias, in groups."""
     refuse_others(config, SIGMOID)
     router = RouterSpec(
         num_experts=number(config, "n_routed_experts", "num_experts", needs="a mixture of experts"),
         top_k=number(config, "num_experts_per_tok", needs="a mixture of experts"),
         scoring="sigmoid",
         normalize=flag(config, "norm_topk_prob", True),
-        scale=float(config.get("routed_scaling_factor", scale)),
-        num_groups=number(config, "n_group", default=groups[0], least=0) or groups[0],
-        top_groups=number(config, "topk_group", default=groups[1], least=0) or groups[1],
+        scale=real(config, "routed_scaling_factor", 1.0),
+        num_groups=number(config, "n_group", default=1, least=0) or 1,
+        top_groups=number(config, "topk_group", default=1, least=0) or 1,
     )
     count, groups_ = router.num_experts, router.num_groups
     if count % groups_ or router.top_groups > groups_:

@@ -10,12 +10,18 @@ from headstart.models.keys import Config, flag
 
 def parse(config: Config) -> DecoderConfig:
     bias = flag(config, "attention_bias")
-    mixer, mlp = keys.attention(config, qkv_bias=bias, o_bias=bias), keys.mlp(config, bias=flag(config, "mlp_bias"))
+    keys.refuse_others(config, {"rope_interleaved": False})
+    mixer = keys.attention(config, qkv_bias=bias, o_bias=keys.flag(config, "attention_out_bias", bias))
+    mlp = keys.mlp(config, bias=flag(config, "mlp_bias"))
     return keys.decoder(config, [keys.layer(config, mixer, mlp)] * keys.num_layers(config))
 
 
 FAMILY = Family(
     parse=parse,
+    harmless={
+        "is_llama_config": "SmolLM2's name for this layout",
+        "max_sequence_length": "max_position_embeddings says it",
+    },
     interleaved_rope=True,
     small={"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True},
 )

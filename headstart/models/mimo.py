@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from headstart.heads.base import HeadSpec
 from headstart.layers.build import DecoderConfig
+from headstart.layers.decoder import LayerConfig
 from headstart.models import keys
 from headstart.models.base import Family
 from headstart.models.keys import Config, flag
@@ -16,8 +17,14 @@ from headstart.models.names import PREFIXES, Names
 
 
 def parse(config: Config) -> DecoderConfig:
-    layer = keys.layer(config, keys.attention(config, qkv_bias=flag(config, "attention_bias", True)), keys.mlp(config))
-    return keys.decoder(config, [layer] * keys.num_layers(config), num_mtp=keys.num_mtp(config))
+    keys.refuse_others(config, {"use_mrope": False})
+    bias = flag(config, "attention_bias", True)
+
+    def layer(window: int = 0) -> LayerConfig:
+        return keys.layer(config, keys.attention(config, window=window, qkv_bias=bias), keys.mlp(config))
+
+    layers = [layer(window) for window in keys.windows(config)]
+    return keys.decoder(config, layers, num_mtp=keys.num_mtp(config), mtp_layer=layer())
 
 
 NAMES = Names(
@@ -32,6 +39,7 @@ NAMES = Names(
 )
 FAMILY = Family(
     parse=parse,
+    defaults={"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
     names=NAMES,
     head=HeadSpec(hidden_first=True, mask_first=True, tap="pre_norm"),
     small={"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1},

@@ -9,11 +9,14 @@ from headstart.models.keys import Config
 
 
 def parse(config: Config) -> DecoderConfig:
-    layer = keys.layer(config, keys.attention(config, qkv_bias=True), keys.mlp(config))
-    return keys.decoder(config, [layer] * keys.num_layers(config))
+    keys.refuse_others(config, {"use_mrope": False})
+    mixers = [keys.attention(config, window=window, qkv_bias=True) for window in keys.windows(config)]
+    return keys.decoder(config, [keys.layer(config, mixer, keys.mlp(config)) for mixer in mixers])
 
 
 FAMILY = Family(
     parse=parse,
+    defaults={"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
+    harmless={"attention_bias": "q, k and v have one in every file"},
     small={"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "rope_theta": 1e6},
 )

@@ -10,11 +10,15 @@ from headstart.models.keys import Config, flag
 
 def parse(config: Config) -> DecoderConfig:
     bias = flag(config, "attention_bias")
-    mixer = keys.attention({"head_dim": 128, **config}, qkv_bias=bias, o_bias=bias, qk_norm=True)
-    return keys.decoder(config, [keys.layer(config, mixer, keys.mlp(config))] * keys.num_layers(config))
+    mixers = [
+        keys.attention(config, window=window, qkv_bias=bias, o_bias=bias, qk_norm=True)
+        for window in keys.windows(config)
+    ]
+    return keys.decoder(config, [keys.layer(config, mixer, keys.mlp(config)) for mixer in mixers])
 
 
 FAMILY = Family(
     parse=parse,
+    defaults={"head_dim": 128, "num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
     small={"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 16, "rope_theta": 1e6},
 )

@@ -5,15 +5,15 @@ from __future__ import annotations
 from headstart.layers.build import DecoderConfig
 from headstart.models import keys
 from headstart.models.base import Family
-from headstart.models.keys import Config, flag
+from headstart.models.keys import Config, flag, number
 from headstart.models.small import SCRATCH_EXPERTS
 
 
 def parse(config: Config) -> DecoderConfig:
     bias = flag(config, "attention_bias")
-    everywhere = {"max_window_layers": 0}  # a window would be for all layers, whatever the config says of some
-    mixer = keys.attention({"head_dim": 128, **config, **everywhere}, qkv_bias=bias, o_bias=bias, qk_norm=True)
-    experts = keys.softmax_experts(config, normalize=False)
+    window = number(config, "sliding_window", default=0, least=0) if flag(config, "use_sliding_window") else 0
+    mixer = keys.attention(config, window=window, qkv_bias=bias, o_bias=bias, qk_norm=True)
+    experts = keys.softmax_experts(config)
     return keys.decoder(
         config,
         [
@@ -25,6 +25,13 @@ def parse(config: Config) -> DecoderConfig:
 
 FAMILY = Family(
     parse=parse,
+    defaults={"num_key_value_heads": 4, "num_experts_per_tok": 8, "norm_topk_prob": False, "sliding_window": 4096},
+    harmless={
+        "max_window_layers": "a window is for all layers",
+        "sliding_window": "of use_sliding_window only",
+        "shared_expert_intermediate_size": "there is none",
+        "intermediate_size": "of dense layers, where there are any",
+    },
     aliases=("qwen3moe",),  # llama.cpp's
     small={
         "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "head_dim": 16, "rope_theta": 1e6,

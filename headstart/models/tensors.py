@@ -7,10 +7,13 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from headstart.core import Progress, no_progress
 from headstart.errors import ModelError
 from headstart.formats.base import Checkpoint
-from headstart.formats.quantization import readable
+from headstart.formats.gguf_names import FOUND
+from headstart.formats.quantization import ACTIVATIONS, readable
 from headstart.formats.rows import unpermute_rows
 from headstart.kernels.ops import Backend, RawTensor
 from headstart.layers.attention import AttentionConfig
@@ -34,10 +37,66 @@ class LoadedDecoder:
 def load_decoder(checkpoint: Checkpoint, backend: Backend, progress: Progress = no_progress) -> LoadedDecoder:
     """Read the trunk of a checkpoint; `progress` counts its weights. Raises ModelError."""
     family = find_family(checkpoint)
-    config = family.parse(checkpoint.config)
+    config = read_config(checkpoint, family)
     tensors = canonical_tensors(checkpoint, family, config)
     weights = Weights(tensors, backend, str(checkpoint.path), on_take=_counter(tensors, progress))
-    return LoadedDecoder(family, config, weights, family.build(weights, config))
+    decoder = family.build(weights, config)
+    check_taken(weights)
+    return LoadedDecoder(family, config, weights, decoder)
+
+
+def read_config(checkpoint: Checkpoint, family: Family) -> DecoderConfig:
+    """Sizes and layers of a checkpoint. Raises ModelError for a key that nobody knows."""
+    if not checkpoint.canonical_names:
+        return family.read(checkpoint.config, str(checkpoint.path / "config.json"))
+    return family.read(checkpoint.config, str(checkpoint.path), beside=FOUND)
+
+
+LEFT: Mapping[str, str] = {
+    r"rope_freqs\.weight": "read with the rope's keys",
+    rf".*\.({'|'.join(ACTIVATIONS)})": "scales of activations, which are not rounded here",
+    r".*\.rotary_emb\.inv_freq": "made from the config",
+}
+"""Names of tensors that nobody takes, and why."""
+
+
+def check_taken(weights: Weights, modules: int | None = None) -> None:
+    """Raises ModelError for a tensor that nobody has taken, of the trunk, or of the first `modules` MTP modules: the
+    model would not be the one that was saved."""
+    left = [
+        name
+        for name, tensor in weights.tensors.items()
+        if name not in weights.used and 0 not in tensor.shape and not _may_be_left(name, modules)
+    ]
+    for name in sorted(left):
+        if name == "lm_head.weight" and _same(weights.tensors[name], weights.tensors["embed_tokens.weight"]):
+            continue
+        others = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        tied = name == "lm_head.weight"
+        raise ModelError(
+            f"{weights.source}: the config leaves no place for {name}{others}",
+            "tie_word_embeddings is true, but it differs from the embedding: one of the two is wrong"
+            if tied
+            else "the config and the weights do not belong together, or this variant of the family is not served",
+        )
+
+
+def _may_be_left(name: str, modules: int | None) -> bool:
+    module = re.match(r"mtp\.(\d+)\.", name)
+    if module is None or modules is None:
+        return module is not None or modules is not None or any(re.fullmatch(known, name) for known in LEFT)
+    return int(module[1]) >= modules
+
+
+def _same(one: RawTensor, other: RawTensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype or one.fingerprint() != other.fingerprint():
+        return False
+    step = max(1, (1 << 22) // max(one.shape[-1], 1))
+    for begin in range(0, one.shape[0], step):
+        rows = np.arange(begin, min(begin + step, one.shape[0]))
+        if not np.array_equal(one.take_rows(rows).float32(), other.take_rows(rows).float32()):
+            return False
+    return True
 
 
 def find_family(checkpoint: Checkpoint) -> Family:

@@ -104,7 +104,7 @@ class ScratchModel:
     def __init__(self, name: str, family: Family, changes: dict[str, Any], dtype: torch.dtype) -> None:
         self.family, self.dtype = family, dtype
         self.config, arrays = family.tiny(**{**SCRATCH, **family.scratch, **changes})
-        self.sizes: DecoderConfig = family.parse(self.config)
+        self.sizes: DecoderConfig = family.read(self.config)
         self.masters = {key: torch.nn.Parameter(torch.from_numpy(value)) for key, value in arrays.items()}
         self._checkpoint = Checkpoint(Path(name), "safetensors", self.config, named(self.masters), False)  # type: ignore[arg-type]
 
@@ -193,7 +193,7 @@ def _evaluate(model: ScratchModel, text: Text, options: ScratchOptions, standing
 
 def check(options: ScratchOptions) -> None:
     """Raises UsageError for options that cannot work."""
-    check_bound(options.minutes, options.tokens)
+    check_bound(options.minutes, options.tokens, options.seed)
     if options.family not in (families := registry.available("models")):
         raise UsageError(f"there is no family {options.family!r}", f"choose one of {', '.join(families)}")
     if not 1 <= options.depth <= MAX_DEPTH:

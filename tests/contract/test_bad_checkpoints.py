@@ -104,7 +104,18 @@ CASES = {
         "qwen2", "is F32, but scales model.layers.0.mlp.up_proj.weight_scale stand beside it",
         change=lambda arrays: arrays.update({"model.layers.0.mlp.up_proj.weight_scale": np.ones(1, np.float32)}),
     ),
-    "a sliding window": Bad("qwen2", "sliding-window", {"use_sliding_window": True, "sliding_window": 64}),
+    "a window that no key tells": Bad(
+        "qwen2", "layer type 'sliding_attention' is not supported", {"layer_types": ["sliding_attention"] * 3}
+    ),
+    "a key that nobody knows": Bad("llama", "final_logit_softcapping is 30.0, which is not known for llama models",
+                                   {"final_logit_softcapping": 30.0}),
+    "a tensor that nobody takes": Bad(
+        "qwen2", "the config leaves no place for layers.0.mlp.up_proj.bias",
+        change=lambda arrays: arrays.update({"model.layers.0.mlp.up_proj.bias": np.ones(80, np.float32)}),
+    ),
+    "an LM head beside a tied embedding": Bad(
+        "qwen2", "the config leaves no place for lm_head.weight", {"tie_word_embeddings": True}
+    ),
     "keys beyond the kernels": Bad(
         "qwen3_5", "the native backend cannot run this model: gated_delta", tiny={"linear_key_head_dim": 272}
     ),

@@ -99,7 +99,7 @@ def test_the_new_trunk_is_the_one_it_says(acme: Path) -> None:
     renamed: Arrays = {
         name.replace("transformer.", "model."): array for name, array in arrays.items() if not name.startswith("draft.")
     }
-    twin = tiny.write_model(acme.parent / "twin", {**config, "model_type": "qwen3"}, renamed)
+    twin = tiny.write_model(acme.parent / "twin", {**config, "model_type": "qwen3", "num_draft_layers": None}, renamed)
     models = [load_model(str(path), EngineConfig(dtype="float64", threads=1)) for path in (acme, twin)]
     assert models[0].head and not models[1].head
     assert texts(models[0], 0.0, drafter="none")[0] == texts(models[1], 0.0, drafter="none")[0]

@@ -56,7 +56,7 @@ def test_a_curve_learns_where_it_is_looked_at_and_drifts_elsewhere() -> None:
 
 
 def test_costs_survive_a_file() -> None:
-    costs = Costs(FLAT, CHEAP_DRAFTS, prompt_share=0.7, reach=1e-6, catch_up=1e-5)
+    costs = Costs(FLAT, CHEAP_DRAFTS, prompt_share=0.7, reach=1e-6, catch_up=1e-5, busy=True)
     assert Costs.of(costs.document()) == costs
     with pytest.raises(ValueError, match="knots"):
         Costs.of({**costs.document(), "knots": [1, 2]})

@@ -191,3 +191,10 @@ def _code_words(tree: ast.Module, family: str) -> list[tuple[str, int]]:
                 continue
             found.append((node.value, line))
     return found
+
+
+def test_the_processor_is_looked_at_in_one_place() -> None:
+    """Two detections once differed: one path for matrices, another for the sampler."""
+    csrc = PACKAGE.parent / "csrc"
+    asking = [path.name for path in csrc.iterdir() if "__builtin_cpu_supports" in path.read_text()]
+    assert asking == ["cpu.cpp"]

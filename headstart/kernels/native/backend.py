@@ -57,7 +57,10 @@ class NativeBackend:
         if path is not None and path not in paths():
             raise UsageError(f"the CPU cannot run the path {path!r}", f"it can run: {', '.join(paths())}")
         self.path = path or paths()[0]
-        self.threads = ThreadPool(threads)
+        try:
+            self.threads = ThreadPool(threads)
+        except RuntimeError as error:
+            raise UsageError(f"the system starts no {threads} threads: {error}", "use fewer: --threads N") from None
         self.quantization: Quantization | None = quantization
         self._kv_store = _STORES[kv_dtype or "bfloat16"]
         self._cache = cache or PackedCache.open(None)
@@ -97,6 +100,9 @@ class NativeBackend:
     def copy_rows(self, pools: Sequence[KVPool], sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
         for pool in pools:
             pool.copy_rows(sources, targets)
+
+    def hidden_bytes(self, width: int) -> int:
+        return 4 * width
 
     def hidden_pool(self, num_slots: int, width: int) -> HiddenPool:
         return HiddenPool(num_slots, width)

@@ -313,6 +313,9 @@ class ReferenceBackend:
         for pool in pools:  # latent values are a view of the keys: they are written twice, with the same
             pool.keys[places], pool.values[places] = pool.keys[rows], pool.values[rows]
 
+    def hidden_bytes(self, width: int) -> int:
+        return width * self.dtype.itemsize
+
     def hidden_pool(self, num_slots: int, width: int) -> Tensor:
         return self._zeros((num_slots, width))
 

@@ -95,7 +95,7 @@ class Request:
             raise ModelError(f"{self.alias.name} has no head of its own directory", "give one with --head")
         checkpoint = open_checkpoint(self.alias.trunk)
         family = find_family(checkpoint)
-        sizes = family.parse(checkpoint.config)
+        sizes = family.read(checkpoint.config, strict=False)
         tensors = canonical_tensors(checkpoint, family, sizes)
         return Source(self.alias.name, checkpoint, sizes, tensors, read_head(head), head)
 

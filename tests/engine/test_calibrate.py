@@ -1,0 +1,95 @@
+"""A calibration keeps its time, and what it found serves the next start, whatever else the machine does meanwhile."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import SMALL, headed_model
+
+from headstart import hub
+from headstart.api import LLM
+from headstart.config import EngineConfig
+from headstart.engine import calibrate
+from headstart.engine.calibrate import MOST_SECONDS, known_costs
+from headstart.engine.engine import Engine
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return LLM(headed_model("mimo"), EngineConfig(**SMALL, depth=3)).engine
+
+
+class Machine:
+    """Its clock: a pass takes so many seconds and each row so many more, times what `load` says in turn; a draft takes
+    as long as a row."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch, base: float, row: float, *load: float) -> None:
+        self.now, self.passes = 0.0, 0
+        self.base, self.row, self.load = base, row, itertools.cycle(load or (1.0,))
+        honest = engine.runner.forward
+
+        def forward(spans: Any) -> Any:
+            rows = sum(span.num_rows for span in spans)
+            self.now += (self.base + self.row * rows) * next(self.load)
+            self.passes += 1
+            return honest(spans)
+
+        drafter = engine.drafting.drafter
+        assert drafter is not None
+        propose = drafter.propose
+
+        def drafted(wishes: Any) -> None:
+            self.now += self.row * max([wish.depth for wish in wishes])
+            propose(wishes)
+
+        monkeypatch.setattr(drafter, "propose", drafted)
+        monkeypatch.setattr(engine.runner, "forward", forward)
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+
+
+@pytest.mark.parametrize("base", [0.001, 0.05, 1.0])
+def test_the_time_is_kept(base: float, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the one measurement that there must be, and the pass that goes on when the time is over."""
+    machine = Machine(engine, monkeypatch, base, base / 100)
+    costs = calibrate.calibrate(engine)
+    first = 3 * base + 30 * base / 100  # a prompt, a warm-up, a step
+    assert machine.now < max(MOST_SECONDS, first) + 2 * base
+    assert costs.passes.at(1) == pytest.approx(1.01 * base)
+    assert costs.passes.at(4) == pytest.approx(1.04 * base, rel=0.2)
+    assert not costs.busy
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize("length", [2, 3, 5, 9])
+def test_a_context_too_short_to_measure_in(length: int) -> None:
+    llm = LLM(headed_model("mimo"), EngineConfig(**{**SMALL, "max_model_len": length}))
+    assert len(llm.generate([[5]])[0].token_ids) <= length - 1
+
+
+def test_what_is_kept_serves_a_busy_machine(engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(hub, "cache_dir", lambda: tmp_path)
+    facts = {"test": 1}
+
+    def started(*load: float) -> int:
+        """Passes until the costs are known."""
+        with monkeypatch.context() as patch:
+            machine = Machine(engine, patch, 0.02, 0.001, *load)
+            known_costs(engine, facts)
+            return machine.passes
+
+    whole = started()
+    assert whole > 50
+    check = started()
+    assert check < 20
+    assert started(1, 3, 1, 1, 5, 2) < 20, "too noisy to say that what is kept is wrong"
+    [file] = tmp_path.rglob("*.json")
+    document = json.loads(file.read_text())
+    file.write_text(json.dumps({**document, "costs": {**document["costs"], "busy": True}}))
+    assert started(1, 3, 1, 1, 5, 2) < 20
+    assert started() > 50, "a quiet machine measures again what a busy one has kept"
+    assert not json.loads(file.read_text())["costs"]["busy"]

@@ -1,0 +1,246 @@
+"""Random small models by transformers, saved, loaded here and compared: the same logits, or refused by name.
+
+Of each family configurations are drawn over all keys of transformers' config class (`drawn`), in the spellings that
+files have (`spelled`). Anything but equal logits or one of our own errors is a failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headstart.config import EngineConfig
+from headstart.core import Request, SamplingParams, Sequence, Span
+from headstart.engine.load import load_model
+from headstart.engine.make import make_engine
+from headstart.errors import HeadstartError
+from tests.fuzz.drawn import KINDS, LENGTH, Config, config_class, draw
+from tests.fuzz.spelled import spelled, wrapped
+
+Logits = NDArray[np.float32]
+TOLERANCE = 3e-4
+"""Of logits, as a share of the largest one (at least 1)."""
+BACKENDS: dict[str, dict[str, Any]] = {"reference": {}, "native": {"kv_cache_dtype": "float32"}}
+ENGINE: dict[str, Any] = {"threads": 1, "block_size": 16, "kv_blocks": 40, "max_model_len": 64, "dtype": "float32"}
+SPLITS = ((LENGTH,), (7, 1, 1, LENGTH - 9))
+"""Rows of each pass."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one configuration. `kind`: compared, refused or failed."""
+
+    kind: str
+    detail: str = ""
+
+
+@dataclass
+class Tally:
+    counts: Counter[str] = field(default_factory=Counter)
+    refusals: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+
+    def add(self, name: str, outcome: Outcome) -> None:
+        self.counts[outcome.kind] += 1
+        if outcome.kind == "refused":
+            self.refusals[re.sub(r"\S*/\S+|[\d.]+|\[.*\]", "#", outcome.detail)] += 1
+        elif outcome.kind == "failed":
+            self.failures.append(f"{name}: {outcome.detail}")
+
+
+# transformers' side.
+
+
+def random_model(config: Any, seed: int) -> Any:
+    """Weights that give logits of order one to ten: matrices ~ N(0, 1 / in); others move a little from their start."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, value in (*model.named_parameters(), *model.named_buffers()):
+            if value.ndim >= 2:
+                scale = 0.5 if "conv" in name else max(value.shape[-1], 1) ** -0.5
+                value.copy_(torch.randn_like(value, dtype=torch.float32) * scale)
+            elif "inv_freq" not in name and value.is_floating_point():
+                value.add_(torch.randn_like(value) * 0.2)
+    return model.eval()
+
+
+def save(model: Any, folder: Path) -> Config:
+    """As transformers saves it, with the tiny tokenizer; the config that it has written."""
+    from headstart.tools.tiny import tiny_tokenizer
+
+    model.save_pretrained(folder)
+    tiny_tokenizer(model.config.vocab_size).save(str(folder / "tokenizer.json"))
+    (folder / "generation_config.json").write_text("{}")
+    written: Config = json.loads((folder / "config.json").read_text())
+    return written
+
+
+def expected_logits(folder: Path, tokens: list[int]) -> Logits:
+    """[T, V] of transformers, which reads the same files."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder)
+    config.return_dict, config.output_router_logits = True, False
+    plainly = {"attn_implementation": "eager", "experts_implementation": "eager", "config": config}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **plainly).eval()
+    with torch.inference_mode():
+        logits: Logits = model(torch.tensor([tokens]), use_cache=False).logits[0].numpy()
+    return logits
+
+
+# Our side.
+
+
+def _sequence(engine: Any, tokens: list[int]) -> Sequence:
+    request = Request(
+        request_id="r", prompt_ids=tuple(tokens[:1]), params=SamplingParams(), seed=0, stop_ids=frozenset(),
+        banned_until_min=frozenset(), depth=None, constraint=None,
+    )  # fmt: skip
+    sequence = Sequence(request, 0, list(tokens), 0)
+    assert engine.memory.reserve(sequence, len(tokens) + 8)
+    return sequence
+
+
+def found_logits(path: Path, tokens: list[int], backend: str) -> Iterator[Logits]:
+    """[T, V] by each of SPLITS, the last time in company of another sequence."""
+    config = EngineConfig(backend=backend, drafter="none", **ENGINE, **BACKENDS[backend])
+    engine = make_engine(load_model(str(path), config), config)
+    for company, lengths in enumerate(SPLITS):
+        sequence, other, start, pieces = _sequence(engine, tokens), _sequence(engine, tokens[::-1]), 0, []
+        for length in lengths:
+            spans = [Span(sequence, start, length, length)]
+            if company:
+                spans.insert(0, Span(other, start, length, 1))
+            pieces.append(np.array(engine.runner.forward(spans).logits, np.float32)[-length:])
+            start += length
+        engine.memory.release(sequence)
+        engine.memory.release(other)
+        yield np.concatenate(pieces)
+
+
+def compare(path: Path, oracle: Callable[[], Logits], tokens: list[int], hostile: str = "") -> Outcome:
+    """Every backend's logits beside the expected ones; with a `hostile` key it must be refused."""
+    for backend in BACKENDS:
+        try:
+            found = list(found_logits(path, tokens, backend))
+        except HeadstartError as error:
+            return Outcome("refused", error.message)
+        if hostile:
+            return Outcome("failed", f"{hostile} is ignored in silence")
+        expected = oracle()
+        allowed = TOLERANCE * max(1.0, float(np.abs(expected).max()))
+        for logits in found:
+            if not (worst := float(np.abs(logits - expected).max())) <= allowed:
+                return Outcome("failed", f"{backend}: logits differ by {worst:.2g}, allowed {allowed:.2g}")
+        if backend == "native" and not np.array_equal(*found):
+            return Outcome("failed", "native: the bits depend on company")
+    return Outcome("compared")
+
+
+# One of them, and all.
+
+
+def ours(family: str, config: Config, rng: Random) -> Config:
+    """The config.json of our side, where it is not transformers' own."""
+    if family == "mimo":
+        return config | {
+            "model_type": "mimo",
+            "attention_bias": True,
+            **rng.choice(({}, {"num_nextn_predict_layers": 0})),
+        }
+    if family.startswith("qwen3_5") and rng.random() < 0.3:
+        return wrapped(family, config)
+    return config
+
+
+def try_one(family: str, seed: int, number: int, folder: Path) -> Outcome:
+    """The configuration of this number, from its beginning."""
+    rng = Random(f"{seed} {family} {number}")
+    arguments = draw(family, rng)
+    model = random_model(config_class(family)(**arguments), number)
+    config, hostile = spelled(family, save(model, folder), rng)
+    (folder / "config.json").write_text(json.dumps(config))
+    here = folder / "ours"
+    here.mkdir()
+    for file in folder.glob("*.*"):
+        (here / file.name).symlink_to(file)
+    (here / "config.json").unlink()
+    (here / "config.json").write_text(json.dumps(ours(family, config, rng)))
+    tokens = [rng.randrange(model.config.vocab_size) for _ in range(LENGTH)]
+    return compare(here, cache(lambda: expected_logits(folder, tokens)), tokens, hostile)
+
+
+def quietly(family: str, seed: int, number: int, keep: Path | None = None) -> Outcome:
+    """`try_one` in a folder of its own; what it raises is a failure. `keep`: where the files stay."""
+    with tempfile.TemporaryDirectory(prefix="headstart-fuzz-") as name, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        folder = Path(name)
+        try:
+            return try_one(family, seed, number, folder)
+        except Exception:  # noqa: BLE001  whatever it is, it is what the fuzzer looks for
+            return Outcome("failed", traceback.format_exc(limit=-4))
+        finally:
+            if keep:
+                shutil.copytree(folder, keep, dirs_exist_ok=True)
+
+
+def run_family(family: str, seed: int, numbers: range) -> Tally:
+    import torch
+    from transformers.utils import logging
+
+    torch.set_num_threads(1)
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    tally = Tally()
+    for number in numbers:
+        tally.add(f"--family {family} --seed {seed} --number {number}", quietly(family, seed, number))
+    return tally
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--family", choices=[*KINDS, "all"], default="all")
+    parser.add_argument("--count", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--number", type=int, help="this one again")
+    parser.add_argument("--keep", type=Path, help="with --number: leave its files here")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    first, count = (0, arguments.count) if arguments.number is None else (arguments.number, 1)
+    numbers = range(first, first + count)
+    failed = 0
+    for family in KINDS if arguments.family == "all" else (arguments.family,):
+        start = time.monotonic()
+        if arguments.keep:
+            quietly(family, arguments.seed, numbers[0], arguments.keep)
+        tally = run_family(family, arguments.seed, numbers)
+        took = time.monotonic() - start
+        counts = ", ".join(f"{tally.counts[kind]} {kind}" for kind in ("compared", "refused", "failed"))
+        print(f"{family}: {counts} of {len(numbers)} in {took:.0f} s", flush=True)
+        for message, count in tally.refusals.most_common():
+            print(f"    refused {count}: {message}")
+        for failure in tally.failures:
+            print(f"  FAILED {failure}", flush=True)
+        failed += len(tally.failures)
+    return 1 if failed else 0

@@ -1,0 +1,163 @@
+"""The queries, the dashboard and the alerts of docs/monitoring: their syntax, and that every name in them exists."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import promql_parser
+import pytest
+from process import Server
+from prometheus_client.parser import text_string_to_metric_families
+
+DOCS = Path(__file__).parents[2] / "docs"
+FOLDER = DOCS / "monitoring"
+PUBLISHED: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("engine_metrics.json").read_text("utf-8"))
+"""Names and kinds: vLLM's and SGLang's read from their wheels, llama.cpp's from its server's README and source."""
+RELEASES = {"vllm": "vllm 0.32.0", "sglang": "sglang 0.5.23", "llamacpp": "llamacpp b11434"}
+
+
+def _make() -> Any:
+    spec = importlib.util.spec_from_file_location("make", FOLDER / "make.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+make = _make()
+PANELS: list[dict[str, str]] = make.load()
+QUERIES = [
+    (engine, query) for panel in PANELS for engine, queries in make.engines_of(panel).items() for query in queries
+]
+
+
+def alerts() -> list[str]:
+    """Expressions of alerts.yml, folded over lines."""
+    text = (FOLDER / "alerts.yml").read_text("utf-8")
+    found = re.findall(r"expr: (?:>-\n((?: {10}.*\n)+)|(.*)\n)", text)
+    return [" ".join((folded or plain).split()) for folded, plain in found]
+
+
+def names_in(query: str) -> set[str]:
+    """The metrics that a query reads. Raises ValueError for what is no PromQL."""
+
+    def walk(node: Any) -> Iterator[str]:
+        if isinstance(node, promql_parser.VectorSelector):
+            yield node.name
+        elif isinstance(node, promql_parser.MatrixSelector):
+            yield from walk(node.vector_selector)
+        else:
+            parts = [getattr(node, name, None) for name in ("expr", "lhs", "rhs", "param")]
+            for part in [*parts, *(getattr(node, "args", None) or [])]:
+                if part is not None:
+                    yield from walk(part)
+
+    return set(walk(promql_parser.parse(query)))
+
+
+def samples_of(release: str) -> set[str]:
+    """Published metrics as Prometheus has them."""
+    found = set()
+    for name, kind in PUBLISHED[release].items():
+        ends = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}.get(kind, [""])
+        found |= {name if end == "_total" and name.endswith(end) else name + end for end in ends}
+    return found
+
+
+def test_the_files_are_those_that_the_queries_give(tmp_path: Path) -> None:
+    make.write(tmp_path)
+    for written, kept in (("dashboard.json", FOLDER / "dashboard.json"), ("monitoring.md", DOCS / "monitoring.md")):
+        assert (tmp_path / written).read_text() == kept.read_text(), "python docs/monitoring/make.py"
+
+
+@pytest.mark.parametrize(("engine", "query"), [pair for pair in QUERIES if pair[0] != "headstart"])
+def test_queries_read_names_that_engines_publish(engine: str, query: str) -> None:
+    names = names_in(query)
+    assert names
+    assert names <= samples_of(RELEASES[engine])
+
+
+def test_what_a_guide_writes_names_nothing() -> None:
+    """Without _total: the reason for this page."""
+    (name,) = names_in("rate(vllm:spec_decode_num_accepted_tokens[5m])")
+    assert name not in samples_of(RELEASES["vllm"])
+    assert f"{name}_total" in samples_of(RELEASES["vllm"])
+
+
+def test_the_dashboard_asks_what_the_queries_say() -> None:
+    board = json.loads((FOLDER / "dashboard.json").read_text("utf-8"))
+    asked = {target["expr"] for panel in board["panels"] for target in panel["targets"]}
+    assert {each.replace("[$__rate_interval]", "[5m]") for each in asked} == {query for _, query in QUERIES}
+    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in board["panels"]]
+    assert len(set(places)) == len(places)
+
+
+@pytest.mark.slow
+def test_headstart_exports_every_name_after_a_run(server: Server) -> None:
+    exported = _after_a_run(server)
+    wanted = {name for engine, query in QUERIES if engine == "headstart" for name in names_in(query)}
+    wanted |= {name for query in alerts() for name in names_in(query)}
+    assert wanted
+    assert wanted <= exported
+
+
+@pytest.mark.slow
+def test_names_taken_from_vllm_are_vllms(server: Server) -> None:
+    """But the gauge that older guides ask for, which vLLM has dropped."""
+    own = {name for name in _after_a_run(server) if name.startswith("vllm:") and not name.endswith("_created")}
+    assert own - samples_of(RELEASES["vllm"]) <= {"vllm:spec_decode_draft_acceptance_rate"}
+
+
+def _after_a_run(server: Server) -> set[str]:
+    text = "a b c d a b c d a b c d a b"
+    assert server.post("/v1/completions", prompt=text, max_tokens=24, temperature=0).status_code == 200
+    families = text_string_to_metric_families(server.client.get("/metrics").text)
+    return {sample.name for family in families for sample in family.samples}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="no prometheus in PATH")
+def test_a_real_prometheus_answers_every_query(server: Server, tmp_path: Path) -> None:
+    """Scraped each second, with a window to match; what a query gives is a number, not nothing."""
+    shutil.copy(FOLDER / "alerts.yml", tmp_path)
+    target = str(server.client.base_url).removeprefix("http://").rstrip("/")
+    (tmp_path / "prometheus.yml").write_text(
+        "global: {scrape_interval: 1s}\nrule_files: [alerts.yml]\n"
+        f"scrape_configs: [{{job_name: headstart, static_configs: [{{targets: ['{target}']}}]}}]\n"
+    )
+    address = "127.0.0.1:19090"
+    command = ["prometheus", "--config.file", "prometheus.yml", "--storage.tsdb.path", "data"]
+    process = subprocess.Popen([*command, "--web.listen-address", address], cwd=tmp_path, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        wanted = {query.replace("[5m]", "[20s]") for engine, query in QUERIES if engine == "headstart"}
+        while missing := {query for query in wanted if not _answered(address, query)}:
+            assert time.monotonic() < deadline, missing
+            server.post("/v1/completions", prompt="one two one two one two", max_tokens=32)
+            time.sleep(1)
+        rules = httpx.get(f"http://{address}/api/v1/rules").json()["data"]["groups"]
+        assert [rule["health"] for group in rules for rule in group["rules"]].count("err") == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _answered(address: str, query: str) -> bool:
+    try:
+        found = httpx.get(f"http://{address}/api/v1/query", params={"query": query})
+    except httpx.TransportError:
+        return False  # not up yet
+    if found.status_code == 503:
+        return False  # not ready yet
+    answer = found.json()
+    assert answer["status"] == "success", (query, answer)
+    return any(result["value"][1] != "NaN" for result in answer["data"]["result"])
