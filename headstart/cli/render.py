@@ -78,7 +78,8 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, foo
     for row in rows:
         table.add_row(*(str(cell) for cell in row))
     console = stdout()
-    if not sys.stdout.isatty() or console.measure(table).maximum <= console.width:
+    wanted = console.measure(table, options=console.options.update(width=PIPE_WIDTH)).maximum
+    if not sys.stdout.isatty() or wanted <= console.width:
         console.print(table)
         return
     for row in rows:
