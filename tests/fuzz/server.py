@@ -28,7 +28,18 @@ FUZZERS = ("bodies", "grammars", "wire")
 THREADS = 4
 SLOW_SECONDS = 60
 SHOWN_BYTES = 400
-SERVER = ("--threads", "1", "--max-num-seqs", "16", "--kv-blocks", "1024", "--max-model-len", "2048")
+SERVER = (
+    "--threads",
+    "1",
+    "--max-num-seqs",
+    "16",
+    "--kv-blocks",
+    "1024",
+    "--max-model-len",
+    "2048",
+    "--request-timeout",
+    "20",
+)
 
 
 @dataclass
