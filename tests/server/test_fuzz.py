@@ -1,4 +1,4 @@
-"""The fuzzers of bodies, grammars and raw HTTP, for half a minute at once (`python -m tests.fuzz server` for longer)."""
+"""The fuzzers of bodies, grammars and raw HTTP, half a minute at once (`python -m tests.fuzz server` for longer)."""
 
 from __future__ import annotations
 
