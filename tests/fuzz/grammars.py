@@ -14,7 +14,8 @@ Made = tuple[str, Any]
 """Kind (as of GrammarSpec; "tools": the list of tools) and value."""
 
 WORDS = ("a", "b", "ab", "city", "name", "x_1", "é", "日本", "🎉", "", " ", "\n", '"', "\\", "/", "\x00", "\x7f",
-         "\u200b", "pattern", "$ref", "%", "#", "<|im_end|>", "start", "root", "a b", "{", "}", "[", "]", "0", "-1")  # fmt: skip
+         "\u200b", "pattern", "$ref", "%", "#", "<|im_end|>", "start", "root", "a b", "{", "}", "[", "]", "0",
+         "-1")  # fmt: skip
 NUMBERS = (0, 1, 2, 7, 10, 64, 97, 1000, 12345, 99991, 123457, 10**6 + 3, 2**31, 2**53, 2**64, 10**18, 10**40, -1, -7,
            -(2**53), 0.5, 0.1, 1.5, -0.25, 1e-5, 1e-9, 3.14159265, 1e15, 1e22, 1e300, -1e300, 5e-324)  # fmt: skip
 COUNTS = (0, 1, 2, 3, 9, 50, 99, 100, 999, 1000, 5000, 10**5, 10**7, 2**31, 2**32, 2**63, 10**20, -1)
@@ -106,7 +107,8 @@ def _schema_of(rng: random.Random, kind: str, depth: int) -> Json:  # noqa: C901
             names = rng.sample(WORDS, rng.randrange(5))
             made = {"properties": {name: inner() for name in names}, "required": rng.sample(names, len(names) // 2),
                     "additionalProperties": inner(), "minProperties": rng.choice(COUNTS),
-                    "maxProperties": rng.choice(COUNTS), "patternProperties": {pattern(rng): inner()}, "propertyNames": inner()}  # fmt: skip
+                    "maxProperties": rng.choice(COUNTS), "patternProperties": {pattern(rng): inner()},
+                    "propertyNames": inner()}  # fmt: skip
             return {"type": kind, **{key: made[key] for key in ("properties", "required")}, **some(made)}
         case "array":
             made = {"items": inner(), "prefixItems": [inner()], "minItems": rng.choice(COUNTS), "uniqueItems": True,
@@ -285,7 +287,7 @@ def wide_schema(rng: random.Random) -> Any:
     makers: tuple[Callable[[], Any], ...] = (
         lambda: {"anyOf": [{"type": "object", "properties": {name: leaf}, "required": [name]} for name in names]},
         lambda: {"type": "object", "properties": dict.fromkeys(names, leaf)},
-        lambda: {"type": "object", "properties": dict.fromkeys(names, {}), "required": names},
+        lambda: {"type": "object", "properties": {name: {} for name in names}, "required": names},
         lambda: {"enum": [f"value {i * 7919 % 100_003}" for i in range(count)]},
         lambda: {"enum": list(range(count))},
         lambda: {"allOf": [{"pattern": f"{i}"} for i in range(min(count, 300))], "type": "string"},
