@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from headstart.errors import ModelError
+from headstart.files import read_regular
+
+MOST_BYTES = 100_000_000
+"""More than the index of any checkpoint."""
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -37,7 +41,7 @@ def read_packaged(package: str, file: str) -> Any:
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file. ModelError when it is missing, unreadable or something else."""
     try:
-        text = path.read_bytes()
+        text = read_regular(path, MOST_BYTES)
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror}", "is it there, and may you read it?") from error
     return parse_object(text, str(path))

@@ -23,12 +23,18 @@ WRAPPER = r"(?:(?:model|language_model|text_model|llm|thinker|backbone)\.)*"
 _WRAPPER = re.compile(WRAPPER)
 
 
+Dims = tuple[int | str | None, ...]
+
+
 class Slot(NamedTuple):
-    """A tensor that a head should have: canonical name and shape; None is a dimension, or a shape, not known."""
+    """A tensor that a head should have: canonical name and shape. Of a dimension that is not known, None is any, and a
+    name the same size wherever it stands in a module. A shape of None is not known. `template` is the name without
+    numbers."""
 
     name: str
-    shape: tuple[int | None, ...] | None
+    shape: Dims | None
     optional: bool
+    template: str = ""
 
 
 class Declared(NamedTuple):
@@ -46,6 +52,8 @@ class Part:
     when: str | None = None
     unless: str | None = None
     optional: bool = False
+    needed: str | None = None
+    together: bool = False
     alternative: str | None = None
 
 
@@ -89,6 +97,10 @@ class Layout:
     bare: Mapping[str, Any] = field(default_factory=dict)
     block: tuple[str, ...] = ()
     anchored: bool = False
+    reduced: bool = False
+    later: tuple[str, ...] = ()
+    cut: bool = False
+    family_block: bool = False
 
     def sizes(self, config: Mapping[str, Any]) -> Sizes:
         """The symbols of a checkpoint of this layout."""
@@ -107,7 +119,7 @@ class Layout:
         parts = _parts()
         for prefix, names in self.tensors.items():
             shared = "{" not in prefix and not any("{i}" in each for name in names for each in parts[name].shapes)
-            if module and shared:
+            if (module and shared) or (not module and prefix in self.later):
                 continue
             for name in names:
                 if _applies(parts[name], sizes.config):
@@ -135,15 +147,18 @@ def _slots(part: Part, prefix: str, sizes: Sizes, where: Mapping[str, int], pres
         other = list(_slots(_parts()[part.alternative], prefix, sizes, where, present))
         if any(slot.name in present for slot in other):
             slots = other
+    if part.together and any(slot.name in present for slot in slots):
+        slots = [slot._replace(optional=False) for slot in slots]
     yield from slots
 
 
 def _expand(part: Part, prefix: str, sizes: Sizes, where: Mapping[str, int]) -> Iterator[Slot]:
+    optional = part.optional and not (part.needed and sizes.config.get(part.needed))
     for name, dims in part.shapes.items():
         shape = sizes.shape(dims)
         count = min(sizes.value("E") or 0, MOST_EXPERTS) if "{e}" in name else 1
         for expert in range(count):
-            yield Slot((prefix + name).format(e=expert, **where), shape, part.optional)
+            yield Slot((prefix + name).format(e=expert, **where), shape, optional, prefix + name)
 
 
 def find_family(config: Mapping[str, Any], file_format: str = "safetensors") -> Layout | None:
@@ -213,9 +228,10 @@ def count_keys() -> tuple[str, ...]:
     return tuple(dict.fromkeys(key.rpartition(".")[2] for key in _table()["count_keys"]))
 
 
-def gguf_layout() -> Layout:
+def gguf_layout(family: Layout | None = None) -> Layout:
     """Where a GGUF file keeps the MTP tensors of any family."""
-    return _layout("gguf", _table()["gguf"])
+    key = "gguf" if family and ";" in family.concat else "gguf_wide"
+    return _layout(key, _table()[key])
 
 
 @cache

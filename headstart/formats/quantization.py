@@ -90,9 +90,10 @@ class Quantization:
 
     `detect`: does a quantization_config ask for it? `excludes`: quant_method -> the key of such a config that names
     modules left alone. `packed`: last words of names that stand in the place of `weight`; `beside`: of tensors beside
-    it; `after`: what follows the whole name of a weight. `describe`: None for what another quantization has stored
-    (types and shapes decide, not values). `decode` gives None where the values cannot be read here. `bits` of a weight,
-    roughly. `plans`: what `headstart plan` calls it; the first is meant by the config.
+    it; `after`: what follows the whole name of a weight; `needs`: of each of these, one word must be beside it.
+    `describe`: None for what another quantization has stored (types and shapes decide, not values). `decode` gives None
+    where the values cannot be read here; `check` raises ModelError where scales do not fit, from headers. `bits` of a
+    weight, roughly. `plans`: what `headstart plan` calls it; the first is meant by the config.
     """
 
     describe: Callable[[Stored], Described | None]
@@ -101,7 +102,9 @@ class Quantization:
     packed: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
+    needs: tuple[tuple[str, ...], ...] = ()
     decode: Callable[[Stored], Decode | None] = lambda stored: None
+    check: Callable[[Stored], object] = lambda stored: None
     bits: int = 8
     plans: Mapping[str, WeightBytes] = field(default_factory=dict)
 
@@ -145,6 +148,7 @@ class Weights:
         self._marks = self._beside - ORDINARY - {*ACTIVATIONS}
         self._after = sorted({end for each in self._known for end in each.after}, key=len, reverse=True)
         self._seen: dict[Any, tuple[Quantization | None, Described]] = {}
+        self._problems: dict[Any, str] = {}
         self.stored: dict[str, Stored] = {}
         self.loose: list[str] = []
         self._group(tensors)
@@ -181,11 +185,32 @@ class Weights:
 
     def look(self, stored: Stored) -> tuple[Quantization | None, Described]:
         """The quantization of a weight (None: plain, or not known), and what it stands for."""
-        main, scales = stored.main, tuple((word, each.dtype, each.shape) for word, each in stored.beside.items())
-        key = (main.dtype, main.shape, stored.packed and stored.word, scales)  # of few kinds in a file
+        key = _kind_of(stored)
         if key not in self._seen:
             self._seen[key] = self._describe(stored)
         return self._seen[key]
+
+    def problem(self, stored: Stored) -> str:
+        """What headers say against a weight: what it lacks, or what does not fit; empty for a whole one."""
+        key = _kind_of(stored)
+        if key not in self._problems:
+            self._problems[key] = self._problem(stored)
+        return self._problems[key]
+
+    def _problem(self, stored: Stored) -> str:
+        quantization, described = self.look(stored)
+        if quantization is None:
+            scaled = stored.packed or stored.main.dtype.startswith(("F8_E", "F4", "F6"))
+            return f"is {stored.main.dtype}, and no scales that fit stand beside it" if scaled else ""
+        for words in quantization.needs:
+            if not stored.beside.keys() & {*words}:
+                return f"is {described.kind}, and no {' or '.join(words)} stands beside it"
+        try:
+            if described.shape is None or len(described.shape) == 2:
+                quantization.check(stored)
+        except ModelError as error:
+            return f"is {described.kind}: {error.message}"
+        return ""
 
     def _describe(self, stored: Stored) -> tuple[Quantization | None, Described]:
         if stored.beside or stored.packed:
@@ -221,6 +246,12 @@ class Weights:
         shape = self.look(stored)[1].shape
         assert shape is not None, stored.name  # of weights that can be read
         return shape
+
+
+def _kind_of(stored: Stored) -> tuple[Any, ...]:
+    """Weights that are stored alike; a file has few kinds."""
+    beside = tuple((word, each.dtype, each.shape) for word, each in stored.beside.items())
+    return stored.main.dtype, stored.main.shape, stored.packed and stored.word, beside
 
 
 def readable(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor | Dequantized]:

@@ -41,6 +41,9 @@ def read_metadata(path: Path) -> dict[str, str]:
 def _read(source: File) -> tuple[dict[str, Tensor], dict[str, str]]:
     path = source.path
     try:
+        if not path.is_file():  # a pipe would wait for its writer
+            path.stat()
+            raise ModelError(f"cannot read {path}: it is not a file", "is it there, and may you read it?")
         with path.open("rb") as file:
             size = path.stat().st_size
             length = header_size(file.read(PREFIX), size, str(path))
@@ -65,7 +68,7 @@ def parse_header(text: bytes, file_bytes: int, where: str, file: File) -> tuple[
     metadata = header.pop("__metadata__", None) or {}
     base = PREFIX + len(text)
     tensors = {name: _tensor(where, name, row, base, file_bytes, file) for name, row in header.items()}
-    _check_overlap(where, tensors.values())
+    _check_places(where, tensors.values(), base, file_bytes)
     return tensors, {str(key): str(value) for key, value in metadata.items()} if isinstance(metadata, dict) else {}
 
 
@@ -115,13 +118,18 @@ def _are_sizes(values: Any) -> TypeGuard[list[int]]:
     return True
 
 
-def _check_overlap(where: str, tensors: Iterable[Tensor]) -> None:
-    last_name, last_end = "", 0
+def _check_places(where: str, tensors: Iterable[Tensor], base: int, file_bytes: int) -> None:
+    """Tensors lie end to end, from byte `base` to the file's end: the safetensors library takes no other file."""
+    last_name, end = "", base
     for begin, size, name in sorted([(tensor.begin, tensor.nbytes, tensor.name) for tensor in tensors]):
-        if begin < last_end and size:
+        if begin < end and size:
             raise ModelError(f"{where}: tensors {last_name} and {name} overlap", AGAIN)
-        if begin + size > last_end:
-            last_name, last_end = name, begin + size
+        if begin > end:
+            raise ModelError(f"{where}: bytes {end - base}..{begin - base} belong to no tensor", AGAIN)
+        if begin + size > end:
+            last_name, end = name, begin + size
+    if end != file_bytes:
+        raise ModelError(f"{where} goes on for {file_bytes - end} bytes after its last tensor", AGAIN)
 
 
 def weight_map_of(index: Mapping[str, object], where: str) -> dict[str, str]:

@@ -62,11 +62,13 @@ class Sizes:
         return self._known[symbol]
 
     def evaluate(self, expression: str) -> int | None:
-        """An expression of whole numbers, symbols, + - * / and brackets; None for "*" and for what is not known."""
-        return None if expression == "*" else self._walk(_parse(expression))
+        """An expression of whole numbers, symbols, + - * / and brackets; None for what is not known."""
+        return None if expression[0] in "*?" else self._walk(_parse(expression))
 
-    def shape(self, dims: Sequence[str]) -> tuple[int | None, ...]:
-        return tuple(map(self.evaluate, dims))
+    def shape(self, dims: Sequence[str]) -> tuple[int | str | None, ...]:
+        """A size for each expression; None for "*", and the expression itself where its size is not known."""
+        sizes = [(each, self.evaluate(each)) for each in dims]
+        return tuple(size if size is not None or each == "*" else each for each, size in sizes)
 
     def _walk(self, node: ast.expr) -> int | None:
         if isinstance(node, ast.Constant):

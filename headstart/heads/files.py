@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from headstart.errors import ModelError
 from headstart.files import written_aside
 from headstart.formats.base import Tensor
 from headstart.formats.json_object import read_object
+from headstart.formats.mtp_families import MOST_MODULES
 from headstart.formats.safetensors import save
 from headstart.formats.safetensors_file import read_file
 from headstart.heads.base import HeadSpec
@@ -110,16 +112,33 @@ def _block(layer: LayerConfig) -> dict[str, Any]:
     }
 
 
-def _read_own(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadCheckpoint:
+def spec_of(document: Document, path: Path) -> HeadSpec:
+    """What a config.json in our layout says of the head. Raises ModelError for another one, or a damaged one."""
     if document.get(MARK) != VERSION:
         hint = "give the directory that headstart train wrote"
         raise ModelError(f"{path} is no headstart head: {MARK} is {document.get(MARK)!r}, not {VERSION}", hint)
     if document.get("kind") not in (kinds := registry.available("heads")):
         raise ModelError(f"the head {path} is of kind {document.get('kind')!r}", f"known kinds: {', '.join(kinds)}")
+    with _naming(path):
+        return _spec(document)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Values that are not there, or of another type, are the file's fault."""
     try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        where = path / "config.json"
+        raise ModelError(f"{where}: {error} is missing or wrong", "was the head written whole?") from error
+
+
+def _read_own(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadCheckpoint:
+    spec = spec_of(document, path)
+    with _naming(path):
         vocab_size = int(document["vocab_size"])
         return HeadCheckpoint(
-            spec=_spec(document),
+            spec=spec,
             hidden_size=int(document["hidden_size"]),
             vocab_size=vocab_size,
             draft_token_ids=_draft_ids(tensors.get(DRAFT_IDS), vocab_size, path),
@@ -128,14 +147,13 @@ def _read_own(document: Document, tensors: Mapping[str, Tensor], path: Path) -> 
             trunk_fingerprint=str(document["trunk_fingerprint"]),
             training=dict(document.get("training") or {}),
         )
-    except (KeyError, TypeError, ValueError) as error:
-        where = path / "config.json"
-        raise ModelError(f"{where}: {error} is missing or wrong", "was the head written whole?") from error
 
 
 def _spec(document: Document) -> HeadSpec:
     facts: dict[str, Any] = {name: bool(document[name]) for name in SWITCHES}
     facts |= {name: _one_of(document, name, choices) for name, choices in CHOICES.items()}
+    if not 0 < int(document["num_modules"]) <= MOST_MODULES:
+        raise ValueError(f"num_modules {document['num_modules']}")
     return HeadSpec(
         kind=document["kind"],
         layer=_layer(document["block"]) if "block" in document else None,

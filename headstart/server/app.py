@@ -61,6 +61,7 @@ def make_app(llm: LLM, config: ServerConfig) -> tuple[ASGIApp, Bridge]:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        llm.grammars.prepare()  # no other thread runs meanwhile, so not at the first request that needs it
         bridge.start()
         yield
         bridge.stop()

@@ -1,57 +1,92 @@
 """Constraints of generated text: which tokens may come next, by grammar, JSON schema, regex, choice or tools.
 
 `GrammarCompiler` is made once per model, `GrammarCompiler.compile` gives the start state of a `GrammarSpec`, and each
-sequence walks a copy of it. Masks are as in SamplingRows.allowed: bit v % 32 of word v // 32 is token v. Where the
-grammar leaves one text only, a mask holds the one token that the tokenizer itself would write it with.
+sequence walks a copy of it. Whatever is not known to be light is compiled in another process first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
-from copy import copy
-from functools import cached_property, lru_cache
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable
+from functools import cached_property, partial
 from typing import Any
+from weakref import ref
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from headstart.core import Mask
 from headstart.errors import UsageError
-from headstart.text.grammar_spec import GrammarSpec, ToolCalls, ToolFrame, one_line, source_of, what_is_wrong
-from headstart.text.tokenizer import Tokenizer
+from headstart.text.grammar_limits import LIMITS, GrammarLimits, is_light
+from headstart.text.grammar_spec import GrammarSpec, Kind, ToolCalls, ToolFrame, source_of, what_is_wrong
+from headstart.text.grammar_state import GrammarState, Lexer
+from headstart.text.grammar_trial import Trial, on_stack
+from headstart.text.grammar_vocabulary import Speller, Spelling, Vocabulary
 
 __all__ = ["GrammarCompiler", "GrammarSpec", "GrammarState", "Mask", "ToolCalls", "ToolFrame"]
 
-CACHED_GRAMMARS = 128
-FORCED_LIMIT = 16
-MASKS_KEPT = 32
-"""Masks of the latest states: at least those that looking ahead comes by."""
-NO_WAY_ON = "it demands an end-of-text token where the text cannot end, or ids that the model does not have"
-_ANCHOR = "\n"  # is a token of its own in sentencepiece vocabularies, so the text behind it is no start of a text
+RENEWED_SECONDS = 0.2
+"""A grammar that took longer is not compiled again while texts are made."""
+LIGHT_FIXED, LIGHT_FACTOR = 2**17, 128
+"""Memory of what was not tried: a part for each grammar, and a factor to its bytes (110 was the most measured)."""
 
 
 class GrammarCompiler:
-    """Grammars over one vocabulary. Nothing is built before the first `compile`.
+    """Grammars over one vocabulary. Nothing is built before `prepare` or the first `compile`. Any thread may compile.
 
-    vocab_size: ids that logits have; the ids that the tokenizer has no text for are never allowed.
+    vocab_size: ids that logits have; the ids that the tokenizer has no text for are never allowed. limits: of what
+    is compiled (GrammarSpec knows those of its value).
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+    def __init__(self, tokenizer: Speller, vocab_size: int, limits: GrammarLimits = LIMITS) -> None:
         self.vocab_size = vocab_size
+        self.limits = limits
         self.num_words = -(-vocab_size // 32)
         self._tokenizer = tokenizer
-        self._cached = lru_cache(CACHED_GRAMMARS)(self._compile)
+        self._kept = _Kept(limits.cached_bytes)
+        self._trial = Trial(lambda: Spelling.of(tokenizer), vocab_size, limits)
+
+    def prepare(self) -> None:
+        """Build what all grammars need: seconds for a large vocabulary, in which no other thread runs."""
+        assert self._library is not None
+        self._tokenizer.encode("", parse_special=False)
 
     def compile(self, spec: GrammarSpec) -> GrammarState:
-        """A new state at the start of `spec`. Raises UsageError for a bad schema, regex, grammar or list of tools."""
-        return self._cached(spec).copy()
+        """A new state at the start of `spec`. Raises UsageError for a bad schema, regex, grammar or list of tools, and
+        for one that costs too much, BusyError when too many wait for their trial."""
+        if (known := self._kept.find(spec)) is not None:
+            return known.copy()
+        if is_light(spec.kind, spec.plain, len(spec.key)):
+            return self._keep(spec, LIGHT_FIXED + LIGHT_FACTOR * len(spec.key))
+        with self._trial.turn():
+            known = self._kept.find(spec)  # made while this one waited
+            return known.copy() if known is not None else self._keep(spec, len(spec.key) + self._trial.run(spec))
 
-    def _compile(self, spec: GrammarSpec) -> GrammarState:
-        matcher = LLMatcher(self._library, source_of(spec, self._special), log_level=0)
+    def _keep(self, spec: GrammarSpec, num_bytes: int) -> GrammarState:
+        begun = time.perf_counter()
+        state = on_stack(2 * self.limits.stack, lambda: self.start(spec, num_bytes))
+        state.lexer.compile_seconds = time.perf_counter() - begun
+        self._kept.add(spec, state)
+        return state.copy()
+
+    def renewed(self, spec: GrammarSpec, failed: Lexer) -> GrammarState | None:
+        """A start of `spec` with another lexer than the one that has failed; None where that takes too long."""
+        known = self._kept.find(spec)
+        if known is not None and known.lexer is not failed:
+            return known
+        return self._keep(spec, failed.compiled_bytes) if failed.compile_seconds < RENEWED_SECONDS else None
+
+    def start(self, spec: GrammarSpec, num_bytes: int = 0) -> GrammarState:
+        """The state that `compile` keeps, made here and now. num_bytes: what it is said to hold."""
+        limits = LLParserLimits(max_lexer_states=self.limits.lexer_states)
+        matcher = LLMatcher(self._library, source_of(spec, self._special), log_level=0, limits=limits)
         if matcher.is_error():
             reason = what_is_wrong(spec.kind, matcher.get_error())
             raise UsageError(f"the {spec.kind} constraint is not valid: {reason}")
-        state = GrammarState(matcher, self.end_ids, self._with_text, self._ends)
+        masks = self.end_ids, self._with_text, self._ends
+        state = GrammarState(matcher, Lexer(num_bytes), *masks, partial(_renewed, ref(self), spec.kind, spec.key))
         state.mask()  # finds a dead end
         if state.error:
             raise UsageError(f"the {spec.kind} constraint cannot be used: {state.error}")
@@ -64,7 +99,7 @@ class GrammarCompiler:
 
     @cached_property
     def _library(self) -> Any:
-        vocabulary = _Vocabulary(self._tokenizer, self.vocab_size, self.end_ids)
+        vocabulary = Vocabulary(self._tokenizer, self.vocab_size, self.end_ids)
         return LLTokenizer(TokenizerWrapper(vocabulary), eos_token=sorted(self.end_ids) or [self.vocab_size])
 
     @cached_property
@@ -82,204 +117,43 @@ class GrammarCompiler:
         return _bits(self.end_ids, self.num_words)
 
 
-class GrammarState:
-    """Where one sequence stands in a grammar: a core.Constraint. One thread at a time."""
+class _Kept:
+    """The latest compiled grammars within a number of bytes. Those that failed are not kept."""
 
-    def __init__(self, matcher: Any, end_ids: frozenset[int], with_text: Mask, ends: Mask) -> None:
-        self._start = matcher  # stays there
-        self._matcher = matcher.deep_copy()
-        self._end_ids = end_ids
-        self._with_text = with_text  # without the end-of-text ids
-        self._ends = ends
-        self._dead: int | None = None  # the number of tokens after which a mask was found to be empty
-        self._tokens: list[int] = []  # that the matcher has consumed
-        self._num_ends = 0  # end-of-text ids after them, which the matcher does not see: it would not count them
-        self._masks: dict[int, Mask] = {}  # by the number of tokens before; looking ahead comes by again
+    def __init__(self, most_bytes: int) -> None:
+        self._most = most_bytes
+        self._lock = threading.Lock()
+        self._states: OrderedDict[tuple[str, str], GrammarState] = OrderedDict()
 
-    def mask(self) -> Mask:
-        """[ceil(vocab_size / 32)] tokens that may come next. End-of-text ids are allowed exactly where the text may
-        end (`accepting`), and alone once it is `done`; then the mask is empty if the tokenizer has no such id. An
-        `error` leaves nothing."""
-        if not self._num_ends and not self._matcher.is_stopped():
-            known = self._masks.get(len(self._tokens))
-            if known is not None and not self._matcher.is_error():
-                return known
-            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: len(self._with_text)]
-            if not self._matcher.is_error():
-                # A grammar may name an end-of-text token. It ends the text, so it is allowed where the text may end.
-                may_end = self._matcher.is_accepting()
-                allowed: Mask = bits & (self._with_text | self._ends if may_end else self._with_text)
-                self._dead = None if allowed.any() or may_end else len(self._tokens)
-                allowed.flags.writeable = False
-                self._masks[len(self._tokens)] = allowed
-                return allowed
-        return np.zeros_like(self._ends) if self._matcher.is_error() else self._ends.copy()
+    def find(self, spec: GrammarSpec) -> GrammarState | None:
+        """None also for one whose lexer has grown too much: a new one begins small."""
+        key = spec.kind, spec.key
+        with self._lock:
+            state = self._states.pop(key, None)
+            if state is None or state.lexer.has_failed or state.lexer.num_bytes > self._most // 2:
+                return None
+            self._states[key] = state
+            return state
 
-    def masks(self, draft: Seq[int], count: int | None = None) -> Mask:
-        """[k + 1, words] masks of the row after the context and of the rows after each of k drafted tokens; only the
-        last `count` of them. The state stays where it is.
-
-        Rows behind a token that the grammar refuses allow everything: that token is not allowed in its own row, so
-        nothing behind it can be emitted."""
-        num_rows = len(draft) + 1 if count is None else count
-        rows = np.full((num_rows, len(self._with_text)), 0xFFFFFFFF, np.uint32)
-        for taken, row in enumerate(range(num_rows - len(draft) - 1, num_rows)):
-            if row >= 0:
-                rows[row] = self.mask()
-            if taken == len(draft) or not self.advance(draft[taken]):
-                break
-        self._leave(taken)
-        return rows
-
-    def fitting(self, draft: Seq[int]) -> int:
-        """How many of the first drafted tokens the grammar takes, up to the end of the text."""
-        taken = 0
-        while taken < len(draft) and not self.done and self.advance(draft[taken]):
-            taken += 1
-        self._leave(taken)
-        return taken
-
-    def advance(self, token: int) -> bool:
-        """Take `token`. False if the grammar refuses it; the state is then as it was, or it has an `error`.
-
-        Every token of `mask` is taken. So is a token that spells a forced text in another way than the tokenizer."""
-        if token in self._end_ids and (self._num_ends or self._matcher.is_accepting()):
-            self._num_ends += 1
-            return True
-        if self._num_ends or not 0 <= token < 32 * len(self._with_text):
-            return False
-        if not int(self._with_text[token // 32]) >> token % 32 & 1 or self._matcher.is_stopped():
-            return False
-        if self._matcher.try_consume_tokens([token]) != 1:
-            return False
-        self._tokens.append(token)
-        self._masks.pop(len(self._tokens) - MASKS_KEPT, None)
-        return True
-
-    def rollback(self, count: int) -> None:
-        """Give back the last `count` tokens, and an `error` that came after the rest. Raises ValueError if there were
-        not so many."""
-        if not 0 <= count <= len(self):
-            raise ValueError(f"cannot give back {count} of {len(self)} tokens")
-        ends = min(count, self._num_ends)
-        self._num_ends -= ends
-        kept = len(self._tokens) - (count - ends)
-        self._tokens, given_back = self._tokens[:kept], self._tokens[kept:]
-        self._masks = {count: mask for count, mask in self._masks.items() if count <= kept}
-        if self._matcher.is_error() or (given_back and not self._matcher.rollback(len(given_back))):
-            self._matcher = self._start.deep_copy()  # the library cannot go back from an error
-            self._matcher.try_consume_tokens(self._tokens)
-
-    def forced(self, limit: int = FORCED_LIMIT) -> list[int]:
-        """The tokens, at most `limit`, that are each the only one allowed after those before, up to the end of the
-        text."""
-        tokens: list[int] = []
-        while len(tokens) < limit and not self.done:
-            token = _only(self.mask())
-            if token is None or not self.advance(token):
-                break
-            tokens.append(token)
-        self._leave(len(tokens))
-        return tokens
-
-    def _leave(self, taken: int) -> None:
-        """Go back to where a look ahead began. An error that was met at once is that state's own, and stays."""
-        if taken:
-            self.rollback(taken)
-
-    def copy(self) -> GrammarState:
-        """A state of its own at the same place."""
-        twin = copy(self)
-        twin._matcher, twin._tokens = self._matcher.deep_copy(), self._tokens.copy()
-        twin._masks = self._masks.copy()
-        return twin
-
-    def __len__(self) -> int:
-        """Tokens taken."""
-        return len(self._tokens) + self._num_ends
+    def add(self, spec: GrammarSpec, state: GrammarState) -> None:
+        with self._lock:
+            self._states[spec.kind, spec.key] = state
+            while self.num_bytes > self._most:
+                self._states.popitem(last=False)
 
     @property
-    def done(self) -> bool:
-        """Nothing but end-of-text can follow, because the text is complete or there is an `error`."""
-        return bool(self._num_ends or self._matcher.is_stopped() or self._dead == len(self._tokens))
-
-    @property
-    def accepting(self) -> bool:
-        """May the text end here?"""
-        return bool(self._num_ends or self._matcher.is_accepting())
-
-    @property
-    def error(self) -> str:
-        """Why the text stopped before it was complete, else empty: the vocabulary cannot spell what must follow, or
-        the grammar is too complex for the library's limits. Such a state is `done` and not `accepting`."""
-        if not self._matcher.is_error():
-            return NO_WAY_ON if self._dead == len(self._tokens) else ""
-        message = one_line(self._matcher.get_error())
-        if message.startswith("NoExtension"):
-            return "no text of this vocabulary can satisfy it"
-        return f"it is too complex, or too long: {message}"
+    def num_bytes(self) -> int:
+        return sum(each.lexer.num_bytes for each in self._states.values())
 
 
-class _Vocabulary:
-    """A Tokenizer as llguidance wants it: the bytes of each id, and text to ids."""
-
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: frozenset[int]) -> None:
-        self._tokenizer = tokenizer
-        self._size = vocab_size
-        # A last token without text is the end-of-text id of a tokenizer that has none.
-        self.tokens = [tokenizer.token_bytes(token) for token in range(vocab_size)] + [b""]
-        self.special_token_ids = sorted(token for token in tokenizer.special_ids | end_ids if token < vocab_size)
-        self.eos_token_id = min(end_ids, default=vocab_size)
-        self.bos_token_id = tokenizer.bos_id
-        special = set(self.special_token_ids)
-        plain = ((piece, token) for token, piece in enumerate(self.tokens) if piece and token not in special)
-        self._id_of = dict(plain)
-        self._longest = max(map(len, self._id_of), default=0)
-
-    def __call__(self, text: str | bytes) -> list[int]:
-        """The ids whose bytes are those of `text`, as the tokenizer writes it within a longer text."""
-        data = text.encode() if isinstance(text, str) else text
-        readable = data.decode("utf-8", "replace")
-        for anchor in ("", _ANCHOR):
-            ids = self._after(anchor.encode(), self._tokenizer.encode(anchor + readable, parse_special=False))
-            spelled = b"".join(map(self._tokenizer.token_bytes, ids))
-            if spelled == data and max(ids, default=0) < self._size:
-                return ids
-        return self._longest_first(data)
-
-    def _after(self, anchor: bytes, ids: list[int]) -> list[int]:
-        """`ids` without those that spell `anchor`; all of them if some spell more than it."""
-        seen = b""
-        for count, token in enumerate(ids):
-            if anchor and seen.endswith(anchor):
-                return ids[count:]
-            seen += self._tokenizer.token_bytes(token)
-        return ids
-
-    def _longest_first(self, data: bytes) -> list[int]:
-        ids: list[int] = []
-        start = 0
-        while start < len(data):
-            stops = range(min(len(data), start + self._longest), start, -1)
-            stop = next((stop for stop in stops if data[start:stop] in self._id_of), None)
-            if stop is None:
-                return ids  # no token spells the next byte
-            ids.append(self._id_of[data[start:stop]])
-            start = stop
-        return ids
+def _renewed(compiler: ref[GrammarCompiler], kind: Kind, key: str, failed: Lexer) -> GrammarState | None:
+    """For states, which do not keep their compiler alive."""
+    made = compiler()
+    return made.renewed(GrammarSpec.of_key(kind, key), failed) if made is not None else None
 
 
-def _bits(ids: Any, num_words: int) -> Mask:
+def _bits(ids: Iterable[int], num_words: int) -> Mask:
     flags = np.zeros(num_words * 32, bool)
     flags[list(ids)] = True
     packed: Mask = np.packbits(flags, bitorder="little").view(np.uint32)
     return packed
-
-
-def _only(mask: Mask) -> int | None:
-    """The id whose bit is the only one set."""
-    (words,) = np.nonzero(mask)
-    if len(words) != 1:
-        return None
-    word = int(mask[words[0]])
-    return None if word & (word - 1) else 32 * int(words[0]) + word.bit_length() - 1

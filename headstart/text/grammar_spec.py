@@ -14,16 +14,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence as Seq
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
 from headstart.errors import UsageError
+from headstart.text.grammar_limits import check
 
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "tools"]
 
 JSON_SPACE = r"[ \t\r\n]{0,32}"
 """White space between the tokens of a JSON text. Bounded: small models else write nothing but line breaks."""
 
+_IN_REGEX = {ord(mark): f"\\{mark}" for mark in r"\.+*?()|[]{}^$#&-~/"} | {
+    control: f"\\x{{{control:x}}}" for control in (*range(32), *range(127, 160), 0x2028, 0x2029)
+}
 _QUOTED = re.compile(r"\s*(\d+ \||\^+\s*$)")
 _POSITION = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 
@@ -55,27 +59,55 @@ class ToolCalls:
 @dataclass(frozen=True)
 class GrammarSpec:
     """A kind and its value (see the module). Equal and hashed by content; the order of properties counts, since JSON
-    is written in that order. Raises UsageError for an unknown kind and for values that are not JSON."""
+    is written in that order. `plain`: the value as JSON; `key`: its text. Raises UsageError for an unknown kind, for
+    values that are not JSON, and for those beyond `grammar_limits.LIMITS`."""
 
     kind: Kind
     value: Any = field(default=None, compare=False)
+    plain: Any = field(init=False, repr=False, compare=False)
     key: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
             raise UsageError(f"unknown kind of grammar: {self.kind!r}", f"known are {', '.join(get_args(Kind))}")
-        value = asdict(self.value) if is_dataclass(self.value) and not isinstance(self.value, type) else self.value
-        try:
-            key = json.dumps(None if self.kind == "json_object" else value, ensure_ascii=False)
-            key.encode()
-        except UnicodeEncodeError as error:
-            half = error.object[error.start : error.start + 1]
-            raise UsageError(
-                f"the {self.kind} constraint holds {half!a}, half of a pair that no text can hold"
-            ) from None
-        except (TypeError, ValueError, RecursionError) as error:
-            raise UsageError(f"the value of the {self.kind} constraint is not JSON: {error}") from error
-        object.__setattr__(self, "key", key)
+        value = self.value
+        if self.kind == "json_object":
+            value = None
+        elif self.kind == "tools" and isinstance(value, ToolCalls):
+            value = {"tools": list(value.tools), "name": value.name, "frame": asdict(value.frame)}
+        check(self.kind, value)
+        if self.kind == "json_schema" and isinstance(value, str):
+            value = _parsed(value)
+            check(self.kind, value)
+        object.__setattr__(self, "plain", value)
+        object.__setattr__(self, "key", _text_of(self.kind, value))
+
+    @classmethod
+    def of_key(cls, kind: Kind, key: str) -> GrammarSpec:
+        """The spec whose `key` this is."""
+        value = json.loads(key)
+        if kind == "tools":
+            value = ToolCalls(value["tools"], value["name"], ToolFrame(**value["frame"]))
+        return cls(kind, value)
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"the JSON schema is not valid JSON: {error}") from error
+
+
+def _text_of(kind: Kind, value: Any) -> str:
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start : error.start + 1]
+        raise UsageError(f"the {kind} constraint holds {half!a}, half of a pair that no text can hold") from None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"the value of the {kind} constraint is not JSON: {error}") from error
+    return text
 
 
 def source_of(spec: GrammarSpec, special: Mapping[str, int]) -> str:
@@ -83,15 +115,10 @@ def source_of(spec: GrammarSpec, special: Mapping[str, int]) -> str:
     be seen to be wrong without compiling."""
     if spec.kind == "tools":
         return _tools(spec.value, special)
-    return _SOURCES[spec.kind](spec.value)
+    return _SOURCES[spec.kind](spec.plain)
 
 
 def _json_schema(value: Any) -> str:
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise UsageError(f"the JSON schema is not valid JSON: {error}") from error
     return _lark({"start": _inline_schema(value, "the JSON schema")})
 
 
@@ -109,7 +136,8 @@ def _choice(value: Any) -> str:
         raise UsageError("choice must be a list of texts")
     if not value:
         raise UsageError("choice is an empty list", "give at least one text")
-    return _lark({"start": " | ".join(map(_literal, value))})
+    # As one regex: thousands of literals are too many for the library, and each is a state of its own.
+    return _lark({"start": f"/(?:{'|'.join(map(_regex_literal, value))})/"})
 
 
 def _grammar(value: Any) -> str:
@@ -185,7 +213,11 @@ def _frame_text(text: str, special: Mapping[str, int]) -> str:
 
 
 def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text).replace("\x7f", "\\u007f")  # the library reads visible characters only
+
+
+def _regex_literal(text: str) -> str:
+    return text.translate(_IN_REGEX)
 
 
 def _lark(rules: Mapping[str, str]) -> str:

@@ -326,7 +326,7 @@ def test_compiled_once() -> None:
     compiled = GrammarCompiler(tiny(), 300)
     schema = Person.model_json_schema()
     first, second = (compiled.compile(GrammarSpec("json_schema", json.loads(json.dumps(schema)))) for _ in range(2))
-    assert compiled._cached.cache_info().misses == 1
+    assert first.lexer is second.lexer
     assert first.advance(first.forced()[0])
     assert (len(first), len(second)) == (1, 0)
 
@@ -350,7 +350,7 @@ def test_compiled_once() -> None:
         ("regex", "\ud800", "half of a pair"),
         ("choice", ["a", "\udfff"], "half of a pair"),
         ("json_schema", {"properties": {"\ud800": {}}}, "half of a pair"),
-        ("json_schema", '{"const": "\\ud800"}', "not valid: .*hex escape"),
+        ("json_schema", '{"const": "\\ud800"}', "half of a pair"),
         ("json_schema", '{"items":' * 9000 + "{}" + "}" * 9000, "not valid JSON"),
         ("grammar", 'start: <[0]> "a"', "end-of-text token where the text cannot end"),
         ("regex", r"[^\s\S]", "no text of this vocabulary"),

@@ -22,7 +22,7 @@ def scaled(stored: Stored, shape: Shape, codes: Codes, block: tuple[int, int] | 
     a scale; None: as the scales' shape says. ModelError where scales and weight do not fit."""
     scale = stored.scale
     assert scale is not None
-    block = block or _block(stored, scale, shape)
+    block = block or block_of(stored, shape)
     rows, columns = shape[-2:]
     folded = stored.main.shaped(math.prod(shape[:-1]), stored.main.shape[-1])
     grid = scale.float32().reshape(-1, -(-rows // block[0]), -(-columns // block[1]))
@@ -35,8 +35,12 @@ def scaled(stored: Stored, shape: Shape, codes: Codes, block: tuple[int, int] | 
     return decode
 
 
-def _block(stored: Stored, scale: Tensor, shape: Shape) -> tuple[int, int]:
-    """Rows and columns of the weight that share one scale."""
+def block_of(stored: Stored, shape: Shape) -> tuple[int, int]:
+    """Rows and columns of the weight that share one scale. ModelError where scales and weight do not fit."""
+    scale = stored.scale
+    assert scale is not None
+    if not scale.dtype.startswith(("F", "BF")):
+        raise ModelError(f"the scales {scale.name} are {scale.dtype}, which is no floating-point type")
     grid = scale.shape
     if len(shape) < 2:
         raise ModelError(f"{stored.name} has scales, but is no matrix: its shape is {list(shape)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headstart.formats.quantization import Described, Quantization, Stored, bits_of
-from headstart.formats.quantized._int4 import GROUPED, outputs_of
+from headstart.formats.quantized._int4 import GROUPED, check, outputs_of
 
 
 def describe(stored: Stored) -> Described | None:
@@ -20,7 +20,9 @@ QUANTIZATION = Quantization(
     excludes={"awq": "modules_to_not_convert"},
     packed=("qweight",),
     beside=("scales", "qzeros"),
+    needs=(("scales",), ("qzeros",)),
     describe=describe,
+    check=lambda stored: check(stored, stored.main.shape[-1]),
     bits=4,
     plans={"int4": GROUPED},
 )

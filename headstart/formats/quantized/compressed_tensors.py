@@ -22,5 +22,6 @@ QUANTIZATION = Quantization(
     packed=("weight_packed",),
     beside=("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight_global_scale",
             "weight_chan_scale"),
+    needs=(("weight_scale",),),
     describe=describe,
 )  # fmt: skip

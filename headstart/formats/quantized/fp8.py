@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from headstart.formats.base import Tensor
 from headstart.formats.quantization import ACTIVATIONS, Decode, Described, Quantization, Stored, WeightBytes
-from headstart.formats.quantized._scaled import scaled
+from headstart.formats.quantized._scaled import block_of, scaled
 
 
 def describe(stored: Stored) -> Described | None:
     if stored.packed or not stored.main.dtype.startswith("F8_E"):
         return None
     scale, shape = stored.scale, stored.main.shape
-    if scale is None or len(scale.shape) < 2 or len(shape) < 2 or 0 in scale.shape[-2:] or 1 in scale.shape[-2:]:
+    if scale is None:
+        return None
+    if len(scale.shape) < 2 or len(shape) < 2 or 0 in scale.shape[-2:] or 1 in scale.shape[-2:]:
         return Described(shape, "FP8")
     sizes = (-(-size // count) for size, count in zip(shape[-2:], scale.shape[-2:], strict=True))
     rows, columns = (1 << (size - 1).bit_length() if size > 1 else size for size in sizes)
@@ -32,5 +34,6 @@ QUANTIZATION = Quantization(
     after=("_scale_inv", "_input_scale", "_weight_scale", "_scale"),
     describe=describe,
     decode=decode,
+    check=lambda stored: block_of(stored, stored.main.shape),
     plans={"fp8": WeightBytes(1, 1, 1, 2, "fp8")},
 )

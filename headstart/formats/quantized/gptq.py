@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headstart.formats.quantization import Described, Quantization, Stored, bits_of
-from headstart.formats.quantized._int4 import GROUPED, outputs_of
+from headstart.formats.quantized._int4 import GROUPED, check, outputs_of
 
 
 def describe(stored: Stored) -> Described | None:
@@ -25,7 +25,9 @@ QUANTIZATION = Quantization(
     excludes={"gptq": "dynamic"},
     packed=("qweight",),
     beside=("scales", "qzeros", "g_idx"),
+    needs=(("scales",), ("qzeros",)),
     describe=describe,
+    check=lambda stored: check(stored, *(stored.main.shape[-1] * bits // 32 for bits in (2, 3, 4, 8))),
     bits=4,
     plans={"int4": GROUPED},
 )

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from headstart.formats.base import Tensor
 from headstart.formats.quantization import Decode, Described, Quantization, Stored, WeightBytes
 from headstart.formats.quantized._four_bits import group_of
-from headstart.formats.quantized._scaled import scaled
+from headstart.formats.quantized._scaled import block_of, scaled
 
 
 def describe(stored: Stored) -> Described | None:
@@ -31,5 +31,6 @@ QUANTIZATION = Quantization(
     beside=("weight_scale", "weight_zero_point", "scale"),
     describe=describe,
     decode=decode,
+    check=lambda stored: block_of(stored, stored.main.shape),
     plans={"int8": WeightBytes(1, 1, 1, 2, "int8")},
 )

@@ -13,6 +13,7 @@ def describe(stored: Stored) -> Described | None:
 
 
 QUANTIZATION = Quantization(
+    needs=(("scales",), ("biases",)),
     describe=describe,
     beside=("scales", "biases"),
     bits=4,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headstart.errors import ModelError
 from headstart.formats.quantization import Described, Quantization, Settings, Stored, WeightBytes
 from headstart.formats.quantized._four_bits import group_of, unpacked
 
@@ -19,12 +20,18 @@ def describe(stored: Stored) -> Described | None:
     return Described(unpacked(stored.main.shape), "NVFP4") if group_of(stored) == 16 else None
 
 
+def check(stored: Stored) -> None:
+    if stored.main.dtype != "F4" and not {"weight_scale_2", "weight_global_scale"} & stored.beside.keys():
+        raise ModelError("no scale for the whole tensor stands beside it")
+
+
 QUANTIZATION = Quantization(
     detect=detect,
     excludes={"modelopt": "ignore"},
     packed=("weight_packed",),
     beside=("weight_scale", "weight_scale_2", "weight_global_scale"),
     after=("_scale_2",),
+    check=check,
     describe=describe,
     bits=4,
     plans={"nvfp4": WeightBytes(BYTES, BYTES, BYTES, 2, "fp4")},

@@ -1,31 +1,26 @@
-"""Drafters that are checkpoints of their own: what they hold, and whether they (or native heads) fit a target."""
+"""Drafters that are checkpoints of their own: which tensors they should have, against those that are there."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from headstart.errors import ModelError
+from headstart.errors import HeadstartError, ModelError
 from headstart.formats.base import Checkpoint
-from headstart.formats.mtp_families import MOST_MODULES, Layout, find_family, sizes_of, symbols
+from headstart.formats.mtp_families import MOST_MODULES, Layout, Slot, families_by_key, find_family
 from headstart.formats.symbols import Sizes, as_size, lookup, text_config
-from headstart.tools.inspect.findings import Finding, note, warning
-from headstart.tools.inspect.heads import Heads, Module, compare
-from headstart.tools.inspect.state import HeadState, shape_text, tensors
+from headstart.tools.inspect.faults import Fault, aux_layers, faults
+from headstart.tools.inspect.heads import Module, alike, compare
+from headstart.tools.inspect.state import Check, HeadState, shape_text, some, tensors, unchecked
 from headstart.tools.inspect.weights import Weight
 
-Scalar = int | str | list[int] | None
-
-
-@dataclass(frozen=True)
-class Check:
-    """One thing that a drafter and its target must agree on."""
-
-    what: str
-    drafter: Scalar
-    target: Scalar
-    ok: bool
+EXPORTED = "_mtp"
+"""How the model_type of a module that was cut out for xLLM ends."""
+_LAYER = re.compile(r"^(?:layers|mtp)\.\d+\.")
+_RENAMED = {"norm.weight": "shared_head.norm.weight", "shared_head.head.weight": "lm_head.weight"}
+"""Of a module that was cut out with all that a model of its own needs."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +38,12 @@ class Drafter:
     num_modules: int
     verifier: str | None
     modules: list[Module]
+    faults: list[Fault]
+    num_tensors: int
 
     def document(self) -> dict[str, Any]:
-        sizes = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("layout", "modules")}
+        hidden = ("layout", "modules", "faults", "num_tensors")
+        sizes = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in hidden}
         return {**sizes, "modules": [asdict(module) for module in self.modules]}
 
 
@@ -53,13 +51,14 @@ def describe_drafter(checkpoint: Checkpoint, weights: Mapping[str, Weight], layo
     """A drafter whose config was recognized as `layout`."""
     config = checkpoint.config
     if layout.requires:
-        return _own(config, layout)
+        return _own(checkpoint, weights, layout)
     sizes = layout.sizes(config)
-    names = {layout.canonical(name): weight.shape for name, weight in weights.items()}
+    names = {layout.canonical(name): weight for name, weight in weights.items()}
     count = max((as_size(lookup(sizes.config, key)) or 0 for key in layout.count), default=0) or 1
     if count > MOST_MODULES:
         raise ModelError(f"{checkpoint.name}: config.json asks for {count} layers or heads of a {layout.title} drafter")
-    slots = [list(layout.expected(sizes, index, index, names)) for index in range(count)]
+    slots, present = _slots(layout, sizes, config, count, names)
+    alike(slots, present)
     mask, verifier = names.get("t2d"), lookup(config, "speculators_config.verifier.name_or_path")
     return Drafter(
         layout=layout,
@@ -67,135 +66,125 @@ def describe_drafter(checkpoint: Checkpoint, weights: Mapping[str, Weight], layo
         title=layout.title,
         hidden_size=sizes.value("H"),
         target_hidden_size=sizes.value("TH") if layout.aux is None else _target_width(sizes, names),
-        vocab_size=(mask[0] if mask else None) or sizes.value("V"),
+        vocab_size=(mask.shape[0] if mask and mask.shape else None) or sizes.value("V"),
         draft_vocab_size=sizes.value("DV"),
-        aux_layers=_aux_layers(sizes),
+        aux_layers=aux_layers(sizes),
         num_modules=count,
         verifier=verifier if isinstance(verifier, str) else None,
-        modules=[compare(index, None, each, names) for index, each in enumerate(slots)],
+        modules=[compare(index, None, each, present) for index, each in enumerate(slots)],
+        faults=list(faults(checkpoint, layout, sizes)),
+        num_tensors=len(weights),
     )
 
 
-def _target_width(sizes: Sizes, names: Mapping[str, tuple[int, ...] | None]) -> int | None:
+Slots = tuple[list[list[Slot]], Mapping[str, Weight]]
+"""What each module should have, and what is there, under the same names."""
+
+
+def _slots(layout: Layout, sizes: Sizes, config: Mapping[str, Any], count: int, names: Mapping[str, Weight]) -> Slots:
+    if layout.cut and (family := _cut_from(config)) is not None:
+        return _of_cut(family, config, names)
+    every = [list(layout.expected(sizes, index, index, names)) for index in range(count)]
+    inner = find_family(text_config(config)) if layout.family_block else None
+    if inner is not None:
+        ours, theirs = "mtp.layers.0.", "mtp_layers.0."
+        there = {name.replace(theirs, ours) for name in names}
+        block = [each for each in inner.expected(inner.sizes(config), 0, 0, there) if each.name.startswith(ours)]
+        every[0] += [each._replace(name=each.name.replace(ours, theirs)) for each in block]
+    return every, names
+
+
+def _cut_from(config: Mapping[str, Any]) -> Layout | None:
+    """The family of a model whose module was cut out."""
+    kind = str(config.get("model_type")).removesuffix(EXPORTED)
+    return next((each for each in families_by_key().values() if kind in each.model_types and not each.requires), None)
+
+
+def _of_cut(family: Layout, config: Mapping[str, Any], names: Mapping[str, Weight]) -> Slots:
+    """A family's own tensors without the number of their layer. Qwen's modules take the trunk's embedding and LM head
+    along."""
+    present = {_short(name): weight for name, weight in names.items()}
+    there = {*names, *(f"{prefix}.0.{name}" for name in present for prefix in ("layers", "mtp"))}
+    sizes = family.sizes(config)
+    slots = [each._replace(name=_short(each.name)) for each in family.expected(sizes, 0, 0, there)]
+    if any(each.name == "mtp.fc.weight" for each in slots):
+        tied = bool(sizes.config.get("tie_word_embeddings") or config.get("tie_word_embeddings"))
+        dims = sizes.shape(("V", "H"))
+        slots += [Slot("embed_tokens.weight", dims, False), Slot("lm_head.weight", dims, tied)]
+    return [slots], present
+
+
+def _short(name: str) -> str:
+    name = _LAYER.sub("", name)
+    return _RENAMED.get(name, name)
+
+
+def _target_width(sizes: Sizes, names: Mapping[str, Weight]) -> int | None:
     """The target's hidden size, from the matrix that joins its layers where the config does not say it."""
     fusing, layers = names.get("fc.weight"), sizes.value("aux")
-    if sizes.value("TH") == sizes.value("H") and fusing and len(fusing) == 2 and layers and fusing[1] % layers == 0:
-        return fusing[1] // layers
+    shape = fusing.shape if fusing else None
+    if sizes.value("TH") == sizes.value("H") and shape and len(shape) == 2 and layers and shape[1] % layers == 0:
+        return shape[1] // layers
     return sizes.value("TH")
 
 
-def _own(config: Mapping[str, Any], layout: Layout) -> Drafter:
-    """A head in headstart's own layout, whose config says it all (heads.files)."""
-    tap = config.get("tap")
+def _own(checkpoint: Checkpoint, weights: Mapping[str, Weight], layout: Layout) -> Drafter:
+    """A head in headstart's own layout. Raises ModelError for a damaged one."""
+    from headstart.heads.files import spec_of  # it needs more than headers do
+    from headstart.heads.kind import head_kind
+
+    config = checkpoint.config
+    spec, tap = spec_of(config, checkpoint.path), config.get("tap")
+    hidden, vocabulary = as_size(config.get("hidden_size")), as_size(config.get("vocab_size"))
+    try:
+        shapes = head_kind(spec.kind).shapes(spec, hidden or 0)
+    except (HeadstartError, AssertionError, ArithmeticError) as error:
+        raise ModelError(f"{checkpoint.name}: config.json describes no {spec.kind} head") from error
+    slots = [Slot(name, shape, False) for name, shape in shapes.items()]
+    slots += [Slot("draft_token_ids", ("?ids",), True), Slot("lm_head.weight", ("?ids", hidden), True)]
     return Drafter(
         layout=layout,
-        kind=str(config.get("kind")),
-        title=f"{config.get('kind')} head of headstart",
-        hidden_size=as_size(config.get("hidden_size")),
-        target_hidden_size=as_size(config.get("hidden_size")),
-        vocab_size=as_size(config.get("vocab_size")),
+        kind=spec.kind,
+        title=f"{spec.kind} head of headstart",
+        hidden_size=hidden,
+        target_hidden_size=hidden,
+        vocab_size=vocabulary,
         draft_vocab_size=None,
         aux_layers=[layer for layer in tap if isinstance(layer, int)] if isinstance(tap, list) else [],
-        num_modules=as_size(config.get("num_modules")) or 1,
+        num_modules=spec.num_modules,
         verifier=str(config.get("trunk") or "") or None,
-        modules=[],
+        modules=[compare(0, None, slots, weights)],
+        faults=list(faults(checkpoint, layout, layout.sizes(config))),
+        num_tensors=len(weights),
     )
-
-
-def _aux_layers(sizes: Sizes) -> list[int]:
-    for key in symbols()["aux"]["keys"]:
-        value = lookup(sizes.config, key)
-        if isinstance(value, list):
-            return [each for each in value if isinstance(each, int)]
-    return []
 
 
 def state_of_drafter(drafter: Drafter, checks: list[Check] | None) -> HeadState:
     """The state of a separate drafter, and its fit where a target was given."""
+    again = "download the drafter again"
+    if not drafter.num_tensors:
+        return unchecked(f"config.json is that of a {drafter.title} drafter")
     missing = [name for module in drafter.modules for name in module.missing]
+    missing += [each.text for each in drafter.faults if each.missing]
     wrong = [each for module in drafter.modules for each in module.wrong_shape]
-    if drafter.modules and not any(module.found for module in drafter.modules):
-        return HeadState("stripped", f"no tensor of the {drafter.title} drafter is there", "download the drafter again")
+    unusable = [why for module in drafter.modules for why in module.unusable]
+    if not any(module.found for module in drafter.modules):
+        return HeadState("stripped", f"no tensor of the {drafter.title} drafter is there", again)
     if missing:
-        reason = f"{tensors(len(missing))} missing of this {drafter.title} drafter, such as {missing[0]}"
-        return HeadState("partial", reason, "download the drafter again")
+        return HeadState("partial", f"{tensors(len(missing))} missing of this {drafter.title}: {some(missing)}", again)
     if wrong:
         first = wrong[0]
         shapes = f"{first.name} is {list(first.shape)}, not {shape_text(first.expected)}"
         reason = f"{tensors(len(wrong))} of another shape than config.json asks for: {shapes}"
+        return HeadState("mismatch", reason, "use the config.json that was published with these weights")
+    if unusable:
+        return HeadState("partial", some(unusable), again)
+    if drafter.faults:
+        reason = "; ".join(each.text for each in drafter.faults)
         return HeadState("mismatch", reason, "use the config.json that was published with these weights")
     for check in checks or ():
         if not check.ok:
             reason = f"does not fit the target: {check.what} {check.drafter}, but the target has {check.target}"
             return HeadState("mismatch", reason, "use the drafter made for this target")
     fit = ", and it fits the target" if checks else ""
-    if not drafter.modules:
-        return HeadState("alive", f"a {drafter.title}; its tensors are checked when it is loaded{fit}")
     return HeadState("alive", f"all tensors of this {drafter.title} drafter are there{fit}")
-
-
-def check_fit(drafter: Drafter, config: Mapping[str, Any], target: Checkpoint) -> list[Check]:
-    """Does a separate drafter with this config fit a target?"""
-    sizes = sizes_of(target.config)
-    layers, vocabulary = sizes.value("N"), sizes.value("V")
-    checks = [_equal("hidden size", drafter.target_hidden_size, sizes.value("H"))]
-    checks.append(_equal("vocabulary", drafter.vocab_size, vocabulary))
-    if drafter.draft_vocab_size and vocabulary:
-        enough = drafter.draft_vocab_size <= vocabulary
-        checks.append(Check("draft vocabulary", drafter.draft_vocab_size, vocabulary, enough))
-    if drafter.aux_layers and layers:
-        last = layers if drafter.layout.aux == "input" else layers - 1
-        within = all(0 <= layer <= last for layer in drafter.aux_layers)
-        checks.append(Check("layers read", drafter.aux_layers, layers, within))
-    wanted = lookup(config, "speculators_config.verifier.architectures")
-    if isinstance(wanted, list) and wanted and isinstance(own := target.config.get("architectures"), list):
-        checks.append(Check("architecture", str(wanted[0]), str(own[0]) if own else None, bool({*wanted} & {*own})))
-    if family := drafter.layout.targets:
-        kind = str(target.config.get("model_type"))
-        checks.append(Check("family", family, kind, kind.startswith(family)))
-    return [check for check in checks if check.target is not None and check.drafter is not None]
-
-
-def _equal(what: str, drafter: int | None, target: int | None) -> Check:
-    return Check(what, drafter, target, drafter == target)
-
-
-def check_native(
-    heads: Heads, weights: Mapping[str, Weight], config: Mapping[str, Any], target: Checkpoint
-) -> list[Check]:
-    """Do the native heads of one checkpoint fit another one's trunk, as for a graft?"""
-    if not heads.names:
-        return [Check("MTP modules", 0, "one or more", False)]
-    own, other = sizes_of(config), sizes_of(target.config)
-    checks = [_equal("hidden size", own.value("H"), other.value("H"))]
-    checks.append(_equal("vocabulary", own.value("V"), other.value("V")))
-    family = find_family(target.config, target.format)
-    if heads.family is not None and target.format == "safetensors":
-        checks.append(Check("family", heads.family.key, family.key if family else None, family is heads.family))
-        checks += _shape_checks(heads, weights, target)
-    return [check for check in checks if check.drafter is not None]
-
-
-def _shape_checks(heads: Heads, weights: Mapping[str, Weight], target: Checkpoint) -> Iterator[Check]:
-    """Tensors of other shapes than the target's config asks for."""
-    if heads.family is None:
-        return
-    sizes = heads.family.sizes(target.config)
-    names = {short: weights[name].shape for short, name in heads.names.items()}
-    for module in heads.modules:
-        slots = list(heads.family.expected(sizes, module.index, module.layer or 0, names))
-        for wrong in compare(module.index, module.layer, slots, names).wrong_shape:
-            yield Check(wrong.name, list(wrong.shape), shape_text(wrong.expected), False)
-
-
-def drafter_findings(config: Mapping[str, Any], target: Checkpoint | None) -> Iterator[Finding]:
-    """What of the target's rope does not reach a separate drafter."""
-    if target is None:
-        return
-    own, other = text_config(config), text_config(target.config)
-    if other.get("rope_scaling") and not own.get("rope_scaling") and not own.get("rope_parameters"):
-        yield warning("rope", "the target's rope_scaling does not reach the drafter: long contexts draft badly")
-    length, wanted = as_size(own.get("max_position_embeddings")), as_size(other.get("max_position_embeddings"))
-    if length and wanted and length < wanted:
-        text = f"the drafter was made for {length} positions, the target for {wanted}: beyond that, drafts are worse"
-        yield note("rope", text)

@@ -20,6 +20,9 @@ def _model(data: Data) -> Iterator[str]:
     yield f"context length {data['context_length']}; {sizes}"
     if data["quantization"]:
         yield "quantization: " + ", ".join(f"{key} {value}" for key, value in data["quantization"].items())
+    if data["speculation"]:
+        said = ", ".join(f"{key} {value}" for key, value in data["speculation"].items())
+        yield f"generation_config.json asks for speculation: {said}"
 
 
 def _parts(data: Data) -> Iterator[str]:

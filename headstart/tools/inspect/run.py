@@ -19,15 +19,18 @@ from headstart.errors import ModelError, UsageError
 from headstart.formats import find_checkpoint
 from headstart.formats.base import Checkpoint
 from headstart.formats.drafters import classify
+from headstart.formats.json_object import read_object
+from headstart.formats.mtp_families import symbols
 from headstart.formats.quantization import settings_of
-from headstart.formats.symbols import text_config
-from headstart.tools.inspect import deep, drafters
-from headstart.tools.inspect.drafters import Check, Drafter, check_fit, check_native, describe_drafter
+from headstart.formats.symbols import MOST, lookup, text_config
+from headstart.tools.inspect import deep
+from headstart.tools.inspect.drafters import Drafter, describe_drafter, state_of_drafter
 from headstart.tools.inspect.findings import Finding, Subject, findings, shared_tensors
+from headstart.tools.inspect.fit import check_fit, check_native, drafter_findings
 from headstart.tools.inspect.heads import Heads, examine
 from headstart.tools.inspect.parts import summary
 from headstart.tools.inspect.render import lines
-from headstart.tools.inspect.state import state_of
+from headstart.tools.inspect.state import Check, dead, state_of
 from headstart.tools.inspect.weights import Weight, weights_of
 
 SCHEMA = 1
@@ -36,7 +39,12 @@ SIZE_KEYS = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
     "n_routed_experts", "num_experts", "moe_intermediate_size", "vocab_size",
 )  # fmt: skip
+POSITIVE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 QUANTIZATION_KEYS = ("quant_method", "quant_algo", "format", "bits", "group_size", "weight_block_size", "fmt")
+SPECULATION_KEYS = (
+    "speculative_decoding", "speculation_type", "use_mtp", "num_assistant_tokens", "assistant_confidence_threshold",
+    "assistant_early_exit", "prompt_lookup_num_tokens",
+)  # fmt: skip
 SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -55,7 +63,7 @@ def run(options: InspectOptions, progress: Progress = no_progress) -> Report:
     drafter does not fit its target, or when a measured head is dead. Raises UsageError or ModelError."""
     name = options.model or hub.DEFAULT_MODEL
     with _no_collection():
-        checkpoint = find_checkpoint(name, progress)
+        checkpoint = _opened(name, progress)
         target = find_checkpoint(options.target, progress) if options.target else None
         data = describe(checkpoint, target)
     shipped = hub.resolve_alias(name).head() if hub.is_builtin(name) else None
@@ -64,7 +72,20 @@ def run(options: InspectOptions, progress: Progress = no_progress) -> Report:
     if head and data["heads"]["verdict"] == "none":
         data["heads"] |= {"reason": f"{data['heads']['reason']}; a head of its own is attached", "fix": ""}
     data["deep"] = _deep(options, head, data, progress) if options.deep else None
+    if data["deep"] and data["deep"].get("dead"):
+        data["heads"] |= dead(data["deep"]["acceptance"]).document()
     return Report(ok=_is_fine(data), data=data, lines=lines(data))
+
+
+def _opened(name: str, progress: Progress) -> Checkpoint:
+    """A checkpoint; where nothing but its config.json is there, or weights that are never opened, one of no tensors."""
+    try:
+        return find_checkpoint(name, progress)
+    except ModelError:
+        path = Path(name).expanduser()
+        if not (path / "config.json").exists() or [*path.glob("*.safetensors"), *path.glob("*.gguf")]:
+            raise
+        return Checkpoint(path, "safetensors", read_object(path / "config.json"), {}, False, name=name)
 
 
 @contextmanager
@@ -81,8 +102,7 @@ def _no_collection() -> Iterator[None]:
 
 def _is_fine(data: Mapping[str, Any]) -> bool:
     fits = [fit["fits"] for fit in (data["fit"], (data["attached_head"] or {}).get("fit")) if fit]
-    dead = bool(data["deep"] and data["deep"].get("dead"))
-    return not data["heads"]["broken"] and all(fits) and not dead
+    return not data["heads"]["broken"] and all(fits)
 
 
 def _deep(options: InspectOptions, head: str | None, data: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
@@ -121,19 +141,21 @@ def describe(checkpoint: Checkpoint, target: Checkpoint | None = None) -> dict[s
 
 
 def _check_sizes(checkpoint: Checkpoint) -> None:
-    """Sizes are whole numbers, or a list of them by layer. Raises ModelError."""
-    for key in SIZE_KEYS:
-        value = text_config(checkpoint.config).get(key)
-        whole = all(isinstance(each, int) for each in (value if isinstance(value, list) else [value]))
-        if value is not None and not whole:
-            raise ModelError(f"config of {checkpoint.name}: {key} is {value!r}, not a whole number", f"correct {key}")
+    """Sizes are whole numbers, or a list of them by layer; a model has layers. Raises ModelError."""
+    config = text_config(checkpoint.config)
+    for key in dict.fromkeys((*SIZE_KEYS, *(key for row in symbols().values() for key in row["keys"]))):
+        value = lookup(config, key)
+        least = 1 if key in POSITIVE and not isinstance(value, list) else 0  # a layer may have none
+        for each in value if isinstance(value, list) else [value]:
+            if each is not None and not (type(each) is int and least <= each < MOST):
+                raise ModelError(f"config of {checkpoint.name}: {key} is {value!r}, which is no size", f"correct {key}")
 
 
 def _describe_drafter(
     checkpoint: Checkpoint, weights: Mapping[str, Weight], drafter: Drafter, target: Checkpoint | None
 ) -> dict[str, Any]:
     checks = check_fit(drafter, checkpoint.config, target) if target else None
-    state = drafters.state_of_drafter(drafter, checks)
+    state = state_of_drafter(drafter, checks)
     told = {
         **state.document(),
         "declared": drafter.num_modules,
@@ -142,7 +164,7 @@ def _describe_drafter(
         "extra": [],
         **dict.fromkeys(("embedding", "lm_head", "norm", "concat")),
     }
-    remarks = list(drafters.drafter_findings(checkpoint.config, target))
+    remarks = list(drafter_findings(checkpoint.config, target))
     document = _document(checkpoint, weights, None, told, remarks)
     return document | {"drafter": drafter.document(), "fit": _fit(target, checks)}
 
@@ -168,6 +190,7 @@ def _document(
         "sizes": {key: text[key] for key in SIZE_KEYS if text.get(key) is not None},
         "context_length": next((text[key] for key in LENGTH_KEYS if text.get(key)), None),
         "sampling": {key: generation[key] for key in SAMPLING_KEYS if key in generation},
+        "speculation": {key: generation[key] for key in SPECULATION_KEYS if generation.get(key) is not None},
         "quantization": {key: quantization[key] for key in QUANTIZATION_KEYS if quantization.get(key) is not None},
         "tied_embeddings": heads is not None and "lm_head" not in parts,
         "parts": {part: summary(group.values()) for part, group in parts.items()},

@@ -8,9 +8,20 @@ from typing import Any, Literal
 
 from headstart.tools.inspect.heads import Heads
 
-Word = Literal["alive", "stripped", "partial", "undeclared", "mismatch", "none"]
+Word = Literal["alive", "stripped", "partial", "undeclared", "mismatch", "none", "unchecked", "dead"]
+Scalar = int | str | list[int] | None
 SHOWN = 3
 _GRAFT = "put it back from the model that this one was made from: headstart graft {model} --from BASE -o OUT"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that a drafter and its target must agree on."""
+
+    what: str
+    drafter: Scalar
+    target: Scalar
+    ok: bool
 
 
 @dataclass(frozen=True)
@@ -23,7 +34,7 @@ class HeadState:
 
     @property
     def broken(self) -> bool:
-        return self.word in ("stripped", "partial", "mismatch")
+        return self.word in ("stripped", "partial", "mismatch", "dead")
 
     def document(self) -> dict[str, Any]:
         return {"verdict": self.word, "reason": self.reason, "fix": self.fix, "broken": self.broken}
@@ -32,6 +43,8 @@ class HeadState:
 def state_of(heads: Heads, model: str) -> HeadState:
     """The state of native heads, from headers."""
     graft, promise = _GRAFT.format(model=model), _promise(heads)
+    if not heads.parts and heads.promised.modules:
+        return unchecked(promise)
     if not heads.names:
         return _without(heads, promise, graft)
     if heads.layout is None:
@@ -40,19 +53,33 @@ def state_of(heads: Heads, model: str) -> HeadState:
     if not any(module.found for module in wanted):
         return HeadState("stripped", f"{promise}, but none of their tensors is there", graft)
     if missing := [name for module in wanted for name in module.missing]:
-        return HeadState("partial", f"{promise}, but {tensors(len(missing))} missing: {_some(missing)}", graft)
+        return HeadState("partial", f"{promise}, but {tensors(len(missing))} missing: {some(missing)}", graft)
     if heads.moved_to:
         return _moved(heads.moved_to[0], heads.num_layers)
     if wrong := [each for module in wanted for each in module.wrong_shape]:
         shapes = [f"{each.name} is {list(each.shape)}, not {shape_text(each.expected)}" for each in wrong]
-        reason = f"{tensors(len(wrong))} of another shape than the config asks for: {_some(shapes)}"
+        reason = f"{tensors(len(wrong))} of another shape than the config asks for: {some(shapes)}"
         return HeadState("mismatch", reason, f"the head is of another model, or config.json is; {graft}")
+    if unusable := [why for module in wanted for why in module.unusable]:
+        return HeadState("partial", f"{promise}, but {some(unusable)}", graft)
     there = f"all {sum(module.required for module in wanted)} tensors of {_count(len(wanted))} are there, in shape"
     if not heads.promised.modules and (heads.promised.key or heads.family is None or heads.family.released is None):
         key = heads.promised.key or (heads.family.count_key if heads.family else "num_nextn_predict_layers")
         fix = f'set "{key}" to {len(wanted)} in config.json'
         return HeadState("undeclared", f"{there}, but the config does not say so", fix)
     return HeadState("alive", f"{there} (by names and shapes; --deep measures)")
+
+
+def unchecked(promise: str) -> HeadState:
+    """Of a config.json without weights."""
+    return HeadState("unchecked", f"{promise}; there are no weights here to check", "inspect it with its *.safetensors")
+
+
+def dead(acceptance: float) -> HeadState:
+    """Of a head that was measured."""
+    reason = f"it is there, but of its first drafts {acceptance:.1%} are accepted"
+    fix = "is it this model's, and of its norm convention? graft it again, or train it: headstart train --finetune"
+    return HeadState("dead", reason, fix)
 
 
 def _promise(heads: Heads) -> str:
@@ -98,11 +125,12 @@ def tensors(count: int) -> str:
     return "1 tensor is" if count == 1 else f"{count} tensors are"
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
+    """The first few."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
 
 
-def shape_text(shape: Iterable[int | None]) -> str:
+def shape_text(shape: Iterable[int | str | None]) -> str:
     """A shape with * for what may be of any size."""
-    return f"[{', '.join('*' if size is None else str(size) for size in shape)}]"
+    return f"[{', '.join(str(size) if isinstance(size, int) else '*' for size in shape)}]"

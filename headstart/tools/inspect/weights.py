@@ -14,13 +14,15 @@ _TABLES = ("BOOL", "I64", "I32", "I16")
 
 
 class Weight(NamedTuple):
-    """One weight. `shape` is None where packing hides it; `nbytes` counts its scales too."""
+    """One weight. `shape` is None where packing hides it; `nbytes` counts its scales too. `problem`: what headers say
+    against it, such as scales that are not there."""
 
     shape: Shape | None
     kind: str
     parameters: int
     nbytes: int
     quantized: bool
+    problem: str = ""
 
 
 def weights_of(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Weight]:
@@ -32,5 +34,6 @@ def weights_of(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict
         table = main.dtype in _TABLES and not stored.beside
         count = 2 * main.nbytes if shape is None else 0 if table else math.prod(shape)
         nbytes = main.nbytes + sum([each.nbytes for each in stored.beside.values()])
-        described[name] = Weight(shape, kind, count, nbytes, kind not in FLOATS + _TABLES)
+        quantized = kind not in FLOATS + _TABLES
+        described[name] = Weight(shape, kind, count, nbytes, quantized, weights.problem(stored))
     return described

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from zoo import SIZES, ZOO, H, Tensors, V, trunk, write
+from zoo import SIZES, ZOO, H, Tensors, V, config_of, heads, trunk, write
 
 from headstart.tools.inspect import run as inspect
 from headstart.tools.inspect.run import InspectOptions
@@ -29,8 +29,24 @@ def of(prefix: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, 
 FUSED = {"fc.weight": (H, 3 * H), "norm.weight": (H,), "lm_head.weight": (50, H), "d2t": (50,)}
 DFLASH = {"fc.weight": (H, 2 * H), "hidden_norm.weight": (H,), "norm.weight": (H,), **of("layers.0.", QWEN3)}
 MODULE = {f"{part}_layernorm.weight": (H,) for part in ("token", "hidden", "final")}
-DEEPSEEK_NORMS = ("enorm", "hnorm", "shared_head.norm")
-QWEN_NORMS = ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+ONE_LAYER = {**SIZES, "num_hidden_layers": 1}
+LINKING = ("enorm", "hnorm", "eh_proj", "shared_head")
+
+
+def cut_out(key: str) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+    """A family's module as xLLM's own tool cuts it out."""
+    animal, shapes = ZOO[key], {name: shape for name, (_, shape) in heads(key, ZOO[key]).items()}
+    for name in list(shapes) if key in ("glm4_moe", "deepseek_v32") else ():
+        rest = name.removeprefix("model.layers.4.")
+        shapes[f"model.{rest}" if rest.startswith(LINKING) else f"model.layers.0.{rest}"] = shapes.pop(name)
+    for name in list(shapes) if key == "deepseek_v4" else ():
+        shapes[name.replace("mtp.0.", "model.layers.0.")] = shapes.pop(name)
+    if key == "qwen3_5":
+        shapes |= {"model.language_model.embed_tokens.weight": (V, H), "lm_head.weight": (V, H)}
+    config = {**config_of(animal), "model_type": f"{key}_mtp", "architectures": ["SomeMtpForCausalLM"]}
+    return config, shapes
+
+
 DRAFTERS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
     "eagle3": (
         {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 50},
@@ -38,16 +54,16 @@ DRAFTERS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
     ),
     "eagle3 (speculators)": (
         {
-            "speculators_model_type": "eagle3", "draft_vocab_size": 50, "transformer_layer_config": SIZES,
+            "speculators_model_type": "eagle3", "draft_vocab_size": 50, "transformer_layer_config": ONE_LAYER,
             "speculators_config": {"verifier": {"name_or_path": "org/target", "architectures": ["TargetForCausalLM"]}},
         },
         {**FUSED, **of("layers.0.", EAGLE3)},
     ),
     "peagle": (
-        {"architectures": ["PEagleLlama"], "draft_vocab_size": 50},
+        {"architectures": ["PEagleLlama"], "draft_vocab_size": 50, "num_hidden_layers": 1},
         {**FUSED, **of("layers.0.", EAGLE3), "mask_hidden": (1, 1, 3 * H)},
     ),
-    "eagle": ({"model_type": "eagle"}, {"fc.weight": (H, 2 * H), **of("layers.0.", BLOCK)}),
+    "eagle": ({"model_type": "eagle", "num_hidden_layers": 1}, {"fc.weight": (H, 2 * H), **of("layers.0.", BLOCK)}),
     "eagle (as a Llama)": (
         {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1},
         {"fc.weight": (H, 2 * H), "embed_tokens.weight": (V, H), **of("layers.0.", BLOCK)},
@@ -72,14 +88,7 @@ DRAFTERS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
         {"speculators_model_type": "mtp", "num_nextn_predict_layers": 1, "transformer_layer_config": SIZES},
         of("mtp_layers.0.", {**MODULE, "input_proj.weight": (H, 2 * H)}),
     ),
-    "xllm_mtp": (
-        {"model_type": "glm4_moe_mtp", "architectures": ["Glm4MoeMtpForCausalLM"]},
-        of("model.", {**{f"{n}.weight": (H,) for n in DEEPSEEK_NORMS}, "eh_proj.weight": (H, 2 * H)}),
-    ),
-    "xllm_mtp (qwen)": (
-        {"model_type": "qwen3_5_mtp", "architectures": ["Qwen3_5MtpForCausalLM"]},
-        of("mtp.", {"fc.weight": (H, 2 * H), **{f"{n}.weight": (H,) for n in QWEN_NORMS}}),
-    ),
+    **{f"xllm_mtp ({key})": cut_out(key) for key in ("glm4_moe", "deepseek_v32", "deepseek_v4", "mimo", "qwen3_5")},
     "gemma4_assistant": (
         {"model_type": "gemma4_assistant", "num_hidden_layers": 1, "backbone_hidden_size": H},
         {

@@ -28,12 +28,12 @@ def layer_shapes(layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     family = families_by_key()["deepseek_v3"]
     copies = ("embed_tokens.weight", "shared_head.head.weight", "mlp.gate.e_score_correction_bias")
     present = {f"layers.{layer}.{name}" for name in copies}
-    for name, shape, optional in family.expected(family.sizes(CONFIG), 0, layer, present):
+    for name, shape, optional, _ in family.expected(family.sizes(CONFIG), 0, layer, present):
         inside = name.removeprefix(f"layers.{layer}.")
         head = inside.startswith(("eh_proj", "enorm", "hnorm", "shared_head", "embed_tokens"))
         wanted = (not optional or inside in copies) and (layer == LAYERS or not head)
         if wanted and (layer >= DENSE or not inside.startswith("mlp.")):
-            yield f"model.{name}", tuple(size or 0 for size in shape or ())
+            yield f"model.{name}", tuple(size if isinstance(size, int) else 0 for size in shape or ())
     for name in ("gate_proj", "up_proj", "down_proj") if layer < DENSE else ():
         shape = (HIDDEN, 18432) if name == "down_proj" else (18432, HIDDEN)
         yield f"model.layers.{layer}.mlp.{name}.weight", shape

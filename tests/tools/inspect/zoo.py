@@ -195,7 +195,7 @@ def heads(key: str, animal: Animal) -> Tensors:
                 name = slot.name
                 for ours, theirs in animal.renamed.items():
                     name = name.replace(f".{ours}", f".{theirs}")
-                shape = tuple(size or 16 for size in slot.shape or ())
+                shape = tuple(size if isinstance(size, int) and size else 16 for size in slot.shape or ())
                 tensors[animal.wrapper + name] = ("BF16", shape)
     return tensors
 

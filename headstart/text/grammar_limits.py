@@ -1,0 +1,158 @@
+"""What a constraint may cost: limits that are looked at before anything is compiled, those of the process that tries
+it first (grammar_trial.py), and what is so small that it need not be tried."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+from headstart.errors import UsageError
+
+
+@dataclass(frozen=True)
+class GrammarLimits:
+    """Bytes, numbers of things, seconds. All of them are far beyond what people write by hand."""
+
+    value_bytes: int = 2 * 2**20  # of a schema, of all choices, of the tools
+    text_bytes: int = 256 * 2**10  # of a Lark or GBNF grammar; GBNF is rewritten in Python
+    choices: int = 100_000
+    choice_bytes: int = 16 * 2**10
+    nodes: int = 100_000  # values within a schema
+    definitions: int = 3_000  # in $defs
+    rules: int = 5_000
+    depth: int = 120  # of JSON; the library reads 128
+    # Of the trial. The compile that follows in this process is the same work, so these bound it too.
+    seconds: int = 5  # of processor time
+    wall_seconds: int = 60
+    address_space: int = 384 * 2**20  # beyond what the process starts with
+    stack: int = 32 * 2**20  # for compiling; here it is twice that
+    walk_stack: int = 512 * 2**10  # for masks; threads have 8 MB here
+    waiting: int = 10  # that wait for their trial; fewer than the threads which a server has for constraints
+    compiled_bytes: int = 64 * 2**20
+    cached_bytes: int = 128 * 2**20  # all that are kept
+    lexer_states: int = 50_000  # of one constraint while texts are made; the library's own limit is five times that
+
+
+LIMITS = GrammarLimits()
+LIGHT_BYTES = 32 * 2**10
+LIGHT_NODES = 1_000
+LIGHT_TEXT = 512
+LIGHT_COUNT = 1_000
+LIGHT_NUMBER = 2**53
+"""Schemas, choices and texts within these compile in milliseconds, whatever they say, if they use no other keywords
+than those below. `tests/text/test_grammar_limits.py` measures it."""
+
+_NAMES_OF_SCHEMAS = frozenset({"properties", "$defs", "definitions"})
+_SCHEMAS = frozenset({"items", "additionalProperties"})
+_LISTS_OF_SCHEMAS = frozenset({"anyOf"})
+_COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems"})
+_BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
+_PLAIN = frozenset(
+    {"type", "required", "enum", "const", "format", "$ref", "title", "description", "default", "examples"}
+)
+_RULE = re.compile(r"^\s*[?!]?[\w-]+(\.-?\d+)?\s*(\[[^\]\n]*\]\s*)?(::=|:)", re.MULTILINE)
+_LARGE_REPEAT = re.compile(r"\{\s*\d*\s*,?\s*\d{3,}|\{[^}]*\}[^{}]*\{|~")
+"""A repeat by a hundred and more, or two repeats by numbers, which may be nested."""
+
+
+def check(kind: str, value: Any) -> None:
+    """Raises UsageError for a value that is larger than a constraint may be. Costs little whatever the value is."""
+    if kind in ("regex", "grammar") and isinstance(value, str):
+        _most(len(value), LIMITS.text_bytes, kind, "characters")
+        if kind == "grammar":
+            _most(sum(1 for _ in _RULE.finditer(value)), LIMITS.rules, kind, "rules")
+    elif isinstance(value, str):
+        _most(len(value), LIMITS.value_bytes, kind, "characters")
+    elif kind == "choice" and isinstance(value, Seq):
+        _most(len(value), LIMITS.choices, kind, "choices")
+        texts = [text for text in value if isinstance(text, str)]
+        _most(max(map(len, texts), default=0), LIMITS.choice_bytes, kind, "characters in one choice")
+        _most(sum(map(len, texts)), LIMITS.value_bytes, kind, "characters")
+    else:
+        _check_tree(kind, value)
+
+
+def _check_tree(kind: str, value: Any) -> None:
+    nodes = size = definitions = 0
+    todo: list[tuple[Any, int]] = [(value, 1)]
+    while todo:
+        each, depth = todo.pop()
+        _most(depth, LIMITS.depth, kind, "levels of nesting")
+        if isinstance(each, Mapping):
+            size += sum(len(key) for key in each if isinstance(key, str))
+            definitions += sum(len(each[k]) for k in ("$defs", "definitions") if isinstance(each.get(k), Mapping))
+            parts: Any = each.values()
+        elif isinstance(each, list | tuple):
+            parts = each
+        else:
+            size += len(each) if isinstance(each, str) else 8
+            continue
+        nodes += len(parts)
+        _most(nodes, LIMITS.nodes, kind, "values")
+        _most(size, LIMITS.value_bytes, kind, "characters")
+        _most(definitions, LIMITS.definitions, kind, "definitions")
+        todo += [(part, depth + 1) for part in parts]
+    _most(size, LIMITS.value_bytes, kind, "characters")
+
+
+def _most(count: int, limit: int, kind: str, what: str) -> None:
+    if count > limit:
+        raise UsageError(
+            f"the {kind} constraint has {count:,} {what}, but may have at most {limit:,}", "make it smaller"
+        )
+
+
+def is_light(kind: str, value: Any, size: int) -> bool:
+    """Is it known to compile in milliseconds? `value` is plain JSON; `size`: its length as text."""
+    match kind:
+        case "json_object":
+            return True
+        case "choice":
+            return size <= LIGHT_BYTES
+        case "regex":
+            return _light_text(value)
+        case "grammar":
+            return _light_text(value) and "%" not in value
+        case "json_schema":
+            return size <= LIGHT_BYTES and _light_schemas([value])
+        case _:
+            tools = [tool.get("function") for tool in value["tools"] if isinstance(tool, Mapping)]
+            schemas = [each.get("parameters") or {} for each in tools if isinstance(each, Mapping)]
+            return size <= LIGHT_BYTES and _light_schemas(schemas)
+
+
+def _light_text(text: Any) -> bool:
+    return isinstance(text, str) and len(text) <= LIGHT_TEXT and not _LARGE_REPEAT.search(text)
+
+
+def _light_schemas(todo: list[Any]) -> bool:
+    seen = 0
+    while todo:
+        schema = todo.pop()
+        seen += 1
+        if isinstance(schema, bool):
+            continue
+        if not isinstance(schema, Mapping) or seen > LIGHT_NODES:
+            return False
+        for key, value in schema.items():
+            if key in _NAMES_OF_SCHEMAS and isinstance(value, Mapping):
+                todo += value.values()
+            elif key in _LISTS_OF_SCHEMAS and isinstance(value, list):
+                todo += value
+            elif key in _SCHEMAS:
+                todo.append(value)
+            elif not _light_keyword(key, value):
+                return False
+    return True
+
+
+def _light_keyword(key: str, value: Any) -> bool:
+    if key in _COUNTS:
+        return isinstance(value, int) and 0 <= value <= LIGHT_COUNT
+    if key in _BOUNDS:
+        return isinstance(value, int | float) and abs(value) <= LIGHT_NUMBER and len(repr(value)) <= 17
+    if key == "pattern":
+        return _light_text(value)
+    return key in _PLAIN

@@ -1,0 +1,288 @@
+"""Sound checkpoints of every family and kind of drafter, and a change to each, which breaks its head or does not."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parents[1]
+for _folder in (TESTS, TESTS / "tools" / "inspect"):
+    if str(_folder) not in sys.path:
+        sys.path.insert(0, str(_folder))
+
+from test_inspect_drafters import DRAFTERS  # noqa: E402
+from zoo import SIZES, ZOO, config_of, heads, trunk, write_file  # noqa: E402
+
+from headstart import registry  # noqa: E402
+from headstart.formats.safetensors import NAME_OF  # noqa: E402
+
+Tensors = dict[str, tuple[str, tuple[int, ...]]]
+SPARE = r"(?<!mtp\.)embed_tokens|shared_head\.head|emb\.tok_emb|t2d$|draft_token_ids|lm_heads\.0|rot\.weight"
+"""Tensors that a head can do without: copies of the trunk's, and what is not needed to run."""
+HOSTILE: list[Any] = [
+    None, True, False, -1, 0, 1, 7, 10**9, 2**62, 10**30, -(2**63), 0.5, float("inf"), float("-inf"), float("nan"), "",
+    "x", "\ud800", "a" * 5000, [], {}, [[]], [None], [-1], ["x"], {"": None}, {"a": {"b": [1]}},
+    [10**9] * 50, [[[[[]]]]],
+]  # fmt: skip
+CONFIGS = ("quantization_config", "text_config", "rope_scaling", "rope_parameters", "layer_types", "index_topk_freq",
+           "architectures", "model_type", "num_nextn_predict_layers", "mtp_num_hidden_layers", "n_routed_experts",
+           "num_experts", "num_hidden_layers", "hidden_size", "vocab_size", "dflash_config", "eagle_config",
+           "block_size", "speculators_config", "speculators_model_type", "transformer_layer_config", "draft_vocab_size",
+           "num_heads", "tie_word_embeddings", "torch_dtype", "compress_ratios", "headstart_head",
+           "headstart")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A checkpoint. `own`: names of the tensors that its head cannot do without. `verdict` of it as it is."""
+
+    name: str
+    config: dict[str, Any]
+    tensors: Tensors
+    own: tuple[str, ...]
+    verdict: str = "alive"
+    texts: dict[str, bytes] = field(default_factory=dict)
+    cut: int = 0
+    index: dict[str, Any] | None = None
+    shards: int = 1
+
+    def write(self, folder: Path) -> Path:
+        """The directory; the data are holes in the files."""
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(self.config))
+        files = ["model.safetensors"] if self.shards == 1 else [f"model-{i}.safetensors" for i in range(self.shards)]
+        names = list(self.tensors)
+        for place, file in enumerate(files):
+            _write(folder / file, {name: self.tensors[name] for name in names[place :: len(files)]}, self.cut)
+        if self.index is not None or self.shards > 1:
+            weight_map = {name: files[place % len(files)] for place, name in enumerate(names)}
+            (folder / "model.safetensors.index.json").write_text(
+                json.dumps({"weight_map": weight_map, **(self.index or {})})
+            )
+        for name, content in self.texts.items():
+            (folder / name).write_bytes(content)
+        return folder
+
+
+def _write(path: Path, tensors: Tensors, cut: int) -> None:
+    size = write_file(path, tensors).stat().st_size
+    os.truncate(path, max(0, size - cut))
+
+
+@cache
+def subjects() -> list[Subject]:
+    """Every family of the table, the runnable ones with all their tensors, quantized ones, every kind of drafter."""
+    every = []
+    for key, animal in ZOO.items():
+        own = heads(key, animal)
+        every.append(Subject(key, config_of(animal), {**trunk(animal), **own}, _needed(own)))
+    for kind, (config, shapes) in DRAFTERS.items():
+        tensors: Tensors = {name: ("I64" if name == "d2t" else "BF16", shape) for name, shape in shapes.items()}
+        spare = ("lm_head.weight", "d2t") if kind.startswith("eagle ") or kind == "eagle" else ()
+        own_names = [name for name in _needed(tensors) if name not in spare]
+        every.append(Subject(f"drafter {kind}", {"model_type": "llama", **SIZES, **config}, tensors, tuple(own_names)))
+    tiny = [_tiny(name) for name in ("deepseek_v3", "glm4_moe", "mimo", "qwen3_5", "qwen3_5_moe", "qwen3_next")]
+    return every + tiny + [_fp8(each) for each in tiny] + [_packed(each) for each in tiny[1:4]]
+
+
+def _needed(tensors: Tensors) -> tuple[str, ...]:
+    return tuple(name for name in tensors if not re.search(SPARE, name))
+
+
+def _tiny(name: str) -> Subject:
+    family = registry.find("models", name).FAMILY
+    config, arrays = family.tiny()
+    bare = family.tiny(num_nextn_predict_layers=0, mtp_num_hidden_layers=0)[1]
+    tensors = {tensor: (NAME_OF[array.dtype], array.shape) for tensor, array in arrays.items()}
+    return Subject(f"tiny {name}", config, tensors, _needed({n: t for n, t in tensors.items() if n not in bare}))
+
+
+def _fp8(subject: Subject) -> Subject:
+    """Its block's matrices in FP8 with scales for blocks."""
+    tensors, own = dict(subject.tensors), list(subject.own)
+    for name in subject.own:
+        shape = subject.tensors[name][1]
+        if len(shape) == 2 and name.endswith("_proj.weight") and "eh_proj" not in name:
+            tensors[name] = ("F8_E4M3", shape)
+            tensors[f"{name}_scale_inv"] = ("F32", (-(-shape[0] // 128), -(-shape[1] // 128)))
+            own.append(f"{name}_scale_inv")
+    settings = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    return replace(
+        subject, name=f"{subject.name} fp8", config={**subject.config, **settings}, tensors=tensors, own=tuple(own)
+    )
+
+
+def _packed(subject: Subject) -> Subject:
+    """Its block's matrices as GPTQ packs them."""
+    tensors, own = dict(subject.tensors), list(subject.own)
+    for name in subject.own:
+        shape, base = subject.tensors[name][1], name.removesuffix(".weight")
+        if (
+            len(shape) == 2
+            and base.endswith("_proj")
+            and "eh_proj" not in name
+            and not shape[0] % 8
+            and not shape[1] % 8
+        ):
+            del tensors[name]
+            own.remove(name)
+            parts: Tensors = {
+                "qweight": ("I32", (shape[1] // 8, shape[0])),
+                "scales": ("F16", (1, shape[0])),
+                "qzeros": ("I32", (1, shape[0] // 8)),
+            }
+            tensors |= {f"{base}.{part}": value for part, value in parts.items()}
+            own += [f"{base}.{part}" for part in parts]
+    settings = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": -1}}
+    return replace(
+        subject, name=f"{subject.name} gptq", config={**subject.config, **settings}, tensors=tensors, own=tuple(own)
+    )
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A changed checkpoint. `breaks`: the head cannot work any more; None: nobody can say."""
+
+    what: str
+    subject: Subject
+    breaks: bool | None
+    disturb: Callable[[Path], None] | None = None
+
+
+def mutate(subject: Subject, rng: random.Random) -> Mutation:
+    """One mutation, by the dice."""
+    return rng.choice([*[_tensor] * 6, _harmless, _files, *[_hostile] * 3])(subject, rng)
+
+
+def _tensor(subject: Subject, rng: random.Random) -> Mutation:
+    name = rng.choice(subject.own)
+    dtype, shape = subject.tensors[name]
+    rest = {each: value for each, value in subject.tensors.items() if each != name}
+    kind = rng.choice(["drop", "rename", "reshape", "reshape", "retype"])
+    if kind == "drop":
+        return Mutation(f"drop {name}", replace(subject, tensors=rest), True)
+    if kind == "rename":
+        new = rng.choice([f"{name}x", f"x.{name}", name.replace(".weight", ".wieght"), name.upper(), name + ".weight"])
+        return Mutation(f"rename {name} to {new}", replace(subject, tensors={**rest, new: (dtype, shape)}), new != name)
+    if kind == "reshape":
+        new_shape = _other_shape(shape, rng)
+        broken: bool | None = None if new_shape == shape or _is_scale(name, shape, new_shape) else True
+        tensors = {**subject.tensors, name: (dtype, new_shape)}
+        return Mutation(f"reshape {name} {shape} to {new_shape}", replace(subject, tensors=tensors), broken)
+    table = name.endswith("d2t")
+    new_type = rng.choice(
+        ["F32", "BF16", "BOOL"] if table else ["I8", "I32", "BOOL", "U8", "I64", "F8_E4M3", "F8_E5M2"]
+    )
+    same = new_type == dtype or (dtype.startswith("F8") and new_type.startswith("F8"))
+    tensors = {**subject.tensors, name: (new_type, shape)}
+    # Integers with scales are another quantization, and packed words have types of their own.
+    unknown = same or f"{name}_scale_inv" in subject.tensors or "qweight" in name or "qzeros" in name or "scale" in name
+    return Mutation(
+        f"retype {name} {dtype} to {new_type}", replace(subject, tensors=tensors), None if unknown else True
+    )
+
+
+def _is_scale(name: str, shape: tuple[int, ...], new: tuple[int, ...]) -> bool:
+    """Scales of one block, and zero points of all sizes that pack, say the same in many shapes."""
+    return ("scale" in name or "qzeros" in name) and (math.prod(new) == 1 or math.prod(shape) == 1)
+
+
+def _other_shape(shape: tuple[int, ...], rng: random.Random) -> tuple[int, ...]:
+    at = rng.randrange(len(shape)) if shape else 0
+    more = tuple(size + (place == at) for place, size in enumerate(shape))
+    less = tuple(max(size - (place == at), 0) for place, size in enumerate(shape))
+    return rng.choice([more, less, (*shape, 2), (2, *shape), shape[::-1], (math.prod(shape),), (0, *shape[1:])])
+
+
+def _harmless(subject: Subject, rng: random.Random) -> Mutation:
+    kind = rng.choice(["shuffle", "shards", "floats", "more", "key"])
+    names = list(subject.tensors)
+    if kind == "shuffle":
+        rng.shuffle(names)
+        return Mutation("shuffle", replace(subject, tensors={name: subject.tensors[name] for name in names}), False)
+    if kind == "shards":
+        return Mutation("shards", replace(subject, shards=rng.randint(2, 5)), False)
+    if kind == "floats":
+        other = rng.choice(["F32", "F16", "BF16"])
+        tensors = {n: (other if t in ("F32", "F16", "BF16") else t, shape) for n, (t, shape) in subject.tensors.items()}
+        return Mutation(f"all {other}", replace(subject, tensors=tensors), False)
+    if kind == "more":
+        more: Tensors = {**subject.tensors, "model.rotary_emb.inv_freq": ("F32", (4,))}
+        return Mutation("one more tensor", replace(subject, tensors=more), False)
+    return Mutation("an unknown key", replace(subject, config={**subject.config, "mine": [1]}), False)
+
+
+def _files(subject: Subject, rng: random.Random) -> Mutation:
+    name = rng.choice(["config.json", "model.safetensors", "model.safetensors.index.json", "generation_config.json"])
+    kind = rng.choice(["cut", "bytes", "index", "pipe", "folder", "loop", "empty", "flip"])
+    if kind == "cut":
+        return Mutation("cut", replace(subject, cut=rng.choice([1, 8, 1000, 10**9])), True)
+    if kind == "bytes":
+        junk = rng.choice(
+            [b"", b"\x00" * 9, b"\xff\xfe{}", b"[" * 100_000, b"{}", b"null", b'{"a": 1, "a": 2}', rng.randbytes(40)]
+        )
+        return Mutation(f"{name} is {junk[:20]!r}", replace(subject, texts={name: junk}), None)
+    if kind == "index":
+        value = rng.choice([{}, [], "x", None, {"a": "model.safetensors"}, {"a": 1}, {"a": "../config.json"}, {"": ""}])
+        return Mutation(f"weight_map {value!r}", replace(subject, index={"weight_map": value}), True)
+    if kind == "flip":
+        seed = rng.random()
+        return Mutation("flipped bytes", subject, None, lambda folder: _flip(folder, random.Random(seed)))
+    return Mutation(f"{name}: {kind}", subject, None, lambda folder: _odd(folder / name, kind))
+
+
+def _flip(folder: Path, rng: random.Random) -> None:
+    path = folder / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    size = int.from_bytes(data[:8], "little")
+    for _ in range(rng.randint(1, 4)):
+        data[rng.randrange(min(len(data), size + 8))] = rng.randrange(256)
+    path.write_bytes(data)
+
+
+def _odd(path: Path, kind: str) -> None:
+    path.unlink(missing_ok=True)
+    match kind:
+        case "pipe":
+            os.mkfifo(path)
+        case "folder":
+            path.mkdir()
+        case "loop":
+            path.symlink_to(path)
+        case _:
+            path.write_bytes(b"")
+
+
+def _hostile(subject: Subject, rng: random.Random) -> Mutation:
+    """Values that nobody would write, at any place of a config."""
+    config = json.loads(json.dumps(subject.config))
+    changed = []
+    for _ in range(rng.randint(1, 3)):
+        sections = [config, *(each for each in config.values() if isinstance(each, dict))]
+        section = rng.choice(sections)
+        key = rng.choice([*section, *CONFIGS])
+        if rng.random() < 0.2:
+            section.pop(key, None)
+            changed.append(f"no {key}")
+        else:
+            section[key] = json.loads(json.dumps(rng.choice(HOSTILE)))  # not one object at two places
+            changed.append(f"{key} = {str(section[key])[:40]!r}")
+    file = rng.choice(["config.json"] * 4 + ["generation_config.json"])
+    if file == "config.json":
+        return Mutation(", ".join(changed), replace(subject, config=config), None)
+    return Mutation(f"{file}: {', '.join(changed)}", replace(subject, texts={file: json.dumps(config).encode()}), None)
+
+
+def mutation_of(seed: int, number: int) -> Mutation:
+    """Mutation `number` of a seed, always the same."""
+    rng = random.Random(f"{seed}/{number}")
+    return mutate(subjects()[number % len(subjects())], rng)
