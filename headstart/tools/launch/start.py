@@ -18,6 +18,7 @@ from typing import Any
 from headstart.core import Progress
 from headstart.errors import UsageError
 from headstart.tools.client import Server, get
+from headstart.tools.depth_advice import depth_advice
 from headstart.tools.engine_metrics import Counts
 from headstart.tools.launch.launcher import Launcher, Step, Wanted
 from headstart.tools.probe.endpoint import Endpoint
@@ -144,6 +145,7 @@ def check(running: Running, wanted: Wanted, progress: Progress) -> dict[str, Any
         "accepted": counts.accepted,
         "per_position": counts.per_position,
         "why": "" if counts.active else "its metrics count no drafts",
+        "advice": depth_advice(counts),
     }
 
 
