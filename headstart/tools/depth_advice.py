@@ -23,12 +23,11 @@ def depth_advice(counts: Counts) -> str:
             f"than {chances[0]:.0%} of a pass: compare with --depth 0"
         )
     better = next((fewer for fewer in range(depth - 1, 0, -1) if sum(chances[:fewer]) >= LOW * fewer), 1)
-    dropped = depth - better
+    dropped, all_of, kept = depth - better, 1 + sum(chances), 1 + sum(chances[:better])
     last = "the last token of each draft brings" if dropped == 1 else f"the last {dropped} tokens of each draft bring"
     return (
-        f"{said}: {last} "
-        f"{sum(chances[better:]):.2f} of {1 + sum(chances):.2f} tokens a pass, for {dropped} of {depth} draft steps and "
-        f"rows: --depth {better} ({1 + sum(chances[:better]):.2f} tokens a pass)"
+        f"{said}: {last} {all_of - kept:.2f} of {all_of:.2f} tokens a pass, for {dropped} of {depth} draft steps and "
+        f"rows: --depth {better} ({kept:.2f} tokens a pass)"
     )
 
 
