@@ -242,6 +242,16 @@ def float32(array: Array, shift: float) -> bytes:
     return ((array[0].astype(np.uint32) << 16).view(np.float32) + np.float32(shift)).tobytes()
 
 
+def test_layers_by_their_interval() -> None:
+    from headstart.tools.export.gguf_model import _layer_types
+
+    kinds = ["linear_attention", "linear_attention", "full_attention"]
+    assert _layer_types({"full_attention_interval": 3}, 6) == kinds * 2
+    assert _layer_types({"layer_types": kinds, "full_attention_interval": 2}, 3) == kinds
+    with pytest.raises(ModelError, match="must name 4 layers"):
+        _layer_types({"layer_types": kinds}, 4)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_qwen_module_as_llama_cpp_wants_it(fused: bool, tmp_path: Path) -> None:
     names = LINK | {f"mtp.layers.0.{name}": (f"blk.1.{new}", shape) for name, (new, shape) in BLOCK.items()}
