@@ -172,6 +172,19 @@ class Sequence:
         return len(self.tokens) - self.num_prompt
 
     @cached_property
+    def is_masked(self) -> bool:
+        """May there be tokens that are not allowed?"""
+        return self.constraint is not None or self.request.allowed is not None
+
+    @cached_property
+    def is_ordinary(self) -> bool:
+        """Is the text the model's own: not hot, nothing banned or pushed? Of others a drafter's record says nothing."""
+        params, request = self.request.params, self.request
+        pushed = params.logit_bias or request.banned or request.allowed is not None
+        mild = max(abs(params.presence_penalty), abs(params.frequency_penalty), abs(params.repetition_penalty - 1))
+        return not pushed and params.temperature <= 1 and mild <= 0.5
+
+    @cached_property
     def row_constants(self) -> RowConstants:
         params = self.request.params
         return RowConstants(

@@ -13,12 +13,16 @@ import hashlib
 import json
 import os
 import re
+import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from headstart import __version__, _wheel, machine
 from headstart._wheel import WheelFile, terminal_progress
@@ -28,8 +32,9 @@ from headstart.files import write_whole
 
 HEADS = Path(__file__).parent / "heads"
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
-_REPO = re.compile(r"[\w.-]+/[\w.-]+")
+_REPO = re.compile(r"\w[\w.-]*/[\w.-]+")  # not "./model"
 _WANTED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt")
+CONNECT_SECONDS = 5
 _UNWANTED = ("original/*", "onnx/*", "consolidated*", "checkpoint-*/*", "runs/*")
 
 
@@ -244,7 +249,12 @@ def _hub_snapshot(name: str) -> Path:
     wanted, unwanted = list(_WANTED), list(_UNWANTED)
     with hub_errors(repo):
         folder = snapshot_download(
-            repo, revision=revision or None, allow_patterns=wanted, ignore_patterns=unwanted, dry_run=False
+            repo,
+            revision=revision or None,
+            allow_patterns=wanted,
+            ignore_patterns=unwanted,
+            dry_run=False,
+            local_files_only=not answers(),
         )
     path = Path(folder)
     return path if any(path.glob("*.safetensors")) else _only_gguf(repo, revision, path)
@@ -270,7 +280,30 @@ def _hub_file(repo: str, file: str, revision: str = "") -> Path:
     from huggingface_hub import hf_hub_download
 
     with hub_errors(repo):
-        return Path(hf_hub_download(repo, file, revision=revision or None, dry_run=False))
+        found = hf_hub_download(repo, file, revision=revision or None, dry_run=False, local_files_only=not answers())
+    return Path(found)
+
+
+def answers() -> bool:
+    """Does anything listen at the Hub's address? Its own client finds out after five retries in half a minute. Behind a
+    proxy only the proxy knows."""
+    from huggingface_hub import constants
+
+    return _listens(constants.ENDPOINT)
+
+
+@cache
+def _listens(endpoint: str) -> bool:
+    address = urlsplit(endpoint)
+    if getproxies().keys() & {address.scheme, "all"}:
+        return True
+    try:
+        with socket.create_connection(
+            (address.hostname or "", address.port or {"http": 80}.get(address.scheme, 443)), CONNECT_SECONDS
+        ):
+            return True
+    except OSError:
+        return False
 
 
 @contextmanager

@@ -30,6 +30,8 @@ RUN_EXAMPLES = (
 )
 RUN_REFUSED = {"depth"}
 """Engine options that the modes of a bench decide."""
+MOST = 10_000_000
+"""Requests, runs and tokens beyond this are a slip of the hand."""
 CHUNKED = {"on": (True,), "off": (False,), "both": (True, False)}
 STEP_EXAMPLES = (
     "headstart bench step",
@@ -64,13 +66,13 @@ class RunFlags(OptionGroup):
     scale: float = option("Multiplies the lengths of --preset, --input-tokens.", default=1.0)
     concurrency: str | None = option("Requests at a time, comma-separated. Default: 1,4,16.")
     rates: str | None = option("Instead: requests per second, at random (Poisson) times.", "--request-rate")
-    requests: int | None = option("Requests of a run. Default: 8, or two per client.", min=1)
-    input_tokens: int | None = option("Prompts of this length, made of running text.", min=1)
-    output_tokens: int | None = option("Longest answers; exact with --input-tokens.", min=1)
+    requests: int | None = option("Requests of a run. Default: 8, or two per client.", min=1, max=MOST)
+    input_tokens: int | None = option("Prompts of this length, made of running text.", min=1, max=MOST)
+    output_tokens: int | None = option("Longest answers; exact with --input-tokens.", min=1, max=MOST)
     prompts: Path | None = option("JSONL of texts to make prompts of a given length of.")
     temperatures: str | None = option("Comma-separated; each workload at each of them.", "--temperature")
     modes: str | None = option("Comma-separated: off, depths such as 3, auto. Default: off,auto.")
-    pairs: int = option("Runs of each mode, in alternating order.", default=3, min=1)
+    pairs: int = option("Runs of each mode, in alternating order.", default=3, min=1, max=MOST)
     chunked_prefill: str = option("on, off (a prompt is one chunk) or both.", default="on")
     url: str | None = option("Measure the OpenAI-compatible server at this address.")
     off_url: str | None = option("A second server, without drafting, for mode off.")

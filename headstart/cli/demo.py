@@ -33,6 +33,15 @@ def run(
     return output.run("decoding", partial(demo.run, options), _print_table)
 
 
+def print_demo(data: dict[str, Any]) -> None:
+    """What the command prints for a document of --json."""
+    from headstart.tools.demo import lines_of
+
+    _print_table(data)
+    for line in lines_of(data):
+        print(line)
+
+
 def _print_table(data: dict[str, Any]) -> None:
     columns = ("prompt", "same\ntext", "tokens", "passes", "passes\n/token", "accept.\nlength", "tokens/s", "ratio")
     rows = [

@@ -105,6 +105,8 @@ def _refused_value(error: Any) -> str:
     wanted = whole or str(found["msg"]).removeprefix("Input should be ")
     if (least := found.get("ctx", {}).get("ge")) is not None:
         wanted = f"at least {least}"
+    elif (most := found.get("ctx", {}).get("le")) is not None:
+        wanted = f"at most {most}"
     return f"{max(item.opts, key=len)} is {found['input']!r}, but must be {wanted}"
 
 

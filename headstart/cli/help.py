@@ -11,7 +11,10 @@ from typing import Any, get_args, get_origin
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from headstart.errors import UsageError
+
 ALL = "--help-all"
+MAY_BE_EMPTY = ("--system",)
 NAMES = ["-h", "--help"]
 MORE = "More: "
 """Begins the name of a group of options that only --help-all shows."""
@@ -28,9 +31,21 @@ class Command(TyperCommand):
     """A command with its options in groups."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if ALL in (args[: args.index("--")] if "--" in args else args):
+        ours = args[: args.index("--")] if "--" in args else args
+        if ALL in ours:
             show(self, ctx, rare=True)
+        self._refuse_empty(ours)
         return super().parse_args(ctx, args)
+
+    def _refuse_empty(self, words: list[str]) -> None:
+        """`--api-key "$KEY"` with no such variable must not mean "none"."""
+        flags = {flag for item in self.params if not getattr(item, "is_flag", False) for flag in item.opts}
+        for before, word in zip(["", *words], words, strict=False):
+            flag = before if word == "" and before in flags else word[:-1] if word.endswith("=") else ""
+            if (flag in flags or word == "") and flag not in MAY_BE_EMPTY:
+                raise UsageError(
+                    f"{flag or 'an argument'} is empty", "is a variable not set? Give a value, or leave it out"
+                )
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         formatter.write(text_of(self, ctx))

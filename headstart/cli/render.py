@@ -68,7 +68,8 @@ def print_error(message: str, hint: str = "") -> None:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, footer: str = "") -> None:
-    """A table on stdout; the first column is text, the others are right-aligned."""
+    """A table on stdout; the first column is text, the others are right-aligned. A terminal that is narrower gets a
+    line for each cell."""
     from rich.table import Table
 
     table = Table(caption=footer or None, caption_justify="left")
@@ -76,7 +77,17 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, foo
         table.add_column(name, justify="left" if index == 0 else "right", no_wrap=index > 0)
     for row in rows:
         table.add_row(*(str(cell) for cell in row))
-    stdout().print(table)
+    console = stdout()
+    wanted = console.measure(table, options=console.options.update(width=PIPE_WIDTH)).maximum
+    if not sys.stdout.isatty() or wanted <= console.width:
+        console.print(table)
+        return
+    for row in rows:
+        for name, cell in zip(columns, row, strict=True):
+            print(f"{' '.join(name.split())}: {cell}")
+        print()
+    if footer:
+        print(footer)
 
 
 def finish(report: Report, as_json: bool, table: Callable[[dict[str, Any]], None] | None = None) -> int:

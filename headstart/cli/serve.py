@@ -11,9 +11,11 @@ from headstart.cli.options import Model, OptionGroup, ServingOptions, option, re
 from headstart.cli.render import finish, progress
 from headstart.cli.serve_elsewhere import OtherEngine, launch_options
 from headstart.cli.vllm_flags import VllmFlags
+from headstart.cli.vllm_words import ServeCommand
 from headstart.config import EngineConfig
 from headstart.errors import UsageError
 
+COMMAND = ServeCommand
 EXAMPLES = (
     "headstart serve --port 8000",
     "headstart serve ./my-model --head my-head --depth 3 --max-num-seqs 16",
@@ -61,7 +63,7 @@ class ServeOptions(OptionGroup):
         if self.log_format not in ("text", "json"):
             raise UsageError(f"--log-format is {self.log_format!r}, which is unknown", "choose text or json")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
-            raise UsageError("TLS needs both --ssl-certfile and --ssl-keyfile")
+            raise UsageError("TLS needs both --ssl-certfile and --ssl-keyfile", "give both or none")
         for flag, path in (("--ssl-certfile", self.ssl_certfile), ("--ssl-keyfile", self.ssl_keyfile)):
             if path is not None and not path.is_file():
                 raise UsageError(f"{flag}: {path} is not a file")
@@ -112,11 +114,11 @@ def run(
     settings = serving.chosen()
     settings.pop("chat_template", None)
     serve_config = ServerConfig(**settings)
-    bound = listen(serve_config)  # before a model is loaded for nothing
-    with progress("loading") as report_progress:
-        llm = LLM(model, config, report_progress)
-    if template is not None:
-        known = llm.chat_template or ChatTemplate("")
-        llm.chat_template = known.replaced(template, str(serving.chat_template))
-    serve(llm, serve_config, bound)
+    with listen(serve_config) as bound:  # before a model is loaded for nothing
+        with progress("loading") as report_progress:
+            llm = LLM(model, config, report_progress)
+        if template is not None:
+            known = llm.chat_template or ChatTemplate("")
+            llm.chat_template = known.replaced(template, str(serving.chat_template))
+        serve(llm, serve_config, bound)
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -71,6 +72,8 @@ class TrainFlags(OptionGroup):
 
 def run(model: Model = None, *, flags: TrainFlags, output: OutputOptions) -> int:
     """Train a head by self-distillation; the model itself stays as it is. Or train a small model of a family."""
+    if importlib.util.find_spec("torch") is None:
+        raise UsageError("training needs torch, which is not installed", "pip install 'headstart[torch]'")
     if flags.from_scratch:
         from headstart.train import scratch
 
@@ -107,6 +110,9 @@ def _with_own_text(options: TrainOptions, *, quiet: bool) -> TrainOptions:
         seed=options.seed,
     )
     with progress("the model's own text", quiet=quiet) as report_progress:
-        data.run(wanted, report_progress)
+        written = data.run(wanted, report_progress)
+    if not written.ok:
+        what = f"the model has written nothing to learn from; {written.lines[-1]}"
+        raise UsageError(what, "give --data or --prompts")
     left = options.minutes and options.minutes - (time.monotonic() - begun) / 60
     return replace(options, data=(options.own_text,), minutes=left)

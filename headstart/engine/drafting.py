@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence as Seq
 
+from headstart import registry
 from headstart.config import AUTO, MAX_DEPTH, Depth, EngineConfig
 from headstart.core import FORCED, Draft, Sequence, Span
 from headstart.drafters.base import Drafter, Wish
@@ -24,6 +25,11 @@ class Drafting:
         self.depth: Depth = config.depth  # of requests that ask for none; may be changed at any time
         self.auto = AutoDepth(drafter.method if drafter else "none")
         self.samples: Samples | None = None  # where a calibration wants the times of steps
+
+    @property
+    def has_head(self) -> bool:
+        """Does a trained head draft? A lookup that finds nothing is not broken."""
+        return self.auto.method in registry.available("heads")
 
     @property
     def method(self) -> str:

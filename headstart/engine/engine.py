@@ -91,8 +91,8 @@ class Engine:
         return set(self._live)
 
     def reset_stats(self) -> None:
-        """Count from here on. `judged`: of sequences at the engine's own depth. `seconds`: in trunk passes, in drafts,
-        in the rest of steps."""
+        """Count from here on. `judged`: of ordinary texts at the engine's own depth. `seconds`: in trunk passes, in
+        drafts, in the rest of steps."""
         self.stats, self.judged = self._new_stats(), self._new_stats()
         scheduler = self.scheduler
         scheduler.prefix_queries = scheduler.prefix_hits = scheduler.num_preemptions = 0
@@ -171,9 +171,10 @@ class Engine:
         self.drafting.committed(sequence)
         sequence.num_computed = min(span.start + span.num_rows, len(sequence.tokens) - 1)
         if emitted:
-            own_depth = sequence.request.depth is None
-            for stats in (sequence.stats, self.stats, *([self.judged] if own_depth else [])):
-                _count(stats, sequence.draft, verdict, emitted)
+            _count(sequence.stats, sequence.draft, verdict, emitted)
+            _count(self.stats, sequence.draft, verdict, emitted)
+            if sequence.request.depth is None and sequence.is_ordinary:
+                _count(self.judged, sequence.draft, verdict, emitted)
         sequence.draft = Draft()
         reason = sequence.finish_reason
         if reason != "error":  # what has just been computed may be what is wrong: nobody shall find it in the cache

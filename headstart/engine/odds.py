@@ -24,7 +24,9 @@ OWN_PRIOR = 6.0
 """Expected hits of a sequence that it takes until its own record weighs as much as everybody's."""
 OWN_MEMORY = 24.0
 WARM = 0.85
-"""Temperatures from here on are one class, those below it down to greedy another."""
+"""Temperatures from here on are one class, those below it down to greedy another; texts that are not ordinary have one
+of their own, so that nobody can spoil what is known of the others."""
+STRANGE = 3
 
 
 @dataclass
@@ -158,8 +160,9 @@ class Odds:
         self._own.pop(sequence, None)
 
     def seen(self, method: str) -> tuple[float, float]:
-        """(tries, share that was right) of a drafter's first tokens, of late."""
-        tables = [table for (name, _, place), table in self.tables.items() if name == method and place == 0]
+        """(tries, share that was right) of a drafter's first tokens in ordinary texts, of late."""
+        firsts = [(key, table) for key, table in self.tables.items() if key[0] == method and key[2] == 0]
+        tables = [table for (_, warmth, _), table in firsts if warmth != STRANGE]
         tries = sum(table.seen for table in tables)
         return tries, sum(table.right for table in tables) / max(tries, 1.0)
 
@@ -180,5 +183,7 @@ def _score(draft: Draft, place: int) -> float:
 
 
 def _warmth(sequence: Sequence) -> int:
+    if not sequence.is_ordinary:
+        return STRANGE
     temperature = sequence.row_constants.temperature
     return 0 if temperature < GREEDY_BELOW else 1 if temperature < WARM else 2

@@ -253,7 +253,7 @@ def make_tensor(name: str, shape: tuple[int, ...], dtype: str, raw: Bytes) -> Te
 
 def ends_crc(data: Bytes) -> int:
     """crc32 of the first and last 4 KiB of uint8 [size]."""
-    return zlib.crc32(data[-END_BYTES:].data, zlib.crc32(data[:END_BYTES].data))
+    return zlib.crc32(data[-END_BYTES:].tobytes(), zlib.crc32(data[:END_BYTES].tobytes()))  # a view may have gaps
 
 
 def _no_tokenizer() -> Tokenizer:

@@ -31,7 +31,7 @@ from headstart.formats.safetensors_file import (
     shards_of,
     tensors_of,
 )
-from headstart.hub import Repo, hub_errors
+from headstart.hub import Repo, answers, hub_errors
 
 T = TypeVar("T")
 FIRST = 128 * 1024
@@ -44,7 +44,7 @@ def open_repo(asked: Repo, progress: Progress) -> Checkpoint:
     """The headers of a repo. Raises UsageError when it is unknown or cannot be reached, ModelError for bad files."""
     from huggingface_hub import HfApi, constants
 
-    if constants.HF_HUB_OFFLINE:
+    if constants.HF_HUB_OFFLINE or not answers():
         return _cached(asked)
     from huggingface_hub.utils import httpx  # the client library that it really uses
 

@@ -118,6 +118,7 @@ class Documents:
 
     def __init__(self, tokenizer: Tokenizer, asked: Asked) -> None:
         self._tokenizer, self._asked = tokenizer, asked
+        self._prompts: dict[int, Written] = {}  # prompt logprobs, by the index of the first choice
 
     # Whole choices.
 
@@ -217,8 +218,15 @@ class Documents:
         if self._asked.token_ids and first:
             document["prompt_token_ids"] = list(answer.choice.request.prompt_ids)
         if self._asked.prompt_logprobs and first:
-            document["prompt_logprobs"] = [None, *map(self._prompt_logprob, answer.prompt_logprobs)]
+            document["prompt_logprobs"] = self._of_prompt(answer.first or answer)
         return document
+
+    def _of_prompt(self, answer: Answer) -> Written:
+        """Made once for all choices of a prompt."""
+        if answer.index not in self._prompts:
+            pieces = (_text(self._prompt_logprob(entry)) for entry in answer.prompt_logprobs)
+            self._prompts[answer.index] = Written("[" + ",".join(["null", *pieces]) + "]")
+        return self._prompts[answer.index]
 
     def _prompt_logprob(self, entry: TokenLogprob) -> Json:
         """vLLM's shape: token id -> its logprob and text, the token itself first."""
@@ -268,6 +276,12 @@ def _call(answer: Answer, event: ToolCall) -> Json:
     return {"id": answer.call_ids[event.index], "type": "function", "function": function}
 
 
+class Written(str):
+    """JSON text that stands for its value."""
+
+    __slots__ = ()
+
+
 def dumped(value: Any) -> str:
     """JSON, as one document's text."""
     return "".join(_dumped(value))
@@ -275,7 +289,9 @@ def dumped(value: Any) -> str:
 
 def _dumped(value: Any) -> Iterator[str]:
     """In small pieces: the library lets nobody run while it writes one."""
-    if isinstance(value, dict) and any(isinstance(each, dict | list) for each in value.values()):
+    if isinstance(value, Written):
+        yield value
+    elif isinstance(value, dict) and any(isinstance(each, dict | list | Written) for each in value.values()):
         for number, (name, each) in enumerate(value.items()):
             yield ("," if number else "{") + _text(name) + ":"
             yield from _dumped(each)

@@ -6,9 +6,11 @@ Nothing here depends on how a body is meant: what a body may cost is known befor
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence as Seq
 from contextlib import contextmanager
@@ -79,6 +81,11 @@ def _shares(size: int) -> tuple[int, int]:
     return small, size - small
 
 
+def _trim() -> Callable[[int], int] | None:
+    """glibc keeps what threads have freed; this gives it back."""
+    return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+
+
 class Lanes:
     """Worker threads by what they do, so that who asks for much waits for his like."""
 
@@ -89,6 +96,14 @@ class Lanes:
             "grammar": anyio.CapacityLimiter(limits.GRAMMAR_THREADS),
             "answer": anyio.CapacityLimiter(limits.ANSWER_THREADS),
         }
+        self._trim, self._trimmed = _trim(), 0.0
+
+    def trim(self) -> None:
+        """After something large; at most every now and then."""
+        loop = asyncio.get_running_loop()
+        if self._trim is not None and loop.time() - self._trimmed > limits.TRIM_SECONDS:
+            self._trimmed = loop.time() + 1
+            loop.call_later(1, loop.run_in_executor, None, self._trim, 0)
 
     async def run(self, lane: str, function: Callable[..., Result], *arguments: Any) -> Result:
         """In a thread of that lane; who gives up waiting leaves the thread to its end."""
@@ -163,7 +178,10 @@ class CheckedRoute(APIRoute):
                 async with _deadline(request, incoming):
                     body = await intake.lanes.run(lane_of(incoming), parsed, data, model)
                 del data
-                return await endpoint(body=body, request=request)
+                try:
+                    return await endpoint(body=body, request=request)
+                finally:
+                    intake.lanes.trim()
 
         return handler
 

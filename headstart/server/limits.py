@@ -18,15 +18,18 @@ LARGE_BODY = 64 * 2**10  # beyond this a body is read and prepared in the lane o
 SMALL_BUDGET = 64 * MiB  # of all bodies being received or prepared: their first 64 KiB
 LARGE_BUDGET = 64 * MiB  # and the rest of them
 VALUES = 600_000  # JSON values: a batch of prompts as token ids
-MEMBERS = 200_000  # of all JSON objects
-CONTAINERS = 60_000  # JSON lists and objects: each costs a hundred times its two bytes
+MEMBERS = 50_000  # of all JSON objects
+CONTAINERS = 50_000  # JSON lists and objects: each costs a hundred times its two bytes
 DEPTH = 100
 
 # Threads that prepare requests; more would only wait for each other.
 SMALL_THREADS = 2
 LARGE_THREADS = 1
-GRAMMAR_THREADS = 8  # these wait for another process
+GRAMMAR_THREADS = (
+    16  # most of these wait for another process; text/grammar_limits.py leaves some to those that need not
+)
 ANSWER_THREADS = 2
+TRIM_SECONDS = 10.0  # between two times that freed memory is given back to the system
 
 # Members of a request.
 NAME = 512  # characters of names: model, role, user, ids

@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 
 from headstart.config import AUTO
 from headstart.engine.engine import Engine
+from headstart.engine.odds import Odds
 
 Family = CounterMetricFamily | GaugeMetricFamily
 log = logging.getLogger("headstart.server")
@@ -26,6 +27,8 @@ JUDGED_AFTER = 400
 """Drafts over which a head is judged, again and again."""
 DEAD_BELOW = 0.02
 """Accepted tokens per draft of a dead head."""
+FIRST_PAUSE, LONGEST_PAUSE = 300.0, 3600.0
+"""Seconds until a dead head is tried again, at first and after ever longer pauses: traffic changes."""
 
 
 @dataclass
@@ -51,6 +54,8 @@ class Watch:
         self._last_log = self.started = time.monotonic()
         self._last_emitted = 0
         self._last_drafts = self._judged = (0, 0)
+        self._has_head, self._depth = self.engine.drafting.has_head, self.engine.drafting.depth
+        self._pause, self._back_at = FIRST_PAUSE, 0.0
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         made = Histogram(name, text, ("model_name",), registry=self.registry, buckets=buckets)
@@ -64,9 +69,11 @@ class Watch:
     def stepped(self, engine: Engine) -> None:
         """After every step: now and then a line, and a look at the head."""
         stats = engine.stats
-        if engine.drafting.drafter is not None and engine.drafting.depth:
-            self._judge(engine)
         now = time.monotonic()
+        if self.spec_disabled:
+            self._try_again(engine, now)
+        elif self._has_head and engine.drafting.depth:
+            self._judge(engine, now)
         if now - self._last_log < LOG_EVERY:
             return
         seconds, self._last_log = now - self._last_log, now
@@ -79,8 +86,15 @@ class Watch:
             100 * engine.memory.usage, 1 + accepted / drafts if drafts else 1.0, engine.drafting.mean_depth,
         )  # fmt: skip
 
-    def _judge(self, engine: Engine) -> None:
-        """Of depth auto all guesses count, verified or not; else the drafts of the engine's own depth."""
+    def _try_again(self, engine: Engine, now: float) -> None:
+        if now >= self._back_at:
+            self._judged = (engine.judged.drafts, engine.judged.accepted)
+            self.spec_disabled, engine.drafting.depth, engine.drafting.auto.odds = False, self._depth, Odds()
+            log.info("drafting is tried again")
+
+    def _judge(self, engine: Engine, now: float) -> None:
+        """Of ordinary texts: with depth auto all guesses count, verified or not; else the drafts of the engine's own
+        depth."""
         if engine.drafting.depth == AUTO:
             tries, rate = engine.drafting.auto.odds.seen(engine.drafting.auto.method)
         else:
@@ -89,12 +103,15 @@ class Watch:
         if tries < JUDGED_AFTER:
             return
         self._judged = (engine.judged.drafts, engine.judged.accepted)
-        if rate < DEAD_BELOW:
-            self.spec_disabled, engine.drafting.depth = True, 0
-            log.error(
-                "THE HEAD IS DEAD: of %d drafts %.1f %% began right. Drafting is off now; run `headstart inspect` and "
-                "`headstart verify`: is it a head of this trunk?", tries, 100 * rate,
-            )  # fmt: skip
+        if rate >= DEAD_BELOW:
+            self._pause = FIRST_PAUSE
+            return
+        self.spec_disabled, engine.drafting.depth, self._back_at = True, 0, now + self._pause
+        log.error(
+            "THE HEAD IS DEAD: of %d drafts %.1f %% began right. Drafting is off for %.0f minutes; run `headstart "
+            "inspect` and `headstart verify`: is it a head of this trunk?", tries, 100 * rate, self._pause / 60,
+        )  # fmt: skip
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
 
 
 class _Counters(Collector):

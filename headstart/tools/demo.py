@@ -75,7 +75,7 @@ def run(options: DemoOptions, progress: Progress = no_progress) -> Report:
             for drafting, each in llm.decode_pair(prompt, params, index + rounds).items():
                 measured[index].runs[drafting].append(each)
         rounds += 1
-    return _report(measured, options, rounds)
+    return _report(measured, options, rounds, llm.model.name)
 
 
 def affordable_tokens(tokens_per_s: float, num_prompts: int) -> int:
@@ -99,7 +99,7 @@ def tokens_per_second(tokens: int, seconds: float) -> float:
     return (tokens - 1) / seconds if tokens > 1 and seconds > 0 else 0.0
 
 
-def _report(measured: list[Measured], options: DemoOptions, rounds: int) -> Report:
+def _report(measured: list[Measured], options: DemoOptions, rounds: int, model: str) -> Report:
     rows = [item.row() for item in measured]
     stats = DraftStats()
     for item in measured:
@@ -110,7 +110,7 @@ def _report(measured: list[Measured], options: DemoOptions, rounds: int) -> Repo
     counted = sum(max(row["tokens"] - 1, 0) for row in rows)
     speed = {drafting: counted / seconds[drafting] if seconds[drafting] else 0.0 for drafting in seconds}
     data: dict[str, Any] = {
-        "model": options.model,
+        "model": model,
         "method": measured[0].runs[True][0].method,
         "depth": options.config.depth,
         "rounds": rounds,
@@ -126,10 +126,11 @@ def _report(measured: list[Measured], options: DemoOptions, rounds: int) -> Repo
         "speed_ratio": speed[True] / speed[False] if speed[False] else 0.0,
         "prompts": rows,
     }
-    return Report(ok=data["identical"] == data["total"], data=data, lines=_lines(data))
+    return Report(ok=data["identical"] == data["total"], data=data, lines=lines_of(data))
 
 
-def _lines(data: dict[str, Any]) -> list[str]:
+def lines_of(data: dict[str, Any]) -> list[str]:
+    """The summary for people."""
     return [
         f"identical {data['identical']}/{data['total']}",
         f"passes    {data['passes_off']} -> {data['passes_on']} for {data['tokens']} tokens "

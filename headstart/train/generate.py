@@ -8,9 +8,9 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from headstart.api import LLM, Completion
+from headstart.api import LLM, Choice
 from headstart.core import SamplingParams
 from headstart.errors import UsageError
 from headstart.train.data import Message, find_files
@@ -20,6 +20,9 @@ GREEDY_SHARE = 0.5
 WARM = (0.7, 1.0)
 """The other half of the answers is drawn at temperatures in this range."""
 ANSWER_TOKENS = 256
+Ending = Literal["enough", "late"]
+FEWEST_TOKENS = 4
+"""Of an unfinished answer that is kept; shorter ones have nothing to learn from."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +67,6 @@ def _parse(line: str, default_kind: str) -> Prompt | None:
     return Prompt(messages, kind, str(data.get("licence", "")), str(data.get("source", default_kind)))
 
 
-class Enough(Exception):
-    """Raised by `done` to stop answering; what is finished is kept."""
-
-
 def answer(
     llm: LLM,
     prompts: Sequence[Prompt],
@@ -77,25 +76,40 @@ def answer(
     max_tokens: int = ANSWER_TOKENS,
     wave: int = 512,
     done: Callable[[dict[str, Any]], None] = lambda record: None,
+    until: Callable[[], Ending | None] = lambda: None,
 ) -> None:
-    """Answer what `shards` do not hold yet, `wave` prompts to the engine at a time; `done` hears every new record, and
-    may raise Enough. Prompts that do not fit into the context together with `max_tokens` are left out."""
+    """Answer what `shards` do not hold yet, `wave` prompts to the engine at a time; `done` hears every new record.
+    `until` is asked after each step. Where there is enough, answers in the making are dropped: a later run writes them
+    whole. Where it is late they are kept as far as they have come. Prompts that do not fit into the context together
+    with `max_tokens` are left out."""
     missing = [prompt for prompt in {p.key: p for p in prompts}.values() if prompt.key not in shards.keys]
     # neighbours of similar length finish prefill together; the order is the same in every run
     missing.sort(key=lambda prompt: (len(str(prompt.messages[-1]["content"])) // 256, prompt.key))
+
+    def keep(prompt: Prompt, choice: Choice, reason: str) -> None:
+        record = _record(prompt, choice, reason)
+        shards.append(record)
+        done(record)
+
     for start in range(0, len(missing), wave):
         part = [p for p in missing[start : start + wave] if _fits(llm, p, max_tokens)]
-        params = [sampling(prompt, seed, max_tokens) for prompt in part]
-
-        def write(index: int, each: Completion, part: list[Prompt] = part, chosen: Any = params) -> None:
-            record = _record(part[index], each, chosen[index])
-            shards.append(record)
-            done(record)
-
-        try:
-            llm.generate([_asked(llm, prompt) for prompt in part], params, depth=0, on_finish=write)
-        except Enough:
-            break
+        with llm.session() as session:
+            asked = {}
+            for prompt in part:
+                request = llm.request(_asked(llm, prompt), sampling(prompt, seed, max_tokens), depth=0)
+                asked[request.request_id] = prompt
+                session.submit(request)
+            while session.running and not until():
+                for choice, delta in session.step():
+                    if delta.finish_reason is not None:
+                        choice.completion(llm)  # raises for a text that broke off
+                        keep(asked[choice.request.request_id], choice, delta.finish_reason)
+            if not session.running:
+                continue
+            for choice in list(session.running.values()) if until() == "late" else []:
+                if len(choice.tokens) >= FEWEST_TOKENS:
+                    keep(asked[choice.request.request_id], choice, "length")
+            return
 
 
 def _asked(llm: LLM, prompt: Prompt) -> str | list[Message]:
@@ -114,15 +128,15 @@ def sampling(prompt: Prompt, seed: int, max_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=rng.getrandbits(32))
 
 
-def _record(prompt: Prompt, each: Completion, params: SamplingParams) -> dict[str, Any]:
+def _record(prompt: Prompt, choice: Choice, reason: str) -> dict[str, Any]:
     return {
         "key": prompt.key,
         "kind": prompt.kind,
         "source": f"self-generated: {prompt.source}" if prompt.source else "self-generated",
         "licence": prompt.licence,
-        "temperature": params.temperature,
-        "finish_reason": each.finish_reason,
-        "messages": [*prompt.messages, {"role": "assistant", "content": each.text}],
-        "prompt_ids": each.prompt_token_ids,
-        "response_ids": each.token_ids,
+        "temperature": choice.request.params.temperature,
+        "finish_reason": reason,
+        "messages": [*prompt.messages, {"role": "assistant", "content": choice.text}],
+        "prompt_ids": list(choice.request.prompt_ids),
+        "response_ids": choice.tokens,
     }

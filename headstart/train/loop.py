@@ -46,8 +46,13 @@ class Recipe:
     rounded: bool = False  # train what runs: drafts of the native backend have int4 matrices
 
 
-def check_bound(minutes: float | None, tokens: int | None) -> None:
-    """Raises UsageError unless exactly one of them is given, above 0."""
+MOST_SEED = 2**63 - 1
+
+
+def check_bound(minutes: float | None, tokens: int | None, seed: int) -> None:
+    """Raises UsageError unless exactly one of them is given, above 0, and for what is no seed."""
+    if not 0 <= seed <= MOST_SEED:
+        raise UsageError(f"--seed is {seed}, but must be between 0 and {MOST_SEED}")
     if (minutes is None) == (tokens is None):
         raise UsageError("train needs a bound: exactly one of --minutes and --tokens", "for example --minutes 60")
     bound = minutes if minutes is not None else tokens

@@ -8,10 +8,11 @@ own) and `manifest.json`. The same command goes on where an earlier run ended.
 from __future__ import annotations
 
 import json
+import math
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -23,7 +24,7 @@ from headstart.config import EngineConfig
 from headstart.core import Progress, Report, no_progress
 from headstart.errors import UsageError
 from headstart.files import write_whole
-from headstart.train.generate import ANSWER_TOKENS, Enough, Prompt, answer, read_prompts
+from headstart.train.generate import ANSWER_TOKENS, Ending, Prompt, answer, read_prompts
 from headstart.train.own_prompts import Language, fingerprint, write_prompts
 from headstart.train.prompts import follow_ups, templated_prompts
 from headstart.train.shards import Shards
@@ -37,6 +38,8 @@ MOST_TEMPLATES = 20_000
 OWN_ATTEMPTS = 384
 """Prompts of its own that the model begins at once; about two thirds turn out usable."""
 FEWEST_ATTEMPTS = 16
+OWN_TIME = 0.25
+"""Of the time that is left, what writing prompts may take at most."""
 LONGEST_TURN = 1200
 """Characters of an answer that a second turn may follow."""
 MAX_SEQS = 32
@@ -67,8 +70,10 @@ def check(options: DataOptions) -> None:
     if options.tokens is None and options.minutes is None and not options.only_prompts:
         raise UsageError("data needs a bound", "give --tokens N, --minutes M, or --only-prompts")
     for name, value in (("--tokens", options.tokens), ("--minutes", options.minutes)):
-        if value is not None and value <= 0:
-            raise UsageError(f"{name} is {value}, but must be above 0")
+        if value is not None and not 0 < value < math.inf:
+            raise UsageError(f"{name} is {value}, but must be a finite number above 0")
+    if missing := next((path for path in options.text if not path.exists()), None):
+        raise UsageError(f"--text: there is no {missing}", "give a folder of documents or source code, or a file")
     if options.only_prompts and not options.prompts:
         raise UsageError("--only-prompts, but there are no prompts", "give --prompts FILE")
     if options.out.exists() and not options.out.is_dir():
@@ -129,11 +134,12 @@ class _Work:
         if self.options.only_prompts:
             return
         templates = self._templates()
-        while not self._enough():
+        while not self._ending():
             wave = self._wave(templates)
-            if not wave:
-                break
+            known = len(self.answers)
             self._answer(wave)
+            if len(self.answers) == known:  # none of them can be answered, so nor can the next ones
+                break
 
     def _wave(self, templates: Iterator[Prompt]) -> list[Prompt]:
         own = list(islice(self._own(), int(WAVE * OWN_SHARE)))
@@ -149,12 +155,20 @@ class _Work:
         if options.tokens is not None:  # a small run does not begin hundreds
             count = min(count, max(FEWEST_ATTEMPTS, 2 * (options.tokens - self.tokens) // options.max_tokens))
         first, self._own_attempts = self._own_attempts, self._own_attempts + count
-        written = list(write_prompts(self.llm, first, count, options.seed, options.language))
+        late = self._late(time.monotonic())
+        written = list(write_prompts(self.llm, first, count, options.seed, options.language, late))
         self._state.write_text(str(self._own_attempts))
         for prompt in written:
             if (begin := fingerprint(prompt)) not in self._seen:
                 self._seen.add(begin)
                 yield prompt
+
+    def _late(self, begun: float) -> Callable[[], bool]:
+        """Has the model written prompts for as long as it may, from `begun` on?"""
+        if self.options.minutes is None:
+            return lambda: False
+        end = self._started + self.options.minutes * 60
+        return lambda: time.monotonic() > begun + OWN_TIME * max(0.0, end - begun)
 
     def _templates(self) -> Iterator[Prompt]:
         """Prompts from this package's templates, over the passages of the text at hand."""
@@ -170,7 +184,8 @@ class _Work:
 
     def _answer(self, prompts: Sequence[Prompt]) -> None:
         seed, max_tokens = self.options.seed, self.options.max_tokens
-        answer(self.llm, prompts, self.answers, seed=seed, max_tokens=max_tokens, wave=WAVE, done=self._done)
+        work = (self.llm, prompts, self.answers)
+        answer(*work, seed=seed, max_tokens=max_tokens, wave=WAVE, done=self._done, until=self._ending)
 
     def _count(self, record: dict[str, Any]) -> None:
         tokens = len(record.get("response_ids", ()))
@@ -195,13 +210,15 @@ class _Work:
     def _done(self, record: dict[str, Any]) -> None:
         self._note(record)
         self._show("answering")
-        if self._enough():
-            raise Enough
 
-    def _enough(self) -> bool:
-        options = self.options
-        late = options.minutes is not None and time.monotonic() - self._started > options.minutes * 60
-        return late or (options.tokens is not None and self.tokens >= options.tokens)
+    def _ending(self) -> Ending | None:
+        """Are there as many tokens as were asked for, or is the time over?"""
+        if self.options.tokens is not None and self.tokens >= self.options.tokens:
+            return "enough"
+        return "late" if self._is_late() else None
+
+    def _is_late(self) -> bool:
+        return self.options.minutes is not None and time.monotonic() - self._started > self.options.minutes * 60
 
     def _show(self, what: str) -> None:
         spent = time.monotonic() - self._started
@@ -237,4 +254,16 @@ class _Work:
         ]
         for kind, counts in data["kinds"].items():
             lines.append(f"  {kind:<16} {counts['records']:>7} records  {counts['answer_tokens']:>10,} answer tokens")
-        return Report(True, data, lines)
+        if not len(self.answers) and not len(self.text):
+            lines.append(f"nothing was written: {self._why()}")
+        return Report(bool(len(self.answers) or len(self.text)), data, lines)
+
+    def _why(self) -> str:
+        """Why there is no answer, and what to do."""
+        if self.options.only_prompts:
+            return "no prompt fits into the model's context together with --max-tokens; lower that"
+        if self._is_late():
+            return "the time was over before the first answer; give more --minutes"
+        if not self.llm.has_chat_template:
+            return "the model has no chat template, and its own prompts were of no use; give --prompts or --text"
+        return "no prompt that the model wrote was of use; give --prompts, --text or --language any"

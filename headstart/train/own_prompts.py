@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 from headstart.api import LLM
@@ -33,32 +33,39 @@ _COMMON = frozenset(
 
 
 def user_turn(llm: LLM) -> list[int]:
-    """Token ids up to where the user's first words would stand; a model without chat template begins anew."""
+    """Token ids up to where the user's first words would stand; a model without chat template begins anew, after what
+    begins a text or, where nothing does, after what ends one."""
     if not llm.has_chat_template:
-        return llm.encode("", raw=True)
+        return llm.encode("", raw=True) or sorted(llm.tokenizer.eos_ids)[:1]
     template = llm.model.checkpoint.chat_template()
     assert template is not None
     text = template.render([{"role": "user", "content": _MARK}], add_generation_prompt=False)
     return llm.tokenizer.encode(text[: text.index(_MARK)], add_special=False)
 
 
-def write_prompts(llm: LLM, first: int, count: int, seed: int, language: Language) -> Iterator[Prompt]:
-    """Attempts number `first` to `first + count - 1`: the usable ones, the same for the same arguments."""
+def write_prompts(
+    llm: LLM, first: int, count: int, seed: int, language: Language, enough: Callable[[], bool] = lambda: False
+) -> Iterator[Prompt]:
+    """Attempts number `first` to `first + count - 1`: the usable ones, the same for the same arguments. When `enough`
+    says so, those that are still being written are given up."""
     ids = user_turn(llm)
     if not ids:
         return
-    params = [
-        SamplingParams(
-            max_tokens=PROMPT_TOKENS,
-            temperature=TEMPERATURE,
-            top_p=TOP_P,
-            seed=random.Random(f"{seed} own {number}").getrandbits(32),
-        )
-        for number in range(first, first + count)
-    ]
-    for each in llm.generate([ids] * count, params, depth=0):
-        text = each.text.strip()
-        if each.finish_reason == "stop" and usable(text, language):
+    with llm.session() as session:
+        order = {}
+        for number in range(first, first + count):
+            drawn = random.Random(f"{seed} own {number}").getrandbits(32)
+            params = SamplingParams(max_tokens=PROMPT_TOKENS, temperature=TEMPERATURE, top_p=TOP_P, seed=drawn)
+            request = llm.request(ids, params, depth=0)
+            order[request.request_id] = number
+            session.submit(request)
+        texts = {}
+        while session.running and not enough():
+            for choice, delta in session.step():
+                if delta.finish_reason == "stop":
+                    texts[order[choice.request.request_id]] = choice.text.strip()
+    for _, text in sorted(texts.items()):
+        if usable(text, language):
             yield Prompt(({"role": "user", "content": text},), KIND, "own", "written by the model")
 
 

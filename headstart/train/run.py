@@ -82,7 +82,7 @@ class TrainOptions:
 
 def check(options: TrainOptions) -> None:
     """Raises UsageError for options that cannot work."""
-    check_bound(options.minutes, options.tokens)
+    check_bound(options.minutes, options.tokens, options.seed)
     if not options.data and not options.prompts:
         raise UsageError("train needs text to learn from", "give --data or --prompts")
     if options.head is not None and not options.finetune:
@@ -122,10 +122,10 @@ def run(options: TrainOptions) -> Report:
     check(options)
     with _told_where_disks_are_full(options):
         started = time.monotonic()
-        options.work.mkdir(parents=True, exist_ok=True)
         subject = load_subject(
             options.model, options.threads, options.device, options.kind, options.depth, options.modules
         )
+        options.work.mkdir(parents=True, exist_ok=True)
         answers = options.work / "answers"
         if options.prompts:
             write_answers(subject, options.prompts, answers, options.seed)

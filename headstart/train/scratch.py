@@ -193,7 +193,7 @@ def _evaluate(model: ScratchModel, text: Text, options: ScratchOptions, standing
 
 def check(options: ScratchOptions) -> None:
     """Raises UsageError for options that cannot work."""
-    check_bound(options.minutes, options.tokens)
+    check_bound(options.minutes, options.tokens, options.seed)
     if options.family not in (families := registry.available("models")):
         raise UsageError(f"there is no family {options.family!r}", f"choose one of {', '.join(families)}")
     if not 1 <= options.depth <= MAX_DEPTH:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 from headstart.api import LLM, Completion, TextDelta
 from headstart.config import AUTO, FIXED_DEPTH, Depth, EngineConfig
 from headstart.core import DraftStats, SamplingParams, TokenLogprob
 from headstart.errors import CapacityError
+from headstart.hub import DEFAULT_MODEL
 
 WORDS = ("The ", "sky ", "is ", "blue.")
 
@@ -23,6 +25,7 @@ class FakeLLM:
     def __init__(self, model: str | None = None, config: EngineConfig | None = None, progress: Any = None) -> None:
         self.config = config or EngineConfig()
         self.configs.append(self.config)
+        self.model = SimpleNamespace(name=model or DEFAULT_MODEL)
 
     def generate(
         self, prompts: list[Any], params: SamplingParams, *, raw: bool = False, depth: int | None = None

@@ -31,10 +31,21 @@ def test_different_text_fails(fake_demo: Any, monkeypatch: pytest.MonkeyPatch, c
     monkeypatch.setattr(fake_demo, "differs", True)
     assert main(["demo", "--json"]) == 1
     document = json.loads(capsys.readouterr().out)
-    assert (document["identical"], document["total"]) == (0, 8)
+    assert (document["identical"], document["total"], document["model"]) == (0, 8, "smollm2-135m-mtp")
     assert {row["first_difference"] for row in document["prompts"]} == {3}
 
 
 def test_drafting_switched_off_is_refused(capsys: Capture) -> None:
     assert main(["demo", "--no-mtp"]) == 2
     assert "switched off" in capsys.readouterr().err
+
+
+def test_a_narrow_terminal_gets_every_number(fake_demo: Any, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    assert main(["demo"]) == 0
+    wide = capsys.readouterr().out
+    assert "│ code " in wide, "a pipe has no width"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert main(["demo"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "passes: 4 → 2" in lines

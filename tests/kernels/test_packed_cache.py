@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headstart.formats.base import Tensor, make_tensor
+from headstart.formats.base import Tensor, ends_crc, make_tensor
 
 pytest.importorskip("headstart.kernels.native._native")
 
@@ -224,3 +224,10 @@ import test_packed_cache as own
 for _ in range(20):
     own.filled(Path(sys.argv[2]), own.packing.ThreadPool(1), own.tensors())
 """
+
+
+def test_rows_that_lie_apart_have_the_checksum_of_their_bytes() -> None:
+    """A view of every other byte, such as one tap of a convolution of two."""
+    data = np.arange(20_000, dtype=np.uint8)
+    assert ends_crc(data[::2]) == ends_crc(data[::2].copy()) != ends_crc(data[1::2])
+    assert make_tensor("w", (2, 2), "I8", data[:8:2]).fingerprint() == ends_crc(data[:8:2].copy())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from headstart import hub
 from headstart.cli.main import main
 from headstart.errors import CapacityError, UsageError
+from headstart.tools.tiny import write_tiny
 from headstart.train import own_data, own_prompts
 from headstart.train.data import Problems, read_records
 from headstart.train.own_data import DataOptions, run
@@ -96,7 +98,10 @@ def test_a_full_disk_is_said_and_nothing_is_lost(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({}, "needs a bound"),
-        ({"tokens": 0}, "must be above 0"),
+        ({"tokens": 0}, "above 0"),
+        ({"minutes": math.nan}, "above 0"),
+        ({"minutes": math.inf}, "above 0"),
+        ({"minutes": -1.0}, "above 0"),
         ({"only_prompts": True}, "no prompts"),
     ],
 )
@@ -139,6 +144,79 @@ def test_a_run_goes_on_and_its_text_can_be_trained_on(tmp_path: Path, short_work
     assert len({line["key"] for line in lines}) == len(lines)
     assert {line["temperature"] > 0 for line in lines} == {True, False}
     assert all(0 < len(line["response_ids"]) <= 24 for line in lines)
+
+
+class _Clock:
+    """Seconds that go on by one with each look."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def _tiny(folder: Path, *, template: bool) -> str:
+    path = write_tiny("mimo", folder / "model")
+    if not template:
+        settings = json.loads((path / "tokenizer_config.json").read_text())
+        settings.pop("chat_template", None)
+        (path / "tokenizer_config.json").write_text(json.dumps(settings))
+        (path / "chat_template.jinja").unlink(missing_ok=True)
+    return str(path)
+
+
+def test_what_is_in_the_making_at_the_end_of_the_time_is_kept(
+    tmp_path: Path, short_work: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers of 200 tokens, and time for some steps: without this, nothing would be there."""
+    monkeypatch.setattr(own_data, "time", _Clock())
+    report = run(DataOptions(model=_tiny(tmp_path, template=True), out=tmp_path / "out", minutes=1.0, max_tokens=200))
+    assert report.ok
+    lines = [json.loads(line) for line in (tmp_path / "out" / "answers-00000.jsonl").read_text().splitlines()]
+    cut = [line for line in lines if line["finish_reason"] == "length" and len(line["response_ids"]) < 200]
+    assert cut
+    assert report.data["answer_tokens"] == sum(len(line["response_ids"]) for line in lines)
+
+
+def test_no_answers_are_a_failure_with_a_reason(
+    tmp_path: Path, short_work: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(own_data, "OWN_ATTEMPTS", 16)
+    monkeypatch.setattr(own_prompts, "usable", lambda text, language: False)
+    model = _tiny(tmp_path, template=False)
+    assert main(["data", model, "--out", str(tmp_path / "out"), "--tokens", "50"]) == 1
+    assert "nothing was written: the model has no chat template" in capsys.readouterr().out
+    pytest.importorskip("torch")
+    assert main(["train", model, "--out", str(tmp_path / "head"), "--tokens", "50"]) == 2
+    assert "has no chat template" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "--kind magic", "--depth 99", "--modules 9", "--draft-vocab 0", "--seed -1", "--threads 0", "--threads -3",
+        "--device tpu", "--head x",
+    ],
+)  # fmt: skip
+def test_wrong_options_of_train_leave_nothing(wrong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"text": "some text to learn from, again and again and again"}\n')
+    arguments = [_tiny(tmp_path, template=True), "--data", str(data), "--out", str(tmp_path / "head"), "--tokens", "99"]
+    assert main(["train", *arguments, *wrong.split()]) == 2
+    assert not (tmp_path / "head.training").exists()
+    assert "headstart: error: " in capsys.readouterr().err
+
+
+def test_training_without_torch_says_what_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for more in ([], ["--from-scratch", "mimo"]):
+        assert main(["train", "--out", str(tmp_path / "head"), "--minutes", "1", *more]) == 2
+        assert "headstart[torch]" in capsys.readouterr().err
 
 
 @pytest.mark.slow

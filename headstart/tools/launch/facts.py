@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,15 +10,17 @@ from typing import Any
 from headstart import hub
 from headstart.errors import ModelError, UsageError
 from headstart.formats import gguf, open_checkpoint
-from headstart.formats.drafters import classify_path
+from headstart.formats.base import Tensor
+from headstart.formats.drafters import DrafterKind, classify_path
 from headstart.formats.gguf_file import read as read_gguf
 from headstart.formats.json_object import read_object
 from headstart.formats.mtp_families import declared, find_family, num_experts
-from headstart.formats.quantization import Quantization, declared as declared_quantization, settings_of
+from headstart.formats.quantization import settings_of
 from headstart.formats.safetensors_file import INDEX
 from headstart.formats.symbols import as_size, text_config
 from headstart.tools.inspect.parts import MTP, part_of
-from headstart.tools.plan.config_shape import shape_of
+from headstart.tools.plan.roofline import SizedModel
+from headstart.tools.plan.sources import sized_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,7 @@ class Facts:
     remote_code: bool = False
     declared: int = 0  # by the config
     local: bool = True
+    sized: SizedModel | None = None  # where the config names the sizes
 
 
 def read_facts(model: str | None) -> Facts:
@@ -50,8 +53,7 @@ def read_facts(model: str | None) -> Facts:
     config = read_object(trunk / "config.json")
     if not any(trunk.glob("*.safetensors")) and not (trunk / INDEX).exists():
         return of_config(str(trunk), config)
-    tensors = open_checkpoint(trunk).tensors
-    return of_config(str(trunk), config, tensors, sum(tensor.nbytes for tensor in tensors.values()))
+    return of_config(str(trunk), config, open_checkpoint(trunk).tensors)
 
 
 def of_gguf(path: Path) -> Facts:
@@ -81,21 +83,22 @@ def of_gguf(path: Path) -> Facts:
 def of_config(
     source: str,
     config: Mapping[str, Any],
-    names: Iterable[str] | None = None,
-    weight_bytes: int | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
     *,
     local: bool = True,
 ) -> Facts:
-    """Facts that config.json tells; with `names` of tensors, MTP modules count only if theirs are among them."""
+    """Facts that config.json tells; with tensors, MTP modules count only if theirs are among them."""
     text = text_config(config)
     promised = declared(config, find_family(config)).modules
     layers = as_size(text.get("num_hidden_layers")) or 0
-    there = names is None or any(part_of(name, layers) == MTP for name in names)
+    there = tensors is None or any(part_of(name, layers) == MTP for name in tensors)
+    sized = _sized(source, config, tensors)
+    weight_bytes = sum(tensor.nbytes for tensor in tensors.values()) if tensors is not None else None
     return Facts(
         source=source,
         model_type=str(text.get("model_type") or "unknown"),
         format="safetensors",
-        weight_bytes=weight_bytes if weight_bytes is not None else _estimated(text, declared_quantization(config)),
+        weight_bytes=weight_bytes or (int(sum(sized.weight_bytes().values())) if sized else None),
         modules=promised if there else 0,
         attention_heads=as_size(text.get("num_attention_heads")) or 1,
         experts=num_experts(config),
@@ -103,25 +106,23 @@ def of_config(
         remote_code="auto_map" in config,
         declared=promised,
         local=local,
+        sized=sized,
     )
 
 
-def method_of(head: str) -> str:
-    """What kind of drafter a separate head is: a method of formats.drafters, or `gguf`. Raises UsageError."""
+def drafter_of(head: str) -> DrafterKind:
+    """What kind of drafter a separate head is. Raises UsageError for one that must be exported first, or that no engine
+    is known to run."""
     found = classify_path(head)
-    if found.container == "gguf":
-        return "gguf"
     if found.method == "headstart":
         raise UsageError(f"--head: {head} is in headstart's own layout", "write it for the engine: headstart export")
     if not found.method:
         raise UsageError(f"--head: {head} is {found.title}, which no engine here is known to run")
-    return found.method
+    return found
 
 
-def _estimated(text: Mapping[str, Any], quantization: Quantization | None) -> int | None:
-    """Bytes of the weights by the sizes that the config names."""
+def _sized(source: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor] | None) -> SizedModel | None:
     try:
-        counts = shape_of("model", text).parameters()
-    except ModelError:
+        return sized_model(source, config, tensors)
+    except (ModelError, UsageError):
         return None
-    return sum(counts.values()) * (quantization.bits if quantization else 16) // 8

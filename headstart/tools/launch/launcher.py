@@ -12,10 +12,19 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from headstart.errors import UsageError
+from headstart.formats.drafters import DrafterKind
 from headstart.tools.launch.commands import CommandLine
 from headstart.tools.launch.facts import Facts
 from headstart.tools.launch.versions import Version, at_least, text_of
 
+PLATFORMS = {
+    "cuda": "NVIDIA GPUs",
+    "rocm": "AMD GPUs",
+    "xpu": "Intel GPUs",
+    "npu": "Ascend NPUs",
+    "metal": "Apple's GPUs",
+    "cpu": "a CPU alone",
+}
 OFFLOAD = "drafting over an offloaded KV cache has corrupted texts in some versions: compare with --depth 0"
 
 
@@ -67,11 +76,17 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted(Asked):
-    """What is asked of an engine. `depth` 0: no drafting."""
+    """What is asked of an engine. `depth` 0: no drafting. `drafter`: what kind `head` is; None: the model's own MTP."""
 
     depth: int
     parallel: Parallelism = Parallelism()
-    method: str = "mtp"  # of `head`, or the model's own
+    drafter: DrafterKind | None = None
+    platform: str = "cuda"  # of plan.machine.Device
+
+    @property
+    def method(self) -> str:
+        """The kind of drafter in vLLM's words."""
+        return self.drafter.method if self.drafter else "mtp"
 
     @property
     def table(self) -> list[list[int]]:
@@ -89,21 +104,25 @@ class Wanted(Asked):
 
 @dataclass(frozen=True)
 class Step:
-    """One command: where it runs, and its environment."""
+    """One command: where it runs, and its environment. `inside`: with the engine's own programs, which are in its
+    container where there is one."""
 
     words: tuple[str, ...]
     where: str = ""
+    inside: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
 class Plan:
-    """Commands to run first, the server's own on each node, files they need, and what a user should know."""
+    """Commands to run first, the server's own on each node, files they need, and what a user should know. `facts`: what
+    rules have to know beside the command line (`rules.Rule`)."""
 
     before: list[Step] = field(default_factory=list)
     serve: list[Step] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
 
 
 class Arguments:
@@ -163,8 +182,16 @@ class Launcher:
     """Python distributions that install it."""
     newest: ClassVar[str]
     """The version assumed where none is installed or named: the newest release the table was checked for."""
-    image: ClassVar[str]
-    device: ClassVar[str] = "--gpus all"
+    images: ClassVar[Mapping[str, str]]
+    """Platform that it runs on -> its container image there; empty: none is published."""
+    instead: ClassVar[Mapping[str, str]] = {}
+    """Platform that it does not run on -> what does."""
+    moved: ClassVar[Mapping[str, str]] = {}
+    """Former names of image repositories -> today's."""
+    serves_by_name: ClassVar[bool] = False
+    """Has the program other commands than `serve`?"""
+    model_first: ClassVar[bool] = False
+    """Does the model follow the program, without a flag? (After `serve` it does.)"""
     health: ClassVar[str] = "/health"
     start_module: ClassVar[str] = ""
     """Python module that serves, for installations whose program does not run."""
@@ -191,6 +218,21 @@ class Launcher:
     def as_module(self, words: tuple[str, ...]) -> list[str]:
         """The arguments of `start_module` that do what the program does with `words`."""
         return list(words[1:])
+
+    def words_of(self, step: Step) -> tuple[str, ...]:
+        """Those of a serving command that are the engine's arguments, the model in front included."""
+        begin = next(place for place, word in enumerate(step.words) if word in (self.program, *self.modules))
+        return step.words[begin + 1 :]
+
+    def repositories(self) -> set[str]:
+        """Names of its images, without their tags."""
+        return {image.rpartition(":")[0] for image in self.images.values() if image} | self.moved.keys()
+
+    def check_platform(self, platform: str) -> None:
+        """Raises UsageError for one that the engine does not run on."""
+        if platform not in self.images:
+            hint = self.instead.get(platform, f"it runs on {', '.join(self.images)}")
+            raise UsageError(f"{self.title} does not run on {PLATFORMS.get(platform, platform)}", hint)
 
     def flag_of(self, option: str) -> str | None:
         """The flag of a common option; None where no version has one."""

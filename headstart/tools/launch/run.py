@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from headstart import registry
+from headstart import hub, registry
 from headstart.config import EngineConfig
 from headstart.core import Progress, Report
 from headstart.errors import UsageError
-from headstart.tools.launch.depth import choose_depth
+from headstart.formats.drafters import DrafterKind
+from headstart.tools.launch.checked import check_words
+from headstart.tools.launch.containers import containers, shell
+from headstart.tools.launch.depth import ChosenDepth, choose_depth
 from headstart.tools.launch.detect import Installed, command, find_installed
-from headstart.tools.launch.facts import Facts, method_of, read_facts
+from headstart.tools.launch.facts import Facts, drafter_of, read_facts
 from headstart.tools.launch.launcher import Asked, Launcher, Plan, Step, Wanted
-from headstart.tools.launch.parallelism import divide, named_devices
-from headstart.tools.launch.published import published
+from headstart.tools.launch.models import check_model, no_heads
+from headstart.tools.launch.parallelism import Devices, Room, divide, named_devices
 from headstart.tools.launch.start import Running, check, start
-from headstart.tools.launch.translate import modernize, read_line
+from headstart.tools.launch.translate import translate_text
 from headstart.tools.launch.versions import Version, parse, text_of
 
 
@@ -59,8 +61,11 @@ class Prepared:
 
 
 def launcher_of(engine: str) -> Launcher:
-    """Raises UsageError for an engine without a launcher."""
-    launcher: Launcher = registry.find("launchers", engine).LAUNCHER
+    """Raises UsageError for an engine without a launcher, with what to do instead where it is known."""
+    name = engine.lower().replace("-", "_")
+    if answer := ELSEWHERE.get(name.replace("_", "").replace(".", "")):
+        raise UsageError(f"{engine} has no launcher here", answer)
+    launcher: Launcher = registry.find("launchers", name).LAUNCHER
     return launcher
 
 
@@ -71,22 +76,93 @@ def prepare(options: LaunchOptions) -> Prepared:
     launcher = launcher_of(options.engine)
     installed = find_installed(launcher, options.program)
     version, assumed = version_of(launcher, options.engine_version, installed)
-    facts = read_facts(options.model)
     devices = named_devices(options.gpus)
-    depth = choose_depth(facts, options.depth, gpus=devices.count, separate=options.head is not None)
-    parallel, notes = divide(facts, devices, nodes=options.nodes, tp=options.tp, dp=options.dp)
+    launcher.check_platform(devices.platform)
+    drafter = drafter_of(options.head) if options.head else None
+    facts = read_facts(options.model)
+    check_model(launcher, version, facts.model_type)
+    depth = _depth(launcher, version, options, facts, drafter, devices)
+    asked = {name: options.settings.get(setting) for name, setting in ROOM.items()}
+    context, users = (int(str(asked[name])) if str(asked[name]).isdigit() else None for name in ("context", "users"))
+    room = Room(context=context, users=users, kv=asked["kv"])
+    parallel, notes = divide(facts, devices, nodes=options.nodes, tp=options.tp, dp=options.dp, room=room)
     wanted = Wanted(
         depth=depth.depth,
         parallel=replace(parallel, head_node=options.head_node),
-        method=method_of(options.head) if options.head else "mtp",
+        drafter=drafter,
+        platform=devices.platform,
         **{item.name: getattr(options, item.name) for item in fields(Asked)},
     )
-    _check_wanted(facts, wanted)
-    _check_extra(launcher, version, options.extra)
+    if wanted.role not in (None, "prefill", "decode"):
+        raise UsageError(f"--role is {wanted.role!r}, which is unknown", "choose prefill or decode")
     plan = launcher.plan(facts, wanted, version)
     _check_twice(plan, options.extra)
-    plan.notes = [*notes, *_remote_code(launcher, facts, wanted), *plan.notes]
+    plan.notes = [
+        *notes,
+        *_remote_code(launcher, facts, wanted),
+        *plan.notes,
+        *_check(launcher, version, facts, wanted, plan),
+    ]
     return Prepared(launcher, version, assumed, installed, facts, wanted, depth.why, plan)
+
+
+ROOM = {"context": "max_model_len", "users": "max_num_seqs", "kv": "kv_cache_dtype"}
+"""What caches are asked for, and the settings that say it."""
+ELSEWHERE = {
+    "ollama": "`ollama run MODEL` drafts by itself where its model has heads; llamacpp runs the same files",
+    "lmstudio": "switch speculative decoding on in its model settings; llamacpp runs the same files",
+    "mlx": "mlx_lm drops MTP heads; MTPLX (`mtplx serve MODEL`) drafts with them on Apple's GPUs",
+    "mlxlm": "mlx_lm drops MTP heads; MTPLX (`mtplx serve MODEL`) drafts with them on Apple's GPUs",
+    "mtplx": "run `mtplx serve MODEL`; `headstart probe` measures it as any other server",
+    "exllama": "exllamav3 drafts with EXL3 heads through TabbyAPI: draft_model in its config.yml",
+    "exllamav2": "exllamav3 drafts with EXL3 heads through TabbyAPI: draft_model in its config.yml",
+    "exllamav3": "exllamav3 drafts with EXL3 heads through TabbyAPI: draft_model in its config.yml",
+    "tabbyapi": "exllamav3 drafts with EXL3 heads through TabbyAPI: draft_model in its config.yml",
+    "openvino": "OpenVINO GenAI drafts with MTP heads that `optimum-cli export openvino` keeps; greedy, one request",
+    "transformers": "model.generate(use_mtp=True), one request at a time",
+    "ikllamacpp": "llamacpp with --program PATH runs its llama-server; its flags differ: see --translate",
+    "mistralrs": "`mistralrs serve` has flags of its own; `headstart probe` measures it as any other server",
+    "tgi": "text-generation-inference is no longer developed: use vllm or sglang",
+    "tensorrtllm": "its name here is trtllm",
+    "llamaserver": "its name here is llamacpp",
+    "koboldcpp": "llamacpp runs the same files",
+}
+"""Engines that people ask for -> what to do."""
+
+
+def _depth(
+    launcher: Launcher,
+    version: Version,
+    options: LaunchOptions,
+    facts: Facts,
+    drafter: DrafterKind | None,
+    devices: Devices,
+) -> ChosenDepth:
+    """Raises UsageError for heads that this version cannot draft with, unless nothing was asked."""
+    why = no_heads(launcher, version, facts.model_type) if drafter is None and facts.modules else ""
+    if why and options.depth:
+        raise UsageError(f"--depth is {options.depth}, but {why}", "--depth 0, or another version")
+    if why:
+        return ChosenDepth(0, why)
+    return choose_depth(facts, options.depth, drafter, gpus=devices.count)
+
+
+def _check(launcher: Launcher, version: Version, facts: Facts, wanted: Wanted, plan: Plan) -> list[str]:
+    """What the engine takes otherwise than it looks. Raises UsageError for a command that it would refuse."""
+    drafter = wanted.drafter
+    known = {
+        "model.type": facts.model_type,
+        "model.modules": facts.modules,
+        "device": wanted.platform,
+        "head.kind": drafter.kind if drafter else None,
+        "head.reduced_vocabulary": drafter.reduced_vocabulary if drafter else None,
+        "head.most_drafts": drafter.most_drafts if drafter else None,
+        **plan.facts,
+    }
+    checked = check_words(launcher, version, launcher.words_of(plan.serve[-1]), known, positional=2)
+    if checked.errors:
+        raise UsageError(checked.errors[0], "; ".join(checked.errors[1:]) or "see its --help")
+    return checked.notes
 
 
 def version_of(launcher: Launcher, named: str | None, installed: Installed | None) -> tuple[Version, bool]:
@@ -109,26 +185,6 @@ def _check_numbers(options: LaunchOptions) -> None:
             raise UsageError(f"{flag} is {value}, but must be at least {least}")
 
 
-def _check_wanted(facts: Facts, wanted: Wanted) -> None:
-    if wanted.role not in (None, "prefill", "decode"):
-        raise UsageError(f"--role is {wanted.role!r}, which is unknown", "choose prefill or decode")
-    if wanted.head and facts.modules and wanted.method != "mtp":
-        hint = "engines draft with one of them: leave --head out, or launch a model without its head"
-        raise UsageError(f"{facts.source} has an MTP head of its own, and --head is another drafter", hint)
-
-
-def _check_extra(launcher: Launcher, version: Version, extra: tuple[str, ...]) -> None:
-    """Flags given after -- exist in this version, as far as is known."""
-    known = published(launcher.name)
-    for word in extra:
-        flag = word.partition("=")[0]
-        if known is None or not flag.startswith("--") or known.has(flag, version):
-            continue
-        like = known.like(flag, version)
-        hint = f"did you mean {like}?" if like else "see its --help"
-        raise UsageError(f"{launcher.title} {known.nearest(version)} has no {flag}", hint)
-
-
 def _check_twice(plan: Plan, extra: tuple[str, ...]) -> None:
     """Raises UsageError for a flag given after -- that the command has already."""
     words = plan.serve[0].words
@@ -148,9 +204,19 @@ def _remote_code(launcher: Launcher, facts: Facts, wanted: Wanted) -> list[str]:
 
 def run(options: LaunchOptions, *, docker: bool = False) -> Report:
     """What would be run. Raises UsageError, ModelError or CapacityError."""
-    prepared = prepare(options)
+    prepared = prepare(mounted(options) if docker else options)
     data = document(prepared, docker=docker)
     return Report(True, data, _lines(data))
+
+
+def mounted(options: LaunchOptions) -> LaunchOptions:
+    """Local files by their absolute paths, which are the same inside a container."""
+
+    def absolute(name: str | None) -> str | None:
+        there = name is not None and not hub.is_builtin(name) and Path(name).expanduser().exists()
+        return str(Path(str(name)).expanduser().resolve()) if there else name
+
+    return replace(options, model=absolute(options.model), head=absolute(options.head))
 
 
 @dataclass
@@ -190,29 +256,28 @@ def started(options: LaunchOptions) -> Iterator[Started]:
 
 
 def translate(text: str, engine_version: str | None, program: str | None = None) -> Report:
-    """An old command line for the installed (or named) version, with a line on each change."""
-    line, launcher = read_line(text)
-    installed = find_installed(launcher, program)
-    version, assumed = version_of(launcher, engine_version, installed)
-    modernize(line, launcher, version)
+    """Old command lines for the installed (or named) version, with a line on each change; `ok`: nothing is left that a
+    person has to decide."""
+    done = translate_text(text, engine_version, program)
+    (engine, version), *_ = [*done.engines.items(), (None, None)]
     data = {
-        "engine": launcher.name,
-        "version": text_of(version),
-        "version_assumed": assumed,
-        "command": line.text(),
-        "changes": line.changes,
-        "warnings": line.warnings,
+        "engine": engine,
+        "version": text_of(version) if version else None,
+        "version_assumed": done.assumed,
+        "command": done.text,
+        "changes": done.changes,
+        "warnings": done.warnings,
     }
-    lines = [line.text(), *(f"# {change}" for change in line.changes or ["nothing to change"])]
-    return Report(not line.warnings, data, [*lines, *(f"# WARNING: {warning}" for warning in line.warnings)])
+    lines = [done.text, *(f"# {change}" for change in done.changes or ["nothing to change"])]
+    return Report(not done.warnings, data, [*lines, *(f"# WARNING: {warning}" for warning in done.warnings)])
 
 
 def document(prepared: Prepared, *, docker: bool) -> dict[str, Any]:
     plan, wanted, facts = prepared.plan, prepared.wanted, prepared.facts
-    commands = [
-        {"where": step.where, "command": _docker(prepared, step) if docker else _shell(step.environment, words)}
-        for step, words in prepared.commands()
-    ]
+    commands = [{"where": step.where, "command": shell(step.environment, words)} for step, words in prepared.commands()]
+    before = [{"where": step.where, "command": shell(step.environment, step.words)} for step in plan.before]
+    if docker:
+        before, commands = containers(prepared.launcher, prepared.version, facts, wanted, plan)
     return {
         "engine": prepared.launcher.name,
         "version": text_of(prepared.version),
@@ -222,38 +287,11 @@ def document(prepared: Prepared, *, docker: bool) -> dict[str, Any]:
         "depth": wanted.depth_drafted,
         "why_depth": prepared.why_depth,
         "layout": {name: value for name, value in vars(wanted.parallel).items() if name != "head_node"},
-        "before": [{"where": step.where, "command": _shell(step.environment, step.words)} for step in plan.before],
+        "before": before,
         "serve": commands,
         "files": plan.files,
         "notes": plan.notes,
     }  # fmt: skip
-
-
-def _shell(environment: Mapping[str, str], words: list[str] | tuple[str, ...]) -> str:
-    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in environment.items()), shlex.join(words)])
-
-
-def _docker(prepared: Prepared, step: Step) -> str:
-    """The same in the engine's own image: model and files mounted, the program as entry point."""
-    launcher, source = prepared.launcher, prepared.facts.source
-    words = ["docker", "run", "--rm", "--ipc=host"]
-    several = len(prepared.plan.serve) > 1 or prepared.wanted.parallel.nodes > 1
-    words += ["--network=host"] if several else ["-p", f"{prepared.wanted.port}:{prepared.wanted.port}"]
-    words += launcher.device.split() if prepared.wanted.parallel.gpus else []
-    for name, value in step.environment.items():
-        words += ["-e", f"{name}={value}"]
-    local = {word: str(Path(word).resolve()) for word in (source, prepared.wanted.head) if word and Path(word).exists()}
-    for place in local.values():
-        words += ["-v", f"{place}:{place}:ro"]
-    if source not in local:
-        words += ["-v", "hf-cache:/root/.cache/huggingface"]
-    for name in prepared.plan.files:
-        words += ["-v", f"./{name}:/config/{name}:ro"]
-    inside = [f"/config/{word}" if word in prepared.plan.files else word for word in step.words]
-    inside = [local.get(word, word) for word in inside]
-    inside = ["0.0.0.0" if word == prepared.wanted.host else word for word in inside]
-    image = launcher.image.format(version=text_of(prepared.version))
-    return shlex.join([*words, "--entrypoint", inside[0], image, *inside[1:]])
 
 
 def _lines(data: dict[str, Any]) -> list[str]:

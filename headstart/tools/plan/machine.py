@@ -13,6 +13,8 @@ from headstart.formats.json_object import read_packaged
 from headstart.tools.plan.formats import precision
 
 HERE = "here"
+PLATFORM_OF = {"gpu": "cuda", "unified": "metal", "cpu": "cpu"}
+"""Class of a device -> its platform, where its row names no other."""
 _GPU = re.compile(r"(?P<name>[a-z0-9][a-z0-9 ._-]*?)(?:x(?P<count>[1-9]\d*))?")
 
 
@@ -48,7 +50,7 @@ class Rates:
 @dataclass(frozen=True, kw_only=True)
 class Device:
     """A row of the catalogue: bytes (as drivers report them), bytes/s, dense TFLOP/s; link: bytes/s in one direction,
-    seconds of latency."""
+    seconds of latency. `platform`: cuda, rocm, xpu, npu, metal or cpu, whose programs run there."""
 
     name: str
     memory: float
@@ -56,6 +58,7 @@ class Device:
     tflops: Mapping[str, float]
     kind: str
     source: str
+    platform: str = "cuda"
     link: float | None = None
     link_s: float = 0.0
 
@@ -87,9 +90,9 @@ def _document() -> Mapping[str, Any]:
 
 
 def find_device(name: str) -> Device:
-    """Raises UsageError for a name that the catalogue lacks."""
+    """By any usual spelling (rtx-4090, RTX4090, 4090). Raises UsageError for a name that the catalogue lacks."""
     for item in _document()["devices"]:
-        if name in item["names"]:
+        if _bare(name) in map(_bare, item["names"]):
             return Device(
                 name=item["names"][0],
                 memory=item["memory_mib"] * 2**20,
@@ -97,6 +100,7 @@ def find_device(name: str) -> Device:
                 tflops=item["tflops"],
                 kind=item["class"],
                 source=item["source"],
+                platform=item.get("platform", PLATFORM_OF[item["class"]]),
                 link=item["link_gb_s"] * 1e9 if "link_gb_s" in item else None,
                 link_s=item.get("link_us", 0) * 1e-6,
             )
@@ -104,11 +108,16 @@ def find_device(name: str) -> Device:
     raise UsageError(f"--gpu: {name!r} is not in the catalogue", f"known: {', '.join(known)}")
 
 
+def _bare(name: str) -> str:
+    """Without what people write around a device's own name."""
+    return re.sub(r"nvidia|geforce|amd|instinct|radeon|intel|apple|(?<=\d)-?gb?$|[^a-z0-9]", "", name.lower())
+
+
 def parse_gpu(text: str) -> tuple[str, int]:
     """'h200x4' -> ('h200', 4). Names that end in x and digits themselves win."""
     text = text.strip().lower()
-    known = {name for item in _document()["devices"] for name in item["names"]} | {HERE}
-    if text in known:
+    known = {_bare(name) for item in _document()["devices"] for name in item["names"]} | {HERE}
+    if _bare(text) in known:
         return text, 1
     match = _GPU.fullmatch(text)
     if not match:

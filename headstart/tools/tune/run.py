@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from statistics import mean
 from typing import Any
@@ -19,16 +20,19 @@ from headstart.tools.bench.measure import OFF, Load, measure, warm_up
 from headstart.tools.bench.statistics import speedup
 from headstart.tools.tune.setting import Setting, keep, kept_setting
 
-DEPTHS = (1, 2, FIXED_DEPTH, 5)
-FEWEST_PAIRS, MOST_PAIRS = 3, 12
+DEPTHS = (FIXED_DEPTH, 2, 1, 5)
+FEWEST_PAIRS, MOST_ROUNDS = 6, 12
+"""Pairs with plain decoding that a verdict needs; rounds, each with a pair for every load, after which all is known."""
 CLEAR = 0.01
 """A candidate is out when it is slower than the best by this much and the intervals do not touch; drafting pays when it
-is faster by this much and its interval does not reach down to a loss of as much."""
+is faster by this much and its interval does not reach down to a loss of as much. It does not pay where the interval of
+the best stays below 1. Between the two nothing is decided, and nothing is kept: `auto` decides step by step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuneOptions:
-    """What to tune for. `minutes`: when to stop at the latest, with what is known by then."""
+    """What to tune for. `minutes`: when to stop at the latest, with loading, with what is known by then. A short time
+    is for few candidates: those that most likely are the best."""
 
     model: str | None = None
     config: EngineConfig = field(default_factory=EngineConfig)
@@ -47,6 +51,7 @@ class Candidate:
     runner: InProcess
     cells: list[Cell] = field(default_factory=list)
     out: bool = False
+    warm: bool = False
 
     @property
     def name(self) -> str:
@@ -58,18 +63,20 @@ class Candidate:
 
 
 def run(options: TuneOptions, progress: Progress = no_progress) -> Report:
-    """Measure until one candidate is clearly the best or the time is over, and keep the setting. A setting that is kept
-    already is shown instead, unless `retune`. Raises UsageError for a model without anything to tune."""
+    """Measure until one candidate is clearly the best or the time is over, and keep the setting, if there is enough to
+    tell. A setting that is kept already is shown instead, unless `retune`. Raises UsageError for a model without
+    anything to tune."""
     known = None if options.retune else kept_setting(options.model, options.config)
     if known is not None and known.workload == options.workload:
         return Report(True, {"kept": True, "choice": vars(known)}, [f"tuned before: {known}", "again: --retune"])
     tuning = _Tuning(options, progress)
     tuning.measure()
-    setting = tuning.setting()
+    setting, rows = tuning.setting(), tuning.rows()
+    data = {"kept": False, "choice": setting and vars(setting), "candidates": rows, "pairs": tuning.rounds}
+    if setting is None:
+        return Report(True, data | {"path": None}, tuning.undecided())
     path = keep(options.model, options.config, setting)
-    rows = tuning.rows()
-    data = {"kept": False, "choice": vars(setting), "candidates": rows, "path": str(path), "pairs": tuning.rounds}
-    return Report(True, data, [str(setting), f"kept in {path}; serve and launch use it"])
+    return Report(True, data | {"path": str(path)}, [str(setting), f"kept in {path}; serve and launch use it"])
 
 
 class _Tuning:
@@ -77,6 +84,7 @@ class _Tuning:
 
     def __init__(self, options: TuneOptions, progress: Progress) -> None:
         self.options, self._progress = options, progress
+        self._deadline = time.monotonic() + 60 * options.minutes
         progress(0, 1, "loading")
         most = max(options.config.max_num_seqs, *options.concurrency)
         config = replace(options.config, depth=AUTO, max_num_seqs=most)
@@ -84,38 +92,66 @@ class _Tuning:
         self.candidates = [
             Candidate(runner_drafter, depth, runner)
             for runner_drafter, runner in _runners(model, config)
-            for depth in (*DEPTHS, AUTO)
+            for depth in (AUTO, *DEPTHS)
             if depth == AUTO or depth <= runner.max_depth
         ]
+        self.candidates.sort(key=lambda each: each.depth != AUTO)  # what most likely is the best comes first
         self._first = self.candidates[0].runner
         (self.workload,) = workloads.find(options.workload, self._first.count_tokens)[:1]
         self.plain: list[Cell] = []
         self.rounds = 0
+        self._seconds = 0.0  # of the longest cell so far
 
     def measure(self) -> None:
         """Rounds of all candidates that are still in, plain decoding in each, order alternating."""
-        deadline = time.monotonic() + 60 * self.options.minutes
-        for candidate in self.candidates:
-            warm_up(candidate.runner, self.workload, str(candidate.depth))
-        while self.rounds < MOST_PAIRS and (self.rounds < 1 or time.monotonic() < deadline):
+        self._screen()
+        while self.rounds < MOST_ROUNDS and self._fits():
             for load in [Load(concurrency=count) for count in self.options.concurrency]:
                 self._round(load)
             self.rounds += 1
-            if self.rounds >= FEWEST_PAIRS and self._decided():
+            if self.rounds * len(self.options.concurrency) >= FEWEST_PAIRS and self._decided():
                 return
+
+    def _screen(self) -> None:
+        """Leave as many candidates as there is time to tell anything of: the first ones. One round of plain decoding
+        tells how long a cell takes."""
+        begun = time.monotonic()
+        warm_up(self._first, self.workload, OFF)
+        for count in self.options.concurrency:
+            self._progress(0, 1, "how long does it take")
+            self._timed(lambda load: measure(self._first, self.workload, OFF, load), Load(concurrency=count))
+        round_s, now = time.monotonic() - begun, time.monotonic()
+        rounds = math.ceil(FEWEST_PAIRS / len(self.options.concurrency))
+        self.candidates = self.candidates[: max(int((self._deadline - now) / (rounds * round_s)) - 1, 1)]
+
+    def _timed(self, run: Callable[[Load], Cell], load: Load) -> Cell:
+        begun = time.monotonic()
+        cell = run(load)
+        self._seconds = max(self._seconds, time.monotonic() - begun)
+        return cell
+
+    def _fits(self) -> bool:
+        """Is there time for one more cell?"""
+        return time.monotonic() + self._seconds < self._deadline
 
     def _round(self, load: Load) -> None:
         running = [None, *(each for each in self.candidates if not each.out)]
         for number, candidate in enumerate(running if self.rounds % 2 == 0 else running[::-1]):
+            if not self._fits():
+                return
             name = candidate.name if candidate else OFF
             self._progress(
-                self.rounds * len(running) + number, MOST_PAIRS * len(running), f"round {self.rounds + 1}: {name}"
+                self.rounds * len(running) + number, MOST_ROUNDS * len(running), f"round {self.rounds + 1}: {name}"
             )
-            if candidate is None:
-                self.plain.append(measure(self._first, self.workload, OFF, load, repeat=self.rounds))
-            else:
-                mode = str(candidate.depth)
-                candidate.cells.append(measure(candidate.runner, self.workload, mode, load, repeat=self.rounds))
+            self._measure(candidate, load)
+
+    def _measure(self, candidate: Candidate | None, load: Load) -> None:
+        runner, mode = (candidate.runner, str(candidate.depth)) if candidate else (self._first, OFF)
+        if candidate and not candidate.warm:
+            warm_up(runner, self.workload, mode)
+            candidate.warm = True
+        cell = self._timed(lambda load: measure(runner, self.workload, mode, load, repeat=self.rounds), load)
+        (candidate.cells if candidate else self.plain).append(cell)
 
     def _decided(self) -> bool:
         """Put out who cannot win any more; is one left?"""
@@ -130,14 +166,24 @@ class _Tuning:
                 each.out = True
         return sum(not each.out for each in self.candidates) == 1
 
-    def setting(self) -> Setting:
-        """The best; of those within CLEAR of it the one that decides itself, which also knows other loads."""
+    def _best(self) -> tuple[Candidate, Interval] | None:
+        """Of those within CLEAR of the best the one that decides itself, which also knows other loads."""
         gains = [(each, gain) for each in self.candidates if not each.out and (gain := each.gain(self.plain))]
-        top = max(gain.point for _, gain in gains)
+        top = max((gain.point for _, gain in gains), default=0.0)
         close = [(each, gain) for each, gain in gains if gain.point >= (1 - CLEAR) * top]
-        each, gain = max(close, key=lambda pair: (pair[0].depth == AUTO, pair[1].point))
-        low, high = (gain.point if bound is None else bound for bound in (gain.low, gain.high))
+        return max(close, key=lambda pair: (pair[0].depth == AUTO, pair[1].point), default=None)
+
+    def setting(self) -> Setting | None:
+        """The best, or plain decoding where that is clearly faster; None where too little is known."""
+        if (best := self._best()) is None:
+            return None
+        each, gain = best
+        low, high = gain.low, gain.high
+        if low is None or high is None or gain.pairs < FEWEST_PAIRS:
+            return None
         pays = gain.point >= 1 + CLEAR and low >= 1 - CLEAR
+        if not pays and high >= 1:
+            return None
         return Setting(
             drafter=each.drafter if pays else "none",
             depth=each.depth if pays else 0,
@@ -145,6 +191,15 @@ class _Tuning:
             concurrency=self.options.concurrency,
             speedup=(gain.point, low, high),
         )
+
+    def undecided(self) -> list[str]:
+        best = self._best()
+        seen = f"{best[0].name} has {best[1]}, pairs: {best[1].pairs}" if best else "nothing was measured"
+        more = "on a quieter machine" if best and best[1].pairs >= FEWEST_PAIRS else "with more --minutes"
+        return [
+            f"nothing decided: {seen}; a verdict needs {FEWEST_PAIRS}, and an interval on one side of 1",
+            f"nothing is kept, depth auto goes on deciding step by step; tune again {more}",
+        ]
 
     def rows(self) -> list[dict[str, Any]]:
         """Plain decoding first, then the candidates, the best before the others."""

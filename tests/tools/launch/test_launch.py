@@ -12,11 +12,11 @@ import pytest
 from headstart import hub, registry
 from headstart.cli.main import main
 from headstart.errors import CapacityError, HeadstartError, UsageError
+from headstart.formats.drafters import DrafterKind
 from headstart.tools.launch import parallelism, run as launch
-from headstart.tools.launch.commands import CommandLine
 from headstart.tools.launch.depth import choose_depth
 from headstart.tools.launch.detect import find_installed
-from headstart.tools.launch.facts import Facts, method_of, read_facts
+from headstart.tools.launch.facts import Facts, drafter_of, read_facts
 from headstart.tools.launch.launcher import Parallelism, Plan, Wanted
 from headstart.tools.launch.versions import at_least, parse
 from headstart.tools.tiny import write_tiny
@@ -34,7 +34,12 @@ def plan(engine: str, version: str | None = None, facts: Facts = FACTS, **wanted
     launcher = launch.launcher_of(engine)
     if engine == "llamacpp":
         facts = replace(facts, format="gguf", source="/m.gguf")
-    settings = Wanted(**{"depth": 3, "parallel": ONE_GPU, **wanted})
+    if method := wanted.pop("method", None):
+        wanted["drafter"] = DrafterKind(kind=method, method=method, title=method)
+    parallel = wanted.get("parallel", ONE_GPU)
+    platform = "cuda" if parallel.gpus else "cpu"
+    settings = Wanted(**{"depth": 3, "parallel": parallel, "platform": platform, **wanted})
+    launcher.check_platform(settings.platform)
     return launcher.plan(facts, settings, parse(version or launcher.newest))
 
 
@@ -70,7 +75,7 @@ def test_a_declared_head_whose_tensors_are_gone_does_not_count(tmp_path: Path) -
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
     found = read_facts(str(tmp_path))
     assert (found.modules, found.declared) == (0, 1)
-    choice = choose_depth(found, None, gpus=1, separate=False)
+    choice = choose_depth(found, None, None, gpus=1)
     assert choice.depth == 0 and "tensors are not in the checkpoint" in choice.why
 
 
@@ -86,7 +91,7 @@ def test_a_declared_head_whose_tensors_are_gone_does_not_count(tmp_path: Path) -
 )
 def test_kind_of_a_separate_head(tmp_path: Path, config: dict[str, Any], kind: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert method_of(str(tmp_path)) == kind
+    assert drafter_of(str(tmp_path)).method == kind
 
 
 def test_sizes_that_are_no_numbers_do_not_count(tmp_path: Path) -> None:
@@ -113,7 +118,7 @@ def test_drafts_by_the_users_own_flags_are_told() -> None:
 def test_our_own_heads_must_be_exported_first() -> None:
     own = hub.HEADS / "smollm2-135m-mtp"
     with pytest.raises(UsageError, match="headstart's own layout"):
-        method_of(str(own))
+        drafter_of(str(own))
 
 
 # Depth and devices.
@@ -123,21 +128,21 @@ def test_our_own_heads_must_be_exported_first() -> None:
     ("modules", "gpus", "depth"), [(1, 0, 1), (1, 8, 3), (2, 8, 2), (3, 0, 3), (5, 8, 3), (0, 8, 0)]
 )
 def test_depth_without_being_told(modules: int, gpus: int, depth: int) -> None:
-    assert choose_depth(replace(FACTS, modules=modules), None, gpus=gpus, separate=False).depth == depth
+    assert choose_depth(replace(FACTS, modules=modules), None, None, gpus=gpus).depth == depth
 
 
 def test_a_tuned_depth_wins_over_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headstart.tools.launch.depth.tuned_depth", lambda model: 5 if model == "/m" else None)
-    assert choose_depth(FACTS, None, gpus=1, separate=False).depth == 5
-    assert choose_depth(FACTS, 2, gpus=1, separate=False).depth == 2
+    assert choose_depth(FACTS, None, None, gpus=1).depth == 5
+    assert choose_depth(FACTS, 2, None, gpus=1).depth == 2
 
 
 def test_depths_beyond_the_modules_must_be_a_multiple() -> None:
     facts = replace(FACTS, modules=2)
     with pytest.raises(UsageError, match="multiple") as caught:
-        choose_depth(facts, 5, gpus=1, separate=False)
+        choose_depth(facts, 5, None, gpus=1)
     assert caught.value.hint == "choose 4 or 6"
-    assert choose_depth(facts, 4, gpus=1, separate=False).depth == 4
+    assert choose_depth(facts, 4, None, gpus=1).depth == 4
 
 
 def divide(heads: int, gpus: int, gigabytes: int = 8, nodes: int = 1, **sizes: int) -> Parallelism:
@@ -150,8 +155,8 @@ def divide(heads: int, gpus: int, gigabytes: int = 8, nodes: int = 1, **sizes: i
     ("arguments", "tensor"),
     [
         ({"heads": 32, "gpus": 8}, 1),
-        ({"heads": 32, "gpus": 8, "gigabytes": 140}, 4),
-        ({"heads": 9, "gpus": 8, "gigabytes": 70}, 3),
+        ({"heads": 32, "gpus": 8, "gigabytes": 150}, 4),
+        ({"heads": 9, "gpus": 8, "gigabytes": 100}, 3),
         ({"heads": 32, "gpus": 8, "gigabytes": 700, "nodes": 2}, 16),
         ({"heads": 32, "gpus": 8, "tp": 2}, 2),
     ],
@@ -161,13 +166,13 @@ def test_tensor_parallel_size(arguments: dict[str, int], tensor: int) -> None:
 
 
 def test_experts_are_divided_over_all_devices() -> None:
-    assert divide(32, 8, 140, experts=64).expert == 4
+    assert divide(32, 8, 150, experts=64).expert == 4
 
 
 def test_too_large_a_model_says_how_many_devices_it_takes() -> None:
     with pytest.raises(CapacityError) as caught:
         divide(32, 8, 1000)
-    assert caught.value.hint.startswith("it takes about 17 of them")
+    assert caught.value.hint.startswith("it takes about 14 of them")
 
 
 def test_sizes_that_do_not_divide_the_heads_are_refused() -> None:
@@ -240,6 +245,13 @@ def test_sglang_table_is_a_file() -> None:
     assert steps == {"1": {"candidate_steps": [3]}, "5": {"candidate_steps": [0]}}
 
 
+def test_sglang_begins_with_a_depth_of_its_table() -> None:
+    made = plan("sglang", depth=5, depth_by_batch=TABLE)
+    assert after(made, "--speculative-num-steps") == "3"
+    with pytest.raises(UsageError, match="drafts nothing in any row"):
+        plan("sglang", depth_by_batch="[[1, 4, 0]]")
+
+
 @pytest.mark.parametrize(("version", "key"), [("1.2.1", "num_nextn_predict_layers"), ("1.3.0", "max_draft_len")])
 def test_trtllm_key_by_version(version: str, key: str) -> None:
     import yaml
@@ -262,7 +274,9 @@ def test_trtllm_schedules_by_the_largest_batch(table: str, deepest: int, schedul
 
 def test_xllm_exports_the_head_first_and_runs_one_process_for_each_device() -> None:
     made = plan("xllm", parallel=Parallelism(gpus=2, tensor=2))
-    assert made.before[0].words[1] == "tools/export_mtp.py"
+    assert made.before[0].words == ("headstart", "export", "/m", "--to", "xllm", "--out", "/m-mtp")
+    assert made.serve[0].environment == {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert "--ep_size" not in words(made)
     assert after(made, "--draft_model") == "/m-mtp"
     assert [step.words[step.words.index("--node_rank") + 1] for step in made.serve] == ["0", "1"]
 
@@ -305,7 +319,7 @@ def test_depth_0_is_plain_decoding(engine: str) -> None:
         ("sglang", "0.5.9", {"depth_by_batch": TABLE}, "has no --speculative-adaptive"),
         ("sglang", "0.5.9", {"head": "/h", "method": "dflash"}, "has no --speculative-algorithm DFLASH"),
         ("sglang", "0.5.23", {"head": "/h", "method": "medusa"}, "cannot draft with a head of kind medusa"),
-        ("trtllm", "1.3.0", {"parallel": Parallelism()}, "needs NVIDIA GPUs"),
+        ("trtllm", "1.3.0", {"parallel": Parallelism()}, "does not run on a CPU alone"),
         ("trtllm", "1.2.1", {"depth_by_batch": TABLE}, "drafts to one depth"),
         ("trtllm", "1.3.0", {"depth_by_batch": "[[1, 4, 1], [5, 64, 3]]"}, "wants most there"),
         ("trtllm", "1.3.0", {"role": "decode"}, "cannot take --role"),
@@ -319,11 +333,53 @@ def test_what_an_engine_cannot_do_is_refused(engine: str, version: str, wanted: 
         plan(engine, version, **wanted)
 
 
-def test_an_own_head_and_another_drafter_do_not_go_together(tmp_path: Path) -> None:
-    model = write_tiny("mimo", tmp_path / "m")
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}))
-    with pytest.raises(UsageError, match="has an MTP head of its own"):
-        launch.prepare(launch.LaunchOptions(engine="vllm", model=str(model), head=str(tmp_path), gpus="none"))
+def head_of(folder: Path, **config: Any) -> str:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_a_model_with_mtp_can_draft_with_another_head(tmp_path: Path) -> None:
+    model = str(write_tiny("mimo", tmp_path / "m"))
+    head = head_of(tmp_path / "h", architectures=["LlamaForCausalLMEagle3"], vocab_size=512, draft_vocab_size=512)
+    made = launch.prepare(launch.LaunchOptions(engine="vllm", model=model, head=head, gpus="h100")).plan
+    assert speculation(made) == {"method": "eagle3", "num_speculative_tokens": 3, "model": head}
+
+
+@pytest.mark.parametrize(
+    ("engine", "shown"),
+    [
+        ("vllm", """"num_speculative_tokens": 15, "model": "{head}"}}"""),
+        ("sglang", "--speculative-draft-model-path {head} --speculative-num-draft-tokens 16"),
+    ],
+)  # fmt: skip
+def test_a_block_drafter_drafts_its_block(tmp_path: Path, engine: str, shown: str) -> None:
+    model = str(write_tiny("mimo", tmp_path / "m"))
+    head = head_of(tmp_path / "h", architectures=["DFlashDraftModel"], block_size=16, hidden_size=64)
+    options = launch.LaunchOptions(engine=engine, model=model, head=head, gpus="h100")
+    assert shown.format(head=head) in " ".join(words(launch.prepare(options).plan))
+    with pytest.raises(UsageError, match="makes 15 drafts at once"):
+        launch.prepare(replace(options, depth=16))
+
+
+@pytest.mark.parametrize(
+    ("config", "used"),
+    [
+        ({"architectures": ["LlamaForCausalLMEagle3"], "vocab_size": 512, "draft_vocab_size": 512}, True),
+        ({"architectures": ["LlamaForCausalLMEagle3"], "vocab_size": 512, "draft_vocab_size": 128}, False),
+        ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, False),
+        ({"architectures": ["Gemma4AssistantForCausalLM"], "model_type": "gemma4_assistant"}, False),
+        ({"architectures": ["DFlashDraftModel"], "block_size": 16}, False),
+        (None, True),
+    ],
+)
+def test_sglang_samples_by_rejection_only_where_it_can(
+    tmp_path: Path, config: dict[str, Any] | None, used: bool
+) -> None:
+    model = str(write_tiny("mimo", tmp_path / "m"))
+    head = head_of(tmp_path / "h", **config) if config else None
+    made = launch.prepare(launch.LaunchOptions(engine="sglang", model=model, head=head, gpus="h100")).plan
+    assert ("--speculative-use-rejection-sampling" in words(made)) is used
 
 
 # Installed engines.
@@ -385,7 +441,7 @@ TRANSLATED = [
      """"num_speculative_tokens_per_batch_size": [[1, 8, 2], [9, 1024, 0]]}'"""),
     ("0.32.0", "vllm serve --use-v2-block-manager m", "vllm serve m"),
     ("0.32.0", "docker run --gpus all --rm vllm/vllm-openai:v0.9 --model m --num-lookahead-slots 4",
-     "docker run --gpus all --rm vllm/vllm-openai:v0.9 --model m"),
+     "docker run --gpus all --rm vllm/vllm-openai:v0.32.0 --model m"),
     ("0.5.23", "SGLANG_ENABLE_SPEC_V2=1 python -m sglang.launch_server --model m --speculative-algo MTP "
      "--max-running-requests 64", "python -m sglang.launch_server --model m --speculative-algorithm NEXTN "
      "--max-running-requests 64"),
@@ -393,7 +449,7 @@ TRANSLATED = [
      "python3 -m sglang.launch_server --speculative-algorithm NGRAM --max-running-requests 256"),
     ("b11434", "llama-server -m m.gguf --draft-max 8 --draft-p-min 0.5 --spec-type mtp",
      "llama-server -m m.gguf --spec-draft-n-max 8 --spec-draft-p-min 0.5 --spec-type draft-mtp"),
-    ("b11434", "./build/bin/llama-server -mtp -m m.gguf", "./build/bin/llama-server -m m.gguf --spec-type draft-mtp"),
+    ("b11434", "./build/bin/llama-server -mtp -m m.gguf", "./build/bin/llama-server --spec-type draft-mtp -m m.gguf"),
     ("0.11.0", "xllm --model m --devices npu:0 --draft_devices npu:0", "xllm --model m"),
     ("1.3.0", "trtllm-serve m --config 'speculative_config: {decoding_type: MTP, num_nextn_predict_layers: 3}'",
      "trtllm-serve m --config 'speculative_config: {decoding_type: MTP, max_draft_len: 3}'"),
@@ -424,10 +480,10 @@ def test_current_command_lines_stay_as_they_are(version: str, line: str) -> None
 @pytest.mark.parametrize(
     ("version", "line", "warning"),
     [
-        ("0.32.0", "vllm serve m --max-num-seq 3", "has no --max-num-seq; did you mean --max-num-seqs?"),
+        ("0.32.0", "vllm serve m --max-num-seqz 3", "no --max-num-seqz; did you mean --max-num-seqs?"),
         ("0.33.0", """vllm serve m -sc '{"method": "medusa"}'""", "medusa is gone since 0.33"),
         ("0.32.0", """vllm serve m -dp 2 -sc '{"num_speculative_tokens_per_batch_size": [[1, 4, 1]]}'""", "ignored"),
-        ("b11434", "llama-server --spec-ngram-size-n 3 --spec-ngram-size-x 3", "has no --spec-ngram-size-x"),
+        ("b11434", "llama-server --spec-ngram-size-n 3 --spec-ngram-size-x 3", "no --spec-ngram-size-x"),
     ],
 )
 def test_translate_warns(version: str, line: str, warning: str) -> None:
@@ -438,11 +494,6 @@ def test_translate_warns(version: str, line: str, warning: str) -> None:
 def test_translate_refuses_what_it_cannot_read(text: str) -> None:
     with pytest.raises(HeadstartError):
         launch.translate(text, "0.32.0")
-
-
-def test_command_lines_survive_being_taken_apart() -> None:
-    text = "A=1 vllm serve m --a=b -c '{\"x\": 1}' --flag --temperature -1 'two words'"
-    assert CommandLine.parse(text).text() == text
 
 
 # The command.
@@ -480,7 +531,7 @@ def test_docker_listens_on_all_addresses(tmp_path: Path, capsys: pytest.CaptureF
     [
         (["vllm"], "which engine and which model"),
         (["vlm", "{model}", "--dry-run"], "unknown launcher 'vlm'"),
-        (["vllm", "{model}", "--dry-run", "--gpus", "none", "--", "--max-num-seq", "3"], "has no --max-num-seq"),
+        (["vllm", "{model}", "--dry-run", "--gpus", "none", "--", "--max-num-seqz", "3"], "no --max-num-seqz"),
         (["vllm", "{model}", "--dry-run", "--gpus", "none", "--nodes", "2"], "divide GPUs"),
         (["vllm", "{model}", "--dry-run", "--gpus", "none", "--", "--port", "9"], "--port is given after --"),
         (["vllm", "{model}", "--dry-run", "--role", "both", "--gpus", "h100"], "--role is 'both'"),

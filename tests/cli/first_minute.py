@@ -1,0 +1,260 @@
+"""What a newcomer does in the first minute, and what may come of it: the parts of the tests of that name.
+
+`python tests/cli/first_minute.py [COMMAND ...] [--every N]` tries every option of every command with every wrong value
+(minutes; the suite takes one in so many) and prints what ends in another way than it may."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args, get_origin
+from unittest import mock
+
+import typer
+
+from headstart.cli import edge
+from headstart.cli.app import app
+
+ALLOWED = {0, 1, 2, 130}
+HELP = ("-h", "--help")
+LONGEST_S = 20
+NUMBERS = ("nan", "inf", "-1", "0", "", "x", "1e999", str(10**30))
+TEXTS = ("", " ", "nan", "-1", "0", ",", "no such thing", "\udcff", "[", "{}", "[1]", "x" * 5000)
+SMALL: dict[str, tuple[str, ...]] = {
+    "demo": ("MODEL", "--max-tokens", "2"),
+    "generate": ("MODEL", "--prompt", "Hi", "--max-tokens", "2"),
+    "chat": ("MODEL", "--max-tokens", "2"),
+    "serve": ("MODEL", "--port", "0"),
+    "verify": ("MODEL", "--max-tokens", "2", "--temperatures", "0", "--depths", "1", "--drafters", "ngram",
+               "--batch-sizes", "1", "--chunk-sizes", "32", "--prefix-cache", "on", "--preemption", "off",
+               "--thread-counts", "1"),
+    "inspect": ("MODEL",),
+    "launch": ("vllm", "MODEL", "--dry-run", "--gpus", "h100x1", "--engine-version", "0.12.0"),
+    "probe": ("http://127.0.0.1:9",),
+    "plan": ("MODEL", "--gpu", "h200x1", "--context", "128"),
+    "tune": ("MODEL", "--minutes", "0.0001", "--concurrency", "1"),
+    "data": ("MODEL", "--out", "OUT", "--tokens", "4", "--max-tokens", "2"),
+    "train": ("MODEL", "--out", "OUT", "--data", "TEXTS", "--tokens", "4", "--threads", "1"),
+    "export": ("MODEL", "--out", "OUT"),
+    "graft": ("MODEL", "--out", "OUT", "--strip"),
+    "pull": ("qwen3_5-tiny",),
+    "doctor": (),
+    "bench run": ("MODEL", "--modes", "off,1", "--pairs", "1", "--requests", "1", "--concurrency", "1",
+                  "--output-tokens", "2"),
+    "bench step": ("MODEL", "--rows", "1", "--repeats", "1"),
+}  # fmt: skip
+"""A small run of each command; words in capitals are filled in."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command line ended. `code` None: it did not, within its time."""
+
+    words: tuple[str, ...]
+    code: int | None
+    out: str
+    err: str
+    seconds: float = 0.0
+
+    def faults(self) -> list[str]:
+        """What a user should not have seen."""
+        found = []
+        if self.code not in ALLOWED:
+            found.append(f"exit code {self.code}")
+        if "Traceback" in self.err or "internal error" in self.err or "Exception ignored" in self.err:
+            found.append("a traceback or an internal error")
+        lines = [line for line in self.err.splitlines() if line.strip()]
+        if self.code == 2 and not (lines and any(line.startswith("headstart: error: ") for line in lines)):
+            found.append("no line that says what was wrong")
+        if self.code == 2 and lines and not (lines[-1].startswith("hint: ") or ", but " in lines[-1]):
+            found.append("the last line does not say what to do")
+        if "--json" in self.words and self.code in (0, 1):
+            found += _json_faults(self.out)
+        return found
+
+    def shown(self) -> str:
+        words = " ".join(word if len(word) < 60 else f"{word[:50]}..." for word in self.words)
+        return f"headstart {words}\n  code {self.code}: {'; '.join(self.faults())}\n  {self.err[-600:]!r}"
+
+
+def _json_faults(text: str) -> list[str]:
+    def refuse(name: str) -> None:
+        raise ValueError(name)
+
+    try:
+        json.loads(text, parse_constant=refuse)
+        text.encode()
+    except ValueError as error:
+        return [f"not one JSON document: {error}"]
+    return []
+
+
+class TookTooLong(BaseException):
+    """Not an Exception: nothing may catch it on its way."""
+
+
+def run(words: tuple[str, ...], *, stdin: str = "", stdout: Any = None, seconds: float = LONGEST_S) -> Outcome:
+    """One command line in this process, with pipes for streams."""
+    out, err = stdout or io.TextIOWrapper(io.BytesIO(), "utf-8"), io.TextIOWrapper(io.BytesIO(), "utf-8")
+
+    def late(*_: object) -> None:
+        raise TookTooLong
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    begun = time.monotonic()
+    code: int | None = None
+    try:
+        with mock.patch.multiple(sys, stdin=io.StringIO(stdin), stdout=out, stderr=err):
+            code = edge.run(list(words))
+    except TookTooLong:
+        pass
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    return Outcome(words, code, "" if stdout else _text(out), _text(err), time.monotonic() - begun)
+
+
+def _text(stream: io.TextIOWrapper) -> str:
+    stream.flush()
+    return stream.buffer.getvalue().decode("utf-8", "replace")  # type: ignore[attr-defined]
+
+
+def commands() -> dict[str, Any]:
+    """All commands by their full name, those of a group after it."""
+
+    def below(group: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+        for name, command in group.commands.items():
+            if hasattr(command, "commands"):
+                yield from below(command, f"{prefix}{name} ")
+            else:
+                yield prefix + name, command
+
+    return dict(below(typer.main.get_command(app), ""))
+
+
+def wrong_values(item: Any, paths: Mapping[str, str]) -> tuple[str, ...]:
+    """What somebody could give to this option or argument by mistake."""
+    kind = item.type_descriptor.annotation
+    if get_origin(kind) in (list, tuple):
+        kind = get_args(kind)[0]
+    members = [each for each in get_args(kind) if each is not type(None)]
+    kind = members[0] if members else kind
+    places = tuple(paths[name] for name in ("FILE", "FOLDER", "MISSING", "BELOW_A_FILE", "FIFO"))
+    if kind in (int, float):
+        return NUMBERS
+    return ("", *places[:-1]) if kind is Path else (*TEXTS, *places)
+
+
+def make_paths(folder: Path) -> dict[str, str]:
+    """The words in capitals: a tiny model, and what paths may lead to."""
+    from headstart.tools.tiny import write_tiny
+
+    (folder / "file").write_text("not a model\n")
+    (folder / "folder").mkdir()
+    (folder / "texts.jsonl").write_text('{"text": "the sky is blue and the sea is blue and the sky is blue"}\n' * 8)
+    os.mkfifo(folder / "fifo")
+    return {
+        "MODEL": str(write_tiny("mimo", folder / "model")),
+        "OUT": str(folder / "out"),
+        "TEXTS": str(folder / "texts.jsonl"),
+        "FILE": str(folder / "file"),
+        "FOLDER": str(folder / "folder"),
+        "MISSING": str(folder / "missing"),
+        "BELOW_A_FILE": str(folder / "file" / "below"),
+        "FIFO": str(folder / "fifo"),
+    }
+
+
+def wrong_lines(paths: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
+    """Each option and argument of each command, once with each wrong value, and without a value."""
+    for name, command in commands().items():
+        base = tuple(paths.get(word, word) for word in SMALL[name])
+        places = [index for index, word in enumerate(SMALL[name]) if word in ("MODEL", "vllm", "qwen3_5-tiny")]
+        for item in command.params:
+            if item.param_type_name == "argument":
+                place = (
+                    places[min(len(places) - 1, [each.name for each in command.params].index(item.name))]
+                    if places
+                    else 0
+                )
+                for value in wrong_values(item, paths):
+                    yield (*name.split(), *base[:place], value, *base[place + 1 :])
+                continue
+            flag = max(item.opts, key=len)
+            if item.is_flag:
+                yield (*name.split(), *base, flag)
+                continue
+            rest = _without(base, flag)
+            for value in wrong_values(item, paths):
+                yield (*name.split(), *rest, flag, *[value] * item.nargs)
+            yield (*name.split(), *rest, flag)
+
+
+def _without(words: tuple[str, ...], flag: str) -> tuple[str, ...]:
+    if flag not in words:
+        return words
+    index = words.index(flag)
+    return (*words[:index], *words[index + 2 :])
+
+
+def endless(words: tuple[str, ...]) -> bool:
+    """No mistake, but a long wait."""
+    return words[0] in ("data", "train", "tune") and bool({"inf", "1e999", str(10**30)} & set(words))
+
+
+def forget_output(paths: Mapping[str, str]) -> None:
+    for name in ("out", "out.training"):
+        shutil.rmtree(Path(paths["OUT"]).with_name(name), ignore_errors=True)
+
+
+@contextlib.contextmanager
+def quiet_place(folder: Path, *, cache: bool = True) -> Iterator[dict[str, str]]:
+    """A place of its own to work in: the current folder and the cache; servers end as soon as they listen."""
+    place = {"HEADSTART_CACHE": str(folder / "cache")} if cache else {}
+    paths = make_paths(folder)
+    before = Path.cwd()
+    os.chdir(folder / "folder")
+    try:
+        with (
+            mock.patch("headstart.server.run.serve", lambda llm, config, bound: bound.close()),
+            mock.patch.dict(os.environ, place),
+        ):
+            yield paths
+    finally:
+        os.chdir(before)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("command", nargs="*")
+    parser.add_argument("--every", type=int, default=1)
+    asked = parser.parse_args()
+    bad = total = 0
+    with tempfile.TemporaryDirectory() as folder, quiet_place(Path(folder)) as paths:
+        for words in [*wrong_lines(paths)][:: asked.every]:
+            if endless(words) or (asked.command and not set(asked.command) & set(words[:2])):
+                continue
+            forget_output(paths)
+            outcome = run(words)
+            total += 1
+            if outcome.faults() or outcome.seconds > 5:
+                bad += bool(outcome.faults())
+                sys.stdout.write(f"{outcome.shown()} {outcome.seconds:.1f} s\n")
+    sys.stdout.write(f"{total} command lines, {bad} end in another way than they may\n")
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""`headstart chat` at a terminal (a pseudo-terminal): Ctrl-C, pasted text."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import sys, time
+sys.path.insert(0, {here!r})
+import headstart.api
+from fake import FakeLLM, WORDS
+from headstart.api import TextDelta
+
+class Slow(FakeLLM):
+    def stream(self, prompt, params, **_):
+        print("<" + repr(prompt[-1]["content"]) + ">", flush=True)
+        if "slowly" in prompt[-1]["content"]:
+            for word in WORDS[:-1] * 200:
+                time.sleep(0.01)
+                yield TextDelta(word, [0])
+        yield from super().stream(prompt, params)
+
+headstart.api.LLM = Slow
+from headstart.cli.main import main
+sys.exit(main(["chat"]))
+"""
+
+
+class Terminal:
+    """A chat at a pseudo-terminal: what is typed, and what is shown."""
+
+    def __init__(self) -> None:
+        self.main, side = pty.openpty()
+        program = PROGRAM.format(here=str(Path(__file__).parent))
+        environment = os.environ | {"TERM": "xterm", "INPUTRC": os.devnull}
+        command = [sys.executable, "-c", program]
+        self.process = subprocess.Popen(
+            command, stdin=side, stdout=side, stderr=side, env=environment, start_new_session=True,
+            preexec_fn=lambda: _own_terminal(),
+        )  # fmt: skip
+        os.close(side)
+        self.shown = ""
+
+    def type(self, text: str) -> None:
+        os.write(self.main, text.encode())
+
+    def wait_for(self, text: str, seconds: float = 20) -> str:
+        """What is shown until `text` is, which is taken away."""
+        end = time.monotonic() + seconds
+        while text not in self.shown:
+            assert time.monotonic() < end, f"{text!r} is not in {self.shown!r}"
+            if select.select([self.main], [], [], 0.1)[0]:
+                self.shown += os.read(self.main, 4096).decode("utf-8", "replace")
+        before, _, self.shown = self.shown.partition(text)
+        return before
+
+
+def _own_terminal() -> None:
+    """Ctrl-C comes from the terminal that controls the process."""
+    import fcntl
+    import termios
+
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+@pytest.fixture
+def terminal() -> Iterator[Terminal]:
+    chat = Terminal()
+    chat.wait_for("> ")
+    yield chat
+    chat.process.kill()
+    chat.process.wait()
+    os.close(chat.main)
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_chat(terminal: Terminal) -> None:
+    terminal.type("slowly, please\r")
+    terminal.wait_for("The sky is The sky ")
+    terminal.type("\x03")
+    assert "blue" not in terminal.wait_for("stopped")
+    terminal.wait_for("> ")
+    terminal.type("And now?\r")
+    terminal.wait_for("blue.")
+    terminal.wait_for("> ")
+    terminal.type("\x03")
+    terminal.wait_for("Ctrl-C again")
+    terminal.wait_for("> ")
+    time.sleep(0.1)  # until it reads
+    terminal.type("\x03")
+    terminal.wait_for("interrupted")
+    assert terminal.process.wait(10) == 130
+
+
+@pytest.mark.parametrize(
+    "paste", ["one\ntwo\nthree\n", "\x1b[200~one\rtwo\rthree\x1b[201~\r"], ids=["plain", "bracketed"]
+)
+def test_pasted_lines_are_one_turn(terminal: Terminal, paste: str) -> None:
+    terminal.type(paste)
+    assert re.sub(r"\\[rn]", " ", terminal.wait_for("blue.")).count("<'one two three'>") == 1
+    terminal.wait_for("> ")
+    terminal.type("/exit\r")
+    assert terminal.process.wait(10) == 0

@@ -1,0 +1,125 @@
+"""Every command line that README.md and `--help` show is run as it stands: with tiny models in the places of those that
+it names, and with less work. Nothing but a server that is not there may be missing."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from first_minute import SMALL, quiet_place, run
+
+from headstart.cli import bench
+from headstart.cli.app import COMMANDS
+
+README = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
+MODELS = ("my-model", "model", "original", "org/model", "org/original", "deepseek-ai/DeepSeek-V3", "DeepSeek-V3",
+          "Qwen3.5-9B", "my-finetune", "smollm2-mimo", "my-eagle3")  # fmt: skip
+LESS = {
+    "--minutes": "0.002",
+    "--max-tokens": "2",
+    "--tokens": "40",
+    "--pairs": "1",
+    "--output-tokens": "2",
+    "--repeats": "1",
+    "--scale": "0.005",
+    "--concurrency": "1",
+    "--workload": "code",
+    "--temperature": "0",
+    "--modes": "off,1",
+    "--rows": "1,2",
+    "--context": "64",
+}
+"""Values that are work."""
+LITTLE = {
+    **{name: SMALL[name][1:] for name in ("demo", "generate", "chat", "serve", "verify", "tune", "bench run")},
+    "data": ("--tokens", "4", "--max-tokens", "2"),
+    "launch": ("--dry-run",),
+}
+"""Options that are added where the line does not give them itself."""
+ONLY_READ = (
+    "--against transformers", "--full", "--numerics", "--from-scratch", "--gpu here", "bench step", "tune", "--preset",
+    "headstart train", "graft ./my-finetune", "--program ./build/bin", "verify ./my-model", "my-head", "--to vllm",
+    "--to gguf", "headstart data", "--drafters mtp", "--schema",
+)  # fmt: skip
+"""Lines with work that cannot be made little, or for another engine's program: parsed here, run by other tests."""
+NO_SERVER = ("probe", "--url")
+
+
+def help_lines() -> list[str]:
+    lines = [line for name in COMMANDS for line in import_module(f"headstart.cli.{name}").EXAMPLES]
+    return [*lines, *bench.EXAMPLES, *bench.RUN_EXAMPLES, *bench.STEP_EXAMPLES]
+
+
+def readme_lines() -> list[str]:
+    return [line.strip() for line in re.findall(r"^\$ (headstart .*)", README, re.MULTILINE)]
+
+
+LINES = dict.fromkeys(
+    line.partition("  #")[0].strip() for line in (*readme_lines(), *help_lines()) if "curl" not in line
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A folder with what the examples name; a tiny model is the default one."""
+    folder = tmp_path_factory.mktemp("examples")
+    with quiet_place(folder) as paths, mock.patch("headstart.hub.DEFAULT_MODEL", paths["MODEL"]):
+        for name in MODELS:
+            shutil.copytree(paths["MODEL"], name)
+        for name in ("texts.jsonl", "texts/texts.jsonl", "docs/guide.md", "task.txt"):
+            Path(name).parent.mkdir(exist_ok=True)
+            shutil.copy(paths["TEXTS"], name)
+        for name in ("prompts.jsonl", "my-prompts.jsonl"):
+            Path(name).write_text('{"prompt": "Why is the sky blue?"}\n')
+        Path("question.jsonl").write_text('{"category": "writing", "turns": ["Why is the sky blue?"]}\n')
+        assert run(("bench", *SMALL["bench run"][1:], "--out", "before.json")).code == 0
+        shutil.copy("before.json", "after.json")
+        yield
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_example(line: str) -> None:
+    before, _, piped = line.rpartition("| ")
+    words = shlex.split(piped)[1:]
+    words = _made_little([LESS.get(flag, word) for flag, word in zip(["", *words], words, strict=False)])
+    if any(part in line for part in ONLY_READ):
+        words = [word for word in words if word != "--json"] + ["--help"]
+    else:
+        _make_way(words)
+    outcome = run(tuple(words), stdin=before, seconds=30)
+    assert not outcome.faults(), outcome.shown()
+    assert outcome.code in ((2,) if any(part in line for part in NO_SERVER) else (0, 1)), outcome.shown()
+
+
+def _make_way(words: list[str]) -> None:
+    for flag in ("-o", "--out", "--report"):
+        if flag in words and (path := Path(words[words.index(flag) + 1])).exists():
+            assert path.parts[0] not in ("/", ".."), "only what an example before has made"
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _made_little(words: list[str]) -> list[str]:
+    """With the options of the command's small run that the line does not give itself."""
+    name = words[0] if words[0] != "bench" else "bench step" if words[1:2] == ["step"] else "bench run"
+    if {"--compare", "--url", "--translate", "--prompt-file"} & set(words):
+        return words
+    groups: list[list[str]] = []
+    for word in LITTLE.get(name, ()):
+        groups = [*groups, [word]] if word.startswith("--") else [*groups[:-1], [*groups[-1], word]]
+    if "--engine" in words:
+        groups = []
+    more = [word for group in groups if group[0] not in words for word in group]
+    end = words.index("--") if "--" in words else len(words)
+    return [*words[:end], *more, *words[end:]]
+
+
+def test_the_python_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    exec(compile(code, "README.md", "exec"), {})
+    assert capsys.readouterr().out

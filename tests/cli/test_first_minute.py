@@ -1,0 +1,197 @@
+"""The first minute of a newcomer: whatever is typed, wherever it runs, a command ends with 0, 1 (a verdict), 2 or 130,
+without a trace, and its last line says what to do. `first_minute.py` has the parts, and tries more."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import pytest
+from first_minute import HELP, SMALL, Outcome, commands, endless, forget_output, quiet_place, run, wrong_lines
+
+Paths = dict[str, str]
+ONE_IN = 41
+"""Of the command lines with a wrong value, the suite takes one in so many; first_minute.py takes all."""
+SLOW = ("bench step", "tune")
+"""They measure the machine first: seconds. first_minute.py tries them."""
+QUICK = tuple(name for name in SMALL if name not in SLOW)
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Paths]:
+    with quiet_place(tmp_path_factory.mktemp("first-minute")) as names:
+        yield names
+
+
+def small(name: str, paths: Paths, *more: str) -> tuple[str, ...]:
+    forget_output(paths)
+    return (*name.split(), *(paths.get(word, word) for word in SMALL[name]), *more)
+
+
+def expect(outcome: Outcome, *codes: int) -> None:
+    assert not outcome.faults(), outcome.shown()
+    assert outcome.code in codes, outcome.shown()
+
+
+def test_every_command_has_a_small_run() -> None:
+    assert set(SMALL) == set(commands())
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_small_run(name: str, paths: Paths) -> None:
+    expect(run(small(name, paths)), 2 if name == "probe" else 0)
+
+
+@pytest.mark.parametrize("name", [name for name in QUICK if name not in ("chat", "serve", "train")])
+def test_json(name: str, paths: Paths) -> None:
+    expect(run(small(name, paths, "--json")), 0, 1, 2)
+
+
+def test_wrong_values(paths: Paths) -> None:
+    lines = [words for words in wrong_lines(paths) if words[0] != "tune" and words[1] != "step" and not endless(words)]
+    found = []
+    for words in lines[::ONE_IN]:
+        forget_output(paths)
+        outcome = run(words)
+        found += [outcome] if outcome.faults() else []
+    assert not found, "\n".join(outcome.shown() for outcome in found)
+
+
+@pytest.mark.parametrize("name", ["", "bench", *SMALL])
+def test_help_fits_the_terminal_and_speaks_to_people(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for columns in (40, 80, 200):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        texts = [run((*name.split(), flag)) for flag in HELP]
+        assert len({each.out for each in texts}) == 1
+        expect(texts[0], 0)
+        text, _, examples = texts[0].out.partition("\nExamples:")
+        assert max(map(len, text.splitlines())) <= columns
+        assert f"  headstart {name}".rstrip() in examples
+        assert not any(word in text for word in (" range", "<int>", "<bool>", "list["))
+    assert len(text.splitlines()) < 70, "rare options come with --help-all"
+    if name:
+        assert len(run((*name.split(), "--help-all")).out) >= len(text)
+
+
+def test_help_keeps_square_brackets() -> None:
+    assert "[[from, to, depth], ...]" in run(("generate", "--help-all")).out
+    assert "'[ngram]'" in run(("launch", "--help")).out
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_nobody_reads(name: str, paths: Paths) -> None:
+    """`headstart ... | true`: what was asked is done, and the exit code says how it went."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as broken:
+        outcome = run(small(name, paths), stdout=broken)
+    expect(outcome, 2 if name == "probe" else 0)
+
+
+@pytest.mark.parametrize("name", [name for name in QUICK if name not in ("serve", "chat", "probe")])
+def test_a_full_disk_behind_stdout(name: str, paths: Paths) -> None:
+    with Path("/dev/full").open("w") as full:
+        outcome = run(small(name, paths), stdout=full)
+    expect(outcome, 2)
+    assert "No space left on device" in outcome.err
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_no_argument(name: str, paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is required is said; the rest has defaults (the default model a tiny one here, and the work a little)."""
+    monkeypatch.setattr("headstart.hub.DEFAULT_MODEL", paths["MODEL"])
+    if name in ("demo", "verify", "tune", "plan", "bench run", "bench step"):  # minutes
+        module = f"headstart.tools.{name.replace(' run', '.run').replace(' ', '.')}"
+        module += "" if name in ("demo", "bench run", "bench step") else ".run"
+        monkeypatch.setattr(f"{module}.run", stopped)
+    expect(run(tuple(name.split())), 0, 2, 130)
+
+
+def stopped(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("name", [name for name in QUICK if name not in ("probe", "export", "train")])
+def test_a_home_that_cannot_be_written(name: str, paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = "/proc/nowhere" if len(name) % 2 else "/dev/null/below"
+    for variable in ("HOME", "HEADSTART_CACHE", "XDG_CACHE_HOME", "HF_HOME"):
+        monkeypatch.setenv(variable, place)
+    expect(run(small(name, paths)), 0)
+
+
+def test_the_default_model_without_a_place_for_it(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADSTART_CACHE", "/dev/null/below")
+    expect(run(("generate", "--prompt", "Hi")), 2)
+
+
+# Processes of their own: what signals, streams and limits of the system do.
+
+
+def start(*words: str, program: tuple[str, ...] = ("-m", "headstart"), **more: object) -> subprocess.Popen[str]:
+    command = [sys.executable, *program, *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)  # type: ignore[call-overload, no-any-return]
+
+
+def ended(process: subprocess.Popen[str], words: tuple[str, ...]) -> Outcome:
+    out, err = process.communicate(timeout=60)
+    return Outcome(words, process.returncode, out, err)
+
+
+def wait_for_text(stream: IO[str] | None) -> None:
+    assert stream is not None
+    assert stream.read(1)
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.2, 0.4, 0.7])
+def test_ctrl_c_while_it_starts(seconds: float, paths: Paths) -> None:
+    words = ("generate", paths["MODEL"], "--prompt", "Hi", "--max-tokens", "400", "--ignore-eos")
+    process = start(*words)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    expect(ended(process, words), 0, 130)
+
+
+def test_ctrl_c_in_an_answer(paths: Paths) -> None:
+    words = ("generate", paths["MODEL"], "--prompt", "Hi", "--max-tokens", "480", "--ignore-eos", "--no-mtp")
+    process = start(*words)
+    wait_for_text(process.stdout)
+    process.send_signal(signal.SIGINT)
+    outcome = ended(process, words)
+    expect(outcome, 130)
+    assert outcome.err == "headstart: error: interrupted\n"
+
+
+def test_streams_that_are_closed() -> None:
+    command = f"{sys.executable} -m headstart doctor <&- >&- 2>&-"
+    assert subprocess.run(["bash", "-c", command], check=False).returncode == 0
+
+
+def test_a_limit_on_the_size_of_files(paths: Paths, tmp_path: Path) -> None:
+    """As on a full disk, but for everything that is written."""
+    words = ("export", paths["MODEL"], "--to", "vllm-mimo", "--out", str(tmp_path / "out"))
+    command = f"ulimit -f 1; exec {sys.executable} -m headstart {' '.join(words)}"
+    done = subprocess.run(["bash", "-c", command], check=False, capture_output=True, text=True)
+    expect(Outcome(words, done.returncode, done.stdout, done.stderr), 2)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_stdout_without_utf8() -> None:
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        [sys.executable, "-m", "headstart", "plan", "--published"], env=environment, capture_output=True, check=False
+    )
+    assert done.returncode == 0
+    assert done.stdout.isascii()
+
+
+def test_in_process_streams_are_left_alone() -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), "utf-8")
+    expect(run(("--version",), stdout=stream), 0)
+    stream.write("still open")

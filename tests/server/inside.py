@@ -1,0 +1,91 @@
+"""The server in a thread of this process, so that tests can change its limits."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
+
+import httpx
+import uvicorn
+from fastapi import FastAPI
+
+from headstart.api import LLM
+from headstart.config import EngineConfig
+from headstart.server.app import ServerConfig, make_app
+from headstart.server.bridge import Bridge
+from headstart.server.protocol import Protocol
+from headstart.server.routes import State
+
+ENGINE = EngineConfig(threads=1, max_num_seqs=8, kv_blocks=512, max_model_len=2048)
+
+
+class Inside:
+    """`client` for whole answers, `connect` for raw ones."""
+
+    def __init__(self, port: int, bridge: Bridge, state: State) -> None:
+        self.port, self.bridge, self.state = port, bridge, state
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return self.client.post(path, json=body)
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=20)
+
+    def exchange(self, *packets: bytes) -> bytes:
+        """All that comes until the server closes the connection."""
+        with self.connect() as connection:
+            for packet in packets:
+                connection.sendall(packet)
+            return read_all(connection)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    data = b""
+    with suppress(ConnectionResetError):
+        while piece := connection.recv(65536):
+            data += piece
+    return data
+
+
+def state_of(app: Any) -> State:
+    """Of the application inside its guards."""
+    while not isinstance(app, FastAPI):
+        app = app.app
+    state: State = app.state.headstart
+    return state
+
+
+@contextmanager
+def inside(llm: LLM, **settings: Any) -> Iterator[Inside]:
+    """A server over `llm`; ServerConfig's settings."""
+    app, bridge = make_app(llm, ServerConfig(**settings))
+    bound = socket.socket()
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # so that a late reader is noticed soon
+    bound.bind(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, http=Protocol, ws="none", log_config=None, access_log=False))
+    started = threading.Event()
+
+    async def main() -> None:
+        serving = asyncio.create_task(server.serve(sockets=[bound]))
+        while not server.started:
+            await asyncio.sleep(0.01)
+        started.set()
+        await serving
+
+    server.capture_signals = nullcontext  # type: ignore[assignment,method-assign]  # not the main thread
+    thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
+    thread.start()
+    assert started.wait(30)
+    found = Inside(bound.getsockname()[1], bridge, state_of(app))
+    try:
+        yield found
+    finally:
+        found.client.close()
+        server.should_exit = server.force_exit = True
+        thread.join(30)
+        bridge.stop()

@@ -1,0 +1,246 @@
+"""Connections and bodies that would cost the server much: refused before they do, while others are answered."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from inside import ENGINE, Inside, inside, read_all
+
+from headstart import hub
+from headstart.api import LLM
+from headstart.server import limits
+from headstart.server.errors import BodyError
+from headstart.server.intake import parsed
+from headstart.server.schema import ChatRequest, CompletionRequest
+
+pytestmark = pytest.mark.slow  # a server
+TEXT = "/v1/completions"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+BODY = b'{"prompt": "Once", "max_tokens": 2, "seed": 1}'
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    if hub.cached_trunk() is None:
+        pytest.skip("the default model is not in the cache: headstart pull")
+    return LLM(None, ENGINE)
+
+
+@pytest.fixture(scope="module")
+def server(llm: LLM) -> Iterator[Inside]:
+    settings = {"api_key": ("one", "two"), "allowed_origins": ("http://page.example",), "max_queue": 40}
+    with inside(llm, **settings) as found:
+        found.client.headers["Authorization"] = "Bearer one"
+        yield found
+
+
+def error_in(answer: bytes) -> Any:
+    return json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+
+
+MASSES: list[tuple[type, bytes]] = [
+    (ChatRequest, b'{"messages": [' + b"1," * 5_000_000 + b"1]}"),
+    (ChatRequest, b'{"messages": [' + b"1," * 500_000 + b"1]}"),
+    (ChatRequest, b'{"messages": [' + b"{}," * 40_000 + b"{}]}"),
+    (ChatRequest, b'{"messages": [{"role": "user", "content": [' + b"1," * 500_000 + b"1]}]}"),
+    (CompletionRequest, b'{"prompt": [1' + b',"a"' * 500_000 + b"]}"),
+    (CompletionRequest, b'{"prompt": ["a"' + b",1" * 500_000 + b"]}"),
+    (CompletionRequest, b'{"prompt": [[1]' + b",[null]" * 40_000 + b"]}"),
+    (CompletionRequest, b'{"prompt": "x", "stop": [' + b"1," * 500_000 + b"1]}"),
+    (CompletionRequest, b'{"prompt": "x", "stop": [' + b'"a",' * 20_000 + b'"a"]}'),
+    (CompletionRequest, b'{"prompt": "x", "stop_token_ids": [' + b"1," * 500_000 + b"1]}"),
+    (CompletionRequest, b'{"prompt": "x", "logit_bias": {' + b'"1":1,' * 40_000 + b'"1":"x"}}'),
+    (CompletionRequest, b'{"prompt": "x", "logit_bias": {' + b'"1":"x",' * 2_000_000 + b'"1":1}}'),
+    (CompletionRequest, b'{"prompt": "x", "guided_json": ' + b"[" * 3_000_000 + b"}"),
+    (CompletionRequest, b'{"prompt": "x", "guided_json": ' + b"[" * 900 + b"]" * 900 + b"}"),
+    (CompletionRequest, b'{"prompt": "x", "guided_json": ' + b'{"a":' * 200 + b"1" + b"}" * 200 + b"}"),
+    (CompletionRequest, b'{"prompt": ' + b"9" * 5000 + b"}"),
+    (CompletionRequest, b'{"prompt": "a\\ud800"}'),
+    (CompletionRequest, b'{"prompt": "x", "user": "\\udfff"}'),
+    (CompletionRequest, b'{"prompt": "x", "metadata": {"\\ud800": 1}}'),
+    (CompletionRequest, b'{"prompt": "x", "temperature": NaN}'),
+    (CompletionRequest, b'{"prompt": "x", "temperature": -1e999}'),
+]
+
+
+@pytest.mark.parametrize(("model", "data"), MASSES, ids=[str(i) for i in range(len(MASSES))])
+def test_what_is_wrong_many_times_is_told_once_and_soon(model: type, data: bytes) -> None:
+    begun = time.process_time()
+    with pytest.raises(BodyError) as told:
+        parsed(data, model)
+    assert time.process_time() - begun < 2
+    assert len(str(told.value)) < 700
+
+
+def test_large_bodies_that_are_right_are_read() -> None:
+    body = {"prompt": [[i % 1000 for i in range(4000)] for _ in range(100)], "user": '[{"' * 60_000}
+    assert len(parsed(json.dumps(body).encode(), CompletionRequest).prompt) == 100  # type: ignore[attr-defined]
+
+
+def test_headers_must_end(server: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "HEADER_SECONDS", 0.3)
+    assert server.exchange(b"") == b""
+    assert error_in(server.exchange(b"GET /health HTTP/1.1\r\nHost: "))["code"] == 408
+
+
+@pytest.mark.parametrize(
+    "packets",
+    [
+        [HEAD + b"X: " + b"y" * 2**20],
+        [HEAD, *[b"X: " + b"y" * 1000 + b"\r\n"] * 100],
+        [HEAD + b"X: y\r\n" * 300 + b"\r\n"],
+        [b"GET /" + b"a" * 2**20],
+    ],
+    ids=["long", "many", "small", "path"],
+)
+def test_headers_are_limited(server: Inside, packets: list[bytes]) -> None:
+    with server.connect() as connection:
+        try:
+            for packet in packets:
+                connection.sendall(packet)
+            answer = read_all(connection)
+        except (BrokenPipeError, ConnectionResetError):
+            answer = b""  # refused while we were writing
+    assert not answer or error_in(answer)["code"] == 431
+
+
+def test_what_is_not_http_is_told_so(server: Inside) -> None:
+    answer = server.exchange(b"\x16\x03\x01\x02\x00 hello\r\n\r\n")
+    assert error_in(answer)["type"] == "invalid_request_error"
+    assert b"connection: close" in answer
+
+
+KEY = b"Authorization: bearer two\r\n"
+
+
+def test_bodies_must_come(server: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "BODY_PAUSE_SECONDS", 0.3)
+    answer = server.exchange(HEAD + KEY + b"Content-Length: 1000\r\n\r\n{")
+    assert error_in(answer)["code"] == 408
+
+
+def test_bodies_in_preparation_have_a_budget(server: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that hold much are refused; small ones are answered meanwhile, and all of it is given back."""
+    intake = server.state.intake
+    monkeypatch.setattr(intake.budgets[1], "most", 3 * 2**20)
+    connections = []
+    for _ in range(6):
+        connection = server.connect()
+        connection.sendall(HEAD + KEY + b"Content-Length: 8000000\r\n\r\n")
+        connections.append(connection)
+        with suppress(OSError):
+            connection.sendall(b'{"prompt": "' + b"x" * 2**20)
+    deadline = time.monotonic() + 10
+    while intake.budgets[1].used < 2 * 2**20 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert server.post(TEXT, prompt="Once", max_tokens=2).status_code == 200
+    refused = 0
+    for connection in connections[::-1]:
+        connection.settimeout(0.3)
+        with suppress(TimeoutError):
+            refused += b"503" in connection.recv(4096)
+        connection.close()
+    assert refused >= 3
+    deadline = time.monotonic() + 10
+    while any(budget.used for budget in intake.budgets):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_who_does_not_read_is_dropped(server: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "READ_SECONDS", 0.3)
+    asked = {"prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "stream": True, "logprobs": 20, "n": 8}
+    body = json.dumps(asked)
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", server.port))
+        connection.sendall(HEAD + KEY + f"Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        deadline = time.monotonic() + 60
+        while not server.bridge._in_flight:
+            time.sleep(0.01)
+        while server.bridge._in_flight:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def test_http_1_0_reads_to_the_end_of_the_connection(server: Inside) -> None:
+    body = json.dumps({"prompt": "Once", "max_tokens": 3, "stream": True}).encode()
+    head = HEAD.replace(b"1.1", b"1.0") + KEY + f"Content-Length: {len(body)}\r\n\r\n".encode()
+    answer = server.exchange(head + body)
+    assert b"transfer-encoding" not in answer.lower()
+    assert answer.partition(b"\r\n\r\n")[2].startswith(b"data: {")
+    assert answer.endswith(b"data: [DONE]\n\n")
+
+
+def test_head_cors_and_probes(server: Inside) -> None:
+    for path in ("/health", "/ping", "/ready", "/version"):
+        got, head = server.client.get(path), server.client.head(path)
+        assert (got.status_code, head.status_code) == (200, 200)
+        assert head.headers["content-length"] == got.headers["content-length"]
+    asks = {"Origin": "http://page.example", "Access-Control-Request-Method": "POST"}
+    asks["Access-Control-Request-Headers"] = "authorization, content-type"
+    allowed = server.client.options(TEXT, headers=asks)
+    assert allowed.status_code == 200
+    assert allowed.headers["access-control-allow-origin"] == "http://page.example"
+    assert server.client.options(TEXT, headers=asks | {"Origin": "http://other.example"}).status_code == 400
+
+
+def test_keys(server: Inside) -> None:
+    right, wrong = ("Bearer one", "bearer two", "BEARER  two"), ("Bearer three", "Bearer", "one", "Basic one", "")
+    for key, status in [*((key, 200) for key in right), *((key, 401) for key in wrong)]:
+        assert server.client.get("/v1/models", headers={"Authorization": key}).status_code == status
+    assert server.client.get("/health", headers={"Authorization": ""}).status_code == 200
+
+
+def test_request_ids(server: Inside) -> None:
+    given = server.client.get("/version", headers={"X-Request-Id": "my-id:1"})
+    assert given.headers["X-Request-Id"] == "my-id:1"
+    bad = ({"X-Request-Id": name} for name in ("", "a b", "x" * 500))
+    made = [server.client.get("/version", headers=each).headers["X-Request-Id"] for each in bad]
+    assert len({*made}) == 3
+    assert all(len(each) == 32 for each in made)
+
+
+def test_other_types_than_json(server: Inside) -> None:
+    answer = server.client.post(TEXT, content=BODY, headers={"Content-Type": "text/plain"})
+    assert answer.status_code == 415
+    assert "Content-Type" in answer.json()["error"]["message"]
+    assert server.client.post(TEXT, content=BODY, headers={"Content-Type": "application/vnd.x+json"}).status_code == 200
+
+
+def test_a_fault_of_ours_closes_the_connection(server: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.bridge, "open", lambda requests: 1 / 0)
+    answer = server.post(TEXT, prompt="Once")
+    assert (answer.status_code, answer.headers["connection"]) == (500, "close")
+    assert answer.json()["error"]["type"] == "server_error"
+
+
+def test_preparation_takes_a_place_and_counts_in_time(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    from headstart.server import routes
+
+    job = routes.completion_job
+
+    def slow(*args: Any, **more: Any) -> Any:
+        time.sleep(0.6)
+        return job(*args, **more)
+
+    monkeypatch.setattr(routes, "completion_job", slow)
+    with inside(llm, request_timeout=0.3, max_queue=0) as server:
+        answer = server.post(TEXT, prompt="Once", max_tokens=2)
+        assert answer.status_code == 504
+        assert "0.3 s" in answer.json()["error"]["message"]
+        deadline = time.monotonic() + 5
+        while server.bridge._preparing:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        with server.bridge.preparing(8):
+            assert server.client.get("/ready").status_code == 503
+            refused = server.post(TEXT, prompt="Once")
+            assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
+        assert server.client.get("/ready").status_code == 200

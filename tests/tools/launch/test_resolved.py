@@ -1,0 +1,251 @@
+"""Printed commands as the engines themselves would take them: names, values, combinations; engines x models x heads x
+devices."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGUFWriter
+
+from headstart import registry
+from headstart.errors import HeadstartError, UsageError
+from headstart.formats.json_object import read_packaged
+from headstart.tools.launch import run as launch
+from headstart.tools.launch.checked import check_words
+from headstart.tools.launch.definitions import definitions
+from headstart.tools.launch.launcher import Step
+from headstart.tools.launch.published import published
+from headstart.tools.launch.rules import rules
+from headstart.tools.launch.versions import parse
+
+ENGINES = registry.available("launchers")
+HEADS: dict[str, dict[str, Any] | None] = {
+    "": None,
+    "eagle3": {"architectures": ["LlamaForCausalLMEagle3"], "vocab_size": 151936, "draft_vocab_size": 32000},
+    "eagle": {"model_type": "eagle", "architectures": ["EagleLlamaForCausalLM"], "hidden_size": 64},
+    "dflash": {"architectures": ["DFlashDraftModel"], "block_size": 16, "hidden_size": 64},
+    "dspark": {"architectures": ["Qwen3DSparkModel"], "block_size": 7, "hidden_size": 64},
+    "model": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936},
+}
+PLACES: dict[str, dict[str, Any]] = {
+    "8 x H200": {"gpus": "h200x8"},
+    "one H100, server": {"gpus": "h100", "settings": {"max_model_len": 4096, "max_num_seqs": 16}},
+    "MI300X": {"gpus": "mi300xx8"},
+    "2 nodes": {"gpus": "h200x8", "nodes": 2},
+    "CPU": {"gpus": "none"},
+    "by batch": {"gpus": "b200x8", "depth_by_batch": "[[1, 8, 2], [9, 64, 0]]", "depth": 2},
+    "decode": {"gpus": "h200x8", "role": "decode"},
+}
+SMALL = {
+    "deepseek_v3": {"model_type": "deepseek_v3", "num_nextn_predict_layers": 1, "num_attention_heads": 128},
+    "glm_moe_dsa": {"model_type": "glm_moe_dsa", "num_nextn_predict_layers": 1, "num_attention_heads": 64},
+    "qwen3_5": {"model_type": "qwen3_5", "mtp_num_hidden_layers": 1, "num_attention_heads": 24},
+    "mimo_v2_flash": {"model_type": "mimo_v2_flash", "num_nextn_predict_layers": 3, "num_attention_heads": 64},
+    "qwen3": {"model_type": "qwen3", "num_attention_heads": 32, "num_hidden_layers": 36, "hidden_size": 4096},
+}
+COMMANDS = 200
+
+
+@dataclass
+class Tried:
+    """Command lines that were printed, and what stopped the others."""
+
+    lines: list[tuple[str, str]] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+
+
+@pytest.fixture(scope="module")
+def tried(tmp_path_factory: pytest.TempPathFactory) -> Tried:
+    found, folder = Tried(), tmp_path_factory.mktemp("grid")
+    for engine, model, head, place in itertools.product(ENGINES, _models(folder), _heads(folder), PLACES):
+        if (engine == "llamacpp") != model.endswith(".gguf"):
+            continue
+        options = launch.LaunchOptions(engine=engine, model=model, head=head, **PLACES[place])
+        try:
+            prepared = launch.prepare(options)
+        except HeadstartError as error:
+            found.refused.append(f"{engine} {Path(model).name} {place}: {error}")
+            continue
+        found.lines += [(engine, shlex.join(step.words)) for step in prepared.plan.serve]
+    return found
+
+
+def _models(folder: Path) -> list[str]:
+    for name, config in SMALL.items():
+        (folder / name).mkdir(exist_ok=True)
+        (folder / name / "config.json").write_text(json.dumps(config))
+    gguf = folder / "m.gguf"
+    if not gguf.exists():
+        _write_gguf(gguf)
+    return [*(str(folder / name) for name in SMALL), str(gguf)]
+
+
+def _write_gguf(path: Path) -> None:
+    writer = GGUFWriter(path, "qwen35")
+    writer.add_uint32("qwen35.nextn_predict_layers", 1)
+    writer.add_uint32("qwen35.attention.head_count", 8)
+    writer.add_tensor("blk.1.nextn.eh_proj.weight", np.zeros((32, 64), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _heads(folder: Path) -> Iterator[str | None]:
+    for name, config in HEADS.items():
+        if config is None:
+            yield None
+            continue
+        (folder / f"head-{name}").mkdir(exist_ok=True)
+        (folder / f"head-{name}" / "config.json").write_text(json.dumps(config))
+        yield str(folder / f"head-{name}")
+
+
+def test_printed_commands_are_taken_by_the_engines_own_definitions(tried: Tried) -> None:
+    wrong = []
+    for engine, line in tried.lines:
+        launcher = launch.launcher_of(engine)
+        step = Step(tuple(shlex.split(line)))
+        checked = check_words(launcher, parse(launcher.newest), launcher.words_of(step), positional=2)
+        wrong += [f"{line}\n  {error}" for error in checked.errors]
+    assert not wrong, "\n".join(wrong)
+    assert len(set(tried.lines)) >= COMMANDS, len(set(tried.lines))
+
+
+REFUSED = (
+    "does not run on",
+    "no prefill nodes",
+    "its depth is one number",
+    "prefill and decode apart",
+    "no GGUF file",
+    "is one machine",
+    "drafts to one depth",
+    "cannot draft with a head of kind",
+    "has no model",
+    "has no MTP head",
+    "does not draft with the heads",
+    "does not know",
+    "has nothing for",
+    "need a GPU",
+    "one copy of a model on one machine",
+)
+"""Why a combination may have no command: what the engine cannot do."""
+
+
+def test_what_has_no_command_says_a_reason_of_its_own(tried: Tried) -> None:
+    assert not [each for each in tried.refused if not any(reason in each for reason in REFUSED)]
+
+
+# The rules.
+
+FACTS = {"model.type", "model.modules", "device", "head.kind", "head.reduced_vocabulary", "head.most_drafts",
+         "adaptive.steps"}  # fmt: skip
+RULES = [(engine, rule) for engine in ENGINES for rule in rules(engine)]
+
+
+@pytest.mark.parametrize(("engine", "rule"), RULES, ids=lambda item: getattr(item, "says", item))
+def test_rules_are_about_arguments_that_exist(engine: str, rule: Any) -> None:
+    known, named = definitions(engine), published(engine)
+    assert known is not None and named is not None
+    for name in rule.when:
+        flag = f"--{name.replace('_', '-')}"
+        assert name in FACTS or name in known.kinds or name in named.arguments or flag in known.kinds, name
+    assert rule.level in ("refuse", "note")
+
+
+@pytest.mark.parametrize(
+    ("engine", "line", "facts", "says"),
+    [
+        ("sglang", "--speculative-algorithm STANDALONE --speculative-draft-model-path d --speculative-num-steps 1 "
+         "--speculative-eagle-topk 1 --speculative-use-rejection-sampling", {}, "goes with EAGLE, EAGLE3 and NEXTN"),
+        ("sglang", "--speculative-algorithm NEXTN --speculative-num-steps 1 --speculative-eagle-topk 4", {},
+         "needs --speculative-num-draft-tokens"),
+        ("sglang", "--speculative-algorithm NEXTN --speculative-num-steps 1", {}, "needs --speculative-eagle-topk"),
+        ("sglang", "--speculative-use-rejection-sampling", {"head.reduced_vocabulary": True}, "head's is smaller"),
+        ("sglang", "--speculative-adaptive --speculative-num-steps 2 --speculative-eagle-topk 1",
+         {"adaptive.steps": [0, 3]}, "one of the candidate_steps"),
+        ("sglang", "--dp-size 2 --nnodes 2", {}, "do not span nodes"),
+        ("vllm", """-sc '{"method": "eagle3", "num_speculative_tokens": 2}'""", {}, 'needs "model"'),
+        ("vllm", """-sc '{"method": "mtp", "num_speculative_tokens": 3}'""", {"model.modules": 2}, "a multiple"),
+        ("vllm", """-tp 4 -sc '{"method": "mtp", "draft_tensor_parallel_size": 2}'""", {}, "is 1 or --tensor"),
+        ("vllm", """--enable-auto-tool-choice""", {}, "needs --tool-call-parser"),
+        ("vllm", """--kv-transfer-config '{"kv_connector": "SharedStorageConnector", "kv_role": "kv_both"}'""", {},
+         "no kv_connector SharedStorageConnector (it was there in 0.11.0)"),
+        ("vllm", """-sc '{"method": "lookahead"}'""", {}, "no method lookahead"),
+        ("vllm", """-sc '{"methods": "mtp"}'""", {}, "no 'methods' in speculative_config"),
+        ("vllm", "--max-model-len many", {}, "takes a size"),
+        ("vllm", "--dtype int4", {}, "takes one of"),
+        ("xllm", "--num_speculative_tokens 2", {}, "needs --draft_model"),
+        ("xllm", "--nnodes 2 --node_rank 2", {}, "must be below"),
+        ("llamacpp", "--spec-type draft-eagle3", {}, "needs --spec-draft-model"),
+        ("llamacpp", "--port=80", {}, "as the next word"),
+        ("trtllm", "--max_batch_size x", {}, "a whole number"),
+    ],
+)  # fmt: skip
+def test_what_an_engine_refuses_after_parsing_is_known(
+    engine: str, line: str, facts: dict[str, Any], says: str
+) -> None:
+    launcher = launch.launcher_of(engine)
+    checked = check_words(launcher, parse(launcher.newest), shlex.split(line), facts)
+    assert any(says in each for each in checked.errors), checked
+
+
+def test_a_rule_about_something_unknown_does_not_apply() -> None:
+    words = shlex.split("""-sc '{"method": "mtp", "num_speculative_tokens": 3}'""")
+    assert not check_words(launch.launcher_of("vllm"), parse("0.32.0"), words).errors
+
+
+def test_users_flags_are_checked_with_the_rest(tmp_path: Path) -> None:
+    model = _models(tmp_path)[0]
+    options = launch.LaunchOptions(engine="vllm", model=model, gpus="h200x8", extra=("--enable-auto-tool-choice",))
+    with pytest.raises(UsageError, match="needs --tool-call-parser"):
+        launch.prepare(options)
+
+
+# Models by version.
+
+
+@pytest.mark.parametrize(
+    ("engine", "version", "model", "needs"),
+    [
+        ("vllm", "0.8.5", "glm_moe_dsa", "0.16.0"), ("vllm", "0.9.2", "qwen3_5", "0.17.0"),
+        ("sglang", "0.5.7", "qwen3_5", "0.5.9"), ("sglang", "0.5.6", "mimo_v2_flash", "0.5.7"),
+        ("xllm", "0.8.0", "glm_moe_dsa", "0.9.0"), ("trtllm", "1.2.0", "qwen3_5", "1.3"),
+    ],
+)  # fmt: skip
+def test_a_version_that_does_not_know_the_model_is_refused(
+    tmp_path: Path, engine: str, version: str, model: str, needs: str
+) -> None:
+    _models(tmp_path)
+    model = str(tmp_path / model)
+    options = launch.LaunchOptions(engine=engine, model=model, gpus="h200x8", engine_version=version)
+    with pytest.raises(UsageError, match="does not know") as caught:
+        launch.prepare(options)
+    assert caught.value.hint == f"it takes version {needs} or newer"
+
+
+def test_heads_may_come_later_than_the_model(tmp_path: Path) -> None:
+    _models(tmp_path)
+    options = launch.LaunchOptions(
+        engine="vllm", model=str(tmp_path / "mimo_v2_flash"), gpus="h200x8", engine_version="0.14.0"
+    )
+    found = launch.prepare(options)
+    assert found.wanted.depth == 0 and "version 0.21.0 can" in found.why_depth
+    with pytest.raises(UsageError, match=r"version 0\.21\.0 can"):
+        launch.prepare(replace(options, depth=1))
+
+
+def test_rows_of_the_table_are_of_known_engines_and_sources() -> None:
+    table = read_packaged("headstart.tools.launch", "models.json")
+    for row in table["models"]:
+        assert {*row["first"], *row.get("heads", {})} <= {*table["sources"]} <= {*ENGINES}
+        for version in (*row["first"].values(), *row.get("heads", {}).values()):
+            assert version is None or parse(version)
