@@ -13,6 +13,7 @@ from checkpoints import raw, read_raw, tensor, write_checkpoint
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 
 from headstart.cli.main import main
+from headstart.errors import ModelError
 from headstart.formats.base import Tensor
 from headstart.formats.safetensors import Array, bfloat16
 from headstart.formats.safetensors_file import read_file

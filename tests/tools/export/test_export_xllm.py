@@ -380,7 +380,9 @@ BROKEN_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "MiMo-V2": ({"model_type": "mimo_v2_flash", "architectures": ["MiMoV2FlashForCausalLM"]}, "mimo_v2"),
     "GLM-4.7-Flash": ({"model_type": "glm4_moe_lite", "architectures": ["Glm4MoeLiteForCausalLM"]}, "latent attention"),
     "GLM-5.3-Flash": ({"model_type": "glm5_next"}, "no draft of this type"),
-    "no end of modules": ({"model_type": "qwen3_5", "architectures": [], "mtp_num_hidden_layers": 10**8}, "at most 64 MTP modules"),
+    "no end of modules": (
+        {"model_type": "qwen3_5", "architectures": [], "mtp_num_hidden_layers": 10**8}, "at most 64 MTP modules",
+    ),
     "endless": ({"num_nextn_predict_layers": float("inf")}, "is inf"),
     "a list of layers": (
         {"model_type": "deepseek_v32", "index_topk_freq": [1], "index_share_for_mtp_iteration": True,
