@@ -69,9 +69,6 @@ class BenchOptions:
             raise UsageError("--workload and --input-tokens are both given", "--input-tokens makes prompts of its own")
         if self.concurrency and self.rates:
             raise UsageError("--concurrency and --request-rate are both given", "give one of them")
-        if self.requests and (most := max(self.concurrency, default=0)) > self.requests:
-            hint = f"give --requests {2 * most}, or fewer at a time"
-            raise UsageError(f"--requests is {self.requests}, but there are to be {most} at a time", hint)
         if self.url is None and (self.off_url or self.api_key):
             raise UsageError("--off-url and --api-key are for servers", "give --url too")
         if self.url is not None and self.chunked_prefill != (True,):
