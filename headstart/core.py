@@ -172,6 +172,11 @@ class Sequence:
         return len(self.tokens) - self.num_prompt
 
     @cached_property
+    def is_masked(self) -> bool:
+        """May there be tokens that are not allowed?"""
+        return self.constraint is not None or self.request.allowed is not None
+
+    @cached_property
     def is_ordinary(self) -> bool:
         """Is the text the model's own: not hot, nothing banned or pushed? Of others a drafter's record says nothing."""
         params, request = self.request.params, self.request

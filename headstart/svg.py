@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 from typing import Literal, NamedTuple
 
@@ -40,12 +40,13 @@ PALETTE = (
 
 
 class Point(NamedTuple):
-    """`low` and `high`: ends of the error bar."""
+    """`low` and `high`: ends of the error bar; `note`: said under the pointer."""
 
     x: float
     y: float
     low: float | None = None
     high: float | None = None
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ class Series:
 @dataclass(frozen=True, kw_only=True)
 class Plot:
     """A titled plot. x_scale "steps": the values that occur, evenly spaced. `reference`: a line drawn at this height.
-    `floor`: the y axis begins there; None: below the lowest value. `y_ticks`: where they are known."""
+    `floor`: the y axis begins there; None: below the lowest value. `y_ticks`: where they are known. `beside`: points of
+    other plots, which the axes hold too."""
 
     title: str
     x_label: str
@@ -71,8 +73,15 @@ class Plot:
     reference: float | None = None
     floor: float | None = 0.0
     y_ticks: Seq[float] = ()
+    beside: Seq[Point] = field(default=(), repr=False)
     x_format: Callable[[float], str] = "{:g}".format
     y_format: Callable[[float], str] = "{:g}".format
+
+
+def alike(plots: Seq[Plot]) -> list[Plot]:
+    """The same plots with the same axes, so that they can be compared."""
+    points = [point for plot in plots for series in plot.series for point in series.points]
+    return [replace(plot, beside=points) for plot in plots]
 
 
 def lines(plot: Plot) -> str:
@@ -80,6 +89,7 @@ def lines(plot: Plot) -> str:
     points = [point for series in plot.series for point in series.points]
     if not points:
         return ""
+    points += plot.beside
     xs = sorted({point.x for point in points})
     x_at, x_ticks = _x_axis(plot.x_scale, xs)
     y_values = [value for p in points for value in (p.y, p.low, p.high) if value is not None]
@@ -115,6 +125,7 @@ def intervals(plot: Plot, names: Seq[str]) -> str:
     points = [point for series in plot.series for point in series.points]
     if not points:
         return ""
+    points += plot.beside
     shown = [series for series in plot.series if series.points]
     band = ROW * max(len(shown), 1) + 8
     height = TOP + band * len(names) + BOTTOM
@@ -163,7 +174,7 @@ def _series(
         x = x_at(point.x) + shift
         if point.low is not None and point.high is not None:
             yield _line(x, y_at(point.low), x, y_at(point.high), style.colour, 1.4)
-        hint = f"{series.name}, {plot.x_format(point.x)}: {plot.y_format(point.y)}"
+        hint = f"{series.name}, {plot.x_format(point.x)}: {plot.y_format(point.y)}{point.note}"
         yield marker(style, x, y_at(point.y), hint)
 
 

@@ -87,9 +87,6 @@ class RunFlags(OptionGroup):
         """Fields of BenchOptions. Raises UsageError for lists and numbers that mean nothing."""
         values = self.parsed(workloads=str, concurrency=int, rates=float, temperatures=float, modes=str)
         positive("--concurrency", values["concurrency"])
-        if self.requests and (most := max(values["concurrency"], default=0)) > self.requests:
-            hint = f"give --requests {2 * most}, or fewer at a time"
-            raise UsageError(f"--requests is {self.requests}, but there are to be {most} at a time", hint)
         positive("--request-rate", values["rates"])
         positive("--scale", (self.scale,))
         positive("--price-per-hour", () if self.price_per_hour is None else (self.price_per_hour,))

@@ -90,8 +90,7 @@ def run(
     if flags.translate is not None:
         if engine is not None:
             raise UsageError("--translate takes no ENGINE: the command line says which", "leave ENGINE and MODEL out")
-        finish(launch.translate(flags.translate, flags.engine_version, flags.program), output.as_json)
-        return 0
+        return finish(launch.translate(flags.translate, flags.engine_version, flags.program), output.as_json)
     if engine is None or model is None:
         raise UsageError("which engine and which model?", "for example: headstart launch vllm ./my-model --dry-run")
     own = {name: value for name, value in vars(server).items() if name not in SETTINGS}

@@ -171,9 +171,10 @@ class Engine:
         self.drafting.committed(sequence)
         sequence.num_computed = min(span.start + span.num_rows, len(sequence.tokens) - 1)
         if emitted:
-            judged = [self.judged] if sequence.request.depth is None and sequence.is_ordinary else []
-            for stats in (sequence.stats, self.stats, *judged):
-                _count(stats, sequence.draft, verdict, emitted)
+            _count(sequence.stats, sequence.draft, verdict, emitted)
+            _count(self.stats, sequence.draft, verdict, emitted)
+            if sequence.request.depth is None and sequence.is_ordinary:
+                _count(self.judged, sequence.draft, verdict, emitted)
         sequence.draft = Draft()
         reason = sequence.finish_reason
         if reason != "error":  # what has just been computed may be what is wrong: nobody shall find it in the cache

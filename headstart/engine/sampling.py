@@ -27,7 +27,7 @@ CACHED_MIXTURES = 128
 def allowed_tokens(entries: Seq[Entry], vocab_size: int) -> Mask | None:
     """[L, ceil(V / 32)] masks of the entries, each after its drafted prefix; None where everything is allowed.
     The entries of a sequence stand together, each prefix beginning with the one before."""
-    if not [each for each, _, _ in entries if each.constraint is not None or each.request.allowed is not None]:
+    if not [sequence for sequence, _, _ in entries if sequence.is_masked]:
         return None
     allowed = np.full((len(entries), -(-vocab_size // 32)), 0xFFFFFFFF, np.uint32)
     end = 0

@@ -7,10 +7,12 @@ sequence walks a copy of it. Whatever is not known to be light is compiled in an
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
+from weakref import ref
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -18,13 +20,15 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from headstart.core import Mask
 from headstart.errors import UsageError
 from headstart.text.grammar_limits import LIMITS, GrammarLimits, is_light
-from headstart.text.grammar_spec import GrammarSpec, ToolCalls, ToolFrame, source_of, what_is_wrong
+from headstart.text.grammar_spec import GrammarSpec, Kind, ToolCalls, ToolFrame, source_of, what_is_wrong
 from headstart.text.grammar_state import GrammarState, Lexer
 from headstart.text.grammar_trial import Trial, on_stack
 from headstart.text.grammar_vocabulary import Speller, Spelling, Vocabulary
 
 __all__ = ["GrammarCompiler", "GrammarSpec", "GrammarState", "Mask", "ToolCalls", "ToolFrame"]
 
+RENEWED_SECONDS = 0.2
+"""A grammar that took longer is not compiled again while texts are made."""
 LIGHT_FIXED, LIGHT_FACTOR = 2**17, 128
 """Memory of what was not tried: a part for each grammar, and a factor to its bytes (110 was the most measured)."""
 
@@ -61,9 +65,18 @@ class GrammarCompiler:
             return known.copy() if known is not None else self._keep(spec, len(spec.key) + self._trial.run(spec))
 
     def _keep(self, spec: GrammarSpec, num_bytes: int) -> GrammarState:
+        begun = time.perf_counter()
         state = on_stack(2 * self.limits.stack, lambda: self.start(spec, num_bytes))
+        state.lexer.compile_seconds = time.perf_counter() - begun
         self._kept.add(spec, state)
         return state.copy()
+
+    def renewed(self, spec: GrammarSpec, failed: Lexer) -> GrammarState | None:
+        """A start of `spec` with another lexer than the one that has failed; None where that takes too long."""
+        known = self._kept.find(spec)
+        if known is not None and known.lexer is not failed:
+            return known
+        return self._keep(spec, failed.compiled_bytes) if failed.compile_seconds < RENEWED_SECONDS else None
 
     def start(self, spec: GrammarSpec, num_bytes: int = 0) -> GrammarState:
         """The state that `compile` keeps, made here and now. num_bytes: what it is said to hold."""
@@ -72,7 +85,8 @@ class GrammarCompiler:
         if matcher.is_error():
             reason = what_is_wrong(spec.kind, matcher.get_error())
             raise UsageError(f"the {spec.kind} constraint is not valid: {reason}")
-        state = GrammarState(matcher, Lexer(num_bytes), self.end_ids, self._with_text, self._ends)
+        masks = self.end_ids, self._with_text, self._ends
+        state = GrammarState(matcher, Lexer(num_bytes), *masks, partial(_renewed, ref(self), spec.kind, spec.key))
         state.mask()  # finds a dead end
         if state.error:
             raise UsageError(f"the {spec.kind} constraint cannot be used: {state.error}")
@@ -116,7 +130,7 @@ class _Kept:
         key = spec.kind, spec.key
         with self._lock:
             state = self._states.pop(key, None)
-            if state is None or state.lexer.is_full or state.lexer.num_bytes > self._most // 2:
+            if state is None or state.lexer.has_failed or state.lexer.num_bytes > self._most // 2:
                 return None
             self._states[key] = state
             return state
@@ -130,6 +144,12 @@ class _Kept:
     @property
     def num_bytes(self) -> int:
         return sum(each.lexer.num_bytes for each in self._states.values())
+
+
+def _renewed(compiler: ref[GrammarCompiler], kind: Kind, key: str, failed: Lexer) -> GrammarState | None:
+    """For states, which do not keep their compiler alive."""
+    made = compiler()
+    return made.renewed(GrammarSpec.of_key(kind, key), failed) if made is not None else None
 
 
 def _bits(ids: Iterable[int], num_words: int) -> Mask:

@@ -7,7 +7,7 @@ mask holds the one token that the tokenizer itself would write it with.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,9 @@ from headstart.text.grammar_spec import one_line
 FORCED_LIMIT = 16
 MASKS_KEPT = 32
 """Masks of the latest states: at least those that looking ahead comes by."""
+LEXER_ERROR = "lexer error"
+RENEWALS, RENEWAL_SECONDS = 3, 1.0
+"""How often, and how long, a text whose lexer has failed is read again with a new one."""
 NO_WAY_ON = "it demands an end-of-text token where the text cannot end, or ids that the model does not have"
 GROWTH = 100 * 2**20
 """Bytes that a lexer may grow by in a second of making masks (70 MB were measured where every mask is a new state)."""
@@ -31,7 +34,8 @@ class Lexer:
 
     compiled_bytes: int
     seconds: float = 0.0  # that masks took
-    is_full: bool = False
+    compile_seconds: float = 0.0
+    has_failed: bool = False  # for all that share it: one text, or a look ahead, has met a limit
 
     @property
     def num_bytes(self) -> int:
@@ -42,8 +46,18 @@ class Lexer:
 class GrammarState:
     """Where one sequence stands in a grammar: a core.Constraint. One thread at a time."""
 
-    def __init__(self, matcher: Any, lexer: Lexer, end_ids: frozenset[int], with_text: Mask, ends: Mask) -> None:
+    def __init__(
+        self,
+        matcher: Any,
+        lexer: Lexer,
+        end_ids: frozenset[int],
+        with_text: Mask,
+        ends: Mask,
+        renewed: Callable[[Lexer], GrammarState | None] = lambda _: None,
+    ) -> None:
+        """renewed: a start of this grammar with another lexer than the given one, if that costs little."""
         self.lexer = lexer
+        self._renewed, self._renewals_left = renewed, RENEWALS
         self._start = matcher  # stays there
         self._matcher = matcher.deep_copy()
         self._end_ids = end_ids
@@ -62,9 +76,9 @@ class GrammarState:
             known = self._masks.get(len(self._tokens))
             if known is not None and not self._matcher.is_error():
                 return known
-            started = time.perf_counter()
-            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: len(self._with_text)]
-            self.lexer.seconds += time.perf_counter() - started
+            bits = self._computed()
+            while self._matcher.is_error() and self._renew():
+                bits = self._computed()
             if not self._matcher.is_error():
                 # A grammar may name an end-of-text token. It ends the text, so it is allowed where the text may end.
                 may_end = self._matcher.is_accepting()
@@ -74,6 +88,30 @@ class GrammarState:
                 self._masks[len(self._tokens)] = allowed
                 return allowed
         return np.zeros_like(self._ends) if self._matcher.is_error() else self._ends.copy()
+
+    def _computed(self) -> Mask:
+        started = time.perf_counter()
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: len(self._with_text)]
+        self.lexer.seconds += time.perf_counter() - started
+        return bits
+
+    def _renew(self) -> bool:
+        """Go on with a lexer that knows this text only, if it is the shared one that has failed."""
+        if self._matcher.get_error().startswith(LEXER_ERROR):
+            self.lexer.has_failed = True
+        if not self.lexer.has_failed or not self._renewals_left:
+            return False
+        self._renewals_left -= 1
+        start, begun = self._renewed(self.lexer), time.perf_counter()
+        if start is None:
+            return False
+        matcher = start._start.deep_copy()
+        for token in self._tokens:
+            matcher.compute_bitmask()  # gives the next step its share of work
+            if matcher.try_consume_tokens([token]) != 1 or time.perf_counter() - begun > RENEWAL_SECONDS:
+                return False
+        self._start, self._matcher, self.lexer = start._start, matcher, start.lexer
+        return True
 
     def masks(self, draft: Seq[int], count: int | None = None) -> Mask:
         """[k + 1, words] masks of the row after the context and of the rows after each of k drafted tokens; only the
@@ -103,12 +141,22 @@ class GrammarState:
         """Take `token`. False if the grammar refuses it; the state is then as it was, or it has an `error`.
 
         Every token of `mask` is taken. So is a token that spells a forced text in another way than the tokenizer."""
+        if self._taken(token):
+            return True
+        known = self._masks.get(len(self._tokens))
+        if self._num_ends or known is None or not 0 <= token < 32 * len(known) or not _has(known, token):
+            return False
+        del self._masks[len(self._tokens)]
+        self.mask()  # the lexer has failed since: finds the error, or another lexer
+        return not self._matcher.is_error() and self._taken(token)
+
+    def _taken(self, token: int) -> bool:
         if token in self._end_ids and (self._num_ends or self._matcher.is_accepting()):
             self._num_ends += 1
             return True
         if self._num_ends or not 0 <= token < 32 * len(self._with_text):
             return False
-        if not int(self._with_text[token // 32]) >> token % 32 & 1 or self._matcher.is_stopped():
+        if not _has(self._with_text, token) or self._matcher.is_stopped():
             return False
         if self._matcher.try_consume_tokens([token]) != 1:
             return False
@@ -126,8 +174,9 @@ class GrammarState:
         kept = len(self._tokens) - (count - ends)
         self._tokens, given_back = self._tokens[:kept], self._tokens[kept:]
         self._masks = {count: mask for count, mask in self._masks.items() if count <= kept}
-        if self._matcher.is_error() or (given_back and not self._matcher.rollback(len(given_back))):
-            self._matcher = self._start.deep_copy()  # the library cannot go back from an error
+        stuck = self._matcher.is_error() or (given_back and not self._matcher.rollback(len(given_back)))
+        if stuck and not self._renew():  # the library cannot go back from an error
+            self._matcher = self._start.deep_copy()
             self._matcher.try_consume_tokens(self._tokens)
 
     def forced(self, limit: int = FORCED_LIMIT) -> list[int]:
@@ -177,9 +226,11 @@ class GrammarState:
         message = one_line(self._matcher.get_error())
         if message.startswith("NoExtension"):
             return "no text of this vocabulary can satisfy it"
-        if "too many states" in message:
-            self.lexer.is_full = True
         return f"it is too complex, or too long: {message}"
+
+
+def _has(mask: Mask, token: int) -> bool:
+    return bool(int(mask[token // 32]) >> token % 32 & 1)
 
 
 def _only(mask: Mask) -> int | None:

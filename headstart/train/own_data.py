@@ -72,6 +72,8 @@ def check(options: DataOptions) -> None:
     for name, value in (("--tokens", options.tokens), ("--minutes", options.minutes)):
         if value is not None and not 0 < value < math.inf:
             raise UsageError(f"{name} is {value}, but must be a finite number above 0")
+    if missing := next((path for path in options.text if not path.exists()), None):
+        raise UsageError(f"--text: there is no {missing}", "give a folder of documents or source code, or a file")
     if options.only_prompts and not options.prompts:
         raise UsageError("--only-prompts, but there are no prompts", "give --prompts FILE")
     if options.out.exists() and not options.out.is_dir():

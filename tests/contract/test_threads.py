@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -94,3 +96,30 @@ def test_llms_are_made_in_threads_while_others_run() -> None:
         return [answer(own, each) for each in range(6)]
 
     assert in_threads(work, range(6)) == [alone] * 6
+
+
+@NATIVE
+def test_a_child_process_has_threads_of_its_own() -> None:
+    """Those of its parent are not there: a pool that waits for them waits for ever. In a process of its own, as a
+    crowded test process is not to be forked."""
+    code = """
+import os, signal, sys
+from pathlib import Path
+from headstart.api import LLM
+from headstart.config import EngineConfig
+from headstart.core import SamplingParams
+from headstart.tools.tiny import write_tiny
+llm = LLM(str(write_tiny("mimo", Path(sys.argv[1]))), EngineConfig(backend="native", threads=2, kv_blocks=40, depth=2))
+params = SamplingParams(max_tokens=20, ignore_eos=True)
+alone = llm.generate([[5, 6]], params)[0].token_ids
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    llm.model.backend.read_bandwidth(1 << 20, 1)  # by all threads, whatever else runs on this machine
+    answer = llm.generate([[5, 6]], params)[0].token_ids
+    del llm
+    os._exit(answer != alone)
+sys.exit(os.waitpid(child, 0)[1])
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(new_folder())], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

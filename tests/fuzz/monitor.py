@@ -18,6 +18,7 @@ from typing import Any
 from tests.fuzz.client import send
 
 NEIGHBOUR: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0.8, "seed": 7}
+SLOW_HEALTH = 0.2
 HEALTH_EVERY, NEIGHBOUR_EVERY, MEMORY_EVERY = 0.05, 0.5, 0.5
 
 
@@ -31,6 +32,7 @@ class Found:
     resident_mb: list[float] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     neighbour_busy: int = 0
+    slow: list[tuple[float, float]] = field(default_factory=list)  # seconds of a look at /health, and when it ended
 
 
 def resident_mb(pid: int) -> float:
@@ -60,21 +62,13 @@ def watch(url: str, pid: int, pipe: Connection) -> None:
     def health() -> None:
         answer = send(url, "/health", b"", 60, "GET")
         found.health.append(answer.seconds)
+        if answer.seconds > SLOW_HEALTH:
+            found.slow.append((answer.seconds, time.monotonic()))
         if answer.status != 200:
             found.wrong.append(f"/health: {answer.status} {answer.body[:200]!r}")
 
     def neighbour() -> None:
-        answer = send(url, "/v1/completions", NEIGHBOUR, 120)
-        found.neighbour.append(answer.seconds)
-        if answer.status in (429, 503, 504):
-            found.neighbour_busy += 1
-        elif answer.status != 200:
-            found.wrong.append(f"neighbour: {answer.status} {answer.body[:200]!r}")
-        else:
-            text = json.dumps(json.loads(answer.body)["choices"]).encode()
-            first.append(text) if not first else None
-            if text != first[0]:
-                found.wrong.append(f"neighbour's text: {text!r}, was {first[0]!r}")
+        _ask_as_neighbour(found, url, first)
 
     def memory() -> None:
         found.resident_mb.append(resident_mb(pid))
@@ -91,6 +85,21 @@ def watch(url: str, pid: int, pipe: Connection) -> None:
     for thread in threads:
         thread.join()
     pipe.send(asdict(found))
+
+
+def _ask_as_neighbour(found: Found, url: str, first: list[bytes]) -> None:
+    """The same request again and again; `first`: what it was answered at first."""
+    answer = send(url, "/v1/completions", NEIGHBOUR, 120)
+    found.neighbour.append(answer.seconds)
+    if answer.status in (429, 503, 504):
+        found.neighbour_busy += 1
+    elif answer.status != 200:
+        found.wrong.append(f"neighbour: {answer.status} {answer.body[:200]!r}")
+    else:
+        text = json.dumps(json.loads(answer.body)["choices"]).encode()
+        first[:] = first or [text]
+        if text != first[0]:
+            found.wrong.append(f"neighbour's text: {text!r}, was {first[0]!r}")
 
 
 def _again(look: Callable[[], None], every: float, ended: threading.Event) -> None:

@@ -27,6 +27,7 @@ from tests.fuzz.client import Answer, encoded, problem, send
 FUZZERS = ("bodies", "grammars", "wire")
 THREADS = 4
 SLOW_SECONDS = 60
+SPAN_SECONDS = 0.1
 SHOWN_BYTES = 400
 SERVER = (
     "--threads",
@@ -49,13 +50,16 @@ class Tally:
     statuses: Counter[str] = field(default_factory=Counter)
     failures: list[tuple[int, str, str]] = field(default_factory=list)
     slowest: tuple[float, int] = (0.0, -1)
-    pending: set[int] = field(default_factory=set)
+    spans: list[tuple[float, float, int]] = field(default_factory=list)  # begin, end and number of what took a while
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, number: int, status: str, wrong: str, shown: str, seconds: float) -> None:
         with self.lock:
             self.statuses[status] += 1
             self.slowest = max(self.slowest, (seconds, number))
+            if seconds > SPAN_SECONDS:
+                now = time.monotonic()
+                self.spans.append((now - seconds, now, number))
             if not wrong and seconds > SLOW_SECONDS:
                 wrong = f"took {seconds:.0f} s"
             if wrong:
@@ -88,10 +92,8 @@ def fuzz(name: str, seed: int, url: str, seconds: float, pipe: Connection) -> No
         while time.monotonic() < end:
             with tally.lock:
                 number = next(numbers)
-                tally.pending.add(number)
             status, wrong, shown, took = one(name, seed, number, url)
             tally.add(number, status, wrong, shown, took)
-            tally.pending.discard(number)
             if status == "0" and "refused" in wrong:
                 return  # the server is gone
 
@@ -100,7 +102,7 @@ def fuzz(name: str, seed: int, url: str, seconds: float, pipe: Connection) -> No
         thread.start()
     for thread in threads:
         thread.join()
-    pipe.send((dict(tally.statuses), tally.failures, tally.slowest))
+    pipe.send((dict(tally.statuses), tally.failures, tally.slowest, tally.spans))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -127,6 +129,11 @@ def run(arguments: argparse.Namespace) -> int:
         return code
 
 
+def _during(spans: list[tuple[float, float, int]], begin: float, end: float) -> list[int]:
+    """Numbers of inputs that ended in or soon after that time: what the server was busy with."""
+    return [number for started, ended, number in spans if started < end and begin < ended < end + 1]
+
+
 def _with_server(arguments: argparse.Namespace, url: str, pid: int, poll: Callable[[], int | None]) -> int:
     names = tuple(arguments.only or FUZZERS)
     if arguments.number is not None:
@@ -146,12 +153,20 @@ def _with_server(arguments: argparse.Namespace, url: str, pid: int, poll: Callab
     tallies = {name: pipe.recv() for name, pipe in pipes.items()}
     time.sleep(3)  # what can be freed is freed
     looking.send("end")
-    found = monitor.summary(looking.recv())
+    raw = looking.recv()
+    found = monitor.summary(raw)
+    found["slow_health"] = [
+        {
+            "seconds": round(seconds, 2),
+            **{name: _during(tally[3], end - seconds, end) for name, tally in tallies.items()},
+        }
+        for seconds, end in sorted(raw["slow"], reverse=True)[:8]
+    ]
     result: dict[str, Any] = {"seed": arguments.seed, "minutes": arguments.minutes, "alive": poll() is None}
     result["requests"] = sum(sum(tally[0].values()) for tally in tallies.values())
     result["fuzzers"] = {
         name: {"statuses": statuses, "failed": len(failures), "slowest_s_number": slowest}
-        for name, (statuses, failures, slowest) in tallies.items()
+        for name, (statuses, failures, slowest, _) in tallies.items()
     }
     result["monitor"] = found
     print(json.dumps(result, indent=None if arguments.json else 1))

@@ -165,15 +165,25 @@ def test_kept_within_bytes_and_failures_not_at_all() -> None:
     assert list(compiled._kept._states) == kept
 
 
-def test_a_grown_lexer_is_not_kept() -> None:
-    """States of a lexer are shared by all texts of a grammar: what one fills must not end another."""
-    compiled = GrammarCompiler(tiny(), 300, replace(LIMITS, lexer_states=200))
+def test_what_one_text_fills_does_not_end_another() -> None:
+    """States of the library's lexer are shared by all texts of a grammar, and so is its failure: the others, and what
+    only looked too far ahead, go on with a new one."""
+    compiled = GrammarCompiler(tiny(), 300, replace(LIMITS, lexer_states=300))
     spec = GrammarSpec("regex", "(.*a.{40})+")
-    state, draw = compiled.compile(spec), random.Random(1)
-    while allowed := ids(state.mask()):
-        state.advance(draw.choice(allowed))
-    assert "too many states" in state.error
-    assert compiled.compile(spec).lexer is not state.lexer
+    full, other, draw = compiled.compile(spec), compiled.compile(spec), random.Random(1)
+    for token in (tokens := tiny().encode("banana")):
+        assert other.advance(token)
+    before = other.mask()
+    while allowed := ids(full.mask()):
+        full.advance(draw.choice(allowed))
+    assert "too many states" in full.error and full.lexer.has_failed
+    for token in tokens:
+        assert (other.masks(tokens)[0] == before).all()
+        assert other.advance(token)
+        before = other.mask()
+    assert not other.error and other.lexer is not full.lexer
+    other.rollback(len(other))
+    assert (other.mask() == compiled.compile(spec).mask()).all()
 
 
 def test_the_process_is_alone_and_is_started_again() -> None:

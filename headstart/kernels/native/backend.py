@@ -7,7 +7,9 @@ several threads: whatever uses the pool's threads, and the arena of scratch, has
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +36,8 @@ from headstart.kernels.native.program import record
 from headstart.kernels.ops import AttentionSpec, Program as Code, RawTensor, StateSpec
 
 Array = NDArray[np.float32]
+_alive: WeakSet[NativeBackend] = WeakSet()
+_left_behind: list[ThreadPool] = []
 _STORES: Mapping[KVDtype, int] = {"float32": 0, "bfloat16": 1, "int8": 2}
 
 
@@ -61,6 +65,7 @@ class NativeBackend:
             self.threads = ThreadPool(threads)
         except RuntimeError as error:
             raise UsageError(f"the system starts no {threads} threads: {error}", "use fewer: --threads N") from None
+        _alive.add(self)
         self.quantization: Quantization | None = quantization
         self._kv_store = _STORES[kv_dtype or "bfloat16"]
         self._cache = cache or PackedCache.open(None)
@@ -158,6 +163,17 @@ class NativeBackend:
     def read_bandwidth(self, num_bytes: int, runs: int) -> float:
         buffer = np.ones(num_bytes, np.uint8)  # written: memory never touched is not read from memory
         return num_bytes / fastest_read(self.threads, buffer, runs)
+
+
+def _after_fork() -> None:
+    """A child process has none of the threads: those pools would wait for them for ever, also where they end."""
+    for backend in list(_alive):
+        _left_behind.append(backend.threads)
+        backend.threads = ThreadPool(backend.threads.size)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _arrays(states: StateSteps | None) -> list[NDArray[np.int32]] | None:

@@ -13,7 +13,7 @@ from headstart.api import LLM, Choice, Session
 from headstart.config import EngineConfig
 from headstart.core import DraftStats, Progress, Request, SamplingParams, no_progress
 from headstart.engine.load import Model, load_model
-from headstart.engine.make import context_length
+from headstart.engine.make import context_length, drafter_of
 from headstart.errors import CapacityError, UsageError
 from headstart.text.grammar_spec import GrammarSpec
 from headstart.tools.bench.document import DraftCounts
@@ -59,7 +59,9 @@ class InProcess:
 
     @property
     def about(self) -> Mapping[str, Any]:
-        return {"runner": "in process", **self._drafting.info, "kv_blocks": self.kv_blocks}
+        _, name = drafter_of(self.model, self._config)
+        lookup = {"lookup": True} if name == "mixed" else {}  # it bears its head's name
+        return {"runner": "in process", **self._drafting.info, **lookup, "kv_blocks": self.kv_blocks}
 
     def count_tokens(self, text: str) -> int:
         return len(self._drafting.tokenizer.encode(text, add_special=False))

@@ -4,6 +4,7 @@ anywhere, and it prints."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import resources
@@ -12,7 +13,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from headstart.svg import PALETTE, Plot, Point, Series, Style, intervals, lines, swatch
+from headstart.svg import AXIS, GRID, PALETTE, TEXT, Plot, Point, Series, Style, alike, intervals, lines, swatch
 from headstart.tools.bench.document import LEVELS, Distribution, Document, Row
 from headstart.tools.bench.measure import AUTO, OFF, SERVER
 from headstart.tools.bench.summary import milliseconds, mode_order, tables
@@ -22,6 +23,12 @@ STYLES = {
     AUTO: Style("#c2410c", "circle"),
     SERVER: Style("#6d28d9", "circle"),
 }
+DARK = {
+    AXIS: "#9ca3af", GRID: "#374151", TEXT: "#d1d5db", "#fff": "#111827",
+    "#4b5563": "#9ca3af", "#c2410c": "#fb923c", "#6d28d9": "#a78bfa", "#0072b2": "#56b4e9", "#00855f": "#34d399",
+    "#b4488c": "#f472b6", "#a16207": "#facc15", "#0e7490": "#22d3ee",
+}  # fmt: skip
+"""A colour of the plots -> its like on a dark page."""
 MOST_LATENCY_WORKLOADS = 4
 """With more workloads, latencies are drawn for the first load only."""
 PERCENT = "{:.0%}".format
@@ -45,7 +52,8 @@ def render(document: Document) -> str:
     text = resources.files(__package__).joinpath("report.html").read_text("utf-8")
     return environment.from_string(text).render(
         document=document,
-        legend=[(mode, Markup(swatch(style))) for mode, style in styles.items()],
+        legend=[(mode, in_words(mode), Markup(swatch(style))) for mode, style in styles.items()],
+        dark=[*DARK.items()],
         sections=[section for section in _sections(rows, styles) if section.plots],
         heat=_heat(rows),
         tables=[([name.replace("\n", " ") for name in columns], cells) for columns, cells in tables(document)],
@@ -64,6 +72,17 @@ def styles_of(modes: Iterable[str]) -> dict[str, Style]:
     return {mode: STYLES.get(mode) or next(fixed) for mode in sorted(modes, key=mode_order)}
 
 
+def in_words(mode: str) -> str:
+    """A mode as a legend says it."""
+    if mode.isdigit():
+        return f"depth {mode}: always {mode} drafted"
+    return {
+        OFF: "off: plain decoding",
+        AUTO: "auto: drafted as deep as pays, looked up in the text where that is better",
+        SERVER: "server: whatever it does",
+    }.get(mode, mode)
+
+
 def _panel(row: Row) -> str:
     """Rows of one panel differ in load and mode only."""
     return row.workload + (", prompts in one chunk" if row.chunked_prefill is False else "")
@@ -77,16 +96,18 @@ def _sections(rows: tuple[Row, ...], styles: dict[str, Style]) -> Iterator[Secti
     x_label = "requests per second" if any(row.rate is not None for row in rows) else "requests at a time"
 
     def by_load(title: str, y_label: str, value: Callable[[Row], Point | None], **settings: Any) -> Iterator[Markup]:
+        plots = []
         for panel in dict.fromkeys(map(_panel, rows)):
             points_of = {
                 mode: [point for row in rows if _panel(row) == panel and row.mode == mode and (point := value(row))]
                 for mode in styles
             }
             series = [Series(mode, points, styles[mode]) for mode, points in points_of.items()]
-            plot = Plot(
+            shown = Plot(
                 title=f"{title}: {panel}", x_label=x_label, y_label=y_label, series=series, x_scale="steps", **settings
             )
-            yield from _drawn(lines(plot))
+            plots.append(shown)
+        yield from _drawn(map(lines, alike(plots)))
 
     yield Section(
         "Speed-up by load",
@@ -114,7 +135,8 @@ def _sections(rows: tuple[Row, ...], styles: dict[str, Style]) -> Iterator[Secti
     )
     yield Section(
         "Acceptance by position",
-        "Of the drafts that had a token at this position, the share that was right up to it.",
+        "Of the drafts that had a token at this position, the share that was right up to it; bars: 95 % intervals by "
+        "their number.",
         tuple(_acceptance(rows, styles)),
         drafting_only=True,
     )
@@ -138,9 +160,8 @@ def _point(row: Row, value: float | None) -> Point | None:
     return None if value is None else Point(_x(row), value)
 
 
-def _drawn(svg: str) -> Iterator[Markup]:
-    if svg:
-        yield Markup(svg)
+def _drawn(plots: Iterable[str]) -> Iterator[Markup]:
+    return (Markup(svg) for svg in plots if svg)
 
 
 def _by_workload(rows: tuple[Row, ...], styles: dict[str, Style]) -> Iterator[Markup]:
@@ -148,6 +169,7 @@ def _by_workload(rows: tuple[Row, ...], styles: dict[str, Style]) -> Iterator[Ma
     panels = list(dict.fromkeys(map(_panel, rows)))
     if len(panels) < 2:
         return
+    plots = []
     for load in dict.fromkeys(map(_x, rows)):
         series = [
             Series(
@@ -166,13 +188,15 @@ def _by_workload(rows: tuple[Row, ...], styles: dict[str, Style]) -> Iterator[Ma
             title=f"Speed-up, {load:g} {unit}", x_label="times off", y_label="", series=series, reference=1.0,
             x_format="{:.2f}".format,
         )  # fmt: skip
-        yield from _drawn(intervals(plot, panels))
+        plots.append(plot)
+    yield from _drawn(intervals(plot, panels) for plot in alike(plots))
 
 
 def _latency(rows: tuple[Row, ...], styles: dict[str, Style]) -> Iterator[Markup]:
     """The first and the last load of each workload."""
     panels = list(dict.fromkeys(map(_panel, rows)))
     names = (("ttft", "Time to first token"), ("tpot", "Time per token"), ("itl", "Gaps"))
+    plots: dict[str, list[Plot]] = {name: [] for name, _ in names}
     for panel in panels:
         loads = list(dict.fromkeys(row.group for row in rows if _panel(row) == panel))
         ends = loads[:1] if len(panels) > MOST_LATENCY_WORKLOADS else list(dict.fromkeys((loads[0], loads[-1])))
@@ -189,7 +213,9 @@ def _latency(rows: tuple[Row, ...], styles: dict[str, Style]) -> Iterator[Markup
                     x_label="ms", y_label="share", series=series, x_scale="log",
                     y_ticks=(0, 0.25, 0.5, 0.75, 0.9, 1), y_format=PERCENT,
                 )  # fmt: skip
-                yield from _drawn(lines(plot))
+                plots[name].append(plot)
+    by_name = [[*map(lines, alike(each))] for each in plots.values()]
+    yield from _drawn(svg for group in zip(*by_name, strict=True) for svg in group)
 
 
 def _cumulative(times: Distribution | None) -> list[Point]:
@@ -200,30 +226,56 @@ def _cumulative(times: Distribution | None) -> list[Point]:
 
 def _acceptance(rows: tuple[Row, ...], styles: dict[str, Style]) -> Iterator[Markup]:
     """Of the first load: what is drafted depends on it with mode auto only."""
-    for panel in dict.fromkeys(map(_panel, rows)):
-        here = [row for row in rows if _panel(row) == panel and row.acceptance_at]
+    plots = []
+    for panel, here in _first_loads(rows):
         series = [
-            Series(row.mode, [Point(i, share) for i, share in enumerate(row.acceptance_at, 1)], styles[row.mode])
+            Series(
+                row.mode,
+                [
+                    Point(i, share, *wilson(share, count), note=f" of {count:,} drafts")
+                    for i, (share, count) in enumerate(_tries(row), 1)
+                ],
+                styles[row.mode],
+            )
             for row in here
-            if _x(row) == _x(here[0])
         ]
         plot = Plot(
             title=f"Acceptance: {panel}", x_label="position in the draft", y_label="right up to here", series=series,
             x_scale="steps", y_ticks=(0, 0.25, 0.5, 0.75, 1), y_format=PERCENT,
         )  # fmt: skip
-        yield from _drawn(lines(plot))
+        plots.append(plot)
+    yield from _drawn(map(lines, alike(plots)))
 
 
-def _heat(rows: tuple[Row, ...]) -> list[tuple[str, str, str, list[float]]]:
-    """(workload, mode, acceptance length, shares by position) of the deepest drafts of each workload."""
-    longest: dict[str, Row] = {}
-    for row in rows:
-        best = longest.get(_panel(row))
-        if row.acceptance_at and (best is None or len(row.acceptance_at) > len(best.acceptance_at)):
-            longest[_panel(row)] = row
+def _first_loads(rows: tuple[Row, ...]) -> Iterator[tuple[str, list[Row]]]:
+    """Of each panel and mode the row of the first load at which it drafted."""
+    for panel in dict.fromkeys(map(_panel, rows)):
+        here = [row for row in rows if _panel(row) == panel and row.acceptance_at]
+        if here:
+            yield panel, list({row.mode: row for row in reversed(here)}.values())[::-1]
+
+
+def _tries(row: Row) -> list[tuple[float, int]]:
+    """By position: the share that was right up to it, and of how many drafts; of all where nothing says how long they
+    were."""
+    spent = row.speculation
+    counts = (spent.drafted_at or (spent.drafts,) * len(spent.per_position)) if spent else ()
+    return list(zip(row.acceptance_at, (count for count in counts if count), strict=False))
+
+
+def wilson(share: float, count: int) -> tuple[float, float]:
+    """Ends of the 95 % interval of a share (Wilson 1927)."""
+    z = 1.96
+    middle, room = share + z * z / (2 * count), z * math.sqrt((share * (1 - share) + z * z / (4 * count)) / count)
+    return max(0.0, (middle - room) / (1 + z * z / count)), min(1.0, (middle + room) / (1 + z * z / count))
+
+
+def _heat(rows: tuple[Row, ...]) -> list[tuple[str, str, str, list[tuple[float, int]]]]:
+    """(workload, mode, acceptance length, shares and counts by position) of all that drafted."""
     return [
-        (panel, row.mode, f"{row.acceptance_length or 1:.2f}", list(row.acceptance_at))
-        for panel, row in longest.items()
+        (panel, row.mode, f"{row.acceptance_length or 1:.2f}", _tries(row))
+        for panel, here in _first_loads(rows)
+        for row in here
     ]
 
 
@@ -231,7 +283,9 @@ def _facts(document: Document) -> list[tuple[str, str]]:
     """The few numbers to begin with."""
     source, machine = document.source, document.machine
     facts = [("model", str(source.get("model")))]
-    facts += [(name, str(source[name])) for name in ("backend", "drafter", "url", "off_url") if source.get(name)]
+    drafter = f"{source.get('drafter')}{', and what the text says already' if source.get('lookup') else ''}"
+    told = {**source, "drafter": drafter if source.get("drafter") else None}
+    facts += [(name, str(told[name])) for name in ("backend", "drafter", "url", "off_url") if told.get(name)]
     parts = [str(machine.get("cpu")), f"{machine.get('threads')} threads", *machine.get("gpu", [])]
     facts.append(("machine", ", ".join(parts)))
     ratios = sorted((row.speedup.point, f"{row.speedup}: {_where(row)}") for row in document.rows if row.speedup)

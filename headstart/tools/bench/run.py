@@ -29,6 +29,10 @@ WARM_CACHE = 0.1
 """Above this share of prompt tokens from the prefix cache, times to first token say little about prefill."""
 
 
+MOST_REQUESTS, MOST_TOKENS, MOST_SCALE = 1_000_000, 2**24, 1000
+"""Larger numbers are slips, and would fill the memory before anything is measured."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
     """What to measure. `url` None: in this process. Empty tuples stand for defaults: modes off and auto (or what a
@@ -59,7 +63,8 @@ class BenchOptions:
     force: bool = False
 
     def __post_init__(self) -> None:
-        """Raises UsageError for options that contradict each other."""
+        """Raises UsageError for options that contradict each other, or are too large to mean anything."""
+        self._check_numbers()
         if self.preset and self.preset not in workloads.PRESETS:
             raise UsageError(f"--preset is {self.preset!r}, which is unknown", f"known: {', '.join(workloads.PRESETS)}")
         for flag, given in (("--workload", self.workloads), ("--input-tokens", self.input_tokens)):
@@ -77,14 +82,30 @@ class BenchOptions:
             if path is not None and path.exists():
                 _check_replaced(path, self.force)
 
+    def _check_numbers(self) -> None:
+        most = {
+            "--requests": (self.requests, MOST_REQUESTS),
+            "--pairs": (self.pairs, MOST_REQUESTS),
+            "--concurrency": (max(self.concurrency, default=0), MOST_REQUESTS),
+            "--input-tokens": (self.input_tokens, MOST_TOKENS),
+            "--output-tokens": (self.output_tokens, MOST_TOKENS),
+            "--scale": (self.scale, MOST_SCALE),
+        }
+        for flag, (value, limit) in most.items():
+            if value is not None and value > limit:
+                raise UsageError(f"{flag} is {value:g}, but must be at most {limit:,}")
+        if self.requests is not None and self.requests < (together := max(self.concurrency, default=0)):
+            hint = f"give --requests {together} or more, or a lower --concurrency"
+            raise UsageError(f"--requests is {self.requests}, so {together} never run at a time", hint)
+
     @property
     def loads(self) -> tuple[Load, ...]:
         seed = self.config.seed or 0
         if self.rates:
             return tuple(Load(rate=rate, seed=seed) for rate in self.rates)
         usual = workloads.PRESETS[self.preset].concurrency if self.preset else (1, 4, 16)
-        possible = tuple(count for count in usual if count <= (self.requests or count))
-        return tuple(Load(concurrency=count, seed=seed) for count in self.concurrency or possible)
+        counts = self.concurrency or [count for count in usual if count <= (self.requests or count)]
+        return tuple(Load(concurrency=count, seed=seed) for count in counts)
 
     @property
     def num_requests(self) -> int | None:

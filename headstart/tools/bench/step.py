@@ -58,7 +58,8 @@ class Bench(Prefilled):
         model = load_model(options.model, options.config)
         self.context, self.rows = options.context, fitting_rows(options, model.config.max_length)
         length = min(model.config.max_length, self.context + max(*self.rows, ROOM))
-        self.depth = FIXED_DEPTH if options.config.depth == AUTO else options.config.depth
+        most = model.head.spec.depth_limit if model.head else FIXED_DEPTH
+        self.depth = min(FIXED_DEPTH, most) if options.config.depth == AUTO else options.config.depth
         super().__init__(model, replace(bench_config(model, options.config, length), depth=self.depth))
         if options.profile:
             require_profiler(self.meter)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from headstart.tools.launch.definitions import Definitions, definitions, resolve
+from headstart.tools.launch.definitions import SHELL, Definitions, definitions, resolve
 from headstart.tools.launch.launcher import Launcher
 from headstart.tools.launch.published import Published, published
 from headstart.tools.launch.rules import broken, flattened
@@ -44,16 +44,23 @@ def definitions_of(engine: str, version: Version) -> Definitions | None:
 
 
 def check_words(
-    launcher: Launcher, version: Version, words: Sequence[str], facts: Mapping[str, Any] | None = None
+    launcher: Launcher,
+    version: Version,
+    words: Sequence[str],
+    facts: Mapping[str, Any] | None = None,
+    *,
+    positional: int = 1,
 ) -> Checked:
     """`words`: those after the program. `facts`: what is known beside (`Rule`); documents in files stand among them as
-    their dictionaries."""
+    their dictionaries. `positional`: how many words without a flag there may be."""
     known = definitions_of(launcher.name, version)
     if known is None:
         return Checked()
     found = resolve(known, words)
     entries = flattened({**found.values, **(facts or {})})
     checked = Checked([f"{launcher.title} {known.version}: {error}" for error in found.errors])
+    more = [word for word in found.positional if not SHELL.search(word)][positional:]
+    checked.errors += [f"{launcher.title} {known.version}: {word!r} belongs to no flag" for word in more]
     if named := published(launcher.name):
         checked.errors += _documents(launcher, named, version, entries)
     for rule in broken(launcher.name, version, entries):

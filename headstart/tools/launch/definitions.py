@@ -146,15 +146,15 @@ def _store(known: Definitions, found: Resolved, name: str, flag: str, values: li
     if not values and number not in ("?", "*"):
         found.errors.append(f"{flag} needs a value")
         return
-    taken = [_value(known, found, name, flag, value) for value in values]
-    value = taken if number in ("+", "*") else taken[0] if taken else True
-    if key:
-        below = found.values.setdefault(name, {})
+    if key:  # --speculative-config.method mtp
+        below = found.values.get(name) or {}
+        found.values[name] = below
         for part in key.split(".")[:-1]:
             below = below.setdefault(part, {})
         below[key.rpartition(".")[2]] = _plain(values[0])
-    else:
-        found.values[name] = value
+        return
+    taken = [_value(known, found, name, flag, value) for value in values]
+    found.values[name] = taken if number in ("+", "*") else taken[0] if taken else True
 
 
 def _plain(text: str) -> Any:
@@ -192,7 +192,7 @@ def _value(known: Definitions, found: Resolved, name: str, flag: str, text: str)
 
 def _json(text: str) -> tuple[Any, str]:
     if SHELL.search(text):
-        return {}, ""
+        return None, ""
     try:
         return json.loads(text), ""
     except json.JSONDecodeError as error:

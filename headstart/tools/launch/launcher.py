@@ -186,6 +186,12 @@ class Launcher:
     """Platform that it runs on -> its container image there; empty: none is published."""
     instead: ClassVar[Mapping[str, str]] = {}
     """Platform that it does not run on -> what does."""
+    moved: ClassVar[Mapping[str, str]] = {}
+    """Former names of image repositories -> today's."""
+    serves_by_name: ClassVar[bool] = False
+    """Has the program other commands than `serve`?"""
+    model_first: ClassVar[bool] = False
+    """Does the model follow the program, without a flag? (After `serve` it does.)"""
     health: ClassVar[str] = "/health"
     start_module: ClassVar[str] = ""
     """Python module that serves, for installations whose program does not run."""
@@ -217,6 +223,10 @@ class Launcher:
         """Those of a serving command that are the engine's arguments, the model in front included."""
         begin = next(place for place, word in enumerate(step.words) if word in (self.program, *self.modules))
         return step.words[begin + 1 :]
+
+    def repositories(self) -> set[str]:
+        """Names of its images, without their tags."""
+        return {image.rpartition(":")[0] for image in self.images.values() if image} | self.moved.keys()
 
     def check_platform(self, platform: str) -> None:
         """Raises UsageError for one that the engine does not run on."""

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 from headstart.formats.json_object import read_packaged
+from headstart.tools.launch.definitions import SHELL
 from headstart.tools.launch.versions import Version, at_least
 
 
@@ -68,14 +69,20 @@ def _holds(entries: Mapping[str, Any], name: str, wanted: Any) -> bool:
         return False
     if isinstance(wanted, list):
         return value in wanted
+    if _from_shell(value):
+        return False
     by = wanted.get("by", 0)
     for word, other in wanted.items():
         if word == "by":
             continue
         meant = entries.get(other) if isinstance(other, str) and word != "has" else other
-        if meant is None or not TESTS[word](value, meant + by if by else meant):
+        if meant is None or _from_shell(meant) or not TESTS[word](value, meant + by if by else meant):
             return False
     return True
+
+
+def _from_shell(value: Any) -> bool:
+    return isinstance(value, str) and SHELL.search(value) is not None
 
 
 def flattened(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from headstart.tools.launch.launcher import Asked, Launcher, Plan, Step, Wanted
 from headstart.tools.launch.models import check_model, no_heads
 from headstart.tools.launch.parallelism import Devices, Room, divide, named_devices
 from headstart.tools.launch.start import Running, check, start
-from headstart.tools.launch.translate import modernize, read_line
+from headstart.tools.launch.translate import translate_text
 from headstart.tools.launch.versions import Version, parse, text_of
 
 
@@ -157,7 +157,7 @@ def _check(launcher: Launcher, version: Version, facts: Facts, wanted: Wanted, p
         "head.most_drafts": drafter.most_drafts if drafter else None,
         **plan.facts,
     }
-    checked = check_words(launcher, version, launcher.words_of(plan.serve[-1]), known)
+    checked = check_words(launcher, version, launcher.words_of(plan.serve[-1]), known, positional=2)
     if checked.errors:
         raise UsageError(checked.errors[0], "; ".join(checked.errors[1:]) or "see its --help")
     return checked.notes
@@ -254,21 +254,20 @@ def started(options: LaunchOptions) -> Iterator[Started]:
 
 
 def translate(text: str, engine_version: str | None, program: str | None = None) -> Report:
-    """An old command line for the installed (or named) version, with a line on each change."""
-    line, launcher = read_line(text)
-    installed = find_installed(launcher, program)
-    version, assumed = version_of(launcher, engine_version, installed)
-    modernize(line, launcher, version)
+    """Old command lines for the installed (or named) version, with a line on each change; `ok`: nothing is left that a
+    person has to decide."""
+    done = translate_text(text, engine_version, program)
+    (engine, version), *_ = [*done.engines.items(), (None, None)]
     data = {
-        "engine": launcher.name,
-        "version": text_of(version),
-        "version_assumed": assumed,
-        "command": line.text(),
-        "changes": line.changes,
-        "warnings": line.warnings,
+        "engine": engine,
+        "version": text_of(version) if version else None,
+        "version_assumed": done.assumed,
+        "command": done.text,
+        "changes": done.changes,
+        "warnings": done.warnings,
     }
-    lines = [line.text(), *(f"# {change}" for change in line.changes or ["nothing to change"])]
-    return Report(not line.warnings, data, [*lines, *(f"# WARNING: {warning}" for warning in line.warnings)])
+    lines = [done.text, *(f"# {change}" for change in done.changes or ["nothing to change"])]
+    return Report(not done.warnings, data, [*lines, *(f"# WARNING: {warning}" for warning in done.warnings)])
 
 
 def document(prepared: Prepared, *, docker: bool) -> dict[str, Any]:

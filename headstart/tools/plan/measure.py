@@ -43,7 +43,7 @@ class Passes(Prefilled):
         engine_config = replace(
             config,
             drafter="auto" if loaded.head else "none",
-            depth=ENGINE_DEPTH,
+            depth=min(ENGINE_DEPTH, loaded.head.spec.depth_limit) if loaded.head else ENGINE_DEPTH,
             max_model_len=length,
             max_num_seqs=max(config.max_num_seqs, batch),
             kv_blocks=blocks,

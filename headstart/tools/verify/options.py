@@ -10,9 +10,11 @@ from headstart import hub
 from headstart.config import AUTO, Depth, EngineConfig
 
 Prompt = str | list[int]
+DEPTHS: tuple[Depth, ...] = (0, 1, 3, 5, AUTO)
+FULL_DEPTHS: tuple[Depth, ...] = (0, 1, 2, 3, 4, 5, AUTO)
 FULL: Mapping[str, Any] = {
     "temperatures": (0.0, 0.7, 1.0, 1.5),
-    "depths": (0, 1, 2, 3, 4, 5, AUTO),
+    "depths": FULL_DEPTHS,
     "batch_sizes": (1, 4, 16),
     "chunk_sizes": (1, 37, 512),
     "min_texts": 2000,
@@ -31,7 +33,7 @@ class VerifyOptions:
     max_tokens: int = 64
     min_texts: int = 0  # cells are added until so many (cell, prompt) pairs are compared
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
-    depths: tuple[Depth, ...] = (0, 1, 3, 5, AUTO)
+    depths: tuple[Depth, ...] = DEPTHS  # what nobody asked for is as deep as each drafter goes
     drafters: tuple[str, ...] = ()  # empty: see default_drafters
     batch_sizes: tuple[int, ...] = (1, 8)
     chunk_sizes: tuple[int, ...] = (32, 512)

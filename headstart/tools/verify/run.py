@@ -22,7 +22,7 @@ from headstart.kernels.backend import choose, kind_of
 from headstart.tools.prompts import builtin_prompts
 from headstart.tools.verify.covering import Cell, pairwise
 from headstart.tools.verify.margin import TIE, Judge
-from headstart.tools.verify.options import VerifyOptions, default_drafters
+from headstart.tools.verify.options import DEPTHS, FULL_DEPTHS, VerifyOptions, default_drafters
 
 PLAIN = "none"
 GRID_SEED = 0
@@ -118,10 +118,7 @@ class _Verification:
         self._headed = {} if options.config.head else other_heads(model)
         if not self._plain:
             self.name = model.name
-            deepest = max((depth for depth in options.depths if depth != AUTO), default=AUTO)
-            for drafter in options.drafters:  # a drafter that does not fit is said before the work begins
-                headed = self._headed.get(drafter, model)
-                make_engine(headed, replace(options.config, drafter=drafter, depth=deepest))
+            self._fit_depths(model)
             for temperature, seed in self._baselines:
                 config = _config(options, plain_cell(temperature, seed, threads))
                 llm = LLM(model, config)
@@ -130,6 +127,23 @@ class _Verification:
         for number, cell in enumerate(self._cells, 1):
             if cell["threads"] == threads:
                 self.results.append(self._run_cell(model, cell, f"cell {number}/{len(self._cells)}"))
+
+    def _fit_depths(self, model: Model) -> None:
+        """Depths within what each drafter can: those that nobody asked for are lowered. Raises UsageError, before the
+        work begins, for others, and for a drafter that does not fit."""
+        options, most = self.options, {}
+        deepest = max((depth for depth in options.depths if depth != AUTO), default=AUTO)
+        usual = options.depths in (DEPTHS, FULL_DEPTHS)
+        for drafter in options.drafters:
+            headed = self._headed.get(drafter, model)
+            engine = make_engine(headed, replace(options.config, drafter=drafter, depth=1 if usual else deepest))
+            most[drafter] = engine.drafting.max_depth
+        fitting = [
+            {**cell, "depth": cell["depth"] if cell["depth"] == AUTO else min(cell["depth"], most[cell["drafter"]])}
+            for cell in self._cells
+        ]
+        self._cells = [cell for index, cell in enumerate(fitting) if cell not in fitting[:index]]
+        self._total = (len(self._cells) + len(self._baselines)) * len(self.prompts)
 
     def _run_cell(self, model: Model, cell: Cell, text: str) -> CellResult:
         expected = self._plain[_key(cell)]

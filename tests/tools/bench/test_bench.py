@@ -19,7 +19,7 @@ from headstart.cli.main import main
 from headstart.config import EngineConfig
 from headstart.errors import CapacityError, UsageError
 from headstart.svg import log_ticks, nice_ticks
-from headstart.tools.bench import compare, run as bench, statistics, workloads
+from headstart.tools.bench import compare, report, run as bench, statistics, workloads
 from headstart.tools.bench.document import Cell, Distribution, Document, DraftCounts, Latency
 from headstart.tools.bench.energy import EnergyMeter
 from headstart.tools.bench.inprocess import InProcess
@@ -390,6 +390,53 @@ def test_report_is_one_file_of_valid_plots(measured: tuple[Document, Path]) -> N
     assert [title for title in titles if f"<h2>{title}</h2>" in text] == list(titles)
 
 
+def test_report_says_what_modes_are_and_how_much_was_counted(measured: tuple[Document, Path]) -> None:
+    """Legends in words; every position with its number of drafts; a page for phones, desktops and the dark."""
+    text = (measured[1] / "a.html").read_text("utf-8")
+    for words in ("off: plain decoding", "depth 1: always 1 drafted", "auto: drafted as deep as pays"):
+        assert words in text
+    rows = [row for row in measured[0].rows if row.acceptance_at]
+    assert rows
+    shown = re.findall(r"of ([\d,]+)</small>", text)
+    first = {(row.workload, row.mode): row for row in reversed(rows)}.values()
+    assert len(shown) == sum(len(row.acceptance_at) for row in first)
+    assert all(int(count.replace(",", "")) > 0 for count in shown)
+    assert "prefers-color-scheme: dark" in text
+    colours = set(re.findall(r'(?:fill|stroke)="(#[0-9a-f]{3,6})"', text))
+    assert colours <= set(report.DARK)
+    assert "minmax(min(100%, 360px)" in text  # no wider than a phone
+
+
+def test_plots_of_one_kind_have_the_same_axes(measured: tuple[Document, Path]) -> None:
+    rows = [replace(row, workload=f"w{i}", output_tokens_per_s=10.0**i) for i in (1, 3) for row in measured[0].rows[:1]]
+    text = render(replace(measured[0], rows=tuple(rows)))
+    plots = re.findall(r'<svg viewBox[^>]*aria-label="Throughput: .*?</svg>', text, re.DOTALL)
+    ticks = [re.findall(r'text-anchor="end"[^>]*>([^<]*)<', plot) for plot in plots]
+    assert len(plots) == 2
+    assert ticks[0] == ticks[1]
+
+
+@pytest.mark.parametrize(("share", "count"), [(0.0, 3), (1.0, 3), (0.5, 10), (0.9, 100_000)])
+def test_the_interval_of_a_share_holds_it(share: float, count: int) -> None:
+    low, high = report.wilson(share, count)
+    assert 0 <= low <= share <= high <= 1
+    assert high - low < 2 / count**0.5
+
+
+def test_a_load_needs_as_many_requests() -> None:
+    assert [load.concurrency for load in BenchOptions(requests=4).loads] == [1, 4]
+    with pytest.raises(UsageError, match="never run at a time"):
+        BenchOptions(requests=4, concurrency=(1, 8))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"requests": 10**20}, {"scale": 1e30}, {"input_tokens": 10**20}, {"pairs": 10**20}]
+)
+def test_numbers_that_would_fill_the_memory_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="at most"):
+        BenchOptions(**changes)
+
+
 def test_report_escapes_names_and_says_what_is_missing(measured: tuple[Document, Path]) -> None:
     document = measured[0]
     rows = tuple(replace(row, workload="<b>", cost_per_million=None) for row in document.rows)
@@ -467,7 +514,7 @@ def test_a_growing_document_is_written_as_loads_are_done(
 
     monkeypatch.setattr(bench, "measure", watched)
     options = BenchOptions(
-        model=headed, config=TINY, workloads=("prose",), concurrency=(1, 2), requests=1, output_tokens=2,
+        model=headed, config=TINY, workloads=("prose",), concurrency=(1, 2), requests=2, output_tokens=2,
         modes=("off",), pairs=2, out=out,
     )  # fmt: skip
     bench.run(options)

@@ -59,8 +59,12 @@ class LlamaCpp(Launcher):
         "--draft-n-min": "--spec-draft-n-min",
         "--draft-p-min": "--spec-draft-p-min",
         "--model-draft": "--spec-draft-model",
+        "--draft-model": "--spec-draft-model",
     }
+    moved: ClassVar = {"ghcr.io/ggerganov/llama.cpp": "ghcr.io/ggml-org/llama.cpp"}
     removed: ClassVar = {
+        "-cd": "the draft has the target's context",
+        "--ctx-size-draft": "the draft has the target's context",
         "--spec-ngram-size-n": "each n-gram type has its own: --spec-ngram-simple-size-n and so on",
         "--spec-ngram-size-m": "each n-gram type has its own: --spec-ngram-simple-size-m and so on",
         "--spec-ngram-min-hits": "each n-gram type has its own: --spec-ngram-simple-min-hits and so on",
@@ -110,11 +114,17 @@ class LlamaCpp(Launcher):
         if kind and kind.value in KINDS:
             line.changes.append(f"--spec-type {kind.value} -> {KINDS[kind.value]}")
             kind.value = KINDS[kind.value]
-        if word := line.take("-mtp"):
-            if word.value is not None:
-                line.words.append(type(word)(value=word.value))
+        if line.find("-mtp"):
+            line.drop("-mtp", "it is --spec-type draft-mtp now", switch=True)
             line.put("--spec-type", "draft-mtp")
-            line.changes.append("-mtp -> --spec-type draft-mtp")
+        attention = line.find("--flash-attn")
+        if attention and attention.value not in ("on", "off", "auto"):
+            line.drop(attention.flag, "it takes on, off or auto now", switch=True)
+            line.put("--flash-attn", "on")
+        for word in [each for each in line.words if each.joined]:
+            line.remove(word)
+            line.put(word.flag, word.value)
+            line.changes.append(f"{word.flag}={word.value} -> {word.flag} {word.value}")
 
 
 LAUNCHER = LlamaCpp()

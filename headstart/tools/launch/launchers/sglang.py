@@ -20,6 +20,13 @@ REJECTION = ("NEXTN", "EAGLE", "EAGLE3")
 """Algorithms whose drafts SGLang can judge by rejection sampling."""
 BLOCKS = ("DFLASH", "DSPARK")
 """Those that draft a block at once: the pass has its tokens and one more."""
+BACKENDS = {
+    "--enable-deepep-moe": ("--moe-a2a-backend", "deepep"),
+    "--enable-flashinfer-mla": ("--attention-backend", "flashinfer"),
+    "--enable-flashmla": ("--attention-backend", "flashmla"),
+}
+MOST_IN_TREE = 8
+"""Tokens of a tree that SGLang itself chooses for 5 steps and 4 branches."""
 SOURCES = {
     "spec.py": ("--speculative-num-steps", "--speculative-eagle-topk", "--speculative-num-draft-tokens",
                 "--speculative-draft-model-path"),
@@ -55,7 +62,8 @@ class Sglang(Launcher):
     """`python -m sglang.launch_server`."""
 
     name, title, program = "sglang", "SGLang", "sglang"
-    modules = ("sglang.launch_server", "sglang")
+    modules = ("sglang.launch_server",)
+    serves_by_name = True
     distributions = ("sglang",)
     newest = "0.5.23"
     images: ClassVar = {
@@ -79,8 +87,18 @@ class Sglang(Launcher):
         "mtp": "NEXTN", "eagle": "EAGLE", "eagle3": "EAGLE3", "draft_model": "STANDALONE", "dflash": "DFLASH",
         "dspark": "DSPARK",
     }  # fmt: skip
-    removed: ClassVar = {"--enable-ep-moe": "--ep-size says it"}
-    switches = frozenset({"--enable-ep-moe"})
+    removed: ClassVar = {
+        "--enable-ep-moe": "--ep-size says it",
+        "--enable-prefix-caching": "its radix cache is on anyway",
+        "--n-share-experts-fusion": "SGLang decides it",
+    }
+    renamed: ClassVar = {
+        "--cuda-graph-bs": "--cuda-graph-bs-decode",
+        "--cuda-graph-max-bs": "--cuda-graph-max-bs-decode",
+        "--nsa-prefill-backend": "--dsa-prefill-backend",
+        "--nsa-decode-backend": "--dsa-decode-backend",
+    }
+    switches = frozenset({"--enable-ep-moe", "--enable-prefix-caching"})
 
     def plan(self, facts: Facts, wanted: Wanted, version: Version) -> Plan:
         if facts.format == "gguf":
@@ -125,6 +143,8 @@ class Sglang(Launcher):
 
     def _speculation(self, facts: Facts, wanted: Wanted, arguments: Arguments, plan: Plan) -> None:
         algorithm, depth = self.method_of(wanted), wanted.depth
+        if algorithm == "NEXTN" and facts.model_type == "deepseek_v4":
+            algorithm = "EAGLE"  # the same, but checked for before names are resolved
         arguments.add("--speculative-algorithm", algorithm)
         if wanted.head:
             arguments.add("--speculative-draft-model-path", wanted.head)
@@ -174,28 +194,53 @@ class Sglang(Launcher):
 
     def modernize(self, line: CommandLine, version: Version) -> None:
         algorithm = line.find("--speculative-algorithm", "--speculative-algo")
-        if algorithm and algorithm.flag != "--speculative-algorithm":
+        if algorithm and algorithm.flag == "--speculative-algo":
             line.rename("--speculative-algo", "--speculative-algorithm")
+        line.rename("--speculative-draft", "--speculative-draft-model-path")  # once the only flag that began so
         for old, new in (("MTP", "NEXTN"), ("LOOKAHEAD", "NGRAM")):
             if algorithm and (algorithm.value or "").upper() == old:
                 algorithm.value = new
                 line.changes.append(f"--speculative-algorithm {old} -> {new}")
-        if "SGLANG_ENABLE_SPEC_V2" in line.environment:
-            del line.environment["SGLANG_ENABLE_SPEC_V2"]
+        if token := line.assigned("SGLANG_ENABLE_SPEC_V2"):
+            line.erase(token)
             line.changes.append("SGLANG_ENABLE_SPEC_V2 removed: there is one way to draft now")
-        if line.find("--enable-ep-moe") and not line.find("--ep-size", "--ep"):
-            tensor = line.find("--tp-size", "--tp", "--tensor-parallel-size")
+        _backends(line)
+        if line.find("--enable-ep-moe") and not line.find("--ep-size"):
+            tensor = line.find("--tp-size", "--tp")
             line.put("--ep-size", tensor.value if tensor and tensor.value else "1")
-        steps, drafts = line.find("--speculative-num-steps"), line.find("--speculative-num-draft-tokens")
-        width = line.find("--speculative-eagle-topk")
-        chain = width is not None and width.value == "1"
-        if chain and steps and drafts and steps.value and drafts.value != str(int(steps.value) + 1):
-            line.changes.append(f"--speculative-num-draft-tokens {drafts.value} -> {int(steps.value) + 1}: steps + 1")
-            drafts.value = str(int(steps.value) + 1)
+        _tree(line)
         if algorithm and at_least(version, "0.5") and not line.find("--max-running-requests"):
             line.put("--max-running-requests", str(DEFAULT_REQUESTS))
             added = f"--max-running-requests {DEFAULT_REQUESTS} added"
             line.changes.append(f"{added}: 48 is the silent default with drafts")
+
+
+def _backends(line: CommandLine) -> None:
+    """Switches that chose a backend, which a flag with a value does now."""
+    for old, (flag, value) in BACKENDS.items():
+        if line.find(old) and line.take(old):
+            line.put(flag, value)
+            line.changes.append(f"{old} -> {flag} {value}")
+
+
+def _tree(line: CommandLine) -> None:
+    """Steps, width and size of a draft tree, of which SGLang wants all that do not follow."""
+    steps, width = line.find("--speculative-num-steps"), line.find("--speculative-eagle-topk")
+    drafts = line.find("--speculative-num-draft-tokens")
+    if steps is None or not (steps.value or "").isdigit():
+        return
+    depth = int(str(steps.value))
+    if width is None:
+        line.put("--speculative-eagle-topk", "1")
+        line.changes.append("--speculative-eagle-topk 1 added: --speculative-num-steps needs it")
+    wide = int(str(width.value)) if width and (width.value or "").isdigit() else 1
+    if wide == 1 and drafts and drafts.value != str(depth + 1):
+        line.changes.append(f"--speculative-num-draft-tokens {drafts.value} -> {depth + 1}: steps + 1")
+        drafts.value = str(depth + 1)
+    if wide > 1 and drafts is None:
+        size = min(1 + wide + (depth - 1) * wide * wide, MOST_IN_TREE)
+        line.put("--speculative-num-draft-tokens", str(size))
+        line.changes.append(f"--speculative-num-draft-tokens {size} added: a tree {wide} wide needs its size")
 
 
 LAUNCHER = Sglang()

