@@ -55,6 +55,11 @@ NAMES = Names(
 """Of a text model, or the text part of a multimodal wrapper; MTP modules share what is not their block."""
 
 
+SHARED = tuple(MTP_NAMES.values())
+GGUF_SHARED = ("eh_proj", "enorm", "hnorm", "shared_head.norm")
+"""What all MTP modules read, in files' names too: GGUF files have it in the first one only."""
+
+
 def text_config(config: Config) -> tuple[Config, bool]:
     """The language model's part of a multimodal wrapper's config, or a text model's own; does it tie the LM head?"""
     inner, tied = config.get("text_config"), flag(config, "tie_word_embeddings")
@@ -135,9 +140,12 @@ def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool)
         for name in [name for name in ours if ".self_attn.q_proj." in name]:
             ours |= _query_and_gate(name, ours[name], mixer)
     for i in range(1, config.num_mtp):
-        if f"mtp.{i}.block.input_layernorm.weight" in ours:
-            shared = {part: ours.get(f"mtp.0.{part}.weight") for part in MTP_NAMES.values()}
-            ours |= {f"mtp.{i}.{part}.weight": tensor for part, tensor in shared.items() if tensor is not None}
+        own, first, module = "block.", "mtp.0.", f"mtp.{i}."
+        if from_gguf:  # the layers after the trunk's
+            own, first, module = "", f"layers.{config.num_layers}.", f"layers.{config.num_layers + i}."
+        if f"{module}{own}input_layernorm.weight" in ours:
+            shared = {part: ours.get(f"{first}{part}.weight") for part in (GGUF_SHARED if from_gguf else SHARED)}
+            ours |= {f"{module}{part}.weight": tensor for part, tensor in shared.items() if tensor is not None}
     return ours
 
 
@@ -275,7 +283,7 @@ HARMLESS = {
     "full_attention_interval": "layer_types says it",
     "sliding_window": "of use_sliding_window only, which is refused",
     "max_window_layers": "of use_sliding_window only, which is refused",
-    **dict.fromkeys(DEFAULTS, "of linear or full layers, where there are any"),
+    **dict.fromkeys((*DEFAULTS, "linear_inner_size"), "of linear or full layers, where there are any"),
     "intermediate_size": "of dense layers, where there are any",
 }
 WITHOUT_EXPERTS = dict.fromkeys(
