@@ -11,9 +11,11 @@ from headstart.cli.options import Model, OptionGroup, ServingOptions, option, re
 from headstart.cli.render import finish, progress
 from headstart.cli.serve_elsewhere import OtherEngine, launch_options
 from headstart.cli.vllm_flags import VllmFlags
+from headstart.cli.vllm_words import ServeCommand
 from headstart.config import EngineConfig
 from headstart.errors import UsageError
 
+COMMAND = ServeCommand
 EXAMPLES = (
     "headstart serve --port 8000",
     "headstart serve ./my-model --head my-head --depth 3 --max-num-seqs 16",
