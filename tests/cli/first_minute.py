@@ -28,7 +28,7 @@ from headstart.cli.app import app
 
 ALLOWED = {0, 1, 2, 130}
 HELP = ("-h", "--help")
-LONGEST_S = 20
+LONGEST_S = 60
 NUMBERS = ("nan", "inf", "-1", "0", "", "x", "1e999", str(10**30))
 TEXTS = ("", " ", "nan", "-1", "0", ",", "no such thing", "\udcff", "[", "{}", "[1]", "x" * 5000)
 SMALL: dict[str, tuple[str, ...]] = {
