@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from headstart.tools.depth_advice import depth_advice
 from headstart.tools.engine_metrics import Counts
 from headstart.tools.probe.traces import Summary
 
@@ -61,8 +60,6 @@ def from_metrics(counts: Counts) -> Diagnosis:
     else:
         return Diagnosis(answer="unknown", confidence=0.5, source="metrics")
     evidence = [f"{counts.engine}'s {said}"]
-    if answer == "on" and (advice := depth_advice(counts)):
-        evidence.append(f"if half of your texts are as hard to guess as random ones: {advice}")
     return Diagnosis(
         answer=answer, confidence=confidence, source="metrics", acceptance_length=length, evidence=evidence
     )
