@@ -24,6 +24,8 @@ FIXED_DEPTH = 3
 """Where auto will not do."""
 MOST_THREADS, MOST_BLOCK = 1024, 4096
 """Larger numbers of threads, or of positions in a block, are mistakes."""
+MOST = {"max_num_seqs": 2**16, "max_num_batched_tokens": 2**20, "kv_blocks": 2**31, "ngram_min": 1024}
+"""So are larger ones of these: lists of such a length would be made before anything could say so."""
 DRAFTER_WORDS = ("auto", "none")
 """Values of `drafter` that are not names of drafters: what the model offers best, and plain decoding."""
 
@@ -103,9 +105,9 @@ class EngineConfig:
         self._check_range("threads", 1, MOST_THREADS)
         self._check_range("max_model_len", 2, hint="a prompt and its answer have a token each")
         self._check_range("block_size", 1, MOST_BLOCK)
-        for name in ("max_num_seqs", "max_num_batched_tokens", "kv_blocks", "ngram_min"):
-            self._check_range(name, 1)
-        self._check_range("ngram_max", self.ngram_min, hint="it cannot be below --ngram-min")
+        for name, most in MOST.items():
+            self._check_range(name, 1, most)
+        self._check_range("ngram_max", self.ngram_min, MOST["ngram_min"], hint="it cannot be below --ngram-min")
         self._check_range("seed", 0, 2**64 - 1)
 
     @property
