@@ -9,6 +9,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SANITIZED := build/sanitized
+comma := ,
 KERNEL_TESTS := $(wildcard tests/kernels/test_native*.py tests/kernels/test_pack*.py)
 # Every room's own tests, the rules, and one slice of what holds across rooms.
 FAST_TESTS := $(wildcard tests/test_*.py) tests/contract/test_exact.py \
@@ -35,16 +36,23 @@ lint: $(STAMP) ## ruff and mypy
 	@$(BIN)/mypy
 
 # A second environment over the first one's packages: its own sanitized build of headstart hides the editable one.
-sanitize: $(STAMP) ## kernel tests under AddressSanitizer and UndefinedBehaviorSanitizer
+define sanitized # of these sanitizers
 	@rm -rf $(SANITIZED)
 	@$(BIN)/python -m venv --without-pip $(SANITIZED)
 	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 	  "$$($(SANITIZED)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/main.pth"
 	@$(BIN)/python -m pip --python $(SANITIZED)/bin/python install --quiet --no-deps --no-build-isolation --force-reinstall \
-	  -C cmake.define.HEADSTART_SANITIZE=ON -C build-dir=build/sanitized-cmake .
+	  -C cmake.define.HEADSTART_SANITIZE=$(1) -C build-dir=build/sanitized-cmake .
+endef
+
+sanitize: $(STAMP) ## kernel tests under AddressSanitizer and UBSan, threads on one model under ThreadSanitizer
+	$(call sanitized,address$(comma)undefined)
 	@LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	  $(SANITIZED)/bin/python -P -m pytest -q $(KERNEL_TESTS)
+	$(call sanitized,thread)
+	@LD_PRELOAD="$$($(CXX) -print-file-name=libtsan.so)" TSAN_OPTIONS="ignore_noninstrumented_modules=1 die_after_fork=0" \
+	  $(SANITIZED)/bin/python -P -m pytest -q tests/contract/test_threads.py
 
 clean: ## remove build output and caches, keep the virtual environment
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

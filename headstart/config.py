@@ -24,6 +24,8 @@ FIXED_DEPTH = 3
 """Where auto will not do."""
 MOST_THREADS, MOST_BLOCK = 1024, 4096
 """Larger numbers of threads, or of positions in a block, are mistakes."""
+MOST = {"max_num_seqs": 2**16, "max_num_batched_tokens": 2**20, "kv_blocks": 2**31, "ngram_min": 1024}
+"""So are larger ones of these: lists of such a length would be made before anything could say so."""
 DRAFTER_WORDS = ("auto", "none")
 """Values of `drafter` that are not names of drafters: what the model offers best, and plain decoding."""
 
@@ -80,6 +82,7 @@ class EngineConfig:
     seed: int | None = _flag(None, "--seed", "Seed of requests that bring none. Default: drawn at random, reported.")
 
     def __post_init__(self) -> None:
+        self._check_types()
         if self.backend != AUTO and self.backend not in (backends := registry.available("backends")):
             self._check_choice("backend", (AUTO, *backends))
         if self.quantization is not None:
@@ -102,9 +105,9 @@ class EngineConfig:
         self._check_range("threads", 1, MOST_THREADS)
         self._check_range("max_model_len", 2, hint="a prompt and its answer have a token each")
         self._check_range("block_size", 1, MOST_BLOCK)
-        for name in ("max_num_seqs", "max_num_batched_tokens", "kv_blocks", "ngram_min"):
-            self._check_range(name, 1)
-        self._check_range("ngram_max", self.ngram_min, hint="it cannot be below --ngram-min")
+        for name, most in MOST.items():
+            self._check_range(name, 1, most)
+        self._check_range("ngram_max", self.ngram_min, MOST["ngram_min"], hint="it cannot be below --ngram-min")
         self._check_range("seed", 0, 2**64 - 1)
 
     @property
@@ -116,6 +119,17 @@ class EngineConfig:
         """The deepest draft while so many sequences run."""
         depths = [depth for start, depth in _depth_table(self.depth_by_batch) if start <= running]
         return depths[-1] if depths else MAX_DEPTH
+
+    def _check_types(self) -> None:
+        """Of texts and switches, and that only what may be left open is None."""
+        for name, item in config_fields().items():
+            value, words = getattr(self, name), str(item.type)
+            if value is None and "None" not in words:
+                raise UsageError(f"{flag_of(name)} is None, but must be given", f"its default is {item.default}")
+            if words == "bool" and not isinstance(value, bool):
+                raise UsageError(f"{flag_of(name)} is {value!r}, but must be True or False")
+            if words.startswith("str") and not isinstance(value, str | None):
+                raise UsageError(f"{flag_of(name)} is {value!r}, but must be a text")
 
     def _check_choice(self, name: str, allowed: tuple[str, ...]) -> None:
         value = getattr(self, name)
@@ -141,8 +155,8 @@ def _depth_table(text: str | None) -> tuple[tuple[int, int], ...]:
     hint = "for example [[1, 4, 3], [5, 64, 0]]"
     try:
         rows = [tuple(row) for row in json.loads(text)]
-    except (json.JSONDecodeError, TypeError):
-        raise UsageError(f"--depth-by-batch is {text!r}, which is not a JSON list of lists", hint) from None
+    except (ValueError, RecursionError, TypeError):
+        raise UsageError(f"--depth-by-batch is {text[:200]!r}, which is not a JSON list of lists", hint) from None
     for row in rows:
         whole = len(row) == 3 and all(isinstance(value, int) and not isinstance(value, bool) for value in row)
         if not whole or not 1 <= row[0] <= row[1] or not 0 <= row[2] <= MAX_DEPTH:
@@ -192,7 +206,7 @@ def parse_speculative_config(text: str) -> dict[str, Any]:
     known = "known keys: " + ", ".join(_SPECULATIVE_KEYS)
     try:
         given = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(
             f"--speculative-config is not valid JSON: {error}",
             """for example: '{"method": "mtp", "num_speculative_tokens": 3}'""",

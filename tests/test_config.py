@@ -23,7 +23,7 @@ def test_every_field_has_a_default_a_flag_and_a_doc() -> None:
         ({"depth": True}, "--depth is True, but must be a whole number"),
         ({"backend": "tpu"}, "--backend is 'tpu', which is unknown"),
         ({"drafter": "nope"}, "--drafter is 'nope'"),
-        ({"ngram_min": 5, "ngram_max": 4}, "--ngram-max is 4, but must be at least 5"),
+        ({"ngram_min": 5, "ngram_max": 4}, "--ngram-max is 4, but must be between 5 and 1024"),
         ({"threads": 0}, "--threads is 0"),
         ({"seed": -1}, "--seed is -1"),
     ],
@@ -53,3 +53,27 @@ def test_wrong_speculative_config(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         parse_speculative_config(text)
     assert caught.value.hint
+
+
+STRANGE: tuple[Any, ...] = (
+    None, True, -1, 0, 2**70, 3.5, float("nan"), "", "x", "[[1,2,3]]", "[1]", "[[1,null,3]]", "0.8,,", "1e999", "{}",
+    "\0", "1" * 5000, "[" * 3000, b"x", [], [1], {},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", config_fields())
+def test_any_value_is_taken_or_refused(name: str) -> None:
+    for value in STRANGE:
+        try:
+            made = EngineConfig(**{name: value})
+        except UsageError as error:
+            assert str(error).startswith("--"), value
+        else:
+            assert made.depth_limit(3) >= 0
+            assert hash(made) == hash(EngineConfig(**{name: value}))
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 5000, "1" * 10_000, "null", "NaN", '"\\ud800"', ""])
+def test_any_text_for_a_speculative_config(text: str) -> None:
+    with pytest.raises(UsageError, match="--speculative-config"):
+        parse_speculative_config(text)

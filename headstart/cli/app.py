@@ -35,7 +35,7 @@ COMMANDS = (
 """Modules of this package, in the order of `--help`."""
 for name in COMMANDS:
     module = import_module(f"headstart.cli.{name}")
-    app.command(name, cls=Command, epilog=_examples(module.EXAMPLES))(expand(module.run))
+    app.command(name, cls=getattr(module, "COMMAND", Command), epilog=_examples(module.EXAMPLES))(expand(module.run))
 
 bench_app = typer.Typer(name="bench", cls=RunsByDefault, help=bench.HELP, epilog=_examples(bench.EXAMPLES))
 bench_app.command("run", cls=Command, epilog=_examples(bench.RUN_EXAMPLES))(expand(bench.run))

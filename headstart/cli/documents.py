@@ -55,10 +55,9 @@ def print_stream(deltas: Iterator[TextDelta], stopped: Callable[[], bool] = lamb
 def summary(completion: Completion) -> str:
     """One line: tokens, speed and what drafting did."""
     stats, tokens = completion.speculation, completion.usage["completion_tokens"]
-    parts = [
-        f"{tokens} token{'' if tokens == 1 else 's'}",
-        f"{completion.timing['decode_tokens_per_s']:.1f} tokens/s",
-    ]
+    parts = [f"{tokens} token{'' if tokens == 1 else 's'}"]
+    if tokens > 1:  # the first one belongs to the prompt
+        parts.append(f"{completion.timing['decode_tokens_per_s']:.1f} tokens/s")
     if stats.drafts:
         parts.append(f"acceptance length {stats.acceptance_length:.2f} ({completion.method})")
     if stats.synthetic:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from headstart.cli.options import EngineOptions, OptionGroup, option
 from headstart.cli.vllm_flags import count_of
+from headstart.cli.vllm_words import SIZED, plain_size
 from headstart.config import AUTO, flag_of
 from headstart.errors import UsageError
 
@@ -22,6 +23,8 @@ ENGINE_SETTINGS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "s
 OWN = ("host", "port")
 METHODS: Mapping[str, dict[str, int]] = {"auto": {}, "mtp": {}, "none": {"depth": 0}}
 """`--drafter` -> what it means elsewhere; other drafters are not there."""
+TOLD = ("eagle", "eagle3", "dflash", "dspark", "medusa", "mlp_speculator", "draft_model")
+"""Kinds that a `--head` itself tells."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +61,16 @@ def launch_options(
             chosen[name] = value
         elif name == "drafter" and value in METHODS:
             chosen |= METHODS[value]
+        elif name == "drafter" and value in TOLD and engine.config.head:
+            pass
         elif name == "drafter":
             hint = "with --engine leave it out: MTP heads draft there"
             raise UsageError(f"--drafter {value} is headstart's own", hint)
         elif name == "enable_prefix_caching":
-            settings["no_prefix_caching"] = True
+            vllm = {**vllm, "--no-enable-prefix-caching": True}
         elif name != "depth":
             raise UsageError(f"{flag_of(name)} has no counterpart in {engine_name}", "leave it out")
-    _vllm(vllm, chosen, settings)
+    _vllm(engine_name, vllm, chosen, settings)
     for name in OWN:
         chosen[name] = getattr(serving, name)
     return LaunchOptions(engine=engine_name, model=model, settings=settings, **chosen)
@@ -96,12 +101,23 @@ ALWAYS = (
 """What those engines do anyway, or their launchers see to."""
 
 
-def _vllm(given: Mapping[str, str | bool], chosen: dict[str, Any], settings: dict[str, Any]) -> None:
+def _vllm(engine_name: str, given: Mapping[str, str | bool], chosen: dict[str, Any], settings: dict[str, Any]) -> None:
+    """vLLM's flags as the engine's settings; those that its launcher does not know go to vLLM itself as they are."""
+    from headstart.tools.launch.run import launcher_of
+
+    launcher = launcher_of(engine_name)
     for flag, value in given.items():
+        name = flag.removeprefix("--").replace("-", "_")
         if flag in PARALLEL:
             chosen[PARALLEL[flag]] = count_of(flag, value)
         elif flag == "--speculative-disable-by-batch-size":
             most = count_of(flag, value)
             chosen["depth_by_batch"] = f"[[1, {value}, 16], [{most + 1}, {most + 1024}, 0]]"
+        elif flag == "--no-enable-prefix-caching" and launcher.name != "vllm":
+            settings["no_prefix_caching"] = True
+        elif launcher.name == "vllm" and launcher.flag_of(name) is None:
+            chosen["extra"] = (*chosen.get("extra", ()), flag, *([] if value is True else [str(value)]))
+        elif flag in SIZED and str(value) in ("auto", "-1"):
+            continue
         elif flag not in ALWAYS:
-            settings[flag.removeprefix("--").replace("-", "_")] = value
+            settings[name] = plain_size(str(value)) if flag in SIZED else value

@@ -17,6 +17,7 @@ EXAMPLES = (
 )
 
 
+MOST_MINUTES = 7 * 24 * 60
 TUNED = {"depth", "depth_by_batch", "rule"}
 """Engine options that have no meaning where depths are what is looked for."""
 
@@ -37,8 +38,8 @@ def run(model: Model = None, *, flags: TuneFlags, engine: EngineOptions, output:
     values = flags.parsed(concurrency=int)
     if any(count < 1 for count in values["concurrency"]):
         raise UsageError(f"--concurrency is {flags.concurrency!r}, but counts begin at 1")
-    if not flags.minutes > 0:
-        raise UsageError(f"--minutes is {flags.minutes}, but must be above 0")
+    if not 0 < flags.minutes <= MOST_MINUTES:
+        raise UsageError(f"--minutes is {flags.minutes}, but must be above 0 and at most {MOST_MINUTES:,}")
 
     from headstart.tools.tune import run as tune
 

@@ -69,6 +69,8 @@ class LevelOptions(OptionGroup):
             temperatures=float, depths=as_depth, drafters=str, batch_sizes=int, chunk_sizes=int,
             prefix_caching=SWITCH, preemption=SWITCH, thread_counts=int, seeds=int,
         )  # fmt: skip
+        if any(seed < 0 for seed in values["seeds"]):
+            raise UsageError(f"--seeds is {self.seeds}, but a seed must be at least 0")
         del values["full"]
         return {name: levels for name, levels in values.items() if levels}
 

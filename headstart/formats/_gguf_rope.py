@@ -27,9 +27,8 @@ def rope_config(
         raise ModelError(f"{arch}.rope.freq_base is {theta!r}, but must be above 0", "convert the model again")
     rope: dict[str, Any] = {"rope_theta": theta}
     rotary = metadata.get(f"{arch}.rope.dimension_count")
-    latent = "kv_lora_rank" in config  # keys say the rotated part apart
-    if isinstance(rotary, int) and isinstance(head_dim, int) and 0 < rotary < head_dim and not latent:
-        rope["partial_rotary_factor"] = rotary / head_dim
+    if "kv_lora_rank" not in config and isinstance(head_dim, int):  # latent attention has the rotated part apart
+        rope["partial_rotary_factor"] = rotary / head_dim if isinstance(rotary, int) else 1.0
     scaling = _declared(metadata, f"{arch}.rope.scaling.")
     factors = tensors.get("rope_freqs.weight")
     if factors is not None and factors.here:

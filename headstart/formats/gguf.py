@@ -109,6 +109,10 @@ def _plain(value: Any) -> Any:
     return value
 
 
+BIASED = ("q_proj", "q_a_proj", "kv_a_proj_with_mqa", "qkv_proj")
+"""Projections of which one has a bias where attention has biases."""
+
+
 def _positive(value: object, *, per_layer: bool) -> bool:
     if isinstance(value, list):
         return per_layer and bool(value) and all(isinstance(item, int) and item >= 0 for item in value)
@@ -138,7 +142,7 @@ def _config(file: GgufFile, tensors: dict[str, Tensor]) -> dict[str, Any]:
     config["vocab_size"] = tensors["embed_tokens.weight"].shape[0]
     config["tie_word_embeddings"] = "lm_head.weight" not in tensors
     parts = {re.sub(r"^layers\.\d+\.", "", name) for name in tensors}
-    config["attention_bias"] = any(f"self_attn.{part}.bias" in parts for part in ("q_proj", "q_a_proj", "qkv_proj"))
+    config["attention_bias"] = any(f"self_attn.{part}.bias" in parts for part in BIASED)
     config["attention_out_bias"] = "self_attn.o_proj.bias" in parts
     config["mlp_bias"] = "mlp.up_proj.bias" in parts
     config["use_qk_norm"] = "self_attn.q_norm.weight" in parts

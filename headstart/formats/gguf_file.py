@@ -175,7 +175,7 @@ def _size(cursor: _Cursor, name: str, shape: tuple[int, ...], kind: int) -> tupl
         hint = "convert the file to a usual quantization, such as Q8_0 or Q4_K_M"
         raise ModelError(f"{cursor.path}: tensor {name} has the unknown ggml type {kind}", hint) from error
     block, size = GGML_QUANT_SIZES[ggml]
-    if 0 in shape or shape[-1] % block:
+    if shape[-1] % block:
         raise cursor.fail(f"tensor {name} of type {ggml.name} has the shape {list(shape)} (blocks of {block})")
     assert ggml.name not in ITEM_BYTES or ITEM_BYTES[ggml.name] == size
     return ggml.name, math.prod(shape) // block * size

@@ -31,6 +31,7 @@ from headstart.models.names import Names
 from headstart.models.reading import Reading
 from headstart.models.small import SCRATCH_EXPERTS, Arrays
 
+MOST_FEATURES = 1 << 14
 LINEAR, FULL = "linear_attention", keys.FULL
 MTP_NAMES = {
     "fc": "projection",
@@ -55,6 +56,11 @@ NAMES = Names(
 """Of a text model, or the text part of a multimodal wrapper; MTP modules share what is not their block."""
 
 
+SHARED = tuple(MTP_NAMES.values())
+GGUF_SHARED = ("eh_proj", "enorm", "hnorm", "shared_head.norm")
+"""What all MTP modules read, in files' names too: GGUF files have it in the first one only."""
+
+
 def text_config(config: Config) -> tuple[Config, bool]:
     """The language model's part of a multimodal wrapper's config, or a text model's own; does it tie the LM head?"""
     inner, tied = config.get("text_config"), flag(config, "tie_word_embeddings")
@@ -71,6 +77,8 @@ def parse(config: Config, *, tiled: bool = False) -> DecoderConfig:
     config, tied = text_config(config)
     if config.get("mtp_use_dedicated_embeddings"):
         raise ModelError("config.json: mtp_use_dedicated_embeddings (an embedding of the MTP module) is not supported")
+    if config.get("output_gate_type") not in (None, "swish", "silu"):
+        raise ModelError(f"config.json: output_gate_type is {config['output_gate_type']!r}", "known: swish")
     bias = flag(config, "attention_bias")
     gated = flag(config, "attn_output_gate", True)
     attention = keys.attention(config, qkv_bias=bias, o_bias=bias, qk_norm=True, gated=gated)
@@ -103,7 +111,8 @@ def _delta(config: Config, tiled: bool) -> DeltaConfig:
     width = size("linear_conv_kernel_dim")
     inner = number(config, "linear_inner_size", default=0, least=0)  # a GGUF file's
     value_dim = inner // max(heads, 1) or size("linear_value_head_dim")
-    if min(key_heads, heads, key_dim, value_dim) < 1 or width < 2 or heads % key_heads:
+    sizes = (key_heads, heads, key_dim, value_dim, width)
+    if min(sizes) < 1 or max(sizes) > MOST_FEATURES or width < 2 or heads % key_heads:
         raise ModelError(
             f"config.json: linear attention has {heads} value heads of {value_dim}, {key_heads} key heads of {key_dim} "
             f"and a convolution of {width}",
@@ -135,9 +144,12 @@ def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool)
         for name in [name for name in ours if ".self_attn.q_proj." in name]:
             ours |= _query_and_gate(name, ours[name], mixer)
     for i in range(1, config.num_mtp):
-        if f"mtp.{i}.block.input_layernorm.weight" in ours:
-            shared = {part: ours.get(f"mtp.0.{part}.weight") for part in MTP_NAMES.values()}
-            ours |= {f"mtp.{i}.{part}.weight": tensor for part, tensor in shared.items() if tensor is not None}
+        own, first, module = "block.", "mtp.0.", f"mtp.{i}."
+        if from_gguf:  # the layers after the trunk's
+            own, first, module = "", f"layers.{config.num_layers}.", f"layers.{config.num_layers + i}."
+        if f"{module}{own}input_layernorm.weight" in ours:
+            shared = {part: ours.get(f"{first}{part}.weight") for part in (GGUF_SHARED if from_gguf else SHARED)}
+            ours |= {f"{module}{part}.weight": tensor for part, tensor in shared.items() if tensor is not None}
     return ours
 
 
@@ -191,9 +203,9 @@ def _from_gguf(tensors: dict[str, RawTensor], config: DecoderConfig) -> dict[str
 def _query_and_gate(name: str, tensor: RawTensor, mixer: AttentionConfig) -> dict[str, RawTensor]:
     """Rows of q_proj are [query, gate] by head."""
     spec = mixer.spec
-    rows = np.arange(2 * spec.num_heads * spec.head_dim, dtype=np.int64).reshape(spec.num_heads, 2, -1)
-    if tensor.shape[0] != rows.size:
+    if tensor.shape[0] != 2 * spec.num_heads * spec.head_dim:
         return {name: tensor, name.replace("q_proj", "gate_proj"): tensor}  # the loader says what is wrong
+    rows = np.arange(tensor.shape[0], dtype=np.int64).reshape(spec.num_heads, 2, -1)
     parts = (Picked(tensor, rows[:, part].reshape(-1)) for part in (0, 1))
     return dict(zip((name, name.replace("q_proj", "gate_proj")), parts, strict=True))
 
@@ -275,7 +287,7 @@ HARMLESS = {
     "full_attention_interval": "layer_types says it",
     "sliding_window": "of use_sliding_window only, which is refused",
     "max_window_layers": "of use_sliding_window only, which is refused",
-    **dict.fromkeys(DEFAULTS, "of linear or full layers, where there are any"),
+    **dict.fromkeys((*DEFAULTS, "linear_inner_size"), "of linear or full layers, where there are any"),
     "intermediate_size": "of dense layers, where there are any",
 }
 WITHOUT_EXPERTS = dict.fromkeys(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fastapi import FastAPI
+from fastapi.responses import HTMLResponse
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
@@ -16,6 +17,7 @@ import headstart
 from headstart.api import LLM
 from headstart.server import errors
 from headstart.server.bridge import Bridge
+from headstart.server.docs_page import page
 from headstart.server.guards import REQUEST_ID, ApiKeys, HeadAsGet, Traced
 from headstart.server.prepare import Formats
 from headstart.server.routes import State, router
@@ -71,9 +73,12 @@ def make_app(llm: LLM, config: ServerConfig) -> tuple[ASGIApp, Bridge]:
         version=headstart.__version__,
         description="An OpenAI-compatible endpoint over one model, decoded with multi-token prediction.",
         lifespan=lifespan,
+        docs_url=None,  # FastAPI's own pages are blank without the network
+        redoc_url=None,
     )
     app.state.headstart = State(bridge, names, formats, int(time.time()), config.request_timeout)
     app.include_router(router)
+    app.add_route("/docs", lambda _: HTMLResponse(page(app.openapi())), include_in_schema=False)
     errors.install(app)
     guarded: ASGIApp = ApiKeys(app, config.api_key) if config.api_key else app
     guarded = HeadAsGet(guarded)

@@ -31,7 +31,9 @@ from headstart.server.errors import BodyError
 
 Result = TypeVar("Result")
 CLOSE = {"Connection": "close"}
-_STRING_OR_MARK = re.compile(rb'"(?:[^"\\]+|\\.)*"?|[,:\[{]', re.DOTALL)
+_MARK = re.compile(rb'[",:\[{]')
+_STRING = re.compile(rb'(?:[^"\\]++|\\.){1,2048}+', re.DOTALL)
+"""A part of a string; other threads run between two of them."""
 _COUNTED = (
     ((b",",), limits.VALUES, "values"),
     ((b":",), limits.MEMBERS, "members of objects"),
@@ -250,12 +252,16 @@ def _check_size(data: bytes) -> None:
     """Values and containers, counted without making them. Marks inside strings count only where there are many."""
     if all(sum(map(data.count, marks)) <= most for marks, most, _ in _COUNTED):
         return
-    counts = Counter[bytes]()
-    for number, mark in enumerate(_STRING_OR_MARK.finditer(data)):
-        counts[mark[0][:1]] += 1
-        if number % 4096:
-            continue
-        _check_counts(counts)
+    counts, place, looks = Counter[bytes](), 0, 0
+    while found := _MARK.search(data, place):
+        counts[found[0]] += 1
+        place, looks = found.end(), looks + 1
+        if found[0] == b'"':
+            while part := _STRING.match(data, place):
+                place = part.end()
+            place += 1
+        if looks % 4096 == 0:
+            _check_counts(counts)
     _check_counts(counts)
 
 

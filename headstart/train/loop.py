@@ -55,9 +55,9 @@ def check_bound(minutes: float | None, tokens: int | None, seed: int) -> None:
         raise UsageError(f"--seed is {seed}, but must be between 0 and {MOST_SEED}")
     if (minutes is None) == (tokens is None):
         raise UsageError("train needs a bound: exactly one of --minutes and --tokens", "for example --minutes 60")
-    bound = minutes if minutes is not None else tokens
+    flag, bound = ("--minutes", minutes) if minutes is not None else ("--tokens", tokens)
     if bound is None or not (math.isfinite(bound) and bound > 0):
-        raise UsageError(f"the bound of the training is {bound}, but must be above 0")
+        raise UsageError(f"{flag} is {bound}, but must be a finite number above 0")
 
 
 def command_line(options: object, words: Sequence[str], names: Sequence[str]) -> str:

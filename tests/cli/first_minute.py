@@ -28,7 +28,7 @@ from headstart.cli.app import app
 
 ALLOWED = {0, 1, 2, 130}
 HELP = ("-h", "--help")
-LONGEST_S = 20
+LONGEST_S = 60
 NUMBERS = ("nan", "inf", "-1", "0", "", "x", "1e999", str(10**30))
 TEXTS = ("", " ", "nan", "-1", "0", ",", "no such thing", "\udcff", "[", "{}", "[1]", "x" * 5000)
 SMALL: dict[str, tuple[str, ...]] = {
@@ -228,7 +228,7 @@ def quiet_place(folder: Path, *, cache: bool = True) -> Iterator[dict[str, str]]
     os.chdir(folder / "folder")
     try:
         with (
-            mock.patch("headstart.server.run.serve", lambda llm, config, bound: bound.close()),
+            mock.patch("headstart.server.run.serve", lambda llm, config, sockets: None),
             mock.patch.dict(os.environ, place),
         ):
             yield paths

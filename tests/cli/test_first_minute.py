@@ -149,10 +149,15 @@ def wait_for_text(stream: IO[str] | None) -> None:
     assert stream.read(1)
 
 
+PROGRAM = "import sys; print(flush=True); from headstart.cli.main import main; sys.exit(main())"
+"""The `headstart` script, which says when Python itself has started: before that Ctrl-C is Python's."""
+
+
 @pytest.mark.parametrize("seconds", [0.1, 0.2, 0.4, 0.7])
 def test_ctrl_c_while_it_starts(seconds: float, paths: Paths) -> None:
     words = ("generate", paths["MODEL"], "--prompt", "Hi", "--max-tokens", "400", "--ignore-eos")
-    process = start(*words)
+    process = start(*words, program=("-c", PROGRAM))
+    wait_for_text(process.stdout)
     time.sleep(seconds)
     process.send_signal(signal.SIGINT)
     expect(ended(process, words), 0, 130)

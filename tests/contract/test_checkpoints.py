@@ -12,6 +12,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from gguf_files import write_gguf
 from numpy.typing import NDArray
 from support import family_of, make, prompt_of
 from test_families import logits_in_chunks, new_sequence
@@ -58,117 +59,6 @@ def tiny(request: pytest.FixtureRequest) -> tuple[dict[str, Any], Arrays]:
 
 # llama.cpp.
 
-NAMES = {
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "self_attn.o_proj": "attn_output", "self_attn.q_a_proj": "attn_q_a", "self_attn.q_a_layernorm": "attn_q_a_norm",
-    "self_attn.q_b_proj": "attn_q_b", "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
-    "self_attn.kv_a_layernorm": "attn_kv_a_norm", "mlp.gate": "ffn_gate_inp", "eh_proj": "nextn.eh_proj",
-    "enorm": "nextn.enorm", "hnorm": "nextn.hnorm", "shared_head.norm": "nextn.shared_head_norm",
-    **{f"self_attn.{n}_proj": f"attn_{n}" for n in "qkv"}, **{f"self_attn.{n}_norm": f"attn_{n}_norm" for n in "qk"},
-    **{f"mlp.{n}_proj": f"ffn_{n}" for n in ("gate", "up", "down")},
-    **{f"mlp.shared_experts.{n}_proj": f"ffn_{n}_shexp" for n in ("gate", "up", "down")},
-}  # fmt: skip
-POST = {"glm4_moe": "post_attention_norm", "deepseek_v3": "ffn_norm", "qwen3_moe": "ffn_norm"}
-ARCH = {"glm4_moe": "glm4moe", "deepseek_v3": "deepseek2", "qwen3_moe": "qwen3moe"}
-
-
-def llama_name(name: str, family: str) -> str:
-    if name.endswith("e_score_correction_bias"):
-        return f"blk.{name.split('.')[2]}.exp_probs_b.bias"
-    stem, _, end = name.rpartition(".")
-    if not name.startswith("model.layers."):
-        return f"{NAMES[stem]}.{end}"
-    _, _, layer, part = stem.split(".", 3)
-    return f"blk.{layer}.{POST[family] if part == 'post_attention_layernorm' else NAMES[part]}.{end}"
-
-
-def llama_tensors(config: dict[str, Any], arrays: Arrays) -> Arrays:
-    """As llama.cpp's converter writes them: experts stacked, kv_b in two parts for each head."""
-    family, found, stacks = config["model_type"], {}, {}
-    for name, array in arrays.items():
-        if ".experts." in name:
-            layer, expert, part = (name.split(".")[i] for i in (2, 5, 6))
-            stacks.setdefault(f"blk.{layer}.ffn_{part.removesuffix('_proj')}_exps.weight", []).append(
-                (int(expert), array)
-            )
-        elif "kv_b_proj" in name:
-            nope, value = config["qk_nope_head_dim"], config["v_head_dim"]
-            heads = array.reshape(config["num_attention_heads"], nope + value, -1)
-            layer = name.split(".")[2]
-            found[f"blk.{layer}.attn_k_b.weight"] = np.ascontiguousarray(heads[:, :nope].swapaxes(1, 2))
-            found[f"blk.{layer}.attn_v_b.weight"] = np.ascontiguousarray(heads[:, nope:])
-        else:
-            found[llama_name(name, family)] = array
-    return found | {
-        name: np.stack([array for _, array in sorted(parts, key=lambda p: p[0])]) for name, parts in stacks.items()
-    }
-
-
-def write_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    family, heads = config["model_type"], config.get("num_nextn_predict_layers", 0)
-    writer.add_block_count(config["num_hidden_layers"] + heads)
-    if heads:
-        writer.add_nextn_predict_layers(heads)
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_expert_count(config.get("n_routed_experts") or config["num_experts"])
-    writer.add_expert_used_count(config["num_experts_per_tok"])
-    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-    if "n_group" in config:
-        writer.add_expert_shared_count(config["n_shared_experts"])
-        writer.add_expert_weights_scale(config["routed_scaling_factor"])
-        writer.add_expert_weights_norm(True)
-        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-        writer.add_expert_group_count(config["n_group"])
-        writer.add_expert_group_used_count(config["topk_group"])
-        writer.add_leading_dense_block_count(config["first_k_dense_replace"])
-    if family == "deepseek_v3":
-        latent, rotary = config["kv_lora_rank"], config["qk_rope_head_dim"]
-        writer.add_head_count_kv(1)
-        writer.add_q_lora_rank(config["q_lora_rank"])
-        writer.add_kv_lora_rank(latent)
-        writer.add_key_length(latent + rotary)
-        writer.add_value_length(latent)
-        writer.add_key_length_mla(config["qk_nope_head_dim"] + rotary)
-        writer.add_value_length_mla(config["v_head_dim"])
-        writer.add_rope_dimension_count(rotary)
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(YARN["factor"])
-        writer.add_rope_scaling_orig_ctx_len(YARN["original_max_position_embeddings"])
-        writer.add_rope_scaling_yarn_log_mul(0.1 * YARN["mscale_all_dim"])
-    else:
-        writer.add_head_count_kv(config["num_key_value_heads"])
-        writer.add_key_length(config["head_dim"])
-        writer.add_rope_dimension_count(int(config["head_dim"] * config.get("partial_rotary_factor", 1)))
-
-
-def write_gguf(
-    path: Path, config: dict[str, Any], arrays: Arrays, experts: gguf.GGMLQuantizationType | None = None
-) -> Path:
-    """`experts`: what the experts' matrices are quantized to."""
-    writer = gguf.GGUFWriter(path, ARCH[config["model_type"]])
-    write_sizes(writer, config)
-    pieces = ["a", "b", "ab", *(f"<{i}>" for i in range(3, config["vocab_size"]))]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list(pieces)
-    writer.add_token_merges(["a b"])
-    for name, array in llama_tensors(config, arrays).items():
-        if experts is not None and "_exps." in name:
-            writer.add_tensor(name, gguf.quantize(array, experts), raw_dtype=experts)
-        else:
-            writer.add_tensor(name, array)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
 
 @pytest.mark.slow
 def test_llama_cpp_files(tiny: tuple[dict[str, Any], Arrays], tmp_path: Path) -> None:
@@ -187,7 +77,7 @@ def test_llama_cpp_files(tiny: tuple[dict[str, Any], Arrays], tmp_path: Path) ->
 def test_quantized_experts_keep_their_values(kind: gguf.GGMLQuantizationType, tmp_path: Path) -> None:
     packing = pytest.importorskip("headstart.kernels.native.packing", exc_type=ImportError)
     config, arrays = family_of("qwen3_moe").tiny(hidden_size=64, moe_intermediate_size=32, mlp_only_layers=[])
-    path = write_gguf(tmp_path / "model.gguf", config, arrays, kind)
+    path = write_gguf(tmp_path / "model.gguf", config, arrays, experts=kind)
     ours, theirs = (model_at(path, backend).decoder.layers[2].mlp.experts for backend in ("native", "reference"))
     for name in ("gate", "up", "down"):
         for matrix, expected in zip(getattr(ours, name), getattr(theirs, name), strict=True):

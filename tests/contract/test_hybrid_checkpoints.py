@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
+from gguf_files import write_gguf
 from support import family_of, make, prompt_of
 from test_families import logits_in_chunks
 from torch import Tensor
@@ -70,129 +70,6 @@ def test_two_mtp_layers_share_the_projection(tmp_path: Path) -> None:
 
 
 # llama.cpp.
-
-NAMES = {
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm",
-    "self_attn.o_proj": "attn_output", **{f"self_attn.{n}_proj": f"attn_{n}" for n in "qkv"},
-    **{f"self_attn.{n}_norm": f"attn_{n}_norm" for n in "qk"},
-    **{f"mlp.{n}_proj": f"ffn_{n}" for n in ("gate", "up", "down")}, "mlp.gate": "ffn_gate_inp",
-    **{f"mlp.shared_expert.{n}_proj": f"ffn_{n}_shexp" for n in ("gate", "up", "down")},
-    "mlp.shared_expert_gate": "ffn_gate_inp_shexp", "linear_attn.in_proj_qkv": "attn_qkv",
-    "linear_attn.in_proj_z": "attn_gate", "linear_attn.in_proj_a": "ssm_alpha", "linear_attn.in_proj_b": "ssm_beta",
-    "linear_attn.in_proj_ba": "ssm_ba", "linear_attn.conv1d": "ssm_conv1d", "linear_attn.norm": "ssm_norm",
-    "linear_attn.out_proj": "ssm_out", "linear_attn.dt_bias": "ssm_dt.bias", "linear_attn.A_log": "ssm_a",
-}  # fmt: skip
-TOP = {
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "mtp.fc": "nextn.eh_proj",
-    "mtp.pre_fc_norm_embedding": "nextn.enorm", "mtp.pre_fc_norm_hidden": "nextn.hnorm",
-    "mtp.norm": "nextn.shared_head_norm",
-}  # fmt: skip
-ARCH = {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next"}
-
-
-def tiled(array: Any, config: dict[str, Any], axis: int, head_dim: int) -> Any:
-    """Value heads from the order of their key heads to llama.cpp's: the first of each key head, then the second."""
-    keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
-    shape = array.shape
-    parts = array.reshape(*shape[:axis], keys, heads // keys, head_dim, *shape[axis + 1 :])
-    return np.ascontiguousarray(parts.swapaxes(axis, axis + 1)).reshape(shape)
-
-
-def reordered(part: str, array: Any, config: dict[str, Any]) -> Any:
-    """What llama.cpp's converter does to a linear layer of Qwen3.5."""
-    value, keys = config["linear_value_head_dim"], 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"]
-    if part in ("in_proj_qkv.weight", "conv1d.weight"):
-        return np.concatenate((array[:keys], tiled(array[keys:], config, 0, value)))
-    if part == "in_proj_z.weight":
-        return tiled(array, config, 0, value)
-    if part == "out_proj.weight":
-        return tiled(array, config, 1, value)
-    return array if part == "norm.weight" else tiled(array, config, 0, 1)
-
-
-def split_qkvz(array: Any, config: dict[str, Any]) -> tuple[Any, Any]:
-    """Qwen3-Next's joint projection -> [q, k, v] and z, each by head."""
-    keys, per_key = config["linear_num_key_heads"], config["linear_num_value_heads"] // config["linear_num_key_heads"]
-    key, value = config["linear_key_head_dim"], per_key * config["linear_value_head_dim"]
-    q, k, v, z = np.split(array.reshape(keys, -1, array.shape[1]), np.cumsum([key, key, value]), axis=1)
-    q, k, v, z = (np.ascontiguousarray(each).reshape(-1, array.shape[1]) for each in (q, k, v, z))
-    return np.concatenate((q, k, v)), z
-
-
-def llama_tensors(config: dict[str, Any], arrays: Arrays) -> Arrays:
-    """Names, folded norms and orders of llama.cpp's converter."""
-    found: Arrays = {}
-    stacks: dict[str, list[Any]] = {}
-    last = config["num_hidden_layers"]
-    for name, array in arrays.items():
-        if "norm" in name and "linear_attn" not in name:
-            array = array + 1
-        stem, _, end = name.rpartition(".")
-        if stem in TOP:
-            found[f"{f'blk.{last}.' if stem.startswith('mtp') else ''}{TOP[stem]}.{end}"] = array
-            continue
-        layer, part = name.removeprefix("model.layers.").split(".", 1)
-        if name.startswith("mtp."):
-            layer, part = str(last), name.removeprefix("mtp.layers.0.")
-        if ".experts." in name:
-            kind = part.split(".")[3].removesuffix("_proj")
-            stacks.setdefault(f"blk.{layer}.ffn_{kind}_exps.weight", []).append(array)
-            continue
-        if part == "linear_attn.in_proj_qkvz.weight":
-            found[f"blk.{layer}.attn_qkv.weight"], found[f"blk.{layer}.attn_gate.weight"] = split_qkvz(array, config)
-            continue
-        if part.startswith("linear_attn.") and config["model_type"] != "qwen3_next":
-            array = reordered(part.removeprefix("linear_attn."), array, config)
-        if part == "linear_attn.A_log":
-            array = -np.exp(array)
-        bare = part.removesuffix(".weight")
-        llama = NAMES[bare] + (".weight" if bare != part else "")
-        found[f"blk.{layer}.{llama}"] = array[:, 0] if "conv1d" in part else array
-    return found | {name: np.stack(parts) for name, parts in stacks.items()}
-
-
-def write_gguf(path: Path, config: dict[str, Any], arrays: Arrays, *, listed: bool) -> Path:
-    """`listed`: which layers are recurrent is written one by one, as newer converters do."""
-    writer = gguf.GGUFWriter(path, ARCH[config["model_type"]])
-    layers = config["num_hidden_layers"]
-    writer.add_block_count(layers + 1)
-    writer.add_nextn_predict_layers(1)
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_rope_dimension_count(int(config["head_dim"] * config["partial_rotary_factor"]))
-    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
-    writer.add_ssm_state_size(config["linear_key_head_dim"])
-    writer.add_ssm_group_count(config["linear_num_key_heads"])
-    writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
-    writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
-    arch, every = ARCH[config["model_type"]], config["full_attention_interval"]
-    if listed:
-        writer.add_array(f"{arch}.attention.recurrent_layers", [(i + 1) % every != 0 for i in range(layers)] + [False])
-    else:
-        writer.add_uint32(f"{arch}.full_attention_interval", every)
-    if "num_experts" in config:
-        writer.add_expert_count(config["num_experts"])
-        writer.add_expert_used_count(config["num_experts_per_tok"])
-        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list(["a", "b", "ab", *(f"<{i}>" for i in range(3, config["vocab_size"]))])
-    writer.add_token_merges(["a b"])
-    for name, array in llama_tensors(config, arrays).items():
-        writer.add_tensor(name, np.ascontiguousarray(array, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 @pytest.mark.slow
@@ -259,3 +136,13 @@ def test_a_checkpoint_without_its_mtp_is_a_plain_model(tiny: Tiny, tmp_path: Pat
     config, arrays = tiny
     trunk = {name: array for name, array in arrays.items() if not name.startswith("mtp.")}
     assert model_at(write_model(tmp_path, config, trunk)).head is None
+
+
+def test_two_mtp_layers_in_a_gguf_file(tmp_path: Path) -> None:
+    """What modules share stands in the first one only."""
+    config, arrays = family_of("qwen3_5").tiny(mtp_num_hidden_layers=2)
+    model = model_at(write_gguf(tmp_path / "model.gguf", config, arrays))
+    assert model.head is not None
+    first, second = model.head.modules
+    assert (first.projection.weight == second.projection.weight).all()
+    assert not (first.block.input_norm.weight == second.block.input_norm.weight).all()

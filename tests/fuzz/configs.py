@@ -30,6 +30,7 @@ from headstart.core import Request, SamplingParams, Sequence, Span
 from headstart.engine.load import load_model
 from headstart.engine.make import make_engine
 from headstart.errors import HeadstartError
+from tests.fuzz.converted import NOT_THERE, convert, sayable
 from tests.fuzz.drawn import KINDS, LENGTH, Config, config_class, draw
 from tests.fuzz.spelled import spelled, wrapped
 
@@ -122,9 +123,9 @@ def _sequence(engine: Any, tokens: list[int]) -> Sequence:
     return sequence
 
 
-def found_logits(path: Path, tokens: list[int], backend: str) -> Iterator[Logits]:
-    """[T, V] by each of SPLITS, the last time in company of another sequence."""
-    config = EngineConfig(backend=backend, drafter="none", **ENGINE, **BACKENDS[backend])
+def found_logits(path: Path, tokens: list[int], backend: str, **more: Any) -> Iterator[Logits]:
+    """[T, V] by each of SPLITS, the last time in company of another sequence. `more`: settings of the engine."""
+    config = EngineConfig(backend=backend, drafter="none", **{**ENGINE, **BACKENDS[backend], **more})
     engine = make_engine(load_model(str(path), config), config)
     for company, lengths in enumerate(SPLITS):
         sequence, other, start, pieces = _sequence(engine, tokens), _sequence(engine, tokens[::-1]), 0, []
@@ -151,11 +152,19 @@ def compare(path: Path, oracle: Callable[[], Logits], tokens: list[int], hostile
         expected = oracle()
         allowed = TOLERANCE * max(1.0, float(np.abs(expected).max()))
         for logits in found:
-            if not (worst := float(np.abs(logits - expected).max())) <= allowed:
+            worst = float(np.abs(logits - expected).max())
+            if not worst <= allowed and not _within_noise(path, logits, expected, tokens, allowed):
                 return Outcome("failed", f"{backend}: logits differ by {worst:.2g}, allowed {allowed:.2g}")
         if backend == "native" and not np.array_equal(*found):
             return Outcome("failed", "native: the bits depend on company")
     return Outcome("compared")
+
+
+def _within_noise(path: Path, found: Logits, expected: Logits, tokens: list[int], allowed: float) -> bool:
+    """Some models amplify the last bits of float32: is transformers as far from the float64 result as we are?"""
+    exact = next(found_logits(path, tokens, "reference", dtype="float64"))
+    ours, theirs = (float(np.abs(each - exact).max()) for each in (found, expected))
+    return theirs <= 10 * allowed and ours <= allowed + 4 * theirs
 
 
 # One of them, and all.
@@ -191,13 +200,25 @@ def try_one(family: str, seed: int, number: int, folder: Path) -> Outcome:
     return compare(here, cache(lambda: expected_logits(folder, tokens)), tokens, hostile)
 
 
-def quietly(family: str, seed: int, number: int, keep: Path | None = None) -> Outcome:
-    """`try_one` in a folder of its own; what it raises is a failure. `keep`: where the files stay."""
+def try_pair(family: str, seed: int, number: int, folder: Path, source: Path | None) -> Outcome:
+    """The configuration of this number as a GGUF file."""
+    rng = Random(f"{seed} {family} {number} gguf")
+    arguments = sayable(family, draw(family, rng), rng)
+    model = random_model(config_class(family)(**arguments), number)
+    save(model, folder)
+    path = folder / "model.gguf"
+    convert(folder, path, source)
+    tokens = [rng.randrange(model.config.vocab_size) for _ in range(LENGTH)]
+    return compare(path, cache(lambda: expected_logits(folder, tokens)), tokens)
+
+
+def quietly(try_it: Callable[[Path], Outcome], keep: Path | None = None) -> Outcome:
+    """In a folder of its own; what it raises is a failure. `keep`: where the files stay."""
     with tempfile.TemporaryDirectory(prefix="headstart-fuzz-") as name, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         folder = Path(name)
         try:
-            return try_one(family, seed, number, folder)
+            return try_it(folder)
         except Exception:  # noqa: BLE001  whatever it is, it is what the fuzzer looks for
             return Outcome("failed", traceback.format_exc(limit=-4))
         finally:
@@ -205,7 +226,9 @@ def quietly(family: str, seed: int, number: int, keep: Path | None = None) -> Ou
                 shutil.copytree(folder, keep, dirs_exist_ok=True)
 
 
-def run_family(family: str, seed: int, numbers: range) -> Tally:
+def run_family(
+    family: str, seed: int, numbers: range, gguf: bool = False, source: Path | None = None, keep: Path | None = None
+) -> Tally:
     import torch
     from transformers.utils import logging
 
@@ -214,7 +237,11 @@ def run_family(family: str, seed: int, numbers: range) -> Tally:
     logging.disable_progress_bar()
     tally = Tally()
     for number in numbers:
-        tally.add(f"--family {family} --seed {seed} --number {number}", quietly(family, seed, number))
+        if gguf:
+            outcome = quietly(lambda folder: try_pair(family, seed, number, folder, source), keep)  # noqa: B023
+        else:
+            outcome = quietly(lambda folder: try_one(family, seed, number, folder), keep)  # noqa: B023
+        tally.add(f"--family {family} --seed {seed} --number {number}{' --gguf' * gguf}", outcome)
     return tally
 
 
@@ -223,6 +250,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--number", type=int, help="this one again")
+    parser.add_argument("--gguf", action="store_true", help="pairs: the same model as a GGUF file")
+    parser.add_argument("--converter", type=Path, help="with --gguf: llama.cpp's source, whose converter writes them")
     parser.add_argument("--keep", type=Path, help="with --number: leave its files here")
 
 
@@ -232,9 +261,10 @@ def run(arguments: argparse.Namespace) -> int:
     failed = 0
     for family in KINDS if arguments.family == "all" else (arguments.family,):
         start = time.monotonic()
-        if arguments.keep:
-            quietly(family, arguments.seed, numbers[0], arguments.keep)
-        tally = run_family(family, arguments.seed, numbers)
+        if arguments.gguf and family in NOT_THERE:
+            print(f"{family}: llama.cpp has no architecture for it")
+            continue
+        tally = run_family(family, arguments.seed, numbers, arguments.gguf, arguments.converter, arguments.keep)
         took = time.monotonic() - start
         counts = ", ".join(f"{tally.counts[kind]} {kind}" for kind in ("compared", "refused", "failed"))
         print(f"{family}: {counts} of {len(numbers)} in {took:.0f} s", flush=True)

@@ -35,7 +35,7 @@ COMMANDS: dict[str, set[str]] = {
     | {"--host", "--port", "--served-model-name", "--max-queue", "--request-timeout", "--shutdown-timeout"}
     | {"--api-key", "--ssl-certfile", "--ssl-keyfile", "--chat-template", "--tool-call-parser", "--reasoning-parser"}
     | {"--log-format", "--access-log", "--allowed-origins", "--parse-special-tokens"}
-    | {"--price-per-hour", "--engine", "--dry-run"},
+    | {"--price-per-hour", "--engine", "--dry-run", "--vllm"},
     "verify": ENGINE
     | JSON
     | {"--prompts", "--raw", "--max-tokens", "--against", "--numerics", "--full"}
@@ -61,7 +61,7 @@ COMMANDS: dict[str, set[str]] = {
     | {"--modules", "--device", "--restart", "--kind", "--finetune", "--head"}
     | {"--from-scratch"},
     "export": JSON | {"--to", "--out", "-o", "--head", "--model-type", "--force"},
-    "graft": JSON | {"--out", "-o", "--from", "--strip", "--quantize-head", "--force"},
+    "graft": JSON | {"--out", "-o", "--from", "--strip", "--quantize-head", "--no-measure", "--force"},
     "pull": JSON,
     "doctor": JSON,
     "bench": set(),

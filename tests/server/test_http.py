@@ -218,3 +218,11 @@ def test_the_machine_costs_while_it_runs(server: Server) -> None:
     time.sleep(0.2)
     seconds = time.monotonic() - begun
     assert 0.01 * 0.2 <= server.metric("headstart:cost_dollars_total") - before < 0.01 * (seconds + 1)  # 36 $/h
+
+
+def test_docs_need_nothing_from_elsewhere(server: Server) -> None:
+    answer = server.client.get("/docs")
+    assert answer.status_code == 200
+    assert not any(word in answer.text for word in ("://", "<script", "<link"))
+    assert "POST /v1/chat/completions" in answer.text
+    assert all(f"<code>{name}</code>" in answer.text for name in ("messages", "temperature", "response_format"))

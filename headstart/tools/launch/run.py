@@ -82,7 +82,9 @@ def prepare(options: LaunchOptions) -> Prepared:
     facts = read_facts(options.model)
     check_model(launcher, version, facts.model_type)
     depth = _depth(launcher, version, options, facts, drafter, devices)
-    room = Room(**{name: options.settings.get(setting) for name, setting in ROOM.items()})
+    asked = {name: options.settings.get(setting) for name, setting in ROOM.items()}
+    context, users = (int(str(asked[name])) if str(asked[name]).isdigit() else None for name in ("context", "users"))
+    room = Room(context=context, users=users, kv=asked["kv"])
     parallel, notes = divide(facts, devices, nodes=options.nodes, tp=options.tp, dp=options.dp, room=room)
     wanted = Wanted(
         depth=depth.depth,
@@ -315,4 +317,5 @@ def _check_lines(data: dict[str, Any]) -> list[str]:
         said = f"plain decoding: {data['why_depth']}"
     else:
         said = f"DRAFTING IS NOT ALIVE: {checked['why']}"
-    return [f"# answered after {data['started_s']} s; log {data['log']}", f"# {said}"]
+    advice = [f"# even of text that is easy to guess: {checked['advice']}"] if checked.get("advice") else []
+    return [f"# answered after {data['started_s']} s; log {data['log']}", f"# {said}", *advice]

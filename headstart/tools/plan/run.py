@@ -61,6 +61,8 @@ class PlanOptions:
         if self.api_price is not None and self.price_per_hour is None:
             hint = "add --price-per-hour DOLLARS, for one device"
             raise UsageError("--api-price is given, but not what the machine costs", hint)
+        if self.acceptance not in (None, "default"):
+            acceptance.parse(str(self.acceptance), self.depths)
         self.prices("")  # numbers that are none are refused before anything is loaded
         parse_drafters(self.drafter)
 

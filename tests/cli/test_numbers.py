@@ -1,0 +1,91 @@
+"""Every number that a command takes: what is no number, or none that can be meant, ends in one line that names it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import typer
+
+from headstart.cli.app import app
+from headstart.cli.main import main
+
+Capture = pytest.CaptureFixture[str]
+MODEL = "/nowhere/no-such-model"
+"""A value that is accepted gets as far as this name; nothing is ever loaded."""
+NEEDED = {
+    "generate": ["--prompt", "hi"],
+    "plan": ["--gpu", "h100"],
+    "data": ["--out", "/nowhere/out", "--tokens", "10"],
+    "train": ["--out", "/nowhere/out", "--data", "/nowhere/text.jsonl", "--tokens", "10"],
+}
+LISTS = {
+    "plan": {"--batch", "--depth", "--acceptance", "--price-per-hour"},
+    "bench run": {"--concurrency", "--request-rate", "--temperature"},
+    "bench step": {"--rows"},
+    "tune": {"--concurrency"},
+    "verify": {"--temperatures", "--depths", "--batch-sizes", "--chunk-sizes", "--thread-counts", "--seeds"},
+}
+"""Options that are text for the parser and numbers to the command."""
+NO_NUMBER = ("nan", "inf", "")
+ODD = ("-1", "0", "1e30", "99999999999999999999", ",")
+
+
+def commands(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, f"{prefix}{name} ")
+        yield prefix + name, command
+
+
+def numbers() -> Iterator[tuple[str, str]]:
+    """Each option once, however many commands share it."""
+    seen = set()
+    for name, command in commands(typer.main.get_command(app)):
+        if name in ("launch", "serve") or all(item.name != "model" for item in command.params):
+            continue
+        for item in command.params:
+            flag = next((each for each in item.opts if each.startswith("--")), "")
+            number = item.type_descriptor.annotation in (int, float, int | None, float | None)
+            if flag and (number or flag in LISTS.get(name, ())) and (flag, item.help) not in seen:
+                seen.add((flag, item.help))
+                yield name, flag
+
+
+NUMBERS = list(numbers())
+
+
+def said(command: str, flag: str, value: str, capsys: Capture) -> str:
+    """What a command says of a value, having refused it or not found the model."""
+    needed = list(NEEDED.get(command, ()))
+    bounds = {"--tokens", "--minutes"} if command == "train" else {flag}
+    for other in bounds & set(needed) if flag in bounds else ():
+        del needed[needed.index(other) : needed.index(other) + 2]
+    arguments = [*command.split(), MODEL, *needed, f"{flag}={value}"]
+    code = main(arguments)
+    shown = capsys.readouterr()
+    assert code == 2, (arguments, shown.err)
+    assert shown.err.startswith("headstart: error: "), shown.err
+    assert "Traceback" not in shown.err
+    return shown.err
+
+
+def test_the_table_is_whole() -> None:
+    """A list that no command has any more would test nothing."""
+    assert {(name, flag) for name, flags in LISTS.items() for flag in flags} <= set(NUMBERS)
+    assert len(NUMBERS) > 50
+
+
+@pytest.mark.parametrize(("command", "flag"), NUMBERS)
+def test_what_is_no_number_is_refused_by_name(command: str, flag: str, capsys: Capture) -> None:
+    for value in NO_NUMBER:
+        name = flag.strip("-").removesuffix("s")
+        assert name in said(command, flag, value, capsys).replace("_", "-"), value
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "flag"), NUMBERS)
+def test_odd_numbers_end_in_one_line(command: str, flag: str, capsys: Capture) -> None:
+    for value in ODD:
+        said(command, flag, value, capsys)

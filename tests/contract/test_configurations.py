@@ -1,0 +1,47 @@
+"""Random configurations of every family against transformers, a few of each (`python -m tests.fuzz configs` runs as
+many as wanted), and what they are drawn from."""
+
+from __future__ import annotations
+
+import dataclasses
+from random import Random
+
+import pytest
+from support import family_of
+
+from tests.fuzz import drawn
+from tests.fuzz.configs import run_family
+from tests.fuzz.converted import NOT_THERE
+from tests.fuzz.drawn import KINDS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", KINDS)
+def test_random_configurations_say_what_transformers_says(family: str) -> None:
+    tally = run_family(family, 2, range(4))
+    assert not tally.failures
+    assert tally.counts["compared"] >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted(KINDS.keys() - {*NOT_THERE}))
+def test_random_gguf_files_say_what_transformers_says(family: str) -> None:
+    tally = run_family(family, 2, range(2), gguf=True)
+    assert not tally.failures
+    assert tally.counts["compared"] == 2
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_every_key_of_transformers_is_drawn(family: str) -> None:
+    keys = {each.name for each in dataclasses.fields(drawn.config_class(family))}
+    assert keys <= {*drawn.SIZES, *drawn.VALUES, "rope_parameters"}
+    assert keys <= {*drawn.draw(family, Random(0)), "rope_parameters"}
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_defaults_are_those_of_transformers(family: str) -> None:
+    """What a config leaves out is what transformers takes."""
+    theirs = drawn.config_class(family)(use_sliding_window=True)
+    config = theirs.to_dict()
+    for key, value in family_of(family).defaults.items():
+        assert {**config, **config["rope_parameters"]}[key] == value, key

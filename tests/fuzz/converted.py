@@ -1,0 +1,97 @@
+"""The same model as a GGUF file: by llama.cpp's own converter where its source is at hand, else by `gguf_files`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from headstart.formats.safetensors_file import read_file
+from tests.fuzz.drawn import HYBRID, KINDS, Config
+
+NOT_THERE = ("mimo",)
+"""Families that llama.cpp has no architecture for."""
+
+
+def sayable(family: str, drawn: Config, rng: Random) -> Config:
+    """A drawn configuration without what GGUF files of its architecture have no words for."""
+    said: Config = {
+        "hidden_act": "silu", "use_sliding_window": False, "layer_types": None, "rope_interleave": True,
+        "decoder_sparse_step": 1, "mlp_only_layers": None, "norm_topk_prob": True, "num_mtp_layers": 0,
+        "is_encoder_decoder": False, "dtype": "float32",
+    }  # fmt: skip
+    if family == "glm4_moe":
+        said |= {"n_group": 1, "topk_group": 1}
+    if family in ("glm4_moe", "deepseek_v3"):
+        del said["norm_topk_prob"]
+    if KINDS[family] in HYBRID:
+        del said["layer_types"]
+    found = drawn | {key: value for key, value in said.items() if key in drawn}
+    count = found.get("n_routed_experts", 0)
+    if count and found["num_experts_per_tok"] > count // found["n_group"] * found["topk_group"]:
+        found["num_experts_per_tok"] = 1
+    return found | {"rope_parameters": _sayable_rope(family, drawn["rope_parameters"], rng)}
+
+
+def _sayable_rope(family: str, rope: Config, rng: Random) -> Config:
+    kinds = ["default", "linear", "yarn"]
+    if family == "llama":
+        kinds.append("llama3")  # as factors
+    if family == "deepseek_v3":
+        kinds.remove("linear")  # its temperature would be that of YaRN
+    if rope["rope_type"] not in kinds:
+        return {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope} | {
+            "rope_type": "default"
+        }
+    if rope["rope_type"] != "yarn":
+        return rope
+    rope = {key: value for key, value in rope.items() if key not in ("truncate", "mscale", "mscale_all_dim")}
+    if family == "deepseek_v3":
+        rope.pop("attention_factor", None)
+        if rng.random() < 0.7:
+            rope["mscale"] = rope["mscale_all_dim"] = rng.choice((1.0, 0.707))
+    return rope
+
+
+def convert(folder: Path, path: Path, source: Path | None) -> None:
+    """By the converter of llama.cpp's `source` folder, or by ours."""
+    if source is not None:
+        _by_llama_cpp(folder, path, source)
+        return
+    from gguf_files import write_gguf
+
+    config = json.loads((folder / "config.json").read_text())
+    tensors = read_file(folder / "model.safetensors")
+    arrays = {name: each.float32().reshape(each.shape) for name, each in tensors.items() if 0 not in each.shape}
+    write_gguf(path, config, arrays)
+
+
+def _by_llama_cpp(folder: Path, path: Path, source: Path) -> None:
+    """Its vocabulary is left to us, for it knows tokenizers by name only."""
+    for place in (source, source / "gguf-py"):
+        if str(place) not in sys.path:
+            sys.path.insert(0, str(place))
+    logging.getLogger("hf-to-gguf").setLevel(logging.ERROR)
+    import gguf
+    from conversion import get_model_class  # type: ignore[import-not-found]
+
+    config = json.loads((folder / "config.json").read_text())
+    if config["model_type"] == "deepseek_v3":
+        (folder / "config.json").write_text(json.dumps(config | {"scoring_func": "sigmoid"}))  # as released files do
+    kind: Any = get_model_class(config["architectures"][0])
+    kind.no_mtp = True
+    model: Any = kind(folder, gguf.LlamaFileType.ALL_F32, path)
+    size = config["vocab_size"]
+
+    def set_vocab() -> None:
+        writer = model.gguf_writer
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("default")
+        writer.add_token_list(["a", "b", "ab", *(f"<{i}>" for i in range(3, size))])
+        writer.add_token_merges(["a b"])
+
+    model.set_vocab = set_vocab
+    model.write()

@@ -1,0 +1,237 @@
+"""Small models as GGUF files: names, orders and keys of llama.cpp b11434's converter, for the families here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+from headstart.models.small import Arrays
+
+Config = dict[str, Any]
+ARCH = {
+    "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe",
+    "deepseek_v3": "deepseek2", "qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
+}  # fmt: skip
+"""model_type -> llama.cpp's architecture."""
+HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+TOP = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "mtp.fc": "nextn.eh_proj",
+    "mtp.pre_fc_norm_embedding": "nextn.enorm", "mtp.pre_fc_norm_hidden": "nextn.hnorm",
+    "mtp.norm": "nextn.shared_head_norm",
+}  # fmt: skip
+SHARED = ("shared_expert", "shared_experts")
+NAMES = {
+    "input_layernorm": "attn_norm", "self_attn.o_proj": "attn_output", "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm", "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "mlp.gate": "ffn_gate_inp", "mlp.gate.e_score_correction_bias": "exp_probs_b.bias", "eh_proj": "nextn.eh_proj",
+    "enorm": "nextn.enorm", "hnorm": "nextn.hnorm", "shared_head.norm": "nextn.shared_head_norm",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp", "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate", "linear_attn.in_proj_a": "ssm_alpha", "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_ba": "ssm_ba", "linear_attn.conv1d": "ssm_conv1d", "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out", "linear_attn.dt_bias": "ssm_dt.bias", "linear_attn.A_log": "ssm_a",
+    **{f"self_attn.{n}_proj": f"attn_{n}" for n in "qkv"}, **{f"self_attn.{n}_norm": f"attn_{n}_norm" for n in "qk"},
+    **{f"mlp.{n}_proj": f"ffn_{n}" for n in ("gate", "up", "down")},
+    **{f"mlp.{s}.{n}_proj": f"ffn_{n}_shexp" for n in ("gate", "up", "down") for s in SHARED},
+}  # fmt: skip
+SIZES = {
+    "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size", "head_count": "num_attention_heads",
+    "head_count_kv": "num_key_value_heads", "key_length": "head_dim", "value_length": "head_dim",
+    "layer_norm_rms_eps": "rms_norm_eps", "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size", "expert_shared_count": "n_shared_experts",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "expert_weights_scale": "routed_scaling_factor", "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group", "leading_dense_block_count": "first_k_dense_replace",
+    "ssm_conv_kernel": "linear_conv_kernel_dim", "ssm_state_size": "linear_key_head_dim",
+    "ssm_group_count": "linear_num_key_heads", "ssm_time_step_rank": "linear_num_value_heads",
+    "q_lora_rank": "q_lora_rank", "kv_lora_rank": "kv_lora_rank",
+}  # fmt: skip
+"""GGUFWriter.add_* -> keys of config.json."""
+
+
+def write_gguf(
+    path: Path,
+    config: Config,
+    arrays: Arrays,
+    *,
+    listed: bool = True,
+    experts: gguf.GGMLQuantizationType | None = None,
+) -> Path:
+    """`config` and `arrays` as Hugging Face has them. `listed`: which layers are recurrent is written one by one, as
+    newer converters do; `experts`: what the experts' matrices are quantized to."""
+    writer = gguf.GGUFWriter(path, ARCH[config["model_type"]])
+    tensors = llama_tensors(config, arrays)
+    _write_sizes(writer, config, tensors, listed=listed)
+    _write_rope(writer, config, tensors)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(["a", "b", "ab", *(f"<{i}>" for i in range(3, config["vocab_size"]))])
+    writer.add_token_merges(["a b"])
+    for name, array in tensors.items():
+        if experts is not None and "_exps." in name:
+            writer.add_tensor(name, gguf.quantize(array, experts), raw_dtype=experts)
+        else:
+            writer.add_tensor(name, np.ascontiguousarray(array, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _write_sizes(writer: gguf.GGUFWriter, config: Config, tensors: Arrays, *, listed: bool) -> None:
+    layers, family = config["num_hidden_layers"], config["model_type"]
+    modules = len({name.split(".")[1] for name in tensors if name.startswith("blk.")}) - layers
+    writer.add_block_count(layers + modules)
+    if modules:
+        writer.add_nextn_predict_layers(modules)
+    for method, key in SIZES.items():
+        if config.get(key) is not None:
+            getattr(writer, f"add_{method}")(config[key])
+    if count := config.get("n_routed_experts") or config.get("num_experts") or config.get("num_local_experts"):
+        writer.add_expert_count(count)
+    if "routed_scaling_factor" in config:
+        writer.add_expert_weights_norm(config.get("norm_topk_prob", True))
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if family == "deepseek_v3":
+        latent, rotary = config["kv_lora_rank"], config["qk_rope_head_dim"]
+        writer.add_head_count_kv(1)
+        writer.add_key_length(latent + rotary)
+        writer.add_value_length(latent)
+        writer.add_key_length_mla(config["qk_nope_head_dim"] + rotary)
+        writer.add_value_length_mla(config["v_head_dim"])
+    if family in HYBRID:
+        writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
+        every = config.get("full_attention_interval", 4)
+        kinds = config.get("layer_types")
+        linear = (
+            [kind == "linear_attention" for kind in kinds] if kinds else [(i + 1) % every != 0 for i in range(layers)]
+        )
+        if listed:
+            writer.add_array(f"{ARCH[family]}.attention.recurrent_layers", linear + [False] * modules)
+        else:
+            writer.add_uint32(f"{ARCH[family]}.full_attention_interval", every)
+
+
+def _write_rope(writer: gguf.GGUFWriter, config: Config, tensors: Arrays) -> None:
+    outer = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if config.get(key) is not None}
+    rope = {**outer, **(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    rotary = config.get("qk_rope_head_dim") or int(head_dim * rope.get("partial_rotary_factor", 1))
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_rope_dimension_count(rotary)
+    kind = rope.get("rope_type") or rope.get("type", "default")
+    if kind == "llama3":
+        tensors["rope_freqs.weight"] = llama3_factors(rope, rotary)
+    if kind not in ("linear", "yarn"):
+        return
+    writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+    writer.add_rope_scaling_factor(rope["factor"])
+    if kind == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        arch = ARCH[config["model_type"]]
+        for key, name in {
+            "attention_factor": "attn_factor",
+            "beta_fast": "beta_fast",
+            "beta_slow": "beta_slow",
+        }.items():
+            if key in rope:
+                writer.add_float32(f"{arch}.rope.scaling.yarn_{name}", rope[key])
+        if "mscale_all_dim" in rope:
+            writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+
+
+def llama3_factors(rope: Mapping[str, Any], rotary: int) -> Any:
+    """What Llama 3.1's scaling divides each frequency by."""
+    turns = (
+        rope["original_max_position_embeddings"]
+        / (2 * np.pi)
+        * rope["rope_theta"] ** -(np.arange(0, rotary, 2) / rotary)
+    )
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    return (1 / (kept + (1 - kept) / rope["factor"])).astype(np.float32)
+
+
+def llama_tensors(config: Config, arrays: Arrays) -> Arrays:
+    """As llama.cpp's converter has them: experts stacked, kv_b in two parts for each head, norms and decay folded."""
+    family, last = config["model_type"], config["num_hidden_layers"]
+    found: Arrays = {}
+    stacks: dict[str, dict[int, Any]] = {}
+    for name, array in arrays.items():
+        stem, _, end = name.rpartition(".")
+        if family in HYBRID and "norm" in name and "linear_attn" not in name:
+            array = array + 1
+        if stem in TOP:
+            found[f"{f'blk.{last}.' if stem.startswith('mtp') else ''}{TOP[stem]}.{end}"] = array
+            continue
+        layer, part = re.sub(r"^model\.layers\.", "", name).split(".", 1)
+        if name.startswith("mtp."):
+            layer, part = name.removeprefix("mtp.layers.").split(".", 1)
+            layer = str(int(layer) + last)
+        if match := re.fullmatch(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight", part):
+            stacks.setdefault(f"blk.{layer}.ffn_{match[2]}_exps.weight", {})[int(match[1])] = array
+            continue
+        found |= {f"blk.{layer}.{new}": each for new, each in _of_layer(config, part, array).items()}
+    return found | {name: np.stack([each for _, each in sorted(parts.items())]) for name, parts in stacks.items()}
+
+
+def _of_layer(config: Config, part: str, array: Any) -> Arrays:
+    """One tensor of a layer."""
+    family = config["model_type"]
+    if part == "self_attn.kv_b_proj.weight":
+        nope, value = config["qk_nope_head_dim"], config["v_head_dim"]
+        heads = array.reshape(config["num_attention_heads"], nope + value, -1)
+        return {"attn_k_b.weight": heads[:, :nope].swapaxes(1, 2), "attn_v_b.weight": heads[:, nope:]}
+    if part == "linear_attn.in_proj_qkvz.weight":
+        return dict(zip(("attn_qkv.weight", "attn_gate.weight"), split_qkvz(array, config), strict=True))
+    if part.startswith("linear_attn.") and family != "qwen3_next":
+        array = reordered(part.removeprefix("linear_attn."), array, config)
+    if family == "llama" and (match := re.match(r"self_attn\.([qk])_proj\.", part)):
+        heads = config["num_attention_heads"] if match[1] == "q" else config["num_key_value_heads"]
+        array = array.reshape(heads, 2, -1, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
+    if part == "linear_attn.A_log":
+        array = -np.exp(array)
+    if "conv1d" in part:
+        array = array[:, 0]
+    if part in NAMES:
+        return {NAMES[part]: array}
+    stem, _, end = part.rpartition(".")
+    if stem == "post_attention_layernorm":
+        return {f"{'post_attention_norm' if family in (*HYBRID, 'glm4_moe') else 'ffn_norm'}.{end}": array}
+    return {f"{NAMES[stem]}.{end}": array}
+
+
+def tiled(array: Any, config: Config, axis: int, head_dim: int) -> Any:
+    """Value heads from the order of their key heads to llama.cpp's: the first of each key head, then the second."""
+    keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    shape = array.shape
+    parts = array.reshape(*shape[:axis], keys, heads // keys, head_dim, *shape[axis + 1 :])
+    return np.ascontiguousarray(parts.swapaxes(axis, axis + 1)).reshape(shape)
+
+
+def reordered(part: str, array: Any, config: Config) -> Any:
+    """What llama.cpp's converter does to a linear layer of Qwen3.5."""
+    value, keys = config["linear_value_head_dim"], 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    if part in ("in_proj_qkv.weight", "conv1d.weight"):
+        return np.concatenate((array[:keys], tiled(array[keys:], config, 0, value)))
+    if part == "in_proj_z.weight":
+        return tiled(array, config, 0, value)
+    if part == "out_proj.weight":
+        return tiled(array, config, 1, value)
+    return array if part == "norm.weight" else tiled(array, config, 0, 1)
+
+
+def split_qkvz(array: Any, config: Config) -> tuple[Any, Any]:
+    """Qwen3-Next's joint projection -> [q, k, v] and z, each by head."""
+    keys, per_key = config["linear_num_key_heads"], config["linear_num_value_heads"] // config["linear_num_key_heads"]
+    key, value = config["linear_key_head_dim"], per_key * config["linear_value_head_dim"]
+    q, k, v, z = np.split(array.reshape(keys, -1, array.shape[1]), np.cumsum([key, key, value]), axis=1)
+    q, k, v, z = (np.ascontiguousarray(each).reshape(-1, array.shape[1]) for each in (q, k, v, z))
+    return np.concatenate((q, k, v)), z
