@@ -23,7 +23,7 @@ def test_every_field_has_a_default_a_flag_and_a_doc() -> None:
         ({"depth": True}, "--depth is True, but must be a whole number"),
         ({"backend": "tpu"}, "--backend is 'tpu', which is unknown"),
         ({"drafter": "nope"}, "--drafter is 'nope'"),
-        ({"ngram_min": 5, "ngram_max": 4}, "--ngram-max is 4, but must be at least 5"),
+        ({"ngram_min": 5, "ngram_max": 4}, "--ngram-max is 4, but must be between 5 and 1024"),
         ({"threads": 0}, "--threads is 0"),
         ({"seed": -1}, "--seed is -1"),
     ],

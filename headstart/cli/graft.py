@@ -26,6 +26,7 @@ class GraftFlags(OptionGroup):
     base: str | None = option("Path or repo id of the model that still has its head.", "--from", metavar="BASE")
     strip: bool = option("Write the checkpoint without its head.", default=False)
     quantize_head: bool = option("Write the head in FP8 blocks (vLLM, SGLang, transformers).", default=False)
+    no_measure: bool = option("Do not load the result to measure whether the head helps.", default=False)
     force: bool = option("Replace what an earlier run has written there.", default=False)
 
 

@@ -47,10 +47,12 @@ class MLAConfig:
     def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, reads: int) -> MLA:
         """The attention of the layer `prefix`, whose projections read as many columns as `reads`."""
         heads, rank, per_head = self.num_heads, self.query_rank, self.nope + self.rotary
-        queries = np.arange(heads * per_head).reshape(heads, per_head)
-        attn, turned, width = f"{prefix}.self_attn", _half_split(self), self.latent + self.rotary
+        attn, width = f"{prefix}.self_attn", self.latent + self.rotary
         name, query_reads = (f"{attn}.q_b_proj", rank) if rank else (f"{attn}.q_proj", reads)
         down = f"{attn}.kv_a_proj_with_mqa"
+        weights.raw(f"{name}.weight", (heads * per_head, query_reads))  # sizes hold before anything has them
+        weights.raw(f"{down}.weight", (width, reads))
+        queries, turned = np.arange(heads * per_head).reshape(heads, per_head), _half_split(self)
         keys, values = _absorbed(weights, attn, self)
         return MLA(
             query_down=weights.linear(f"{attn}.q_a_proj", rank, reads, bias=self.bias) if rank else None,

@@ -21,19 +21,21 @@ from headstart.kernels.ops import RopeSpec
 
 KINDS: Mapping[str, tuple[str, ...]] = {
     "default": (),
+    "mrope": ("mrope_section",),  # of pictures: in a text all axes have the same position
     "linear": ("factor",),
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": (
-        "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
-        "mscale_all_dim", "truncate",
+        "factor", "original_max_position_embeddings", "attention_factor", "attn_factor", "beta_fast", "beta_slow",
+        "mscale", "mscale_all_dim", "truncate",
     ),
     "longrope": ("short_factor", "long_factor", "factor", "original_max_position_embeddings", "attention_factor"),
     "rope_freqs": ("factors",),  # a GGUF file's: divisors of the frequencies
 }  # fmt: skip
 """Kinds of scaling, and the keys of each; those of another kind are there for that kind only."""
-COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
-"""Keys of every kind. In a text all three axes of a multimodal rope have the same position."""
+COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved", "finetuned")
+"""Keys of every kind."""
+MOST_FEATURES = 1 << 16
 KNOWN = frozenset(key for keys in KINDS.values() for key in keys) | {*COMMON}
 
 
@@ -43,7 +45,7 @@ def scaling_of(config: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(scaling, dict):
         raise ModelError(f"config.json: rope_parameters is {scaling!r}, but must be an object")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         known = ", ".join(each for each in KINDS if each != "rope_freqs")
         raise ModelError(f"rope scaling type {kind!r} is not supported", f"known: {known}")
     if unknown := [key for key, value in scaling.items() if key not in KNOWN and value is not None]:
@@ -53,6 +55,8 @@ def scaling_of(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     outer = config.get("original_max_position_embeddings")
     original = outer or scaling.get("original_max_position_embeddings") or config.get("max_position_embeddings")
+    if kind == "mrope":
+        kind = "default"
     there = {key: value for key, value in scaling.items() if value is not None}
     return {**there, "rope_type": kind, "original_max_position_embeddings": original}
 
@@ -65,7 +69,7 @@ def rope_spec(config: Mapping[str, Any], head_dim: int) -> RopeSpec:
     if theta <= 1:
         raise ModelError(f"config.json: rope_theta is {theta}, but must be above 1")
     rotary_dim = int(head_dim * _number(numbers, "partial_rotary_factor", 1.0))
-    if not 0 < rotary_dim <= head_dim:
+    if not 0 < rotary_dim <= min(head_dim, MOST_FEATURES):
         raise ModelError(
             f"config.json: {rotary_dim} of {head_dim} features would be rotated", "see partial_rotary_factor"
         )
@@ -145,12 +149,13 @@ def _yarn(
 
 
 def _yarn_scale(scaling: Mapping[str, Any], factor: float) -> float:
-    """What sin and cos are multiplied by: given, a quotient of two strengths (DeepSeek), or 0.1 ln(factor) + 1."""
+    """What sin and cos are multiplied by: given, a quotient of two strengths (DeepSeek), or 0.1 ln(factor) + 1. The
+    last times `attn_factor`, which transformers does not know (vLLM 0.32, YaRNScalingRotaryEmbedding)."""
     if scaling.get("attention_factor") is not None:
         return _number(scaling, "attention_factor")
     if scaling.get("mscale") and scaling.get("mscale_all_dim"):
         return strength(factor, _number(scaling, "mscale")) / strength(factor, _number(scaling, "mscale_all_dim"))
-    return strength(factor, 1.0)
+    return strength(factor, 1.0) * _number(scaling, "attn_factor", 1.0)
 
 
 def strength(factor: float, weight: float) -> float:

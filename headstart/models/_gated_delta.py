@@ -31,6 +31,7 @@ from headstart.models.names import Names
 from headstart.models.reading import Reading
 from headstart.models.small import SCRATCH_EXPERTS, Arrays
 
+MOST_FEATURES = 1 << 14
 LINEAR, FULL = "linear_attention", keys.FULL
 MTP_NAMES = {
     "fc": "projection",
@@ -76,6 +77,8 @@ def parse(config: Config, *, tiled: bool = False) -> DecoderConfig:
     config, tied = text_config(config)
     if config.get("mtp_use_dedicated_embeddings"):
         raise ModelError("config.json: mtp_use_dedicated_embeddings (an embedding of the MTP module) is not supported")
+    if config.get("output_gate_type") not in (None, "swish", "silu"):
+        raise ModelError(f"config.json: output_gate_type is {config['output_gate_type']!r}", "known: swish")
     bias = flag(config, "attention_bias")
     gated = flag(config, "attn_output_gate", True)
     attention = keys.attention(config, qkv_bias=bias, o_bias=bias, qk_norm=True, gated=gated)
@@ -108,7 +111,8 @@ def _delta(config: Config, tiled: bool) -> DeltaConfig:
     width = size("linear_conv_kernel_dim")
     inner = number(config, "linear_inner_size", default=0, least=0)  # a GGUF file's
     value_dim = inner // max(heads, 1) or size("linear_value_head_dim")
-    if min(key_heads, heads, key_dim, value_dim) < 1 or width < 2 or heads % key_heads:
+    sizes = (key_heads, heads, key_dim, value_dim, width)
+    if min(sizes) < 1 or max(sizes) > MOST_FEATURES or width < 2 or heads % key_heads:
         raise ModelError(
             f"config.json: linear attention has {heads} value heads of {value_dim}, {key_heads} key heads of {key_dim} "
             f"and a convolution of {width}",
@@ -199,9 +203,9 @@ def _from_gguf(tensors: dict[str, RawTensor], config: DecoderConfig) -> dict[str
 def _query_and_gate(name: str, tensor: RawTensor, mixer: AttentionConfig) -> dict[str, RawTensor]:
     """Rows of q_proj are [query, gate] by head."""
     spec = mixer.spec
-    rows = np.arange(2 * spec.num_heads * spec.head_dim, dtype=np.int64).reshape(spec.num_heads, 2, -1)
-    if tensor.shape[0] != rows.size:
+    if tensor.shape[0] != 2 * spec.num_heads * spec.head_dim:
         return {name: tensor, name.replace("q_proj", "gate_proj"): tensor}  # the loader says what is wrong
+    rows = np.arange(tensor.shape[0], dtype=np.int64).reshape(spec.num_heads, 2, -1)
     parts = (Picked(tensor, rows[:, part].reshape(-1)) for part in (0, 1))
     return dict(zip((name, name.replace("q_proj", "gate_proj")), parts, strict=True))
 

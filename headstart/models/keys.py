@@ -77,7 +77,8 @@ def windows(config: Config) -> list[int]:
     """Of each layer, the positions that it sees; 0 for all. As Qwen2 has them: `layer_types` says which layers have a
     window, else those from `max_window_layers` on."""
     count = num_layers(config)
-    window = number(config, "sliding_window", default=0, least=0) if flag(config, "use_sliding_window") else 0
+    written = number(config, "sliding_window", default=0, least=0)  # most files say one that is not used
+    window = written if flag(config, "use_sliding_window") else 0
     first = number(config, "max_window_layers", default=0, least=0)
     kinds = config.get("layer_types")
     if kinds is None:
@@ -139,8 +140,14 @@ def decoder(config: Config, layers: Sequence[LayerConfig], **more: Any) -> Decod
     return DecoderConfig(**{**fields, **more})
 
 
+MOST_LAYERS = 10_000
+
+
 def num_layers(config: Config) -> int:
-    return number(config, "num_hidden_layers")
+    count = number(config, "num_hidden_layers")
+    if count > MOST_LAYERS:
+        raise ModelError(f"config.json: num_hidden_layers is {count}, but at most {MOST_LAYERS} make sense")
+    return count
 
 
 def after_dense(config: Config, mixer: MixerConfig, sparse: LayerConfig) -> list[LayerConfig]:

@@ -38,6 +38,8 @@ MOST_TEMPLATES = 20_000
 OWN_ATTEMPTS = 384
 """Prompts of its own that the model begins at once; about two thirds turn out usable."""
 FEWEST_ATTEMPTS = 16
+OWN_FILES = {"manifest.json", "own.state", "answers-00000.jsonl", "text-00000.jsonl"}
+"""Marks of a folder that an earlier run has written."""
 OWN_TIME = 0.25
 """Of the time that is left, what writing prompts may take at most."""
 LONGEST_TURN = 1200
@@ -78,6 +80,8 @@ def check(options: DataOptions) -> None:
         raise UsageError("--only-prompts, but there are no prompts", "give --prompts FILE")
     if options.out.exists() and not options.out.is_dir():
         raise UsageError(f"--out: {options.out} is a file", "give a folder")
+    if options.out.is_dir() and (entries := {each.name for each in options.out.iterdir()}) and not entries & OWN_FILES:
+        raise UsageError(f"--out: {options.out.resolve()} holds other files", "give a folder of its own, or a new name")
 
 
 def run(options: DataOptions, progress: Progress = no_progress) -> Report:

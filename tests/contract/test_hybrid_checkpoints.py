@@ -136,3 +136,13 @@ def test_a_checkpoint_without_its_mtp_is_a_plain_model(tiny: Tiny, tmp_path: Pat
     config, arrays = tiny
     trunk = {name: array for name, array in arrays.items() if not name.startswith("mtp.")}
     assert model_at(write_model(tmp_path, config, trunk)).head is None
+
+
+def test_two_mtp_layers_in_a_gguf_file(tmp_path: Path) -> None:
+    """What modules share stands in the first one only."""
+    config, arrays = family_of("qwen3_5").tiny(mtp_num_hidden_layers=2)
+    model = model_at(write_gguf(tmp_path / "model.gguf", config, arrays))
+    assert model.head is not None
+    first, second = model.head.modules
+    assert (first.projection.weight == second.projection.weight).all()
+    assert not (first.block.input_norm.weight == second.block.input_norm.weight).all()

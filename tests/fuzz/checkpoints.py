@@ -33,9 +33,9 @@ from headstart.cli.render import finish, print_error
 from headstart.errors import HeadstartError, status_of
 from headstart.tools.inspect import run as inspect
 from headstart.tools.inspect.run import InspectOptions
-from tests.fuzz.mutations import Mutation, mutation_of, subjects
+from tests.fuzz.mutations import SIZES, Mutation, mutation_of, subjects
 
-SECONDS, MEGABYTES = 20, 150
+SECONDS, MEGABYTES = 60, 150
 """What one command may take over a checkpoint of a few kilobytes."""
 
 
@@ -95,8 +95,11 @@ def commands(path: Path, out: Path) -> Iterator[list[str]]:
         yield ["export", str(path), "--to", layout, "-o", str(out / layout)]
     yield ["graft", str(path), "--strip", "-o", str(out / "strip")]
     yield ["plan", str(path), "--gpu", "h100", "--json"]
-    yield ["launch", "vllm", str(path), "--gpus", "h100"]
-    yield ["launch", "sglang", "Qwen/Qwen3-8B", "--head", str(path), "--gpus", "h100"]
+    yield ["launch", "vllm", str(path), "--gpus", "h100", "--dry-run"]
+    target = out / "target"
+    target.mkdir(parents=True, exist_ok=True)
+    (target / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES}))
+    yield ["launch", "sglang", str(target), "--head", str(path), "--gpus", "h100", "--dry-run"]
 
 
 def wrong(found: Outcome) -> str:

@@ -35,6 +35,8 @@ def spelled(family: str, written: Config, rng: Random) -> tuple[Config, str]:
         for name in [name for name in config if name in defaults and config[name] == defaults[name]]:
             if name not in keep and rng.random() < 0.6:
                 del config[name]
+    if "sliding_window" in config and not config.get("use_sliding_window"):
+        config["sliding_window"] = rng.choice((None, 7, 4096))  # released files say one that is not used
     rope: Any = config["rope_parameters"]
     if rng.random() < 0.5:
         config |= _older(dict(config.pop("rope_parameters")), rng)

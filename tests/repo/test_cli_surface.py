@@ -61,7 +61,7 @@ COMMANDS: dict[str, set[str]] = {
     | {"--modules", "--device", "--restart", "--kind", "--finetune", "--head"}
     | {"--from-scratch"},
     "export": JSON | {"--to", "--out", "-o", "--head", "--model-type", "--force"},
-    "graft": JSON | {"--out", "-o", "--from", "--strip", "--quantize-head", "--force"},
+    "graft": JSON | {"--out", "-o", "--from", "--strip", "--quantize-head", "--no-measure", "--force"},
     "pull": JSON,
     "doctor": JSON,
     "bench": set(),

@@ -15,11 +15,14 @@ from headstart.api import LLM
 from headstart.cli.main import main
 from headstart.config import EngineConfig
 from headstart.core import SamplingParams
+from headstart.errors import ModelError, UsageError
 from headstart.formats.base import make_tensor
 from headstart.formats.safetensors import Array, bfloat16
+from headstart.machine import Memory
 from headstart.tools.graft import run as graft
 from headstart.tools.graft.quantize import nearest_e4m3
-from headstart.tools.graft.run import GraftOptions, run
+from headstart.tools.graft.run import BESIDE, GraftOptions, run
+from headstart.tools.tiny import write_tiny
 
 H, V, F = 8, 12, 16
 CONFIG = {
@@ -145,6 +148,9 @@ QUANTIZED = {
     "awq": ({"quant_method": "awq", "modules_to_not_convert": ["lm_head"]}, "modules_to_not_convert"),
     "compressed-tensors": ({"quant_method": "compressed-tensors", "ignore": ["lm_head"]}, "ignore"),
     "gptq": ({"quant_method": "gptq"}, "dynamic"),
+    "bitsandbytes": ({"quant_method": "bitsandbytes", "llm_int8_skip_modules": ["lm_head"]}, "llm_int8_skip_modules"),
+    "bitsandbytes without its name": ({"load_in_4bit": True}, "llm_int8_skip_modules"),
+    "auto-round": ({"quant_method": "auto-round", "extra_config": {"lm_head": {"bits": 16}}}, "extra_config"),
 }
 
 
@@ -230,6 +236,68 @@ def other(change: str, folder: Path) -> Path:
     if change == "tokens":
         (made / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 1, "b": 0}}}))
     return made
+
+
+def test_modelopts_own_file_is_told_too(base: Path, tuned: Path, tmp_path: Path) -> None:
+    document = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
+    (tuned / "hf_quant_config.json").write_text(json.dumps(document))
+    run(GraftOptions(model=str(tuned), base=str(base), out=tmp_path / "out"))
+    told = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())
+    assert told["producer"] == document["producer"] and told["quantization"]["quant_algo"] == "FP8"
+    assert {"lm_head", "model.layers.1.eh_proj"} <= {*told["quantization"]["exclude_modules"]}
+    with pytest.raises(UsageError, match="quantized by 'modelopt'"):
+        run(GraftOptions(model=str(tuned), base=str(base), out=tmp_path / "other", quantize_head=True))
+
+
+def test_a_head_with_an_indexer_fits_trunks_with_one(tmp_path: Path) -> None:
+    """Both call themselves by one model type."""
+    names = ("self_attn.q_proj.weight", "self_attn.indexer.wk.weight")
+    plain, sparse = ({f"model.layers.0.{name}": tensor("BF16", H, H) for name in names[:count]} for count in (1, 2))
+    head = {f"model.layers.1.{name}": tensor("BF16", H, H) for name in names}
+    bare = {**CONFIG, "num_nextn_predict_layers": 0}
+    base = write_checkpoint(tmp_path / "sparse", CONFIG, {**TRUNK, **HEAD, **sparse, **head})
+    dense = write_checkpoint(tmp_path / "dense", CONFIG, {**TRUNK, **HEAD, **plain})
+    for kind, donor, tensors in (("a", base, plain), ("b", dense, sparse)):
+        model = write_checkpoint(tmp_path / kind, bare, {**TRUNK, **tensors})
+        with pytest.raises(ModelError, match=r"self_attn.indexer.wk, which no layer of"):
+            run(GraftOptions(model=str(model), base=str(donor), out=tmp_path / "out"))
+    model = write_checkpoint(tmp_path / "c", bare, {**TRUNK, **sparse})
+    run(GraftOptions(model=str(model), base=str(base), out=tmp_path / "out", no_measure=True))
+
+
+def test_keys_go_where_the_target_describes_its_language_model(base: Path, tmp_path: Path) -> None:
+    inner = {key: value for key, value in CONFIG.items() if key != "num_nextn_predict_layers"}
+    wrapped = {"model_type": "deepseek_v3", "text_config": {**inner, "model_type": "deepseek_v3_text"}}
+    moved = {name.replace("model.", "model.language_model.", 1): array for name, array in TRUNK.items()}
+    model = write_checkpoint(tmp_path / "wrapped", wrapped, moved)
+    run(GraftOptions(model=str(model), base=str(base), out=tmp_path / "out", no_measure=True))
+    config = config_of(tmp_path / "out")
+    assert config["text_config"]["num_nextn_predict_layers"] == 1 and "num_nextn_predict_layers" not in config
+
+
+def test_folders_come_along_without_weights(base: Path, tuned: Path, tmp_path: Path) -> None:
+    for name in ("assets/icons/a.svg", "original/params.json", "original/consolidated.00.pth", ".cache/x.json"):
+        (tuned / name).parent.mkdir(parents=True, exist_ok=True)
+        (tuned / name).write_text(name)
+    out = tmp_path / "out"
+    for force in (False, True):
+        report = run(GraftOptions(model=str(tuned), base=str(base), out=out, no_measure=True, force=force))
+    there = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
+    assert {"assets/icons/a.svg", "original/params.json"} <= there and not any(".pth" in name for name in there)
+    assert ".cache/x.json" not in there
+    notes = "\n".join(report.data["notes"])
+    assert "original/consolidated.00.pth" in notes and "2 weight files share their bytes" in notes
+    (out / "assets" / "mine").write_text("x")
+    with pytest.raises(UsageError, match="holds assets/mine"):
+        run(GraftOptions(model=str(tuned), base=str(base), out=out, no_measure=True, force=True))
+
+
+def test_what_would_not_fit_into_memory_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_tiny("mimo", tmp_path / "m")
+    assert BESIDE < graft.memory_needed(folder) < BESIDE + 10_000_000
+    monkeypatch.setattr(graft.machine, "memory", lambda: Memory(10**9, BESIDE, None))
+    verdict = graft.measure(folder, lambda done, total, text: None)["verdict"]
+    assert "about 0.4 GB" in verdict and "headstart inspect --deep" in verdict
 
 
 REFUSED = {

@@ -12,6 +12,7 @@ from typing import ClassVar
 import pytest
 
 from headstart.tools import engine_metrics
+from headstart.tools.advice import advise
 from headstart.tools.client import Server
 from headstart.tools.engine_metrics import Counts
 from headstart.tools.probe.decide import Diagnosis, decide
@@ -256,3 +257,30 @@ def test_client_asks_in_another_way_until_it_is_understood(endpoint: str) -> Non
 
 def test_an_endpoint_without_metrics_has_none(endpoint: str) -> None:
     assert Endpoint(Server.at(endpoint)).metrics() is None
+
+
+# Advice.
+
+
+def counted(drafts: float, accepted: Sequence[float], *, positions: bool = True) -> Counts:
+    """Of drafts of as many tokens as `accepted` has shares."""
+    places = {place: share * drafts for place, share in enumerate(accepted)}
+    total = drafts * sum(accepted)
+    return Counts(engine="vllm", known=True, drafts=drafts, drafted=drafts * len(accepted), accepted=total,
+                  per_position=places if positions else {})  # fmt: skip
+
+
+def test_a_low_acceptance_lowers_the_depth_with_the_arithmetic() -> None:
+    said = advise(counted(1000, (0.61, 0.31, 0.14)))
+    assert "35% of the drafted tokens" in said and "lower the depth to 1" in said
+    assert "1 + 0.61 + 0.31 + 0.14 = 2.06 tokens a pass, depth 1 1.61, with 2 of 3 drafted rows saved" in said
+    assert "lower the depth to 2" in advise(counted(1000, (0.8, 0.5, 0.1)))
+    assert "compare with drafting off" in advise(counted(1000, (0.3,)))
+    assert "lower the depth to 1" in advise(counted(1000, (0.6, 0.36, 0.2), positions=False))
+
+
+@pytest.mark.parametrize(
+    "counts", [None, counted(1000, (0.7, 0.5)), counted(20, (0.1, 0.1)), Counts(engine="x", known=True)]
+)
+def test_no_advice_where_there_is_nothing_to_do_or_to_tell(counts: Counts | None) -> None:
+    assert advise(counts) == ""

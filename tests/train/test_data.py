@@ -110,6 +110,22 @@ def test_bad_options(tmp_path: Path, changes: dict[str, object], message: str) -
         run(DataOptions(out=tmp_path / "out", **changes))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("out", ["", ".", "here"])
+def test_a_folder_of_other_files_is_left_alone(out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with --out "$UNSET", which is the current folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "letter.txt").write_text("dear reader")
+    with pytest.raises(UsageError, match="holds other files"):
+        run(DataOptions(out=Path(out), tokens=10))
+    assert [path.name for path in (tmp_path / "here").iterdir()] == ["letter.txt"]
+
+
+def test_text_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no"):
+        run(DataOptions(out=tmp_path / "out", tokens=10, text=(tmp_path / "nowhere",)))
+
+
 def test_a_prompt_file_without_prompts(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"no": 1}\n')

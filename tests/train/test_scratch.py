@@ -144,7 +144,7 @@ def test_batches_hold_every_document_once_in_a_round() -> None:
     ("changes", "message"),
     [
         ({"family": "animal"}, "no family 'animal'"),
-        ({"tokens": 0}, "must be above 0"),
+        ({"tokens": 0}, "above 0"),
         ({"depth": 99}, "--depth is 99"),
         ({"data": (Path("nowhere"),)}, "nowhere does not exist"),
         ({"out": Path()}, "exists"),

@@ -445,7 +445,7 @@ def test_exact_tokens_are_taken_as_they_are() -> None:
     [
         ({"tokens": None}, "exactly one of"),
         ({"minutes": 5.0}, "exactly one of"),
-        ({"tokens": 0}, "must be above 0"),
+        ({"tokens": 0}, "above 0"),
         ({"data": ()}, "text to learn from"),
         ({"depth": 17}, "--depth is 17"),
     ],

@@ -51,7 +51,10 @@ def block_of(stored: Stored, shape: Shape) -> tuple[int, int]:
     if len(grid) != len(shape) or grid[:-2] != shape[:-2] or 0 in grid:
         raise _misfit(stored, scale)
     sizes = _declared(stored) or tuple(map(_size, shape[-2:], grid[-2:]))
-    if tuple(-(-size // each) for size, each in zip(shape[-2:], sizes, strict=True)) != grid[-2:]:
+    fits = tuple(-(-size // each) for size, each in zip(shape[-2:], sizes, strict=True)) == grid[-2:]
+    if not fits and grid == (*shape[:-1], 1):  # one for each row, whatever the config says of blocks
+        return 1, shape[-1]
+    if not fits:
         raise _misfit(stored, scale, sizes)
     return sizes[0], sizes[1]
 

@@ -22,7 +22,7 @@ def describe(stored: Stored) -> Described | None:
 
 QUANTIZATION = Quantization(
     detect=lambda settings: settings.get("quant_method") in ("gptq", "auto-round"),
-    excludes={"gptq": "dynamic"},
+    excludes={"gptq": "dynamic", "auto-round": "extra_config"},
     packed=("qweight",),
     beside=("scales", "qzeros", "g_idx"),
     needs=(("scales",), ("qzeros",)),

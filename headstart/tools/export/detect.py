@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headstart.errors import ModelError
+from headstart.formats.mtp_families import MOST_MODULES
 from headstart.tools.export.drafts import COUNT_KEYS, NESTED, UNLIKE, DraftCheckpoint
 
 Config = Mapping[str, Any]
@@ -55,7 +56,7 @@ def _any(word: str, names: Sequence[str]) -> bool:
 def positive(value: object) -> bool:
     try:
         return int(value) > 0  # type: ignore[call-overload, no-any-return]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return False
 
 
@@ -74,6 +75,8 @@ def count_modules(config: Config, draft: DraftCheckpoint) -> int:
     if not positive(value):
         raise ModelError(f"config.json: {where} is {value!r}: the model has no MTP head", "see headstart graft --help")
     count = int(value)  # type: ignore[arg-type]
+    if count > MOST_MODULES:
+        raise ModelError(f"config.json: {where} is {count}, but at most {MOST_MODULES} MTP modules make sense")
     if count != 1 and not draft.several:
         raise ModelError(f"config.json: {where} is {count}, but this draft layout has room for one module")
     return count
@@ -93,8 +96,7 @@ def draft_config(config: Config, model_type: str, draft: DraftCheckpoint, count:
     }
     written = {**config, **changes}
     if nested(config):
-        inner = changes if draft.nested_alike else _filled(draft.nested_config, count)
-        written[NESTED] = {**nested(config), **inner}
+        written[NESTED] = {**nested(config), **_filled(draft.nested_config, count)}
         if "quantization_config" in written[NESTED]:
             written[NESTED]["quantization_config"] = ""
     return written
@@ -110,9 +112,12 @@ def _sparse_indexer(config: Config) -> dict[str, Any]:
     """The draft computes its own top-k rows once and shares them between its steps."""
     if not all(positive(config.get(key)) for key in INDEXER_KEYS) or not config.get("index_share_for_mtp_iteration"):
         return {}
+    every = config.get("index_topk_freq") or 1
+    if not positive(every):
+        raise ModelError(f"config.json: index_topk_freq is {every!r}, not a number of layers")
     changes = {
         "index_share_for_mtp_iteration": True,
-        "index_topk_freq": max(int(config.get("index_topk_freq") or 1), 2),
+        "index_topk_freq": max(int(every), 2),
         "index_skip_topk_offset": 0,
         "index_topk_pattern": "S",
         "indexer_types": ["full"],

@@ -21,9 +21,9 @@ class DraftCheckpoint:
 
     `prefixes`: how names of the module's tensors begin; {n} is num_hidden_layers. `parts`: what stands for the first
     part of the rest (or all of it) in the draft; `block`: what stands before every other rest; None: names stay.
-    `embedding`, `lm_head`: names of the trunk's own tensors that the draft takes along, `shared_as` their new names.
+    `embedding`, `lm_head`: names of the trunk's own tensors that the draft takes along.
     `needed`: rests without which there is no module. `config`: more keys of the draft's config; a list of one is
-    repeated for each module. `nested_config`: keys of text_config; `nested_alike`: it gets all keys. `several`: there
+    repeated for each module. `nested_config`: keys of text_config. `several`: there
     may be more than one module. `fp8_blocks`: xLLM's own tool turns FP8 blocks back for this type.
     """
 
@@ -34,11 +34,9 @@ class DraftCheckpoint:
     block: str | None = None
     embedding: tuple[str, ...] = ()
     lm_head: tuple[str, ...] = ()
-    shared_as: Mapping[str, str] = field(default_factory=dict)
     shared_needed: bool = False
     config: Mapping[str, object] = field(default_factory=dict)
     nested_config: Mapping[str, object] = field(default_factory=dict)
-    nested_alike: bool = False
     several: bool = False
     sparse_indexer: bool = False
     fp8_blocks: bool = False
@@ -89,26 +87,6 @@ DRAFTS: Mapping[str, DraftCheckpoint] = {
     ),
     "glm4_moe": replace(TRAILING, architecture="Glm4MoeMtpForCausalLM"),
     "glm_moe_dsa": replace(TRAILING, architecture="GlmMoeDsaMtpForCausalLM", sparse_indexer=True),
-    "glm5_next": replace(
-        TRAILING,
-        architecture="Glm5NextMtpForCausalLM",
-        prefixes=("model.language_model.layers.{n}.",),
-        parts={
-            "shared_head.norm.weight": "model.norm.weight",
-            "shared_head.head": "lm_head",
-            **{part: f"model.{part}" for part in ("embed_tokens", *sorted(LINKING))},
-        },
-        embedding=("model.language_model.embed_tokens.weight",),
-        lm_head=("lm_head.weight",),
-        shared_as={"model.language_model.embed_tokens.weight": "model.embed_tokens.weight"},
-        nested_alike=True,
-        config={
-            "index_share_for_mtp_iteration": False,
-            "layer_types": ["deepseek_sparse_attention"],
-            "mlp_layer_types": ["sparse"],
-            "indexer_types": ["full"],
-        },
-    ),
     "mimo": DraftCheckpoint(
         architecture="MiMoMtpForCausalLM",
         prefixes=("model.mtp_layers.0.",),
@@ -126,6 +104,8 @@ DRAFTS: Mapping[str, DraftCheckpoint] = {
 UNLIKE = {
     "mimo_v2": "its modules stand under model.mtp.layers and are of another formula",
     "deepseek_v41": "its mtp tensors are a DSpark drafter",
+    "glm4_moe_lite": "its module has latent attention, which xLLM's glm4_moe_mtp does not",
+    "glm5_next": "xLLM has no draft of this type",
 }
 """Model types that share a name with one of DRAFTS, and why they are not it."""
 

@@ -21,6 +21,7 @@ from headstart.formats.mtp_families import num_experts
 from headstart.formats.safetensors import Planned, bfloat16
 from headstart.formats.symbols import text_config
 from headstart.models.base import family_named
+from headstart.models.keys import FULL, check_kinds, num_layers, number, real
 from headstart.models.names import trailing_name
 from headstart.tools.export.detect import count_modules, detect_model_type
 from headstart.tools.export.drafts import draft_of
@@ -43,6 +44,7 @@ SIGMOID_EXPERTS = (
 TYPES = {"attention.layer_norm_rms_epsilon": F32, "expert_weights_scale": F32, "expert_weights_norm": BOOL}
 """Of keys that hold no whole number."""
 SIGMOID = 2
+RECURRENT = "linear_attention"
 TRUNK = ("embed_tokens.weight", "norm.weight", "lm_head.weight")
 """Canonical names of the trunk's own tensors that go along."""
 EXPERT = re.compile(r"layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
@@ -120,7 +122,7 @@ def head_model(source: Checkpoint) -> HeadModel | None:
     trunk = tuple(name for name in source.tensors if names.canonical(name) in TRUNK)
     cut = cut_module(source, replace(draft, block=None, embedding=trunk, lm_head=(), shared_needed=False))
     config = text_config(source.config)
-    layers = int(config["num_hidden_layers"])
+    layers = num_layers(config)
     canonical = {trailing_name(str(names.canonical(each.name)), layers): each for each in cut.planned}
     tensors = _tensors(architecture, canonical)
     for needed in ("token_embd.weight", "output_norm.weight"):
@@ -132,43 +134,71 @@ def head_model(source: Checkpoint) -> HeadModel | None:
 def _metadata(
     architecture: Architecture, config: Mapping[str, Any], layers: int, count: int
 ) -> dict[str, tuple[Any, str]]:
+    """Raises ModelError for a value that is not there, or of another type."""
     keys: dict[str, tuple[Any, str]] = {
         "block_count": (layers + count, U32),
         "nextn_predict_layers": (count, U32),
         **{
-            key: (config[KEYS[key]], TYPES.get(key, U32))
+            key: _typed(config, KEYS[key], TYPES.get(key, U32))
             for key in architecture.keys
             if config.get(KEYS[key]) is not None
         },
         **_rope(architecture, config),
     }
     if config.get("head_dim") is not None:
-        keys["attention.value_length"] = (config["head_dim"], U32)
+        keys["attention.value_length"] = (number(config, "head_dim"), U32)
     if experts := num_experts(config):
         keys["expert_count"] = (experts, U32)
     if architecture.gating is not None:
         keys["expert_gating_func"] = (architecture.gating, U32)
     if architecture.recurrent:
-        inner = int(config["linear_value_head_dim"]) * int(config["linear_num_value_heads"])
-        recurrent = [kind == "linear_attention" for kind in config["layer_types"]] + [False] * count
+        inner = number(config, "linear_value_head_dim") * number(config, "linear_num_value_heads")
+        recurrent = [kind == RECURRENT for kind in _layer_types(config, layers)] + [False] * count
         keys |= {"ssm.inner_size": (inner, U32), "attention.recurrent_layers": (recurrent, "array")}
     return {f"{architecture.name}.{key}": value for key, value in keys.items()}
 
 
+def _typed(config: Mapping[str, Any], key: str, kind: str) -> tuple[Any, str]:
+    """A value as GGUF's types hold it."""
+    value = config[key]
+    whole = isinstance(value, int) and 0 <= value < 2**32
+    if not (whole if kind == U32 else isinstance(value, bool) if kind == BOOL else isinstance(value, int | float)):
+        raise ModelError(f"config.json: {key} is {value!r}, which is no {kind}", f"correct {key}")
+    return value, kind
+
+
+def _layer_types(config: Mapping[str, Any], layers: int) -> list[str]:
+    """Which layers are recurrent; some configs only say how far apart the others are."""
+    every = number(config, "full_attention_interval", default=4)
+    kinds = config.get("layer_types") or [RECURRENT if (i + 1) % every else FULL for i in range(layers)]
+    check_kinds(kinds, layers, (RECURRENT, FULL))
+    return list(kinds)
+
+
+def _section(config: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = config.get(key) or {}
+    if not isinstance(value, dict):
+        raise ModelError(f"config.json: {key} is {value!r}, not an object", f"correct {key}")
+    return value
+
+
 def _rope(architecture: Architecture, config: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-    rope = {**config, **(config.get("rope_parameters") or {})}
-    scaling = config.get("rope_scaling") or {}
+    rope = {**config, **_section(config, "rope_parameters")}
+    scaling = _section(config, "rope_scaling")
     kind = scaling.get("rope_type") or scaling.get("type") or rope.get("rope_type") or "default"
     if kind not in ("default", "mrope"):
         hint = "llama.cpp's convert_hf_to_gguf.py --mtp writes it"
         raise ModelError(f"rope scaling of type {kind!r} is not written here", hint)
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    share = float(rope.get("partial_rotary_factor", architecture.rotary))
+    heads = number(config, "num_attention_heads")
+    head_dim = number(config, "head_dim", default=number(config, "hidden_size") // heads)
+    share = real(rope, "partial_rotary_factor", architecture.rotary)
     keys: dict[str, tuple[Any, str]] = {"rope.dimension_count": (int(head_dim * share), U32)}
     if rope.get("rope_theta") is not None:
-        keys["rope.freq_base"] = (rope["rope_theta"], F32)
+        keys["rope.freq_base"] = (real(rope, "rope_theta", 0.0), F32)
     if architecture.recurrent:
-        sections = list(rope.get("mrope_section") or scaling.get("mrope_section") or [11, 11, 10])
+        sections = rope.get("mrope_section") or scaling.get("mrope_section") or [11, 11, 10]
+        if not isinstance(sections, list) or not all(isinstance(each, int) for each in sections):
+            raise ModelError(f"config.json: mrope_section is {sections!r}, not a list of sizes")
         keys["rope.dimension_sections"] = ([*sections, 0, 0][:4], "array")
     return keys
 

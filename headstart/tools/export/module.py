@@ -11,7 +11,7 @@ from headstart.formats.base import Checkpoint, Tensor
 from headstart.formats.mtp_families import num_experts
 from headstart.formats.quantization import AGAIN, Weights
 from headstart.formats.safetensors import Planned
-from headstart.tools.export.detect import nested, positive
+from headstart.tools.export.detect import count_modules, nested, positive
 from headstart.tools.export.drafts import DraftCheckpoint
 from headstart.tools.export.plain import make_plain
 
@@ -64,7 +64,7 @@ def rest_of(name: str, config: Mapping[str, Any], draft: DraftCheckpoint) -> str
 def rename(name: str, config: Mapping[str, Any], draft: DraftCheckpoint) -> str | None:
     """The name in the draft; None for what is left behind."""
     if name in (*draft.embedding, *draft.lm_head):
-        return draft.shared_as.get(name, name)
+        return name
     if not draft.several and name in ROTATION:
         return ROTATION[name]
     rest = rest_of(name, config, draft)
@@ -88,8 +88,10 @@ def _borrowed_twice(names: Mapping[str, str]) -> list[str]:
 def _check_whole(source: Checkpoint, draft: DraftCheckpoint, rests: set[str]) -> None:
     if missing := [rest for rest in draft.needed if rest not in rests]:
         raise ModelError(f"{source.name}: the MTP module lacks {', '.join(missing)}", "download the model again")
-    if draft.several and not any(rest.startswith("layers.0.") for rest in rests):
-        raise ModelError(f"{source.name}: the MTP module has no decoder layer under layers.0", "download it again")
+    for layer in range(count_modules(source.config, draft) if draft.several else 0):
+        if not any(rest.startswith(f"layers.{layer}.") for rest in rests):
+            what = f"the MTP module has no decoder layer under layers.{layer}, which config.json promises"
+            raise ModelError(f"{source.name}: {what}", "download the model again")
     if draft.shared_needed:
         _check_shared(source, draft)
     promised = num_experts(source.config)

@@ -95,13 +95,23 @@ def check_replaced(plan: Plan, out: Path) -> None:
     """What is replaced must be what such a command has written. Raises UsageError for anything else in `out`."""
     if not out.exists():
         return
-    entries = {path.name: path for path in out.iterdir()}
-    hint = "give --out another name, or remove the directory yourself"
-    foreign = [name for name, path in entries.items() if name not in _names(plan, out) or not _is_plain(path)]
+    names, hint = _names(plan, out), "give --out another name, or remove the directory yourself"
+    entries = {str(path.relative_to(out)): path for path in out.rglob("*") if not _holds_more(path)}
+    foreign = [name for name, path in entries.items() if name not in names or not _is_plain(path)]
     if foreign:
         raise UsageError(f"{out} holds {min(foreign)}, which was not written by such a command", hint)
     if entries and not _is_own(plan, out):
         raise UsageError(f"{out} holds something else, which was not written by such a command", hint)
+
+
+def _holds_more(path: Path) -> bool:
+    """A folder that is not empty: its files speak for it."""
+    return path.is_dir() and not path.is_symlink() and any(path.iterdir())
+
+
+def files_of(folder: Path) -> list[str]:
+    """All files under a folder, by their places in it."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
 def _is_plain(path: Path) -> bool:
@@ -149,7 +159,7 @@ def carry_out(plan: Plan, out: Path, progress: Progress) -> int:
         for name, writer in plan.writers.items():
             meter.what = name
             writer(aside / name, meter.wrote)
-    return sum(path.stat().st_size for path in out.iterdir())
+    return sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
 
 
 @dataclass
@@ -166,6 +176,7 @@ class _Meter:
 
 def _copy(source: Path, target: Path, meter: _Meter) -> None:
     meter.what = source.name
+    target.parent.mkdir(parents=True, exist_ok=True)
     with source.open("rb") as read, target.open("xb") as write:
         while piece := read.read(PIECE_BYTES):
             write.write(piece)

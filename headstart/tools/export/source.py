@@ -44,6 +44,24 @@ def side_files(folder: Path) -> dict[str, Path]:
     return {path.name: path for path in files if not path.name.endswith(WEIGHT_ENDINGS)}
 
 
+def inner_files(folder: Path) -> tuple[dict[str, Path], list[str]]:
+    """Files of its folders that hold no weights, and the weights that are left out; hidden folders are no part of a
+    model, and links out of it are not followed."""
+    files, weights = {}, []
+    for path in sorted(folder.glob("*/**/*")):
+        name = path.relative_to(folder)
+        if path.is_file() and not any(part.startswith(".") for part in name.parts) and _inside(path, folder):
+            if path.name.endswith(WEIGHT_ENDINGS):
+                weights.append(str(name))
+            else:
+                files[str(name)] = path
+    return files, weights
+
+
+def _inside(path: Path, folder: Path) -> bool:
+    return path.parent.resolve().is_relative_to(folder.resolve())
+
+
 def other_weights(folder: Path) -> list[str]:
     """Weight files of other formats."""
     names = (path.name for path in sorted(folder.iterdir()) if path.is_file())

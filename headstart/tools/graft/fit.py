@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ MUST_AGREE = (
 )  # fmt: skip
 SHOULD_AGREE = ("rope_theta", "rope_scaling", "rope_parameters", "rms_norm_eps", "max_position_embeddings")
 NORMS_READ = 8
+_MIXER = re.compile(r"\.\d+\.((?:self_attn|attn|mixer)\..+)\.[^.]+$")
 PLAIN = ("F32", "F16", "BF16")
 HINT = "a head fits fine-tunes and quantizations of the model it was trained with, and nothing else"
 
@@ -33,6 +35,7 @@ def check_fit(target: Checkpoint, base: Checkpoint) -> list[str]:
         if key in ours and key in theirs and ours[key] != theirs[key]:
             raise ModelError(f"{key} is {ours[key]} in {target.name}, but {theirs[key]} in {base.name}", HINT)
     _check_shapes(target, base)
+    _check_blocks(target, base)
     _check_vocabulary(target, base)
     _check_norms(target, base)
     return [
@@ -58,6 +61,24 @@ def _check_shapes(target: Checkpoint, base: Checkpoint) -> None:
         if ours[name].dtype in PLAIN and theirs[name].dtype in PLAIN and ours[name].shape != theirs[name].shape:
             shapes = f"{list(ours[name].shape)} in {target.name}, but {list(theirs[name].shape)} in {base.name}"
             raise ModelError(f"{name} is {shapes}", HINT)
+
+
+def _check_blocks(target: Checkpoint, base: Checkpoint) -> None:
+    """The head's attention is of the kind that the trunk's layers have: one with an indexer reads what another trunk
+    does not make."""
+    ours, theirs = (_mixers(_trunk(each)) for each in (target, base))
+    head = _mixers(head_names(base.tensors, base.config)) & theirs
+    if lacking := sorted(head - ours):
+        what = f"the head of {base.name} has {lacking[0]}, which no layer of {target.name} has"
+        raise ModelError(what, HINT)
+    if lacking := sorted(each for each in ours - theirs if "indexer" in each):
+        raise ModelError(f"{target.name} has {lacking[0]}, which no layer of {base.name} has", HINT)
+
+
+def _mixers(names: Iterable[str]) -> set[str]:
+    """Modules of attention, without the layer and without what quantizations call their tensors."""
+    found = (_MIXER.search(name) for name in names)
+    return {match[1].removesuffix(".weight") for match in found if match}
 
 
 def _check_vocabulary(target: Checkpoint, base: Checkpoint) -> None:

@@ -25,15 +25,23 @@ CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", 
 
 def excluding(quantization: Mapping[str, Any], modules: list[str]) -> dict[str, Any] | None:
     """quantization_config with `modules` left alone; None for a method that has no known way to say so."""
-    method = str(quantization.get("quant_method"))
+    method = str(quantization.get("quant_method") or _unnamed(quantization))
     key = next((each.excludes[method] for each in quantizations().values() if method in each.excludes), None)
     if key is None:
         return None
     if key == "dynamic":  # rules by regular expression
         rules: dict[str, Any] = {f"-:^{name.replace('.', chr(92) + '.')}$": {} for name in modules}
         return {**quantization, key: {**(quantization.get(key) or {}), **rules}}
+    if key == "extra_config":  # settings of single layers
+        plain = {name: {"bits": 16, "data_type": "float"} for name in modules}
+        return {**quantization, key: {**(quantization.get(key) or {}), **plain}}
     listed = list(quantization.get(key) or [])
     return {**quantization, key: listed + [name for name in modules if name not in listed]}
+
+
+def _unnamed(quantization: Mapping[str, Any]) -> str:
+    """The method of a config that does not name it, as old ones of bitsandbytes."""
+    return "bitsandbytes" if any(key.startswith(("load_in_", "llm_int8_", "bnb_4bit_")) for key in quantization) else ""
 
 
 def check_method(quantization: Mapping[str, Any]) -> None:

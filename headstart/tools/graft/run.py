@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import headstart
+from headstart import machine
 from headstart.config import EngineConfig
 from headstart.core import Progress, Report, no_progress
 from headstart.errors import HeadstartError, ModelError, UsageError
 from headstart.files import write_whole
+from headstart.formats import open_checkpoint
 from headstart.formats.base import Checkpoint, Tensor
 from headstart.formats.json_object import read_object
 from headstart.formats.mtp_families import declared
@@ -27,9 +30,10 @@ from headstart.models.base import is_known
 from headstart.stats import DraftStats
 from headstart.tools.export.heads import can_be_quantized, head_keys, head_names, trunk_prefix, with_keys, without_head
 from headstart.tools.export.plain import CODES, make_plain
-from headstart.tools.export.plan import Plan, as_json, carry_out, check_target, index_text
-from headstart.tools.export.source import open_directory, other_weights, side_files
+from headstart.tools.export.plan import Plan, as_json, carry_out, check_target, files_of, index_text
+from headstart.tools.export.source import inner_files, open_directory, other_weights, side_files
 from headstart.tools.graft import quantize as fp8
+from headstart.tools.graft.describe import describe, keys_for, modelopt_of, told_beside
 from headstart.tools.graft.fit import check_fit
 from headstart.tools.prompts import builtin_prompts
 
@@ -47,7 +51,7 @@ Wrote = Callable[[int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class GraftOptions:
-    """`base`: where the head comes from. `strip`: take the head out instead."""
+    """`base`: where the head comes from; `strip`: take the head out instead; `no_measure`: do not measure it."""
 
     model: str
     base: str | None = None
@@ -55,6 +59,7 @@ class GraftOptions:
     strip: bool = False
     quantize_head: bool = False
     force: bool = False
+    no_measure: bool = False
 
 
 def run(options: GraftOptions, progress: Progress = no_progress) -> Report:
@@ -74,7 +79,8 @@ def run(options: GraftOptions, progress: Progress = no_progress) -> Report:
     data = {"out": str(options.out), "bytes": size, "notes": plan.notes, **plan.data}
     lines = [f"{options.out}: {size / 1e6:.0f} MB, {plan.data['what']}", *(f"note: {note}" for note in plan.notes)]
     if base is not None:
-        data["acceptance"] = acceptance = measure(options.out, progress)
+        wanted = {"verdict": "acceptance not measured, as asked"} if options.no_measure else None
+        data["acceptance"] = acceptance = wanted or measure(options.out, progress)
         lines.append(acceptance["verdict"])
         _add_to_provenance(options.out, acceptance)
     return Report(True, data, lines)
@@ -101,7 +107,7 @@ def _graft(target: Checkpoint, base: Checkpoint, quantize: bool) -> Plan:
     if len(here) >= len(there):
         raise ModelError(f"{target.name} has its head: {len(here)} tensors", "to replace it, use --strip first")
     if quantize:
-        fp8.check_method(settings_of(target.config))
+        fp8.check_method(settings_of(target.config) or modelopt_of(target.path))
     notes = check_fit(target, base)
     new = _renamed(target, base, there)
     planned, config, more = _head(target, base, new, quantize)
@@ -109,6 +115,9 @@ def _graft(target: Checkpoint, base: Checkpoint, quantize: bool) -> Plan:
     if here:
         plan.notes.append(f"{len(here)} tensors of an incomplete head were replaced")
     _take_trunk(plan, target, here)
+    plan.texts |= told_beside(target.path, [each.name for each in planned])
+    for name in plan.texts:
+        plan.copies.pop(name, None)
     head_file = _make_room(plan)
     plan.tensors[head_file] = planned
     plan.texts["config.json"] = as_json(config) + "\n"
@@ -133,7 +142,7 @@ def _head(
 ) -> tuple[list[Planned], dict[str, Any], list[str]]:
     """The head's tensors, the config that describes them, and notes."""
     tensors = base.tensors
-    config = with_keys(target.config, head_keys(base.config))
+    config = with_keys(target.config, keys_for(target.config, base.config))
     weights = Weights(tensors, base.config)
     head = [stored for stored in weights.stored.values() if stored.main.name in new]
     quantized = any(weights.look(stored)[0] or stored.main.dtype in CODES for stored in head)
@@ -147,7 +156,7 @@ def _head(
     if quantize:
         planned = _quantized(planned, {name: tensors[old] for old, name in new.items() if old not in plain.converted})
         notes.append("the head is in FP8 blocks: headstart does not run those, vLLM, SGLang and transformers do")
-    return planned, _describe(config, target, planned, quantize, notes), notes
+    return planned, describe(config, target, planned, quantize, notes), notes
 
 
 def _alike(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
@@ -163,32 +172,6 @@ def _quantized(planned: list[Planned], plain: Mapping[str, Tensor]) -> list[Plan
     return written
 
 
-def _describe(
-    config: dict[str, Any], target: Checkpoint, planned: list[Planned], quantize: bool, notes: list[str]
-) -> dict[str, Any]:
-    """Tell engines which matrices are not quantized."""
-    scaled = {each.name.removesuffix("_scale_inv") for each in planned if each.name.endswith("_scale_inv")}
-    modules = [each.name for each in planned if len(each.shape) == 2 and each.name.endswith(".weight")]
-    alone = [name.removesuffix(".weight") for name in modules if name not in scaled]
-    quantization: Mapping[str, Any] = settings_of(target.config)
-    if quantize and not quantization:
-        trunk = head_names(target.tensors, target.config) ^ set(target.tensors)
-        matrices = [name for name in trunk if name.endswith(".weight") and len(target.tensors[name].shape) == 2]
-        alone += sorted(name.removesuffix(".weight") for name in matrices)
-        quantization = fp8.CONFIG
-    if not quantization:
-        return config
-    told = fp8.excluding(quantization, alone)
-    if told is None:
-        method = quantization.get("quant_method")
-        notes.append(f"quant_method {method!r}: tell the engine that the head is not quantized")
-        return config
-    inner = config.get("text_config")
-    if isinstance(inner, dict) and "quantization_config" in inner and "quantization_config" not in config:
-        return with_keys(config, {("text_config", "quantization_config"): told})
-    return {**config, "quantization_config": told}
-
-
 def _take_trunk(plan: Plan, target: Checkpoint, head: set[str]) -> None:
     """Files without head tensors share their bytes; others are written again without them."""
     of_file: dict[Path, list[Tensor]] = {}
@@ -202,8 +185,13 @@ def _take_trunk(plan: Plan, target: Checkpoint, head: set[str]) -> None:
             plan.tensors[file.name] = [copied(each.name, each) for each in left]
     own = ("config.json", INDEX, PROVENANCE)
     plan.copies = {name: path for name, path in side_files(target.path).items() if name not in own}
-    if other := other_weights(target.path):
+    inner, left_out = inner_files(target.path)
+    plan.copies |= inner
+    if other := [*other_weights(target.path), *left_out]:
         plan.notes.append(f"weights in other formats were left out: {', '.join(other)}")
+    if plan.links:
+        shared = f"{len(plan.links)} weight files share their bytes with {target.name} where the file system can"
+        plan.notes.append(f"{shared}: replace such a file, do not edit it in place, or both change")
 
 
 def _make_room(plan: Plan) -> str:
@@ -238,7 +226,7 @@ def _write_provenance(
     document = {
         "made_by": f"headstart {headstart.__version__}",
         "made_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "files": sorted([path.name, *(each.name for each in path.parent.iterdir())]),
+        "files": sorted({path.name, *files_of(path.parent)}),
         "trunk": _origin(target),
         **(_head_origin(base, path.with_name(head_file)) if base and head_file else {"head": None}),
         "head_tensors": plan.data["tensors"],
@@ -276,6 +264,11 @@ def measure(model: Path, progress: Progress) -> dict[str, Any]:
     model_type = str(read_object(model / "config.json").get("model_type"))
     if not is_known(model_type):
         return {"verdict": f"acceptance not measured: {model_type} does not run here; measure it in the engine you use"}
+    needed, free = memory_needed(model), machine.memory().available
+    if needed > free:
+        needs = f"the whole model is loaded for it, about {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+        return {"verdict": f"acceptance not measured: {needs}; headstart inspect --deep measures it elsewhere"}
+    progress(0, len(builtin_prompts()), f"measuring acceptance, which takes about {needed / 1e9:.1f} GB of memory")
     try:
         stats = _draft(str(model), progress)
     except HeadstartError as error:
@@ -289,6 +282,19 @@ def measure(model: Path, progress: Progress) -> dict[str, Any]:
     else:
         verdict = f"the graft helps: it saves {saved:.0%} of the passes"
     return {"verdict": f"acceptance length {length:.2f}: {verdict}", "passes_saved": saved, **stats.document("mtp")}
+
+
+BESIDE = 400_000_000
+"""Bytes of what a process holds beside weights."""
+
+
+def memory_needed(model: Path) -> int:
+    """Bytes that loading a checkpoint takes, roughly: quantized weights are turned back into bfloat16."""
+    checkpoint = open_checkpoint(model)
+    weights = Weights(checkpoint.tensors, checkpoint.config)
+    plain = [(weights.look(stored), stored.main) for stored in weights.stored.values()]
+    sizes = [2 * math.prod(look.shape or (2 * main.nbytes,)) if kind else main.nbytes for (kind, look), main in plain]
+    return BESIDE + sum(sizes)
 
 
 def _draft(model: str, progress: Progress) -> DraftStats:

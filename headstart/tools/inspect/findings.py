@@ -21,7 +21,10 @@ from headstart.tools.inspect.weights import Weight
 
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
-_EXCLUDING = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules", "disable_quant_module")
+_EXCLUDING = (
+    "ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules", "disable_quant_module",
+    "llm_int8_skip_modules",
+)  # fmt: skip
 _MOST_REPEATS = 4
 _SMALL = re.compile(r"int[1-4]\b|FP4|4-bit|Q[1-4]_|IQ[1-4]|nf4")
 _NORMS = {
@@ -142,6 +145,11 @@ def _excluded(subject: Subject) -> bool:
         return True
     listed = [each for key in _EXCLUDING if isinstance(value := settings.get(key), list) for each in value]
     listed += [f"re:{key[2:]}" for key in settings.get("dynamic") or {} if str(key).startswith("-:")]
+    single = settings.get("extra_config")
+    listed += [
+        name for name, own in (single.items() if isinstance(single, dict) else ())
+        if isinstance(own, dict) and own.get("bits") == 16
+    ]  # fmt: skip
     module = next((name for name in subject.heads.names.values() if name.endswith("_proj.weight")), "")
     return any(_names(str(pattern), module.removesuffix(".weight")) for pattern in listed)
 

@@ -317,4 +317,5 @@ def _check_lines(data: dict[str, Any]) -> list[str]:
         said = f"plain decoding: {data['why_depth']}"
     else:
         said = f"DRAFTING IS NOT ALIVE: {checked['why']}"
-    return [f"# answered after {data['started_s']} s; log {data['log']}", f"# {said}"]
+    advice = [f"# even of text that is easy to guess: {checked['advice']}"] if checked.get("advice") else []
+    return [f"# answered after {data['started_s']} s; log {data['log']}", f"# {said}", *advice]

@@ -17,6 +17,7 @@ from typing import Any
 
 from headstart.core import Progress
 from headstart.errors import UsageError
+from headstart.tools.advice import advise
 from headstart.tools.client import Server, get
 from headstart.tools.engine_metrics import Counts
 from headstart.tools.launch.launcher import Launcher, Step, Wanted
@@ -121,6 +122,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+FEW = 10
+"""Drafts that tell something of text as easy as the warm-up's."""
+
+
 def check(running: Running, wanted: Wanted, progress: Progress) -> dict[str, Any]:
     """Warm up with text that is easy to guess, and read what was counted meanwhile."""
     endpoint = Endpoint(running.server)
@@ -143,6 +148,7 @@ def check(running: Running, wanted: Wanted, progress: Progress) -> dict[str, Any
         "drafted": counts.drafted,
         "accepted": counts.accepted,
         "per_position": counts.per_position,
+        "advice": advise(counts, FEW),
         "why": "" if counts.active else "its metrics count no drafts",
     }
 

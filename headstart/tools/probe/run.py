@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headstart.core import Progress, Report, no_progress
+from headstart.tools.advice import advise
 from headstart.tools.client import Server
 from headstart.tools.engine_metrics import Counts
 from headstart.tools.probe.decide import Diagnosis, decide
@@ -49,6 +50,7 @@ class Measured:
 
     traces: list[Trace] = field(default_factory=list)
     counts: Counts | None = None
+    before: Counts | None = None  # of what others have asked since the server began
 
     def of(self, kind: Kind) -> list[Trace]:
         return [trace for trace in self.traces if trace.kind == kind]
@@ -71,7 +73,7 @@ def measure(endpoint: Endpoint, options: ProbeOptions, progress: Progress) -> Me
     measured = Measured()
     total = options.rounds * len(LENGTHS) * 2
     endpoint.stream("random", random_text(options.seed), 8, 1.0)  # warm-up, not counted
-    before = endpoint.metrics() if options.use_metrics else None
+    measured.before = before = endpoint.metrics() if options.use_metrics else None
     for turn in range(options.rounds):
         for place, length in enumerate(LENGTHS):
             progress(len(measured.traces), total, "streaming")
@@ -103,6 +105,7 @@ def document(endpoint: Endpoint, verdict: Diagnosis, measured: Measured) -> dict
         "source": verdict.source,
         "engine": measured.counts.engine if measured.counts else None,
         "acceptance_length": None if length is None else round(length, 3),
+        "advice": advise(measured.before) if verdict.answer == "on" else "",
         "evidence": verdict.evidence,
         "timing": {kind: summarize(measured.of(kind)).document() for kind in ("predictable", "random")},
         "by_length": by_length(measured.of("predictable")),
@@ -123,6 +126,7 @@ def _lines(data: dict[str, Any]) -> list[str]:
     shown = f", acceptance length {length:.2f}" if length else ""
     lines = [f"{WORDS[data['drafting']]} ({data['confidence']:.0%} sure, by {data['source']}{shown})"]
     lines += [f"  {line}" for line in data["evidence"]]
+    lines += [f"  advice, from what it has answered so far: {data['advice']}"] if data["advice"] else []
     for asked, paces in data["by_length"].items():
         lines.append(
             f"  {asked:>4} tokens: {paces['ms_per_token']:.2f} ms a token after the first, "

@@ -8,8 +8,11 @@ from typing import Any
 
 from headstart import hub
 from headstart.config import AUTO, Depth, EngineConfig
+from headstart.errors import UsageError
 
 Prompt = str | list[int]
+MOST_SEED = 2**43
+"""A prompt's own seed is about a million times that of its cell, and fits into 64 bits."""
 DEPTHS: tuple[Depth, ...] = (0, 1, 3, 5, AUTO)
 FULL_DEPTHS: tuple[Depth, ...] = (0, 1, 2, 3, 4, 5, AUTO)
 FULL: Mapping[str, Any] = {
@@ -42,6 +45,10 @@ class VerifyOptions:
     thread_counts: tuple[int, ...] = ()  # empty: see default_threads
     seeds: tuple[int, ...] = (0,)
     against: str | None = None
+
+    def __post_init__(self) -> None:
+        if wrong := [seed for seed in self.seeds if not 0 <= seed <= MOST_SEED]:
+            raise UsageError(f"--seeds has {wrong[0]}, but a seed is between 0 and {MOST_SEED}")
 
     def factors(self) -> dict[str, tuple[Any, ...]]:
         return {

@@ -13,6 +13,7 @@ from checkpoints import raw, read_raw, tensor, write_checkpoint
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 
 from headstart.cli.main import main
+from headstart.errors import ModelError
 from headstart.formats.base import Tensor
 from headstart.formats.safetensors import Array, bfloat16
 from headstart.formats.safetensors_file import read_file
@@ -240,6 +241,16 @@ QWEN_SIZES = {
 def float32(array: Array, shift: float) -> bytes:
     assert isinstance(array, tuple)
     return ((array[0].astype(np.uint32) << 16).view(np.float32) + np.float32(shift)).tobytes()
+
+
+def test_layers_by_their_interval() -> None:
+    from headstart.tools.export.gguf_model import _layer_types
+
+    kinds = ["linear_attention", "linear_attention", "full_attention"]
+    assert _layer_types({"full_attention_interval": 3}, 6) == kinds * 2
+    assert _layer_types({"layer_types": kinds, "full_attention_interval": 2}, 3) == kinds
+    with pytest.raises(ModelError, match="must name 4 layers"):
+        _layer_types({"layer_types": kinds}, 4)
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -41,6 +41,7 @@ for expert in range(2):
 INDEXER = of("self_attn.indexer.", wq_b=(4, 4), wk=(4, H)) | {"self_attn.indexer.k_norm.bias": tensor("F32", 4)}
 FC = of("", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", fc=(H, 2 * H))
 DENSE = of("layers.0.", "input_layernorm", self_attn__q_proj=(2 * H, H), mlp__gate_proj=(F, H))
+SECOND = {name.replace("layers.0.", "layers.1."): array for name, array in DENSE.items()}
 MIMO = of("", "token_layernorm", "hidden_layernorm", "final_layernorm", "input_layernorm", input_proj=(H, 2 * H))
 V4 = of("", "enorm", "hnorm", "norm", "attn_norm", e_proj=(H, H), h_proj=(H, H), ffn__gate=(2, H))
 V4 |= {"hc_head_scale": tensor("F32", 4), "hc_attn_scale": tensor("F32", 3), "attn.attn_sink": tensor("F32", 2)}
@@ -138,33 +139,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Array], dict[str, Array], dict[
         under("model.layers.0.", V4),
         kept(DEEPSEEK, "deepseek_v4_mtp", "DeepseekV4MtpForCausalLM", num_hash_layers=0),
     ),
-    "glm5_next": (
-        {"model_type": "glm5_next", "text_config": {"num_hidden_layers": 1, "num_nextn_predict_layers": 1}},
-        {
-            **under("model.language_model.", of("", embed_tokens=(V, H))),
-            **of("", lm_head=(V, H)),
-            **under("model.language_model.layers.1.", {**LINK, **BLOCK}),
-        },
-        {
-            **of("model.", embed_tokens=(V, H)),
-            **of("", lm_head=(V, H)),
-            **under("model.layers.0.", BLOCK),
-            **under("model.", {n: a for n, a in LINK.items() if n != "shared_head.norm.weight"}),
-            "model.norm.weight": LINK["shared_head.norm.weight"],
-        },
-        (
-            GLM5 := {
-                **DONE,
-                "model_type": "glm5_next_mtp",
-                "architectures": ["Glm5NextMtpForCausalLM"],
-                "index_share_for_mtp_iteration": False,
-                "layer_types": ["deepseek_sparse_attention"],
-                "mlp_layer_types": ["sparse"],
-                "indexer_types": ["full"],
-            }
-        )
-        | {"text_config": GLM5},
-    ),
     "mimo": (
         {
             "model_type": "mimo",
@@ -190,8 +164,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Array], dict[str, Array], dict[
     ),
     "qwen3_5, tied, two layers": (
         {**QWEN, "tie_word_embeddings": True, "text_config": {**QWEN_TEXT, "mtp_num_hidden_layers": 2}},
-        {**of("model.language_model.", embed_tokens=(V, H)), **under("model.mtp.", {**FC, **DENSE})},
-        {**of("model.language_model.", embed_tokens=(V, H)), **under("model.mtp.", {**FC, **DENSE})},
+        {**of("model.language_model.", embed_tokens=(V, H)), **under("model.mtp.", {**FC, **DENSE, **SECOND})},
+        {**of("model.language_model.", embed_tokens=(V, H)), **under("model.mtp.", {**FC, **DENSE, **SECOND})},
         kept(
             {},
             "qwen3_5_mtp",
@@ -301,9 +275,12 @@ def test_fp8_blocks_become_bfloat16(tmp_path: Path, columns: int) -> None:
 WRONG_THERE = {
     "blocks of a type it does not know": ("glm4_moe", "weight_scale_inv", (2, 2), (128, 128), {}),
     "channels": ("glm4_moe", "weight_scale", (130, 1), (1, 200), {}),
+    "channels, where blocks are declared": (
+        "deepseek_v3", "weight_scale", (130, 1), (1, 200), {"weight_block_size": [128, 128]},
+    ),
     "one scale": ("glm4_moe", "weight_scale", (1,), (130, 200), {}),
     "blocks of another size": ("deepseek_v3", "weight_scale_inv", (3, 4), (64, 64), {"weight_block_size": [64, 64]}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", WRONG_THERE)
@@ -316,7 +293,7 @@ def test_what_the_other_tool_copies_without_its_scales(tmp_path: Path, case: str
     expected = blocks(codes, scales.reshape(-(-130 // size[0]), -1), size)
     assert found["model.layers.0.self_attn.q_a_proj.weight"] == ("BF16", (130, 200), expected)
     assert not [name for name in found if "scale" in name]
-    assert bool(notes) == (model_type == "glm4_moe")
+    assert bool(notes) == (model_type == "glm4_moe" or ending == "weight_scale")
 
 
 def test_fp4_experts_with_power_of_two_scales(tmp_path: Path) -> None:
@@ -401,8 +378,19 @@ BROKEN_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "no layers": ({"num_hidden_layers": None}, "num_hidden_layers is None"),
     "no type": ({"model_type": "", "architectures": None}, "neither model_type nor architectures"),
     "MiMo-V2": ({"model_type": "mimo_v2_flash", "architectures": ["MiMoV2FlashForCausalLM"]}, "mimo_v2"),
+    "GLM-4.7-Flash": ({"model_type": "glm4_moe_lite", "architectures": ["Glm4MoeLiteForCausalLM"]}, "latent attention"),
+    "GLM-5.3-Flash": ({"model_type": "glm5_next"}, "no draft of this type"),
+    "no end of modules": (
+        {"model_type": "qwen3_5", "architectures": [], "mtp_num_hidden_layers": 10**8}, "at most 64 MTP modules",
+    ),
+    "endless": ({"num_nextn_predict_layers": float("inf")}, "is inf"),
+    "a list of layers": (
+        {"model_type": "deepseek_v32", "index_topk_freq": [1], "index_share_for_mtp_iteration": True,
+         "index_n_heads": 1, "index_head_dim": 1, "index_topk": 1},
+        "index_topk_freq is [1]",
+    ),
     "DSpark": ({"model_type": "deepseek_v4", "dspark_block_size": 7}, "DSpark"),
-}
+}  # fmt: skip
 BROKEN_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "shard": (
         lambda source: (source / "model-00002-of-00003.safetensors").unlink(),
@@ -451,3 +439,11 @@ def test_memory_stays_below_two_of_the_largest_tensors(tmp_path: Path) -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < rows * columns * 2 * 2
+
+
+def test_a_module_that_is_promised_must_be_there(tmp_path: Path) -> None:
+    shared = {**of("model.language_model.", embed_tokens=(V, H)), **of("", lm_head=(V, H))}
+    config = {**QWEN, "text_config": {**QWEN_TEXT, "mtp_num_hidden_layers": 2}}
+    write_checkpoint(tmp_path / "model", config, {**shared, **under("mtp.", {**FC, **DENSE})})
+    with pytest.raises(ModelError, match=r"no decoder layer under layers\.1"):
+        run(ExportOptions(model=str(tmp_path / "model"), out=tmp_path / "out"))

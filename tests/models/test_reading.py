@@ -1,0 +1,93 @@
+"""Configs: whatever a key says, it is read, known to change nothing, or refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support import FAMILIES, family_of
+
+from headstart.errors import ModelError
+from headstart.layers.attention import AttentionConfig
+from headstart.models.reading import HARMLESS, NEUTRAL
+
+SCALED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+KEYS = (
+    "rope_scaling", "rope_parameters", "rope_theta", "partial_rotary_factor", "layer_types", "sliding_window",
+    "max_window_layers", "text_config", "attention_bias", "tie_word_embeddings", "mlp_only_layers", "mtp_recycle",
+    "decoder_sparse_step", "original_max_position_embeddings", "num_nextn_predict_layers", "mtp_config",
+    "full_attention_interval", "recurrent_layers", "rope_interleave", "scoring_func", "num_local_experts",
+)  # fmt: skip
+GARBAGE: tuple[Any, ...] = (
+    None, True, 0, -1, 2**33, 2**70, 1.5, float("nan"), float("inf"), 1e-320, "", "x", "8", [], [[]], [None] * 3,
+    ["sliding_attention"] * 3, {}, {"a": 1}, {"rope_type": 5}, {"type": ["a"]}, {"rope_type": "longrope"},
+    {"rope_type": "llama3", "factor": 0}, {"rope_type": "yarn", "factor": "x"},
+    {"rope_type": "linear", "factor": 1e-300},
+    {**SCALED, "mscale": -1, "mscale_all_dim": "a"}, {**SCALED, "rope_theta": 1.0}, {**SCALED, "beta_fast": 1e-300},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_whatever_a_key_says_the_answer_is_ours(family: str) -> None:
+    found = family_of(family)
+    config, _ = found.tiny()
+    for key in {*config, *found.defaults, *KEYS}:
+        for value in GARBAGE:
+            changed = {**config, key: value, **({"use_sliding_window": True} if "window" in key else {})}
+            try:
+                found.read(changed)
+            except ModelError as error:
+                assert error.message
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_unknown_key_is_named_with_its_value(family: str) -> None:
+    found = family_of(family)
+    config, _ = found.tiny()
+    with pytest.raises(ModelError, match=r"a\.json: qk_clip is 3, new_thing is 'x', which are not known for") as error:
+        found.read({**config, "qk_clip": 3, "new_thing": "x", "nothing": None, "_private": 1}, "a.json")
+    assert "remove it from the config" in error.value.hint
+    found.read({**config, "qk_clip": 3}, strict=False)
+    found.read({**config, **dict.fromkeys(HARMLESS.keys() - {"text_config", "mtp_recycle", "model_type"}, "x")})
+    neutral = {key: values[0] for key, values in NEUTRAL.items()}
+    found.read({**neutral, **config})
+
+
+def test_reasons_are_given() -> None:
+    for family in FAMILIES:
+        assert all({**HARMLESS, **family_of(family).harmless}.values()), family
+
+
+def test_a_text_config_is_read_inside_and_outside() -> None:
+    found = family_of("qwen3_5")
+    config, _ = found.tiny()
+    wrapper = {"model_type": "qwen3_5", "text_config": config, "vision_config": {"depth": 1}, "image_token_id": 3}
+    assert found.read(wrapper) == found.read(config)
+    for changed in ({**wrapper, "projector": 1}, {**wrapper, "text_config": {**config, "projector": 1}}):
+        with pytest.raises(ModelError, match="projector is 1, which is not known"):
+            found.read(changed)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mimo"])
+def test_windows_are_those_of_the_layers_that_have_one(family: str) -> None:
+    found = family_of(family)
+    config, _ = found.tiny(use_sliding_window=True, sliding_window=7)
+
+    def windows(**changes: Any) -> list[int]:
+        mixers = [layer.mixer for layer in found.read({**config, **changes}).layers]
+        return [mixer.spec.window for mixer in mixers if isinstance(mixer, AttentionConfig)]
+
+    assert windows(max_window_layers=1) == [0, 7, 7]
+    assert windows() == [0, 0, 0], "28 layers have none where the config does not tell"
+    assert windows(layer_types=["sliding_attention", "full_attention", "full_attention"]) == [7, 0, 0]
+    assert windows(max_window_layers=0, use_sliding_window=False) == [0, 0, 0]
+
+
+def test_the_context_ends_where_the_frequencies_would_change() -> None:
+    found = family_of("llama")
+    factors = [1.0 + i for i in range(4)]
+    rope = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "factor": 8.0}
+    config, _ = found.tiny(max_position_embeddings=512)
+    long = {**config, "rope_scaling": {**rope, "original_max_position_embeddings": 64}}
+    assert found.read(long).max_length == 64
+    assert found.read({**config, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}).max_length == 512
