@@ -26,7 +26,8 @@ def parse(config: Config) -> DecoderConfig:
 FAMILY = Family(
     parse=parse,
     defaults={
-        "max_position_embeddings": 32768, "num_key_value_heads": 4, "num_experts_per_tok": 8, "norm_topk_prob": False, "sliding_window": 4096,
+        "max_position_embeddings": 32768, "num_key_value_heads": 4, "num_experts_per_tok": 8, "norm_topk_prob": False,
+        "sliding_window": 4096,
     },
     harmless={
         "max_window_layers": "a window is for all layers",
