@@ -108,17 +108,17 @@ def run(
 
     from headstart.api import LLM
     from headstart.server.app import ServerConfig
-    from headstart.server.run import listen, serve
+    from headstart.server.run import listening, serve
     from headstart.text.chat import ChatTemplate
 
     settings = serving.chosen()
     settings.pop("chat_template", None)
     serve_config = ServerConfig(**settings)
-    with listen(serve_config) as bound:  # before a model is loaded for nothing
+    with listening(serve_config) as sockets:  # before a model is loaded for nothing
         with progress("loading") as report_progress:
             llm = LLM(model, config, report_progress)
         if template is not None:
             known = llm.chat_template or ChatTemplate("")
             llm.chat_template = known.replaced(template, str(serving.chat_template))
-        serve(llm, serve_config, bound)
+        serve(llm, serve_config, sockets)
     return 0

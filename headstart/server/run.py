@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import json
 import logging
@@ -29,26 +30,50 @@ LAST_SECONDS = 5
 """After --shutdown-timeout, for telling so."""
 
 
-def listen(config: ServerConfig) -> socket.socket:
-    """The server's address, taken but not answered yet: before a model is loaded for nothing. Raises UsageError."""
+@contextlib.contextmanager
+def listening(config: ServerConfig) -> Iterator[list[socket.socket]]:
+    """All addresses of the host (localhost has two), taken but not answered yet: before a model is loaded for nothing.
+    Raises UsageError."""
+    port, sockets = config.port, list[socket.socket]()
     try:
-        info = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = info[0]
-        bound = socket.socket(family, kind, protocol)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-    except socket.gaierror as error:
-        raise UsageError(f"cannot listen on {config.host}: {error.strerror}", "is --host right?") from error
+        found = socket.getaddrinfo(config.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
-        hint = "is the port taken? --port"
-        raise UsageError(f"cannot listen on {config.host}:{config.port}: {error}", hint) from error
-    return bound
+        raise UsageError(f"cannot listen on {config.host}: {error}", "is --host right?") from error
+    try:
+        for family, kind, protocol, _, address in dict.fromkeys(found):
+            try:
+                sockets.append(_bound(socket.socket(family, kind, protocol), (address[0], port, *address[2:])))
+            except OSError as error:
+                if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT) and len(found) > 1:
+                    continue  # a machine without IPv6 has a name for it nevertheless
+                raise UsageError(
+                    f"cannot listen on {config.host}:{port}: {error.strerror}", "is the port taken? --port"
+                ) from error
+            port = sockets[0].getsockname()[1]
+        if not sockets:
+            raise UsageError(f"cannot listen on {config.host}: no such address here", "is --host right?")
+        yield sockets
+    finally:
+        for each in sockets:
+            each.close()
 
 
-def serve(llm: LLM, config: ServerConfig, bound: socket.socket | None = None) -> None:
-    """Serve until SIGINT or SIGTERM. `bound`: from `listen`. Raises UsageError where the address is taken."""
+def _bound(made: socket.socket, address: tuple[str | int, ...]) -> socket.socket:
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if made.family == socket.AF_INET6:
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        made.bind(address)
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
+def serve(llm: LLM, config: ServerConfig, sockets: list[socket.socket]) -> None:
+    """Serve until SIGINT or SIGTERM. `sockets`: from `listening`. Raises UsageError where somebody else has begun to
+    listen there meanwhile."""
     set_up_logs(config.log_format, config.access_log)
-    bound = bound or listen(config)
     app, bridge = make_app(llm, config)
     sys.setswitchinterval(SWITCH_SECONDS)
     gc.freeze()  # what the model is made of needs no looking through
@@ -83,10 +108,15 @@ def serve(llm: LLM, config: ServerConfig, bound: socket.socket | None = None) ->
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, drain)
-        await server.serve(sockets=[bound])
+        await server.serve(sockets=sockets)
 
-    with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:  # uvloop where it is installed
-        runner.run(main())
+    try:
+        with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:  # uvloop where it is installed
+            runner.run(main())
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise UsageError(f"cannot listen on {config.host}:{config.port}: {error.strerror}", "--port") from error
 
 
 class _Server(uvicorn.Server):
@@ -97,7 +127,7 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         scheme = "https" if self.config.is_ssl else "http"
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
-        for each in sockets or ():
+        for each in (sockets or ())[:1]:
             log.info("running on %s://%s:%d (Ctrl-C to stop)", scheme, host, each.getsockname()[1])
 
     @contextlib.contextmanager

@@ -228,7 +228,7 @@ def quiet_place(folder: Path, *, cache: bool = True) -> Iterator[dict[str, str]]
     os.chdir(folder / "folder")
     try:
         with (
-            mock.patch("headstart.server.run.serve", lambda llm, config, bound: bound.close()),
+            mock.patch("headstart.server.run.serve", lambda llm, config, sockets: None),
             mock.patch.dict(os.environ, place),
         ):
             yield paths

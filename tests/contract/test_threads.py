@@ -123,3 +123,58 @@ sys.exit(os.waitpid(child, 0)[1])
 """
     done = subprocess.run([sys.executable, "-c", code, str(new_folder())], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+@NATIVE
+@pytest.mark.slow
+def test_interrupts_leave_the_others_going() -> None:
+    """Ctrl-C again and again in the main thread, at any place: another thread's texts are right or end with an error,
+    nothing waits for ever, and nothing is left in the engine."""
+    code = """
+import faulthandler, os, random, signal, sys, threading, time
+from pathlib import Path
+from headstart.api import LLM
+from headstart.config import EngineConfig
+from headstart.core import SamplingParams
+from headstart.errors import GenerationError
+from headstart.tools.tiny import write_tiny
+faulthandler.dump_traceback_later(50, exit=True)
+llm = LLM(str(write_tiny("mimo", Path(sys.argv[1]))), EngineConfig(backend="native", threads=2, kv_blocks=40, depth=2))
+params = SamplingParams(max_tokens=15, ignore_eos=True)
+def ask():
+    try:
+        return llm.generate([[5, 6, 7]], params)[0].token_ids
+    except GenerationError:
+        return alone
+alone = ask()
+def interrupted(number, frame):
+    while frame is not None:
+        if frame.f_code is ask.__code__:  # else this script would be what is interrupted
+            raise KeyboardInterrupt
+        frame = frame.f_back
+signal.signal(signal.SIGINT, interrupted)
+end, answers, num_interrupts, over = time.monotonic() + 3, [], 0, threading.Event()
+def neighbour():
+    while not over.is_set():
+        answers.append(ask() == alone)
+def interrupt():
+    rng = random.Random(1)
+    while time.monotonic() < end:
+        time.sleep(0.02 * rng.random())
+        os.kill(os.getpid(), signal.SIGINT)
+threads = [threading.Thread(target=each) for each in (neighbour, interrupt)]
+for thread in threads:
+    thread.start()
+while threads[1].is_alive():
+    try:
+        while time.monotonic() < end + 0.1:
+            assert ask() == alone
+    except KeyboardInterrupt:
+        num_interrupts += 1
+over.set()
+threads[0].join()
+assert num_interrupts > 10 and len(answers) > 10 and all(answers), (num_interrupts, len(answers))
+assert not llm.engine.has_work and not llm.shared.inboxes and ask() == alone
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(new_folder())], capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
