@@ -14,6 +14,8 @@ from headstart.cli.render import print_table
 EXAMPLES = (
     "headstart plan deepseek-v4 --gpu h200x4 --batch 1,4,8,32 --price-per-hour 3.31 --api-price 0.9",
     "headstart plan ./my-model --gpu 4090 --weights int4 --acceptance 0.85,0.7,0.6 --context 8000",
+    "headstart plan gemma-4 --gpu 4090 --weights int4 --kv-dtype fp8 --drafter all",
+    "headstart plan deepseek-v4 --gpu h200x4 --price-per-hour spot --api-price list",
     "headstart plan --gpu here --batch 1,8,32",
     "headstart plan --published",
 )

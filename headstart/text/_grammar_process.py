@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import random
 import resource
@@ -35,7 +36,7 @@ def main() -> None:
     """Answer questions until the pipe is closed."""
     questions, answers = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
     os.dup2(2, 1)  # nothing else is an answer
-    os.nice(10)
+    os.nice(5)
     compiler = GrammarCompiler(*questions.recv())
     compiler.prepare()
     while True:
@@ -58,11 +59,12 @@ def _limit(limits: GrammarLimits) -> None:
     used = int(STATM.read_text().split()[0]) * resource.getpagesize() if STATM.exists() else 0
     for kind, most in (
         (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_CPU, limits.seconds),
+        (resource.RLIMIT_CPU, math.ceil(limits.seconds) + 1),
         (resource.RLIMIT_AS, used + limits.address_space + limits.stack),
     ):
         hard = resource.getrlimit(kind)[1]
         resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    signal.setitimer(signal.ITIMER_PROF, limits.seconds)
     signal.alarm(limits.wall_seconds)
 
 

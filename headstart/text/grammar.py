@@ -10,6 +10,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 from weakref import ref
@@ -22,7 +23,7 @@ from headstart.errors import UsageError
 from headstart.text.grammar_limits import LIMITS, GrammarLimits, is_light
 from headstart.text.grammar_spec import GrammarSpec, Kind, ToolCalls, ToolFrame, source_of, what_is_wrong
 from headstart.text.grammar_state import GrammarState, Lexer
-from headstart.text.grammar_trial import Trial, on_stack
+from headstart.text.grammar_trial import TooSlowError, Trial, on_stack
 from headstart.text.grammar_vocabulary import Speller, Spelling, Vocabulary
 
 __all__ = ["GrammarCompiler", "GrammarSpec", "GrammarState", "Mask", "ToolCalls", "ToolFrame"]
@@ -46,7 +47,8 @@ class GrammarCompiler:
         self.num_words = -(-vocab_size // 32)
         self._tokenizer = tokenizer
         self._kept = _Kept(limits.cached_bytes)
-        self._trial = Trial(lambda: Spelling.of(tokenizer), vocab_size, limits)
+        quick = replace(limits, seconds=min(limits.quick_seconds, limits.seconds))
+        self._quick, self._slow = (Trial(lambda: Spelling.of(tokenizer), vocab_size, each) for each in (quick, limits))
 
     def prepare(self) -> None:
         """Build what all grammars need: seconds for a large vocabulary, in which no other thread runs."""
@@ -60,9 +62,15 @@ class GrammarCompiler:
             return known.copy()
         if is_light(spec.kind, spec.plain, len(spec.key)):
             return self._keep(spec, LIGHT_FIXED + LIGHT_FACTOR * len(spec.key))
-        with self._trial.turn():
+        try:
+            return self._tried(spec, self._quick)
+        except TooSlowError:
+            return self._tried(spec, self._slow)
+
+    def _tried(self, spec: GrammarSpec, trial: Trial) -> GrammarState:
+        with trial.turn():
             known = self._kept.find(spec)  # made while this one waited
-            return known.copy() if known is not None else self._keep(spec, len(spec.key) + self._trial.run(spec))
+            return known.copy() if known is not None else self._keep(spec, len(spec.key) + trial.run(spec))
 
     def _keep(self, spec: GrammarSpec, num_bytes: int) -> GrammarState:
         begun = time.perf_counter()

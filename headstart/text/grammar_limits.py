@@ -24,12 +24,13 @@ class GrammarLimits:
     rules: int = 5_000
     depth: int = 120  # of JSON; the library reads 128
     # Of the trial. The compile that follows in this process is the same work, so these bound it too.
-    seconds: int = 5  # of processor time
+    seconds: float = 3.0  # of processor time
+    quick_seconds: float = 0.5  # for a first trial, so that those that are soon done do not wait for the others
     wall_seconds: int = 60
     address_space: int = 384 * 2**20  # beyond what the process starts with
     stack: int = 32 * 2**20  # for compiling; here it is twice that
     walk_stack: int = 512 * 2**10  # for masks; threads have 8 MB here
-    waiting: int = 10  # that wait for their trial; fewer than the threads which a server has for constraints
+    waiting: int = 20  # for each of the two; together fewer than the threads that a server has for constraints
     compiled_bytes: int = 64 * 2**20
     cached_bytes: int = 128 * 2**20  # all that are kept
     lexer_states: int = 50_000  # of one constraint while texts are made; the library's own limit is five times that

@@ -28,8 +28,12 @@ from headstart.text.grammar_vocabulary import Spelling
 T = TypeVar("T")
 
 _COMMAND = "from headstart.text._grammar_process import main; main()"
-_SLOW = frozenset({signal.SIGXCPU, signal.SIGALRM})
+_SLOW = frozenset({signal.SIGPROF, signal.SIGXCPU, signal.SIGALRM})
 _stack_size = threading.Lock()
+
+
+class TooSlowError(UsageError):
+    """Compiling takes longer than it may."""
 
 
 class Trial:
@@ -56,7 +60,8 @@ class Trial:
                 self._num_waiting -= 1
 
     def run(self, spec: GrammarSpec) -> int:
-        """Bytes that `spec` holds when compiled. Raises UsageError if it is wrong or costs too much."""
+        """Bytes that `spec` holds when compiled. Raises UsageError if it is wrong or costs too much, TooSlowError if
+        that is time."""
         for _ in range(2):  # a process that somebody else has ended is started again
             if self._process is None or self._process.owner != os.getpid():
                 self._process = _Process((self._spelling(), self._vocab_size, self._limits))
@@ -110,8 +115,10 @@ def _judged(spec: GrammarSpec, answer: dict[str, Any], limits: GrammarLimits) ->
     if message := answer.get("message"):
         raise UsageError(message, answer["hint"])
     if (number := answer.get("signal")) is not None:
-        needs = f"more than {limits.seconds} s" if number in _SLOW else "too much memory or too deep a nesting"
-        raise UsageError(f"the {spec.kind} constraint is too complex: to compile it takes {needs}", "make it simpler")
+        what, hint = f"the {spec.kind} constraint is too complex: to compile it takes", "make it simpler"
+        if number in _SLOW:
+            raise TooSlowError(f"{what} more than {limits.seconds:g} s", hint)
+        raise UsageError(f"{what} too much memory or too deep a nesting", hint)
     num_bytes = int(answer["bytes"])
     if num_bytes > limits.compiled_bytes:
         size = f"{num_bytes / 2**20:.0f} MB, and {limits.compiled_bytes / 2**20:.0f} MB are allowed"

@@ -108,7 +108,7 @@ def compiler_of(tokenizer: str) -> GrammarCompiler:
         from headstart.tools.tiny import tiny_tokenizer
 
         made = Tokenizer(tiny_tokenizer(300), eos_ids=[0, 2], bos_id=1)
-    compiler = GrammarCompiler(made, made.vocab_size + 45, replace(LIMITS, seconds=3))
+    compiler = GrammarCompiler(made, made.vocab_size + 45, replace(LIMITS, seconds=3.0))
     compiler.prepare()
     return compiler
 

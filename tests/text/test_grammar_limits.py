@@ -38,8 +38,8 @@ def bounded() -> GrammarCompiler:
 
 def process_of(compiled: GrammarCompiler) -> subprocess.Popen[bytes]:
     compiled.compile(HEAVY)
-    assert compiled._trial._process is not None
-    return compiled._trial._process._popen
+    assert compiled._quick._process is not None
+    return compiled._quick._process._popen
 
 
 def chained_rules(count: int) -> str:
@@ -206,7 +206,7 @@ def test_light_constraints_start_no_process() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "[a-z]{2,9}"}}, "required": ["a"]}
     for spec in (GrammarSpec("json_schema", schema), GrammarSpec("choice", ["a", "b"]), GrammarSpec("regex", "a+b")):
         compiled.compile(spec)
-    assert compiled._trial._process is None
+    assert compiled._quick._process is None
 
 
 OWNER = """
@@ -216,7 +216,7 @@ from headstart.text.tokenizer import Tokenizer
 from headstart.tools.tiny import tiny_tokenizer
 compiled = GrammarCompiler(Tokenizer(tiny_tokenizer(300), eos_ids=[0]), 300)
 compiled.compile(GrammarSpec("regex", "a{100,200}"))
-print(compiled._trial._process._popen.pid, flush=True)
+print(compiled._quick._process._popen.pid, flush=True)
 time.sleep(60)
 """
 
@@ -236,9 +236,9 @@ def test_the_process_ends_with_its_owner() -> None:
 def test_too_many_that_wait_are_told_so() -> None:
     compiled = GrammarCompiler(tiny(), 300, replace(LIMITS, waiting=1))
     waits = threading.Thread(target=lambda: compiled.compile(HEAVY))
-    with compiled._trial.turn():
+    with compiled._quick.turn():
         waits.start()
-        while compiled._trial._num_waiting < 2:
+        while compiled._quick._num_waiting < 2:
             time.sleep(0.01)
         with pytest.raises(BusyError, match="wait to be compiled"):
             compiled.compile(GrammarSpec("regex", "b{100,200}"))

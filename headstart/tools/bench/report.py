@@ -52,7 +52,10 @@ def render(document: Document) -> str:
     text = resources.files(__package__).joinpath("report.html").read_text("utf-8")
     return environment.from_string(text).render(
         document=document,
-        legend=[(mode, in_words(mode), Markup(swatch(style))) for mode, style in styles.items()],
+        legend=[
+            (mode, in_words(mode, lookup=bool(document.source.get("lookup"))), Markup(swatch(style)))
+            for mode, style in styles.items()
+        ],
         dark=[*DARK.items()],
         sections=[section for section in _sections(rows, styles) if section.plots],
         heat=_heat(rows),
@@ -72,13 +75,13 @@ def styles_of(modes: Iterable[str]) -> dict[str, Style]:
     return {mode: STYLES.get(mode) or next(fixed) for mode in sorted(modes, key=mode_order)}
 
 
-def in_words(mode: str) -> str:
-    """A mode as a legend says it."""
+def in_words(mode: str, *, lookup: bool = False) -> str:
+    """A mode as a legend says it; `lookup`: what the text says already is tried first."""
     if mode.isdigit():
         return f"depth {mode}: always {mode} drafted"
     return {
         OFF: "off: plain decoding",
-        AUTO: "auto: drafted as deep as pays, looked up in the text where that is better",
+        AUTO: "auto: drafted as deep as pays" + (", looked up in the text where that is better" if lookup else ""),
         SERVER: "server: whatever it does",
     }.get(mode, mode)
 

@@ -112,5 +112,10 @@ def _lacking(facts: Facts, devices: Devices, tensor: int, data: int, room: Room)
     found = memory_of(facts, devices, tensor, data, room)
     if found.verdict == "fits":
         return []
-    more = "" if found.verdict == "too small" else "; engines start with less, or say what they can have"
-    return [f"WARNING: {found.why}{more}"]
+    if found.verdict == "too small":
+        todo = "a quantized checkpoint, or more devices"
+    elif room.context and not found.max_batch:
+        todo = "engines may refuse to start: a shorter --max-model-len, a KV cache of fp8, or a larger share of memory"
+    else:
+        todo = "the others wait, or their prompts are computed again"
+    return [f"WARNING: {found.why}: {todo}"]

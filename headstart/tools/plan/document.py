@@ -22,9 +22,6 @@ from headstart.tools.plan.predict import (
 from headstart.tools.plan.prices import Price
 from headstart.tools.plan.roofline import Pass, SizedModel, pass_costs
 
-LOW_ACCEPTANCE = 0.55
-"""Acceptance of the first token below which text has more entropy than a head can use."""
-
 
 @dataclass(frozen=True)
 class Prices:
@@ -196,10 +193,6 @@ def _assumptions(drafting: Sequence[Drafting], machine: Machine, prices: Prices)
 
 def lines(data: dict[str, Any], prices: Prices) -> list[str]:
     told = [f"memory: {data['memory']['why']}"] if data["memory"]["why"] else []
-    for each in data["drafters"]:
-        first = each["acceptances"][0]
-        if each["kind"] not in ("none", "ngram") and first < LOW_ACCEPTANCE:
-            told.append(f"{each['kind']}: an acceptance of {first:.2f} seldom pays: draft less, or another drafter")
     for each in data["break_even"] or ():
         used = each["utilisation"]
         needs = f"{used:.0%} of the time" if used <= 1 else f"never: {used:.1f} times what it does"

@@ -15,7 +15,10 @@ GGUF: Mapping[str, WeightBytes] = {
     "q4_1": WeightBytes(0.625, 0.625, 0.625, 1.0625, "int8"),
     "q4_k_m": WeightBytes(0.6, 0.6, 0.6, 0.82, "int8"),
 }
-KV_BYTES: Mapping[str, float] = {"float32": 4, "bf16": 2, "bfloat16": 2, "fp8": 1, "int8": 1, "int4": 0.5625}
+KV_BYTES: Mapping[str, float] = {
+    "float32": 4, "bf16": 2, "bfloat16": 2, "float16": 2, "auto": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1,
+    "int4": 0.5625,
+}  # fmt: skip
 COMPUTE_ORDER = ("fp8", "int8", "bf16")
 
 

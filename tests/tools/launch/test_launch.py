@@ -587,3 +587,115 @@ def test_serve_refuses_by_name(
     model = write_tiny("mimo", tmp_path)
     assert main(["serve", str(model), "--engine", "vllm", "--dry-run", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+# Memory.
+
+
+def sized(folder: Path, **config: Any) -> str:
+    """A model of known sizes, without weights: 8 billion parameters, 128 KB of cache a position."""
+    sizes = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+             "head_dim": 128, "intermediate_size": 14336, "vocab_size": 128256, "model_type": "llama"}  # fmt: skip
+    return head_of(folder, **sizes, **config)
+
+
+def memory_notes(model: str, gpus: str, **settings: int) -> tuple[int, list[str]]:
+    prepared = launch.prepare(launch.LaunchOptions(engine="vllm", model=model, gpus=gpus, settings=settings))
+    return prepared.wanted.parallel.tensor, [note for note in prepared.plan.notes if "WARNING" in note]
+
+
+def test_what_fits_is_not_refused(tmp_path: Path) -> None:
+    model = sized(tmp_path / "m")
+    assert memory_notes(model, "4090") == (1, [])
+    awq = sized(tmp_path / "awq", quantization_config={"quant_method": "awq", "bits": 4})
+    assert memory_notes(awq, "3060") == (1, [])
+
+
+def test_caches_that_do_not_fit_are_told(tmp_path: Path) -> None:
+    model = sized(tmp_path / "m")
+    assert "caches of 64 sequences" in memory_notes(model, "a100", max_model_len=32768, max_num_seqs=64)[1][0]
+    assert "may refuse to start" in memory_notes(model, "4090", max_model_len=131072)[1][0]
+
+
+def test_a_longer_context_takes_more_devices(tmp_path: Path) -> None:
+    assert memory_notes(sized(tmp_path / "m"), "4090x8", max_model_len=131072) == (2, [])
+
+
+def test_what_cannot_fit_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CapacityError, match="too much for 1 x t4"):
+        memory_notes(sized(tmp_path / "m"), "t4")
+
+
+# Platforms and containers.
+
+
+@pytest.mark.parametrize(
+    ("engine", "gpus", "shown"),
+    [
+        ("vllm", "mi300x", "--device=/dev/kfd --device=/dev/dri --group-add=video"),
+        ("vllm", "mi300x", "vllm/vllm-openai-rocm:v0.32.0"),
+        ("vllm", "none", "vllm/vllm-openai-cpu:v0.32.0"),
+        ("vllm", "arc-b60", "vllm/vllm-openai-xpu:v0.32.0"),
+        ("sglang", "mi300x", "lmsysorg/sglang:v0.5.23-rocm720-mi30x"),
+        ("sglang", "none", "lmsysorg/sglang:v0.5.23-xeon"),
+        ("vllm", "h100", "-p 127.0.0.1:8000:8000"),
+        ("xllm", "h100", "-e CUDA_VISIBLE_DEVICES=0"),
+    ],
+)
+def test_docker_by_platform(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], engine: str, gpus: str, shown: str
+) -> None:
+    model = write_tiny("mimo", tmp_path / "m")
+    assert main(["launch", engine, str(model), "--docker", "--gpus", gpus]) == 0
+    assert shown in capsys.readouterr().out
+
+
+def test_a_relative_head_inside_json_is_mounted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tiny("mimo", tmp_path / "m")
+    head = head_of(tmp_path / "h", architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=9)
+    monkeypatch.chdir(tmp_path)
+    assert main(["launch", "vllm", "m", "--head", "h", "--docker", "--gpus", "h100"]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert f"-v {head}:{head}:ro" in line and f'"model": "{head}"' in line
+
+
+def test_nodes_of_ray_run_in_containers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_tiny("mimo", tmp_path / "m", num_attention_heads=8, num_key_value_heads=4)
+    assert main(["launch", "vllm", str(model), "--docker", "--gpus", "h100x4", "--nodes", "2", "--tp", "8"]) == 0
+    found = [line for line in capsys.readouterr().out.splitlines() if line.startswith("docker")]
+    assert "ray start --head --port=6379 && exec vllm serve" in found[0]
+    assert "--entrypoint ray" in found[1] and "start --block" in found[1]
+
+
+def test_xllm_in_a_container_sees_the_draft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_tiny("mimo", tmp_path / "m")
+    assert main(["launch", "xllm", str(model), "--docker", "--gpus", "ascend-910b"]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert f"-v {model}-mtp:{model}-mtp:ro" in line and "--privileged" in line
+
+
+@pytest.mark.parametrize(
+    ("engine", "gpus", "message", "hint"),
+    [
+        ("vllm", "m3-ultra", "does not run on Apple's GPUs", "llamacpp, or MTPLX"),
+        ("trtllm", "mi300x", "does not run on AMD GPUs", "vllm or sglang"),
+        ("ollama", "h100", "has no launcher here", "ollama run"),
+        ("mlx-lm", "m4", "has no launcher here", "MTPLX"),
+        ("ExLlamaV3", "3090", "has no launcher here", "TabbyAPI"),
+        ("lm-studio", "m4", "has no launcher here", "model settings"),
+    ],
+)
+def test_what_an_engine_does_not_run_on_has_an_answer(
+    tmp_path: Path, engine: str, gpus: str, message: str, hint: str
+) -> None:
+    model = str(write_tiny("mimo", tmp_path / "m"))
+    with pytest.raises(UsageError, match=message) as caught:
+        launch.prepare(launch.LaunchOptions(engine=engine, model=model, gpus=gpus))
+    assert hint in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("name", ["rtx4090", "RTX-4090", "4090", "rtx 4090", "geforce-rtx-4090x2"])
+def test_devices_by_any_usual_name(name: str) -> None:
+    assert parallelism.named_devices(name).name == "4090"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from headstart.tools.plan.formats import kv_bytes, weight_format
 from headstart.tools.plan.machine import find_device
 from headstart.tools.plan.memory import LIMIT, USABLE, Memory, Split, devices_needed, memory, memory_of_bytes
 from headstart.tools.plan.roofline import SizedModel
-from headstart.tools.plan.sources import find_shape, sized_model
+from headstart.tools.plan.sources import cards, find_shape, sized_model
 
 
 def model(name: str, weights: str | None = None, kv: str = "bf16") -> SizedModel:
@@ -151,6 +153,15 @@ LLAMA = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "i
 )
 def test_a_declared_quantization_is_counted(config: dict[str, Any], weights: str) -> None:
     assert sized_model("made up", {**LLAMA, **config}).shape.weights == weights
+
+
+def test_a_lone_config_with_small_experts_counts_them_so(tmp_path: Path) -> None:
+    """DeepSeek-V4-Pro: 862 GB in files, and 1.6 TB if its experts were as its other weights."""
+    config = {**cards()["deepseek-v4-pro"]["config"], "quantization_config": V4, "expert_dtype": "fp4"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape = find_shape(str(tmp_path))
+    model = SizedModel(shape=shape, format=weight_format(shape.weights), kv=2)
+    assert sum(model.weight_bytes().values()) == pytest.approx(862e9, rel=0.01)
 
 
 def test_every_room_explains_itself() -> None:
