@@ -34,9 +34,11 @@ class Word:
         return [f"{self.flag}={self.value}"] if self.joined else [self.flag, self.value]
 
     def shown(self) -> str:
-        if self.joined and self.value is not None:
-            return f"{self.flag}={quoted(self.value)}"
-        return " ".join(part for part in (self.flag, quoted(self.value) if self.value is not None else "") if part)
+        if self.value is None:
+            return self.flag
+        closed = "$" in (self.written[1] or "") and all(token.plain for token in self.tokens)  # as '{"model": "$X"}'
+        value = quoted(self.value, expands=not closed)
+        return f"{self.flag}={value}" if self.joined else " ".join(part for part in (self.flag, value) if part)
 
     def edits(self) -> list[Edit]:
         """What has changed of it since it was read."""

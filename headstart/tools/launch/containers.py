@@ -21,7 +21,8 @@ DEVICES = {
     "cpu": ("--security-opt=seccomp=unconfined", "--cap-add=SYS_NICE"),
 }  # fmt: skip
 """What a container needs to see a platform's devices."""
-LOCAL = "127.0.0.1"
+ADDRESSES = {"0.0.0.0": "", "::": "", "localhost": "127.0.0.1:"}
+"""Hosts to listen on, as a published port names them."""
 Command = dict[str, str]
 """`where` it runs, and the `command`."""
 
@@ -70,7 +71,7 @@ class _Container:
     def command(self, step: Step, before: Step | None = None) -> str:
         wanted = self.wanted
         words = ["docker", "run", "--rm", "--ipc=host", *DEVICES[wanted.platform]]
-        address = "" if wanted.host == "0.0.0.0" else f"{wanted.host}:"
+        address = ADDRESSES.get(wanted.host, f"[{wanted.host}]:" if ":" in wanted.host else f"{wanted.host}:")
         words += ["--network=host"] if self.together else ["-p", f"{address}{wanted.port}:{wanted.port}"]
         for name, value in step.environment.items():
             words += ["-e", f"{name}={value}"]

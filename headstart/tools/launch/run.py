@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from headstart.config import EngineConfig
 from headstart.core import Progress, Report
 from headstart.errors import UsageError
 from headstart.formats.drafters import DrafterKind
-from headstart.tools.launch.checked import check_words
+from headstart.tools.launch.checked import check_words, definitions_of
 from headstart.tools.launch.containers import containers, shell
 from headstart.tools.launch.depth import ChosenDepth, choose_depth
 from headstart.tools.launch.detect import Installed, command, find_installed
@@ -21,9 +22,10 @@ from headstart.tools.launch.facts import Facts, drafter_of, read_facts
 from headstart.tools.launch.launcher import Asked, Launcher, Plan, Step, Wanted
 from headstart.tools.launch.models import check_model, no_heads
 from headstart.tools.launch.parallelism import Devices, Room, divide, named_devices
+from headstart.tools.launch.published import published
 from headstart.tools.launch.start import Running, check, start
 from headstart.tools.launch.translate import translate_text
-from headstart.tools.launch.versions import Version, parse, text_of
+from headstart.tools.launch.versions import Version, at_least, parse, text_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +98,9 @@ def prepare(options: LaunchOptions) -> Prepared:
     if wanted.role not in (None, "prefill", "decode"):
         raise UsageError(f"--role is {wanted.role!r}, which is unknown", "choose prefill or decode")
     plan = launcher.plan(facts, wanted, version)
-    _check_twice(plan, options.extra)
+    _check_twice(launcher, version, plan, options.extra)
     plan.notes = [
+        *_newer(launcher, version),
         *notes,
         *_remote_code(launcher, facts, wanted),
         *plan.notes,
@@ -185,13 +188,27 @@ def _check_numbers(options: LaunchOptions) -> None:
             raise UsageError(f"{flag} is {value}, but must be at least {least}")
 
 
-def _check_twice(plan: Plan, extra: tuple[str, ...]) -> None:
-    """Raises UsageError for a flag given after -- that the command has already."""
-    words = plan.serve[0].words
-    for flag in (word.partition("=")[0] for word in extra if word.startswith("--")):
-        if sum(word.partition("=")[0] == flag for word in words) > 1:
+def _check_twice(launcher: Launcher, version: Version, plan: Plan, extra: tuple[str, ...]) -> None:
+    """Raises UsageError for a flag given after -- that the command has already, in any spelling."""
+    known = definitions_of(launcher.name, version)
+
+    def flags(words: Iterable[str]) -> list[tuple[str, ...]]:
+        given = [word.partition("=")[0] for word in words if re.match("--?[A-Za-z]", word)]
+        return [(known.find(flag) if known else ()) or (flag,) for flag in given]
+
+    words = launcher.words_of(plan.serve[0])
+    for flag, names in zip([word for word in extra if re.match("--?[A-Za-z]", word)], flags(extra), strict=True):
+        if flags(words).count(names) > 1:
             hint = "leave it out, or use launch's own option for it; --depth 0 leaves drafting to your flags"
-            raise UsageError(f"{flag} is given after --, but is set already", hint)
+            raise UsageError(f"{flag.partition('=')[0]} is given after --, but is set already", hint)
+
+
+def _newer(launcher: Launcher, version: Version) -> list[str]:
+    known = published(launcher.name)
+    newest = list(known.versions)[-1] if known else ""
+    if not newest or at_least(parse(newest), text_of(version)):
+        return []
+    return [f"the flags of {launcher.title} are known up to {newest}: those of {text_of(version)} may differ"]
 
 
 def _remote_code(launcher: Launcher, facts: Facts, wanted: Wanted) -> list[str]:
@@ -285,7 +302,7 @@ def document(prepared: Prepared, *, docker: bool) -> dict[str, Any]:
         "model": {"source": facts.source, "type": facts.model_type, "modules": facts.modules,
                   "weight_bytes": facts.weight_bytes, "attention_heads": facts.attention_heads},
         "depth": wanted.depth_drafted,
-        "why_depth": prepared.why_depth,
+        "why_depth": "a prefill node drafts nothing" if wanted.depth > wanted.depth_drafted else prepared.why_depth,
         "layout": {name: value for name, value in vars(wanted.parallel).items() if name != "head_node"},
         "before": before,
         "serve": commands,

@@ -131,10 +131,10 @@ def _end_of(text: str, place: int, closing: str) -> int:
     raise UsageError(f"--translate: {text[:60]!r} ends before {closing}", hint)
 
 
-def quoted(value: str) -> str:
-    """A word for the shell. What has an expansion in it stays open to the shell, in double quotes where it has blanks.
-    A leading ~ stays."""
-    if "$" in value or "`" in value:
+def quoted(value: str, *, expands: bool = True) -> str:
+    """A word for the shell. What has an expansion in it stays open to the shell, in double quotes where it has blanks,
+    unless it was closed before (`expands` False). A leading ~ stays."""
+    if expands and ("$" in value or "`" in value):
         escaped = value.replace('"', '\\"')
         return f'"{escaped}"' if re.search(r"[\s'\"{}();&|<>*?]", re.sub(r"\$\{\w+\}", "", value)) else value
     if value.startswith("~/") and not re.search(r"[^\w./~-]", value):

@@ -99,7 +99,7 @@ def _inside(done: Translated, tokens: Sequence[Token], engine_version: str | Non
         done.assumed = done.assumed or inner.assumed
         done.changes += inner.changes
         done.warnings += inner.warnings
-        edits.append((token.begin, token.end, quoted(inner.text)))
+        edits.append((token.begin, token.end, quoted(inner.text, expands=not token.plain)))
     return edits
 
 
@@ -196,4 +196,6 @@ def _answer(text: str) -> None:
         if re.search(pattern, text, re.IGNORECASE):
             raise UsageError(f"--translate: {what}: {instead}", "headstart launch trtllm MODEL --dry-run writes it")
     known = ", ".join(registry.available("launchers"))
+    if re.search(r"""[\["']--\w|^\s*- """, text):
+        known += "; words of a list (YAML, CMD [...]) are read as one shell line"
     raise UsageError(f"--translate: {text.strip()[:60]!r} is the command of no known engine", f"known: {known}")

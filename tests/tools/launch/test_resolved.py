@@ -8,6 +8,7 @@ import json
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,9 @@ class Tried:
 @pytest.fixture(scope="module")
 def tried(tmp_path_factory: pytest.TempPathFactory) -> Tried:
     found, folder = Tried(), tmp_path_factory.mktemp("grid")
+    patched = pytest.MonkeyPatch()
+    patched.setattr(launch, "read_facts", cache(launch.read_facts))  # the same files for every engine
+    patched.setattr(launch, "drafter_of", cache(launch.drafter_of))
     for engine, model, head, place in itertools.product(ENGINES, _models(folder), _heads(folder), PLACES):
         if (engine == "llamacpp") != model.endswith(".gguf"):
             continue
@@ -75,6 +79,7 @@ def tried(tmp_path_factory: pytest.TempPathFactory) -> Tried:
             found.refused.append(f"{engine} {Path(model).name} {place}: {error}")
             continue
         found.lines += [(engine, shlex.join(step.words)) for step in prepared.plan.serve]
+    patched.undo()
     return found
 
 

@@ -77,3 +77,27 @@ def test_words_for_the_shell(value: str, word: str) -> None:
     assert quoted(value) == word
     shown = subprocess.run(["bash", "-c", f"HOME=/h A=1 B=2; printf %s {word}"], capture_output=True, text=True)
     assert shown.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("bash -c 'vllm serve $M --num-lookahead-slots 3'", "bash -c 'vllm serve $M'"),
+        ('bash -c "vllm serve $M --num-lookahead-slots 3"', 'bash -c "vllm serve $M"'),
+        ("""vllm serve m -sc '{"method": "deepseek_mtp", "model": "$X"}'""",
+         """vllm serve m --speculative-config '{"method": "mtp", "model": "$X"}'"""),
+        ("vllm serve m --speculative-model $H --num-speculative-tokens $K",
+         'vllm serve m --speculative-config "{\\"model\\": \\"$H\\", \\"num_speculative_tokens\\": $K}"'),
+        ("ExecStart=/usr/bin/vllm serve m --use-v2-block-manager", "ExecStart=/usr/bin/vllm serve m"),
+        ("kubectl exec p -- vllm serve m --enable-chunked-prefill False",
+         "kubectl exec p -- vllm serve m --no-enable-chunked-prefill"),
+    ],
+)  # fmt: skip
+def test_expansions_stay_open_or_closed(old: str, new: str) -> None:
+    done = translate_text(old, "0.32.0", None)
+    assert (done.text, done.warnings) == (new, [])
+
+
+def test_flags_beside_a_variable_are_for_a_person() -> None:
+    done = translate_text("vllm serve m --speculative-config $CFG --num-speculative-tokens 2", "0.32.0", None)
+    assert "$CFG" in done.text and "belongs into $CFG" in done.warnings[0]

@@ -34,6 +34,10 @@ MOVED_CONNECTORS = {"SharedStorageConnector": "ExampleConnector"}
 
 def modernize(line: CommandLine, version: Version) -> None:
     word = line.find(OPTION)
+    if word and word.value and VARIABLE.fullmatch(word.value):
+        beside = [each.flag for each in line.words if each.flag in FOLDED or each.flag.startswith(DOTTED)]
+        line.warnings += [f"{flag} belongs into {word.value}, which is not known here" for flag in beside]
+        return
     before = _read(word)
     config = dict(before)
     _dotted(line, config)
@@ -62,8 +66,6 @@ def _read(word: Word | None) -> dict[str, Any]:
         try:
             given = json.loads(re.sub(r"(?<=[:\s,\[])(\$\{?\w+\}?)(?=[\s,}\]])", r'"\1"', text))
         except json.JSONDecodeError:
-            if VARIABLE.fullmatch(text):
-                return {}
             hint = "quote it with '...' in the shell"
             raise UsageError(f"{OPTION} is not valid JSON: {error}", hint) from None
     if not isinstance(given, dict):
