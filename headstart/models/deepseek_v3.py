@@ -67,6 +67,7 @@ def _temperature(config: Config) -> float:
 FAMILY = Family(
     parse=parse,
     defaults={
+        "max_position_embeddings": 4096,
         "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "n_shared_experts": 1, "first_k_dense_replace": 3,
         "num_experts_per_tok": 8,
     },

@@ -34,6 +34,7 @@ def parse(config: Config) -> DecoderConfig:
 FAMILY = Family(
     parse=parse,
     defaults={
+        "max_position_embeddings": 131072,
         "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1,
         "n_shared_experts": 1, "first_k_dense_replace": 1, "num_key_value_heads": 8, "num_experts_per_tok": 8,
     },

@@ -18,6 +18,7 @@ def parse(config: Config) -> DecoderConfig:
 
 FAMILY = Family(
     parse=parse,
+    defaults={"max_position_embeddings": 2048},
     harmless={
         "is_llama_config": "SmolLM2's name for this layout",
         "max_sequence_length": "max_position_embeddings says it",

@@ -39,7 +39,12 @@ NAMES = Names(
 )
 FAMILY = Family(
     parse=parse,
-    defaults={"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
+    defaults={
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
     names=NAMES,
     head=HeadSpec(hidden_first=True, mask_first=True, tap="pre_norm"),
     small={"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1},

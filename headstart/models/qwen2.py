@@ -16,7 +16,12 @@ def parse(config: Config) -> DecoderConfig:
 
 FAMILY = Family(
     parse=parse,
-    defaults={"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
+    defaults={
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
     harmless={"attention_bias": "q, k and v have one in every file"},
     small={"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "rope_theta": 1e6},
 )

@@ -19,6 +19,12 @@ def parse(config: Config) -> DecoderConfig:
 
 FAMILY = Family(
     parse=parse,
-    defaults={"head_dim": 128, "num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
+    defaults={
+        "max_position_embeddings": 32768,
+        "head_dim": 128,
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
     small={"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 16, "rope_theta": 1e6},
 )

@@ -25,7 +25,10 @@ def parse(config: Config) -> DecoderConfig:
 
 FAMILY = Family(
     parse=parse,
-    defaults={"num_key_value_heads": 4, "num_experts_per_tok": 8, "norm_topk_prob": False, "sliding_window": 4096},
+    defaults={
+        "max_position_embeddings": 32768, "num_key_value_heads": 4, "num_experts_per_tok": 8, "norm_topk_prob": False,
+        "sliding_window": 4096,
+    },
     harmless={
         "max_window_layers": "a window is for all layers",
         "sliding_window": "of use_sliding_window only",

@@ -65,11 +65,14 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     ),
     **dict.fromkeys(("logit_scale", "embedding_multiplier", "residual_multiplier", "logits_scaling"), (1,)),
     **dict.fromkeys(count_keys(), (0,)),
+    **dict.fromkeys(("num_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts",
+                     "shared_expert_intermediate_size", "first_k_dense_replace", "sliding_window"), (0,)),
+    **dict.fromkeys(("n_group", "topk_group", "routed_scaling_factor", "scale_linear"), (0, 1)),
     "is_causal": (True,), "per_layer_config": ({},), "scale_emb": (1,), "sliding_window_pattern": (0, 1),
     "recurrent_layers": (0, []), "mlp_only_layers": ([],), "decoder_sparse_step": (1,), "full_attention_interval": (1,),
 }  # fmt: skip
 """Keys of variants -> values that choose none, where a family does not read them."""
-WANTED = "if the model's output does not depend on it, remove it from the config; if it does, this model is not served"
+WANTED = "if the model's output does not depend on it, take it out; if it does, this model is not served"
 
 
 class Reading(Mapping[str, Any]):

@@ -25,9 +25,7 @@ DEPTH = 100
 # Threads that prepare requests; more would only wait for each other.
 SMALL_THREADS = 2
 LARGE_THREADS = 1
-GRAMMAR_THREADS = (
-    16  # most of these wait for another process; text/grammar_limits.py leaves some to those that need not
-)
+GRAMMAR_THREADS = 48  # most wait for another process; text/grammar_limits.py leaves some to those that need not
 ANSWER_THREADS = 2
 TRIM_SECONDS = 10.0  # between two times that freed memory is given back to the system
 

@@ -30,7 +30,7 @@ class GrammarLimits:
     address_space: int = 384 * 2**20  # beyond what the process starts with
     stack: int = 32 * 2**20  # for compiling; here it is twice that
     walk_stack: int = 512 * 2**10  # for masks; threads have 8 MB here
-    waiting: int = 6  # for each of the two; fewer than the threads which a server has for constraints
+    waiting: int = 20  # for each of the two; together fewer than the threads that a server has for constraints
     compiled_bytes: int = 64 * 2**20
     cached_bytes: int = 128 * 2**20  # all that are kept
     lexer_states: int = 50_000  # of one constraint while texts are made; the library's own limit is five times that

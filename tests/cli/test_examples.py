@@ -17,6 +17,7 @@ from first_minute import SMALL, quiet_place, run
 from headstart.cli import bench
 from headstart.cli.app import COMMANDS
 
+pytestmark = pytest.mark.slow  # with all its lines
 README = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
 MODELS = ("my-model", "model", "original", "org/model", "org/original", "deepseek-ai/DeepSeek-V3", "DeepSeek-V3",
           "Qwen3.5-9B", "my-finetune", "smollm2-mimo", "my-eagle3")  # fmt: skip
@@ -45,7 +46,7 @@ LITTLE = {
 ONLY_READ = (
     "--against transformers", "--full", "--numerics", "--from-scratch", "--gpu here", "bench step", "tune", "--preset",
     "headstart train", "graft ./my-finetune", "--program ./build/bin", "verify ./my-model", "my-head", "--to vllm",
-    "--to gguf", "headstart data", "--drafters mtp", "--schema",
+    "--to gguf", "headstart data", "--drafters mtp", "headstart pull",
 )  # fmt: skip
 """Lines with work that cannot be made little, or for another engine's program: parsed here, run by other tests."""
 NO_SERVER = ("probe", "--url")

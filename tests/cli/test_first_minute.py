@@ -16,8 +16,9 @@ from typing import IO
 import pytest
 from first_minute import HELP, SMALL, Outcome, commands, endless, forget_output, quiet_place, run, wrong_lines
 
+pytestmark = pytest.mark.slow  # with all its cases
 Paths = dict[str, str]
-ONE_IN = 41
+ONE_IN = 83
 """Of the command lines with a wrong value, the suite takes one in so many; first_minute.py takes all."""
 SLOW = ("bench step", "tune")
 """They measure the machine first: seconds. first_minute.py tries them."""

@@ -18,7 +18,7 @@ from typing import Any
 from tests.fuzz.client import send
 
 NEIGHBOUR: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0.8, "seed": 7}
-SLOW_HEALTH = 0.2
+SLOW_HEALTH, SLOW_NEIGHBOUR = 0.2, 5.0
 HEALTH_EVERY, NEIGHBOUR_EVERY, MEMORY_EVERY = 0.05, 0.5, 0.5
 
 
@@ -32,7 +32,7 @@ class Found:
     resident_mb: list[float] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     neighbour_busy: int = 0
-    slow: list[tuple[float, float]] = field(default_factory=list)  # seconds of a look at /health, and when it ended
+    slow: list[tuple[str, float, float]] = field(default_factory=list)  # what, its seconds, when it ended
 
 
 def resident_mb(pid: int) -> float:
@@ -63,7 +63,7 @@ def watch(url: str, pid: int, pipe: Connection) -> None:
         answer = send(url, "/health", b"", 60, "GET")
         found.health.append(answer.seconds)
         if answer.seconds > SLOW_HEALTH:
-            found.slow.append((answer.seconds, time.monotonic()))
+            found.slow.append(("health", answer.seconds, time.monotonic()))
         if answer.status != 200:
             found.wrong.append(f"/health: {answer.status} {answer.body[:200]!r}")
 
@@ -91,6 +91,8 @@ def _ask_as_neighbour(found: Found, url: str, first: list[bytes]) -> None:
     """The same request again and again; `first`: what it was answered at first."""
     answer = send(url, "/v1/completions", NEIGHBOUR, 120)
     found.neighbour.append(answer.seconds)
+    if answer.seconds > SLOW_NEIGHBOUR:
+        found.slow.append(("neighbour", answer.seconds, time.monotonic()))
     if answer.status in (429, 503, 504):
         found.neighbour_busy += 1
     elif answer.status != 200:

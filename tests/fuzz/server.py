@@ -155,12 +155,9 @@ def _with_server(arguments: argparse.Namespace, url: str, pid: int, poll: Callab
     looking.send("end")
     raw = looking.recv()
     found = monitor.summary(raw)
-    found["slow_health"] = [
-        {
-            "seconds": round(seconds, 2),
-            **{name: _during(tally[3], end - seconds, end) for name, tally in tallies.items()},
-        }
-        for seconds, end in sorted(raw["slow"], reverse=True)[:8]
+    found["slow"] = [
+        {what: round(seconds, 2), **{name: _during(tally[3], end - seconds, end) for name, tally in tallies.items()}}
+        for what, seconds, end in sorted(raw["slow"], key=lambda each: -float(each[1]))[:8]
     ]
     result: dict[str, Any] = {"seed": arguments.seed, "minutes": arguments.minutes, "alive": poll() is None}
     result["requests"] = sum(sum(tally[0].values()) for tally in tallies.values())

@@ -44,6 +44,7 @@ SIGMOID_EXPERTS = (
 TYPES = {"attention.layer_norm_rms_epsilon": F32, "expert_weights_scale": F32, "expert_weights_norm": BOOL}
 """Of keys that hold no whole number."""
 SIGMOID = 2
+ACTIVATION = "silu"
 RECURRENT = "linear_attention"
 TRUNK = ("embed_tokens.weight", "norm.weight", "lm_head.weight")
 """Canonical names of the trunk's own tensors that go along."""
@@ -118,7 +119,11 @@ def head_model(source: Checkpoint) -> HeadModel | None:
         return None
     draft = draft_of(model_type)
     count = count_modules(source.config, draft)
-    names = family_named(model_type).names
+    family = family_named(model_type)
+    names, block = family.names, family.read(source.config, source.name, strict=False).head_layer.mlp
+    if (activation := getattr(block, "activation", ACTIVATION)) != ACTIVATION:
+        hint = f"llama.cpp computes {ACTIVATION} whatever the model was trained with"
+        raise ModelError(f"{source.name}: hidden_act is {activation!r}, for which GGUF files have no word", hint)
     trunk = tuple(name for name in source.tensors if names.canonical(name) in TRUNK)
     cut = cut_module(source, replace(draft, block=None, embedding=trunk, lm_head=(), shared_needed=False))
     config = text_config(source.config)

@@ -343,3 +343,9 @@ def test_where_it_cannot_be_it_says_why(case: str, tmp_path: Path, capsys: pytes
     captured = capsys.readouterr()
     assert said in " ".join(captured.err.split())
     assert not (tmp_path / "out").exists()
+
+
+def test_an_activation_that_gguf_files_cannot_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = support.write_model(tmp_path / "model", *support.family_of("glm4_moe").tiny(hidden_act="gelu"))
+    assert main(["export", str(source), "--to", "gguf", "-o", str(tmp_path / "out")]) == 2
+    assert "hidden_act is 'gelu', for which GGUF files have no word" in " ".join(capsys.readouterr().err.split())

@@ -1,0 +1,138 @@
+"""Keys of released config.json files, of each family: every one is known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support import family_of
+
+from headstart.models.base import family_named
+
+COMMON: dict[str, Any] = {
+    "architectures": ["XForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151645,
+    "hidden_act": "silu", "initializer_range": 0.02, "torch_dtype": "bfloat16", "transformers_version": "4.51.0",
+    "use_cache": True, "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+}  # fmt: skip
+QWEN: dict[str, Any] = {
+    **COMMON, "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4,
+    "num_hidden_layers": 28, "max_window_layers": 28, "sliding_window": 131072, "use_sliding_window": False,
+    "rope_theta": 1000000.0,
+}  # fmt: skip
+LLAMA: dict[str, Any] = {
+    **COMMON, "attention_bias": False, "mlp_bias": False, "pretraining_tp": 1, "hidden_size": 2048, "head_dim": 64,
+    "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 16,
+    "rope_theta": 500000.0,
+}  # fmt: skip
+EXPERTS: dict[str, Any] = {
+    **COMMON, "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128, "hidden_size": 2048,
+    "intermediate_size": 6144, "mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": True,
+    "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+    "num_key_value_heads": 4, "output_router_logits": False, "rope_scaling": None, "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+}  # fmt: skip
+LINEAR: dict[str, Any] = {
+    "full_attention_interval": 4, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32, "linear_value_head_dim": 128, "head_dim": 256, "partial_rotary_factor": 0.25,
+}  # fmt: skip
+QWEN35_TEXT: dict[str, Any] = {
+    **COMMON, **LINEAR, "attention_bias": False, "attn_output_gate": True, "dtype": "bfloat16", "hidden_size": 5120,
+    "intermediate_size": 17408, "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 16,
+    "mamba_ssm_dtype": "float32", "mlp_only_layers": [], "model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False, "num_attention_heads": 24, "num_hidden_layers": 64,
+    "num_key_value_heads": 4, "output_gate_type": "swish", "pad_token_id": None,
+    "rope_parameters": {
+        "mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25, "rope_theta": 10000000,
+        "rope_type": "default",
+    },
+}  # fmt: skip
+RELEASED: dict[str, dict[str, Any]] = {
+    "SmolLM2": {
+        **LLAMA, "model_type": "llama", "is_llama_config": True, "rope_interleaved": False, "rope_scaling": None,
+        "transformers.js_config": {"dtype": "q4"},
+    },
+    "Llama 3.2": {
+        **LLAMA, "model_type": "llama", "rope_scaling": {
+            "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+    },
+    "Llama 2": {
+        **LLAMA, "model_type": "llama", "_name_or_path": "meta-llama/Llama-2-7b-hf", "max_length": 4096,
+        "temperature": 0.9, "top_p": 0.6, "rope_scaling": None, "pad_token_id": 0, "max_sequence_length": 2048,
+    },
+    "Qwen2.5": {**QWEN, "model_type": "qwen2", "use_mrope": False},
+    "R1-Distill-Qwen": {**QWEN, "model_type": "qwen2", "use_mrope": False, "sliding_window": 4096},
+    "Qwen3": {
+        **QWEN, "model_type": "qwen3", "attention_bias": False, "head_dim": 128, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "rope_scaling": None, "sliding_window": None,
+    },
+    "R1-0528-Qwen3-8B": {
+        **QWEN, "model_type": "qwen3", "attention_bias": False, "head_dim": 128, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "sliding_window": None, "rope_scaling": {
+            "attn_factor": 0.8782488562869419, "factor": 4.0, "original_max_position_embeddings": 32768,
+            "rope_type": "yarn",
+        },
+    },
+    "Qwen3-30B-A3B": {
+        **EXPERTS, "model_type": "qwen3_moe", "max_window_layers": 48, "sliding_window": None,
+        "use_sliding_window": False,
+    },
+    "Qwen3-Next": {
+        **EXPERTS, **LINEAR, "model_type": "qwen3_next", "num_experts": 512, "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+    },
+    "Qwen3.6-27B": {
+        "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "image_token_id": 248056,
+        "language_model_only": False, "text_config": QWEN35_TEXT, "tie_word_embeddings": False,
+        "transformers_version": "4.57.1", "video_token_id": 248057, "vision_end_token_id": 248054,
+        "vision_start_token_id": 248053, "vision_config": {"depth": 27, "hidden_size": 1152},
+    },
+    "GLM-4.5-Air": {
+        **COMMON, "attention_bias": True, "eos_token_id": [151329, 151336], "first_k_dense_replace": 1, "head_dim": 128,
+        "hidden_size": 4096, "intermediate_size": 10944, "model_type": "glm4_moe", "moe_intermediate_size": 1408,
+        "n_group": 1, "n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": True, "pad_token_id": 151329,
+        "num_attention_heads": 96, "num_experts_per_tok": 8, "num_hidden_layers": 46, "num_key_value_heads": 8,
+        "num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5, "rope_scaling": None, "rope_theta": 1000000,
+        "routed_scaling_factor": 1.0, "topk_group": 1, "use_qk_norm": False,
+    },
+    "DeepSeek-V3": {
+        **COMMON, "attention_bias": False, "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+        "aux_loss_alpha": 0.001, "ep_size": 1, "first_k_dense_replace": 3, "hidden_size": 7168,
+        "intermediate_size": 18432, "kv_lora_rank": 512, "model_type": "deepseek_v3", "moe_intermediate_size": 2048,
+        "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True,
+        "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128,
+        "num_nextn_predict_layers": 1, "pretraining_tp": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "quantization_config": {
+            "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],
+        },
+        "rope_scaling": {
+            "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096, "type": "yarn",
+        },
+        "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "seq_aux": True,
+        "topk_group": 4, "topk_method": "noaux_tc", "v_head_dim": 128,
+    },
+    "MiMo-7B": {
+        **QWEN, "model_type": "mimo", "attention_bias": True, "head_dim": 128, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "use_mrope": False, "rope_scaling": None,
+        "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_every_key_is_known(name: str) -> None:
+    config = RELEASED[name]
+    sizes = family_named(config["model_type"]).read(config)
+    assert sizes.num_layers == {**config, **config.get("text_config", {})}["num_hidden_layers"]
+    assert not any(getattr(getattr(each.mixer, "spec", None), "window", 0) for each in sizes.layers)
+
+
+def test_nested_experts() -> None:
+    experts = {key: EXPERTS[key] for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size")}
+    inner = {**QWEN35_TEXT, **experts, "model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 512}
+    del inner["intermediate_size"]
+    wrapper = {**RELEASED["Qwen3.6-27B"], "model_type": "qwen3_5_moe", "text_config": inner}
+    assert family_of("qwen3_5_moe").read(wrapper).num_mtp == 1
