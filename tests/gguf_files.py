@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +62,10 @@ def write_gguf(
     *,
     listed: bool = True,
     experts: gguf.GGMLQuantizationType | None = None,
+    more: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
 ) -> Path:
     """`config` and `arrays` as Hugging Face has them. `listed`: which layers are recurrent is written one by one, as
-    newer converters do; `experts`: what the experts' matrices are quantized to."""
+    newer converters do; `experts`: what the experts' matrices are quantized to; `more` adds keys and tensors."""
     writer = gguf.GGUFWriter(path, ARCH[config["model_type"]])
     tensors = llama_tensors(config, arrays)
     _write_sizes(writer, config, tensors, listed=listed)
@@ -73,6 +74,7 @@ def write_gguf(
     writer.add_tokenizer_pre("default")
     writer.add_token_list(["a", "b", "ab", *(f"<{i}>" for i in range(3, config["vocab_size"]))])
     writer.add_token_merges(["a b"])
+    more(writer)
     for name, array in tensors.items():
         if experts is not None and "_exps." in name:
             writer.add_tensor(name, gguf.quantize(array, experts), raw_dtype=experts)

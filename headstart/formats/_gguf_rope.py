@@ -27,6 +27,8 @@ def rope_config(
         raise ModelError(f"{arch}.rope.freq_base is {theta!r}, but must be above 0", "convert the model again")
     rope: dict[str, Any] = {"rope_theta": theta}
     rotary = metadata.get(f"{arch}.rope.dimension_count")
+    if rotary is not None and not isinstance(rotary, int):
+        raise ModelError(f"{arch}.rope.dimension_count is {rotary!r}, but must be a number", "convert the model again")
     if "kv_lora_rank" not in config and isinstance(head_dim, int):  # latent attention has the rotated part apart
         rope["partial_rotary_factor"] = rotary / head_dim if isinstance(rotary, int) else 1.0
     scaling = _declared(metadata, f"{arch}.rope.scaling.")
@@ -41,6 +43,8 @@ def rope_config(
 
 def _declared(metadata: Mapping[str, Any], prefix: str) -> dict[str, Any] | None:
     kind = metadata.get(f"{prefix}type", "linear" if f"{prefix}factor" in metadata else "none")
+    if not isinstance(kind, str):
+        raise ModelError(f"{prefix}type is {kind!r}, but must be a word", "convert the model again")
     for key, neutral in NEUTRAL.items():
         if metadata.get(prefix + key, neutral[0]) not in neutral:
             raise ModelError(f"{prefix}{key} is {metadata[prefix + key]}, which is not supported", f"known: {neutral}")

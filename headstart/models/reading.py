@@ -72,7 +72,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "recurrent_layers": (0, []), "mlp_only_layers": ([],), "decoder_sparse_step": (1,), "full_attention_interval": (1,),
 }  # fmt: skip
 """Keys of variants -> values that choose none, where a family does not read them."""
-WANTED = "if the model's output does not depend on it, remove it from the config; if it does, this model is not served"
+WANTED = "if the model's output does not depend on it, take it out; if it does, this model is not served"
 
 
 class Reading(Mapping[str, Any]):

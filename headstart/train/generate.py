@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ WARM = (0.7, 1.0)
 """The other half of the answers is drawn at temperatures in this range."""
 ANSWER_TOKENS = 256
 Ending = Literal["enough", "late"]
+FIRST_TOGETHER = 4
+"""Answers that a wave begins with; more with each that ends: a short run has some whole ones, not many beginnings."""
 FEWEST_TOKENS = 4
 """Of an unfinished answer that is kept; shorter ones have nothing to learn from."""
 
@@ -93,18 +96,22 @@ def answer(
 
     for start in range(0, len(missing), wave):
         part = [p for p in missing[start : start + wave] if _fits(llm, p, max_tokens)]
+        waiting, together, ended = deque(part), FIRST_TOGETHER, 0
         with llm.session() as session:
             asked = {}
-            for prompt in part:
-                request = llm.request(_asked(llm, prompt), sampling(prompt, seed, max_tokens), depth=0)
-                asked[request.request_id] = prompt
-                session.submit(request)
-            while session.running and not until():
+            while (waiting or session.running) and not until():
+                while waiting and len(session.running) < together:
+                    prompt = waiting.popleft()
+                    request = llm.request(_asked(llm, prompt), sampling(prompt, seed, max_tokens), depth=0)
+                    asked[request.request_id] = prompt
+                    session.submit(request)
                 for choice, delta in session.step():
                     if delta.finish_reason is not None:
                         choice.completion(llm)  # raises for a text that broke off
                         keep(asked[choice.request.request_id], choice, delta.finish_reason)
-            if not session.running:
+                        ended += 1
+                together = max(together, FIRST_TOGETHER + 2 * ended)
+            if not (waiting or session.running):
                 continue
             for choice in list(session.running.values()) if until() == "late" else []:
                 if len(choice.tokens) >= FEWEST_TOKENS:

@@ -17,10 +17,11 @@ from headstart.core import Draft, SamplingParams
 from headstart.engine import make
 from headstart.engine.make import MEMORY_SHARE
 from headstart.errors import HeadstartError, UsageError
+from headstart.kernels.backends import native
 from headstart.kernels.backends.native import limits
 from headstart.tools.tiny import write_tiny
 
-AUTO_SIZED: dict[str, Any] = {**SMALL, "dtype": "float64", "kv_blocks": None, "max_num_seqs": 100_000, "depth": 3}
+AUTO_SIZED: dict[str, Any] = {**SMALL, "dtype": "float64", "kv_blocks": None, "max_num_seqs": 50_000, "depth": 3}
 
 
 def bytes_of(llm: LLM) -> int:
@@ -113,6 +114,12 @@ def test_a_system_without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "ThreadPool", refuse)
     with pytest.raises(UsageError, match="the system starts no 3 threads: Resource temporarily unavailable"):
         backend.NativeBackend(threads=3)
+
+
+def test_threads_that_would_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "threads", lambda: machine.Threads(4, 4, None))
+    with pytest.raises(UsageError, match="--threads is 33, but this machine has 4 cores"):
+        native.open_native(EngineConfig(threads=33), ())
 
 
 @pytest.mark.parametrize("token", [VOCAB, -1, 2**40])

@@ -15,7 +15,6 @@ from headstart.formats.mtp_families import drafters_by_key
 from headstart.formats.safetensors import save
 from headstart.heads.files import is_head
 from headstart.hub import HEADS
-from headstart.tools.launch.facts import method_of
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "vocab_size": 128256}
 ONE_LAYER = {**LLAMA, "num_hidden_layers": 1}
@@ -102,7 +101,7 @@ def test_directories(tmp_path: Path) -> None:
     save(tmp_path / "model.safetensors", {"model.layers.0.mlp.up_proj.weight": np.zeros((4, 4), np.float32)})
     assert classify_path(tmp_path).kind == "draft_model"
     save(tmp_path / "model.safetensors", {"d2t": np.zeros(4, np.int64)})
-    assert (classify_path(tmp_path).kind, method_of(str(tmp_path)), is_head(tmp_path)) == ("eagle3", "eagle3", False)
+    assert (classify_path(tmp_path).kind, is_head(tmp_path)) == ("eagle3", False)
     assert {classify_path(path).kind for path in HEADS.iterdir() if path.is_dir()} >= {"headstart", "eagle3"}
     with pytest.raises(UsageError, match="no drafter at"):
         classify_path(tmp_path / "absent")

@@ -19,11 +19,15 @@ for _folder in (TESTS, TESTS / "tools" / "inspect"):
     if str(_folder) not in sys.path:
         sys.path.insert(0, str(_folder))
 
+import gguf  # noqa: E402
+import numpy as np  # noqa: E402
 from test_inspect_drafters import DRAFTERS  # noqa: E402
 from zoo import SIZES, ZOO, config_of, heads, trunk, write_file  # noqa: E402
 
 from headstart import registry  # noqa: E402
 from headstart.formats.safetensors import NAME_OF  # noqa: E402
+from headstart.formats.safetensors_file import read_file  # noqa: E402
+from headstart.hub import HEADS  # noqa: E402
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
 SPARE = r"(?<!mtp\.)embed_tokens|shared_head\.head|emb\.tok_emb|t2d$|draft_token_ids|lm_heads\.0|rot\.weight"
@@ -54,10 +58,13 @@ class Subject:
     cut: int = 0
     index: dict[str, Any] | None = None
     shards: int = 1
+    metadata: dict[str, Any] = field(default_factory=dict)  # of a GGUF file, after its architecture
 
     def write(self, folder: Path) -> Path:
-        """The directory; the data are holes in the files."""
+        """The directory, or the GGUF file; the data are holes in the files."""
         folder.mkdir(parents=True)
+        if self.metadata:
+            return _write_gguf(folder / "model.gguf", self)
         (folder / "config.json").write_text(json.dumps(self.config))
         files = ["model.safetensors"] if self.shards == 1 else [f"model-{i}.safetensors" for i in range(self.shards)]
         names = list(self.tensors)
@@ -78,6 +85,52 @@ def _write(path: Path, tensors: Tensors, cut: int) -> None:
     os.truncate(path, max(0, size - cut))
 
 
+def _write_gguf(path: Path, subject: Subject) -> Path:
+    writer = gguf.GGUFWriter(path, GGUF_ARCHITECTURE)
+    for key, value in subject.metadata.items():
+        (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{GGUF_ARCHITECTURE}.{key}", value)
+    for name, (dtype, shape) in subject.tensors.items():
+        writer.add_tensor(name, np.zeros(shape, dtype))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    os.truncate(path, max(0, path.stat().st_size - subject.cut))
+    return path
+
+
+GGUF_ARCHITECTURE = "glm4moe"
+GGUF_METADATA = {
+    "block_count": 3, "embedding_length": 32, "attention.head_count": 4, "attention.head_count_kv": 2,
+    "attention.layer_norm_rms_epsilon": 1e-5, "nextn_predict_layers": 1,
+}  # fmt: skip
+
+
+def _gguf() -> Subject:
+    tensors: Tensors = {"token_embd.weight": ("float32", (96, 32)), "output_norm.weight": ("float32", (32,))}
+    for block in range(3):
+        shapes = {
+            "attn_q": (64, 32),
+            "attn_k": (16, 32),
+            "attn_output": (32, 64),
+            "ffn_up": (40, 32),
+            "ffn_down": (32, 40),
+        }
+        tensors |= {f"blk.{block}.{name}.weight": ("float32", shape) for name, shape in shapes.items()}
+    head = {"eh_proj": (32, 64), "enorm": (32,), "hnorm": (32,), "shared_head_norm": (32,)}
+    tensors |= {f"blk.2.nextn.{name}.weight": ("float32", shape) for name, shape in head.items()}
+    own = tuple(name for name in tensors if name.startswith("blk.2."))
+    return Subject("gguf", {}, tensors, own, metadata=GGUF_METADATA)
+
+
+def _shipped(folder: Path) -> Subject:
+    """A head of the package; tables of ids would have to hold values."""
+    tensors = {name: (each.dtype, each.shape) for name, each in read_file(folder / "model.safetensors").items()}
+    tensors = {name: value for name, value in tensors.items() if name not in ("t2d", "draft_token_ids")}
+    config = json.loads((folder / "config.json").read_text())
+    return Subject(f"shipped {folder.name}", config, tensors, _needed(tensors))
+
+
 @cache
 def subjects() -> list[Subject]:
     """Every family of the table, the runnable ones with all their tensors, quantized ones, every kind of drafter."""
@@ -91,6 +144,7 @@ def subjects() -> list[Subject]:
         own_names = [name for name in _needed(tensors) if name not in spare]
         every.append(Subject(f"drafter {kind}", {"model_type": "llama", **SIZES, **config}, tensors, tuple(own_names)))
     tiny = [_tiny(name) for name in ("deepseek_v3", "glm4_moe", "mimo", "qwen3_5", "qwen3_5_moe", "qwen3_next")]
+    every += [_gguf(), *(_shipped(path) for path in sorted(HEADS.iterdir()) if (path / "config.json").exists())]
     return every + tiny + [_fp8(each) for each in tiny] + [_packed(each) for each in tiny[1:4]]
 
 
@@ -160,6 +214,8 @@ class Mutation:
 
 def mutate(subject: Subject, rng: random.Random) -> Mutation:
     """One mutation, by the dice."""
+    if subject.metadata:
+        return rng.choice([*[_gguf_tensor] * 6, _gguf_metadata])(subject, rng)
     return rng.choice([*[_tensor] * 6, _harmless, _files, *[_hostile] * 3])(subject, rng)
 
 
@@ -189,6 +245,34 @@ def _tensor(subject: Subject, rng: random.Random) -> Mutation:
     return Mutation(
         f"retype {name} {dtype} to {new_type}", replace(subject, tensors=tensors), None if unknown else True
     )
+
+
+def _gguf_tensor(subject: Subject, rng: random.Random) -> Mutation:
+    """As of safetensors; a rope of other sizes may be wanted of matrices whose trunk has several kinds of layers."""
+    if not rng.randrange(8):
+        return Mutation("cut", replace(subject, cut=rng.choice([1, 40, 10**9])), True)
+    mutation = _tensor(subject, rng)
+    types = {
+        "F32": "float32",
+        "I8": "int8",
+        "U8": "int8",
+        "BOOL": "int8",
+        "I32": "int32",
+        "I64": "int64",
+        "BF16": "int16",
+    }
+    tensors = {
+        name: (types.get(dtype, "int16" if dtype.startswith("F8") else dtype), tuple(size or 1 for size in shape))
+        for name, (dtype, shape) in mutation.subject.tensors.items()
+    }
+    same = tensors == subject.tensors
+    return Mutation(mutation.what, replace(subject, tensors=tensors), None if same else mutation.breaks)
+
+
+def _gguf_metadata(subject: Subject, rng: random.Random) -> Mutation:
+    key = rng.choice([*subject.metadata, "expert_count", "vocab_size"])
+    value = rng.choice([0, 1, 2, 5, 64, 10**6, 2**32 - 1])
+    return Mutation(f"{key} = {value}", replace(subject, metadata={**subject.metadata, key: value}), None)
 
 
 def _is_scale(name: str, shape: tuple[int, ...], new: tuple[int, ...]) -> bool:

@@ -7,10 +7,14 @@ import re
 import shlex
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 from source import PACKAGE, ROOT, trees
 from test_cli_surface import COMMANDS
+
+from headstart.errors import INTERNAL, STATUS
+from headstart.tools.inspect.state import Word
 
 TEXT, INDEX = (ROOT / "docs" / "ARCHITECTURE.md").read_text("utf-8").split("\n## Modules\n")
 
@@ -85,3 +89,17 @@ def test_anchors_of_links_are_there(document: str) -> None:
         target = ((ROOT / document).parent / path if path else ROOT / document).read_text("utf-8")
         headings = re.findall(r"^#+ (.*)", target, re.MULTILINE)
         assert anchor in {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_verdicts_of_inspect_are_the_documented_ones() -> None:
+    words = set(get_args(Word))
+    table = (ROOT / "docs" / "inspect.md").read_text("utf-8").partition("## Verdicts")[2].partition("\n\n`alive`")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == words
+    (listed,) = re.findall(r"answers in one word \((.*?)\)", README, re.DOTALL)
+    assert set(re.findall(r"`(\w+)`", listed)) == words
+
+
+def test_exit_codes_are_the_documented_ones() -> None:
+    (text,) = re.findall(r"Exit codes: (.*?)\.", " ".join(README.split()).replace("...", ""))
+    documented = {int(number) for number in re.findall(r"(?:^|, )(\d+) ", text)}
+    assert documented == {0, INTERNAL.exit_code, *(status.exit_code for status in STATUS.values())}

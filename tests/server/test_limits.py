@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -244,3 +246,10 @@ def test_preparation_takes_a_place_and_counts_in_time(llm: LLM, monkeypatch: pyt
             refused = server.post(TEXT, prompt="Once")
             assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
         assert server.client.get("/ready").status_code == 200
+
+
+def test_the_document_has_the_limits() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "server.md").read_text("utf-8")
+    rows = re.findall(r"\| (\d+) \| `(\w+)` \|", text)
+    assert len(rows) > 10
+    assert {name: float(value) for value, name in rows} == {name: float(getattr(limits, name)) for _, name in rows}

@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING
 
 from headstart import machine
 from headstart.config import EngineConfig
+from headstart.errors import UsageError
 from headstart.kernels.backend import BackendKind
 
 if TYPE_CHECKING:
     from headstart.kernels.native.backend import NativeBackend
 
 EXTENSION = "headstart.kernels.native._native"
+MOST_THREADS_PER_CORE, FEW_THREADS = 8, 16
+"""More threads than so many for each core, and than these in all, are a mistake."""
 
 
 def limits(config: EngineConfig) -> tuple[str, str] | None:
@@ -33,7 +36,10 @@ def open_native(config: EngineConfig, files: tuple[Path, ...]) -> NativeBackend:
     from headstart.kernels.native.packed_cache import PackedCache, key_of
 
     cache = PackedCache.open(key_of(files, config.quantization) if files else None)
-    threads = config.threads or machine.threads().usable
+    threads, cores = config.threads or machine.threads().usable, machine.threads().cores
+    if threads > max(MOST_THREADS_PER_CORE * cores, FEW_THREADS):
+        what = f"--threads is {threads}, but this machine has {cores} cores: they would only wait for each other"
+        raise UsageError(what, "leave --threads out: it is what affinity and quota allow")
     return NativeBackend(threads=threads, quantization=config.quantization, kv_dtype=config.kv_cache_dtype, cache=cache)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -58,7 +59,10 @@ class Plan:
 
 
 def as_json(document: Any, *, indent: int = 2, sort: bool = False) -> str:
-    return json.dumps(document, indent=indent, ensure_ascii=False, sort_keys=sort)
+    text = json.dumps(document, indent=indent, ensure_ascii=False, sort_keys=sort)
+    if not text.isprintable() and re.search("[\ud800-\udfff]", text):  # half a pair has no UTF-8: escaped
+        return json.dumps(document, indent=indent, sort_keys=sort)
+    return text
 
 
 def index_text(files: dict[str, str], total: int | None = None, indent: int = 2) -> str:

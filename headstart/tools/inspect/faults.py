@@ -34,6 +34,10 @@ def faults(checkpoint: Checkpoint, layout: Layout, sizes: Sizes) -> Iterator[Fau
         yield Fault(f"the draft vocabulary has {draft} tokens, the target's {whole}")
     if "d2t" in tensors and whole:
         yield from _map_faults(tensors["d2t"], tensors.get("t2d"), whole)
+    if (ids := tensors.get("draft_token_ids")) and ids.here and len(ids.shape) == 1 and ids.dtype in ("I64", "I32"):
+        tokens = ids.numpy().astype(np.int64)
+        if len(tokens) and ((np.diff(tokens) <= 0).any() or tokens[0] < 0 or tokens[-1] >= (whole or tokens[-1] + 1)):
+            yield Fault("draft_token_ids must be ascending tokens of the vocabulary")
     yield from _mask_faults(layout, sizes, whole)
     listed = aux_layers(sizes)
     if any(layer < 0 for layer in listed) or len({*listed}) < len(listed):

@@ -196,7 +196,11 @@ def _fits(shape: tuple[int, ...], expected: Dims) -> bool:
     """Scalars may be written with or without a dimension."""
     if expected in ((1,), (None,)) and shape == ():
         return True
-    return len(shape) == len(expected) and all(b in (None, a) for a, b in zip(shape, expected, strict=True))
+    return (
+        len(shape) == len(expected)
+        and 0 not in shape
+        and all(b in (None, a) for a, b in zip(shape, expected, strict=True))
+    )
 
 
 def _as_in_the_trunk(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
@@ -116,3 +117,10 @@ def test_a_link_or_a_file_is_not_replaced(model: Path, tmp_path: Path, capsys: p
     for name in ("file", "link"):
         assert main(["export", str(model), "-o", str(tmp_path / name), "--force"]) == 2
         assert "is not a directory" in capsys.readouterr().err
+
+
+def test_a_config_with_half_a_character_is_escaped(model: Path, tmp_path: Path) -> None:
+    (model / "config.json").write_text(json.dumps({**CONFIG, "mine": "\ud800", "name": "für"}))
+    for command, out in ((COMMANDS["export"], tmp_path / "a"), (COMMANDS["strip"], tmp_path / "b")):
+        assert main([*command(model), "-o", str(out)]) == 0
+        assert json.loads((out / "config.json").read_text("utf-8"))["mine"] == "\ud800"

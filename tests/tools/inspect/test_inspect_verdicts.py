@@ -18,6 +18,8 @@ from headstart.cli.main import main
 from headstart.core import Report
 from headstart.errors import ModelError
 from headstart.formats.safetensors import save
+from headstart.formats.safetensors_file import read_file
+from headstart.hub import HEADS
 from headstart.tools.inspect import run as inspect
 from headstart.tools.inspect.run import InspectOptions
 from tests.fuzz.checkpoints import failures
@@ -174,4 +176,18 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path, name: str) -> None:
 @pytest.mark.slow
 def test_no_mutation_hides_a_broken_head() -> None:
     """A slice of what `python -m tests.fuzz checkpoints` does."""
-    assert list(failures(seed=1, numbers=range(124))) == []
+    assert list(failures(seed=1, numbers=range(65))) == []
+
+
+def test_a_model_by_its_alias(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "qwen3_5-tiny"]) == 0 and "MTP: ALIVE" in capsys.readouterr().out
+
+
+def test_a_head_in_our_own_layout_is_looked_at(tmp_path: Path) -> None:
+    for source in (path for path in HEADS.iterdir() if (path / "config.json").exists()):
+        assert said(source)[0] == "alive"
+        tensors = {name: (each.dtype, each.shape) for name, each in read_file(source / "model.safetensors").items()}
+        lost = next(name for name in tensors if name.endswith("q_proj.weight"))
+        del tensors[lost]
+        folder = write(tmp_path / source.name, json.loads((source / "config.json").read_text()), tensors)
+        assert said(folder)[0] == "partial" and "self_attn.q_proj.weight" in said(folder)[1]
