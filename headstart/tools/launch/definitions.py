@@ -171,6 +171,8 @@ def _value(known: Definitions, found: Resolved, name: str, flag: str, text: str)
     value: Any = text
     if kind == "json":
         value, problem = _json(text)
+        if not problem and name.endswith("-config") and not isinstance(value, dict | None):
+            problem = "a JSON object"
     elif kind == "int":
         problem = "" if NUMBER.fullmatch(text) else "a whole number"
         value = text if problem else int(text)
