@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import sys
+import time
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -241,3 +242,17 @@ def test_models_inside_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert hub.repo_of("toy-tiny") is None
     with pytest.raises(UsageError, match="did you mean toy-tiny"):
         hub.resolve("toy-tyny")
+
+
+def test_a_hub_that_nobody_serves_is_told_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    begin = time.monotonic()
+    with pytest.raises(UsageError, match="does not answer"):
+        hub.config_file("org/model")
+    assert time.monotonic() - begin < 5
+    assert "Retry" not in capfd.readouterr().err

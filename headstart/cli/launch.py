@@ -45,7 +45,7 @@ class PlaceFlags(OptionGroup):
     gpus: str | None = option("GPUs of a node, such as h200x8, or none. Default: this machine's.")
     tp: int | None = option("Tensor parallelism. Default: as few GPUs as hold it.")
     dp: int | None = option("Copies of the model side by side. Default: 1.")
-    nodes: int = option("Machines that hold one model together.", default=1)
+    nodes: int = option("Machines that hold one model together.", default=1, min=1, max=1024)
     head_node: str = option("Address of the first of them.", default="HEAD_NODE")
     role: str | None = option("prefill or decode, where they run apart; MTP goes to decode.")
     kv_offload_gb: int | None = option("GB of host memory that the cache may use.", "--kv-offload")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import headstart.tools.demo  # noqa: F401  # before a fake takes LLM's place: the name would keep it
 from headstart.cli.main import main
 
 Capture = pytest.CaptureFixture[str]

@@ -80,6 +80,7 @@ from headstart.tools.launch.launcher import Arguments, Flag, Launcher, Plan, Ste
 class Itself(Launcher):
     name, title, program, newest = "itself", "headstart", {program!r}, "0.1"
     flags = (Flag("--port", "headstart/cli/serve.py"),)
+    images = {{"cpu": ""}}
 
     def plan(self, facts, wanted, version):
         arguments = Arguments(self, version)

@@ -62,10 +62,30 @@ def check_words(
     more = [word for word in found.positional if not SHELL.search(word)][positional:]
     checked.errors += [f"{launcher.title} {known.version}: {word!r} belongs to no flag" for word in more]
     if named := published(launcher.name):
+        checked.errors += _words(launcher, named, version, found.values)
         checked.errors += _documents(launcher, named, version, entries)
     for rule in broken(launcher.name, version, entries):
         (checked.notes if rule.level == "note" else checked.errors).append(rule.says)
     return checked
+
+
+def _words(launcher: Launcher, named: Published, version: Version, values: Mapping[str, Any]) -> list[str]:
+    """Values of flags whose words are known, in any case, and that this version lacks."""
+    errors, nearest = [], named.nearest(version)
+    for name, value in values.items():
+        words = {each.partition("=")[2] for each in named.arguments if each.startswith(f"{name}=")}
+        if not words or not isinstance(value, str) or SHELL.search(value):
+            continue
+        there = {word.upper() for word in words if named.has(f"{name}={word}", version)}
+        if name not in _choices(launcher.name) and value.upper() not in there:
+            errors.append(f"{launcher.title} {nearest} has no {name} {value}: it takes {', '.join(sorted(there))}")
+    return errors
+
+
+def _choices(engine: str) -> Mapping[str, Any]:
+    """Flags whose words the definitions check themselves."""
+    known = definitions(engine)
+    return known.choices if known else {}
 
 
 def _documents(launcher: Launcher, named: Published, version: Version, entries: Mapping[str, Any]) -> list[str]:

@@ -68,6 +68,8 @@ def divide(
             raise UsageError("--nodes, --tp and --dp divide GPUs, but there are none", hint)
         return Parallelism(), []
     total = devices.count * nodes
+    if (dp or 1) > total:
+        raise UsageError(f"--dp is {dp}, but there are {total} GPUs", "a copy of the model takes one at least")
     allowed = [size for size in range(1, total // (dp or 1) + 1) if facts.attention_heads % size == 0]
     if tp is not None and tp not in allowed:
         what = f"--tp is {tp}, but must divide the {facts.attention_heads} attention heads within {total} GPUs"

@@ -541,6 +541,7 @@ def test_docker_listens_on_all_addresses(tmp_path: Path, capsys: pytest.CaptureF
         (["vllm", "{model}", "--dry-run", "--engine-version", "new"], "'new' is not a version"),
         (["vllm", "{model}", "--dry-run", "--depth-by-batch", "[[1"], "is not a JSON list of lists"),
         (["vllm", "{model}", "--dry-run", "--tp", "0"], "--tp is 0, but must be at least 1"),
+        (["vllm", "{model}", "--dry-run", "--gpus", "h100x1", "--dp", "2"], "--dp is 2, but there are 1 GPUs"),
         (["vllm", "{model}", "--dry-run", "--depth", "-1"], "--depth is -1, but must be at least 0"),
     ],
 )

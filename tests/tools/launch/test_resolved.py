@@ -178,6 +178,8 @@ def test_rules_are_about_arguments_that_exist(engine: str, rule: Any) -> None:
         ("sglang", "--speculative-adaptive --speculative-num-steps 2 --speculative-eagle-topk 1",
          {"adaptive.steps": [0, 3]}, "one of the candidate_steps"),
         ("sglang", "--dp-size 2 --nnodes 2", {}, "do not span nodes"),
+        ("sglang", "--speculative-algorithm MTP", {}, "has no --speculative-algorithm MTP: it takes DFLASH, DSPARK"),
+        ("sglang", "--speculative-algorithm DFLASH", {}, "DFLASH needs --speculative-draft-model-path"),
         ("vllm", """-sc '{"method": "eagle3", "num_speculative_tokens": 2}'""", {}, 'needs "model"'),
         ("vllm", """-sc '{"method": "mtp", "num_speculative_tokens": 3}'""", {"model.modules": 2}, "a multiple"),
         ("vllm", """-tp 4 -sc '{"method": "mtp", "draft_tensor_parallel_size": 2}'""", {}, "is 1 or --tensor"),
