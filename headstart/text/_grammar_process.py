@@ -12,6 +12,7 @@ import os
 import random
 import resource
 import signal
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,8 @@ def _limit(limits: GrammarLimits) -> None:
         (resource.RLIMIT_AS, used + limits.address_space + limits.stack),
     ):
         hard = resource.getrlimit(kind)[1]
-        resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+        with suppress(ValueError, OSError):  # not every system has every limit
+            resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
     signal.setitimer(signal.ITIMER_PROF, limits.seconds)
     signal.alarm(limits.wall_seconds)
 

@@ -93,7 +93,7 @@ class GrammarCompiler:
         if matcher.is_error():
             reason = what_is_wrong(spec.kind, matcher.get_error())
             raise UsageError(f"the {spec.kind} constraint is not valid: {reason}")
-        masks = self.end_ids, self._with_text, self._ends
+        masks = self.end_ids, self._with_text, self._ends, self._special_bits
         state = GrammarState(matcher, Lexer(num_bytes), *masks, partial(_renewed, ref(self), spec.kind, spec.key))
         state.mask()  # finds a dead end
         if state.error:
@@ -114,6 +114,11 @@ class GrammarCompiler:
     def _special(self) -> dict[str, int]:
         ids = sorted(self._tokenizer.special_ids)
         return {name: token for token in ids if token < self.vocab_size if (name := self._tokenizer.token_text(token))}
+
+    @cached_property
+    def _special_bits(self) -> Mask:
+        ids = [token for token in self._tokenizer.special_ids if token < self.vocab_size]
+        return _bits(ids, self.num_words) & self._with_text
 
     @cached_property
     def _with_text(self) -> Mask:

@@ -43,7 +43,7 @@ LIGHT_TEXT = 512
 LIGHT_COUNT = 1_000
 LIGHT_NUMBER = 2**53
 """Schemas, choices and texts within these compile in milliseconds, whatever they say, if they use no other keywords
-than those below. `tests/text/test_grammar_limits.py` measures it."""
+than those below. `python -m tests.fuzz constraints` measures it."""
 
 _NAMES_OF_SCHEMAS = frozenset({"properties", "$defs", "definitions"})
 _SCHEMAS = frozenset({"items", "additionalProperties"})

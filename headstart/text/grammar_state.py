@@ -53,6 +53,7 @@ class GrammarState:
         end_ids: frozenset[int],
         with_text: Mask,
         ends: Mask,
+        special: Mask,
         renewed: Callable[[Lexer], GrammarState | None] = lambda _: None,
     ) -> None:
         """renewed: a start of this grammar with another lexer than the given one, if that costs little."""
@@ -63,6 +64,7 @@ class GrammarState:
         self._end_ids = end_ids
         self._with_text = with_text  # without the end-of-text ids
         self._ends = ends
+        self._special = special
         self._dead: int | None = None  # the number of tokens after which a mask was found to be empty
         self._tokens: list[int] = []  # that the matcher has consumed
         self._num_ends = 0  # end-of-text ids after them, which the matcher does not see: it would not count them
@@ -83,6 +85,8 @@ class GrammarState:
                 # A grammar may name an end-of-text token. It ends the text, so it is allowed where the text may end.
                 may_end = self._matcher.is_accepting()
                 allowed: Mask = bits & (self._with_text | self._ends if may_end else self._with_text)
+                if (allowed & self._special).any():
+                    allowed &= ~self._refused(allowed & self._special)
                 self._dead = None if allowed.any() or may_end else len(self._tokens)
                 allowed.flags.writeable = False
                 self._masks[len(self._tokens)] = allowed
@@ -94,6 +98,13 @@ class GrammarState:
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: len(self._with_text)]
         self.lexer.seconds += time.perf_counter() - started
         return bits
+
+    def _refused(self, special: Mask) -> Mask:
+        """Those that the library's masks allow, but its steps do not take: complements match their inner spelling."""
+        for token in np.flatnonzero(np.unpackbits(special.view(np.uint8), bitorder="little")).tolist():
+            if self._matcher.validate_tokens([token]) == 1:
+                special[token // 32] &= ~np.uint32(1 << token % 32)
+        return special
 
     def _renew(self) -> bool:
         """Go on with a lexer that knows this text only, if it is the shared one that has failed."""

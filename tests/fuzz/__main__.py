@@ -3,7 +3,7 @@
 python -m tests.fuzz server --minutes 60          bodies, grammars and raw HTTP at once, with a monitor
 python -m tests.fuzz server --only bodies --seed 3 --number 17   one input again
 python -m tests.fuzz replay --requests 10000 --replays 1000      in company, then alone: the same bytes
-python -m tests.fuzz configs --family llama --count 200       random configurations against transformers
+python -m tests.fuzz configs --family llama --count 200 --gguf  random configurations against transformers
 python -m tests.fuzz constraints --minutes 10                 grammars and schemas compiled and walked, no server
 python -m tests.fuzz checkpoints --count 2000                 mutated files: no broken head is ALIVE
 """

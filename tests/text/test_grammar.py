@@ -276,6 +276,20 @@ def test_end_of_text_ids_that_a_grammar_names(grammar: str) -> None:
     assert not state.error and state.mask().any()
 
 
+def test_special_tokens_are_allowed_where_they_are_taken() -> None:
+    """The library spells them in bytes of its own, which a complement matches; its steps take none of them there."""
+    state, draw = (
+        start(GrammarSpec("grammar", 'start: /[a-z]*/+ | ~("x"+ & "y"+)\nr1: <[*]>\n')),
+        np.random.default_rng(0),
+    )
+    while len(state) < 8 and not state.done:
+        allowed = ids(state.mask())
+        assert all(state.copy().advance(token) for token in allowed)
+        state.advance(int(draw.choice(allowed)))
+    assert len(state) > 3
+    assert start(GrammarSpec("grammar", "start: <[1]>")).advance(1)
+
+
 def test_ids_that_do_not_exist_are_refused() -> None:
     state = start(GrammarSpec("regex", "(.|\n)*"))
     for token in (-1, 1, tiny().vocab_size, tiny().vocab_size + PADDING - 1, 10**6):

@@ -26,6 +26,7 @@ from headstart.text.grammar import GrammarCompiler, GrammarSpec, GrammarState
 from headstart.text.grammar_limits import LIMITS, is_light
 from headstart.text.grammar_state import Lexer
 from headstart.text.grammar_vocabulary import Vocabulary
+from tests.fuzz import constraints, grammars
 
 HEAVY = GrammarSpec("regex", "a{100,200}")
 SMALL = replace(LIMITS, seconds=1, address_space=96 * 2**20, stack=2 * 2**20)
@@ -131,7 +132,8 @@ def test_choices_are_as_if_each_were_a_literal(texts: list[str], draw: random.Ra
     texts += [text + "b" for text in texts[:2]]
     made = compiler("tiny")
     literals = grammar_spec._lark({"start": " | ".join(map(grammar_spec._literal, texts))})
-    other = GrammarState(LLMatcher(made._library, literals), Lexer(0), made.end_ids, made._with_text, made._ends)
+    masks = made.end_ids, made._with_text, made._ends, made._special_bits
+    other = GrammarState(LLMatcher(made._library, literals), Lexer(0), *masks)
     state = made.compile(GrammarSpec("choice", texts))
     while not state.done:
         allowed = ids(state.mask())
@@ -265,3 +267,13 @@ def test_too_many_that_wait_are_told_so() -> None:
 def test_what_is_light(kind: Any, value: Any, light: bool) -> None:
     spec = GrammarSpec(kind, value)
     assert is_light(kind, spec.plain, len(spec.key)) == light
+
+
+def test_random_constraints_are_walked_or_refused() -> None:
+    """A little of what `python -m tests.fuzz constraints` does."""
+    made = compiler("tiny")
+    for number in range(120):
+        draw = random.Random(number)
+        kind, value = draw.choice(grammars.ORDINARY)(draw)
+        outcome, wrong = constraints.tried(made, kind, value, draw)
+        assert not wrong, f"{number} ({kind} {value!r:.200}), {outcome}: {wrong}"

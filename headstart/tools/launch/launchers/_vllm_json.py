@@ -100,7 +100,7 @@ def _fold(line: CommandLine, config: dict[str, Any]) -> None:
         try:
             value = word.value if VARIABLE.fullmatch(word.value) else kind(word.value)
         except ValueError:
-            raise UsageError(f"{flag} is {word.value!r}, which is not a number") from None
+            raise UsageError(f"{flag} is {word.value!r}, which is not a number", "for example 3") from None
         if config.get(key, value) != value:
             line.warnings.append(f"{flag} {value} and {json.dumps(config[key])} in {OPTION} say two things: choose one")
         config.setdefault(key, value)
