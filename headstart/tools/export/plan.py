@@ -60,7 +60,7 @@ class Plan:
 
 def as_json(document: Any, *, indent: int = 2, sort: bool = False) -> str:
     text = json.dumps(document, indent=indent, ensure_ascii=False, sort_keys=sort)
-    if not text.isprintable() and re.search("[\ud800-\udfff]", text):  # half a pair has no UTF-8: escaped
+    if re.search("[\ud800-\udfff]", text):  # half a pair has no UTF-8: escaped
         return json.dumps(document, indent=indent, sort_keys=sort)
     return text
 
