@@ -146,7 +146,13 @@ def _package_folders(package: str) -> list[Path]:
 
 def _defines(kind: KindName, path: Path) -> bool:
     """Does a file define its kind's constant? Told by its text: importing costs time, and helpers need not import."""
-    return re.search(rf"^{KINDS[kind].constant}\b", path.read_text("utf-8"), re.MULTILINE) is not None
+    found = path.stat()
+    return KINDS[kind].constant in _constants(path, found.st_mtime_ns, found.st_size)
+
+
+@cache  # a file that changes is another
+def _constants(path: Path, changed_ns: int, num_bytes: int) -> frozenset[str]:
+    return frozenset(re.findall(r"^[A-Z_]+\b", path.read_text("utf-8"), re.MULTILINE))
 
 
 @cache  # what is installed does not change while we run

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headstart.cli.documents import completion_document, print_stream, summary
 from headstart.cli.options import LoadTestOptions, Model, OutputOptions, PromptOptions, SamplingOptions
 from headstart.cli.render import print_json, progress, stderr
+from headstart.errors import UsageError
 
 if TYPE_CHECKING:
     from headstart.api import LLM
@@ -28,6 +30,8 @@ def run(
     output: OutputOptions,
 ) -> int:
     """Continue one prompt; streams to the terminal, or prints one JSON document."""
+    if model and " " in model.strip() and not Path(model).exists():
+        raise UsageError(f"{model!r} stands where the model does, and is none", "give the prompt with --prompt")
     prompt = prompts.text()
     params = sampling.params(engine.config.seed)
 

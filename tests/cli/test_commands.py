@@ -112,6 +112,7 @@ def test_engine_options_make_the_config(
         ),
         (["--prompt", "a", "--logit-bias", "x=1"], "--logit-bias is 'x=1'"),
         (["--prompt", "a", "--nonsense"], "No such option: --nonsense"),
+        (["The sky is"], "'The sky is' stands where the model does"),
     ],
 )
 def test_bad_input_is_one_line_with_exit_code_2(
