@@ -50,7 +50,9 @@ class EngineConfig:
     dtype: Dtype = _flag("float32", "--dtype", "Arithmetic of the reference backend.")
     device: Device = _flag("cpu", "--device", "Where the model runs.")
     threads: int | None = _flag(None, "--threads", "CPU threads. Default: what affinity and cgroup quota allow.")
-    drafter: str = _flag("auto", "--drafter", "What proposes tokens: auto, mtp, ngram, none or a plug-in's name.")
+    drafter: str = _flag(
+        "auto", "--drafter", "What proposes tokens: auto, mtp, eagle3, medusa, ngram, mixed, none or a plug-in's."
+    )
     head: str | None = _flag(None, "--head", "Directory of a trained head to attach to the model.")
     depth: Depth = _flag(
         AUTO,

@@ -29,6 +29,7 @@ guides write it, gives nothing. SGLang needs `--enable-metrics`, llama.cpp's ser
 scrape_configs:
   - job_name: headstart
     static_configs: [{targets: ["localhost:8000"]}]
+    # authorization: {credentials: KEY}    # of serve --api-key
 rule_files: [alerts.yml]
 ```
 """
