@@ -111,7 +111,8 @@ class Choice:
         assert self.sequence is not None and self.finish_reason is not None, "it still runs"
         if self.finish_reason == "error":
             kind = GenerationError if self.error == NOT_FINITE else DeadEndError
-            raise kind(f"the text broke off after {len(self.tokens)} tokens: {self.error}")
+            count = f"{len(self.tokens)} token{'' if len(self.tokens) == 1 else 's'}"
+            raise kind(f"the text broke off after {count}: {self.error}")
         first, last = (self.arrivals[0], self.arrivals[-1]) if self.arrivals else (self.started, self.started)
         return Completion(
             index=self.sequence.choice,

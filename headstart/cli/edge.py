@@ -101,6 +101,8 @@ def _refused_value(error: Any) -> str:
     if item is None or not hasattr(cause, "errors"):
         return ""
     found = cause.errors()[0]
+    if found["type"] == "value_error":
+        return f"{max(item.opts, key=len)}: {str(found['msg']).removeprefix('Value error, ')}"
     whole = {"int_parsing": "a whole number", "float_parsing": "a number"}.get(found["type"])
     wanted = whole or str(found["msg"]).removeprefix("Input should be ")
     if (least := found.get("ctx", {}).get("ge")) is not None:

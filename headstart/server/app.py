@@ -78,6 +78,9 @@ def make_app(llm: LLM, config: ServerConfig) -> tuple[ASGIApp, Bridge]:
     )
     app.state.headstart = State(bridge, names, formats, int(time.time()), config.request_timeout)
     app.include_router(router)
+    for methods in app.openapi()["paths"].values():
+        for operation in methods.values():
+            operation["responses"].pop("422", None)  # FastAPI's word for what is 400 here
     app.add_route("/docs", lambda _: HTMLResponse(page(app.openapi())), include_in_schema=False)
     errors.install(app)
     guarded: ASGIApp = ApiKeys(app, config.api_key) if config.api_key else app

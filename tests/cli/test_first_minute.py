@@ -201,3 +201,11 @@ def test_in_process_streams_are_left_alone() -> None:
     stream = io.TextIOWrapper(io.BytesIO(), "utf-8")
     expect(run(("--version",), stdout=stream), 0)
     stream.write("still open")
+
+
+def test_an_empty_key_opens_no_server(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "--api-key is empty" in run(("serve", paths["MODEL"], "--api-key", "")).err
+    monkeypatch.setenv("HEADSTART_API_KEY", "")
+    outcome = run(("serve", paths["MODEL"], "--port", "0"))
+    expect(outcome, 2)
+    assert "everybody could use the server" in outcome.err

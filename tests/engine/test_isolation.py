@@ -207,7 +207,7 @@ def test_the_api_raises() -> None:
     from headstart.core import SamplingParams
 
     llm, spec, bias = dead_end()
-    with pytest.raises(GenerationError, match="broke off after 1 tokens: no text of this vocabulary") as caught:
+    with pytest.raises(GenerationError, match="broke off after 1 token: no text of this vocabulary") as caught:
         llm.generate(["a"], SamplingParams(logit_bias=bias), constraint=spec)
     assert (status_of(caught.value).exit_code, status_of(caught.value).http) == (2, 400)
     pieces = llm.stream("a", SamplingParams(logit_bias=bias), constraint=spec)

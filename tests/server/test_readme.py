@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 from process import Server
 
+from headstart.cli import serve
+
 pytestmark = pytest.mark.slow  # a server process
 README = Path(__file__).parents[2] / "README.md"
 COMMANDS = re.findall(r"^\$ (curl .*?)(?=^\$|^```)", README.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+COMMANDS += [line for line in serve.EXAMPLES if line.startswith("curl")]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=[str(i) for i in range(len(COMMANDS))])

@@ -96,8 +96,9 @@ def _check_whole(source: Checkpoint, draft: DraftCheckpoint, rests: set[str]) ->
         _check_shared(source, draft)
     promised = num_experts(source.config)
     experts = {int(match[1]) for rest in rests if (match := re.search(r"\.experts\.(\d+)\.", rest))}
-    if experts and (absent := sorted(set(range(promised)) - experts)):
-        what = f"the MTP module has {len(experts)} of {promised} experts; {absent[0]} is missing"
+    absent = next((each for each in range(promised) if each not in experts), None)
+    if experts and absent is not None:
+        what = f"the MTP module has {len(experts)} of {promised} experts; {absent} is missing"
         raise ModelError(f"{source.name}: {what}", AGAIN)
 
 

@@ -163,7 +163,7 @@ def state_of_drafter(drafter: Drafter, checks: list[Check] | None) -> HeadState:
     """The state of a separate drafter, and its fit where a target was given."""
     again = "download the drafter again"
     if not drafter.num_tensors:
-        return unchecked(f"config.json is that of a {drafter.title} drafter")
+        return unchecked(f"config.json is of this kind: {drafter.title}")
     missing = [name for module in drafter.modules for name in module.missing]
     missing += [each.text for each in drafter.faults if each.missing]
     wrong = [each for module in drafter.modules for each in module.wrong_shape]

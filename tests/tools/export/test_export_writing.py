@@ -84,7 +84,7 @@ def in_a_terminal() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("in_a_terminal")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_interrupted(
     model: Path,
     tmp_path: Path,

@@ -383,6 +383,7 @@ BROKEN_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "no end of modules": (
         {"model_type": "qwen3_5", "architectures": [], "mtp_num_hidden_layers": 10**8}, "at most 64 MTP modules",
     ),
+    "no end of experts": ({"n_routed_experts": 10**9}, "of 1000000000 experts"),
     "endless": ({"num_nextn_predict_layers": float("inf")}, "is inf"),
     "a list of layers": (
         {"model_type": "deepseek_v32", "index_topk_freq": [1], "index_share_for_mtp_iteration": True,
