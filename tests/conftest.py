@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -9,6 +10,9 @@ import pytest
 from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a background job's: programs started here would ignore it too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("headstart", deadline=None, derandomize=True, report_multiple_bugs=False)
 settings.load_profile("headstart")

@@ -7,6 +7,7 @@ import importlib.util
 import re
 from dataclasses import replace
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import pytest
 from seams import plugged_in
@@ -107,6 +108,7 @@ def test_memory_is_that_of_the_container(monkeypatch: pytest.MonkeyPatch, folder
     """The KV cache takes a share of what the cgroup leaves, not of the host's memory."""
     config = EngineConfig(backend="reference", threads=1, max_num_seqs=1000)
     model = load_model(str(folder), config)
+    monkeypatch.setattr("headstart.engine.make.PLANNED", WeakKeyDictionary())  # engines of other tests
     sizes = []
     for free in (64 << 20, 256 << 20):
         monkeypatch.setattr(machine, "memory", lambda free=free: machine.Memory(1 << 40, free, 1 << 30))

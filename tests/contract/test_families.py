@@ -43,7 +43,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "as many kv heads": {"num_key_value_heads": 6},
     "one kv head": {"num_key_value_heads": 1},
     "wide odd heads": {"head_dim": 22, "num_attention_heads": 3, "num_key_value_heads": 1},
-    "biases": {"attention_bias": True, "mlp_bias": True},
+    "biases": {"attention_bias": True},
     "one layer, odd sizes": {"num_hidden_layers": 1, "intermediate_size": 37, "vocab_size": 97},
     "large epsilon": {"rms_norm_eps": 0.05},
     "gelu": {"hidden_act": "gelu"},
@@ -128,7 +128,8 @@ def logits_in_chunks(engine: Engine, tokens: Seq[int], first: int, chunk: int) -
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_transformers(family: str, variant: str) -> None:
-    model = tiny_model(family, dtype="float32", **changed(VARIANTS[variant]))
+    changes = VARIANTS[variant] | ({"mlp_bias": True} if (family, variant) == ("llama", "biases") else {})
+    model = tiny_model(family, dtype="float32", **changed(changes))
     tokens = [token % model.config.vocab_size for token in prompt_of(LENGTH, 5)]
     with torch.inference_mode():
         expected = oracle_of(family, model)(torch.tensor([tokens]), use_cache=False).logits[0]

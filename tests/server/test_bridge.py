@@ -156,7 +156,7 @@ def test_a_dead_head_is_switched_off_loudly_and_tried_again(
 
     async def check(bridge: Bridge) -> None:
         engine, seed = bridge.llm.engine, 0
-        while engine.drafting.depth and seed < 500:
+        while engine.drafting.depth and seed < 3000:
             seed += 1
             await tokens_of(await bridge.open([request(bridge, seed)]))
         assert bridge.watch.spec_disabled
