@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where it is ignored, as after nohup
             signal.signal(signal.SIGINT, _end_at_once)
+            atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # all is said: the exit code is that of it
         arguments = sys.argv[1:]
     from headstart.cli import edge  # with all commands: a third of a second
 
