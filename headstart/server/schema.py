@@ -24,6 +24,13 @@ from headstart.server import limits
 
 Item = TypeVar("Item")
 Number = StrictInt | StrictFloat
+
+
+def _range(low: float, high: float | None = None) -> Any:
+    """Bounds for the document alone: SamplingParams checks them, in its own words."""
+    return Field(json_schema_extra={"minimum": low} | ({} if high is None else {"maximum": high}))
+
+
 Name = Annotated[StrictStr, Field(max_length=limits.NAME)]
 Many = Annotated[list[Item], Field(fail_fast=True)]
 Stop = Annotated[StrictStr, Field(max_length=limits.STOP_LENGTH)]
@@ -82,27 +89,27 @@ class Common(Body):
     """What both kinds of requests take."""
 
     model: StrictStr | None = Field(default=None, description="One of the names of /v1/models.")
-    max_tokens: StrictInt | None = Field(default=None, description="Longest output, in tokens.")
-    temperature: Number | None = None
-    top_p: Number | None = None
-    top_k: StrictInt | None = Field(default=None, description="0 or -1: off.")
-    min_p: Number | None = None
-    n: StrictInt | None = None
-    seed: StrictInt | None = None
+    max_tokens: Annotated[StrictInt, _range(1)] | None = Field(default=None, description="Longest output, in tokens.")
+    temperature: Annotated[Number, _range(0)] | None = None
+    top_p: Annotated[Number, _range(0, 1)] | None = None
+    top_k: Annotated[StrictInt, _range(-1)] | None = Field(default=None, description="0 or -1: off.")
+    min_p: Annotated[Number, _range(0, 1)] | None = None
+    n: Annotated[StrictInt, _range(1, 128)] | None = None
+    seed: Annotated[StrictInt, _range(0, 2**64 - 1)] | None = None
     stop: Stop | Annotated[Many[Stop], Field(max_length=limits.STOPS)] | None = None
     include_stop_str_in_output: StrictBool = False
     stop_token_ids: Annotated[Many[StrictInt], Field(max_length=limits.TOKEN_IDS)] | None = None
-    min_tokens: StrictInt | None = None
+    min_tokens: Annotated[StrictInt, _range(0)] | None = None
     ignore_eos: StrictBool = False
-    presence_penalty: Number | None = None
-    frequency_penalty: Number | None = None
-    repetition_penalty: Number | None = None
+    presence_penalty: Annotated[Number, _range(-2, 2)] | None = None
+    frequency_penalty: Annotated[Number, _range(-2, 2)] | None = None
+    repetition_penalty: Annotated[Number, _range(1e-3, 1e3)] | None = None
     logit_bias: Annotated[dict[str, Number], BeforeValidator(_bias_of)] | None = Field(
         default=None, max_length=limits.LOGIT_BIAS, description="Token id -> what is added to its logit."
     )
     allowed_token_ids: Annotated[Many[StrictInt], Field(max_length=limits.VALUES)] | None = None
     bad_words: Annotated[Many[Name], Field(max_length=limits.BAD_WORDS)] | None = None
-    prompt_logprobs: StrictInt | None = None
+    prompt_logprobs: Annotated[StrictInt, _range(0, 20)] | None = None
     truncate_prompt_tokens: Annotated[StrictInt, Field(ge=-1)] | None = Field(
         default=None, description="Only the last so many tokens of the prompt are read; -1: as many as fit."
     )
@@ -151,7 +158,7 @@ class CompletionRequest(Common):
     ]
     echo: StrictBool | None = False
     add_special_tokens: StrictBool = True
-    logprobs: StrictInt | None = None
+    logprobs: Annotated[StrictInt, _range(0, 20)] | None = None
     suffix: StrictStr | None = None
     best_of: StrictInt | None = None
 
@@ -208,7 +215,7 @@ class ChatRequest(Common):
     messages: Messages
     max_completion_tokens: StrictInt | None = None
     logprobs: StrictBool | None = False
-    top_logprobs: StrictInt | None = None
+    top_logprobs: Annotated[StrictInt, _range(0, 20)] | None = None
     tools: Annotated[Many[Tool], Field(max_length=limits.TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: StrictBool | None = True

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from process import Server
+
+from headstart.core import SamplingParams
+from headstart.errors import UsageError
+from headstart.server.schema import ChatRequest, CompletionRequest
 
 schemathesis = pytest.importorskip("schemathesis")
 
@@ -44,3 +49,17 @@ def test_no_server_error(operations: dict[str, Any], path: str, mode: Any) -> No
             assert "error" in answer.json()
 
     check()
+
+
+def test_bounds_of_the_document_are_those_of_the_checks() -> None:
+    found = set()
+    for model in (ChatRequest, CompletionRequest):
+        for name, field in model.model_json_schema()["properties"].items():
+            bounds = next((option for option in field.get("anyOf", ()) if "minimum" in option), None)
+            if bounds is None or name not in SamplingParams.__dataclass_fields__:
+                continue
+            found.add(name)
+            for beyond in (bounds["minimum"] - 1, bounds.get("maximum", math.inf) + 1):
+                with pytest.raises(UsageError, match=name):
+                    SamplingParams(**{name: beyond})
+    assert {"temperature", "top_p", "n", "seed", "prompt_logprobs"} <= found

@@ -616,6 +616,9 @@ def test_caches_that_do_not_fit_are_told(tmp_path: Path) -> None:
     model = sized(tmp_path / "m")
     assert "caches of 64 sequences" in memory_notes(model, "a100", max_model_len=32768, max_num_seqs=64)[1][0]
     assert "may refuse to start" in memory_notes(model, "4090", max_model_len=131072)[1][0]
+    longer = sized(tmp_path / "longer", max_position_embeddings=131072)
+    assert "whole context of 131,072 has no room" in memory_notes(longer, "4090")[1][0]
+    assert memory_notes(longer, "4090", max_model_len=8192)[1] == []
 
 
 def test_a_longer_context_takes_more_devices(tmp_path: Path) -> None:
