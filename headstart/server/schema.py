@@ -28,7 +28,8 @@ Number = StrictInt | StrictFloat
 
 def _range(low: float, high: float | None = None) -> Any:
     """Bounds for the document alone: SamplingParams checks them, in its own words."""
-    return Field(json_schema_extra={"minimum": low} | ({} if high is None else {"maximum": high}))
+    bounds: dict[str, Any] = {"minimum": low} | ({} if high is None else {"maximum": high})
+    return Field(json_schema_extra=bounds)
 
 
 Name = Annotated[StrictStr, Field(max_length=limits.NAME)]
