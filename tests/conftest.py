@@ -11,8 +11,10 @@ from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a background job's: programs started here would ignore it too
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# What a background job ignores, or one under nohup, the programs that it starts would ignore too.
+for ignored, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(ignored) == signal.SIG_IGN:
+        signal.signal(ignored, handler)
 
 settings.register_profile("headstart", deadline=None, derandomize=True, report_multiple_bugs=False)
 settings.load_profile("headstart")
