@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse
@@ -68,7 +69,7 @@ def make_app(llm: LLM, config: ServerConfig) -> tuple[ASGIApp, Bridge]:
         yield
         bridge.stop()
 
-    app = FastAPI(
+    app = _App(
         title="headstart",
         version=headstart.__version__,
         description="An OpenAI-compatible endpoint over one model, decoded with multi-token prediction.",
@@ -78,9 +79,6 @@ def make_app(llm: LLM, config: ServerConfig) -> tuple[ASGIApp, Bridge]:
     )
     app.state.headstart = State(bridge, names, formats, int(time.time()), config.request_timeout)
     app.include_router(router)
-    for methods in app.openapi()["paths"].values():
-        for operation in methods.values():
-            operation["responses"].pop("422", None)  # FastAPI's word for what is 400 here
     app.add_route("/docs", lambda _: HTMLResponse(page(app.openapi())), include_in_schema=False)
     errors.install(app)
     guarded: ASGIApp = ApiKeys(app, config.api_key) if config.api_key else app
@@ -89,3 +87,14 @@ def make_app(llm: LLM, config: ServerConfig) -> tuple[ASGIApp, Bridge]:
         anything = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": [REQUEST_ID]}
         guarded = CORSMiddleware(guarded, list(config.allowed_origins), **anything)  # type: ignore[arg-type]
     return Traced(guarded, config.access_log), bridge
+
+
+class _App(FastAPI):
+    """Describes itself when it is first asked to, without FastAPI's word for what is 400 here."""
+
+    def openapi(self) -> dict[str, Any]:
+        if self.openapi_schema is None:
+            for methods in super().openapi()["paths"].values():
+                for operation in methods.values():
+                    operation["responses"].pop("422", None)
+        return super().openapi()

@@ -112,13 +112,14 @@ def _lacking(facts: Facts, devices: Devices, tensor: int, data: int, room: Room)
     if facts.weight_bytes is None:
         return []
     found = memory_of(facts, devices, tensor, data, room)
-    whole = facts.sized.shape.max_length if facts.sized else None
-    if found.verdict == "fits" and room.context is None and whole:
-        full = memory_of(facts, devices, tensor, data, replace(room, context=whole, users=1))
-        if not full.max_batch:
-            return [f"WARNING: the model's whole context of {whole:,} has no room: {full.why}: give --max-model-len"]
     if found.verdict == "fits":
-        return []
+        whole = facts.sized.shape.max_length if facts.sized else None
+        if room.context is not None or not whole:
+            return []
+        full = memory_of(facts, devices, tensor, data, replace(room, context=whole, users=1))
+        if full.max_batch:
+            return []
+        return [f"WARNING: the model's whole context of {whole:,} has no room: {full.why}: give --max-model-len"]
     if found.verdict == "too small":
         todo = "a quantized checkpoint, or more devices"
     elif room.context and not found.max_batch:
