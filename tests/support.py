@@ -28,12 +28,15 @@ from headstart.core import (
     TokenLogprob,
 )
 from headstart.drafters.base import Drafter, Wish
+from headstart.engine.draft_model import load_draft_model
 from headstart.engine.engine import Engine
 from headstart.engine.load import Model, load_model
 from headstart.engine.make import make_engine
+from headstart.formats import open_checkpoint
 from headstart.formats.base import make_tensor
 from headstart.heads import files
 from headstart.heads.base import BlockSpec, Head, HeadSpec
+from headstart.heads.draft_model import DraftModel
 from headstart.heads.kind import HeadCheckpoint, head_kind
 from headstart.kernels.ops import AttentionSpec, Backend, RopeSpec
 from headstart.layers.attention import AttentionConfig
@@ -211,6 +214,12 @@ def make_medusa(model: Model, heads: int = MAX_DEPTH) -> Head:
     return head_of(model, spec, random_arrays(head_kind("medusa").shapes(spec, model.config.hidden_size)))
 
 
+def make_draft_model(model: Model, family: str = "qwen3") -> DraftModel:
+    """A small random model of a family, beside any trunk."""
+    written = write_model(new_folder(), *family_of(family).tiny(num_hidden_layers=1))
+    return load_draft_model(model, open_checkpoint(written))
+
+
 @cache
 def headed_model(family: str, kind: str = "mtp") -> Model:
     """The tiny model with its own head, or else a random one."""
@@ -221,6 +230,8 @@ def headed_model(family: str, kind: str = "mtp") -> Model:
         return replace(model, head=make_medusa(model))
     if kind == "block":
         return replace(model, head=make_block(model, markov_rank=8, confidence=True))
+    if kind == "draft_model":
+        return replace(model, head=make_draft_model(model))
     return model if model.head else replace(model, head=make_head(model))
 
 

@@ -8,7 +8,9 @@ replays the list for any R. Row i of every result depends on row i's inputs (and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -265,6 +267,9 @@ class Backend(Protocol):
     def weight(self, tensor: RawTensor, *, drafts: bool = False, precise: bool = False) -> Weight:
         """Take a file's tensor into this backend's own form. `drafts`: it only makes drafts, which never change the
         text, so the backend may round it. `precise`: small and sensitive (a router); it is never rounded."""
+
+    def reading(self, files: Sequence[Path]) -> AbstractContextManager[None]:
+        """What is taken meanwhile is of another checkpoint, in these files."""
 
     def loaded(self) -> None:
         """All weights have been taken."""

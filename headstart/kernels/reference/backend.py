@@ -11,7 +11,9 @@ import math
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -295,6 +297,9 @@ class ReferenceBackend:
             # a float32 weight may be the mapped file itself: it is read only, and nobody writes to weights
             warnings.filterwarnings("ignore", "The given NumPy array is not writable")
             return torch.from_numpy(values).to(self.device, self.dtype)
+
+    def reading(self, files: Sequence[Path]) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def loaded(self) -> None:
         """Nothing is left to do."""
