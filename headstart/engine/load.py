@@ -55,7 +55,7 @@ def load_model(name: str | None, config: EngineConfig, progress: Progress = no_p
         tokenizer=checkpoint.load_tokenizer(),
         head=None,
     )
-    return replace(model, head=find_head(model, config.head, alias.head(config.drafter)))
+    return replace(model, head=find_head(model, config.head, alias.head(config.drafter), config.drafter))
 
 
 def with_head(model: Model, config: EngineConfig) -> Model:
