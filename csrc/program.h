@@ -143,6 +143,7 @@ Activation activation_of(int kind); // throws std::invalid_argument
 void bind_attention_steps(nb::module_& m, nb::class_<Program>& program); // attention_steps.cpp
 void bind_expert_steps(nb::class_<Program>& program);                     // expert_steps.cpp
 void bind_recurrent_steps(nb::module_& m, nb::class_<Program>& program); // recurrent_steps.cpp
+void bind_refine_steps(nb::class_<Program>& program);                     // refine_steps.cpp
 void bind_run(nb::class_<Program>& program);                             // run.cpp
 
 struct Buffer {

@@ -329,6 +329,7 @@ void bind_program(nb::module_& m) {
     bind_attention_steps(m, program);
     bind_expert_steps(program);
     bind_recurrent_steps(m, program);
+    bind_refine_steps(program);
     bind_run(program);
 }
 

@@ -233,6 +233,7 @@ class LLM:
             "drafter": self.method,
             "head": head.source if head and self.method == head.spec.kind else None,
             "depth": self.engine.drafting.depth if self.engine.drafting.drafter else 0,
+            "draft_vocab": self.engine.drafting.num_vocab,
             "context": self.engine.max_length,
             **({"synthetic_acceptance": list(synthetic.rates)} if (synthetic := self.engine.synthetic) else {}),
         }

@@ -17,6 +17,7 @@ Dtype = Literal["float32", "float64", "bfloat16"]
 Device = Literal["cpu", "cuda"]
 Rule = Literal["exact", "rejection"]
 Depth = int | Literal["auto"]
+DraftVocab = int | Literal["auto", "full"]
 
 AUTO: Literal["auto"] = "auto"
 MAX_DEPTH = 16
@@ -65,6 +66,12 @@ class EngineConfig:
         "--depth",
         f"Tokens drafted per pass, 0 (plain decoding) to {MAX_DEPTH}, or auto: what pays, step by step.",
     )
+    draft_vocab: DraftVocab = _flag(
+        AUTO,
+        "--draft-vocab",
+        "Tokens that a head without a draft vocabulary of its own drafts: full (all), N of the most frequent, or auto: "
+        "all, found by a sketch of the LM head where that pays.",
+    )
     depth_by_batch: str | None = _flag(
         None, "--depth-by-batch", "Deepest draft by running sequences, as JSON [[from, to, depth], ...]."
     )
@@ -109,6 +116,8 @@ class EngineConfig:
             object.__setattr__(self, "depth", FIXED_DEPTH)
         if self.depth != AUTO:
             self._check_range("depth", 0, MAX_DEPTH, "or auto")
+        if self.draft_vocab not in (AUTO, "full"):
+            self._check_range("draft_vocab", 1, hint="or auto, or full")
         _depth_table(self.depth_by_batch)
         self._check_range("threads", 1, MOST_THREADS)
         self._check_range("max_model_len", 2, hint="a prompt and its answer have a token each")

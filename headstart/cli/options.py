@@ -20,7 +20,7 @@ import typer
 
 from headstart.cli.help import MORE
 from headstart.cli.render import finish, progress
-from headstart.config import Depth, EngineConfig, config_fields, flag_of, parse_speculative_config
+from headstart.config import Depth, DraftVocab, EngineConfig, config_fields, flag_of, parse_speculative_config
 from headstart.core import Progress, Report, SamplingParams
 from headstart.errors import UsageError
 
@@ -29,6 +29,8 @@ Model = Annotated[
     typer.Argument(help="A path, a .gguf file, a Hugging Face repo id or an alias; none: the default model."),
 ]
 DEFAULTS = SamplingParams()
+NUMBERS_OR_WORDS = frozenset({"depth", "draft_vocab"})
+"""Fields of EngineConfig that take either."""
 T = TypeVar("T")
 
 
@@ -251,8 +253,8 @@ class EngineOptions(OptionGroup):
             for name, item in config_fields().items()
             if values[name] is not None and values[name] is not False
         }
-        if "depth" in given:
-            given["depth"] = as_depth(given["depth"])
+        for name in NUMBERS_OR_WORDS & given.keys():
+            given[name] = as_depth(given[name])
         overrides = parse_speculative_config(values["speculative_config"]) if values["speculative_config"] else {}
         if twice := sorted(given.keys() & overrides.keys()):
             raise UsageError(f"{flag_of(twice[0])} and --speculative-config both set {twice[0]}", "give one of them")
@@ -293,7 +295,7 @@ def _as_option(hint: Any) -> Any:
     members = [member for member in get_args(hint) if member is not type(None)]
     if members and all(isinstance(member, str) for member in members):
         return str
-    return str if hint == Depth else members[0] if members else hint
+    return str if hint in (Depth, DraftVocab) else members[0] if members else hint
 
 
 def as_depth(text: str) -> Any:

@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
 from typing import Literal, Protocol, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
 from headstart.config import MAX_DEPTH
 from headstart.core import Draft, Rows, Sampled, Sequence
 from headstart.heads.base import Head
@@ -13,6 +16,7 @@ from headstart.kernels.ops import Backend, Buffer, Weight
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import Decoder, Tap
 from headstart.layers.network import Network, Opened
+from headstart.layers.sketch import SketchedLinear
 from headstart.layers.weights import Weights
 
 
@@ -68,6 +72,15 @@ class DraftRunner(Protocol):
 
 
 @dataclass(frozen=True)
+class DraftVocabulary:
+    """For a head that has no draft vocabulary of its own: `token_ids`, ascending, are all that it drafts (None: the
+    full vocabulary); `sketch` stands in for its LM head."""
+
+    token_ids: NDArray[np.int64] | None = None
+    sketch: SketchedLinear | None = None
+
+
+@dataclass(frozen=True)
 class Target:
     """What a drafter may borrow. The block table of a sequence serves the pools of its networks too, as far as blocks
     are reserved."""
@@ -80,6 +93,7 @@ class Target:
     token_budget: int
     ngram: tuple[int, int]  # smallest and largest n of prompt lookup
     head: Head | None = None
+    vocabulary: DraftVocabulary = DraftVocabulary()
 
 
 class Drafter:

@@ -24,6 +24,7 @@ class Drafting:
         self._scheduler, self._config, self._max_length, self._vocab_size = scheduler, config, max_length, vocab_size
         self.depth: Depth = config.depth  # of requests that ask for none; may be changed at any time
         self.auto = AutoDepth(drafter.method if drafter else "none")
+        self.num_vocab: int | None = None  # tokens whose logits a head computes in full for each draft; None: no head
         self.samples: Samples | None = None  # where a calibration wants the times of steps
 
     @property

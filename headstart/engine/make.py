@@ -10,10 +10,11 @@ from headstart import hub, machine, registry
 from headstart.cache.memory import KVMemory
 from headstart.cache.recurrent import StateMemory
 from headstart.config import AUTO, MAX_DEPTH, EngineConfig
-from headstart.drafters.base import Drafter, Target
+from headstart.drafters.base import Drafter, DraftVocabulary, Target
 from headstart.engine.engine import Engine
 from headstart.engine.load import Model
 from headstart.engine.runner import Runner
+from headstart.engine.vocabulary import can_sketch, listed, num_exact, sketched
 from headstart.errors import ModelError, UsageError
 from headstart.heads.kind import head_kind
 from headstart.layers.decoder import tap_width
@@ -36,7 +37,8 @@ def make_engine(model: Model, config: EngineConfig) -> Engine:
     max_length = context_length(model, config)
     drafter_type, method = drafter_of(model, config)
     runner = Runner(model.backend, model.config.vocab_size, keep_probs=config.rule == "rejection")
-    drafter = drafter_type.attach(_target(model, config, runner)) if drafter_type else None
+    vocabulary = listed(model, config.draft_vocab) if drafter_type else DraftVocabulary()
+    drafter = drafter_type.attach(_target(model, config, runner, vocabulary)) if drafter_type else None
     if drafter and config.depth != AUTO and config.depth > drafter.max_depth:
         raise UsageError(
             f"--depth is {config.depth}, but drafter {method} goes to {drafter.max_depth} at most",
@@ -50,7 +52,21 @@ def make_engine(model: Model, config: EngineConfig) -> Engine:
     num_slots = len(memory.pool.blocks) * config.block_size
     runner.allocate(trunk, memory, num_slots=num_slots, hidden_width=hidden_width)
     model.backend.loaded()
-    return Engine(runner, memory, drafter, config, max_length)
+    engine = Engine(runner, memory, drafter, config, max_length)
+    if drafter_type and engine.drafting.has_head:
+        engine.drafting.num_vocab = num_exact(model, vocabulary)
+        if can_sketch(model, config.draft_vocab):
+            _draft_by_sketch(engine, model, config, drafter_type)
+    return engine
+
+
+def _draft_by_sketch(engine: Engine, model: Model, config: EngineConfig, drafter_type: type[Drafter]) -> None:
+    """Where one pays."""
+    vocabulary = DraftVocabulary(sketch=sketched(engine, model, identity(model, config)))
+    if vocabulary.sketch is not None:
+        with engine.runner.replacing():
+            engine.drafting.drafter = drafter_type.attach(_target(model, config, engine.runner, vocabulary))
+        engine.drafting.num_vocab = num_exact(model, vocabulary)
 
 
 def change_head(engine: Engine, model: Model, config: EngineConfig) -> None:
@@ -61,14 +77,15 @@ def change_head(engine: Engine, model: Model, config: EngineConfig) -> None:
     if model.head is None or drafter_type is None or not drafting.has_head:
         raise UsageError("no head drafts here", "start the server without --no-mtp or another --drafter")
     with runner.replacing():
-        new = drafter_type.attach(_target(model, config, runner))
+        new = drafter_type.attach(_target(model, config, runner, DraftVocabulary()))
         for name in ("method", "tap", "max_depth"):
             if (theirs := getattr(new, name)) != (ours := getattr(drafting.drafter, name)):
                 raise ModelError(f"its {name} is {theirs}, that of the head in use is {ours}", "start the server again")
     engine.change_drafter(new)
+    drafting.num_vocab = num_exact(model, DraftVocabulary())
 
 
-def _target(model: Model, config: EngineConfig, runner: Runner) -> Target:
+def _target(model: Model, config: EngineConfig, runner: Runner, vocabulary: DraftVocabulary) -> Target:
     return Target(
         backend=model.backend,
         model=model.decoder,
@@ -78,6 +95,7 @@ def _target(model: Model, config: EngineConfig, runner: Runner) -> Target:
         token_budget=config.max_num_batched_tokens,
         ngram=(config.ngram_min, config.ngram_max),
         head=model.head,
+        vocabulary=vocabulary,
     )
 
 

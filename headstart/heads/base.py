@@ -19,9 +19,11 @@ from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, StateSpec, S
 from headstart.layers.decoder import LayerConfig, Tap, tap_width
 from headstart.layers.linear import Linear
 from headstart.layers.network import NetworkProgram, Pools
+from headstart.layers.sketch import LMHead
 
 FIRST_PAIR_POSITION = 1
 """The pair (h_p, t_{p+1}) lives at position p + 1, so pair 0 is at 1."""
+STATES = "states"
 
 
 MOST_LAYERS, MOST_RANK = 16, 4096
@@ -170,7 +172,7 @@ class HeadNetwork:
     head: Head
     hidden_size: int
     embedding: Weight
-    lm_head: Linear
+    lm_head: LMHead
     first_position: int = FIRST_PAIR_POSITION
     behind: int = FIRST_PAIR_POSITION
     state_specs: tuple[StateSpec, ...] = ()
@@ -180,28 +182,35 @@ class HeadNetwork:
         return [module.kv_spec for module in self.head.modules if module.kv_spec]
 
     def programs(self, pools: Pools) -> Mapping[str, NetworkProgram]:
-        """Of module i: `pairs.i`, a draft step from stored trunk states, and `next.i`, one from recycled vectors."""
+        """Of module i: `pairs.i`, a draft step from stored trunk states, and `next.i`, one from recycled vectors; and
+        STATES, what the first module gives the LM head."""
         kv, programs = iter(pools.kv), {}
         for index, module in enumerate(self.head.modules):
             pool = next(kv) if module.kv_spec else None
             code = DraftStep(self.head.spec, module, pool, self.embedding, self.lm_head)
             programs[f"pairs.{index}"] = NetworkProgram(code, tap_width(self.head.spec.tap, self.hidden_size))
             programs[f"next.{index}"] = NetworkProgram(replace(code, recycled=True), self.hidden_size)
+            if index == 0:
+                states = NetworkProgram(replace(code, lm_head=None), tap_width(self.head.spec.tap, self.hidden_size))
+                programs[STATES] = states
         return programs
 
 
 @dataclass(frozen=True)
 class DraftStep:
-    """All rows of a draft step. Results: `logits` [L, V'], `hidden` [R, H] (the recycled vector)."""
+    """All rows of a draft step. Results: `logits` [L, V'], `hidden` [R, H] (the recycled vector). Without an LM head:
+    `states` [R, H], what it would read."""
 
     spec: HeadSpec
     module: Module
     pool: Pool
     embedding: Weight
-    lm_head: Linear
+    lm_head: LMHead | None
     recycled: bool = False
 
     def __call__(self, ops: Ops, step: StepInputs) -> dict[str, Buffer]:
         embedded = ops.embed(self.embedding, step.token_ids)
         y, recycled = self.module.forward(ops, self.spec, embedded, step, self.pool, recycled=self.recycled)
+        if self.lm_head is None:
+            return {"states": y}
         return {"logits": self.lm_head(ops, ops.take_rows(y, step.logit_rows)), "hidden": recycled}

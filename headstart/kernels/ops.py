@@ -29,6 +29,10 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 the square of that."""
 
 
+REFINED = 32
+"""Columns that Ops.refine takes together: of as many the native kernels make the outputs at once."""
+
+
 class RawTensor(Protocol):
     """A tensor as its file has it (see formats.base)."""
 
@@ -176,6 +180,11 @@ class Ops(Protocol):
 
     def linear(self, x: Buffer, weight: Weight, bias: Weight | None = None) -> Buffer:
         """[R, in] x [out, in] (+ [out]) -> [R, out]."""
+
+    def refine(self, approximate: Buffer, x: Buffer, weight: Weight, count: int) -> Buffer:
+        """x [R, in] times [out, in] where it matters: `approximate` [R, out], but exact in the `count` blocks of
+        REFINED neighbouring columns whose largest value is largest (the lower of equal ones). `approximate` may be changed in
+        place: nothing else reads it."""
 
     def rms_norm(self, x: Buffer, weight: Weight, eps: float, num_parts: int = 1) -> Buffer:
         """x / sqrt(mean(x^2) + eps) * weight over the last `len(weight)` features; a weight narrower than x norms

@@ -99,6 +99,8 @@ def serve(
 
     info = llm.info
     log.info("%(model)s on %(backend)s: drafter %(drafter)s, depth %(depth)s, context %(context)d", info)
+    if info["draft_vocab"] is not None:
+        log.info("the head computes %(draft_vocab)d logits in full for each drafted token", info)
     if rates := info.get("synthetic_acceptance"):
         log.warning(synthetic_note(rates))
 

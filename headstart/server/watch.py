@@ -163,6 +163,9 @@ class _Counters(Collector):
             lost = list(watch.recorder.lost.items())
             yield self._several(CounterMetricFamily, "headstart:records_lost", "Texts not recorded.", "reason", lost)
         yield self._gauge("headstart:depth", "Tokens drafted per sequence, lately.", engine.drafting.mean_depth)
+        if engine.drafting.num_vocab is not None:
+            text = "Tokens whose logits the head computes in full for each draft."
+            yield self._gauge("headstart:draft_vocab", text, engine.drafting.num_vocab)
         yield self._gauge("headstart:spec_disabled", "1: drafting was switched off.", int(watch.spec_disabled))
 
     def _counter(self, name: str, text: str, value: float) -> Metric:

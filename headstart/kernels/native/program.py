@@ -74,6 +74,10 @@ class Recorder:
         self._held.append(made)
         return made
 
+    def refine(self, approximate: Buffer, x: Buffer, weight: Matrix, count: int) -> Buffer:
+        index = self.program.refine(self._index(approximate), self._index(x), weight, count, "head")
+        return Buffer(weight.rows, index)
+
     def activate(self, x: Buffer, kind: Activation) -> Buffer:
         return Buffer(x.width, self.program.activate(self._index(x), ACTIVATIONS[kind]))
 
@@ -188,6 +192,8 @@ class Recorder:
         x = self._index(product.x)
         label = "head" if x in self._logit_buffers else "matrices"
         product.index = self.program.linear(x, product.matrix, product.bias, label)
+        if label == "head":  # of several steps
+            self._logit_buffers.add(product.index)
 
 
 def _quantized(matrix: Matrix) -> bool:

@@ -38,6 +38,7 @@ from headstart.kernels.ops import (
 )
 from headstart.kernels.reference.moe import ACTIVATIONS, mixture
 from headstart.kernels.reference.recurrent import StatePool, conv_step, delta_step, walk
+from headstart.kernels.reference.refine import largest
 from headstart.kernels.reference.sampling import logprobs, sample
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -143,6 +144,9 @@ class ReferenceOps:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return torch.nn.functional.linear(x, weight, bias)
+
+    def refine(self, approximate: Tensor, x: Tensor, weight: Tensor, count: int) -> Tensor:
+        return torch.where(largest(approximate, count), self.linear(x, weight), approximate)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, num_parts: int = 1) -> Tensor:
         if num_parts > 1:
