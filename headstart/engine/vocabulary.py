@@ -1,7 +1,6 @@
 """Which tokens a head without a draft vocabulary of its own drafts (`--draft-vocab`): all, a list, or all by a sketch.
 
-A sketch of the LM head (layers/sketch.py) is made from hidden states that the head reads over text which the model
-writes itself. Agreement with the full LM head and cost are measured on states that it was not made from; where it
+A sketch of the LM head (layers/sketch.py) is made from hidden states that the LM head reads over a text. Agreement with the full LM head and cost are measured on states that it was not made from; where it
 disagrees too often, or costs as much, drafts go by the full one. All is kept in the user cache, for the next start.
 """
 
@@ -9,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart import hub
-from headstart.core import Request, Rows, SamplingParams, Sequence, StepPlan
+from headstart.core import Request, Rows, SamplingParams, StepPlan
 from headstart.drafters.base import DraftVocabulary
 from headstart.engine.engine import Engine
 from headstart.engine.load import Model
+from headstart.engine.sample_text import TEXT
 from headstart.errors import UsageError
-from headstart.formats.base import Tensor
+from headstart.formats.base import Tensor, make_tensor
 from headstart.formats.rows import Deferred
 from headstart.heads.base import STATES, HeadNetwork
 from headstart.kernels.ops import REFINED, Backend, Buffer, Ops, StepInputs
@@ -35,17 +36,14 @@ from headstart.layers.sketch import LMHead, SketchedLinear, directions
 
 FEWEST_TOKENS = 32_768
 """A smaller vocabulary costs a draft little."""
-CANDIDATES = ((64, 64), (128, 128), (256, 256))
+CANDIDATES = ((128, 128), (256, 256))
 """(dimensions, exact blocks) of sketches, cheapest first."""
-USUAL = 1
-"""The candidate where agreement tells nothing: drafts are accepted at given rates (synthetic acceptance)."""
-AGREES, WORTH = 0.97, 0.8
+AGREES, WORTH = 0.95, 0.8
 """Of the full head's first choices it must make so many, within this share of its time."""
-TEXTS, STATES_WANTED, FEWEST_STATES, WRITING_S = 16, 512, 128, 0.8
-"""So many texts at a time, until they have so many tokens; after that time fewer will do."""
 HELD_OUT = 4
-"""Every fourth text is what the sketch is judged by."""
-SAMPLED_ROWS, ROWS_AT_ONCE = 8192, 4096
+"""Every fourth state is what the sketch is judged by."""
+SAMPLED_ROWS, ROWS_AT_ONCE = 4096, 4096
+NAME, FEWEST_STATES = "vocabulary", 16
 JUDGED_AT_ONCE, TIMED = 16, 7
 
 
@@ -86,13 +84,11 @@ def can_sketch(model: Model, wanted: int | str) -> bool:
 
 def num_exact(model: Model, vocabulary: DraftVocabulary) -> int:
     """Tokens whose logits a draft computes in full."""
-    own = (
-        vocabulary.token_ids if model.head is None or model.head.draft_token_ids is None else model.head.draft_token_ids
-    )
-    if own is not None:
-        return len(own)
-    sketch, vocab = vocabulary.sketch, model.config.vocab_size
-    return min(sketch.count * REFINED, vocab) if sketch else vocab
+    own, vocab = model.head.draft_token_ids if model.head else None, model.config.vocab_size
+    ids = vocabulary.token_ids if own is None else own
+    if ids is not None:
+        return len(ids)
+    return min(vocabulary.sketch.count * REFINED, vocab) if vocabulary.sketch else vocab
 
 
 def sketched(engine: Engine, model: Model, identity: Mapping[str, Any]) -> SketchedLinear | None:
@@ -103,57 +99,35 @@ def sketched(engine: Engine, model: Model, identity: Mapping[str, Any]) -> Sketc
     exact = model.head.lm_head or model.decoder.lm_head
     path = hub.record_path("sketches", {**identity, "synthetic": engine.synthetic is not None})
     maker = _Maker(model.backend, exact, model.config.hidden_size, model.config.vocab_size, path.with_suffix(".npy"))
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+    with contextlib.suppress(OSError, EOFError, ValueError, KeyError, TypeError):
         found = Found(**json.loads(path.read_text())["found"])
         return maker.kept(found)
-    states = _states(engine, opened) if opened else None
-    if states is None:
+    tokens = [token for token in model.tokenizer.encode(TEXT, add_special=True) if token < model.config.vocab_size]
+    if opened is None or len(tokens) < FEWEST_STATES or engine.max_length < FEWEST_STATES:
         return None
-    sketch, found = maker.best(states, judged=engine.synthetic is None)
+    try:
+        sketch, found = maker.best(_states(engine, opened, tokens), judged=engine.synthetic is None)
+    except np.linalg.LinAlgError:  # a broken head; inspect and the server's log say so
+        return None
     with contextlib.suppress(OSError):  # a cache that cannot be written is none
         hub.keep_record(path, {"found": asdict(found), "of": identity})
     return sketch
 
 
-def _states(engine: Engine, opened: Opened) -> tuple[Buffer, NDArray[np.int32], NDArray[np.int32]] | None:
-    """What the LM head of the network reads over texts that the model writes: states [R, H], and the rows of those to
-    learn from and those to judge by. None where nothing can be written."""
-    rng, names = np.random.default_rng(0), list[str]()
-    texts = min(TEXTS, engine.config.max_num_seqs)
-    length = min(STATES_WANTED // texts, engine.max_length - 1)
-    for index in range(texts):
-        prompt = (int(rng.integers(engine.runner.vocab_size)),)
-        params = SamplingParams(max_tokens=length, temperature=1.0)
-        name = f"vocabulary-{index}"
-        engine.submit(
-            Request(request_id=name, prompt_ids=prompt, params=params, seed=index, stop_ids=frozenset(), depth=0)
-        )
-        names.append(name)
+def _states(engine: Engine, opened: Opened, tokens: Seq[int]) -> Buffer:
+    """What the LM head of the network reads over a text: states [R, H]."""
+    prompt = tuple(tokens[: min(engine.max_length - 1, engine.scheduler.budget)])
+    params = SamplingParams(max_tokens=2)
+    request = Request(request_id=NAME, prompt_ids=prompt, params=params, seed=0, stop_ids=frozenset(), depth=0)
+    (sequence,) = engine.submit(request)
     try:
-        begun, written = time.perf_counter(), 0
-        while written < texts * (length - 1) and (written < FEWEST_STATES or time.perf_counter() - begun < WRITING_S):
+        while sequence.num_computed < len(prompt):
             engine.step(lambda deltas: None)
-            written += texts
-        return _read(engine, opened, [each for each in engine.scheduler.running if len(each.tokens) > 2])
+        first = opened.network.first_position
+        return engine.runner.run(opened, STATES, [Rows(sequence, first, prompt[first:], 1)])["states"]
     finally:
-        for name in names:
-            engine.abort(name)
+        engine.abort(NAME)
         engine.reset_stats()
-
-
-def _read(
-    engine: Engine, opened: Opened, texts: list[Sequence]
-) -> tuple[Buffer, NDArray[np.int32], NDArray[np.int32]] | None:
-    if not texts:
-        return None
-    first = opened.network.first_position
-    parts = [Rows(text, first, text.tokens[first : text.num_computed], 0) for text in texts]
-    parts[-1] = replace(parts[-1], num_logits=1)
-    states = engine.runner.run(opened, STATES, parts)["states"]
-    ends = np.cumsum([len(part.token_ids) for part in parts])
-    text_of = np.searchsorted(ends, np.arange(ends[-1]), side="right")
-    judges = text_of % HELD_OUT == HELD_OUT - 1 if len(texts) >= HELD_OUT else np.arange(ends[-1]) % HELD_OUT == 0
-    return states, np.flatnonzero(~judges).astype(np.int32), np.flatnonzero(judges).astype(np.int32)
 
 
 @dataclass(frozen=True)
@@ -175,21 +149,23 @@ class _Maker:
             raise ValueError("directions of another size")
         return self._sketch(project, spread, found.count)
 
-    def best(
-        self, states: tuple[Buffer, NDArray[np.int32], NDArray[np.int32]], *, judged: bool
-    ) -> tuple[SketchedLinear | None, Found]:
-        """The cheapest that agrees; where that cannot be `judged`, the usual one."""
-        buffer, learns, judges = states
-        rows = self._rows(np.random.default_rng(0).choice(self.vocab, min(SAMPLED_ROWS, self.vocab), replace=False))
-        project, spread = directions(rows, self.backend.numpy(self.backend.rows(buffer, learns)), CANDIDATES[-1][0])
-        test = self.backend.rows(buffer, judges)
+    def best(self, states: Buffer, *, judged: bool) -> tuple[SketchedLinear | None, Found]:
+        """The cheapest that agrees; where that cannot be `judged` (drafts are accepted at given rates), the first."""
+        rows = np.arange(len(states), dtype=np.int32)
+        is_held = rows % HELD_OUT == 0
+        learns, test = (self.backend.rows(states, rows[held]) for held in (~is_held, is_held))
+        some = np.random.default_rng(0).permutation(self.vocab)[:SAMPLED_ROWS]
+        project, spread = directions(self._rows(some), self.backend.numpy(learns), CANDIDATES[-1][0])
         first, full_s = self._measure(self.exact, test)
         full = Found(0, 0, 1.0, full_s, full_s)
-        for dims, count in CANDIDATES if judged else CANDIDATES[USUAL : USUAL + 1]:
+        for dims, count in CANDIDATES:
             if dims >= self.hidden or count * REFINED >= self.vocab:
                 break
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            np.save(self.path, np.stack((project[:dims], spread[:dims])))
+            with contextlib.suppress(OSError):
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                with tempfile.NamedTemporaryFile(dir=self.path.parent, suffix=".tmp", delete=False) as file:
+                    np.save(file, np.stack((project[:dims], spread[:dims])))
+                Path(file.name).replace(self.path)
             sketch = self._sketch(project[:dims], spread[:dims], count)
             guess, seconds = self._measure(sketch, test)
             found = Found(dims, count, float((guess == first).mean()), seconds, full_s)
@@ -201,8 +177,7 @@ class _Maker:
 
     def _sketch(self, project: NDArray[np.float32], spread: NDArray[np.float32], count: int) -> SketchedLinear:
         with self.backend.reading([self.path]):
-            data = np.ascontiguousarray(project).view(np.uint8).reshape(-1)
-            narrow = Tensor("draft_sketch.project", project.shape, "F32", data, 0, data.nbytes)
+            narrow = _tensor("draft_sketch.project", project)
             scan = _Scan("draft_sketch.scan", (self.vocab, len(spread)), spread, self._rows)
             return SketchedLinear(
                 self.exact, self.backend.weight(narrow, precise=True), self.backend.weight(scan, drafts=True), count
@@ -257,11 +232,14 @@ class _Scan(Deferred):
 
     def take_rows(self, rows: NDArray[np.int64]) -> Tensor:
         found = np.concatenate([self.rows(part) @ self.spread.T for part in _parts(rows)])
-        data = found.view(np.uint8).reshape(-1)
-        return Tensor(self.name, found.shape, "F32", data, 0, data.nbytes)
+        return _tensor(self.name, found)
 
     def part(self, index: int) -> Tensor:
         return self.take_rows(np.array([index])).part(0)
+
+
+def _tensor(name: str, values: NDArray[np.float32]) -> Tensor:
+    return make_tensor(name, values.shape, "F32", np.ascontiguousarray(values, np.float32).view(np.uint8).reshape(-1))
 
 
 def _parts(ids: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:

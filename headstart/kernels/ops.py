@@ -183,8 +183,8 @@ class Ops(Protocol):
 
     def refine(self, approximate: Buffer, x: Buffer, weight: Weight, count: int) -> Buffer:
         """x [R, in] times [out, in] where it matters: `approximate` [R, out], but exact in the `count` blocks of
-        REFINED neighbouring columns whose largest value is largest (the lower of equal ones). `approximate` may be changed in
-        place: nothing else reads it."""
+        REFINED neighbouring columns whose largest value is largest (the lower of equal ones). `approximate` may be
+        changed in place: nothing else reads it."""
 
     def rms_norm(self, x: Buffer, weight: Weight, eps: float, num_parts: int = 1) -> Buffer:
         """x / sqrt(mean(x^2) + eps) * weight over the last `len(weight)` features; a weight narrower than x norms

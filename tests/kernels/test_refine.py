@@ -1,0 +1,88 @@
+"""Products that are exact where they are promised to be large."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("headstart.kernels.native.backend", exc_type=ImportError)
+
+from native_ops import (
+    FORMS,
+    PATHS,
+    Array,
+    backend,
+    random_matrix,
+    reference_weight,
+    run_native,
+    run_reference,
+    single_rows,
+)
+
+from headstart.kernels.ops import REFINED
+
+COLS = 70
+
+
+def refined(path: str, weights: tuple[Any, Any], x: Array, count: int, *, reference: bool = False) -> dict[str, Array]:
+    """The scan reads the first half of x, the product all of it."""
+    narrow, wide = (reference_weight(each) for each in weights) if reference else weights
+
+    def code(ops: Any, step: Any) -> dict[str, Any]:
+        promised, again = ops.linear(step.hidden, narrow), ops.linear(step.hidden, narrow)
+        exact = ops.linear(step.hidden, wide)
+        return {"y": ops.refine(promised, step.hidden, wide, count), "promised": again, "exact": exact}
+
+    plan = single_rows(range(len(x)))
+    return run_reference(code, plan, x) if reference else run_native(backend(path), code, plan, x)
+
+
+def two(form: str, rows: int) -> tuple[Any, Any]:
+    rng = np.random.default_rng(rows)
+    return random_matrix(FORMS["Q4-32-f16-min"], rows, COLS, rng), random_matrix(FORMS[form], rows, COLS, rng)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("form", ["F32", "Q8-32-f16", "Q4-16-f32-min"])
+@pytest.mark.parametrize(("rows", "count"), [(300, 3), (33, 1), (64, 9)])
+def test_the_best_blocks_are_exact(path: str, form: str, rows: int, count: int) -> None:
+    x = np.random.default_rng(0).standard_normal((9, COLS)).astype(np.float32)
+    found = refined(path, two(form, rows), x, count)
+    for row in range(len(x)):
+        promised = found["promised"][row]
+        peaks = [promised[at : at + REFINED].max() for at in range(0, rows, REFINED)]
+        best = sorted(range(len(peaks)), key=lambda block: (-peaks[block], block))[:count]
+        exact = np.isin(np.arange(rows) // REFINED, best)
+        expected = np.where(exact, found["exact"][row], promised)
+        np.testing.assert_array_equal(found["y"][row], expected)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_rows_do_not_depend_on_their_company(path: str) -> None:
+    weights = two("Q8-32-f16", 300)
+    x = np.random.default_rng(1).standard_normal((129, COLS)).astype(np.float32)
+    all_rows = refined(path, weights, x, 4)["y"].copy()
+    for count in (1, 2, 7, 64, 128):
+        shuffled = np.random.default_rng(count).permutation(len(x))[:count]
+        np.testing.assert_array_equal(refined(path, weights, x[shuffled], 4)["y"], all_rows[shuffled])
+
+
+def test_equal_promises_go_to_the_lower_block_in_both_backends() -> None:
+    narrow, wide = two("F32", 160)
+    narrow.data[:] = 0
+    x = np.random.default_rng(2).standard_normal((3, COLS)).astype(np.float32)
+    native, reference = (refined(PATHS[0], (narrow, wide), x, 2, reference=each)["y"] for each in (False, True))
+    assert (native[:, 2 * REFINED :] == 0).all() and (native[:, : 2 * REFINED] != 0).all()
+    np.testing.assert_allclose(native, reference, rtol=1e-4, atol=1e-4)
+
+
+def test_bad_shapes_are_refused() -> None:
+    narrow, wide = two("F32", 160)
+
+    def code(ops: Any, step: Any) -> dict[str, Any]:
+        return {"y": ops.refine(ops.linear(step.hidden, narrow), step.hidden, wide, 0)}
+
+    with pytest.raises(Exception, match="at least one block"):
+        run_native(backend(PATHS[0]), code, single_rows(range(1)), np.zeros((1, COLS), np.float32))
