@@ -93,8 +93,9 @@ class BlockOps(TrainOps):
         heads = q.unflatten(-1, (spec.num_kv_heads, -1, spec.head_dim)).permute(0, 2, 3, 1, 4)
         groups = heads.shape[2]
         mask = self._mask(spec.window, spec.causal).repeat(1, 1, groups, 1)
-        out = scaled_dot_product_attention(heads.flatten(2, 3), keys, values, attn_mask=mask, scale=spec.scale)
-        return out.unflatten(2, (groups, -1)).permute(0, 3, 1, 2, 4).flatten(2)
+        out: Tensor = scaled_dot_product_attention(heads.flatten(2, 3), keys, values, attn_mask=mask, scale=spec.scale)
+        out = out.unflatten(2, (groups, -1)).permute(0, 3, 1, 2, 4).flatten(2)
+        return out
 
     def _mask(self, window: int, causal: bool) -> Tensor:
         """[N, 1, C * g, T + C * g], added to scores."""

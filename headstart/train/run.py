@@ -177,10 +177,14 @@ class _Run:
         self.checkpoint = options.work / "checkpoint.pt"
         self.vocabulary = self._vocabulary()
         if block := self.spec.block:
-            sizes = {"vocab_size": subject.config.vocab_size, "draft_vocab_size": len(self.vocabulary)}
-            # behind a token that ends an answer nothing is drafted: it can stand for the mask
-            mask = min(subject.text.end_ids, default=0)
-            self.spec = replace(self.spec, block=replace(block, mask_token_id=mask, **sizes))
+            block = replace(
+                block,
+                # behind a token that ends an answer nothing is drafted: it can stand for the mask
+                mask_token_id=min(subject.text.end_ids, default=0),
+                vocab_size=subject.config.vocab_size,
+                draft_vocab_size=len(self.vocabulary),
+            )
+            self.spec = replace(self.spec, block=block)
         self.coverage = coverage(corpus.training, self.vocabulary)
         for kind, share in self.coverage.items():
             note(f"draft vocabulary of {len(self.vocabulary)} covers {share:.1%} of {kind}")
