@@ -94,8 +94,8 @@ class BlockOps(TrainOps):
         groups = heads.shape[2]
         mask = self._mask(spec.window, spec.causal).repeat(1, 1, groups, 1)
         out: Tensor = scaled_dot_product_attention(heads.flatten(2, 3), keys, values, attn_mask=mask, scale=spec.scale)
-        out = out.unflatten(2, (groups, -1)).permute(0, 3, 1, 2, 4).flatten(2)
-        return out
+        rows: Tensor = out.unflatten(2, (groups, -1)).permute(0, 3, 1, 2, 4).flatten(2)
+        return rows
 
     def _mask(self, window: int, causal: bool) -> Tensor:
         """[N, 1, C * g, T + C * g], added to scores."""
