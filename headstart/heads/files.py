@@ -19,6 +19,7 @@ from headstart.files import written_aside
 from headstart.formats.base import Tensor
 from headstart.formats.json_object import read_object
 from headstart.formats.mtp_families import MOST_MODULES
+from headstart.formats.quantization import Dequantized, readable
 from headstart.formats.safetensors import save
 from headstart.formats.safetensors_file import read_file
 from headstart.heads.base import BlockSpec, HeadSpec
@@ -53,7 +54,9 @@ def read_head(path: Path) -> HeadCheckpoint:
     """Raises ModelError for a directory that is no head, or a damaged one."""
     if not path.is_dir():
         raise ModelError(f"the head {path} is not a directory", "give the directory that headstart train wrote")
-    document, tensors = read_object(path / "config.json"), read_file(path / "model.safetensors")
+    document = read_object(path / "config.json")
+    stored = readable(read_file(path / "model.safetensors"), document)
+    tensors = {name: each.read() if isinstance(each, Dequantized) else each for name, each in stored.items()}
     layout = _foreign(document)
     return layout.read(document, tensors, path) if layout else _read_own(document, tensors, path)
 
