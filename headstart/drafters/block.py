@@ -68,7 +68,7 @@ class BlockNetwork:
             embedded = module.markov.embed(ops, step.token_ids)
             sure = module.confidence.of_token if module.confidence else None
             found = {"confidence": sure(ops, embedded)} if sure else {}
-            return {"logits": ops.add(step.hidden, module.markov.out(ops, embedded)), **found}
+            return {"logits": module.markov.add(ops, step.hidden, embedded), **found}
 
         programs = {FEATURES: NetworkProgram(features, self.hidden_width), BLOCK: NetworkProgram(block)}
         return programs | ({MARKOV: NetworkProgram(markov, self.num_logits)} if module.markov else {})
