@@ -58,6 +58,11 @@ def load_model(name: str | None, config: EngineConfig, progress: Progress = no_p
     return replace(model, head=find_head(model, config.head, alias.head(config.drafter), config.drafter))
 
 
+def with_head(model: Model, config: EngineConfig) -> Model:
+    """The model with the head that the config means now, read anew. Raises ModelError or UsageError."""
+    return replace(model, head=find_head(model, config.head, hub.resolve_alias(model.name).head(config.drafter)))
+
+
 def other_heads(model: Model) -> dict[str, Model]:
     """The model with each shipped head that `--drafter KIND` would take in place of its own, by kind."""
     if model.head is None:

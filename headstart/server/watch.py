@@ -88,6 +88,10 @@ class Watch:
             100 * engine.memory.usage, 1 + accepted / drafts if drafts else 1.0, engine.drafting.mean_depth,
         )  # fmt: skip
 
+    def head_changed(self) -> None:
+        """A new head has not failed yet."""
+        self._judged, self._pause, self._back_at = (0, 0), FIRST_PAUSE, 0.0
+
     def _try_again(self, engine: Engine, now: float) -> None:
         if now >= self._back_at:
             self._judged = (engine.judged.drafts, engine.judged.accepted)
