@@ -91,6 +91,7 @@ def test_a_draft_is_a_pass_over_what_came_and_one_over_the_block(backend: str, r
         "dtype": EXACT[backend],
         "enable_prefix_caching": False,
         "rule": rule,
+        "block_size": 16,
     }
     engine = support.make(replace(model, head=attach_head(model, written("dspark"))), depth=3, **settings)
     passes: list[tuple[str, int]] = []
