@@ -9,7 +9,7 @@ from headstart.errors import ModelError
 from headstart.formats import open_checkpoint
 from headstart.heads.base import Head
 from headstart.heads.files import is_head, read_head
-from headstart.heads.kind import head_kind
+from headstart.heads.kind import HeadCheckpoint, head_kind
 from headstart.kernels.ops import Backend
 from headstart.layers.build import DecoderConfig
 from headstart.layers.linear import Linear
@@ -49,8 +49,14 @@ def attach_head(trunk: Trunk, path: Path) -> Head:
     which number differs."""
     if not is_head(path) and path.exists():
         return _head_of_checkpoint(trunk, path)
-    head = read_head(path)
-    _check_fit(trunk, path, head.hidden_size, head.vocab_size)
+    return fit_head(trunk, read_head(path), path)
+
+
+def fit_head(trunk: Trunk, head: HeadCheckpoint, path: Path) -> Head:
+    """A head checkpoint, read from `path`, on the trunk. Raises ModelError saying which number differs."""
+    _check_fit(trunk, path, hidden_size=head.hidden_size, vocab_size=head.vocab_size)
+    if head.trunk_layers:
+        _check_fit(trunk, path, num_layers=head.trunk_layers)
     kind, weights = head_kind(head.spec.kind), Weights(head.tensors, trunk.backend, str(path), drafts=True)
     spec, hidden, vocab = kind.fit(head.spec, trunk.config), head.hidden_size, head.vocab_size
     rows = vocab if head.draft_token_ids is None else len(head.draft_token_ids)
@@ -87,7 +93,7 @@ def _head_of_checkpoint(trunk: Trunk, path: Path) -> Head:
     checkpoint = open_checkpoint(path)
     family = find_family(checkpoint)
     config = read_config(checkpoint, family)
-    _check_fit(trunk, path, config.hidden_size, config.vocab_size)
+    _check_fit(trunk, path, hidden_size=config.hidden_size, vocab_size=config.vocab_size)
     weights = Weights(canonical_tensors(checkpoint, family, config), trunk.backend, str(path), drafts=True)
     head = native_head(family, weights, config, str(path))
     if head is None:
@@ -95,8 +101,7 @@ def _head_of_checkpoint(trunk: Trunk, path: Path) -> Head:
     return head
 
 
-def _check_fit(trunk: Trunk, path: Path, hidden_size: int, vocab_size: int) -> None:
-    sizes = {"hidden_size": hidden_size, "vocab_size": vocab_size}
+def _check_fit(trunk: Trunk, path: Path, **sizes: int) -> None:
     for name, ours in sizes.items():
         if ours != (theirs := getattr(trunk.config, name)):
             raise ModelError(
