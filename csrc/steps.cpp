@@ -100,11 +100,13 @@ int gated(Program& program, int x, nb::object gate_matrix, nb::object up_matrix,
     return out;
 }
 
-// residual -1: none; then total is x itself. Returns (normed, total).
-std::pair<int, int> norm(Program& program, int x, int residual, Floats weight, float eps) {
-    const int64_t width = program.buffers[x].width, group = (int64_t)weight.size();
-    require(group > 0 && width % group == 0, "norm: the weight does not divide the input");
-    const int out = program.buffer(width, program.buffers[x].logits);
+// residual -1: none; then total is x itself. With parts, each has its own part of the weight. Returns (normed, total).
+std::pair<int, int> norm(Program& program, int x, int residual, Floats weight, float eps, int64_t parts) {
+    const int64_t full = program.buffers[x].width, group = (int64_t)weight.size() / parts, width = full / parts;
+    require(group > 0 && width % group == 0 && width * parts == full && group * parts == (int64_t)weight.size(),
+            "norm: the weight does not divide the input");
+    require(parts == 1 || (residual < 0 && group == width), "norm: parts of something else than rows");
+    const int out = program.buffer(full, program.buffers[x].logits);
     const int total = residual < 0 ? x : program.buffer(width, program.buffers[x].logits);
     Step step;
     step.label = "rows";
@@ -113,10 +115,14 @@ std::pair<int, int> norm(Program& program, int x, int residual, Floats weight, f
     if (residual >= 0) step.reads.push_back(residual), step.writes.push_back(total);
     step.by_rows = true;
     step.owners = {nb::cast(weight)};
-    step.run = [&program, x, residual, out, total, width, group, eps, w = weight.data()](const Pass&, int64_t row) {
-        program.kernels.norm(program.values(x, row), residual < 0 ? nullptr : program.values(residual, row), w, eps,
-                             width, group, program.values(out, row),
-                             residual < 0 ? nullptr : program.values(total, row));
+    step.run = [&program, x, residual, out, total, width, group, parts, eps, w = weight.data()](const Pass&,
+                                                                                               int64_t row) {
+        for (int64_t part = 0; part < parts; ++part) {
+            const int64_t at = part * width;
+            program.kernels.norm(program.values(x, row) + at, residual < 0 ? nullptr : program.values(residual, row),
+                                 w + at, eps, width, group, program.values(out, row) + at,
+                                 residual < 0 ? nullptr : program.values(total, row));
+        }
     };
     program.add(std::move(step));
     return {out, total};
@@ -251,6 +257,23 @@ int zero_where(Program& program, int x, int32_t position) {
     return out;
 }
 
+int put_where(Program& program, int x, int32_t token, Floats from) {
+    const int64_t width = program.buffers[x].width;
+    require((int64_t)from.size() == width && !program.buffers[x].logits, "put_where: shapes differ");
+    const int out = program.buffer(width, false);
+    Step step;
+    step.label = "rows";
+    step.reads = {x};
+    step.writes = {out};
+    step.by_rows = true;
+    step.owners = {nb::cast(from)};
+    step.run = [&program, x, out, width, token, from = from.data()](const Pass& pass, int64_t row) {
+        std::copy_n(pass.token_ids[row] == token ? from : program.values(x, row), width, program.values(out, row));
+    };
+    program.add(std::move(step));
+    return out;
+}
+
 void store_hidden(Program& program, int x, nb::object hidden_pool) {
     HiddenPool* pool = nb::cast<HiddenPool*>(hidden_pool);
     const int64_t width = program.buffers[x].width;
@@ -285,7 +308,7 @@ void bind_program(nb::module_& m) {
         .def("linear", linear, nb::arg("x"), nb::arg("matrix"), nb::arg("bias").none(), nb::arg("label"))
         .def("gated", gated, nb::arg("x"), nb::arg("gate"), nb::arg("up"), nb::arg("gate_bias").none(),
              nb::arg("up_bias").none(), nb::arg("kind"), nb::arg("label"))
-        .def("norm", norm)
+        .def("norm", norm, nb::arg("x"), nb::arg("residual"), nb::arg("weight"), nb::arg("eps"), nb::arg("parts") = 1)
         .def("add", add)
         .def("activate", activate)
         .def("activate_mul", activate_mul)
@@ -296,6 +319,7 @@ void bind_program(nb::module_& m) {
         .def("rope", rope)
         .def("take_logit_rows", take_logit_rows)
         .def("zero_where", zero_where)
+        .def("put_where", put_where)
         .def("store_hidden", store_hidden)
         .def("width", [](const Program& program, int id) { return program.buffers.at(id).width; })
         .def("finish", &Program::finish)

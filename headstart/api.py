@@ -26,8 +26,8 @@ from headstart.core import (
     no_progress,
 )
 from headstart.engine.calibrate import known_costs
-from headstart.engine.load import Model, load_model
-from headstart.engine.make import identity, make_engine
+from headstart.engine.load import Model, load_model, with_head
+from headstart.engine.make import change_head, identity, make_engine
 from headstart.engine.sampling import token_mask
 from headstart.engine.shared import Inbox, SharedEngine
 from headstart.errors import DeadEndError, GenerationError, UsageError
@@ -205,6 +205,14 @@ class LLM:
         self.load_s = time.perf_counter() - started
         self.chat_template: ChatTemplate | None = self.model.checkpoint.chat_template()
         self._ids = count()
+
+    def change_head(self, path: str | None) -> None:
+        """Draft with the head at `path` (None: the model's own) from the next step on; the texts stay the same. For
+        whoever steps the engine. Raises UsageError or ModelError; the old one then goes on."""
+        config = replace(self.config, head=path)
+        model = with_head(self.model, config)
+        change_head(self.engine, model, config)
+        self.model, self.config = model, config
 
     @property
     def method(self) -> str:

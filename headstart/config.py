@@ -51,9 +51,15 @@ class EngineConfig:
     device: Device = _flag("cpu", "--device", "Where the model runs.")
     threads: int | None = _flag(None, "--threads", "CPU threads. Default: what affinity and cgroup quota allow.")
     drafter: str = _flag(
-        "auto", "--drafter", "What proposes tokens: auto, mtp, eagle3, medusa, ngram, mixed, none or a plug-in's."
+        "auto",
+        "--drafter",
+        "What proposes tokens: auto, mtp, eagle3, medusa, draft_model, ngram, mixed, none or a plug-in's.",
     )
-    head: str | None = _flag(None, "--head", "Directory of a trained head to attach to the model.")
+    head: str | None = _flag(
+        None,
+        "--head",
+        "What drafts: a directory with a trained head, or a smaller model of the same tokens, by path or name.",
+    )
     depth: Depth = _flag(
         AUTO,
         "--depth",

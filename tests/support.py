@@ -28,12 +28,15 @@ from headstart.core import (
     TokenLogprob,
 )
 from headstart.drafters.base import Drafter, Wish
+from headstart.engine.draft_model import load_draft_model
 from headstart.engine.engine import Engine
 from headstart.engine.load import Model, load_model
 from headstart.engine.make import make_engine
+from headstart.formats import open_checkpoint
 from headstart.formats.base import make_tensor
 from headstart.heads import files
-from headstart.heads.base import Head, HeadSpec
+from headstart.heads.base import BlockSpec, Head, HeadSpec
+from headstart.heads.draft_model import DraftModel
 from headstart.heads.kind import HeadCheckpoint, head_kind
 from headstart.kernels.ops import AttentionSpec, Backend, RopeSpec
 from headstart.layers.attention import AttentionConfig
@@ -160,6 +163,38 @@ def make_eagle3(model: Model, tap: tuple[int, ...] = (0, 1), draft_ids: Seq[int]
     return head_of(model, spec, eagle3_arrays(model, spec, draft_ids), draft_ids)
 
 
+def block_spec(model: Model, tap: tuple[int, ...] = (0, 1), **facts: Any) -> HeadSpec:
+    """Of a small block drafter: DSpark without its heads, but for `facts` of BlockSpec; `qk_norm` is the layer's."""
+    layer = plain_layer(model.config)
+    if facts.pop("qk_norm", False):
+        layer = replace(layer, mixer=replace(layer.mixer, qk_norm=True))
+    given = {"block_size": 5, "num_layers": 2, "mask_token_id": 1, "causal": True, "anchor_predicts": True} | facts
+    return HeadSpec(kind="block", layer=layer, tap=tap, block=BlockSpec(**given))
+
+
+def sized(spec: HeadSpec, vocab_size: int, draft_ids: Seq[int] | None = None) -> HeadSpec:
+    """With the vocabularies that its Markov head works on."""
+    assert spec.block
+    num_draft = vocab_size if draft_ids is None else len(draft_ids)
+    return replace(spec, block=replace(spec.block, vocab_size=vocab_size, draft_vocab_size=num_draft))
+
+
+def block_arrays(
+    model: Model, spec: HeadSpec, draft_ids: Seq[int] | None = None, own: Seq[str] = (), seed: int = 1
+) -> Arrays:
+    """A random block drafter under canonical names; `own`: lm_head and embed_tokens, if it has them."""
+    hidden, vocab = model.config.hidden_size, model.config.vocab_size
+    shapes = head_kind("block").shapes(sized(spec, vocab, draft_ids), hidden)
+    rows = {"lm_head": vocab if draft_ids is None else len(draft_ids), "embed_tokens": vocab}
+    return random_arrays(shapes | {f"{name}.weight": (rows[name], hidden) for name in own}, seed)
+
+
+def make_block(model: Model, draft_ids: Seq[int] | None = None, **facts: Any) -> Head:
+    """A random block drafter for any trunk of two layers or more."""
+    spec = sized(block_spec(model, **facts), model.config.vocab_size, draft_ids)
+    return head_of(model, spec, block_arrays(model, spec, draft_ids), draft_ids)
+
+
 def write_head(
     path: Path, config: DecoderConfig, spec: HeadSpec, arrays: Mapping[str, Any], draft_ids: Any = None
 ) -> Path:
@@ -179,6 +214,12 @@ def make_medusa(model: Model, heads: int = MAX_DEPTH) -> Head:
     return head_of(model, spec, random_arrays(head_kind("medusa").shapes(spec, model.config.hidden_size)))
 
 
+def make_draft_model(model: Model, family: str = "qwen3") -> DraftModel:
+    """A small random model of a family, beside any trunk."""
+    written = write_model(new_folder(), *family_of(family).tiny(num_hidden_layers=1))
+    return load_draft_model(model, open_checkpoint(written))
+
+
 @cache
 def headed_model(family: str, kind: str = "mtp") -> Model:
     """The tiny model with its own head, or else a random one."""
@@ -187,6 +228,10 @@ def headed_model(family: str, kind: str = "mtp") -> Model:
         return replace(model, head=make_eagle3(model))
     if kind == "medusa":
         return replace(model, head=make_medusa(model))
+    if kind == "block":
+        return replace(model, head=make_block(model, markov_rank=8, confidence=True))
+    if kind == "draft_model":
+        return replace(model, head=make_draft_model(model))
     return model if model.head else replace(model, head=make_head(model))
 
 

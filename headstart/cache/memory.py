@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from headstart.cache.blocks import Block, BlockPool, block_key, root_key
 from headstart.cache.recurrent import StateMemory
 from headstart.core import Sequence, int_array
@@ -92,6 +94,14 @@ class KVMemory:
             if filled[network] < count:
                 filled[network] = count
         sequence.filled[network] = end
+
+    def unfill(self, sequences: Iterable[Sequence]) -> None:
+        """What networks beside the trunk have stored is void, for these sequences (all that hold blocks) and in the
+        prefix cache."""
+        for block in self.pool.blocks:
+            block.filled.clear()
+        for sequence in sequences:
+            sequence.filled.clear()
 
     def release(self, sequence: Sequence) -> None:
         """Give everything back; a preempted sequence starts again from its (possibly cached) prefix."""

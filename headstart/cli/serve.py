@@ -19,6 +19,7 @@ COMMAND = ServeCommand
 EXAMPLES = (
     "headstart serve --port 8000",
     "headstart serve ./my-model --head my-head --depth 3 --max-num-seqs 16",
+    "headstart serve --record my-records",
     "headstart serve ./my-model --engine vllm --max-num-seqs 64 --dry-run",
     "curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' "
     """-d '{"messages": [{"role": "user", "content": "Hello"}]}'""",
@@ -48,14 +49,16 @@ class ServeOptions(OptionGroup):
     price_per_hour: float | None = option("Dollars for this machine; /metrics then counts the cost.")
     log_format: str = option("text or json.", default="text")
     access_log: bool = option("A line for every request: id, path, status, seconds.", default=False)
+    record: Path | None = option("Keep token ids of prompts and answers in this folder, for headstart adapt.")
+    record_limit: int = option("Megabytes that they may take; the oldest go first.", default=256)
 
     def check(self) -> None:
         """Raises UsageError for values out of range and files that are not there."""
         if not 0 <= self.port <= 65535:
             raise UsageError(f"--port is {self.port}, but must be between 0 and 65535")
-        for flag, value in (("--max-queue", self.max_queue), ("--shutdown-timeout", self.shutdown_timeout)):
-            if value < 0:
-                raise UsageError(f"{flag} is {value}, but must be at least 0")
+        for name, least in (("max_queue", 0), ("shutdown_timeout", 0), ("record_limit", 1)):
+            if (value := getattr(self, name)) < least:
+                raise UsageError(f"--{name.replace('_', '-')} is {value}, but must be at least {least}")
         if self.request_timeout is not None and not self.request_timeout > 0:
             raise UsageError(f"--request-timeout is {self.request_timeout}, but must be above 0")
         if self.price_per_hour is not None and not self.price_per_hour >= 0:
@@ -108,11 +111,14 @@ def run(
 
     from headstart.api import LLM
     from headstart.server.app import ServerConfig
+    from headstart.server.records import prepare_folder
     from headstart.server.run import listening, serve
     from headstart.text.chat import ChatTemplate
 
     settings = serving.chosen()
     settings.pop("chat_template", None)
+    if serving.record is not None:
+        prepare_folder(serving.record)
     serve_config = ServerConfig(**settings)
     with listening(serve_config) as sockets:  # before a model is loaded for nothing
         with progress("loading") as report_progress:

@@ -58,7 +58,7 @@ class HeadDrafter(Drafter):
         self.max_depth, self.tap = head.spec.depth_limit, head.spec.tap
         self._token_ids = None if ids is None else target.backend.index(ids)
         embedding = target.model.embedding if head.embedding is None else head.embedding
-        lm_head = head.lm_head or _lm_head(target, ids)
+        lm_head = head.lm_head or lm_head_of(target, ids)
         self._network = target.runner.open(HeadNetwork(head, target.config.hidden_size, embedding, lm_head))
         self._keeps = [i for i, module in enumerate(head.modules) if module.kv_spec]
         self._fills = [f"pairs.{i}" for i in sorted({0, *self._keeps})]
@@ -143,7 +143,7 @@ class HeadDrafter(Drafter):
             each.push(token, score.logprob if score else None)
 
 
-def _lm_head(target: Target, token_ids: NDArray[np.int64] | None) -> Linear:
+def lm_head_of(target: Target, token_ids: NDArray[np.int64] | None) -> Linear:
     """The trunk's LM head, or only its rows of the draft vocabulary (ascending target ids)."""
     weights, config = target.weights, target.config
     if token_ids is None:

@@ -5,8 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from headstart.errors import ModelError
+from headstart import hub, registry
+from headstart.config import AUTO
+from headstart.engine.draft_model import DRAFT_MODEL, load_draft_model
+from headstart.errors import ModelError, UsageError
 from headstart.formats import open_checkpoint
+from headstart.formats.base import Checkpoint
 from headstart.heads.base import Head
 from headstart.heads.files import is_head, read_head
 from headstart.heads.kind import HeadCheckpoint, head_kind
@@ -16,6 +20,7 @@ from headstart.layers.linear import Linear
 from headstart.layers.weights import Weights
 from headstart.models.base import Family
 from headstart.models.tensors import canonical_tensors, check_taken, find_family, read_config
+from headstart.text.tokenizer import Tokenizer
 
 NATIVE_HEAD = "the checkpoint"
 """Head.source of a head inside the trunk's own files."""
@@ -34,22 +39,38 @@ class Trunk(Protocol):
     def backend(self) -> Backend: ...
     @property
     def weights(self) -> Weights: ...
+    @property
+    def checkpoint(self) -> Checkpoint: ...
+    @property
+    def tokenizer(self) -> Tokenizer: ...
 
 
-def find_head(trunk: Trunk, asked: str | None, shipped: Path | None) -> Head | None:
-    """The head asked for, else the native one, else the one shipped with the alias."""
+def find_head(trunk: Trunk, asked: str | None, shipped: Path | None, drafter: str = AUTO) -> Head | None:
+    """The head asked for, else the native one, else the one shipped with the alias. `drafter`: the one asked for."""
     if asked is not None:
-        return attach_head(trunk, Path(asked))
+        return attach_head(trunk, _located(asked), drafter)
+    if drafter == DRAFT_MODEL:
+        raise UsageError("drafter draft_model needs a second, smaller model", "name it: --head MODEL")
     native = native_head(trunk.family, trunk.weights, trunk.config)
     return attach_head(trunk, shipped) if native is None and shipped is not None else native
 
 
-def attach_head(trunk: Trunk, path: Path) -> Head:
-    """Read a head checkpoint, or the head inside another checkpoint, and fit it to the trunk. Raises ModelError saying
-    which number differs."""
+def _located(name: str) -> Path:
+    """A path, or what an alias or a repo of the Hub stands for."""
+    path = Path(name).expanduser()
+    return path if path.exists() or not (hub.is_builtin(name) or hub.is_repo(name)) else hub.resolve(name)
+
+
+def attach_head(trunk: Trunk, path: Path, drafter: str = AUTO) -> Head:
+    """Read a head checkpoint, the head inside another checkpoint, or a whole model that drafts, and fit it to the
+    trunk. Raises ModelError saying which number differs."""
     if not is_head(path) and path.exists():
-        return _head_of_checkpoint(trunk, path)
-    return fit_head(trunk, read_head(path), path)
+        return _of_checkpoint(trunk, open_checkpoint(path), drafter)
+    head = read_head(path)
+    if drafter == DRAFT_MODEL:
+        what = f"{path} is a head of kind {head.spec.kind}, not a whole model"
+        raise ModelError(what, f"use --drafter {head.spec.kind}, or name a smaller model")
+    return fit_head(trunk, head, path)
 
 
 def fit_head(trunk: Trunk, head: HeadCheckpoint, path: Path) -> Head:
@@ -88,17 +109,34 @@ def native_head(family: Family, weights: Weights, config: DecoderConfig, source:
     return Head(spec, modules, source)
 
 
-def _head_of_checkpoint(trunk: Trunk, path: Path) -> Head:
-    """The native head of a model in another file: a target and its drafter are often published apart."""
-    checkpoint = open_checkpoint(path)
-    family = find_family(checkpoint)
+def _of_checkpoint(trunk: Trunk, checkpoint: Checkpoint, drafter: str) -> Head:
+    """The native head of a model in another file, for a target and its drafter are often published apart; or the whole
+    model, where it has none, or is asked for."""
+    if drafter == DRAFT_MODEL:
+        return load_draft_model(trunk, checkpoint)
+    path, family = checkpoint.path, find_family(checkpoint)
     config = read_config(checkpoint, family)
+    if not config.num_mtp and drafter not in (set(registry.available("heads")) - {DRAFT_MODEL}):
+        _check_smaller(trunk, checkpoint)
+        return load_draft_model(trunk, checkpoint)
     _check_fit(trunk, path, hidden_size=config.hidden_size, vocab_size=config.vocab_size)
     weights = Weights(canonical_tensors(checkpoint, family, config), trunk.backend, str(path), drafts=True)
     head = native_head(family, weights, config, str(path))
     if head is None:
-        raise ModelError(f"{path} is a {checkpoint.config.get('model_type')} model without an MTP head of its own")
+        what = f"{path} is a {checkpoint.config.get('model_type')} model without an MTP head of its own"
+        raise ModelError(what, "for a whole model that drafts: --drafter draft_model")
     return head
+
+
+def _check_smaller(trunk: Trunk, checkpoint: Checkpoint) -> None:
+    """Somebody who names a model as large as the trunk may think that there is a head in it."""
+    size, own = (sum(tensor.nbytes for tensor in each.tensors.values()) for each in (checkpoint, trunk.checkpoint))
+    if size >= own:
+        raise ModelError(
+            f"{checkpoint.path} is a model without an MTP head of its own, and not smaller than {trunk.name}: "
+            f"{size / 1e9:.3g} GB",
+            "name a smaller one, or --drafter draft_model to draft with it all the same",
+        )
 
 
 def _check_fit(trunk: Trunk, path: Path, **sizes: int) -> None:

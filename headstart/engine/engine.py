@@ -24,6 +24,7 @@ from headstart.core import (
 from headstart.drafters.base import Drafter
 from headstart.engine.drafting import Drafting
 from headstart.engine.judge import judge_exact, judge_rejection
+from headstart.engine.odds import Odds
 from headstart.engine.runner import Forward, Runner
 from headstart.engine.scheduler import Scheduler
 from headstart.engine.synthetic import SyntheticJudge
@@ -89,6 +90,12 @@ class Engine:
     def live(self) -> set[str]:
         """Ids of the requests that run or wait."""
         return set(self._live)
+
+    def change_drafter(self, drafter: Drafter) -> None:
+        """Another one over the same networks: nothing of what the old one stored, or of how good it was, holds."""
+        self.memory.unfill(self.scheduler.running)
+        self.drafting.drafter, self.drafting.auto.odds = drafter, Odds()
+        self.judged = self._new_stats()
 
     def reset_stats(self) -> None:
         """Count from here on. `judged`: of ordinary texts at the engine's own depth. `seconds`: in trunk passes, in

@@ -55,7 +55,12 @@ def load_model(name: str | None, config: EngineConfig, progress: Progress = no_p
         tokenizer=checkpoint.load_tokenizer(),
         head=None,
     )
-    return replace(model, head=find_head(model, config.head, alias.head(config.drafter)))
+    return replace(model, head=find_head(model, config.head, alias.head(config.drafter), config.drafter))
+
+
+def with_head(model: Model, config: EngineConfig) -> Model:
+    """The model with the head that the config means now, read anew. Raises ModelError or UsageError."""
+    return replace(model, head=find_head(model, config.head, hub.resolve_alias(model.name).head(config.drafter)))
 
 
 def other_heads(model: Model) -> dict[str, Model]:

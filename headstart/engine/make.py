@@ -14,7 +14,7 @@ from headstart.drafters.base import Drafter, Target
 from headstart.engine.engine import Engine
 from headstart.engine.load import Model
 from headstart.engine.runner import Runner
-from headstart.errors import UsageError
+from headstart.errors import ModelError, UsageError
 from headstart.heads.kind import head_kind
 from headstart.layers.decoder import tap_width
 from headstart.layers.network import DecoderNetwork, Network
@@ -51,6 +51,21 @@ def make_engine(model: Model, config: EngineConfig) -> Engine:
     runner.allocate(trunk, memory, num_slots=num_slots, hidden_width=hidden_width)
     model.backend.loaded()
     return Engine(runner, memory, drafter, config, max_length)
+
+
+def change_head(engine: Engine, model: Model, config: EngineConfig) -> None:
+    """Draft with the head of `model` from the next step on; what it has not seen is made from the trunk's states.
+    Between steps only. Raises UsageError or ModelError for one that needs another engine; the old one then goes on."""
+    drafting, runner = engine.drafting, engine.runner
+    drafter_type = drafter_of(model, config)[0]
+    if model.head is None or drafter_type is None or not drafting.has_head:
+        raise UsageError("no head drafts here", "start the server without --no-mtp or another --drafter")
+    with runner.replacing():
+        new = drafter_type.attach(_target(model, config, runner))
+        for name in ("method", "tap", "max_depth"):
+            if (theirs := getattr(new, name)) != (ours := getattr(drafting.drafter, name)):
+                raise ModelError(f"its {name} is {theirs}, that of the head in use is {ours}", "start the server again")
+    engine.change_drafter(new)
 
 
 def _target(model: Model, config: EngineConfig, runner: Runner) -> Target:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Iterator, Mapping, Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -57,11 +58,31 @@ class Runner:
             states = [self.backend.state_pool(*sizes, spec) for spec in trunk.state_specs]
         for opened in (self.trunk, *self.opened):
             kv = [self.backend.kv_pool(num_slots, spec) for spec in opened.network.kv_specs]
-            opened.pools = Pools(kv, states, self._hidden_pool)
-            programs = opened.network.programs(opened.pools).items()
-            opened.handles = {
-                name: self.backend.prepare(made.code, hidden_width=made.hidden_width) for name, made in programs
-            }
+            self._prepare(opened, Pools(kv, states, self._hidden_pool))
+
+    def _prepare(self, opened: Opened, pools: Pools) -> None:
+        opened.pools = pools
+        programs = opened.network.programs(pools).items()
+        opened.handles = {
+            name: self.backend.prepare(made.code, hidden_width=made.hidden_width) for name, made in programs
+        }
+
+    @contextmanager
+    def replacing(self) -> Iterator[None]:
+        """Networks that are opened meanwhile take the places and the pools of those there are. Raises ModelError for
+        others than those; nothing has changed then."""
+        before, self.opened = self.opened, []
+        done = False
+        try:
+            yield
+            if [each.network.kv_specs for each in self.opened] != [each.network.kv_specs for each in before]:
+                raise ModelError("it stores keys and values of another shape", "start the server again")
+            for new, old in zip(self.opened, before, strict=True):
+                self._prepare(new, old.pools)
+            done = True
+        finally:
+            if not done:
+                self.opened = before
 
     def run(
         self, opened: Opened, program: str, rows: Seq[Rows], *, hidden: Buffer = None, states: StateSteps | None = None

@@ -5,14 +5,16 @@ Families and kinds of heads (heads/) differ in what they declare here; the modul
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headstart.config import MAX_DEPTH
+from headstart.errors import ModelError
 from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, StateSpec, StepInputs, Weight
 from headstart.layers.decoder import LayerConfig, Tap, tap_width
 from headstart.layers.linear import Linear
@@ -20,6 +22,75 @@ from headstart.layers.network import NetworkProgram, Pools
 
 FIRST_PAIR_POSITION = 1
 """The pair (h_p, t_{p+1}) lives at position p + 1, so pair 0 is at 1."""
+
+
+MOST_LAYERS, MOST_RANK = 16, 4096
+"""More layers, or a larger rank, are a mistake in a config."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSpec:
+    """What a block drafter declares (heads/block.py). Raises ModelError, naming the value, for one out of its range.
+
+    `block_size`: the most tokens that a pass drafts. `anchor_predicts`: the row of the last token drafts too (DSpark),
+    else only those of the mask do (DFlash). `causal`: rows of a block see the block up to themselves; `causal_windows`:
+    in layers with a window they do anyway. `windows`: of each layer, 0 for none; empty: no layer has one. `sinks`:
+    attention has them. `interleaved`: the file has the two halves of a rotary pair side by side. `tap_norms`: each tap
+    is normed before they are fused. `mask_embedding`: the mask has an embedding of its own. `confidence_markov`: the
+    confidence head reads the Markov embedding too. `vocab_size` and `draft_vocab_size`: tokens that the Markov head
+    reads and biases; 0: not known yet.
+    """
+
+    block_size: int
+    num_layers: int
+    mask_token_id: int
+    causal: bool
+    anchor_predicts: bool
+    windows: tuple[int, ...] = ()
+    causal_windows: bool = False
+    sinks: bool = False
+    interleaved: bool = False
+    tap_norms: bool = False
+    mask_embedding: bool = False
+    markov_rank: int = 0
+    confidence: bool = False
+    confidence_markov: bool = True
+    logit_scale: float = 1.0
+    vocab_size: int = 0
+    draft_vocab_size: int = 0
+
+    def __post_init__(self) -> None:
+        self._check("block_size", 1, MAX_DEPTH, "the tokens that one pass drafts")
+        self._check("num_layers", 1, MOST_LAYERS)
+        self._check("markov_rank", 0, MOST_RANK)
+        self._check("mask_token_id", 0, (self.vocab_size or 2**31) - 1, "an id of the vocabulary")
+        if len(self.windows) not in (0, self.num_layers) or min(self.windows, default=0) < 0:
+            raise ModelError(f"the block drafter's windows are {self.windows}, for {self.num_layers} layers")
+        if not (math.isfinite(self.logit_scale) and self.logit_scale > 0):
+            raise ModelError(f"the block drafter's logit_scale is {self.logit_scale}, but must be above 0")
+
+    def _check(self, name: str, least: int, most: int, what: str = "") -> None:
+        value = getattr(self, name)
+        if not least <= value <= most:
+            why = f" ({what})" if what else ""
+            raise ModelError(f"the block drafter's {name} is {value}, but must be {least} to {most}{why}")
+
+    def window(self, layer: int) -> int:
+        """Of a layer; 0: it sees everything."""
+        return self.windows[layer] if self.windows else 0
+
+    def is_causal(self, layer: int) -> bool:
+        """Does a row see the block up to itself only, in this layer?"""
+        return self.causal or (self.causal_windows and self.window(layer) > 0)
+
+    @property
+    def all_causal(self) -> bool:
+        """Does no row depend on a later one of its block?"""
+        return all(map(self.is_causal, range(self.num_layers)))
+
+    def rows_for(self, depth: int) -> int:
+        """Rows that a draft of so many tokens takes."""
+        return depth if self.anchor_predicts else depth + 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +101,7 @@ class HeadSpec:
     instead of [e ; h]. `mask_first`: the embedding of pair 0 is zeroed. `tap`: the trunk's hidden state that is read;
     `recycle`: the vector that the next step reads in its place. `beyond`: which module serves draft steps past the last
     one; None refuses such depths unless there is one module. `norm_before_residual`: EAGLE-3 adds to the normed state.
+    `block`: of a drafter that drafts a block in one pass, whose layers are all as `layer` but for what it says itself.
     """
 
     kind: str = "mtp"
@@ -41,6 +113,7 @@ class HeadSpec:
     recycle: Literal["post_norm", "pre_norm"] = "post_norm"
     beyond: Literal["last", "cycle"] | None = None
     norm_before_residual: bool = False
+    block: BlockSpec | None = None
 
     def module_of(self, step: int) -> int | None:
         """The module that serves draft step `step` (0-based); None when the head declares none."""
@@ -57,7 +130,9 @@ class HeadSpec:
 
     @property
     def depth_limit(self) -> int:
-        """The deepest draft it declares a module for."""
+        """The deepest draft it declares a module, or rows, for."""
+        if self.block:
+            return self.block.block_size
         return next((step for step in range(MAX_DEPTH) if self.module_of(step) is None), MAX_DEPTH)
 
 
@@ -77,11 +152,11 @@ class Module(Protocol):
 
 @dataclass(frozen=True)
 class Head:
-    """A head that fits its trunk: modules, where they came from, its draft vocabulary (ascending target ids; None: the
-    full one). `lm_head` and `embedding` None: the trunk's."""
+    """A head that fits its trunk: modules as its drafter runs them (for drafter `head`, Module), where they came from,
+    its draft vocabulary (ascending target ids; None: the full one). `lm_head` and `embedding` None: the trunk's."""
 
     spec: HeadSpec
-    modules: Sequence[Module]
+    modules: Sequence[Any]
     source: str
     draft_token_ids: NDArray[np.int64] | None = None
     lm_head: Linear | None = None

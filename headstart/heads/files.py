@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from headstart.formats.json_object import read_object
 from headstart.formats.mtp_families import MOST_MODULES
 from headstart.formats.safetensors import save, whole_directory
 from headstart.formats.safetensors_file import read_file
-from headstart.heads.base import HeadSpec
+from headstart.heads.base import BlockSpec, HeadSpec
 from headstart.heads.kind import Arrays, Document, HeadCheckpoint, Layout, head_kind, plain_parts
 from headstart.kernels.ops import AttentionSpec, RopeSpec
 from headstart.layers.attention import AttentionConfig
@@ -33,7 +34,10 @@ DRAFT_IDS = "draft_token_ids"
 SWITCHES = ("hidden_first", "mask_first")
 STATES = ("post_norm", "pre_norm")
 CHOICES: Mapping[str, tuple[str | None, ...]] = {"tap": STATES, "recycle": STATES, "beyond": (None, "last", "cycle")}
-"""Fields of HeadSpec that config.json holds as they are."""
+"""Fields of HeadSpec that config.json holds as they are; `tap` may be a list of layers too."""
+BLOCK = "block_drafter"
+BLOCK_FACTS = {each.name: each.type for each in fields(BlockSpec) if not each.name.endswith("vocab_size")}
+"""Its key of config.json; fields of BlockSpec that lie under it, and their types."""
 
 
 def is_head(path: Path) -> bool:
@@ -88,6 +92,7 @@ def _document(head: HeadCheckpoint) -> dict[str, Any]:
         "num_modules": spec.num_modules,
         **{name: getattr(spec, name) for name in (*SWITCHES, *CHOICES)},
         **({"block": _block(spec.layer)} if spec.layer else {}),
+        **({BLOCK: {name: getattr(spec.block, name) for name in BLOCK_FACTS}} if spec.block else {}),
         "trunk": head.trunk,
         "trunk_fingerprint": head.trunk_fingerprint,
         "training": dict(head.training),
@@ -139,11 +144,16 @@ def _read_own(document: Document, tensors: Mapping[str, Tensor], path: Path) -> 
     spec = spec_of(document, path)
     with _naming(path):
         vocab_size = int(document["vocab_size"])
+        ids = _draft_ids(tensors.get(DRAFT_IDS), vocab_size, path)
+        if spec.block:
+            num_draft = vocab_size if ids is None else len(ids)
+            block = replace(spec.block, vocab_size=vocab_size, draft_vocab_size=num_draft)
+            spec = replace(spec, block=block)
         return HeadCheckpoint(
             spec=spec,
             hidden_size=int(document["hidden_size"]),
             vocab_size=vocab_size,
-            draft_token_ids=_draft_ids(tensors.get(DRAFT_IDS), vocab_size, path),
+            draft_token_ids=ids,
             tensors={name: tensor for name, tensor in tensors.items() if name != DRAFT_IDS},
             trunk=str(document["trunk"]),
             trunk_fingerprint=str(document["trunk_fingerprint"]),
@@ -160,8 +170,32 @@ def _spec(document: Document) -> HeadSpec:
         kind=document["kind"],
         layer=_layer(document["block"]) if "block" in document else None,
         num_modules=int(document["num_modules"]),
+        block=_block_spec(document[BLOCK]) if BLOCK in document else None,
         **facts,
     )
+
+
+def _block_spec(facts: Document) -> BlockSpec:
+    """Every fact of it, each of its type."""
+    values: dict[str, Any] = {}
+    for name, kind in BLOCK_FACTS.items():
+        value = facts[name]
+        if kind == "tuple[int, ...]":
+            value = _whole_numbers(name, value)
+        elif kind == "float":
+            value = float(value)
+        elif type(value).__name__ != kind:
+            raise TypeError(f"{name} {value!r}")
+        values[name] = value
+    if unknown := facts.keys() - values.keys():
+        raise ValueError(f"{BLOCK} has {min(unknown)}, something else")
+    return BlockSpec(**values)
+
+
+def _whole_numbers(name: str, values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list) or not all(type(each) is int for each in values):
+        raise TypeError(f"{name} {values!r}")
+    return tuple(values)
 
 
 def _layer(block: Document) -> LayerConfig:
@@ -184,6 +218,8 @@ def _layer(block: Document) -> LayerConfig:
 
 
 def _one_of(document: Document, name: str, choices: tuple[str | None, ...]) -> Any:
+    if name == "tap" and isinstance(document[name], list):
+        return _whole_numbers(name, document[name])
     if document[name] not in choices:
         raise ValueError(f"{name} {document[name]!r}")
     return document[name]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from headstart import registry
 from headstart.errors import ModelError
 from headstart.formats.base import Tensor
-from headstart.heads.base import HeadSpec, Module
+from headstart.heads.base import HeadSpec
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import LayerConfig
@@ -83,13 +83,14 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadKind:
-    """`title`: what people call it. `modules`: from canonical tensors, a spec and the hidden size; `shapes`: their
+    """`title`: what people call it. `modules`: as its drafter runs them (heads.base.Module for drafter `head`), from
+    canonical tensors, a spec and the hidden size; `shapes`: their
     names and shapes. `drafter`: the file of drafters/ that runs it. `fit`: the spec completed for a trunk; raises
     ModelError where it cannot be. `block`: its modules have a layer, which the spec describes. `training` None: it
     cannot be trained here."""
 
     title: str
-    modules: Callable[[Weights, HeadSpec, int], Seq[Module]]
+    modules: Callable[[Weights, HeadSpec, int], Seq[Any]]
     shapes: Callable[[HeadSpec, int], Shapes]
     drafter: str = "head"
     fit: Callable[[HeadSpec, DecoderConfig], HeadSpec] = lambda spec, trunk: spec

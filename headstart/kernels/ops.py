@@ -8,7 +8,9 @@ replays the list for any R. Row i of every result depends on row i's inputs (and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -61,7 +63,8 @@ class RopeSpec:
 class AttentionSpec:
     """Shape of one grouped-query attention; `scale` multiplies q.k. Keys have `head_dim` features, values `value_dim`
     (0: as many). `latent`: values are the first features of the keys, and a pool may keep them once. A row sees the
-    `window` positions up to its own (0: all of them). Scores become softcap * tanh(score / softcap), unless it is 0."""
+    `window` positions up to its own (0: all of them); `causal`: and none behind it, whatever plan.sees says. Scores
+    become softcap * tanh(score / softcap), unless it is 0."""
 
     num_heads: int
     num_kv_heads: int
@@ -71,6 +74,7 @@ class AttentionSpec:
     latent: bool = False
     window: int = 0
     softcap: float = 0.0
+    causal: bool = False
 
     @property
     def value_width(self) -> int:
@@ -173,9 +177,10 @@ class Ops(Protocol):
     def linear(self, x: Buffer, weight: Weight, bias: Weight | None = None) -> Buffer:
         """[R, in] x [out, in] (+ [out]) -> [R, out]."""
 
-    def rms_norm(self, x: Buffer, weight: Weight, eps: float) -> Buffer:
+    def rms_norm(self, x: Buffer, weight: Weight, eps: float, num_parts: int = 1) -> Buffer:
         """x / sqrt(mean(x^2) + eps) * weight over the last `len(weight)` features; a weight narrower than x norms
-        each group of that width by itself (per-head q/k norm)."""
+        each group of that width by itself (per-head q/k norm), and one of `num_parts` as wide as x has a part for each
+        of as many groups."""
 
     def add(self, a: Buffer, b: Buffer) -> Buffer:
         """a + b."""
@@ -217,7 +222,8 @@ class Ops(Protocol):
     def attend(self, q: Buffer, pool: Pool, spec: AttentionSpec, sinks: Weight | None = None) -> Buffer:
         """q [R, heads * head_dim] over the keys and values of the row's own sequence -> [R, heads * value_width].
 
-        A row sees the positions from max(plan.first_position, its own - window + 1) to plan.sees, at least one; they
+        A row sees the positions from max(plan.first_position, its own - window + 1) to plan.sees, at least one (to its
+        own with spec.causal); they
         are where plan.paths and the block table say, written in this pass or before, by this layer or another.
         `sinks` [heads]: one more logit in each head's softmax, which has no value.
         """
@@ -240,6 +246,9 @@ class Ops(Protocol):
     def zero_where(self, x: Buffer, positions: Buffer, position: int) -> Buffer:
         """x with the rows whose position equals `position` set to zero."""
 
+    def put_where(self, x: Buffer, token_ids: Buffer, token: int, row: Weight) -> Buffer:
+        """x with `row` [width] in place of the rows whose token is `token`."""
+
     def store(self, x: Buffer, pool: Pool) -> None:
         """Keep row r of x in the hidden pool at the row's slot."""
 
@@ -258,6 +267,9 @@ class Backend(Protocol):
     def weight(self, tensor: RawTensor, *, drafts: bool = False, precise: bool = False) -> Weight:
         """Take a file's tensor into this backend's own form. `drafts`: it only makes drafts, which never change the
         text, so the backend may round it. `precise`: small and sensitive (a router); it is never rounded."""
+
+    def reading(self, files: Sequence[Path]) -> AbstractContextManager[None]:
+        """What is taken meanwhile is of another checkpoint, in these files."""
 
     def loaded(self) -> None:
         """All weights have been taken."""

@@ -101,6 +101,14 @@ class Attention:
     def state_specs(self) -> tuple[StateSpec, ...]:
         return ()
 
+    def keep(self, ops: Ops, x: Buffer, positions: Buffer, pool: Pool) -> None:
+        """Store the keys and values of rows that have no queries."""
+        assert self.k_proj and self.v_proj
+        k, v = self.k_proj(ops, x), self.v_proj(ops, x)
+        k = self.k_norm(ops, k) if self.k_norm else k
+        k = ops.rope(k, positions, self.rope, self.spec.head_dim) if self.rope else k
+        ops.store_kv(k, v, pool, self.spec)
+
     def __call__(self, ops: Ops, x: Buffer, positions: Buffer, pool: Pool) -> Buffer:
         q = self.q_proj(ops, x)
         k = self.k_proj(ops, x) if self.k_proj else None

@@ -16,11 +16,14 @@ from starlette.types import ASGIApp
 
 import headstart
 from headstart.api import LLM
+from headstart.errors import UsageError
 from headstart.server import errors
 from headstart.server.bridge import Bridge
 from headstart.server.docs_page import page
 from headstart.server.guards import REQUEST_ID, ApiKeys, HeadAsGet, Traced
 from headstart.server.prepare import Formats
+from headstart.server.recorder import Recorder
+from headstart.server.records import RecordedModel, RecordFiles, claim_folder
 from headstart.server.routes import State, router
 from headstart.server.watch import Watch
 from headstart.text.parsers import format_in, make_parser
@@ -30,7 +33,8 @@ from headstart.text.parsers import format_in, make_parser
 class ServerConfig:
     """How one engine is served, and where. `served_model_name`: by which requests may call the model. Times in seconds,
     None: no limit; `shutdown_timeout` is what running requests get after SIGTERM. `allowed_origins`: of web pages that
-    may call (CORS); `parse_special_tokens`: names of special tokens in messages become those tokens."""
+    may call (CORS); `parse_special_tokens`: names of special tokens in messages become those tokens. `record`: a
+    folder that keeps token ids of what is asked and written, within `record_limit` megabytes."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -48,12 +52,15 @@ class ServerConfig:
     price_per_hour: float | None = None
     log_format: str = "text"
     access_log: bool = False
+    record: Path | None = None
+    record_limit: int = 256
 
 
 def make_app(llm: LLM, config: ServerConfig) -> tuple[ASGIApp, Bridge]:
     """The application over a loaded model, and its engine thread, which runs while the application does."""
     names = config.served_model_name or (llm.model.name,)
-    bridge = Bridge(llm, Watch(llm.engine, names[0], config.price_per_hour), config.max_queue)
+    recorder = _recorder(llm, config)
+    bridge = Bridge(llm, Watch(llm.engine, names[0], config.price_per_hour, recorder), config.max_queue)
     template = "\n".join(llm.chat_template.sources.values()) if llm.chat_template else ""
     formats = Formats(
         config.tool_call_parser or format_in(template, "tool_formats"),
@@ -66,8 +73,12 @@ def make_app(llm: LLM, config: ServerConfig) -> tuple[ASGIApp, Bridge]:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         llm.grammars.prepare()  # no other thread runs meanwhile, so not at the first request that needs it
         bridge.start()
+        if recorder:
+            recorder.start()
         yield
         bridge.stop()
+        if recorder:
+            recorder.stop()
 
     app = _App(
         title="headstart",
@@ -87,6 +98,16 @@ def make_app(llm: LLM, config: ServerConfig) -> tuple[ASGIApp, Bridge]:
         anything = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": [REQUEST_ID]}
         guarded = CORSMiddleware(guarded, list(config.allowed_origins), **anything)  # type: ignore[arg-type]
     return Traced(guarded, config.access_log), bridge
+
+
+def _recorder(llm: LLM, config: ServerConfig) -> Recorder | None:
+    """Raises UsageError for a folder of another model's records, or where the texts are not the model's."""
+    if config.record is None:
+        return None
+    if llm.engine.synthetic is not None:
+        raise UsageError("--synthetic-acceptance makes texts that --record must not keep", "leave out one of them")
+    claim_folder(config.record, RecordedModel.of(llm.model))
+    return Recorder(RecordFiles(config.record, config.record_limit * 2**20))
 
 
 class _App(FastAPI):

@@ -157,6 +157,10 @@ class Bridge:
             if running:
                 self.abort(request.request_id)
 
+    def change_head(self, path: str | None) -> None:
+        """Before the next step (see LLM.change_head); the log says what came of it."""
+        self._commands.put(partial(self._change_head, path))
+
     def abort(self, request_id: str, choice: int | None = None) -> None:
         self._commands.put(partial(self.llm.engine.abort, request_id, choice))
 
@@ -191,6 +195,16 @@ class Bridge:
             self._call(_settle, accepted, error)
         else:
             self._call(_settle, accepted, None)
+
+    def _change_head(self, path: str | None) -> None:
+        begun = time.perf_counter()
+        try:
+            self.llm.change_head(path)
+        except HeadstartError as error:
+            log.error("the head stays as it is: %s", error)
+            return
+        self.watch.head_changed()
+        log.info("drafting with %s (changed in %.2f s)", self.llm.info["head"], time.perf_counter() - begun)
 
     def _guarded(self, command: Callable[[], None]) -> None:
         try:

@@ -21,7 +21,7 @@ SLICE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What a body wants to be told. `logprobs`: of generated tokens."""
+    """What a body wants to be told. `logprobs`: of generated tokens. `may_be_kept`: by `serve --record`."""
 
     is_chat: bool
     echo: bool = False
@@ -32,6 +32,7 @@ class Asked:
     reasoning: bool = True
     usage: bool = False
     continuous_usage: bool = False
+    may_be_kept: bool = True
 
     @classmethod
     def of(cls, body: Common) -> Self:
@@ -49,6 +50,7 @@ class Asked:
             reasoning=chat is not None and chat.include_reasoning,
             usage=options is not None and options.include_usage,
             continuous_usage=options is not None and options.include_usage and options.continuous_usage_stats,
+            may_be_kept=body.store is not False,
         )
 
     @property

@@ -13,7 +13,7 @@ from headstart.server.errors import BodyError
 log = logging.getLogger("headstart.server")
 
 HARMLESS = frozenset({
-    "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "user",
+    "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "user",
     "prediction", "cache_prompt", "request_id", "keep_alive", "rid", "id_slot", "separate_reasoning",
 })  # fmt: skip
 """They change no text: bookkeeping of OpenAI's, or hints for speed."""

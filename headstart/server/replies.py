@@ -81,6 +81,7 @@ class Reply:
                     answer.events += events
                 self._timed(answer, len(piece.token_ids))
                 yield Step(answer, piece.text, events, piece.token_ids, answer.finish_reason)
+            self._record()
         finally:
             self.close()
 
@@ -93,6 +94,12 @@ class Reply:
         for answer in self.answers:
             if answer.completion is None:
                 self._bridge.watch.finished("abort", time.perf_counter() - stream.arrived)
+
+    def _record(self) -> None:
+        """All choices have ended well: keep them where that is asked for."""
+        if (recorder := self._bridge.watch.recorder) and self.asked.may_be_kept:
+            for answer in self.answers:
+                recorder.offer(answer.choice.request, answer.choice.tokens)
 
     def _timed(self, answer: Answer, tokens: int) -> None:
         if not tokens:

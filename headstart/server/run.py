@@ -8,16 +8,18 @@ import errno
 import gc
 import json
 import logging
+import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import uvicorn
 
 from headstart.api import LLM
 from headstart.errors import UsageError
 from headstart.server.app import ServerConfig, make_app
+from headstart.server.bridge import Bridge
 from headstart.server.protocol import Protocol
 from headstart.stats import synthetic_note
 
@@ -26,6 +28,8 @@ log = logging.getLogger("headstart.server")
 
 SWITCH_SECONDS = 0.001
 """How long a thread may keep the others from running; /health is answered between those that prepare requests."""
+HANG_UP = getattr(signal, "SIGHUP", None)
+"""Not on Windows."""
 LAST_SECONDS = 5
 """After --shutdown-timeout, for telling so."""
 
@@ -70,9 +74,11 @@ def _bound(made: socket.socket, address: tuple[str | int, ...]) -> socket.socket
     return made
 
 
-def serve(llm: LLM, config: ServerConfig, sockets: list[socket.socket]) -> None:
-    """Serve until SIGINT or SIGTERM. `sockets`: from `listening`. Raises UsageError where somebody else has begun to
-    listen there meanwhile."""
+def serve(
+    llm: LLM, config: ServerConfig, sockets: list[socket.socket], head: Callable[[], str | None] = lambda: None
+) -> None:
+    """Serve until SIGINT or SIGTERM; SIGHUP has the head read anew. `sockets`: from `listening`; `head`: where it lies
+    by now. Raises UsageError where somebody else has begun to listen there meanwhile."""
     set_up_logs(config.log_format, config.access_log)
     app, bridge = make_app(llm, config)
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -91,23 +97,13 @@ def serve(llm: LLM, config: ServerConfig, sockets: list[socket.socket]) -> None:
         )
     )
 
-    def drain(*_: object) -> None:
-        if bridge.draining:
-            server.force_exit = True
-            return
-        log.info("shutting down: %d s for what runs", config.shutdown_timeout)
-        bridge.draining = server.should_exit = True
-        asyncio.get_running_loop().call_later(config.shutdown_timeout, bridge.expire)
-
     info = llm.info
     log.info("%(model)s on %(backend)s: drafter %(drafter)s, depth %(depth)s, context %(context)d", info)
     if rates := info.get("synthetic_acceptance"):
         log.warning(synthetic_note(rates))
 
     async def main() -> None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, drain)
+        _handle_signals(server, bridge, config.shutdown_timeout, head)
         await server.serve(sockets=sockets)
 
     try:
@@ -117,6 +113,39 @@ def serve(llm: LLM, config: ServerConfig, sockets: list[socket.socket]) -> None:
         if error.errno != errno.EADDRINUSE:
             raise
         raise UsageError(f"cannot listen on {config.host}:{config.port}: {error.strerror}", "--port") from error
+
+
+def _handle_signals(server: _Server, bridge: Bridge, timeout: int, head: Callable[[], str | None]) -> None:
+    """Of this process, on the running event loop."""
+    loop = asyncio.get_running_loop()
+    attached = HANG_UP is not None and _has_terminal() and signal.getsignal(HANG_UP) is not signal.SIG_IGN
+
+    def drain() -> None:
+        if bridge.draining:
+            server.force_exit = True
+            return
+        log.info("shutting down: %d s for what runs", timeout)
+        bridge.draining = server.should_exit = True
+        loop.call_later(timeout, bridge.expire)
+
+    def hang_up() -> None:
+        if attached and not _has_terminal():  # closed, with the server in it
+            drain()
+        else:
+            bridge.change_head(head())
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, drain)
+    if HANG_UP is not None:
+        loop.add_signal_handler(HANG_UP, hang_up)
+
+
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 class _Server(uvicorn.Server):

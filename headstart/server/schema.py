@@ -130,6 +130,7 @@ class Common(Body):
         default=None, description="Prefixes are found in the cache by requests of the same salt only."
     )
     user: StrictStr | None = None
+    store: StrictBool | None = Field(default=None, description="false: a server that records (--record) leaves it out.")
 
 
 def _kind_of_prompt(value: Any) -> str | None:

@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 from headstart.config import AUTO
 from headstart.engine.engine import Engine
 from headstart.engine.odds import Odds
+from headstart.server.recorder import Recorder
 
 Family = CounterMetricFamily | GaugeMetricFamily
 log = logging.getLogger("headstart.server")
@@ -39,6 +40,7 @@ class Watch:
     engine: Engine
     model: str
     price_per_hour: float | None = None
+    recorder: Recorder | None = None
     requests: dict[str, int] = field(default_factory=dict)  # finish reason -> choices
     prompt_tokens: int = 0
     generated_tokens: int = 0
@@ -85,6 +87,10 @@ class Watch:
             tokens / seconds, len(engine.scheduler.running), len(engine.scheduler.waiting),
             100 * engine.memory.usage, 1 + accepted / drafts if drafts else 1.0, engine.drafting.mean_depth,
         )  # fmt: skip
+
+    def head_changed(self) -> None:
+        """A new head has not failed yet."""
+        self._judged, self._pause, self._back_at = (0, 0), FIRST_PAUSE, 0.0
 
     def _try_again(self, engine: Engine, now: float) -> None:
         if now >= self._back_at:
@@ -152,6 +158,10 @@ class _Counters(Collector):
             yield self._counter(
                 "headstart:cost_dollars", "Price of the machine since the start.", hours * watch.price_per_hour
             )
+        if watch.recorder is not None:
+            yield self._counter("headstart:records_kept", "Texts recorded.", watch.recorder.kept)
+            lost = list(watch.recorder.lost.items())
+            yield self._several(CounterMetricFamily, "headstart:records_lost", "Texts not recorded.", "reason", lost)
         yield self._gauge("headstart:depth", "Tokens drafted per sequence, lately.", engine.drafting.mean_depth)
         yield self._gauge("headstart:spec_disabled", "1: drafting was switched off.", int(watch.spec_disabled))
 

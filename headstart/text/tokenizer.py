@@ -108,6 +108,10 @@ class Tokenizer:
         """The content of a tokenizer.json."""
         return str(self._inner.to_str(pretty=True))
 
+    def vocabulary(self) -> dict[str, int]:
+        """Ids of all tokens by their names."""
+        return dict(self._inner.get_vocab(with_added_tokens=True))
+
     def id_of(self, token: str) -> int | None:
         """The id of a token by its name in the vocabulary."""
         token_id: int | None = self._inner.token_to_id(token)

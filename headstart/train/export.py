@@ -1,8 +1,7 @@
-"""Writing the averaged weights as a head checkpoint, and fingerprints of the trunk it belongs to."""
+"""Writing the averaged weights as a head checkpoint."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,27 +14,6 @@ from torch import Tensor
 import headstart
 from headstart.heads.files import write_head
 from headstart.heads.kind import HeadCheckpoint
-from headstart.kernels.ops import RawTensor
-
-
-def trunk_fingerprint(tensors: Mapping[str, RawTensor]) -> str:
-    """Of the trunk, whatever its quantization: names, shapes, and the values of all norms (files keep them whole)."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name}{tuple(tensor.shape)}".encode())
-        if len(tensor.shape) == 1:
-            digest.update(np.ascontiguousarray(tensor.float32()).tobytes())
-    return digest.hexdigest()[:32]
-
-
-def weights_fingerprint(tensors: Mapping[str, RawTensor]) -> str:
-    """Of these very weights, quantization included (hidden states depend on it): a few rows of every matrix too."""
-    digest = hashlib.sha256(trunk_fingerprint(tensors).encode())
-    for _, tensor in sorted(tensors.items()):
-        if len(tensor.shape) == 2:
-            rows = np.unique(np.linspace(0, tensor.shape[0] - 1, 3).astype(np.int64))
-            digest.update(np.ascontiguousarray(tensor.take_rows(rows).float32()).tobytes())
-    return digest.hexdigest()[:16]
 
 
 def export_head(path: Path, head: HeadCheckpoint, weights: Mapping[str, Tensor]) -> None:

@@ -23,9 +23,10 @@ from headstart.core import Report
 from headstart.errors import CapacityError, ModelError, UsageError
 from headstart.heads.files import read_head
 from headstart.heads.kind import HeadCheckpoint, Training, head_kind, trained_kinds
+from headstart.layers.fingerprint import trunk_fingerprint
 from headstart.train.data import coverage, draft_vocabulary
 from headstart.train.evaluate import Acceptance, evaluate
-from headstart.train.export import export_head, trunk_fingerprint
+from headstart.train.export import export_head
 from headstart.train.gain import measure
 from headstart.train.head import first_weights, modules_of, stream_scale
 from headstart.train.loop import Hooks, Recipe, Trainer, check_bound, command_line, rate_factor, save_checkpoint, train

@@ -27,12 +27,12 @@ from headstart.kernels.ops import RawTensor
 from headstart.kernels.reference.backend import ReferenceBackend
 from headstart.layers.build import DecoderConfig, lm_head_name
 from headstart.layers.decoder import tapped_layers
+from headstart.layers.fingerprint import weights_fingerprint
 from headstart.layers.mla import MLAConfig
 from headstart.layers.moe import MoEConfig
 from headstart.text.chat import ChatTemplate
 from headstart.text.tokenizer import Tokenizer
 from headstart.train.data import ChatText, Example, Problems, count_tokens, encode_records, read_records
-from headstart.train.export import weights_fingerprint
 from headstart.train.features import FeatureCache, Labeller, Trunk
 from headstart.train.generate import answer, read_prompts
 from headstart.train.native_trunk import NativeTrunk

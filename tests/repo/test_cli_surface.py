@@ -35,7 +35,7 @@ COMMANDS: dict[str, set[str]] = {
     | {"--host", "--port", "--served-model-name", "--max-queue", "--request-timeout", "--shutdown-timeout"}
     | {"--api-key", "--ssl-certfile", "--ssl-keyfile", "--chat-template", "--tool-call-parser", "--reasoning-parser"}
     | {"--log-format", "--access-log", "--allowed-origins", "--parse-special-tokens"}
-    | {"--price-per-hour", "--engine", "--dry-run", "--vllm"},
+    | {"--price-per-hour", "--engine", "--dry-run", "--vllm", "--record", "--record-limit"},
     "verify": ENGINE
     | JSON
     | {"--prompts", "--raw", "--max-tokens", "--against", "--numerics", "--full"}

@@ -1,7 +1,7 @@
 """Tensor names of published block drafters, to ours and back.
 
-z-lab, SpecForge, DeepSpec and speculators agree on them; what vLLM 0.32 (`models/qwen3_dflash.py`) and transformers 5.23
-(`muse_glimmer_assistant`) read besides is accepted too, and not written.
+z-lab, SpecForge, DeepSpec and speculators agree on them; what vLLM 0.32 (`models/qwen3_dflash.py`) and transformers
+5.23 (`muse_glimmer_assistant`) read besides is accepted too, and not written.
 """
 
 from __future__ import annotations

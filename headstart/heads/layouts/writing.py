@@ -97,7 +97,7 @@ def as_speculators(head: HeadCheckpoint, arrays: Arrays) -> Written:
         "mask_token_id": block.mask_token_id,
         "sample_from_anchor": block.anchor_predicts,
         "sliding_window_non_causal": not causal and not block.causal_windows,
-        **({name: value for name, value in _dspark(block).items()} if kind == "dspark" else {}),
+        **(_dspark(block) if kind == "dspark" else {}),
         **_sizes(head),
         "tie_word_embeddings": False,
         "transformer_layer_config": inner,

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from weakref import WeakSet
 
 import numpy as np
@@ -30,7 +32,7 @@ from headstart.kernels.native._native import (
     fastest_read,
     paths,
 )
-from headstart.kernels.native.packed_cache import PackedCache
+from headstart.kernels.native.packed_cache import PackedCache, key_of
 from headstart.kernels.native.packing import pack
 from headstart.kernels.native.program import record
 from headstart.kernels.ops import AttentionSpec, Program as Code, RawTensor, StateSpec
@@ -82,6 +84,15 @@ class NativeBackend:
         if not drafts:
             self.weight_bytes += matrix.num_bytes
         return matrix
+
+    @contextmanager
+    def reading(self, files: Sequence[Path]) -> Iterator[None]:
+        own, self._cache = self._cache, PackedCache.open(key_of(files, self.quantization) if self._cache.key else None)
+        try:
+            yield
+            self._cache.save()
+        finally:
+            self._cache = own
 
     def loaded(self) -> None:
         self._cache.save()

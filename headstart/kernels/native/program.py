@@ -92,8 +92,8 @@ class Recorder:
     def softcap(self, x: Buffer, cap: float) -> Buffer:
         return Buffer(x.width, self.program.softcap(self._index(x), cap))
 
-    def rms_norm(self, x: Buffer, weight: Vector, eps: float) -> Buffer:
-        return Buffer(x.width, self.program.norm(self._index(x), -1, weight, eps)[0])
+    def rms_norm(self, x: Buffer, weight: Vector, eps: float, num_parts: int = 1) -> Buffer:
+        return Buffer(x.width, self.program.norm(self._index(x), -1, weight, eps, num_parts)[0])
 
     def add_rms_norm(self, x: Buffer, residual: Buffer, weight: Vector, eps: float) -> tuple[Buffer, Buffer]:
         normed, total = self.program.norm(self._index(x), self._index(residual), weight, eps)
@@ -140,8 +140,8 @@ class Recorder:
     def attend(self, q: Buffer, pool: KVPool, spec: AttentionSpec, sinks: Vector | None = None) -> Buffer:
         width = spec.num_heads * spec.value_width
         index = self._index(q)
-        made = self.program.attend(index, pool, spec.num_heads, spec.scale, spec.window, spec.softcap, sinks)
-        return Buffer(width, made)
+        how = (spec.num_heads, spec.scale, spec.window, spec.softcap, sinks, spec.causal)
+        return Buffer(width, self.program.attend(index, pool, *how))
 
     def causal_conv(self, x: Buffer, weight: Vector, pool: StatePool, spec: ConvSpec) -> Buffer:
         return Buffer(x.width, self.program.causal_conv(self._index(x), weight, pool, spec.width))
@@ -163,6 +163,10 @@ class Recorder:
     def zero_where(self, x: Buffer, positions: Input, position: int) -> Buffer:
         assert positions == "positions", positions
         return Buffer(x.width, self.program.zero_where(self._index(x), position))
+
+    def put_where(self, x: Buffer, token_ids: Input, token: int, row: Vector) -> Buffer:
+        assert token_ids == "token_ids", token_ids
+        return Buffer(x.width, self.program.put_where(self._index(x), token, row))
 
     def store(self, x: Buffer, pool: HiddenPool) -> None:
         self.program.store_hidden(self._index(x), pool)

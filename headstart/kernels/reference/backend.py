@@ -11,7 +11,9 @@ import math
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -81,7 +83,9 @@ class _Spans:
         tables = np.repeat(plan.block_tables, np.diff(plan.row_starts), axis=0)
         return cls(plan, np.arange(plan.num_rows + 1), tables, sees, sees + 1)
 
-    def group(self, spans: NDArray[np.int64], window: int, device: torch.device, dtype: torch.dtype) -> _Group:
+    def group(
+        self, spans: NDArray[np.int64], window: int, causal: bool, device: torch.device, dtype: torch.dtype
+    ) -> _Group:
         plan, starts = self.plan, self.row_starts[spans]
         lengths = self.row_starts[spans + 1] - starts
         columns = np.arange(lengths.max())
@@ -94,7 +98,7 @@ class _Spans:
         slots = blocks * plan.block_size + reads % plan.block_size
         if plan.paths:
             self._walk(plan.paths, spans, slots)
-        visible = positions[None, None, :] <= self.sees[rows][:, :, None]
+        visible = positions[None, None, :] <= (plan.positions if causal else self.sees)[rows][:, :, None]
         if window:
             visible &= positions[None, None, :] > plan.positions[rows][:, :, None] - window
         mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~torch.from_numpy(visible), float("-inf"))
@@ -118,20 +122,21 @@ class ReferenceOps:
         self._plan, self._device, self._dtype = plan, device, dtype
         self._rope_tables: dict[tuple[int, RopeSpec], tuple[Tensor, Tensor]] = {}
         self._slots = self._ints(plan.slots)
-        self._grouped: dict[int, list[_Group]] = {}
+        self._grouped: dict[tuple[int, bool], list[_Group]] = {}
 
     def _ints(self, array: NDArray[np.int32]) -> Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(self._device)
 
-    def _groups(self, window: int) -> list[_Group]:
-        if window not in self._grouped:
+    def _groups(self, window: int, causal: bool) -> list[_Group]:
+        if (window, causal) not in self._grouped:
             spans = _Spans.of(self._plan)
             is_long = np.diff(spans.row_starts) > SHORT_SPAN
             doublings = np.ceil(np.log2(np.maximum(spans.ends / SHORT_CONTEXT, 1))).astype(int)
             kinds = 2 * doublings + is_long
             picks = (np.flatnonzero(kinds == kind) for kind in np.unique(kinds))
-            self._grouped[window] = [spans.group(pick, window, self._device, self._dtype) for pick in picks]
-        return self._grouped[window]
+            made = [spans.group(pick, window, causal, self._device, self._dtype) for pick in picks]
+            self._grouped[window, causal] = made
+        return self._grouped[window, causal]
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
         return torch.nn.functional.embedding(ids, table)
@@ -139,8 +144,10 @@ class ReferenceOps:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return torch.nn.functional.linear(x, weight, bias)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        grouped = x.unflatten(-1, (-1, weight.shape[0]))
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, num_parts: int = 1) -> Tensor:
+        if num_parts > 1:
+            weight = weight.unflatten(-1, (num_parts, -1))
+        grouped = x.unflatten(-1, (-1, weight.shape[-1]))
         wide = grouped.float() if grouped.dtype == torch.bfloat16 else grouped
         normed: Tensor = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         scaled: Tensor = normed.to(x.dtype) * weight
@@ -206,7 +213,7 @@ class ReferenceOps:
 
     def attend(self, q: Tensor, pool: KVPool, spec: AttentionSpec, sinks: Tensor | None = None) -> Tensor:
         out = q.new_empty(len(q), spec.num_heads * spec.value_width)
-        for group in self._groups(spec.window):
+        for group in self._groups(spec.window, spec.causal):
             attended = self._attend(q[group.rows], pool, spec, group, sinks)
             out[group.rows[group.valid]] = attended[group.valid]
         return out
@@ -243,6 +250,9 @@ class ReferenceOps:
 
     def zero_where(self, x: Tensor, positions: Tensor, position: int) -> Tensor:
         return x.masked_fill((positions == position)[..., None], 0)
+
+    def put_where(self, x: Tensor, token_ids: Tensor, token: int, row: Tensor) -> Tensor:
+        return torch.where((token_ids == token)[..., None], row, x)
 
     def store(self, x: Tensor, pool: Tensor) -> None:
         pool[self._slots] = x
@@ -287,6 +297,9 @@ class ReferenceBackend:
             # a float32 weight may be the mapped file itself: it is read only, and nobody writes to weights
             warnings.filterwarnings("ignore", "The given NumPy array is not writable")
             return torch.from_numpy(values).to(self.device, self.dtype)
+
+    def reading(self, files: Sequence[Path]) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def loaded(self) -> None:
         """Nothing is left to do."""

@@ -1,4 +1,4 @@
-"""Other readings of a block drafter's weights: what its config.json may have wrong without any error, only worse drafts.
+"""Other readings of a block drafter's weights: what config.json may have wrong without any error, only worse drafts.
 
 RoPE style, mask of a block, layer ids off by one (z-lab counts outputs of layers, speculators inputs), and whether the
 row of the last token drafts. Each is measured as the file itself was; a reading that drafts better by more than chance
@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from headstart.config import MAX_DEPTH
-from headstart.heads.base import BlockSpec, HeadSpec
+from headstart.heads.base import HeadSpec
 from headstart.layers.decoder import tapped_layers
 from headstart.stats import DraftStats
 
@@ -49,7 +49,7 @@ def other_readings(spec: HeadSpec, num_layers: int) -> Iterator[Reading]:
     )
     for step in (1, -1):
         moved = tuple(layer + step for layer in taps)
-        if 0 <= moved[0] and moved[-1] < num_layers:
+        if moved[0] >= 0 and moved[-1] < num_layers:
             what = f"layer ids that are {'one higher' if step == 1 else 'one lower'}"
             yield Reading(what, f"add {step} to each of its layer ids", replace(spec, tap=moved))
     rows = block.rows_for(block.block_size)

@@ -1,0 +1,215 @@
+"""Block drafters (heads/block.py): one pass over the last token and the mask drafts a whole block.
+
+The features of a true position p lie at slot p of the drafter's KV. A round makes up for those that came since the last
+one, then runs the block's rows at the slots behind them, which the next round writes again. Rows that do not hang on
+each other are drawn at once; with a Markov head, and where a draw depends on the tokens before it, one by one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Self
+
+import numpy as np
+
+from headstart.core import Draft, Float32, Rows, Sequence
+from headstart.drafters.base import Drafter, Target, Wish
+from headstart.drafters.head import lm_head_of
+from headstart.errors import UsageError
+from headstart.heads.base import Head
+from headstart.heads.block import BlockModule
+from headstart.kernels.ops import AttentionSpec, Buffer, Ops, StateSpec, StepInputs, Weight
+from headstart.layers.decoder import tap_width
+from headstart.layers.linear import Linear
+from headstart.layers.network import NetworkProgram, Pools
+
+FEATURES, BLOCK, MARKOV = "features", "block", "markov"
+MOST_LOGIT = 80.0
+"""Where exp ends."""
+
+
+@dataclass(frozen=True)
+class BlockNetwork:
+    """Programs: `features` of true positions, which have keys and values only; the rows of a `block`, with their
+    logits; `markov`, logits of rows [R, V'] with what the tokens before them add. `confidence` [R, 1]: parts of its
+    logit, of rows and of tokens."""
+
+    module: BlockModule
+    embedding: Weight
+    lm_head: Linear
+    hidden_width: int
+    num_logits: int
+    first_position: int = 0
+    behind: int = 0
+    state_specs: tuple[StateSpec, ...] = ()
+
+    @property
+    def kv_specs(self) -> Seq[AttentionSpec]:
+        return self.module.kv_specs
+
+    def programs(self, pools: Pools) -> Mapping[str, NetworkProgram]:
+        module, kv = self.module, pools.kv
+
+        def features(ops: Ops, step: StepInputs) -> dict[str, Buffer]:
+            return {"features": module.keep(ops, step.hidden, step.positions, kv)}
+
+        def block(ops: Ops, step: StepInputs) -> dict[str, Buffer]:
+            embedded = ops.embed(self.embedding, step.token_ids)
+            y = ops.take_rows(module.draft(ops, embedded, step.token_ids, step.positions, kv), step.logit_rows)
+            sure = module.confidence
+            found = {"confidence": sure.of_row(ops, y)} if sure else {}
+            return {"logits": module.logits(ops, y, self.lm_head), **found}
+
+        def markov(ops: Ops, step: StepInputs) -> dict[str, Buffer]:
+            assert module.markov
+            embedded = module.markov.embed(ops, step.token_ids)
+            sure = module.confidence.of_token if module.confidence else None
+            found = {"confidence": sure(ops, embedded)} if sure else {}
+            return {"logits": ops.add(step.hidden, module.markov.out(ops, embedded)), **found}
+
+        programs = {FEATURES: NetworkProgram(features, self.hidden_width), BLOCK: NetworkProgram(block)}
+        return programs | ({MARKOV: NetworkProgram(markov, self.num_logits)} if module.markov else {})
+
+
+@dataclass
+class _Round:
+    """One sequence while its draft grows; the logits of its draft begin at row `first`."""
+
+    sequence: Sequence
+    depth: int
+    first: int
+    draft: Draft
+    scored: bool
+
+    @property
+    def wants_more(self) -> bool:
+        return len(self.draft.tokens) < self.depth
+
+    @property
+    def last(self) -> int:
+        """The token before the next one."""
+        return self.draft.tokens[-1] if self.draft.tokens else self.sequence.tokens[-1]
+
+    @property
+    def hangs(self) -> bool:
+        """Does a draw depend on the tokens drafted before it?"""
+        sequence = self.sequence
+        return sequence.is_masked or sequence.row_constants.has_penalties or sequence.row_constants.has_bias
+
+
+class BlockDrafter(Drafter):
+    """One module; a draft is as deep as its block at most."""
+
+    costs_per = "pass"
+
+    def __init__(self, target: Target, head: Head) -> None:
+        assert head.spec.block
+        self._backend, self._runner, self._budget = target.backend, target.runner, target.token_budget
+        self.method, self._spec, ids = head.spec.kind, head.spec.block, head.draft_token_ids
+        self.max_depth, self.tap = head.spec.depth_limit, head.spec.tap
+        self._token_ids = None if ids is None else target.backend.index(ids)
+        self._module: BlockModule = head.modules[0]
+        embedding = target.model.embedding if head.embedding is None else head.embedding
+        hidden_size, num_logits = target.config.hidden_size, target.config.vocab_size if ids is None else len(ids)
+        width, lm_head = tap_width(head.spec.tap, hidden_size), head.lm_head or lm_head_of(target, ids)
+        self._network = target.runner.open(BlockNetwork(self._module, embedding, lm_head, width, num_logits))
+
+    @classmethod
+    def attach(cls, target: Target) -> Self:
+        if target.head is None or target.head.spec.block is None:
+            raise UsageError("the model has no block drafter", "attach one with --head DIR, or use --drafter ngram")
+        return cls(target, target.head)
+
+    def missed(self, sequence: Sequence) -> int:
+        return max(len(sequence.tokens) - 2 - self._runner.filled(self._network, sequence), 0)
+
+    def propose(self, wishes: Seq[Wish]) -> None:
+        wishes = [wish for wish in wishes if wish.gate is None or wish.gate.starts]
+        if not wishes:
+            return
+        self._catch_up([wish.sequence for wish in wishes])
+        output = self._runner.run(self._network, BLOCK, [self._rows(wish) for wish in wishes])
+        firsts = accumulate([wish.depth for wish in wishes], initial=0)
+        rounds = [
+            _Round(wish.sequence, wish.depth, first, Draft(method=self.method), wish.gate is not None)
+            for wish, first in zip(wishes, firsts, strict=False)
+        ]
+        for each in rounds:
+            each.sequence.draft = each.draft
+        sure = output.get("confidence")
+        sureness = None if sure is None else self._backend.numpy(sure)[:, 0].copy()
+        if self._module.markov or any(each.hangs for each in rounds):
+            self._draw_in_turn(rounds, output["logits"], sureness)
+        else:
+            self._draw(output["logits"], [(each, i) for each in rounds for i in range(each.depth)], sureness)
+
+    def _catch_up(self, sequences: Seq[Sequence]) -> None:
+        """Features of all true positions since the last round, in passes within the token budget."""
+        parts: list[Rows] = []
+        room = self._budget
+        for sequence in sequences:
+            start, end = self._runner.filled(self._network, sequence), len(sequence.tokens) - 1
+            while start < end:
+                count = min(end - start, room)
+                parts.append(Rows(sequence, start, sequence.tokens[start : start + count], 0))
+                start, room = start + count, room - count
+                if not room:
+                    self._keep(parts)
+                    parts, room = [], self._budget
+        if parts:
+            self._keep(parts)
+
+    def _keep(self, parts: list[Rows]) -> None:
+        self._runner.run(self._network, FEATURES, parts)
+        self._runner.fill(self._network, parts)
+
+    def _rows(self, wish: Wish) -> Rows:
+        """The last token and the mask, as far as a draft of the wished depth takes them."""
+        spec, start, count = self._spec, len(wish.sequence.tokens) - 1, self._spec.rows_for(wish.depth)
+        ids = [wish.sequence.tokens[-1], *[spec.mask_token_id] * (count - 1)]
+        return Rows(wish.sequence, start, ids, wish.depth, sees=None if spec.all_causal else start + count - 1)
+
+    def _draw_in_turn(self, rounds: list[_Round], logits: Buffer, sureness: Float32 | None) -> None:
+        """The first token of each draft, then the second of each, and so on."""
+        logits = self._backend.rows(logits, np.arange(sum(each.depth for each in rounds), dtype=np.int32))
+        while rounds := [each for each in rounds if each.wants_more]:
+            rows = np.array([each.first + len(each.draft.tokens) for each in rounds], np.int32)
+            of_rows = self._backend.rows(logits, rows)
+            sure = None if sureness is None else sureness[rows]
+            if self._module.markov:
+                parts = [Rows(r.sequence, len(r.sequence.tokens) - 1, [r.last], 1) for r in rounds]
+                output = self._runner.run(self._network, MARKOV, parts, hidden=of_rows)
+                of_rows = output["logits"]
+                if sure is not None and "confidence" in output:
+                    sure = sure + self._backend.numpy(output["confidence"])[:, 0]
+            self._draw(of_rows, [(each, len(each.draft.tokens)) for each in rounds], sure)
+
+    def _draw(self, logits: Buffer, places: Seq[tuple[_Round, int]], sureness: Float32 | None) -> None:
+        """The trunk's own sampling pipeline and noise for these places of drafts (coupled sampling). A token is scored
+        by the confidence head where there is one, else by its own probability."""
+        entries = [
+            # what is not drawn yet does not matter to this draw
+            (each.sequence, len(each.sequence.tokens) + i, (each.draft.tokens + [0] * i)[:i])
+            for each, i in places
+        ]
+        scored = sureness is None and any(each.scored for each, _ in places)
+        sampled = self._runner.draw(logits, entries, self._token_ids, scored=scored)
+        for row, ((each, _), token) in enumerate(zip(places, sampled.tokens.tolist(), strict=True)):
+            if token < 0:  # nothing allowed is in the draft vocabulary, or the head fails: the draft ends here
+                each.depth = min(each.depth, len(each.draft.tokens))
+            if not each.wants_more:
+                continue
+            each.draft.tokens.append(token)
+            if sampled.probs is not None:
+                each.draft.probs = [*(each.draft.probs or []), sampled.probs[row]]
+            logprob = sampled.logprobs[row]
+            if sureness is not None:
+                each.draft.scores.append(1 / (1 + math.exp(-max(float(sureness[row]), -MOST_LOGIT))))
+            elif logprob:
+                each.draft.scores.append(math.exp(logprob.logprob))
+
+
+DRAFTER = BlockDrafter

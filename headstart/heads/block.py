@@ -1,0 +1,214 @@
+"""Block drafters: DFlash (z-lab 2026) and DSpark (DeepSeek 2026). A few layers over the trunk's streams at several
+depths; one pass drafts a whole block.
+
+Features of a true position p: c_p = hidden_norm(fuse [tap_1 ; tap_2 ; ...]), each tap normed before or not. A layer
+keeps of them k = rope(k_norm(k_proj c_p), p) and v = v_proj c_p at slot p, and nothing else: c_p has no queries. The
+rows of a block stand at positions n, n + 1, ...: row 0 is the embedding of the last token (the *anchor*), the others
+are the mask. They see all features before n, and each other as BlockSpec says. y = norm(layers(rows)).
+
+Row k >= 1 guesses the token at n + k (DFlash), or, where `anchor_predicts`, row k the one at n + 1 + k (DSpark).
+Markov head: logits of a row += out . embed[x], x the token before the one it guesses, so drawing goes token by token.
+Confidence head: sigmoid(w [y ; embed[x]] + b) is the chance that the row's token is right.
+
+Canonical tensors: `fuse.weight` [H, taps * H], `tap_norms.weight` [taps * H], `hidden_norm.weight`, `layers.{i}.`,
+`norm.weight`, `mask_embedding` [H], `markov.embed.weight` [V, r], `markov.out.weight` [V', r], `confidence.weight`
+[1, H + r] and `confidence.bias` [1]; a head may have `embed_tokens.weight` and `lm_head.weight` of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from headstart.errors import ModelError
+from headstart.heads.base import BlockSpec, HeadSpec
+from headstart.heads.kind import HeadKind, Layout, plain_parts
+from headstart.heads.layouts import reading
+from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, RawTensor, Weight
+from headstart.layers.attention import Attention, AttentionConfig
+from headstart.layers.build import DecoderConfig
+from headstart.layers.decoder import DecoderLayer, LayerConfig, tapped_layers
+from headstart.layers.linear import Linear
+from headstart.layers.norm import RMSNorm
+from headstart.layers.weights import Shapes, Weights
+
+
+@dataclass(frozen=True)
+class MarkovHead:
+    """What the token before says about the logits of a row."""
+
+    table: Weight
+    out: Linear
+
+    def embed(self, ops: Ops, token_ids: Buffer) -> Buffer:
+        """The tokens before [R] -> [R, r]."""
+        return ops.embed(self.table, token_ids)
+
+
+@dataclass(frozen=True)
+class Confidence:
+    """A logit of the chance that a row's token is right: a part of y, and one of the Markov embedding of the token
+    before, which is known later."""
+
+    of_row: Linear
+    of_token: Linear | None
+
+
+@dataclass(frozen=True)
+class BlockModule:
+    """What runs, at run time and in training. `pools`: a KV pool for each layer."""
+
+    spec: BlockSpec
+    fuse: Linear
+    tap_norms: Weight | None
+    num_taps: int
+    hidden_norm: RMSNorm
+    layers: Seq[DecoderLayer]
+    norm: RMSNorm
+    mask_embedding: Weight | None
+    markov: MarkovHead | None
+    confidence: Confidence | None
+
+    @property
+    def kv_specs(self) -> list[AttentionSpec]:
+        return [layer.mixer.kv_spec for layer in self.layers if layer.mixer.kv_spec]
+
+    def keep(self, ops: Ops, hidden: Buffer, positions: Buffer, pools: Seq[Pool]) -> Buffer:
+        """Streams of true positions [R, taps * H] -> their features [R, H], of which each layer keeps keys and
+        values."""
+        if self.tap_norms is not None:
+            hidden = ops.rms_norm(hidden, self.tap_norms, self.norm.eps, self.num_taps)
+        features = self.hidden_norm(ops, self.fuse(ops, hidden))
+        for layer, pool in zip(self.layers, pools, strict=True):
+            mixer = layer.mixer
+            assert isinstance(mixer, Attention)
+            mixer.keep(ops, features, positions, pool)
+        return features
+
+    def draft(self, ops: Ops, embedded: Buffer, token_ids: Buffer, positions: Buffer, pools: Seq[Pool]) -> Buffer:
+        """Rows of blocks, tokens [R] with their embeddings [R, H] -> y [R, H] for the LM head."""
+        if self.mask_embedding is not None:
+            embedded = ops.put_where(embedded, token_ids, self.spec.mask_token_id, self.mask_embedding)
+        delta, residual = None, embedded
+        for layer, pool in zip(self.layers, pools, strict=True):
+            delta, residual = layer(ops, delta, residual, positions, pool)
+        y, _ = self.norm.add(ops, delta, residual)
+        return y
+
+    def logits(self, ops: Ops, y: Buffer, lm_head: Linear) -> Buffer:
+        """[L, H] -> [L, V'], without what the Markov head adds."""
+        logits = lm_head(ops, y)
+        return logits if self.spec.logit_scale == 1 else ops.scale(logits, self.spec.logit_scale)
+
+
+def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[BlockModule]:
+    """One. Raises ModelError for tensors that are not there or of another shape."""
+    block, configs, width = spec.block, layers_of(spec), len(tapped_layers(spec.tap)) * hidden
+    assert spec.layer and block
+    if block.interleaved:
+        weights = _half_split(weights, configs[0])
+    markov = None
+    if block.markov_rank:
+        out = weights.linear("markov.out", block.draft_vocab_size, block.markov_rank)
+        markov = MarkovHead(weights.get("markov.embed.weight", block.vocab_size, block.markov_rank), out)
+    return [
+        BlockModule(
+            spec=block,
+            fuse=weights.linear("fuse", hidden, width),
+            tap_norms=weights.get("tap_norms.weight", width) if block.tap_norms else None,
+            num_taps=width // hidden,
+            hidden_norm=weights.norm("hidden_norm", hidden, spec.layer.eps),
+            layers=[config.build(weights, f"layers.{i}", hidden) for i, config in enumerate(configs)],
+            norm=weights.norm("norm", hidden, spec.layer.eps),
+            mask_embedding=weights.get("mask_embedding", hidden) if block.mask_embedding else None,
+            markov=markov,
+            confidence=_confidence(weights, block, hidden) if block.confidence else None,
+        )
+    ]
+
+
+def _confidence(weights: Weights, block: BlockSpec, hidden: int) -> Confidence:
+    rank = block.markov_rank if block.confidence_markov else 0
+    columns = weights.raw("confidence.weight", (1, hidden + rank)).transposed()
+
+    def part(start: int, end: int, bias: Weight | None = None) -> Linear:
+        # one row of it is no matrix worth rounding
+        return Linear(weights.take(columns.take_rows(np.arange(start, end)).transposed(), precise=True), bias)
+
+    bias = weights.get("confidence.bias", 1) if weights.has("confidence.bias") else None
+    return Confidence(part(0, hidden, bias), part(hidden, hidden + rank) if rank else None)
+
+
+def _half_split(weights: Weights, config: LayerConfig) -> Weights:
+    """Rows of q and k in the order of Ops.rope: the first halves of all rotary pairs, then the second ones. Products of
+    q and k stay what they are."""
+    mixer = config.mixer
+    assert isinstance(mixer, AttentionConfig) and mixer.rope
+    pairs = np.arange(mixer.rope.rotary_dim).reshape(-1, 2).T.reshape(-1)
+    head = np.concatenate((pairs, np.arange(mixer.rope.rotary_dim, mixer.spec.head_dim)))
+
+    def turned(name: str, tensor: RawTensor) -> RawTensor:
+        if not name.startswith("layers.") or ".self_attn." not in name or name.split(".")[3][0] not in "qk":
+            return tensor
+        starts = np.arange(0, tensor.shape[0], mixer.spec.head_dim)
+        return tensor.take_rows((starts[:, None] + head).reshape(-1))
+
+    tensors = {name: turned(name, tensor) for name, tensor in weights.tensors.items()}
+    return Weights(tensors, weights.backend, weights.source, drafts=weights.drafts, on_take=weights.on_take)
+
+
+def layers_of(spec: HeadSpec) -> list[LayerConfig]:
+    """Its layers: `spec.layer`, and what the block's spec says of each."""
+    block, layer = spec.block, spec.layer
+    assert block and layer
+    mixer, _ = plain_parts(layer)
+
+    def made(i: int) -> LayerConfig:
+        attention = replace(mixer.spec, window=block.window(i), causal=block.is_causal(i))
+        return replace(layer, mixer=replace(mixer, spec=attention, sinks=block.sinks))
+
+    return [made(i) for i in range(block.num_layers)]
+
+
+def shapes(spec: HeadSpec, hidden: int) -> Shapes:
+    """Without the LM head and the embedding, which it may have."""
+    block, width = spec.block, len(tapped_layers(spec.tap)) * hidden
+    assert block
+    rank = block.markov_rank
+    every: Shapes = {"fuse.weight": (hidden, width), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
+    if block.tap_norms:
+        every["tap_norms.weight"] = (width,)
+    for i, config in enumerate(layers_of(spec)):
+        every |= config.shapes(f"layers.{i}", hidden)
+    if block.mask_embedding:
+        every["mask_embedding"] = (hidden,)
+    if rank:
+        every |= {"markov.embed.weight": (block.vocab_size, rank), "markov.out.weight": (block.draft_vocab_size, rank)}
+    if block.confidence:
+        width = hidden + (rank if block.confidence_markov else 0)
+        every |= {"confidence.weight": (1, width), "confidence.bias": (1,)}
+    return every
+
+
+def fit(spec: HeadSpec, trunk: DecoderConfig) -> HeadSpec:
+    """As it is, if its taps are layers of the trunk."""
+    tap, layers = tapped_layers(spec.tap), trunk.num_layers
+    if not tap or list(tap) != sorted(set(tap)) or not all(0 <= layer < layers for layer in tap):
+        raise ModelError(
+            f"the block drafter taps the streams before the layers {list(tap)}, but they must ascend from 0 to "
+            f"{layers - 1}",
+            "is it a drafter of this model?",
+        )
+    return spec
+
+
+HEAD = HeadKind(
+    title="block",
+    modules=modules,
+    shapes=shapes,
+    fit=fit,
+    drafter="block",
+    layout=Layout(matches=reading.matches, read=reading.read),
+)

@@ -1,0 +1,210 @@
+"""Drafter draft_model: a second whole model beside the trunk, its vocabulary, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import (
+    SMALL,
+    VOCAB,
+    eagle3_arrays,
+    eagle3_spec,
+    family_of,
+    headed_model,
+    make,
+    make_draft_model,
+    new_folder,
+    prompt_of,
+    request,
+    run,
+    tiny_model,
+    varied_requests,
+    write_head,
+)
+
+from headstart.config import EngineConfig
+from headstart.core import Rows
+from headstart.engine.draft_model import Matching, match
+from headstart.engine.load import Model, load_model
+from headstart.errors import ModelError, UsageError
+from headstart.tools.tiny import write_model
+
+EXACT = {"reference": "float64", "native": "float32"}
+
+
+def written(family: str, **changes: Any) -> Path:
+    return write_model(new_folder(), *family_of(family).tiny(**changes))
+
+
+def loaded(backend: str, trunk: Path, draft: Path, **settings: Any) -> Model:
+    wanted = {"drafter": "draft_model", "head": str(draft), "threads": 1, **settings}
+    return load_model(str(trunk), EngineConfig(backend=backend, dtype=EXACT[backend], **wanted))
+
+
+def engine_of(model: Model, backend: str, **settings: Any) -> Any:
+    wanted = {"drafter": "draft_model", "depth": 3, "block_size": 16, **settings}
+    return make(model, **{**SMALL, "backend": backend, "dtype": EXACT[backend], **wanted})
+
+
+@pytest.mark.parametrize("backend", EXACT)
+def test_the_model_itself_is_always_right(backend: str) -> None:
+    """Also behind prefixes that another request has computed, and at any temperature: the noise is the same."""
+    folder = written("llama")
+    engine = engine_of(loaded(backend, folder, folder), backend)
+    prompts = [prompt_of(30, 1), prompt_of(30, 1)[:20] + prompt_of(25, 2), prompt_of(30, 1)]
+    for i, prompt in enumerate(prompts):
+        run(engine, [request(prompt, name=f"r{i}", max_tokens=24, temperature=i % 2, stops=())])
+    assert engine.scheduler.prefix_hits > 0
+    assert engine.stats.drafted == engine.stats.accepted > 40
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 7}, {"kv_blocks": 10}, {"depth": "auto"}])
+def test_rows_are_computed_once(settings: dict[str, Any]) -> None:
+    """Keys of guesses that came true stay: one row for each pass, but for the last guess, whose keys nobody needed."""
+    folder = written("llama")
+    engine = engine_of(loaded("native", folder, folder), "native", **settings)
+    rows: list[int] = []
+    original = engine.runner.run
+
+    def noted(opened: Any, program: str, parts: list[Rows], **more: Any) -> Any:
+        if opened is not engine.runner.trunk and len(parts) == 1:
+            rows.append(len(parts[0].token_ids))
+        return original(opened, program, parts, **more)
+
+    engine.runner.run = noted
+    expected = run(engine_of(replace(loaded("native", folder, folder), head=None), "native", drafter="none"), REQUESTS)
+    assert {key: each.tokens for key, each in run(engine, REQUESTS).items()} == {
+        key: each.tokens for key, each in expected.items()
+    }
+    if not settings:
+        assert max(rows[1:]) == 2
+
+
+REQUESTS = [request(prompt_of(21, 3), max_tokens=30, stops=())]
+
+
+SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("deepseek_v3", "mimo", "qwen3_moe")]
+
+
+@pytest.mark.parametrize("family", ["qwen3", *SLOW])
+@pytest.mark.parametrize("drafter", ["draft_model", "mixed"])
+def test_any_family_beside_any_other(family: str, drafter: str) -> None:
+    """Penalties, biases, grammars' masks, several choices: the trunk's own pipeline, on other logits."""
+    depth = "auto" if drafter == "mixed" else 4
+    model = replace(tiny_model("llama"), head=make_draft_model(tiny_model("llama"), family))
+    for temperature in (0.0, 1.0):
+        plain = run(make(model, drafter="none"), varied_requests(temperature))
+        engine = make(model, drafter=drafter, depth=depth, kv_blocks=24, max_num_batched_tokens=40)
+        drafted = run(engine, varied_requests(temperature))
+        assert {key: each.tokens for key, each in drafted.items()} == {key: e.tokens for key, e in plain.items()}
+        if drafter == "draft_model":
+            assert engine.stats.drafted > 100
+
+
+def test_rule_rejection_takes_its_distributions() -> None:
+    model = headed_model("llama", "draft_model")
+    engine = make(model, drafter="draft_model", depth=3, rule="rejection")
+    run(engine, varied_requests(1.0))
+    assert engine.stats.drafted > 50
+
+
+def test_a_shorter_context_of_the_draft_model_ends_its_drafts() -> None:
+    folder = written("llama")
+    engine = engine_of(loaded("native", folder, written("llama", max_position_embeddings=32)), "native")
+    outputs = run(engine, REQUESTS)
+    assert len(outputs["r", 0].tokens) == 30
+    assert 0 < engine.stats.drafted == engine.stats.accepted < 15
+
+
+# Vocabularies.
+
+WORDS = {f"w{i}": i for i in range(200)}
+
+
+def matched(ours: dict[str, int], theirs: dict[str, int], sizes: tuple[int, int]) -> Matching:
+    return match(ours, theirs, sizes, ("trunk", "draft"))
+
+
+def test_padding_is_no_difference() -> None:
+    assert matched(WORDS, WORDS, (200, 200)) == (range(200), None)
+    assert matched(WORDS, WORDS, (256, 200)) == (range(200), None)
+    assert matched(WORDS, WORDS, (200, 256)) == (range(200), list(range(200)))
+
+
+def test_a_few_tokens_elsewhere_are_mapped() -> None:
+    moved = {**WORDS, "w0": 200, "new": 0}
+    found = matched(WORDS, moved, (200, 201))
+    assert (found.ids, found.rows) == (list(range(200)), [200, *range(1, 200)])
+    fed = found.fed(200)
+    assert fed is not None
+    assert fed.tolist() == [200, *range(1, 200)]
+
+
+def test_another_vocabulary_is_refused() -> None:
+    others = {(token if i % 2 else f"x{i}"): i for token, i in WORDS.items()}
+    with pytest.raises(
+        ModelError, match="draft has another vocabulary than trunk: 200 tokens, not 200; token 0 is 'x0', not 'w0'"
+    ):
+        matched(WORDS, others, (200, 200))
+
+
+@pytest.mark.parametrize("size", [VOCAB - 3, VOCAB + 29])
+def test_rows_more_or_less_draft_all_the_same(size: int) -> None:
+    trunk, draft = written("llama"), written("qwen3", vocab_size=size)
+    model = loaded("native", trunk, draft)
+    plain = run(engine_of(model, "native", drafter="none"), varied_requests(0.8))
+    engine = engine_of(model, "native")
+    drafted = run(engine, varied_requests(0.8))
+    assert {key: each.tokens for key, each in drafted.items()} == {key: each.tokens for key, each in plain.items()}
+    assert engine.stats.drafted > 100
+
+
+def test_tokens_at_other_places_draft_all_the_same(tmp_path: Path) -> None:
+    """The model itself with two tokens exchanged is as right as the model itself."""
+    config, arrays = family_of("llama").tiny()
+    trunk = write_model(tmp_path / "trunk", config, arrays)
+    order = np.arange(VOCAB)
+    order[[20, 40]] = [40, 20]
+    moved = {name: array[order] if array.shape[0] == VOCAB else array for name, array in arrays.items()}
+    draft = write_model(tmp_path / "draft", config, moved)
+    document = json.loads((draft / "tokenizer.json").read_text())
+    vocab = document["model"]["vocab"]
+    names = {index: token for token, index in vocab.items()}
+    vocab[names[20]], vocab[names[40]] = 40, 20
+    (draft / "tokenizer.json").write_text(json.dumps(document))
+    model = loaded("native", trunk, draft)
+    engine = engine_of(model, "native")
+    nameless = dict.fromkeys(range(len(names), VOCAB), -100.0)
+    run(engine, [request(range(3, 60), max_tokens=30, stops=(), logit_bias=nameless)])
+    assert engine.stats.drafted == engine.stats.accepted > 10
+
+
+# What is refused.
+
+
+def test_what_cannot_draft_is_refused(tmp_path: Path) -> None:
+    trunk = written("llama")
+    with pytest.raises(ModelError, match="has recurrent layers, which cannot draft yet"):
+        loaded("native", trunk, written("qwen3_next"))
+    with pytest.raises(UsageError, match="needs a second, smaller model"):
+        load_model(str(trunk), EngineConfig(drafter="draft_model", threads=1))
+    with pytest.raises(ModelError, match="without an MTP head of its own, and not smaller"):
+        loaded("native", trunk, trunk, drafter="auto")
+    with pytest.raises(ModelError, match="without an MTP head of its own"):
+        loaded("native", trunk, trunk, drafter="mtp")
+    model = tiny_model("llama")
+    spec = eagle3_spec(model)
+    head = write_head(tmp_path / "head", model.config, spec, eagle3_arrays(model, spec))
+    with pytest.raises(ModelError, match="is a head of kind eagle3, not a whole model"):
+        loaded("native", trunk, head)
+
+
+def test_a_smaller_model_needs_no_word() -> None:
+    model = loaded("native", written("llama"), written("llama", num_hidden_layers=1), drafter="auto")
+    assert model.head is not None
+    assert model.head.spec.kind == "draft_model"

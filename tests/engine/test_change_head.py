@@ -1,0 +1,94 @@
+"""Another head on a running engine: the texts stay the same, the prefix cache serves on, faults change nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import support
+
+from headstart.config import AUTO, EngineConfig
+from headstart.core import Delta
+from headstart.engine.engine import Engine
+from headstart.engine.load import Model
+from headstart.engine.make import change_head
+from headstart.errors import HeadstartError, ModelError, UsageError
+
+CONFIG: dict[str, Any] = {**support.SMALL, "dtype": "float64", "depth": 3}
+
+
+def texts(engine: Engine, requests: list[Any], changes: dict[int, Model], config: EngineConfig) -> dict[Any, list[int]]:
+    """Tokens by request and choice; before step i the head of changes[i] comes."""
+    found: dict[Any, list[int]] = {}
+
+    def take(deltas: list[Delta]) -> None:
+        for delta in deltas:
+            found.setdefault((delta.request_id, delta.choice), []).extend(delta.tokens)
+
+    for request in requests:
+        engine.submit(request)
+    step = 0
+    while engine.has_work:
+        if step in changes:
+            change_head(engine, changes[step], config)
+        engine.step(take)
+        step += 1
+    assert step > max(changes, default=0), "every change came"
+    return found
+
+
+@pytest.mark.parametrize("blocks", [80, 16], ids=["room", "preempted"])
+@pytest.mark.parametrize("depth", [3, AUTO])
+def test_the_texts_stay_the_same(depth: Any, blocks: int) -> None:
+    first = support.agreeing_model("llama")
+    second = replace(first, head=support.make_head(first, seed=5))
+    settings = CONFIG | {"depth": depth, "kv_blocks": blocks}
+    requests = support.varied_requests(0.8)
+    plain = texts(support.make(first, **settings | {"depth": 0}), requests, {}, EngineConfig(**settings))
+    engine = support.make(first, **settings)
+    changes = {2: second, 4: first, 5: second, 7: first}
+    assert texts(engine, requests, changes, EngineConfig(**settings)) == plain
+    support.assert_clean(engine)
+
+
+def test_the_new_head_drafts_as_if_it_had_always_been_there() -> None:
+    """Its acceptance over the rest of a text, and over a prefix that the old one has cached, is its own."""
+    good = support.agreeing_model("llama")
+    bad = replace(good, head=support.make_head(good, seed=5))
+    request = support.request(support.prompt_of(30, 1), max_tokens=60, stops=())
+    config, alone, changed = EngineConfig(**CONFIG), support.make(good, **CONFIG), support.make(bad, **CONFIG)
+    texts(alone, [request], {}, config)
+    texts(changed, [request], {3: good}, config)
+    assert changed.stats.accepted > 0.7 * alone.stats.accepted
+    changed.reset_stats()
+    texts(changed, [replace(request, request_id="again")], {}, config)
+    assert changed.stats.accepted >= 0.95 * alone.stats.accepted
+
+
+def other_shape(model: Model) -> Model:
+    return replace(model, head=support.make_eagle3(model))
+
+
+def without(model: Model) -> Model:
+    return replace(model, head=None)
+
+
+@pytest.mark.parametrize("change, error", [(other_shape, ModelError), (without, HeadstartError)])
+def test_one_that_does_not_fit_changes_nothing(change: Any, error: type[Exception]) -> None:
+    model = support.headed_model("llama")
+    engine, request = support.make(model, **CONFIG), support.request([3, 4, 5], max_tokens=20, stops=())
+    with pytest.raises(error):
+        change_head(engine, change(model), EngineConfig(**CONFIG))
+    assert len(engine.runner.opened) == 1
+    plain = texts(support.make(model, **CONFIG | {"depth": 0}), [request], {}, EngineConfig(**CONFIG))
+    assert texts(engine, [request], {}, EngineConfig(**CONFIG)) == plain
+    assert engine.stats.drafts > 0
+    support.assert_clean(engine)
+
+
+@pytest.mark.parametrize("settings", [{"drafter": "none"}, {"drafter": "ngram"}, {"depth": 0}])
+def test_where_no_head_drafts_there_is_none_to_change(settings: dict[str, Any]) -> None:
+    model, settings = support.headed_model("llama"), CONFIG | settings
+    with pytest.raises(UsageError, match="no head drafts here"):
+        change_head(support.make(model, **settings), model, EngineConfig(**settings))

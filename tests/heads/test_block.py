@@ -1,0 +1,195 @@
+"""Block drafters' modules: a block against a plain computation, files, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import support
+
+torch = pytest.importorskip("torch")
+
+from headstart.core import StepPlan  # noqa: E402
+from headstart.drafters.block import BlockNetwork  # noqa: E402
+from headstart.engine.attach import attach_head  # noqa: E402
+from headstart.errors import ModelError  # noqa: E402
+from headstart.formats.safetensors_file import read_file  # noqa: E402
+from headstart.heads.files import read_head  # noqa: E402
+from headstart.layers.network import Pools  # noqa: E402
+
+DRAFT_IDS = tuple(range(1, support.VOCAB, 3))
+MARKOV = {"markov_rank": 8, "confidence": True}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "dspark": {**MARKOV},
+    "dflash": {"causal": False, "anchor_predicts": False, "qk_norm": True, "num_layers": 3},
+    "markov alone": {"markov_rank": 4, "anchor_predicts": False, "mask_embedding": True},
+    "confidence of the row": {**MARKOV, "confidence_markov": False, "logit_scale": 0.5, "num_layers": 1},
+    "windows": {"causal": False, "windows": (3, 0), "sinks": True},
+    "causal windows": {"causal": False, "windows": (4, 0), "causal_windows": True, "tap_norms": True},
+    "interleaved": {"interleaved": True, "qk_norm": True, "num_layers": 5, "mask_embedding": True},
+}
+
+
+def written(model: Any, path: Path, own: tuple[str, ...] = (), draft_ids: Any = None, **facts: Any) -> Path:
+    spec = support.block_spec(model, **facts)
+    return support.write_head(path, model.config, spec, support.block_arrays(model, spec, draft_ids, own), draft_ids)
+
+
+def norm(x: Any, w: Any, eps: float) -> Any:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * w
+
+
+def turned(x: Any, positions: Any, inv_freq: Any, *, interleaved: bool) -> Any:
+    """x [T, heads, D]."""
+    angle = (positions[:, None] * inv_freq)[:, None]
+    if interleaved:
+        a, b = x[..., ::2], x[..., 1::2]
+        return torch.stack((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1).flatten(-2)
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1)
+
+
+def plain_block(t: dict[str, Any], spec: Any, streams: Any, ids: list[int], embedding: Any) -> Any:
+    """streams [n, taps * H] of positions 0 .. n - 1 and the tokens of a block at n, n + 1, ... -> y [rows, H]: the
+    formula once more, without pools, in float64."""
+    block, layer = spec.block, spec.layer
+    attention, eps, inv_freq = layer.mixer.spec, layer.eps, torch.tensor(layer.mixer.rope.inv_freq, dtype=torch.float64)
+    if block.tap_norms:
+        taps = [norm(tap, w, eps) for tap, w in zip(streams.chunk(2, -1), t["tap_norms.weight"].chunk(2), strict=True)]
+        streams = torch.cat(taps, -1)
+    features = norm(streams @ t["fuse.weight"].T, t["hidden_norm.weight"], eps)
+    x = embedding[torch.tensor(ids)].clone()
+    if block.mask_embedding:
+        x[[token == block.mask_token_id for token in ids]] = t["mask_embedding"]
+    count, rows = len(features), len(ids)
+    places = torch.arange(count + rows)
+    for i in range(block.num_layers):
+        at = lambda name: t[f"layers.{i}.{name}"]  # noqa: B023, E731
+        h = norm(x, at("input_layernorm.weight"), eps)
+        both = torch.cat((features, h))
+        q = (h @ at("self_attn.q_proj.weight").T).unflatten(-1, (-1, attention.head_dim))
+        k, v = ((both @ at(f"self_attn.{n}_proj.weight").T).unflatten(-1, (-1, attention.head_dim)) for n in "kv")
+        if layer.mixer.qk_norm:
+            q, k = norm(q, at("self_attn.q_norm.weight"), eps), norm(k, at("self_attn.k_norm.weight"), eps)
+        q = turned(q, places[count:], inv_freq, interleaved=block.interleaved)
+        k = turned(k, places, inv_freq, interleaved=block.interleaved)
+        k, v = (each.repeat_interleave(attention.num_heads // attention.num_kv_heads, 1) for each in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * attention.scale
+        if block.is_causal(i):
+            scores = scores.masked_fill(places[None, None, :] > places[None, count:, None], -torch.inf)
+        if window := block.window(i):
+            scores = scores.masked_fill(places[None, None, :] <= places[None, count:, None] - window, -torch.inf)
+        if block.sinks:
+            sinks = at("self_attn.sinks")[:, None, None].expand(-1, rows, 1)
+            weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
+        else:
+            weights = scores.softmax(-1)
+        x = x + torch.einsum("hqk,khd->qhd", weights, v).flatten(1) @ at("self_attn.o_proj.weight").T
+        h = norm(x, at("post_attention_layernorm.weight"), eps)
+        gate, up = (h @ at(f"mlp.{n}_proj.weight").T for n in ("gate", "up"))
+        x = x + (torch.nn.functional.silu(gate) * up) @ at("mlp.down_proj.weight").T
+    return norm(x, t["norm.weight"], eps)
+
+
+def plan(ids: list[int], start: int, sees: int | None = None) -> StepPlan:
+    ints = lambda values: np.asarray(values, np.int32)  # noqa: E731
+    positions = range(start, start + len(ids))
+    return StepPlan(
+        token_ids=ints(ids), positions=ints(positions), slots=ints(positions), row_starts=ints([0, len(ids)]),
+        block_tables=ints([[0, 1, 2, 3]]), logit_rows=ints(range(len(ids))), block_size=8,
+        sees=None if sees is None else ints([sees] * len(ids)),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("own", [(), ("lm_head", "embed_tokens")], ids=["shared", "own"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_block_is_the_formula(variant: str, own: tuple[str, ...], tmp_path: Path) -> None:
+    model = support.tiny_model("llama")
+    draft_ids = DRAFT_IDS if own else None
+    path = written(model, tmp_path / "head", own, draft_ids, **VARIANTS[variant])
+    head = attach_head(model, path)
+    t = {name: torch.from_numpy(each.float32().copy()).double() for name, each in
+         read_file(path / "model.safetensors").items() if name != "draft_token_ids"}  # fmt: skip
+    rng, count, width, block = np.random.default_rng(0), 7, model.config.hidden_size, head.spec.block
+    streams = torch.from_numpy(rng.standard_normal((count, 2 * width)))
+    embedding = model.decoder.embedding if head.embedding is None else head.embedding
+    lm_head = head.lm_head or model.decoder.lm_head
+    ids = [9] + [1] * 4
+    y = plain_block(t, head.spec, streams, ids, embedding)
+    expected = y @ lm_head.weight.T * block.logit_scale
+    pools = [model.backend.kv_pool(32, spec) for spec in head.modules[0].kv_specs]
+    network = BlockNetwork(head.modules[0], embedding, lm_head, 2 * width, expected.shape[1])
+    codes = {name: each.code for name, each in network.programs(Pools(pools)).items()}
+    run = model.backend.run
+    for start, end in ((0, 4), (4, count)):
+        run(codes["features"], plan([5] * (end - start), start), hidden=streams[start:end])
+    found = run(codes["block"], plan(ids, count, None if block.all_causal else count + 4))
+    torch.testing.assert_close(found["logits"], expected, rtol=1e-9, atol=1e-9)
+    before = torch.tensor([9, 20, 21, 22, 23])
+    if block.markov_rank:
+        added = run(codes["markov"], plan(before.tolist(), count), hidden=expected)
+        told = t["markov.embed.weight"][before]
+        torch.testing.assert_close(added["logits"], expected + told @ t["markov.out.weight"].T, rtol=1e-9, atol=1e-9)
+    if block.confidence:
+        sure = found["confidence"] + (added["confidence"] if block.confidence_markov else 0)
+        read = torch.cat((y, told), -1) if block.confidence_markov else y
+        torch.testing.assert_close(sure, read @ t["confidence.weight"].T + t["confidence.bias"], rtol=1e-9, atol=1e-9)
+
+
+def test_files_keep_every_fact(tmp_path: Path) -> None:
+    model = support.tiny_model("llama")
+    facts: dict[str, Any] = {**MARKOV, "windows": (3, 0), "sinks": True, "logit_scale": 0.5, "tap_norms": True}
+    path = written(model, tmp_path / "head", (), DRAFT_IDS, **facts)
+    head = read_head(path)
+    assert head.spec == support.sized(support.block_spec(model, **facts), support.VOCAB, DRAFT_IDS)
+    assert head.draft_token_ids is not None
+    assert head.draft_token_ids.tolist() == list(DRAFT_IDS)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "block_size 0": ({"block_size": 0}, "block_size is 0, but must be 1 to 16"),
+    "block_size 17": ({"block_size": 17}, "block_size is 17, but must be 1 to 16"),
+    "block_size a word": ({"block_size": "8"}, "block_size '8' is missing or wrong"),
+    "no layers": ({"num_layers": 0}, "num_layers is 0"),
+    "mask outside": ({"mask_token_id": support.VOCAB}, f"mask_token_id is {support.VOCAB}, but must be 0 to 130"),
+    "windows": ({"windows": [3]}, r"windows are \(3,\), for 2 layers"),
+    "rank": ({"markov_rank": -1}, "markov_rank is -1"),
+    "another rank": ({"markov_rank": 4}, r"markov.out.weight has shape \(131, 8\), but the config implies \(131, 4\)"),
+    "more layers": ({"num_layers": 3}, "no tensor layers.2"),
+    "scale": ({"logit_scale": 0}, "logit_scale is 0.0"),
+    "something else": ({"blocksize": 3}, "blocksize"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_facts_are_named(case: str, tmp_path: Path) -> None:
+    model = support.tiny_model("llama")
+    path = written(model, tmp_path / "head", **MARKOV)
+    document = json.loads((path / "config.json").read_text())
+    changes, message = WRONG[case]
+    document["block_drafter"] |= changes
+    (path / "config.json").write_text(json.dumps(document))
+    with pytest.raises(ModelError, match=message):
+        attach_head(model, path)
+
+
+@pytest.mark.parametrize("tap", [[0, 9], [1, 0], [], [-1, 1], "post_norm"])
+def test_wrong_taps_are_named(tap: Any, tmp_path: Path) -> None:
+    model = support.tiny_model("llama")
+    path = written(model, tmp_path / "head")
+    document = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**document, "tap": tap}))
+    with pytest.raises(ModelError, match="must ascend from 0 to 2"):
+        attach_head(model, path)
+
+
+def test_a_drafter_of_another_trunk(tmp_path: Path) -> None:
+    model = support.tiny_model("llama")
+    path = written(model, tmp_path / "head")
+    other = replace(model, config=replace(model.config, hidden_size=model.config.hidden_size // 2))
+    with pytest.raises(ModelError, match=r"its hidden_size is \d+, the model's is \d+"):
+        attach_head(other, path)
