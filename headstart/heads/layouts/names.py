@@ -54,7 +54,7 @@ def canonical(names: Iterable[str]) -> dict[str, str]:
 
 def theirs(name: str) -> str:
     """Our tensor name to theirs."""
-    return THEIRS.get(name, name.replace(*reversed(SINKS)))
+    return THEIRS.get(name, name.replace(SINKS[1], SINKS[0]))
 
 
 def check_whole(found: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], path: Path) -> None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from headstart.errors import ModelError
 from headstart.formats.base import NAME_OF
 from headstart.formats.safetensors import Planned, bfloat16
+from headstart.heads.base import BlockSpec
 from headstart.heads.kind import Arrays, HeadCheckpoint
 from headstart.heads.layouts.writing import Written
 from headstart.kernels.ops import RawTensor
@@ -25,30 +26,39 @@ Write = Callable[[HeadCheckpoint, Arrays], Written]
 def block_plan(source: Source, write: Write, use: str) -> Plan:
     """All tensors in bfloat16. Raises ModelError for a head of another kind, and for what the layout has no place
     for."""
-    head, trunk = source.head, source.checkpoint.path
-    if head.spec.block is None:
+    block, trunk = source.head.spec.block, source.checkpoint.path
+    if block is None:
         hint = "headstart train --kind block makes one; others go with --to vllm-mimo or vllm-eagle3"
-        raise ModelError(f"the head {source.head_path} is of kind {head.spec.kind}, no block drafter", hint)
+        raise ModelError(f"the head {source.head_path} is of kind {source.head.spec.kind}, no block drafter", hint)
     name = str(trunk.resolve()) if trunk.is_dir() else source.name
-    document, named = write(replace(head, trunk=name, trunk_layers=source.sizes.num_layers), _full(source))
+    head = replace(
+        source.head,
+        spec=replace(source.head.spec, block=replace(block, mask_embedding=False)),
+        trunk=name,
+        trunk_layers=source.sizes.num_layers,
+    )
+    document, named = write(head, _tensors(source, block))
     if (verifier := document.get("speculators_config", {}).get("verifier")) is not None:
         verifier["architectures"] = architectures(source.checkpoint.config)
     document |= _of_trunk(document, source.checkpoint.config)
     planned = [_planned(name, each) for name, each in named.items()]
-    plan = single_file(planned, document, use.replace("DEPTH", str(head.spec.block.block_size)))
+    plan = single_file(planned, document, use.replace("DEPTH", str(block.block_size)))
     if not trunk.is_dir():
         plan.notes.append(f"the trunk {source.name} is a GGUF file here: give the engine that model as safetensors")
     return plan
 
 
-def _full(source: Source) -> dict[str, Any]:
-    """The head's tensors; where it drafts from a part of the vocabulary, with the LM head's rows that these engines
-    want: they share the trunk's only as a whole."""
+def _tensors(source: Source, block: BlockSpec) -> dict[str, Any]:
+    """The head's, and of the trunk's what these engines want beside: the LM head's rows of a draft vocabulary, and the
+    whole embedding where the mask has one of its own, which they read in its row."""
     tensors: dict[str, Any] = dict(source.head.tensors)
-    ids, trunk = source.head.draft_token_ids, source.tensors
+    trunk, ids = source.tensors, source.head.draft_token_ids
     if ids is not None and "lm_head.weight" not in tensors:
-        whole = trunk.get("lm_head.weight", trunk["embed_tokens.weight"])
-        tensors["lm_head.weight"] = whole.take_rows(ids)
+        tensors["lm_head.weight"] = trunk.get("lm_head.weight", trunk["embed_tokens.weight"]).take_rows(ids)
+    if mask := tensors.pop("mask_embedding", None):
+        table = tensors.get("embed_tokens.weight", trunk["embed_tokens.weight"]).float32().copy()
+        table[block.mask_token_id] = mask.float32()
+        tensors["embed_tokens.weight"] = table
     return tensors
 
 
@@ -63,6 +73,7 @@ def _of_trunk(document: Mapping[str, Any], trunk: Mapping[str, Any]) -> dict[str
 
 
 def _planned(name: str, tensor: RawTensor | NDArray[Any]) -> Planned:
-    if isinstance(tensor, np.ndarray):  # maps of the draft vocabulary
+    if isinstance(tensor, np.ndarray) and tensor.dtype != np.float32:  # maps of the draft vocabulary
         return Planned(name, NAME_OF[tensor.dtype], tensor.shape, lambda: [np.ascontiguousarray(tensor)])
-    return Planned(name, "BF16", tuple(tensor.shape), lambda: [bfloat16(tensor.float32())[0]])
+    values = (lambda: tensor) if isinstance(tensor, np.ndarray) else tensor.float32
+    return Planned(name, "BF16", tuple(tensor.shape), lambda: [bfloat16(values())[0]])

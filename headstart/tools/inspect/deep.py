@@ -65,7 +65,7 @@ def _measure(model: Model, config: EngineConfig, progress: Progress) -> dict[str
     pairs = list(zip(others, read, strict=True))
     better = [pair for pair in pairs if is_better(pair[1], every[-1])]
     best = max(better, key=lambda pair: pair[1].acceptance_length, default=None)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"depth": depth, "acceptance_length": stats.acceptance_length, "per_position": _rates(stats)}
         for depth, stats in zip(depths, every, strict=True)
     ]
