@@ -19,6 +19,7 @@ from headstart.files import written_aside
 from headstart.formats.base import Tensor
 from headstart.formats.json_object import read_object
 from headstart.formats.mtp_families import MOST_MODULES
+from headstart.formats.quantization import Dequantized, readable
 from headstart.formats.safetensors import save, whole_directory
 from headstart.formats.safetensors_file import read_file
 from headstart.heads.base import BlockSpec, HeadSpec
@@ -54,9 +55,11 @@ def read_head(path: Path) -> HeadCheckpoint:
     if not path.is_dir():
         raise ModelError(f"the head {path} is not a directory", "give the directory that headstart train wrote")
     document = read_object(path / "config.json")
-    if layout := _foreign(document):
-        return layout.read(document, whole_directory(path), path)
-    return _read_own(document, read_file(path / "model.safetensors"), path)
+    layout = _foreign(document)
+    files = whole_directory(path) if layout else read_file(path / "model.safetensors")
+    stored = readable(files, document)
+    tensors = {name: each.read() if isinstance(each, Dequantized) else each for name, each in stored.items()}
+    return layout.read(document, tensors, path) if layout else _read_own(document, tensors, path)
 
 
 def write_head(path: Path, head: HeadCheckpoint, arrays: Arrays) -> None:
