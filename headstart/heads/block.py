@@ -25,7 +25,8 @@ import numpy as np
 
 from headstart.errors import ModelError, UsageError
 from headstart.heads.base import BlockSpec, HeadSpec
-from headstart.heads.kind import HeadKind, Start, Training, Values, plain_parts
+from headstart.heads.kind import HeadKind, Layout, Start, Training, Values, plain_parts
+from headstart.heads.layouts import reading
 from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, RawTensor, Weight
 from headstart.layers.attention import Attention, AttentionConfig
 from headstart.layers.build import DecoderConfig
@@ -265,5 +266,6 @@ HEAD = HeadKind(
     shapes=shapes,
     fit=fit,
     drafter="block",
+    layout=Layout(matches=reading.matches, read=reading.read),
     training=Training(spec=trained_spec, initial=initial, depth=8),
 )
