@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from headstart.config import MAX_DEPTH
 from headstart.core import Draft, Rows, Sampled, Sequence
 from headstart.heads.base import Head
-from headstart.kernels.ops import Backend, Buffer, Weight
+from headstart.kernels.ops import Backend, Buffer, GateRule, Weight
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import Decoder, Tap
 from headstart.layers.network import Network, Opened
@@ -22,12 +22,16 @@ from headstart.layers.weights import Weights
 
 class Gate(Protocol):
     """Decides for one sequence how far its draft goes (engine.depth). `starts`: a draft that costs a pass of a head
-    is worth beginning."""
+    is worth beginning. `reach`: of a draft that costs one pass, so many tokens may be worth their rows."""
 
     starts: bool
+    reach: int
 
     def goes_on(self, draft: Draft) -> bool:
         """Called once after each drafted token, with its score in place: shall there be another?"""
+
+    def rule(self, method: str, depth: int) -> GateRule:
+        """`goes_on` as data, for a draft by this method of up to so many tokens."""
 
     def suffices(self, draft: Draft) -> bool:
         """Is a draft that cost nothing good enough, or shall the head be asked?"""
@@ -41,6 +45,18 @@ class Wish:
     sequence: Sequence
     depth: int
     gate: Gate | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Steps:
+    """How a network drafts token by token. `first`: the program over true rows, whose last one gives the first logits
+    and the vector that the next step reads in place of hidden states; draft step i >= 1 runs `others[i - 1]`: a
+    program, and how many rows lie between the true ones and its own."""
+
+    network: Opened
+    first: str
+    others: Seq[tuple[str, int]]
+    token_ids: Weight | None
 
 
 class DraftRunner(Protocol):
@@ -57,6 +73,11 @@ class DraftRunner(Protocol):
 
     def filled(self, opened: Opened, sequence: Sequence) -> int:
         """Positions below this one hold the network's KV, counted from its first."""
+
+    def draft(self, steps: Steps, wishes: Seq[Wish], parts: Seq[Rows], method: str) -> list[int]:
+        """Whole drafts behind the rows of each wish, `parts`, for those that the backend can make with one call: their
+        `draft` is set. Returns the indices of the others, which go step by step with `run` and `draw`: the tokens are
+        the same."""
 
     def draw(
         self,
@@ -107,6 +128,11 @@ class Drafter:
     max_depth: int = MAX_DEPTH
     tap: Tap | None = None
     costs_per: Literal["step", "pass"] = "step"
+
+    @property
+    def auto_limit(self) -> int:
+        """The deepest draft where depths are chosen step by step."""
+        return self.max_depth
 
     @classmethod
     def attach(cls, target: Target) -> Self:

@@ -1,7 +1,8 @@
 """Which tokens a head without a draft vocabulary of its own drafts (`--draft-vocab`): all, a list, or all by a sketch.
 
-A sketch of the LM head (layers/sketch.py) is made from hidden states that the LM head reads over a text. Agreement with the full LM head and cost are measured on states that it was not made from; where it
-disagrees too often, or costs as much, drafts go by the full one. All is kept in the user cache, for the next start.
+A sketch of the LM head (layers/sketch.py) is made from hidden states that the LM head reads over a text. Agreement with
+the full LM head and cost are measured on states that it was not made from; where it disagrees too often, or costs as
+much, drafts go by the full one. All is kept in the user cache, for the next start.
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ EMBEDDING_SHARE = 0.1
 @dataclass(frozen=True, kw_only=True)
 class HeadCheckpoint:
     """A head as a directory of its own. `draft_token_ids`: ascending target ids, None for the full vocabulary;
-    `tensors`: under canonical names; `training`: free-form provenance."""
+    `tensors`: under canonical names; `trunk_layers`: of the model it was trained on, 0 where that is not told;
+    `training`: free-form provenance."""
 
     spec: HeadSpec
     hidden_size: int
@@ -37,6 +38,7 @@ class HeadCheckpoint:
     draft_token_ids: NDArray[np.int64] | None = None
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     trunk: str = ""
+    trunk_layers: int = 0
     trunk_fingerprint: str = ""
     training: Mapping[str, Any] = field(default_factory=dict)
 
@@ -55,11 +57,12 @@ class Start:
 @dataclass(frozen=True, kw_only=True)
 class Training:
     """How a kind is trained. `spec`: for a trunk of so many layers and so many draft steps. `initial`: the first
-    weights, under canonical names. `own_lm_head`: its file holds the LM head's rows too. `stacks`: it may have a module
-    for each draft step instead of one that is used again."""
+    weights, under canonical names. `depth`: draft steps, where nobody says how many. `own_lm_head`: its file holds the
+    LM head's rows too. `stacks`: it may have a module for each draft step instead of one that is used again."""
 
     spec: Callable[[int, int], HeadSpec]
     initial: Callable[[Start, HeadSpec], dict[str, Values]]
+    depth: int = 3
     own_lm_head: bool = False
     stacks: bool = False
 
@@ -72,11 +75,11 @@ Arrays = Mapping[str, Any]
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """How other programs write heads of a kind: is this config.json one? `read` raises ModelError for what is missing;
-    `write` makes config.json and tensors, in place of headstart's own layout."""
+    `write`, where there is one, makes config.json and tensors, in place of headstart's own layout."""
 
     matches: Callable[[Document], bool]
     read: Callable[[Document, Mapping[str, Tensor], Path], HeadCheckpoint]
-    write: Callable[[HeadCheckpoint, Arrays], tuple[dict[str, Any], dict[str, Any]]]
+    write: Callable[[HeadCheckpoint, Arrays], tuple[dict[str, Any], dict[str, Any]]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,11 +26,11 @@ from headstart.formats.symbols import MOST, lookup, text_config
 from headstart.tools.inspect import deep
 from headstart.tools.inspect.drafters import Drafter, describe_drafter, state_of_drafter
 from headstart.tools.inspect.findings import Finding, Subject, findings, shared_tensors
-from headstart.tools.inspect.fit import check_fit, check_native, drafter_findings
+from headstart.tools.inspect.fit import check_fit, check_native, check_whole, drafter_findings
 from headstart.tools.inspect.heads import Heads, examine
 from headstart.tools.inspect.parts import summary
 from headstart.tools.inspect.render import lines
-from headstart.tools.inspect.state import Check, dead, state_of
+from headstart.tools.inspect.state import Check, dead, misread, state_of
 from headstart.tools.inspect.weights import Weight, weights_of
 
 SCHEMA = 1
@@ -74,6 +74,8 @@ def run(options: InspectOptions, progress: Progress = no_progress) -> Report:
     data["deep"] = _deep(options, head, data, progress) if options.deep else None
     if data["deep"] and data["deep"].get("dead"):
         data["heads"] |= dead(data["deep"]["acceptance"]).document()
+    elif data["deep"] and data["deep"].get("better"):
+        data["heads"] |= misread(data["deep"]).document()
     return Report(ok=_is_fine(data), data=data, lines=lines(data))
 
 
@@ -106,7 +108,8 @@ def _is_fine(data: Mapping[str, Any]) -> bool:
 
 
 def _deep(options: InspectOptions, head: str | None, data: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
-    if data["drafter"] is None:
+    whole = options.target is not None and data["heads"]["verdict"] == "none"
+    if data["drafter"] is None and not whole:
         return deep.measure(options.model, head, progress)
     if options.target is None:
         return {"ran": False, "why": "a drafter is measured with the model it drafts for: give --target"}
@@ -123,7 +126,9 @@ def describe(checkpoint: Checkpoint, target: Checkpoint | None = None) -> dict[s
         return _describe_drafter(checkpoint, weights, describe_drafter(checkpoint, weights, layout), target)
     heads = examine(weights, config, checkpoint.format)
     shared = shared_tensors(checkpoint, heads)
-    checks = check_native(heads, weights, config, target) if target else None
+    checks = None
+    if target:
+        checks = check_native(heads, weights, config, target) if heads.names else check_whole(checkpoint, target)
     family = heads.family
     told = {
         **state_of(heads, checkpoint.name).document(),
