@@ -21,7 +21,7 @@ SAMPLING = {
 }  # fmt: skip
 ENGINE = {
     "--backend", "--quantization", "--kv-cache-dtype", "--dtype", "--device", "--threads", "--drafter", "--head",
-    "--depth", "--depth-by-batch", "--rule", "--max-model-len", "--max-num-seqs",
+    "--depth", "--depth-by-batch", "--draft-vocab", "--rule", "--max-model-len", "--max-num-seqs",
     "--max-num-batched-tokens", "--block-size", "--kv-blocks", "--no-enable-prefix-caching",
     "--ngram-min", "--ngram-max", "--seed", "--speculative-config", "--no-mtp", "--synthetic-acceptance",
 }  # fmt: skip
