@@ -117,12 +117,12 @@ def sketched(engine: Engine, model: Model, identity: Mapping[str, Any]) -> Sketc
 
 def _states(engine: Engine, opened: Opened, tokens: Seq[int]) -> Buffer:
     """What the LM head of the network reads over a text: states [R, H]."""
-    prompt = tuple(tokens[: min(engine.max_length - 1, engine.scheduler.budget)])
+    prompt = tuple(tokens[: min(engine.max_length - 3, engine.scheduler.budget)])
     params = SamplingParams(max_tokens=2)
     request = Request(request_id=NAME, prompt_ids=prompt, params=params, seed=0, stop_ids=frozenset(), depth=0)
     (sequence,) = engine.submit(request)
     try:
-        while sequence.num_computed < len(prompt):
+        while sequence.num_computed < len(prompt) and engine.has_work:
             engine.step(lambda deltas: None)
         first = opened.network.first_position
         return engine.runner.run(opened, STATES, [Rows(sequence, first, prompt[first:], 1)])["states"]
