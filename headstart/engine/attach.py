@@ -138,5 +138,5 @@ def _check_fit(trunk: Trunk, path: Path, hidden_size: int, vocab_size: int) -> N
         if ours != (theirs := getattr(trunk.config, name)):
             raise ModelError(
                 f"the head {path} does not fit {trunk.name}: its {name} is {ours}, the model's is {theirs}",
-                "use a head trained for this model, or headstart train",
+                "use a head trained for this model; a whole model drafts with --drafter draft_model",
             )

@@ -23,7 +23,7 @@ from headstart.text.tokenizer import Tokenizer
 
 DRAFT_MODEL = "draft_model"
 MOST_FOREIGN = 0.01
-"""Share of the smaller vocabulary's tokens that the other may lack: what was added later, or is never said."""
+"""Share of a vocabulary's tokens that the other may lack: what was added later, or is never said."""
 
 
 class Trunk(Protocol):
@@ -89,7 +89,7 @@ def match(
     no token has, or a few tokens more, do no harm. Raises ModelError where more differs."""
     pairs = sorted((ours[token], theirs[token]) for token in ours.keys() & theirs.keys())
     pairs = [pair for pair in pairs if pair[0] < sizes[0] and pair[1] < sizes[1]]
-    if len(pairs) < (1 - MOST_FOREIGN) * min(len(ours), len(theirs)):
+    if len(pairs) < (1 - MOST_FOREIGN) * max(len(ours), len(theirs)):
         raise ModelError(
             f"the draft model {names[1]} has another vocabulary than {names[0]}: {len(theirs)} tokens, not "
             f"{len(ours)}{_first_difference(ours, theirs)}",

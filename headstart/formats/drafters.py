@@ -157,7 +157,7 @@ def _whole(config: Mapping[str, Any], kind: str, method: str, title: str, module
 def classify_path(name: str | Path) -> DrafterKind:
     """The kind of a directory, a .gguf file or a Hub repo. Raises UsageError where nothing is there, ModelError for
     damaged files."""
-    path = Path(name).expanduser()
+    path = hub.resolve(str(name)) if hub.is_builtin(str(name)) else Path(name).expanduser()
     if gguf.detect(path):
         return of_gguf(read_gguf(path))
     if path.is_dir() and (path / "config.json").exists():

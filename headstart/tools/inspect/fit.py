@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
+from headstart.errors import ModelError
 from headstart.formats.base import Checkpoint
 from headstart.formats.mtp_families import find_family, sizes_of
 from headstart.formats.symbols import as_size, lookup, text_config
@@ -45,8 +47,6 @@ def check_native(
     heads: Heads, weights: Mapping[str, Weight], config: Mapping[str, Any], target: Checkpoint
 ) -> list[Check]:
     """Do the native heads of one checkpoint fit another one's trunk, as for a graft?"""
-    if not heads.names:
-        return [Check("MTP modules", 0, "one or more", False)]
     own, other = sizes_of(config), sizes_of(target.config)
     checks = [_equal("hidden size", own.value("H"), other.value("H"))]
     checks.append(_equal("vocabulary", own.value("V"), other.value("V")))
@@ -55,6 +55,23 @@ def check_native(
         checks.append(Check("family", heads.family.key, family.key if family else None, family is heads.family))
         checks += _shape_checks(heads, weights, target)
     return [check for check in checks if check.drafter is not None]
+
+
+def check_whole(checkpoint: Checkpoint, target: Checkpoint) -> list[Check]:
+    """Can a model without heads be the draft model of a target? It must say the same tokens, and be smaller."""
+    own, other = (sum(tensor.nbytes for tensor in each.tensors.values()) for each in (checkpoint, target))
+    if own >= other:
+        return [Check("MTP modules", 0, "one or more", False)]
+    from headstart.engine.draft_model import match  # it needs more than headers do
+
+    sizes = [sizes_of(each.config).value("V") or 0 for each in (target, checkpoint)]
+    fits = sizes[0] == sizes[1]
+    with suppress(ModelError):  # headers alone have no tokenizer
+        ours, theirs = (each.load_tokenizer().vocabulary() for each in (target, checkpoint))
+        fits = False
+        match(ours, theirs, (sizes[0], sizes[1]), (target.name, checkpoint.name))
+        fits = True
+    return [Check("vocabulary, as a draft model", sizes[1], sizes[0], fits)]
 
 
 def _shape_checks(heads: Heads, weights: Mapping[str, Weight], target: Checkpoint) -> Iterator[Check]:

@@ -26,7 +26,7 @@ from headstart.formats.symbols import MOST, lookup, text_config
 from headstart.tools.inspect import deep
 from headstart.tools.inspect.drafters import Drafter, describe_drafter, state_of_drafter
 from headstart.tools.inspect.findings import Finding, Subject, findings, shared_tensors
-from headstart.tools.inspect.fit import check_fit, check_native, drafter_findings
+from headstart.tools.inspect.fit import check_fit, check_native, check_whole, drafter_findings
 from headstart.tools.inspect.heads import Heads, examine
 from headstart.tools.inspect.parts import summary
 from headstart.tools.inspect.render import lines
@@ -106,7 +106,8 @@ def _is_fine(data: Mapping[str, Any]) -> bool:
 
 
 def _deep(options: InspectOptions, head: str | None, data: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
-    if data["drafter"] is None:
+    whole = options.target is not None and data["heads"]["verdict"] == "none"
+    if data["drafter"] is None and not whole:
         return deep.measure(options.model, head, progress)
     if options.target is None:
         return {"ran": False, "why": "a drafter is measured with the model it drafts for: give --target"}
@@ -123,7 +124,9 @@ def describe(checkpoint: Checkpoint, target: Checkpoint | None = None) -> dict[s
         return _describe_drafter(checkpoint, weights, describe_drafter(checkpoint, weights, layout), target)
     heads = examine(weights, config, checkpoint.format)
     shared = shared_tensors(checkpoint, heads)
-    checks = check_native(heads, weights, config, target) if target else None
+    checks = None
+    if target:
+        checks = check_native(heads, weights, config, target) if heads.names else check_whole(checkpoint, target)
     family = heads.family
     told = {
         **state_of(heads, checkpoint.name).document(),

@@ -80,6 +80,8 @@ def prepare(options: LaunchOptions) -> Prepared:
     version, assumed = version_of(launcher, options.engine_version, installed)
     devices = named_devices(options.gpus)
     launcher.check_platform(devices.platform)
+    if options.head and hub.is_builtin(options.head):
+        options = replace(options, head=str(hub.resolve(options.head)))
     drafter = drafter_of(options.head) if options.head else None
     facts = read_facts(options.model)
     check_model(launcher, version, facts.model_type)
