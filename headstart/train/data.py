@@ -258,8 +258,8 @@ def count_tokens(examples: Iterable[Example]) -> dict[str, dict[str, int]]:
 def draft_vocabulary(
     examples: Sequence[Example], size: int, end_ids: Iterable[int], known: Iterable[int] = ()
 ) -> NDArray[np.int64]:
-    """The `size` most frequent predicted tokens, and the end tokens, as ascending ids; where the text has fewer, `known`
-    ones fill it up."""
+    """The `size` most frequent predicted tokens, and the end tokens, as ascending ids; `known` ones fill up what the
+    text leaves."""
     counts: Counter[int] = Counter()
     for example in examples:
         counts.update(example.tokens[1:][example.loss[:-1]].tolist())

@@ -15,7 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.config import MAX_DEPTH, Device
@@ -62,6 +64,7 @@ class TrainOptions:
     seed: int = 0
     resume: bool = True  # go on from a checkpoint beside `out`; False starts over
     device: Device = "cpu"
+    measured: bool = True  # what it is worth on this machine
 
     @property
     def work(self) -> Path:
@@ -161,15 +164,14 @@ class _Run:
         self.options, self.subject, self.corpus = options, subject, corpus
         self.spec = subject.spec
         self.start: dict[str, Tensor] | None = None
+        self.known: NDArray[np.int64] | None = None  # what it can draft
         if options.finetune:
-            self.spec, self.start = existing_head(subject, options.kind, options.head)
+            self.spec, self.start, self.known = existing_head(subject, options.kind, options.head)
             if self.spec.module_of(options.depth - 1) is None:
                 raise UsageError(
                     f"--depth is {options.depth}, but the head to begin with has {self.spec.num_modules} module(s)"
                 )
-        self.vocabulary = draft_vocabulary(
-            corpus.training, min(options.draft_vocab, subject.config.vocab_size), subject.text.end_ids
-        )
+        self.vocabulary = self._vocabulary()
         self.coverage = coverage(corpus.training, self.vocabulary)
         for kind, share in self.coverage.items():
             note(f"draft vocabulary of {len(self.vocabulary)} covers {share:.1%} of {kind}")
@@ -181,6 +183,14 @@ class _Run:
         if not options.resume:
             self.checkpoint.unlink(missing_ok=True)
             self.log.unlink(missing_ok=True)
+
+    def _vocabulary(self) -> NDArray[np.int64]:
+        """Of this text, filled up with what a head to begin with can draft; just that where weights belong to it."""
+        known = () if self.known is None else self.known.tolist()
+        if known and "markov.out.weight" in (self.start or ()):
+            return np.asarray(known, np.int64)
+        size = min(max(self.options.draft_vocab, len(known)), self.subject.config.vocab_size)
+        return draft_vocabulary(self.corpus.training, size, self.subject.text.end_ids, known)
 
     def _standing(self) -> dict[str, Acceptance] | None:
         """Held-out acceptance of the head at `out`. Raises UsageError for one that is not ours to replace."""
@@ -316,7 +326,9 @@ class _Run:
     def _report(self, trainer: Trainer) -> Report:
         facts, options = self._facts(trainer), self.options
         p = trainer.progress
-        gain = measure(options.model, options.out, self.corpus.held_out, options.depth, options.threads)
+        gain = None
+        if options.measured:
+            gain = measure(options.model, options.out, self.corpus.held_out, options.depth, options.threads)
         lines = [
             f"{self.options.out}: {p.tokens:,} tokens in {p.seconds / 60:.1f} minutes, {p.step} steps",
             "held-out acceptance, all of the first 1, 2, ... drafts right (acceptance length):",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from headstart.api import LLM
 from headstart.config import FIXED_DEPTH, EngineConfig
-from headstart.core import Float32, Request, SamplingParams
+from headstart.core import Float32, SamplingParams
 from headstart.engine.attach import attach_head
 from headstart.engine.load import Model
 from headstart.server.records import Record
@@ -93,7 +94,7 @@ class Pair:
     """The model with one head and with the other: `None` is the head that it has."""
 
     def __init__(self, model: Model, config: EngineConfig, before: str | None, after: str) -> None:
-        heads = [model.head if path is None else attach_head(model, _path(path)) for path in (before, after)]
+        heads = [model.head if path is None else attach_head(model, Path(path)) for path in (before, after)]
         self._llms = [_llm(replace(model, head=head), config) for head in heads]
 
     def compare(self, asked: Seq[Asked], done: Callable[[int], bool] = lambda count: True) -> Comparison:
@@ -128,5 +129,5 @@ def _counts(llm: LLM, asked: Seq[Asked]) -> list[tuple[int, int]]:
     """Drafts and accepted tokens of each; (0, 0) where it does not fit."""
     fits = [each for each in asked if len(each.ids) + 1 < llm.engine.max_length]
     completions = llm.generate([each.ids for each in fits], [each.params for each in fits])
-    counts = {id(each): (c.speculation.drafts, c.speculation.accepted) for each, c in zip(fits, completions, strict=True)}
-    return [counts.get(id(each), (0, 0)) for each in asked]
+    stats = {id(each): completion.speculation for each, completion in zip(fits, completions, strict=True)}
+    return [(found.drafts, found.accepted) if (found := stats.get(id(each))) else (0, 0) for each in asked]

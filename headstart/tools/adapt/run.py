@@ -47,6 +47,8 @@ CONTEXT = MAX_TOKENS // 4
 """Tokens before each piece of a long text."""
 MOST_HELD_OUT, GENERAL_PROMPTS, GENERAL_SEED = 256, 24, 77
 GENERAL_ANSWER = 64
+MORE_TOKENS = 1024
+"""That a draft vocabulary may take up beside those that it has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +212,7 @@ class _Run:
     def _train(self, data: Seq[Path]) -> None:
         head = self.start.model.head
         assert head is not None
-        spent = (time.monotonic() - self._begun) / 60
+        known, spent = head.draft_token_ids, (time.monotonic() - self._begun) / 60
         training = TrainOptions(
             model=self.start.model.name,
             out=self.head,
@@ -219,6 +221,7 @@ class _Run:
             head=self.start.path,
             data=tuple(data),
             minutes=max(self.options.minutes * (1 - MEASURING_SHARE) - spent, 0.1 * self.options.minutes),
+            draft_vocab=MORE_TOKENS + (TrainOptions.draft_vocab if known is None else len(known)),
             depth=min(TrainOptions.depth, head.spec.depth_limit),
             threads=self.options.threads,
             seed=self.options.seed,
