@@ -21,6 +21,7 @@ from headstart.engine.attach import NATIVE_HEAD
 from headstart.engine.load import Model, load_model
 from headstart.errors import CapacityError, UsageError
 from headstart.files import write_whole
+from headstart.heads.base import HeadSpec
 from headstart.heads.kind import head_kind, trained_kinds
 from headstart.server.records import Record, RecordedModel, read_manifest, read_records
 from headstart.tools.adapt.kept import WORK, Adapted, digest_of, folder_of, keep, kept_head
@@ -222,7 +223,7 @@ class _Run:
             data=tuple(data),
             minutes=max(self.options.minutes * (1 - MEASURING_SHARE) - spent, 0.1 * self.options.minutes),
             draft_vocab=MORE_TOKENS + (TrainOptions.draft_vocab if known is None else len(known)),
-            depth=min(TrainOptions.depth, head.spec.depth_limit),
+            depth=_depth(head.spec),
             threads=self.options.threads,
             seed=self.options.seed,
             measured=False,
@@ -244,6 +245,13 @@ class _Run:
                 return time.monotonic() < end
 
             return pair.compare(own, goes_on), pair.compare(general)
+
+
+def _depth(spec: HeadSpec) -> int | None:
+    """Draft steps to train: as the kind has it, as far as the head has modules; of a block its rows."""
+    training = head_kind(spec.kind).training
+    assert training is not None
+    return spec.depth_limit if spec.block else min(training.depth, spec.depth_limit)
 
 
 def _lines(records: Seq[Record]) -> Iterator[str]:
