@@ -27,7 +27,7 @@ from headstart.api import LLM
 from headstart.cli.render import progress
 from headstart.config import EngineConfig
 from headstart.core import SamplingParams
-from headstart.server.records import Record, RecordedModel, RecordFiles, claim_folder, prepare_folder
+from headstart.server.records import Record, RecordedModel, RecordFiles, claim_folder
 
 MOST_BYTES = 2**28
 COLUMNS = ("texts", "tokens", "held out", "before", "after", "difference, 95 %", "general before", "after", "kept")
@@ -93,7 +93,6 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="JSON of the reports")
     options = parser.parse_args()
     work = options.work.resolve()
-    prepare_folder(work / "records")
     llm = LLM(None, EngineConfig(threads=options.threads, max_num_seqs=32, drafter="none"))
     for name in options.workloads:
         write(llm, work / "records" / name, name, options.requests, options.max_tokens)

@@ -18,6 +18,8 @@ from headstart.server.records import Record
 
 SHINGLE = 6
 HELD_OUT_EVERY = 10
+FEWEST, MOST_RESTS = 8, 3
+"""Requests to be judged by; of few records up to three in ten are held out for that."""
 COMMON = 0.1
 """Share of the prompts that have a shingle from which on it says nothing."""
 ALIKE = 0.5
@@ -38,9 +40,11 @@ def split(records: Seq[Record]) -> Split:
     """In the order given. Each text once."""
     records = list({(each.prompt_ids, each.response_ids): each for each in records}.values())
     shingles = _telling([_shingles(each.prompt_ids) for each in records])
-    held = [int(each.min()) % HELD_OUT_EVERY == 0 for each in shingles]
-    if records and not any(held):  # few records
-        held[int(np.argmin([int(each.min()) for each in shingles]))] = True
+    rests = np.array([int(each.min()) % HELD_OUT_EVERY for each in shingles])
+    most = next((rest for rest in range(MOST_RESTS) if (rests <= rest).sum() >= FEWEST), MOST_RESTS - 1)
+    held = (rests <= most).tolist()
+    if not records:
+        return Split([], [], 0)
     out = [each for each, is_held in zip(shingles, held, strict=True) if is_held]
     place = {number: index for index, number in enumerate(np.flatnonzero(held).tolist())}
     training = [number for number in range(len(records)) if number not in place]
