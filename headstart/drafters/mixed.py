@@ -48,5 +48,8 @@ class MixedDrafter(Drafter):
         self._lookup.release(sequence)
         self._head.release(sequence)
 
+    def forget(self) -> None:
+        self._lookup.forget()
+
 
 DRAFTER = MixedDrafter
