@@ -75,6 +75,17 @@ class NullBackend:
         self.run = clock.timed("backend", self._run)
         self.rows = clock.timed("backend", lambda x, rows: x)
         self.sample = clock.timed("backend", self._sample)
+        self.draft = clock.timed("backend", self._draft)
+
+    def prepare_chain(self, steps: Any, **about: Any) -> NullBackend:
+        return self
+
+    def _draft(self, first: Any, plan: StepPlan, rows: SamplingRows, depths: list[int], *_: Any, **__: Any) -> Any:
+        self._run(first, plan)
+        return [
+            ([self._token(at + i, True) for i in range(depth)], [])
+            for at, depth in zip(rows.position.tolist(), depths, strict=True)
+        ]
 
     def prepare(self, program: Program, *, hidden_width: int = 0) -> Program:
         return program
@@ -88,8 +99,10 @@ class NullBackend:
         return {"logits": None, "hidden": None}
 
     def _sample(self, logits: Any, rows: SamplingRows, **options: Any) -> Sampled:
-        wrong = self._drafting & (rows.position % WRONG_EVERY == 0)
-        return Sampled(3 + (rows.position * 40503 + wrong) % (VOCAB - 3), [None] * len(rows))
+        return Sampled(self._token(rows.position, self._drafting), [None] * len(rows))
+
+    def _token(self, position: Any, drafting: bool) -> Any:
+        return 3 + (position * 40503 + (drafting & (position % WRONG_EVERY == 0))) % (VOCAB - 3)
 
     def index(self, ids: NDArray[np.int64]) -> None: ...
     def kv_bytes(self, spec: Any) -> int:

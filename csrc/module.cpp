@@ -9,5 +9,6 @@ NB_MODULE(_native, m) {
     headstart::bind_packing(m);
     headstart::bind_sampling(m);
     headstart::bind_program(m);
+    headstart::bind_chain(m);
     headstart::bind_bandwidth(m);
 }

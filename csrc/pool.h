@@ -68,6 +68,7 @@ class ThreadPool::Turn {
     Turn(const Turn&) = delete;
     Turn& operator=(const Turn&) = delete;
 
+    int size() const { return pool_.size(); }
     int active() const { return pool_.active(); } // threads that the next run() uses
     void meet() { pool_.barrier_.wait(active()); }
 

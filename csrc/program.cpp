@@ -270,24 +270,35 @@ void Program::execute(ThreadPool::Turn& turn, const Pass& pass, int thread) {
     }
 }
 
+void Program::compute(ThreadPool::Turn& turn, Arena& arena, Pass& pass) {
+    allocate(arena, pass);
+    const int64_t wanted = (int64_t)phases_.size() * turn.size();
+    if (num_counters_ != wanted) {
+        counters_ = std::make_unique<Counter[]>(wanted);
+        num_counters_ = wanted;
+    }
+    for (int64_t i = 0; i < wanted; ++i) counters_[i].next.store(0, std::memory_order_relaxed);
+    const int32_t furthest = *std::max_element(pass.positions, pass.positions + pass.num_rows);
+    for (auto& rope : ropes) rope->reach(furthest);
+    for (auto& routing : routings) routing->reach(pass.num_rows);
+    pass.tiles.clear();
+    for (int64_t group : groups) pass.tiles.push_back(count_tiles(pass, group));
+    const auto start = Clock::now();
+    turn.run([&](int thread) { execute(turn, pass, thread); });
+    turn.settle(std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count());
+}
+
+int Program::output(const std::string& name) const {
+    for (const auto& each : outputs_)
+        if (each.first == name) return each.second;
+    return -1;
+}
+
 nb::dict Program::run(ThreadPool& threads, Arena& arena, Pass& pass) {
     {
         nb::gil_scoped_release released;
         ThreadPool::Turn turn(threads);
-        allocate(arena, pass);
-        const int64_t wanted = (int64_t)phases_.size() * threads.size();
-        if (num_counters_ != wanted) {
-            counters_ = std::make_unique<Counter[]>(wanted);
-            num_counters_ = wanted;
-        }
-        for (int64_t i = 0; i < wanted; ++i) counters_[i].next.store(0, std::memory_order_relaxed);
-        const int32_t furthest = *std::max_element(pass.positions, pass.positions + pass.num_rows);
-        for (auto& rope : ropes) rope->reach(furthest);
-        for (auto& routing : routings) routing->reach(pass.num_rows);
-        for (int64_t group : groups) pass.tiles.push_back(count_tiles(pass, group));
-        const auto start = Clock::now();
-        turn.run([&](int thread) { execute(turn, pass, thread); });
-        turn.settle(std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count());
+        compute(turn, arena, pass);
     }
     nb::dict found;
     for (size_t i = 0; i < outputs_.size(); ++i) {

@@ -187,11 +187,14 @@ class Program {
     void add_later(Step step); // behind the next step of tasks: nothing in this pass reads what it writes
     void finish(std::vector<std::pair<std::string, int>> outputs);
     nb::dict run(ThreadPool& threads, Arena& arena, Pass& pass); // not from two threads at once
+    void compute(ThreadPool::Turn& turn, Arena& arena, Pass& pass); // without Python's lock
+    int output(const std::string& name) const;                      // the buffer of a result; -1: there is none
     nb::dict profile(bool reset);
 
     const Kernels& kernels;
     Limits limits;
-    bool profiling = false, wants_hidden = false, wants_states = false;
+    bool profiling = false, wants_states = false;
+    int64_t hidden_width = 0; // columns of the hidden states that it reads
     std::vector<Buffer> buffers;
     std::vector<std::shared_ptr<RopeTable>> ropes;
     std::vector<std::shared_ptr<Routing>> routings;

@@ -1,18 +1,12 @@
 // From the arrays of a StepPlan (headstart/core.py) to a pass: nothing in it may point outside what a program reads.
-#include <nanobind/stl/vector.h>
-
 #include <algorithm>
 #include <numeric>
 #include <stdexcept>
 
-#include "program.h"
+#include "plan.h"
 
 namespace headstart {
 namespace {
-
-using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Table = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using Rows = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 constexpr int64_t kMostPath = 17;
 
@@ -34,7 +28,6 @@ bool ascends(const int32_t* starts, int64_t count) {
 }
 
 States states_of(const std::vector<Ints>& arrays, const Pass& pass) {
-    require(arrays.size() == 7, "run: states are seven arrays");
     for (size_t i = 0; i < 5; ++i)
         require((int64_t)arrays[i].size() == pass.num_spans + (i == 4), "run: the states' arrays differ in length");
     const int32_t* starts = arrays[4].data();
@@ -79,7 +72,17 @@ void check_blocks(const Program& program, const Pass& pass) {
     }
 }
 
-void check(const Program& program, const Pass& pass) {
+template <class Array> Array array(nb::handle plan, const char* name) { return nb::cast<Array>(plan.attr(name)); }
+
+template <class Array> std::optional<Array> optional_array(nb::handle owner, const char* name) {
+    nb::object found = owner.attr(name);
+    if (found.is_none()) return std::nullopt;
+    return nb::cast<Array>(found);
+}
+
+} // namespace
+
+void check_pass(const Program& program, const Pass& pass) {
     const Limits& limits = program.limits;
     require(ascends(pass.row_starts, pass.num_spans), "run: the rows' starts do not ascend");
     require(within(pass.token_ids, pass.num_rows, limits.tokens), "run: a token id is outside the embedding");
@@ -87,83 +90,94 @@ void check(const Program& program, const Pass& pass) {
             "run: a position is below 0");
     require(within(pass.slots, pass.num_rows, limits.slots), "run: a slot is outside the pool");
     require(within(pass.logit_rows, pass.num_logits, pass.num_rows), "run: a logit row is not in the pass");
-    if (program.wants_hidden && !pass.hidden)
-        require(within(pass.hidden_slots, pass.num_rows, pass.hidden_pool->num_slots),
+    if (program.hidden_width && pass.hidden)
+        require(pass.hidden_stride >= program.hidden_width, "run: hidden states are too narrow");
+    else if (program.hidden_width)
+        require(pass.hidden_pool->width >= program.hidden_width && within(pass.hidden_slots, pass.num_rows, pass.hidden_pool->num_slots),
                 "run: a hidden state's slot is outside the pool");
     if (!program.groups.empty()) check_blocks(program, pass);
     if (program.wants_states) check_states(limits, pass);
 }
 
-nb::dict run(Program& program, ThreadPool& threads, Arena& arena, Ints token_ids, Ints positions, Ints slots,
-             Ints row_starts, Table block_tables, Ints logit_rows, int64_t block_size, int64_t first_position,
-             std::optional<Ints> sees, std::optional<Ints> path_starts, std::optional<Ints> path_slots,
-             std::optional<Ints> hidden_slots, const HiddenPool* hidden_pool, std::optional<Rows> hidden,
-             const std::optional<std::vector<Ints>>& states) {
-    const int64_t rows = (int64_t)token_ids.size(), spans = (int64_t)row_starts.size() - 1;
-    require(rows > 0 && (int64_t)positions.size() == rows && (int64_t)slots.size() == rows && spans > 0 &&
-                (int64_t)block_tables.shape(0) == spans && row_starts.data()[spans] == rows &&
-                (!sees || (int64_t)sees->size() == rows) && (!hidden_slots || (int64_t)hidden_slots->size() == rows) &&
-                !path_starts == !path_slots && (!path_starts || (int64_t)path_starts->size() == rows + 1),
+Planned::Planned(const Program& program, nb::handle plan, const HiddenPool* hidden_pool, std::optional<Floats> hidden)
+    : token_ids_(array<Ints>(plan, "token_ids")), positions_(array<Ints>(plan, "positions")),
+      slots_(array<Ints>(plan, "slots")), row_starts_(array<Ints>(plan, "row_starts")),
+      logit_rows_(array<Ints>(plan, "logit_rows")), block_tables_(array<Table>(plan, "block_tables")),
+      sees_(optional_array<Ints>(plan, "sees")), hidden_slots_(optional_array<Ints>(plan, "hidden_slots")),
+      hidden_(std::move(hidden)) {
+    const int64_t rows = (int64_t)token_ids_.size(), spans = (int64_t)row_starts_.size() - 1;
+    const nb::object tree = plan.attr("paths"), states = plan.attr("states");
+    pass.block_size = nb::cast<int64_t>(plan.attr("block_size"));
+    pass.first_position = nb::cast<int64_t>(plan.attr("first_position"));
+    require(rows > 0 && (int64_t)positions_.size() == rows && (int64_t)slots_.size() == rows && spans > 0 &&
+                (int64_t)block_tables_.shape(0) == spans && row_starts_.data()[spans] == rows &&
+                (!sees_ || (int64_t)sees_->size() == rows) &&
+                (!hidden_slots_ || (int64_t)hidden_slots_->size() == rows),
             "run: the plan's arrays differ in length");
-    require(block_size > 0 && block_size % 16 == 0, "run: blocks must hold a multiple of 16 positions");
-    require(!hidden || (int64_t)hidden->shape(0) == rows, "run: hidden has another number of rows");
-    require(!program.wants_hidden || hidden || (hidden_slots && hidden_pool), "run: the program reads hidden states");
-    require(!program.wants_states || states, "run: the program reads recurrent states");
-    Pass pass{};
+    require(pass.block_size > 0 && pass.block_size % 16 == 0, "run: blocks must hold a multiple of 16 positions");
+    require(!hidden_ || (int64_t)hidden_->shape(0) == rows, "run: hidden has another number of rows");
+    require(!program.hidden_width || hidden_ || (hidden_slots_ && hidden_pool), "run: the program reads hidden states");
+    require(!program.wants_states || !states.is_none(), "run: the program reads recurrent states");
     pass.num_rows = rows;
-    pass.num_logits = (int64_t)logit_rows.size();
+    pass.num_logits = (int64_t)logit_rows_.size();
     pass.num_spans = spans;
-    pass.table_width = (int64_t)block_tables.shape(1);
-    pass.block_size = block_size;
-    pass.first_position = first_position;
-    pass.token_ids = token_ids.data();
-    pass.positions = positions.data();
-    pass.slots = slots.data();
-    pass.sees = sees ? sees->data() : positions.data();
-    pass.row_starts = row_starts.data();
-    pass.block_tables = block_tables.data();
-    pass.logit_rows = logit_rows.data();
-    pass.hidden_slots = hidden_slots ? hidden_slots->data() : nullptr;
+    pass.table_width = (int64_t)block_tables_.shape(1);
+    pass.token_ids = token_ids_.data();
+    pass.positions = positions_.data();
+    pass.slots = slots_.data();
+    pass.sees = sees_ ? sees_->data() : positions_.data();
+    pass.row_starts = row_starts_.data();
+    pass.block_tables = block_tables_.data();
+    pass.logit_rows = logit_rows_.data();
+    pass.hidden_slots = hidden_slots_ ? hidden_slots_->data() : nullptr;
     pass.hidden_pool = hidden_pool;
-    pass.hidden = hidden ? hidden->data() : nullptr;
-    pass.hidden_stride = hidden ? (int64_t)hidden->shape(1) : 0;
-    std::vector<int32_t> row_spans, each_row;
-    States told{};
-    if (states || path_starts) {
-        require(ascends(row_starts.data(), spans), "run: the rows' starts do not ascend");
-        row_spans.resize(rows);
+    pass.hidden = hidden_ ? hidden_->data() : nullptr;
+    pass.hidden_stride = hidden_ ? (int64_t)hidden_->shape(1) : 0;
+    if (!states.is_none() || !tree.is_none()) {
+        require(ascends(row_starts_.data(), spans), "run: the rows' starts do not ascend");
+        row_spans_.resize(rows);
         for (int64_t s = 0; s < spans; ++s)
-            std::fill(row_spans.begin() + pass.row_starts[s], row_spans.begin() + pass.row_starts[s + 1], (int32_t)s);
-        pass.row_spans = row_spans.data();
+            std::fill(row_spans_.begin() + pass.row_starts[s], row_spans_.begin() + pass.row_starts[s + 1], (int32_t)s);
+        pass.row_spans = row_spans_.data();
     }
-    if (states) {
-        told = states_of(*states, pass);
-        pass.states = &told;
+    if (!states.is_none()) {
+        for (const char* name :
+             {"own", "reads", "starts", "keeps", "store_starts", "store_positions", "store_slots"})
+            state_arrays_.push_back(array<Ints>(states, name));
+        states_ = states_of(state_arrays_, pass);
+        pass.states = &states_;
     }
-    check(program, pass);
+    check_pass(program, pass);
     pass.num_units = spans;
     pass.unit_starts = pass.row_starts;
-    if (path_starts) { // rows that see different keys cannot share a task
-        pass.path_starts = path_starts->data();
-        pass.path_slots = path_slots->data();
-        check_paths(program, pass, (int64_t)path_slots->size());
-        each_row.resize(rows + 1);
-        std::iota(each_row.begin(), each_row.end(), 0);
-        pass.num_units = rows;
-        pass.unit_starts = each_row.data();
-        pass.unit_spans = pass.row_spans;
-    }
-    return program.run(threads, arena, pass);
+    if (tree.is_none()) return;
+    // rows that see different keys cannot share a task
+    path_starts_ = array<Ints>(tree, "starts");
+    path_slots_ = array<Ints>(tree, "slots");
+    require((int64_t)path_starts_->size() == rows + 1, "run: the plan's arrays differ in length");
+    pass.path_starts = path_starts_->data();
+    pass.path_slots = path_slots_->data();
+    check_paths(program, pass, (int64_t)path_slots_->size());
+    each_row_.resize(rows + 1);
+    std::iota(each_row_.begin(), each_row_.end(), 0);
+    pass.num_units = rows;
+    pass.unit_starts = each_row_.data();
+    pass.unit_spans = pass.row_spans;
+}
+
+namespace {
+
+nb::dict run(Program& program, ThreadPool& threads, Arena& arena, nb::handle plan, const HiddenPool* hidden_pool,
+             std::optional<Floats> hidden) {
+    Planned planned(program, plan, hidden_pool, std::move(hidden));
+    return program.run(threads, arena, planned.pass);
 }
 
 } // namespace
 
 void bind_run(nb::class_<Program>& program) {
-    program.def("run", run, nb::arg("threads"), nb::arg("arena"), nb::arg("token_ids"), nb::arg("positions"),
-                nb::arg("slots"), nb::arg("row_starts"), nb::arg("block_tables"), nb::arg("logit_rows"),
-                nb::arg("block_size"), nb::arg("first_position"), nb::arg("sees").none(), nb::arg("path_starts").none(),
-                nb::arg("path_slots").none(), nb::arg("hidden_slots").none(), nb::arg("hidden_pool").none(),
-                nb::arg("hidden").none(), nb::arg("states").none());
+    program.def("run", run, nb::arg("threads"), nb::arg("arena"), nb::arg("plan"), nb::arg("hidden_pool").none(),
+                nb::arg("hidden").none());
 }
 
 } // namespace headstart

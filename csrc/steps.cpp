@@ -44,7 +44,7 @@ int embed(Program& program, nb::object matrix, int64_t width) {
 
 int hidden_input(Program& program, int64_t width) {
     const int out = program.buffer(width, false);
-    program.wants_hidden = true;
+    program.hidden_width = width;
     Step step;
     step.label = "rows";
     step.writes = {out};

@@ -36,14 +36,14 @@ class TrainFlags(OptionGroup):
         "Train a small model of a family, with its own head, from plain text; without --data, from Python's.",
         metavar="FAMILY",
     )
-    kind: str | None = option("mtp, eagle3 or medusa. Default: mtp.")
+    kind: str | None = option("mtp, eagle3, medusa or block. Default: mtp.")
     finetune: bool = option("Begin with the head that goes with the model, or with --head.", default=False)
     head: Path | None = option("With --finetune: the head to begin with.")
     data: Paths = option("JSONL file or folder of texts; may be repeated. Without it the model writes its own.")
     prompts: Paths = option("JSONL prompts that the model answers first.")
     minutes: float | None = option("Stop after this time.")
     tokens: int | None = option("Stop after this many training tokens.")
-    depth: int | None = option("Unrolled draft steps. Default: 3.")
+    depth: int | None = option("Unrolled draft steps, or rows of a block. Default: 3, of a block 8.")
     modules: int | None = option("Layers of an mtp head, one for each draft step. Default: 1.")
     draft_vocab: int | None = option("Most frequent tokens that the head can draft. Default: 8192.")
     threads: int | None = option("CPU threads.")

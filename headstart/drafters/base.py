@@ -9,7 +9,7 @@ from typing import Literal, Protocol, Self
 from headstart.config import MAX_DEPTH
 from headstart.core import Draft, Rows, Sampled, Sequence
 from headstart.heads.base import Head
-from headstart.kernels.ops import Backend, Buffer, Weight
+from headstart.kernels.ops import Backend, Buffer, GateRule, Weight
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import Decoder, Tap
 from headstart.layers.network import Network, Opened
@@ -25,6 +25,9 @@ class Gate(Protocol):
     def goes_on(self, draft: Draft) -> bool:
         """Called once after each drafted token, with its score in place: shall there be another?"""
 
+    def rule(self, method: str, depth: int) -> GateRule:
+        """`goes_on` as data, for a draft by this method of up to so many tokens."""
+
     def suffices(self, draft: Draft) -> bool:
         """Is a draft that cost nothing good enough, or shall the head be asked?"""
 
@@ -37,6 +40,18 @@ class Wish:
     sequence: Sequence
     depth: int
     gate: Gate | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Steps:
+    """How a network drafts token by token. `first`: the program over true rows, whose last one gives the first logits
+    and the vector that the next step reads in place of hidden states; draft step i >= 1 runs `others[i - 1]`: a
+    program, and how many rows lie between the true ones and its own."""
+
+    network: Opened
+    first: str
+    others: Seq[tuple[str, int]]
+    token_ids: Weight | None
 
 
 class DraftRunner(Protocol):
@@ -53,6 +68,11 @@ class DraftRunner(Protocol):
 
     def filled(self, opened: Opened, sequence: Sequence) -> int:
         """Positions below this one hold the network's KV, counted from its first."""
+
+    def draft(self, steps: Steps, wishes: Seq[Wish], parts: Seq[Rows], method: str) -> list[int]:
+        """Whole drafts behind the rows of each wish, `parts`, for those that the backend can make with one call: their
+        `draft` is set. Returns the indices of the others, which go step by step with `run` and `draw`: the tokens are
+        the same."""
 
     def draw(
         self,

@@ -9,7 +9,7 @@ later. A head without KV keeps nothing between rounds: the newest row is all it 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Self, cast
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.core import Draft, Rows, Sequence
-from headstart.drafters.base import Drafter, Gate, Target, Wish
+from headstart.drafters.base import Drafter, Gate, Steps, Target, Wish
 from headstart.errors import UsageError
 from headstart.heads.base import Head, HeadNetwork
 from headstart.kernels.ops import Buffer
@@ -62,6 +62,8 @@ class HeadDrafter(Drafter):
         self._network = target.runner.open(HeadNetwork(head, target.config.hidden_size, embedding, lm_head))
         self._keeps = [i for i, module in enumerate(head.modules) if module.kv_spec]
         self._fills = [f"pairs.{i}" for i in sorted({0, *self._keeps})]
+        others = [(f"next.{self._spec.module_of(i)}", self._spec.rows_before(i)) for i in range(1, self.max_depth)]
+        self._steps = Steps(self._network, self._fills[0], others, self._token_ids)
 
     @classmethod
     def attach(cls, target: Target) -> Self:
@@ -78,21 +80,15 @@ class HeadDrafter(Drafter):
         wishes = [wish for wish in wishes if wish.gate is None or wish.gate.starts]
         if not wishes:
             return
-        hidden, rounds = self._catch_up(wishes)
-        step = 1
-        while rounds := [each for each in rounds if each.wants_more]:
-            hidden = self._next_step(step, rounds, hidden)
-            step += 1
+        parts = self._catch_up(wishes)
+        if left := self._runner.draft(self._steps, wishes, parts, self.method):
+            self._draft([wishes[i] for i in left], [parts[i] for i in left])
+        self._filled(parts)
 
-    def _catch_up(self, wishes: Seq[Wish]) -> tuple[Buffer, list[_Round]]:
-        """All true pairs since the last round, in chunks within the token budget; the last row of each sequence
-        draws the first draft token."""
-        for sequence in [wish.sequence for wish in wishes]:
-            while self.missed(sequence) >= self._budget:
-                self._fill([self._pairs(sequence, self._budget)])
-        parts: list[Rows] = [self._pairs(wish.sequence) for wish in wishes]
-        output = self._fill(parts)
-        ends = list(accumulate([len(part.token_ids) for part in parts]))
+    def _draft(self, wishes: Seq[Wish], parts: Seq[Rows]) -> None:
+        """One pass for each step: what `Steps` says, for those that a backend has not drafted by itself."""
+        output = self._runner.run(self._network, self._steps.first, parts)
+        ends = accumulate([len(part.token_ids) for part in parts])
         rounds = [
             _Round(wish.sequence, wish.depth, end - 1, Draft(method=self.method), wish.gate)
             for wish, end in zip(wishes, ends, strict=True)
@@ -100,7 +96,24 @@ class HeadDrafter(Drafter):
         for each in rounds:
             each.sequence.draft = each.draft
         self._draw(output["logits"], rounds)
-        return output["hidden"], rounds
+        hidden, step = output["hidden"], 1
+        while rounds := [each for each in rounds if each.wants_more]:
+            hidden = self._next_step(step, rounds, hidden)
+            step += 1
+
+    def _catch_up(self, wishes: Seq[Wish]) -> list[Rows]:
+        """All true pairs since the last round but those of the returned rows, which are within the token budget and
+        still to go through the first module."""
+        for sequence in [wish.sequence for wish in wishes]:
+            while self.missed(sequence) >= self._budget:
+                chunk = [self._pairs(sequence, self._budget)]
+                for program in self._fills:
+                    self._runner.run(self._network, program, chunk)
+                self._filled(chunk)
+        parts = [self._pairs(wish.sequence) for wish in wishes]
+        for program in self._fills[1:]:
+            self._runner.run(self._network, program, parts)
+        return parts
 
     def _pairs(self, sequence: Sequence, limit: int | None = None) -> Rows:
         # one row is always remade, so that a fully caught-up sequence still has a row to draw from
@@ -108,12 +121,9 @@ class HeadDrafter(Drafter):
         end = len(sequence.tokens) if limit is None else min(start + limit, len(sequence.tokens))
         return Rows(sequence, start, sequence.tokens[start:end], 1 if limit is None else 0)
 
-    def _fill(self, parts: list[Rows]) -> Mapping[str, Buffer]:
-        """Run the modules over true pairs; returns the first module's results."""
-        outputs = [self._runner.run(self._network, program, parts) for program in self._fills]
+    def _filled(self, parts: Seq[Rows]) -> None:
         if self._keeps:
             self._runner.fill(self._network, parts)
-        return outputs[0]
 
     def _next_step(self, step: int, rounds: list[_Round], hidden: Buffer) -> Buffer:
         """One more token for each round, from its last drafted token and recycled vector."""

@@ -13,10 +13,13 @@ from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from headstart.core import Draft, Sequence
 from headstart.drafters.base import Wish
 from headstart.engine.costs import Costs, Work
-from headstart.engine.odds import Odds, chances
+from headstart.engine.odds import EDGES, Odds, chances
+from headstart.kernels.ops import GateRule
 
 MARGIN = 0.02
 """What drafts promise must be this share of the step's time at least, of all sequences together: promises are never
@@ -33,6 +36,7 @@ LEAST_ROW = 0.002
 """Of a plain pass: a row is never taken to cost less, whatever noise says."""
 SHORTEST, LONGEST = 0.98, 0.9
 """Decay of what steps took, and of how many drafted tokens they kept."""
+BIN_EDGES = np.array(EDGES)
 
 
 @dataclass(frozen=True)
@@ -199,6 +203,12 @@ class Gate:
     sequence: Sequence
     starts: bool
     chance: float = 1.0
+
+    def rule(self, method: str, depth: int) -> GateRule:
+        """`goes_on` as data, for a draft of this method."""
+        auto, sequence = self.auto, self.sequence
+        tables, factor = auto.odds.places(sequence, method, depth), auto.odds.factor(sequence, method)
+        return GateRule(auto.token_s, auto.row_s, auto.draft_s, factor, tables, BIN_EDGES)
 
     def goes_on(self, draft: Draft) -> bool:
         """Called after each token: shall there be another?"""

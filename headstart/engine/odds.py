@@ -6,6 +6,7 @@ What a draft said is held against the tokens that came, verified or not: at dept
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -33,8 +34,8 @@ STRANGE = 3
 class Table:
     """Bins of scores: how often each came, and how often the token was right then."""
 
-    tries: list[float] = field(default_factory=lambda: [PRIOR] * len(MIDDLES))
-    hits: list[float] = field(default_factory=lambda: [PRIOR * middle for middle in MIDDLES])
+    tries: array[float] = field(default_factory=lambda: array("d", [PRIOR] * len(MIDDLES)))
+    hits: array[float] = field(default_factory=lambda: array("d", [PRIOR * middle for middle in MIDDLES]))
     seen: float = 0.0  # without the prior
     right: float = 0.0
     _bins: list[tuple[float, float]] = field(default_factory=list)
@@ -47,7 +48,7 @@ class Table:
         self.right += hit
         self._bins = []
         if self.seen > MEMORY:
-            self.tries, self.hits = [count / 2 for count in self.tries], [count / 2 for count in self.hits]
+            self.tries, self.hits = (array("d", [n / 2 for n in counts]) for counts in (self.tries, self.hits))
             self.seen, self.right = self.seen / 2, self.right / 2
 
     def chance(self, score: float) -> float:
@@ -115,6 +116,10 @@ class Odds:
         if table is None:
             table = self.tables[key] = Table()
         return table
+
+    def places(self, sequence: Sequence, method: str, depth: int) -> list[Table]:
+        """Of the places of a draft so deep; the last of them also serves those beyond PLACES."""
+        return [self.table(sequence, method, place) for place in range(min(depth, PLACES + 1))]
 
     def factor(self, sequence: Sequence, method: str) -> float:
         """How much more often than expected this drafter is right in this sequence."""

@@ -10,11 +10,12 @@ from itertools import accumulate
 import numpy as np
 
 from headstart.cache.memory import KVMemory
-from headstart.core import Rows, Sampled, Sequence, Span, StateSteps, TokenLogprob
+from headstart.core import Draft, Rows, Sampled, Sequence, Span, StateSteps, TokenLogprob
+from headstart.drafters.base import Steps, Wish
 from headstart.engine.plan import build_plan, span_rows
-from headstart.engine.sampling import Entry, allowed_tokens, build_rows
+from headstart.engine.sampling import Entry, allowed_tokens, build_rows, is_steady
 from headstart.errors import ModelError
-from headstart.kernels.ops import Backend, Buffer, Pool, Weight
+from headstart.kernels.ops import Backend, Buffer, Chain, Pool, Weight
 from headstart.layers.network import FORWARD, Network, Opened, Pools
 
 
@@ -36,6 +37,7 @@ class Runner:
     def __init__(self, backend: Backend, vocab_size: int, *, keep_probs: bool) -> None:
         self.backend, self.vocab_size, self._keep_probs = backend, vocab_size, keep_probs
         self.opened: list[Opened] = []
+        self._chains: dict[Steps, Chain | None] = {}
         self._hidden_pool: Pool = None
         self.num_passes = self.num_rows = 0
 
@@ -154,6 +156,37 @@ class Runner:
         first = forward.starts[index + 1] - span.num_sample
         logits = self.backend.rows(forward.logits, np.arange(first, first + len(tokens), dtype=np.int32))
         return tuple(self.backend.logprobs(logits, np.array(tokens, np.int64), num_wanted))
+
+    def draft(self, steps: Steps, wishes: Seq[Wish], parts: Seq[Rows], method: str) -> list[int]:
+        opened, chain = steps.network, self._chain(steps)
+        able = [i for i, wish in enumerate(wishes) if is_steady(wish.sequence)] if chain else []
+        if not chain or not able:
+            return list(range(len(wishes)))
+        others = [] if len(able) == len(wishes) else sorted({*range(len(wishes))} - {*able})
+        if others:
+            wishes, parts = [wishes[i] for i in able], [parts[i] for i in able]
+        entries: list[Entry] = [(wish.sequence, len(wish.sequence.tokens), ()) for wish in wishes]
+        network = opened.network
+        drafts = chain.draft(
+            opened.handles[steps.first],
+            build_plan(parts, self.memory.block_size, network.first_position, network.behind),
+            build_rows(entries, allowed=allowed_tokens(entries, self.vocab_size)),
+            [wish.depth for wish in wishes],
+            [wish.gate.rule(method, wish.depth) if wish.gate else None for wish in wishes],
+            hidden_pool=self._hidden_pool,
+        )
+        for wish, (tokens, scores) in zip(wishes, drafts, strict=True):
+            wish.sequence.draft = Draft(tokens, method=method, scores=scores)
+        return others
+
+    def _chain(self, steps: Steps) -> Chain | None:
+        """Prepared when first asked for: rule `rejection` needs the distributions of each step."""
+        if steps not in self._chains:
+            handles = steps.network.handles
+            others = [(handles[program], before) for program, before in steps.others]
+            made = self.backend.prepare_chain(others, vocab_size=self.vocab_size, token_ids=steps.token_ids)
+            self._chains[steps] = None if self._keep_probs else made
+        return self._chains[steps]
 
     def draw(
         self, logits: Buffer, entries: Seq[Entry], token_ids: Weight | None = None, *, scored: bool = False

@@ -41,6 +41,13 @@ def allowed_tokens(entries: Seq[Entry], vocab_size: int) -> Mask | None:
     return allowed
 
 
+def is_steady(sequence: Sequence) -> bool:
+    """Do its next rows differ in their positions and in what penalties count, but in nothing else?"""
+    request = sequence.request
+    bans_now = request.banned_until_min and sequence.num_output < request.params.min_tokens
+    return sequence.constraint is None and not request.banned and not bans_now
+
+
 def token_mask(ids: Seq[int], vocab_size: int) -> Mask:
     """A mask of one row that allows these ids alone."""
     flags = np.zeros(-(-vocab_size // 32) * 32, bool)

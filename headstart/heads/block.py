@@ -22,9 +22,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from headstart.errors import ModelError
+from headstart.errors import ModelError, UsageError
 from headstart.heads.base import BlockSpec, HeadSpec
-from headstart.heads.kind import HeadKind, plain_parts
+from headstart.heads.kind import HeadKind, Start, Training, Values, plain_parts
 from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, RawTensor, Weight
 from headstart.layers.attention import Attention, AttentionConfig
 from headstart.layers.build import DecoderConfig
@@ -203,4 +203,56 @@ def fit(spec: HeadSpec, trunk: DecoderConfig) -> HeadSpec:
     return spec
 
 
-HEAD = HeadKind(title="block", modules=modules, shapes=shapes, fit=fit, drafter="block")
+# Its training.
+
+NUM_TAPS, NUM_LAYERS, MARKOV_RANK = 5, 2, 64
+
+
+def trained_spec(layers: int, depth: int) -> HeadSpec:
+    """DSpark's form: causal, the anchor predicts. What it says of vocabularies is known with the data only."""
+    if layers < NUM_TAPS + 2:
+        what = f"a block drafter taps {NUM_TAPS} layers apart, but the model has {layers}"
+        raise UsageError(what, "train --kind mtp")
+    taps = (np.linspace(2, layers - 2, NUM_TAPS) + 0.5).astype(int)
+    block = BlockSpec(
+        block_size=depth,
+        num_layers=NUM_LAYERS,
+        mask_token_id=0,
+        causal=True,
+        anchor_predicts=True,
+        tap_norms=True,
+        mask_embedding=True,
+        markov_rank=MARKOV_RANK,
+        confidence=True,
+    )
+    return HeadSpec(kind="block", tap=tuple(taps.tolist()), block=block)
+
+
+def initial(start: Start, spec: HeadSpec) -> dict[str, Values]:
+    """Random; what adds to the stream begins small, the Markov and confidence heads at nothing."""
+    rng, block = np.random.default_rng(0), spec.block
+    assert block
+    first: dict[str, Values] = {}
+    for name, shape in shapes(spec, len(start.norm)).items():
+        if len(shape) == 1:
+            first[name] = np.full(shape, 0.0 if name.endswith(".bias") else 1.0, np.float32)
+        else:
+            scale = shape[1] ** -0.5 / (2 * block.num_layers if "o_proj" in name or "down_proj" in name else 1)
+            first[name] = rng.standard_normal(shape, np.float32) * np.float32(scale)
+    for name in ("markov.out.weight", "confidence.weight"):
+        if name in first:
+            first[name][:] = 0
+    if block.mask_embedding:
+        first["mask_embedding"] = rng.standard_normal(len(start.norm), np.float32) * np.float32(0.1)
+    first["norm.weight"] = np.float32(0.5) * start.norm
+    return first
+
+
+HEAD = HeadKind(
+    title="block",
+    modules=modules,
+    shapes=shapes,
+    fit=fit,
+    drafter="block",
+    training=Training(spec=trained_spec, initial=initial, depth=8),
+)

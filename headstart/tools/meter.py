@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from headstart.core import Sampled, SamplingRows, StepPlan
-from headstart.kernels.ops import Backend, Buffer, Handle, Pool, Profiler
+from headstart.kernels.ops import Backend, Buffer, Chain, Handle, Pool, Profiler
 
 
 class Meter:
-    """Passes everything on to a backend; keeps the seconds of each pass of the trunk, of the head, of each draw.
+    """Passes everything on to a backend; keeps the seconds of each pass of the trunk, of the head, of each draw. A step
+    of a whole draft (Chain) counts as a pass of the head with its draw.
 
     `waits`: the backend returns before its device is done, so each pass is waited for.
     """
@@ -21,6 +23,7 @@ class Meter:
         self.backend, self._waits = backend, waits
         self.trunk: list[float] = []
         self.head: list[float] = []
+        self.drafts: list[float] = []  # of the head's, those of whole drafts
         self.sampling: list[float] = []
         self._handles: dict[int, tuple[Handle, bool]] = {}  # by id: is it the head's?
         self._profiles = False
@@ -50,6 +53,10 @@ class Meter:
         (self.head if is_head else self.trunk).append(time.perf_counter() - begin)
         return results
 
+    def prepare_chain(self, steps: Sequence[tuple[Handle, int]], **more: Any) -> Chain | None:
+        chain = self.backend.prepare_chain(steps, **more)
+        return MeteredChain(self, chain) if chain else None
+
     def sample(self, logits: Buffer, rows: SamplingRows, **more: Any) -> Sampled:
         begin = time.perf_counter()
         sampled = self.backend.sample(logits, rows, **more)
@@ -58,7 +65,7 @@ class Meter:
 
     def reset(self) -> None:
         """Forget all times so far, the backend's own ones too."""
-        for seconds in (self.trunk, self.head, self.sampling):
+        for seconds in (self.trunk, self.head, self.drafts, self.sampling):
             seconds.clear()
         self.parts()
 
@@ -71,6 +78,25 @@ class Meter:
             for part, seconds in self.backend.times(handle, reset=True).items():
                 if seconds:
                     seconds_of["draft" if is_head else part] += seconds
+        if self.drafts:
+            seconds_of["draft"] += sum(self.drafts)
         if self.sampling:
             seconds_of["sampling"] = sum(self.sampling)
         return dict(seconds_of)
+
+
+@dataclass(frozen=True)
+class MeteredChain:
+    """A chain whose time goes to a meter."""
+
+    meter: Meter
+    chain: Chain
+
+    def draft(self, *arguments: Any, **options: Any) -> Sequence[tuple[list[int], list[float]]]:
+        begin = time.perf_counter()
+        drafts = self.chain.draft(*arguments, **options)
+        steps = max([len(tokens) for tokens, _ in drafts]) or 1
+        found = [(time.perf_counter() - begin) / steps] * steps
+        self.meter.head += found
+        self.meter.drafts += found
+        return drafts

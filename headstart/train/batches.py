@@ -27,6 +27,7 @@ class Batch:
     loss: Tensor  # [B, T] bool, row p predicts a token that counts
     kinds: tuple[str, ...]  # [B]
     num_tokens: int  # without padding
+    seed: int = 0  # of what is drawn at random in it
 
 
 def plan_epoch(lengths: Sequence[int], budget: int, seed: int, epoch: int) -> list[list[int]]:
@@ -45,7 +46,9 @@ def plan_epoch(lengths: Sequence[int], budget: int, seed: int, epoch: int) -> li
     return [batches[i] for i in rng.permutation(len(batches))]
 
 
-def collate(examples: Sequence[Example], cache: FeatureCache, dtype: torch.dtype, device: torch.device) -> Batch:
+def collate(
+    examples: Sequence[Example], cache: FeatureCache, dtype: torch.dtype, device: torch.device, seed: int = 0
+) -> Batch:
     """Examples with their cached features."""
     features = [cache[example.key] for example in examples]
     kept = pad([part.hidden for part in features]).to(device, dtype)
@@ -57,4 +60,5 @@ def collate(examples: Sequence[Example], cache: FeatureCache, dtype: torch.dtype
         loss=pad([torch.from_numpy(example.loss) for example in examples]).to(device),
         kinds=tuple(example.kind for example in examples),
         num_tokens=sum(len(example) for example in examples),
+        seed=seed,
     )

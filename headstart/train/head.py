@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.errors import UsageError
-from headstart.heads.base import HeadSpec, Module
+from headstart.heads.base import HeadSpec
 from headstart.heads.kind import Start, Training, head_kind, plain_parts
 from headstart.layers.attention import Attention
 from headstart.layers.decoder import Decoder, DecoderLayer
@@ -39,7 +40,7 @@ def before_norm(final: Tensor, weight: Tensor) -> Tensor:
     return torch.where(weight == 0, 0, final / weight).to(final.dtype)
 
 
-def modules_of(masters: Mapping[str, Tensor], spec: HeadSpec, hidden: int, dtype: torch.dtype) -> Sequence[Module]:
+def modules_of(masters: Mapping[str, Tensor], spec: HeadSpec, hidden: int, dtype: torch.dtype) -> Sequence[Any]:
     """What runs, over the masters cast to `dtype`: gradients reach them."""
     return head_kind(spec.kind).modules(weights_of(named(masters), dtype, "the head"), spec, hidden)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headstart.errors import UsageError
 from headstart.files import write_whole
-from headstart.heads.base import HeadSpec, Module
+from headstart.heads.base import HeadSpec
 from headstart.train.batches import collate, plan_epoch
 from headstart.train.data import Example
 from headstart.train.evaluate import Acceptance, evaluate
@@ -43,8 +43,11 @@ class Recipe:
     weighting: Weighting = field(default_factory=Weighting)
     seed: int = 0
     dtype: torch.dtype = torch.bfloat16
-    rounded: bool = False  # train what runs: drafts of the native backend have int4 matrices
+    rounded: bool = False  # judge, and at last train, what runs: drafts of the native backend have int4 matrices
 
+
+ROUNDED_FROM = 0.7
+"""Share of the schedule after which matrices are rounded in training: it slows steps down, and the end is enough."""
 
 MOST_SEED = 2**63 - 1
 
@@ -100,6 +103,7 @@ class Trainer:
             "average": self.average,
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "progress": dict(vars(self.progress)),
+            "vocabulary": self.target.ids,
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -121,8 +125,9 @@ class Trainer:
     def step(self, examples: Sequence[Example], cache: FeatureCache) -> float:
         """One optimizer step on one batch; returns the loss."""
         device = self.target.ids.device
-        batch = collate(examples, cache, self.recipe.dtype, device)
-        modules = self._modules(self.masters)
+        seed = (self.recipe.seed << 32) + self.progress.step
+        batch = collate(examples, cache, self.recipe.dtype, device, seed % MOST_SEED)
+        modules = self._modules(self.masters, self.recipe.rounded and self.share_done >= ROUNDED_FROM)
         outcome = assess(modules, self.spec, self.target, batch, self.recipe.weighting)
         outcome.loss.backward()
         update(self.masters, self.optimizers, self.recipe, self.share_done)
@@ -131,9 +136,8 @@ class Trainer:
         self.progress.tokens += batch.num_tokens
         return outcome.loss.item()
 
-    def _modules(self, weights: Mapping[str, Tensor]) -> Sequence[Module]:
-        """As they will run."""
-        if self.recipe.rounded:
+    def _modules(self, weights: Mapping[str, Tensor], as_run: bool) -> Sequence[Any]:
+        if as_run:
             weights = rounded(weights)
         return modules_of(weights, self.spec, len(self.target.norm), self.recipe.dtype)
 
@@ -146,7 +150,8 @@ class Trainer:
 
     def evaluate(self, examples: Sequence[Example], cache: FeatureCache) -> dict[str, Acceptance]:
         """Of the averaged weights, per kind and over "all"."""
-        return evaluate(self._modules(self.average), self.spec, self.target, examples, cache, self.recipe.weighting)
+        modules = self._modules(self.average, self.recipe.rounded)
+        return evaluate(modules, self.spec, self.target, examples, cache, self.recipe.weighting)
 
 
 def rate_factor(recipe: Recipe, done: float) -> float:
@@ -170,7 +175,7 @@ def update(
         optimizer.zero_grad(set_to_none=True)
 
 
-TABLES = ("embed_tokens.weight", "lm_head.weight")
+TABLES = ("embed_tokens.weight", "lm_head.weight", "markov.embed.weight", "markov.out.weight")
 """One row for each token: to make them orthogonal, as Muon does with matrices, would mean nothing."""
 
 

@@ -1,19 +1,23 @@
-"""One batch through the unrolled head: loss for training, hits for evaluation."""
+"""One batch through the head, unrolled or in blocks: loss for training, hits for evaluation."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from headstart.heads.base import HeadSpec, Module
+from headstart.heads.base import HeadSpec
+from headstart.heads.block import BlockModule
 from headstart.layers.decoder import tapped_layers
 from headstart.train.batches import Batch
+from headstart.train.blocks import confidence_loss, draft
 from headstart.train.features import Trunk
 from headstart.train.head import before_norm
-from headstart.train.losses import Teacher, distill, teach
+from headstart.train.losses import Teacher, Terms, distill, everything, likely, teach
 from headstart.train.rounding import int4
 from headstart.train.unroll import shift, unroll
 
@@ -44,10 +48,14 @@ class Target:
 
 @dataclass(frozen=True)
 class Weighting:
-    """Of draft steps against each other, and of the top-1 term against the soft one."""
+    """Of draft steps (rows of a block) against each other, and of the terms of their loss. `candidates`: tokens whose
+    logits a training batch computes, 0: the whole draft vocabulary. `anchors`: share of the possible anchors of a text
+    that a batch draws."""
 
     steps: tuple[float, ...] = (1.0, 0.8, 0.6)
-    top1: float = 0.5
+    terms: Terms = field(default_factory=Terms)
+    candidates: int = 0
+    anchors: float = 0.5
 
     @staticmethod
     def of(depth: int) -> Weighting:
@@ -55,33 +63,64 @@ class Weighting:
         steps = Weighting.steps
         return Weighting((steps + steps[-1:] * depth)[:depth])
 
+    @staticmethod
+    def of_block(depth: int) -> Weighting:
+        """For the rows of a block: exp(-k / 4) as in DFlash."""
+        return Weighting(tuple(math.exp(-k / 4) for k in range(depth)), Terms(variation=1.0), candidates=3072)
+
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """`loss` per row of step 1; `hits` [B, T, depth]: the head's argmax is the trunk's; `valid` [B, T, depth]."""
+    """`loss` per row of step 1. Of origins O (all positions [B, T], or the anchors of blocks [N, C]): `hits`
+    [*O, depth]: the head's argmax is the trunk's; `shared` [*O, depth]: the chance of acceptance at T = 1; `valid`
+    [*O, depth]; `source` [*O]: the sequence of each."""
 
     loss: Tensor
     hits: Tensor
+    shared: Tensor
     valid: Tensor
+    source: Tensor
 
 
-def assess(modules: Sequence[Module], spec: HeadSpec, target: Target, batch: Batch, weighting: Weighting) -> Outcome:
-    """Unroll and compare. Origin p counts at step i if both t_{p+1} and t_{p+i+1} are tokens that carry loss: at run
+def assess(modules: Sequence[Any], spec: HeadSpec, target: Target, batch: Batch, weighting: Weighting) -> Outcome:
+    """Draft and compare. Origin p counts at step i if both t_{p+1} and t_{p+i+1} are tokens that carry loss: at run
     time a draft starts only after an answer token. Step i's teacher is the trunk at row p + i."""
+    teacher, row_of = _teacher(target, batch, weighting)
+    if spec.block:
+        return _assess_blocks(modules[0], target, batch, weighting, teacher, row_of)
     depth = len(weighting.steps)
     outputs = unroll(modules, spec, target.embedding, _read(spec, target, batch), batch.tokens, depth)
     valid = torch.stack([batch.loss & shift(batch.loss, i) for i in range(1, depth + 1)], dim=-1)
-    teacher, row_of = _teacher(target, batch)
-    hits = torch.zeros_like(valid)
+    hits, shared = torch.zeros_like(valid), torch.zeros_like(valid, dtype=torch.float32)
     total = batch.final.new_zeros((), dtype=torch.float32)
     for i, (y, weight) in enumerate(zip(outputs, weighting.steps, strict=True)):
         where = valid[..., i]
         rows = shift(row_of, i + 1)[where]
         scale = torch.full((len(rows),), weight, dtype=target.exact.dtype, device=y.device)
-        loss, correct = distill(y[where], target.lm_head, teacher, rows, scale, weighting.top1)
-        hits[..., i][where] = correct
+        loss, hits[..., i][where], chances = distill(y[where], teacher, rows, scale, weighting.terms)
+        shared[..., i][where] = chances.float()
         total = total + loss
-    return Outcome(total / valid[..., 0].sum().clamp(min=1), hits, valid)
+    source = torch.arange(len(batch.tokens), device=valid.device)[:, None].expand_as(batch.tokens)
+    return Outcome(total / valid[..., 0].sum().clamp(min=1), hits, shared, valid, source)
+
+
+def _assess_blocks(
+    module: BlockModule, target: Target, batch: Batch, weighting: Weighting, teacher: Teacher, row_of: Tensor
+) -> Outcome:
+    drafted = draft(module, target.embedding, batch, batch.tapped, weighting.anchors, batch.seed)
+    blocks, where = drafted.blocks, drafted.blocks.valid
+    scale = torch.tensor(weighting.steps, dtype=target.exact.dtype, device=where.device).expand(where.shape)[where]
+    y, before = drafted.y[where], None if drafted.before is None else drafted.before[where]
+    if module.spec.logit_scale != 1:
+        y = y * module.spec.logit_scale
+    markov = None if before is None or module.markov is None else (before, module.markov.out.weight)
+    loss, right, chances = distill(y, teacher, blocks.at_rows(row_of)[where], scale, weighting.terms, markov)
+    if module.confidence:
+        loss = loss + confidence_loss(module, y, before, chances, scale)
+    hits, shared = torch.zeros_like(where), torch.zeros(where.shape, device=where.device)
+    hits[where], shared[where] = right, chances.float()
+    source = blocks.source[:, None].expand(where.shape[:-1])
+    return Outcome(loss / scale.sum().clamp(min=1), hits, shared, where, source)
 
 
 def _read(spec: HeadSpec, target: Target, batch: Batch) -> Tensor:
@@ -91,16 +130,26 @@ def _read(spec: HeadSpec, target: Target, batch: Batch) -> Tensor:
     return batch.final if spec.tap == "post_norm" else before_norm(batch.final, target.norm)
 
 
-def _teacher(target: Target, batch: Batch) -> tuple[Teacher, Tensor]:
+def _teacher(target: Target, batch: Batch, weighting: Weighting) -> tuple[Teacher, Tensor]:
     """The trunk at all rows that carry loss, and [B, T] the place of each row in it."""
-    best = batch.best[batch.loss]
+    best, final = batch.best[batch.loss], batch.final[batch.loss]
     labels = torch.where(best >= 0, target.lookup[best.clamp(min=0)], -1)
     row_of = (batch.loss.flatten().cumsum(0) - 1).view_as(batch.loss)
-    return teach(batch.final[batch.loss], target.exact, labels), row_of
+    candidates = everything(target.lm_head)
+    if weighting.candidates and torch.is_grad_enabled():
+        generator = torch.Generator().manual_seed(batch.seed)
+        candidates = likely(final, labels, target.lm_head, weighting.candidates, generator)
+    return teach(final, target.exact, labels, candidates), row_of
 
 
-def cumulative(outcome: Outcome) -> tuple[Tensor, Tensor]:
-    """Per sequence: accepted [B, depth] (steps 1..i all hit) and tried [B, depth] (origins with all steps valid)."""
-    tried = outcome.valid.all(-1)
-    accepted = outcome.hits.cumprod(-1).bool() & tried[..., None]
-    return accepted.sum(1), tried.sum(1)[:, None].expand(-1, outcome.hits.shape[-1])
+def cumulative(outcome: Outcome, num_sequences: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Per sequence: accepted [B, depth] (steps 1..i all hit), expected [B, depth] (the same at T = 1) and tried [B]
+    (origins with all steps valid)."""
+    whole = outcome.valid.all(-1)
+    source = outcome.source[whole]
+
+    def summed(x: Tensor) -> Tensor:
+        return x.new_zeros(num_sequences, *x.shape[1:]).index_add_(0, source, x)
+
+    hits, shared = outcome.hits[whole].long().cumprod(-1), outcome.shared[whole].cumprod(-1)
+    return summed(hits), summed(shared), summed(torch.ones_like(source))

@@ -23,7 +23,7 @@ def int4(weight: Tensor) -> Tensor:
 
 def rounded(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A module's weights as drafts run with them: matrices in int4, vectors as they are."""
-    return {name: int4(weight) if weight.ndim == 2 else weight for name, weight in weights.items()}
+    return {name: int4(weight) if weight.ndim == 2 and len(weight) > 1 else weight for name, weight in weights.items()}
 
 
 class _Pass(torch.autograd.Function):

@@ -10,12 +10,14 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.config import MAX_DEPTH, Device
@@ -48,14 +50,14 @@ class TrainOptions:
 
     model: str
     out: Path
-    kind: str = "mtp"  # or eagle3
+    kind: str = "mtp"
     finetune: bool = False  # begin with the head that goes with the model, or with `head`
     head: Path | None = None
     data: tuple[Path, ...] = ()  # files or folders of .jsonl
     prompts: tuple[Path, ...] = ()
     minutes: float | None = None
     tokens: int | None = None
-    depth: int = 3  # unrolled steps
+    depth: int | None = None  # unrolled steps, or rows of a block; None: as the kind says
     modules: int = 1  # mtp: so many layers, each for a draft step of its own
     draft_vocab: int = 8192
     threads: int | None = None
@@ -66,6 +68,11 @@ class TrainOptions:
     @property
     def work(self) -> Path:
         return self.out.with_name(self.out.name + ".training")
+
+    @property
+    def steps(self) -> int:
+        """Draft steps that are trained."""
+        return _training(self.kind).depth if self.depth is None else self.depth
 
     @property
     def own_text(self) -> Path:
@@ -90,11 +97,11 @@ def check(options: TrainOptions) -> None:
         raise UsageError("--head says what to begin with, which only --finetune does", "add --finetune")
     if options.kind not in (kinds := trained_kinds()):
         raise UsageError(f"--kind is {options.kind!r}, which is unknown", f"choose {' or '.join(kinds)}")
-    if not 1 <= options.depth <= MAX_DEPTH:
-        raise UsageError(f"--depth is {options.depth}, but must be between 1 and {MAX_DEPTH}")
-    if options.modules != 1 and not (1 < options.modules <= options.depth and _training(options.kind).stacks):
+    if not 1 <= options.steps <= MAX_DEPTH:
+        raise UsageError(f"--depth is {options.steps}, but must be between 1 and {MAX_DEPTH}")
+    if options.modules != 1 and not (1 < options.modules <= options.steps and _training(options.kind).stacks):
         raise UsageError(
-            f"--modules is {options.modules} at --kind {options.kind} and --depth {options.depth}",
+            f"--modules is {options.modules} at --kind {options.kind} and --depth {options.steps}",
             "a head of kind mtp may have a layer for each draft step; others decide it themselves",
         )
     if options.draft_vocab < 2:
@@ -124,7 +131,7 @@ def run(options: TrainOptions) -> Report:
     with _told_where_disks_are_full(options):
         started = time.monotonic()
         subject = load_subject(
-            options.model, options.threads, options.device, options.kind, options.depth, options.modules
+            options.model, options.threads, options.device, options.kind, options.steps, options.modules
         )
         options.work.mkdir(parents=True, exist_ok=True)
         answers = options.work / "answers"
@@ -163,17 +170,24 @@ class _Run:
         self.start: dict[str, Tensor] | None = None
         if options.finetune:
             self.spec, self.start = existing_head(subject, options.kind, options.head)
-            if self.spec.module_of(options.depth - 1) is None:
+            if not self.spec.block and self.spec.module_of(options.steps - 1) is None:
                 raise UsageError(
-                    f"--depth is {options.depth}, but the head to begin with has {self.spec.num_modules} module(s)"
+                    f"--depth is {options.steps}, but the head to begin with has {self.spec.num_modules} module(s)"
                 )
-        self.vocabulary = draft_vocabulary(
-            corpus.training, min(options.draft_vocab, subject.config.vocab_size), subject.text.end_ids
-        )
+        self.checkpoint = options.work / "checkpoint.pt"
+        self.vocabulary = self._vocabulary()
+        if block := self.spec.block:
+            block = replace(
+                block,
+                # behind a token that ends an answer nothing is drafted: it can stand for the mask
+                mask_token_id=min(subject.text.end_ids, default=0),
+                vocab_size=subject.config.vocab_size,
+                draft_vocab_size=len(self.vocabulary),
+            )
+            self.spec = replace(self.spec, block=block)
         self.coverage = coverage(corpus.training, self.vocabulary)
         for kind, share in self.coverage.items():
             note(f"draft vocabulary of {len(self.vocabulary)} covers {share:.1%} of {kind}")
-        self.checkpoint = options.work / "checkpoint.pt"
         self.log = options.work / "log.jsonl"
         self.results: dict[str, Acceptance] = {}
         self.before = self._standing()
@@ -181,6 +195,15 @@ class _Run:
         if not options.resume:
             self.checkpoint.unlink(missing_ok=True)
             self.log.unlink(missing_ok=True)
+
+    def _vocabulary(self) -> NDArray[np.int64]:
+        """Of the run that goes on (weights may belong to its tokens, whatever text has come since), or of this text."""
+        if self.options.resume and self.checkpoint.exists():
+            kept = torch.load(self.checkpoint, mmap=True).get("vocabulary")
+            if kept is not None:
+                return np.asarray(kept.cpu())
+        size = min(self.options.draft_vocab, self.subject.config.vocab_size)
+        return draft_vocabulary(self.corpus.training, size, self.subject.text.end_ids)
 
     def _standing(self) -> dict[str, Acceptance] | None:
         """Held-out acceptance of the head at `out`. Raises UsageError for one that is not ours to replace."""
@@ -213,7 +236,7 @@ class _Run:
 
     @property
     def _weighting(self) -> Weighting:
-        return Weighting.of(self.options.depth)
+        return (Weighting.of_block if self.spec.block else Weighting.of)(self.options.steps)
 
     def train(self, minutes_gone: float) -> Report:
         options = self.options
@@ -316,7 +339,7 @@ class _Run:
     def _report(self, trainer: Trainer) -> Report:
         facts, options = self._facts(trainer), self.options
         p = trainer.progress
-        gain = measure(options.model, options.out, self.corpus.held_out, options.depth, options.threads)
+        gain = measure(options.model, options.out, self.corpus.held_out, options.steps, options.threads)
         lines = [
             f"{self.options.out}: {p.tokens:,} tokens in {p.seconds / 60:.1f} minutes, {p.step} steps",
             "held-out acceptance, all of the first 1, 2, ... drafts right (acceptance length):",

@@ -130,8 +130,8 @@ class ScratchModel:
         outcome = assess(head.modules, head.spec, _whole_vocabulary(trunk), batch, weighting)
         if torch.is_grad_enabled():
             return loss, outcome.loss, None
-        accepted, tried = cumulative(outcome)
-        return loss, outcome.loss, Acceptance(tuple(accepted.sum(0).tolist()), int(tried[:, 0].sum()))
+        accepted, expected, tried = (each.sum(0) for each in cumulative(outcome, len(tokens)))
+        return loss, outcome.loss, Acceptance(tuple(accepted.tolist()), int(tried), tuple(expected.tolist()))
 
 
 def _whole_vocabulary(trunk: Decoder) -> Target:

@@ -30,7 +30,7 @@ from headstart.train.batches import plan_epoch  # noqa: E402
 from headstart.train.features import FeatureCache, trunk_argmax, trunk_hidden  # noqa: E402
 from headstart.train.head import before_norm, first_weights, stream_scale  # noqa: E402
 from headstart.train.loop import Hooks, Recipe, Trainer, save_checkpoint, train  # noqa: E402
-from headstart.train.losses import distill, teach  # noqa: E402
+from headstart.train.losses import Terms, distill, likely, teach  # noqa: E402
 from headstart.train.objective import Target, Weighting  # noqa: E402
 from headstart.train.ops import TrainOps  # noqa: E402
 from headstart.train.rounding import int4  # noqa: E402
@@ -161,21 +161,37 @@ def test_eagle3_unrolled_is_the_run_time_forward() -> None:
 
 def test_loss_and_its_gradient() -> None:
     torch.manual_seed(0)
-    num, width, vocab, top1 = 7, 5, 11, 0.4
+    num, width, vocab, rank, terms = 7, 5, 11, 3, Terms(top1=0.4, variation=0.7)
     lm_head = torch.randn(vocab, width, dtype=torch.float64)
     teacher = teach(torch.randn(9, width, dtype=torch.float64), lm_head, torch.tensor([3, -1, 0, 10, 2, 5, -1, 7, 1]))
     rows, weight = torch.randint(0, 9, (num,)), torch.rand(num, dtype=torch.float64)
     y = torch.randn(num, width, dtype=torch.float64, requires_grad=True)
-    loss, _ = distill(y, lm_head, teacher, rows, weight, top1)
-    loss.backward()
-    found, y.grad = y.grad, None
-    log_probs = (y @ lm_head.T).log_softmax(-1)
+    before, out = (torch.randn(n, rank, dtype=torch.float64, requires_grad=True) for n in (num, vocab))
+    loss, _, shared = distill(y, teacher, rows, weight, terms, (before, out))
+    found = torch.autograd.grad(loss, (y, before, out))
+    log_probs = (y @ lm_head.T + before @ out.T).log_softmax(-1)
     best = teacher.best[rows]
     hard = torch.where(best >= 0, log_probs.gather(1, best.clamp(min=0)[:, None])[:, 0], 0.0)
-    plain = (-(teacher.probs[rows] * log_probs).sum(-1) - top1 * hard) @ weight
-    plain.backward()
-    torch.testing.assert_close(loss, plain)
-    torch.testing.assert_close(found, y.grad)
+    agreed = torch.minimum(teacher.probs[rows], log_probs.exp()).sum(-1)
+    each = -(teacher.probs[rows] * log_probs).sum(-1) - terms.top1 * hard + terms.variation * (1 - agreed)
+    torch.testing.assert_close(loss, each @ weight)
+    torch.testing.assert_close(shared, agreed.detach())
+    torch.testing.assert_close(found, torch.autograd.grad(each @ weight, (y, before, out)))
+
+
+def test_candidates_are_the_likely_tokens_and_random_others_that_stand_for_the_rest() -> None:
+    torch.manual_seed(0)
+    lm_head, hidden = torch.randn(300, 4), 3 * torch.randn(9, 4)
+    best = (hidden @ lm_head.T).argmax(-1)
+    best[0] = -1
+    found = likely(hidden, best, lm_head, 60, torch.Generator().manual_seed(1))
+    assert len(found.ids) == 60
+    assert set(best[1:].tolist()) <= set(found.ids.tolist())
+    assert found.prior.exp().sum().round() == 300
+    whole, part = teach(hidden, lm_head, best), teach(hidden, lm_head, best, found)
+    assert torch.equal(found.ids[part.best[1:]], best[1:]) and part.best[0] == -1
+    alone = found.prior == 0
+    torch.testing.assert_close(part.probs[:, alone], whole.probs[:, found.ids[alone]], rtol=0.1, atol=0.1)
 
 
 def test_states_before_the_final_norm_are_found_again() -> None:
@@ -222,7 +238,7 @@ def test_training_raises_held_out_acceptance(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", trained_kinds())
 def test_from_prompts_to_a_head_that_the_engine_runs(tmp_path: Path, kind: str) -> None:
-    folder, prompts = tiny_folder(tmp_path, 0.1, 7 if kind == "eagle3" else 2), tmp_path / "prompts.jsonl"
+    folder, prompts = tiny_folder(tmp_path, 0.1, {"eagle3": 7, "block": 7}.get(kind, 2)), tmp_path / "prompts.jsonl"
     asked = np.random.default_rng(2).choice(WORDS, (40, 3))
     prompts.write_text("".join(json.dumps({"prompt": " ".join(words)}) + "\n" for words in asked))
     options = TrainOptions(

@@ -1,7 +1,10 @@
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.core import SamplingRows
+from headstart.core import SamplingRows, StepPlan
+from headstart.kernels.ops import GateRule
 
 class ThreadPool:
     """The process's own threads; the caller is one of them."""
@@ -213,25 +216,37 @@ class Program:
         self,
         threads: ThreadPool,
         arena: Arena,
-        token_ids: NDArray[np.int32],
-        positions: NDArray[np.int32],
-        slots: NDArray[np.int32],
-        row_starts: NDArray[np.int32],
-        block_tables: NDArray[np.int32],
-        logit_rows: NDArray[np.int32],
-        block_size: int,
-        first_position: int,
-        sees: NDArray[np.int32] | None,
-        path_starts: NDArray[np.int32] | None,
-        path_slots: NDArray[np.int32] | None,
-        hidden_slots: NDArray[np.int32] | None,
+        plan: StepPlan,
         hidden_pool: HiddenPool | None,
         hidden: NDArray[np.float32] | None,
-        states: list[NDArray[np.int32]] | None,
     ) -> dict[str, NDArray[np.float32]]:
         """ValueError where the plan points outside what the program reads."""
     def profile(self, reset: bool) -> dict[str, float]:
         """Seconds by label since profiling began or the last reset."""
+
+# chain.cpp
+
+class Chain:
+    def __init__(
+        self,
+        path: str,
+        steps: Sequence[Program],
+        rows_before: Sequence[int],
+        vocab_size: int,
+        token_ids: NDArray[np.int64] | None,
+    ) -> None: ...
+    def draft(
+        self,
+        threads: ThreadPool,
+        arena: Arena,
+        first: Program,
+        plan: StepPlan,
+        hidden_pool: HiddenPool | None,
+        rows: SamplingRows,
+        depths: Sequence[int],
+        gates: Sequence[GateRule | None],
+    ) -> list[tuple[list[int], list[float]]]:
+        """ValueError where a plan points outside what its program reads."""
 
 # bandwidth.cpp
 

@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakSet
 
@@ -18,11 +19,12 @@ from numpy.typing import NDArray
 
 from headstart import machine
 from headstart.config import KVDtype, Quantization
-from headstart.core import Sampled, SamplingRows, StateSteps, StepPlan, TokenLogprob
+from headstart.core import Sampled, SamplingRows, StepPlan, TokenLogprob
 from headstart.errors import ModelError, UsageError
 from headstart.kernels.native import sampling
 from headstart.kernels.native._native import (
     Arena,
+    Chain,
     HiddenPool,
     KVPool,
     Matrix,
@@ -35,7 +37,7 @@ from headstart.kernels.native._native import (
 from headstart.kernels.native.packed_cache import PackedCache, key_of
 from headstart.kernels.native.packing import pack
 from headstart.kernels.native.program import record
-from headstart.kernels.ops import AttentionSpec, Program as Code, RawTensor, StateSpec
+from headstart.kernels.ops import AttentionSpec, GateRule, Program as Code, RawTensor, StateSpec
 
 Array = NDArray[np.float32]
 _alive: WeakSet[NativeBackend] = WeakSet()
@@ -71,7 +73,7 @@ class NativeBackend:
         self.quantization: Quantization | None = quantization
         self._kv_store = _STORES[kv_dtype or "bfloat16"]
         self._cache = cache or PackedCache.open(None)
-        self._arena = Arena()
+        self.arena = Arena()
         self.weight_bytes = 0
 
     def weight(self, tensor: RawTensor, *, drafts: bool = False, precise: bool = False) -> Matrix | Array:
@@ -132,12 +134,7 @@ class NativeBackend:
     def run(
         self, handle: Program, plan: StepPlan, *, hidden_pool: HiddenPool | None = None, hidden: Array | None = None
     ) -> Mapping[str, Array]:
-        tree = plan.paths
-        return handle.run(
-            self.threads, self._arena, plan.token_ids, plan.positions, plan.slots, plan.row_starts, plan.block_tables,
-            plan.logit_rows, plan.block_size, plan.first_position, plan.sees, tree.starts if tree else None,
-            tree.slots if tree else None, plan.hidden_slots, hidden_pool, hidden, _arrays(plan.states),
-        )  # fmt: skip
+        return handle.run(self.threads, self.arena, plan, hidden_pool, hidden)
 
     def rows(self, x: Array, rows: NDArray[np.int32]) -> Array:
         return x[rows]
@@ -158,6 +155,12 @@ class NativeBackend:
             self.threads, self.path, logits, rows, vocab_size=vocab_size, token_ids=token_ids, keep_probs=keep_probs
         )
 
+    def prepare_chain(
+        self, steps: Sequence[tuple[Program, int]], *, vocab_size: int, token_ids: NDArray[np.int64] | None = None
+    ) -> NativeChain:
+        programs, before = [step for step, _ in steps], [rows for _, rows in steps]
+        return NativeChain(self, Chain(self.path, programs, before, vocab_size, token_ids))
+
     def logprobs(self, logits: Array, tokens: NDArray[np.int64], num_top: int) -> list[TokenLogprob]:
         return sampling.logprobs(self.threads, self.path, logits, tokens, num_top)
 
@@ -176,6 +179,27 @@ class NativeBackend:
         return num_bytes / fastest_read(self.threads, buffer, runs)
 
 
+@dataclass(frozen=True)
+class NativeChain:
+    """A chain (kernels.ops.Chain) on a backend's threads."""
+
+    backend: NativeBackend
+    chain: Chain
+
+    def draft(
+        self,
+        first: Program,
+        plan: StepPlan,
+        rows: SamplingRows,
+        depths: Sequence[int],
+        gates: Sequence[GateRule | None],
+        *,
+        hidden_pool: HiddenPool | None = None,
+    ) -> list[tuple[list[int], list[float]]]:
+        backend = self.backend
+        return self.chain.draft(backend.threads, backend.arena, first, plan, hidden_pool, rows, depths, gates)
+
+
 def _after_fork() -> None:
     """A child process has none of the threads: those pools would wait for them for ever, also where they end."""
     for backend in list(_alive):
@@ -185,16 +209,6 @@ def _after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
-
-
-def _arrays(states: StateSteps | None) -> list[NDArray[np.int32]] | None:
-    """In the order of their fields."""
-    if states is None:
-        return None
-    return [
-        states.own, states.reads, states.starts, states.keeps,
-        states.store_starts, states.store_positions, states.store_slots,
-    ]  # fmt: skip
 
 
 def instruction_paths() -> list[str]:

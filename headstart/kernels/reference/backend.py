@@ -368,6 +368,9 @@ class ReferenceBackend:
         values: NDArray[np.float32] = x.float().cpu().numpy()
         return values
 
+    def prepare_chain(self, steps: object, **about: object) -> None:
+        """Drafts are made step by step."""
+
     @torch.inference_mode()
     def sample(
         self,

@@ -121,8 +121,8 @@ def run(options: StepOptions, progress: Progress = no_progress) -> Report:
 
 
 def time_draft(bench: Bench, repeats: int) -> dict[str, Any]:
-    """Whole drafts by the drafter itself, for a sequence of which it has seen all but the last token; its Python and
-    its sampling are part of a draft, but not of a step, which is one pass of the head over one row."""
+    """Whole drafts by the drafter itself, for a sequence of which it has seen all but the last token; a step is one
+    pass of the head over one row, with its sampling where the backend makes whole drafts; its Python is not in it."""
     drafter = bench.engine.drafting.drafter
     assert drafter is not None
     sequence = bench.submit(bench.repeated_text(max(bench.context, 1)), bench.depth)

@@ -1,0 +1,33 @@
+// A StepPlan (headstart/core.py) as a checked Pass.
+#pragma once
+
+#include "program.h"
+
+namespace headstart {
+
+using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Table = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Floats = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+// Throws std::invalid_argument where an id, slot or position leaves what the program reads and writes.
+void check_pass(const Program& program, const Pass& pass);
+
+// `pass` points into the plan's arrays, which it keeps. hidden: rows instead of those of the pool.
+class Planned {
+  public:
+    Planned(const Program& program, nb::handle plan, const HiddenPool* hidden_pool, std::optional<Floats> hidden);
+    Planned(const Planned&) = delete;
+    Planned& operator=(const Planned&) = delete;
+    Pass pass{};
+
+  private:
+    Ints token_ids_, positions_, slots_, row_starts_, logit_rows_;
+    Table block_tables_;
+    std::optional<Ints> sees_, hidden_slots_, path_starts_, path_slots_;
+    std::optional<Floats> hidden_;
+    std::vector<Ints> state_arrays_;
+    std::vector<int32_t> row_spans_, each_row_;
+    States states_{};
+};
+
+} // namespace headstart

@@ -1,0 +1,71 @@
+// SamplingRows (headstart/core.py) in C++: what the sampler must know of each row, and its edits of logits.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <algorithm>
+#include <optional>
+#include <vector>
+
+#include "cpu.h"
+#include "sampling.h"
+
+namespace headstart {
+
+namespace nb = nanobind;
+
+template <class T> using Column = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+// Sparse edits of one kind, CSR over rows.
+template <class Value> struct Edits {
+    Column<int32_t> indptr, ids;
+    Column<Value> values;
+
+    Edits(nb::handle rows, const char* indptr, const char* ids, const char* values, size_t num_rows);
+    int32_t begin(int64_t row) const { return indptr.data()[row]; }
+    int32_t end(int64_t row) const { return indptr.data()[row + 1]; }
+};
+
+// The logits of one row [width] and the target ids they belong to.
+struct Vocabulary {
+    const int64_t* token_ids; // ascending; nullptr: all of them
+    int64_t width;
+
+    int64_t column(int64_t id) const { // -1: not here
+        if (!token_ids) return id >= 0 && id < width ? id : -1;
+        const int64_t* found = std::lower_bound(token_ids, token_ids + width, id);
+        return found < token_ids + width && *found == id ? found - token_ids : -1;
+    }
+};
+
+class DrawRows {
+  public:
+    DrawRows(nb::handle rows, size_t count, int64_t vocab_size); // throws nb::value_error
+
+    int64_t position(int64_t row) const { return position_.data()[row]; }
+
+    // The token of a row with logits x, or one of the two reasons why there is none. It follows `drafted` others that
+    // the row does not know of. probs [vocabulary], all zero, or nullptr: see draw_row.
+    int64_t draw(const float* x, int64_t row, const Vocabulary& vocabulary, double* probs, Scratch& scratch,
+                 const std::vector<int64_t>& drafted = {}) const;
+
+  private:
+    bool is_edited(int64_t row) const {
+        return allowed_ || bias_.begin(row) < bias_.end(row) || penalty_.begin(row) < penalty_.end(row);
+    }
+    void edit(const float* x, int64_t row, const Vocabulary& vocabulary, const std::vector<int64_t>& drafted,
+              double* scores) const;
+
+    Column<float> temperature_, top_p_, min_p_, repetition_, presence_, frequency_;
+    Column<int32_t> top_k_, choice_;
+    Column<uint64_t> seed_;
+    Column<int64_t> position_;
+    Edits<float> bias_;
+    Edits<int32_t> penalty_;
+    std::optional<nb::ndarray<const uint32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>> allowed_;
+};
+
+Scratch& own_scratch(const Path& path); // of this thread
+
+} // namespace headstart

@@ -1,0 +1,157 @@
+"""Whole drafts in one crossing: the tokens, scores and gates of a draft made step by step, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import support
+
+pytest.importorskip("headstart.kernels.native._native")
+
+from headstart.config import AUTO, EngineConfig
+from headstart.core import Draft, Sequence
+from headstart.engine.depth import AutoDepth, Gate
+from headstart.engine.engine import Engine
+from headstart.engine.load import Model, load_model
+from headstart.heads.base import Head, HeadSpec
+from headstart.tools.tiny import write_model
+
+DRAFT_IDS = tuple(range(1, support.VOCAB, 3))
+BATCH = 6
+MIXED: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.8},
+    {"temperature": 1.2, "top_p": 0.7, "top_k": 20},
+    {"temperature": 0.7, "repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3},
+    {"temperature": 0.9, "min_p": 0.05, "logit_bias": {5: 2.0, 7: -3.0}},
+    {"temperature": 0.9, "min_tokens": 6, "logit_bias": {4: 1.0}},
+)
+HEADS: dict[str, Callable[[Model], Head]] = {
+    "mtp": support.make_head,
+    "mtp, draft vocabulary": lambda model: support.make_head(model, draft_ids=DRAFT_IDS),
+    "mtp, three modules": lambda model: support.make_head(
+        model, HeadSpec(num_modules=3, beyond="cycle", recycle="pre_norm")
+    ),
+    "eagle3": lambda model: support.make_eagle3(model, draft_ids=DRAFT_IDS),
+}
+
+
+@cache
+def native_model(threads: int) -> Model:
+    config, arrays = support.family_of("mimo").tiny(num_hidden_layers=2, hidden_size=64, intermediate_size=96)
+    path = write_model(support.new_folder(), config, arrays)
+    return load_model(str(path), EngineConfig(backend="native", threads=threads))
+
+
+@contextmanager
+def step_by_step(engine: Engine) -> Iterator[None]:
+    """The backend makes no whole drafts meanwhile."""
+    runner: Any = engine.runner
+    known, runner._chain = runner._chain, lambda steps: None
+    try:
+        yield
+    finally:
+        runner._chain = known
+
+
+def engine_of(head: str, threads: int = 2, **settings: Any) -> Engine:
+    model = native_model(threads)
+    made = HEADS[head](model)
+    return support.make(
+        replace(model, head=made), **{"drafter": made.spec.kind, "depth": 5, "block_size": 16, **settings}
+    )
+
+
+def record(head: str, *, whole: bool, **settings: Any) -> list[Any]:
+    """Every draft of every step of a batch of mixed requests."""
+    engine, seen = engine_of(head, **settings), list[Any]()
+    for i, fields in enumerate(MIXED[:BATCH]):
+        engine.submit(support.request(support.prompt_of(7 + 5 * i, i), name=str(i), seed=i, max_tokens=14, **fields))
+
+    def go() -> None:
+        while engine.has_work:
+            engine.step(lambda deltas: None)
+            seen.append([(s.order, list(s.tokens), s.draft.tokens, s.draft.scores) for s in engine.scheduler.running])
+
+    if whole:
+        go()
+    else:
+        with step_by_step(engine):
+            go()
+    return seen
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_tokens_are_those_of_single_steps(head: str) -> None:
+    ours, theirs = record(head, whole=True), record(head, whole=False)
+    assert ours == theirs
+    assert any(len(draft) == 5 for step in ours for _, _, draft, _ in step)
+
+
+def test_threads_change_nothing() -> None:
+    assert record("eagle3", whole=True, threads=1) == record("eagle3", whole=True, threads=2)
+
+
+def test_one_call_makes_a_draft() -> None:
+    engine = engine_of("mtp")
+    (sequence,) = engine.submit(support.request(support.prompt_of(9, 1), name="a", seed=1, max_tokens=9))
+    passes, run = list[str](), engine.runner.run
+    engine.runner.run = lambda opened, program, *rest, **more: (  # type: ignore[method-assign]
+        passes.append(program),
+        run(opened, program, *rest, **more),
+    )[1]
+    engine.step(lambda deltas: None)
+    assert passes == ["forward"] and len(sequence.draft.tokens) == 5
+
+
+def test_gates_decide_as_in_python() -> None:
+    """The same drafts and scores with depth auto, whose odds and costs are made up."""
+    seen = []
+    for whole in (True, False):
+        engine = engine_of("mtp", depth=AUTO)
+        auto = engine.drafting.auto
+        rng = np.random.default_rng(3)
+        auto.token_s, auto.row_s, auto.draft_s = 1.0, 0.004, 0.001
+        sequences = [
+            engine.submit(support.request(support.prompt_of(6 + i, i), name=str(i), seed=i, temperature=0.9))[0]
+            for i in range(4)
+        ]
+        for place in range(8):
+            for _ in range(40):
+                auto.odds.table(sequences[0], "mtp", place).learn(float(rng.random() ** 6), bool(rng.random() < 0.6))
+        engine.drafting.depth = 0
+        for _ in range(3):
+            engine.step(lambda deltas: None)
+        seen.append(list(drafts_of(engine, auto, sequences, whole=whole)))
+    ours, theirs = seen
+    assert [tokens for tokens, _ in ours] == [tokens for tokens, _ in theirs]
+    assert [scores for _, scores in ours] == [scores for _, scores in theirs]
+    assert len({len(tokens) for tokens, _ in ours}) > 1, "gates end drafts at different places"
+
+
+def drafts_of(
+    engine: Engine, auto: AutoDepth, sequences: list[Sequence], *, whole: bool
+) -> Iterator[tuple[list[int], list[float]]]:
+    from headstart.drafters.base import Wish
+
+    drafter = engine.drafting.drafter
+    assert drafter
+    for row_s in (0.0, 0.02, 0.1, 0.3):
+        auto.row_s = row_s
+        wishes = [Wish(sequence, 6, Gate(auto, sequence, starts=True)) for sequence in sequences]
+        for sequence in sequences:
+            assert engine.memory.reserve(sequence, len(sequence.tokens) + 6)
+            sequence.draft = Draft()
+        if whole:
+            drafter.propose(wishes)
+        else:
+            with step_by_step(engine):
+                drafter.propose(wishes)
+        for sequence in sequences:
+            yield sequence.draft.tokens, sequence.draft.scores

@@ -1,0 +1,83 @@
+"""A block drafter in training computes what it computes at run time, behind every anchor."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import support
+
+torch = pytest.importorskip("torch")
+
+from headstart.config import EngineConfig  # noqa: E402
+from headstart.core import StepPlan  # noqa: E402
+from headstart.heads.kind import head_kind  # noqa: E402
+from headstart.kernels.ops import StepInputs  # noqa: E402
+from headstart.train.batches import Batch  # noqa: E402
+from headstart.train.blocks import choose, draft  # noqa: E402
+from headstart.train.head import first_weights, modules_of  # noqa: E402
+from headstart.train.setup import subject_of  # noqa: E402
+
+
+def plan_of(tokens: list[int], start: int, sees: int | None) -> StepPlan:
+    """Rows of one sequence at slots and positions from `start`."""
+    ints = lambda values: np.asarray(values, np.int32)  # noqa: E731
+    positions = ints(range(start, start + len(tokens)))
+    return StepPlan(
+        token_ids=ints(tokens), positions=positions, slots=positions, row_starts=ints([0, len(tokens)]),
+        block_tables=ints([[0, 1, 2, 3]]), logit_rows=ints(range(len(tokens))), first_position=0, block_size=8,
+        sees=None if sees is None else ints([sees] * len(tokens)),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("change", [{}, {"causal": False}, {"windows": (0, 6), "causal_windows": True}])
+def test_blocks_are_drafted_as_at_run_time(change: dict[str, object]) -> None:
+    model = support.tiny_model("llama", num_hidden_layers=7)
+    subject = subject_of(model, EngineConfig(dtype="float64", threads=1), "block", 4)
+    assert subject.spec.block
+    sizes = {"vocab_size": support.VOCAB, "draft_vocab_size": 50, "mask_token_id": support.EOS}
+    spec = replace(subject.spec, block=replace(subject.spec.block, **sizes, **change))
+    training = head_kind("block").training
+    assert training
+    masters = first_weights(training, spec, model.decoder, 1.0)
+    module = modules_of(masters, spec, model.config.hidden_size, torch.float64)[0]
+    length, rng = 20, np.random.default_rng(0)
+    tokens = torch.from_numpy(rng.integers(0, support.VOCAB - 8, (2, length)))
+    streams = torch.from_numpy(rng.standard_normal((2, length, 5 * model.config.hidden_size)))
+    loss = torch.ones(2, length, dtype=torch.bool)
+    loss[0, :4], loss[:, -1], loss[1, 12:] = False, False, False
+    batch = Batch(tokens, streams, streams[..., :1], tokens, loss, ("a", "b"), 2 * length)
+    embedding = model.decoder.embedding
+    drafted = draft(module, embedding, batch, streams, 0.7, 3)
+
+    blocks = drafted.blocks
+    behind = {(int(s), int(a)) for s, row in zip(blocks.source, blocks.anchors, strict=True) for a in row}
+    assert {a for s, a in behind if s == 0} <= set(range(5, length - 1)) and len(behind) > 10
+    assert blocks.valid.any(0).any(0).all()
+    for chunk, place in blocks.valid[..., 0].nonzero().tolist():
+        b, anchor = int(blocks.source[chunk]), int(blocks.anchors[chunk, place])
+        pools = [model.backend.kv_pool(32, each) for each in module.kv_specs]
+
+        def keep(ops, step: StepInputs, pools=pools):  # type: ignore[no-untyped-def]
+            return {"x": module.keep(ops, step.hidden, step.positions, pools)}
+
+        def rows(ops, step: StepInputs, pools=pools):  # type: ignore[no-untyped-def]
+            return {"y": module.draft(ops, ops.embed(embedding, step.token_ids), step.token_ids, step.positions, pools)}
+
+        model.backend.run(keep, plan_of(tokens[b, :anchor].tolist(), 0, None), hidden=streams[b, :anchor])
+        block = [int(tokens[b, anchor]), *[support.EOS] * 3]
+        found = model.backend.run(rows, plan_of(block, anchor, anchor + 3))["y"]
+        torch.testing.assert_close(drafted.y[chunk, place], found, rtol=0, atol=1e-6)
+        told = blocks.valid[chunk, place].tolist()
+        assert told == [
+            all(bool(loss[b, p]) if p < length else False for p in range(anchor, anchor + k + 1)) for k in range(4)
+        ]
+
+
+def test_other_anchors_each_time() -> None:
+    loss = torch.ones(1, 200, dtype=torch.bool)
+    first, again, other = (choose(loss, 4, 0.5, seed) for seed in (1, 1, 2))
+    assert torch.equal(first.anchors, again.anchors)
+    assert not torch.equal(first.anchors, other.anchors)
+    assert int(first.valid[..., 0].sum()) == 100 and first.anchors.min() > 0
