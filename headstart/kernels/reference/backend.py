@@ -24,18 +24,9 @@ from headstart import machine
 from headstart.core import Paths, Sampled, SamplingRows, StepPlan, TokenLogprob
 from headstart.errors import UsageError
 from headstart.kernels.ops import (
-    Activation,
-    AttentionSpec,
-    ConvSpec,
-    DeltaSpec,
-    Experts,
-    Program,
-    RawTensor,
-    RopeSpec,
-    RouterSpec,
-    StateSpec,
+    Activation, AttentionSpec, ConvSpec, DeltaSpec, Experts, Program, RawTensor, RopeSpec, RouterSpec, StateSpec,
     StepInputs,
-)
+)  # fmt: skip
 from headstart.kernels.reference.moe import ACTIVATIONS, mixture
 from headstart.kernels.reference.recurrent import StatePool, conv_step, delta_step, walk
 from headstart.kernels.reference.sampling import logprobs, sample
