@@ -18,9 +18,10 @@ from headstart.layers.weights import Weights
 
 class Gate(Protocol):
     """Decides for one sequence how far its draft goes (engine.depth). `starts`: a draft that costs a pass of a head
-    is worth beginning."""
+    is worth beginning. `reach`: of a draft that costs one pass, so many tokens may be worth their rows."""
 
     starts: bool
+    reach: int
 
     def goes_on(self, draft: Draft) -> bool:
         """Called once after each drafted token, with its score in place: shall there be another?"""
@@ -114,6 +115,11 @@ class Drafter:
     max_depth: int = MAX_DEPTH
     tap: Tap | None = None
     costs_per: Literal["step", "pass"] = "step"
+
+    @property
+    def auto_limit(self) -> int:
+        """The deepest draft where depths are chosen step by step."""
+        return self.max_depth
 
     @classmethod
     def attach(cls, target: Target) -> Self:
