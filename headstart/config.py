@@ -53,7 +53,7 @@ class EngineConfig:
     drafter: str = _flag(
         "auto",
         "--drafter",
-        "What proposes tokens: auto, mtp, eagle3, medusa, draft_model, ngram, mixed, none or a plug-in's.",
+        "What proposes tokens: auto, mtp, eagle3, medusa, block, draft_model, ngram, mixed, none or a plug-in's.",
     )
     head: str | None = _flag(
         None,
@@ -87,6 +87,9 @@ class EngineConfig:
     )
     ngram_min: int = _flag(2, "--ngram-min", "Shortest n-gram that the ngram drafter looks up.")
     ngram_max: int = _flag(4, "--ngram-max", "Longest n-gram that the ngram drafter looks up.")
+    shared_lookup: bool = _flag(
+        True, "--shared-lookup", "Draft also from what earlier requests of the same API key were answered."
+    )
     seed: int | None = _flag(None, "--seed", "Seed of requests that bring none. Default: drawn at random, reported.")
 
     def __post_init__(self) -> None:

@@ -18,9 +18,10 @@ from headstart.layers.weights import Weights
 
 class Gate(Protocol):
     """Decides for one sequence how far its draft goes (engine.depth). `starts`: a draft that costs a pass of a head
-    is worth beginning."""
+    is worth beginning. `reach`: of a draft that costs one pass, so many tokens may be worth their rows."""
 
     starts: bool
+    reach: int
 
     def goes_on(self, draft: Draft) -> bool:
         """Called once after each drafted token, with its score in place: shall there be another?"""
@@ -99,6 +100,7 @@ class Target:
     runner: DraftRunner
     token_budget: int
     ngram: tuple[int, int]  # smallest and largest n of prompt lookup
+    shared_lookup: bool = False  # may other requests' texts be looked up?
     head: Head | None = None
 
 
@@ -113,6 +115,11 @@ class Drafter:
     max_depth: int = MAX_DEPTH
     tap: Tap | None = None
     costs_per: Literal["step", "pass"] = "step"
+
+    @property
+    def auto_limit(self) -> int:
+        """The deepest draft where depths are chosen step by step."""
+        return self.max_depth
 
     @classmethod
     def attach(cls, target: Target) -> Self:
@@ -129,3 +136,6 @@ class Drafter:
 
     def release(self, sequence: Sequence) -> None:
         """The sequence is finished: forget it. A preempted one comes back with the same tokens and other blocks."""
+
+    def forget(self) -> None:
+        """Know nothing any more of sequences that are finished."""
