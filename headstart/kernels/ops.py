@@ -295,7 +295,7 @@ class Chain(Protocol):
         plan: StepPlan,
         rows: SamplingRows,
         depths: Sequence[int],
-        gates: Sequence[GateRule | None],
+        gates: Sequence[GateRule | Literal[True] | None],
         *,
         hidden_pool: Pool = None,
     ) -> Sequence[tuple[list[int], list[float]]]:
@@ -303,7 +303,11 @@ class Chain(Protocol):
         draw the first tokens, its `hidden` is what the next step reads, and so on up to depths [S], as long as there is
         a token and the gate [S] lets it. `rows` [S]: the state after a sequence's tokens; those drafted since count in
         positions and penalties, and change nothing else. Tokens are what `sample` draws, bit for bit; scores their
-        probabilities in the raw softmax, none without a gate."""
+        probabilities in the raw softmax, none without a gate.
+
+        Of a chain with `rows_given`, `first` makes depths[s] rows of logits for each sequence, whose first row in the
+        plan is its last token; drafts end where there is no token, and gates are only there or not. A `confidence`
+        [L, 1] of `first`, and the program's for a token, sum to the logit of a score."""
 
 
 class Backend(Protocol):
@@ -370,11 +374,17 @@ class Backend(Protocol):
         row that has no token left, or NaN, fails alone (see Sampled)."""
 
     def prepare_chain(
-        self, steps: Sequence[tuple[Handle, int]], *, vocab_size: int, token_ids: Weight | None = None
+        self,
+        steps: Sequence[tuple[Handle, int]],
+        *,
+        vocab_size: int,
+        token_ids: Weight | None = None,
+        rows_given: bool = False,
     ) -> Chain | None:
         """Whole drafts, if this backend can make them. Step i >= 1 of a draft runs steps[i - 1]: a program that reads
         token ids, positions and `hidden`, and how many rows lie between the sequence's tokens and its own. `token_ids`
-        as in `sample`."""
+        as in `sample`. `rows_given`: the first pass makes the logits of all tokens, and steps is nothing, or the one
+        program (-1 rows between) that reads each token and the row of logits behind it, and gives the row to draw."""
 
     def logprobs(self, logits: Buffer, tokens: NDArray[np.int64], num_top: int) -> list[TokenLogprob]:
         """Raw log-softmax of given tokens [L] at logits [L, V], with the top alternatives."""

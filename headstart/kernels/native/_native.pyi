@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -232,6 +233,7 @@ class Chain:
         path: str,
         steps: Sequence[Program],
         rows_before: Sequence[int],
+        rows_given: bool,
         vocab_size: int,
         token_ids: NDArray[np.int64] | None,
     ) -> None: ...
@@ -244,7 +246,7 @@ class Chain:
         hidden_pool: HiddenPool | None,
         rows: SamplingRows,
         depths: Sequence[int],
-        gates: Sequence[GateRule | None],
+        gates: Sequence[GateRule | Literal[True] | None],
     ) -> list[tuple[list[int], list[float]]]:
         """ValueError where a plan points outside what its program reads."""
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 from weakref import WeakSet
 
 import numpy as np
@@ -156,10 +157,15 @@ class NativeBackend:
         )
 
     def prepare_chain(
-        self, steps: Sequence[tuple[Program, int]], *, vocab_size: int, token_ids: NDArray[np.int64] | None = None
+        self,
+        steps: Sequence[tuple[Program, int]],
+        *,
+        vocab_size: int,
+        token_ids: NDArray[np.int64] | None = None,
+        rows_given: bool = False,
     ) -> NativeChain:
         programs, before = [step for step, _ in steps], [rows for _, rows in steps]
-        return NativeChain(self, Chain(self.path, programs, before, vocab_size, token_ids))
+        return NativeChain(self, Chain(self.path, programs, before, rows_given, vocab_size, token_ids))
 
     def logprobs(self, logits: Array, tokens: NDArray[np.int64], num_top: int) -> list[TokenLogprob]:
         return sampling.logprobs(self.threads, self.path, logits, tokens, num_top)
@@ -192,7 +198,7 @@ class NativeChain:
         plan: StepPlan,
         rows: SamplingRows,
         depths: Sequence[int],
-        gates: Sequence[GateRule | None],
+        gates: Sequence[GateRule | Literal[True] | None],
         *,
         hidden_pool: HiddenPool | None = None,
     ) -> list[tuple[list[int], list[float]]]:
