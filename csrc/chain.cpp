@@ -119,7 +119,7 @@ class Chain {
             lines[i].logit = num_logits;
             lines[i].scored = !gates[i].is_none();
             num_logits += rows_given_ ? depths[i] : 1;
-            if (lines[i].scored && !rows_given_) lines[i].gate.emplace(gates[i]);
+            if (lines[i].scored) lines[i].gate.emplace(gates[i]);
         }
         require(num_logits == pass.num_logits, "draft: another number of rows of logits");
         {
@@ -150,7 +150,7 @@ class Chain {
             size_t kept = 0;
             for (size_t i = 0; i < going.size(); ++i) {
                 Line& line = lines[going[i]];
-                if (!goes_on(line, step)) continue;
+                if (!push_score(line) || !goes_on(line)) continue;
                 going[kept] = going[i];
                 at[kept++] = at[i];
             }
@@ -189,12 +189,11 @@ class Chain {
             draw(turn, Result(*programs_[0], "logits"), rows, lines, going);
             for (size_t i = 0; i < going.size(); ++i) {
                 Line& line = lines[going[i]];
-                if (!push_score(line)) {
-                    line.depth = (int64_t)line.tokens.size();
-                } else if (sure.values) {
+                if (push_score(line) && sure.values) {
                     const float rest = of_token.values ? *of_token.row((int64_t)i) : 0;
                     line.scores.push_back(sureness(*sure.row(at[i]) + rest));
                 }
+                if ((int64_t)line.tokens.size() <= step || !goes_on(line)) line.depth = (int64_t)line.tokens.size();
             }
         }
     }
@@ -230,6 +229,10 @@ class Chain {
             const auto end = std::find_if(line.tokens.begin(), line.tokens.end(), [](int64_t t) { return t < 0; });
             line.tokens.erase(end, line.tokens.end());
             line.scores.resize(sure.values || line.scored ? line.tokens.size() : 0);
+            size_t kept = 1;
+            while (kept < line.tokens.size() && (!line.gate || line.gate->goes_on(kept - 1, line.scores[kept - 1]))) ++kept;
+            line.tokens.resize(std::min(kept, line.tokens.size()));
+            line.scores.resize(std::min(kept, line.scores.size()));
         }
     }
 
@@ -273,10 +276,9 @@ class Chain {
     }
 
     // Shall there be another token?
-    static bool goes_on(Line& line, size_t step) {
-        if (!push_score(line)) return false;
+    static bool goes_on(Line& line) {
         if ((int64_t)line.tokens.size() >= line.depth) return false;
-        return !line.gate || line.gate->goes_on(step, line.scores.back());
+        return !line.gate || line.gate->goes_on(line.tokens.size() - 1, line.scores.back());
     }
 
     // Copies: the results of a pass are not its own next input.

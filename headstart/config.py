@@ -53,7 +53,7 @@ class EngineConfig:
     drafter: str = _flag(
         "auto",
         "--drafter",
-        "What proposes tokens: auto, mtp, eagle3, medusa, draft_model, ngram, mixed, none or a plug-in's.",
+        "What proposes tokens: auto, mtp, eagle3, medusa, block, draft_model, ngram, mixed, none or a plug-in's.",
     )
     head: str | None = _flag(
         None,

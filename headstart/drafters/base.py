@@ -9,7 +9,8 @@ from typing import Literal, Protocol, Self
 from headstart.config import MAX_DEPTH
 from headstart.core import Draft, Rows, Sampled, Sequence
 from headstart.heads.base import Head
-from headstart.kernels.ops import Backend, Buffer, GateRule, Weight
+from headstart.kernels.chain import GateRule
+from headstart.kernels.ops import Backend, Buffer, Weight
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import Decoder, Tap
 from headstart.layers.network import Network, Opened
@@ -18,9 +19,10 @@ from headstart.layers.weights import Weights
 
 class Gate(Protocol):
     """Decides for one sequence how far its draft goes (engine.depth). `starts`: a draft that costs a pass of a head
-    is worth beginning."""
+    is worth beginning. `reach`: of a draft that costs one pass, so many tokens may be worth their rows."""
 
     starts: bool
+    reach: int
 
     def goes_on(self, draft: Draft) -> bool:
         """Called once after each drafted token, with its score in place: shall there be another?"""
@@ -115,6 +117,11 @@ class Drafter:
     max_depth: int = MAX_DEPTH
     tap: Tap | None = None
     costs_per: Literal["step", "pass"] = "step"
+
+    @property
+    def auto_limit(self) -> int:
+        """The deepest draft where depths are chosen step by step."""
+        return self.max_depth
 
     @classmethod
     def attach(cls, target: Target) -> Self:

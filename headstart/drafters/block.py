@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Self
 
 import numpy as np
 
 from headstart.core import Draft, Float32, Rows, Sequence
-from headstart.drafters.base import Drafter, Steps, Target, Wish
+from headstart.drafters.base import Drafter, Gate, Steps, Target, Wish
 from headstart.drafters.head import lm_head_of
 from headstart.errors import UsageError
 from headstart.heads.base import Head
@@ -68,7 +68,7 @@ class BlockNetwork:
             embedded = module.markov.embed(ops, step.token_ids)
             sure = module.confidence.of_token if module.confidence else None
             found = {"confidence": sure(ops, embedded)} if sure else {}
-            return {"logits": ops.add(step.hidden, module.markov.out(ops, embedded)), **found}
+            return {"logits": module.markov.add(ops, step.hidden, embedded), **found}
 
         programs = {FEATURES: NetworkProgram(features, self.hidden_width), BLOCK: NetworkProgram(block)}
         return programs | ({MARKOV: NetworkProgram(markov, self.num_logits)} if module.markov else {})
@@ -82,7 +82,7 @@ class _Round:
     depth: int
     first: int
     draft: Draft
-    scored: bool
+    gate: Gate | None
 
     @property
     def wants_more(self) -> bool:
@@ -132,6 +132,8 @@ class BlockDrafter(Drafter):
         wishes = [wish for wish in wishes if wish.gate is None or wish.gate.starts]
         if not wishes:
             return
+        if self._spec.all_causal:  # no row depends on a later one: those that promise nothing are left out
+            wishes = [replace(wish, depth=min(wish.depth, wish.gate.reach)) if wish.gate else wish for wish in wishes]
         self._catch_up([wish.sequence for wish in wishes])
         parts = [self._rows(wish) for wish in wishes]
         if left := self._runner.draft(self._steps, wishes, parts, self.method):
@@ -142,7 +144,7 @@ class BlockDrafter(Drafter):
         output = self._runner.run(self._network, BLOCK, parts)
         firsts = accumulate([wish.depth for wish in wishes], initial=0)
         rounds = [
-            _Round(wish.sequence, wish.depth, first, Draft(method=self.method), wish.gate is not None)
+            _Round(wish.sequence, wish.depth, first, Draft(method=self.method), wish.gate)
             for wish, first in zip(wishes, firsts, strict=False)
         ]
         for each in rounds:
@@ -203,7 +205,7 @@ class BlockDrafter(Drafter):
             (each.sequence, len(each.sequence.tokens) + i, (each.draft.tokens + [0] * i)[:i])
             for each, i in places
         ]
-        scored = sureness is None and any(each.scored for each, _ in places)
+        scored = sureness is None and any(each.gate for each, _ in places)
         sampled = self._runner.draw(logits, entries, self._token_ids, scored=scored)
         for row, ((each, _), token) in enumerate(zip(places, sampled.tokens.tolist(), strict=True)):
             if token < 0:  # nothing allowed is in the draft vocabulary, or the head fails: the draft ends here
@@ -218,6 +220,8 @@ class BlockDrafter(Drafter):
                 each.draft.scores.append(1 / (1 + math.exp(-max(float(sureness[row]), -MOST_LOGIT))))
             elif logprob:
                 each.draft.scores.append(math.exp(logprob.logprob))
+            if each.wants_more and each.gate is not None and not each.gate.goes_on(each.draft):
+                each.depth = len(each.draft.tokens)
 
 
 DRAFTER = BlockDrafter

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Self
 
 from headstart import registry
@@ -23,6 +24,11 @@ class MixedDrafter(Drafter):
         self._lookup, self._head = lookup, head
         self.method, self.max_depth, self.tap, self.costs_per = head.method, head.max_depth, head.tap, head.costs_per
 
+    @property
+    def auto_limit(self) -> int:
+        """A lookup may go deeper than the head."""
+        return self._lookup.max_depth
+
     @classmethod
     def attach(cls, target: Target) -> Self:
         if target.head is None:
@@ -36,12 +42,12 @@ class MixedDrafter(Drafter):
     def propose(self, wishes: Seq[Wish]) -> None:
         gated = [wish for wish in wishes if wish.gate is not None]
         self._lookup.propose(gated)
-        rest = [wish for wish in wishes if wish.gate is None]
+        rest, most = [wish for wish in wishes if wish.gate is None], self.max_depth
         for wish in gated:
             assert wish.gate is not None
             if not wish.gate.suffices(wish.sequence.draft):
                 wish.sequence.draft = Draft()
-                rest.append(wish)
+                rest.append(wish if wish.depth <= most else replace(wish, depth=most))
         self._head.propose(rest)
 
     def release(self, sequence: Sequence) -> None:

@@ -15,11 +15,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from headstart.config import MAX_DEPTH
 from headstart.core import Draft, Sequence
 from headstart.drafters.base import Wish
 from headstart.engine.costs import Costs, Work
 from headstart.engine.odds import EDGES, Odds, chances
-from headstart.kernels.ops import GateRule
+from headstart.kernels.chain import GateRule
 
 MARGIN = 0.02
 """What drafts promise must be this share of the step's time at least, of all sequences together: promises are never
@@ -32,6 +33,8 @@ PROBES = 0.005
 """Share of all time that may go into asking drafters that do not pay now."""
 LONGEST_REST = 7
 """Where the head does not pay and lookups find nothing, so many steps go by until they are asked again."""
+DRAFT_ROW = 0.1
+"""Of a draft that is one pass: what each of its rows adds to it."""
 LEAST_ROW = 0.002
 """Of a plain pass: a row is never taken to cost less, whatever noise says."""
 SHORTEST, LONGEST = 0.98, 0.9
@@ -51,8 +54,10 @@ class Room:
 class AutoDepth:
     """Wishes for the next step, and what must be known to make them."""
 
-    def __init__(self, method: str) -> None:
-        """method: the drafter's."""
+    def __init__(self, method: str, block: int = 0) -> None:
+        """method: the drafter's. block: the most tokens of a draft, where all of them cost one pass; 0: each costs a
+        step."""
+        self.block = block
         self.costs, self.odds = Costs.unknown(), Odds()
         self.token_s = self.row_s = self.draft_s = 0.0
         self.method = method
@@ -68,12 +73,16 @@ class AutoDepth:
 
     def wishes(self, rooms: Seq[Room]) -> list[Wish]:
         """A gated wish for each room, in the pass that has been weighed."""
-        gains = [self._gain(room) for room in rooms]
+        options = [self._options(room.sequence, room.limit) for room in rooms]
+        gains = [self._gain(room, sum(each)) for room, each in zip(rooms, options, strict=True)]
         asked = [gain for gain in gains if gain > 0]
         # a step of few sequences costs more than their part of one of all
         alone = self._prudence * self.costs.drafts.at(max(len(asked), 1)) - self.draft_s * len(asked)
         self._asks = enough = sum(asked) - alone >= self._margin
-        gates = [Gate(self, room.sequence, enough and gain > 0) for room, gain in zip(rooms, gains, strict=True)]
+        gates = [
+            Gate(self, room.sequence, enough and gain > 0, self._reach(each))
+            for room, gain, each in zip(rooms, gains, options, strict=True)
+        ]
         if not all(gate.starts for gate in gates):
             refused = [(room, gate) for room, gate in zip(rooms, gates, strict=True) if not gate.starts]
             self._probe(*min(refused, key=lambda each: each[0].missed))
@@ -105,16 +114,31 @@ class AutoDepth:
         self._wait = LONGEST_REST
         return False
 
-    def _gain(self, room: Room) -> float:
+    def _gain(self, room: Room, promise: float) -> float:
         """Seconds that a draft of the head promises to save in a step; 0 where it does not pay, or not what must be
         made up for first within the rest of the text."""
-        sequence = room.sequence
-        table = self.odds.table(sequence, self.method, 0)
-        gain = self._option(table.bins(), self.odds.factor(sequence, self.method)) - self.draft_s
+        sequence, gain = room.sequence, promise - self.draft_s
         if gain <= 0 or not room.missed:
             return max(gain, 0.0)
         left = min(self._length, sequence.request.params.max_tokens - sequence.num_output)
         return gain if gain * left > self.costs.catch_up * room.missed else 0.0
+
+    def _options(self, sequence: Sequence, limit: int) -> list[float]:
+        """What a draft of the head saves, token by token, each with its chance to be reached: only the first, where the
+        others cost steps of their own."""
+        factor, reached, options = self.odds.factor(sequence, self.method), 1.0, list[float]()
+        for place in range(min(limit, self.block or 1)):
+            if place and reached * factor * self.token_s < self.row_s:
+                break
+            bins = self.odds.table(sequence, self.method, place).bins()
+            options.append(self._option(bins, reached * factor))
+            reached *= min(1.0, factor * sum([share * chance for share, chance in bins]))
+        return options
+
+    def _reach(self, options: Seq[float]) -> int:
+        """How many tokens of a draft promise more than their rows cost in its pass, and one more, to learn of."""
+        least = DRAFT_ROW * self.draft_s
+        return 1 + next((place for place, option in enumerate(options) if option < least), len(options))
 
     def _option(self, bins: Seq[tuple[float, float]], factor: float) -> float:
         """What one more drafted token promises: its score decides whether it is verified."""
@@ -132,7 +156,12 @@ class AutoDepth:
             return False
         table = self.odds.table(sequence, draft.method, len(draft.tokens))
         factor = self.odds.factor(sequence, draft.method)
-        return self._option(table.bins(), chance * factor) > self.draft_s
+        return self._option(table.bins(), chance * factor) > self.next_s
+
+    @property
+    def next_s(self) -> float:
+        """Seconds that one more token of a draft costs before it is verified."""
+        return 0.0 if self.block else self.draft_s
 
     def suffices(self, sequence: Sequence, draft: Draft, *, asks: bool) -> bool:
         """Is a draft that cost nothing better than what the head promises, or than nothing where it is not asked?"""
@@ -143,9 +172,10 @@ class AutoDepth:
         free = sum(worth_it) * self.token_s - len(worth_it) * self.row_s
         if not asks:
             return free > 0
-        table = self.odds.table(sequence, self.method, 0)
-        bound = self._option(table.bins(), self.odds.factor(sequence, self.method)) / max(1 - table.mean, 0.1)
-        return free > bound - self.draft_s
+        promise = sum(self._options(sequence, MAX_DEPTH))
+        if not self.block:  # those behind the first may promise as much
+            promise /= max(1 - self.odds.table(sequence, self.method, 0).mean, 0.1)
+        return free > promise - self.draft_s
 
     def cut(self, wishes: Seq[Wish]) -> None:
         """Leave of the drafts the rows that are worth verifying together, the likeliest first; none when they promise
@@ -197,18 +227,19 @@ def _deeper(work: Work, rows: int) -> Work:
 
 @dataclass
 class Gate:
-    """One sequence's draft while it grows. `starts`: a head is worth asking at all."""
+    """One sequence's draft while it grows. `starts`: a head is worth asking at all; `reach`: for so many tokens."""
 
     auto: AutoDepth
     sequence: Sequence
     starts: bool
+    reach: int = MAX_DEPTH
     chance: float = 1.0
 
     def rule(self, method: str, depth: int) -> GateRule:
         """`goes_on` as data, for a draft of this method."""
         auto, sequence = self.auto, self.sequence
         tables, factor = auto.odds.places(sequence, method, depth), auto.odds.factor(sequence, method)
-        return GateRule(auto.token_s, auto.row_s, auto.draft_s, factor, tables, BIN_EDGES)
+        return GateRule(auto.token_s, auto.row_s, auto.next_s, factor, tables, BIN_EDGES)
 
     def goes_on(self, draft: Draft) -> bool:
         """Called after each token: shall there be another?"""

@@ -23,7 +23,8 @@ class Drafting:
         self.drafter = drafter
         self._scheduler, self._config, self._max_length, self._vocab_size = scheduler, config, max_length, vocab_size
         self.depth: Depth = config.depth  # of requests that ask for none; may be changed at any time
-        self.auto = AutoDepth(drafter.method if drafter else "none")
+        block = drafter.max_depth if drafter and drafter.costs_per == "pass" else 0
+        self.auto = AutoDepth(drafter.method if drafter else "none", block)
         self.samples: Samples | None = None  # where a calibration wants the times of steps
 
     @property
@@ -80,11 +81,12 @@ class Drafting:
     def _wishes(self, sequences: Seq[Sequence]) -> list[Wish]:
         assert self.drafter is not None
         ready = [each for each in sequences if each.finish_reason is None and _is_ready(each)]
-        most = min(self.max_depth, self._config.depth_limit(len(self._scheduler.running)))
+        deepest = self._config.depth_limit(len(self._scheduler.running))
         wishes, rooms, asks = [], [], None
         for sequence in ready:
             depth = self.depth if sequence.request.depth is None else sequence.request.depth
-            limit = min(most, self._draft_room(sequence), MAX_DEPTH if depth == AUTO else depth)
+            most = self.drafter.auto_limit if depth == AUTO else min(self.max_depth, depth)
+            limit = min(most, deepest, self._draft_room(sequence))
             if limit <= 0 or self._force(sequence):
                 continue
             if depth == AUTO and asks is None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
 
 import numpy as np
 
@@ -16,7 +15,8 @@ from headstart.drafters.base import Steps, Wish
 from headstart.engine.plan import build_plan, span_rows
 from headstart.engine.sampling import Entry, allowed_tokens, build_rows, is_steady
 from headstart.errors import ModelError
-from headstart.kernels.ops import Backend, Buffer, Chain, GateRule, Pool, Weight
+from headstart.kernels.chain import Chain
+from headstart.kernels.ops import Backend, Buffer, Pool, Weight
 from headstart.layers.network import FORWARD, Network, Opened, Pools
 
 
@@ -173,7 +173,7 @@ class Runner:
             build_plan(parts, self.memory.block_size, network.first_position, network.behind),
             build_rows(entries, allowed=allowed_tokens(entries, self.vocab_size)),
             [wish.depth for wish in wishes],
-            [_rule(wish, steps, method) for wish in wishes],
+            [wish.gate.rule(method, wish.depth) if wish.gate else None for wish in wishes],
             hidden_pool=self._hidden_pool,
         )
         for wish, (tokens, scores) in zip(wishes, drafts, strict=True):
@@ -203,10 +203,3 @@ class Runner:
         return self.backend.sample(
             logits, rows, vocab_size=self.vocab_size, token_ids=token_ids, keep_probs=self._keep_probs
         )
-
-
-def _rule(wish: Wish, steps: Steps, method: str) -> GateRule | Literal[True] | None:
-    """What a chain must know of a wish's gate."""
-    if wish.gate is None:
-        return None
-    return True if steps.rows_given else wish.gate.rule(method, wish.depth)

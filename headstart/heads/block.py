@@ -7,7 +7,8 @@ rows of a block stand at positions n, n + 1, ...: row 0 is the embedding of the 
 are the mask. They see all features before n, and each other as BlockSpec says. y = norm(layers(rows)).
 
 Row k >= 1 guesses the token at n + k (DFlash), or, where `anchor_predicts`, row k the one at n + 1 + k (DSpark).
-Markov head: logits of a row += out . embed[x], x the token before the one it guesses, so drawing goes token by token.
+logits = logit_scale (lm_head y + out . embed[x]): the Markov head reads x, the token before the one that the row
+guesses, so drawing goes token by token.
 Confidence head: sigmoid(w [y ; embed[x]] + b) is the chance that the row's token is right.
 
 Canonical tensors: `fuse.weight` [H, taps * H], `tap_norms.weight` [taps * H], `hidden_norm.weight`, `layers.{i}.`,
@@ -41,9 +42,15 @@ class MarkovHead:
     table: Weight
     out: Linear
 
+    scale: float
+
     def embed(self, ops: Ops, token_ids: Buffer) -> Buffer:
         """The tokens before [R] -> [R, r]."""
         return ops.embed(self.table, token_ids)
+
+    def add(self, ops: Ops, logits: Buffer, embedded: Buffer) -> Buffer:
+        """Logits [R, V'] with what they add."""
+        return ops.add(logits, _scaled(ops, self.out(ops, embedded), self.scale))
 
 
 @dataclass(frozen=True)
@@ -98,8 +105,11 @@ class BlockModule:
 
     def logits(self, ops: Ops, y: Buffer, lm_head: Linear) -> Buffer:
         """[L, H] -> [L, V'], without what the Markov head adds."""
-        logits = lm_head(ops, y)
-        return logits if self.spec.logit_scale == 1 else ops.scale(logits, self.spec.logit_scale)
+        return _scaled(ops, lm_head(ops, y), self.spec.logit_scale)
+
+
+def _scaled(ops: Ops, logits: Buffer, scale: float) -> Buffer:
+    return logits if scale == 1 else ops.scale(logits, scale)
 
 
 def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[BlockModule]:
@@ -111,7 +121,8 @@ def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[BlockModule]:
     markov = None
     if block.markov_rank:
         out = weights.linear("markov.out", block.draft_vocab_size, block.markov_rank)
-        markov = MarkovHead(weights.get("markov.embed.weight", block.vocab_size, block.markov_rank), out)
+        table = weights.get("markov.embed.weight", block.vocab_size, block.markov_rank)
+        markov = MarkovHead(table, out, block.logit_scale)
     return [
         BlockModule(
             spec=block,

@@ -133,7 +133,8 @@ def test_a_block_is_the_formula(variant: str, own: tuple[str, ...], tmp_path: Pa
     if block.markov_rank:
         added = run(codes["markov"], plan(before.tolist(), count), hidden=expected)
         told = t["markov.embed.weight"][before]
-        torch.testing.assert_close(added["logits"], expected + told @ t["markov.out.weight"].T, rtol=1e-9, atol=1e-9)
+        more = told @ t["markov.out.weight"].T * block.logit_scale
+        torch.testing.assert_close(added["logits"], expected + more, rtol=1e-9, atol=1e-9)
     if block.confidence:
         sure = found["confidence"] + (added["confidence"] if block.confidence_markov else 0)
         read = torch.cat((y, told), -1) if block.confidence_markov else y

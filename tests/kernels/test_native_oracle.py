@@ -164,9 +164,11 @@ def test_rowwise_ops(path: str, width: int, head_dim: int) -> None:
             narrow, _ = ops.add_rms_norm(x, normed, w[f"norm {head_dim}"], 1e-6)
             joined = ops.concat(ops.add(total, x), ops.activate_mul(x, normed))
             zeroed, kept = (ops.zero_where(joined, step.positions, at) for at in (300, 299))
+            put = ops.put_where(x, step.token_ids, 3, w[f"norm {width}"])
+            parts = ops.rms_norm(x, w[f"norm {width}"], 1e-6, width // head_dim)
             taken = ops.rms_norm(ops.take_rows(joined, step.logit_rows), w[f"norm {width}"], 1e-6)
             out |= {"normed": normed, "total": total, "narrow": narrow, "joined": joined}
-            return out | {"zeroed": zeroed, "kept": kept, "taken": taken}
+            return out | {"zeroed": zeroed, "kept": kept, "taken": taken, "put": put, "parts": parts}
 
         return code
 

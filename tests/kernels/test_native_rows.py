@@ -40,6 +40,7 @@ SEEN: dict[str, dict[str, Any]] = {
     **{f"window {w}": {"window": w} for w in (1, 2, 15, 16, 17, 63, 64, 65, 100, 300)},
     "softcap": {"softcap": 2.5},
     "window and softcap": {"window": 33, "softcap": 0.7},
+    "causal": {"causal": True},
 }
 paths = pytest.mark.parametrize("path", PATHS)
 kv_dtypes = pytest.mark.parametrize("kv_dtype", list(HEADS))
@@ -110,7 +111,7 @@ def test_what_a_row_sees(path: str, kv_dtype: str, seen: str, sinks: bool) -> No
 
 @paths
 @kv_dtypes
-@pytest.mark.parametrize("seen", ["all", "window 17", "window and softcap"])
+@pytest.mark.parametrize("seen", ["all", "window 17", "window and softcap", "causal"])
 def test_rows_of_a_block_see_each_other(path: str, kv_dtype: str, seen: str) -> None:
     """A block of 9 behind 60 tokens; each of its rows alone, over what is stored, has the same bits."""
     world = World(path, kv_dtype, sinks=True, **SEEN[seen])

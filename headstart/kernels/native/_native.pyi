@@ -1,11 +1,10 @@
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headstart.core import SamplingRows, StepPlan
-from headstart.kernels.ops import GateRule
+from headstart.kernels.chain import GateRule
 
 class ThreadPool:
     """The process's own threads; the caller is one of them."""
@@ -246,7 +245,7 @@ class Chain:
         hidden_pool: HiddenPool | None,
         rows: SamplingRows,
         depths: Sequence[int],
-        gates: Sequence[GateRule | Literal[True] | None],
+        gates: Sequence[GateRule | None],
     ) -> list[tuple[list[int], list[float]]]:
         """ValueError where a plan points outside what its program reads."""
 

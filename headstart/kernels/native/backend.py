@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 from weakref import WeakSet
 
 import numpy as np
@@ -22,6 +21,7 @@ from headstart import machine
 from headstart.config import KVDtype, Quantization
 from headstart.core import Sampled, SamplingRows, StepPlan, TokenLogprob
 from headstart.errors import ModelError, UsageError
+from headstart.kernels.chain import GateRule
 from headstart.kernels.native import sampling
 from headstart.kernels.native._native import (
     Arena,
@@ -38,7 +38,7 @@ from headstart.kernels.native._native import (
 from headstart.kernels.native.packed_cache import PackedCache, key_of
 from headstart.kernels.native.packing import pack
 from headstart.kernels.native.program import record
-from headstart.kernels.ops import AttentionSpec, GateRule, Program as Code, RawTensor, StateSpec
+from headstart.kernels.ops import AttentionSpec, Program as Code, RawTensor, StateSpec
 
 Array = NDArray[np.float32]
 _alive: WeakSet[NativeBackend] = WeakSet()
@@ -198,7 +198,7 @@ class NativeChain:
         plan: StepPlan,
         rows: SamplingRows,
         depths: Sequence[int],
-        gates: Sequence[GateRule | Literal[True] | None],
+        gates: Sequence[GateRule | None],
         *,
         hidden_pool: HiddenPool | None = None,
     ) -> list[tuple[list[int], list[float]]]:

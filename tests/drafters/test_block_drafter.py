@@ -1,0 +1,137 @@
+"""Block drafters in the engine: a text is the same with every kind of them, and a draft is one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import support
+
+pytest.importorskip("torch")
+
+from headstart.config import EngineConfig
+from headstart.core import Rows, Sequence
+from headstart.drafters.base import Wish
+from headstart.engine.attach import attach_head
+from headstart.engine.load import Model, load_model
+from headstart.errors import UsageError
+
+EXACT = {"reference": "float64", "native": "float32"}
+DRAFT_IDS = tuple(range(1, support.VOCAB, 2))
+MARKOV = {"markov_rank": 16, "confidence": True}
+VARIANTS: Mapping[str, tuple[dict[str, Any], tuple[int, ...] | None, tuple[str, ...]]] = {
+    "dspark": (MARKOV, DRAFT_IDS, ()),
+    "dflash": ({"causal": False, "anchor_predicts": False, "qk_norm": True, "num_layers": 3}, None, ()),
+    "windows": ({"causal": False, "windows": (3, 0), "causal_windows": True, "sinks": True}, None, ("embed_tokens",)),
+    "interleaved": ({"interleaved": True, "mask_embedding": True, "tap_norms": True, **MARKOV}, None, ("lm_head",)),
+}
+SETTINGS: Mapping[str, dict[str, Any]] = {
+    "plain": {},
+    "chunks": {"max_num_batched_tokens": 7},
+    "preempted": {"kv_blocks": 10},
+    "auto": {"depth": "auto", "drafter": "mixed"},
+}
+
+
+@cache
+def trunk(backend: str) -> Model:
+    settings: Mapping[str, Any] = {"backend": backend, "dtype": EXACT[backend], "threads": 1}
+    folder = support.write_model(support.new_folder(), *support.family_of("llama").tiny())
+    return load_model(str(folder), EngineConfig(**settings))
+
+
+@cache
+def written(variant: str) -> Path:
+    """The head's directory."""
+    model, (facts, ids, own) = trunk("reference"), VARIANTS[variant]
+    spec = support.block_spec(model, **facts)
+    return support.write_head(
+        support.new_folder(), model.config, spec, support.block_arrays(model, spec, ids, own), ids
+    )
+
+
+def outputs(backend: str, temperature: float, variant: str | None, **settings: Any) -> Any:
+    model = trunk(backend)
+    if variant:
+        model = replace(model, head=attach_head(model, written(variant)))
+    common = {"backend": backend, "dtype": EXACT[backend], "block_size": 16}
+    engine = support.make(model, **{**common, **settings})
+    return {key: each.tokens for key, each in support.run(engine, support.varied_requests(temperature)).items()}, engine
+
+
+@cache
+def plain(backend: str, temperature: float) -> Any:
+    return outputs(backend, temperature, None, drafter="none")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", EXACT)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_the_text_is_that_of_plain_decoding(backend: str, variant: str, settings: str) -> None:
+    for temperature in (0.0, 1.0):
+        drafted, engine = outputs(
+            backend, temperature, variant, **{"drafter": "block", "depth": 5, **SETTINGS[settings]}
+        )
+        assert drafted == plain(backend, temperature)
+        assert engine.stats.drafted > 20 or settings == "auto"
+        assert engine.scheduler.num_preemptions > 0 or settings != "preempted"
+
+
+@pytest.mark.parametrize("rule", ["exact", "rejection"])
+@pytest.mark.parametrize("backend", EXACT)
+def test_a_draft_is_a_pass_over_what_came_and_one_over_the_block(backend: str, rule: str) -> None:
+    model = trunk(backend)
+    settings: dict[str, Any] = {
+        "backend": backend,
+        "dtype": EXACT[backend],
+        "enable_prefix_caching": False,
+        "rule": rule,
+        "block_size": 16,
+    }
+    engine = support.make(replace(model, head=attach_head(model, written("dspark"))), depth=3, **settings)
+    passes: list[tuple[str, int]] = []
+    original = engine.runner.run
+
+    def noted(opened: Any, program: str, rows: Any, **more: Any) -> Any:
+        passes.append((program, sum(len(part.token_ids) for part in rows)))
+        return original(opened, program, rows, **more)
+
+    engine.runner.run = noted  # type: ignore[method-assign]
+    done = support.run(engine, [support.request(support.prompt_of(21, 3), max_tokens=16, stops=())])
+    tokens = len(done["r", 0].tokens)
+    assert tokens == 16
+    blocks = [rows for name, rows in passes if name == "block"]
+    features = sum(rows for name, rows in passes if name == "features")
+    assert max(blocks) == 3, "the anchor's row drafts too"
+    assert 21 <= features <= 21 + tokens, "no position twice"
+
+
+def test_only_rows_that_promise_something_are_run() -> None:
+    class Gate:
+        starts, reach = True, 2
+
+        def goes_on(self, draft: Any) -> bool:
+            return True
+
+    engine = support.make(replace(trunk("reference"), head=support.make_block(trunk("reference"))), depth=5)
+    drafter, runner = engine.drafting.drafter, engine.runner
+    assert drafter is not None
+    sequence = Sequence(support.request(support.prompt_of(9, 1)), 0, support.prompt_of(9, 1), 0)
+    assert engine.memory.reserve(sequence, 16)
+    runner.run(runner.trunk, "forward", [Rows(sequence, 0, sequence.tokens[:8], 1)])
+    drafter.propose([Wish(sequence, 5, Gate())])  # type: ignore[arg-type]
+    assert len(sequence.draft.tokens) == 2
+    assert len(sequence.draft.scores) == 2
+
+
+def test_what_it_is_asked_for_must_fit(tmp_path: Path) -> None:
+    model = trunk("reference")
+    with pytest.raises(UsageError, match="drafter block goes to 5 at most"):
+        support.make(replace(model, head=support.make_block(model)), depth=6)
+    with pytest.raises(UsageError, match="has no block head"):
+        support.make(replace(model, head=None), drafter="block", depth=3)
