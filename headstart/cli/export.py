@@ -13,7 +13,10 @@ EXAMPLES = (
     "headstart export --to vllm-mimo -o smollm2-mimo",
     "headstart export ./my-model --head my-head --to vllm-eagle3 -o my-eagle3",
 )
-LAYOUTS = "xllm, vllm-eagle, speculators or gguf (the head alone); vllm-mimo (trunk and MTP head); vllm-eagle3 (a head)"
+LAYOUTS = (
+    "xllm, vllm-eagle, speculators or gguf (the head alone); vllm-mimo (trunk and MTP head); vllm-eagle3, vllm-dflash, "
+    "vllm-dspark (a head)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)

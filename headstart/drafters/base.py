@@ -103,6 +103,7 @@ class Target:
     runner: DraftRunner
     token_budget: int
     ngram: tuple[int, int]  # smallest and largest n of prompt lookup
+    shared_lookup: bool = False  # may other requests' texts be looked up?
     head: Head | None = None
 
 
@@ -138,3 +139,6 @@ class Drafter:
 
     def release(self, sequence: Sequence) -> None:
         """The sequence is finished: forget it. A preempted one comes back with the same tokens and other blocks."""
+
+    def forget(self) -> None:
+        """Know nothing any more of sequences that are finished."""

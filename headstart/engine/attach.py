@@ -13,7 +13,7 @@ from headstart.formats import open_checkpoint
 from headstart.formats.base import Checkpoint
 from headstart.heads.base import Head
 from headstart.heads.files import is_head, read_head
-from headstart.heads.kind import head_kind
+from headstart.heads.kind import HeadCheckpoint, head_kind
 from headstart.kernels.ops import Backend
 from headstart.layers.build import DecoderConfig
 from headstart.layers.linear import Linear
@@ -70,7 +70,14 @@ def attach_head(trunk: Trunk, path: Path, drafter: str = AUTO) -> Head:
     if drafter == DRAFT_MODEL:
         what = f"{path} is a head of kind {head.spec.kind}, not a whole model"
         raise ModelError(what, f"use --drafter {head.spec.kind}, or name a smaller model")
-    _check_fit(trunk, path, head.hidden_size, head.vocab_size)
+    return fit_head(trunk, head, path)
+
+
+def fit_head(trunk: Trunk, head: HeadCheckpoint, path: Path) -> Head:
+    """A head checkpoint, read from `path`, on the trunk. Raises ModelError saying which number differs."""
+    _check_fit(trunk, path, hidden_size=head.hidden_size, vocab_size=head.vocab_size)
+    if head.trunk_layers:
+        _check_fit(trunk, path, num_layers=head.trunk_layers)
     kind, weights = head_kind(head.spec.kind), Weights(head.tensors, trunk.backend, str(path), drafts=True)
     spec, hidden, vocab = kind.fit(head.spec, trunk.config), head.hidden_size, head.vocab_size
     rows = vocab if head.draft_token_ids is None else len(head.draft_token_ids)
@@ -112,7 +119,7 @@ def _of_checkpoint(trunk: Trunk, checkpoint: Checkpoint, drafter: str) -> Head:
     if not config.num_mtp and drafter not in (set(registry.available("heads")) - {DRAFT_MODEL}):
         _check_smaller(trunk, checkpoint)
         return load_draft_model(trunk, checkpoint)
-    _check_fit(trunk, path, config.hidden_size, config.vocab_size)
+    _check_fit(trunk, path, hidden_size=config.hidden_size, vocab_size=config.vocab_size)
     weights = Weights(canonical_tensors(checkpoint, family, config), trunk.backend, str(path), drafts=True)
     head = native_head(family, weights, config, str(path))
     if head is None:
@@ -132,8 +139,7 @@ def _check_smaller(trunk: Trunk, checkpoint: Checkpoint) -> None:
         )
 
 
-def _check_fit(trunk: Trunk, path: Path, hidden_size: int, vocab_size: int) -> None:
-    sizes = {"hidden_size": hidden_size, "vocab_size": vocab_size}
+def _check_fit(trunk: Trunk, path: Path, **sizes: int) -> None:
     for name, ours in sizes.items():
         if ours != (theirs := getattr(trunk.config, name)):
             raise ModelError(

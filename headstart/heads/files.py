@@ -19,7 +19,8 @@ from headstart.files import written_aside
 from headstart.formats.base import Tensor
 from headstart.formats.json_object import read_object
 from headstart.formats.mtp_families import MOST_MODULES
-from headstart.formats.safetensors import save
+from headstart.formats.quantization import Dequantized, readable
+from headstart.formats.safetensors import save, whole_directory
 from headstart.formats.safetensors_file import read_file
 from headstart.heads.base import BlockSpec, HeadSpec
 from headstart.heads.kind import Arrays, Document, HeadCheckpoint, Layout, head_kind, plain_parts
@@ -53,8 +54,11 @@ def read_head(path: Path) -> HeadCheckpoint:
     """Raises ModelError for a directory that is no head, or a damaged one."""
     if not path.is_dir():
         raise ModelError(f"the head {path} is not a directory", "give the directory that headstart train wrote")
-    document, tensors = read_object(path / "config.json"), read_file(path / "model.safetensors")
+    document = read_object(path / "config.json")
     layout = _foreign(document)
+    files = whole_directory(path) if layout else read_file(path / "model.safetensors")
+    stored = readable(files, document)
+    tensors = {name: each.read() if isinstance(each, Dequantized) else each for name, each in stored.items()}
     return layout.read(document, tensors, path) if layout else _read_own(document, tensors, path)
 
 
@@ -62,8 +66,9 @@ def write_head(path: Path, head: HeadCheckpoint, arrays: Arrays) -> None:
     """Write the directory in one step; of one of that name the head is replaced, and what lies beside it stays. arrays:
     under canonical names. Raises CapacityError where it cannot be written."""
     layout = head_kind(head.spec.kind).layout
+    write = layout.write if layout and layout.write else _own_layout
     with written_aside(path, keep=True) as aside:
-        document, named = layout.write(head, arrays) if layout else _own_layout(head, arrays)
+        document, named = write(head, arrays)
         save(aside / "model.safetensors", named)
         (aside / "config.json").write_text(json.dumps(document, indent=2) + "\n", "utf-8")
     os.sync()

@@ -29,7 +29,8 @@ EMBEDDING_SHARE = 0.1
 @dataclass(frozen=True, kw_only=True)
 class HeadCheckpoint:
     """A head as a directory of its own. `draft_token_ids`: ascending target ids, None for the full vocabulary;
-    `tensors`: under canonical names; `training`: free-form provenance."""
+    `tensors`: under canonical names; `trunk_layers`: of the model it was trained on, 0 where that is not told;
+    `training`: free-form provenance."""
 
     spec: HeadSpec
     hidden_size: int
@@ -37,6 +38,7 @@ class HeadCheckpoint:
     draft_token_ids: NDArray[np.int64] | None = None
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     trunk: str = ""
+    trunk_layers: int = 0
     trunk_fingerprint: str = ""
     training: Mapping[str, Any] = field(default_factory=dict)
 
@@ -73,11 +75,11 @@ Arrays = Mapping[str, Any]
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """How other programs write heads of a kind: is this config.json one? `read` raises ModelError for what is missing;
-    `write` makes config.json and tensors, in place of headstart's own layout."""
+    `write`, where there is one, makes config.json and tensors, in place of headstart's own layout."""
 
     matches: Callable[[Document], bool]
     read: Callable[[Document, Mapping[str, Tensor], Path], HeadCheckpoint]
-    write: Callable[[HeadCheckpoint, Arrays], tuple[dict[str, Any], dict[str, Any]]]
+    write: Callable[[HeadCheckpoint, Arrays], tuple[dict[str, Any], dict[str, Any]]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

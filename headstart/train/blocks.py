@@ -125,12 +125,13 @@ class Drafted:
     before: Tensor | None = field(default=None)
 
 
-def draft(module: BlockModule, embedding: Tensor, batch: Batch, streams: Tensor, share: float, seed: int) -> Drafted:
-    """Blocks behind random anchors of a batch, run as they are at run time. streams [B, T, taps * W]."""
+def draft(module: BlockModule, embedding: Tensor, batch: Batch, size: int, share: float) -> Drafted:
+    """Blocks of `size` rows behind random anchors of a batch, run as they are at run time."""
     spec: BlockSpec = module.spec
+    streams = batch.tapped
     if not spec.anchor_predicts:
         raise ModelError("a block drafter whose anchor does not predict cannot be trained yet")
-    blocks = choose(batch.loss, spec.block_size, share, seed)
+    blocks = choose(batch.loss, size, share, batch.seed)
     ops = BlockOps(blocks, batch.tokens.shape[1], streams.device, streams.dtype)
     pools = [DraftMemory() for _ in module.layers]
     places = torch.arange(batch.tokens.shape[1], device=streams.device)

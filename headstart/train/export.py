@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,14 +13,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import headstart
+from headstart.formats.quantized.int8 import encode
 from headstart.heads.files import write_head
-from headstart.heads.kind import HeadCheckpoint
+from headstart.heads.kind import HeadCheckpoint, head_kind
 
 
 def export_head(path: Path, head: HeadCheckpoint, weights: Mapping[str, Tensor]) -> None:
-    """Write `weights` (canonical names) in bfloat16, with this version in the provenance."""
+    """Write `weights` (canonical names), with this version in the provenance: in bfloat16; in our own layout, whose
+    files are read by drafts in int4, matrices in int8."""
     head = replace(head, training={"headstart_version": headstart.__version__, **head.training})
-    write_head(path, head, {name: _bits(tensor) for name, tensor in weights.items()})
+    arrays: dict[str, Any] = {name: _bits(tensor) for name, tensor in weights.items()}
+    if head_kind(head.spec.kind).layout is None:
+        for name in [name for name, tensor in weights.items() if tensor.ndim == 2 and len(tensor) > 1]:
+            arrays |= encode(name, weights[name].detach().float().cpu().numpy())
+    write_head(path, head, arrays)
 
 
 def _bits(tensor: Tensor) -> tuple[NDArray[np.uint16], str]:

@@ -107,7 +107,7 @@ def assess(modules: Sequence[Any], spec: HeadSpec, target: Target, batch: Batch,
 def _assess_blocks(
     module: BlockModule, target: Target, batch: Batch, weighting: Weighting, teacher: Teacher, row_of: Tensor
 ) -> Outcome:
-    drafted = draft(module, target.embedding, batch, batch.tapped, weighting.anchors, batch.seed)
+    drafted = draft(module, target.embedding, batch, len(weighting.steps), weighting.anchors)
     blocks, where = drafted.blocks, drafted.blocks.valid
     scale = torch.tensor(weighting.steps, dtype=target.exact.dtype, device=where.device).expand(where.shape)[where]
     y, before = drafted.y[where], None if drafted.before is None else drafted.before[where]

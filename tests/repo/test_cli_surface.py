@@ -22,7 +22,7 @@ SAMPLING = {
 ENGINE = {
     "--backend", "--quantization", "--kv-cache-dtype", "--dtype", "--device", "--threads", "--drafter", "--head",
     "--depth", "--depth-by-batch", "--rule", "--max-model-len", "--max-num-seqs",
-    "--max-num-batched-tokens", "--block-size", "--kv-blocks", "--no-enable-prefix-caching",
+    "--max-num-batched-tokens", "--block-size", "--kv-blocks", "--no-enable-prefix-caching", "--no-shared-lookup",
     "--ngram-min", "--ngram-max", "--seed", "--speculative-config", "--no-mtp", "--synthetic-acceptance",
 }  # fmt: skip
 JSON = {"--json"}

@@ -27,7 +27,7 @@ COMMANDS = ("inspect", "export", "graft", "verify", "bench", "tune", "plan", "pr
 TORCH_FOLDERS = ("kernels", "train")
 FAMILIES = set(registry.available("models"))
 FOREIGN_NAMES = {
-    "heads/eagle3.py", "formats/gguf_names.py", "text/_gguf_tokenizer.py",
+    "heads/eagle3.py", "heads/layouts/writing.py", "formats/gguf_names.py", "text/_gguf_tokenizer.py",
     "tools/export/drafts.py", "tools/export/detect.py", "tools/export/gguf_model.py",
     "tools/export/targets/vllm_mimo.py", "tools/export/targets/gguf.py", "tools/export/targets/speculators.py",
     "tools/export/targets/vllm_eagle.py", "tools/launch/launchers/sglang.py",

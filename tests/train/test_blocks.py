@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,10 +13,14 @@ torch = pytest.importorskip("torch")
 
 from headstart.config import EngineConfig  # noqa: E402
 from headstart.core import StepPlan  # noqa: E402
-from headstart.heads.kind import head_kind  # noqa: E402
+from headstart.formats.safetensors_file import read_file  # noqa: E402
+from headstart.heads.base import HeadSpec  # noqa: E402
+from headstart.heads.files import read_head  # noqa: E402
+from headstart.heads.kind import HeadCheckpoint, head_kind  # noqa: E402
 from headstart.kernels.ops import StepInputs  # noqa: E402
 from headstart.train.batches import Batch  # noqa: E402
 from headstart.train.blocks import choose, draft  # noqa: E402
+from headstart.train.export import export_head  # noqa: E402
 from headstart.train.head import first_weights, modules_of  # noqa: E402
 from headstart.train.setup import subject_of  # noqa: E402
 
@@ -44,12 +49,12 @@ def test_blocks_are_drafted_as_at_run_time(change: dict[str, object]) -> None:
     module = modules_of(masters, spec, model.config.hidden_size, torch.float64)[0]
     length, rng = 20, np.random.default_rng(0)
     tokens = torch.from_numpy(rng.integers(0, support.VOCAB - 8, (2, length)))
-    streams = torch.from_numpy(rng.standard_normal((2, length, 5 * model.config.hidden_size)))
+    streams = torch.from_numpy(rng.standard_normal((2, length, len(spec.tap) * model.config.hidden_size)))
     loss = torch.ones(2, length, dtype=torch.bool)
     loss[0, :4], loss[:, -1], loss[1, 12:] = False, False, False
-    batch = Batch(tokens, streams, streams[..., :1], tokens, loss, ("a", "b"), 2 * length)
+    batch = Batch(tokens, streams, streams[..., :1], tokens, loss, ("a", "b"), 2 * length, seed=3)
     embedding = model.decoder.embedding
-    drafted = draft(module, embedding, batch, streams, 0.7, 3)
+    drafted = draft(module, embedding, batch, 4, 0.7)
 
     blocks = drafted.blocks
     behind = {(int(s), int(a)) for s, row in zip(blocks.source, blocks.anchors, strict=True) for a in row}
@@ -73,6 +78,21 @@ def test_blocks_are_drafted_as_at_run_time(change: dict[str, object]) -> None:
         assert told == [
             all(bool(loss[b, p]) if p < length else False for p in range(anchor, anchor + k + 1)) for k in range(4)
         ]
+
+
+@pytest.mark.parametrize("columns", [128, 30])
+def test_heads_are_written_in_int8(tmp_path: Path, columns: int) -> None:
+    matrix = torch.randn(7, columns) * torch.logspace(-5, 2, 7)[:, None]
+    matrix[3] = 0
+    head = HeadCheckpoint(spec=HeadSpec(), hidden_size=4, vocab_size=9)
+    export_head(tmp_path / "head", head, {"a.weight": matrix, "norm.weight": torch.ones(4)})
+    stored = read_file(tmp_path / "head" / "model.safetensors")
+    assert {name: each.dtype for name, each in stored.items()} == {
+        "a.weight": "I8", "a.weight_scale": "F16", "norm.weight": "BF16",
+    }  # fmt: skip
+    found = torch.from_numpy(read_head(tmp_path / "head").tensors["a.weight"].float32())
+    # half a step of the row's largest value, and what float16 keeps of the step
+    assert ((found - matrix).abs().amax(-1) <= matrix.abs().amax(-1) * 0.01 + 1e-5).all()
 
 
 def test_other_anchors_each_time() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -9,6 +11,8 @@ from headstart.formats.base import Tensor
 from headstart.formats.quantization import Decode, Described, Quantization, Stored, WeightBytes
 from headstart.formats.quantized._four_bits import group_of
 from headstart.formats.quantized._scaled import block_of, scaled
+
+GROUP = 64
 
 
 def describe(stored: Stored) -> Described | None:
@@ -24,6 +28,17 @@ def codes(stored: Tensor) -> NDArray[np.float32]:
 
 def decode(stored: Stored) -> Decode | None:
     return scaled(stored, stored.main.shape, codes) if stored.main.dtype == "I8" and stored.scale else None
+
+
+def encode(name: str, values: NDArray[np.float32]) -> dict[str, NDArray[Any]]:
+    """A matrix [rows, columns] as a file has it, with a scale for each GROUP of a row, whose largest value becomes 127
+    (for a whole row, where it is no groups)."""
+    rows, columns = values.shape
+    grouped = values.reshape(rows, -1, columns if columns % GROUP else GROUP)
+    scales = (np.abs(grouped).max(axis=2) / np.float32(127)).astype(np.float16)
+    steps = scales.astype(np.float32)[..., None]
+    codes = np.rint(np.divide(grouped, steps, out=np.zeros_like(grouped), where=steps > 0)).clip(-127, 127)
+    return {name: codes.astype(np.int8).reshape(rows, columns), f"{name}_scale": scales}
 
 
 QUANTIZATION = Quantization(

@@ -1,4 +1,5 @@
-"""Acceptance measured, not read: greedy texts of the built-in prompts, drafted with the head at depth 1, 2 and 3.
+"""Acceptance measured, not read: greedy texts of the built-in prompts, drafted with the head at depth 1, 2 and 3, or
+with a block drafter's whole block, whose other readings (readings.py) are then tried too.
 
 The trunk decides every token, so each draft is judged after a true context: the acceptance is teacher-forced.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headstart.core import Progress
@@ -15,7 +17,9 @@ from headstart.stats import DraftStats
 from headstart.tools.prompts import builtin_prompts
 
 if TYPE_CHECKING:
+    from headstart.config import EngineConfig
     from headstart.engine.load import Model
+    from headstart.heads.base import Head, HeadSpec
 
 DEPTHS = (1, 2, 3)
 TOKENS = 40
@@ -25,7 +29,8 @@ DEAD_BELOW = 0.05
 
 
 def measure(model: str | None, head: str | None, progress: Progress) -> dict[str, Any]:
-    """Acceptance by depth and position; `ran` is false, with `why`, where this model or head cannot run here."""
+    """Acceptance by depth and position; `ran` is false, with `why`, where this model or head cannot run here. `better`:
+    another reading of the weights that drafts better than what config.json says."""
     from headstart.config import EngineConfig
     from headstart.engine.load import load_model
 
@@ -39,32 +44,52 @@ def measure(model: str | None, head: str | None, progress: Progress) -> dict[str
         return {"ran": False, "why": error.message}
 
 
-def _measure(model: Model, config: Any, progress: Progress) -> dict[str, Any]:
+def _measure(model: Model, config: EngineConfig, progress: Progress) -> dict[str, Any]:
     from headstart.api import LLM
     from headstart.tools.acceptance import on_builtin_prompts
+    from headstart.tools.inspect.readings import is_better, other_readings
 
+    assert model.head
     drafter = LLM(model, replace(config, depth=1)).engine.drafting.drafter
-    deepest = min(len(DEPTHS), drafter.max_depth if drafter else 0)
-    rows: list[dict[str, Any]] = []
-    tokens, done = 0, count(1)
-    for depth in DEPTHS[:deepest]:
-        llm = LLM(model, replace(config, depth=depth))
+    deepest = drafter.max_depth if drafter else 0
+    depths = [deepest] if model.head.spec.block else [depth for depth in DEPTHS if depth <= deepest]
+    others = list(other_readings(model.head.spec, model.config.num_layers))
+    done, whole = count(1), len(builtin_prompts()) * (len(depths) + len(others))
 
-        def finished(depth: int = depth) -> None:
-            progress(next(done), len(builtin_prompts()) * deepest, f"measuring acceptance at depth {depth}")
+    def tried(head: Head, depth: int, what: str) -> DraftStats:
+        llm = LLM(replace(model, head=head), replace(config, depth=depth))
+        return on_builtin_prompts(llm, TOKENS, lambda: progress(next(done), whole, f"measuring acceptance {what}"))
 
-        stats = on_builtin_prompts(llm, TOKENS, finished)
-        tokens += stats.emitted
-        rows.append({"depth": depth, "acceptance_length": stats.acceptance_length, "per_position": _rates(stats)})
+    every = [tried(model.head, depth, f"at depth {depth}") for depth in depths]
+    read = [tried(_read_as(model, each.spec), each.spec.depth_limit, f"with {each.what}") for each in others]
+    pairs = list(zip(others, read, strict=True))
+    better = [pair for pair in pairs if is_better(pair[1], every[-1])]
+    best = max(better, key=lambda pair: pair[1].acceptance_length, default=None)
+    rows: list[dict[str, Any]] = [
+        {"depth": depth, "acceptance_length": stats.acceptance_length, "per_position": _rates(stats)}
+        for depth, stats in zip(depths, every, strict=True)
+    ]
     first = rows[0]["per_position"][0] if rows and rows[0]["per_position"] else 0.0
     return {
         "ran": True,
-        "method": model.head.spec.kind if model.head else "none",
-        "tokens": tokens,
+        "method": model.head.spec.kind,
+        "tokens": sum(stats.emitted for stats in every),
         "acceptance": first,
-        "dead": first < DEAD_BELOW,
+        "dead": first < DEAD_BELOW and best is None,
         "depths": rows,
+        "readings": [{"what": each.what, "acceptance_length": stats.acceptance_length} for each, stats in pairs],
+        "better": best and {"what": best[0].what, "fix": best[0].fix, "acceptance_length": best[1].acceptance_length},
     }
+
+
+def _read_as(model: Model, spec: HeadSpec) -> Head:
+    """The head's own weights under another spec."""
+    from headstart.engine.attach import fit_head
+    from headstart.heads.files import read_head
+
+    assert model.head
+    path = Path(model.head.source)
+    return fit_head(model, replace(read_head(path), spec=spec), path)
 
 
 def _rates(stats: DraftStats) -> list[float]:

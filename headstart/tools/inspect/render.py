@@ -78,3 +78,7 @@ def _deep(data: Data) -> Iterator[str]:
     for row in deep["depths"]:
         rates = " ".join(f"{rate:.2f}" for rate in row["per_position"])
         yield f"  depth {row['depth']}: acceptance length {row['acceptance_length']:.2f}, by position {rates}"
+    for other in deep["readings"]:
+        better = deep["better"] is not None and other["what"] == deep["better"]["what"]
+        text = f"  with {other['what']}: {other['acceptance_length']:.2f}"
+        yield text + (", which is what the weights were trained with" if better else "")

@@ -30,7 +30,7 @@ from headstart.tools.inspect.fit import check_fit, check_native, check_whole, dr
 from headstart.tools.inspect.heads import Heads, examine
 from headstart.tools.inspect.parts import summary
 from headstart.tools.inspect.render import lines
-from headstart.tools.inspect.state import Check, dead, state_of
+from headstart.tools.inspect.state import Check, dead, misread, state_of
 from headstart.tools.inspect.weights import Weight, weights_of
 
 SCHEMA = 1
@@ -74,6 +74,8 @@ def run(options: InspectOptions, progress: Progress = no_progress) -> Report:
     data["deep"] = _deep(options, head, data, progress) if options.deep else None
     if data["deep"] and data["deep"].get("dead"):
         data["heads"] |= dead(data["deep"]["acceptance"]).document()
+    elif data["deep"] and data["deep"].get("better"):
+        data["heads"] |= misread(data["deep"]).document()
     return Report(ok=_is_fine(data), data=data, lines=lines(data))
 
 

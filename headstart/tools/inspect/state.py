@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -80,6 +80,13 @@ def dead(acceptance: float) -> HeadState:
     reason = f"it is there, but of its first drafts {acceptance:.1%} are accepted"
     fix = "is it this model's, and of its norm convention? graft it again, or train it: headstart train --finetune"
     return HeadState("dead", reason, fix)
+
+
+def misread(deep: Mapping[str, Any]) -> HeadState:
+    """Of a drafter whose weights draft better when they are read otherwise than config.json says."""
+    better, told = deep["better"], deep["depths"][-1]["acceptance_length"]
+    lengths = f"acceptance length {better['acceptance_length']:.2f} instead of {told:.2f}"
+    return HeadState("mismatch", f"its weights fit {better['what']}: {lengths}", f"in config.json: {better['fix']}")
 
 
 def _promise(heads: Heads) -> str:

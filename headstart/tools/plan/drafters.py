@@ -9,8 +9,10 @@ from typing import Any
 from headstart.errors import ModelError, UsageError
 from headstart.formats.drafters import DrafterKind
 from headstart.formats.json_object import read_packaged
+from headstart.formats.mtp_families import symbols
 from headstart.formats.symbols import as_size, lookup, text_config
 from headstart.heads.kind import HeadCheckpoint, plain_parts
+from headstart.layers.decoder import tapped_layers
 from headstart.tools.plan.acceptance import of_length
 from headstart.tools.plan.config_layers import KERNELS, Config, parts
 from headstart.tools.plan.shape import MLP, Attention, Head, Layers, Shape
@@ -19,6 +21,7 @@ HEAD_SIZE, KV_HEADS = 128, 8
 EAGLE_INNER, FLASH_INNER = 3.5, 3.0
 """Inner values of a drafter's feed-forward part for each hidden one, as in released drafters."""
 EAGLE_TAPS, FLASH_TAPS, FLASH_LAYERS, FLASH_BLOCK = 3, 5, 5, 16
+SPARK_BLOCK, MARKOV_RANK = 7, 256
 EAGLE_VOCAB = 32_000
 MEDUSA_HEADS = 4
 FLOAT_BYTES = 2
@@ -91,6 +94,21 @@ def _dflash(shape: Shape) -> Head:
     )
 
 
+def _dspark(shape: Shape) -> Head:
+    made = replace(_dflash(shape), kind="dspark", most=SPARK_BLOCK)
+    return _with_markov(
+        replace(
+            made, source=f"{FLASH_LAYERS} layers, blocks of {SPARK_BLOCK}, rank {MARKOV_RANK}, as released ones have"
+        ),
+        MARKOV_RANK,
+    )
+
+
+def _with_markov(head: Head, rank: int) -> Head:
+    """A table of all tokens, and a matrix over the draft vocabulary, which each token reads."""
+    return replace(head, own=head.own + 2 * head.vocab * rank, again=head.vocab * rank)
+
+
 def _ngram(shape: Shape) -> Head:
     return Head(kind="ngram", hidden=shape.hidden, vocab=0)
 
@@ -100,7 +118,7 @@ def _none(shape: Shape) -> Head:
 
 
 MAKERS: Mapping[str, Callable[[Shape], Head]] = {
-    "eagle3": _eagle3, "medusa": _medusa, "dflash": _dflash, "ngram": _ngram, "none": _none,
+    "eagle3": _eagle3, "medusa": _medusa, "dflash": _dflash, "dspark": _dspark, "ngram": _ngram, "none": _none,
 }  # fmt: skip
 
 
@@ -115,7 +133,7 @@ KINDS: Mapping[str, Kind] = {
 
 
 DESCRIBED = {"eagle": "eagle3", "eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "dflash2": "dflash",
-             "dspark": "dflash", "medusa": "medusa"}  # fmt: skip
+             "dspark": "dspark", "medusa": "medusa"}  # fmt: skip
 """Kinds of files, and what they cost like."""
 
 
@@ -173,10 +191,8 @@ def from_config(shape: Shape, drafter: DrafterKind, name: str, config: Config) -
         layers = tuple(Layers(1, *part) for part in parts(config))
     except (KeyError, TypeError, ValueError, ZeroDivisionError, StopIteration) as error:
         raise ModelError(f"{name}: plan needs the sizes that a config.json names: {error}") from error
-    if kind == "dflash":
-        taps = as_size(lookup(config, "dflash_config.target_layer_ids")) or as_size(config.get("target_layer_ids"))
-        made = replace(_dflash(shape), layers=layers, projection=(taps or FLASH_TAPS) * shape.hidden * hidden)
-        made = replace(made, most=drafter.most_drafts or FLASH_BLOCK - 1)
+    if kind in ("dflash", "dspark"):
+        made = _block_drafter(shape, drafter, config, layers)
     else:
         first = layers[0].attention
         wider = replace(first, weights=2 * first.weights - first.work // 2 * hidden)  # q, k and v read two vectors
@@ -185,10 +201,28 @@ def from_config(shape: Shape, drafter: DrafterKind, name: str, config: Config) -
     return _replaced(shape, replace(made, hidden=hidden, assumed=False, source=name))
 
 
+def _block_drafter(shape: Shape, drafter: DrafterKind, config: Config, layers: tuple[Layers, ...]) -> Head:
+    """Of a config.json."""
+    sizes = (as_size(lookup(config, key)) for key in symbols()["aux"]["keys"])
+    taps = next((size for size in sizes if size), FLASH_TAPS)
+    hidden = as_size(config.get("hidden_size")) or shape.hidden
+    vocab = drafter.draft_vocab_size or shape.vocab
+    made = replace(
+        _dflash(shape),
+        kind=DESCRIBED[drafter.kind],
+        vocab=vocab,
+        layers=layers,
+        projection=taps * shape.hidden * hidden,
+        most=drafter.most_drafts or FLASH_BLOCK - 1,
+    )
+    ranks = (as_size(lookup(config, key)) for key in (*symbols()["markov"]["keys"], "dflash_config.markov_rank"))
+    return _with_markov(made, next((rank for rank in ranks if rank), 0))
+
+
 def from_checkpoint(shape: Shape, head: HeadCheckpoint, name: str) -> Shape:
     """With a head that is a checkpoint of its own, of the bytes that its tensors have."""
     hidden, spec, ids = shape.hidden, head.spec, head.draft_token_ids
-    blocks: tuple[Layers, ...] = ()
+    layers: tuple[Layers, ...] = ()
     if spec.layer is not None:
         attention, mlp = plain_parts(spec.layer)
         heads, keys, size = attention.spec.num_heads, attention.spec.num_kv_heads, attention.spec.head_dim
@@ -199,19 +233,24 @@ def from_checkpoint(shape: Shape, head: HeadCheckpoint, name: str) -> Shape:
             work=2 * heads * size,
             splits=keys,
         )
-        blocks = (Layers(1, mixer, MLP(weights=3 * hidden * mlp.inner, kernels=KERNELS["dense"])),)
+        count = spec.block.num_layers if spec.block else 1
+        layers = (Layers(count, mixer, MLP(weights=3 * hidden * mlp.inner, kernels=KERNELS["dense"])),)
     made = Head(
         kind=spec.kind,
         hidden=hidden,
         vocab=shape.vocab if ids is None else len(ids),
-        layers=blocks,
-        projection=2 * hidden * hidden if blocks else 0,
-        modules=spec.num_modules if blocks else 1,
-        per_token=0 if blocks else hidden * hidden,
-        once=not blocks,
-        most=None if blocks else spec.num_modules,
+        layers=layers,
+        projection=2 * hidden * hidden if layers else 0,
+        modules=spec.num_modules if layers else 1,
+        per_token=0 if layers else hidden * hidden,
+        once=not layers,
+        most=None if layers else spec.num_modules,
         source=name,
     )
+    if block := spec.block:
+        taps = len(tapped_layers(spec.tap))
+        made = replace(made, kind="dspark" if block.anchor_predicts else "dflash", projection=taps * hidden * hidden)
+        made = _with_markov(replace(made, once=True, most=block.block_size), block.markov_rank)
     num_bytes = sum(tensor.nbytes for tensor in head.tensors.values())
     return _replaced(shape, made, num_bytes / max(made.parameters, 1))
 

@@ -118,7 +118,7 @@ def draft_seconds(model: SizedModel, machine: Machine, sequences: int, context: 
     local = _local(machine, work)
     costs = [cost for group in head.layers for cost in _layer_costs(drafting, machine, work, local, group)]
     costs.append(_matrix(machine, "projection", head.projection, local.num_rows, drafting.bytes("mlp")))
-    each = head.per_token * tokens
+    each = (head.per_token + head.again) * tokens
     costs.append(_matrix(machine, "projection", each, local.sequences, drafting.bytes("mlp")))
     lm_head = head.vocab * head.hidden
     costs.append(_matrix(machine, "lm_head", lm_head, local.sequences * tokens, model.bytes("lm_head")))

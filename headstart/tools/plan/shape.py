@@ -90,8 +90,9 @@ class Head:
     of an LM head (0: none, as in a look-up); `once`: one step makes the whole draft, a row for each token.
 
     `modules`: layers and projections stored, of which a step reads one. `per_token`: further weights that each drafted
-    token reads. `own`: weights of its own embedding and LM heads. `most`: its deepest draft (None: any). `assumed`: the
-    model comes without one; this is what one of that kind would be.
+    token reads, each its own; `again`: those that all of them read, which `own` counts. `own`: weights of its own
+    embedding and LM heads. `most`: its deepest draft (None: any). `assumed`: the model comes without one; this is what
+    one of that kind would be.
     """
 
     kind: str
@@ -101,6 +102,7 @@ class Head:
     projection: int = 0
     modules: int = 1
     per_token: int = 0
+    again: int = 0
     own: int = 0
     once: bool = False
     most: int | None = None

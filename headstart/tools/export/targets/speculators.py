@@ -1,4 +1,5 @@
-"""The speculators container: EAGLE-3 heads, which vLLM serves, and Qwen's MTP modules, which speculators fine-tunes.
+"""The speculators container: EAGLE-3 heads and block drafters, which vLLM serves, and Qwen's MTP modules, which
+speculators fine-tunes.
 
 Source: vllm-project/speculators `convert/mtp/converter.py`, `models/mtp`, `models/eagle3/config.py`; vLLM 0.32
 `transformers_utils/configs/speculators` (it has no entry for "mtp").
@@ -17,7 +18,9 @@ from headstart.formats.json_object import read_object
 from headstart.formats.safetensors import Planned
 from headstart.formats.safetensors_file import read_file
 from headstart.formats.symbols import text_config
+from headstart.heads.layouts.writing import as_speculators
 from headstart.models.base import family_named
+from headstart.tools.export.blocks import block_plan
 from headstart.tools.export.detect import architectures
 from headstart.tools.export.drafts import SPECULATORS_TYPES, SUBTREE
 from headstart.tools.export.module import cut_module, rest_of
@@ -38,7 +41,8 @@ OUTSIDE = ("architectures", "model_type", "headstart", "eagle_aux_hidden_state_l
 def plan(request: Request) -> Plan:
     """Raises ModelError for a head whose formula speculators has no class for."""
     if request.has_own_head:
-        return _eagle3(request.source("eagle3"))
+        source = request.source("eagle3")
+        return block_plan(source, as_speculators, SERVE) if source.head.spec.block else _eagle3(source)
     return _mtp(request.directory)
 
 

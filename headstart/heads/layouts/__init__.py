@@ -1,0 +1,1 @@
+"""Block drafters as others publish them, in the form of heads/block.py and back."""

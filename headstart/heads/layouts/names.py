@@ -1,0 +1,93 @@
+"""Tensor names of published block drafters, to ours and back.
+
+z-lab, SpecForge, DeepSpec and speculators agree on them; what vLLM 0.32 (`models/qwen3_dflash.py`) and transformers
+5.23 (`muse_glimmer_assistant`) read besides is accepted too, and not written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headstart.errors import ModelError
+from headstart.formats.base import Tensor
+
+ALIASES = (
+    (r"^(?:model|draft_model)\.", ""),
+    (r"^logit_head\.", ""),
+    (r"^midlayer\.", "layers.0."),
+    (r"^encoder\.fc\.", "fc."),
+    (r"^encoder\.output_norm_enc\.", "hidden_norm."),
+    (r"^(markov_head\.markov_w[12])$", r"\1.weight"),
+)
+"""Other spellings, in this order."""
+OURS = {
+    "fc.weight": "fuse.weight",
+    "markov_head.markov_w1.weight": "markov.embed.weight",
+    "markov_head.markov_w2.weight": "markov.out.weight",
+    "confidence_head.proj.weight": "confidence.weight",
+    "confidence_head.proj.bias": "confidence.bias",
+}
+SINKS = ("self_attn.attention_sink_bias", "self_attn.sinks")
+THEIRS = {ours: theirs for theirs, ours in OURS.items()}
+MAPS = ("d2t", "t2d")
+NOT_DRAFTING = re.compile(r"^(?:verifier_\w+\.|rotary_emb\.)")
+"""What training leaves in a file and drafting does not read."""
+
+
+def canonical(names: Iterable[str]) -> dict[str, str]:
+    """Our names of what drafts -> theirs, as they are in the file."""
+    found: dict[str, str] = {}
+    for name in names:
+        plain = name
+        for pattern, spelling in ALIASES:
+            plain = re.sub(pattern, spelling, plain)
+        if plain not in MAPS and not NOT_DRAFTING.match(plain):
+            found[OURS.get(plain, plain.replace(*SINKS))] = name
+    return found
+
+
+def theirs(name: str) -> str:
+    """Our tensor name to theirs."""
+    return THEIRS.get(name, name.replace(SINKS[1], SINKS[0]))
+
+
+def check_whole(found: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], path: Path) -> None:
+    """Are all tensors there, of their shapes, and no others? Raises ModelError naming the first one by its own name."""
+    if missing := [name for name in expected if name not in found]:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ModelError(
+            f"{path} holds no {theirs(missing[0])}{more}", "download the drafter again, or its config.json"
+        )
+    for name, tensor in found.items():
+        if name not in expected:
+            hint = "it changes what the drafter says, so nothing is left out"
+            raise ModelError(f"{path} holds {theirs(name)}, which no DFlash or DSpark drafter has here", hint)
+        if tensor.shape != expected[name]:
+            shapes = f"{list(tensor.shape)}, but config.json asks for {list(expected[name])}"
+            raise ModelError(f"{path}: {theirs(name)} is {shapes}", "use the config.json published with these weights")
+
+
+def draft_ids(d2t: Tensor | None, vocab_size: int, path: Path) -> NDArray[np.int64] | None:
+    """Ascending target ids of a draft vocabulary: id + d2t[id]; None without one. Raises ModelError."""
+    if d2t is None:
+        return None
+    offsets = d2t.numpy().astype(np.int64)
+    ids: NDArray[np.int64] = offsets + np.arange(len(offsets))
+    if (np.diff(ids) <= 0).any() or not len(ids) or ids[0] < 0 or ids[-1] >= vocab_size:
+        raise ModelError(f"{path}: d2t does not give ascending ids below {vocab_size}", "is the file damaged?")
+    return ids
+
+
+def vocabulary_maps(ids: NDArray[np.int64] | None, vocab_size: int) -> dict[str, Any]:
+    """`d2t` and `t2d` of a draft vocabulary; nothing for the full one."""
+    if ids is None:
+        return {}
+    mask = np.zeros(vocab_size, np.bool_)
+    mask[ids] = True
+    return {"d2t": ids - np.arange(len(ids)), "t2d": mask}

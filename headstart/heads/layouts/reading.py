@@ -1,0 +1,279 @@
+"""config.json of a published block drafter -> what heads/block.py declares.
+
+Sources: z-lab/dflash `model.py`; deepseek-ai/DeepSpec `modeling/dspark`; sgl-project/SpecForge `modeling/draft`;
+vllm-project/speculators `models/{dflash,dspark}`; vLLM 0.32 `models/qwen3_d{flash,spark}.py`, for keys that only it
+reads; transformers 5.23 `muse_glimmer_assistant`. Where they disagree, a file means what its publisher trained:
+
+                 layer ids               rows of a block see each other            the anchor drafts
+  z-lab, DFlash  outputs, from 0         both ways; causally in windowed layers    no
+  SpecForge      outputs, from 0         likewise                                  DSpark only
+  DeepSpec       outputs, from 0         both ways                                 yes (DSpark)
+  speculators    inputs (z-lab's + 1)    both ways; causally in windowed layers,   DSpark only
+                                         unless `sliding_window_non_causal`
+  transformers   outputs, from 0         both ways, in windowed layers too         no
+
+`is_causal` and `dflash_config.causal` overrule all of them. RoPE is half-split unless `is_neox_style` is false.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headstart.config import MAX_DEPTH
+from headstart.errors import ModelError
+from headstart.formats.base import Tensor
+from headstart.formats.drafters import classify
+from headstart.heads.base import BlockSpec, HeadSpec
+from headstart.heads.kind import Document, HeadCheckpoint, head_kind
+from headstart.heads.layouts.names import canonical, check_whole, draft_ids
+from headstart.kernels.ops import AttentionSpec
+from headstart.layers.attention import AttentionConfig
+from headstart.layers.decoder import LayerConfig
+from headstart.layers.mlp import MLPConfig
+from headstart.layers.rope import rope_spec
+
+KINDS = ("dflash", "dspark", "dflash2")
+SPECULATORS = "speculators_model_type"
+SECTIONS = ("dflash_config", "eagle_config", "dspark_config")
+"""Objects of config.json whose keys count before those of the top level."""
+MASK_KEYS = ("mask_token_id", "dspark_noise_token_id")
+BLOCK_KEYS = ("block_size", "dspark_block_size")
+TAP_KEYS = ("target_layer_ids", "dspark_target_layer_ids")
+RANK_KEYS = ("markov_rank", "dspark_markov_rank")
+REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"), "projector_type": ("dflash", "dspark"), "markov_head_type": ("vanilla",),
+    "use_aux_hidden_state": (True,), "attention_value_scale": (1, 1.0), "mlp_bias": (False,),
+}  # fmt: skip
+"""Keys that change the formula, and the values that are run here."""
+THETA, WINDOW, BLOCK = 1e6, 4096, 8
+"""Defaults: of a Qwen3 drafter's rope in vLLM, of Qwen3's window and speculators' block."""
+
+
+def matches(document: Document) -> bool:
+    return classify(document).kind in KINDS
+
+
+def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadCheckpoint:
+    """Raises ModelError, naming the key or tensor, for what is missing, wrong, or not run here."""
+    drafter = _Drafter.of(document, path)
+    where = canonical(tensors)
+    named = {ours: tensors[name] for ours, name in where.items()}
+    if not named:
+        raise ModelError(f"{path} holds no tensors of a drafter", "download the drafter again")
+    with drafter.naming():
+        vocab_size = drafter.number(drafter.inner, "vocab_size")
+        ids = draft_ids(tensors.get("d2t"), vocab_size, path)
+        spec = drafter.spec(named, vocab_size, vocab_size if ids is None else len(ids))
+        hidden = drafter.number(drafter.inner, "hidden_size")
+        drafter.check_target(hidden)
+        rows = vocab_size if ids is None else len(ids)
+        optional = {"embed_tokens.weight": (vocab_size, hidden), "lm_head.weight": (rows, hidden)}
+        told = {name: shape for name, shape in optional.items() if name in named}
+        check_whole(named, {**head_kind("block").shapes(spec, hidden), **told}, path)
+        verifier = (document.get("speculators_config") or {}).get("verifier") or {}
+        return HeadCheckpoint(
+            spec=spec,
+            hidden_size=hidden,
+            vocab_size=vocab_size,
+            draft_token_ids=ids,
+            tensors=named,
+            trunk=str(verifier.get("name_or_path") or ""),
+            trunk_layers=int(document.get("num_target_layers") or 0),
+        )
+
+
+@dataclass(frozen=True)
+class _Drafter:
+    """A config.json, taken apart. `kind`: dflash or dspark; `inner`: where sizes of its layers stand; `flash`: the
+    keys of its own sections."""
+
+    kind: str
+    document: Document
+    inner: Document
+    flash: Document
+    path: Path
+
+    @classmethod
+    def of(cls, document: Document, path: Path) -> _Drafter:
+        kind = classify(document).kind
+        if kind == "dflash2":
+            raise ModelError(f"{path} is a DFlash2 drafter: its convolutions are not run here", "use a DFlash drafter")
+        flash: dict[str, Any] = {}
+        for section in reversed(SECTIONS):
+            if isinstance(part := document.get(section), dict):
+                flash |= part
+        inner = document.get("transformer_layer_config") or document.get("text_config") or {}
+        return cls(kind, document, {**document, **inner}, flash, path)
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Values that are not there, or of another type, are the file's fault."""
+        try:
+            yield
+        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            where = self.path / "config.json"
+            raise ModelError(f"{where}: {error} is missing or wrong", "is this a DFlash or DSpark drafter?") from error
+
+    def told(self, *keys: str, default: Any = None) -> Any:
+        """The first of these keys that the drafter's sections, then the whole config, say."""
+        found = (part[key] for key in keys for part in (self.flash, self.inner) if part.get(key) is not None)
+        return next(found, default)
+
+    def number(self, part: Document, key: str, default: int | None = None) -> int:
+        value = part.get(key)
+        value = default if value is None else value
+        if type(value) is not int or value < 1:
+            raise ModelError(f"{self.path / 'config.json'}: {key} is {value!r}, but must be a whole number above 0")
+        return value
+
+    @property
+    def speculators(self) -> bool:
+        return SPECULATORS in self.document
+
+    def spec(self, named: Mapping[str, Tensor], vocab_size: int, draft_vocab_size: int) -> HeadSpec:
+        """Of its config, and of tensors where it is their presence that says it."""
+        for key, values in REFUSED.items():
+            if (value := self.told(key)) is not None and value not in values:
+                raise ModelError(f"{self.path}: {key} {value!r} of a {self.kind} drafter is not run here")
+        anchor, causal, windows = self._anchor(), self._causal(), self._windows()
+        markov, confidence = named.get("markov.out.weight"), named.get("confidence.weight")
+        hidden, rank = self.number(self.inner, "hidden_size"), self.told(*RANK_KEYS, default=0)
+        if (markov.shape[1] if markov else 0) != rank:
+            what = f"of rank {markov.shape[1]}" if markov else "missing"
+            raise ModelError(f"{self.path}: markov_rank is {rank}, but the Markov head's tensors are {what}")
+        return HeadSpec(
+            kind="block",
+            layer=self._layer(named),
+            tap=self._taps(),
+            block=BlockSpec(
+                block_size=self._drafts(anchor),
+                num_layers=self.number(self.inner, "num_hidden_layers"),
+                mask_token_id=self._mask(vocab_size),
+                causal=causal[0],
+                causal_windows=causal[1] and any(windows),
+                anchor_predicts=anchor,
+                windows=windows,
+                sinks="layers.0.self_attn.sinks" in named,
+                interleaved=self.told("is_neox_style", default=True) is False,
+                mask_embedding="mask_embedding" in named,
+                markov_rank=rank,
+                confidence=confidence is not None,
+                confidence_markov=confidence is None or confidence.shape[-1] != hidden,
+                logit_scale=float(self.told("logit_scale", default=1.0)),
+                vocab_size=vocab_size,
+                draft_vocab_size=draft_vocab_size,
+            ),
+        )
+
+    def _anchor(self) -> bool:
+        """Does the row of the last token draft too?"""
+        told = self.told("sample_from_anchor")
+        if told is None and (bonus := self.told("dspark_bonus_anchor")) is not None:
+            told = not bonus
+        return self.kind == "dspark" if told is None else bool(told)
+
+    def _drafts(self, anchor: bool) -> int:
+        """Tokens of a block: its rows, but for the anchor's where that one drafts nothing."""
+        rows = self.told(*BLOCK_KEYS, default=BLOCK if self.speculators else None)
+        if rows is None:
+            raise ModelError(f"{self.path / 'config.json'} has no block_size", "is this a DFlash or DSpark drafter?")
+        least = 1 if anchor else 2
+        if type(rows) is not int or not least <= rows <= MAX_DEPTH + least - 1:
+            why = f"must be {least} to {MAX_DEPTH + least - 1} rows of one pass"
+            raise ModelError(f"{self.path / 'config.json'}: block_size is {rows!r}, but {why}")
+        return rows - least + 1
+
+    def _mask(self, vocab_size: int) -> int:
+        mask = self.told(*MASK_KEYS)
+        if type(mask) is not int or not 0 <= mask < vocab_size:
+            why = f"must be a token below {vocab_size}, the drafter's vocabulary"
+            raise ModelError(f"{self.path / 'config.json'}: mask_token_id is {mask!r}, but {why}")
+        return mask
+
+    def _taps(self) -> tuple[int, ...]:
+        """As heads count them: the stream before layer i is the output of layer i - 1."""
+        if self.speculators:
+            ids, first = self.document.get("aux_hidden_state_layer_ids"), 0
+        else:
+            ids, first = self.told(*TAP_KEYS), 1
+            ids = self._default_taps() if ids is None else ids
+        if not isinstance(ids, list) or not ids or not all(type(each) is int for each in ids):
+            raise ModelError(f"{self.path / 'config.json'}: the layers that the drafter reads are {ids!r}, not a list")
+        return tuple(each + first for each in ids)
+
+    def _default_taps(self) -> list[int]:
+        """z-lab's: as many as the drafter has layers, from the second to the third last."""
+        layers, trunk = self.number(self.inner, "num_hidden_layers"), self.number(self.document, "num_target_layers")
+        if layers == 1:
+            return [trunk // 2]
+        return [round(1 + i * (trunk - 4) / (layers - 1)) for i in range(layers)]
+
+    def _causal(self) -> tuple[bool, bool]:
+        """Of all layers, and of those with a window."""
+        told = self.document.get("is_causal")
+        told = self.flash.get("causal") if told is None else told
+        if told is not None:
+            return bool(told), bool(told)
+        if self.speculators:
+            return False, not self.document.get("sliding_window_non_causal", False)
+        own = "muse_glimmer_assistant" not in str(self.document.get("model_type"))
+        return False, own and any(each == "sliding_attention" for each in self._types())
+
+    def _types(self) -> list[str]:
+        count = self.number(self.inner, "num_hidden_layers")
+        types = self.inner.get("layer_types")
+        if types is None:
+            first = int(self.inner.get("max_window_layers", 28)) if self.inner.get("use_sliding_window") else count
+            types = ["full_attention" if i < first else "sliding_attention" for i in range(count)]
+        unknown = {*types} - {"full_attention", "sliding_attention"}
+        if len(types) != count or unknown:
+            raise ModelError(f"{self.path / 'config.json'}: layer_types is {types}, for {count} layers of attention")
+        return list(types)
+
+    def _windows(self) -> tuple[int, ...]:
+        """Of each layer; empty where none has one."""
+        types = self._types()
+        sliding = [each == "sliding_attention" for each in types]
+        if self.told("use_swa") and not any(sliding):
+            sliding = [True] * len(types)
+        if not any(sliding):
+            return ()
+        default = self.inner.get("sliding_window") or (WINDOW if self.speculators else None)
+        window = self.number({"sliding_window": self.flash.get("swa_window_size", default)}, "sliding_window")
+        return tuple(window if each else 0 for each in sliding)
+
+    def _layer(self, named: Mapping[str, Tensor]) -> LayerConfig:
+        """Qwen3's block: norms of each head's q and k, biases of attention all or none."""
+        heads = self.number(self.inner, "num_attention_heads")
+        norm = named.get("layers.0.self_attn.q_norm.weight")
+        dim = self.number(self.inner, "head_dim", norm.shape[0] if norm else None)
+        bias = bool(self.inner.get("attention_bias", False))
+        rope = (
+            self.inner
+            if self.inner.get("rope_theta") or self.inner.get("rope_parameters")
+            else {**self.inner, "rope_theta": THETA}
+        )
+        keys = self.number(self.inner, "num_key_value_heads", heads)
+        return LayerConfig(
+            mixer=AttentionConfig(
+                spec=AttentionSpec(heads, keys, dim, dim**-0.5),
+                rope=rope_spec(rope, dim),
+                qkv_bias=bias,
+                o_bias=bias,
+                qk_norm=True,
+            ),
+            mlp=MLPConfig(inner=self.number(self.inner, "intermediate_size")),
+            eps=float(self.inner.get("rms_norm_eps", 1e-6)),
+        )
+
+    def check_target(self, hidden: int) -> None:
+        """Raises ModelError for a drafter that is narrower or wider than its trunk."""
+        target = self.document.get("target_hidden_size") or hidden
+        if target != hidden:
+            raise ModelError(
+                f"{self.path}: its hidden_size is {hidden}, its trunk's {target}: they must be the same here"
+            )

@@ -1,0 +1,213 @@
+"""A block drafter in the layouts that others load: DFlash (z-lab's), DSpark (DeepSpec's keys and SpecForge's beside
+them, so that vLLM and SGLang find theirs), and speculators' container for both.
+
+What one of them has no word for is refused by name. A block whose rows see each other causally is said by `is_causal`,
+which vLLM reads; speculators knows causal blocks in windowed layers only, so layers without one get a window that is as
+long as the context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from headstart.errors import ModelError
+from headstart.heads.base import BlockSpec
+from headstart.heads.kind import Arrays, HeadCheckpoint, plain_parts
+from headstart.heads.layouts.names import theirs, vocabulary_maps
+from headstart.layers.attention import AttentionConfig
+from headstart.layers.decoder import tapped_layers
+from headstart.layers.mlp import MLPConfig
+
+POSITIONS = 1 << 17
+"""max_position_embeddings of a drafter whose trunk does not say its own: engines size tables by it."""
+Written = tuple[dict[str, Any], dict[str, Any]]
+"""config.json, and arrays under published names."""
+HINT = "headstart's own layout holds it: --head DIR"
+
+
+def as_dflash(head: HeadCheckpoint, arrays: Arrays) -> Written:
+    """As z-lab publishes it. Raises ModelError for a DSpark head, and for what Qwen3's block cannot be."""
+    block = _block(head)
+    if block.anchor_predicts or block.markov_rank or block.confidence:
+        raise ModelError(
+            "DFlash has no Markov or confidence head, and its first row drafts nothing", "--to vllm-dspark"
+        )
+    dflash = {"mask_token_id": block.mask_token_id, "target_layer_ids": _outputs(head), **_causal(block)}
+    document = {
+        "architectures": ["DFlashDraftModel"],
+        **_transformer(head, "qwen3"),
+        **_common(head),
+        "num_target_layers": head.trunk_layers,
+        "block_size": block.rows_for(block.block_size),
+        "dflash_config": dflash | ({"attention_sink_bias": True} if block.sinks else {}),
+    }
+    return document, _named(head, arrays)
+
+
+def as_dspark(head: HeadCheckpoint, arrays: Arrays) -> Written:
+    """As DeepSpec and SpecForge publish it. Raises ModelError as as_dflash, and for one without a Markov head."""
+    block = _block(head)
+    if not (block.anchor_predicts and block.markov_rank):
+        raise ModelError("DSpark has a Markov head, and its first row drafts too", "--to vllm-dflash")
+    common = {"mask_token_id": block.mask_token_id, "target_layer_ids": _outputs(head), **_dspark(block)}
+    document = {
+        "architectures": ["Qwen3DSparkModel"],
+        **_transformer(head, "qwen3"),
+        **_common(head),
+        "num_target_layers": head.trunk_layers,
+        "block_size": block.block_size,
+        **common,
+        **({"is_causal": block.causal} if _causal(block) else {}),
+        "dflash_config": {"projector_type": "dspark", **common, **_causal(block)},
+    }
+    return document, _named(head, arrays)
+
+
+def as_speculators(head: HeadCheckpoint, arrays: Arrays) -> Written:
+    """As vllm-project/speculators publishes it. Raises ModelError as as_dflash, and for what its container has no word
+    for."""
+    block = _block(head)
+    kind = "dspark" if block.anchor_predicts or block.markov_rank else "dflash"
+    for wrong, what in (
+        (block.interleaved, "an interleaved RoPE"),
+        (block.logit_scale != 1, f"a logit_scale of {block.logit_scale}"),
+        (block.sinks, "attention sinks"),
+        (block.mask_embedding, "an embedding of the mask's own"),
+        (any(block.windows) and block.causal and not all(block.windows), "causal layers with and without a window"),
+    ):
+        if wrong:
+            raise ModelError(f"speculators has no place for {what}", "--to vllm-dflash or vllm-dspark may have")
+    causal = all(map(block.is_causal, range(block.num_layers)))
+    inner = _transformer(head, "qwen3")
+    if causal and not any(block.windows):
+        inner |= {"layer_types": ["sliding_attention"] * block.num_layers, "use_sliding_window": True}
+        inner["sliding_window"] = inner["max_position_embeddings"]
+    document = {
+        "architectures": ["DSparkSpeculator" if kind == "dspark" else "DFlashSpeculator"],
+        "speculators_model_type": kind,
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": block.block_size}],
+            "verifier": {"name_or_path": head.trunk, "architectures": []},
+        },
+        "aux_hidden_state_layer_ids": list(tapped_layers(head.spec.tap)),
+        "block_size": block.rows_for(block.block_size),
+        "mask_token_id": block.mask_token_id,
+        "sample_from_anchor": block.anchor_predicts,
+        "sliding_window_non_causal": not causal and not block.causal_windows,
+        **(_dspark(block) if kind == "dspark" else {}),
+        **_sizes(head),
+        "tie_word_embeddings": False,
+        "transformer_layer_config": inner,
+    }
+    return document, _named(head, arrays)
+
+
+LAYOUTS: Mapping[str, Callable[[HeadCheckpoint, Arrays], Written]] = {
+    "dflash": as_dflash, "dspark": as_dspark, "speculators": as_speculators,
+}  # fmt: skip
+
+
+def _block(head: HeadCheckpoint) -> BlockSpec:
+    """Its spec, if its layers are Qwen3's. Raises ModelError, saying what is not."""
+    block, (attention, mlp) = head.spec.block, _parts(head)
+    if block is None:
+        raise ModelError(f"the head is of kind {head.spec.kind}, no block drafter", "headstart train --kind block")
+    for wrong, what in (
+        (block.tap_norms, "its taps are normed one by one"),
+        (not attention.qk_norm, "q and k are not normed"),
+        (attention.gated, "attention is gated"),
+        (mlp.bias, "there are biases in feed-forward parts"),
+        (attention.qkv_bias != attention.o_bias, "some of attention's projections have a bias, others not"),
+    ):
+        if wrong:
+            raise ModelError(f"no DFlash or DSpark layout has a place for this head: {what}", HINT)
+    return block
+
+
+def _parts(head: HeadCheckpoint) -> tuple[AttentionConfig, MLPConfig]:
+    return plain_parts(head.spec.layer)
+
+
+def _transformer(head: HeadCheckpoint, model_type: str) -> dict[str, Any]:
+    """Sizes of its layers, as transformers' Qwen3 has them."""
+    (attention, mlp), block, layer = _parts(head), head.spec.block, head.spec.layer
+    assert block and layer and attention.rope
+    dim, turned = attention.spec.head_dim, attention.rope.inv_freq
+    theta = turned[1] ** (-attention.rope.rotary_dim / 2) if len(turned) > 1 else 1e4
+    plain = [theta ** (-2 * i / attention.rope.rotary_dim) for i in range(len(turned))]
+    same = all(abs(ours - own) <= 1e-9 * own for ours, own in zip(plain, turned, strict=True))
+    if not same or attention.rope.rotary_dim != dim or attention.rope.scale != 1:
+        raise ModelError("the head's rope is scaled, or turns a part of each head: that is not written yet", HINT)
+    windows = [block.window(i) for i in range(block.num_layers)]
+    if len({*windows} - {0}) > 1:
+        raise ModelError(f"the head's layers have windows of {windows}: published layouts have one for all", HINT)
+    return {
+        "model_type": model_type,
+        "hidden_size": head.hidden_size,
+        "intermediate_size": mlp.inner,
+        "num_hidden_layers": block.num_layers,
+        "num_attention_heads": attention.spec.num_heads,
+        "num_key_value_heads": attention.spec.num_kv_heads,
+        "head_dim": dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": layer.eps,
+        "rope_theta": round(theta, 6),
+        "attention_bias": attention.qkv_bias,
+        "attention_dropout": 0.0,
+        "max_position_embeddings": POSITIONS,
+        "max_window_layers": block.num_layers,
+        "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
+        "use_sliding_window": any(windows),
+        "sliding_window": max(windows) or None,
+        "tie_word_embeddings": False,
+        "vocab_size": head.vocab_size,
+        "dtype": "bfloat16",
+    }
+
+
+def _common(head: HeadCheckpoint) -> dict[str, Any]:
+    """What vLLM reads at the top level besides; each only where it is not what everybody assumes."""
+    block = head.spec.block
+    assert block
+    more: dict[str, Any] = {} if not block.interleaved else {"is_neox_style": False}
+    if block.logit_scale != 1:
+        more["logit_scale"] = block.logit_scale
+    return more | (_sizes(head) if head.draft_token_ids is not None else {})
+
+
+def _sizes(head: HeadCheckpoint) -> dict[str, Any]:
+    rows = head.vocab_size if head.draft_token_ids is None else len(head.draft_token_ids)
+    return {"draft_vocab_size": rows, "target_hidden_size": head.hidden_size}
+
+
+def _dspark(block: BlockSpec) -> dict[str, Any]:
+    return {
+        "markov_rank": block.markov_rank,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": block.confidence,
+        "confidence_head_with_markov": block.confidence and block.confidence_markov,
+    }
+
+
+def _causal(block: BlockSpec) -> dict[str, bool]:
+    """Nothing where it is what the layer types say: causal in layers with a window, both ways in others."""
+    told = [block.is_causal(i) for i in range(block.num_layers)]
+    if told == [block.window(i) > 0 for i in range(block.num_layers)]:
+        return {}
+    if len({*told}) > 1:
+        raise ModelError(f"the head's layers are causal or not, {told}: published layouts have one word for all", HINT)
+    return {"causal": told[0]}
+
+
+def _outputs(head: HeadCheckpoint) -> list[int]:
+    """Of the layers it reads, counted by their outputs from 0; -1 is the embedding."""
+    return [layer - 1 for layer in tapped_layers(head.spec.tap)]
+
+
+def _named(head: HeadCheckpoint, arrays: Arrays) -> dict[str, Any]:
+    return {theirs(name): array for name, array in arrays.items()} | vocabulary_maps(
+        head.draft_token_ids, head.vocab_size
+    )

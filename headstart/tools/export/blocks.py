@@ -1,0 +1,79 @@
+"""A block drafter's directory in one of the published layouts, from a head and the trunk it was trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headstart.errors import ModelError
+from headstart.formats.base import NAME_OF
+from headstart.formats.safetensors import Planned, bfloat16
+from headstart.heads.base import BlockSpec
+from headstart.heads.kind import Arrays, HeadCheckpoint
+from headstart.heads.layouts.writing import Written
+from headstart.kernels.ops import RawTensor
+from headstart.tools.export.detect import architectures
+from headstart.tools.export.plan import Plan, single_file
+from headstart.tools.export.source import Source
+
+Write = Callable[[HeadCheckpoint, Arrays], Written]
+
+
+def block_plan(source: Source, write: Write, use: str) -> Plan:
+    """All tensors in bfloat16. Raises ModelError for a head of another kind, and for what the layout has no place
+    for."""
+    block, trunk = source.head.spec.block, source.checkpoint.path
+    if block is None:
+        hint = "headstart train --kind block makes one; others go with --to vllm-mimo or vllm-eagle3"
+        raise ModelError(f"the head {source.head_path} is of kind {source.head.spec.kind}, no block drafter", hint)
+    name = str(trunk.resolve()) if trunk.is_dir() else source.name
+    head = replace(
+        source.head,
+        spec=replace(source.head.spec, block=replace(block, mask_embedding=False)),
+        trunk=name,
+        trunk_layers=source.sizes.num_layers,
+    )
+    document, named = write(head, _tensors(source, block))
+    if (verifier := document.get("speculators_config", {}).get("verifier")) is not None:
+        verifier["architectures"] = architectures(source.checkpoint.config)
+    document |= _of_trunk(document, source.checkpoint.config)
+    planned = [_planned(name, each) for name, each in named.items()]
+    plan = single_file(planned, document, use.replace("DEPTH", str(block.block_size)))
+    if not trunk.is_dir():
+        plan.notes.append(f"the trunk {source.name} is a GGUF file here: give the engine that model as safetensors")
+    return plan
+
+
+def _tensors(source: Source, block: BlockSpec) -> dict[str, Any]:
+    """The head's, and of the trunk's what these engines want beside: the LM head's rows of a draft vocabulary, and the
+    whole embedding where the mask has one of its own, which they read in its row."""
+    tensors: dict[str, Any] = dict(source.head.tensors)
+    trunk, ids = source.tensors, source.head.draft_token_ids
+    if ids is not None and "lm_head.weight" not in tensors:
+        tensors["lm_head.weight"] = trunk.get("lm_head.weight", trunk["embed_tokens.weight"]).take_rows(ids)
+    if mask := tensors.pop("mask_embedding", None):
+        table = tensors.get("embed_tokens.weight", trunk["embed_tokens.weight"]).float32().copy()
+        table[block.mask_token_id] = mask.float32()
+        tensors["embed_tokens.weight"] = table
+    return tensors
+
+
+def _of_trunk(document: Mapping[str, Any], trunk: Mapping[str, Any]) -> dict[str, Any]:
+    """Positions and end tokens, which engines compare with the target's."""
+    length = trunk.get("max_position_embeddings")
+    inner = document.get("transformer_layer_config")
+    if inner is not None:
+        return {"transformer_layer_config": {**inner, **({"max_position_embeddings": length} if length else {})}}
+    told = {key: trunk.get(key) for key in ("bos_token_id", "eos_token_id", "max_position_embeddings")}
+    return {key: value for key, value in told.items() if value is not None}
+
+
+def _planned(name: str, tensor: RawTensor | NDArray[Any]) -> Planned:
+    if isinstance(tensor, np.ndarray) and tensor.dtype != np.float32:  # maps of the draft vocabulary
+        return Planned(name, NAME_OF[tensor.dtype], tensor.shape, lambda: [np.ascontiguousarray(tensor)])
+    values = (lambda: tensor) if isinstance(tensor, np.ndarray) else tensor.float32
+    return Planned(name, "BF16", tuple(tensor.shape), lambda: [bfloat16(values())[0]])

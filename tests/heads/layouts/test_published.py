@@ -1,0 +1,280 @@
+"""Block drafters as five projects publish them: read, run on a trunk, and written back tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import support
+
+from headstart.engine.attach import attach_head
+from headstart.errors import ModelError
+from headstart.formats.safetensors import save
+from headstart.formats.safetensors_file import read_file
+from headstart.heads.base import BlockSpec
+from headstart.heads.files import is_head, read_head
+from headstart.heads.layouts.writing import as_dflash, as_dspark, as_speculators
+from headstart.models.small import random_arrays
+
+H, V, TRUNK, LAYERS, RANK, DRAFT = 48, support.VOCAB, 8, 2, 6, 40
+INNER = {
+    "model_type": "qwen3", "hidden_size": H, "intermediate_size": 80, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8, "hidden_act": "silu", "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0, "attention_bias": False, "max_position_embeddings": 512, "vocab_size": V,
+    "layer_types": ["full_attention"] * LAYERS, "sliding_window": None, "use_sliding_window": False,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+"""What SpecForge's configs/*.json and z-lab's files have in common."""
+SWA = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 12, "use_sliding_window": True}
+MARKOV = {"markov_rank": RANK, "markov_head_type": "vanilla"}
+CONFIDENCE = {"enable_confidence_head": True, "confidence_head_with_markov": True}
+FACTS = BlockSpec(
+    block_size=4, num_layers=LAYERS, mask_token_id=7, causal=False, anchor_predicts=True, markov_rank=RANK,
+    confidence=True, vocab_size=V, draft_vocab_size=V,
+)  # fmt: skip
+PLAIN = replace(FACTS, anchor_predicts=False, markov_rank=0, confidence=False)
+NAMES = {
+    "fc.weight": (H, 3 * H), "hidden_norm.weight": (H,), "norm.weight": (H,),
+    **{
+        f"layers.{i}.{name}.weight": shape
+        for i in range(LAYERS)
+        for name, shape in {
+            "input_layernorm": (H,), "post_attention_layernorm": (H,), "self_attn.q_proj": (48, H),
+            "self_attn.k_proj": (16, H), "self_attn.v_proj": (16, H), "self_attn.o_proj": (H, 48),
+            "self_attn.q_norm": (8,), "self_attn.k_norm": (8,), "mlp.gate_proj": (80, H), "mlp.up_proj": (80, H),
+            "mlp.down_proj": (H, 80),
+        }.items()
+    },
+}  # fmt: skip
+"""Tensors of every publisher."""
+MARKOV_NAMES = {"markov_head.markov_w1.weight": (V, RANK), "markov_head.markov_w2.weight": (V, RANK)}
+CONFIDENCE_NAMES = {"confidence_head.proj.weight": (1, H + RANK), "confidence_head.proj.bias": (1,)}
+OWN = {"embed_tokens.weight": (V, H), "lm_head.weight": (V, H)}
+
+
+@dataclass(frozen=True)
+class Published:
+    """config.json, tensors beside NAMES, what it says, and the layout that it is written back in. `same`: keys that
+    come back as they were."""
+
+    config: dict[str, Any]
+    facts: BlockSpec
+    write: Callable[..., Any]
+    tensors: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    ids: np.ndarray | None = None
+    same: tuple[str, ...] = ()
+
+
+def speculators(kind: str, anchor: bool, **more: Any) -> dict[str, Any]:
+    return {
+        "speculators_model_type": kind,
+        "architectures": ["DSparkSpeculator" if kind == "dspark" else "DFlashSpeculator"],
+        "aux_hidden_state_layer_ids": [2, 4, 6],
+        "mask_token_id": 7,
+        "block_size": 4 if anchor else 5,
+        "draft_vocab_size": V,
+        "sample_from_anchor": anchor,
+        "sliding_window_non_causal": False,
+        "speculators_config": {"algorithm": kind, "verifier": {"name_or_path": "some/model", "architectures": ["X"]}},
+        "transformer_layer_config": INNER,
+    } | more
+
+
+ZLAB = {**INNER, "architectures": ["DFlashDraftModel"], "num_target_layers": TRUNK, "block_size": 5}
+FLASH = {"mask_token_id": 7, "target_layer_ids": [1, 3, 5]}
+DEEPSPEC = {**INNER, "architectures": ["Qwen3DSparkModel"], "num_target_layers": TRUNK, "block_size": 4, **FLASH}
+TOP = ("architectures", "block_size", "num_target_layers")
+PUBLISHED: dict[str, Published] = {
+    "z-lab": Published(ZLAB | {"dflash_config": FLASH}, PLAIN, as_dflash, same=(*TOP, "dflash_config")),
+    "SpecForge, windows": Published(
+        ZLAB | SWA | {"dflash_config": FLASH},
+        replace(PLAIN, windows=(12, 0), causal_windows=True),
+        as_dflash,
+        same=(*TOP, "dflash_config", "layer_types", "sliding_window"),
+    ),
+    "SpecForge, DSpark": Published(
+        ZLAB | {
+            "architectures": ["DSparkDraftModel"], "block_size": 4, "dflash_config": FLASH | MARKOV | CONFIDENCE | {
+                "projector_type": "dspark", "attention_mode": "gqa", "confidence_head_alpha": 1.0,
+            },
+        },
+        FACTS, as_dspark, {**MARKOV_NAMES, **CONFIDENCE_NAMES}, same=("block_size", "num_target_layers"),
+    ),
+    "DeepSpec": Published(
+        DEEPSPEC | MARKOV | CONFIDENCE | {"num_anchors": 512},
+        FACTS, as_dspark, {**MARKOV_NAMES, **CONFIDENCE_NAMES, **OWN}, same=(*TOP, *FLASH, *MARKOV, *CONFIDENCE),
+    ),
+    "vLLM": Published(
+        ZLAB | {
+            "dflash_config": FLASH | {"causal": True, "attention_sink_bias": True}, "is_neox_style": False,
+            "logit_scale": 0.5, "draft_vocab_size": DRAFT, "target_hidden_size": H,
+        },
+        replace(PLAIN, causal=True, interleaved=True, sinks=True, logit_scale=0.5, draft_vocab_size=DRAFT),
+        as_dflash,
+        {f"layers.{i}.self_attn.attention_sink_bias": (6,) for i in range(LAYERS)} | {"lm_head.weight": (DRAFT, H)},
+        ids=np.arange(1, 3 * DRAFT, 3),
+        same=(*TOP, "dflash_config", "is_neox_style", "logit_scale", "draft_vocab_size", "target_hidden_size"),
+    ),
+    "speculators, DFlash": Published(
+        speculators("dflash", anchor=False, draft_vocab_size=DRAFT), replace(PLAIN, draft_vocab_size=DRAFT),
+        as_speculators, {"embed_tokens.weight": (V, H), "lm_head.weight": (DRAFT, H)}, np.arange(1, 3 * DRAFT, 3),
+        same=("block_size", "draft_vocab_size", "aux_hidden_state_layer_ids", "mask_token_id", "sample_from_anchor"),
+    ),
+    "speculators, windows": Published(
+        speculators("dflash", anchor=False, transformer_layer_config=INNER | SWA),
+        replace(PLAIN, windows=(12, 0), causal_windows=True), as_speculators, OWN,
+        same=("sliding_window_non_causal", "aux_hidden_state_layer_ids"),
+    ),
+    "speculators, DSpark": Published(
+        speculators("dspark", anchor=True, **MARKOV, **CONFIDENCE), FACTS, as_speculators,
+        {**MARKOV_NAMES, **CONFIDENCE_NAMES, **OWN},
+        same=("architectures", "block_size", "sample_from_anchor", "speculators_model_type", *MARKOV, *CONFIDENCE),
+    ),
+}  # fmt: skip
+
+
+def published(path: Path, each: Published, **changes: Any) -> Path:
+    """Its directory, of random tensors."""
+    arrays: dict[str, Any] = dict(random_arrays({**NAMES, **each.tensors}, seed=3))
+    if each.ids is not None:
+        mask = np.zeros(V, np.bool_)
+        mask[each.ids] = True
+        arrays |= {"d2t": each.ids - np.arange(len(each.ids)), "t2d": mask}
+    return written(path, {**each.config, **changes}, arrays)
+
+
+def written(path: Path, config: dict[str, Any], arrays: dict[str, Any]) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    save(path / "model.safetensors", arrays)
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_read_and_written_back_tensor_by_tensor(tmp_path: Path, name: str) -> None:
+    each = PUBLISHED[name]
+    path = published(tmp_path / "a", each)
+    assert is_head(path)
+    head = read_head(path)
+    assert (head.spec.kind, head.spec.block, head.spec.tap) == ("block", each.facts, (2, 4, 6))
+    assert (head.hidden_size, head.vocab_size) == (H, V)
+    document, arrays = each.write(head, {name: tensor.float32() for name, tensor in head.tensors.items()})
+    again = read_head(written(tmp_path / "b", document, arrays))
+    assert again.spec == head.spec
+    before, after = read_file(path / "model.safetensors"), read_file(tmp_path / "b" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all((before[name].data == after[name].data).all() for name in before)
+    assert {key: document[key] for key in each.same} == {key: each.config[key] for key in each.same}
+    attached = attach_head(support.tiny_model("llama", num_hidden_layers=TRUNK), path)
+    assert attached.spec.depth_limit == 4
+    assert (attached.lm_head is None) == ("lm_head.weight" not in each.tensors)
+
+
+def test_layer_ids_of_speculators_are_one_higher(tmp_path: Path) -> None:
+    """The same numbers mean other streams; a converter that forgets it is caught by `inspect --deep`."""
+    flash, other = PUBLISHED["z-lab"], PUBLISHED["speculators, windows"]
+    ids = {"aux_hidden_state_layer_ids": [1, 3, 5]}
+    assert read_head(published(tmp_path / "a", flash)).spec.tap == (2, 4, 6)
+    assert read_head(published(tmp_path / "b", other, **ids)).spec.tap == (1, 3, 5)
+
+
+def test_other_spellings(tmp_path: Path) -> None:
+    """Tensor names that vLLM and transformers take, and layer ids where none are named."""
+    each = PUBLISHED["z-lab"]
+    arrays = random_arrays(NAMES, seed=3)
+    spelt = {
+        "model." + name.replace("fc.", "encoder.fc.").replace("layers.0.", "midlayer."): array
+        for name, array in arrays.items() if name != "hidden_norm.weight"
+    }  # fmt: skip
+    spelt["encoder.output_norm_enc.weight"] = arrays["hidden_norm.weight"]
+    spelt["verifier_norm.weight"] = arrays["norm.weight"]
+    head = read_head(written(tmp_path / "a", each.config, spelt))
+    assert head.tensors["fuse.weight"].shape == (H, 3 * H)
+    config = {**each.config, "dflash_config": {"mask_token_id": 7}, "num_target_layers": 10}
+    two = {
+        name: np.ascontiguousarray(array[:, : 2 * H]) if name == "fc.weight" else array
+        for name, array in arrays.items()
+    }
+    assert read_head(written(tmp_path / "b", config, two)).spec.tap == (2, 8)
+    muse = {**INNER, **SWA, **FLASH, "model_type": "muse_glimmer_assistant", "block_size": 5}
+    assert read_head(written(tmp_path / "c", muse, spelt)).spec.block == replace(PLAIN, windows=(12, 0))
+
+
+WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
+    "block size 0": ("z-lab", {"block_size": 0}, "block_size is 0, but must be 2 to 17"),
+    "only the anchor": ("z-lab", {"block_size": 1}, "block_size is 1, but"),
+    "no draft": ("DeepSpec", {"block_size": 0}, "block_size is 0, but must be 1 to 16"),
+    "long": ("DeepSpec", {"block_size": 17}, "block_size is 17, but"),
+    "no block size": ("z-lab", {"block_size": None}, "has no block_size"),
+    "mask": ("z-lab", {"dflash_config": FLASH | {"mask_token_id": V}}, f"mask_token_id is {V}, but must be"),
+    "no mask": ("DeepSpec", {"mask_token_id": None}, "mask_token_id is None"),
+    "taps": ("z-lab", {"dflash_config": FLASH | {"target_layer_ids": [1, "3", 5]}}, "layers that the drafter reads"),
+    "fewer taps": ("z-lab", {"dflash_config": FLASH | {"target_layer_ids": [1, 3]}}, r"fc.weight is \[48, 144\], but"),
+    "rank": ("DeepSpec", {"markov_rank": 8}, "markov_rank is 8, but the Markov head's tensors are of rank 6"),
+    "gated": ("DeepSpec", {"markov_head_type": "gated"}, "markov_head_type 'gated' of a dspark drafter is not run"),
+    "domino": ("z-lab", {"dflash_config": FLASH | {"projector_type": "domino"}}, "projector_type 'domino'"),
+    "convolutions": ("z-lab", {"architectures": ["DFlash2DraftModel"]}, "DFlash2 drafter"),
+    "wide": ("z-lab", {"target_hidden_size": 64}, "hidden_size is 48, its trunk's 64"),
+    "layer types": ("z-lab", {"layer_types": ["full_attention"]}, "for 2 layers of attention"),
+    "no window": ("z-lab", {"layer_types": ["sliding_attention"] * 2}, "sliding_window is None"),
+    "no sizes": ("z-lab", {"intermediate_size": None}, "intermediate_size is None"),
+    "rope": ("z-lab", {"rope_scaling": {"rope_type": "odd"}}, "rope scaling type 'odd' is not supported"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_configs(tmp_path: Path, name: str) -> None:
+    publisher, changes, message = WRONG[name]
+    with pytest.raises(ModelError, match=message):
+        read_head(published(tmp_path, PUBLISHED[publisher], **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"fc.weight": None}, "holds no fc.weight"),
+        ({"layers.1.self_attn.q_norm.weight": None, "norm.weight": None}, "holds no norm.weight and 1 more"),
+        ({"norm.weight": np.ones(H + 1, np.float32)}, r"norm.weight is \[49\], but config.json asks for \[48\]"),
+        ({"layers.0.self_attn.g_proj.weight": np.ones((H, H), np.float32)}, "holds layers.0.self_attn.g_proj.weight"),
+        ({"d2t": np.full(DRAFT, V), "t2d": np.ones(V, np.bool_)}, "d2t does not give ascending ids below"),
+    ],
+)
+def test_wrong_tensors(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    arrays = {**random_arrays(NAMES, seed=3), **changes}
+    path = written(tmp_path, PUBLISHED["z-lab"].config, {n: each for n, each in arrays.items() if each is not None})
+    with pytest.raises(ModelError, match=message):
+        read_head(path)
+
+
+def test_drafters_of_another_trunk(tmp_path: Path) -> None:
+    """The number that differs is named."""
+    path, model = published(tmp_path, PUBLISHED["z-lab"]), support.tiny_model("llama", num_hidden_layers=9)
+    with pytest.raises(ModelError, match="its num_layers is 8, the model's is 9"):
+        attach_head(model, path)
+    with pytest.raises(ModelError, match="its hidden_size is 48, the model's is 64"):
+        attach_head(support.tiny_model("llama", hidden_size=64, num_hidden_layers=8), path)
+    with pytest.raises(ModelError, match="its vocab_size is 131, the model's is 100"):
+        attach_head(support.tiny_model("llama", vocab_size=100, num_hidden_layers=8), path)
+    far = {"dflash_config": FLASH | {"target_layer_ids": [1, 3, 7]}}
+    with pytest.raises(ModelError, match=r"taps the streams before the layers \[2, 4, 8\]"):
+        attach_head(
+            support.tiny_model("llama", num_hidden_layers=8), published(tmp_path / "far", PUBLISHED["z-lab"], **far)
+        )
+
+
+def test_what_no_layout_holds(tmp_path: Path) -> None:
+    head = read_head(published(tmp_path, PUBLISHED["DeepSpec"]))
+    assert head.spec.block
+    with pytest.raises(ModelError, match="DFlash has no Markov"):
+        as_dflash(head, {})
+    normed = replace(head, spec=replace(head.spec, block=replace(head.spec.block, tap_norms=True)))
+    with pytest.raises(ModelError, match="its taps are normed one by one"):
+        as_dspark(normed, {})
+    turned = replace(head, spec=replace(head.spec, block=replace(head.spec.block, interleaved=True)))
+    with pytest.raises(ModelError, match="no place for an interleaved RoPE"):
+        as_speculators(turned, {})
