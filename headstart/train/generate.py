@@ -7,7 +7,7 @@ import json
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,12 +30,18 @@ FEWEST_TOKENS = 4
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question with what came before it."""
+    """One question with what came before it, and those of the same user that follow once it is answered."""
 
     messages: tuple[Message, ...]
     kind: str
     licence: str = ""
     source: str = ""
+    later: tuple[str, ...] = ()
+
+    def next(self, answer: str) -> Prompt:
+        """The next question of the conversation, behind the model's own answer to this one."""
+        said = ({"role": "assistant", "content": answer}, {"role": "user", "content": self.later[0]})
+        return replace(self, messages=(*self.messages, *said), later=self.later[1:])
 
     @property
     def key(self) -> str:
@@ -44,8 +50,9 @@ class Prompt:
 
 
 def read_prompts(paths: Sequence[Path]) -> list[Prompt]:
-    """Lines {"prompt", "kind"?, "history"?, "source"?, "licence"?} of the files. Raises UsageError for a file without
-    any."""
+    """Lines {"prompt", "kind"?, "history"?, "source"?, "licence"?} of the files, or {"messages": [...]} or {"turns":
+    [...]} with all that a user asks, one after the other: answers in the file give way to the model's own. Raises
+    UsageError for a file without any."""
     prompts: list[Prompt] = []
     for path in find_files(paths):
         with path.open(encoding="utf-8", errors="replace") as lines:
@@ -61,13 +68,25 @@ def _parse(line: str, default_kind: str) -> Prompt | None:
         data = json.loads(line)
     except json.JSONDecodeError:
         return None
-    if not isinstance(data, dict) or not isinstance(data.get("prompt"), str) or not data["prompt"].strip():
+    if not isinstance(data, dict):
         return None
-    history = data.get("history")
-    before = [m for m in history if isinstance(m, dict)] if isinstance(history, list) else []
+    said, before = _objects(data.get("messages")), _objects(data.get("history"))
+    asked: list[Any] = [data["prompt"]] if "prompt" in data else []
+    if not asked and said:
+        asked = [m.get("content") for m in said if m.get("role") == "user"]
+        before = [m for m in said[:1] if m.get("role") == "system"]
+    elif not asked and isinstance(data.get("turns"), list):
+        asked = data["turns"]
+    if not asked or not all(isinstance(each, str) and each.strip() for each in asked):
+        return None
     kind = str(data.get("kind") or data.get("category") or default_kind)
-    messages = (*before, {"role": "user", "content": data["prompt"]})
-    return Prompt(messages, kind, str(data.get("licence", "")), str(data.get("source", default_kind)))
+    messages = (*before, {"role": "user", "content": asked[0]})
+    source = str(data.get("source", default_kind))
+    return Prompt(messages, kind, str(data.get("licence", "")), source, tuple(asked[1:]))
+
+
+def _objects(value: Any) -> list[dict[str, Any]]:
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
 
 
 def answer(
@@ -85,7 +104,7 @@ def answer(
     `until` is asked after each step. Where there is enough, answers in the making are dropped: a later run writes them
     whole. Where it is late they are kept as far as they have come. Prompts that do not fit into the context together
     with `max_tokens` are left out."""
-    missing = [prompt for prompt in {p.key: p for p in prompts}.values() if prompt.key not in shards.keys]
+    missing = _unanswered(prompts, shards)
     # neighbours of similar length finish prefill together; the order is the same in every run
     missing.sort(key=lambda prompt: (len(str(prompt.messages[-1]["content"])) // 256, prompt.key))
 
@@ -93,6 +112,7 @@ def answer(
         record = _record(prompt, choice, reason)
         shards.append(record)
         done(record)
+        waiting.extend(_following(llm, prompt, choice, reason, max_tokens))
 
     for start in range(0, len(missing), wave):
         part = [p for p in missing[start : start + wave] if _fits(llm, p, max_tokens)]
@@ -117,6 +137,29 @@ def answer(
                 if len(choice.tokens) >= FEWEST_TOKENS:
                     keep(asked[choice.request.request_id], choice, "length")
             return
+
+
+def _unanswered(prompts: Sequence[Prompt], shards: Shards) -> list[Prompt]:
+    """The first question of each conversation that has no answer yet."""
+    answers: dict[str, str] = {}
+    if any(prompt.later for prompt in prompts):
+        whole = (record for record in shards if record["finish_reason"] == "stop")
+        answers = {record["key"]: record["messages"][-1]["content"] for record in whole}
+    open_ones = []
+    for prompt in {p.key: p for p in prompts}.values():
+        while prompt.later and prompt.key in answers:
+            prompt = prompt.next(answers[prompt.key])
+        if prompt.key not in shards.keys:
+            open_ones.append(prompt)
+    return open_ones
+
+
+def _following(llm: LLM, prompt: Prompt, choice: Choice, reason: str, max_tokens: int) -> list[Prompt]:
+    """The next question of a conversation, where an answer is whole and there is room for one more."""
+    if not prompt.later or reason != "stop":
+        return []
+    following = prompt.next(choice.text)
+    return [following] if _fits(llm, following, max_tokens) else []
 
 
 def _asked(llm: LLM, prompt: Prompt) -> str | list[Message]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from headstart.tools.tiny import write_model  # noqa: E402
 from headstart.train import data, generate, loop  # noqa: E402
 from headstart.train.batches import plan_epoch  # noqa: E402
 from headstart.train.features import FeatureCache, trunk_argmax, trunk_hidden  # noqa: E402
+from headstart.train.generate import Prompt  # noqa: E402
 from headstart.train.head import before_norm, first_weights, stream_scale  # noqa: E402
 from headstart.train.loop import Hooks, Recipe, Trainer, save_checkpoint, train  # noqa: E402
 from headstart.train.losses import Terms, distill, likely, teach  # noqa: E402
@@ -238,7 +240,7 @@ def test_training_raises_held_out_acceptance(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", trained_kinds())
 def test_from_prompts_to_a_head_that_the_engine_runs(tmp_path: Path, kind: str) -> None:
-    folder, prompts = tiny_folder(tmp_path, 0.1, {"eagle3": 7, "block": 7}.get(kind, 2)), tmp_path / "prompts.jsonl"
+    folder, prompts = tiny_folder(tmp_path, 0.1, {"eagle3": 7, "block": 4}.get(kind, 2)), tmp_path / "prompts.jsonl"
     asked = np.random.default_rng(2).choice(WORDS, (40, 3))
     prompts.write_text("".join(json.dumps({"prompt": " ".join(words)}) + "\n" for words in asked))
     options = TrainOptions(
@@ -504,6 +506,30 @@ def test_answers_resume_and_can_be_trained_on(tmp_path: Path) -> None:
     assert all(record["response_ids"] == by_key[record["key"]]["response_ids"] for record in records)
     assert len(list(folder.glob("*.jsonl"))) == -(-len(prompts) // 5)
     assert data.read_records([folder], data.Problems())
+
+
+def test_the_model_answers_every_turn_of_a_conversation_itself(tmp_path: Path) -> None:
+    path, said = tmp_path / "turns.jsonl", [("system", "be in"), ("user", "the"), ("assistant", "!"), ("user", "or")]
+    messages = [{"role": role, "content": content} for role, content in said]
+    path.write_text("\n".join(json.dumps(each) for each in ({"messages": messages}, {"turns": ["an", "ant", "in"]})))
+    prompts = generate.read_prompts([path])
+    assert [(len(each.messages), each.later) for each in prompts] == [(2, ("or",)), (1, ("ant", "in"))]
+    model = str(tiny_folder(tmp_path))
+    llm = LLM(model, EngineConfig(threads=1, drafter="none", max_model_len=160))
+    with Shards(tmp_path / "answers", "answers") as shards:
+        generate.answer(llm, prompts, shards, max_tokens=12)
+        for record in shards:
+            for before in (turn for turn in record["messages"][:-1] if turn["role"] == "assistant"):
+                assert before["content"] != "!"
+        asked = Counter(record["messages"][-2]["content"] for record in shards)
+        stopped = sum(record["finish_reason"] == "stop" for record in shards)
+        assert asked["the"] == asked["an"] == 1 and len(shards) <= 2 + stopped
+    whole = Prompt(({"role": "user", "content": "an"},), "k", later=("ant", "in"))
+    with Shards(tmp_path / "resumed", "answers") as shards:
+        record = {"key": whole.key, "finish_reason": "stop", "messages": [*whole.messages, {"content": "aunt"}]}
+        shards.append(record)
+        generate.answer(llm, [whole], shards, max_tokens=12)
+        assert [turn["content"] for turn in list(shards)[1]["messages"][:3]] == ["an", "aunt", "ant"]
 
 
 def test_weights_are_rounded_as_drafts_run() -> None:
