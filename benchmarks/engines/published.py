@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,22 @@ def trunk_of(path: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager"
     ).eval()
+
+
+@contextmanager
+def older_caches() -> Iterator[None]:
+    """transformers before 5.20 cut a cache to a length; both publishers' code still asks for that."""
+    cache = transformers.DynamicCache
+    crop = cache.crop
+
+    def to_length(self: Any, length: int) -> None:
+        crop(self, length - self.get_seq_length() if length >= 0 else length)
+
+    cache.crop = to_length
+    try:
+        yield
+    finally:
+        cache.crop = crop
 
 
 def in_transformers(trunk: Path, head: Path, prompts: Texts, tokens: int) -> tuple[Told, Texts]:
@@ -51,6 +69,7 @@ def in_transformers(trunk: Path, head: Path, prompts: Texts, tokens: int) -> tup
     return told, texts
 
 
+@older_caches()
 def in_zlab(source: Path, trunk: Path, head: Path, prompts: Texts, tokens: int) -> tuple[Told, Texts]:
     """dflash_generate of z-lab's model.py."""
     spec = importlib.util.spec_from_file_location("zlab_dflash", source)
@@ -82,6 +101,7 @@ def in_zlab(source: Path, trunk: Path, head: Path, prompts: Texts, tokens: int) 
     return told, texts
 
 
+@older_caches()
 def in_deepspec(source: Path, trunk: Path, head: Path, prompts: Texts, tokens: int) -> tuple[Told, Texts]:
     """DeepSpec's Qwen3DSparkModel and its proposals, each behind a context of its own."""
     sys.path.insert(0, str(source))
