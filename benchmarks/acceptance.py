@@ -68,7 +68,7 @@ def main() -> int:
     args = parser.parse_args()
     config = EngineConfig(
         head=args.head, drafter=args.drafter, depth=args.depth, max_num_seqs=args.batch, threads=args.threads,
-        max_model_len=4096, rule=args.rule,
+        max_model_len=4096, rule=args.rule, shared_lookup=False,
     )  # fmt: skip
     prompts = first_turns(args.questions, args.per_category)
     llm = LLM(args.model, config)

@@ -92,7 +92,8 @@ def headstart_peers(args: argparse.Namespace) -> list[Peer]:
         return {f"headstart {name} auto": {}, **fixed}
 
     common = [sys.executable, "-m", "headstart.cli.main", "serve"]
-    more = ["--port", "{port}", "--threads", str(args.threads), "--max-model-len", "4096", "--no-enable-prefix-caching"]
+    more = ["--port", "{port}", "--threads", str(args.threads), "--max-model-len", "4096"]
+    more += ["--no-enable-prefix-caching", "--no-shared-lookup"]
     plain = {"headstart plain": {"speculation": {"mode": "off"}}}
     found = [Peer("headstart MTP", [*common, *more], {**plain, **rows("MTP")})]
     found.append(Peer("headstart EAGLE-3", [*common, *more, "--head", args.eagle3], rows("EAGLE-3")))

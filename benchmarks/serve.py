@@ -1,6 +1,6 @@
 """A running `headstart serve` under load.
 
-    headstart serve --port 8000 &
+    headstart serve --port 8000 --no-shared-lookup &
     python benchmarks/serve.py sweep --questions question.jsonl
     python benchmarks/serve.py agent
     python benchmarks/serve.py storm --questions question.jsonl --minutes 5 --clients 64
@@ -105,7 +105,7 @@ def cost(args: argparse.Namespace) -> Body:
     texts, rows = in_turns(args.questions, args.per_category), list[Body]()
     params = SamplingParams(max_tokens=args.max_tokens)
     for clients in args.concurrency:
-        llm, count = LLM(None, EngineConfig(max_num_seqs=clients)), max(2 * clients, args.requests)
+        llm, count = LLM(None, EngineConfig(max_num_seqs=clients, shared_lookup=False)), max(2 * clients, args.requests)
         for turn in range(args.rounds):
             chosen = list(islice(cycle(texts), turn * count, (turn + 1) * count))
             for mode in ("off", "auto"):

@@ -365,8 +365,11 @@ class LLM:
     def decode_pair(self, prompt: Prompt, params: SamplingParams, number: int) -> dict[bool, Completion]:
         """The unit of every comparison with plain decoding: one prompt, by whether drafting was on. Which one is first
         alternates with `number`, so that what slows the machine down for a while hits both alike."""
-        order = (False, True) if number % 2 == 0 else (True, False)
-        return {drafting: self.generate([prompt], params, depth=None if drafting else 0)[0] for drafting in order}
+        completions = {}
+        for drafting in (False, True) if number % 2 == 0 else (True, False):
+            self.engine.drafting.forget()  # the other's answer
+            completions[drafting] = self.generate([prompt], params, depth=None if drafting else 0)[0]
+        return completions
 
     def session(self, *, continues: bool = False) -> Session:
         """Requests that come one by one. `continues`: texts go on in the middle of their prompts (raw ones)."""

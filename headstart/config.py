@@ -94,6 +94,9 @@ class EngineConfig:
     )
     ngram_min: int = _flag(2, "--ngram-min", "Shortest n-gram that the ngram drafter looks up.")
     ngram_max: int = _flag(4, "--ngram-max", "Longest n-gram that the ngram drafter looks up.")
+    shared_lookup: bool = _flag(
+        True, "--shared-lookup", "Draft also from what earlier requests of the same API key were answered."
+    )
     seed: int | None = _flag(None, "--seed", "Seed of requests that bring none. Default: drawn at random, reported.")
 
     def __post_init__(self) -> None:

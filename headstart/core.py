@@ -78,6 +78,7 @@ class Request:
     depth: int | None = None
     constraint: Constraint | None = field(default=None, compare=False)  # at its start; each choice walks a copy
     cache_salt: str = ""  # prefixes are shared by requests of the same salt
+    owner: str = ""  # who asks: texts serve as drafts for requests of the same owner and salt
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,10 +27,12 @@ class DraftStats:
     forced: int = 0  # emitted tokens that a constraint had left no choice about, and that were drafted for it
     per_position: list[int] = field(default_factory=list)
     drafted_at: list[int] = field(default_factory=list)
+    sources: Counter[str] = field(default_factory=Counter)  # accepted tokens by who drafted them
     synthetic: tuple[float, ...] = ()  # rates of synthetic acceptance, where they decided and not the model
 
-    def record(self, drafted: int, accepted: int) -> None:
+    def record(self, drafted: int, accepted: int, source: str = "") -> None:
         if drafted:
+            self.sources[source] += accepted
             self.drafts += 1
             self.drafted += drafted
             self.accepted += accepted
@@ -43,6 +46,7 @@ class DraftStats:
     def add(self, other: DraftStats) -> None:
         for name in ("drafts", "drafted", "accepted", "passes", "emitted", "forced"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.sources.update(other.sources)
         self.synthetic = self.synthetic or other.synthetic
         grow = len(other.per_position) - len(self.per_position)
         self.per_position += [0] * grow
@@ -63,6 +67,7 @@ class DraftStats:
             "acceptance_length": self.acceptance_length,
             "per_position": list(self.per_position),
             "forced": self.forced,
+            "sources": dict(self.sources),
         }
 
     @property

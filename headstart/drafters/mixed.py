@@ -54,5 +54,8 @@ class MixedDrafter(Drafter):
         self._lookup.release(sequence)
         self._head.release(sequence)
 
+    def forget(self) -> None:
+        self._lookup.forget()
+
 
 DRAFTER = MixedDrafter

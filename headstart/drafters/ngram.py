@@ -1,4 +1,5 @@
-"""Prompt lookup: the tokens that followed the same n-gram earlier in this sequence (Saxena 2023; no model needed)."""
+"""Prompt lookup: the tokens that followed the same n-gram earlier, in this sequence (Saxena 2023; no model needed) or
+in what other requests of the same owner were answered."""
 
 from __future__ import annotations
 
@@ -8,9 +9,12 @@ from typing import Self
 
 from headstart.core import Draft, Sequence
 from headstart.drafters.base import Drafter, Target, Wish
+from headstart.drafters.recent import LONGEST as LONGEST_SHARED, RecentTexts
 
 LONGEST = 16
-"""Longer matches say no more."""
+"""Longer matches in the sequence itself say no more."""
+SHARED = "shared"
+"""Method of drafts from other requests' texts: how often they are right is learned apart."""
 
 
 @dataclass
@@ -22,27 +26,32 @@ class _Index:
 
 
 class NgramDrafter(Drafter):
-    """Longest match first, latest occurrence wins; the index grows with the sequence."""
+    """Longest match first, latest occurrence wins; the index grows with the sequence. `recent`: texts of others."""
 
     method = "ngram"
 
-    def __init__(self, smallest: int, largest: int) -> None:
-        self._sizes = range(smallest, largest + 1)
+    def __init__(self, smallest: int, largest: int, recent: RecentTexts | None = None) -> None:
+        self._sizes, self._recent = range(smallest, largest + 1), recent
         self._indexes: dict[Sequence, _Index] = {}
 
     @classmethod
     def attach(cls, target: Target) -> Self:
-        return cls(*target.ngram)
+        return cls(*target.ngram, RecentTexts() if target.shared_lookup else None)
 
     def propose(self, wishes: Seq[Wish]) -> None:
         for wish in wishes:
-            tokens = wish.sequence.tokens
-            start, size = self._find(wish.sequence)
+            sequence, tokens = wish.sequence, wish.sequence.tokens
+            start, size = self._find(sequence)
+            matched = _matched(tokens, start, size) if size else 0
+            if self._recent and matched < LONGEST:
+                found, longer = self._recent.find(_owner(sequence), tokens, wish.depth)
+                if longer > matched:
+                    sequence.draft = Draft(found, method=SHARED, scores=[longer / LONGEST_SHARED] * len(found))
+                    continue
             if size:
                 following = tokens[start : start + wish.depth]
                 # longer matches are right more often; how often is for others to learn
-                score = min(_matched(tokens, start, size), LONGEST) / LONGEST
-                wish.sequence.draft = Draft(following, method=self.method, scores=[score] * len(following))
+                sequence.draft = Draft(following, method=self.method, scores=[matched / LONGEST] * len(following))
 
     def _find(self, sequence: Sequence) -> tuple[int, int]:
         """Where the continuation of the longest match begins, and the length of the match; 0 if there is none."""
@@ -59,6 +68,18 @@ class NgramDrafter(Drafter):
 
     def release(self, sequence: Sequence) -> None:
         self._indexes.pop(sequence, None)
+        if self._recent and sequence.num_output and sequence.finish_reason != "error":
+            prompt, tokens = sequence.num_prompt, sequence.tokens
+            self._recent.add(_owner(sequence), tokens[:prompt], tokens[prompt:])
+
+    def forget(self) -> None:
+        if self._recent:
+            self._recent.forget()
+
+
+def _owner(sequence: Sequence) -> int:
+    """Texts are shared within an API key and a cache salt. Python's hash of strings has a secret of the process."""
+    return hash((sequence.request.owner, sequence.request.cache_salt))
 
 
 def _matched(tokens: Seq[int], start: int, size: int) -> int:

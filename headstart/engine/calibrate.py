@@ -108,6 +108,7 @@ def calibrate(engine: Engine) -> Costs:
     run.until = begun + MOST_SECONDS
     _measure_long(run, costs, length)
     engine.reset_stats()
+    engine.drafting.forget()
     return costs
 
 
@@ -173,6 +174,7 @@ def _still_holds(engine: Engine, costs: Costs) -> bool:
         factors.append(median(seconds) / costs.passes.at(drafted + 1))
         busy |= len(seconds) < STEPS // 2 or _busy(seconds)
     engine.reset_stats()
+    engine.drafting.forget()
     if not busy and (costs.busy or max(factors) > (1 + TOLERANCE) * min(factors)):
         return False
     scale = min(factors)

@@ -158,6 +158,11 @@ class Drafting:
         """Tokens have been committed: learn which guesses were right."""
         self.auto.odds.compare(sequence)
 
+    def forget(self) -> None:
+        """Drafts owe nothing to earlier requests from here on."""
+        if self.drafter:
+            self.drafter.forget()
+
     def release(self, sequence: Sequence) -> None:
         if self.drafter:
             self.drafter.release(sequence)

@@ -249,6 +249,6 @@ def _count(stats: DraftStats, draft: Draft, verdict: Verdict, emitted: int) -> N
     if draft.method == FORCED:
         stats.forced += min(emitted, verdict.num_accepted)
     else:
-        stats.record(verdict.num_drafted, verdict.num_accepted)
+        stats.record(verdict.num_drafted, verdict.num_accepted, draft.method)
     stats.passes += 1
     stats.emitted += emitted

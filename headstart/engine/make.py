@@ -94,6 +94,8 @@ def _target(model: Model, config: EngineConfig, runner: Runner, vocabulary: Draf
         runner=runner,
         token_budget=config.max_num_batched_tokens,
         ngram=(config.ngram_min, config.ngram_max),
+        # under rule rejection the text depends on drafts: it must not on other requests
+        shared_lookup=config.shared_lookup and config.rule == "exact",
         head=model.head,
         vocabulary=vocabulary,
     )

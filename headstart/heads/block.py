@@ -217,15 +217,15 @@ def fit(spec: HeadSpec, trunk: DecoderConfig) -> HeadSpec:
 
 # Its training.
 
-NUM_TAPS, NUM_LAYERS, MARKOV_RANK = 5, 2, 64
+NUM_TAPS, FEWEST_LAYERS, NUM_LAYERS, MARKOV_RANK = 5, 4, 2, 64
 
 
 def trained_spec(layers: int, depth: int) -> HeadSpec:
     """DSpark's form: causal, the anchor predicts. What it says of vocabularies is known with the data only."""
-    if layers < NUM_TAPS + 2:
-        what = f"a block drafter taps {NUM_TAPS} layers apart, but the model has {layers}"
+    if layers < FEWEST_LAYERS:
+        what = f"a block drafter taps layers from the third to the last but one, but the model has {layers}"
         raise UsageError(what, "train --kind mtp")
-    taps = (np.linspace(2, layers - 2, NUM_TAPS) + 0.5).astype(int)
+    taps = np.unique((np.linspace(2, layers - 2, NUM_TAPS) + 0.5).astype(int))
     block = BlockSpec(
         block_size=depth,
         num_layers=NUM_LAYERS,

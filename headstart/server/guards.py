@@ -20,6 +20,8 @@ log = logging.getLogger("headstart.access")
 OPEN_PATHS = frozenset({"/health", "/ping", "/ready"})
 """What needs no API key: whoever restarts a server has none."""
 REQUEST_ID = "X-Request-Id"
+OWNER = "headstart.owner"
+"""Of a scope: which API key a request came with."""
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -88,4 +90,5 @@ class ApiKeys:
                 body = errors.document("the API key is missing or wrong", 401)
                 await JSONResponse(body, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
                 return
+            scope[OWNER] = f"key {right.index(True)}"
         await self.app(scope, receive, send)

@@ -49,6 +49,10 @@ class Job:
     keeps_stop: bool = False
     continues: bool = False  # the output goes on in the middle of a text
 
+    def owned(self, owner: str) -> Job:
+        """Asked for by somebody, whose answers nobody else gets to see as drafts."""
+        return replace(self, requests=[replace(request, owner=owner) for request in self.requests])
+
 
 def num_choices(body: Common) -> int:
     """How many texts a body asks for."""

@@ -24,6 +24,7 @@ from headstart.server.bridge import Bridge
 from headstart.server.chat_prompt import Chat
 from headstart.server.documents import Asked, dumped
 from headstart.server.errors import document, error_of
+from headstart.server.guards import OWNER
 from headstart.server.intake import CheckedRoute, Incoming, Intake, lane_of
 from headstart.server.prepare import Formats, Job, chat_job, completion_job, encoded, is_constrained, num_choices
 from headstart.server.replies import Reply
@@ -97,6 +98,7 @@ async def _answer(request: Request, body: Common, prepare: Callable[[LLM], Job])
 
     async def begun() -> Reply:
         job = await state.intake.lanes.run(lane, prepare, state.bridge.llm)
+        job = job.owned(request.scope.get(OWNER, ""))
         reply = Reply(state.bridge, state.intake.lanes, job, asked, name)
         await reply.begin()
         return reply

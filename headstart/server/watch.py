@@ -135,6 +135,9 @@ class _Counters(Collector):
         accepted = enumerate(list(stats.per_position))
         name = "vllm:spec_decode_num_accepted_tokens_per_pos"
         yield self._several(CounterMetricFamily, name, "Accepted, by place.", "position", accepted)
+        sources = list(stats.sources.items())
+        text = "Accepted tokens by who drafted them: a head, the text itself (ngram), other answers (shared)."
+        yield self._several(CounterMetricFamily, "headstart:accepted_tokens", text, "source", sources)
         yield self._gauge("vllm:spec_decode_draft_acceptance_rate", "Accepted / drafted.", stats.acceptance_rate)
         yield self._gauge("vllm:num_requests_running", "Sequences in the batch.", len(scheduler.running))
         yield self._gauge("vllm:num_requests_waiting", "Sequences in the queue.", len(scheduler.waiting))

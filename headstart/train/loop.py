@@ -46,7 +46,7 @@ class Recipe:
     rounded: bool = False  # judge, and at last train, what runs: drafts of the native backend have int4 matrices
 
 
-ROUNDED_FROM = 0.7
+ROUNDED_FROM = 0.85
 """Share of the schedule after which matrices are rounded in training: it slows steps down, and the end is enough."""
 
 MOST_SEED = 2**63 - 1

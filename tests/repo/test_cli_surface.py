@@ -22,7 +22,7 @@ SAMPLING = {
 ENGINE = {
     "--backend", "--quantization", "--kv-cache-dtype", "--dtype", "--device", "--threads", "--drafter", "--head",
     "--depth", "--depth-by-batch", "--draft-vocab", "--rule", "--max-model-len", "--max-num-seqs",
-    "--max-num-batched-tokens", "--block-size", "--kv-blocks", "--no-enable-prefix-caching",
+    "--max-num-batched-tokens", "--block-size", "--kv-blocks", "--no-enable-prefix-caching", "--no-shared-lookup",
     "--ngram-min", "--ngram-max", "--seed", "--speculative-config", "--no-mtp", "--synthetic-acceptance",
 }  # fmt: skip
 JSON = {"--json"}
@@ -60,6 +60,7 @@ COMMANDS: dict[str, set[str]] = {
     | {"--out", "--data", "--prompts", "--minutes", "--tokens", "--depth", "--draft-vocab", "--threads", "--seed"}
     | {"--modules", "--device", "--restart", "--kind", "--finetune", "--head"}
     | {"--from-scratch"},
+    "adapt": JSON | {"--model", "--head", "--kind", "--minutes", "--forget", "--threads", "--seed"},
     "export": JSON | {"--to", "--out", "-o", "--head", "--model-type", "--force"},
     "graft": JSON | {"--out", "-o", "--from", "--strip", "--quantize-head", "--no-measure", "--force"},
     "pull": JSON,

@@ -49,7 +49,7 @@ def test_blocks_are_drafted_as_at_run_time(change: dict[str, object]) -> None:
     module = modules_of(masters, spec, model.config.hidden_size, torch.float64)[0]
     length, rng = 20, np.random.default_rng(0)
     tokens = torch.from_numpy(rng.integers(0, support.VOCAB - 8, (2, length)))
-    streams = torch.from_numpy(rng.standard_normal((2, length, 5 * model.config.hidden_size)))
+    streams = torch.from_numpy(rng.standard_normal((2, length, len(spec.tap) * model.config.hidden_size)))
     loss = torch.ones(2, length, dtype=torch.bool)
     loss[0, :4], loss[:, -1], loss[1, 12:] = False, False, False
     batch = Batch(tokens, streams, streams[..., :1], tokens, loss, ("a", "b"), 2 * length, seed=3)

@@ -240,7 +240,7 @@ def test_training_raises_held_out_acceptance(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", trained_kinds())
 def test_from_prompts_to_a_head_that_the_engine_runs(tmp_path: Path, kind: str) -> None:
-    folder, prompts = tiny_folder(tmp_path, 0.1, {"eagle3": 7, "block": 7}.get(kind, 2)), tmp_path / "prompts.jsonl"
+    folder, prompts = tiny_folder(tmp_path, 0.1, {"eagle3": 7, "block": 4}.get(kind, 2)), tmp_path / "prompts.jsonl"
     asked = np.random.default_rng(2).choice(WORDS, (40, 3))
     prompts.write_text("".join(json.dumps({"prompt": " ".join(words)}) + "\n" for words in asked))
     options = TrainOptions(

@@ -8,6 +8,7 @@ Times are headstart's own (`Completion.timing`), as `headstart generate` prints 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import typer
@@ -65,7 +66,7 @@ def _drafting(completions: list[Completion]) -> dict[str, int]:
 @expand
 def run(model: Model = None, *, engine: LoadTestOptions) -> int:
     channel = take_stdout()
-    llm = LLM(model, engine.config)
+    llm = LLM(model, replace(engine.config, shared_lookup=False))  # prompts come again and again
     worker = Worker(llm)
     about = {"version": headstart.__version__, "load_s": llm.load_s, **llm.info}
     handlers = {each.__name__: each for each in (worker.encode, worker.decode, worker.prefill, worker.batch)}

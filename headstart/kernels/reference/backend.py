@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart import machine
-from headstart.core import Paths, Sampled, SamplingRows, StepPlan, TokenLogprob
+from headstart.core import Sampled, SamplingRows, StepPlan, TokenLogprob
 from headstart.errors import UsageError
 from headstart.kernels.ops import (
     Activation,
@@ -40,6 +40,7 @@ from headstart.kernels.reference.moe import ACTIVATIONS, mixture
 from headstart.kernels.reference.recurrent import StatePool, conv_step, delta_step, walk
 from headstart.kernels.reference.refine import largest
 from headstart.kernels.reference.sampling import logprobs, sample
+from headstart.kernels.reference.spans import Group, Spans
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 SHORT_SPAN, SHORT_CONTEXT = 8, 128
@@ -54,68 +55,6 @@ class KVPool:
     values: Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class _Group:
-    """Spans of like size, padded: `rows` [S, Q] into the pass, `valid` [S, Q], `slots` [S, L], `mask` [S, Q, L]
-    (0 where the row may look, -inf elsewhere). Where rows have paths each is a span of its own."""
-
-    rows: Tensor
-    valid: Tensor
-    slots: Tensor
-    mask: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class _Spans:
-    """Rows that read the same slots: those of one sequence, or a row alone where rows have paths of their own."""
-
-    plan: StepPlan
-    row_starts: NDArray[np.int64]  # [S + 1]
-    tables: NDArray[np.int32]  # [S, B]
-    sees: NDArray[np.int32]  # [R]
-    ends: NDArray[np.int32]  # [S] the last position that any of its rows sees + 1
-
-    @classmethod
-    def of(cls, plan: StepPlan) -> _Spans:
-        sees = plan.positions if plan.sees is None else plan.sees
-        if plan.paths is None:
-            ends = np.maximum.reduceat(sees, plan.row_starts[:-1]) + 1
-            return cls(plan, plan.row_starts.astype(np.int64), plan.block_tables, sees, ends)
-        tables = np.repeat(plan.block_tables, np.diff(plan.row_starts), axis=0)
-        return cls(plan, np.arange(plan.num_rows + 1), tables, sees, sees + 1)
-
-    def group(
-        self, spans: NDArray[np.int64], window: int, causal: bool, device: torch.device, dtype: torch.dtype
-    ) -> _Group:
-        plan, starts = self.plan, self.row_starts[spans]
-        lengths = self.row_starts[spans + 1] - starts
-        columns = np.arange(lengths.max())
-        valid = columns[None, :] < lengths[:, None]
-        rows = np.where(valid, starts[:, None] + columns, starts[:, None])
-        positions = np.arange(plan.first_position, self.ends[spans].max())
-        # padding reads the span's own last position: a slot of somebody else may hold NaN, which no weight of 0 removes
-        reads = np.minimum(positions, self.ends[spans][:, None] - 1)
-        blocks = np.take_along_axis(self.tables[spans], reads // plan.block_size, axis=1)
-        slots = blocks * plan.block_size + reads % plan.block_size
-        if plan.paths:
-            self._walk(plan.paths, spans, slots)
-        visible = positions[None, None, :] <= (plan.positions if causal else self.sees)[rows][:, :, None]
-        if window:
-            visible &= positions[None, None, :] > plan.positions[rows][:, :, None] - window
-        mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~torch.from_numpy(visible), float("-inf"))
-        rows_t, valid_t, slots_t = (torch.from_numpy(np.ascontiguousarray(a)).to(device) for a in (rows, valid, slots))
-        return _Group(rows_t, valid_t, slots_t, mask.to(device))
-
-    def _walk(self, paths: Paths, rows: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
-        """Put the paths of rows into their slots [S, L]; padding repeats the row's own."""
-        for span, row in enumerate(rows):
-            path = paths.slots[paths.starts[row] : paths.starts[row + 1]]
-            if len(path):
-                end = self.plan.positions[row] + 1 - self.plan.first_position
-                slots[span, end - len(path) : end] = path
-                slots[span, end:] = path[-1]
-
-
 class ReferenceOps:
     """`Ops` over torch tensors for one pass."""
 
@@ -123,14 +62,14 @@ class ReferenceOps:
         self._plan, self._device, self._dtype = plan, device, dtype
         self._rope_tables: dict[tuple[int, RopeSpec], tuple[Tensor, Tensor]] = {}
         self._slots = self._ints(plan.slots)
-        self._grouped: dict[tuple[int, bool], list[_Group]] = {}
+        self._grouped: dict[tuple[int, bool], list[Group]] = {}
 
     def _ints(self, array: NDArray[np.int32]) -> Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(self._device)
 
-    def _groups(self, window: int, causal: bool) -> list[_Group]:
+    def _groups(self, window: int, causal: bool) -> list[Group]:
         if (window, causal) not in self._grouped:
-            spans = _Spans.of(self._plan)
+            spans = Spans.of(self._plan)
             is_long = np.diff(spans.row_starts) > SHORT_SPAN
             doublings = np.ceil(np.log2(np.maximum(spans.ends / SHORT_CONTEXT, 1))).astype(int)
             kinds = 2 * doublings + is_long
@@ -222,7 +161,7 @@ class ReferenceOps:
             out[group.rows[group.valid]] = attended[group.valid]
         return out
 
-    def _attend(self, q: Tensor, pool: KVPool, spec: AttentionSpec, group: _Group, sinks: Tensor | None) -> Tensor:
+    def _attend(self, q: Tensor, pool: KVPool, spec: AttentionSpec, group: Group, sinks: Tensor | None) -> Tensor:
         """[S, Q, H * D] -> [S, Q, H * V]."""
         num_spans, num_rows, _ = q.shape
         kv_heads, dim = spec.num_kv_heads, spec.head_dim

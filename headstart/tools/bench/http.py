@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence as Seq
 from dataclasses import replace
@@ -31,7 +32,8 @@ class OverHttp:
     not answer as such a server does.
 
     Prompts are sent once before each run, for one token: a server's prefix cache is then equally warm in all modes.
-    Start it without one to measure prefill."""
+    Start it without one to measure prefill. headstart's own gets a salt for each run, too: what it has answered before
+    is no draft."""
 
     chunked_prefill: bool | None = None
 
@@ -41,7 +43,7 @@ class OverHttp:
         self._is_own = known[server][0].get("owned_by") == OWN
         self._synthetic = known[server][0].get("synthetic_acceptance") if self._is_own else None
         self._names = {each: _choose(each, listed, model) for each, listed in known.items()}
-        self.is_local = server.is_local
+        self.is_local, self._salt = server.is_local, ""
         tried = {"model": self._names[server], "prompt": "one two"}
         self._counts = asyncio.run(_status(server, TOKENIZE, tried)) == 200
 
@@ -76,12 +78,14 @@ class OverHttp:
         """Only the server can tell."""
 
     def settle(self, tasks: Seq[Task], mode: str) -> None:
-        self._server_of(mode)
+        self._salt = secrets.token_hex(8)
         short = [replace(task, turns=task.turns[:1], max_tokens=1) for task in tasks]
         self.run(short, mode, Load(concurrency=8), lambda: None)
 
     def run(self, tasks: Seq[Task], mode: str, load: Load, notify: Notify) -> Outcome:
         server, extra = self._server_of(mode)
+        if self._is_own and server == self._server:
+            extra = {**extra, "cache_salt": self._salt or None}
         extra = {"model": self._names[server], **extra}
         return asyncio.run(_Session(server, extra, notify).run(tasks, load))
 

@@ -71,9 +71,10 @@ class InProcess:
             _Talk(self._drafting, task, None)
 
     def settle(self, tasks: Seq[Task], mode: str) -> None:
-        """No prompt is cached at the start of a run."""
+        """No prompt is cached at the start of a run, and no earlier answer is looked up."""
         llm, _ = self._mode(mode)
         llm.engine.memory.pool.forget()
+        llm.engine.drafting.forget()
 
     def run(self, tasks: Seq[Task], mode: str, load: Load, notify: Notify) -> Outcome:
         llm, depth = self._mode(mode)
