@@ -1,5 +1,6 @@
-// A whole draft in one crossing (Backend.draft of headstart/kernels/ops.py): a first pass, then token after token of
-// every sequence: draw, score, gate, the program of the next step. Sequences whose draft has ended drop out.
+// A whole draft in one crossing (Chain of headstart/kernels/ops.py): a first pass, then token after token of every
+// sequence: draw, score, gate, the program of the next step. Sequences whose draft has ended drop out. Or the first pass
+// has made the rows of whole drafts, and what is left is to draw them, with what a program says of the token before each.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -18,6 +19,8 @@ namespace {
 void require(bool holds, const char* what) {
     if (!holds) throw std::invalid_argument(what);
 }
+
+constexpr double kMostLogit = 80; // of a confidence: where exp ends
 
 using Doubles = nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
@@ -63,9 +66,10 @@ class Gate {
 // One sequence's draft while it grows.
 struct Line {
     int64_t depth, logit; // the most tokens; its first row of the first pass's logits
+    bool scored = false;
     std::optional<Gate> gate;
     std::vector<int64_t> tokens;
-    std::vector<double> scores; // where there is a gate
+    std::vector<double> scores;
     float logprob = 0;
 };
 
@@ -84,11 +88,13 @@ struct Result {
 
 class Chain {
   public:
-    Chain(const std::string& path, std::vector<nb::object> steps, std::vector<int64_t> rows_before, int64_t vocab_size,
-          std::optional<Column<int64_t>> token_ids)
+    // rows_given: the first pass makes all rows, and steps is nothing or the program between one token and the next.
+    Chain(const std::string& path, std::vector<nb::object> steps, std::vector<int64_t> rows_before, bool rows_given,
+          int64_t vocab_size, std::optional<Column<int64_t>> token_ids)
         : path_(find_path(path)), steps_(std::move(steps)), rows_before_(std::move(rows_before)),
-          vocab_size_(vocab_size), token_ids_(std::move(token_ids)) {
-        require(steps_.size() == rows_before_.size(), "a chain's lists differ in length");
+          rows_given_(rows_given), vocab_size_(vocab_size), token_ids_(std::move(token_ids)) {
+        require(steps_.size() == rows_before_.size() && (!rows_given || steps_.size() <= 1),
+                "a chain's lists have a wrong length");
         for (const nb::object& step : steps_) programs_.push_back(nb::cast<Program*>(step));
         if (token_ids_ && token_ids_->size() > 0)
             require(token_ids_->data()[0] >= 0 && token_ids_->data()[token_ids_->size() - 1] < vocab_size,
@@ -101,20 +107,27 @@ class Chain {
           nb::handle draw_rows, const std::vector<int64_t>& depths, const std::vector<nb::object>& gates) {
         Planned planned(first, plan, hidden_pool, std::nullopt);
         Pass& pass = planned.pass;
-        require((int64_t)depths.size() == pass.num_spans && gates.size() == depths.size() &&
-                    pass.num_logits == pass.num_spans,
-                "draft: a row of logits, a depth and a gate for each sequence");
+        require((int64_t)depths.size() == pass.num_spans && gates.size() == depths.size(),
+                "draft: a depth and a gate for each sequence");
         const DrawRows rows(draw_rows, depths.size(), vocab_size_);
         std::vector<Line> lines(depths.size());
+        int64_t num_logits = 0;
         for (size_t i = 0; i < lines.size(); ++i) {
-            require(depths[i] > 0 && depths[i] <= (int64_t)steps_.size() + 1, "draft: deeper than the chain");
+            require(depths[i] > 0 && (rows_given_ || depths[i] <= (int64_t)steps_.size() + 1),
+                    "draft: deeper than the chain");
             lines[i].depth = depths[i];
-            lines[i].logit = (int64_t)i;
-            if (!gates[i].is_none()) lines[i].gate.emplace(gates[i]);
+            lines[i].logit = num_logits;
+            lines[i].scored = !gates[i].is_none();
+            num_logits += rows_given_ ? depths[i] : 1;
+            if (lines[i].scored) lines[i].gate.emplace(gates[i]);
         }
+        require(num_logits == pass.num_logits, "draft: another number of rows of logits");
         {
             nb::gil_scoped_release released;
-            grow(threads, arena, first, pass, rows, lines);
+            ThreadPool::Turn turn(threads);
+            first.compute(turn, arena, pass);
+            if (rows_given_) draw_given(turn, arena, first, pass, rows, lines);
+            else grow(turn, arena, first, pass, rows, lines);
         }
         std::vector<std::pair<std::vector<int64_t>, std::vector<double>>> found;
         for (Line& line : lines) found.push_back({std::move(line.tokens), std::move(line.scores)});
@@ -122,10 +135,9 @@ class Chain {
     }
 
   private:
-    void grow(ThreadPool& threads, Arena& arena, Program& first, Pass& pass, const DrawRows& rows,
+    // Token after token, each from the logits of the step before; the vectors go with them.
+    void grow(ThreadPool::Turn& turn, Arena& arena, const Program& first, const Pass& pass, const DrawRows& rows,
               std::vector<Line>& lines) {
-        ThreadPool::Turn turn(threads);
-        first.compute(turn, arena, pass);
         Result logits(first, "logits"), hidden(first, "hidden");
         require(logits.values && hidden.values, "draft: the first program gives no logits or no hidden states");
         std::vector<int32_t> going, at; // sequences whose draft grows, and their rows in `hidden`
@@ -138,7 +150,7 @@ class Chain {
             size_t kept = 0;
             for (size_t i = 0; i < going.size(); ++i) {
                 Line& line = lines[going[i]];
-                if (!goes_on(line, step)) continue;
+                if (!push_score(line) || !goes_on(line)) continue;
                 going[kept] = going[i];
                 at[kept++] = at[i];
             }
@@ -152,32 +164,121 @@ class Chain {
         }
     }
 
+    // From rows that are there, as far as their drafts go.
+    void draw_given(ThreadPool::Turn& turn, Arena& arena, const Program& first, const Pass& pass, const DrawRows& rows,
+                    std::vector<Line>& lines) {
+        const Result given(first, "logits"), sure(first, "confidence");
+        require(given.values, "draft: the first program gives no logits");
+        for (Line& line : lines) line.scored = line.scored && !sure.values; // a score of its own
+        if (programs_.empty()) {
+            draw_at_once(turn, given, sure, rows, lines);
+            return;
+        }
+        std::vector<int32_t> going, at;
+        for (int64_t step = 0;; ++step) {
+            going.clear(), at.clear();
+            for (size_t i = 0; i < lines.size(); ++i) {
+                if (lines[i].depth <= step) continue;
+                going.push_back((int32_t)i);
+                at.push_back((int32_t)(lines[i].logit + step));
+            }
+            if (going.empty()) return;
+            take(given, at, at.size());
+            advance(*programs_[0], turn, arena, pass, rows, lines, going, rows_before_[0]);
+            const Result of_token(*programs_[0], "confidence");
+            draw(turn, Result(*programs_[0], "logits"), rows, lines, going);
+            for (size_t i = 0; i < going.size(); ++i) {
+                Line& line = lines[going[i]];
+                if (push_score(line) && sure.values) {
+                    const float rest = of_token.values ? *of_token.row((int64_t)i) : 0;
+                    line.scores.push_back(sureness(*sure.row(at[i]) + rest));
+                }
+                if ((int64_t)line.tokens.size() <= step || !goes_on(line)) line.depth = (int64_t)line.tokens.size();
+            }
+        }
+    }
+
+    // Rows that do not see each other's tokens, but for penalties.
+    void draw_at_once(ThreadPool::Turn& turn, const Result& given, const Result& sure, const DrawRows& rows,
+                      std::vector<Line>& lines) {
+        struct Task {
+            int64_t line, first, last;
+        };
+        std::vector<Task> tasks;
+        for (int64_t i = 0; i < (int64_t)lines.size(); ++i) {
+            Line& line = lines[i];
+            line.tokens.assign(line.depth, -1);
+            line.scores.assign(line.depth, 0);
+            const int64_t step = rows.is_penalized(i) ? line.depth : 1;
+            for (int64_t k = 0; k < line.depth; k += step) tasks.push_back({i, k, k + step});
+        }
+        const Vocabulary vocabulary = vocabulary_of(given);
+        turn.for_each((int64_t)tasks.size(), [&](int64_t task) {
+            Scratch& scratch = own_scratch(path_);
+            Line& line = lines[tasks[task].line];
+            for (int64_t k = tasks[task].first; k < tasks[task].last; ++k) {
+                const float* x = given.row(line.logit + k);
+                int64_t& token = line.tokens[k];
+                token = rows.draw(x, tasks[task].line, vocabulary, nullptr, scratch, line.tokens.data(), k);
+                if (token < 0) return;
+                if (sure.values) line.scores[k] = sureness(*sure.row(line.logit + k));
+                else if (line.scored) line.scores[k] = std::exp((double)logprob(x, token, vocabulary, scratch));
+            }
+        });
+        for (Line& line : lines) {
+            const auto end = std::find_if(line.tokens.begin(), line.tokens.end(), [](int64_t t) { return t < 0; });
+            line.tokens.erase(end, line.tokens.end());
+            line.scores.resize(sure.values || line.scored ? line.tokens.size() : 0);
+            size_t kept = 1;
+            while (kept < line.tokens.size() && (!line.gate || line.gate->goes_on(kept - 1, line.scores[kept - 1]))) ++kept;
+            line.tokens.resize(std::min(kept, line.tokens.size()));
+            line.scores.resize(std::min(kept, line.scores.size()));
+        }
+    }
+
+    static double sureness(float logit) { return 1 / (1 + std::exp(-std::max((double)logit, -kMostLogit))); }
+
+    Vocabulary vocabulary_of(const Result& logits) const {
+        if (token_ids_) return {token_ids_->data(), (int64_t)token_ids_->size()};
+        return {nullptr, std::min(logits.width, vocab_size_)};
+    }
+
+    static float logprob(const float* x, int64_t token, const Vocabulary& vocabulary, Scratch& scratch) {
+        float value;
+        logprob_row(x, vocabulary.width, vocabulary.column(token), 0, &value, nullptr, nullptr, scratch);
+        return value;
+    }
+
     // One token more for each sequence that is going on, from its row of logits.
     void draw(ThreadPool::Turn& turn, const Result& logits, const DrawRows& rows, std::vector<Line>& lines,
               const std::vector<int32_t>& going) {
-        Vocabulary vocabulary{nullptr, std::min(logits.width, vocab_size_)};
-        if (token_ids_) vocabulary = {token_ids_->data(), (int64_t)token_ids_->size()};
+        const Vocabulary vocabulary = vocabulary_of(logits);
         turn.for_each((int64_t)going.size(), [&](int64_t i) {
             Line& line = lines[going[i]];
             const float* x = logits.row(i);
             Scratch& scratch = own_scratch(path_);
-            const int64_t token = rows.draw(x, going[i], vocabulary, nullptr, scratch, line.tokens);
-            if (token >= 0 && line.gate)
-                logprob_row(x, vocabulary.width, vocabulary.column(token), 0, &line.logprob, nullptr, nullptr, scratch);
+            const int64_t token = rows.draw(x, going[i], vocabulary, nullptr, scratch, line.tokens.data(),
+                                            (int64_t)line.tokens.size());
+            if (token >= 0 && line.scored) line.logprob = logprob(x, token, vocabulary, scratch);
             line.tokens.push_back(token);
         });
     }
 
-    // The token of this step is in: shall there be another? Nothing allowed in the draft vocabulary, or a head that
+    // The token of this step is in; false where there is none: nothing allowed in the draft vocabulary, or a head that
     // fails, ends the draft.
-    static bool goes_on(Line& line, size_t step) {
+    static bool push_score(Line& line) {
         if (line.tokens.back() < 0) {
             line.tokens.pop_back();
             return false;
         }
-        if (line.gate) line.scores.push_back(std::exp((double)line.logprob));
+        if (line.scored) line.scores.push_back(std::exp((double)line.logprob));
+        return true;
+    }
+
+    // Shall there be another token?
+    static bool goes_on(Line& line) {
         if ((int64_t)line.tokens.size() >= line.depth) return false;
-        return !line.gate || line.gate->goes_on(step, line.scores.back());
+        return !line.gate || line.gate->goes_on(line.tokens.size() - 1, line.scores.back());
     }
 
     // Copies: the results of a pass are not its own next input.
@@ -199,7 +300,8 @@ class Chain {
             require(position >= 0 && block < base.table_width, "draft: a position is outside its sequence's blocks");
             const int32_t* table = base.block_tables + going[i] * base.table_width;
             std::copy_n(table, base.table_width, tables_.data() + i * base.table_width);
-            tokens_[i] = (int32_t)lines[going[i]].tokens.back();
+            const std::vector<int64_t>& drafted = lines[going[i]].tokens;
+            tokens_[i] = drafted.empty() ? base.token_ids[base.row_starts[going[i]]] : (int32_t)drafted.back();
             positions_[i] = (int32_t)position;
             slots_[i] = (int32_t)(table[block] * base.block_size + position % base.block_size);
             numbers_[i] = (int32_t)i;
@@ -226,6 +328,7 @@ class Chain {
     std::vector<nb::object> steps_; // keeps the programs
     std::vector<Program*> programs_;
     std::vector<int64_t> rows_before_;
+    bool rows_given_;
     int64_t vocab_size_;
     std::optional<Column<int64_t>> token_ids_;
     std::vector<int32_t> tokens_, positions_, slots_, numbers_, tables_;
@@ -237,9 +340,9 @@ class Chain {
 
 void bind_chain(nb::module_& m) {
     nb::class_<Chain>(m, "Chain")
-        .def(nb::init<const std::string&, std::vector<nb::object>, std::vector<int64_t>, int64_t,
+        .def(nb::init<const std::string&, std::vector<nb::object>, std::vector<int64_t>, bool, int64_t,
                       std::optional<Column<int64_t>>>(),
-             nb::arg("path"), nb::arg("steps"), nb::arg("rows_before"), nb::arg("vocab_size"), nb::arg("token_ids").none())
+             nb::arg("path"), nb::arg("steps"), nb::arg("rows_before"), nb::arg("rows_given"), nb::arg("vocab_size"), nb::arg("token_ids").none())
         .def("draft", &Chain::draft, nb::arg("threads"), nb::arg("arena"), nb::arg("first"), nb::arg("plan"),
              nb::arg("hidden_pool").none(), nb::arg("rows"), nb::arg("depths"), nb::arg("gates"));
 }

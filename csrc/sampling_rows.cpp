@@ -43,15 +43,15 @@ DrawRows::DrawRows(nb::handle rows, size_t n, int64_t vocab_size)
 }
 
 int64_t DrawRows::draw(const float* x, int64_t row, const Vocabulary& vocabulary, double* probs, Scratch& scratch,
-                       const std::vector<int64_t>& drafted) const {
+                       const int64_t* drafted, int64_t num_drafted) const {
     const uint64_t seed = seed_.data()[row];
-    const NoiseKey key{uint32_t(seed), uint32_t(seed >> 32), uint32_t(position(row) + int64_t(drafted.size())),
+    const NoiseKey key{uint32_t(seed), uint32_t(seed >> 32), uint32_t(position(row) + num_drafted),
                        uint32_t(choice_.data()[row])};
     const Draw draw{temperature_.data()[row], top_k_.data()[row], top_p_.data()[row], min_p_.data()[row], key};
     int64_t drawn;
     if (is_edited(row)) {
         if (int64_t(scratch.edited.size()) < vocabulary.width) scratch.edited.resize(vocabulary.width);
-        edit(x, row, vocabulary, drafted, scratch.edited.data());
+        edit(x, row, vocabulary, drafted, num_drafted, scratch.edited.data());
         drawn = draw_row<double>(scratch.edited.data(), vocabulary.width, draw, vocabulary.token_ids, probs, scratch);
     } else {
         drawn = draw_row<float>(x, vocabulary.width, draw, vocabulary.token_ids, probs, scratch);
@@ -60,8 +60,8 @@ int64_t DrawRows::draw(const float* x, int64_t row, const Vocabulary& vocabulary
 }
 
 // Mask, then bias, then penalties, in float64.
-void DrawRows::edit(const float* x, int64_t row, const Vocabulary& vocabulary, const std::vector<int64_t>& drafted,
-                    double* scores) const {
+void DrawRows::edit(const float* x, int64_t row, const Vocabulary& vocabulary, const int64_t* drafted,
+                    int64_t num_drafted, double* scores) const {
     const int64_t width = vocabulary.width;
     std::copy(x, x + width, scores);
     if (allowed_) {
@@ -75,21 +75,22 @@ void DrawRows::edit(const float* x, int64_t row, const Vocabulary& vocabulary, c
         const int64_t column = vocabulary.column(bias_.ids.data()[i]);
         if (column >= 0) scores[column] += double(bias_.values.data()[i]);
     }
+    if (!is_penalized(row)) return;
     const double repetition = repetition_.data()[row], presence = presence_.data()[row],
                  frequency = frequency_.data()[row];
-    if (repetition == 1 && presence == 0 && frequency == 0) return;
+    const int64_t* drafted_end = drafted + num_drafted;
     const auto penalize = [&](int64_t id, double count) {
         const int64_t column = vocabulary.column(id);
         if (column < 0) return;
-        count += double(std::count(drafted.begin(), drafted.end(), id));
+        count += double(std::count(drafted, drafted_end, id));
         double& score = scores[column];
         score = score > 0 ? score / repetition : score * repetition;
         score -= frequency * count + (count > 0 ? presence : 0.0);
     };
     const int32_t *first = penalty_.ids.data() + penalty_.begin(row), *last = penalty_.ids.data() + penalty_.end(row);
     for (const int32_t* id = first; id < last; ++id) penalize(*id, penalty_.values.data()[id - penalty_.ids.data()]);
-    for (auto id = drafted.begin(); id < drafted.end(); ++id) // each once
-        if (std::find(drafted.begin(), id, *id) == id && std::find(first, last, int32_t(*id)) == last) penalize(*id, 0);
+    for (const int64_t* id = drafted; id < drafted_end; ++id) // each once
+        if (std::find(drafted, id, *id) == id && std::find(first, last, int32_t(*id)) == last) penalize(*id, 0);
 }
 
 Scratch& own_scratch(const Path& path) {

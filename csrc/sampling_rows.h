@@ -45,16 +45,21 @@ class DrawRows {
 
     int64_t position(int64_t row) const { return position_.data()[row]; }
 
-    // The token of a row with logits x, or one of the two reasons why there is none. It follows `drafted` others that
-    // the row does not know of. probs [vocabulary], all zero, or nullptr: see draw_row.
+    bool is_penalized(int64_t row) const {
+        return repetition_.data()[row] != 1 || presence_.data()[row] != 0 || frequency_.data()[row] != 0;
+    }
+
+    // The token of a row with logits x, or one of the two reasons why there is none. It follows num_drafted others that
+    // the row does not know of; what they are is read for penalties only. probs [vocabulary], all zero, or nullptr: see
+    // draw_row.
     int64_t draw(const float* x, int64_t row, const Vocabulary& vocabulary, double* probs, Scratch& scratch,
-                 const std::vector<int64_t>& drafted = {}) const;
+                 const int64_t* drafted = nullptr, int64_t num_drafted = 0) const;
 
   private:
     bool is_edited(int64_t row) const {
         return allowed_ || bias_.begin(row) < bias_.end(row) || penalty_.begin(row) < penalty_.end(row);
     }
-    void edit(const float* x, int64_t row, const Vocabulary& vocabulary, const std::vector<int64_t>& drafted,
+    void edit(const float* x, int64_t row, const Vocabulary& vocabulary, const int64_t* drafted, int64_t num_drafted,
               double* scores) const;
 
     Column<float> temperature_, top_p_, min_p_, repetition_, presence_, frequency_;

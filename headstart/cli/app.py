@@ -30,7 +30,7 @@ app = typer.Typer(
 )
 COMMANDS = (
     "demo", "generate", "chat", "serve", "verify", "inspect", "launch", "probe", "plan", "tune", "data", "train",
-    "export", "graft", "pull", "doctor",
+    "adapt", "export", "graft", "pull", "doctor",
 )  # fmt: skip
 """Modules of this package, in the order of `--help`."""
 for name in COMMANDS:

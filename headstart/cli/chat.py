@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from headstart.cli.adapt import with_adapted
 from headstart.cli.documents import print_stream
 from headstart.cli.options import EngineOptions, Model, SamplingOptions
 from headstart.cli.render import print_error, progress, stderr
@@ -44,7 +45,7 @@ def run(
     from headstart.api import LLM
 
     with progress("loading") as report_progress:
-        llm = LLM(model, engine.config, report_progress)
+        llm = LLM(model, with_adapted(model, engine.config), report_progress)
     start = [{"role": "system", "content": system}] if system else []
     messages = list(start)
     for text in _turns():

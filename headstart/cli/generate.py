@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headstart.cli.adapt import with_adapted
 from headstart.cli.documents import completion_document, print_stream, summary
 from headstart.cli.options import LoadTestOptions, Model, OutputOptions, PromptOptions, SamplingOptions
 from headstart.cli.render import print_json, progress, stderr
@@ -37,8 +38,9 @@ def run(
 
     from headstart.api import LLM
 
+    config = with_adapted(model, engine.config)
     with progress("loading", quiet=output.as_json) as report_progress:
-        llm = LLM(model, engine.config, report_progress)
+        llm = LLM(model, config, report_progress)
     if output.as_json:
         print_json(completion_document(llm.generate([prompt], params, raw=prompts.raw)[0]))
     elif params.n > 1:

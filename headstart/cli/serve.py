@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from headstart.cli.adapt import with_adapted
 from headstart.cli.options import Model, OptionGroup, ServingOptions, option, read_text
 from headstart.cli.render import finish, progress
 from headstart.cli.serve_elsewhere import OtherEngine, launch_options
@@ -107,6 +108,7 @@ def run(
     config = vllm.apply(engine.config)
     if not engine.given & {"depth", "drafter", "rule"} and config.depth_by_batch is None:
         config = with_tuned(model, config)
+    plain, config = config, with_adapted(model, config)
     template = read_text(serving.chat_template, "--chat-template") if serving.chat_template else None
 
     from headstart.api import LLM
@@ -126,5 +128,5 @@ def run(
         if template is not None:
             known = llm.chat_template or ChatTemplate("")
             llm.chat_template = known.replaced(template, str(serving.chat_template))
-        serve(llm, serve_config, sockets)
+        serve(llm, serve_config, sockets, lambda: with_adapted(model, plain).head)
     return 0

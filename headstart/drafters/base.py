@@ -9,7 +9,8 @@ from typing import Literal, Protocol, Self
 from headstart.config import MAX_DEPTH
 from headstart.core import Draft, Rows, Sampled, Sequence
 from headstart.heads.base import Head
-from headstart.kernels.ops import Backend, Buffer, GateRule, Weight
+from headstart.kernels.chain import GateRule
+from headstart.kernels.ops import Backend, Buffer, Weight
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import Decoder, Tap
 from headstart.layers.network import Network, Opened
@@ -47,12 +48,14 @@ class Wish:
 class Steps:
     """How a network drafts token by token. `first`: the program over true rows, whose last one gives the first logits
     and the vector that the next step reads in place of hidden states; draft step i >= 1 runs `others[i - 1]`: a
-    program, and how many rows lie between the true ones and its own."""
+    program, and how many rows lie between the true ones and its own. `rows_given`: `first` makes the logits of whole
+    drafts, and `others` is nothing, or the program that each token and the row of logits behind it go through."""
 
     network: Opened
     first: str
     others: Seq[tuple[str, int]]
     token_ids: Weight | None
+    rows_given: bool = False
 
 
 class DraftRunner(Protocol):

@@ -16,7 +16,7 @@ from typing import Self
 import numpy as np
 
 from headstart.core import Draft, Float32, Rows, Sequence
-from headstart.drafters.base import Drafter, Gate, Target, Wish
+from headstart.drafters.base import Drafter, Gate, Steps, Target, Wish
 from headstart.drafters.head import lm_head_of
 from headstart.errors import UsageError
 from headstart.heads.base import Head
@@ -116,6 +116,8 @@ class BlockDrafter(Drafter):
         hidden_size, num_logits = target.config.hidden_size, target.config.vocab_size if ids is None else len(ids)
         width, lm_head = tap_width(head.spec.tap, hidden_size), head.lm_head or lm_head_of(target, ids)
         self._network = target.runner.open(BlockNetwork(self._module, embedding, lm_head, width, num_logits))
+        between = [(MARKOV, -1)] if self._module.markov else []
+        self._steps = Steps(self._network, BLOCK, between, self._token_ids, rows_given=True)
 
     @classmethod
     def attach(cls, target: Target) -> Self:
@@ -133,7 +135,13 @@ class BlockDrafter(Drafter):
         if self._spec.all_causal:  # no row depends on a later one: those that promise nothing are left out
             wishes = [replace(wish, depth=min(wish.depth, wish.gate.reach)) if wish.gate else wish for wish in wishes]
         self._catch_up([wish.sequence for wish in wishes])
-        output = self._runner.run(self._network, BLOCK, [self._rows(wish) for wish in wishes])
+        parts = [self._rows(wish) for wish in wishes]
+        if left := self._runner.draft(self._steps, wishes, parts, self.method):
+            self._draft([wishes[i] for i in left], [parts[i] for i in left])
+
+    def _draft(self, wishes: Seq[Wish], parts: Seq[Rows]) -> None:
+        """One pass, and the draws, for those that a backend has not drafted by itself."""
+        output = self._runner.run(self._network, BLOCK, parts)
         firsts = accumulate([wish.depth for wish in wishes], initial=0)
         rounds = [
             _Round(wish.sequence, wish.depth, first, Draft(method=self.method), wish.gate)

@@ -20,7 +20,7 @@ from headstart.core import Draft, Sequence
 from headstart.drafters.base import Wish
 from headstart.engine.costs import Costs, Work
 from headstart.engine.odds import EDGES, Odds, chances
-from headstart.kernels.ops import GateRule
+from headstart.kernels.chain import GateRule
 
 MARGIN = 0.02
 """What drafts promise must be this share of the step's time at least, of all sequences together: promises are never

@@ -15,7 +15,8 @@ from headstart.drafters.base import Steps, Wish
 from headstart.engine.plan import build_plan, span_rows
 from headstart.engine.sampling import Entry, allowed_tokens, build_rows, is_steady
 from headstart.errors import ModelError
-from headstart.kernels.ops import Backend, Buffer, Chain, Pool, Weight
+from headstart.kernels.chain import Chain
+from headstart.kernels.ops import Backend, Buffer, Pool, Weight
 from headstart.layers.network import FORWARD, Network, Opened, Pools
 
 
@@ -184,7 +185,9 @@ class Runner:
         if steps not in self._chains:
             handles = steps.network.handles
             others = [(handles[program], before) for program, before in steps.others]
-            made = self.backend.prepare_chain(others, vocab_size=self.vocab_size, token_ids=steps.token_ids)
+            made = self.backend.prepare_chain(
+                others, vocab_size=self.vocab_size, token_ids=steps.token_ids, rows_given=steps.rows_given
+            )
             self._chains[steps] = None if self._keep_probs else made
         return self._chains[steps]
 

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.core import Sampled, SamplingRows, StepPlan, TokenLogprob
+from headstart.kernels.chain import Chain
 
 Buffer = Any
 """Opaque activations [R, width] or per-row integers [R]."""
@@ -259,53 +260,6 @@ Handle = Any
 """A program as its backend runs it."""
 
 
-class BinCounts(Protocol):
-    """Of drafted tokens by bins of their scores: how often each bin came, and how often the token was right."""
-
-    @property
-    def tries(self) -> Any: ...
-    @property
-    def hits(self) -> Any: ...
-
-
-@dataclass(frozen=True, slots=True)
-class GateRule:
-    """How far the draft of one sequence goes: drafters.base.Gate.goes_on as data.
-
-    A token with a score between `edges` b - 1 and b is right, if those before it are, with the chance min(1, factor *
-    hits[b] / tries[b]) of the table of its place, the last one for all beyond. A draft that is right with chance c goes
-    on where c * token_s >= row_s, and where one more token promises more than draft_s: the sum over the bins of its
-    place, by their share of tries, of (c * factor * hits / tries * token_s - row_s), where that is positive.
-    """
-
-    token_s: float
-    row_s: float
-    draft_s: float
-    factor: float
-    tables: Sequence[BinCounts]  # buffers of float64
-    edges: NDArray[np.float64]
-
-
-class Chain(Protocol):
-    """Drafts token by token with one call (Backend.prepare_chain)."""
-
-    def draft(
-        self,
-        first: Handle,
-        plan: StepPlan,
-        rows: SamplingRows,
-        depths: Sequence[int],
-        gates: Sequence[GateRule | None],
-        *,
-        hidden_pool: Pool = None,
-    ) -> Sequence[tuple[list[int], list[float]]]:
-        """Tokens and scores of S sequences. `first` runs as in `Backend.run`, with one row of logits for each; these
-        draw the first tokens, its `hidden` is what the next step reads, and so on up to depths [S], as long as there is
-        a token and the gate [S] lets it. `rows` [S]: the state after a sequence's tokens; those drafted since count in
-        positions and penalties, and change nothing else. Tokens are what `sample` draws, bit for bit; scores their
-        probabilities in the raw softmax, none without a gate."""
-
-
 class Backend(Protocol):
     """Owns weights and pools, runs programs, samples."""
 
@@ -370,11 +324,17 @@ class Backend(Protocol):
         row that has no token left, or NaN, fails alone (see Sampled)."""
 
     def prepare_chain(
-        self, steps: Sequence[tuple[Handle, int]], *, vocab_size: int, token_ids: Weight | None = None
+        self,
+        steps: Sequence[tuple[Handle, int]],
+        *,
+        vocab_size: int,
+        token_ids: Weight | None = None,
+        rows_given: bool = False,
     ) -> Chain | None:
         """Whole drafts, if this backend can make them. Step i >= 1 of a draft runs steps[i - 1]: a program that reads
         token ids, positions and `hidden`, and how many rows lie between the sequence's tokens and its own. `token_ids`
-        as in `sample`."""
+        as in `sample`. `rows_given`: the first pass makes the logits of all tokens, and steps is nothing, or the one
+        program (-1 rows between) that reads each token and the row of logits behind it, and gives the row to draw."""
 
     def logprobs(self, logits: Buffer, tokens: NDArray[np.int64], num_top: int) -> list[TokenLogprob]:
         """Raw log-softmax of given tokens [L] at logits [L, V], with the top alternatives."""

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from headstart.core import Sampled, SamplingRows, StepPlan
-from headstart.kernels.ops import Backend, Buffer, Chain, Handle, Pool, Profiler
+from headstart.kernels.chain import Chain
+from headstart.kernels.ops import Backend, Buffer, Handle, Pool, Profiler
 
 
 class Meter:

@@ -2,7 +2,8 @@
 
 A line is one of {"messages": [{"role", "content"}, ...]}, {"prompt", "response"} and {"text"}; `kind` (else `category`)
 names the kind of text in counts and held-out results, `source` and `licence` are for the model card. A line that the
-model itself wrote may carry `prompt_ids` and `response_ids` beside its text: the exact tokens, taken as they are.
+model itself wrote may carry `prompt_ids` and `response_ids` beside its text, or alone: the exact tokens, taken as they
+are. `held_out` (true or false) says whether it is held out; else that follows from the prompt.
 """
 
 from __future__ import annotations
@@ -52,11 +53,15 @@ class Record:
     messages: tuple[Message, ...] = ()
     prompt_ids: tuple[int, ...] = ()
     response_ids: tuple[int, ...] = ()
+    side: bool | None = None  # as the line says
 
     @property
     def held_out(self) -> bool:
         """By the prompt: all that follows from one first question is on one side."""
-        content = self.text or str(next((m["content"] for m in self.messages if m["role"] == "user"), self.messages))
+        if self.side is not None:
+            return self.side
+        first = next((m["content"] for m in self.messages if m["role"] == "user"), self.messages or self.prompt_ids)
+        content = self.text or str(first)
         return int.from_bytes(hashlib.sha256(content.encode()).digest()[:4], "big") % HELD_OUT_EVERY == 0
 
 
@@ -148,11 +153,15 @@ def parse(line: Any, default_kind: str) -> Record:
             raise ValueError("text is empty")
         return Record(kind, text=line["text"])
     ids: dict[str, Any] = {name: _ids(line[name]) for name in ("prompt_ids", "response_ids") if line.get(name)}
+    if isinstance(line.get("held_out"), bool):
+        ids["side"] = line["held_out"]
     if "messages" in line:
         return Record(kind, messages=_checked(line["messages"]), **ids)
     if isinstance(line.get("prompt"), str) and isinstance(line.get("response"), str):
         pair = [{"role": "user", "content": line["prompt"]}, {"role": "assistant", "content": line["response"]}]
         return Record(kind, messages=_checked(pair), **ids)
+    if line.get("prompt_ids") and line.get("response_ids"):
+        return Record(kind, **ids)
     raise ValueError("has neither text, messages nor prompt and response")
 
 
@@ -246,16 +255,19 @@ def count_tokens(examples: Iterable[Example]) -> dict[str, dict[str, int]]:
     return dict(sorted(counts.items()))
 
 
-def draft_vocabulary(examples: Sequence[Example], size: int, end_ids: Iterable[int]) -> NDArray[np.int64]:
-    """The `size` most frequent predicted tokens, and the end tokens, as ascending ids."""
+def draft_vocabulary(
+    examples: Sequence[Example], size: int, end_ids: Iterable[int], known: Iterable[int] = ()
+) -> NDArray[np.int64]:
+    """The `size` most frequent predicted tokens, and the end tokens, as ascending ids; `known` ones fill up what the
+    text leaves."""
     counts: Counter[int] = Counter()
     for example in examples:
         counts.update(example.tokens[1:][example.loss[:-1]].tolist())
     # ties to the lower id: the same data gives the same vocabulary
     ranked = sorted(counts, key=lambda token: (-counts[token], token))
     ends = sorted(set(end_ids))
-    chosen = ends + [token for token in ranked if token not in set(ends)][: size - len(ends)]
-    return np.sort(np.asarray(chosen, np.int64))
+    chosen = ends + [token for token in (*ranked, *known) if token not in set(ends)]
+    return np.sort(np.asarray(list(dict.fromkeys(chosen))[: max(size, len(ends))], np.int64))
 
 
 def coverage(examples: Iterable[Example], vocabulary: NDArray[np.int64]) -> dict[str, float]:

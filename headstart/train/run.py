@@ -64,6 +64,7 @@ class TrainOptions:
     seed: int = 0
     resume: bool = True  # go on from a checkpoint beside `out`; False starts over
     device: Device = "cpu"
+    measured: bool = True  # what it is worth on this machine
 
     @property
     def work(self) -> Path:
@@ -168,8 +169,9 @@ class _Run:
         self.options, self.subject, self.corpus = options, subject, corpus
         self.spec = subject.spec
         self.start: dict[str, Tensor] | None = None
+        self.known: NDArray[np.int64] | None = None  # what it can draft
         if options.finetune:
-            self.spec, self.start = existing_head(subject, options.kind, options.head)
+            self.spec, self.start, self.known = existing_head(subject, options.kind, options.head)
             if not self.spec.block and self.spec.module_of(options.steps - 1) is None:
                 raise UsageError(
                     f"--depth is {options.steps}, but the head to begin with has {self.spec.num_modules} module(s)"
@@ -180,7 +182,7 @@ class _Run:
             block = replace(
                 block,
                 # behind a token that ends an answer nothing is drafted: it can stand for the mask
-                mask_token_id=min(subject.text.end_ids, default=0),
+                mask_token_id=block.mask_token_id if self.start else min(subject.text.end_ids, default=0),
                 vocab_size=subject.config.vocab_size,
                 draft_vocab_size=len(self.vocabulary),
             )
@@ -197,13 +199,18 @@ class _Run:
             self.log.unlink(missing_ok=True)
 
     def _vocabulary(self) -> NDArray[np.int64]:
-        """Of the run that goes on (weights may belong to its tokens, whatever text has come since), or of this text."""
+        """Of the run that goes on, or of a head to begin with, where weights belong to its tokens; else of this text,
+        filled up with what that head can draft."""
+        whole = self.subject.config.vocab_size
         if self.options.resume and self.checkpoint.exists():
             kept = torch.load(self.checkpoint, mmap=True).get("vocabulary")
             if kept is not None:
                 return np.asarray(kept.cpu())
-        size = min(self.options.draft_vocab, self.subject.config.vocab_size)
-        return draft_vocabulary(self.corpus.training, size, self.subject.text.end_ids)
+        if "markov.out.weight" in (self.start or ()):
+            return np.arange(whole) if self.known is None else self.known
+        known = () if self.known is None else self.known.tolist()
+        size = min(max(self.options.draft_vocab, len(known)), whole)
+        return draft_vocabulary(self.corpus.training, size, self.subject.text.end_ids, known)
 
     def _standing(self) -> dict[str, Acceptance] | None:
         """Held-out acceptance of the head at `out`. Raises UsageError for one that is not ours to replace."""
@@ -339,7 +346,9 @@ class _Run:
     def _report(self, trainer: Trainer) -> Report:
         facts, options = self._facts(trainer), self.options
         p = trainer.progress
-        gain = measure(options.model, options.out, self.corpus.held_out, options.steps, options.threads)
+        gain = None
+        if options.measured:
+            gain = measure(options.model, options.out, self.corpus.held_out, options.steps, options.threads)
         lines = [
             f"{self.options.out}: {p.tokens:,} tokens in {p.seconds / 60:.1f} minutes, {p.step} steps",
             "held-out acceptance, all of the first 1, 2, ... drafts right (acceptance length):",

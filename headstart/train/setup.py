@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart import hub
@@ -154,9 +155,11 @@ def subject_of(
     return Subject(model, Trunk(model.decoder, lm_head, tapped_layers(spec.tap)), text, engine_config, spec)
 
 
-def existing_head(subject: Subject, kind: str, path: Path | None) -> tuple[HeadSpec, dict[str, Tensor]]:
-    """The head at `path`, else the checkpoint's own, else the one of this kind shipped with the model: spec and float32
-    weights. Raises ModelError where there is none, or another kind."""
+def existing_head(
+    subject: Subject, kind: str, path: Path | None
+) -> tuple[HeadSpec, dict[str, Tensor], NDArray[np.int64] | None]:
+    """The head at `path`, else the checkpoint's own, else the one of this kind shipped with the model: spec, float32
+    weights, draft vocabulary (None: the full one). Raises ModelError where there is none, or another kind."""
     native = subject.model.head if path is None else None
     if native is not None and native.source == NATIVE_HEAD:
         if native.spec.kind != kind or native.spec.num_modules != 1:
@@ -166,14 +169,15 @@ def existing_head(subject: Subject, kind: str, path: Path | None) -> tuple[HeadS
             what = "experts" if isinstance(block.mlp, MoEConfig) else "latent attention"
             raise ModelError(f"a head with {what}, like the checkpoint's own, cannot be trained yet")
         names = [name for name in subject.tensors if name.startswith("mtp.0.")]
-        return native.spec, as_masters({name: subject.tensors[name] for name in names})
+        return native.spec, as_masters({name: subject.tensors[name] for name in names}), None
     path = path or hub.shipped_heads(subject.model.name).get(kind)
     if path is None:
         raise ModelError(f"the model has no head of kind {kind} to fine-tune", "leave out --finetune, or give --head")
     head = read_head(path)
     if head.spec.kind != kind:
         raise ModelError(f"{path} is a head of kind {head.spec.kind}", f"--kind is {kind}")
-    return head.spec, as_masters({name: each for name, each in head.tensors.items() if name != "lm_head.weight"})
+    weights = as_masters({name: each for name, each in head.tensors.items() if name != "lm_head.weight"})
+    return head.spec, weights, head.draft_token_ids
 
 
 def as_masters(tensors: Mapping[str, RawTensor]) -> dict[str, Tensor]:

@@ -46,6 +46,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     "tune": ("MODEL", "--minutes", "0.0001", "--concurrency", "1"),
     "data": ("MODEL", "--out", "OUT", "--tokens", "4", "--max-tokens", "2"),
     "train": ("MODEL", "--out", "OUT", "--data", "TEXTS", "--tokens", "4", "--threads", "1"),
+    "adapt": ("--forget", "--model", "MODEL"),
     "export": ("MODEL", "--out", "OUT"),
     "graft": ("MODEL", "--out", "OUT", "--strip"),
     "pull": ("qwen3_5-tiny",),

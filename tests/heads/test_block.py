@@ -13,7 +13,7 @@ import support
 
 torch = pytest.importorskip("torch")
 
-from headstart.core import StepPlan  # noqa: E402
+from headstart.core import Rows, Sequence, StepPlan  # noqa: E402
 from headstart.drafters.block import BlockNetwork  # noqa: E402
 from headstart.engine.attach import attach_head  # noqa: E402
 from headstart.errors import ModelError  # noqa: E402
@@ -139,6 +139,52 @@ def test_a_block_is_the_formula(variant: str, own: tuple[str, ...], tmp_path: Pa
         sure = found["confidence"] + (added["confidence"] if block.confidence_markov else 0)
         read = torch.cat((y, told), -1) if block.confidence_markov else y
         torch.testing.assert_close(sure, read @ t["confidence.weight"].T + t["confidence.bias"], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("variant", ["dspark", "dflash"])
+def test_drafts_of_the_engine_are_the_formula(variant: str, tmp_path: Path) -> None:
+    """Which hidden states, positions and tokens go in: prompts in chunks, prefixes found again, drafts cut short."""
+    model = support.tiny_model("llama")
+    model = replace(model, head=attach_head(model, path := written(model, tmp_path / "head", **VARIANTS[variant])))
+    assert model.head
+    t = {name: torch.from_numpy(each.float32().copy()).double() for name, each in
+         read_file(path / "model.safetensors").items()}  # fmt: skip
+    engine = support.make(model, depth=3, drafter="block", max_num_batched_tokens=16)
+    drafter, runner, block, lm_head = (
+        engine.drafting.drafter,
+        engine.runner,
+        model.head.spec.block,
+        model.decoder.lm_head.weight,
+    )
+    assert drafter
+    made: list[tuple[list[int], list[int]]] = []
+    original = drafter.propose
+
+    def noted(wishes: Any) -> None:
+        original(wishes)
+        made.extend((list(wish.sequence.tokens), list(wish.sequence.draft.tokens)) for wish in wishes)
+
+    drafter.propose = noted  # type: ignore[method-assign]
+    prompts = [support.prompt_of(30, 1), support.prompt_of(30, 1)[:20] + support.prompt_of(5, 2)]
+    for i, prompt in enumerate(prompts):
+        support.run(engine, [support.request(prompt, name=f"r{i}", max_tokens=12, stops=())])
+    assert engine.scheduler.prefix_hits > 0
+    for tokens, drafted in made:
+        sequence = Sequence(support.request(tokens), 0, list(tokens), 0)
+        assert engine.memory.reserve(sequence, len(tokens))
+        streams = runner.run(runner.trunk, "forward", [Rows(sequence, 0, tokens, 1)])["tapped"]
+        engine.memory.release(sequence)
+        ids = [tokens[-1]] + [1] * (block.rows_for(len(drafted)) - 1)
+        y = plain_block(t, model.head.spec, streams[: len(tokens) - 1], ids, model.decoder.embedding)
+        last, expected = tokens[-1], []
+        for row in y[-len(drafted) :]:
+            logits = lm_head @ row
+            if block.markov_rank:
+                logits = logits + t["markov.out.weight"] @ t["markov.embed.weight"][last]
+            last = int(logits.argmax())
+            expected.append(last)
+        assert drafted == expected
+    assert sum(len(drafted) for _, drafted in made) > 20
 
 
 def test_files_keep_every_fact(tmp_path: Path) -> None:

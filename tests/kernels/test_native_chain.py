@@ -39,6 +39,14 @@ HEADS: dict[str, Callable[[Model], Head]] = {
         model, HeadSpec(num_modules=3, beyond="cycle", recycle="pre_norm")
     ),
     "eagle3": lambda model: support.make_eagle3(model, draft_ids=DRAFT_IDS),
+    "dspark": lambda model: support.make_block(model, draft_ids=DRAFT_IDS, markov_rank=8, confidence=True),
+    "dspark without confidence": lambda model: support.make_block(model, markov_rank=8),
+    "confidence of the row": lambda model: support.make_block(
+        model, markov_rank=4, confidence=True, confidence_markov=False
+    ),
+    "dflash": lambda model: support.make_block(
+        model, draft_ids=DRAFT_IDS, block_size=6, causal=False, anchor_predicts=False
+    ),
 }
 
 
@@ -110,11 +118,12 @@ def test_one_call_makes_a_draft() -> None:
     assert passes == ["forward"] and len(sequence.draft.tokens) == 5
 
 
-def test_gates_decide_as_in_python() -> None:
+@pytest.mark.parametrize("head", ["mtp", "dspark without confidence", "dflash"])
+def test_gates_decide_as_in_python(head: str) -> None:
     """The same drafts and scores with depth auto, whose odds and costs are made up."""
     seen = []
     for whole in (True, False):
-        engine = engine_of("mtp", depth=AUTO)
+        engine = engine_of(head, depth=AUTO)
         auto = engine.drafting.auto
         rng = np.random.default_rng(3)
         auto.token_s, auto.row_s, auto.draft_s = 1.0, 0.004, 0.001
@@ -124,7 +133,9 @@ def test_gates_decide_as_in_python() -> None:
         ]
         for place in range(8):
             for _ in range(40):
-                auto.odds.table(sequences[0], "mtp", place).learn(float(rng.random() ** 6), bool(rng.random() < 0.6))
+                auto.odds.table(sequences[0], engine.drafting.method, place).learn(
+                    float(rng.random() ** 6), bool(rng.random() < 0.6)
+                )
         engine.drafting.depth = 0
         for _ in range(3):
             engine.step(lambda deltas: None)
@@ -132,7 +143,8 @@ def test_gates_decide_as_in_python() -> None:
     ours, theirs = seen
     assert [tokens for tokens, _ in ours] == [tokens for tokens, _ in theirs]
     assert [scores for _, scores in ours] == [scores for _, scores in theirs]
-    assert len({len(tokens) for tokens, _ in ours}) > 1, "gates end drafts at different places"
+    assert all(scores for tokens, scores in ours if tokens)
+    assert head != "mtp" or len({len(tokens) for tokens, _ in ours}) > 1, "gates end drafts at different places"
 
 
 def drafts_of(
@@ -144,7 +156,7 @@ def drafts_of(
     assert drafter
     for row_s in (0.0, 0.02, 0.1, 0.3):
         auto.row_s = row_s
-        wishes = [Wish(sequence, 6, Gate(auto, sequence, starts=True)) for sequence in sequences]
+        wishes = [Wish(sequence, 5, Gate(auto, sequence, starts=True)) for sequence in sequences]
         for sequence in sequences:
             assert engine.memory.reserve(sequence, len(sequence.tokens) + 6)
             sequence.draft = Draft()

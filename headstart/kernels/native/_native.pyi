@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.core import SamplingRows, StepPlan
-from headstart.kernels.ops import GateRule
+from headstart.kernels.chain import GateRule
 
 class ThreadPool:
     """The process's own threads; the caller is one of them."""
@@ -232,6 +232,7 @@ class Chain:
         path: str,
         steps: Sequence[Program],
         rows_before: Sequence[int],
+        rows_given: bool,
         vocab_size: int,
         token_ids: NDArray[np.int64] | None,
     ) -> None: ...

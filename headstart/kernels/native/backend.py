@@ -21,6 +21,7 @@ from headstart import machine
 from headstart.config import KVDtype, Quantization
 from headstart.core import Sampled, SamplingRows, StepPlan, TokenLogprob
 from headstart.errors import ModelError, UsageError
+from headstart.kernels.chain import GateRule
 from headstart.kernels.native import sampling
 from headstart.kernels.native._native import (
     Arena,
@@ -37,7 +38,7 @@ from headstart.kernels.native._native import (
 from headstart.kernels.native.packed_cache import PackedCache, key_of
 from headstart.kernels.native.packing import pack
 from headstart.kernels.native.program import record
-from headstart.kernels.ops import AttentionSpec, GateRule, Program as Code, RawTensor, StateSpec
+from headstart.kernels.ops import AttentionSpec, Program as Code, RawTensor, StateSpec
 
 Array = NDArray[np.float32]
 _alive: WeakSet[NativeBackend] = WeakSet()
@@ -156,10 +157,15 @@ class NativeBackend:
         )
 
     def prepare_chain(
-        self, steps: Sequence[tuple[Program, int]], *, vocab_size: int, token_ids: NDArray[np.int64] | None = None
+        self,
+        steps: Sequence[tuple[Program, int]],
+        *,
+        vocab_size: int,
+        token_ids: NDArray[np.int64] | None = None,
+        rows_given: bool = False,
     ) -> NativeChain:
         programs, before = [step for step, _ in steps], [rows for _, rows in steps]
-        return NativeChain(self, Chain(self.path, programs, before, vocab_size, token_ids))
+        return NativeChain(self, Chain(self.path, programs, before, rows_given, vocab_size, token_ids))
 
     def logprobs(self, logits: Array, tokens: NDArray[np.int64], num_top: int) -> list[TokenLogprob]:
         return sampling.logprobs(self.threads, self.path, logits, tokens, num_top)

@@ -54,7 +54,7 @@ def path_of(model: str | None, config: EngineConfig) -> Path:
     """Where the setting for a model on this machine is kept; nothing is fetched. Raises UsageError for a model that is
     not there."""
     known = {
-        "model": _identity(model),
+        "model": identity_of(model),
         "head": config.head,
         "engine": [choose(config).name, config.device, config.dtype, config.quantization, config.kv_cache_dtype],
         "threads": config.threads or threads().usable,
@@ -62,7 +62,7 @@ def path_of(model: str | None, config: EngineConfig) -> Path:
     return hub.record_path("tuned", known)
 
 
-def _identity(model: str | None) -> Any:
+def identity_of(model: str | None) -> Any:
     """A name on the Hub stands for itself."""
     if model is not None and hub.repo_of(model) is not None:
         return model

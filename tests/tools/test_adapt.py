@@ -1,0 +1,264 @@
+"""`headstart adapt`: what is held out, when a new head stays, where it is found, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import support
+from support import family_of, soften, write_model
+
+from headstart.cli.adapt import with_adapted
+from headstart.cli.main import main
+from headstart.config import EngineConfig
+from headstart.core import Report
+from headstart.engine.load import Model, load_model
+from headstart.errors import CapacityError, ModelError, UsageError
+from headstart.heads.base import HeadSpec
+from headstart.heads.files import read_head
+from headstart.heads.kind import head_kind
+from headstart.models.small import random_arrays
+from headstart.server.records import Record, RecordedModel, RecordFiles, claim_folder
+from headstart.tools.adapt.kept import WORK, Adapted, folder_of, forget, keep, kept_head
+from headstart.tools.adapt.measure import Comparison
+from headstart.tools.adapt.split import split
+
+CONFIG = EngineConfig(threads=1)
+FACTS = Adapted(kind="mtp", date="2026-11-22", base="", before=1.5, after=2.0)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A softened trunk without a head of its own."""
+    config, arrays = family_of("llama").tiny(num_hidden_layers=2, vocab_size=support.VOCAB)
+    return str(write_model(tmp_path_factory.mktemp("model"), config, soften(arrays, 0.1)))
+
+
+def loaded(name: str) -> Model:
+    return load_model(name, EngineConfig(threads=1, backend="reference", dtype="float64"))
+
+
+def write(folder: Path, name: str, *, agreeing: bool) -> Path:
+    """A head that is mostly right, or one that hardly ever is."""
+    model = loaded(name)
+    hidden, spec = model.config.hidden_size, HeadSpec(layer=model.config.head_layer)
+    arrays = random_arrays(head_kind("mtp").shapes(spec, hidden), 1)
+    if agreeing:
+        arrays = soften(arrays, 0.1)
+        arrays["mtp.0.projection.weight"] = np.hstack([np.eye(hidden), np.zeros((hidden, hidden))])
+        arrays["mtp.0.norm_embedding.weight"] = np.ones(hidden)
+        arrays["mtp.0.norm.weight"] = model.weights.raw("norm.weight", (hidden,)).float32()
+    support.write_head(folder, model.config, spec, arrays)
+    return folder
+
+
+def prompt(rng: np.random.Generator, length: int = 20) -> tuple[int, ...]:
+    return tuple(rng.integers(3, support.VOCAB, length).tolist())
+
+
+def texts(count: int, seed: int = 0) -> list[Record]:
+    rng = np.random.default_rng(seed)
+    return [Record(prompt(rng), prompt(rng, 12), float(i % 2)) for i in range(count)]
+
+
+def recorded(folder: Path, name: str, records: list[Record]) -> Path:
+    claim_folder(folder, RecordedModel.of(loaded(name)))
+    files = RecordFiles(folder, 2**20)
+    for each in records:
+        files.append(each.line())
+    files.close()
+    return folder
+
+
+# What is held out.
+
+
+def test_the_split_is_the_same_in_every_run_whatever_has_come_since() -> None:
+    first, more = texts(200), texts(200, seed=1)
+    before, after = split(first), split(first + more)
+    assert 8 <= len(before.held_out) <= 40
+    assert set(before.held_out) <= set(after.held_out)
+    assert not set(before.training) & set(after.held_out)
+    assert not set(after.training) & set(after.held_out)
+
+
+def test_a_conversation_stays_on_one_side_and_a_system_prompt_says_nothing() -> None:
+    rng = np.random.default_rng(3)
+    system, records = prompt(rng, 300), []
+    for _ in range(100):
+        asked, answer, again = prompt(rng, 15), prompt(rng, 9), prompt(rng, 15)
+        first = Record((*system, *asked), answer)
+        later = Record((*first.prompt_ids, *answer, *again), prompt(rng, 9))
+        changed = Record((*system, *asked[:-2], 7, 8), prompt(rng, 9))
+        records += [first, later, changed]
+    found = split(records)
+    sides = [{records[3 * i + k] in found.held_out for k in range(3) if records[3 * i + k] in kept} for i in range(100)
+             for kept in [found.held_out + found.training]]  # fmt: skip
+    assert all(len(side) == 1 for side in sides), "what is on both sides was trained on"
+    assert len(found.training) > 150
+    assert found.held_out
+    assert found.alike > 0
+
+
+def test_few_or_equal_prompts() -> None:
+    assert not split([]).training
+    one = texts(1)
+    assert len(split(one).held_out + split(one).training) == 1
+    assert len(split(texts(40)).held_out) >= 8
+    same = [replace(one[0], response_ids=(5, 6, i + 3)) for i in range(30)]
+    assert {len(split(same).held_out), len(split(same).training)} == {0, 30}
+
+
+# When a new head stays.
+
+
+@pytest.mark.parametrize(
+    "after, better",
+    [([9] * 20, True), ([5] * 20, False), ([6, 4] * 10, False), ([4] * 20, False), ([9] * 3, False)],
+    ids=["better", "equal", "noise", "worse", "few"],
+)
+def test_better_beyond_its_interval(after: list[int], better: bool) -> None:
+    found = Comparison([(10, 5)] * len(after), [(10, count) for count in after])
+    assert found.is_better == better
+    assert f"1.50 -> {1 + np.mean(after) / 10:.2f}" in found.line("x")
+    assert json.dumps(found.data())
+
+
+# Where it is found.
+
+
+def test_it_is_used_until_it_is_forgotten(model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    head = write(tmp_path / "head", model, agreeing=True)
+    keep(folder_of(model) / "mtp", head, FACTS)
+    assert with_adapted(model, CONFIG).head == str(folder_of(model) / "mtp")
+    assert "adapted head: acceptance length 1.50 -> 2.00 on your records" in capfd.readouterr().err
+    for named in ({"head": "other"}, {"depth": 0}, {"drafter": "ngram"}, {"drafter": "none"}, {"drafter": "eagle3"}):
+        config = replace(CONFIG, **named)
+        assert with_adapted(model, config) == config
+    assert main(["generate", model, "--prompt", "the", "--max-tokens", "3"]) == 0
+    assert "adapted head" in capfd.readouterr().err
+    (folder_of(model) / f"mtp{WORK}").mkdir()
+    assert main(["adapt", "--forget", "--model", model]) == 0
+    assert "forgotten: mtp;" in capfd.readouterr().out
+    assert not list(folder_of(model).iterdir())
+    assert main(["adapt", "--forget", "--model", model]) == 0
+    assert "nothing was adapted" in capfd.readouterr().out
+
+
+def test_a_new_shipped_head_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    head = write(tmp_path / "head", model, agreeing=True)
+    keep(folder_of(model) / "mtp", head, replace(FACTS, base="of an older version"))
+    assert kept_head(model, CONFIG) is None
+    (folder_of(model) / "mtp" / "adapted.json").write_text("{")
+    assert kept_head(model, CONFIG) is None
+    assert forget(model, "eagle3") == []
+    assert forget(model, None) == ["mtp"]
+
+
+# A whole run, with training as a stand-in.
+
+
+def adapt(monkeypatch: pytest.MonkeyPatch, trained: Path, *words: str) -> int:
+    """The command, whose training makes the head `trained`."""
+    from headstart.tools.adapt import run
+    from headstart.train import export
+
+    def train(options: Any) -> None:
+        lines = [json.loads(line) for path in options.data for line in path.read_text().splitlines()]
+        assert lines
+        assert {"prompt_ids", "response_ids", "held_out"} <= set(lines[0])
+        assert options.finetune
+        head = read_head(trained)
+        torch = pytest.importorskip("torch")
+        export.export_head(options.out, head, {n: torch.tensor(t.float32()) for n, t in head.tensors.items()})
+
+    monkeypatch.setattr(run, "train", train)
+    monkeypatch.setattr(run.own_data, "run", lambda options, progress: Report(False, {}, []))
+    return main(["adapt", *words, "--threads", "1", "--json", "--minutes", "0.5"])
+
+
+def test_the_better_head_is_kept_and_the_worse_one_not(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    good, bad = (write(tmp_path / str(side), model, agreeing=side) for side in (True, False))
+    folder = recorded(tmp_path / "records", model, texts(80))
+    (folder / "records-0.jsonl").write_bytes(b"{broken\n")
+    words = (str(folder), "--model", model)
+    assert adapt(monkeypatch, good, *words, "--head", str(bad)) == 0
+    document = json.loads(capfd.readouterr().out)
+    assert document["adapted"], document
+    assert document["texts"]["damaged_lines"] == 1
+    assert document["held_out"]["after"] > document["held_out"]["before"] + 0.2
+    kept = kept_head(model, CONFIG)
+    assert kept is not None
+    assert (document["path"], oct(kept[0].stat().st_mode)[-3:]) == (str(kept[0]), "700")
+    assert [path.name for path in folder_of(model).iterdir()] == ["mtp"], "no text is left behind"
+
+    assert adapt(monkeypatch, bad, *words) == 0  # from the adapted one on
+    document = json.loads(capfd.readouterr().out)
+    assert not document["adapted"]
+    assert document["held_out"]["difference"][1] < 0
+    assert kept_head(model, CONFIG) == kept
+
+
+# What is refused.
+
+
+def test_bad_records(model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
+    head = write(tmp_path / "head", model, agreeing=True)
+    (tmp_path / "empty").mkdir()
+    claim_folder(tmp_path / "none", RecordedModel.of(loaded(model)))
+    other = replace(RecordedModel.of(loaded(model)), fingerprint="x")
+    claim_folder(tmp_path / "other", other)
+    claim_folder(tmp_path / "damaged", RecordedModel.of(loaded(model)))
+    (tmp_path / "damaged" / "records-1.jsonl").write_text('{"prompt_ids": [1, 999], "response_ids": [1]}\n\x00\n')
+    recorded(tmp_path / "few", model, texts(10))
+    (tmp_path / "file").touch()
+    cases = {
+        "empty": "holds no records: it has no manifest.json", "none": "holds no text yet", "file": "is a file",
+        "damaged": "holds 2 damaged lines", "other": "its fingerprint is x, that of", "few": "texts to learn from",
+        "missing": "is not there",
+    }  # fmt: skip
+    for name, message in cases.items():
+        assert main(["adapt", str(tmp_path / name), "--model", model, "--head", str(head)]) == 2
+        assert message in capfd.readouterr().err
+
+
+def test_heads_that_cannot_be_adapted(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    folder = recorded(tmp_path / "records", model, texts(40))
+    words = ["adapt", str(folder), "--model", model]
+    assert main(words) == 2
+    assert "has no head to adapt" in capfd.readouterr().err
+    head = str(write(tmp_path / "head", model, agreeing=True))
+    assert main([*words, "--head", head, "--kind", "eagle3"]) == 2
+    assert "has no head of kind eagle3, but one of kind mtp" in capfd.readouterr().err
+    monkeypatch.setattr("headstart.tools.adapt.run.head_kind", lambda name: replace(head_kind(name), training=None))
+    assert main([*words, "--head", head]) == 2
+    assert "a head of kind mtp cannot be trained" in capfd.readouterr().err
+
+
+def test_where_nothing_can_be_written(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = write(tmp_path / "head", model, agreeing=True)
+    with pytest.raises(CapacityError, match="cannot write"):
+        keep(Path("/proc/none/mtp"), head, FACTS)
+    with pytest.raises((ModelError, UsageError)):
+        folder_of("no such model")
+
+
+@pytest.mark.parametrize("words", [["x", "--minutes", "0"], ["x", "--minutes", "nan"], [], ["x", "--forget"]])
+def test_wrong_words(words: list[str]) -> None:
+    assert main(["adapt", *words]) == 2
