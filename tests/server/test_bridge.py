@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,9 @@ from headstart.config import AUTO, FIXED_DEPTH, Depth, EngineConfig
 from headstart.core import Delta, SamplingParams
 from headstart.engine.load import Model
 from headstart.errors import BusyError, GenerationError, UsageError
+from headstart.heads.base import HeadSpec
+from headstart.heads.kind import head_kind
+from headstart.models.small import random_arrays
 from headstart.server import watch
 from headstart.server.bridge import Bridge, Stream
 from headstart.server.watch import Watch
@@ -221,3 +225,33 @@ def test_deltas_of_a_step_come_in_one_call() -> None:
         assert len(calls) <= bridge.llm.engine.stats.passes
 
     with_bridge(check)
+
+
+def test_another_head_comes_between_steps_and_a_bad_one_changes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What SIGHUP does: requests go on, their texts are the same."""
+    model = support.headed_model("llama")
+    spec = HeadSpec(layer=model.config.head_layer)
+    arrays = random_arrays(head_kind("mtp").shapes(spec, model.config.hidden_size), 9)
+    good = support.write_head(tmp_path / "good", model.config, spec, arrays)
+    bad = tmp_path / "bad"
+    bad.mkdir()
+    (bad / "config.json").write_text('{"headstart_head": 1}')
+
+    async def check(bridge: Bridge) -> None:
+        asked = [request(bridge, seed, tokens=60) for seed in (1, 2)]
+        expected = [await tokens_of(await bridge.open([replace(each, depth=0)])) for each in asked]
+        again = [replace(each, request_id=f"again {number}") for number, each in enumerate(asked)]
+        streams = [await bridge.open([each]) for each in again]
+        for path in (good, bad, tmp_path / "missing", good):
+            bridge.change_head(str(path))
+            await asyncio.sleep(0.05)
+        assert [await tokens_of(each) for each in streams] == expected
+        assert bridge.llm.info["head"] == str(good)
+        assert bridge.failures == 0
+
+    caplog.set_level(logging.INFO, "headstart.server")
+    with_bridge(check, model=model)
+    said = [each for each in caplog.messages if "drafting with" in each or "stays as it is" in each]
+    assert [str(good) in each for each in said] == [True, False, False, True]

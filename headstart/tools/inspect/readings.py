@@ -17,7 +17,7 @@ from headstart.heads.base import HeadSpec
 from headstart.layers.decoder import tapped_layers
 from headstart.stats import DraftStats
 
-SHARE, ERRORS = 0.05, 2.0
+SHARE, ERRORS = 0.05, 3.0
 """How much longer an acceptance length must be: as a share, and in standard errors of the difference."""
 
 

@@ -1,0 +1,78 @@
+"""A block drafter whose config.json is wrong without an error: `inspect --deep` reads the weights in other ways too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import support
+
+from headstart.core import DraftStats
+from headstart.heads.base import BlockSpec, HeadSpec
+from headstart.heads.kind import head_kind
+from headstart.models.small import random_arrays
+from headstart.tools import acceptance
+from headstart.tools.inspect import run as inspect
+from headstart.tools.inspect.readings import is_better, other_readings
+from headstart.tools.tiny import write_tiny
+
+BLOCK = BlockSpec(block_size=3, num_layers=1, mask_token_id=3, causal=False, anchor_predicts=False)
+SPEC = HeadSpec(kind="block", tap=(1, 3), block=BLOCK)
+
+
+def counts(*per_position: int, drafts: int = 200) -> DraftStats:
+    stats = DraftStats(drafts=drafts, drafted=drafts * len(per_position), accepted=sum(per_position))
+    stats.per_position, stats.drafted_at = list(per_position), [drafts] * len(per_position)
+    return stats
+
+
+def test_every_reading_changes_one_thing_and_says_what_to_write() -> None:
+    found = {each.what: each for each in other_readings(SPEC, 5)}
+    blocks = {what: each.spec.block for what, each in found.items()}
+    assert blocks == {
+        "a RoPE that is interleaved": replace(BLOCK, interleaved=True),
+        "rows that see their block causally": replace(BLOCK, causal=True, causal_windows=True),
+        "layer ids that are one higher": BLOCK,
+        "layer ids that are one lower": BLOCK,
+        "a first row that drafts too": replace(BLOCK, anchor_predicts=True, block_size=4),
+    }
+    assert [each.spec.tap for each in found.values() if each.spec.block == BLOCK] == [(2, 4), (0, 2)]
+    assert found["a RoPE that is interleaved"].fix == '"is_neox_style": false'
+    assert [each.what for each in other_readings(replace(SPEC, tap=(0, 3)), 4)][2:] == ["a first row that drafts too"]
+    assert not list(other_readings(HeadSpec(), 5))
+
+
+def test_better_is_beyond_chance() -> None:
+    told = counts(100, 40, 10)
+    assert is_better(counts(140, 90, 50), told)
+    assert not is_better(counts(108, 45, 14), told)
+    assert not is_better(counts(3, 2, drafts=4), counts(1, 0, drafts=4))
+
+
+@pytest.mark.parametrize("better", [None, "a RoPE that is interleaved"])
+def test_deep_names_the_reading_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, better: str | None) -> None:
+    model = support.tiny_model("llama", num_hidden_layers=5)
+    trunk = write_tiny("llama", tmp_path / "trunk", num_hidden_layers=5)
+    block = replace(BLOCK, vocab_size=support.VOCAB, draft_vocab_size=support.VOCAB)
+    spec = replace(SPEC, layer=support.plain_layer(model.config), block=block)
+    arrays = random_arrays(head_kind("block").shapes(spec, model.config.hidden_size))
+    head = support.write_head(tmp_path / "head", model.config, spec, arrays)
+
+    def accepted(llm: Any, max_tokens: int, finished: Any) -> DraftStats:
+        turned = llm.model.head.spec.block.interleaved
+        return counts(150, 100, 50) if turned and better else counts(60, 20, 5)
+
+    monkeypatch.setattr(acceptance, "on_builtin_prompts", accepted)
+    report = inspect.run(inspect.InspectOptions(model=str(head), target=str(trunk), deep=True))
+    deep, text = report.data["deep"], "\n".join(report.lines)
+    assert deep["ran"], deep
+    assert [row["depth"] for row in deep["depths"]] == [3]
+    assert len(deep["readings"]) == 5
+    assert report.ok == (better is None)
+    assert (deep["better"] or {}).get("what") == better
+    if better:
+        assert report.data["heads"]["verdict"] == "mismatch"
+        assert "its weights fit a RoPE that is interleaved: acceptance length 2.50 instead of 1.43" in text
+        assert 'in config.json: "is_neox_style": false' in text
