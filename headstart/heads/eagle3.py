@@ -280,5 +280,5 @@ HEAD = HeadKind(
     shapes=shapes,
     fit=fit,
     layout=Layout(matches=matches, read=read, write=write),
-    training=Training(spec=trained_spec, initial=initial, own_lm_head=True),
+    training=Training(spec=trained_spec, initial=initial, own_lm_head=True, random=True),
 )

@@ -58,13 +58,15 @@ class Start:
 class Training:
     """How a kind is trained. `spec`: for a trunk of so many layers and so many draft steps. `initial`: the first
     weights, under canonical names. `depth`: draft steps, where nobody says how many. `own_lm_head`: its file holds the
-    LM head's rows too. `stacks`: it may have a module for each draft step instead of one that is used again."""
+    LM head's rows too. `stacks`: it may have a module for each draft step instead of one that is used again.
+    `random`: of its matrices only the shapes stay."""
 
     spec: Callable[[int, int], HeadSpec]
     initial: Callable[[Start, HeadSpec], dict[str, Values]]
     depth: int = 3
     own_lm_head: bool = False
     stacks: bool = False
+    random: bool = False
 
 
 Document = Mapping[str, Any]

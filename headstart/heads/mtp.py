@@ -93,5 +93,5 @@ HEAD = HeadKind(
     modules=modules,
     shapes=shapes,
     # the stream before the final norm, as in the one dense family that vLLM drafts for (vllm_mimo)
-    training=Training(spec=lambda layers, depth: HeadSpec(tap="pre_norm"), initial=initial, stacks=True),
+    training=Training(spec=lambda layers, depth: HeadSpec(tap="pre_norm"), initial=initial, stacks=True, random=True),
 )

@@ -54,9 +54,16 @@ def first_weights(training: Training, spec: HeadSpec, trunk: Decoder, scale: flo
             plain_parts(spec.layer)  # now, not when the head is written
         return {name: _values(tensor) for name, tensor in tensors.items()}
 
-    device = trunk.embedding.device
+    device, rng = trunk.embedding.device, np.random.default_rng(0)
     first = training.initial(Start(_values(trunk.norm.weight), scale, layer), spec)
+    if training.random:
+        first = {name: _random(values, rng) if values.ndim == 2 else values for name, values in first.items()}
     return {name: torch.tensor(values, dtype=torch.float32, device=device) for name, values in first.items()}
+
+
+def _random(like: NDArray[np.float32], rng: np.random.Generator) -> NDArray[np.float32]:
+    """Normal numbers of the usual scale, 1 / sqrt(columns)."""
+    return rng.standard_normal(like.shape, np.float32) * np.float32(like.shape[1] ** -0.5)
 
 
 def _values(tensor: Tensor) -> NDArray[np.float32]:
