@@ -21,6 +21,8 @@ from headstart.layers.mlp import MLPConfig
 
 POSITIONS = 1 << 17
 """max_position_embeddings of a drafter whose trunk does not say its own: engines size tables by it."""
+ANCHORS = 512
+"""Of DeepSpec's training; its class does not open a config without the key."""
 Written = tuple[dict[str, Any], dict[str, Any]]
 """config.json, and arrays under published names."""
 HINT = "headstart's own layout holds it: --head DIR"
@@ -57,6 +59,7 @@ def as_dspark(head: HeadCheckpoint, arrays: Arrays) -> Written:
         **_common(head),
         "num_target_layers": head.trunk_layers,
         "block_size": block.block_size,
+        "num_anchors": ANCHORS,
         **common,
         **({"is_causal": block.causal} if _causal(block) else {}),
         "dflash_config": {"projector_type": "dspark", **common, **_causal(block)},
