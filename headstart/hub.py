@@ -76,7 +76,7 @@ BUILTIN = {
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         ),
         repo="HuggingFaceTB/SmolLM2-135M-Instruct",
-        heads={"mtp": DEFAULT_MODEL, "eagle3": "smollm2-135m-eagle3"},
+        heads={"mtp": DEFAULT_MODEL, "eagle3": "smollm2-135m-eagle3", "block": "smollm2-135m-block"},
     )
 }
 

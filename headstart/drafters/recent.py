@@ -2,8 +2,7 @@
 
 A ring of tokens, oldest out, with a hash chain for each of two lengths of n-grams, as compressors have them: the long
 one finds the text that a request repeats among many that begin alike, the short one finds everything else. Candidates
-are compared token by token, so what is found is the longest match among the latest ones. A suffix automaton finds it
-among all, at ten times the memory for a token (docs/LOG.md).
+are compared token by token, so what is found is the longest match among the latest ones (docs/LOG.md has numbers).
 """
 
 from __future__ import annotations

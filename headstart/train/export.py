@@ -23,7 +23,8 @@ def export_head(path: Path, head: HeadCheckpoint, weights: Mapping[str, Tensor])
     files are read by drafts in int4, matrices in int8."""
     head = replace(head, training={"headstart_version": headstart.__version__, **head.training})
     arrays: dict[str, Any] = {name: _bits(tensor) for name, tensor in weights.items()}
-    if head_kind(head.spec.kind).layout is None:
+    layout = head_kind(head.spec.kind).layout
+    if layout is None or layout.write is None:
         for name in [name for name, tensor in weights.items() if tensor.ndim == 2 and len(tensor) > 1]:
             arrays |= encode(name, weights[name].detach().float().cpu().numpy())
     write_head(path, head, arrays)

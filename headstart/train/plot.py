@@ -15,7 +15,7 @@ def draw(log: Path, target: Path) -> None:
     shares = [[row["tokens"] / 1e6, *row["held_out"]["all"]["cumulative"]] for row in rows]
     series = [
         Series(f"first {position}", [Point(row[0], row[position]) for row in shares], style)
-        for position, style in zip(range(1, len(shares[-1])), cycle(PALETTE), strict=False)
+        for position, style in zip(range(1, min(map(len, shares))), cycle(PALETTE), strict=False)
     ]
     plot = Plot(
         title="Held-out drafts that are right, all of the ...",

@@ -253,3 +253,19 @@ def test_the_document_has_the_limits() -> None:
     rows = re.findall(r"\| (\d+) \| `(\w+)` \|", text)
     assert len(rows) > 10
     assert {name: float(value) for value, name in rows} == {name: float(getattr(limits, name)) for _, name in rows}
+
+
+def test_answers_are_drafts_for_their_own_key_alone(server: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
+    owners, engine = [], server.bridge.llm.engine
+    submit = engine.submit
+
+    def noted(request: Any) -> Any:
+        owners.append(request.owner)
+        return submit(request)
+
+    monkeypatch.setattr(engine, "submit", noted)
+    for key in ("one", "two", "one"):
+        answer = server.client.post(TEXT, json=json.loads(BODY), headers={"Authorization": f"Bearer {key}"})
+        assert answer.status_code == 200
+    assert len(owners) == 3
+    assert owners[0] == owners[2] != owners[1]

@@ -80,11 +80,11 @@ def test_blocks_are_drafted_as_at_run_time(change: dict[str, object]) -> None:
         ]
 
 
-@pytest.mark.parametrize("columns", [128, 30])
-def test_heads_are_written_in_int8(tmp_path: Path, columns: int) -> None:
+@pytest.mark.parametrize(("kind", "columns"), [("mtp", 128), ("block", 30)])
+def test_heads_are_written_in_int8(tmp_path: Path, kind: str, columns: int) -> None:
     matrix = torch.randn(7, columns) * torch.logspace(-5, 2, 7)[:, None]
     matrix[3] = 0
-    head = HeadCheckpoint(spec=HeadSpec(), hidden_size=4, vocab_size=9)
+    head = HeadCheckpoint(spec=HeadSpec(kind=kind), hidden_size=4, vocab_size=9)
     export_head(tmp_path / "head", head, {"a.weight": matrix, "norm.weight": torch.ones(4)})
     stored = read_file(tmp_path / "head" / "model.safetensors")
     assert {name: each.dtype for name, each in stored.items()} == {
