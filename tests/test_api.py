@@ -46,7 +46,7 @@ def test_from_a_directory(tmp_path) -> None:
     assert each.load_s > 0
     assert each.info == {
         "model": str(folder), "backend": each.model.backend.name, "drafter": "mtp", "head": "the checkpoint",
-        "depth": "auto", "context": 512,
+        "depth": "auto", "context": 512, "draft_vocab": 131,
     }  # fmt: skip
     assert each.generate(["the"], SamplingParams(max_tokens=5))[0].method == "mtp"
 

@@ -122,15 +122,20 @@ def _block(layer: LayerConfig) -> dict[str, Any]:
     }
 
 
-def spec_of(document: Document, path: Path) -> HeadSpec:
-    """What a config.json in our layout says of the head. Raises ModelError for another one, or a damaged one."""
+def spec_of(document: Document, path: Path, num_draft_ids: int | None = None) -> HeadSpec:
+    """What a config.json in our layout, and the number of its draft ids (None: all tokens), say of the head. Raises
+    ModelError for another one, or a damaged one."""
     if document.get(MARK) != VERSION:
         hint = "give the directory that headstart train wrote"
         raise ModelError(f"{path} is no headstart head: {MARK} is {document.get(MARK)!r}, not {VERSION}", hint)
     if document.get("kind") not in (kinds := registry.available("heads")):
         raise ModelError(f"the head {path} is of kind {document.get('kind')!r}", f"known kinds: {', '.join(kinds)}")
     with _naming(path):
-        return _spec(document)
+        spec, vocab_size = _spec(document), int(document["vocab_size"])
+        if spec.block is None:
+            return spec
+        sizes = {"vocab_size": vocab_size, "draft_vocab_size": vocab_size if num_draft_ids is None else num_draft_ids}
+        return replace(spec, block=replace(spec.block, **sizes))
 
 
 @contextmanager
@@ -144,14 +149,11 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def _read_own(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadCheckpoint:
-    spec = spec_of(document, path)
+    given = tensors.get(DRAFT_IDS)
+    spec = spec_of(document, path, None if given is None else given.shape[0])
     with _naming(path):
         vocab_size = int(document["vocab_size"])
-        ids = _draft_ids(tensors.get(DRAFT_IDS), vocab_size, path)
-        if spec.block:
-            num_draft = vocab_size if ids is None else len(ids)
-            block = replace(spec.block, vocab_size=vocab_size, draft_vocab_size=num_draft)
-            spec = replace(spec, block=block)
+        ids = _draft_ids(given, vocab_size, path)
         return HeadCheckpoint(
             spec=spec,
             hidden_size=int(document["hidden_size"]),

@@ -26,6 +26,7 @@ class FakeLLM:
         self.config = config or EngineConfig()
         self.configs.append(self.config)
         self.model = SimpleNamespace(name=model or DEFAULT_MODEL)
+        self.engine = SimpleNamespace(drafting=SimpleNamespace(forget=lambda: None))
 
     def generate(
         self, prompts: list[Any], params: SamplingParams, *, raw: bool = False, depth: int | None = None

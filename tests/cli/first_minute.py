@@ -229,7 +229,7 @@ def quiet_place(folder: Path, *, cache: bool = True) -> Iterator[dict[str, str]]
     os.chdir(folder / "folder")
     try:
         with (
-            mock.patch("headstart.server.run.serve", lambda llm, config, sockets: None),
+            mock.patch("headstart.server.run.serve", lambda *arguments: None),
             mock.patch.dict(os.environ, place),
         ):
             yield paths

@@ -320,9 +320,9 @@ def test_all_pairs_are_covered(sizes: list[int], seed: int) -> None:
 def test_the_grid_is_small() -> None:
     """Every drafter that comes with the default model, EAGLE-3 among them, at every depth."""
     factors = VerifyOptions(thread_counts=(1,)).factors()
-    assert factors["drafter"] == ("mtp", "ngram", "mixed", "eagle3")
-    assert len(pairwise(factors)) <= 21
-    assert len(pairwise(VerifyOptions(thread_counts=(1, 2)).factors())) <= 23
+    assert factors["drafter"] == ("mtp", "ngram", "mixed", "eagle3", "block")
+    assert len(pairwise(factors)) <= 26
+    assert len(pairwise(VerifyOptions(thread_counts=(1, 2)).factors())) <= 31
     assert default_drafters(VerifyOptions(model="another")) == ("mtp", "ngram", "mixed")
 
 

@@ -1,0 +1,164 @@
+"""What each drafter is worth behind the prompt: one request at a time, decoding only, prompt by prompt beside plain.
+
+    python benchmarks/drafts.py --questions question.jsonl --json drafts.json
+    python benchmarks/drafts.py --questions question.jsonl --temperature 0.8 --rows mtp:3 eagle3:3 block:5 block:auto
+
+A row is DRAFTER:DEPTH, DRAFTER a kind of head that comes with the model, DRAFTER=DIR a head's directory, `ngram`, or
+`auto` (the default: lookup and the head). Prompts: the first `--per-category` Spec-Bench questions of each category and
+those that come with headstart, in the chat template, up to `--max-tokens`. A prompt goes through all rows before the
+next one, in alternating order; the clock runs from the first token to the last. Texts must be those of plain decoding.
+
+Medians over prompts; speed-up = tokens/s over plain of the same prompt, with quartiles. `draft`, `pass`, `host`:
+milliseconds of a step in the drafter, in the trunk's pass, and in the rest (sampling and Python).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from measure.load import load_now, others, verdict
+from measure.provenance import provenance
+from measure.questions import first_turns
+
+from headstart import hub
+from headstart.api import LLM
+from headstart.cli.render import progress
+from headstart.config import AUTO, Depth, EngineConfig
+from headstart.core import SamplingParams
+from headstart.tools.prompts import builtin_prompts
+
+PLAIN = "plain"
+ROWS = ("mtp:2", "mtp:3", "eagle3:2", "eagle3:3", "block:4", "block:7", "block:auto", "ngram:auto", "auto:auto")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One prompt with one row. `seconds` from the first token to the last; `parts`: of these, in passes, drafts and the
+    rest."""
+
+    row: str
+    category: str
+    tokens: tuple[int, ...]
+    seconds: float
+    passes: int
+    parts: dict[str, float]
+
+    @property
+    def rate(self) -> float:
+        return (len(self.tokens) - 1) / self.seconds
+
+    @property
+    def length(self) -> float:
+        """Tokens a pass."""
+        return (len(self.tokens) - 1) / self.passes
+
+    def ms(self, part: str) -> float:
+        """Of a step."""
+        return 1000 * self.parts[part] / self.passes
+
+
+def make(name: str | None, row: str, config: EngineConfig) -> LLM:
+    """An engine for a row."""
+    drafter, _, word = row.rpartition(":")
+    if row == PLAIN:
+        return LLM(name, replace(config, drafter="none", depth=0))
+    drafter, _, folder = drafter.partition("=")
+    depth: Depth = AUTO if word == AUTO else int(word)
+    if drafter in ("auto", "ngram"):
+        return LLM(name, replace(config, drafter=drafter, depth=depth))
+    head = folder or str(hub.shipped_heads(name or hub.DEFAULT_MODEL)[drafter])
+    return LLM(name, replace(config, drafter=drafter, head=head, depth=depth))
+
+
+def decode(llm: LLM, row: str, category: str, prompt: str, params: SamplingParams) -> Record | None:
+    """None for a text of one token."""
+    completion = None
+    for number, delta in enumerate(llm.stream(prompt, params)):
+        if number == 0:
+            llm.engine.reset_stats()
+        completion = delta.completion
+    assert completion is not None
+    if not (passes := llm.engine.stats.passes):
+        return None
+    seconds = completion.timing["decode_s"]
+    return Record(row, category, tuple(completion.token_ids), seconds, passes, dict(llm.engine.seconds))
+
+
+def measure(
+    llms: Mapping[str, LLM], prompts: Sequence[tuple[str, str]], temperature: float, max_tokens: int
+) -> list[Record]:
+    """All rows of each prompt in turn. Raises SystemExit where a text is not that of plain decoding."""
+    records: list[Record] = []
+    for row, llm in llms.items():  # first requests pay for allocations; depth auto learns what things cost
+        for category, prompt in prompts[:2]:
+            decode(llm, row, category, prompt, SamplingParams(max_tokens=32))
+    with progress("decoding") as advance:
+        for number, (category, prompt) in enumerate(prompts):
+            params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=number)
+            rows = list(llms) if number % 2 == 0 else list(llms)[::-1]
+            found = [decode(llms[row], row, category, prompt, params) for row in rows]
+            kept = [each for each in found if each]
+            if wrong := [each.row for each in kept if each.tokens != kept[0].tokens]:
+                raise SystemExit(
+                    f"prompt {number} ({category}): the text of {', '.join(wrong)} differs from plain decoding"
+                )
+            records += kept
+            advance(number + 1, len(prompts), category)
+    return records
+
+
+def table(records: Sequence[Record], rows: Sequence[str]) -> list[list[str]]:
+    """A line for each row: tokens a pass, milliseconds of a step by part, tokens/s, speed-up with quartiles."""
+    by_row = {row: [each for each in records if each.row == row] for row in rows}
+    lines = []
+    for row, own in by_row.items():
+        ratios = [each.rate / plain.rate for each, plain in zip(own, by_row[PLAIN], strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        lengths = statistics.mean(each.length for each in own)
+        parts = [statistics.median(each.ms(part) for each in own) for part in ("draft", "verify", "host")]
+        rate = statistics.median(each.rate for each in own)
+        numbers = [f"{lengths:.2f}", *(f"{part:.2f}" for part in parts), f"{rate:.0f}"]
+        lines.append([row, *numbers, f"**{middle:.2f}x** ({low:.2f} to {high:.2f})"])
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--questions", type=Path, required=True)
+    parser.add_argument("--rows", nargs="+", default=ROWS)
+    parser.add_argument("--model")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--per-category", type=int, default=2)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    config = EngineConfig(
+        threads=args.threads, max_num_seqs=1, max_model_len=4096, kv_blocks=300, seed=0, shared_lookup=False
+    )
+    rows = [PLAIN, *args.rows]
+    prompts = [*first_turns(args.questions, args.per_category), *builtin_prompts()]
+    llms = {row: make(args.model, row, config) for row in rows}
+    before = load_now()
+    records = measure(llms, prompts, args.temperature, args.max_tokens)
+    load = load_now().others_since(before)
+    if args.json:
+        kept = [asdict(each) for each in records]
+        document = {"provenance": provenance(args.threads or 0), "load": load, "records": kept}
+        args.json.write_text(json.dumps(document) + "\n", "utf-8")
+    print(f"T = {args.temperature:g}, {len(prompts)} prompts, {args.max_tokens} tokens. {verdict(others([load]))}")
+    header = ["drafter:depth", "tokens a pass", "draft ms", "pass ms", "host ms", "tokens/s", "speed-up"]
+    print("| " + " | ".join(header) + " |\n|" + "---|" * len(header))
+    for line in table(records, rows):
+        print("| " + " | ".join(line) + " |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
