@@ -134,8 +134,8 @@ def spec_of(document: Document, path: Path, num_draft_ids: int | None = None) ->
         spec, vocab_size = _spec(document), int(document["vocab_size"])
         if spec.block is None:
             return spec
-        sizes = {"vocab_size": vocab_size, "draft_vocab_size": vocab_size if num_draft_ids is None else num_draft_ids}
-        return replace(spec, block=replace(spec.block, **sizes))
+        num_draft = vocab_size if num_draft_ids is None else num_draft_ids
+        return replace(spec, block=replace(spec.block, vocab_size=vocab_size, draft_vocab_size=num_draft))
 
 
 @contextmanager
