@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -122,9 +122,16 @@ def _block(layer: LayerConfig) -> dict[str, Any]:
     }
 
 
-def spec_of(document: Document, path: Path, num_draft_ids: int | None = None) -> HeadSpec:
-    """What a config.json in our layout, and the number of its draft ids (None: all tokens), say of the head. Raises
-    ModelError for another one, or a damaged one."""
+class Shaped(Protocol):
+    """A tensor, as far as its header tells."""
+
+    @property
+    def shape(self) -> Sequence[int] | None: ...
+
+
+def spec_of(document: Document, tensors: Mapping[str, Shaped], path: Path) -> HeadSpec:
+    """What a config.json in our layout, and the shapes of its tensors, say of the head. Raises ModelError for another
+    one, or a damaged one."""
     if document.get(MARK) != VERSION:
         hint = "give the directory that headstart train wrote"
         raise ModelError(f"{path} is no headstart head: {MARK} is {document.get(MARK)!r}, not {VERSION}", hint)
@@ -134,7 +141,8 @@ def spec_of(document: Document, path: Path, num_draft_ids: int | None = None) ->
         spec, vocab_size = _spec(document), int(document["vocab_size"])
         if spec.block is None:
             return spec
-        num_draft = vocab_size if num_draft_ids is None else num_draft_ids
+        ids = tensors.get(DRAFT_IDS)
+        num_draft = ids.shape[0] if ids and ids.shape else vocab_size
         return replace(spec, block=replace(spec.block, vocab_size=vocab_size, draft_vocab_size=num_draft))
 
 
@@ -149,16 +157,14 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def _read_own(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadCheckpoint:
-    given = tensors.get(DRAFT_IDS)
-    spec = spec_of(document, path, None if given is None else given.shape[0])
+    spec = spec_of(document, tensors, path)
     with _naming(path):
         vocab_size = int(document["vocab_size"])
-        ids = _draft_ids(given, vocab_size, path)
         return HeadCheckpoint(
             spec=spec,
             hidden_size=int(document["hidden_size"]),
             vocab_size=vocab_size,
-            draft_token_ids=ids,
+            draft_token_ids=_draft_ids(tensors.get(DRAFT_IDS), vocab_size, path),
             tensors={name: tensor for name, tensor in tensors.items() if name != DRAFT_IDS},
             trunk=str(document["trunk"]),
             trunk_fingerprint=str(document["trunk_fingerprint"]),

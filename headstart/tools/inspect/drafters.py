@@ -134,8 +134,7 @@ def _own(checkpoint: Checkpoint, weights: Mapping[str, Weight], layout: Layout) 
     from headstart.heads.kind import head_kind
 
     config = checkpoint.config
-    ids, tap = weights.get("draft_token_ids"), config.get("tap")
-    spec = spec_of(config, checkpoint.path, ids.shape[0] if ids and ids.shape else None)
+    spec, tap = spec_of(config, weights, checkpoint.path), config.get("tap")
     hidden, vocabulary = as_size(config.get("hidden_size")), as_size(config.get("vocab_size"))
     try:
         shapes = head_kind(spec.kind).shapes(spec, hidden or 0)
