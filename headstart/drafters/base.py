@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
 from typing import Literal, Protocol, Self
@@ -93,6 +94,15 @@ class DraftRunner(Protocol):
         """One token per entry (sequence, absolute position, drafted tokens before it), by the trunk's own sampling
         pipeline, masks and noise; `probs` is kept when the engine's rule needs it. scored: with the raw log
         probability of each token. A row may fail (see Sampled): its draft ends there."""
+
+
+def push(draft: Draft, token: int, sampled: Sampled, row: int) -> None:
+    """One more token, drawn in this row: its distribution where those are kept, its probability where it was scored."""
+    draft.tokens.append(token)
+    if sampled.probs is not None:
+        draft.probs = [*(draft.probs or []), sampled.probs[row]]
+    if score := sampled.logprobs[row]:
+        draft.scores.append(math.exp(score.logprob))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Self
 import numpy as np
 
 from headstart.core import Draft, Float32, Rows, Sequence
-from headstart.drafters.base import Drafter, Gate, Steps, Target, Wish
+from headstart.drafters.base import Drafter, Gate, Steps, Target, Wish, push
 from headstart.drafters.head import lm_head_of
 from headstart.errors import UsageError
 from headstart.heads.base import Head
@@ -212,14 +212,9 @@ class BlockDrafter(Drafter):
                 each.depth = min(each.depth, len(each.draft.tokens))
             if not each.wants_more:
                 continue
-            each.draft.tokens.append(token)
-            if sampled.probs is not None:
-                each.draft.probs = [*(each.draft.probs or []), sampled.probs[row]]
-            logprob = sampled.logprobs[row]
+            push(each.draft, token, sampled, row)
             if sureness is not None:
                 each.draft.scores.append(1 / (1 + math.exp(-max(float(sureness[row]), -MOST_LOGIT))))
-            elif logprob:
-                each.draft.scores.append(math.exp(logprob.logprob))
             if each.wants_more and each.gate is not None and not each.gate.goes_on(each.draft):
                 each.depth = len(each.draft.tokens)
 

@@ -6,14 +6,13 @@ drafted tokens that turn out right stay: those of a whole model depend on tokens
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Self
 
 from headstart.core import Draft, Rows, Sequence
-from headstart.drafters.base import Drafter, Target, Wish
+from headstart.drafters.base import Drafter, Target, Wish, push
 from headstart.errors import UsageError
 from headstart.heads.draft_model import DraftModel
 from headstart.kernels.ops import Buffer
@@ -113,14 +112,10 @@ class DraftModelDrafter(Drafter):
         sampled = self._runner.draw(logits, entries, self._token_ids, scored=scored)
         more = []
         for row, (wish, token) in enumerate(zip(growing, sampled.tokens.tolist(), strict=True)):
-            draft, score = wish.sequence.draft, sampled.logprobs[row]
+            draft = wish.sequence.draft
             if token < 0:  # nothing allowed is in its vocabulary, or it fails: the draft ends here
                 continue
-            draft.tokens.append(token)
-            if sampled.probs is not None:
-                draft.probs = [*(draft.probs or []), sampled.probs[row]]
-            if score is not None:
-                draft.scores.append(math.exp(score.logprob))
+            push(draft, token, sampled, row)
             if len(draft.tokens) < wish.depth and (wish.gate is None or wish.gate.goes_on(draft)):
                 more.append(wish)
         return more

@@ -8,7 +8,6 @@ later. A head without KV keeps nothing between rounds: the newest row is all it 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import accumulate
@@ -17,8 +16,8 @@ from typing import Self, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.core import Draft, Rows, Sequence
-from headstart.drafters.base import Drafter, Gate, Steps, Target, Wish
+from headstart.core import Draft, Rows, Sampled, Sequence
+from headstart.drafters.base import Drafter, Gate, Steps, Target, Wish, push
 from headstart.errors import UsageError
 from headstart.heads.base import Head, HeadNetwork
 from headstart.kernels.ops import Buffer
@@ -40,11 +39,9 @@ class _Round:
     def wants_more(self) -> bool:
         return len(self.draft.tokens) < self.depth
 
-    def push(self, token: int, logprob: float | None) -> None:
+    def push(self, token: int, sampled: Sampled, row: int) -> None:
         """One more token; the gate may end the draft behind it."""
-        self.draft.tokens.append(token)
-        if logprob is not None:
-            self.draft.scores.append(math.exp(logprob))
+        push(self.draft, token, sampled, row)
         if self.wants_more and self.gate is not None and not self.gate.goes_on(self.draft):
             self.depth = len(self.draft.tokens)
 
@@ -150,10 +147,7 @@ class HeadDrafter(Drafter):
             if token < 0:  # nothing allowed is in the draft vocabulary, or the head fails: the draft ends here
                 each.depth = len(each.draft.tokens)
                 continue
-            if sampled.probs is not None:
-                each.draft.probs = [*(each.draft.probs or []), sampled.probs[row]]
-            score = sampled.logprobs[row]
-            each.push(token, score.logprob if score else None)
+            each.push(token, sampled, row)
 
 
 def lm_head_of(target: Target, token_ids: NDArray[np.int64] | None) -> Linear:
