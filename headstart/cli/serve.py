@@ -23,7 +23,7 @@ EXAMPLES = (
     "headstart serve --record my-records",
     "headstart serve ./my-model --engine vllm --max-num-seqs 64 --dry-run",
     "curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' "
-    """-d '{"messages": [{"role": "user", "content": "Hello"}]}'""",
+    """-d '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 60}'""",
 )
 
 

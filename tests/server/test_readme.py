@@ -12,7 +12,7 @@ from process import Server
 
 from headstart.cli import serve
 
-pytestmark = pytest.mark.slow  # a server process
+pytestmark = pytest.mark.slow  # a server process; each line bounds its answer, which at T = 1 may else fill the context
 README = Path(__file__).parents[2] / "README.md"
 COMMANDS = re.findall(r"^\$ (curl .*?)(?=^\$|^```)", README.read_text("utf-8"), re.MULTILINE | re.DOTALL)
 COMMANDS += [line for line in serve.EXAMPLES if line.startswith("curl")]
