@@ -28,7 +28,6 @@ from headstart.models import keys
 from headstart.models.base import Family
 from headstart.models.keys import Config, flag, number
 from headstart.models.names import Names
-from headstart.models.reading import Reading
 from headstart.models.small import SCRATCH_EXPERTS, Arrays
 
 MOST_FEATURES = 1 << 14
@@ -68,8 +67,7 @@ def text_config(config: Config) -> tuple[Config, bool]:
         return config, tied
     if not isinstance(inner, dict):
         raise ModelError("config.json: text_config is not an object")
-    read = config if isinstance(config, Reading) else Reading(config, {})
-    return read.inside(inner), tied or flag(inner, "tie_word_embeddings")
+    return keys.inside(config, inner), tied or flag(inner, "tie_word_embeddings")
 
 
 def parse(config: Config, *, tiled: bool = False) -> DecoderConfig:

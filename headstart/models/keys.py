@@ -17,8 +17,14 @@ from headstart.layers.decoder import FeedForwardConfig, LayerConfig, MixerConfig
 from headstart.layers.mlp import MLPConfig
 from headstart.layers.moe import MoEConfig
 from headstart.layers.rope import longest, rope_spec
+from headstart.models.reading import Reading
 
 Config = Mapping[str, Any]
+
+
+def inside(config: Config, inner: Mapping[str, Any]) -> Config:
+    """The config with the keys of an object inside, which hold before the others."""
+    return (config if isinstance(config, Reading) else Reading(config, {})).inside(inner)
 
 
 def number(config: Config, *keys: str, default: int | None = None, least: int = 1, needs: str = "") -> int:
@@ -124,7 +130,8 @@ def mlp(config: Config, **switches: Any) -> MLPConfig:
 
 def layer(config: Config, mixer: MixerConfig, feed_forward: FeedForwardConfig, **more: Any) -> LayerConfig:
     """`more`: fields of LayerConfig."""
-    return LayerConfig(mixer=mixer, mlp=feed_forward, eps=real(config, "rms_norm_eps", 1e-6), **more)
+    fields = {"mixer": mixer, "mlp": feed_forward, "eps": real(config, "rms_norm_eps", 1e-6)}
+    return LayerConfig(**{**fields, **more})
 
 
 def decoder(config: Config, layers: Sequence[LayerConfig], **more: Any) -> DecoderConfig:
@@ -216,7 +223,8 @@ def sigmoid_experts(config: Config) -> MoEConfig:
             f"config.json: {count} experts do not make {groups_} groups of which {router.top_groups} count"
         )
     shared = number(config, "n_shared_experts", default=0, least=0)
-    return _experts(config, router, shared=shared * number(config, "moe_intermediate_size"), bias=True)
+    bias = flag(config, "use_expert_bias", True)
+    return _experts(config, router, shared=shared * number(config, "moe_intermediate_size"), bias=bias)
 
 
 def _experts(config: Config, router: RouterSpec, **more: Any) -> MoEConfig:

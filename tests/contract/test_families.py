@@ -60,18 +60,28 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "rope yarn, mscale": {"rope_scaling": {**YARN, "mscale": 0.707, "mscale_all_dim": 1.0}},
     "rope parameters of transformers 5": {"rope_parameters": {**LLAMA3, "rope_theta": 5000.0}, "rope_theta": None},
 }
+WITH: dict[tuple[str, str], dict[str, Any]] = {
+    ("llama", "biases"): {"mlp_bias": True},
+}
+"""What a variant of a family changes besides."""
 LENGTH = 90  # beyond the original context of the scaled ropes
 GREEDY = 200
 
 
 def changed(changes: dict[str, Any]) -> dict[str, Any]:
     """Hashable arguments for tiny_model's cache."""
-    return {key: _Frozen(value) if isinstance(value, dict) else value for key, value in changes.items()}
+    kinds = {dict: _Frozen, list: _FrozenList}
+    return {key: kinds.get(type(value), lambda each: each)(value) for key, value in changes.items()}
 
 
 class _Frozen(dict[str, Any]):
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(tuple(sorted(self.items())))
+
+
+class _FrozenList(list[Any]):
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(self))
 
 
 def oracle_of(family: str, model: Model) -> Any:
@@ -80,6 +90,9 @@ def oracle_of(family: str, model: Model) -> Any:
     assert kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, f"name the trunk of {family} in TRUNKS"
     config = {key: value for key, value in model.checkpoint.config.items() if key != "model_type" and value is not None}
     config |= UNKNOWN_TO_ORACLE.get(family, {})
+    if (full := config.get("full_attn_idxs")) is not None:
+        kinds = ["full_attention" if i in full else "conv" for i in range(config["num_hidden_layers"])]
+        config["layer_types"] = kinds
     oracle = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config), attn_implementation="eager")
     tensors = {name: torch.tensor(tensor.float32()) for name, tensor in model.checkpoint.tensors.items()}
     missing, unexpected = oracle.load_state_dict(fused_experts(tensors), strict=False)
@@ -92,10 +105,10 @@ def oracle_of(family: str, model: Model) -> Any:
 
 def fused_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Experts one by one -> transformers' stacks [E, gate and up, H] and [E, H, I] of each layer."""
-    found, stacks = {}, {}
+    found, stacks, parts = {}, {}, {"w1": "gate", "w3": "up", "w2": "down"}
     for name, tensor in tensors.items():
-        if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name):
-            stacks.setdefault(match[1], {})[match[3], int(match[2])] = tensor
+        if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(?:(gate|up|down)_proj|(w\d))\.weight", name):
+            stacks.setdefault(match[1], {})[match[3] or parts[match[4]], int(match[2])] = tensor
         else:
             found[name] = tensor
     for prefix, parts in stacks.items():
@@ -128,7 +141,7 @@ def logits_in_chunks(engine: Engine, tokens: Seq[int], first: int, chunk: int) -
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_transformers(family: str, variant: str) -> None:
-    changes = VARIANTS[variant] | ({"mlp_bias": True} if (family, variant) == ("llama", "biases") else {})
+    changes = VARIANTS[variant] | WITH.get((family, variant), {})
     model = tiny_model(family, dtype="float32", **changed(changes))
     tokens = [token % model.config.vocab_size for token in prompt_of(LENGTH, 5)]
     with torch.inference_mode():
