@@ -2,8 +2,25 @@
 
 #include <stdexcept>
 
+#ifdef HEADSTART_BF16
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace headstart {
 namespace {
+
+#ifdef HEADSTART_BF16
+// Tiles of bfloat16, and the system's leave to use them (Linux keeps their 8 KiB of state for who has asked).
+bool has_amx() {
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+    constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24;
+    constexpr long kRequestPermission = 0x1023, kTileData = 18; // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return (d & kBf16) && (d & kTile) && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+#endif
 
 std::vector<Path> usable_paths() {
     std::vector<Path> found;
@@ -15,6 +32,11 @@ std::vector<Path> usable_paths() {
     const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                             __builtin_cpu_supports("avx512vnni");
+#ifdef HEADSTART_BF16
+    if (has_avx512 && has_amx()) found.push_back({"amx", &amx::kernels(), &avx512::kLoops});
+    if (has_avx512 && __builtin_cpu_supports("avx512bf16"))
+        found.push_back({"avx512_bf16", &avx512_bf16::kernels(), &avx512::kLoops});
+#endif
     if (has_avx512) found.push_back({"avx512", &avx512::kernels(), &avx512::kLoops});
     if (has_avx2) found.push_back({"avx2", &avx2::kernels(), &avx2::kLoops});
 #endif

@@ -18,6 +18,8 @@ from headstart.kernels.reference.backend import ReferenceBackend
 
 Array = NDArray[Any]
 PATHS = instruction_paths()
+BF16_PATHS = {"amx", "avx512_bf16"}
+"""Those that round the rows of bfloat16 products."""
 BLOCK = 16
 ONE_THREAD = packing.ThreadPool(1)
 
@@ -111,6 +113,19 @@ def quantized_rows(x: Array) -> tuple[Array, Array]:
     values = quants.astype(np.float64) * scale
     steps = np.broadcast_to(np.where(small, np.float32(2e-30), scale), groups.shape)
     return values.reshape(rows, -1)[:, :cols], steps.reshape(rows, -1)[:, :cols].astype(np.float64)
+
+
+def rounded_rows(x: Array) -> Array:
+    """Activations as products of bfloat16 see them on a path with instructions for these: subnormal numbers are 0."""
+    rounded = torch.from_numpy(x).bfloat16().float().numpy()
+    return np.where(np.abs(rounded) < np.finfo(np.float32).tiny, np.float32(0), rounded)
+
+
+def inputs_of(form: Form, path: str, x: Array) -> Array:
+    """What a matrix of this form multiplies (float64)."""
+    if form.quantized:
+        return quantized_rows(x)[0]
+    return (rounded_rows(x) if form == FORMS["BF16"] and path in BF16_PATHS else x).astype(np.float64)
 
 
 def stored(values: Array, kv_dtype: str, dim: int) -> Array:
