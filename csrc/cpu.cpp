@@ -2,7 +2,7 @@
 
 #include <stdexcept>
 
-#ifdef HEADSTART_BF16
+#ifdef HEADSTART_AMX
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -11,9 +11,9 @@
 namespace headstart {
 namespace {
 
-#ifdef HEADSTART_BF16
+#ifdef HEADSTART_AMX
 // Tiles of bfloat16, and the system's leave to use them (Linux keeps their 8 KiB of state for who has asked).
-bool has_amx() {
+bool has_amx() { // and AVX512-BF16, which no processor with tiles lacks
     unsigned a, b, c, d;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
     constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24;
@@ -32,10 +32,8 @@ std::vector<Path> usable_paths() {
     const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                             __builtin_cpu_supports("avx512vnni");
-#ifdef HEADSTART_BF16
+#ifdef HEADSTART_AMX
     if (has_avx512 && has_amx()) found.push_back({"amx", &amx::kernels(), &avx512::kLoops});
-    if (has_avx512 && __builtin_cpu_supports("avx512bf16"))
-        found.push_back({"avx512_bf16", &avx512_bf16::kernels(), &avx512::kLoops});
 #endif
     if (has_avx512) found.push_back({"avx512", &avx512::kernels(), &avx512::kLoops});
     if (has_avx2) found.push_back({"avx2", &avx2::kernels(), &avx2::kLoops});

@@ -163,9 +163,6 @@ const Kernels& kernels();
 namespace avx512 {
 const Kernels& kernels();
 }
-namespace avx512_bf16 { // avx512 with VDPBF16PS
-const Kernels& kernels();
-}
 namespace amx { // avx512 with AMX-BF16
 const Kernels& kernels();
 }

@@ -18,8 +18,6 @@ from headstart.kernels.reference.backend import ReferenceBackend
 
 Array = NDArray[Any]
 PATHS = instruction_paths()
-BF16_PATHS = {"amx", "avx512_bf16"}
-"""Those that round the rows of bfloat16 products."""
 BLOCK = 16
 ONE_THREAD = packing.ThreadPool(1)
 
@@ -116,7 +114,7 @@ def quantized_rows(x: Array) -> tuple[Array, Array]:
 
 
 def rounded_rows(x: Array) -> Array:
-    """Activations as products of bfloat16 see them on a path with instructions for these: subnormal numbers are 0."""
+    """Activations as products of bfloat16 see them on the path `amx`: subnormal numbers are 0."""
     rounded = torch.from_numpy(x).bfloat16().float().numpy()
     return np.where(np.abs(rounded) < np.finfo(np.float32).tiny, np.float32(0), rounded)
 
@@ -125,7 +123,7 @@ def inputs_of(form: Form, path: str, x: Array) -> Array:
     """What a matrix of this form multiplies (float64)."""
     if form.quantized:
         return quantized_rows(x)[0]
-    return (rounded_rows(x) if form == FORMS["BF16"] and path in BF16_PATHS else x).astype(np.float64)
+    return (rounded_rows(x) if form == FORMS["BF16"] and path == "amx" else x).astype(np.float64)
 
 
 def stored(values: Array, kv_dtype: str, dim: int) -> Array:

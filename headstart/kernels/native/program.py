@@ -84,7 +84,7 @@ class Recorder:
         both_held = gate in self._held and up in self._held
         if (
             both_held and gate.x is not None and gate.x is up.x and _kind(gate) == _kind(up)
-        ):  # the same form of the rows
+        ):  # one form of the rows
             self._held = [each for each in self._held if each is not gate and each is not up]
             x = self._index(gate.x)
             made = self.program.gated(x, gate.matrix, up.matrix, gate.bias, up.bias, number, "matrices")

@@ -1,6 +1,6 @@
-// bfloat16 matrices times rows rounded to bfloat16, by the instructions for that: pairs of columns at once (VDPBF16PS),
-// or tiles (AMX). All else is the avx512 path's. A sum over columns is one chain in ascending order, whatever the tile:
-// bits of a row depend on that row only. Both instructions read subnormal numbers as zeros.
+// bfloat16 matrices times rows rounded to bfloat16, in tiles (AMX). All else is the avx512 path's. A sum over columns is
+// one chain in ascending order, whatever the tile: bits of a row depend on that row only. The instruction reads subnormal
+// numbers as zeros.
 #include <immintrin.h>
 
 #include "kernels.h"
@@ -17,8 +17,6 @@ INLINE int64_t halves_stride(const Matrix& w) { return w.padded(); } // of a row
 INLINE const uint16_t* halves_of(const Matrix& w, const Input& x, int64_t row) {
     return x.halves + x.at(row) * halves_stride(w);
 }
-
-#if defined(__AMX_BF16__)
 
 constexpr int kRowTile = 32; // two tiles of rows x two blocks: four sums
 
@@ -49,13 +47,8 @@ void multiply(const Matrix& w, const uint8_t* const block[2], const Input& x, in
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    const int64_t ahead = row == 0 ? 2 * w.padded() * 32 : 0; // the next pair of blocks
     for (int64_t k = 0; k < w.padded(); k += kStep) {
         const uint8_t *first = block[0] + k * 32, *second = block[1] + k * 32;
-        for (int64_t line = 0; line < kStep * 32; line += 64) {
-            prefetch(first + ahead + line);
-            prefetch(second + ahead + line);
-        }
         const uint16_t* in = x.index ? gathered[0] : x.halves + row * halves_stride(w) + k;
         if (x.index)
             for (int r = 0; r < rows; ++r) std::memcpy(gathered[r], halves_of(w, x, row + r) + k, kStep * 2);
@@ -78,49 +71,6 @@ void multiply(const Matrix& w, const uint8_t* const block[2], const Input& x, in
     }
     _tile_release();
 }
-
-#else
-
-constexpr int kRowTile = 8;
-
-template <int kRows>
-INLINE void multiply_rows(const Matrix& w, const uint8_t* const block[2], const Input& x, int64_t row,
-                          float (&sums)[2][kRowTile][16]) {
-    const uint16_t* in[kRows];
-    f32 acc[kRows][2];
-    for (int r = 0; r < kRows; ++r) in[r] = halves_of(w, x, row + r), acc[r][0] = acc[r][1] = splat(0.0f);
-    const int64_t ahead = row == 0 ? 2 * w.padded() * 32 : 0; // the next pair of blocks
-    for (int64_t k = 0; k < w.padded(); k += 2) {
-        prefetch(block[0] + ahead + k * 32);
-        prefetch(block[1] + ahead + k * 32);
-        const auto w0 = (__m512bh)_mm512_loadu_si512(block[0] + k * 32);
-        const auto w1 = (__m512bh)_mm512_loadu_si512(block[1] + k * 32);
-        for (int r = 0; r < kRows; ++r) {
-            int32_t pair;
-            std::memcpy(&pair, in[r] + k, 4);
-            const auto a = (__m512bh)_mm512_set1_epi32(pair);
-            acc[r][0].v = _mm512_dpbf16_ps(acc[r][0].v, w0, a);
-            acc[r][1].v = _mm512_dpbf16_ps(acc[r][1].v, w1, a);
-        }
-    }
-    for (int r = 0; r < kRows; ++r) store(sums[0][r], acc[r][0]), store(sums[1][r], acc[r][1]);
-}
-
-void multiply(const Matrix& w, const uint8_t* const block[2], const Input& x, int64_t row, int rows,
-              float (&sums)[2][kRowTile][16]) {
-    switch (rows) {
-    case 1: return multiply_rows<1>(w, block, x, row, sums);
-    case 2: return multiply_rows<2>(w, block, x, row, sums);
-    case 3: return multiply_rows<3>(w, block, x, row, sums);
-    case 4: return multiply_rows<4>(w, block, x, row, sums);
-    case 5: return multiply_rows<5>(w, block, x, row, sums);
-    case 6: return multiply_rows<6>(w, block, x, row, sums);
-    case 7: return multiply_rows<7>(w, block, x, row, sums);
-    default: return multiply_rows<8>(w, block, x, row, sums);
-    }
-}
-
-#endif
 
 // Calls f(first row, number of rows, their sums) for tiles of rows.
 template <class F>
