@@ -21,6 +21,7 @@ class DecoderConfig:
     max_length: int
     tied: bool  # LM head = embedding
     embedding_scale: float = 1.0
+    logit_scale: float = 1.0
     logit_softcap: float = 0.0  # 0: none
     num_mtp: int = 0  # native MTP modules promised by the config
     mtp_layer: LayerConfig | None = None  # the block of such a module; None: as the last layer
@@ -54,6 +55,7 @@ def decoder(weights: Weights, config: DecoderConfig) -> Decoder:
         norm=weights.norm("norm", config.hidden_size, config.eps),
         lm_head=Linear(weights.get(head, config.vocab_size, config.hidden_size)),
         embedding_scale=config.embedding_scale,
+        logit_scale=config.logit_scale,
         logit_softcap=config.logit_softcap,
     )
 

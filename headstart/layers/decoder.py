@@ -149,14 +149,15 @@ class DecoderLayer:
 
 @dataclass(frozen=True)
 class Decoder:
-    """Embedding, layers, final norm, LM head: a whole trunk. Embeddings are multiplied by `embedding_scale`; logits
-    are kept within `logit_softcap`, if there is one."""
+    """Embedding, layers, final norm, LM head: a whole trunk. Embeddings are multiplied by `embedding_scale`, logits by
+    `logit_scale` and kept within `logit_softcap`, if there is one."""
 
     embedding: Weight
     layers: list[DecoderLayer]
     norm: RMSNorm
     lm_head: Linear
     embedding_scale: float = 1.0
+    logit_scale: float = 1.0
     logit_softcap: float = 0.0
 
     @property
@@ -177,6 +178,8 @@ class Decoder:
     def logits(self, ops: Ops, x: Buffer) -> Buffer:
         """[L, H] after the final norm -> [L, V]."""
         logits = self.lm_head(ops, x)
+        if self.logit_scale != 1:
+            logits = ops.scale(logits, self.logit_scale)
         return ops.softcap(logits, self.logit_softcap) if self.logit_softcap else logits
 
     def program(
