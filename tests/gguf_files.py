@@ -16,9 +16,11 @@ Config = dict[str, Any]
 ARCH = {
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe",
     "deepseek_v3": "deepseek2", "qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
+    "smollm3": "smollm3",
 }  # fmt: skip
 """model_type -> llama.cpp's architecture."""
 HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+PERMUTED = ("llama", "smollm3")
 TOP = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "mtp.fc": "nextn.eh_proj",
     "mtp.pre_fc_norm_embedding": "nextn.enorm", "mtp.pre_fc_norm_hidden": "nextn.hnorm",
@@ -195,7 +197,7 @@ def _of_layer(config: Config, part: str, array: Any) -> Arrays:
         return dict(zip(("attn_qkv.weight", "attn_gate.weight"), split_qkvz(array, config), strict=True))
     if part.startswith("linear_attn.") and family != "qwen3_next":
         array = reordered(part.removeprefix("linear_attn."), array, config)
-    if family == "llama" and (match := re.match(r"self_attn\.([qk])_proj\.", part)):
+    if family in PERMUTED and (match := re.match(r"self_attn\.([qk])_proj\.", part)):
         heads = config["num_attention_heads"] if match[1] == "q" else config["num_key_value_heads"]
         array = array.reshape(heads, 2, -1, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
     if part == "linear_attn.A_log":

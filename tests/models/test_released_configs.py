@@ -52,6 +52,11 @@ RELEASED: dict[str, dict[str, Any]] = {
         **LLAMA, "model_type": "llama", "is_llama_config": True, "rope_interleaved": False, "rope_scaling": None,
         "transformers.js_config": {"dtype": "q4"},
     },
+    "SmolLM3-3B": {
+        **LLAMA, "model_type": "smollm3", "head_dim": None, "layer_types": ["full_attention"] * 16,
+        "max_window_layers": 28, "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0] * 4, "rope_scaling": None,
+        "sliding_window": None, "use_sliding_window": False,
+    },
     "Llama 3.2": {
         **LLAMA, "model_type": "llama", "rope_scaling": {
             "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
