@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, RopeSpec, StateSpec, Weight
+from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, RopeSpec, StateSpec, TemperSpec, Weight
 from headstart.layers.linear import Linear
 from headstart.layers.norm import RMSNorm
 from headstart.layers.weights import Shapes, Weights
@@ -16,7 +16,7 @@ from headstart.layers.weights import Shapes, Weights
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
     """`rope` None: positions are not rotated. `qk_norm`: of each head, or `wide_norms`: over all heads together;
-    `norms_last`: behind the rope. `gated`: the output is multiplied by sigmoid(gate x). `shares`: the index of an
+    `norms_last`: behind the rope. `temper`: queries grow with their position. `gated`: the output is multiplied by sigmoid(gate x). `shares`: the index of an
     earlier layer, whose keys and values are read in place of own ones. `sinks`: see Ops.attend."""
 
     spec: AttentionSpec
@@ -26,6 +26,7 @@ class AttentionConfig:
     qk_norm: bool = False
     wide_norms: bool = False
     norms_last: bool = False
+    temper: TemperSpec | None = None
     gated: bool = False
     shares: int | None = None
     sinks: bool = False
@@ -49,6 +50,7 @@ class AttentionConfig:
             spec=self.spec,
             rope=self.rope,
             norms_last=self.norms_last,
+            temper=self.temper,
             sinks=weights.get(f"{name}.sinks", self.spec.num_heads) if self.sinks else None,
             shares=self.shares,
         )
@@ -99,6 +101,7 @@ class Attention:
     spec: AttentionSpec
     rope: RopeSpec | None
     norms_last: bool = False
+    temper: TemperSpec | None = None
     sinks: Weight | None = None
     shares: int | None = None
 
@@ -130,6 +133,7 @@ class Attention:
         v = self.v_proj(ops, x) if self.v_proj else None
         gate = self.gate_proj(ops, x) if self.gate_proj else None
         q = self._placed(ops, q, self.q_norm, positions)
+        q = ops.temper(q, positions, self.temper) if self.temper else q
         if self.k_proj:
             ops.store_kv(self._placed(ops, k, self.k_norm, positions), v, pool, self.spec)
         attended = ops.attend(q, pool, self.spec, self.sinks)

@@ -1,7 +1,7 @@
-"""GLM-4 (9B and 32B of 0414, and the earlier 9B): joined gate and up, positions in half of each head with pairs side by
-side; those of 0414 with norms before and after each part.
+"""GLM-4 of 0414 (9B, 32B, Z1): joined gate and up, positions in half of each head with pairs side by side, norms before
+and after each part.
 
-Formula: transformers `models/glm4`, `models/glm`.
+Formula: transformers `models/glm4`.
 """
 
 from __future__ import annotations
@@ -9,17 +9,15 @@ from __future__ import annotations
 from functools import partial
 
 from headstart.layers.build import DecoderConfig
+from headstart.layers.decoder import Norms
 from headstart.models import keys
 from headstart.models.base import Family
 from headstart.models.joined import join
 from headstart.models.keys import Config, flag
 from headstart.models.names import PREFIXES, Names
 
-EARLIER = "glm"
 
-
-def parse(config: Config) -> DecoderConfig:
-    norms = "pre" if config["model_type"] == EARLIER else "sandwich"
+def parse(config: Config, norms: Norms = "sandwich") -> DecoderConfig:
     return keys.stack(config, mixer={"qkv_bias": flag(config, "attention_bias", True)}, layer={"norms": norms})
 
 

@@ -13,7 +13,9 @@ from headstart.models.names import PREFIXES, Names
 
 
 def parse(config: Config) -> DecoderConfig:
-    keys.refuse_others(config, {"use_cla": False, "use_mixed_mlp_moe": False, "num_experts": 1, "add_classification_head": False})
+    keys.refuse_others(
+        config, {"use_cla": False, "use_mixed_mlp_moe": False, "num_experts": 1, "add_classification_head": False}
+    )
     bias = flag(config, "attention_bias")
     mixer = {"qkv_bias": bias, "o_bias": bias, "qk_norm": flag(config, "use_qk_norm", True), "norms_last": True}
     return keys.stack(config, mixer=mixer, feed_forward=keys.mlp(config, bias=flag(config, "mlp_bias")))

@@ -38,7 +38,11 @@ def _parts(layer: LayerConfig) -> dict[str, dict[str, int]]:
     found = {}
     if isinstance(layer.mixer, AttentionConfig):
         spec = layer.mixer.spec
-        counts = (spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.value_width)
+        counts = (
+            spec.num_heads * spec.head_dim,
+            spec.num_kv_heads * spec.head_dim,
+            spec.num_kv_heads * spec.value_width,
+        )
         found[QKV] = dict(zip((f"self_attn.{part}_proj" for part in "qkv"), counts, strict=True))
     if isinstance(layer.mlp, MLPConfig) and layer.mlp.gated:
         found[GATE_UP] = dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), layer.mlp.inner)

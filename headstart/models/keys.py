@@ -106,6 +106,10 @@ def kinds_in_turn(config: Config, every: int) -> list[str]:
     kinds, count = config.get("layer_types"), num_layers(config)
     if kinds is None:
         told = config.get("sliding_window_pattern")
+        if isinstance(told, str) and told:  # as often as it fits: LLLG
+            told = [letter == "L" for letter in (told * count)[:count]]
+        if isinstance(told, bool):  # of all layers, in a GGUF file
+            told = [told] * count
         if isinstance(told, list):
             kinds = [SLIDING if sliding else FULL for sliding in told]
         else:
@@ -182,7 +186,8 @@ def mlp(config: Config, **switches: Any) -> MLPConfig:
 
 def layer(config: Config, mixer: MixerConfig, feed_forward: FeedForwardConfig, **more: Any) -> LayerConfig:
     """`more`: fields of LayerConfig."""
-    return LayerConfig(mixer=mixer, mlp=feed_forward, eps=real(config, "rms_norm_eps", 1e-6), **more)
+    fields = {"eps": real(config, "rms_norm_eps", 1e-6), **more}
+    return LayerConfig(mixer=mixer, mlp=feed_forward, **fields)
 
 
 def stack(

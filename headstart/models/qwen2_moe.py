@@ -6,6 +6,7 @@ from headstart.layers.build import DecoderConfig
 from headstart.models import keys
 from headstart.models.base import Family
 from headstart.models.keys import Config, flag, number
+from headstart.models.names import PREFIXES, Names
 
 SHARED = "shared_expert_intermediate_size"
 
@@ -40,6 +41,7 @@ def _windows(config: Config) -> list[int]:
 
 FAMILY = Family(
     parse=parse,
+    names=Names(PREFIXES, {".mlp.shared_expert.": ".mlp.shared_experts."}),
     defaults={
         "max_position_embeddings": 32768, "num_key_value_heads": 16, "sliding_window": 4096, "max_window_layers": 28,
         "num_experts": 60, "num_experts_per_tok": 4, "norm_topk_prob": False, "moe_intermediate_size": 1408,
@@ -53,6 +55,6 @@ FAMILY = Family(
     aliases=("qwen2moe",),  # llama.cpp's
     small={
         "model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"], "num_experts": 7,
-        "num_experts_per_tok": 3, "moe_intermediate_size": 24, SHARED: 40, "mlp_only_layers": [1],
+        "num_experts_per_tok": 3, "moe_intermediate_size": 24, SHARED: 40,
     },
 )  # fmt: skip
