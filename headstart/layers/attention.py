@@ -16,8 +16,9 @@ from headstart.layers.weights import Shapes, Weights
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
     """`rope` None: positions are not rotated. `qk_norm`: of each head, or `wide_norms`: over all heads together;
-    `norms_last`: behind the rope. `temper`: queries grow with their position. `gated`: the output is multiplied by sigmoid(gate x). `shares`: the index of an
-    earlier layer, whose keys and values are read in place of own ones. `sinks`: see Ops.attend."""
+    `norms_last`: behind the rope. `temper`: queries grow with their position. `gated`: the output is multiplied by
+    sigmoid(gate x). `shares`: the index of an earlier layer, whose keys and values are read in place of own ones.
+    `sinks`: see Ops.attend."""
 
     spec: AttentionSpec
     rope: RopeSpec | None

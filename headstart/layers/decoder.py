@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, Program, StateSpec, StepInputs, Weight
 from headstart.layers.linear import Linear
-from headstart.layers.norm import NoNorm, Norm
+from headstart.layers.norm import NoNorm, Norm, RMSNorm
 from headstart.layers.weights import Shapes, Weights
 
 Tap = Literal["post_norm", "pre_norm"] | tuple[int, ...]
@@ -165,7 +165,7 @@ class Decoder:
 
     embedding: Weight
     layers: list[DecoderLayer]
-    norm: Norm
+    norm: RMSNorm
     lm_head: Linear
     embedding_scale: float = 1.0
     logit_scale: float = 1.0

@@ -1,4 +1,4 @@
-"""Command R7B, Command A and other models of Cohere: both parts of a layer read one norm, which centers; positions, with
+"""Command R, R7B, A and other models of Cohere: both parts of a layer read one norm, which centers; positions, with
 pairs side by side, in layers with windows only; logits are scaled.
 
 Formula: transformers `models/cohere2`; `models/cohere` (Command R) has no windows, and may norm q and k.

@@ -202,13 +202,14 @@ def stack(
     **more: Any,
 ) -> DecoderConfig:
     """A decoder of layers like each other: of each its window (none: no layer has one), and whether positions are
-    rotated (none: in all). `windowed`: what attention with a window reads in place of `config`. `mixer`: fields of AttentionConfig, or as in `attention`; `layer`: of LayerConfig; `more`:
-    of DecoderConfig; `feed_forward` None: an MLP."""
+    rotated (none: in all). `windowed`: what attention with a window reads in place of `config`. `mixer`: fields of
+    AttentionConfig, or as in `attention`; `layer`: of LayerConfig; `more`: of DecoderConfig; `feed_forward` None: an
+    MLP."""
     feed = feed_forward or mlp(config)
 
     def one(index: int) -> LayerConfig:
         window = windows[index] if windows else 0
-        still = {} if not rotated or rotated[index] else {"rope": None}
+        still: dict[str, Any] = {} if not rotated or rotated[index] else {"rope": None}
         read = config if windowed is None or not window else windowed
         return _layer(config, attention(read, window=window, **mixer, **still), feed, **layer)
 

@@ -159,6 +159,20 @@ def converted(config: Config) -> Config:
     return theirs
 
 
+def converted_tensors(config: Config, arrays: Arrays) -> Arrays:
+    """Under the same names: rows of q and k in llama.cpp's order, experts stacked."""
+    found, stacks = {}, dict[str, dict[int, Any]]()
+    for name, array in arrays.items():
+        if config["model_type"] in PERMUTED and (match := re.search(r"\.([qk])_proj\.", name)):
+            heads = config["num_attention_heads"] if match[1] == "q" else config["num_key_value_heads"]
+            array = array.reshape(heads, 2, -1, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
+        if match := re.search(r"\.experts\.(\d+)", name):
+            stacks.setdefault(name.replace(match[0], ".experts"), {})[int(match[1])] = array
+        else:
+            found[name] = array
+    return found | {name: np.stack([each for _, each in sorted(parts.items())]) for name, parts in stacks.items()}
+
+
 def write_converted(path: Path, config: Config, arrays: Arrays) -> Path:
     """A GGUF file, by the names of llama.cpp's converter."""
     kind, layers = config["model_type"], config["num_hidden_layers"]
@@ -180,18 +194,8 @@ def write_converted(path: Path, config: Config, arrays: Arrays) -> Path:
             writer.add_tensor(f"rope_factors_{length}.weight", np.array(rope[f"{length}_factor"], np.float32))
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         writer.add_rope_scaling_attn_factors(np.sqrt(1 + np.log(2) / np.log(256)))
-    stacks: dict[str, dict[int, Any]] = {}
-    for name, array in arrays.items():
-        if kind in PERMUTED and (match := re.search(r"\.([qk])_proj\.", name)):
-            heads = config["num_attention_heads"] if match[1] == "q" else config["num_key_value_heads"]
-            array = array.reshape(heads, 2, -1, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
-        if match := re.search(r"\.experts\.(\d+)", name):
-            stacks.setdefault(name.replace(match[0], ".experts"), {})[int(match[1])] = array
-            continue
+    for name, array in converted_tensors(config, arrays).items():
         writer.add_tensor(str(names.get_name(name, (".weight", ".bias"))), np.ascontiguousarray(array))
-    for name, parts in stacks.items():
-        stack = np.stack([each for _, each in sorted(parts.items())])
-        writer.add_tensor(str(names.get_name(name, (".weight",))), stack)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
     writer.add_token_list(["a", "b", "ab", *(f"<{i}>" for i in range(3, config["vocab_size"]))])
