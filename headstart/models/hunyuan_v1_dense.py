@@ -5,17 +5,18 @@ Formula: transformers `models/hunyuan_v1_dense`.
 
 from __future__ import annotations
 
+from headstart.errors import ModelError
 from headstart.layers.build import DecoderConfig
 from headstart.models import keys
 from headstart.models.base import Family
-from headstart.models.keys import Config, flag
+from headstart.models.keys import Config, flag, number
 from headstart.models.names import PREFIXES, Names
 
 
 def parse(config: Config) -> DecoderConfig:
-    keys.refuse_others(
-        config, {"use_cla": False, "use_mixed_mlp_moe": False, "num_experts": 1, "add_classification_head": False}
-    )
+    keys.refuse_others(config, {"use_cla": False, "use_mixed_mlp_moe": False, "add_classification_head": False})
+    if (experts := number(config, "num_experts", default=1, least=0)) > 1:
+        raise ModelError(f"config.json: num_experts is {experts}: Hunyuan with experts is not supported")
     bias = flag(config, "attention_bias")
     mixer = {"qkv_bias": bias, "o_bias": bias, "qk_norm": flag(config, "use_qk_norm", True), "norms_last": True}
     return keys.stack(config, mixer=mixer, feed_forward=keys.mlp(config, bias=flag(config, "mlp_bias")))

@@ -113,7 +113,7 @@ def kinds_in_turn(config: Config, every: int) -> list[str]:
         if isinstance(told, list):
             kinds = [SLIDING if sliding else FULL for sliding in told]
         else:
-            every = number(config, "sliding_window_pattern", default=every)
+            every = number(config, "sliding_window_pattern", default=every, least=0) or every
             kinds = [FULL if (i + 1) % every == 0 else SLIDING for i in range(count)]
     check_kinds(kinds, count, (FULL, SLIDING))
     return list(kinds)
@@ -144,7 +144,7 @@ def windows_in_turn(config: Config, every: int = 1) -> list[int]:
     window, count = number(config, "sliding_window", default=0, least=0), num_layers(config)
     if not window:
         return [0] * count
-    told = config.get("layer_types") is not None or config.get("sliding_window_pattern") is not None
+    told = config.get("layer_types") is not None or bool(config.get("sliding_window_pattern"))
     kinds = kinds_in_turn(config, every) if told or every > 1 else [SLIDING] * count
     return [window if kind == SLIDING else 0 for kind in kinds]
 
@@ -265,7 +265,7 @@ def softmax_experts(config: Config, *, shared: int = 0, inner: int = 0) -> MoECo
     """Experts chosen by a softmax, `inner` wide (0: `moe_intermediate_size`), and a gated one, `shared` wide, for every
     row."""
     router = RouterSpec(
-        num_experts=number(config, "num_experts", "num_local_experts", needs="a mixture of experts"),
+        num_experts=number(config, "num_local_experts", "num_experts", needs="a mixture of experts"),
         top_k=number(config, "num_experts_per_tok", needs="a mixture of experts"),
         normalize=flag(config, "norm_topk_prob", True),
     )
