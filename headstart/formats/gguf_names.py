@@ -90,6 +90,10 @@ KEYS: Mapping[str, str] = {
     "attention.key_length_mla": "qk_head_dim",  # of a head, where key_length is that of the cache
     "attention.value_length_mla": "v_head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.layer_norm_epsilon": "layer_norm_eps",
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
     "attention.sliding_window": "sliding_window",
     "attention.sliding_window_pattern": "sliding_window_pattern",
     "attention.causal": "is_causal",

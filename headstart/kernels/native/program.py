@@ -23,6 +23,7 @@ from headstart.kernels.ops import (
     RopeSpec,
     RouterSpec,
     StepInputs,
+    TemperSpec,
 )
 
 Vector = NDArray[np.float32]
@@ -92,6 +93,13 @@ class Recorder:
     def scale(self, x: Buffer, factor: float) -> Buffer:
         return Buffer(x.width, self.program.scale(self._index(x), factor))
 
+    def center(self, x: Buffer) -> Buffer:
+        return Buffer(x.width, self.program.center(self._index(x)))
+
+    def temper(self, x: Buffer, positions: Input, spec: TemperSpec) -> Buffer:
+        assert positions == "positions", positions
+        return Buffer(x.width, self.program.temper(self._index(x), spec.every, spec.strength, spec.ahead))
+
     def softcap(self, x: Buffer, cap: float) -> Buffer:
         return Buffer(x.width, self.program.softcap(self._index(x), cap))
 
@@ -143,7 +151,8 @@ class Recorder:
     def attend(self, q: Buffer, pool: KVPool, spec: AttentionSpec, sinks: Vector | None = None) -> Buffer:
         width = spec.num_heads * spec.value_width
         index = self._index(q)
-        how = (spec.num_heads, spec.scale, spec.window, spec.softcap, sinks, spec.causal)
+        window = -spec.window if spec.chunked else spec.window
+        how = (spec.num_heads, spec.scale, window, spec.softcap, sinks, spec.causal)
         return Buffer(width, self.program.attend(index, pool, *how))
 
     def causal_conv(self, x: Buffer, weight: Vector, pool: StatePool, spec: ConvSpec) -> Buffer:
