@@ -34,7 +34,7 @@ def parse(config: Config) -> DecoderConfig:
     _gemma.one_direction(config, "vision")
     unified = str(config["model_type"]).startswith("gemma4_unified")
     kinds = [*keys.kinds_in_turn(config, 6)[:-1], FULL]
-    window = number(config, "sliding_window", default=1024 if unified else 512)
+    window = number(config, "sliding_window", default=1024 if unified else 512, least=0)
     width = number(config, "hidden_size_per_layer_input", default=0 if unified else 256, least=0)
     count, reads = len(kinds), keys.by_kind(config)
     first = count - number(config, "num_kv_shared_layers", default=0, least=0)

@@ -108,7 +108,7 @@ def kinds_in_turn(config: Config, every: int) -> list[str]:
         if isinstance(told, list):
             kinds = [SLIDING if sliding else FULL for sliding in told]
         else:
-            every = number(config, "sliding_window_pattern", default=every)
+            every = number(config, "sliding_window_pattern", default=every, least=0) or every
             kinds = [FULL if (i + 1) % every == 0 else SLIDING for i in range(count)]
     check_kinds(kinds, count, (FULL, SLIDING))
     return list(kinds)
