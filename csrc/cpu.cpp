@@ -2,8 +2,25 @@
 
 #include <stdexcept>
 
+#ifdef HEADSTART_AMX
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace headstart {
 namespace {
+
+#ifdef HEADSTART_AMX
+// Tiles of bfloat16, and the system's leave to use them (Linux keeps their 8 KiB of state for who has asked).
+bool has_amx() { // and AVX512-BF16, which no processor with tiles lacks
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+    constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24;
+    constexpr long kRequestPermission = 0x1023, kTileData = 18; // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return (d & kBf16) && (d & kTile) && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+#endif
 
 std::vector<Path> usable_paths() {
     std::vector<Path> found;
@@ -15,6 +32,9 @@ std::vector<Path> usable_paths() {
     const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                             __builtin_cpu_supports("avx512vnni");
+#ifdef HEADSTART_AMX
+    if (has_avx512 && has_amx()) found.push_back({"amx", &amx::kernels(), &avx512::kLoops});
+#endif
     if (has_avx512) found.push_back({"avx512", &avx512::kernels(), &avx512::kLoops});
     if (has_avx2) found.push_back({"avx2", &avx2::kernels(), &avx2::kLoops});
 #endif

@@ -131,7 +131,8 @@ int experts(Program& program, int x, std::pair<int, int> chosen, nb::list gate_l
     require(gates[0]->cols == program.buffers[x].width && gates[0]->rows == ups[0]->rows &&
                 gates[0]->cols == ups[0]->cols && downs[0]->cols == gates[0]->rows,
             "experts: shapes differ");
-    if (any_quantized(gates) || any_quantized(ups)) program.want_quants(x);
+    for (const Matrices* all : {&gates, &ups})
+        for (const Matrix* each : *all) program.want(x, *each);
     const int dealt = deal(program, routing, chosen.second);
 
     const int inner = program.buffer(gates[0]->rows, false);
@@ -150,7 +151,7 @@ int experts(Program& program, int x, std::pair<int, int> chosen, nb::list gate_l
     };
     program.add(std::move(widen));
 
-    if (any_quantized(downs)) program.want_quants(inner);
+    for (const Matrix* each : downs) program.want(inner, *each);
     const int spoken = program.buffer(downs[0]->rows, false);
     program.buffers[spoken].copies = top_k;
     const int64_t out_pairs = num_pairs(*downs[0]);
@@ -158,7 +159,8 @@ int experts(Program& program, int x, std::pair<int, int> chosen, nb::list gate_l
     narrow.run = [&program, routing, downs, inner, spoken, out_pairs](const Pass&, int64_t task) {
         const Share share = share_of(*routing, task, out_pairs);
         const Output all = from_row(program.output(inner), share.first);
-        const Input in{all.values, all.stride, all.quants, share.count};
+        Input in{all.values, all.stride, all.quants, share.count, program.halves(inner)};
+        if (in.halves) in.halves += share.first * program.buffers[inner].half_stride();
         program.kernels.linear(*downs[share.expert], nullptr, in, share.pair,
                                from_row(program.output(spoken), share.first));
     };
@@ -184,6 +186,7 @@ int head_linear(Program& program, int x, nb::list matrices) {
         const int64_t head = task / pairs;
         Input part = program.input(x, pass);
         part.values += head * in;
+        part.halves = nullptr; // heads are no whole panels
         Output to = program.output(made);
         to.values += head * out;
         program.kernels.linear(*heads[head], nullptr, part, task % pairs, to);

@@ -4,8 +4,7 @@
 
 #include <type_traits>
 
-#include "activations.h"
-#include "quantize_rows.h"
+#include "products.h"
 #include "simd.h"
 
 namespace headstart::HEADSTART_PATH {
@@ -189,26 +188,13 @@ template <int kRows> Multiply<kRows> pick(const Matrix& w) {
     return w.group == 16 ? pick_quantized<4, 16, kRows>(w) : pick_quantized<4, 32, kRows>(w);
 }
 
-INLINE f32 with_bias(f32 value, const float* bias, int64_t at, int64_t width) {
-    if (!bias) return value;
-    if (at + 16 <= width) return value + load(bias + at);
-    float tail[16] = {};
-    for (int64_t i = at; i < width; ++i) tail[i - at] = bias[i];
-    return value + load(tail);
-}
-
 template <int kRows>
 void linear_rows(const Matrix& w, const float* bias, const Input& x, int64_t row, int64_t pair, const Output& out) {
     const bool both = 2 * pair + 1 < w.num_blocks();
     const uint8_t* const block[2] = {w.block(2 * pair), w.block(2 * pair + (both ? 1 : 0))};
     Tile<kRows> acc;
     pick<kRows>(w)(w, block, x, row, acc);
-    const int64_t at = pair * 32;
-    for (int r = 0; r < kRows; ++r) {
-        float* to = out.values + (row + r) * out.stride + at;
-        store_some(to, w.rows - at, with_bias(acc[r][0], bias, at, w.rows));
-        if (both) store_some(to + 16, w.rows - at - 16, with_bias(acc[r][1], bias, at + 16, w.rows));
-    }
+    for (int r = 0; r < kRows; ++r) put_linear(acc[r], w, bias, row + r, pair, out);
 }
 
 void quantize(const float* x, int64_t width, uint8_t* row) {
@@ -228,10 +214,9 @@ void quantize(const float* x, int64_t width, uint8_t* row) {
 template <int kRows>
 void gated_rows(const Matrix& gate, const Matrix& up, const float* gate_bias, const float* up_bias, Activation kind,
                 const Input& x, int64_t row, int64_t pair, const Output& out) {
-    const QuantLayout layout(out.width);
     alignas(64) float tile[kRows][32] = {};
     for (int64_t half = 0; half < 2 && 2 * pair + half < gate.num_blocks(); ++half) {
-        const int64_t index = 2 * pair + half, at = index * 16;
+        const int64_t index = 2 * pair + half;
         Tile<kRows> acc;
         if (gate.kind == up.kind && gate.group == up.group && gate.zero == up.zero && gate.has_min == up.has_min &&
             gate.scale_f32 == up.scale_f32) {
@@ -246,15 +231,9 @@ void gated_rows(const Matrix& gate, const Matrix& up, const float* gate_bias, co
             for (int r = 0; r < kRows; ++r) acc[r][1] = other[r][1];
         }
         for (int r = 0; r < kRows; ++r)
-            store(tile[r] + half * 16, activate(with_bias(acc[r][0], gate_bias, at, gate.rows), kind) *
-                                           with_bias(acc[r][1], up_bias, at, up.rows));
+            store(tile[r] + half * 16, gate_lanes(acc[r], gate.rows, gate_bias, up_bias, kind, index * 16));
     }
-    const int64_t lanes = out.width - pair * 32 < 32 ? out.width - pair * 32 : 32;
-    for (int r = 0; r < kRows; ++r) {
-        for (int64_t i = lanes; i < 32; ++i) tile[r][i] = 0.0f;
-        std::memcpy(out.values + (row + r) * out.stride + pair * 32, tile[r], lanes * 4);
-        if (out.quants) quantize_group(tile[r], pair, layout, out.quants + (row + r) * layout.row_bytes());
-    }
+    for (int r = 0; r < kRows; ++r) put_gated(tile[r], row + r, pair, out);
 }
 
 // Calls f(constant) for tiles of at most kRowTile rows.
@@ -284,14 +263,7 @@ void gated(const Matrix& gate, const Matrix& up, const float* gate_bias, const f
     in_tiles(x.rows, [&](int64_t row, auto tile) {
         gated_rows<tile.value>(gate, up, gate_bias, up_bias, kind, x, row, pair, out);
     });
-    // the last panel of an odd number of groups is padded to 64 columns
-    const QuantLayout layout(out.width);
-    if (out.quants && 2 * pair + 2 >= gate.num_blocks()) {
-        const float zeros[32] = {};
-        for (int64_t group = pair + 1; group < layout.groups; ++group)
-            for (int64_t r = 0; r < x.rows; ++r)
-                quantize_group(zeros, group, layout, out.quants + r * layout.row_bytes());
-    }
+    pad_gated(x.rows, pair, gate.num_blocks(), out);
 }
 
 INLINE float half_value(const uint8_t* p, int64_t index, bool is_f32) {
@@ -443,9 +415,6 @@ void store_kv(const float* keys, const float* values, uint8_t* pool, const KVLay
     }
 }
 
-#define STRING_OF(x) #x
-#define NAME_OF(x) STRING_OF(x)
-
 } // namespace
 
 void attend(const AttendTask& task); // attention.cpp
@@ -458,7 +427,7 @@ void decay(const float* x, const float* rate, const float* bias, int64_t width, 
 void delta(const DeltaTask& task);
 
 const Kernels& kernels() {
-    static constexpr Kernels table{NAME_OF(HEADSTART_PATH), linear,      gated,  embed,    quantize, norm,
+    static constexpr Kernels table{HEADSTART_STRING(HEADSTART_PATH), linear,      gated,  embed,    quantize, norm,
                                    activate_row,            activate_mul, scale, softcap_row, add,   rope,
                                    store_kv,                attend,      sigmoid_mul, route, weigh,  conv,
                                    decay,                   delta};

@@ -29,13 +29,14 @@ struct QuantLayout {
     }
 };
 
-// Input rows of a matrix product: floats, and the same quantized (nullptr where no matrix wants them).
+// Input rows of a matrix product: floats, and the same quantized or in bfloat16 (nullptr where no matrix wants them).
 struct Input {
     const float* values;
     int64_t stride; // floats
     uint8_t* quants;
     int64_t rows;
-    const int32_t* index = nullptr; // where the product's rows lie, if not one after the other
+    const uint16_t* halves = nullptr; // rows of kPanel-padded width, with zeros
+    const int32_t* index = nullptr;   // where the product's rows lie, if not one after the other
     HEADSTART_INLINE int64_t at(int64_t row) const { return index ? index[row] : row; }
 };
 
@@ -149,6 +150,8 @@ struct Kernels {
     // out = rate * ln(1 + e^(x + bias)).
     void (*decay)(const float* x, const float* rate, const float* bias, int64_t width, float* out);
     void (*delta)(const DeltaTask& task);
+    // To bfloat16 (ties to even), padded with zeros to kPanel; nullptr: bfloat16 matrices take floats on this path.
+    void (*halve)(const float* x, int64_t width, uint16_t* row) = nullptr;
 };
 
 namespace portable {
@@ -158,6 +161,9 @@ namespace avx2 {
 const Kernels& kernels();
 }
 namespace avx512 {
+const Kernels& kernels();
+}
+namespace amx { // avx512 with AMX-BF16
 const Kernels& kernels();
 }
 

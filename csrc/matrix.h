@@ -21,6 +21,9 @@
 // the linker could choose for all of them.
 #define HEADSTART_INLINE inline __attribute__((always_inline))
 
+#define HEADSTART_QUOTED(x) #x
+#define HEADSTART_STRING(x) HEADSTART_QUOTED(x)
+
 namespace headstart {
 
 enum class Kind : int32_t { F32 = 0, F16 = 1, BF16 = 2, Q8 = 3, Q4 = 4 };

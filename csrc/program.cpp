@@ -122,20 +122,33 @@ void Program::add(Step step) {
 
 void Program::add_later(Step step) { later_.push_back(std::move(step)); }
 
-void Program::want_quants(int id) {
-    Buffer& buffer = buffers[id];
-    if (buffer.quants) return;
-    buffer.quants = true;
-    if (buffer.producer >= 0 && steps_[buffer.producer].quantizes) return;
+void Program::add_form(int id, std::function<void(const Pass&, int64_t)> run) {
     Step step;
     step.label = "rows";
     step.reads = {id};
     step.by_rows = true;
-    step.run = [this, id](const Pass&, int64_t row) {
-        const Buffer& found = buffers[id];
-        kernels.quantize(values(id, row), found.width, quants(id) + row * QuantLayout(found.width).row_bytes());
-    };
+    step.run = std::move(run);
     steps_.push_back(std::move(step));
+}
+
+void Program::want(int id, const Matrix& by) {
+    Buffer& buffer = buffers[id];
+    if (by.quantized() && !buffer.quants) {
+        buffer.quants = true;
+        if (buffer.producer >= 0 && steps_[buffer.producer].quantizes) return;
+        add_form(id, [this, id](const Pass&, int64_t row) {
+            const Buffer& found = buffers[id];
+            kernels.quantize(values(id, row), found.width, quants(id) + row * QuantLayout(found.width).row_bytes());
+        });
+    }
+    if (by.kind == Kind::BF16 && kernels.halve && !buffer.halves) {
+        buffer.halves = true;
+        add_form(id, [this, id](const Pass&, int64_t row) {
+            const Buffer& found = buffers[id];
+            for (int64_t r = row * found.copies; r < (row + 1) * found.copies; ++r)
+                kernels.halve(values(id, r), found.width, halves(id) + r * found.half_stride());
+        });
+    }
 }
 
 void Program::finish(std::vector<std::pair<std::string, int>> outputs) {
@@ -196,12 +209,14 @@ void Program::plan_memory() {
             if (first_phase[id] != p) continue;
             if (buffer.output < 0) buffer.value_offset = place(buffer.value_bytes());
             if (buffer.quants) buffer.quant_offset = place(buffer.quant_bytes());
+            if (buffer.halves) buffer.half_offset = place(buffer.half_bytes());
         }
         for (size_t id = 0; id < buffers.size(); ++id) {
             const Buffer& buffer = buffers[id];
             if (last_phase[id] != p) continue;
             if (buffer.output < 0) free.push_back({buffer.value_bytes(), buffer.value_offset});
             if (buffer.quants) free.push_back({buffer.quant_bytes(), buffer.quant_offset});
+            if (buffer.halves) free.push_back({buffer.half_bytes(), buffer.half_offset});
         }
     }
 }

@@ -149,14 +149,16 @@ void bind_run(nb::class_<Program>& program);                             // run.
 struct Buffer {
     int64_t width;
     bool logits;                        // L rows instead of R
-    bool quants = false;    // kept in 8 bits as well
+    bool quants = false, halves = false; // kept in 8 bits, in bfloat16 as well
     int64_t copies = 1;     // rows of this buffer for each row of the pass
     int producer = -1;      // step that writes it
     int output = -1;        // index of the output it is, or scratch
-    int64_t value_offset = -1, quant_offset = -1; // bytes per row of what lies before it
+    int64_t value_offset = -1, quant_offset = -1, half_offset = -1; // bytes per row of what lies before it
     int64_t stride() const { return (width + 31) / 32 * 32; }
     int64_t value_bytes() const { return stride() * 4 * copies; } // for each row of the pass
     int64_t quant_bytes() const { return QuantLayout(width).row_bytes() * copies; }
+    int64_t half_stride() const { return (width + kPanel - 1) / kPanel * kPanel; }
+    int64_t half_bytes() const { return half_stride() * 2 * copies; }
 };
 
 struct Step {
@@ -207,14 +209,18 @@ class Program {
         return reinterpret_cast<float*>(base) + row * buffer.stride();
     }
     uint8_t* quants(int id) const { return buffers[id].quants ? scratch(buffers[id].quant_offset) : nullptr; }
+    uint16_t* halves(int id) const {
+        return buffers[id].halves ? reinterpret_cast<uint16_t*>(scratch(buffers[id].half_offset)) : nullptr;
+    }
     Input input(int id, const Pass& pass) const {
-        return {values(id, 0), buffers[id].stride(), quants(id), rows(id, pass)};
+        return {values(id, 0), buffers[id].stride(), quants(id), rows(id, pass), halves(id)};
     }
     Output output(int id) const { return {values(id, 0), buffers[id].stride(), quants(id), buffers[id].width}; }
     int64_t rows(int id, const Pass& pass) const { return buffers[id].logits ? pass.num_logits : pass.num_rows; }
-    void want_quants(int id); // adds a step that quantizes, unless the producer does
+    void want(int id, const Matrix& by); // adds a step that makes the form of a buffer that `by` multiplies, if none does
 
   private:
+    void add_form(int id, std::function<void(const Pass&, int64_t)> run);
     uint8_t* scratch(int64_t offset) const;
     uint8_t* output_data(int index) const;
     bool joins(const Phase& phase, const Step& step) const;

@@ -48,7 +48,7 @@ int refine(Program& program, int approximate, int x, nb::object matrix, int64_t 
         throw std::invalid_argument("refine: shapes differ");
     if (count < 1) throw std::invalid_argument("refine: at least one block must be exact");
     count = std::min(count, units);
-    if (w->quantized()) program.want_quants(x);
+    program.want(x, *w);
     const int chosen = program.buffer(count, program.buffers[x].logits); // of integers
     Step pick;
     pick.label = "rows";
@@ -70,6 +70,7 @@ int refine(Program& program, int approximate, int x, nb::object matrix, int64_t 
         Input in = program.input(x, pass);
         in.values += row * in.stride;
         if (in.quants) in.quants += row * QuantLayout(w->cols).row_bytes();
+        if (in.halves) in.halves += row * w->padded();
         in.rows = 1;
         Output out = program.output(approximate);
         out.values += row * out.stride;

@@ -62,7 +62,7 @@ int linear(Program& program, int x, nb::object matrix, std::optional<Floats> bia
     const Matrix* w = nb::cast<const OwnedMatrix*>(matrix);
     require(program.buffers[x].width == w->cols, "linear: the input has another width than the matrix");
     require(!bias || (int64_t)bias->size() == w->rows, "linear: the bias has another width than the matrix");
-    if (w->quantized()) program.want_quants(x);
+    program.want(x, *w);
     const int out = program.buffer(w->rows, program.buffers[x].logits);
     Step step;
     step.label = label;
@@ -83,7 +83,8 @@ int gated(Program& program, int x, nb::object gate_matrix, nb::object up_matrix,
     const Matrix* up = nb::cast<const OwnedMatrix*>(up_matrix);
     require(program.buffers[x].width == gate->cols && gate->cols == up->cols && gate->rows == up->rows,
             "gated: shapes differ");
-    if (gate->quantized() || up->quantized()) program.want_quants(x);
+    program.want(x, *gate);
+    program.want(x, *up);
     const int out = program.buffer(gate->rows, program.buffers[x].logits);
     Step step;
     step.label = label;
@@ -323,7 +324,7 @@ void bind_program(nb::module_& m) {
         .def("store_hidden", store_hidden)
         .def("width", [](const Program& program, int id) { return program.buffers.at(id).width; })
         .def("finish", &Program::finish)
-        .def("want_quants", &Program::want_quants)
+        .def("want", [](Program& program, int x, const OwnedMatrix& by) { program.want(x, by); })
         .def_rw("profiling", &Program::profiling)
         .def("profile", &Program::profile);
     bind_attention_steps(m, program);

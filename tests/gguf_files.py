@@ -16,13 +16,20 @@ Config = dict[str, Any]
 ARCH = {
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe",
     "deepseek_v3": "deepseek2", "qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
+    "smollm3": "smollm3", "gemma3_text": "gemma3",
 }  # fmt: skip
 """model_type -> llama.cpp's architecture."""
 HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+PERMUTED = ("llama", "smollm3")
+GEMMA = ("gemma3_text",)
 TOP = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "mtp.fc": "nextn.eh_proj",
     "mtp.pre_fc_norm_embedding": "nextn.enorm", "mtp.pre_fc_norm_hidden": "nextn.hnorm",
     "mtp.norm": "nextn.shared_head_norm",
+}  # fmt: skip
+SANDWICH = {
+    "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }  # fmt: skip
 SHARED = ("shared_expert", "shared_experts")
 NAMES = {
@@ -51,6 +58,7 @@ SIZES = {
     "ssm_conv_kernel": "linear_conv_kernel_dim", "ssm_state_size": "linear_key_head_dim",
     "ssm_group_count": "linear_num_key_heads", "ssm_time_step_rank": "linear_num_value_heads",
     "q_lora_rank": "q_lora_rank", "kv_lora_rank": "kv_lora_rank",
+    "final_logit_softcapping": "final_logit_softcapping",
 }  # fmt: skip
 """GGUFWriter.add_* -> keys of config.json."""
 
@@ -93,7 +101,7 @@ def _write_sizes(writer: gguf.GGUFWriter, config: Config, tensors: Arrays, *, li
     writer.add_block_count(layers + modules)
     if modules:
         writer.add_nextn_predict_layers(modules)
-    for method, key in SIZES.items():
+    for method, key in {**SIZES, **({"sliding_window": "sliding_window"} if family in GEMMA else {})}.items():
         if config.get(key) is not None:
             getattr(writer, f"add_{method}")(config[key])
     if count := config.get("n_routed_experts") or config.get("num_experts") or config.get("num_local_experts"):
@@ -123,7 +131,10 @@ def _write_sizes(writer: gguf.GGUFWriter, config: Config, tensors: Arrays, *, li
 
 def _write_rope(writer: gguf.GGUFWriter, config: Config, tensors: Arrays) -> None:
     outer = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if config.get(key) is not None}
-    rope = {**outer, **(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    told = config.get("rope_parameters") or {}
+    rope = {**outer, **(config.get("rope_scaling") or {}), **told.get("full_attention", told)}
+    if local := told.get("sliding_attention", {}).get("rope_theta"):
+        writer.add_rope_freq_base_swa(local)
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     rotary = config.get("qk_rope_head_dim") or int(head_dim * rope.get("partial_rotary_factor", 1))
     writer.add_rope_freq_base(rope["rope_theta"])
@@ -168,7 +179,7 @@ def llama_tensors(config: Config, arrays: Arrays) -> Arrays:
     stacks: dict[str, dict[int, Any]] = {}
     for name, array in arrays.items():
         stem, _, end = name.rpartition(".")
-        if family in HYBRID and "norm" in name and "linear_attn" not in name:
+        if family in (*HYBRID, "gemma3_text") and "norm" in name and "linear_attn" not in name:
             array = array + 1
         if stem in TOP:
             found[f"{f'blk.{last}.' if stem.startswith('mtp') else ''}{TOP[stem]}.{end}"] = array
@@ -195,7 +206,7 @@ def _of_layer(config: Config, part: str, array: Any) -> Arrays:
         return dict(zip(("attn_qkv.weight", "attn_gate.weight"), split_qkvz(array, config), strict=True))
     if part.startswith("linear_attn.") and family != "qwen3_next":
         array = reordered(part.removeprefix("linear_attn."), array, config)
-    if family == "llama" and (match := re.match(r"self_attn\.([qk])_proj\.", part)):
+    if family in PERMUTED and (match := re.match(r"self_attn\.([qk])_proj\.", part)):
         heads = config["num_attention_heads"] if match[1] == "q" else config["num_key_value_heads"]
         array = array.reshape(heads, 2, -1, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
     if part == "linear_attn.A_log":
@@ -205,6 +216,8 @@ def _of_layer(config: Config, part: str, array: Any) -> Arrays:
     if part in NAMES:
         return {NAMES[part]: array}
     stem, _, end = part.rpartition(".")
+    if family in GEMMA and stem in SANDWICH:
+        return {f"{SANDWICH[stem]}.{end}": array}
     if stem == "post_attention_layernorm":
         return {f"{'post_attention_norm' if family in (*HYBRID, 'glm4_moe') else 'ffn_norm'}.{end}": array}
     return {f"{NAMES[stem]}.{end}": array}

@@ -30,7 +30,10 @@ class DataFlags(OptionGroup):
     tokens: int | None = option("Stop when the answers hold so many tokens.")
     minutes: float | None = option("Stop after this time.")
     prompts: Paths = option("JSONL prompts to answer first; may be repeated.")
-    text: Paths = option("Folder of documentation or source code to learn from; may be repeated.")
+    text: Paths = option(
+        "Folder of documentation or source code to learn from; what is not English there is to be translated. May be "
+        "repeated."
+    )
     licence: str | None = option("Licence of --text, for the record.")
     only_prompts: bool = option("Answer --prompts and nothing else.", default=False)
     language: str | None = option("Of prompts that the model writes itself: en or any. Default: en.")
@@ -44,7 +47,9 @@ class DataFlags(OptionGroup):
 
 
 def run(model: Model = None, *, flags: DataFlags, engine: EngineOptions, output: OutputOptions) -> int:
-    """Have a model write text that a head can learn from."""
+    """Have a model write text that a head can learn from: answers to prompts of its own, second turns, and templates of
+    writing, roleplay, reasoning, math, coding, extraction, stem, humanities, translation, summarization, qa, word
+    problems, rag, JSON and tools."""
     engine.refuse_others(USES, "writing data")
 
     from headstart.train import own_data as data

@@ -68,6 +68,7 @@ IMPLIED: Mapping[str, Mapping[str, float]] = {
         "n_shared_experts": 0, "first_k_dense_replace": 0,
     },
     "qwen3moe": {"norm_topk_prob": True},
+    "gemma3": {"query_pre_attn_scalar": 0, "sliding_window": 0},
 }  # fmt: skip
 """What llama.cpp takes of an architecture where the file says nothing."""
 
@@ -84,11 +85,14 @@ KEYS: Mapping[str, str] = {
     "attention.value_length_mla": "v_head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.sliding_window": "sliding_window",
+    "attention.sliding_window_pattern": "sliding_window_pattern",
     "attention.causal": "is_causal",
     "rope.scale_linear": "scale_linear",
     "use_parallel_residual": "parallel_attn",
     "logit_scale": "logit_scale",
+    "final_logit_softcapping": "final_logit_softcapping",
     "rope.freq_base": "rope_theta",
+    "rope.freq_base_swa": "rope_local_base_freq",
     "context_length": "max_position_embeddings",
     "nextn_predict_layers": "num_nextn_predict_layers",
     "expert_count": "num_experts",

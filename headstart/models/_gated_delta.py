@@ -28,7 +28,6 @@ from headstart.models import keys
 from headstart.models.base import Family
 from headstart.models.keys import Config, flag, number
 from headstart.models.names import Names
-from headstart.models.reading import Reading
 from headstart.models.small import SCRATCH_EXPERTS, Arrays
 
 MOST_FEATURES = 1 << 14
@@ -61,20 +60,9 @@ GGUF_SHARED = ("eh_proj", "enorm", "hnorm", "shared_head.norm")
 """What all MTP modules read, in files' names too: GGUF files have it in the first one only."""
 
 
-def text_config(config: Config) -> tuple[Config, bool]:
-    """The language model's part of a multimodal wrapper's config, or a text model's own; does it tie the LM head?"""
-    inner, tied = config.get("text_config"), flag(config, "tie_word_embeddings")
-    if inner is None:
-        return config, tied
-    if not isinstance(inner, dict):
-        raise ModelError("config.json: text_config is not an object")
-    read = config if isinstance(config, Reading) else Reading(config, {})
-    return read.inside(inner), tied or flag(inner, "tie_word_embeddings")
-
-
 def parse(config: Config, *, tiled: bool = False) -> DecoderConfig:
     """`tiled`: the value heads are in llama.cpp's order."""
-    config, tied = text_config(config)
+    config, tied = keys.text_config(config)
     if config.get("mtp_use_dedicated_embeddings"):
         raise ModelError("config.json: mtp_use_dedicated_embeddings (an embedding of the MTP module) is not supported")
     if config.get("output_gate_type") not in (None, "swish", "silu"):

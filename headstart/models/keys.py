@@ -17,8 +17,20 @@ from headstart.layers.decoder import FeedForwardConfig, LayerConfig, MixerConfig
 from headstart.layers.mlp import MLPConfig
 from headstart.layers.moe import MoEConfig
 from headstart.layers.rope import longest, rope_spec
+from headstart.models.reading import Reading
 
 Config = Mapping[str, Any]
+
+
+def text_config(config: Config) -> tuple[Reading, bool]:
+    """The language model's part of a multimodal wrapper's config, or a text model's own; does it tie the LM head?"""
+    inner, tied = config.get("text_config"), flag(config, "tie_word_embeddings")
+    read = config if isinstance(config, Reading) else Reading(config, {})
+    if inner is None:
+        return read, tied
+    if not isinstance(inner, dict):
+        raise ModelError("config.json: text_config is not an object")
+    return read.inside(inner), tied or flag(inner, "tie_word_embeddings")
 
 
 def number(config: Config, *keys: str, default: int | None = None, least: int = 1, needs: str = "") -> int:
@@ -85,6 +97,40 @@ def windows(config: Config) -> list[int]:
         kinds = [SLIDING if window and i >= first else FULL for i in range(count)]
     check_kinds(kinds, count, (FULL, SLIDING) if window else (FULL,))
     return [window if kind == SLIDING else 0 for kind in kinds]
+
+
+def kinds_in_turn(config: Config, every: int) -> list[str]:
+    """Of each layer, SLIDING or FULL: `layer_types`, or each `sliding_window_pattern`th layer is full (by default each
+    `every`th; in a GGUF file also a list of which layers slide)."""
+    kinds, count = config.get("layer_types"), num_layers(config)
+    if kinds is None:
+        told = config.get("sliding_window_pattern")
+        if isinstance(told, list):
+            kinds = [SLIDING if sliding else FULL for sliding in told]
+        else:
+            every = number(config, "sliding_window_pattern", default=every)
+            kinds = [FULL if (i + 1) % every == 0 else SLIDING for i in range(count)]
+    check_kinds(kinds, count, (FULL, SLIDING))
+    return list(kinds)
+
+
+ROPES = {FULL: "rope_theta", SLIDING: "rope_local_base_freq"}
+"""Kinds of layers -> the key of their rope's base."""
+
+
+def by_kind(config: Reading) -> dict[str, Reading]:
+    """The config as each kind of layer reads its rope: `rope_parameters` by kind (transformers 5); in older files
+    `rope_scaling` is that of full layers."""
+    told = config.get("rope_parameters")
+    ropes = {FULL: config.get("rope_scaling")} if told is None else told
+    if not isinstance(ropes, dict) or not all(isinstance(rope, dict | None) for rope in ropes.values()):
+        raise ModelError(f"config.json: rope_parameters is {told!r}, but must say the rope of each kind of layer")
+    if unknown := sorted(set(ropes) - set(ROPES)):
+        raise ModelError(f"config.json: rope_parameters has {unknown[0]!r}", f"known are layers of {', '.join(ROPES)}")
+    return {
+        kind: config.inside({"rope_parameters": ropes.get(kind), "rope_scaling": None, "rope_theta": config.get(base)})
+        for kind, base in ROPES.items()
+    }
 
 
 def check_kinds(kinds: object, count: int, known: Sequence[str]) -> None:

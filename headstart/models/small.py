@@ -26,6 +26,7 @@ TINY: Mapping[str, Any] = {
     "torch_dtype": "float32",
     "eos_token_id": 2,
     "bos_token_id": 1,
+    "pad_token_id": 2,
 }
 """Keys of config.json of a small model that still has grouped heads, several layers and odd sizes."""
 

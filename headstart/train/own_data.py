@@ -26,9 +26,9 @@ from headstart.errors import UsageError
 from headstart.files import write_whole
 from headstart.train.generate import ANSWER_TOKENS, Ending, Prompt, answer, read_prompts
 from headstart.train.own_prompts import Language, fingerprint, write_prompts
-from headstart.train.prompts import follow_ups, templated_prompts
+from headstart.train.prompts import TRANSLATION, follow_ups, templated_prompts
 from headstart.train.shards import Shards
-from headstart.train.textfiles import Piece, passages, read_tree, records
+from headstart.train.textfiles import Piece, foreign_passages, passages, read_tree, records
 
 WAVE = 512
 """Prompts that are answered together."""
@@ -178,10 +178,11 @@ class _Work:
         """Prompts from this package's templates, over the passages of the text at hand."""
         if not self.llm.has_chat_template:
             return
-        texts = passages(self.pieces)
-        licence = self.options.licence
-        for each in templated_prompts(self.options.seed, MOST_TEMPLATES, [text for text, _ in texts], []):
-            sources = sorted({texts[i][1] for i in each.passages})
+        texts, foreign = passages(self.pieces), foreign_passages(self.pieces)
+        licence, given = self.options.licence, ([text for text, _ in texts], [text for text, _ in foreign])
+        for each in templated_prompts(self.options.seed, MOST_TEMPLATES, *given):
+            where = foreign if each.kind == TRANSLATION else texts
+            sources = sorted({where[i][1] for i in each.passages})
             source = ", ".join(["template", *sources])
             messages = ({"role": "user", "content": each.prompt},)
             yield Prompt(messages, each.kind, licence if sources else each.licence, source)

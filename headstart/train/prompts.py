@@ -6,7 +6,8 @@ templates and word lists live in ``prompt_lists.json``; this module fills them. 
 * ``{name}`` is an entry of the list ``name``, the same one wherever it stands in that template;
 * ``{name#2}`` is another entry of the same list;
 * ``{3-9}`` is a number of that range, ``{10-50/5}`` one in steps of 5, drawn anew each time;
-* ``{passage}``, ``{passages}``, ``{article}``, ``{docs}`` and ``{foreign}`` are longer texts, given or composed.
+* ``{passage}``, ``{passages}``, ``{article}``, ``{docs}`` and ``{foreign}`` are longer texts, given or composed, and
+  ``{language}`` is the language of ``{foreign}``.
 
 An entry may itself hold placeholders; those are filled on their own.
 """
@@ -20,7 +21,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
-from typing import Any, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
+
+TRANSLATION = "translation"
 
 KIND_WEIGHTS: dict[str, int] = {
     "writing": 7,
@@ -31,7 +34,7 @@ KIND_WEIGHTS: dict[str, int] = {
     "extraction": 7,
     "stem": 7,
     "humanities": 7,
-    "translation": 10,
+    TRANSLATION: 10,
     "summarization": 9,
     "qa": 12,
     "math_reasoning": 9,
@@ -40,6 +43,8 @@ KIND_WEIGHTS: dict[str, int] = {
     "tools": 5,
 }
 """How often each kind of prompt is made, relative to the others."""
+
+T = TypeVar("T")
 
 _PLACEHOLDER = re.compile(r"\{([a-z_]+(?:#\d+)?|\d+(?:-\d+)?(?:/\d+)?)\}")  # braces of JSON stay
 _NUMBER = re.compile(r"(\d+)(?:-(\d+))?(?:/(\d+))?")
@@ -63,15 +68,22 @@ class PromptRecord:
     passages: tuple[int, ...] = ()
 
 
+class Foreign(NamedTuple):
+    """A sentence or short paragraph to translate into English."""
+
+    language: str
+    text: str
+
+
 @dataclass
-class _Texts:
+class _Texts(Generic[T]):
     """Given texts, handed out in shuffled order so that all are used about equally often."""
 
-    texts: list[str]
+    texts: list[T]
     rng: random.Random
     deck: list[int] = field(default_factory=list)
 
-    def draw(self, used: list[int]) -> str:
+    def draw(self, used: list[int]) -> T:
         """Return the next text and note its index in ``used``."""
         if not self.deck:
             self.deck = list(range(len(self.texts)))
@@ -107,25 +119,27 @@ def _number(match: re.Match[str], rng: random.Random) -> str:
 class _Filler:
     """Fills templates from the lists and the given texts."""
 
-    def __init__(self, rng: random.Random, passages: list[str], foreign: list[str]) -> None:
+    def __init__(self, rng: random.Random, passages: list[str], foreign: list[Foreign]) -> None:
         self._rng = rng
         self._passages = _Texts(passages, rng)
         self._foreign = _Texts(foreign, rng)
         self._used: list[int] = []
         self._docs: list[str] = []
+        self._told: Foreign | None = None
         self._makers: dict[str, Callable[[], str]] = {
             "passage": self._passage,
             "passages": self._several_passages,
             "article": self._article,
             "docs": self._several_docs,
-            "foreign": self._foreign_text,
+            "foreign": lambda: self._tell().text,
+            "language": lambda: self._tell().language,
             "focus": self._focus,
         }
 
     def fill(self, template: str) -> tuple[str, tuple[int, ...]]:
         """Return the filled template and the indices of the given texts in it."""
         self._used = []
-        self._docs = []
+        self._docs, self._told = [], None
         return self._expand(template), tuple(self._used)
 
     def _expand(self, template: str) -> str:
@@ -163,8 +177,13 @@ class _Filler:
     def _passage(self) -> str:
         return self._passages.draw(self._used)
 
-    def _foreign_text(self) -> str:
-        return self._foreign.draw(self._used)
+    def _tell(self) -> Foreign:
+        """Return the prompt's foreign text: a given one or, when there is none, a made-up sentence."""
+        if self._told is None:
+            given = self._foreign.texts
+            made = self._foreign.draw(self._used) if given else Foreign("German", self._entry("german", set()))
+            self._told = made
+        return self._told
 
     def _article(self) -> str:
         """Return a given passage or, half of the time and when there is none, a made-up news story."""
@@ -191,9 +210,9 @@ class _Filler:
         return self._rng.choice(names) if names else "the first one"
 
 
-def _usable(kind: str, passages: list[str], foreign: list[str]) -> list[str]:
+def _usable(kind: str, passages: list[str]) -> list[str]:
     """Return the kind's templates that the given texts suffice for."""
-    missing = [*(() if passages else ("{passage}", "{passages}")), *(() if foreign else ("{foreign}",))]
+    missing = () if passages else ("{passage}", "{passages}")
     return [t for t in _data()["templates"][kind] if not any(name in t for name in missing)]
 
 
@@ -207,17 +226,18 @@ def _schedule(rng: random.Random, kinds: list[str], count: int) -> list[str]:
 
 
 def templated_prompts(
-    seed: int, count: int, passages: list[str], foreign_passages: list[str]
+    seed: int, count: int, passages: list[str], foreign_passages: list[Foreign]
 ) -> Iterator[PromptRecord]:
     """Yield up to ``count`` different prompts of all kinds, the same ones for the same arguments.
 
     ``passages`` are texts of some 150 to 400 words to summarize, search and ask about; ``foreign_passages`` are
-    sentences or short paragraphs to translate.  Without them the kinds that need them are left out or made up.
+    sentences or short paragraphs to translate.  Without them the templates that need them are left out or texts
+    are made up.
     Fewer prompts come when the templates are exhausted.
     """
     rng = random.Random(seed)
     filler = _Filler(rng, passages, foreign_passages)
-    templates = {kind: _usable(kind, passages, foreign_passages) for kind in KIND_WEIGHTS}
+    templates = {kind: _usable(kind, passages) for kind in KIND_WEIGHTS}
     kinds = [kind for kind, usable in templates.items() if usable]
     seen: set[str] = set()
     for kind in _schedule(rng, kinds, count):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.errors import UsageError
+from headstart.train.prompts import Foreign, split_sentences
 
 _CODE = "py c h cc cpp hpp rs go js ts tsx java kt rb sh sql html css lua php cs"
 CODE = frozenset(f".{name}" for name in re.findall(r"\w+", _CODE))
@@ -20,6 +21,21 @@ PIECE_CHARS = 6000
 SHORTEST = 200
 MOST_FILE_BYTES = 2 << 20
 PASSAGE_WORDS = (120, 350)
+ENGLISH = "English"
+_FUNCTION_WORDS = {
+    ENGLISH: "the of and to is that it for are with this you be on as not or by",
+    "German": "der die und das ist nicht zu den mit sich auf für ein eine auch dem wird von",
+    "French": "les des est une dans pour que qui sur pas avec plus au sont par cette vous et",
+    "Spanish": "los las una del que por con para es se no lo como más está y el su",
+    "Italian": "il che di non una per sono con gli della è nel come anche più questo alla e",
+    "Portuguese": "os que uma não para com do da em mais dos como se foi pelo são ao e",
+    "Dutch": "het een van niet dat zijn met voor op te ook worden aan deze bij wordt naar en",
+}
+LANGUAGES = {name: frozenset(words.split()) for name, words in _FUNCTION_WORDS.items()}
+FOREIGN_SHARE = 0.15
+"""Of the words of a text in another language, those that are its function words, at least."""
+FOREIGN_SENTENCES, FOREIGN_WORDS = (1, 1, 2, 3), (5, 60)
+"""Sentences of a text to translate, by turns, and its words."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +97,36 @@ def records(pieces: Sequence[Piece], licence: str) -> Iterator[dict[str, Any]]:
         yield {"key": key, "kind": piece.kind, "source": piece.source, "licence": licence, "text": piece.text}
 
 
+def language(text: str) -> str:
+    """Of prose, by its function words; English where they are few."""
+    words = re.findall(r"[^\W\d_]+", text.lower())
+    hits = {name: sum(word in known for word in words) for name, known in LANGUAGES.items()}
+    best = max(hits, key=lambda name: hits[name])
+    return best if hits[best] >= FOREIGN_SHARE * max(len(words), 1) else ENGLISH
+
+
+def foreign_passages(pieces: Sequence[Piece]) -> list[tuple[Foreign, str]]:
+    """(text to translate, source) of the prose that is not English: a few sentences each."""
+    taken: list[tuple[Foreign, str]] = []
+    low, high = FOREIGN_WORDS
+    for piece in pieces:
+        if piece.kind != "prose" or (name := language(piece.text)) == ENGLISH:
+            continue
+        sentences = [each for part in re.split(r"\n\s*\n", piece.text) for each in split_sentences(part)]
+        while sentences:
+            count = FOREIGN_SENTENCES[len(taken) % len(FOREIGN_SENTENCES)]
+            text, sentences = " ".join(sentences[:count]), sentences[count:]
+            if low <= len(text.split()) <= high:
+                taken.append((Foreign(name, text), piece.source))
+    return taken
+
+
 def passages(pieces: Sequence[Piece]) -> list[tuple[str, str]]:
-    """(text, source) of paragraphs of prose, joined up to the size of a passage."""
+    """(text, source) of paragraphs of English prose, joined up to the size of a passage."""
     pieces_taken: list[tuple[str, str]] = []
     low, high = PASSAGE_WORDS
     for piece in pieces:
-        if piece.kind != "prose":
+        if piece.kind != "prose" or language(piece.text) != ENGLISH:
             continue
         words: list[str] = []
         for paragraph in re.split(r"\n\s*\n", piece.text):

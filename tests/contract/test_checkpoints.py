@@ -34,6 +34,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "glm4_moe": {},
     "deepseek_v3": {"rope_scaling": YARN},
     "qwen3_moe": {"mlp_only_layers": []},
+    "smollm3": {"no_rope_layers": None},
 }
 TOKENS = prompt_of(80, 1)
 

@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 from headstart.formats.safetensors_file import read_file
-from tests.fuzz.drawn import HYBRID, KINDS, Config
+from tests.fuzz.drawn import BY_KIND, FULL, HYBRID, KINDS, Config
 
 NOT_THERE = ("mimo",)
 """Families that llama.cpp has no architecture for."""
@@ -21,7 +21,8 @@ def sayable(family: str, drawn: Config, rng: Random) -> Config:
     said: Config = {
         "hidden_act": "silu", "use_sliding_window": False, "layer_types": None, "rope_interleave": True,
         "decoder_sparse_step": 1, "mlp_only_layers": None, "norm_topk_prob": True, "num_mtp_layers": 0,
-        "is_encoder_decoder": False, "dtype": "float32",
+        "is_encoder_decoder": False, "dtype": "float32", "hidden_activation": "gelu_pytorch_tanh",
+        "use_bidirectional_attention": False,
     }  # fmt: skip
     if family == "glm4_moe":
         said |= {"n_group": 1, "topk_group": 1}
@@ -33,6 +34,12 @@ def sayable(family: str, drawn: Config, rng: Random) -> Config:
     count = found.get("n_routed_experts", 0)
     if count and found["num_experts_per_tok"] > count // found["n_group"] * found["topk_group"]:
         found["num_experts_per_tok"] = 1
+    if KINDS[family] in BY_KIND:
+        ropes = drawn["rope_parameters"]
+        return found | {
+            "rope_parameters": ropes | {FULL: _sayable_rope(family, ropes[FULL], rng)}, "layer_types": None,
+            "num_hidden_layers": rng.choice((2, 6, 7)), "query_pre_attn_scalar": found["head_dim"], "vocab_size": 97,
+        }  # fmt: skip
     return found | {"rope_parameters": _sayable_rope(family, drawn["rope_parameters"], rng)}
 
 
@@ -40,6 +47,8 @@ def _sayable_rope(family: str, rope: Config, rng: Random) -> Config:
     kinds = ["default", "linear", "yarn"]
     if family == "llama":
         kinds.append("llama3")  # as factors
+    if KINDS[family] in BY_KIND:
+        kinds.remove("yarn")
     if family == "deepseek_v3":
         kinds.remove("linear")  # its temperature would be that of YaRN
     if rope["rope_type"] not in kinds:

@@ -14,7 +14,7 @@ Draw = Callable[[Random, Config], Any]
 KINDS: Mapping[str, str] = {
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3_moe", "qwen3_next": "qwen3_next",
     "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "glm4_moe": "glm4_moe", "deepseek_v3": "deepseek_v3",
-    "mimo": "qwen2",
+    "mimo": "qwen2", "gemma3": "gemma3_text",
 }  # fmt: skip
 """Our family -> transformers' model_type of the same trunk."""
 LENGTH = 48
@@ -31,7 +31,8 @@ def mostly(value: Any, *others: Any, share: float = 0.75) -> Draw:
 
 
 def _layer_types(rng: Random, known: Config) -> list[str] | None:
-    kinds = (LINEAR, FULL) if known["kind"] in HYBRID else (FULL, SLIDING if known["use_sliding_window"] else FULL)
+    kinds = (LINEAR, FULL) if known["kind"] in HYBRID else (FULL, SLIDING if known.get("use_sliding_window") else FULL)
+    kinds = (FULL, SLIDING) if known["kind"] in BY_KIND else kinds
     return rng.choice((None, [rng.choice(kinds) for _ in range(known["num_hidden_layers"])]))
 
 
@@ -45,6 +46,8 @@ def _some_layers(rng: Random, known: Config) -> list[int] | None:
 
 
 HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+BY_KIND = ("gemma3_text",)
+"""Kinds of layers have a rope each."""
 SIZES: Mapping[str, Draw] = {
     "num_hidden_layers": one_of(1, 2, 3, 4),
     "num_attention_heads": one_of(1, 2, 3, 4, 6),
@@ -63,6 +66,11 @@ SIZES: Mapping[str, Draw] = {
 VALUES: Mapping[str, Draw] = {
     "vocab_size": one_of(97, 128, 131, 200),
     "intermediate_size": one_of(24, 37, 64, 80),
+    "hidden_activation": mostly("gelu_pytorch_tanh", "gelu", "silu"),
+    "query_pre_attn_scalar": one_of(8, 17, 256),
+    "final_logit_softcapping": one_of(None, 3.0, 30.0),
+    "attn_logit_softcapping": lambda rng, known: None,
+    "use_bidirectional_attention": mostly(False, True, share=0.95),
     "hidden_act": mostly("silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu", "relu2", "sigmoid", share=0.7),
     "max_position_embeddings": one_of(64, 128, 512, 2048),
     "initializer_range": one_of(0.02, 0.5),
@@ -169,8 +177,7 @@ def draw(family: str, rng: Random) -> Config:
     for name in (*SIZES, *VALUES):
         if name in keys and (name in SIZES or name not in ("layer_types",)):
             known[name] = {**SIZES, **VALUES}[name](rng, known)
-    if "layer_types" in keys:
-        known["layer_types"] = _layer_types(rng, {"use_sliding_window": False, **known})
+    known["layer_types"] = _layer_types(rng, known)
     if "head_dim" not in known and "kv_lora_rank" not in known and rng.random() < 0.5:
         known["head_dim"] = SIZES["head_dim"](rng, known)  # some files of such families have it all the same
     if "kv_lora_rank" in known:
@@ -186,4 +193,13 @@ def draw(family: str, rng: Random) -> Config:
     known["rope_parameters"] = _rope(rng, known, width)
     if known["partial"] != 1.0 or known["kind"] in (*HYBRID, "glm4_moe"):
         known["rope_parameters"]["partial_rotary_factor"] = known["partial"]
-    return {name: value for name, value in known.items() if name not in ("kind", "partial")}
+    if known["kind"] in BY_KIND:
+        _by_kind(rng, known)
+    return {name: value for name, value in known.items() if name in (*keys, "head_dim")}
+
+
+def _by_kind(rng: Random, known: Config) -> None:
+    """A rope for each kind of layer, and a window."""
+    full, local = known["rope_parameters"], {"rope_type": "default", "rope_theta": rng.choice((10000.0, 500.0))}
+    full.pop("truncate", None)  # transformers 5.23 does not look for it there
+    known |= {"rope_parameters": {FULL: full, SLIDING: local}, "sliding_window": rng.choice((1, 7, 4096))}

@@ -6,7 +6,7 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-from tests.fuzz.drawn import Config, config_class
+from tests.fuzz.drawn import FULL, SLIDING, Config, config_class
 
 HARMLESS: tuple[Config, ...] = (
     {"torch_dtype": "bfloat16"}, {"auto_map": {"AutoConfig": "configuration_x.XConfig"}}, {"_name_or_path": "a/b"},
@@ -35,11 +35,16 @@ def spelled(family: str, written: Config, rng: Random) -> tuple[Config, str]:
         for name in [name for name in config if name in defaults and config[name] == defaults[name]]:
             if name not in keep and rng.random() < 0.6:
                 del config[name]
-    if "sliding_window" in config and not config.get("use_sliding_window"):
+    by_kind = SLIDING in config["rope_parameters"]
+    if "sliding_window" in config and not config.get("use_sliding_window") and not by_kind:
         config["sliding_window"] = rng.choice((None, 7, 4096))  # released files say one that is not used
     rope: Any = config["rope_parameters"]
     if rng.random() < 0.5:
-        config |= _older(dict(config.pop("rope_parameters")), rng)
+        rope = config.pop("rope_parameters")
+        if by_kind:  # transformers takes no `type` there
+            config |= {**_older(dict(rope[FULL])), "rope_local_base_freq": rope[SLIDING]["rope_theta"]}
+        else:
+            config |= _older(dict(rope), rng)
     for extra in rng.sample(HARMLESS, rng.randrange(4)):
         config |= extra
     if rng.random() > 0.06:
@@ -52,12 +57,12 @@ def spelled(family: str, written: Config, rng: Random) -> tuple[Config, str]:
     return config | hostile, name
 
 
-def _older(rope: Config, rng: Random) -> Config:
-    """rope_parameters in the keys of transformers 4."""
+def _older(rope: Config, rng: Random | None = None) -> Config:
+    """rope_parameters in the keys of transformers 4; without `rng` in the newest of them."""
     outside = {name: rope.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in rope}
     if rope["rope_type"] == "default":
-        return outside | rng.choice(({}, {"rope_scaling": None}))
-    if rng.random() < 0.5 and rope["rope_type"] in ("linear", "dynamic", "yarn"):
+        return outside | (rng.choice(({}, {"rope_scaling": None})) if rng else {})
+    if rng and rng.random() < 0.5 and rope["rope_type"] in ("linear", "dynamic", "yarn"):
         rope["type"] = rope.pop("rope_type")
     return outside | {"rope_scaling": rope}
 

@@ -113,6 +113,19 @@ def quantized_rows(x: Array) -> tuple[Array, Array]:
     return values.reshape(rows, -1)[:, :cols], steps.reshape(rows, -1)[:, :cols].astype(np.float64)
 
 
+def rounded_rows(x: Array) -> Array:
+    """Activations as products of bfloat16 see them on the path `amx`: subnormal numbers are 0."""
+    rounded = torch.from_numpy(x).bfloat16().float().numpy()
+    return np.where(np.abs(rounded) < np.finfo(np.float32).tiny, np.float32(0), rounded)
+
+
+def inputs_of(form: Form, path: str, x: Array) -> Array:
+    """What a matrix of this form multiplies (float64)."""
+    if form.quantized:
+        return quantized_rows(x)[0]
+    return (rounded_rows(x) if form == FORMS["BF16"] and path == "amx" else x).astype(np.float64)
+
+
 def stored(values: Array, kv_dtype: str, dim: int) -> Array:
     """Keys or values [T, heads * dim] as a pool keeps them."""
     if kv_dtype == "bfloat16":

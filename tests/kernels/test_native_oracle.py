@@ -21,10 +21,12 @@ from native_ops import (
     Part,
     attention,
     backend,
+    inputs_of,
     plan_of,
     quantized_rows,
     random_matrix,
     reference_weight,
+    rounded_rows,
     run_native,
     run_reference,
     single_rows,
@@ -69,19 +71,18 @@ def test_linear(path: str, name: str, rows: int, cols: int) -> None:
         return {"y": ops.linear(step.hidden, w), "biased": ops.linear(step.hidden, w, bias)}
 
     found = run_native(backend(path), code, single_rows(range(ROWS)), x)
-    check_product(found["y"], x, FORMS[name], values_of(w))
+    check_product(found["y"], x, inputs_of(FORMS[name], path, x), FORMS[name], values_of(w))
     np.testing.assert_array_equal(found["biased"], found["y"] + bias)
 
 
-def check_product(found: Array, x: Array, form: Form, values: Array) -> None:
-    """Of a float matrix: the product. Of integers: that with x rounded to 8 bits, which is within half a step of x."""
+def check_product(found: Array, x: Array, inputs: Array, form: Form, values: Array) -> None:
+    """The product with the rows as this form takes them; those of integers are within half a step of x."""
     wide = values.astype(np.float64).T
-    inputs, steps = quantized_rows(x) if form.quantized else (x.astype(np.float64), None)
     # a minimum and q * scale may cancel: what is summed is larger than the values
     spread = np.abs(wide) + (np.abs(values.T).max() * 2 if form.has_min else 0)
     assert_close(found, inputs @ wide, np.abs(inputs) @ spread + 1e-30, 2e-6)
-    if steps is not None:
-        bound = (0.5 * steps) @ np.abs(wide) * 1.0001 + np.abs(inputs) @ spread * 2e-6
+    if form.quantized:
+        bound = (0.5 * quantized_rows(x)[1]) @ np.abs(wide) * 1.0001 + np.abs(inputs) @ spread * 2e-6
         assert (np.abs(found - x.astype(np.float64) @ wide) <= bound).all()
 
 
@@ -115,7 +116,8 @@ def test_gated_floats(path: str, name: str) -> None:
 
         return code
 
-    found, expected = both(path, make, weights, rng.standard_normal((ROWS, 99)).astype(np.float32))
+    x = rounded_rows(rng.standard_normal((ROWS, 99)).astype(np.float32))  # nothing is lost on any path
+    found, expected = both(path, make, weights, x)
     for each in expected:
         assert_close(found[each], expected[each], 10)
 

@@ -47,10 +47,19 @@ QWEN35_TEXT: dict[str, Any] = {
         "rope_type": "default",
     },
 }  # fmt: skip
+GEMMA3_TEXT: dict[str, Any] = {
+    "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+    "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+}  # fmt: skip
 RELEASED: dict[str, dict[str, Any]] = {
     "SmolLM2": {
         **LLAMA, "model_type": "llama", "is_llama_config": True, "rope_interleaved": False, "rope_scaling": None,
         "transformers.js_config": {"dtype": "q4"},
+    },
+    "SmolLM3-3B": {
+        **LLAMA, "model_type": "smollm3", "head_dim": None, "layer_types": ["full_attention"] * 16,
+        "max_window_layers": 28, "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0] * 4, "rope_scaling": None,
+        "sliding_window": None, "use_sliding_window": False,
     },
     "Llama 3.2": {
         **LLAMA, "model_type": "llama", "rope_scaling": {
@@ -119,6 +128,22 @@ RELEASED: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "use_mrope": False, "rope_scaling": None,
         "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"},
     },
+    "Gemma 3 1B": {
+        "architectures": ["Gemma3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "attn_logit_softcapping": None, "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": [1, 106],
+        "final_logit_softcapping": None, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 1152, "initializer_range": 0.02, "intermediate_size": 6912, "max_position_embeddings": 32768,
+        "model_type": "gemma3_text", "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1,
+        "pad_token_id": 0, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000,
+        "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6,
+        "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0", "use_cache": True, "vocab_size": 262144,
+    },
+    "Gemma 3 4B": {
+        "architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999, "eoi_token_index": 256000,
+        "eos_token_id": [1, 106], "image_token_index": 262144, "initializer_range": 0.02, "mm_tokens_per_image": 256,
+        "model_type": "gemma3", "text_config": GEMMA3_TEXT, "torch_dtype": "bfloat16",
+        "transformers_version": "4.50.0.dev0", "vision_config": {"hidden_size": 1152},
+    },
 }  # fmt: skip
 
 
@@ -127,7 +152,8 @@ def test_every_key_is_known(name: str) -> None:
     config = RELEASED[name]
     sizes = family_named(config["model_type"]).read(config)
     assert sizes.num_layers == {**config, **config.get("text_config", {})}["num_hidden_layers"]
-    assert not any(getattr(getattr(each.mixer, "spec", None), "window", 0) for each in sizes.layers)
+    windows = [getattr(getattr(each.mixer, "spec", None), "window", 0) for each in sizes.layers]
+    assert any(windows) == name.startswith("Gemma")
 
 
 def test_nested_experts() -> None:

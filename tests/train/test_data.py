@@ -17,7 +17,7 @@ from headstart.train.data import Problems, read_records
 from headstart.train.own_data import DataOptions, run
 from headstart.train.own_prompts import usable
 from headstart.train.shards import Shards
-from headstart.train.textfiles import cut, passages, read_tree
+from headstart.train.textfiles import cut, foreign_passages, language, passages, read_tree
 
 
 def test_trees_of_text(tmp_path: Path) -> None:
@@ -38,6 +38,21 @@ def test_trees_of_text(tmp_path: Path) -> None:
         list(read_tree(tmp_path / "empty"))
     with pytest.raises(UsageError, match="does not exist"):
         list(read_tree(tmp_path / "nothing"))
+
+
+GERMAN = "Der Zug nach Wien hat heute eine halbe Stunde Verspätung. Die Leute warten auf dem Bahnsteig und lesen. "
+FRENCH = "Le train pour Lyon est en retard de dix minutes. Les gens attendent sur le quai et ne sont pas contents. "
+
+
+def test_text_in_other_languages_is_there_to_translate(tmp_path: Path) -> None:
+    for name, text in (("de", GERMAN), ("fr", FRENCH), ("en", "The train to Bristol is late and people wait for it. ")):
+        (tmp_path / f"{name}.txt").write_text("\n\n".join([text * 5] * 9))
+    (tmp_path / "table.md").write_text("| 1 | alpha | beta | gamma | delta |\n" * 50)  # no words of any language
+    pieces = list(read_tree(tmp_path))
+    foreign = [given for given, _ in foreign_passages(pieces)]
+    assert {each.language for each in foreign} == {"German", "French"}
+    assert all(5 <= len(each.text.split()) <= 60 and language(each.text) == each.language for each in foreign)
+    assert not any("Zug" in text or "quai" in text for text, _ in passages(pieces))
 
 
 def test_long_files_are_cut_at_line_ends() -> None:

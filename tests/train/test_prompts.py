@@ -7,10 +7,10 @@ from collections import Counter
 
 import pytest
 
-from headstart.train.prompts import KIND_WEIGHTS, PromptRecord, follow_ups, split_sentences, templated_prompts
+from headstart.train.prompts import KIND_WEIGHTS, Foreign, PromptRecord, follow_ups, split_sentences, templated_prompts
 
 PASSAGES = [f"Passage number {i} is about the history of a town. It has several sentences." for i in range(40)]
-FOREIGN = [f"Dies ist der Satz Nummer {i}." for i in range(90)]
+FOREIGN = [Foreign("German", f"Dies ist der Satz Nummer {i}.") for i in range(90)]
 
 
 @pytest.fixture(scope="module")
@@ -43,17 +43,33 @@ def test_every_placeholder_is_filled(records: list[PromptRecord]) -> None:
 def test_used_passages_stand_in_the_prompt(records: list[PromptRecord]) -> None:
     assert any(record.passages for record in records)
     for record in records:
-        texts = FOREIGN if record.kind == "translation" else PASSAGES
+        texts = [each.text for each in FOREIGN] if record.kind == "translation" else PASSAGES
         assert all(texts[index] in record.prompt for index in record.passages)
 
 
 def test_works_without_texts() -> None:
-    kinds = {record.kind for record in templated_prompts(1, 400, [], [])}
-    assert kinds == set(KIND_WEIGHTS) - {"translation"}
+    made = list(templated_prompts(1, 400, [], []))
+    assert {record.kind for record in made} == set(KIND_WEIGHTS)
+    assert not any(record.passages for record in made)
+
+
+def test_a_translation_names_the_language_of_its_text() -> None:
+    foreign = [Foreign("German", f"Das ist Satz {i}.") for i in range(9)]
+    foreign += [Foreign("French", f"Voici la phrase {i}.") for i in range(9)]
+    for each in templated_prompts(3, 300, [], foreign):
+        if each.kind == "translation":
+            given = foreign[each.passages[0]]
+            assert given.text in each.prompt
+            other = {"German": "French", "French": "German"}[given.language]
+            assert other not in each.prompt
 
 
 def test_an_exhausted_kind_ends_instead_of_repeating() -> None:
-    prompts = [r.prompt for r in templated_prompts(1, 3000, PASSAGES, ["Guten Tag."]) if r.kind == "translation"]
+    prompts = [
+        r.prompt
+        for r in templated_prompts(1, 3000, PASSAGES, [Foreign("German", "Guten Tag.")])
+        if r.kind == "translation"
+    ]
     assert 0 < len(prompts) <= 8
 
 

@@ -178,8 +178,8 @@ class Program:
     def experts(
         self, x: int, chosen: tuple[int, int], gate: list[Matrix], up: list[Matrix], down: list[Matrix], kind: int
     ) -> int: ...
-    def want_quants(self, x: int) -> None:
-        """Keep 8-bit forms of the rows of a buffer from here on."""
+    def want(self, x: int, by: Matrix) -> None:
+        """Keep the form of a buffer's rows that this matrix multiplies, from here on."""
 
     def rope(self, x: int, table: RopeTable, head_dim: int) -> int: ...
     def store_kv(self, k: int, v: int, pool: KVPool) -> None: ...

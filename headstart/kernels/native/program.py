@@ -26,8 +26,6 @@ from headstart.kernels.ops import (
 )
 
 Vector = NDArray[np.float32]
-QUANTIZED = 3
-"""Kinds of matrices from here on read 8-bit rows (csrc/matrix.h)."""
 ACTIVATIONS: Mapping[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
 """Activation in csrc/kernels.h."""
 Input = Literal["token_ids", "positions", "logit_rows", "hidden"]
@@ -83,7 +81,10 @@ class Recorder:
 
     def activate_mul(self, gate: Buffer, up: Buffer, kind: Activation = "silu") -> Buffer:
         number = ACTIVATIONS[kind]
-        if gate in self._held and up in self._held and gate.x is up.x and gate.x is not None:
+        both_held = gate in self._held and up in self._held
+        if (
+            both_held and gate.x is not None and gate.x is up.x and _kind(gate) == _kind(up)
+        ):  # one form of the rows
             self._held = [each for each in self._held if each is not gate and each is not up]
             x = self._index(gate.x)
             made = self.program.gated(x, gate.matrix, up.matrix, gate.bias, up.bias, number, "matrices")
@@ -118,8 +119,8 @@ class Recorder:
 
     def moe(self, x: Buffer, logits: Buffer, bias: Vector | None, experts: Experts, spec: RouterSpec) -> Buffer:
         rows = self._index(x)
-        if any(_quantized(each) for each in (*experts.gate, *experts.up)):
-            self.program.want_quants(rows)  # before the router, whose phase it would part from that of the rows
+        for each in (*experts.gate, *experts.up):
+            self.program.want(rows, each)  # before the router, whose phase it would part from that of the rows
         if logits in self._held:  # alone: what else is held (shared experts) runs beside the dealing out of rows
             self._held.remove(logits)
             self._record(logits)
@@ -196,8 +197,8 @@ class Recorder:
             self._logit_buffers.add(product.index)
 
 
-def _quantized(matrix: Matrix) -> bool:
-    return matrix.kind >= QUANTIZED
+def _kind(product: Buffer) -> int | None:
+    return product.matrix.kind if product.matrix else None
 
 
 def record(code: Any, path: str, hidden_width: int) -> Program:

@@ -1,0 +1,52 @@
+// How a product ends, whatever multiplied: bias, activation, the rows' floats and their 8-bit form.
+#pragma once
+
+#include "activations.h"
+#include "kernels.h"
+#include "quantize_rows.h"
+#include "simd.h"
+
+namespace headstart::HEADSTART_PATH {
+
+INLINE f32 with_bias(f32 value, const float* bias, int64_t at, int64_t width) {
+    if (!bias) return value;
+    if (at + 16 <= width) return value + load(bias + at);
+    float tail[16] = {};
+    for (int64_t i = at; i < width; ++i) tail[i - at] = bias[i];
+    return value + load(tail);
+}
+
+// Outputs 32 pair .. 32 pair + 31 of one row.
+INLINE void put_linear(const f32 (&acc)[2], const Matrix& w, const float* bias, int64_t row, int64_t pair,
+                       const Output& out) {
+    const int64_t at = pair * 32;
+    float* to = out.values + row * out.stride + at;
+    store_some(to, w.rows - at, with_bias(acc[0], bias, at, w.rows));
+    if (at + 16 < w.rows) store_some(to + 16, w.rows - at - 16, with_bias(acc[1], bias, at + 16, w.rows));
+}
+
+// Lanes at .. at + 15 of a gated product: acc[0] is the gate's, acc[1] the other matrix's.
+INLINE f32 gate_lanes(const f32 (&acc)[2], int64_t width, const float* gate_bias, const float* up_bias, Activation kind,
+                      int64_t at) {
+    return activate(with_bias(acc[0], gate_bias, at, width), kind) * with_bias(acc[1], up_bias, at, width);
+}
+
+// Lanes 32 pair .. 32 pair + 31 of one row. Those beyond the width become zeros.
+INLINE void put_gated(float (&lanes)[32], int64_t row, int64_t pair, const Output& out) {
+    const QuantLayout layout(out.width);
+    const int64_t count = out.width - pair * 32 < 32 ? out.width - pair * 32 : 32;
+    for (int64_t i = count; i < 32; ++i) lanes[i] = 0.0f;
+    std::memcpy(out.values + row * out.stride + pair * 32, lanes, count * 4);
+    if (out.quants) quantize_group(lanes, pair, layout, out.quants + row * layout.row_bytes());
+}
+
+// The last panel of an odd number of groups is padded to 64 columns.
+INLINE void pad_gated(int64_t rows, int64_t pair, int64_t num_blocks, const Output& out) {
+    if (!out.quants || 2 * pair + 2 < num_blocks) return;
+    const QuantLayout layout(out.width);
+    const float zeros[32] = {};
+    for (int64_t group = pair + 1; group < layout.groups; ++group)
+        for (int64_t r = 0; r < rows; ++r) quantize_group(zeros, group, layout, out.quants + r * layout.row_bytes());
+}
+
+} // namespace headstart::HEADSTART_PATH

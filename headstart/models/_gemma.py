@@ -1,0 +1,51 @@
+"""What the Gemma families share: tensor names of wrappers, whose text part is served, and keys."""
+
+from __future__ import annotations
+
+from headstart.models import keys
+from headstart.models.keys import Config
+from headstart.models.names import Names
+
+OUTSIDE = (
+    "vision_tower.",
+    "multi_modal_projector.",
+    "embed_vision.",
+    "audio_tower.",
+    "embed_audio.",
+    "vision_embedder.",
+)
+NAMES = Names(
+    {
+        "model.": "",
+        "model.language_model.": "",
+        "language_model.model.": "",
+        "lm_head.": "lm_head.",
+        "language_model.lm_head.": "lm_head.",
+        **{f"{outer}{part}": None for outer in ("", "model.") for part in OUTSIDE},
+    }
+)
+"""Of a text model, or the text part of a multimodal wrapper; pictures and sounds are left out."""
+DEFAULTS = {
+    "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131072, "tie_word_embeddings": True,
+    "rope_theta": 1e6, "rope_local_base_freq": 1e4, "head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "hidden_size": 2304, "intermediate_size": 9216,
+}  # fmt: skip
+HARMLESS = {
+    "hidden_act": "hidden_activation says it",
+    "mm_tokens_per_image": "of pictures",
+    **dict.fromkeys(
+        ("boi_token_index", "eoi_token_index", "image_token_index", "boi_token_id", "eoi_token_id", "boa_token_id",
+         "eoa_token_id", "eoa_token_index"),
+        "of pictures and sounds",
+    ),
+    "rope_local_base_freq": "rope_parameters says it",
+    "rope_theta": "rope_parameters says it",
+    "sliding_window_pattern": "layer_types says it",
+    "cache_implementation": "how another program keeps keys and values",
+}  # fmt: skip
+
+
+def one_direction(config: Config, served: object = None) -> None:
+    """Raises ModelError for a model whose rows see those behind them (`use_bidirectional_attention`)."""
+    if config.get("use_bidirectional_attention") not in (None, False, served):
+        keys.refuse_others(config, {"use_bidirectional_attention": False})

@@ -1,0 +1,80 @@
+"""Gemma 3 (270M, 1B; the text part of 4B, 12B and 27B): five layers with a window and a rope of their own to each full
+one, norms of (1 + w) before and after each part, q and k norms, scaled embeddings. No native MTP.
+
+Formulas: transformers 5.23, `modeling_gemma3.py`; names and folded norms of GGUF files: llama.cpp's
+`conversion/gemma.py`, scale of scores there: `models/gemma3.cpp`.
+"""
+
+from __future__ import annotations
+
+import math
+
+from headstart.kernels.ops import RawTensor
+from headstart.layers.build import DecoderConfig
+from headstart.models import _gemma, keys
+from headstart.models.base import Family
+from headstart.models.keys import Config, flag, number
+from headstart.models.small import Arrays
+
+LAYERS_27B = 62  # of which llama.cpp knows 27B, whose heads are not as wide as hidden_size / heads
+
+
+def parse(config: Config) -> DecoderConfig:
+    config, tied = keys.text_config(config)
+    _gemma.one_direction(config)
+    bias = flag(config, "attention_bias")
+    kinds, window = keys.kinds_in_turn(config, 6), number(config, "sliding_window", default=0, least=0)
+    mixers = {
+        kind: keys.attention(
+            read,
+            scale=_scalar(config) ** -0.5,
+            window=window if kind == keys.SLIDING else 0,
+            qkv_bias=bias,
+            o_bias=bias,
+            qk_norm=True,
+        )
+        for kind, read in keys.by_kind(config).items()
+    }
+    return keys.decoder(
+        keys.by_kind(config)[keys.FULL],
+        [keys.layer(config, mixers[kind], keys.mlp(config), norms="sandwich") for kind in kinds],
+        tied=tied,
+        embedding_scale=math.sqrt(number(config, "hidden_size")),
+        logit_softcap=keys.real(config, "final_logit_softcapping", 0.0),
+    )
+
+
+def _scalar(config: Config) -> int:
+    """What q . k is divided by the root of; GGUF files do not say it (0)."""
+    if written := number(config, "query_pre_attn_scalar", least=0):
+        return written
+    hidden, heads = number(config, "hidden_size"), number(config, "num_attention_heads")
+    return hidden // heads if keys.num_layers(config) == LAYERS_27B else number(config, "head_dim")
+
+
+def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
+    """Norms as factors; llama.cpp has folded them."""
+    if from_gguf:
+        return tensors
+    return {name: each.affine(1, 1) if name.endswith("norm.weight") else each for name, each in tensors.items()}
+
+
+def restore(arrays: Arrays, config: DecoderConfig) -> Arrays:
+    return {name: array - 1 if name.endswith("norm.weight") else array for name, array in arrays.items()}
+
+
+FAMILY = Family(
+    parse=parse,
+    names=_gemma.NAMES,
+    adapt=adapt,
+    restore=restore,
+    defaults={**_gemma.DEFAULTS, "vocab_size": 262208, "num_hidden_layers": 26, "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,},
+    harmless=_gemma.HARMLESS,
+    aliases=("gemma3_text",),
+    small={
+        "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "head_dim": 16, "sliding_window": 11,
+        "query_pre_attn_scalar": 20, "sliding_window_pattern": 2, "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+    },
+)  # fmt: skip

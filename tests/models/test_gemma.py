@@ -1,0 +1,84 @@
+"""Gemma in the forms that people have it in: the text part of a wrapper, GGUF files; what is not served is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf_files import write_gguf
+from support import family_of, make, prompt_of, request, run
+
+from headstart.config import EngineConfig
+from headstart.engine.load import Model, load_model
+from headstart.errors import ModelError
+from headstart.models.small import Arrays
+from headstart.tools.tiny import write_model
+
+FAMILIES = ("gemma3",)
+Tiny = tuple[dict[str, Any], Arrays]
+
+
+@pytest.fixture(params=FAMILIES)
+def tiny(request: pytest.FixtureRequest) -> Tiny:
+    return family_of(request.param).tiny(query_pre_attn_scalar=16, sliding_window_pattern=6)  # as GGUF files say it
+
+
+def model_at(path: Path) -> Model:
+    return load_model(str(path), EngineConfig(backend="reference", dtype="float32", threads=1))
+
+
+def logprobs(model: Model) -> list[float]:
+    wanted = request(prompt_of(30, 1), max_tokens=8, stops=(), prompt_logprobs=0, logprobs=0)
+    found = run(make(model, dtype="float32", drafter="none"), [wanted])["r", 0]
+    return [each.logprob for each in (*found.prompt_logprobs, *found.logprobs) if each]
+
+
+def test_the_text_part_of_a_wrapper(tiny: Tiny, tmp_path: Path) -> None:
+    """Names of older and newer transformers; towers of pictures and sounds are left out."""
+    config, arrays = tiny
+    outside = {key: config[key] for key in ("architectures", "tie_word_embeddings", "eos_token_id")}
+    wrapper = {
+        **outside, "model_type": config["model_type"].removesuffix("_text"), "text_config": config,
+        "vision_config": {"hidden_size": 8}, "mm_tokens_per_image": 256, "vocab_size": config["vocab_size"],
+    }  # fmt: skip
+    expected = model_at(write_model(tmp_path / "plain", config, arrays))
+    for number, (old, new) in enumerate((("model.", "language_model.model."), ("model.", "model.language_model."))):
+        named = {name.replace(old, new, 1): array for name, array in arrays.items()}
+        named["vision_tower.x.weight"] = named["model.multi_modal_projector.y"] = np.ones(8, np.float32)
+        found = model_at(write_model(tmp_path / str(number), wrapper, named))
+        assert found.config == expected.config
+        np.testing.assert_array_equal(logprobs(found), logprobs(expected))
+
+
+def test_llama_cpp_files(tiny: Tiny, tmp_path: Path) -> None:
+    """Folded norms, names, and what such files do not say."""
+    plain = model_at(write_model(tmp_path / "plain", *tiny))
+    found = model_at(write_gguf(tmp_path / "model.gguf", *tiny))
+    np.testing.assert_allclose(logprobs(found), logprobs(plain), atol=2e-5)
+
+
+def test_scores_of_27b_in_gguf_files() -> None:
+    """The one model whose scores are not scaled by the width of a head (llama.cpp knows it by its layers)."""
+    sizes = {
+        "model_type": "gemma3", "hidden_size": 5376, "num_attention_heads": 32, "head_dim": 128, "vocab_size": 9,
+        "query_pre_attn_scalar": 0, "intermediate_size": 9,
+    }  # fmt: skip
+    for layers, scalar in ((62, 168), (48, 128)):
+        mixer: Any = family_of("gemma3").read({**sizes, "num_hidden_layers": layers}).layers[0].mixer
+        assert mixer.spec.scale == scalar**-0.5
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention is True, which is not supported"),
+        ({"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping is 50\.0, which is not known for gemma3_text"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "must say the rope of each kind of layer"),
+        ({"layer_types": ["chunked_attention"] * 3}, "layer type 'chunked_attention' is not supported"),
+    ],
+)
+def test_what_is_not_served_is_named(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        family_of("gemma3").tiny(**changes)
