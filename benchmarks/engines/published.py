@@ -149,7 +149,7 @@ def in_speculators(trunk: Path, head: Path, prompts: Texts, tokens: int) -> tupl
 
     config: Any = SpeculatorModelConfig.from_pretrained(head)
     config.transformer_layer_config._attn_implementation = "eager"
-    drafter: Any = SpeculatorModel.from_pretrained(head, config=config).float().eval()
+    drafter: Any = SpeculatorModel.from_pretrained(head, config=config, dtype=torch.float32).eval()
     told, texts, size, anchored = Told(), [], int(config.block_size), bool(config.sample_from_anchor)
     markov = getattr(drafter, "markov_head", None)
     for text, features in written(trunk_of(trunk), config.aux_hidden_state_layer_ids, prompts, tokens):
