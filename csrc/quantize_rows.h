@@ -13,19 +13,14 @@ INLINE void quantize_group(const float* x, int64_t group, const QuantLayout& lay
     const f32 a = load(x), b = load(x + 16);
     // as integers, so that NaN is the largest of all and cannot get lost
     const i32 absolute = splat_int(0x7fffffff);
-    int32_t bits[16], peak_bits = 0;
-    store(bits, max(as_int(a) & absolute, as_int(b) & absolute));
-    for (int32_t each : bits) peak_bits = each > peak_bits ? each : peak_bits;
+    const int32_t peak_bits = max_lanes(max(as_int(a) & absolute, as_int(b) & absolute));
     float peak;
     std::memcpy(&peak, &peak_bits, 4);
     const bool finite = peak_bits < 0x7f800000, tiny = peak < 1e-30f;
     const f32 inverse = splat(finite && !tiny ? 127.0f / peak : 0.0f);
     const i32 qa = round_to_int(a * inverse), qb = round_to_int(b * inverse);
     int8_t* q = reinterpret_cast<int8_t*>(row) + group * 32;
-    store_low_bytes(q, qa);
-    store_low_bytes(q + 16, qb);
-    int32_t first = 0, second = 0;
-    for (int i = 0; i < 16; ++i) first += q[i], second += q[16 + i];
+    const int32_t first = store_low_bytes(q, qa), second = store_low_bytes(q + 16, qb);
     const float scale = !finite ? std::nanf("") : tiny ? 0.0f : peak * (1.0f / 127.0f);
     layout.scales(row)[group] = scale;
     layout.sums(row)[group] = first + second;

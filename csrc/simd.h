@@ -59,7 +59,13 @@ INLINE f32 to_float(i32 a) { return {_mm512_cvtepi32_ps(a.v)}; }
 INLINE i32 round_to_int(f32 a) { return {_mm512_cvtps_epi32(a.v)}; } // ties to even
 INLINE f32 as_float(i32 a) { return {_mm512_castsi512_ps(a.v)}; }
 INLINE i32 as_int(f32 a) { return {_mm512_castps_si512(a.v)}; }
-INLINE void store_low_bytes(int8_t* p, i32 a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(a.v)); }
+// Writes the low byte of each lane; returns these bytes' sum.
+INLINE int32_t store_low_bytes(int8_t* p, i32 a) {
+    const __m128i bytes = _mm512_cvtepi32_epi8(a.v), raised = _mm_xor_si128(bytes, _mm_set1_epi8(-128)); // + 128
+    const __m128i sums = _mm_sad_epu8(raised, _mm_setzero_si128());
+    _mm_storeu_si128((__m128i*)p, bytes);
+    return _mm_cvtsi128_si32(sums) + _mm_extract_epi32(sums, 2) - 16 * 128;
+}
 // Adds to each lane the products of its 4 unsigned bytes of w with the 4 signed bytes of a.
 INLINE i32 dot(i32 sum, i32 w, i32 a) { return {_mm512_dpbusd_epi32(sum.v, w.v, a.v)}; }
 
@@ -117,10 +123,11 @@ INLINE f32 to_float(i32 x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps
 INLINE i32 round_to_int(f32 x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
 INLINE f32 as_float(i32 x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
 INLINE i32 as_int(f32 x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
-INLINE void store_low_bytes(int8_t* p, i32 x) {
-    alignas(32) int32_t lanes[16];
+INLINE int32_t store_low_bytes(int8_t* p, i32 x) {
+    alignas(32) int32_t lanes[16], sum = 0;
     store(lanes, x);
-    for (int l = 0; l < 16; ++l) p[l] = (int8_t)lanes[l];
+    for (int l = 0; l < 16; ++l) sum += p[l] = (int8_t)lanes[l];
+    return sum;
 }
 // vpmaddubsw saturates, so bytes are widened: even and odd ones apart, each pair of products fits 32 bits.
 INLINE __m256i dot_half(__m256i sum, __m256i w, __m256i a) {
@@ -199,7 +206,7 @@ INLINE i32 round_to_int(f32 a) { // callers stay within +-2^22; NaN and more giv
 }
 INLINE f32 as_float(i32 a) { f32 r; std::memcpy(r.v, a.v, 64); return r; }
 INLINE i32 as_int(f32 a) { i32 r; std::memcpy(r.v, a.v, 64); return r; }
-INLINE void store_low_bytes(int8_t* p, i32 a) { LANES p[l] = (int8_t)a.v[l]; }
+INLINE int32_t store_low_bytes(int8_t* p, i32 a) { int32_t sum = 0; LANES sum += p[l] = (int8_t)a.v[l]; return sum; }
 INLINE i32 dot(i32 sum, i32 w, i32 a) {
     const uint8_t* wb = (const uint8_t*)w.v;
     const int8_t* ab = (const int8_t*)a.v;
@@ -243,7 +250,14 @@ INLINE float sum_lanes(f32 a) {
 INLINE float max_lanes(f32 a) { // not for NaN
     return reduce_lanes(a, [](f32 x, f32 y) __attribute__((always_inline)) { return max(x, y); });
 }
+INLINE int32_t max_lanes(i32 a) { return _mm512_reduce_max_epi32(a.v); }
 #else
+INLINE int32_t max_lanes(i32 a) {
+    int32_t v[16], most = INT32_MIN;
+    store(v, a);
+    for (int32_t each : v) most = each > most ? each : most;
+    return most;
+}
 INLINE float sum_lanes(f32 a) {
     float v[16];
     store(v, a);

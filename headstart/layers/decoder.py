@@ -87,27 +87,30 @@ class FeedForwardConfig(Protocol):
         """Names and shapes of what `build` takes."""
 
 
-Norms = Literal["pre", "post", "sandwich", "open"]
+Norms = Literal["pre", "post", "sandwich", "open", "parallel"]
 NORM_NAMES: Mapping[Norms, tuple[str, str, str, str]] = {
     "pre": ("input_layernorm", "", "post_attention_layernorm", ""),
+    "parallel": ("input_layernorm", "", "", ""),
     "post": ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
     "sandwich": (
         "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
     ),
     "open": ("input_layernorm", "post_attention_layernorm", "", "post_feedforward_layernorm"),  # it norms by itself
 }  # fmt: skip
-"""Norms before and after the mixer, before and after the feed-forward part; empty: none."""
+"""Norms before and after the mixer, before and after the feed-forward part; empty: none. `parallel`: both parts read
+the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """One layer: its two parts, where norms stand, what each part's output is multiplied by, and a part beside them.
-    `scaled`: the stream is multiplied by `layer_scalar` [1] in the end."""
+    """One layer: its two parts, where norms stand (`centered`: of x - mean(x)), what each part's output is multiplied
+    by, and a part beside them. `scaled`: the stream is multiplied by `layer_scalar` [1] in the end."""
 
     mixer: MixerConfig
     mlp: FeedForwardConfig
     eps: float
     norms: Norms = "pre"
+    centered: bool = False
     residual_scale: float = 1.0
     beside: BesideConfig | None = None
     scaled: bool = False
@@ -115,7 +118,10 @@ class LayerConfig:
     def build(self, weights: Weights, prefix: str, hidden: int, *, reads: int | None = None) -> DecoderLayer:
         """From the tensors under `prefix` (no trailing dot). `reads`: columns that the mixer reads, where they are not
         the hidden size."""
-        norms = [weights.norm(f"{prefix}.{name}", hidden, self.eps) if name else NoNorm() for name in self._norms]
+        norms: list[Norm] = [
+            weights.norm(f"{prefix}.{name}", hidden, self.eps, centered=self.centered) if name else NoNorm()
+            for name in self._norms
+        ]
         return DecoderLayer(
             input_norm=norms[0],
             mixer=self.mixer.build(weights, prefix, hidden, eps=self.eps, reads=reads or hidden),
@@ -126,6 +132,7 @@ class LayerConfig:
             residual_scale=self.residual_scale,
             beside=self.beside.build(weights, prefix, hidden, eps=self.eps) if self.beside else None,
             stream_scale=weights.scalar(f"{prefix}.layer_scalar") if self.scaled else 1.0,
+            parallel=self.norms == "parallel",
         )
 
     def shapes(self, prefix: str, hidden: int, *, reads: int | None = None) -> Shapes:
@@ -146,7 +153,7 @@ class LayerConfig:
 @dataclass(frozen=True)
 class DecoderLayer:
     """x + mixer(norm(x)), then + mlp(norm(.)), each part's output normed and scaled or not; the second sum is left to
-    the next layer's norm."""
+    the next layer's norm. `parallel`: x + mixer(norm(x)) + mlp(norm(x))."""
 
     input_norm: Norm
     mixer: Mixer
@@ -157,6 +164,7 @@ class DecoderLayer:
     residual_scale: float = 1.0
     beside: Beside | None = None
     stream_scale: float = 1.0
+    parallel: bool = False
 
     def __call__(
         self,
@@ -171,6 +179,8 @@ class DecoderLayer:
         token ids and what entered the first layer, for a part beside."""
         x, residual = self.input_norm.add(ops, delta, residual)
         mixed = self._scaled(ops, self.mixer_norm(ops, self.mixer(ops, x, positions, pool)))
+        if self.parallel:
+            return ops.add(mixed, self._scaled(ops, self.mlp_norm(ops, self.mlp(ops, x)))), residual
         x, residual = self.post_norm.add(ops, mixed, residual)
         delta = self._scaled(ops, self.mlp_norm(ops, self.mlp(ops, x)))
         if self.beside:
@@ -187,14 +197,15 @@ class DecoderLayer:
 
 @dataclass(frozen=True)
 class Decoder:
-    """Embedding, layers, final norm, LM head: a whole trunk. Embeddings are multiplied by `embedding_scale`; logits
-    are kept within `logit_softcap`, if there is one."""
+    """Embedding, layers, final norm, LM head: a whole trunk. Embeddings are multiplied by `embedding_scale`, logits by
+    `logit_scale` and kept within `logit_softcap`, if there is one."""
 
     embedding: Weight
     layers: list[DecoderLayer]
     norm: RMSNorm
     lm_head: Linear
     embedding_scale: float = 1.0
+    logit_scale: float = 1.0
     logit_softcap: float = 0.0
 
     @property
@@ -215,6 +226,8 @@ class Decoder:
     def logits(self, ops: Ops, x: Buffer) -> Buffer:
         """[L, H] after the final norm -> [L, V]."""
         logits = self.lm_head(ops, x)
+        if self.logit_scale != 1:
+            logits = ops.scale(logits, self.logit_scale)
         return ops.softcap(logits, self.logit_softcap) if self.logit_softcap else logits
 
     def program(
