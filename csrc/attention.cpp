@@ -22,10 +22,20 @@ constexpr int kStrips = 4; // of 16 columns: 6 queries x 4 strips are 24 accumul
 constexpr int kStrips = 1;
 #endif
 
-template <Store kStore> INLINE f32 load_item(const uint8_t* p, int64_t index) {
-    if (kStore == Store::F32) return load(reinterpret_cast<const float*>(p) + index);
-    if (kStore == Store::BF16) return load_bf16(reinterpret_cast<const uint16_t*>(p) + index);
-    return load_i8(reinterpret_cast<const int8_t*>(p) + index);
+// kWays<kStore> neighbours of 16 lanes each from p on: of pairs, those of the even places, then those of the odd ones.
+template <Store kStore> constexpr int kWays = kStore == Store::BF16 ? 2 : 1;
+template <Store kStore> constexpr int64_t kLine = kStore == Store::I8 ? 16 : 64; // their bytes
+
+template <Store kStore> INLINE void load_items(const uint8_t* p, f32 (&found)[kWays<kStore>]) {
+    if constexpr (kStore == Store::F32) {
+        found[0] = load(reinterpret_cast<const float*>(p));
+    } else if constexpr (kStore == Store::BF16) {
+        const i32 both = load(reinterpret_cast<const int32_t*>(p));
+        found[0] = as_float(shift_left<16>(both));
+        found[1] = as_float(both & splat_int((int32_t)0xffff0000));
+    } else {
+        found[0] = load_i8(reinterpret_cast<const int8_t*>(p));
+    }
 }
 
 INLINE f32 lanes_from(int64_t first) { // first, first + 1, ... as floats
@@ -67,21 +77,34 @@ template <Store kStore, int kQueries> struct Attend {
         return count;
     }
 
-    // Scaled scores of one tile; -inf where a query may not look. Fetches the tile's values meanwhile.
-    APART void score(int t) {
-        const int64_t dim = task.layout.head_dim, line = 16 * task.layout.item();
-        const uint8_t* values = tile[t] + task.layout.values_at();
-        f32 sum[kQueries];
-        for (auto& each : sum) each = splat(0.0f);
-        for (int64_t d = 0; d < dim; ++d) {
-            prefetch(values + d * line);
-            const f32 key = load_item<kStore>(tile[t], d * 16);
-            for (int i = 0; i < kQueries; ++i) sum[i] = fma(key, splat(query[i].values[d]), sum[i]);
+    // Scaled scores of kCount tiles; -inf where a query may not look. Fetches the tiles' values meanwhile.
+    template <int kCount> APART void score(int t) {
+        constexpr int kEach = kWays<kStore>;
+        const int64_t dim = task.layout.head_dim, value_line = 16 * task.layout.item();
+        const int64_t values_at = task.layout.values_at();
+        f32 sum[kQueries][kCount];
+        for (auto& each : sum)
+            for (f32& one : each) one = splat(0.0f);
+        for (int64_t d = 0; d < dim; d += kEach) {
+            f32 key[kCount][kEach];
+            for (int c = 0; c < kCount; ++c) {
+                for (int way = 0; way < kEach; ++way) prefetch(tile[t + c] + values_at + (d + way) * value_line);
+                load_items<kStore>(tile[t + c] + d / kEach * kLine<kStore>, key[c]);
+            }
+            for (int way = 0; way < kEach && d + way < dim; ++way)
+                for (int i = 0; i < kQueries; ++i) {
+                    const f32 value = splat(query[i].values[d + way]);
+                    for (int c = 0; c < kCount; ++c) sum[i][c] = fma(key[c][way], value, sum[i][c]);
+                }
         }
+        for (int c = 0; c < kCount; ++c) put_scores(t + c, sum, c);
+    }
+
+    template <int kCount> void put_scores(int t, const f32 (&sum)[kQueries][kCount], int c) {
         const f32 position = lanes_from(t * 16), never = splat(-INFINITY);
         for (int i = 0; i < kQueries; ++i) {
             Query& each = query[i];
-            f32 value = sum[i] * splat(task.scale);
+            f32 value = sum[i][c] * splat(task.scale);
             if (kStore == Store::I8) value = value * load(scales(t));
             if (t * 16 < each.begin) value = select_less(position, splat((float)each.begin), never, value);
             if (t * 16 + 16 > each.end) value = select_less(position, splat((float)each.end), value, never);
@@ -122,17 +145,21 @@ template <Store kStore, int kQueries> struct Attend {
 
     // sum += weight * value over positions begin .. end - 1 of the chunk, for kCount queries from `first`.
     template <int kCount, int kWidth> void gather_strips(int first, int64_t d, int64_t begin, int64_t end) {
-        const int64_t dim = task.layout.padded_value(), item = task.layout.item();
+        constexpr int kEach = kWays<kStore>;
+        const int64_t line = task.layout.padded_value() / 16 * kLine<kStore>, at = task.layout.values_at() + d / 16 * kLine<kStore>;
         f32 sum[kCount][kWidth];
         for (int i = 0; i < kCount; ++i)
             for (int s = 0; s < kWidth; ++s) sum[i][s] = load(query[first + i].sum + d + s * 16);
-        for (int64_t p = begin; p < end; ++p) {
-            const uint8_t* row = tile[p / 16] + task.layout.values_at() + p % 16 * dim * item;
-            f32 value[kWidth];
-            for (int s = 0; s < kWidth; ++s) value[s] = load_item<kStore>(row, d + s * 16);
-            for (int i = 0; i < kCount; ++i) {
-                const f32 w = splat(query[first + i].weight[p]);
-                for (int s = 0; s < kWidth; ++s) sum[i][s] = fma(value[s], w, sum[i][s]);
+        for (int64_t p = begin / kEach * kEach; p < end; p += kEach) {
+            const uint8_t* row = tile[p / 16] + at + p % 16 / kEach * line;
+            f32 value[kWidth][kEach];
+            for (int s = 0; s < kWidth; ++s) load_items<kStore>(row + s * kLine<kStore>, value[s]);
+            for (int way = 0; way < kEach; ++way) {
+                if (p + way < begin || p + way >= end) continue;
+                for (int i = 0; i < kCount; ++i) {
+                    const f32 w = splat(query[first + i].weight[p + way]);
+                    for (int s = 0; s < kWidth; ++s) sum[i][s] = fma(value[s][way], w, sum[i][s]);
+                }
             }
         }
         for (int i = 0; i < kCount; ++i)
@@ -205,7 +232,9 @@ template <Store kStore, int kQueries> struct Attend {
             first = each.begin < first ? each.begin : first;
             last = each.end > last ? each.end : last;
         }
-        for (int t = 0; t < tiles; ++t) score(t);
+        int t = 0;
+        for (; t + 2 <= tiles; t += 2) score<2>(t); // two sums for each query hide the latency of one
+        if (t < tiles) score<1>(t);
         fetch_next();
         for (Query& each : query)
             if (each.end > each.begin) soften(each);
