@@ -77,19 +77,23 @@ template <Store kStore, int kQueries> struct Attend {
         return count;
     }
 
-    // Scaled scores of kCount tiles; -inf where a query may not look. Fetches the tiles' values meanwhile.
+    // Scaled scores of kCount tiles; -inf where a query may not look. Fetches the next chunk meanwhile, bit by bit:
+    // more requests than the core keeps open would hold up its own loads.
     template <int kCount> APART void score(int t) {
         constexpr int kEach = kWays<kStore>;
-        const int64_t dim = task.layout.head_dim, value_line = 16 * task.layout.item();
-        const int64_t values_at = task.layout.values_at();
+        const int64_t dim = task.layout.head_dim, values_at = task.layout.values_at();
         f32 sum[kQueries][kCount];
         for (auto& each : sum)
             for (f32& one : each) one = splat(0.0f);
         for (int64_t d = 0; d < dim; d += kEach) {
+            const int64_t line = d / kEach * kLine<kStore>;
             f32 key[kCount][kEach];
             for (int c = 0; c < kCount; ++c) {
-                for (int way = 0; way < kEach; ++way) prefetch(tile[t + c] + values_at + (d + way) * value_line);
-                load_items<kStore>(tile[t + c] + d / kEach * kLine<kStore>, key[c]);
+                if (t + c < next_tiles) {
+                    prefetch(next[t + c] + line);
+                    prefetch(next[t + c] + values_at + line);
+                }
+                load_items<kStore>(tile[t + c] + line, key[c]);
             }
             for (int way = 0; way < kEach && d + way < dim; ++way)
                 for (int i = 0; i < kQueries; ++i) {
@@ -173,12 +177,6 @@ template <Store kStore, int kQueries> struct Attend {
         for (; d < dim; d += 16) gather_strips<kCount, 1>(first, d, begin, end);
     }
 
-    void fetch_next() const {
-        const int64_t bytes = task.layout.values_at();
-        for (int t = 0; t < next_tiles; ++t)
-            for (int64_t at = 0; at < bytes; at += 64) prefetch(next[t] + at);
-    }
-
     void run(int64_t first_query) {
         int64_t longest = 0, earliest = INT64_MAX;
         for (int i = 0; i < kQueries; ++i) {
@@ -235,7 +233,6 @@ template <Store kStore, int kQueries> struct Attend {
         int t = 0;
         for (; t + 2 <= tiles; t += 2) score<2>(t); // two sums for each query hide the latency of one
         if (t < tiles) score<1>(t);
-        fetch_next();
         for (Query& each : query)
             if (each.end > each.begin) soften(each);
         if (end <= begin) return gather_apart(first, last);
