@@ -77,7 +77,7 @@ struct KVLayout {
 
 constexpr int64_t kMostQueries = 6;
 
-// At most kMostQueries queries of one kv head and one sequence. Query i is row first_row + i / group, head
+// At most Kernels::most_queries queries of one kv head and one sequence. Query i is row first_row + i / group, head
 // kv_head * group + i % group.
 struct AttendTask {
     const uint8_t* pool;
@@ -158,6 +158,7 @@ struct Kernels {
     // out = rate * ln(1 + e^(x + bias)).
     void (*decay)(const float* x, const float* rate, const float* bias, int64_t width, float* out);
     void (*delta)(const DeltaTask& task);
+    int64_t most_queries = kMostQueries; // of a task of attend
     // To bfloat16 (ties to even), padded with zeros to kPanel; nullptr: bfloat16 matrices take floats on this path.
     void (*halve)(const float* x, int64_t width, uint16_t* row) = nullptr;
 };
