@@ -24,6 +24,7 @@ import numpy as np
 
 from headstart import registry
 from headstart.config import AUTO, EngineConfig
+from headstart.errors import ModelError
 from headstart.models.base import Family
 from headstart.models.small import Arrays
 from headstart.tools.tiny import write_model
@@ -138,7 +139,11 @@ def main() -> int:
     documents = []
     with tempfile.TemporaryDirectory() as folder:
         for family in args.families:
-            documents.append(check(family, args, Path(folder)))
+            try:
+                documents.append(check(family, args, Path(folder)))
+            except ModelError as error:  # a family that the backend refuses by name
+                print(f"| {family} | refused: {error.message} |", flush=True)
+                continue
             print(row(documents[-1]), flush=True)
             if args.json:
                 args.json.write_text(json.dumps(documents, indent=1))
