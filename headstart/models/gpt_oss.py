@@ -22,7 +22,7 @@ from headstart.models.keys import Config, flag, number
 from headstart.models.names import PREFIXES, Names
 from headstart.models.small import SCRATCH_EXPERTS, Arrays
 
-SERVED = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "hidden_act": "silu"}
+SERVED = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 YARN = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
@@ -114,6 +114,7 @@ FAMILY = Family(
     harmless={
         **dict.fromkeys(("initial_context_length", "experts_per_token"), "another key says it"),
         "intermediate_size": "moe_intermediate_size says it, of a GGUF file",
+        "hidden_act": "experts always have the clamped SwiGLU",
     },
     names=Names(PREFIXES, parts={".mlp.router.": ".mlp.gate."}),
     adapt=adapt,
