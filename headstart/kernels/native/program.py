@@ -83,9 +83,7 @@ class Recorder:
     def activate_mul(self, gate: Buffer, up: Buffer, kind: Activation = "silu") -> Buffer:
         number = ACTIVATIONS[kind]
         both_held = gate in self._held and up in self._held
-        if (
-            both_held and gate.x is not None and gate.x is up.x and _kind(gate) == _kind(up)
-        ):  # one form of the rows
+        if both_held and gate.x is not None and gate.x is up.x and _kind(gate) == _kind(up):  # one form of the rows
             self._held = [each for each in self._held if each is not gate and each is not up]
             x = self._index(gate.x)
             made = self.program.gated(x, gate.matrix, up.matrix, gate.bias, up.bias, number, "matrices")
@@ -153,8 +151,7 @@ class Recorder:
     def attend(self, q: Buffer, pool: KVPool, spec: AttentionSpec, sinks: Vector | None = None) -> Buffer:
         width = spec.num_heads * spec.value_width
         index = self._index(q)
-        window = -spec.window if spec.chunked else spec.window
-        how = (spec.num_heads, spec.scale, window, spec.softcap, sinks, spec.causal)
+        how = (spec.num_heads, spec.scale, spec.window, spec.softcap, sinks, spec.causal)
         return Buffer(width, self.program.attend(index, pool, *how))
 
     def causal_conv(self, x: Buffer, weight: Vector, pool: StatePool, spec: ConvSpec) -> Buffer:
