@@ -23,15 +23,17 @@ from headstart.models.reading import Reading
 Config = Mapping[str, Any]
 
 
+def inside(config: Config, inner: Mapping[str, Any]) -> Reading:
+    """The config with the keys of an object inside, which hold before the others."""
+    return (config if isinstance(config, Reading) else Reading(config, {})).inside(inner)
+
+
 def text_config(config: Config) -> tuple[Reading, bool]:
     """The language model's part of a multimodal wrapper's config, or a text model's own; does it tie the LM head?"""
     inner, tied = config.get("text_config"), flag(config, "tie_word_embeddings")
-    read = config if isinstance(config, Reading) else Reading(config, {})
-    if inner is None:
-        return read, tied
-    if not isinstance(inner, dict):
+    if inner is not None and not isinstance(inner, dict):
         raise ModelError("config.json: text_config is not an object")
-    return read.inside(inner), tied or flag(inner, "tie_word_embeddings")
+    return inside(config, inner or {}), tied or flag(inner or {}, "tie_word_embeddings")
 
 
 def number(config: Config, *keys: str, default: int | None = None, least: int = 1, needs: str = "") -> int:
@@ -307,7 +309,8 @@ def sigmoid_experts(config: Config) -> MoEConfig:
             f"config.json: {count} experts do not make {groups_} groups of which {router.top_groups} count"
         )
     shared = number(config, "n_shared_experts", default=0, least=0)
-    return _experts(config, router, shared=shared * number(config, "moe_intermediate_size"), bias=True)
+    bias = flag(config, "use_expert_bias", True)
+    return _experts(config, router, shared=shared * number(config, "moe_intermediate_size"), bias=bias)
 
 
 def _experts(config: Config, router: RouterSpec, inner: int = 0, **more: Any) -> MoEConfig:
