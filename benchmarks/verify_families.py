@@ -34,7 +34,7 @@ LENGTHS = (1, 5, 17, 30, 45, 64)
 """Of the prompts; the longer ones begin with the same tokens."""
 SHARED = 20
 SOFT = 0.1
-QUIET = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
+QUIET = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "w2.weight")
 PROJECTIONS = {"mtp.fc.weight": False, "eh_proj.weight": False, "input_proj.weight": True}
 """Ending of the name of an MTP module's projection -> does the hidden state come first?"""
 TAKES = r"pre_fc_norm_embedding\.weight|enorm\.weight|token_layernorm\.weight"

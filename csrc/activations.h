@@ -55,13 +55,14 @@ INLINE f32 gelu_tanh(f32 x) {
 
 INLINE f32 relu(f32 x) { return max(splat(0.0f), x); } // keeps NaN, as its second operand
 
-// Not inlined into the products, which would hold all five.
+// Not inlined into the products, which would hold them all.
 __attribute__((noinline, unused)) static f32 activate_other(f32 x, Activation kind) {
     switch (kind) {
     case Activation::GELU: return gelu(x);
     case Activation::GELU_TANH: return gelu_tanh(x);
     case Activation::RELU: return relu(x);
     case Activation::RELU2: return relu(x) * relu(x);
+    case Activation::IDENTITY: return x;
     case Activation::SILU: break;
     }
     return silu(x);

@@ -161,7 +161,8 @@ template <Store kStore, int kQueries> struct Attend {
             each.values = task.queries + row * task.query_stride + head * task.layout.head_dim;
             each.limit = task.sees[row] + 1;
             longest = each.limit > longest ? each.limit : longest;
-            const int64_t oldest = task.window ? task.positions[row] - task.window + 1 : 0;
+            const int64_t at = task.positions[row];
+            const int64_t oldest = task.window > 0 ? at - task.window + 1 : task.window ? at - at % -task.window : 0;
             each.first = oldest > task.first_position ? oldest : task.first_position;
             earliest = each.first < earliest ? each.first : earliest;
             each.peak = -FLT_MAX; // finite: scores of -inf weigh e^-inf = 0, not NaN

@@ -49,7 +49,7 @@ struct Output {
 
 constexpr int64_t kMaxValueDim = 512, kMaxExperts = 1024;
 
-enum class Activation : int32_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, RELU2 = 4 };
+enum class Activation : int32_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, RELU2 = 4, IDENTITY = 5 };
 
 enum class Store : int32_t { F32 = 0, BF16 = 1, I8 = 2 };
 
@@ -80,7 +80,7 @@ struct AttendTask {
     int64_t scratch_from;       // wherever the block table has them; a multiple of 16
     const int32_t *positions, *sees; // of all rows
     int64_t first_row, kv_head, group, first_query, num_queries;
-    int64_t first_position, window; // the first position that holds a key; how many a row sees, 0: all
+    int64_t first_position, window; // the first position that holds a key; how many a row sees, 0: all, < 0: its chunk
     float scale, softcap;           // softcap 0: none
     const float* sinks;             // of all heads, or nullptr
     const float* queries;

@@ -182,6 +182,38 @@ int softcap(Program& program, int x, float cap) {
     });
 }
 
+// x - mean(x); the sum goes from left to right, so that it is the same everywhere
+int center(Program& program, int x) {
+    const int64_t width = program.buffers[x].width;
+    return rowwise(program, x, -1, width, [&program, x, width](int64_t row, int out) {
+        const float* from = program.values(x, row);
+        float* to = program.values(out, row);
+        double sum = 0;
+        for (int64_t i = 0; i < width; ++i) sum += from[i];
+        const float mean = (float)(sum / (double)width);
+        for (int64_t i = 0; i < width; ++i) to[i] = from[i] - mean;
+    });
+}
+
+// x * (1 + strength * ln(1 + floor((position + ahead) / every)))
+int temper(Program& program, int x, int64_t every, double strength, int64_t ahead) {
+    const int64_t width = program.buffers[x].width;
+    require(every > 0 && !program.buffers[x].logits, "temper: positions of something else than rows");
+    const int out = program.buffer(width, false);
+    Step step;
+    step.label = "rows";
+    step.reads = {x};
+    step.writes = {out};
+    step.by_rows = true;
+    step.run = [&program, x, out, width, every, strength, ahead](const Pass& pass, int64_t row) {
+        const double steps = (double)((pass.positions[row] + ahead) / every);
+        program.kernels.scale(program.values(x, row), (float)(1 + strength * std::log1p(steps)), width,
+                              program.values(out, row));
+    };
+    program.add(std::move(step));
+    return out;
+}
+
 int concat(Program& program, int a, int b, int64_t heads) {
     const int64_t wa = program.buffers[a].width / heads, wb = program.buffers[b].width / heads;
     require(program.buffers[a].width == wa * heads && program.buffers[b].width == wb * heads, "concat: not whole heads");
@@ -315,6 +347,8 @@ void bind_program(nb::module_& m) {
         .def("activate_mul", activate_mul)
         .def("scale", scale)
         .def("softcap", softcap)
+        .def("center", center)
+        .def("temper", temper)
         .def("concat", concat, nb::arg("a"), nb::arg("b"), nb::arg("heads"))
         .def("sigmoid_mul", sigmoid_mul)
         .def("rope", rope)

@@ -16,7 +16,7 @@ Config = dict[str, Any]
 ARCH = {
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe",
     "deepseek_v3": "deepseek2", "qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
-    "smollm3": "smollm3", "gemma3_text": "gemma3",
+    "smollm3": "smollm3", "gemma3_text": "gemma3", "lfm2": "lfm2", "lfm2_moe": "lfm2moe",
 }  # fmt: skip
 """model_type -> llama.cpp's architecture."""
 HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
@@ -25,7 +25,7 @@ GEMMA = ("gemma3_text",)
 TOP = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "mtp.fc": "nextn.eh_proj",
     "mtp.pre_fc_norm_embedding": "nextn.enorm", "mtp.pre_fc_norm_hidden": "nextn.hnorm",
-    "mtp.norm": "nextn.shared_head_norm",
+    "mtp.norm": "nextn.shared_head_norm", "model.embedding_norm": "token_embd_norm",
 }  # fmt: skip
 SANDWICH = {
     "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
@@ -42,6 +42,11 @@ NAMES = {
     "linear_attn.in_proj_z": "attn_gate", "linear_attn.in_proj_a": "ssm_alpha", "linear_attn.in_proj_b": "ssm_beta",
     "linear_attn.in_proj_ba": "ssm_ba", "linear_attn.conv1d": "ssm_conv1d", "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out", "linear_attn.dt_bias": "ssm_dt.bias", "linear_attn.A_log": "ssm_a",
+    "operator_norm": "attn_norm", "ffn_norm": "ffn_norm", 
+    **{f"feed_forward.{n}_proj": f"ffn_{n}" for n in ("gate", "up", "down")}, "feed_forward.gate": "ffn_gate_inp",
+    "feed_forward.expert_bias": "exp_probs_b.bias",
+    "self_attn.out_proj": "attn_output", **{f"self_attn.{n}_layernorm": f"attn_{n}_norm" for n in "qk"},
+    **{f"conv.{n}": f"shortconv.{n}" for n in ("conv", "in_proj", "out_proj")},
     **{f"self_attn.{n}_proj": f"attn_{n}" for n in "qkv"}, **{f"self_attn.{n}_norm": f"attn_{n}_norm" for n in "qk"},
     **{f"mlp.{n}_proj": f"ffn_{n}" for n in ("gate", "up", "down")},
     **{f"mlp.{s}.{n}_proj": f"ffn_{n}_shexp" for n in ("gate", "up", "down") for s in SHARED},
@@ -109,6 +114,8 @@ def _write_sizes(writer: gguf.GGUFWriter, config: Config, tensors: Arrays, *, li
     if "routed_scaling_factor" in config:
         writer.add_expert_weights_norm(config.get("norm_topk_prob", True))
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if "conv_L_cache" in config:
+        _write_short_conv(writer, config)
     if family == "deepseek_v3":
         latent, rotary = config["kv_lora_rank"], config["qk_rope_head_dim"]
         writer.add_head_count_kv(1)
@@ -127,6 +134,20 @@ def _write_sizes(writer: gguf.GGUFWriter, config: Config, tensors: Arrays, *, li
             writer.add_array(f"{ARCH[family]}.attention.recurrent_layers", linear + [False] * modules)
         else:
             writer.add_uint32(f"{ARCH[family]}.full_attention_interval", every)
+
+
+def _write_short_conv(writer: gguf.GGUFWriter, config: Config) -> None:
+    kinds = config.get("layer_types") or [
+        "full_attention" if i in config["full_attn_idxs"] else "conv" for i in range(config["num_hidden_layers"])
+    ]
+    writer.add_head_count_kv([config["num_key_value_heads"] if kind == "full_attention" else 0 for kind in kinds])
+    writer.add_shortconv_l_cache(config["conv_L_cache"])
+    if "num_dense_layers" in config:
+        writer.add_leading_dense_block_count(config["num_dense_layers"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    elif config.get("block_auto_adjust_ff_dim", True):
+        multiple = config["block_multiple_of"]
+        writer.add_feed_forward_length(-(-int(2 * config["intermediate_size"] / 3) // multiple) * multiple)
 
 
 def _write_rope(writer: gguf.GGUFWriter, config: Config, tensors: Arrays) -> None:
@@ -188,7 +209,8 @@ def llama_tensors(config: Config, arrays: Arrays) -> Arrays:
         if name.startswith("mtp."):
             layer, part = name.removeprefix("mtp.layers.").split(".", 1)
             layer = str(int(layer) + last)
-        if match := re.fullmatch(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight", part):
+        part = re.sub(r"\bw([123])\b", lambda w: ("gate_proj", "down_proj", "up_proj")[int(w[1]) - 1], part)
+        if match := re.fullmatch(r"(?:mlp|feed_forward)\.experts\.(\d+)\.(gate|up|down)_proj\.weight", part):
             stacks.setdefault(f"blk.{layer}.ffn_{match[2]}_exps.weight", {})[int(match[1])] = array
             continue
         found |= {f"blk.{layer}.{new}": each for new, each in _of_layer(config, part, array).items()}
@@ -211,7 +233,7 @@ def _of_layer(config: Config, part: str, array: Any) -> Arrays:
         array = array.reshape(heads, 2, -1, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
     if part == "linear_attn.A_log":
         array = -np.exp(array)
-    if "conv1d" in part:
+    if part in ("linear_attn.conv1d.weight", "conv.conv.weight"):
         array = array[:, 0]
     if part in NAMES:
         return {NAMES[part]: array}

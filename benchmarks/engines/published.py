@@ -1,4 +1,5 @@
-"""Block drafters run by the code that their publishers give: transformers, z-lab's model.py, DeepSpec's package.
+"""Block drafters run by the code that their publishers give: transformers, z-lab's model.py, DeepSpec's and
+speculators' packages.
 
 Each writes texts greedily, one at a time, and tells every draft by what was before it.
 """
@@ -24,6 +25,15 @@ def trunk_of(path: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager"
     ).eval()
+
+
+def written(target: Any, taps: list[int], prompts: Texts, tokens: int) -> Iterator[tuple[Any, Any]]:
+    """Greedy texts [1, T] with the target's streams before the layers `taps`, one behind the other [1, T, taps * H]."""
+    for prompt in prompts:
+        options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        text = target.generate(torch.tensor([prompt]), max_new_tokens=tokens, **options)
+        states = target(text, output_hidden_states=True).hidden_states
+        yield text, torch.cat([states[tap] for tap in taps], -1)
 
 
 @contextmanager
@@ -115,13 +125,10 @@ def in_deepspec(source: Path, trunk: Path, head: Path, prompts: Texts, tokens: i
     assert not missing.unexpected_keys and {*missing.missing_keys} <= {"embed_tokens.weight", "lm_head.weight"}
     drafter.initialize_embeddings_and_head(embed_tokens=target.model.embed_tokens, lm_head=target.lm_head)
     told, texts, size = Told(), [], int(config.block_size)
-    for prompt in prompts:
-        options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        text = target.generate(torch.tensor([prompt]), max_new_tokens=tokens, **options)
+    taps = [layer + 1 for layer in config.target_layer_ids]
+    for text, features in written(target, taps, prompts, tokens):
         texts.append(text[0].tolist())
-        states = target(text, output_hidden_states=True).hidden_states
-        features = torch.cat([states[layer + 1] for layer in config.target_layer_ids], -1)
-        for start in range(len(prompt), text.shape[1] - 1):
+        for start in range(text.shape[1] - tokens, text.shape[1] - 1):
             block = torch.tensor([[int(text[0, start])] + [config.mask_token_id] * (size - 1)])
             with torch.inference_mode():
                 hidden = forward_dspark_draft_block(
@@ -133,4 +140,33 @@ def in_deepspec(source: Path, trunk: Path, head: Path, prompts: Texts, tokens: i
                     confidence_threshold=0.0,
                 )  # fmt: skip
             told[tuple(text[0, : start + 1].tolist())] = proposal.verify_input_ids[0, 1:].tolist()
+    return told, texts
+
+
+def in_speculators(trunk: Path, head: Path, prompts: Texts, tokens: int) -> tuple[Told, Texts]:
+    """Drafts of the speculators package's model behind each context: its training pass with one anchor, greedy."""
+    from speculators import SpeculatorModel, SpeculatorModelConfig
+
+    config: Any = SpeculatorModelConfig.from_pretrained(head)
+    config.transformer_layer_config._attn_implementation = "eager"
+    drafter: Any = SpeculatorModel.from_pretrained(head, config=config, dtype=torch.float32).eval()
+    told, texts, size, anchored = Told(), [], int(config.block_size), bool(config.sample_from_anchor)
+    markov = getattr(drafter, "markov_head", None)
+    for text, features in written(trunk_of(trunk), config.aux_hidden_state_layer_ids, prompts, tokens):
+        texts.append(text[0].tolist())
+        ids = torch.nn.functional.pad(text, (0, size))  # no anchor may stand in the last block
+        features = torch.nn.functional.pad(features, (0, 0, 0, size))
+        for start in range(text.shape[1] - tokens, text.shape[1] - 1):
+            mask = torch.zeros(ids.shape)
+            mask[0, start] = 1
+            with torch.inference_mode():
+                _, logits, *_ = drafter._backbone_forward(
+                    features, ids, mask, features[..., : config.transformer_layer_config.hidden_size],
+                    torch.zeros_like(ids), max_anchors=1,
+                )  # fmt: skip
+                draft = [int(text[0, start])]
+                for row in logits[0, 0 if anchored else 1 :]:
+                    before = torch.tensor([draft[-1]])
+                    draft.append(int((row + markov.markov_w2(markov.markov_w1(before))[0] if markov else row).argmax()))
+            told[tuple(text[0, : start + 1].tolist())] = draft[1:]
     return told, texts

@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from engines.published import trunk_of
-from safetensors.torch import save_file
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 
-from headstart.heads.files import read_head
+from headstart.heads.files import read_head, write_head
 from headstart.heads.kind import HeadCheckpoint
-from headstart.heads.layouts.writing import as_dflash, as_dspark, as_speculators
+from headstart.tools.export import run as export
 from headstart.tools.tiny import write_model
 
 H, V, LAYERS, TAPS, MASK, RANK = 128, 160, 8, (1, 3, 5), 5, 16
@@ -31,14 +31,13 @@ QUIET = 0.1
 
 @dataclass(frozen=True)
 class Pair:
-    """Directories: the trunk, the DFlash drafter in three layouts, the DSpark drafter; prompts they were not trained
-    on."""
+    """Directories: the trunk; the DFlash drafter as transformers saves it; by `headstart export` target, both drafters
+    as that writes them. Prompts they were not trained on."""
 
     trunk: Path
     muse: Path
-    dflash: Path
-    speculators: Path
-    dspark: Path
+    dflash: dict[str, Path]
+    dspark: dict[str, Path]
     prompts: list[list[int]]
 
 
@@ -52,18 +51,29 @@ def make_pair(work: Path, *, block: int, steps: int) -> Pair:
         texts = model.generate(prompts[:TEXTS], max_new_tokens=LENGTH - PROMPT, do_sample=False, eos_token_id=None)
         states = model(texts, output_hidden_states=True).hidden_states
     features = torch.cat([states[layer + 1] for layer in TAPS], -1)
-    paths = {name: work / name for name in ("muse", "dflash", "speculators", "dspark")}
+    muse, own = work / "muse", work / "own"
     for anchored in (True, False):  # the last one stays in transformers' layout
         drafter, markov = _trained(model, texts, features, block - anchored, steps, anchored=anchored)
-        drafter.save_pretrained(paths["muse"])
-        _add_vocabulary(paths["muse"] / "config.json")
-        head = replace(read_head(paths["muse"]), trunk=str(trunk), trunk_layers=LAYERS)
+        drafter.save_pretrained(muse)
+        _add_vocabulary(muse / "config.json")
         if anchored:
-            _write(paths["dspark"], as_dspark, _with_markov(head, block - 1), _arrays(head) | markov)
-        else:
-            _write(paths["dflash"], as_dflash, head, _arrays(head))
-            _write(paths["speculators"], as_speculators, head, _arrays(head))
-    return Pair(trunk, **paths, prompts=prompts[TEXTS:].tolist())
+            head = _with_markov(read_head(muse), block - 1)
+            sure = {
+                "confidence.weight": np.zeros((1, H + RANK), np.float32),
+                "confidence.bias": np.zeros(1, np.float32),
+            }
+            write_head(own, head, {name: each.float32() for name, each in head.tensors.items()} | markov | sure)
+    dflash, dspark = (
+        {target: _exported(trunk, head, target, work) for target in targets}
+        for head, targets in ((muse, ("vllm-dflash", "speculators")), (own, ("vllm-dspark", "speculators")))
+    )
+    return Pair(trunk, muse, dflash, dspark, prompts[TEXTS:].tolist())
+
+
+def _exported(trunk: Path, head: Path, target: str, work: Path) -> Path:
+    path = work / f"{head.name}-{target}"
+    export.run(export.ExportOptions(model=str(trunk), head=head, to=target, out=path, force=True))
+    return path
 
 
 def _trunk(path: Path) -> Path:
@@ -113,26 +123,14 @@ def _trained(
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return drafter, {"markov.embed.weight": first.detach(), "markov.out.weight": last.detach()}
-
-
-def _arrays(head: HeadCheckpoint) -> dict[str, Any]:
-    return {name: torch.from_numpy(each.float32().copy()) for name, each in head.tensors.items()}
+    return drafter, {"markov.embed.weight": first.detach().numpy(), "markov.out.weight": last.detach().numpy()}
 
 
 def _with_markov(head: HeadCheckpoint, drafts: int) -> HeadCheckpoint:
     assert head.spec.block
-    block = replace(head.spec.block, anchor_predicts=True, block_size=drafts, markov_rank=RANK)
+    block = replace(head.spec.block, anchor_predicts=True, block_size=drafts, markov_rank=RANK, confidence=True)
     return replace(head, spec=replace(head.spec, block=block))
 
 
 def _add_vocabulary(config: Path) -> None:
     config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": V, "num_target_layers": LAYERS}))
-
-
-def _write(path: Path, write: Any, head: HeadCheckpoint, arrays: dict[str, Any]) -> None:
-    document, named = write(head, arrays)
-    path.mkdir(parents=True, exist_ok=True)
-    document["max_position_embeddings"] = SIZES["max_position_embeddings"]
-    save_file({name: each.contiguous() for name, each in named.items()}, path / "model.safetensors")
-    (path / "config.json").write_text(json.dumps(document))

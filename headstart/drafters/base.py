@@ -48,6 +48,11 @@ class Wish:
     depth: int
     gate: Gate | None = None
 
+    @property
+    def starts(self) -> bool:
+        """Is a draft that costs a pass worth beginning?"""
+        return self.gate is None or self.gate.starts
+
 
 @dataclass(frozen=True, eq=False)
 class Steps:
@@ -96,13 +101,49 @@ class DraftRunner(Protocol):
         probability of each token. A row may fail (see Sampled): its draft ends there."""
 
 
-def push(draft: Draft, token: int, sampled: Sampled, row: int) -> None:
-    """One more token, drawn in this row: its distribution where those are kept, its probability where it was scored."""
-    draft.tokens.append(token)
-    if sampled.probs is not None:
-        draft.probs = [*(draft.probs or []), sampled.probs[row]]
-    if score := sampled.logprobs[row]:
-        draft.scores.append(math.exp(score.logprob))
+@dataclass
+class Round:
+    """One sequence while its draft grows, token by token; `row`: where its logits are among those of a pass."""
+
+    sequence: Sequence
+    depth: int
+    gate: Gate | None
+    draft: Draft
+    row: int = 0
+
+    @classmethod
+    def of(cls, wish: Wish, method: str, row: int = 0) -> Self:
+        """Its draft is the sequence's from now on."""
+        wish.sequence.draft = Draft(method=method)
+        return cls(wish.sequence, wish.depth, wish.gate, wish.sequence.draft, row)
+
+    @property
+    def wants_more(self) -> bool:
+        return len(self.draft.tokens) < self.depth
+
+    @property
+    def entry(self) -> tuple[Sequence, int, Seq[int]]:
+        """What `DraftRunner.draw` is to draw next."""
+        return self.sequence, len(self.sequence.tokens) + len(self.draft.tokens), self.draft.tokens
+
+    def take(self, sampled: Sampled, row: int, score: float | None = None) -> None:
+        """One more token, drawn in this row, with its distribution where those are kept, and with a score: this one, or
+        the token's own probability where that is known. No token (nothing allowed is in the draft vocabulary, or the
+        head fails) ends the draft; so may the gate behind one."""
+        token, drawn = int(sampled.tokens[row]), self.draft
+        if token < 0:
+            self.depth = min(self.depth, len(drawn.tokens))
+        if not self.wants_more:
+            return
+        drawn.tokens.append(token)
+        if sampled.probs is not None:
+            drawn.probs = [*(drawn.probs or []), sampled.probs[row]]
+        if score is not None:
+            drawn.scores.append(score)
+        elif known := sampled.logprobs[row]:
+            drawn.scores.append(math.exp(known.logprob))
+        if self.wants_more and self.gate is not None and not self.gate.goes_on(drawn):
+            self.depth = len(drawn.tokens)
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from typing import Self
 
 import numpy as np
 
-from headstart.core import Draft, Float32, Rows, Sequence
-from headstart.drafters.base import Drafter, Gate, Steps, Target, Wish, push
+from headstart.core import Float32, Rows, Sequence
+from headstart.drafters.base import Drafter, Round, Steps, Target, Wish
 from headstart.drafters.head import lm_head_of
 from headstart.errors import UsageError
 from headstart.heads.base import Head
@@ -74,32 +74,6 @@ class BlockNetwork:
         return programs | ({MARKOV: NetworkProgram(markov, self.num_logits)} if module.markov else {})
 
 
-@dataclass
-class _Round:
-    """One sequence while its draft grows; the logits of its draft begin at row `first`."""
-
-    sequence: Sequence
-    depth: int
-    first: int
-    draft: Draft
-    gate: Gate | None
-
-    @property
-    def wants_more(self) -> bool:
-        return len(self.draft.tokens) < self.depth
-
-    @property
-    def last(self) -> int:
-        """The token before the next one."""
-        return self.draft.tokens[-1] if self.draft.tokens else self.sequence.tokens[-1]
-
-    @property
-    def hangs(self) -> bool:
-        """Does a draw depend on the tokens drafted before it?"""
-        sequence = self.sequence
-        return sequence.is_masked or sequence.row_constants.has_penalties or sequence.row_constants.has_bias
-
-
 class BlockDrafter(Drafter):
     """One module; a draft is as deep as its block at most."""
 
@@ -129,7 +103,7 @@ class BlockDrafter(Drafter):
         return max(len(sequence.tokens) - 2 - self._runner.filled(self._network, sequence), 0)
 
     def propose(self, wishes: Seq[Wish]) -> None:
-        wishes = [wish for wish in wishes if wish.gate is None or wish.gate.starts]
+        wishes = [wish for wish in wishes if wish.starts]
         if not wishes:
             return
         if self._spec.all_causal:  # no row depends on a later one: those that promise nothing are left out
@@ -143,15 +117,10 @@ class BlockDrafter(Drafter):
         """One pass, and the draws, for those that a backend has not drafted by itself."""
         output = self._runner.run(self._network, BLOCK, parts)
         firsts = accumulate([wish.depth for wish in wishes], initial=0)
-        rounds = [
-            _Round(wish.sequence, wish.depth, first, Draft(method=self.method), wish.gate)
-            for wish, first in zip(wishes, firsts, strict=False)
-        ]
-        for each in rounds:
-            each.sequence.draft = each.draft
+        rounds = [Round.of(wish, self.method, first) for wish, first in zip(wishes, firsts, strict=False)]
         sure = output.get("confidence")
         sureness = None if sure is None else self._backend.numpy(sure)[:, 0].copy()
-        if self._module.markov or any(each.hangs for each in rounds):
+        if self._module.markov or any(_hangs(each.sequence) for each in rounds):
             self._draw_in_turn(rounds, output["logits"], sureness)
         else:
             self._draw(output["logits"], [(each, i) for each in rounds for i in range(each.depth)], sureness)
@@ -182,22 +151,25 @@ class BlockDrafter(Drafter):
         ids = [wish.sequence.tokens[-1], *[spec.mask_token_id] * (count - 1)]
         return Rows(wish.sequence, start, ids, wish.depth, sees=None if spec.all_causal else start + count - 1)
 
-    def _draw_in_turn(self, rounds: list[_Round], logits: Buffer, sureness: Float32 | None) -> None:
+    def _draw_in_turn(self, rounds: list[Round], logits: Buffer, sureness: Float32 | None) -> None:
         """The first token of each draft, then the second of each, and so on."""
         logits = self._backend.rows(logits, np.arange(sum(each.depth for each in rounds), dtype=np.int32))
         while rounds := [each for each in rounds if each.wants_more]:
-            rows = np.array([each.first + len(each.draft.tokens) for each in rounds], np.int32)
+            rows = np.array([each.row + len(each.draft.tokens) for each in rounds], np.int32)
             of_rows = self._backend.rows(logits, rows)
             sure = None if sureness is None else sureness[rows]
             if self._module.markov:
-                parts = [Rows(r.sequence, len(r.sequence.tokens) - 1, [r.last], 1) for r in rounds]
+                before = [(r.draft.tokens or r.sequence.tokens)[-1:] for r in rounds]
+                parts = [
+                    Rows(r.sequence, len(r.sequence.tokens) - 1, b, 1) for r, b in zip(rounds, before, strict=True)
+                ]
                 output = self._runner.run(self._network, MARKOV, parts, hidden=of_rows)
                 of_rows = output["logits"]
                 if sure is not None and "confidence" in output:
                     sure = sure + self._backend.numpy(output["confidence"])[:, 0]
             self._draw(of_rows, [(each, len(each.draft.tokens)) for each in rounds], sure)
 
-    def _draw(self, logits: Buffer, places: Seq[tuple[_Round, int]], sureness: Float32 | None) -> None:
+    def _draw(self, logits: Buffer, places: Seq[tuple[Round, int]], sureness: Float32 | None) -> None:
         """The trunk's own sampling pipeline and noise for these places of drafts (coupled sampling). A token is scored
         by the confidence head where there is one, else by its own probability."""
         entries = [
@@ -207,16 +179,15 @@ class BlockDrafter(Drafter):
         ]
         scored = sureness is None and any(each.gate for each, _ in places)
         sampled = self._runner.draw(logits, entries, self._token_ids, scored=scored)
-        for row, ((each, _), token) in enumerate(zip(places, sampled.tokens.tolist(), strict=True)):
-            if token < 0:  # nothing allowed is in the draft vocabulary, or the head fails: the draft ends here
-                each.depth = min(each.depth, len(each.draft.tokens))
-            if not each.wants_more:
-                continue
-            push(each.draft, token, sampled, row)
-            if sureness is not None:
-                each.draft.scores.append(1 / (1 + math.exp(-max(float(sureness[row]), -MOST_LOGIT))))
-            if each.wants_more and each.gate is not None and not each.gate.goes_on(each.draft):
-                each.depth = len(each.draft.tokens)
+        for row, (each, _) in enumerate(places):
+            sure = None if sureness is None else 1 / (1 + math.exp(-max(float(sureness[row]), -MOST_LOGIT)))
+            each.take(sampled, row, sure)
+
+
+def _hangs(sequence: Sequence) -> bool:
+    """Does a draw depend on the tokens drafted before it?"""
+    constants = sequence.row_constants
+    return sequence.is_masked or constants.has_penalties or constants.has_bias
 
 
 DRAFTER = BlockDrafter

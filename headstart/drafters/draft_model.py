@@ -11,8 +11,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Self
 
-from headstart.core import Draft, Rows, Sequence
-from headstart.drafters.base import Drafter, Target, Wish, push
+from headstart.core import Rows, Sequence
+from headstart.drafters.base import Drafter, Round, Target, Wish
 from headstart.errors import UsageError
 from headstart.heads.draft_model import DraftModel
 from headstart.kernels.ops import Buffer
@@ -65,19 +65,17 @@ class DraftModelDrafter(Drafter):
             self._runner.fill(self._network, [Rows(sequence, guessed.start, guessed.tokens[:right], 0)])
 
     def propose(self, wishes: Seq[Wish]) -> None:
-        asked = [wish for wish in wishes if (wish.gate is None or wish.gate.starts) and self._has_room(wish)]
+        asked = [wish for wish in wishes if wish.starts and self._has_room(wish)]
         if not asked:
             return
-        growing = asked
-        parts = [self._true_rows(wish.sequence) for wish in growing]
+        parts = [self._true_rows(wish.sequence) for wish in asked]
         logits = self._pass(parts)
         self._runner.fill(self._network, parts)
-        for wish in growing:
-            wish.sequence.draft = Draft(method=self.method)
+        growing = [Round.of(wish, self.method) for wish in asked]
         while growing := self._draw(logits, growing):
             parts = []
-            for wish in growing:
-                sequence, drafted = wish.sequence, wish.sequence.draft.tokens
+            for each in growing:
+                sequence, drafted = each.sequence, each.draft.tokens
                 parts.append(Rows(sequence, len(sequence.tokens) + len(drafted) - 1, drafted[-1:], 1))
             logits = self._pass(parts)
         for sequence in [wish.sequence for wish in asked]:
@@ -104,21 +102,13 @@ class DraftModelDrafter(Drafter):
             parts = [Rows(part.sequence, part.start, fed[part.token_ids].tolist(), part.num_logits) for part in parts]
         return self._runner.run(self._network, FORWARD, parts)["logits"]
 
-    def _draw(self, logits: Buffer, growing: Seq[Wish]) -> list[Wish]:
+    def _draw(self, logits: Buffer, rounds: Seq[Round]) -> list[Round]:
         """One more token for each, by the trunk's own sampling pipeline and noise; those that want yet another."""
-        sequences = [wish.sequence for wish in growing]
-        entries = [(each, len(each.tokens) + len(each.draft.tokens), each.draft.tokens) for each in sequences]
-        scored = any(wish.gate is not None for wish in growing)
-        sampled = self._runner.draw(logits, entries, self._token_ids, scored=scored)
-        more = []
-        for row, (wish, token) in enumerate(zip(growing, sampled.tokens.tolist(), strict=True)):
-            draft = wish.sequence.draft
-            if token < 0:  # nothing allowed is in its vocabulary, or it fails: the draft ends here
-                continue
-            push(draft, token, sampled, row)
-            if len(draft.tokens) < wish.depth and (wish.gate is None or wish.gate.goes_on(draft)):
-                more.append(wish)
-        return more
+        scored = any(each.gate is not None for each in rounds)
+        sampled = self._runner.draw(logits, [each.entry for each in rounds], self._token_ids, scored=scored)
+        for row, each in enumerate(rounds):
+            each.take(sampled, row)
+        return [each for each in rounds if each.wants_more]
 
     def release(self, sequence: Sequence) -> None:
         self._guessed.pop(sequence, None)

@@ -9,41 +9,19 @@ later. A head without KV keeps nothing between rounds: the newest row is all it 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.core import Draft, Rows, Sampled, Sequence
-from headstart.drafters.base import Drafter, Gate, Steps, Target, Wish, push
+from headstart.core import Rows, Sequence
+from headstart.drafters.base import Drafter, Round, Steps, Target, Wish
 from headstart.errors import UsageError
 from headstart.heads.base import Head, HeadNetwork
 from headstart.kernels.ops import Buffer
 from headstart.layers.build import lm_head_name
 from headstart.layers.linear import Linear
-
-
-@dataclass
-class _Round:
-    """One sequence while its draft grows; `row` is its row in the latest pass."""
-
-    sequence: Sequence
-    depth: int
-    row: int
-    draft: Draft
-    gate: Gate | None
-
-    @property
-    def wants_more(self) -> bool:
-        return len(self.draft.tokens) < self.depth
-
-    def push(self, token: int, sampled: Sampled, row: int) -> None:
-        """One more token; the gate may end the draft behind it."""
-        push(self.draft, token, sampled, row)
-        if self.wants_more and self.gate is not None and not self.gate.goes_on(self.draft):
-            self.depth = len(self.draft.tokens)
 
 
 class HeadDrafter(Drafter):
@@ -77,7 +55,7 @@ class HeadDrafter(Drafter):
         return len(sequence.tokens) - 1 - self._runner.filled(self._network, sequence)
 
     def propose(self, wishes: Seq[Wish]) -> None:
-        wishes = [wish for wish in wishes if wish.gate is None or wish.gate.starts]
+        wishes = [wish for wish in wishes if wish.starts]
         if not wishes:
             return
         parts = self._catch_up(wishes)
@@ -89,12 +67,7 @@ class HeadDrafter(Drafter):
         """One pass for each step: what `Steps` says, for those that a backend has not drafted by itself."""
         output = self._runner.run(self._network, self._steps.first, parts)
         ends = accumulate([len(part.token_ids) for part in parts])
-        rounds = [
-            _Round(wish.sequence, wish.depth, end - 1, Draft(method=self.method), wish.gate)
-            for wish, end in zip(wishes, ends, strict=True)
-        ]
-        for each in rounds:
-            each.sequence.draft = each.draft
+        rounds = [Round.of(wish, self.method, end - 1) for wish, end in zip(wishes, ends, strict=True)]
         self._draw(output["logits"], rounds)
         hidden, step = output["hidden"], 1
         while rounds := [each for each in rounds if each.wants_more]:
@@ -125,7 +98,7 @@ class HeadDrafter(Drafter):
         if self._keeps:
             self._runner.fill(self._network, parts)
 
-    def _next_step(self, step: int, rounds: list[_Round], hidden: Buffer) -> Buffer:
+    def _next_step(self, step: int, rounds: list[Round], hidden: Buffer) -> Buffer:
         """One more token for each round, from its last drafted token and recycled vector."""
         module = cast(int, self._spec.module_of(step))
         before = self._spec.rows_before(step)
@@ -138,16 +111,12 @@ class HeadDrafter(Drafter):
         self._draw(output["logits"], rounds)
         return output["hidden"]
 
-    def _draw(self, logits: Buffer, rounds: list[_Round]) -> None:
+    def _draw(self, logits: Buffer, rounds: list[Round]) -> None:
         """The trunk's own sampling pipeline and noise, on the head's logits (coupled sampling)."""
-        entries = [(r.sequence, len(r.sequence.tokens) + len(r.draft.tokens), r.draft.tokens) for r in rounds]
         scored = bool([r for r in rounds if r.gate is not None])
-        sampled = self._runner.draw(logits, entries, self._token_ids, scored=scored)
-        for row, (each, token) in enumerate(zip(rounds, sampled.tokens.tolist(), strict=True)):
-            if token < 0:  # nothing allowed is in the draft vocabulary, or the head fails: the draft ends here
-                each.depth = len(each.draft.tokens)
-                continue
-            each.push(token, sampled, row)
+        sampled = self._runner.draw(logits, [r.entry for r in rounds], self._token_ids, scored=scored)
+        for row, each in enumerate(rounds):
+            each.take(sampled, row)
 
 
 def lm_head_of(target: Target, token_ids: NDArray[np.int64] | None) -> Linear:

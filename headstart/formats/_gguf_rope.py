@@ -31,6 +31,8 @@ def rope_config(
         raise ModelError(f"{arch}.rope.dimension_count is {rotary!r}, but must be a number", "convert the model again")
     if "kv_lora_rank" not in config and isinstance(head_dim, int):  # latent attention has the rotated part apart
         rope["partial_rotary_factor"] = rotary / head_dim if isinstance(rotary, int) else 1.0
+    if by_length := _by_length(metadata, arch, tensors):
+        return rope | {"rope_scaling": by_length}
     scaling = _declared(metadata, f"{arch}.rope.scaling.")
     factors = tensors.get("rope_freqs.weight")
     if factors is not None and factors.here:
@@ -39,6 +41,19 @@ def rope_config(
             raise ModelError(f"{arch}.rope.scaling.type is {scaling['rope_type']!r}, but rope_freqs scales too")
         scaling = scaling or divisors
     return rope | ({"rope_scaling": scaling} if scaling else {})
+
+
+def _by_length(metadata: Mapping[str, Any], arch: str, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
+    """LongRoPE: divisors for texts within the original context and for longer ones, and what sin and cos are times."""
+    both = [tensors.get(f"rope_factors_{length}.weight") for length in ("short", "long")]
+    if not all(each is not None and each.here for each in both):
+        return None
+    short, long = (each.float32().tolist() for each in both if each is not None)
+    found = {
+        "attention_factor": metadata.get(f"{arch}.rope.scaling.attn_factor"),
+        "original_max_position_embeddings": metadata.get(f"{arch}.rope.scaling.original_context_length"),
+    }
+    return {"rope_type": "longrope", "short_factor": short, "long_factor": long, **found}
 
 
 def _declared(metadata: Mapping[str, Any], prefix: str) -> dict[str, Any] | None:

@@ -50,6 +50,8 @@ def join_files(path: Path, files: list[GgufFile]) -> Checkpoint:
     first = files[0]
     tensors = _tensors(path, files)
     config = _config(first, tensors)
+    if config.get("rope_scaling", {}).get("rope_type") == "longrope":  # which has read them
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("rope_factors_")}
     return Checkpoint(
         path=path,
         format="gguf",

@@ -10,6 +10,7 @@ from headstart.errors import ModelError
 _TOP: Mapping[str, str] = {
     "token_embd.weight": "embed_tokens.weight",
     "output_norm.weight": "norm.weight",
+    "token_embd_norm.weight": "norm.weight",  # so called in files with short convolutions
     "output.weight": "lm_head.weight",
     "rope_freqs.weight": "rope_freqs.weight",
 }
@@ -28,6 +29,9 @@ _BLOCK: Mapping[str, str] = {
     "ssm_beta": "linear_attn.in_proj_b",
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
     "attn_q_a": "self_attn.q_a_proj",
     "attn_q_a_norm": "self_attn.q_a_layernorm",
     "attn_q_b": "self_attn.q_b_proj",
@@ -68,6 +72,8 @@ IMPLIED: Mapping[str, Mapping[str, float]] = {
         "n_shared_experts": 0, "first_k_dense_replace": 0,
     },
     "qwen3moe": {"norm_topk_prob": True},
+    "lfm2": {"block_auto_adjust_ff_dim": False},
+    "lfm2moe": {"norm_topk_prob": True, "routed_scaling_factor": 1.0, "first_k_dense_replace": 0},
     "gemma3": {"query_pre_attn_scalar": 0, "sliding_window": 0},
 }  # fmt: skip
 """What llama.cpp takes of an architecture where the file says nothing."""
@@ -84,6 +90,10 @@ KEYS: Mapping[str, str] = {
     "attention.key_length_mla": "qk_head_dim",  # of a head, where key_length is that of the cache
     "attention.value_length_mla": "v_head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.layer_norm_epsilon": "layer_norm_eps",
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
     "attention.sliding_window": "sliding_window",
     "attention.sliding_window_pattern": "sliding_window_pattern",
     "attention.causal": "is_causal",
@@ -106,6 +116,7 @@ KEYS: Mapping[str, str] = {
     "expert_group_used_count": "topk_group",
     "expert_gating_func": "expert_gating_func",
     "leading_dense_block_count": "first_k_dense_replace",
+    "shortconv.l_cache": "conv_L_cache",
     "ssm.conv_kernel": "linear_conv_kernel_dim",
     "ssm.group_count": "linear_num_key_heads",
     "ssm.state_size": "linear_key_head_dim",

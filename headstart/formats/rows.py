@@ -92,11 +92,13 @@ class Picked(Deferred):
         return self.take_rows(np.array([index])).part(0)
 
 
-def unpermute_rows(tensor: Source, num_heads: int) -> Picked:
+def unpermute_rows(tensor: Source, num_heads: int, rotary: int | None = None) -> Picked:
     """Undo llama.cpp's row order of q_proj and k_proj: [num_heads * head_dim, ...] with the two halves of a rotary
-    pair side by side -> Hugging Face's order, first halves then second halves of each head. Weights and biases."""
+    pair side by side -> Hugging Face's order, first halves then second halves of each head; of the first `rotary`
+    features of a head (None: all). Weights and biases."""
     num_rows = tensor.shape[0]
     if num_heads <= 0 or num_rows % (2 * num_heads):
         raise ModelError(f"tensor {tensor.name} has {num_rows} rows, not {num_heads} heads of rotary pairs")
-    order = np.arange(num_rows, dtype=np.int64).reshape(num_heads, -1, 2)
-    return Picked(tensor, order.swapaxes(1, 2).reshape(-1))
+    order = np.arange(num_rows, dtype=np.int64).reshape(num_heads, -1)
+    turned = order[:, :rotary].reshape(num_heads, -1, 2).swapaxes(1, 2).reshape(num_heads, -1)
+    return Picked(tensor, np.hstack((turned, order[:, turned.shape[1] :])).reshape(-1))

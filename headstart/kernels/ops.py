@@ -25,9 +25,9 @@ Weight = Any
 """Opaque weight owned by a backend."""
 Pool = Any
 """Opaque paged storage: num_slots rows of keys and values, or of hidden states."""
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "identity"]
 """x / (1 + e^-x); x times the normal distribution's share below x, by erf or by its approximation with tanh; max(x, 0);
-the square of that."""
+the square of that; x."""
 
 
 REFINED = 32
@@ -68,8 +68,8 @@ class RopeSpec:
 class AttentionSpec:
     """Shape of one grouped-query attention; `scale` multiplies q.k. Keys have `head_dim` features, values `value_dim`
     (0: as many). `latent`: values are the first features of the keys, and a pool may keep them once. A row sees the
-    `window` positions up to its own (0: all of them); `causal`: and none behind it, whatever plan.sees says. Scores
-    become softcap * tanh(score / softcap), unless it is 0."""
+    `window` positions up to its own (0: all of them), or, `chunked`, those of its own one of chunks so long; `causal`:
+    and none behind it, whatever plan.sees says. Scores become softcap * tanh(score / softcap), unless it is 0."""
 
     num_heads: int
     num_kv_heads: int
@@ -80,11 +80,21 @@ class AttentionSpec:
     window: int = 0
     softcap: float = 0.0
     causal: bool = False
+    chunked: bool = False
 
     @property
     def value_width(self) -> int:
         """Features of one value."""
         return self.value_dim or self.head_dim
+
+
+@dataclass(frozen=True)
+class TemperSpec:
+    """Queries that grow with the text: times 1 + strength * ln(1 + floor((position + ahead) / every))."""
+
+    every: int
+    strength: float
+    ahead: int = 0
 
 
 @dataclass(frozen=True)
@@ -206,6 +216,12 @@ class Ops(Protocol):
 
     def scale(self, x: Buffer, factor: float) -> Buffer:
         """factor * x."""
+
+    def center(self, x: Buffer) -> Buffer:
+        """x - mean(x), by row."""
+
+    def temper(self, x: Buffer, positions: Buffer, spec: TemperSpec) -> Buffer:
+        """Scale each row by its position, as the spec says."""
 
     def softcap(self, x: Buffer, cap: float) -> Buffer:
         """cap * tanh(x / cap)."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, RopeSpec, StateSpec, Weight
+from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, RopeSpec, StateSpec, TemperSpec, Weight
 from headstart.layers.linear import Linear
 from headstart.layers.norm import RMSNorm
 from headstart.layers.weights import Shapes, Weights
@@ -15,14 +15,19 @@ from headstart.layers.weights import Shapes, Weights
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """`rope` None: positions are not rotated. `gated`: the output is multiplied by sigmoid(gate x). `shares`: the index
-    of an earlier layer, whose keys and values are read in place of own ones. `sinks`: see Ops.attend."""
+    """`rope` None: positions are not rotated. `qk_norm`: of each head, or `wide_norms`: over all heads together;
+    `norms_last`: behind the rope. `temper`: queries grow with their position. `gated`: the output is multiplied by
+    sigmoid(gate x). `shares`: the index of an earlier layer, whose keys and values are read in place of own ones.
+    `sinks`: see Ops.attend."""
 
     spec: AttentionSpec
     rope: RopeSpec | None
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False
+    wide_norms: bool = False
+    norms_last: bool = False
+    temper: TemperSpec | None = None
     gated: bool = False
     shares: int | None = None
     sinks: bool = False
@@ -34,7 +39,7 @@ class AttentionConfig:
             part: weights.linear(f"{name}.{part}", *shape, bias=bias)
             for part, (shape, bias) in self._linears(hidden, reads).items()
         }
-        norms = {part: weights.norm(f"{name}.{part}", self.spec.head_dim, eps) for part in self._norms}
+        norms = {part: weights.norm(f"{name}.{part}", width, eps) for part, width in self._norms.items()}
         return Attention(
             q_proj=linears["q_proj"],
             k_proj=linears.get("k_proj"),
@@ -45,6 +50,8 @@ class AttentionConfig:
             k_norm=norms.get("k_norm"),
             spec=self.spec,
             rope=self.rope,
+            norms_last=self.norms_last,
+            temper=self.temper,
             sinks=weights.get(f"{name}.sinks", self.spec.num_heads) if self.sinks else None,
             shares=self.shares,
         )
@@ -56,7 +63,7 @@ class AttentionConfig:
             shapes[f"{prefix}.self_attn.{name}.weight"] = shape
             if bias:
                 shapes[f"{prefix}.self_attn.{name}.bias"] = shape[:1]
-        shapes |= {f"{prefix}.self_attn.{name}.weight": (self.spec.head_dim,) for name in self._norms}
+        shapes |= {f"{prefix}.self_attn.{name}.weight": (width,) for name, width in self._norms.items()}
         return shapes | ({f"{prefix}.self_attn.sinks": (self.spec.num_heads,)} if self.sinks else {})
 
     def _linears(self, hidden: int, reads: int) -> dict[str, tuple[tuple[int, int], bool]]:
@@ -72,8 +79,12 @@ class AttentionConfig:
         return {**read, "o_proj": ((hidden, out), self.o_bias)}
 
     @property
-    def _norms(self) -> tuple[str, ...]:
-        return () if not self.qk_norm else ("q_norm",) if self.shares is not None else ("q_norm", "k_norm")
+    def _norms(self) -> dict[str, int]:
+        """Norms of queries and keys, and their widths."""
+        if not self.qk_norm:
+            return {}
+        heads = {"q_norm": self.spec.num_heads} | ({"k_norm": self.spec.num_kv_heads} if self.shares is None else {})
+        return {name: self.spec.head_dim * (count if self.wide_norms else 1) for name, count in heads.items()}
 
 
 @dataclass(frozen=True)
@@ -90,6 +101,8 @@ class Attention:
     k_norm: RMSNorm | None
     spec: AttentionSpec
     rope: RopeSpec | None
+    norms_last: bool = False
+    temper: TemperSpec | None = None
     sinks: Weight | None = None
     shares: int | None = None
 
@@ -105,23 +118,24 @@ class Attention:
         """Store the keys and values of rows that have no queries."""
         assert self.k_proj and self.v_proj
         k, v = self.k_proj(ops, x), self.v_proj(ops, x)
-        k = self.k_norm(ops, k) if self.k_norm else k
-        k = ops.rope(k, positions, self.rope, self.spec.head_dim) if self.rope else k
-        ops.store_kv(k, v, pool, self.spec)
+        ops.store_kv(self._placed(ops, k, self.k_norm, positions), v, pool, self.spec)
+
+    def _placed(self, ops: Ops, x: Buffer, norm: RMSNorm | None, positions: Buffer) -> Buffer:
+        """Queries or keys, normed and rotated."""
+        if norm and not self.norms_last:
+            x = norm(ops, x)
+        if self.rope:
+            x = ops.rope(x, positions, self.rope, self.spec.head_dim)
+        return norm(ops, x) if norm and self.norms_last else x
 
     def __call__(self, ops: Ops, x: Buffer, positions: Buffer, pool: Pool) -> Buffer:
         q = self.q_proj(ops, x)
         k = self.k_proj(ops, x) if self.k_proj else None
         v = self.v_proj(ops, x) if self.v_proj else None
         gate = self.gate_proj(ops, x) if self.gate_proj else None
-        if self.q_norm:
-            q = self.q_norm(ops, q)
-        if self.k_norm:
-            k = self.k_norm(ops, k)
-        if self.rope:
-            q = ops.rope(q, positions, self.rope, self.spec.head_dim)
-            k = ops.rope(k, positions, self.rope, self.spec.head_dim) if self.k_proj else None
+        q = self._placed(ops, q, self.q_norm, positions)
+        q = ops.temper(q, positions, self.temper) if self.temper else q
         if self.k_proj:
-            ops.store_kv(k, v, pool, self.spec)
+            ops.store_kv(self._placed(ops, k, self.k_norm, positions), v, pool, self.spec)
         attended = ops.attend(q, pool, self.spec, self.sinks)
         return self.o_proj(ops, attended if gate is None else ops.sigmoid_mul(gate, attended))

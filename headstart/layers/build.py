@@ -21,7 +21,9 @@ class DecoderConfig:
     max_length: int
     tied: bool  # LM head = embedding
     embedding_scale: float = 1.0
+    logit_scale: float = 1.0
     logit_softcap: float = 0.0  # 0: none
+    centered: bool = False  # the final norm is of x - mean(x)
     num_mtp: int = 0  # native MTP modules promised by the config
     mtp_layer: LayerConfig | None = None  # the block of such a module; None: as the last layer
     mtp_recycle: Literal["post_norm", "pre_norm"] | None = None  # None: what the family declares
@@ -51,9 +53,10 @@ def decoder(weights: Weights, config: DecoderConfig) -> Decoder:
     return Decoder(
         embedding=embedding,
         layers=[each.build(weights, f"layers.{i}", config.hidden_size) for i, each in enumerate(config.layers)],
-        norm=weights.norm("norm", config.hidden_size, config.eps),
+        norm=weights.norm("norm", config.hidden_size, config.eps, centered=config.centered),
         lm_head=Linear(weights.get(head, config.vocab_size, config.hidden_size)),
         embedding_scale=config.embedding_scale,
+        logit_scale=config.logit_scale,
         logit_softcap=config.logit_softcap,
     )
 

@@ -70,31 +70,38 @@ class FeedForwardConfig(Protocol):
         """Names and shapes of what `build` takes."""
 
 
-Norms = Literal["pre", "post", "sandwich"]
+Norms = Literal["pre", "post", "sandwich", "parallel"]
 NORM_NAMES: Mapping[Norms, tuple[str, str, str, str]] = {
     "pre": ("input_layernorm", "", "post_attention_layernorm", ""),
+    "parallel": ("input_layernorm", "", "", ""),
     "post": ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
     "sandwich": (
         "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
     ),
 }  # fmt: skip
-"""Norms before and after the mixer, before and after the feed-forward part; empty: none."""
+"""Norms before and after the mixer, before and after the feed-forward part; empty: none. `parallel`: both parts read
+the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """One layer: its two parts, where norms stand, and what each part's output is multiplied by."""
+    """One layer: its two parts, where norms stand (`centered`: of x - mean(x)), and what each part's output is
+    multiplied by."""
 
     mixer: MixerConfig
     mlp: FeedForwardConfig
     eps: float
     norms: Norms = "pre"
+    centered: bool = False
     residual_scale: float = 1.0
 
     def build(self, weights: Weights, prefix: str, hidden: int, *, reads: int | None = None) -> DecoderLayer:
         """From the tensors under `prefix` (no trailing dot). `reads`: columns that the mixer reads, where they are not
         the hidden size."""
-        norms = [weights.norm(f"{prefix}.{name}", hidden, self.eps) if name else NoNorm() for name in self._norms]
+        norms: list[Norm] = [
+            weights.norm(f"{prefix}.{name}", hidden, self.eps, centered=self.centered) if name else NoNorm()
+            for name in self._norms
+        ]
         return DecoderLayer(
             input_norm=norms[0],
             mixer=self.mixer.build(weights, prefix, hidden, eps=self.eps, reads=reads or hidden),
@@ -103,6 +110,7 @@ class LayerConfig:
             mlp=self.mlp.build(weights, f"{prefix}.mlp", hidden),
             mlp_norm=norms[3],
             residual_scale=self.residual_scale,
+            parallel=self.norms == "parallel",
         )
 
     def shapes(self, prefix: str, hidden: int, *, reads: int | None = None) -> Shapes:
@@ -121,7 +129,7 @@ class LayerConfig:
 @dataclass(frozen=True)
 class DecoderLayer:
     """x + mixer(norm(x)), then + mlp(norm(.)), each part's output normed and scaled or not; the second sum is left to
-    the next layer's norm."""
+    the next layer's norm. `parallel`: x + mixer(norm(x)) + mlp(norm(x))."""
 
     input_norm: Norm
     mixer: Mixer
@@ -130,6 +138,7 @@ class DecoderLayer:
     mlp: FeedForward
     mlp_norm: Norm
     residual_scale: float = 1.0
+    parallel: bool = False
 
     def __call__(
         self, ops: Ops, delta: Buffer | None, residual: Buffer, positions: Buffer, pool: Pool
@@ -140,6 +149,8 @@ class DecoderLayer:
         else:
             x, residual = self.input_norm.add(ops, delta, residual)
         mixed = self._scaled(ops, self.mixer_norm(ops, self.mixer(ops, x, positions, pool)))
+        if self.parallel:
+            return ops.add(mixed, self._scaled(ops, self.mlp_norm(ops, self.mlp(ops, x)))), residual
         x, residual = self.post_norm.add(ops, mixed, residual)
         return self._scaled(ops, self.mlp_norm(ops, self.mlp(ops, x))), residual
 
@@ -149,14 +160,15 @@ class DecoderLayer:
 
 @dataclass(frozen=True)
 class Decoder:
-    """Embedding, layers, final norm, LM head: a whole trunk. Embeddings are multiplied by `embedding_scale`; logits
-    are kept within `logit_softcap`, if there is one."""
+    """Embedding, layers, final norm, LM head: a whole trunk. Embeddings are multiplied by `embedding_scale`, logits by
+    `logit_scale` and kept within `logit_softcap`, if there is one."""
 
     embedding: Weight
     layers: list[DecoderLayer]
     norm: RMSNorm
     lm_head: Linear
     embedding_scale: float = 1.0
+    logit_scale: float = 1.0
     logit_softcap: float = 0.0
 
     @property
@@ -177,6 +189,8 @@ class Decoder:
     def logits(self, ops: Ops, x: Buffer) -> Buffer:
         """[L, H] after the final norm -> [L, V]."""
         logits = self.lm_head(ops, x)
+        if self.logit_scale != 1:
+            logits = ops.scale(logits, self.logit_scale)
         return ops.softcap(logits, self.logit_softcap) if self.logit_softcap else logits
 
     def program(

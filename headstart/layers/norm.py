@@ -1,4 +1,4 @@
-"""Norms: root-mean-square (Zhang, Sennrich 2019) with its weight and epsilon, or none."""
+"""Norms: root-mean-square (Zhang, Sennrich 2019) with its weight and epsilon, of centered rows too, or none."""
 
 from __future__ import annotations
 
@@ -41,3 +41,14 @@ class RMSNorm:
 
     def add(self, ops: Ops, x: Buffer, residual: Buffer) -> tuple[Buffer, Buffer]:
         return ops.add_rms_norm(x, residual, self.weight, self.eps)
+
+
+class LayerNorm(RMSNorm):
+    """RMSNorm of x - mean(x): layer normalization (Ba, Kiros, Hinton 2016) without a bias."""
+
+    def __call__(self, ops: Ops, x: Buffer) -> Buffer:
+        return ops.rms_norm(ops.center(x), self.weight, self.eps)
+
+    def add(self, ops: Ops, x: Buffer, residual: Buffer) -> tuple[Buffer, Buffer]:
+        stream = ops.add(x, residual)
+        return self(ops, stream), stream

@@ -23,7 +23,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "mrope": ("mrope_section",),  # of pictures: in a text all axes have the same position
     "linear": ("factor",),
-    "dynamic": ("factor",),
+    "dynamic": ("factor", "alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),  # the last are not used
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": (
         "factor", "original_max_position_embeddings", "attention_factor", "attn_factor", "beta_fast", "beta_slow",
@@ -73,6 +73,8 @@ def rope_spec(config: Mapping[str, Any], head_dim: int) -> RopeSpec:
         raise ModelError(
             f"config.json: {rotary_dim} of {head_dim} features would be rotated", "see partial_rotary_factor"
         )
+    if kind == "dynamic" and scaling.get("alpha") is not None:  # Hunyuan's: of any length
+        theta *= _number(scaling, "alpha") ** (rotary_dim / max(rotary_dim - 2, 1))
     inv_freq = theta ** (-np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
     scale = 1.0
     if kind == "linear":

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from headstart.errors import ModelError
 from headstart.kernels.ops import Backend, RawTensor, Weight
 from headstart.layers.linear import Linear
-from headstart.layers.norm import RMSNorm
+from headstart.layers.norm import LayerNorm, RMSNorm
 
 Shapes = dict[str, tuple[int, ...]]
 """Canonical tensor names and their shapes."""
@@ -59,5 +59,5 @@ class Weights:
         weight = self.get(f"{prefix}.weight", num_out, num_in)
         return Linear(weight, self.get(f"{prefix}.bias", num_out) if bias else None)
 
-    def norm(self, name: str, size: int, eps: float) -> RMSNorm:
-        return RMSNorm(self.get(f"{name}.weight", size), eps)
+    def norm(self, name: str, size: int, eps: float, *, centered: bool = False) -> RMSNorm:
+        return (LayerNorm if centered else RMSNorm)(self.get(f"{name}.weight", size), eps)

@@ -29,7 +29,8 @@ class Family:
     `harmless`: keys beside those of `reading` that change nothing, and why. `small`: keys of config.json of a small
     model, beside those of small.TINY. `names`: tensor names. `build`: weights -> trunk.
     `head`: how the native MTP modules of a checkpoint work; `trailing`: they are, in some files, the layers after the
-    trunk's. `interleaved_rope`: GGUF files hold the q and k rows of this family in llama.cpp's interleaved order.
+    trunk's. `interleaved_rope`: GGUF files hold the q and k rows of this family in llama.cpp's interleaved order;
+    `interleaved_files`: all files do, its own code has the two halves of a rotary pair side by side.
     `adapt`: what tensors under canonical names need beside their names (tensors, sizes, from a GGUF file?); `restore`:
     the way back to Hugging Face's, for arrays. `aliases`: other names of the family: a wrapper's text part's,
     llama.cpp's. `scratch`: keys of the config that `train --from-scratch` trains, beside those of small.SCRATCH."""
@@ -43,6 +44,7 @@ class Family:
     head: HeadSpec | None = None
     trailing: bool = False
     interleaved_rope: bool = False
+    interleaved_files: bool = False
     adapt: Callable[[dict[str, RawTensor], DecoderConfig, bool], dict[str, RawTensor]] | None = None
     restore: Callable[[Arrays, DecoderConfig], Arrays] | None = None
     aliases: tuple[str, ...] = ()

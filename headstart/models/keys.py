@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal
 
 from headstart.errors import ModelError
@@ -22,15 +23,17 @@ from headstart.models.reading import Reading
 Config = Mapping[str, Any]
 
 
+def inside(config: Config, inner: Mapping[str, Any]) -> Reading:
+    """The config with the keys of an object inside, which hold before the others."""
+    return (config if isinstance(config, Reading) else Reading(config, {})).inside(inner)
+
+
 def text_config(config: Config) -> tuple[Reading, bool]:
     """The language model's part of a multimodal wrapper's config, or a text model's own; does it tie the LM head?"""
     inner, tied = config.get("text_config"), flag(config, "tie_word_embeddings")
-    read = config if isinstance(config, Reading) else Reading(config, {})
-    if inner is None:
-        return read, tied
-    if not isinstance(inner, dict):
+    if inner is not None and not isinstance(inner, dict):
         raise ModelError("config.json: text_config is not an object")
-    return read.inside(inner), tied or flag(inner, "tie_word_embeddings")
+    return inside(config, inner or {}), tied or flag(inner or {}, "tie_word_embeddings")
 
 
 def number(config: Config, *keys: str, default: int | None = None, least: int = 1, needs: str = "") -> int:
@@ -105,10 +108,14 @@ def kinds_in_turn(config: Config, every: int) -> list[str]:
     kinds, count = config.get("layer_types"), num_layers(config)
     if kinds is None:
         told = config.get("sliding_window_pattern")
+        if isinstance(told, str) and told:  # as often as it fits: LLLG
+            told = [letter == "L" for letter in (told * count)[:count]]
+        if isinstance(told, bool):  # of all layers, in a GGUF file
+            told = [told] * count
         if isinstance(told, list):
             kinds = [SLIDING if sliding else FULL for sliding in told]
         else:
-            every = number(config, "sliding_window_pattern", default=every)
+            every = number(config, "sliding_window_pattern", default=every, least=0) or every
             kinds = [FULL if (i + 1) % every == 0 else SLIDING for i in range(count)]
     check_kinds(kinds, count, (FULL, SLIDING))
     return list(kinds)
@@ -131,6 +138,17 @@ def by_kind(config: Reading) -> dict[str, Reading]:
         kind: config.inside({"rope_parameters": ropes.get(kind), "rope_scaling": None, "rope_theta": config.get(base)})
         for kind, base in ROPES.items()
     }
+
+
+def windows_in_turn(config: Config, every: int = 1) -> list[int]:
+    """Of each layer, the positions that it sees; 0 for all: `sliding_window`, of sliding layers. `every` as in
+    kinds_in_turn; 1: with no word on kinds, all layers slide."""
+    window, count = number(config, "sliding_window", default=0, least=0), num_layers(config)
+    if not window:
+        return [0] * count
+    told = config.get("layer_types") is not None or bool(config.get("sliding_window_pattern"))
+    kinds = kinds_in_turn(config, every) if told or every > 1 else [SLIDING] * count
+    return [window if kind == SLIDING else 0 for kind in kinds]
 
 
 def check_kinds(kinds: object, count: int, known: Sequence[str]) -> None:
@@ -170,7 +188,34 @@ def mlp(config: Config, **switches: Any) -> MLPConfig:
 
 def layer(config: Config, mixer: MixerConfig, feed_forward: FeedForwardConfig, **more: Any) -> LayerConfig:
     """`more`: fields of LayerConfig."""
-    return LayerConfig(mixer=mixer, mlp=feed_forward, eps=real(config, "rms_norm_eps", 1e-6), **more)
+    fields = {"eps": real(config, "rms_norm_eps", 1e-6), **more}
+    return LayerConfig(mixer=mixer, mlp=feed_forward, **fields)
+
+
+def stack(
+    config: Config,
+    *,
+    windows: Sequence[int] = (),
+    windowed: Config | None = None,
+    rotated: Sequence[bool] = (),
+    mixer: Mapping[str, Any] = MappingProxyType({}),
+    layer: Mapping[str, Any] = MappingProxyType({}),
+    feed_forward: FeedForwardConfig | None = None,
+    **more: Any,
+) -> DecoderConfig:
+    """A decoder of layers like each other: of each its window (none: no layer has one), and whether positions are
+    rotated (none: in all). `windowed`: what attention with a window reads in place of `config`. `mixer`: fields of
+    AttentionConfig, or as in `attention`; `layer`: of LayerConfig; `more`: of DecoderConfig; `feed_forward` None: an
+    MLP."""
+    feed = feed_forward or mlp(config)
+
+    def one(index: int) -> LayerConfig:
+        window = windows[index] if windows else 0
+        still: dict[str, Any] = {} if not rotated or rotated[index] else {"rope": None}
+        read = config if windowed is None or not window else windowed
+        return _layer(config, attention(read, window=window, **mixer, **still), feed, **layer)
+
+    return decoder(config, [one(index) for index in range(num_layers(config))], **more)
 
 
 def decoder(config: Config, layers: Sequence[LayerConfig], **more: Any) -> DecoderConfig:
@@ -186,6 +231,7 @@ def decoder(config: Config, layers: Sequence[LayerConfig], **more: Any) -> Decod
     return DecoderConfig(**{**fields, **more})
 
 
+_layer = layer  # where a name hides it
 MOST_LAYERS = 10_000
 
 
@@ -217,14 +263,15 @@ def mtp_recycle(config: Config) -> Literal["post_norm", "pre_norm"]:
     return "pre_norm" if recycle == "pre_norm" else "post_norm"
 
 
-def softmax_experts(config: Config, *, shared: int = 0) -> MoEConfig:
-    """Experts chosen by a softmax, and a gated one, `shared` wide, for every row."""
+def softmax_experts(config: Config, *, shared: int = 0, inner: int = 0) -> MoEConfig:
+    """Experts chosen by a softmax, `inner` wide (0: `moe_intermediate_size`), and a gated one, `shared` wide, for every
+    row."""
     router = RouterSpec(
-        num_experts=number(config, "num_experts", "num_local_experts", needs="a mixture of experts"),
+        num_experts=number(config, "num_local_experts", "num_experts", needs="a mixture of experts"),
         top_k=number(config, "num_experts_per_tok", needs="a mixture of experts"),
         normalize=flag(config, "norm_topk_prob", True),
     )
-    return _experts(config, router, shared=shared, shared_gate=shared > 0)
+    return _experts(config, router, inner=inner, shared=shared, shared_gate=shared > 0)
 
 
 def has_experts(config: Config, index: int) -> bool:
@@ -262,12 +309,13 @@ def sigmoid_experts(config: Config) -> MoEConfig:
             f"config.json: {count} experts do not make {groups_} groups of which {router.top_groups} count"
         )
     shared = number(config, "n_shared_experts", default=0, least=0)
-    return _experts(config, router, shared=shared * number(config, "moe_intermediate_size"), bias=True)
+    bias = flag(config, "use_expert_bias", True)
+    return _experts(config, router, shared=shared * number(config, "moe_intermediate_size"), bias=bias)
 
 
-def _experts(config: Config, router: RouterSpec, **more: Any) -> MoEConfig:
+def _experts(config: Config, router: RouterSpec, inner: int = 0, **more: Any) -> MoEConfig:
     among = router.num_experts // router.num_groups * router.top_groups
     if router.top_k > among:
         raise ModelError(f"config.json: a token cannot take {router.top_k} of {among} experts")
-    inner = number(config, "moe_intermediate_size", needs="a mixture of experts")
+    inner = inner or number(config, "moe_intermediate_size", needs="a mixture of experts")
     return MoEConfig(router=router, inner=inner, activation=activation(config), **more)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from headstart.layers.build import DecoderConfig
+from headstart.layers.decoder import FeedForwardConfig
 from headstart.models import keys
 from headstart.models.base import Family
-from headstart.models.keys import Config, flag
+from headstart.models.keys import Config, flag, number
 
 
 def parse(config: Config) -> DecoderConfig:
     bias = flag(config, "attention_bias")
     keys.refuse_others(config, {"rope_interleaved": False})
     mixer = keys.attention(config, qkv_bias=bias, o_bias=keys.flag(config, "attention_out_bias", bias))
-    mlp = keys.mlp(config, bias=flag(config, "mlp_bias"))
-    return keys.decoder(config, [keys.layer(config, mixer, mlp)] * keys.num_layers(config))
+    feed: FeedForwardConfig = keys.mlp(config, bias=flag(config, "mlp_bias"))
+    if number(config, "num_experts", default=0, least=0):  # llama.cpp calls Mixtral so
+        feed = keys.softmax_experts(config, inner=number(config, "intermediate_size"))
+    return keys.decoder(config, [keys.layer(config, mixer, feed)] * keys.num_layers(config))
 
 
 FAMILY = Family(

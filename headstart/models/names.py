@@ -9,6 +9,16 @@ from dataclasses import dataclass, field
 from headstart.kernels.ops import RawTensor
 
 PREFIXES: Mapping[str, str | None] = {"model.": "", "lm_head.": "lm_head."}
+WRAPPED: Mapping[str, str | None] = {
+    **PREFIXES,
+    "model.language_model.": "",
+    "language_model.model.": "",
+    "language_model.lm_head.": "lm_head.",
+    **dict.fromkeys(
+        (f"{outer}{part}." for outer in ("", "model.") for part in ("vision_tower", "multi_modal_projector")), None
+    ),
+}
+"""Of a text model, or the text part of a multimodal one."""
 TRAILING: Mapping[str, str | None] = {
     "layers.{i}.enorm.": "mtp.{i}.norm_embedding.",
     "layers.{i}.hnorm.": "mtp.{i}.norm_hidden.",

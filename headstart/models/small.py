@@ -57,7 +57,7 @@ def random_arrays(shapes: Mapping[str, tuple[int, ...]], seed: int = 0) -> Array
             values = -np.geomspace(0.03, 0.5, shape[0])
         elif len(shape) == 2:
             values = values / np.sqrt(shape[-1])
-        elif name.endswith(".conv"):
+        elif name.endswith((".conv", ".conv.weight")):
             values = values * 0.5
         else:
             values = values * 0.1 + (1 if "norm" in name else 0)

@@ -21,6 +21,7 @@ from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import Decoder
 from headstart.layers.weights import Weights
 from headstart.models.base import Family, family_named
+from headstart.models.joined import split_joined
 from headstart.models.names import trailing_modules
 
 
@@ -114,17 +115,25 @@ def canonical_tensors(checkpoint: Checkpoint, family: Family, config: DecoderCon
     if not checkpoint.canonical_names:
         named = ((family.names.canonical(name), tensor) for name, tensor in read.items())
         tensors = {name: tensor for name, tensor in named if name is not None}
+    tensors = split_joined(tensors, config)
     if family.adapt:
         tensors = family.adapt(tensors, config, checkpoint.canonical_names)
-    if checkpoint.canonical_names and family.interleaved_rope:
-        mixer = config.layers[0].mixer
-        assert isinstance(mixer, AttentionConfig)
-        heads = {"q_proj": mixer.spec.num_heads, "k_proj": mixer.spec.num_kv_heads}
-        for name, tensor in checkpoint.tensors.items():
-            if (part := name.split(".")[-2] if "." in name else "") in heads:
-                tensors[name] = unpermute_rows(tensor, heads[part])
+    if family.interleaved_files or (checkpoint.canonical_names and family.interleaved_rope):
+        tensors = _half_split(tensors, config)
     _check_layers(tensors, family, config.num_layers, checkpoint)
     return trailing_modules(tensors, config.num_layers) if family.trailing else tensors
+
+
+def _half_split(tensors: Mapping[str, RawTensor], config: DecoderConfig) -> dict[str, RawTensor]:
+    """Rows of q and k from llama.cpp's order into that of Ops.rope, in layers without positions too."""
+    mixers = [layer.mixer for layer in config.layers if isinstance(layer.mixer, AttentionConfig)]
+    spec, rotary = mixers[0].spec, next((mixer.rope.rotary_dim for mixer in mixers if mixer.rope), None)
+    heads = {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads}
+    found = dict(tensors)
+    for name, tensor in tensors.items():
+        if (part := name.split(".")[-2] if "." in name else "") in heads:
+            found[name] = unpermute_rows(tensor, heads[part], rotary)
+    return found
 
 
 def _check_layers(tensors: Iterable[str], family: Family, num_layers: int, checkpoint: Checkpoint) -> None:

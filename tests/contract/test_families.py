@@ -28,9 +28,16 @@ from headstart.errors import ModelError
 
 TRUNKS = {
     "mimo": "qwen2", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "gemma3": "gemma3_text",
+    "minicpm": "granite",
 }  # fmt: skip
 """Families whose trunk is, to transformers, another family."""
-UNKNOWN_TO_ORACLE: dict[str, dict[str, Any]] = {"deepseek_v3": {"num_key_value_heads": None, "head_dim": 6}}
+UNKNOWN_TO_ORACLE: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"num_key_value_heads": None, "head_dim": 6},
+    "minicpm": {
+        "embedding_multiplier": 12, "residual_multiplier": 1.4 / 3**0.5, "logits_scaling": 48 / 16,
+        "attention_multiplier": 8**-0.5,
+    },
+}  # fmt: skip
 """Keys that mean nothing to a family, as its oracle wants them."""
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -91,8 +98,12 @@ def oracle_of(family: str, model: Model) -> Any:
     """transformers' model with the same weights, in float32."""
     kind = TRUNKS.get(family, family)
     assert kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, f"name the trunk of {family} in TRUNKS"
-    config = {key: value for key, value in model.checkpoint.config.items() if key != "model_type" and value is not None}
+    written = {key: value for key, value in model.checkpoint.config.items() if key != "model_type"}
+    config = {key: value for key, value in written.items() if value is not None or key == "sliding_window"}
     config |= UNKNOWN_TO_ORACLE.get(family, {})
+    if (full := config.get("full_attn_idxs")) is not None:
+        kinds = ["full_attention" if i in full else "conv" for i in range(config["num_hidden_layers"])]
+        config["layer_types"] = kinds
     oracle = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config), attn_implementation="eager")
     tensors = {name: torch.tensor(tensor.float32()) for name, tensor in model.checkpoint.tensors.items()}
     missing, unexpected = oracle.load_state_dict(fused_experts(tensors), strict=False)
@@ -103,10 +114,17 @@ def oracle_of(family: str, model: Model) -> Any:
     return oracle.eval()
 
 
+MIXTRAL = {"block_sparse_moe.": "mlp.", ".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
+"""Its names in files -> those of newer families, which transformers has inside."""
+
+
 def fused_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Experts one by one -> transformers' stacks [E, gate and up, H] and [E, H, I] of each layer."""
     found, stacks = {}, {}
-    for name, tensor in tensors.items():
+    for theirs, tensor in tensors.items():
+        name = theirs
+        for old, new in MIXTRAL.items() if ".experts." in name or ".block_sparse_moe." in name else ():
+            name = name.replace(old, new)
         if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name):
             stacks.setdefault(match[1], {})[match[3], int(match[2])] = tensor
         else:

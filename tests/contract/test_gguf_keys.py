@@ -20,7 +20,7 @@ from headstart.models.small import Arrays
 Write = Callable[[gguf.GGUFWriter], None]
 REFUSED: dict[str, tuple[Write, str]] = {
     "another scale": (lambda w: w.add_logit_scale(0.5), "logit_scale is 0.5, which is not known for llama models"),
-    "experts": (lambda w: w.add_expert_count(8), "num_experts is 8, which is not known"),
+    "experts": (lambda w: w.add_expert_count(8), "num_experts_per_tok is missing"),
     "a window": (lambda w: w.add_sliding_window(16), "sliding_window is 16, which is not known"),
     "both directions": (lambda w: w.add_causal_attention(False), "is_causal is False, which is not known"),
     "a new key": (lambda w: w.add_float32("llama.attention.new", 0.5), r"llama\.attention\.new is 0\.5, which is not"),

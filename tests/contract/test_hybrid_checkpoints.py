@@ -21,6 +21,7 @@ from headstart.tools.tiny import write_model
 
 TOKENS = prompt_of(50, 1)
 FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+SHORT = ("lfm2", "lfm2_moe")
 Tiny = tuple[dict[str, Any], Arrays]
 
 
@@ -136,6 +137,14 @@ def test_a_checkpoint_without_its_mtp_is_a_plain_model(tiny: Tiny, tmp_path: Pat
     config, arrays = tiny
     trunk = {name: array for name, array in arrays.items() if not name.startswith("mtp.")}
     assert model_at(write_model(tmp_path, config, trunk)).head is None
+
+
+@pytest.mark.parametrize("family", SHORT)
+def test_short_convolutions_in_a_gguf_file(family: str, tmp_path: Path) -> None:
+    tiny = family_of(family).tiny()
+    plain = model_at(write_model(tmp_path / "plain", *tiny))
+    found = model_at(write_gguf(tmp_path / "model.gguf", *tiny))
+    assert float((logits_of(found) - logits_of(plain)).abs().max()) <= 2e-5
 
 
 def test_two_mtp_layers_in_a_gguf_file(tmp_path: Path) -> None:

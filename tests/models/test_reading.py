@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support import FAMILIES, family_of
+from support import ALL_FAMILIES, family_of
 
 from headstart.errors import ModelError
 from headstart.layers.attention import AttentionConfig
@@ -27,7 +27,7 @@ GARBAGE: tuple[Any, ...] = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_whatever_a_key_says_the_answer_is_ours(family: str) -> None:
     found = family_of(family)
     config, _ = found.tiny()
@@ -40,7 +40,7 @@ def test_whatever_a_key_says_the_answer_is_ours(family: str) -> None:
                 assert error.message
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_an_unknown_key_is_named_with_its_value(family: str) -> None:
     found = family_of(family)
     config, _ = found.tiny()
@@ -54,7 +54,7 @@ def test_an_unknown_key_is_named_with_its_value(family: str) -> None:
 
 
 def test_reasons_are_given() -> None:
-    for family in FAMILIES:
+    for family in ALL_FAMILIES:
         assert all({**HARMLESS, **family_of(family).harmless}.values()), family
 
 

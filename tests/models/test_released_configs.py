@@ -61,6 +61,22 @@ RELEASED: dict[str, dict[str, Any]] = {
         "max_window_layers": 28, "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0] * 4, "rope_scaling": None,
         "sliding_window": None, "use_sliding_window": False,
     },
+    "LFM2-1.2B": {
+        **COMMON, "block_auto_adjust_ff_dim": True, "block_dim": 2048, "block_ff_dim": 12288,
+        "block_ffn_dim_multiplier": 1.0, "block_mlp_init_scale": 1.0, "block_multiple_of": 256, "block_norm_eps": 1e-5,
+        "block_out_init_scale": 1.0, "block_use_swiglu": True, "block_use_xavier_init": True, "conv_L_cache": 3,
+        "conv_bias": False, "conv_dim": 2048, "conv_dim_out": 2048, "conv_use_xavier_init": True,
+        "full_attn_idxs": [2, 5, 8, 10, 12, 14], "hidden_size": 2048, "model_type": "lfm2", "norm_eps": 1e-5,
+        "num_attention_heads": 32, "num_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8,
+        "rope_theta": 1000000.0, "theta": 1000000.0, "use_pos_enc": True, "vocab_size": 65536,
+    },
+    "LFM2-8B-A1B": {
+        **COMMON, "conv_L_cache": 3, "conv_bias": False, "hidden_size": 2048, "intermediate_size": 7168,
+        "layer_types": (["conv", "conv", "full_attention", "conv"] * 6), "model_type": "lfm2_moe",
+        "moe_intermediate_size": 1792, "norm_eps": 1e-5, "norm_topk_prob": True, "num_attention_heads": 32,
+        "num_dense_layers": 2, "num_experts": 32, "num_experts_per_tok": 4, "num_hidden_layers": 24,
+        "num_key_value_heads": 8, "rope_theta": 1000000.0, "routed_scaling_factor": 1.0, "use_expert_bias": True,
+    },
     "Llama 3.2": {
         **LLAMA, "model_type": "llama", "rope_scaling": {
             "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,

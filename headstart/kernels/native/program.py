@@ -23,10 +23,11 @@ from headstart.kernels.ops import (
     RopeSpec,
     RouterSpec,
     StepInputs,
+    TemperSpec,
 )
 
 Vector = NDArray[np.float32]
-ACTIVATIONS: Mapping[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
+ACTIVATIONS: Mapping[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "identity": 5}
 """Activation in csrc/kernels.h."""
 Input = Literal["token_ids", "positions", "logit_rows", "hidden"]
 
@@ -82,9 +83,7 @@ class Recorder:
     def activate_mul(self, gate: Buffer, up: Buffer, kind: Activation = "silu") -> Buffer:
         number = ACTIVATIONS[kind]
         both_held = gate in self._held and up in self._held
-        if (
-            both_held and gate.x is not None and gate.x is up.x and _kind(gate) == _kind(up)
-        ):  # one form of the rows
+        if both_held and gate.x is not None and gate.x is up.x and _kind(gate) == _kind(up):  # one form of the rows
             self._held = [each for each in self._held if each is not gate and each is not up]
             x = self._index(gate.x)
             made = self.program.gated(x, gate.matrix, up.matrix, gate.bias, up.bias, number, "matrices")
@@ -93,6 +92,13 @@ class Recorder:
 
     def scale(self, x: Buffer, factor: float) -> Buffer:
         return Buffer(x.width, self.program.scale(self._index(x), factor))
+
+    def center(self, x: Buffer) -> Buffer:
+        return Buffer(x.width, self.program.center(self._index(x)))
+
+    def temper(self, x: Buffer, positions: Input, spec: TemperSpec) -> Buffer:
+        assert positions == "positions", positions
+        return Buffer(x.width, self.program.temper(self._index(x), spec.every, spec.strength, spec.ahead))
 
     def softcap(self, x: Buffer, cap: float) -> Buffer:
         return Buffer(x.width, self.program.softcap(self._index(x), cap))
@@ -145,7 +151,8 @@ class Recorder:
     def attend(self, q: Buffer, pool: KVPool, spec: AttentionSpec, sinks: Vector | None = None) -> Buffer:
         width = spec.num_heads * spec.value_width
         index = self._index(q)
-        how = (spec.num_heads, spec.scale, spec.window, spec.softcap, sinks, spec.causal)
+        window = -spec.window if spec.chunked else spec.window
+        how = (spec.num_heads, spec.scale, window, spec.softcap, sinks, spec.causal)
         return Buffer(width, self.program.attend(index, pool, *how))
 
     def causal_conv(self, x: Buffer, weight: Vector, pool: StatePool, spec: ConvSpec) -> Buffer:

@@ -35,6 +35,7 @@ from headstart.kernels.ops import (
     RouterSpec,
     StateSpec,
     StepInputs,
+    TemperSpec,
 )
 from headstart.kernels.reference.moe import ACTIVATIONS, mixture
 from headstart.kernels.reference.recurrent import StatePool, conv_step, delta_step, walk
@@ -112,6 +113,13 @@ class ReferenceOps:
     def scale(self, x: Tensor, factor: float) -> Tensor:
         return x * factor
 
+    def center(self, x: Tensor) -> Tensor:
+        return x - x.mean(-1, keepdim=True)
+
+    def temper(self, x: Tensor, positions: Tensor, spec: TemperSpec) -> Tensor:
+        steps = torch.div(positions + spec.ahead, spec.every, rounding_mode="floor").to(_wide(x.dtype))
+        return x * (1 + spec.strength * torch.log1p(steps)).to(x.dtype)[..., None]
+
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         return (x / cap).tanh() * cap
 
@@ -156,7 +164,7 @@ class ReferenceOps:
 
     def attend(self, q: Tensor, pool: KVPool, spec: AttentionSpec, sinks: Tensor | None = None) -> Tensor:
         out = q.new_empty(len(q), spec.num_heads * spec.value_width)
-        for group in self._groups(spec.window, spec.causal):
+        for group in self._groups(-spec.window if spec.chunked else spec.window, spec.causal):
             attended = self._attend(q[group.rows], pool, spec, group, sinks)
             out[group.rows[group.valid]] = attended[group.valid]
         return out

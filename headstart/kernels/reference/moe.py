@@ -17,6 +17,7 @@ ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(gelu, approximate="tanh"),
     "relu": relu,
     "relu2": lambda x: relu(x).square(),
+    "identity": lambda x: x,
 }
 TINY = 1e-20
 """Added to the sum that weights are divided by, as in DeepSeek's code: sigmoids may all be 0."""

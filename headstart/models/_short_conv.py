@@ -1,0 +1,91 @@
+"""What dense LFM2 and LFM2 with experts share: gated short convolutions beside attention with q and k norms.
+
+Formulas: transformers 5.23, `models/lfm2` and `models/lfm2_moe`; names in GGUF files: llama.cpp's `conversion/lfm2.py`.
+No native MTP: the published drafters (DSpark) are block drafters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from headstart.errors import ModelError
+from headstart.layers.build import DecoderConfig
+from headstart.layers.decoder import FeedForwardConfig, MixerConfig
+from headstart.layers.mlp import MLPConfig
+from headstart.layers.short_conv import ShortConvConfig
+from headstart.models import keys
+from headstart.models.keys import Config, flag, number, real
+from headstart.models.names import PREFIXES, Names
+
+CONV, FULL = "conv", keys.FULL
+MOST_TAPS = 16
+NAMES = Names(
+    {**PREFIXES, "model.embedding_norm.": "norm."},
+    parts={
+        ".feed_forward.expert_bias": ".mlp.gate.e_score_correction_bias",
+        ".feed_forward.": ".mlp.",
+        ".w1.": ".gate_proj.",
+        ".w3.": ".up_proj.",
+        ".w2.": ".down_proj.",
+        ".operator_norm.": ".input_layernorm.",
+        ".ffn_norm.": ".post_attention_layernorm.",
+        ".self_attn.out_proj.": ".self_attn.o_proj.",
+        ".q_layernorm.": ".q_norm.",
+        ".k_layernorm.": ".k_norm.",
+    },
+)
+
+
+def parse(config: Config, dense: MLPConfig, feed_forward: Callable[[int], FeedForwardConfig]) -> DecoderConfig:
+    """`dense`: a feed-forward part without experts; `feed_forward`: that of a layer by its index."""
+    keys.refuse_others(config, {"conv_bias": False, "block_use_swiglu": True, "use_pos_enc": True})
+    kinds, kv_heads = _kinds(config)
+    eps = real(config, "norm_eps", real(config, "rms_norm_eps", 1e-5))
+    width = number(config, "conv_L_cache", default=3)
+    if not 2 <= width <= MOST_TAPS:
+        raise ModelError(f"config.json: conv_L_cache is {width}, but must be 2 to {MOST_TAPS}")
+    attention = keys.attention(keys.inside(config, {"num_key_value_heads": kv_heads}), qk_norm=True)
+    mixers: dict[str, MixerConfig] = {FULL: attention, CONV: ShortConvConfig(width)}
+    layers = [keys.layer(config, mixers[kind], feed_forward(i), eps=eps) for i, kind in enumerate(kinds)]
+    tied = config.get("tie_embedding")
+    return keys.decoder(
+        config,
+        layers,
+        eps=eps,
+        tied=flag(config, "tie_word_embeddings", True) if tied is None else flag(config, "tie_embedding"),
+        mtp_layer=keys.layer(config, attention, dense, eps=eps),
+    )
+
+
+def _kinds(config: Config) -> tuple[list[str], int]:
+    """Of each layer, convolution or attention; and the number of kv heads of the latter."""
+    count, kv_heads, full = keys.num_layers(config), config.get("num_key_value_heads"), config.get("full_attn_idxs")
+    kinds = config.get("layer_types")
+    if isinstance(kv_heads, list):  # a GGUF file's, by layer: none where there is a convolution
+        if len(kv_heads) != count or len({each for each in kv_heads if each}) > 1:
+            raise ModelError(f"config.json: num_key_value_heads is {kv_heads}, but must be 0 or one number by layer")
+        kinds, kv_heads = [FULL if each else CONV for each in kv_heads], max(kv_heads)
+    if kinds is None:
+        if full is not None and not isinstance(full, list):
+            raise ModelError(f"config.json: full_attn_idxs is {full!r}, but must be a list of layers")
+        kinds = [FULL if full is None or i in full else CONV for i in range(count)]
+    keys.check_kinds(kinds, count, (FULL, CONV))
+    return kinds, number({"num_key_value_heads": kv_heads}, "num_key_value_heads", default=8)
+
+
+HARMLESS = {
+    **dict.fromkeys(("block_dim", "conv_dim", "conv_dim_out"), "hidden_size says it"),
+    "num_heads": "num_attention_heads says it",
+    "block_norm_eps": "norm_eps says it",
+    "theta": "rope_theta says it",
+    **dict.fromkeys(
+        ("block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init", "conv_use_xavier_init"),
+        "training only",
+    ),
+    "attention_bias": "there are none: a tensor of one is refused",
+    **dict.fromkeys(("hidden_act", "mlp_bias"), "the feed-forward part is always SwiGLU without biases"),
+    "full_attn_idxs": "layer_types says it",
+    **dict.fromkeys(("conv_L_cache", "num_key_value_heads"), "of convolutions or attention, where there are any"),
+}
+DEFAULTS: dict[str, Any] = {"max_position_embeddings": 128_000, "rope_theta": 1e6}

@@ -1,0 +1,53 @@
+"""Command R, R7B, A and other models of Cohere: both parts of a layer read one norm, which centers; positions, with
+pairs side by side, in layers with windows only; logits are scaled.
+
+Formula: transformers `models/cohere2`; `models/cohere` (Command R) has no windows, and may norm q and k.
+"""
+
+from __future__ import annotations
+
+from headstart.errors import ModelError
+from headstart.layers.build import DecoderConfig
+from headstart.models import keys
+from headstart.models.base import Family
+from headstart.models.keys import Config, flag, real
+
+EARLIER = ("cohere", "command-r")
+
+
+def parse(config: Config) -> DecoderConfig:
+    keys.refuse_others(config, {"use_parallel_block": True, "use_gated_activation": True, "rotary_pct": 1.0})
+    bias, eps = flag(config, "attention_bias"), real(config, "layer_norm_eps", 1e-5)
+    if flag(config, "use_qk_norm"):
+        raise ModelError("config.json: use_qk_norm is true: norms with a weight for each head are not supported")
+    windows: list[int] = []
+    if config["model_type"] not in EARLIER:
+        windows = keys.windows_in_turn(config, 4)
+    return keys.stack(
+        config,
+        windows=windows,
+        rotated=[window > 0 for window in windows],
+        mixer={"qkv_bias": bias, "o_bias": bias},
+        layer={"norms": "parallel", "centered": True, "eps": eps},
+        logit_scale=real(config, "logit_scale", 0.0625),
+        centered=True,
+        eps=eps,
+    )
+
+
+FAMILY = Family(
+    parse=parse,
+    defaults={"max_position_embeddings": 8192, "tie_word_embeddings": True},
+    harmless={
+        "order_of_interleaved_layers": "layer_types says it", "layer_switch": "sliding_window_pattern says it",
+        "position_embedding_type": "positions are rotated", "use_embedding_sharing": "tie_word_embeddings says it",
+        "use_parallel_embedding": "of training", "sliding_window_pattern": "layer_types says it",
+        "sliding_window": "of layers with windows, where there are any", "model_max_length": "of the tokenizer",
+    },
+    interleaved_files=True,
+    aliases=EARLIER,
+    small={
+        "model_type": "cohere2", "architectures": ["Cohere2ForCausalLM"], "sliding_window": 9,
+        "sliding_window_pattern": 2, "layer_norm_eps": 1e-5, "logit_scale": 1.25, "tie_word_embeddings": True,
+    },
+)  # fmt: skip

@@ -1,0 +1,19 @@
+"""GLM-4 before 0414 (9B, Edge): as glm4, with norms before each part only.
+
+Formula: transformers `models/glm`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from headstart.models import glm4
+from headstart.models.names import Names
+
+FAMILY = replace(
+    glm4.FAMILY,
+    parse=partial(glm4.parse, norms="pre"),
+    names=Names(),
+    small={**glm4.FAMILY.small, "model_type": "glm", "architectures": ["GlmForCausalLM"]},
+)

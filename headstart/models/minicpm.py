@@ -1,0 +1,39 @@
+"""MiniCPM (1, 2 and 4, dense): Llama's layers; embeddings, what each part adds and logits are scaled.
+
+Formula: the checkpoints' own modeling_minicpm.py; llama.cpp `conversion/minicpm.py`.
+"""
+
+from __future__ import annotations
+
+from math import sqrt
+
+from headstart.layers.build import DecoderConfig
+from headstart.models import keys
+from headstart.models.base import Family
+from headstart.models.keys import Config, flag, number, real
+
+
+def parse(config: Config) -> DecoderConfig:
+    keys.refuse_others(config, {"num_experts": 0, "sparse_config": None})
+    hidden, bias = number(config, "hidden_size"), flag(config, "attention_bias")
+    depth = real(config, "scale_depth", sqrt(keys.num_layers(config)))
+    narrower = hidden / number(config, "dim_model_base", default=hidden)
+    return keys.stack(
+        config,
+        mixer={"qkv_bias": bias, "o_bias": flag(config, "attention_out_bias", bias)},
+        layer={"residual_scale": real(config, "residual_multiplier", depth / sqrt(keys.num_layers(config)))},
+        embedding_scale=real(config, "embedding_multiplier", real(config, "scale_emb", 1.0)),
+        logit_scale=1 / real(config, "logit_scale", narrower),
+    )
+
+
+FAMILY = Family(
+    parse=parse,
+    defaults={"max_position_embeddings": 2048, "tie_word_embeddings": True},
+    harmless={"mup_denominator": "training only", "rope_scaling_type": "rope_scaling says it"},
+    interleaved_rope=True,
+    small={
+        "model_type": "minicpm", "architectures": ["MiniCPMForCausalLM"], "scale_emb": 12, "scale_depth": 1.4,
+        "dim_model_base": 16, "tie_word_embeddings": True, "head_dim": None,
+    },
+)  # fmt: skip

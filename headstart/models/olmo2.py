@@ -1,0 +1,44 @@
+"""OLMo 2 and OLMo 3: norms behind each part, q and k normed over all heads; in OLMo 3 windows in three of four layers,
+whose positions are never scaled.
+
+Formula: transformers `models/olmo2`, `models/olmo3`.
+"""
+
+from __future__ import annotations
+
+from headstart.layers.build import DecoderConfig
+from headstart.models import keys
+from headstart.models.base import Family
+from headstart.models.keys import Config, flag
+
+WINDOWED = "olmo3"
+
+
+def parse(config: Config) -> DecoderConfig:
+    config, _ = keys.text_config(config)
+    bias, windows = flag(config, "attention_bias"), [0] * keys.num_layers(config)
+    if config["model_type"] == WINDOWED or config.get("sliding_window_pattern") is not None:
+        windows = keys.windows_in_turn(config, 4)
+    told = config.get("rope_parameters")
+    both = told if isinstance(told, dict) else {}  # transformers 5 says one for each kind
+    ropes = {kind: both.get(kind) for kind in (keys.FULL, keys.SLIDING)}
+    full = config.inside({"rope_parameters": ropes[keys.FULL]}) if any(ropes.values()) else config
+    return keys.stack(
+        full,
+        windows=windows,
+        windowed=config.inside({"rope_parameters": ropes[keys.SLIDING], "rope_scaling": None}),
+        mixer={"qkv_bias": bias, "o_bias": bias, "qk_norm": True, "wide_norms": True},
+        layer={"norms": "post"},
+    )
+
+
+FAMILY = Family(
+    parse=parse,
+    defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
+    harmless={
+        "sliding_window": "of layers with windows, where there are any",
+        "use_qk_norm": "q and k are normed in every file",
+    },
+    aliases=(WINDOWED,),
+    small={"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"], "head_dim": None},
+)
