@@ -99,7 +99,6 @@ UNSUPPORTED: Mapping[str, str] = {
     "gpt_oss": "attention sinks", "gpt-oss": "attention sinks",
     "nemotron_h": "Mamba2 layers", "nemotron_h_moe": "Mamba2 layers", "mamba2": "Mamba2 layers",
     "step3p5": "gated sliding-window attention", "step35": "gated sliding-window attention",
-    "gemma4": "per-layer embeddings",
     "glm4_moe_lite": "GLM's latent attention", "kimi_k3": "Kimi delta attention",
     "minimax_m3": "block-sparse attention", "bailing_hybrid": "lightning attention",
 }  # fmt: skip
