@@ -99,7 +99,7 @@ UNSUPPORTED: Mapping[str, str] = {
     "gpt_oss": "attention sinks", "gpt-oss": "attention sinks",
     "nemotron_h": "Mamba2 layers", "nemotron_h_moe": "Mamba2 layers", "mamba2": "Mamba2 layers",
     "step3p5": "gated sliding-window attention", "step35": "gated sliding-window attention",
-    "glm4_moe_lite": "GLM's latent attention", "kimi_k3": "Kimi delta attention",
+    "kimi_k3": "Kimi delta attention",
     "minimax_m3": "block-sparse attention", "bailing_hybrid": "lightning attention",
 }  # fmt: skip
 """model_type (or llama.cpp's architecture) of a family that is not here -> what it has and no family here has."""
