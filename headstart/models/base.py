@@ -100,7 +100,7 @@ UNSUPPORTED: Mapping[str, str] = {
     "gpt_oss": "attention sinks", "gpt-oss": "attention sinks",
     "nemotron_h": "Mamba2 layers", "nemotron_h_moe": "Mamba2 layers", "mamba2": "Mamba2 layers",
     "step3p5": "gated sliding-window attention", "step35": "gated sliding-window attention",
-    "glm4_moe_lite": "GLM's latent attention", "kimi_k3": "Kimi delta attention",
+    "kimi_k3": "Kimi delta attention",
     "llama4": _SCALED_ROWS, "llama4_text": _SCALED_ROWS,
     "falcon_h1": "Mamba2 layers", "falcon-h1": "Mamba2 layers", "granitemoehybrid": "Mamba2 layers",
     "granitehybrid": "Mamba2 layers", "minicpm3": "MiniCPM3's latent attention", "phimoe": "sparse-mixer routing",
