@@ -41,6 +41,21 @@ TAKES = r"pre_fc_norm_embedding\.weight|enorm\.weight|token_layernorm\.weight"
 SAYS = r"mtp\.norm\.weight|shared_head\.norm\.weight|final_layernorm\.weight"
 
 
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma4_experts": (
+        "gemma4", {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 20},
+    ),
+    "gemma4_shared": (
+        "gemma4",
+        {
+            "num_hidden_layers": 5, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
+            "layer_types": [("sliding", "full")[i % 2 if i < 3 else i - 3] + "_attention" for i in range(5)],
+        },
+    ),
+}  # fmt: skip
+"""Rows beside those of each family: the family, and changes of its small config."""
+
+
 def agreeing(arrays: Arrays) -> Arrays:
     """Quiet blocks; an MTP module that passes its token's embedding on to the trunk's own last norm."""
     arrays = {name: array * np.float32(SOFT if name.endswith(QUIET) else 1) for name, array in arrays.items()}
@@ -65,8 +80,9 @@ def prompts(vocab: int) -> tuple[list[int], ...]:
 
 def check(family: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """One family's document of `headstart verify`, with the seconds it took."""
-    found: Family = registry.find("models", family).FAMILY
-    config, arrays = found.tiny()
+    name, changes = VARIANTS.get(family, (family, {}))
+    found: Family = registry.find("models", name).FAMILY
+    config, arrays = found.tiny(**changes)
     has_head = any(name.endswith(ending) for name in arrays for ending in PROJECTIONS)
     texts = prompts(config["vocab_size"])
     options = VerifyOptions(
@@ -108,7 +124,7 @@ def row(found: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    names = registry.available("models")
+    names = [*registry.available("models"), *VARIANTS]
     add("--families", type=lambda text: text.split(","), default=names, help=",".join(names))
     add("--cells", type=int, default=500, help="of each family, at least")
     add("--max-tokens", type=int, default=24)

@@ -147,6 +147,8 @@ def _config(file: GgufFile, tensors: dict[str, Tensor]) -> dict[str, Any]:
     config["attention_bias"] = any(f"self_attn.{part}.bias" in parts for part in BIASED)
     config["attention_out_bias"] = "self_attn.o_proj.bias" in parts
     config["mlp_bias"] = "mlp.up_proj.bias" in parts
+    keyed = [name.replace(".k_proj.", ".v_proj.") for name in tensors if name.endswith("self_attn.k_proj.weight")]
+    config["attention_k_eq_v"] = not all(name in tensors for name in keyed)
     config["use_qk_norm"] = "self_attn.q_norm.weight" in parts
     config |= _heads(config, metadata) | _special_ids(metadata)
     read = {f"{arch}.{key}" for key in (*KEYS, *HARMLESS, *(f"rope.scaling.{key}" for key in SCALING))}

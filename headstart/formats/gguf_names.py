@@ -13,6 +13,9 @@ _TOP: Mapping[str, str] = {
     "token_embd_norm.weight": "norm.weight",  # so called in files with short convolutions
     "output.weight": "lm_head.weight",
     "rope_freqs.weight": "rope_freqs.weight",
+    "per_layer_token_embd.weight": "embed_tokens_per_layer.weight",
+    "per_layer_model_proj.weight": "per_layer_model_projection.weight",
+    "per_layer_proj_norm.weight": "per_layer_projection_norm.weight",
 }
 
 _BLOCK: Mapping[str, str] = {
@@ -55,6 +58,16 @@ _BLOCK: Mapping[str, str] = {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "layer_output_scale.weight": "layer_scalar",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+    "ffn_gate_up_exps.weight": "mlp.experts.gate_up_proj",
     "nextn.eh_proj": "eh_proj",
     "nextn.embed_tokens": "embed_tokens",
     "nextn.enorm": "enorm",
@@ -63,7 +76,7 @@ _BLOCK: Mapping[str, str] = {
     "nextn.shared_head_norm": "shared_head.norm",
 }
 
-IMPLIED: Mapping[str, Mapping[str, float]] = {
+IMPLIED: Mapping[str, Mapping[str, float | None]] = {
     "glm4moe": {
         "norm_topk_prob": False, "routed_scaling_factor": 1.0, "n_shared_experts": 0, "first_k_dense_replace": 0,
     },
@@ -75,6 +88,7 @@ IMPLIED: Mapping[str, Mapping[str, float]] = {
     "lfm2": {"block_auto_adjust_ff_dim": False},
     "lfm2moe": {"norm_topk_prob": True, "routed_scaling_factor": 1.0, "first_k_dense_replace": 0},
     "gemma3": {"query_pre_attn_scalar": 0, "sliding_window": 0},
+    "gemma4": {"rope_parameters": None},
 }  # fmt: skip
 """What llama.cpp takes of an architecture where the file says nothing."""
 
@@ -85,6 +99,9 @@ KEYS: Mapping[str, str] = {
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim",
+    "attention.key_length_swa": "head_dim_sliding",
+    "attention.shared_kv_layers": "num_kv_shared_layers",
+    "embedding_length_per_layer_input": "hidden_size_per_layer_input",
     "attention.q_lora_rank": "q_lora_rank",
     "attention.kv_lora_rank": "kv_lora_rank",
     "attention.key_length_mla": "qk_head_dim",  # of a head, where key_length is that of the cache
@@ -131,6 +148,7 @@ FOUND: Mapping[str, str] = {
     **dict.fromkeys(
         ("attention_bias", "attention_out_bias", "mlp_bias", "use_qk_norm"), "are there such tensors? all are taken"
     ),
+    "attention_k_eq_v": "are there tensors of values?",
     "expert_gating_func": "of sigmoids, where it is not the family's own",
     "num_nextn_predict_layers": "which blocks are modules; those need not be used",
 }
@@ -142,6 +160,8 @@ HARMLESS: Mapping[str, str] = {
     "pooling_type": "of embeddings",
     "tensor_data_layout": "how the file was made",
     "attention.value_length": "that of a key, which is checked",
+    "attention.value_length_swa": "that of a key",
+    "rope.dimension_count_swa": "all of a head",
     "rope.dimension_count": "read with the rope's keys",
 }
 """Keys below `{arch}.` that change nothing, and why."""

@@ -18,7 +18,8 @@ class AttentionConfig:
     """`rope` None: positions are not rotated. `qk_norm`: of each head, or `wide_norms`: over all heads together;
     `norms_last`: behind the rope. `temper`: queries grow with their position. `gated`: the output is multiplied by
     sigmoid(gate x). `shares`: the index of an earlier layer, whose keys and values are read in place of own ones.
-    `sinks`: see Ops.attend."""
+    `sinks`: see Ops.attend. `v_norm`: values are normed too, without a weight. `keys_are_values`: v is what k is before
+    its norm and rope."""
 
     spec: AttentionSpec
     rope: RopeSpec | None
@@ -31,6 +32,8 @@ class AttentionConfig:
     gated: bool = False
     shares: int | None = None
     sinks: bool = False
+    v_norm: bool = False
+    keys_are_values: bool = False
 
     def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, reads: int) -> Attention:
         """The attention of the layer `prefix`; q, k and v read as many columns as `reads`."""
@@ -48,6 +51,7 @@ class AttentionConfig:
             o_proj=linears["o_proj"],
             q_norm=norms.get("q_norm"),
             k_norm=norms.get("k_norm"),
+            v_norm=weights.plain_norm(self.spec.head_dim, eps) if self.v_norm and self.shares is None else None,
             spec=self.spec,
             rope=self.rope,
             norms_last=self.norms_last,
@@ -72,7 +76,9 @@ class AttentionConfig:
         out = spec.num_heads * spec.value_width
         sizes = {"q_proj": spec.num_heads * spec.head_dim}
         if self.shares is None:
-            sizes |= {"k_proj": spec.num_kv_heads * spec.head_dim, "v_proj": spec.num_kv_heads * spec.value_width}
+            sizes["k_proj"] = spec.num_kv_heads * spec.head_dim
+            if not self.keys_are_values:
+                sizes["v_proj"] = spec.num_kv_heads * spec.value_width
         if self.gated:
             sizes["gate_proj"] = out
         read = {name: ((size, reads), self.qkv_bias) for name, size in sizes.items()}
@@ -90,7 +96,7 @@ class AttentionConfig:
 @dataclass(frozen=True)
 class Attention:
     """q, k, v projections, optional per-head q/k norms, rope, causal attention, optional gate, output projection.
-    No `k_proj` and `v_proj`: the pool is that of the layer `shares`."""
+    No `k_proj`: the pool is that of the layer `shares`; no `v_proj` beside it: v is k before its norm."""
 
     q_proj: Linear
     k_proj: Linear | None
@@ -101,6 +107,7 @@ class Attention:
     k_norm: RMSNorm | None
     spec: AttentionSpec
     rope: RopeSpec | None
+    v_norm: RMSNorm | None = None
     norms_last: bool = False
     temper: TemperSpec | None = None
     sinks: Weight | None = None
@@ -116,8 +123,12 @@ class Attention:
 
     def keep(self, ops: Ops, x: Buffer, positions: Buffer, pool: Pool) -> None:
         """Store the keys and values of rows that have no queries."""
-        assert self.k_proj and self.v_proj
-        k, v = self.k_proj(ops, x), self.v_proj(ops, x)
+        assert self.k_proj
+        k = self.k_proj(ops, x)
+        self._store(ops, k, self.v_proj(ops, x) if self.v_proj else k, positions, pool)
+
+    def _store(self, ops: Ops, k: Buffer, v: Buffer, positions: Buffer, pool: Pool) -> None:
+        v = self.v_norm(ops, v) if self.v_norm else v
         ops.store_kv(self._placed(ops, k, self.k_norm, positions), v, pool, self.spec)
 
     def _placed(self, ops: Ops, x: Buffer, norm: RMSNorm | None, positions: Buffer) -> Buffer:
@@ -131,11 +142,11 @@ class Attention:
     def __call__(self, ops: Ops, x: Buffer, positions: Buffer, pool: Pool) -> Buffer:
         q = self.q_proj(ops, x)
         k = self.k_proj(ops, x) if self.k_proj else None
-        v = self.v_proj(ops, x) if self.v_proj else None
+        v = self.v_proj(ops, x) if self.v_proj else k
         gate = self.gate_proj(ops, x) if self.gate_proj else None
         q = self._placed(ops, q, self.q_norm, positions)
         q = ops.temper(q, positions, self.temper) if self.temper else q
         if self.k_proj:
-            ops.store_kv(self._placed(ops, k, self.k_norm, positions), v, pool, self.spec)
+            self._store(ops, k, v, positions, pool)
         attended = ops.attend(q, pool, self.spec, self.sinks)
         return self.o_proj(ops, attended if gate is None else ops.sigmoid_mul(gate, attended))

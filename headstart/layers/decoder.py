@@ -60,6 +60,23 @@ class FeedForward(Protocol):
     def __call__(self, ops: Ops, x: Buffer) -> Buffer: ...
 
 
+class Beside(Protocol):
+    """What a layer does after its feed-forward part with the token's id again."""
+
+    def __call__(self, ops: Ops, stream: Buffer, token_ids: Buffer, embedded: Buffer) -> Buffer:
+        """What is added to the stream; `embedded` [R, H] entered the first layer."""
+
+
+class BesideConfig(Protocol):
+    """Describes such a part; each kind has its file."""
+
+    def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float) -> Beside:
+        """From the tensors under `prefix` (no trailing dot), and those that layers share."""
+
+    def shapes(self, prefix: str, hidden: int) -> Shapes:
+        """Names and shapes of what `build` takes."""
+
+
 class FeedForwardConfig(Protocol):
     """Describes a feed-forward part; each kind has its file."""
 
@@ -70,7 +87,7 @@ class FeedForwardConfig(Protocol):
         """Names and shapes of what `build` takes."""
 
 
-Norms = Literal["pre", "post", "sandwich", "parallel"]
+Norms = Literal["pre", "post", "sandwich", "open", "parallel"]
 NORM_NAMES: Mapping[Norms, tuple[str, str, str, str]] = {
     "pre": ("input_layernorm", "", "post_attention_layernorm", ""),
     "parallel": ("input_layernorm", "", "", ""),
@@ -78,6 +95,7 @@ NORM_NAMES: Mapping[Norms, tuple[str, str, str, str]] = {
     "sandwich": (
         "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
     ),
+    "open": ("input_layernorm", "post_attention_layernorm", "", "post_feedforward_layernorm"),  # it norms by itself
 }  # fmt: skip
 """Norms before and after the mixer, before and after the feed-forward part; empty: none. `parallel`: both parts read
 the first."""
@@ -85,8 +103,8 @@ the first."""
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """One layer: its two parts, where norms stand (`centered`: of x - mean(x)), and what each part's output is
-    multiplied by."""
+    """One layer: its two parts, where norms stand (`centered`: of x - mean(x)), what each part's output is multiplied
+    by, and a part beside them. `scaled`: the stream is multiplied by `layer_scalar` [1] in the end."""
 
     mixer: MixerConfig
     mlp: FeedForwardConfig
@@ -94,6 +112,8 @@ class LayerConfig:
     norms: Norms = "pre"
     centered: bool = False
     residual_scale: float = 1.0
+    beside: BesideConfig | None = None
+    scaled: bool = False
 
     def build(self, weights: Weights, prefix: str, hidden: int, *, reads: int | None = None) -> DecoderLayer:
         """From the tensors under `prefix` (no trailing dot). `reads`: columns that the mixer reads, where they are not
@@ -110,6 +130,8 @@ class LayerConfig:
             mlp=self.mlp.build(weights, f"{prefix}.mlp", hidden),
             mlp_norm=norms[3],
             residual_scale=self.residual_scale,
+            beside=self.beside.build(weights, prefix, hidden, eps=self.eps) if self.beside else None,
+            stream_scale=weights.scalar(f"{prefix}.layer_scalar") if self.scaled else 1.0,
             parallel=self.norms == "parallel",
         )
 
@@ -119,6 +141,8 @@ class LayerConfig:
             **{f"{prefix}.{name}.weight": (hidden,) for name in self._norms if name},
             **self.mixer.shapes(prefix, hidden, reads=reads or hidden),
             **self.mlp.shapes(f"{prefix}.mlp", hidden),
+            **(self.beside.shapes(prefix, hidden) if self.beside else {}),
+            **({f"{prefix}.layer_scalar": (1,)} if self.scaled else {}),
         }
 
     @property
@@ -138,21 +162,34 @@ class DecoderLayer:
     mlp: FeedForward
     mlp_norm: Norm
     residual_scale: float = 1.0
+    beside: Beside | None = None
+    stream_scale: float = 1.0
     parallel: bool = False
 
     def __call__(
-        self, ops: Ops, delta: Buffer | None, residual: Buffer, positions: Buffer, pool: Pool
-    ) -> tuple[Buffer, Buffer]:
-        """(delta, residual) -> (delta, residual); the stream's value is their sum."""
-        if delta is None:
-            x = self.input_norm(ops, residual)
-        else:
-            x, residual = self.input_norm.add(ops, delta, residual)
+        self,
+        ops: Ops,
+        delta: Buffer | None,
+        residual: Buffer,
+        positions: Buffer,
+        pool: Pool,
+        first: tuple[Buffer, Buffer] | None = None,
+    ) -> tuple[Buffer | None, Buffer]:
+        """(delta, residual) -> (delta, residual); the stream's value is their sum (None: nothing to add). `first`: the
+        token ids and what entered the first layer, for a part beside."""
+        x, residual = self.input_norm.add(ops, delta, residual)
         mixed = self._scaled(ops, self.mixer_norm(ops, self.mixer(ops, x, positions, pool)))
         if self.parallel:
             return ops.add(mixed, self._scaled(ops, self.mlp_norm(ops, self.mlp(ops, x)))), residual
         x, residual = self.post_norm.add(ops, mixed, residual)
-        return self._scaled(ops, self.mlp_norm(ops, self.mlp(ops, x))), residual
+        delta = self._scaled(ops, self.mlp_norm(ops, self.mlp(ops, x)))
+        if self.beside:
+            assert first, "a layer with a part beside stands in a trunk"
+            residual = ops.add(delta, residual)
+            delta = self.beside(ops, residual, *first)
+        if self.stream_scale == 1:
+            return delta, residual
+        return None, ops.scale(ops.add(delta, residual), self.stream_scale)
 
     def _scaled(self, ops: Ops, x: Buffer) -> Buffer:
         return x if self.residual_scale == 1 else ops.scale(x, self.residual_scale)
@@ -223,14 +260,15 @@ class DecoderProgram:
 
     def __call__(self, ops: Ops, step: StepInputs) -> dict[str, Buffer]:
         model = self.model
-        delta, residual = None, model.embed(ops, step.token_ids)
+        embedded = model.embed(ops, step.token_ids)
+        delta, residual = None, embedded
         wanted = tapped_layers(self.tap)
         tapped: Buffer | None = None
         for i, (layer, pool) in enumerate(zip(model.layers, self.pools, strict=True)):
             if i in wanted:
                 stream = residual if delta is None else ops.add(delta, residual)
                 tapped = stream if tapped is None else ops.concat(tapped, stream)
-            delta, residual = layer(ops, delta, residual, step.positions, pool)
+            delta, residual = layer(ops, delta, residual, step.positions, pool, (step.token_ids, embedded))
         hidden, residual = model.norm.add(ops, delta, residual)
         if self.hidden_pool is not None:
             ops.store(tapped if wanted else hidden if self.tap == "post_norm" else residual, self.hidden_pool)

@@ -38,7 +38,7 @@ class MoEConfig:
         count, gate = self.router.num_experts, f"{prefix}.shared_expert_gate.weight"
         return MoE(
             router=Linear(weights.get(f"{prefix}.gate.weight", count, hidden, precise=True)),
-            experts=_experts(weights, f"{prefix}.experts", hidden, self),
+            experts=read_experts(weights, f"{prefix}.experts", hidden, self),
             spec=self.router,
             bias=weights.get(f"{prefix}.gate.e_score_correction_bias", count) if self.bias else None,
             shared=self._mlp(self.shared).build(weights, f"{prefix}.shared_experts", hidden) if self.shared else None,
@@ -87,7 +87,10 @@ class MoE:
         return ops.add(routed, shared if gate is None else ops.sigmoid_mul(gate, shared))
 
 
-def _experts(weights: Weights, prefix: str, hidden: int, config: MoEConfig) -> Experts:
+def read_experts(
+    weights: Weights, prefix: str, hidden: int, config: MoEConfig, factors: NDArray[np.float32] | None = None
+) -> Experts:
+    """The experts' matrices, in whichever form they are there; `factors` [E] multiply what each puts out."""
     count, inner = config.router.num_experts, config.inner
     shapes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
     parts: dict[str, Iterator[RawTensor]]
@@ -107,6 +110,8 @@ def _experts(weights: Weights, prefix: str, hidden: int, config: MoEConfig) -> E
             name: map(weights.raw, [f"{prefix}.{e}.{name}_proj.weight" for e in range(count)], [shape] * count)
             for name, shape in shapes.items()
         }
+    if factors is not None:
+        parts["down"] = (each.affine(float(factor), 0) for each, factor in zip(parts["down"], factors, strict=True))
     gate, up, down = (tuple(map(weights.take, parts[name])) for name in shapes)
     return Experts(gate, up, down, config.activation)
 

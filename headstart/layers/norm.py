@@ -13,8 +13,8 @@ class Norm(Protocol):
 
     def __call__(self, ops: Ops, x: Buffer) -> Buffer: ...
 
-    def add(self, ops: Ops, x: Buffer, residual: Buffer) -> tuple[Buffer, Buffer]:
-        """(norm(x + residual), x + residual)."""
+    def add(self, ops: Ops, x: Buffer | None, residual: Buffer) -> tuple[Buffer, Buffer]:
+        """(norm(x + residual), x + residual); None is no x."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class NoNorm:
     def __call__(self, ops: Ops, x: Buffer) -> Buffer:
         return x
 
-    def add(self, ops: Ops, x: Buffer, residual: Buffer) -> tuple[Buffer, Buffer]:
-        stream = ops.add(x, residual)
+    def add(self, ops: Ops, x: Buffer | None, residual: Buffer) -> tuple[Buffer, Buffer]:
+        stream = residual if x is None else ops.add(x, residual)
         return stream, stream
 
 
@@ -39,7 +39,9 @@ class RMSNorm:
     def __call__(self, ops: Ops, x: Buffer) -> Buffer:
         return ops.rms_norm(x, self.weight, self.eps)
 
-    def add(self, ops: Ops, x: Buffer, residual: Buffer) -> tuple[Buffer, Buffer]:
+    def add(self, ops: Ops, x: Buffer | None, residual: Buffer) -> tuple[Buffer, Buffer]:
+        if x is None:
+            return self(ops, residual), residual
         return ops.add_rms_norm(x, residual, self.weight, self.eps)
 
 
@@ -49,6 +51,6 @@ class LayerNorm(RMSNorm):
     def __call__(self, ops: Ops, x: Buffer) -> Buffer:
         return ops.rms_norm(ops.center(x), self.weight, self.eps)
 
-    def add(self, ops: Ops, x: Buffer, residual: Buffer) -> tuple[Buffer, Buffer]:
-        stream = ops.add(x, residual)
+    def add(self, ops: Ops, x: Buffer | None, residual: Buffer) -> tuple[Buffer, Buffer]:
+        stream = residual if x is None else ops.add(x, residual)
         return self(ops, stream), stream

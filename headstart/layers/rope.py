@@ -23,11 +23,12 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "mrope": ("mrope_section",),  # of pictures: in a text all axes have the same position
     "linear": ("factor",),
+    "proportional": ("factor",),  # Gemma 4: the fast part of a whole head's frequencies, the others do not turn
     "dynamic": ("factor", "alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),  # the last are not used
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": (
         "factor", "original_max_position_embeddings", "attention_factor", "attn_factor", "beta_fast", "beta_slow",
-        "mscale", "mscale_all_dim", "truncate",
+        "mscale", "mscale_all_dim", "truncate", "llama_4_scaling_beta", "max_position_embeddings",
     ),
     "longrope": ("short_factor", "long_factor", "factor", "original_max_position_embeddings", "attention_factor"),
     "rope_freqs": ("factors",),  # a GGUF file's: divisors of the frequencies
@@ -68,7 +69,8 @@ def rope_spec(config: Mapping[str, Any], head_dim: int) -> RopeSpec:
     theta = _number(numbers, "rope_theta", 10000.0)
     if theta <= 1:
         raise ModelError(f"config.json: rope_theta is {theta}, but must be above 1")
-    rotary_dim = int(head_dim * _number(numbers, "partial_rotary_factor", 1.0))
+    share = _number(numbers, "partial_rotary_factor", 1.0)
+    rotary_dim = head_dim if kind == "proportional" else int(head_dim * share)
     if not 0 < rotary_dim <= min(head_dim, MOST_FEATURES):
         raise ModelError(
             f"config.json: {rotary_dim} of {head_dim} features would be rotated", "see partial_rotary_factor"
@@ -79,6 +81,9 @@ def rope_spec(config: Mapping[str, Any], head_dim: int) -> RopeSpec:
     scale = 1.0
     if kind == "linear":
         inv_freq = inv_freq / _number(scaling, "factor")
+    elif kind == "proportional":
+        turning = np.arange(len(inv_freq)) < int(share * head_dim // 2)
+        inv_freq = np.where(turning, inv_freq / _number(scaling, "factor", 1.0), 0.0)
     elif kind == "llama3":
         inv_freq = _llama3(inv_freq, scaling)
     elif kind == "yarn":

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import numpy as np
+
 from headstart.errors import ModelError
+from headstart.formats.base import make_tensor
 from headstart.kernels.ops import Backend, RawTensor, Weight
 from headstart.layers.linear import Linear
 from headstart.layers.norm import LayerNorm, RMSNorm
@@ -61,3 +64,12 @@ class Weights:
 
     def norm(self, name: str, size: int, eps: float, *, centered: bool = False) -> RMSNorm:
         return (LayerNorm if centered else RMSNorm)(self.get(f"{name}.weight", size), eps)
+
+    def plain_norm(self, size: int, eps: float) -> RMSNorm:
+        """A norm without a weight."""
+        ones = np.ones(size, np.float32)
+        return RMSNorm(self.backend.weight(make_tensor("ones", (size,), "F32", ones.view(np.uint8)), precise=True), eps)
+
+    def scalar(self, name: str) -> float:
+        """The one number of a tensor."""
+        return float(self.raw(name, (1,)).float32().reshape(()))

@@ -60,6 +60,6 @@ def random_arrays(shapes: Mapping[str, tuple[int, ...]], seed: int = 0) -> Array
         elif name.endswith((".conv", ".conv.weight")):
             values = values * 0.5
         else:
-            values = values * 0.1 + (1 if "norm" in name else 0)
+            values = values * 0.1 + (1 if "norm" in name or name.endswith(("scale", "scalar")) else 0)
         arrays[name] = values.astype(np.float32)
     return arrays

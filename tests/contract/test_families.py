@@ -28,11 +28,13 @@ from headstart.errors import ModelError
 
 TRUNKS = {
     "mimo": "qwen2", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
     "minicpm": "granite",
 }  # fmt: skip
 """Families whose trunk is, to transformers, another family."""
 UNKNOWN_TO_ORACLE: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"num_key_value_heads": None, "head_dim": 6},
+    "glm4_moe_lite": {"head_dim": 6},
     "minicpm": {
         "embedding_multiplier": 12, "residual_multiplier": 1.4 / 3**0.5, "logits_scaling": 48 / 16,
         "attention_multiplier": 8**-0.5,
@@ -80,18 +82,46 @@ OF_KIND: dict[str, dict[str, Any]] = {
     },
 }
 """Variants of families whose kinds of layers have a rope each."""
+BY_KIND = ("gemma3", "gemma4")
+EXPERTS = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 20}
+SHARING = {"num_hidden_layers": 5, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+FIVE = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+OWN: dict[str, dict[str, dict[str, Any]]] = {
+    "gemma4": {
+        "shared keys, wide MLPs": {"layer_types": FIVE, **SHARING},
+        "shared keys, own values": {"layer_types": FIVE, **SHARING, "attention_k_eq_v": False},
+        "experts": EXPERTS,
+        "experts alone": {**EXPERTS, "hidden_size_per_layer_input": 0, "attention_k_eq_v": False},
+        "no more than windows": {"hidden_size_per_layer_input": 0, "final_logit_softcapping": None},
+        "sizes of one layer": {"per_layer_config": {"2": {"head_dim": 10, "num_key_value_heads": 3}}},
+        "another table": {"vocab_size_per_layer_input": 140, "use_bidirectional_attention": "vision"},
+    },
+}
+"""Variants of one family."""
+CASES = [
+    (family, variant)
+    for family in FAMILIES
+    for variant in (*VARIANTS, *OWN.get(family, {}))
+    if family != "gemma4" or "rope_scaling" not in VARIANTS.get(variant, {})  # it has no such key
+]
 LENGTH = 90  # beyond the original context of the scaled ropes
 GREEDY = 200
 
 
 def changed(changes: dict[str, Any]) -> dict[str, Any]:
     """Hashable arguments for tiny_model's cache."""
-    return {key: _Frozen(value) if isinstance(value, dict) else value for key, value in changes.items()}
+    frozen = {dict: _Frozen, list: _FrozenList}
+    return {key: frozen.get(type(value), lambda same: same)(value) for key, value in changes.items()}
 
 
 class _Frozen(dict[str, Any]):
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(repr(sorted(self.items())))
+
+
+class _FrozenList(list[Any]):
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(self))
 
 
 def oracle_of(family: str, model: Model) -> Any:
@@ -101,6 +131,8 @@ def oracle_of(family: str, model: Model) -> Any:
     written = {key: value for key, value in model.checkpoint.config.items() if key != "model_type"}
     config = {key: value for key, value in written.items() if value is not None or key == "sliding_window"}
     config |= UNKNOWN_TO_ORACLE.get(family, {})
+    if "kv_lora_rank" in config and family != "deepseek_v3":
+        config["num_key_value_heads"] = config["num_attention_heads"]
     if (full := config.get("full_attn_idxs")) is not None:
         kinds = ["full_attention" if i in full else "conv" for i in range(config["num_hidden_layers"])]
         config["layer_types"] = kinds
@@ -156,11 +188,10 @@ def logits_in_chunks(engine: Engine, tokens: Seq[int], first: int, chunk: int) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "variant"), CASES)
 def test_logits_are_those_of_transformers(family: str, variant: str) -> None:
-    by_kind = "sliding_window_pattern" in family_of(family).small
-    changes = (OF_KIND if by_kind else {}).get(variant, VARIANTS[variant])
+    known = {**VARIANTS, **(OF_KIND if family in BY_KIND else {}), **OWN.get(family, {})}
+    changes = known[variant]
     changes = changes | ({"mlp_bias": True} if (family, variant) == ("llama", "biases") else {})
     model = tiny_model(family, dtype="float32", **changed(changes))
     tokens = [token % model.config.vocab_size for token in prompt_of(LENGTH, 5)]
