@@ -3,7 +3,7 @@
 // numbers as zeros.
 #include <immintrin.h>
 
-#include "kernels.h"
+#include "amx.h"
 #include "products.h"
 #include "simd.h"
 
@@ -20,19 +20,13 @@ INLINE const uint16_t* halves_of(const Matrix& w, const Input& x, int64_t row) {
 
 constexpr int kRowTile = 32; // two tiles of rows x two blocks: four sums
 
-struct alignas(64) TileConfig {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {};
-};
-
 // Tiles 0 to 3: sums of (rows 0.., block 0), (rows 0.., block 1), (rows 16.., block 0), (rows 16.., block 1); 4 and 5:
-// the rows' halves; 6 and 7: blocks. Other code of this thread (oneDNN) may have configured them since.
+// the rows' halves; 6 and 7: blocks.
 void configure(int rows) {
     TileConfig config;
-    const uint8_t first = rows < 16 ? rows : 16, second = rows > 16 ? rows - 16 : 1;
-    const uint8_t each[8] = {first, first, second, second, first, second, 16, 16};
-    for (int i = 0; i < 8; ++i) config.rows[i] = each[i];
+    const int first = rows < 16 ? rows : 16, second = rows > 16 ? rows - 16 : 1;
+    const int each[8] = {first, first, second, second, first, second, 16, 16};
+    for (int i = 0; i < 8; ++i) config.set(i, each[i], 64);
     _tile_loadconfig(&config);
 }
 
@@ -123,6 +117,8 @@ void halve(const float* x, int64_t width, uint16_t* row) {
 
 } // namespace
 
+void attend(const AttendTask& task); // amx_attention.cpp
+
 const Kernels& kernels() {
     static const Kernels table = [] {
         Kernels made = avx512::kernels();
@@ -130,6 +126,8 @@ const Kernels& kernels() {
         made.linear = linear;
         made.gated = gated;
         made.halve = halve;
+        made.attend = attend;
+        made.most_queries = 16;
         return made;
     }();
     return table;

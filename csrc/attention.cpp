@@ -1,43 +1,39 @@
 // Attention of a few queries over paged keys and values: online softmax (Milakov, Gimelshein 2018) over chunks of 64
 // positions counted from absolute position 0, so that a query's bits do not depend on how its keys came to be there.
-#include <cfloat>
-#include <cmath>
 #include <cstring>
 
-#include "activations.h"
-#include "kernels.h"
-#include "quantize_rows.h"
-#include "simd.h"
+#include "attention.h"
 
 namespace headstart::HEADSTART_PATH {
 namespace {
 
 #define APART __attribute__((noinline))
 
-constexpr int kTiles = 4; // of 16 positions each, in a chunk
-constexpr int64_t kChunk = kTiles * 16;
 #if HEADSTART_AVX512
 constexpr int kStrips = 4; // of 16 columns: 6 queries x 4 strips are 24 accumulators of 32 registers
 #else
 constexpr int kStrips = 1;
 #endif
 
-template <Store kStore> INLINE f32 load_item(const uint8_t* p, int64_t index) {
-    if (kStore == Store::F32) return load(reinterpret_cast<const float*>(p) + index);
-    if (kStore == Store::BF16) return load_bf16(reinterpret_cast<const uint16_t*>(p) + index);
-    return load_i8(reinterpret_cast<const int8_t*>(p) + index);
+// kWays<kStore> neighbours of 16 lanes each from p on: of pairs, those of the even places, then those of the odd ones.
+template <Store kStore> constexpr int kWays = kStore == Store::BF16 ? 2 : 1;
+template <Store kStore> constexpr int64_t kLine = kStore == Store::I8 ? 16 : 64; // their bytes
+
+template <Store kStore> INLINE void load_items(const uint8_t* p, f32 (&found)[kWays<kStore>]) {
+    if constexpr (kStore == Store::F32) {
+        found[0] = load(reinterpret_cast<const float*>(p));
+    } else if constexpr (kStore == Store::BF16) {
+        const i32 both = load(reinterpret_cast<const int32_t*>(p));
+        found[0] = as_float(shift_left<16>(both));
+        found[1] = as_float(both & splat_int((int32_t)0xffff0000));
+    } else {
+        found[0] = load_i8(reinterpret_cast<const int8_t*>(p));
+    }
 }
 
-INLINE f32 lanes_from(int64_t first) { // first, first + 1, ... as floats
-    alignas(64) static const float numbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    return load(numbers) + splat((float)first);
-}
-
-// One query: which positions it sees, which of them in this chunk, and its softmax so far.
-struct Query {
-    const float* values;
-    int64_t first, limit, begin, end;
-    float peak, total;
+// One query: which positions of this chunk it sees, and its sums so far.
+struct Query : Sight {
+    int64_t begin, end;
     alignas(64) float sum[kMaxValueDim];
     alignas(64) float weight[kChunk]; // scores of the chunk, then e^(score - peak)
 };
@@ -52,87 +48,68 @@ template <Store kStore, int kQueries> struct Attend {
 
     const float* scales(int t) const { return reinterpret_cast<const float*>(tile[t] + task.layout.scales_at()); }
 
-    int locate(int64_t start, int64_t longest, const uint8_t* (&found)[kTiles]) const {
-        int count = 0;
-        for (; count < kTiles && start + count * 16 < longest; ++count) {
-            const int64_t position = start + count * 16;
-            if (position >= task.scratch_from) {
-                found[count] = task.scratch + (position - task.scratch_from) / 16 * task.layout.tile_bytes();
-                continue;
+    // Scaled scores of kCount tiles; -inf where a query may not look. Fetches the next chunk meanwhile, bit by bit:
+    // more requests than the core keeps open would hold up its own loads.
+    template <int kCount> APART void score(int t) {
+        constexpr int kEach = kWays<kStore>;
+        const int64_t dim = task.layout.head_dim, values_at = task.layout.values_at();
+        f32 sum[kQueries][kCount];
+        for (auto& each : sum)
+            for (f32& one : each) one = splat(0.0f);
+        for (int64_t d = 0; d < dim; d += kEach) {
+            const int64_t line = d / kEach * kLine<kStore>;
+            f32 key[kCount][kEach];
+            for (int c = 0; c < kCount; ++c) {
+                if (t + c < next_tiles) {
+                    prefetch(next[t + c] + line);
+                    prefetch(next[t + c] + values_at + line);
+                }
+                load_items<kStore>(tile[t + c] + line, key[c]);
             }
-            const int64_t slot = task.block_table[position / task.block_size] * task.block_size +
-                                 position % task.block_size;
-            found[count] = task.pool + (slot / 16 * task.layout.num_heads + task.kv_head) * task.layout.tile_bytes();
+            for (int way = 0; way < kEach && d + way < dim; ++way)
+                for (int i = 0; i < kQueries; ++i) {
+                    const f32 value = splat(query[i].values[d + way]);
+                    for (int c = 0; c < kCount; ++c) sum[i][c] = fma(key[c][way], value, sum[i][c]);
+                }
         }
-        return count;
+        for (int c = 0; c < kCount; ++c) put_scores(t + c, sum, c);
     }
 
-    // Scaled scores of one tile; -inf where a query may not look. Fetches the tile's values meanwhile.
-    APART void score(int t) {
-        const int64_t dim = task.layout.head_dim, line = 16 * task.layout.item();
-        const uint8_t* values = tile[t] + task.layout.values_at();
-        f32 sum[kQueries];
-        for (auto& each : sum) each = splat(0.0f);
-        for (int64_t d = 0; d < dim; ++d) {
-            prefetch(values + d * line);
-            const f32 key = load_item<kStore>(tile[t], d * 16);
-            for (int i = 0; i < kQueries; ++i) sum[i] = fma(key, splat(query[i].values[d]), sum[i]);
-        }
-        const f32 position = lanes_from(t * 16), never = splat(-INFINITY);
+    template <int kCount> void put_scores(int t, const f32 (&sum)[kQueries][kCount], int c) {
         for (int i = 0; i < kQueries; ++i) {
-            Query& each = query[i];
-            f32 value = sum[i] * splat(task.scale);
+            f32 value = sum[i][c] * splat(task.scale);
             if (kStore == Store::I8) value = value * load(scales(t));
-            if (t * 16 < each.begin) value = select_less(position, splat((float)each.begin), never, value);
-            if (t * 16 + 16 > each.end) value = select_less(position, splat((float)each.end), value, never);
-            store(each.weight + t * 16, value);
+            store(query[i].weight + t * 16, hide(value, t, query[i].begin, query[i].end));
         }
     }
 
-    // Hidden scores stay -inf.
-    APART void cap(Query& each) {
-        for (int t = 0; t < tiles; ++t) {
-            const f32 score = load(each.weight + t * 16);
-            const f32 capped = softcap(score, task.softcap);
-            store(each.weight + t * 16, select_less(score, splat(-FLT_MAX), score, capped));
-        }
-    }
-
-    // Scores to e^(score - peak); rescales what was summed before.
     APART void soften(Query& each) {
-        if (task.softcap != 0.0f) cap(each);
-        f32 w[kTiles], best = splat(-INFINITY);
-        for (int t = 0; t < tiles; ++t) best = max(best, w[t] = load(each.weight + t * 16));
-        const float top = max_lanes(best);
-        if (top > each.peak || std::isnan(top)) {
-            alignas(64) float shrink[16];
-            store(shrink, exp(splat(each.peak - top)));
-            each.total *= shrink[0];
+        const float shrink = headstart::HEADSTART_PATH::soften(each.weight, tiles, task.softcap, each.peak, each.total);
+        if (shrink != 1.0f)
             for (int64_t d = 0; d < task.layout.padded_value(); d += 16)
-                store(each.sum + d, load(each.sum + d) * splat(shrink[0]));
-            each.peak = top;
-        }
-        for (int t = 0; t < kTiles; ++t) w[t] = t < tiles ? exp(w[t] - splat(each.peak)) : splat(0.0f);
-        each.total += sum_lanes((w[0] + w[1]) + (w[2] + w[3]));
-        for (int t = 0; t < tiles; ++t) { // a value's scale goes into its weight
-            if (kStore == Store::I8) w[t] = w[t] * load(scales(t) + 16);
-            store(each.weight + t * 16, w[t]);
-        }
+                store(each.sum + d, load(each.sum + d) * splat(shrink));
+        if (kStore == Store::I8) // a value's scale goes into its weight
+            for (int t = 0; t < tiles; ++t)
+                store(each.weight + t * 16, load(each.weight + t * 16) * load(scales(t) + 16));
     }
 
     // sum += weight * value over positions begin .. end - 1 of the chunk, for kCount queries from `first`.
     template <int kCount, int kWidth> void gather_strips(int first, int64_t d, int64_t begin, int64_t end) {
-        const int64_t dim = task.layout.padded_value(), item = task.layout.item();
+        constexpr int kEach = kWays<kStore>;
+        const int64_t line = task.layout.padded_value() / 16 * kLine<kStore>, at = task.layout.values_at() + d / 16 * kLine<kStore>;
         f32 sum[kCount][kWidth];
         for (int i = 0; i < kCount; ++i)
             for (int s = 0; s < kWidth; ++s) sum[i][s] = load(query[first + i].sum + d + s * 16);
-        for (int64_t p = begin; p < end; ++p) {
-            const uint8_t* row = tile[p / 16] + task.layout.values_at() + p % 16 * dim * item;
-            f32 value[kWidth];
-            for (int s = 0; s < kWidth; ++s) value[s] = load_item<kStore>(row, d + s * 16);
-            for (int i = 0; i < kCount; ++i) {
-                const f32 w = splat(query[first + i].weight[p]);
-                for (int s = 0; s < kWidth; ++s) sum[i][s] = fma(value[s], w, sum[i][s]);
+        for (int64_t p = begin / kEach * kEach; p < end; p += kEach) {
+            const uint8_t* row = tile[p / 16] + at + p % 16 / kEach * line;
+            f32 value[kWidth][kEach];
+            for (int s = 0; s < kWidth; ++s) load_items<kStore>(row + s * kLine<kStore>, value[s]);
+            for (int way = 0; way < kEach; ++way) {
+                if (p + way < begin || p + way >= end) continue;
+                for (int i = 0; i < kCount; ++i) {
+                    const f32 w = splat(query[first + i].weight[p + way]);
+                    for (int s = 0; s < kWidth; ++s) sum[i][s] = fma(value[s][way], w, sum[i][s]);
+                }
             }
         }
         for (int i = 0; i < kCount; ++i)
@@ -146,45 +123,25 @@ template <Store kStore, int kQueries> struct Attend {
         for (; d < dim; d += 16) gather_strips<kCount, 1>(first, d, begin, end);
     }
 
-    void fetch_next() const {
-        const int64_t bytes = task.layout.values_at();
-        for (int t = 0; t < next_tiles; ++t)
-            for (int64_t at = 0; at < bytes; at += 64) prefetch(next[t] + at);
-    }
-
     void run(int64_t first_query) {
         int64_t longest = 0, earliest = INT64_MAX;
         for (int i = 0; i < kQueries; ++i) {
-            const int64_t row = task.first_row + (first_query + i) / task.group;
-            const int64_t head = task.kv_head * task.group + (first_query + i) % task.group;
             Query& each = query[i];
-            each.values = task.queries + row * task.query_stride + head * task.layout.head_dim;
-            each.limit = task.sees[row] + 1;
+            static_cast<Sight&>(each) = sight_of(task, first_query + i);
             longest = each.limit > longest ? each.limit : longest;
-            const int64_t at = task.positions[row];
-            const int64_t oldest = task.window > 0 ? at - task.window + 1 : task.window ? at - at % -task.window : 0;
-            each.first = oldest > task.first_position ? oldest : task.first_position;
             earliest = each.first < earliest ? each.first : earliest;
-            each.peak = -FLT_MAX; // finite: scores of -inf weigh e^-inf = 0, not NaN
-            each.total = 0.0f;
-            if (task.sinks) { // the first logit of the sum: e^(sink - sink)
-                each.peak = task.sinks[head] > each.peak ? task.sinks[head] : each.peak;
-                each.total = 1.0f;
-            }
             for (int64_t d = 0; d < task.layout.padded_value(); ++d) each.sum[d] = 0.0f;
         }
         const int64_t from = earliest / kChunk * kChunk;
-        next_tiles = locate(from, longest, next);
+        next_tiles = locate(task, from, longest, next);
         for (int64_t start = from; start < longest; start += kChunk) {
             tiles = next_tiles;
             std::memcpy(tile, next, sizeof tile);
-            next_tiles = locate(start + kChunk, longest, next);
+            next_tiles = locate(task, start + kChunk, longest, next);
             step(start);
         }
-        for (int i = 0; i < kQueries; ++i) finish(query[i], first_query + i);
+        for (int i = 0; i < kQueries; ++i) finish(task, first_query + i, query[i].sum, query[i].total);
     }
-
-    static int64_t within(int64_t offset) { return offset < 0 ? 0 : offset < kChunk ? offset : kChunk; }
 
     // What single queries see of positions begin .. end - 1.
     APART void gather_apart(int64_t begin, int64_t end) {
@@ -199,34 +156,22 @@ template <Store kStore, int kQueries> struct Attend {
     void step(int64_t start) {
         int64_t begin = 0, end = kChunk, first = kChunk, last = 0; // what all see, and any
         for (Query& each : query) {
-            each.begin = within(each.first - start);
-            each.end = within(each.limit - start);
+            each.begin = within_chunk(each.first - start);
+            each.end = within_chunk(each.limit - start);
             begin = each.begin > begin ? each.begin : begin;
             end = each.end < end ? each.end : end;
             first = each.begin < first ? each.begin : first;
             last = each.end > last ? each.end : last;
         }
-        for (int t = 0; t < tiles; ++t) score(t);
-        fetch_next();
+        int t = 0;
+        for (; t + 2 <= tiles; t += 2) score<2>(t); // two sums for each query hide the latency of one
+        if (t < tiles) score<1>(t);
         for (Query& each : query)
             if (each.end > each.begin) soften(each);
         if (end <= begin) return gather_apart(first, last);
         if (first < begin) gather_apart(first, begin);
         gather<kQueries>(0, begin, end);
         if (end < last) gather_apart(end, last);
-    }
-
-    void finish(Query& each, int64_t index) {
-        const int64_t dim = task.layout.value_dim;
-        const QuantLayout layout(task.out.width);
-        const int64_t row = task.first_row + index / task.group;
-        const int64_t head = task.kv_head * task.group + index % task.group;
-        const f32 inverse = splat(1.0f / each.total);
-        for (int64_t d = 0; d < dim; d += 16) store(each.sum + d, load(each.sum + d) * inverse);
-        std::memcpy(task.out.values + row * task.out.stride + head * dim, each.sum, dim * 4);
-        if (task.out.quants) // the caller asks for it only where heads are whole groups
-            for (int64_t d = 0; d < dim; d += 32)
-                quantize_group(each.sum + d, (head * dim + d) / 32, layout, task.out.quants + row * layout.row_bytes());
     }
 };
 

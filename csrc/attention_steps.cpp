@@ -17,10 +17,12 @@ void require(bool holds, const char* what) {
 
 // The key and value of one position: lane `from` of one tile to lane `to` of another.
 void copy_lane(const KVLayout& layout, const uint8_t* source, int64_t from, uint8_t* target, int64_t to) {
-    const int64_t item = layout.item(), row = layout.padded_value() * item;
+    const int64_t item = layout.item(), values = layout.values_at();
     for (int64_t d = 0; d < layout.head_dim; ++d)
-        std::memcpy(target + (d * 16 + to) * item, source + (d * 16 + from) * item, item);
-    std::memcpy(target + layout.values_at() + to * row, source + layout.values_at() + from * row, row);
+        std::memcpy(target + layout.key_at(d, to) * item, source + layout.key_at(d, from) * item, item);
+    for (int64_t d = 0; d < layout.padded_value(); ++d)
+        std::memcpy(target + values + layout.value_at(to, d) * item, source + values + layout.value_at(from, d) * item,
+                    item);
     if (layout.store != Store::I8) return;
     for (const int64_t scales : {layout.scales_at(), layout.scales_at() + 64}) // of keys, of values
         std::memcpy(target + scales + to * 4, source + scales + from * 4, 4);
@@ -99,7 +101,7 @@ int attend(Program& program, int q, nb::object kv_pool, int64_t num_heads, float
     require(dim <= kMaxValueDim, "attend: values of more than 512 are not supported");
     require(num_heads == group * layout.num_heads && program.buffers[q].width == num_heads * layout.head_dim,
             "attend: shapes differ");
-    require(softcap >= 0, "attend: a softcap below 0");
+    require(window >= 0 && softcap >= 0, "attend: a window or softcap below 0");
     require(!sinks || (int64_t)sinks->size() == num_heads, "attend: not one sink for each head");
     program.limits.reach(program.limits.table_slots, pool->num_slots);
     const int out = program.buffer(num_heads * dim, false);

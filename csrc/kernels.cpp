@@ -400,13 +400,14 @@ void store_kv(const float* keys, const float* values, uint8_t* pool, const KVLay
     const int64_t dim = layout.head_dim, wide = layout.value_dim, lane = slot % 16;
     for (int64_t head = 0; head < layout.num_heads; ++head, keys += dim, values += wide) {
         uint8_t* tile = pool + (slot / 16 * layout.num_heads + head) * layout.tile_bytes();
-        uint8_t* value_row = tile + layout.values_at() + lane * layout.padded_value() * layout.item();
+        uint8_t* value_row = tile + layout.values_at() + layout.value_at(lane, 0) * layout.item();
         if (layout.store == Store::F32) {
             for (int64_t d = 0; d < dim; ++d) reinterpret_cast<float*>(tile)[d * 16 + lane] = keys[d];
             std::memcpy(value_row, values, wide * 4);
         } else if (layout.store == Store::BF16) {
-            for (int64_t d = 0; d < dim; ++d) reinterpret_cast<uint16_t*>(tile)[d * 16 + lane] = to_bf16(keys[d]);
-            for (int64_t d = 0; d < wide; ++d) reinterpret_cast<uint16_t*>(value_row)[d] = to_bf16(values[d]);
+            auto* key = reinterpret_cast<uint16_t*>(tile) + lane * 2;
+            for (int64_t d = 0; d < dim; ++d) key[d / 2 * 32 + d % 2] = to_bf16(keys[d]);
+            for (int64_t d = 0; d < wide; ++d) reinterpret_cast<uint16_t*>(value_row)[d * 2] = to_bf16(values[d]);
         } else {
             float* scales = reinterpret_cast<float*>(tile + layout.scales_at());
             scales[lane] = quantize_vector(keys, dim, reinterpret_cast<int8_t*>(tile) + lane, 16);

@@ -53,14 +53,22 @@ enum class Activation : int32_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, R
 
 enum class Store : int32_t { F32 = 0, BF16 = 1, I8 = 2 };
 
-// Keys and values of 16 slots and one head lie together: keys [head_dim][16], values [16][padded_value], and for I8 the
+// Keys and values of 16 slots and one head lie together: keys [head_dim][16], values [16][padded_value] -- for BF16 in
+// pairs of dimensions [head_dim / 2][16][2] and pairs of slots [8][padded_value][2], as tiles take them --, and for I8 the
 // float scales of the 16 keys and of the 16 values (one per token and head).
 struct KVLayout {
     Store store = Store::BF16;
     int64_t num_heads = 0, head_dim = 0, value_dim = 0;
     HEADSTART_INLINE int64_t padded_value() const { return (value_dim + 15) / 16 * 16; }
     HEADSTART_INLINE int64_t item() const { return store == Store::F32 ? 4 : store == Store::BF16 ? 2 : 1; }
-    HEADSTART_INLINE int64_t values_at() const { return head_dim * 16 * item(); }
+    HEADSTART_INLINE int64_t ways() const { return store == Store::BF16 ? 2 : 1; }
+    HEADSTART_INLINE int64_t key_at(int64_t d, int64_t lane) const { // in items
+        return (d / ways() * 16 + lane) * ways() + d % ways();
+    }
+    HEADSTART_INLINE int64_t value_at(int64_t lane, int64_t d) const { // in items behind values_at()
+        return (lane / ways() * padded_value() + d) * ways() + lane % ways();
+    }
+    HEADSTART_INLINE int64_t values_at() const { return (head_dim + ways() - 1) / ways() * ways() * 16 * item(); }
     HEADSTART_INLINE int64_t scales_at() const { return values_at() + padded_value() * 16 * item(); }
     HEADSTART_INLINE int64_t tile_bytes() const {
         return (scales_at() + (store == Store::I8 ? 128 : 0) + 63) / 64 * 64;
@@ -69,7 +77,7 @@ struct KVLayout {
 
 constexpr int64_t kMostQueries = 6;
 
-// At most kMostQueries queries of one kv head and one sequence. Query i is row first_row + i / group, head
+// At most Kernels::most_queries queries of one kv head and one sequence. Query i is row first_row + i / group, head
 // kv_head * group + i % group.
 struct AttendTask {
     const uint8_t* pool;
@@ -80,7 +88,7 @@ struct AttendTask {
     int64_t scratch_from;       // wherever the block table has them; a multiple of 16
     const int32_t *positions, *sees; // of all rows
     int64_t first_row, kv_head, group, first_query, num_queries;
-    int64_t first_position, window; // the first position that holds a key; how many a row sees, 0: all, < 0: its chunk
+    int64_t first_position, window; // the first position that holds a key; how many a row sees, 0: all
     float scale, softcap;           // softcap 0: none
     const float* sinks;             // of all heads, or nullptr
     const float* queries;
@@ -150,6 +158,7 @@ struct Kernels {
     // out = rate * ln(1 + e^(x + bias)).
     void (*decay)(const float* x, const float* rate, const float* bias, int64_t width, float* out);
     void (*delta)(const DeltaTask& task);
+    int64_t most_queries = kMostQueries; // of a task of attend
     // To bfloat16 (ties to even), padded with zeros to kPanel; nullptr: bfloat16 matrices take floats on this path.
     void (*halve)(const float* x, int64_t width, uint16_t* row) = nullptr;
 };

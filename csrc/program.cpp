@@ -19,13 +19,13 @@ bool share(const std::vector<int>& a, const std::vector<int>& b) {
     return std::any_of(a.begin(), a.end(), [&](int each) { return std::find(b.begin(), b.end(), each) != b.end(); });
 }
 
-// Tiles of at most kMostQueries queries before each unit, and of all units.
-std::vector<int64_t> count_tiles(const Pass& pass, int64_t group) {
+// Tiles of at most `most` queries before each unit, and of all units.
+std::vector<int64_t> count_tiles(const Pass& pass, int64_t group, int64_t most) {
     std::vector<int64_t> found{0};
     found.reserve(pass.num_units + 1);
     for (int64_t s = 0; s < pass.num_units; ++s) {
         const int64_t queries = (pass.unit_starts[s + 1] - pass.unit_starts[s]) * group;
-        found.push_back(found.back() + (queries + kMostQueries - 1) / kMostQueries);
+        found.push_back(found.back() + (queries + most - 1) / most);
     }
     return found;
 }
@@ -297,7 +297,7 @@ void Program::compute(ThreadPool::Turn& turn, Arena& arena, Pass& pass) {
     for (auto& rope : ropes) rope->reach(furthest);
     for (auto& routing : routings) routing->reach(pass.num_rows);
     pass.tiles.clear();
-    for (int64_t group : groups) pass.tiles.push_back(count_tiles(pass, group));
+    for (int64_t group : groups) pass.tiles.push_back(count_tiles(pass, group, kernels.most_queries));
     const auto start = Clock::now();
     turn.run([&](int thread) { execute(turn, pass, thread); });
     turn.settle(std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count());

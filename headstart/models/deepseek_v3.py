@@ -1,95 +1,22 @@
-"""DeepSeek-V3 and R1: latent attention, experts chosen by sigmoids in groups, MTP at layer N.
-
-Formula: DeepSeek-V3 report, sections 2.1 and 2.2; transformers `models/deepseek_v3`. The two inner norms of attention
-have their own epsilon, 1e-6, whatever the config says (as in DeepSeek's code).
-"""
+"""DeepSeek-V3 and R1: latent attention, experts chosen by sigmoids in groups, MTP at layer N."""
 
 from __future__ import annotations
 
-from headstart.errors import ModelError
 from headstart.heads.base import HeadSpec
-from headstart.layers.build import DecoderConfig
-from headstart.layers.mla import MLAConfig
-from headstart.layers.rope import rope_spec, scaling_of, strength
-from headstart.models import keys
+from headstart.models import _latent
 from headstart.models.base import Family
-from headstart.models.keys import Config, flag, number
-from headstart.models.small import SCRATCH_EXPERTS
-
-ROPE_KEYS = (
-    "rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings", "original_max_position_embeddings",
-)  # fmt: skip
-SPARSE_KEYS = ("index_topk", "index_n_heads")
-
-
-def parse(config: Config) -> DecoderConfig:
-    if key := next((key for key in SPARSE_KEYS if config.get(key)), None):
-        raise ModelError(f"config.json: {key} means sparse attention (DeepSeek-V3.2), which is not supported")
-    mixer = _mla(config)
-    sparse = keys.layer(config, mixer, keys.sigmoid_experts(config))
-    return keys.decoder(
-        config,
-        keys.after_dense(config, mixer, sparse),
-        num_mtp=keys.num_mtp(config),
-        mtp_layer=sparse,
-        mtp_recycle=keys.mtp_recycle(config),
-    )
-
-
-def _mla(config: Config) -> MLAConfig:
-    rotary = number(config, "qk_rope_head_dim")
-    whole = number(config, "qk_head_dim", "head_dim", default=0, least=0)  # GGUF files say this instead
-    nope = number(config, "qk_nope_head_dim", default=whole - rotary)
-    if rotary % 2:
-        raise ModelError(f"config.json: qk_rope_head_dim is {rotary}, but must be even")
-    return MLAConfig(
-        num_heads=number(config, "num_attention_heads"),
-        query_rank=number(config, "q_lora_rank", default=0, least=0),
-        latent=number(config, "kv_lora_rank"),
-        nope=nope,
-        rotary=rotary,
-        value=number(config, "v_head_dim"),
-        rope=rope_spec({key: config[key] for key in ROPE_KEYS if key in config}, rotary),
-        scale=(nope + rotary) ** -0.5 * _temperature(config),
-        interleaved=flag(config, "rope_interleave", True),
-        bias=flag(config, "attention_bias"),
-    )
-
-
-def _temperature(config: Config) -> float:
-    """YaRN's sharpening of the softmax, squared since it is meant for q and k each."""
-    scaling = scaling_of(config)
-    if scaling["rope_type"] == "default" or not scaling.get("mscale_all_dim"):
-        return 1.0
-    return strength(float(scaling["factor"]), float(scaling["mscale_all_dim"])) ** 2
-
 
 FAMILY = Family(
-    parse=parse,
+    parse=_latent.parse,
     defaults={
         "max_position_embeddings": 4096,
         "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "n_shared_experts": 1, "first_k_dense_replace": 3,
         "num_experts_per_tok": 8,
     },
-    harmless={
-        "num_key_value_heads": "all heads share the latent",
-        "intermediate_size": "of dense layers, where there are any",
-        **dict.fromkeys(("head_dim", "qk_head_dim"), "its parts say it"),
-    },
+    harmless=_latent.HARMLESS,
     head=HeadSpec(),
     trailing=True,
-    aliases=("deepseek2",),  # llama.cpp's
-    small={
-        "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "num_key_value_heads": 6,
-        "q_lora_rank": 20, "kv_lora_rank": 32, "qk_nope_head_dim": 12, "qk_rope_head_dim": 6,
-        "head_dim": 6,  # what transformers writes: the rotated part
-        "v_head_dim": 10, "moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 3,
-        "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5, "first_k_dense_replace": 1,
-        "num_nextn_predict_layers": 1,
-    },
-    scratch={  # the only latent and rotary sizes that some engines run on a CPU are the released ones
-        **SCRATCH_EXPERTS, "q_lora_rank": 64, "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64,
-        "head_dim": 64, "v_head_dim": 32, "n_routed_experts": 8, "n_shared_experts": 1, "num_key_value_heads": 4,
-        "tie_word_embeddings": False, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
-    },
+    aliases=("deepseek2",),  # llama.cpp's, of GLM-4.7-Flash too
+    small={"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], **_latent.SMALL},
+    scratch=_latent.SCRATCH,
 )  # fmt: skip

@@ -265,5 +265,6 @@ NATIVE_HEADS = {
     "mimo": (mimo_trunk, mimo_mtp),
     "glm4_moe": (normed_trunk(glm_block), trailing_mtp(glm_block)),
     "deepseek_v3": (normed_trunk(deepseek_block), trailing_mtp(deepseek_block)),
+    "glm4_moe_lite": (normed_trunk(deepseek_block), trailing_mtp(deepseek_block)),
 }
 """Family -> (hidden states that its head reads, draft logits and recycled vectors)."""

@@ -102,17 +102,17 @@ def blocks_of(array: NDArray[np.float32], size: int) -> tuple[tuple[NDArray[np.u
 def test_fp8_blocks(tiny: tuple[dict[str, Any], Arrays], tmp_path: Path) -> None:
     """The model of the codes' values, rounded to bfloat16, written out plainly."""
     config, arrays = tiny
-    size, quantized, plain = 16, {}, {}
+    size, quantized, plain, stored = 16, {}, {}, {}
     for name, array in arrays.items():
         if array.ndim == 2 and (".self_attn." in name or ".mlp." in name) and not name.endswith("mlp.gate.weight"):
             (codes, dtype), scales = blocks_of(array, size)
             values = make_tensor("", codes.shape, dtype, codes.reshape(-1)).float32()
             wide = np.kron(scales, np.ones((size, size), np.float32))[: codes.shape[0], : codes.shape[1]]
-            bits = bfloat16(values * wide)[0].astype(np.uint32) << 16
+            stored[name] = bfloat16(values * wide)
             quantized |= {name: (codes, dtype), f"{name}_scale_inv": scales}
-            plain[name] = bits.view(np.float32).reshape(codes.shape)
+            plain[name] = (stored[name][0].astype(np.uint32) << 16).view(np.float32).reshape(codes.shape)
             continue
-        quantized[name] = plain[name] = array
+        quantized[name] = plain[name] = stored[name] = array
     expected = model_at(write_model(tmp_path / "plain", config, plain))
     told = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [size, size]}}
     folder = write_model(tmp_path / "fp8", config | told, plain)
@@ -121,6 +121,7 @@ def test_fp8_blocks(tiny: tuple[dict[str, Any], Arrays], tmp_path: Path) -> None
     assert float((logits_of(found) - logits_of(expected)).abs().max()) <= 1e-5
     assert (found.head is None) == (expected.head is None)
     pytest.importorskip("headstart.kernels.native._native")
+    save(tmp_path / "plain" / "model.safetensors", stored, {"format": "pt"})
     np.testing.assert_array_equal(native_logits(folder), native_logits(tmp_path / "plain"))
 
     save(
@@ -214,9 +215,9 @@ def test_a_missing_expert(family: str, tmp_path: Path) -> None:
         model_at(write_model(tmp_path, config, arrays))
 
 
-def test_a_packing_that_is_not_read(tmp_path: Path) -> None:
+def test_a_packing_without_scales(tmp_path: Path) -> None:
     config, arrays = family_of("glm4_moe").tiny()
     arrays["model.layers.0.mlp.up_proj.weight_packed"] = arrays.pop("model.layers.0.mlp.up_proj.weight")
     config["quantization_config"] = {"quant_method": "compressed-tensors"}
-    with pytest.raises(ModelError, match="quantized as compressed-tensors cannot be read"):
+    with pytest.raises(ModelError, match="no weight_scale stands beside it"):
         model_at(write_model(tmp_path, config, arrays))

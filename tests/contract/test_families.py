@@ -34,6 +34,7 @@ TRUNKS = {
 """Families whose trunk is, to transformers, another family."""
 UNKNOWN_TO_ORACLE: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"num_key_value_heads": None, "head_dim": 6},
+    "glm4_moe_lite": {"head_dim": 6},
     "minicpm": {
         "embedding_multiplier": 12, "residual_multiplier": 1.4 / 3**0.5, "logits_scaling": 48 / 16,
         "attention_multiplier": 8**-0.5,
@@ -130,6 +131,8 @@ def oracle_of(family: str, model: Model) -> Any:
     written = {key: value for key, value in model.checkpoint.config.items() if key != "model_type"}
     config = {key: value for key, value in written.items() if value is not None or key == "sliding_window"}
     config |= UNKNOWN_TO_ORACLE.get(family, {})
+    if "kv_lora_rank" in config and family != "deepseek_v3":
+        config["num_key_value_heads"] = config["num_attention_heads"]
     if (full := config.get("full_attn_idxs")) is not None:
         kinds = ["full_attention" if i in full else "conv" for i in range(config["num_hidden_layers"])]
         config["layer_types"] = kinds

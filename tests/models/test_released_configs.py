@@ -77,6 +77,15 @@ RELEASED: dict[str, dict[str, Any]] = {
         "num_dense_layers": 2, "num_experts": 32, "num_experts_per_tok": 4, "num_hidden_layers": 24,
         "num_key_value_heads": 8, "rope_theta": 1000000.0, "routed_scaling_factor": 1.0, "use_expert_bias": True,
     },
+    "GLM-4.7-Flash": {
+        **COMMON, "attention_bias": False, "first_k_dense_replace": 1, "hidden_size": 2048, "intermediate_size": 10240,
+        "kv_lora_rank": 512, "model_type": "glm4_moe_lite", "moe_intermediate_size": 1536, "n_group": 1,
+        "n_routed_experts": 64, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 20,
+        "num_experts_per_tok": 4, "num_hidden_layers": 47, "num_key_value_heads": 20, "num_nextn_predict_layers": 1,
+        "partial_rotary_factor": 1.0, "q_lora_rank": 768, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64,
+        "rope_scaling": None, "rope_theta": 1000000, "routed_scaling_factor": 1.8, "topk_group": 1,
+        "topk_method": "noaux_tc", "v_head_dim": 256,
+    },
     "Llama 3.2": {
         **LLAMA, "model_type": "llama", "rope_scaling": {
             "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,

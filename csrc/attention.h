@@ -1,0 +1,107 @@
+// What attention has in common, whatever multiplies: where keys lie, what a query sees, the softmax of one chunk.
+#pragma once
+
+#include <cfloat>
+#include <cmath>
+#include <cstring>
+
+#include "activations.h"
+#include "kernels.h"
+#include "quantize_rows.h"
+#include "simd.h"
+
+namespace headstart::HEADSTART_PATH {
+
+constexpr int kTiles = 4; // of 16 positions each, in a chunk
+constexpr int64_t kChunk = kTiles * 16;
+
+INLINE f32 lanes_from(int64_t first) { // first, first + 1, ... as floats
+    alignas(64) static const float numbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return load(numbers) + splat((float)first);
+}
+
+INLINE int64_t within_chunk(int64_t offset) { return offset < 0 ? 0 : offset < kChunk ? offset : kChunk; }
+
+// The tiles of positions start .. longest - 1, at most a chunk of them; returns how many.
+INLINE int locate(const AttendTask& task, int64_t start, int64_t longest, const uint8_t* (&found)[kTiles]) {
+    int count = 0;
+    for (; count < kTiles && start + count * 16 < longest; ++count) {
+        const int64_t position = start + count * 16;
+        if (position >= task.scratch_from) {
+            found[count] = task.scratch + (position - task.scratch_from) / 16 * task.layout.tile_bytes();
+            continue;
+        }
+        const int64_t slot =
+            task.block_table[position / task.block_size] * task.block_size + position % task.block_size;
+        found[count] = task.pool + (slot / 16 * task.layout.num_heads + task.kv_head) * task.layout.tile_bytes();
+    }
+    return count;
+}
+
+// What query `index` of the task sees, positions first .. limit - 1, and its softmax before any of them.
+struct Sight {
+    const float* values;
+    int64_t first, limit;
+    float peak, total;
+};
+
+INLINE Sight sight_of(const AttendTask& task, int64_t index) {
+    const int64_t row = task.first_row + index / task.group, head = task.kv_head * task.group + index % task.group;
+    const int64_t oldest = task.window ? task.positions[row] - task.window + 1 : 0;
+    Sight found;
+    found.values = task.queries + row * task.query_stride + head * task.layout.head_dim;
+    found.first = oldest > task.first_position ? oldest : task.first_position;
+    found.limit = task.sees[row] + 1;
+    found.peak = -FLT_MAX; // finite: scores of -inf weigh e^-inf = 0, not NaN
+    found.total = 0.0f;
+    if (task.sinks) { // the first logit of the sum: e^(sink - sink)
+        found.peak = task.sinks[head] > found.peak ? task.sinks[head] : found.peak;
+        found.total = 1.0f;
+    }
+    return found;
+}
+
+// Scaled scores of 16 positions from 16 t of the chunk on; -inf outside begin .. end - 1.
+INLINE f32 hide(f32 score, int t, int64_t begin, int64_t end) {
+    const f32 position = lanes_from(t * 16), never = splat(-INFINITY);
+    if (t * 16 < begin) score = select_less(position, splat((float)begin), never, score);
+    if (t * 16 + 16 > end) score = select_less(position, splat((float)end), score, never);
+    return score;
+}
+
+// Scores of one query and chunk to e^(score - peak). Returns what its sums so far shrink by.
+INLINE float soften(float* scores, int tiles, float cap, float& peak, float& total) {
+    f32 w[kTiles], best = splat(-INFINITY);
+    for (int t = 0; t < tiles; ++t) {
+        w[t] = load(scores + t * 16);
+        if (cap != 0.0f) w[t] = select_less(w[t], splat(-FLT_MAX), w[t], softcap(w[t], cap)); // hidden ones stay -inf
+        best = max(best, w[t]);
+    }
+    const float top = max_lanes(best);
+    float shrink = 1.0f;
+    if (top > peak || std::isnan(top)) {
+        alignas(64) float lanes[16];
+        store(lanes, exp(splat(peak - top)));
+        shrink = lanes[0];
+        total *= shrink;
+        peak = top;
+    }
+    for (int t = 0; t < kTiles; ++t) w[t] = t < tiles ? exp(w[t] - splat(peak)) : splat(0.0f);
+    total += sum_lanes((w[0] + w[1]) + (w[2] + w[3]));
+    for (int t = 0; t < tiles; ++t) store(scores + t * 16, w[t]);
+    return shrink;
+}
+
+INLINE void finish(const AttendTask& task, int64_t index, float* sum, float total) {
+    const int64_t dim = task.layout.value_dim;
+    const QuantLayout layout(task.out.width);
+    const int64_t row = task.first_row + index / task.group, head = task.kv_head * task.group + index % task.group;
+    const f32 inverse = splat(1.0f / total);
+    for (int64_t d = 0; d < dim; d += 16) store(sum + d, load(sum + d) * inverse);
+    std::memcpy(task.out.values + row * task.out.stride + head * dim, sum, dim * 4);
+    if (task.out.quants) // the caller asks for it only where heads are whole groups
+        for (int64_t d = 0; d < dim; d += 32)
+            quantize_group(sum + d, (head * dim + d) / 32, layout, task.out.quants + row * layout.row_bytes());
+}
+
+} // namespace headstart::HEADSTART_PATH

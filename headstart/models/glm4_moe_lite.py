@@ -1,0 +1,35 @@
+"""GLM-4.7-Flash: DeepSeek-V3's layout, in other sizes, with GLM's own defaults; MTP at layer N.
+
+Formula: transformers 5.23 `models/glm4_moe_lite`; the MTP module: vLLM 0.32, `glm4_moe_lite_mtp.py`. Engines disagree
+on the vector that drafts recycle, as for GLM-4.5: after the module's norm here, or what `mtp_recycle` says.
+"""
+
+from __future__ import annotations
+
+from headstart.heads.base import HeadSpec
+from headstart.layers.build import DecoderConfig
+from headstart.models import _latent, keys
+from headstart.models.base import Family
+from headstart.models.keys import Config
+
+
+def parse(config: Config) -> DecoderConfig:
+    keys.refuse_others(config, {"partial_rotary_factor": 1.0})
+    return _latent.parse(config)
+
+
+FAMILY = Family(
+    parse=parse,
+    defaults={
+        "max_position_embeddings": 202752, "rms_norm_eps": 1e-5, "routed_scaling_factor": 1.8, "n_group": 1,
+        "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_experts_per_tok": 4,
+    },
+    harmless=_latent.HARMLESS,
+    head=HeadSpec(),
+    trailing=True,
+    small={
+        "model_type": "glm4_moe_lite", "architectures": ["Glm4MoeLiteForCausalLM"], **_latent.SMALL, "n_group": 1,
+        "topk_group": 1, "routed_scaling_factor": 1.8,
+    },
+    scratch=_latent.SCRATCH,
+)  # fmt: skip
