@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from headstart import registry
 from headstart.errors import ModelError
 from headstart.formats.base import Tensor, make_tensor
+from headstart.formats.integers import Integers, Regrouped
 from headstart.formats.rows import Deferred
 from headstart.formats.safetensors import Planned, bfloat16
 from headstart.formats.symbols import lookup
@@ -92,8 +93,9 @@ class Quantization:
     modules left alone. `packed`: last words of names that stand in the place of `weight`; `beside`: of tensors beside
     it; `after`: what follows the whole name of a weight; `needs`: of each of these, one word must be beside it.
     `describe`: None for what another quantization has stored (types and shapes decide, not values). `decode` gives None
-    where the values cannot be read here; `check` raises ModelError where scales do not fit, from headers. `bits` of a
-    weight, roughly. `plans`: what `headstart plan` calls it; the first is meant by the config.
+    where the values cannot be read here; `integers`: where they are such, in place of `decode`; `check` raises
+    ModelError where scales do not fit, from headers. `bits` of a weight, roughly. `plans`: what `headstart plan` calls
+    it; the first is meant by the config.
     """
 
     describe: Callable[[Stored], Described | None]
@@ -104,6 +106,7 @@ class Quantization:
     after: tuple[str, ...] = ()
     needs: tuple[tuple[str, ...], ...] = ()
     decode: Callable[[Stored], Decode | None] = lambda stored: None
+    integers: Callable[[Stored], Integers | None] | None = None
     check: Callable[[Stored], object] = lambda stored: None
     bits: int = 8
     plans: Mapping[str, WeightBytes] = field(default_factory=dict)
@@ -225,6 +228,8 @@ class Weights:
         quantization, described = self.look(stored)
         if quantization and (decode := quantization.decode(stored)):
             return decode
+        if integers := self.integers(stored):
+            return integers.values
         if quantization is None and stored.scale is not None and (marks or main.dtype not in FLOATS):
             beside = f"{main.name} is {main.dtype}, but scales {stored.scale.name} stand beside it"
             raise ModelError(beside, "no quantization that is known here stores weights so")
@@ -234,6 +239,15 @@ class Weights:
             alone = f"{main.name} is {main.dtype}, but no {main.name}_scale_inv is there: no scales stand beside it"
             raise ModelError(alone, AGAIN)
         return None
+
+    def integers(self, stored: Stored) -> Integers | None:
+        """The weight as integers and scales, if it is stored so. ModelError for one that is not whole."""
+        quantization, described = self.look(stored)
+        if quantization is None or quantization.integers is None or described.shape is None:
+            return None
+        if problem := self.problem(stored):
+            raise ModelError(f"{stored.main.name} {problem}", AGAIN)
+        return quantization.integers(stored)
 
     def unreadable(self, name: str, kind: str = "") -> ModelError:
         method = self.settings.get("quant_method") or kind or "something unknown"
@@ -254,7 +268,7 @@ def _kind_of(stored: Stored) -> tuple[Any, ...]:
     return stored.main.dtype, stored.main.shape, stored.packed and stored.word, beside
 
 
-def readable(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor | Dequantized]:
+def readable(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor | Dequantized | Regrouped]:
     """A checkpoint's tensors with every quantized weight and what belongs to it made one. ModelError for a weight, or a
     quantization_config, of a kind that nobody knows or that cannot be read."""
     weights = Weights(tensors, config)
@@ -265,9 +279,11 @@ def readable(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[s
         raise ModelError(f"quantization_config names {method!r}, which is unknown", hint)
     if weights.loose:
         raise weights.unreadable(weights.loose[0])
-    tensors_read: dict[str, Tensor | Dequantized] = {}
+    tensors_read: dict[str, Tensor | Dequantized | Regrouped] = {}
     for name, stored in weights.stored.items():
-        if decode := weights.decode(stored):
+        if integers := weights.integers(stored):
+            tensors_read[name] = Regrouped(integers, stored.main)
+        elif decode := weights.decode(stored):
             tensors_read[name] = Dequantized(stored, decode, weights.shape(stored))
         else:
             tensors_read |= {each.name: each for each in (stored.main, *stored.beside.values())}
