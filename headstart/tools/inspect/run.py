@@ -23,6 +23,7 @@ from headstart.formats.json_object import read_object
 from headstart.formats.mtp_families import symbols
 from headstart.formats.quantization import settings_of
 from headstart.formats.symbols import MOST, lookup, text_config
+from headstart.models.base import with_sizes
 from headstart.tools.inspect import deep
 from headstart.tools.inspect.drafters import Drafter, describe_drafter, state_of_drafter
 from headstart.tools.inspect.findings import Finding, Subject, findings, shared_tensors
@@ -183,7 +184,7 @@ def _document(
     told: dict[str, Any],
     remarks: list[Finding],
 ) -> dict[str, Any]:
-    text, generation = text_config(checkpoint.config), checkpoint.generation_config
+    text, generation = with_sizes(text_config(checkpoint.config)), checkpoint.generation_config
     parts = heads.parts if heads else {"drafter": dict(weights)}
     quantization = settings_of(checkpoint.config)
     family = heads.family if heads else None
