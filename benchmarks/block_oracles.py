@@ -29,6 +29,8 @@ from headstart.api import LLM
 from headstart.config import EngineConfig
 
 BLOCK, TOKENS = 5, 32
+AS_IT_IS = "vllm-dflash, vLLM as it is"
+"""Known to differ (see `in_vllm`), shown and not counted."""
 EQUAL, LENGTHS = 0.99, 0.05
 """At least so many draft tokens are equal, and acceptance lengths differ by no more."""
 
@@ -95,11 +97,12 @@ def main() -> int:
         runs.append(("speculators, DSpark, speculators", spark_speculators, published.in_speculators))
     if args.vllm:
         runs.append(("vllm-dflash, vLLM", zlab, partial(by_vllm, args.vllm)))
-        runs.append(("vllm-dflash, vLLM as it is", zlab, partial(by_vllm, args.vllm, mended=False)))
+        runs.append((AS_IT_IS, zlab, partial(by_vllm, args.vllm, mended=False)))
         runs.append(("speculators, DFlash, vLLM", flash_speculators, partial(by_vllm, args.vllm)))
     good = True
     for name, head, oracle in runs:
-        good &= compare(name, (pair.trunk, head), *oracle(pair.trunk, head, pair.prompts, TOKENS))
+        same = compare(name, (pair.trunk, head), *oracle(pair.trunk, head, pair.prompts, TOKENS))
+        good &= same or name == AS_IT_IS
     return 0 if good else 1
 
 

@@ -3,8 +3,8 @@
     python benchmarks/drafts.py --questions question.jsonl --json drafts.json
     python benchmarks/drafts.py --questions question.jsonl --temperature 0.8 --rows mtp:3 eagle3:3 block:5 block:auto
 
-A row is DRAFTER:DEPTH, DRAFTER a kind of head that comes with the model, DRAFTER=DIR a head's directory, `ngram`, or
-`auto` (the default: lookup and the head). Prompts: the first `--per-category` Spec-Bench questions of each category and
+A row is DRAFTER:DEPTH, DRAFTER a kind of head that comes with the model, `ngram`, or `auto` (the default: lookup and
+the head); DRAFTER=DIR gives another head. Prompts: the first `--per-category` Spec-Bench questions of each category and
 those that come with headstart, in the chat template, up to `--max-tokens`. A prompt goes through all rows before the
 next one, in alternating order; the clock runs from the first token to the last. Texts must be those of plain decoding.
 
@@ -71,7 +71,7 @@ def make(name: str | None, row: str, config: EngineConfig) -> LLM:
     drafter, _, folder = drafter.partition("=")
     depth: Depth = AUTO if word == AUTO else int(word)
     if drafter in ("auto", "ngram"):
-        return LLM(name, replace(config, drafter=drafter, depth=depth))
+        return LLM(name, replace(config, drafter=drafter, head=folder or None, depth=depth))
     head = folder or str(hub.shipped_heads(name or hub.DEFAULT_MODEL)[drafter])
     return LLM(name, replace(config, drafter=drafter, head=head, depth=depth))
 

@@ -1,6 +1,7 @@
 """headstart beside llama.cpp on models with random weights: a hybrid and a mixture of experts, each with an MTP module.
 
     python benchmarks/families_speed.py --llama-bin LLAMA/build/bin --work WORK --json families.json
+    python benchmarks/families_speed.py --sections rounds --work WORK --types Q4_0
 
 The files (engines/llamacpp/random_files.py) are written to WORK, some GB, and deleted at the end unless `--keep`. No
 head is right about random weights, so drafts are accepted at `--rates`: headstart's `--synthetic-acceptance`,
@@ -13,6 +14,8 @@ tokens  One sequence: a prompt of random tokens, then exactly `--tokens` tokens 
         alternating order, `--rounds` times; ratios are taken within a round.
 passes  A pass by its rows, in ms: headstart `bench step` (rows of one sequence, as in verification, logits for all),
         llama-batched-bench (a row of each of so many sequences, logits for all, no sampling): T_TG / tokens.
+rounds  headstart alone: where the time of a round of `--rates` goes, in the drafter, the pass, and the rest (sampling
+        and Python), by `--draft-vocab`; medians of rounds in alternating order.
 
 headstart rounds what only drafts to int4 by itself; llama.cpp uses the file's type. Run it on a machine that does
 nothing else, and not under `nice`; what other processes used is counted.
@@ -27,6 +30,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from statistics import median
@@ -40,6 +44,10 @@ from measure.load import load_now, others, verdict
 from measure.provenance import provenance
 from measure.sections import in_turns, say
 from measure.tables import Record, rates, ratio, spread
+
+from headstart.api import LLM
+from headstart.config import EngineConfig
+from headstart.core import SamplingParams
 
 GOALS = {"plain": 1.1, "MTP": 1.5}
 """Ratios to llama.cpp that the project has set itself."""
@@ -165,6 +173,40 @@ def their_passes(args: argparse.Namespace, model: Path) -> dict[int, float]:
     return {row["pl"]: row["t_tg"] / row["tg"] * 1e3 for row in found}
 
 
+def rounds(args: argparse.Namespace, model: Path, vocab: int) -> tuple[list[str], Record]:
+    """Milliseconds of a round by part, for each draft vocabulary."""
+    rng, depth = np.random.default_rng(1), len(args.rates.split(","))
+    prompt = rng.integers(300, vocab - 1, args.prompt_tokens).tolist()
+    os.environ["HEADSTART_CACHE"] = str(args.work / "cache")  # sketches of random weights are of no use later
+    config = EngineConfig(
+        drafter="mtp", depth=depth, synthetic_acceptance=args.rates, threads=args.threads, max_model_len=4096,
+        max_num_seqs=1, enable_prefix_caching=False,
+    )  # fmt: skip
+    llms = {word: LLM(str(model), replace(config, draft_vocab=as_draft_vocab(word))) for word in args.draft_vocab}
+    measured: dict[str, list[dict[str, float]]] = {word: [] for word in llms}
+    for number in range(args.rounds + 1):
+        for word in list(llms) if number % 2 == 0 else list(llms)[::-1]:
+            llm = llms[word]
+            llm.engine.reset_stats()
+            llm.generate(
+                [prompt], SamplingParams(max_tokens=args.tokens if number else 8, ignore_eos=True, seed=number)
+            )
+            passes = llm.engine.stats.passes
+            if number:
+                measured[word].append({part: 1e3 * each / passes for part, each in llm.engine.seconds.items()})
+    parts = ("draft", "verify", "host")
+    lines = ["", "| draft vocabulary | draft ms | pass ms | host ms | drafting |", "|---" * 5 + "|"]
+    cost = {word: {part: median(each[part] for each in found) for part in parts} for word, found in measured.items()}
+    for word, found in cost.items():
+        share = found["draft"] / sum(found.values())
+        lines.append(f"| {word} | " + " | ".join(f"{found[part]:.2f}" for part in parts) + f" | {share:.1%} |")
+    return lines, {"ms": cost, "rounds": measured}
+
+
+def as_draft_vocab(word: str) -> int | str:
+    return int(word) if word.isdigit() else word
+
+
 def run(command: Sequence[Any], environment: dict[str, str] | None = None) -> str:
     words = [str(word) for word in command]
     done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, **(environment or {})})
@@ -180,14 +222,15 @@ def options() -> argparse.Namespace:
     def numbers(text: str) -> list[int]:
         return [int(word) for word in text.split(",")]
 
-    add("--llama-bin", type=Path, required=True, help="directory of llama.cpp's programs")
+    add("--llama-bin", type=Path, help="directory of llama.cpp's programs; rounds need none")
     add("--work", type=Path, required=True, help="directory for the files, a cache and logs")
     add("--models", type=lambda text: text.split(","), default=list(SHAPES), help=",".join(SHAPES))
     add("--types", type=lambda text: text.split(","), default=list(TYPES), help=",".join(TYPES))
     add("--rates", default="0.8,0.6,0.4", help="share of drafts whose first 1, 2, ... tokens are all accepted")
     add("--layers", type=int, help="of every trunk, to try things out; default: as the shape has them")
     add("--threads", type=int, default=os.cpu_count(), help="of every engine")
-    add("--sections", type=lambda text: text.split(","), default=["tokens", "passes"])
+    add("--sections", type=lambda text: text.split(","), default=["tokens", "passes", "rounds"])
+    add("--draft-vocab", type=lambda text: text.split(","), default=["full", "auto"], help="of the section rounds")
     add("--rounds", type=int, default=7)
     add("--prompt-tokens", type=int, default=128)
     add("--tokens", type=int, default=256)
@@ -200,8 +243,10 @@ def options() -> argparse.Namespace:
     for flag, given, known in (("--models", args.models, SHAPES), ("--types", args.types, TYPES)):
         if unknown := sorted(set(given) - set(known)):
             parser.error(f"{flag}: unknown {unknown[0]}")
-    if unknown := sorted(set(args.sections) - {"tokens", "passes"}):
+    if unknown := sorted(set(args.sections) - {"tokens", "passes", "rounds"}):
         parser.error(f"--sections: unknown {unknown[0]}")
+    if args.llama_bin is None and set(args.sections) != {"rounds"}:
+        parser.error("--llama-bin is missing: only --sections rounds does without llama.cpp")
     return args
 
 
@@ -222,6 +267,9 @@ def measure_file(args: argparse.Namespace, name: str, kind: str, document: Recor
         if "passes" in args.sections:
             lines, found["passes"] = passes(args, path)
             print("\n".join(lines), flush=True)
+        if "rounds" in args.sections:
+            lines, found["rounds"] = rounds(args, path, shape.vocab)
+            print("\n".join(lines), flush=True)
     finally:
         if not args.keep:
             path.unlink()
@@ -238,7 +286,7 @@ def main() -> int:
     rates_of = [float(word) for word in args.rates.split(",")]
     document: Record = {
         "provenance": provenance(args.threads),
-        "llama.cpp": version(args.llama_bin),
+        "llama.cpp": version(args.llama_bin) if args.llama_bin else None,
         "synthetic_acceptance": rates_of,
         "goals": GOALS,
         "files": [],

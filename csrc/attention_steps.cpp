@@ -101,7 +101,7 @@ int attend(Program& program, int q, nb::object kv_pool, int64_t num_heads, float
     require(dim <= kMaxValueDim, "attend: values of more than 512 are not supported");
     require(num_heads == group * layout.num_heads && program.buffers[q].width == num_heads * layout.head_dim,
             "attend: shapes differ");
-    require(softcap >= 0, "attend: a softcap below 0");
+    require(window >= 0 && softcap >= 0, "attend: a window or softcap below 0");
     require(!sinks || (int64_t)sinks->size() == num_heads, "attend: not one sink for each head");
     program.limits.reach(program.limits.table_slots, pool->num_slots);
     const int out = program.buffer(num_heads * dim, false);

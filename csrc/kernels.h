@@ -88,7 +88,7 @@ struct AttendTask {
     int64_t scratch_from;       // wherever the block table has them; a multiple of 16
     const int32_t *positions, *sees; // of all rows
     int64_t first_row, kv_head, group, first_query, num_queries;
-    int64_t first_position, window; // the first position that holds a key; how many a row sees, 0: all, < 0: its chunk
+    int64_t first_position, window; // the first position that holds a key; how many a row sees, 0: all
     float scale, softcap;           // softcap 0: none
     const float* sinks;             // of all heads, or nullptr
     const float* queries;

@@ -129,7 +129,9 @@ std::pair<int, int> norm(Program& program, int x, int residual, Floats weight, f
     return {out, total};
 }
 
-int rowwise(Program& program, int a, int b, int64_t width, std::function<void(int64_t row, int out)> run) {
+// A step of its own for each row: `run(pass, row, to)` fills its row of the result. b -1: it reads one buffer.
+template <class Run>
+int rowwise(Program& program, int a, int b, int64_t width, Run run, std::vector<nb::object> owners = {}) {
     const int out = program.buffer(width, program.buffers[a].logits);
     Step step;
     step.label = "rows";
@@ -137,7 +139,8 @@ int rowwise(Program& program, int a, int b, int64_t width, std::function<void(in
     if (b >= 0) step.reads.push_back(b);
     step.writes = {out};
     step.by_rows = true;
-    step.run = [run = std::move(run), out](const Pass&, int64_t row) { run(row, out); };
+    step.owners = std::move(owners);
+    step.run = [&program, run, out](const Pass& pass, int64_t row) { run(pass, row, program.values(out, row)); };
     program.add(std::move(step));
     return out;
 }
@@ -145,49 +148,49 @@ int rowwise(Program& program, int a, int b, int64_t width, std::function<void(in
 int add(Program& program, int a, int b) {
     const int64_t width = program.buffers[a].width;
     require(program.buffers[b].width == width, "add: widths differ");
-    return rowwise(program, a, b, width, [&program, a, b, width](int64_t row, int out) {
-        program.kernels.add(program.values(a, row), program.values(b, row), width, program.values(out, row));
+    return rowwise(program, a, b, width, [&program, a, b, width](const Pass&, int64_t row, float* to) {
+        program.kernels.add(program.values(a, row), program.values(b, row), width, to);
     });
 }
 
 int activate(Program& program, int x, int kind) {
     const int64_t width = program.buffers[x].width;
-    return rowwise(program, x, -1, width, [&program, x, width, kind = activation_of(kind)](int64_t row, int out) {
-        program.kernels.activate(program.values(x, row), kind, width, program.values(out, row));
-    });
+    return rowwise(program, x, -1, width,
+                   [&program, x, width, kind = activation_of(kind)](const Pass&, int64_t row, float* to) {
+                       program.kernels.activate(program.values(x, row), kind, width, to);
+                   });
 }
 
 int activate_mul(Program& program, int gate, int up, int kind) {
     const int64_t width = program.buffers[gate].width;
     require(program.buffers[up].width == width, "activate_mul: widths differ");
-    return rowwise(program, gate, up, width,
-                   [&program, gate, up, width, kind = activation_of(kind)](int64_t row, int out) {
-                       program.kernels.activate_mul(program.values(gate, row), program.values(up, row), kind, width,
-                                                    program.values(out, row));
-                   });
+    return rowwise(
+        program, gate, up, width,
+        [&program, gate, up, width, kind = activation_of(kind)](const Pass&, int64_t row, float* to) {
+            program.kernels.activate_mul(program.values(gate, row), program.values(up, row), kind, width, to);
+        });
 }
 
 int scale(Program& program, int x, float factor) {
     const int64_t width = program.buffers[x].width;
-    return rowwise(program, x, -1, width, [&program, x, width, factor](int64_t row, int out) {
-        program.kernels.scale(program.values(x, row), factor, width, program.values(out, row));
+    return rowwise(program, x, -1, width, [&program, x, width, factor](const Pass&, int64_t row, float* to) {
+        program.kernels.scale(program.values(x, row), factor, width, to);
     });
 }
 
 int softcap(Program& program, int x, float cap) {
     const int64_t width = program.buffers[x].width;
     require(cap > 0, "softcap: the cap must be above 0");
-    return rowwise(program, x, -1, width, [&program, x, width, cap](int64_t row, int out) {
-        program.kernels.softcap(program.values(x, row), cap, width, program.values(out, row));
+    return rowwise(program, x, -1, width, [&program, x, width, cap](const Pass&, int64_t row, float* to) {
+        program.kernels.softcap(program.values(x, row), cap, width, to);
     });
 }
 
 // x - mean(x); the sum goes from left to right, so that it is the same everywhere
 int center(Program& program, int x) {
     const int64_t width = program.buffers[x].width;
-    return rowwise(program, x, -1, width, [&program, x, width](int64_t row, int out) {
+    return rowwise(program, x, -1, width, [&program, x, width](const Pass&, int64_t row, float* to) {
         const float* from = program.values(x, row);
-        float* to = program.values(out, row);
         double sum = 0;
         for (int64_t i = 0; i < width; ++i) sum += from[i];
         const float mean = (float)(sum / (double)width);
@@ -199,61 +202,68 @@ int center(Program& program, int x) {
 int temper(Program& program, int x, int64_t every, double strength, int64_t ahead) {
     const int64_t width = program.buffers[x].width;
     require(every > 0 && !program.buffers[x].logits, "temper: positions of something else than rows");
-    const int out = program.buffer(width, false);
-    Step step;
-    step.label = "rows";
-    step.reads = {x};
-    step.writes = {out};
-    step.by_rows = true;
-    step.run = [&program, x, out, width, every, strength, ahead](const Pass& pass, int64_t row) {
-        const double steps = (double)((pass.positions[row] + ahead) / every);
-        program.kernels.scale(program.values(x, row), (float)(1 + strength * std::log1p(steps)), width,
-                              program.values(out, row));
-    };
-    program.add(std::move(step));
-    return out;
+    return rowwise(program, x, -1, width,
+                   [&program, x, width, every, strength, ahead](const Pass& pass, int64_t row, float* to) {
+                       const double steps = (double)((pass.positions[row] + ahead) / every);
+                       program.kernels.scale(program.values(x, row), (float)(1 + strength * std::log1p(steps)), width,
+                                             to);
+                   });
 }
 
 int concat(Program& program, int a, int b, int64_t heads) {
     const int64_t wa = program.buffers[a].width / heads, wb = program.buffers[b].width / heads;
     require(program.buffers[a].width == wa * heads && program.buffers[b].width == wb * heads, "concat: not whole heads");
-    return rowwise(program, a, b, (wa + wb) * heads, [&program, a, b, wa, wb, heads](int64_t row, int out) {
-        const float *from_a = program.values(a, row), *from_b = program.values(b, row);
-        float* to = program.values(out, row);
-        for (int64_t head = 0; head < heads; ++head) {
-            to = std::copy_n(from_a + head * wa, wa, to);
-            to = std::copy_n(from_b + head * wb, wb, to);
-        }
-    });
+    return rowwise(program, a, b, (wa + wb) * heads,
+                   [&program, a, b, wa, wb, heads](const Pass&, int64_t row, float* to) {
+                       const float *from_a = program.values(a, row), *from_b = program.values(b, row);
+                       for (int64_t head = 0; head < heads; ++head) {
+                           to = std::copy_n(from_a + head * wa, wa, to);
+                           to = std::copy_n(from_b + head * wb, wb, to);
+                       }
+                   });
 }
 
 int sigmoid_mul(Program& program, int gate, int x) {
     const int64_t gates = program.buffers[gate].width, width = program.buffers[x].width;
     require(gates > 0 && width % gates == 0, "sigmoid_mul: the gates do not divide the input");
-    return rowwise(program, gate, x, width, [&program, gate, x, gates, width](int64_t row, int out) {
-        program.kernels.sigmoid_mul(program.values(gate, row), program.values(x, row), gates, width,
-                                    program.values(out, row));
+    return rowwise(program, gate, x, width, [&program, gate, x, gates, width](const Pass&, int64_t row, float* to) {
+        program.kernels.sigmoid_mul(program.values(gate, row), program.values(x, row), gates, width, to);
     });
 }
 
 int rope(Program& program, int x, std::shared_ptr<RopeTable> table, int64_t head_dim) {
     const int64_t width = program.buffers[x].width;
-    require(width % head_dim == 0 && 2 * table->half() <= head_dim, "rope: shapes differ");
-    const int out = program.buffer(width, false);
-    Step step;
-    step.label = "rows";
-    step.reads = {x};
-    step.writes = {out};
-    step.by_rows = true;
-    step.run = [&program, x, out, width, head_dim, rope = table.get()](const Pass& pass, int64_t row) {
-        const int64_t position = pass.positions[row];
-        program.kernels.rope(program.values(x, row), rope->cosines(position), rope->sines(position), width / head_dim,
-                             head_dim, rope->half(), program.values(out, row));
-    };
-    program.add(std::move(step));
+    require(width % head_dim == 0 && 2 * table->half() <= head_dim && !program.buffers[x].logits,
+            "rope: shapes differ");
     if (std::find(program.ropes.begin(), program.ropes.end(), table) == program.ropes.end())
-        program.ropes.push_back(std::move(table));
-    return out;
+        program.ropes.push_back(table);
+    return rowwise(program, x, -1, width,
+                   [&program, x, width, head_dim, rope = table.get()](const Pass& pass, int64_t row, float* to) {
+                       const int64_t position = pass.positions[row];
+                       program.kernels.rope(program.values(x, row), rope->cosines(position), rope->sines(position),
+                                            width / head_dim, head_dim, rope->half(), to);
+                   });
+}
+
+int zero_where(Program& program, int x, int32_t position) {
+    const int64_t width = program.buffers[x].width;
+    return rowwise(program, x, -1, width, [&program, x, width, position](const Pass& pass, int64_t row, float* to) {
+        if (pass.positions[row] == position)
+            std::fill_n(to, width, 0.0f);
+        else
+            std::copy_n(program.values(x, row), width, to);
+    });
+}
+
+int put_where(Program& program, int x, int32_t token, Floats values) {
+    const int64_t width = program.buffers[x].width;
+    require((int64_t)values.size() == width && !program.buffers[x].logits, "put_where: shapes differ");
+    return rowwise(
+        program, x, -1, width,
+        [&program, x, width, token, given = values.data()](const Pass& pass, int64_t row, float* to) {
+            std::copy_n(pass.token_ids[row] == token ? given : program.values(x, row), width, to);
+        },
+        {nb::cast(values)});
 }
 
 int take_logit_rows(Program& program, int x) {
@@ -266,42 +276,6 @@ int take_logit_rows(Program& program, int x) {
     step.by_rows = step.gathers = true;
     step.run = [&program, x, out, width](const Pass& pass, int64_t row) {
         std::copy_n(program.values(x, pass.logit_rows[row]), width, program.values(out, row));
-    };
-    program.add(std::move(step));
-    return out;
-}
-
-int zero_where(Program& program, int x, int32_t position) {
-    const int64_t width = program.buffers[x].width;
-    const int out = program.buffer(width, program.buffers[x].logits);
-    Step step;
-    step.label = "rows";
-    step.reads = {x};
-    step.writes = {out};
-    step.by_rows = true;
-    step.run = [&program, x, out, width, position](const Pass& pass, int64_t row) {
-        float* to = program.values(out, row);
-        if (pass.positions[row] == position)
-            std::fill_n(to, width, 0.0f);
-        else
-            std::copy_n(program.values(x, row), width, to);
-    };
-    program.add(std::move(step));
-    return out;
-}
-
-int put_where(Program& program, int x, int32_t token, Floats from) {
-    const int64_t width = program.buffers[x].width;
-    require((int64_t)from.size() == width && !program.buffers[x].logits, "put_where: shapes differ");
-    const int out = program.buffer(width, false);
-    Step step;
-    step.label = "rows";
-    step.reads = {x};
-    step.writes = {out};
-    step.by_rows = true;
-    step.owners = {nb::cast(from)};
-    step.run = [&program, x, out, width, token, from = from.data()](const Pass& pass, int64_t row) {
-        std::copy_n(pass.token_ids[row] == token ? from : program.values(x, row), width, program.values(out, row));
     };
     program.add(std::move(step));
     return out;

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,3 +28,11 @@ def one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def quick_collections() -> Iterator[None]:
+    """gc.collect() does not look through what other tests left on the heap, a second each time in a long run."""
+    gc.freeze()
+    yield
+    gc.unfreeze()

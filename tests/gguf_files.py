@@ -16,23 +16,28 @@ Config = dict[str, Any]
 ARCH = {
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe",
     "deepseek_v3": "deepseek2", "qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
-    "smollm3": "smollm3", "gemma3_text": "gemma3", "lfm2": "lfm2", "lfm2_moe": "lfm2moe", "gpt_oss": "gpt-oss",
+    "smollm3": "smollm3", "gemma3_text": "gemma3", "gemma4_text": "gemma4", "lfm2": "lfm2", "lfm2_moe": "lfm2moe",
+    "gpt_oss": "gpt-oss",
 }  # fmt: skip
 """model_type -> llama.cpp's architecture."""
 HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 PERMUTED = ("llama", "smollm3")
-GEMMA = ("gemma3_text",)
+GEMMA = ("gemma3_text", "gemma4_text")
 TOP = {
+    "model.embed_tokens_per_layer": "per_layer_token_embd", "model.per_layer_projection_norm": "per_layer_proj_norm",
+    "model.per_layer_model_projection": "per_layer_model_proj",
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "mtp.fc": "nextn.eh_proj",
     "mtp.pre_fc_norm_embedding": "nextn.enorm", "mtp.pre_fc_norm_hidden": "nextn.hnorm",
     "mtp.norm": "nextn.shared_head_norm", "model.embedding_norm": "token_embd_norm",
 }  # fmt: skip
 SANDWICH = {
     "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
+    "post_feedforward_layernorm": "post_ffw_norm", "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj", "post_per_layer_input_norm": "post_norm",
 }  # fmt: skip
 SHARED = ("shared_expert", "shared_experts")
 NAMES = {
+    "layer_scalar": "layer_output_scale.weight",
     "input_layernorm": "attn_norm", "self_attn.o_proj": "attn_output", "self_attn.q_a_proj": "attn_q_a",
     "self_attn.q_a_layernorm": "attn_q_a_norm", "self_attn.q_b_proj": "attn_q_b",
     "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm",
@@ -84,6 +89,8 @@ def write_gguf(
     tensors = llama_tensors(config, arrays)
     _write_sizes(writer, config, tensors, listed=listed)
     _write_rope(writer, config, tensors)
+    if config["model_type"] == "gemma4_text":
+        _write_gemma4(writer, config, tensors)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
     writer.add_token_list(["a", "b", "ab", *(f"<{i}>" for i in range(3, config["vocab_size"]))])
@@ -187,6 +194,24 @@ def _write_rope(writer: gguf.GGUFWriter, config: Config, tensors: Arrays) -> Non
                 writer.add_float32(f"{arch}.rope.scaling.yarn_{name}", rope[key])
         if "mscale_all_dim" in rope:
             writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+
+
+def _write_gemma4(writer: gguf.GGUFWriter, config: Config, tensors: Arrays) -> None:
+    """Sizes by kind of layer; the parts of a head that do not turn as divisors of their frequencies."""
+    full = [False] * (config["num_hidden_layers"] - 1) + [True]  # of the small model
+    wide, turning = config["global_head_dim"], int(config["global_head_dim"] * 0.25) // 2
+    writer.add_shared_kv_layers(0)
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    writer.add_sliding_window_pattern([not each for each in full])
+    for each, size in (("", wide), ("_swa", config["head_dim"])):
+        for part in ("key_length", "value_length"):
+            getattr(writer, f"add_{part}{each}")(size)
+    heads = config["num_key_value_heads"], config["num_global_key_value_heads"]
+    writer.add_head_count_kv([heads[each] for each in full])
+    writer.add_rope_freq_base(1e6)
+    writer.add_rope_dimension_count(wide)
+    writer.add_rope_dimension_count_swa(config["head_dim"])
+    tensors["rope_freqs.weight"] = np.array([1] * turning + [1e30] * (wide // 2 - turning), np.float32)
 
 
 def llama3_factors(rope: Mapping[str, Any], rotary: int) -> Any:

@@ -54,8 +54,9 @@ def _print_candidates(data: dict[str, Any]) -> None:
     for each in data["candidates"]:
         known = each["low"] is not None
         interval = f"{each['low']:.2f} to {each['high']:.2f}" if known else ""
+        speed = f"{each['speedup']:.2f}x" if each["speedup"] else ""
         rows.append(
-            (each["drafter"], str(each["depth"]), f"{each['speedup']:.2f}x", interval, each["pairs"],
+            (each["drafter"], str(each["depth"]), speed, interval, each["pairs"],
              f"{each['acceptance_length']:.2f}")
         )  # fmt: skip
     print_table(("drafter", "depth", "speed", "95 % interval", "pairs", "acceptance\nlength"), rows)

@@ -166,7 +166,7 @@ class _Maker:
         for dims, count in CANDIDATES:
             if dims >= self.hidden or count * REFINED >= self.vocab:
                 break
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # packed weights are kept by the file that they come from
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 with tempfile.NamedTemporaryFile(dir=self.path.parent, suffix=".tmp", delete=False) as file:
                     np.save(file, np.stack((project[:dims], spread[:dims])))
@@ -178,6 +178,8 @@ class _Maker:
                 break  # its cost grows with the rows, that of the full one hardly does
             if found.agreement >= AGREES or not judged:
                 return sketch, found
+        with contextlib.suppress(OSError):
+            self.path.unlink(missing_ok=True)
         return None, full
 
     def _sketch(self, project: NDArray[np.float32], spread: NDArray[np.float32], count: int) -> SketchedLinear:

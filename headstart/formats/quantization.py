@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from headstart import registry
 from headstart.errors import ModelError
 from headstart.formats.base import Tensor, make_tensor
+from headstart.formats.integers import Integers, Regrouped
 from headstart.formats.rows import Deferred
 from headstart.formats.safetensors import Planned, bfloat16
 from headstart.formats.symbols import lookup
@@ -92,9 +93,9 @@ class Quantization:
     modules left alone. `packed`: last words of names that stand in the place of `weight`; `beside`: of tensors beside
     it; `after`: what follows the whole name of a weight; `needs`: of each of these, one word must be beside it.
     `describe`: None for what another quantization has stored (types and shapes decide, not values). `decode` gives None
-    where the values cannot be read here; `whole` a RawTensor of a type that is read here, with the same values, where
-    there is one; `check` raises ModelError where scales do not fit, from headers. `bits` of a
-    weight, roughly. `plans`: what `headstart plan` calls it; the first is meant by the config.
+    where the values cannot be read here; `integers`: where they are such, in place of `decode`; `whole`: a RawTensor of
+    a type that is read here with the same values, in place of both; `check` raises ModelError where scales do not fit,
+    from headers. `bits` of a weight, roughly. `plans`: what `headstart plan` calls it; the first is meant by the config.
     """
 
     describe: Callable[[Stored], Described | None]
@@ -105,6 +106,7 @@ class Quantization:
     after: tuple[str, ...] = ()
     needs: tuple[tuple[str, ...], ...] = ()
     decode: Callable[[Stored], Decode | None] = lambda stored: None
+    integers: Callable[[Stored], Integers | None] | None = None
     whole: Callable[[Stored], Any] = lambda stored: None
     check: Callable[[Stored], object] = lambda stored: None
     bits: int = 8
@@ -227,6 +229,8 @@ class Weights:
         quantization, described = self.look(stored)
         if quantization and (decode := quantization.decode(stored)):
             return decode
+        if integers := self.integers(stored):
+            return integers.values
         if quantization is None and stored.scale is not None and (marks or main.dtype not in FLOATS):
             beside = f"{main.name} is {main.dtype}, but scales {stored.scale.name} stand beside it"
             raise ModelError(beside, "no quantization that is known here stores weights so")
@@ -236,6 +240,15 @@ class Weights:
             alone = f"{main.name} is {main.dtype}, but no {main.name}_scale_inv is there: no scales stand beside it"
             raise ModelError(alone, AGAIN)
         return None
+
+    def integers(self, stored: Stored) -> Integers | None:
+        """The weight as integers and scales, if it is stored so. ModelError for one that is not whole."""
+        quantization, described = self.look(stored)
+        if quantization is None or quantization.integers is None or described.shape is None:
+            return None
+        if problem := self.problem(stored):
+            raise ModelError(f"{stored.main.name} {problem}", AGAIN)
+        return quantization.integers(stored)
 
     def unreadable(self, name: str, kind: str = "") -> ModelError:
         method = self.settings.get("quant_method") or kind or "something unknown"
@@ -272,6 +285,8 @@ def readable(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[s
         quantization, _ = weights.look(stored)
         if quantization and (same := quantization.whole(stored)):
             tensors_read[name] = same
+        elif integers := weights.integers(stored):
+            tensors_read[name] = Regrouped(integers, stored.main)
         elif decode := weights.decode(stored):
             tensors_read[name] = Dequantized(stored, decode, weights.shape(stored))
         else:

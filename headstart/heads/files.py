@@ -19,7 +19,7 @@ from headstart.files import written_aside
 from headstart.formats.base import Tensor
 from headstart.formats.json_object import read_object
 from headstart.formats.mtp_families import MOST_MODULES
-from headstart.formats.quantization import Dequantized, readable
+from headstart.formats.quantization import readable
 from headstart.formats.safetensors import save, whole_directory
 from headstart.formats.safetensors_file import read_file
 from headstart.heads.base import BlockSpec, HeadSpec
@@ -58,7 +58,7 @@ def read_head(path: Path) -> HeadCheckpoint:
     layout = _foreign(document)
     files = whole_directory(path) if layout else read_file(path / "model.safetensors")
     stored = readable(files, document)
-    tensors = {name: each.read() if isinstance(each, Dequantized) else each for name, each in stored.items()}
+    tensors = {name: each if isinstance(each, Tensor) else each.read() for name, each in stored.items()}
     return layout.read(document, tensors, path) if layout else _read_own(document, tensors, path)
 
 

@@ -69,8 +69,8 @@ class RopeSpec:
 class AttentionSpec:
     """Shape of one grouped-query attention; `scale` multiplies q.k. Keys have `head_dim` features, values `value_dim`
     (0: as many). `latent`: values are the first features of the keys, and a pool may keep them once. A row sees the
-    `window` positions up to its own (0: all of them), or, `chunked`, those of its own one of chunks so long; `causal`:
-    and none behind it, whatever plan.sees says. Scores become softcap * tanh(score / softcap), unless it is 0."""
+    `window` positions up to its own (0: all of them); `causal`: and none behind it, whatever plan.sees says. Scores
+    become softcap * tanh(score / softcap), unless it is 0."""
 
     num_heads: int
     num_kv_heads: int
@@ -81,7 +81,6 @@ class AttentionSpec:
     window: int = 0
     softcap: float = 0.0
     causal: bool = False
-    chunked: bool = False
 
     @property
     def value_width(self) -> int:

@@ -28,7 +28,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": (
         "factor", "original_max_position_embeddings", "attention_factor", "attn_factor", "beta_fast", "beta_slow",
-        "mscale", "mscale_all_dim", "truncate",
+        "mscale", "mscale_all_dim", "truncate", "llama_4_scaling_beta", "max_position_embeddings",
     ),
     "longrope": ("short_factor", "long_factor", "factor", "original_max_position_embeddings", "attention_factor"),
     "rope_freqs": ("factors",),  # a GGUF file's: divisors of the frequencies

@@ -32,7 +32,7 @@ DEFAULTS = {
 }  # fmt: skip
 HARMLESS = {
     "hidden_act": "hidden_activation says it",
-    "mm_tokens_per_image": "of pictures",
+    **dict.fromkeys(("mm_tokens_per_image", "vision_soft_tokens_per_image"), "of pictures"),
     **dict.fromkeys(
         ("boi_token_index", "eoi_token_index", "image_token_index", "boi_token_id", "eoi_token_id", "boa_token_id",
          "eoa_token_id", "eoa_token_index"),

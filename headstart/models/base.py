@@ -90,7 +90,8 @@ class Family:
 
 
 _INDEXER = "sparse attention with an indexer (DSA)"
-_STREAMS = "hyper-connections (several residual streams)"
+_SCALED_ROWS = "experts that read rows scaled by their router"
+_STREAMS = "several residual streams (hyper-connections, AltUp)"
 UNSUPPORTED: Mapping[str, str] = {
     "deepseek_v32": _INDEXER, "deepseek32": _INDEXER, "glm_moe_dsa": _INDEXER, "glm-dsa": _INDEXER,
     "glm5_next": f"Kimi delta attention and {_INDEXER}", "glm5-next": f"Kimi delta attention and {_INDEXER}",
@@ -98,7 +99,15 @@ UNSUPPORTED: Mapping[str, str] = {
     "mimo_v2": "attention sinks", "mimo_v2_flash": "attention sinks", "mimo2": "attention sinks",
     "nemotron_h": "Mamba2 layers", "nemotron_h_moe": "Mamba2 layers", "mamba2": "Mamba2 layers",
     "step3p5": "gated sliding-window attention", "step35": "gated sliding-window attention",
+    **dict.fromkeys(
+        ("gemma4_assistant", "gemma4_unified_assistant", "gemma4-assistant"),
+        "the keys and values of the model they draft for (vLLM, SGLang and llama.cpp have that: headstart launch)",
+    ),
+    "gemma3n": _STREAMS, "gemma3n_text": _STREAMS,
     "kimi_k3": "Kimi delta attention",
+    "llama4": _SCALED_ROWS, "llama4_text": _SCALED_ROWS,
+    "falcon_h1": "Mamba2 layers", "falcon-h1": "Mamba2 layers", "granitemoehybrid": "Mamba2 layers",
+    "granitehybrid": "Mamba2 layers", "minicpm3": "MiniCPM3's latent attention", "phimoe": "sparse-mixer routing",
     "minimax_m3": "block-sparse attention", "bailing_hybrid": "lightning attention",
 }  # fmt: skip
 """model_type (or llama.cpp's architecture) of a family that is not here -> what it has and no family here has."""
@@ -126,3 +135,16 @@ def is_known(model_type: str) -> bool:
     except ModelError:
         return False
     return True
+
+
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "max_position_embeddings", "tie_word_embeddings",
+)  # fmt: skip
+
+
+def with_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A text model's config with the sizes that its family takes where it names none."""
+    kind = config.get("model_type")
+    defaults = family_named(kind).defaults if isinstance(kind, str) and is_known(kind) else {}
+    return {key: defaults[key] for key in SIZES if key in defaults} | dict(config)

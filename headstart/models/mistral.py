@@ -1,20 +1,30 @@
-"""Mistral and Ministral: Llama's layers, in some files with windows. Of Mistral Small 3.1 and later the text part.
+"""Mistral and Ministral: Llama's layers, in some files with windows; in Ministral 3 queries that grow with their
+position. Of Mistral Small 3.1 and later the text part.
 
-Formula: transformers `models/mistral`, `models/ministral`, `models/mistral3`. llama.cpp calls them llama.
+Formula: transformers `models/mistral`, `models/ministral`, `models/ministral3`, `models/mistral3`. llama.cpp calls the
+older ones llama.
 """
 
 from __future__ import annotations
 
+from headstart.kernels.ops import TemperSpec
 from headstart.layers.build import DecoderConfig
+from headstart.layers.rope import scaling_of
 from headstart.models import keys
 from headstart.models.base import Family
-from headstart.models.keys import Config
+from headstart.models.keys import Config, number, real
 from headstart.models.names import WRAPPED, Names
 
 
 def parse(config: Config) -> DecoderConfig:
     config, tied = keys.text_config(config)
-    return keys.stack(config, windows=keys.windows_in_turn(config), tied=tied)
+    return keys.stack(config, windows=keys.windows_in_turn(config), mixer={"temper": _temper(config)}, tied=tied)
+
+
+def _temper(config: Config) -> TemperSpec | None:
+    scaling = scaling_of(config)
+    strength = real(scaling, "llama_4_scaling_beta", 0.0)
+    return TemperSpec(number(scaling, "original_max_position_embeddings"), strength) if strength else None
 
 
 FAMILY = Family(
@@ -27,6 +37,6 @@ FAMILY = Family(
             "of pictures, whose tensors are left out",
         ),
     },
-    aliases=("ministral", "mistral3"),
+    aliases=("ministral", "ministral3", "mistral3"),
     small={"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 9},
 )

@@ -51,6 +51,7 @@ FAMILY = Family(
         "intermediate_size": "of dense layers, where there are any",
         "attention_bias": "q, k and v have one in every file",
         "n_shared_experts": "one, whose width is said",
+        "sliding_window": "of use_sliding_window only",
     },
     aliases=("qwen2moe",),  # llama.cpp's
     small={

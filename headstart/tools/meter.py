@@ -10,7 +10,7 @@ from typing import Any
 
 from headstart.core import Sampled, SamplingRows, StepPlan
 from headstart.kernels.chain import Chain
-from headstart.kernels.ops import Backend, Buffer, Handle, Pool, Profiler
+from headstart.kernels.ops import Backend, Buffer, Handle, Pool, Profiler, Program
 
 
 class Meter:
@@ -26,6 +26,7 @@ class Meter:
         self.head: list[float] = []
         self.drafts: list[float] = []  # of the head's, those of whole drafts
         self.sampling: list[float] = []
+        self._trunk: Handle = None
         self._handles: dict[int, tuple[Handle, bool]] = {}  # by id: is it the head's?
         self._profiles = False
 
@@ -39,10 +40,15 @@ class Meter:
         for handle, _ in self._handles.values():
             self.backend.profile(handle, on)
 
+    def prepare(self, program: Program, **more: Any) -> Handle:
+        handle = self.backend.prepare(program, **more)
+        self._trunk = self._trunk or handle  # its program is an engine's first; all others draft
+        return handle
+
     def run(
         self, handle: Handle, plan: StepPlan, *, hidden_pool: Pool = None, hidden: Buffer = None
     ) -> Mapping[str, Buffer]:
-        is_head = plan.hidden_slots is not None or hidden is not None
+        is_head = handle is not self._trunk
         if id(handle) not in self._handles:
             self._handles[id(handle)] = handle, is_head
             if self._profiles:

@@ -74,8 +74,7 @@ def _drafted_attention(q: Tensor, pool: DraftMemory, spec: AttentionSpec, sinks:
     own = [(grouped * keys.unsqueeze(2)).sum(-1, keepdim=True) for keys in pool.keys[1:]]
     unseen = torch.ones(num_rows, num_rows, dtype=torch.bool, device=q.device).triu(1)
     if spec.window:
-        chunk = torch.arange(num_rows, device=q.device) // spec.window
-        unseen |= chunk[:, None] != chunk if spec.chunked else torch.ones_like(unseen).tril(-spec.window)
+        unseen |= torch.ones_like(unseen).tril(-spec.window)
     mask = torch.zeros(num_rows, num_rows + len(own), dtype=q.dtype, device=q.device)
     mask[:, :num_rows].masked_fill_(unseen, float("-inf"))
     weights = attention_weights(torch.cat((shared, *own), dim=-1) * spec.scale, mask, spec, sinks)

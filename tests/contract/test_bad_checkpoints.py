@@ -85,11 +85,11 @@ CASES = {
     "no family": Bad("qwen3", "names no model_type", {"model_type": None}),
     "a family nobody knows": Bad("qwen3", "unknown model family 'qwen33'", {"model_type": "qwen33"}),
     "AWQ": Bad(
-        "qwen3", "quantized as awq", {"quantization_config": {"quant_method": "awq"}},
+        "qwen3", "no scales stands beside it", {"quantization_config": {"quant_method": "awq"}},
         renamed("q_proj.weight", "q_proj.qweight"),
     ),
     "GPTQ": Bad(
-        "glm4_moe", "quantized as gptq", {"quantization_config": {"quant_method": "gptq"}},
+        "glm4_moe", "no scales stands beside it", {"quantization_config": {"quant_method": "gptq"}},
         renamed("q_proj.weight", "q_proj.qweight"),
     ),
     "bitsandbytes": Bad(

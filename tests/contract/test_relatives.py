@@ -30,6 +30,12 @@ VARIANTS: dict[str, Config] = {
     **{name: {"model_type": name} for name in RELATIVES},
     "mistral, no window": {"model_type": "mistral", "sliding_window": None},
     "ministral": {"model_type": "ministral", "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+    "ministral3": {
+        "model_type": "ministral3", "sliding_window": None, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 32,
+            "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+        },
+    },
     "mixtral, window": {"model_type": "mixtral", "sliding_window": 9},
     "qwen2_moe, windows": {
         "model_type": "qwen2_moe", "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2,
@@ -64,7 +70,7 @@ VARIANTS: dict[str, Config] = {
     "cohere": {"model_type": "cohere", "sliding_window": None, "sliding_window_pattern": None},
 }  # fmt: skip
 """Families, and what else their configs say."""
-FAMILY_OF = {"ministral": "mistral", "olmo3": "olmo2", "cohere": "cohere2"}
+FAMILY_OF = {"ministral": "mistral", "ministral3": "mistral", "olmo3": "olmo2", "cohere": "cohere2"}
 """Other names of a family."""
 ARCH = {
     "cohere2": "cohere2", "ernie4_5": "ernie4_5", "exaone4": "exaone4", "glm4": "glm4", "granite": "granite",

@@ -13,16 +13,18 @@ from support import family_of, make, prompt_of, request, run
 from headstart.config import EngineConfig
 from headstart.engine.load import Model, load_model
 from headstart.errors import ModelError
+from headstart.models.base import family_named
 from headstart.models.small import Arrays
 from headstart.tools.tiny import write_model
 
-FAMILIES = ("gemma3",)
+FAMILIES = ("gemma3", "gemma4")
 Tiny = tuple[dict[str, Any], Arrays]
 
 
 @pytest.fixture(params=FAMILIES)
 def tiny(request: pytest.FixtureRequest) -> Tiny:
-    return family_of(request.param).tiny(query_pre_attn_scalar=16, sliding_window_pattern=6)  # as GGUF files say it
+    said = {"gemma3": {"query_pre_attn_scalar": 16, "sliding_window_pattern": 6}, "gemma4": {"rope_theta": 1e6}}
+    return family_of(request.param).tiny(**said[request.param])  # as GGUF files say it
 
 
 def model_at(path: Path) -> Model:
@@ -57,6 +59,25 @@ def test_llama_cpp_files(tiny: Tiny, tmp_path: Path) -> None:
     plain = model_at(write_model(tmp_path / "plain", *tiny))
     found = model_at(write_gguf(tmp_path / "model.gguf", *tiny))
     np.testing.assert_allclose(logprobs(found), logprobs(plain), atol=2e-5)
+
+
+def test_layers_that_share_keys_name_the_last_one_of_their_kind() -> None:
+    """E2B's sizes: 20 of 35 layers; what such layers have of keys in files is left out, as it is in transformers."""
+    kinds = ["sliding_attention"] * 4 + ["full_attention"]
+    sizes = family_of("gemma4").read(
+        {"model_type": "gemma4_text", "num_hidden_layers": 35, "layer_types": kinds * 7, "num_kv_shared_layers": 20,
+         "num_key_value_heads": 1, "hidden_size": 1536, "intermediate_size": 6144, "use_double_wide_mlp": True}
+    )  # fmt: skip
+    shares: list[Any] = [layer.mixer.shares for layer in sizes.layers]  # type: ignore[attr-defined]
+    assert shares == [None] * 15 + [13, 13, 13, 13, 14] * 4
+    assert [layer.mlp.inner for layer in sizes.layers] == [6144] * 15 + [12288] * 20  # type: ignore[attr-defined]
+    with pytest.raises(ModelError, match="no full_attention layer is left whose keys layer 2 could read"):
+        family_of("gemma4").tiny(num_kv_shared_layers=1)
+
+
+def test_the_assistant_is_refused_by_name() -> None:
+    with pytest.raises(ModelError, match="gemma4_assistant models need the keys and values of the model"):
+        family_named("gemma4_assistant")
 
 
 def test_scores_of_27b_in_gguf_files() -> None:

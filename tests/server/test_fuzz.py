@@ -11,8 +11,8 @@ import pytest
 
 from headstart import hub
 
-pytestmark = pytest.mark.slow  # a server process, for half a minute
-MINUTES = 0.5
+pytestmark = pytest.mark.slow  # a server process, for a third of a minute
+MINUTES = 0.35
 HEALTH_MS = 1000
 """99 of 100 looks; a quiet machine needs less than a tenth of it."""
 

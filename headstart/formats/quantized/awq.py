@@ -1,9 +1,16 @@
-"""AWQ: integers packed along the output into 32-bit words, stored [in, out]. Not read yet."""
+"""AWQ: integers packed along the output into 32-bit words, stored [in, out]; the eight numbers of a word stand in
+another order (AutoAWQ's gemm)."""
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
+from headstart.formats.integers import Integers, unpacked
 from headstart.formats.quantization import Described, Quantization, Stored, bits_of
 from headstart.formats.quantized._int4 import GROUPED, check, outputs_of
+
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def describe(stored: Stored) -> Described | None:
@@ -15,6 +22,23 @@ def describe(stored: Stored) -> Described | None:
     return Described((outputs, rows), f"int{columns * 32 // outputs if outputs else bits_of(stored.settings)} (awq)")
 
 
+def integers(stored: Stored) -> Integers | None:
+    words, points = stored.main.numpy(), stored.beside["qzeros"].numpy()
+    scales = stored.beside["scales"].float32()
+    inputs, count = words.shape[0], len(scales)
+    if scales.shape[1] != 8 * words.shape[1] or inputs % count:
+        return None
+
+    def codes(rows: NDArray[np.int64]) -> NDArray[np.int32]:
+        chosen = np.unique(rows // 8)  # words that hold them
+        numbers = unpacked(np.ascontiguousarray(words[:, chosen]), 4, ORDER)
+        return numbers[:, np.searchsorted(chosen, rows // 8) * 8 + rows % 8].T
+
+    zeros = unpacked(np.ascontiguousarray(points), 4, ORDER)
+    groups = np.arange(inputs) // (inputs // count)
+    return Integers(stored.name, codes, zeros.T, scales.T, groups, 4)
+
+
 QUANTIZATION = Quantization(
     detect=lambda settings: settings.get("quant_method") == "awq",
     excludes={"awq": "modules_to_not_convert"},
@@ -22,6 +46,7 @@ QUANTIZATION = Quantization(
     beside=("scales", "qzeros"),
     needs=(("scales",), ("qzeros",)),
     describe=describe,
+    integers=integers,
     check=lambda stored: check(stored, stored.main.shape[-1]),
     bits=4,
     plans={"int4": GROUPED},

@@ -151,8 +151,7 @@ class Recorder:
     def attend(self, q: Buffer, pool: KVPool, spec: AttentionSpec, sinks: Vector | None = None) -> Buffer:
         width = spec.num_heads * spec.value_width
         index = self._index(q)
-        window = -spec.window if spec.chunked else spec.window
-        how = (spec.num_heads, spec.scale, window, spec.softcap, sinks, spec.causal)
+        how = (spec.num_heads, spec.scale, spec.window, spec.softcap, sinks, spec.causal)
         return Buffer(width, self.program.attend(index, pool, *how))
 
     def causal_conv(self, x: Buffer, weight: Vector, pool: StatePool, spec: ConvSpec) -> Buffer:

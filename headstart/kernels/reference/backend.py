@@ -164,7 +164,7 @@ class ReferenceOps:
 
     def attend(self, q: Tensor, pool: KVPool, spec: AttentionSpec, sinks: Tensor | None = None) -> Tensor:
         out = q.new_empty(len(q), spec.num_heads * spec.value_width)
-        for group in self._groups(-spec.window if spec.chunked else spec.window, spec.causal):
+        for group in self._groups(spec.window, spec.causal):
             attended = self._attend(q[group.rows], pool, spec, group, sinks)
             out[group.rows[group.valid]] = attended[group.valid]
         return out

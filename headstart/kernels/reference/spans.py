@@ -59,9 +59,8 @@ class Spans:
         if plan.paths:
             self._walk(plan.paths, spans, slots)
         visible = positions[None, None, :] <= (plan.positions if causal else self.sees)[rows][:, :, None]
-        if window:  # below 0: chunks
-            own = plan.positions[rows][:, :, None]
-            visible &= positions[None, None, :] >= (own - window + 1 if window > 0 else own // -window * -window)
+        if window:
+            visible &= positions[None, None, :] > plan.positions[rows][:, :, None] - window
         mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~torch.from_numpy(visible), float("-inf"))
         rows_t, valid_t, slots_t = (torch.from_numpy(np.ascontiguousarray(a)).to(device) for a in (rows, valid, slots))
         return Group(rows_t, valid_t, slots_t, mask.to(device))

@@ -23,6 +23,7 @@ from headstart.formats.json_object import read_object
 from headstart.formats.mtp_families import symbols
 from headstart.formats.quantization import settings_of
 from headstart.formats.symbols import MOST, lookup, text_config
+from headstart.models.base import with_sizes
 from headstart.tools.inspect import deep
 from headstart.tools.inspect.drafters import Drafter, describe_drafter, state_of_drafter
 from headstart.tools.inspect.findings import Finding, Subject, findings, shared_tensors
@@ -30,6 +31,7 @@ from headstart.tools.inspect.fit import check_fit, check_native, check_whole, dr
 from headstart.tools.inspect.heads import Heads, examine
 from headstart.tools.inspect.parts import summary
 from headstart.tools.inspect.render import lines
+from headstart.tools.inspect.runs import runs_here
 from headstart.tools.inspect.state import Check, dead, misread, state_of
 from headstart.tools.inspect.weights import Weight, weights_of
 
@@ -66,6 +68,7 @@ def run(options: InspectOptions, progress: Progress = no_progress) -> Report:
         checkpoint = _opened(name, progress)
         target = find_checkpoint(options.target, progress) if options.target else None
         data = describe(checkpoint, target)
+        data["here"] = None if data["drafter"] else runs_here(checkpoint)
     shipped = hub.resolve_alias(name).head() if hub.is_builtin(name) else None
     head = options.head or (str(shipped) if shipped else None)
     data["attached_head"] = describe_head(Path(head), checkpoint) if head else None
@@ -181,7 +184,7 @@ def _document(
     told: dict[str, Any],
     remarks: list[Finding],
 ) -> dict[str, Any]:
-    text, generation = text_config(checkpoint.config), checkpoint.generation_config
+    text, generation = with_sizes(text_config(checkpoint.config)), checkpoint.generation_config
     parts = heads.parts if heads else {"drafter": dict(weights)}
     quantization = settings_of(checkpoint.config)
     family = heads.family if heads else None

@@ -7,6 +7,7 @@ from collections import Counter
 from headstart.errors import ModelError
 from headstart.formats.mtp_families import Layout, declared, find_family, num_experts
 from headstart.formats.symbols import as_size, text_config
+from headstart.models.base import with_sizes
 from headstart.tools.plan.config_layers import Config, compressed, feed_forward, parts
 from headstart.tools.plan.shape import MLP, Attention, Head, Layers, Shape
 
@@ -16,7 +17,7 @@ MOST_EXPERTS = 2**16
 
 def shape_of(name: str, config: Config, *, weights: str = "bf16") -> Shape:
     """Raises ModelError naming a missing key, or a size that makes no sense."""
-    config = text_config(config)
+    config = with_sizes(text_config(config))
     _check(name, config)
     try:
         return _shape(name, config, weights)

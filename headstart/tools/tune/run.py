@@ -211,14 +211,14 @@ class _Tuning:
                 {
                     "drafter": each.drafter,
                     "depth": each.depth,
-                    "speedup": gain.point if gain else math.nan,
+                    "speedup": gain.point if gain else None,
                     "low": gain.low if gain else None,
                     "high": gain.high if gain else None,
                     "pairs": gain.pairs if gain else 0,
                     "acceptance_length": mean(lengths) if lengths else 1.0,
                 }
             )
-        documents.sort(key=lambda row: -row["speedup"])
+        documents.sort(key=lambda row: -(row["speedup"] or 0))
         return [{"drafter": "none", "depth": 0, "speedup": 1.0, "low": None, "high": None, "pairs": self.rounds,
                  "acceptance_length": 1.0}, *documents]  # fmt: skip
 

@@ -15,6 +15,7 @@ from headstart import machine
 from headstart.api import LLM
 from headstart.config import AUTO, EngineConfig
 from headstart.core import Progress, Report, SamplingParams, no_progress
+from headstart.engine.draft_model import DRAFT_MODEL
 from headstart.engine.load import Model, load_model, other_heads
 from headstart.engine.make import make_engine
 from headstart.errors import UsageError
@@ -78,7 +79,10 @@ def run(options: VerifyOptions, progress: Progress = no_progress) -> Report:
     drafters = options.drafters or default_drafters(options)
     work = _Verification(replace(options, thread_counts=threads, drafters=drafters), progress)
     for count in threads:
-        work.run_cells(load_model(options.model, replace(options.config, threads=count)), count)
+        config = replace(options.config, threads=count)
+        if DRAFT_MODEL in drafters:  # then --head is a whole model
+            config = replace(config, drafter=DRAFT_MODEL)
+        work.run_cells(load_model(options.model, config), count)
     excusable = not exact and options.config.dtype != "float64"
     if not exact:  # else float64 scores say nothing about what this backend computes
         work.judge(Judge(options.model, options.config, TIE if excusable else 0.0))

@@ -42,7 +42,8 @@ def small_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bench(model: str, *, backend: str = "native", **settings: Any) -> Report:
-    config = EngineConfig(backend=backend, threads=1, depth=settings.pop("depth", 1))
+    asked = {name: settings.pop(name) for name in ("drafter", "head") if name in settings}
+    config = EngineConfig(backend=backend, threads=1, depth=settings.pop("depth", 1), **asked)
     options = {"rows": (1, 4, 16), "context": 20, "repeats": 2, "read_bytes": READ_BYTES, **settings}
     return bench_step.run(StepOptions(model=model, config=config, **options))
 
@@ -55,6 +56,13 @@ def test_a_pass_reads_the_experts_of_a_row(tmp_path: Path) -> None:
     sizes = {name: model.weights.tensors[name].data.size for name in used}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
     assert bench_step.weight_bytes(model) == sum(sizes.values()) - experts + experts * 3 // 7
+
+
+def test_passes_of_a_second_model_are_drafts(plain: str) -> None:
+    """They read no hidden states, as the trunk's do not."""
+    data = bench(plain, drafter="draft_model", head=plain, depth=2).data
+    assert (data["draft"]["depth"], len(data["draft"]["step"]["samples_ms"])) == (2, 2 * 2)
+    assert all(len(row["samples_ms"]) == 2 for row in data["passes"])
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])

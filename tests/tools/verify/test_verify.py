@@ -82,6 +82,13 @@ def test_no_difference_over_the_whole_grid(folder: Path) -> None:
     json.dumps(data, allow_nan=False)
 
 
+def test_a_second_model_drafts(folder: Path) -> None:
+    """The trunk itself, no smaller than the trunk: it was asked for by name."""
+    asked = options(folder, drafters=("draft_model",))
+    report = verify.run(replace(asked, config=replace(asked.config, head=str(folder))))
+    assert report.ok and max(cell["acceptance_length"] for cell in report.data["cells"]) > 2
+
+
 def wrong_judge(draft: list[int], targets: list[int], *logprobs: Any) -> Verdict:
     """Believes the first drafted token, whatever the target says."""
     if draft and draft[0] != targets[0]:

@@ -1,0 +1,117 @@
+"""Weights that are integers times scales, in ggml's blocks where those hold every value, else as 16-bit floats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headstart.errors import ModelError
+from headstart.formats.base import Tensor, make_tensor
+from headstart.formats.rows import Deferred
+
+BLOCK = 32
+Rows = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Integers:
+    """Row r and column c is (codes[r, c] - zeros[r, g]) * scales[r, g], with g the group of column c. `codes`: rows [n]
+    -> [n, columns], of `bits` bits; zeros and scales [rows, groups]; `groups` [columns]. Raises ModelError for scales
+    that are no numbers, and for a column of a group that is not there."""
+
+    name: str
+    codes: Callable[[Rows], NDArray[np.int32]]
+    zeros: NDArray[np.int32]
+    scales: NDArray[np.float32]
+    groups: NDArray[np.int64]
+    bits: int
+
+    def __post_init__(self) -> None:
+        if not np.isfinite(self.scales).all():
+            raise ModelError(f"the scales of {self.name} are not all numbers", "download the model again")
+        if self.groups.min() < 0 or self.groups.max() >= self.scales.shape[1]:
+            what = f"columns of {self.name} are of groups {self.groups.min()} to {self.groups.max()}"
+            raise ModelError(f"{what}, but it has {self.scales.shape[1]}", "were its scales written for another size?")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.scales), len(self.groups)
+
+    @cached_property
+    def dtype(self) -> str:
+        """A ggml type that holds every value, or F16."""
+        lowest, highest = -int(self.zeros.max()), (1 << self.bits) - 1 - int(self.zeros.min())
+        whole = len(self.groups) % BLOCK == 0 and not np.ptp(self.groups.reshape(-1, BLOCK), axis=1).any()
+        with np.errstate(over="ignore"):
+            halves = self.scales.astype(np.float16).astype(np.float32)
+        if not whole or lowest < -128 or highest > 127 or not np.array_equal(halves, self.scales):
+            return "F16"
+        return "Q4_0" if lowest >= -8 and highest <= 7 else "Q8_0"
+
+    def centered(self, rows: Rows) -> NDArray[np.int32]:
+        """Codes without their zero points, [n, columns]."""
+        return np.asarray(self.codes(rows) - self.zeros[rows][:, self.groups])
+
+    def values(self, rows: Rows) -> NDArray[np.float32]:
+        return np.asarray(self.centered(rows) * self.scales[rows][:, self.groups], np.float32)
+
+    def raw(self, rows: Rows) -> NDArray[np.uint8]:
+        """Rows as a file of `dtype` has them, [n, bytes]."""
+        if self.dtype == "F16":
+            return self.values(rows).astype(np.float16).view(np.uint8)
+        codes = self.centered(rows).reshape(len(rows), -1, BLOCK)
+        scales = self.scales[rows][:, self.groups[::BLOCK]].astype(np.float16)[..., None].view(np.uint8)
+        if self.dtype == "Q4_0":  # column i beside column 16 + i
+            nibbles = (codes + 8).astype(np.uint8)
+            body = nibbles[..., : BLOCK // 2] | nibbles[..., BLOCK // 2 :] << 4
+        else:
+            body = codes.astype(np.int8).view(np.uint8)
+        return np.concatenate((scales, body), axis=-1).reshape(len(rows), -1)
+
+
+@dataclass(frozen=True, eq=False)
+class Regrouped(Deferred):
+    """A RawTensor of such a weight, made when it is wanted."""
+
+    integers: Integers
+    main: Tensor
+
+    @property
+    def name(self) -> str:
+        return self.integers.name
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.integers.shape
+
+    @property
+    def dtype(self) -> str:
+        return self.integers.dtype
+
+    def fingerprint(self) -> int:
+        return self.main.fingerprint()
+
+    def read(self) -> Tensor:
+        """The plain tensor, in memory."""
+        return self.take_rows(np.arange(self.shape[0]))
+
+    def take_rows(self, rows: Rows) -> Tensor:
+        raw = self.integers.raw(np.asarray(rows))
+        return make_tensor(self.name, (len(rows), self.shape[1]), self.dtype, np.ascontiguousarray(raw).reshape(-1))
+
+    def part(self, index: int) -> Tensor:
+        return self.take_rows(np.array([index])).part(0)
+
+
+def unpacked(words: NDArray[np.int32], bits: int, order: tuple[int, ...] = ()) -> NDArray[np.int32]:
+    """32-bit words [n, w] -> the numbers in them [n, w * 32 / bits]. The lowest bits of a word are its number 0, or
+    order[0], the next ones 1, or order[1], and so on."""
+    count = 32 // bits
+    shifts = np.arange(count, dtype=np.uint32) * bits
+    places = np.argsort(order) if order else np.arange(count)
+    numbers = words.view(np.uint32)[..., None] >> shifts[places] & np.uint32((1 << bits) - 1)
+    return numbers.reshape(len(words), -1).astype(np.int32)

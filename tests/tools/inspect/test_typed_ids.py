@@ -1,0 +1,163 @@
+"""Models that people type, by the facts of their config.json: they run, or one line names what is missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headstart.formats.base import Checkpoint
+from headstart.tools.inspect.runs import runs_here
+
+COMMON: dict[str, Any] = {
+    "architectures": ["XForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+    "hidden_act": "silu", "initializer_range": 0.02, "torch_dtype": "bfloat16", "transformers_version": "4.51.0",
+    "use_cache": True, "tie_word_embeddings": False, "rms_norm_eps": 1e-5, "vocab_size": 32768,
+    "max_position_embeddings": 32768, "rope_theta": 1e6, "hidden_size": 4096, "intermediate_size": 14336,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32,
+}  # fmt: skip
+MISTRAL: dict[str, Any] = {**COMMON, "model_type": "mistral", "sliding_window": None}
+PHI: dict[str, Any] = {
+    **COMMON, "model_type": "phi3", "attention_bias": False, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
+    "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}, "original_max_position_embeddings": 4096,
+    "hidden_size": 3072, "intermediate_size": 8192, "num_key_value_heads": 32, "pad_token_id": 32000,
+    "rope_scaling": None, "sliding_window": 262144, "rope_theta": 10000.0,
+}  # fmt: skip
+EXAONE: dict[str, Any] = {**COMMON, "model_type": "exaone4", "head_dim": 128, "sliding_window_pattern": "LLLG"}
+COHERE: dict[str, Any] = {
+    **COMMON, "model_type": "cohere2", "attention_bias": False, "head_dim": 128, "layer_norm_eps": 1e-5,
+    "layer_switch": 4, "logit_scale": 0.25, "order_of_interleaved_layers": "local_attn_first", "pad_token_id": 0,
+    "position_embedding_type": "rope_gptj", "rope_scaling": None, "rotary_pct": 1.0, "sliding_window": 4096,
+    "sliding_window_pattern": 4, "use_embedding_sharing": True, "use_gated_activation": True,
+    "use_parallel_block": True, "use_parallel_embedding": True, "cache_implementation": "hybrid",
+}  # fmt: skip
+SCALED = {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+INTERLEAVED = (["sliding_attention"] * 3 + ["full_attention"]) * 8
+GRANITE: dict[str, Any] = {
+    **COMMON, "model_type": "granite", "attention_bias": False, "attention_multiplier": 0.0078125,
+    "embedding_multiplier": 12.0, "logits_scaling": 16.0, "mlp_bias": False, "residual_multiplier": 0.22,
+    "rope_scaling": None,
+}  # fmt: skip
+RUN: dict[str, dict[str, Any]] = {
+    "mistralai/Mistral-7B-v0.1": {**MISTRAL, "sliding_window": 4096},
+    "mistralai/Mistral-7B-Instruct-v0.3": MISTRAL,
+    "mistralai/Mistral-Nemo-Instruct-2407": {**MISTRAL, "head_dim": 128, "hidden_size": 5120},
+    "mistralai/Ministral-8B-Instruct-2410": {**MISTRAL, "head_dim": 128, "sliding_window": 32768},
+    "mistralai/Mistral-Small-3.2-24B-Instruct-2506": {
+        "architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "image_token_index": 10,
+        "multimodal_projector_bias": False, "projector_hidden_act": "gelu", "spatial_merge_size": 2,
+        "vision_config": {"model_type": "pixtral"}, "vision_feature_layer": -1, "torch_dtype": "bfloat16",
+        "text_config": {**MISTRAL, "head_dim": 128, "hidden_size": 5120},
+    },
+    "mistralai/Ministral-3-8B-Instruct-2512": {
+        "model_type": "mistral3", "vision_config": {"model_type": "pixtral"}, "text_config": {
+            **MISTRAL, "model_type": "ministral3", "head_dim": 128, "rope_parameters": {
+                "type": "yarn", "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "beta_fast": 32.0,
+                "beta_slow": 1.0, "original_max_position_embeddings": 16384, "max_position_embeddings": 262144,
+                "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+            },
+        },
+    },
+    "mistralai/Mixtral-8x7B-Instruct-v0.1": {
+        **MISTRAL, "model_type": "mixtral", "num_experts_per_tok": 2, "num_local_experts": 8,
+        "output_router_logits": False, "router_aux_loss_coef": 0.02,
+    },
+    "Qwen/Qwen1.5-MoE-A2.7B-Chat": {
+        **COMMON, "model_type": "qwen2_moe", "decoder_sparse_step": 1, "max_window_layers": 21,
+        "moe_intermediate_size": 1408, "norm_topk_prob": False, "num_experts": 60, "num_experts_per_tok": 4,
+        "output_router_logits": False, "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 5632,
+        "sliding_window": 32768, "use_sliding_window": False,
+    },
+    "microsoft/Phi-3-mini-4k-instruct": {**PHI, "sliding_window": 2047},
+    "microsoft/Phi-3.5-mini-instruct": {**PHI, "rope_scaling": {**SCALED, "type": "longrope"}},
+    "microsoft/Phi-4-mini-instruct": {
+        **PHI, "partial_rotary_factor": 1.0, "full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False,
+        "mlp_bias": False, "rope_scaling": SCALED,
+    },
+    "microsoft/phi-4": {**PHI, "sliding_window": None, "hidden_size": 5120, "num_attention_heads": 40,
+                        "num_key_value_heads": 10, "rope_theta": 250000},
+    "allenai/OLMo-2-1124-7B-Instruct": {
+        **COMMON, "model_type": "olmo2", "attention_bias": False, "num_key_value_heads": 32, "rope_scaling": None,
+    },
+    "allenai/Olmo-3-7B-Instruct": {
+        **COMMON, "model_type": "olmo3", "attention_bias": False, "layer_types": INTERLEAVED, "sliding_window": 4096,
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "beta_fast": 32.0,
+            "beta_slow": 1.0, "attention_factor": 1.2079441541679836,
+        },
+    },
+    "ibm-granite/granite-3.3-8b-instruct": GRANITE,
+    "zai-org/GLM-4-9B-0414": {
+        **COMMON, "model_type": "glm4", "attention_bias": False, "head_dim": 128, "num_key_value_heads": 2,
+        "partial_rotary_factor": 0.5, "eos_token_id": [151329, 151336], "pad_token_id": 151329,
+    },
+    "zai-org/glm-4-9b-chat-hf": {
+        **COMMON, "model_type": "glm", "attention_bias": True, "head_dim": 128, "num_key_value_heads": 2,
+    },
+    "ByteDance-Seed/Seed-OSS-36B-Instruct": {
+        **COMMON, "model_type": "seed_oss", "attention_bias": True, "attention_out_bias": False, "head_dim": 128,
+        "mlp_bias": False, "residual_dropout": 0.1, "pretraining_tp": 1, "rope_scaling": {"rope_type": "default"},
+    },
+    "LGAI-EXAONE/EXAONE-4.0-32B": {**EXAONE, "layer_types": INTERLEAVED, "sliding_window": 4096},
+    "LGAI-EXAONE/EXAONE-4.0-1.2B": {
+        **EXAONE, "layer_types": ["full_attention"] * 32, "sliding_window": None, "sliding_window_pattern": None,
+    },
+    "CohereLabs/c4ai-command-r7b-12-2024": COHERE,
+    "CohereLabs/c4ai-command-r-v01": {
+        **{key: COHERE[key] for key in (*COMMON, "attention_bias", "layer_norm_eps", "pad_token_id")},
+        "model_type": "cohere", "logit_scale": 0.0625, "model_max_length": 131072, "use_qk_norm": False,
+    },
+    "tencent/Hunyuan-7B-Instruct": {
+        **COMMON, "model_type": "hunyuan_v1_dense", "attention_bias": False, "attention_head_dim": 128,
+        "head_dim": 128, "use_qk_norm": True, "use_cla": False, "eod_token_id": 127967, "mlp_bias": False,
+        "rope_scaling": {
+            "alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "type": "dynamic",
+        },
+    },
+    "baidu/ERNIE-4.5-0.3B-PT": {
+        **COMMON, "model_type": "ernie4_5", "head_dim": 128, "use_bias": False, "tie_word_embeddings": True,
+    },
+    "openbmb/MiniCPM-2B-sft-bf16": {
+        **COMMON, "model_type": "minicpm", "scale_emb": 12, "dim_model_base": 256, "scale_depth": 1.4,
+        "rope_scaling": None,
+    },
+    "Qwen/Qwen2.5-7B-Instruct-AWQ": {
+        **COMMON, "model_type": "qwen2", "max_window_layers": 28, "sliding_window": 131072,
+        "use_sliding_window": False, "quantization_config": {
+            "bits": 4, "group_size": 128, "modules_to_not_convert": None, "quant_method": "awq", "version": "gemm",
+            "zero_point": True,
+        },
+    },
+}  # fmt: skip
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": ({"model_type": "llama4"}, "rows scaled by their router"),
+    "tiiuae/Falcon-H1-1.5B-Instruct": ({"model_type": "falcon_h1"}, "Mamba2 layers"),
+    "ibm-granite/granite-4.0-h-tiny": ({"model_type": "granitemoehybrid"}, "Mamba2 layers"),
+    "openbmb/MiniCPM3-4B": ({"model_type": "minicpm3"}, "MiniCPM3's latent attention"),
+    "microsoft/Phi-3.5-MoE-instruct": ({"model_type": "phimoe"}, "sparse-mixer routing"),
+    "CohereLabs/c4ai-command-r-plus": (
+        {**COHERE, "model_type": "cohere", "use_qk_norm": True, "sliding_window": None}, "use_qk_norm is true",
+    ),
+    "openbmb/MiniCPM4.1-8B": ({**COMMON, "model_type": "minicpm", "sparse_config": {"topk": 64}}, "sparse_config"),
+    "tencent/Hunyuan-A13B-Instruct": (
+        {**COMMON, "model_type": "hunyuan_v1_dense", "num_experts": 64}, "Hunyuan with experts",
+    ),
+}  # fmt: skip
+
+
+def verdict(config: dict[str, Any]) -> dict[str, Any]:
+    return runs_here(Checkpoint(Path("model"), "safetensors", config, {}, canonical_names=False))
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_they_run(name: str) -> None:
+    assert verdict(RUN[name]) == {"runs": True, "why": "", "fix": ""}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_one_line_names_what_is_missing(name: str) -> None:
+    config, said = REFUSED[name]
+    found = verdict(config)
+    assert not found["runs"] and said in found["why"] and "\n" not in found["why"]
