@@ -95,7 +95,7 @@ class Quantization:
     `describe`: None for what another quantization has stored (types and shapes decide, not values). `decode` gives None
     where the values cannot be read here; `integers`: where they are such, in place of `decode`; `whole`: a RawTensor of
     a type that is read here with the same values, in place of both; `check` raises ModelError where scales do not fit,
-    from headers. `bits` of a weight, roughly. `plans`: what `headstart plan` calls it; the first is meant by the config.
+    from headers. `bits` of a weight, roughly. `plans`: what `headstart plan` calls it; the first is the config's.
     """
 
     describe: Callable[[Stored], Described | None]
