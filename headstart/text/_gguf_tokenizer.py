@@ -88,8 +88,8 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
 def build(metadata: Mapping[str, Any], where: str) -> tokenizers.Tokenizer:
     """The tokenizer of a GGUF file. ModelError for a kind that is not known or for broken tables."""
     kind = metadata.get("tokenizer.ggml.model")
-    if kind not in ("gpt2", "llama"):
-        known = "known are gpt2 (byte-level BPE) and llama (sentencepiece)"
+    if kind not in ("gpt2", "llama", "gemma4"):
+        known = "known are gpt2 (byte-level BPE), llama (sentencepiece) and gemma4 (BPE over its pieces)"
         raise ModelError(f"{where}: the tokenizer model is {kind!r}", known if kind else "the file has no tokenizer")
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not tokens:
@@ -106,11 +106,7 @@ def _byte_level(
     metadata: Mapping[str, Any], tokens: list[str], vocabulary: dict[str, int], where: str
 ) -> tokenizers.Tokenizer:
     rule = pre_tokenizer_of(metadata, where)
-    merges = metadata.get("tokenizer.ggml.merges")
-    if not isinstance(merges, list):
-        raise ModelError(f"{where}: tokenizer.ggml.merges is missing", "convert the model again")
-    # A space inside a part is written as a printable character, so the first space after the start divides them.
-    pairs = [(merge[:cut], merge[cut + 1 :]) for merge in merges if (cut := merge.find(" ", 1)) > 0]
+    pairs = _written_merges(metadata, where)
     tokenizer = tokenizers.Tokenizer(_bpe(vocabulary, pairs, where, ignore_merges=rule.ignore_merges))
     if rule.nfc:
         tokenizer.normalizer = normalizers.NFC()
@@ -119,6 +115,14 @@ def _byte_level(
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
+
+
+def _written_merges(metadata: Mapping[str, Any], where: str) -> list[tuple[str, str]]:
+    merges = metadata.get("tokenizer.ggml.merges")
+    if not isinstance(merges, list):
+        raise ModelError(f"{where}: tokenizer.ggml.merges is missing", "convert the model again")
+    # A space inside a part is written as a printable character, so the first space after the start divides them.
+    return [(merge[:cut], merge[cut + 1 :]) for merge in merges if (cut := merge.find(" ", 1)) > 0]
 
 
 def pre_tokenizer_of(metadata: Mapping[str, Any], where: str) -> PreTokenizer:
@@ -133,11 +137,15 @@ def pre_tokenizer_of(metadata: Mapping[str, Any], where: str) -> PreTokenizer:
 def _sentencepiece(
     metadata: Mapping[str, Any], tokens: list[str], vocabulary: dict[str, int], where: str
 ) -> tokenizers.Tokenizer:
-    scores = metadata.get("tokenizer.ggml.scores")
-    if not isinstance(scores, np.ndarray) or len(scores) != len(tokens):
-        raise ModelError(f"{where}: tokenizer.ggml.scores does not fit its {len(tokens)} tokens", "convert it again")
     unk = special_token(metadata, "unknown", tokens)
-    pairs = _merges(vocabulary, scores.tolist())
+    if metadata["tokenizer.ggml.model"] == "gemma4":  # its merges are written, its scores mean nothing
+        pairs = _written_merges(metadata, where)
+    else:
+        scores = metadata.get("tokenizer.ggml.scores")
+        if not isinstance(scores, np.ndarray) or len(scores) != len(tokens):
+            what = f"{where}: tokenizer.ggml.scores does not fit its {len(tokens)} tokens"
+            raise ModelError(what, "convert it again")
+        pairs = _merges(vocabulary, scores.tolist())
     tokenizer = tokenizers.Tokenizer(_bpe(vocabulary, pairs, where, unk_token=unk, fuse_unk=True, byte_fallback=True))
     prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     steps: list[Any] = [normalizers.Prepend(SPACE)] if prefix else []

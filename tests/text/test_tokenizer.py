@@ -106,6 +106,21 @@ def test_sentencepiece_merges_by_score(text: str) -> None:
     assert inner.encode(text, add_special_tokens=False).tokens == reference_pieces(text)
 
 
+def test_pieces_with_written_merges() -> None:
+    """Gemma 4's files: the pieces of sentencepiece, whose merges are written instead of their scores."""
+    plain = sentencepiece(**{"tokenizer.ggml.add_space_prefix": False})
+    vocabulary = {token: number for number, token in enumerate(plain["tokenizer.ggml.tokens"])}
+    merges = [" ".join(pair) for pair in _gguf_tokenizer._merges(vocabulary, [0.0] * 259 + SCORES)]
+    written = {**plain, "tokenizer.ggml.model": "gemma4", "tokenizer.ggml.merges": merges}
+    del written["tokenizer.ggml.scores"]
+    for text in ("hello", "hello world  hello", "né\n\nhell", " x"):
+        expected, found = Tokenizer.from_gguf(plain), Tokenizer.from_gguf(written)
+        assert found.encode(text) == expected.encode(text, add_special=False)
+        assert found.decode(found.encode(text)) == text
+    with pytest.raises(ModelError, match=r"tokenizer\.ggml\.merges is missing"):
+        Tokenizer.from_gguf({**written, "tokenizer.ggml.merges": None})
+
+
 def test_sentencepiece_falls_back_to_bytes() -> None:
     tokenizer = Tokenizer.from_gguf(sentencepiece())
     for text in ("hello 🎉 é", " two", "x", "  "):

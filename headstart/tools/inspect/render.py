@@ -18,6 +18,8 @@ def _model(data: Data) -> Iterator[str]:
     yield f"{data['architecture']} ({data['format']}{family}), {data['model']}"
     sizes = ", ".join(f"{key} {value}" for key, value in data["sizes"].items())
     yield f"context length {data['context_length']}; {sizes}"
+    if here := data["here"]:
+        yield "headstart runs it" if here["runs"] else f"headstart does not run it: {here['why']}"
     if data["quantization"]:
         yield "quantization: " + ", ".join(f"{key} {value}" for key, value in data["quantization"].items())
     if data["speculation"]:

@@ -31,6 +31,7 @@ from headstart.tools.inspect.fit import check_fit, check_native, check_whole, dr
 from headstart.tools.inspect.heads import Heads, examine
 from headstart.tools.inspect.parts import summary
 from headstart.tools.inspect.render import lines
+from headstart.tools.inspect.runs import runs_here
 from headstart.tools.inspect.state import Check, dead, misread, state_of
 from headstart.tools.inspect.weights import Weight, weights_of
 
@@ -67,6 +68,7 @@ def run(options: InspectOptions, progress: Progress = no_progress) -> Report:
         checkpoint = _opened(name, progress)
         target = find_checkpoint(options.target, progress) if options.target else None
         data = describe(checkpoint, target)
+        data["here"] = None if data["drafter"] else runs_here(checkpoint)
     shipped = hub.resolve_alias(name).head() if hub.is_builtin(name) else None
     head = options.head or (str(shipped) if shipped else None)
     data["attached_head"] = describe_head(Path(head), checkpoint) if head else None

@@ -72,9 +72,19 @@ def layer_kinds(config: Config, num_layers: int) -> list[str]:
         return ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(num_layers)]
     if not kinds and isinstance(flags := config.get("hybrid_layer_pattern"), list):
         return ["sliding_attention" if flag else "full_attention" for flag in flags][:num_layers]
+    if not kinds and config.get("sliding_window") and config.get("sliding_window_pattern"):
+        turn = _turn(config["sliding_window_pattern"])
+        return ["sliding_attention" if turn[i % len(turn)] else "full_attention" for i in range(num_layers)]
     if not kinds and config.get("attention_chunk_size") and isinstance(flags := config.get("no_rope_layers"), list):
         return ["chunked_attention" if flag else "full_attention" for flag in flags][:num_layers]
     return kinds or ["full_attention"] * num_layers
+
+
+def _turn(pattern: Any) -> list[bool]:
+    """Which layers have a window, again and again: letters (LLLG), a flag for each, or how often one has none."""
+    if isinstance(pattern, str):
+        return [letter == "L" for letter in pattern]
+    return [bool(each) for each in pattern] if isinstance(pattern, list) else [True] * (int(pattern) - 1) + [False]
 
 
 def _mixer(config: Config, kind: str, *, borrowing: bool) -> Attention:

@@ -398,7 +398,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     document = json.loads(capsys.readouterr().out)
     assert set(document) == {
         "schema", "model", "format", "files", "architecture", "family", "sizes", "context_length", "sampling",
-        "speculation",
+        "speculation", "here",
         "quantization", "tied_embeddings", "parts", "total", "heads", "findings", "drafter", "fit", "attached_head",
         "deep",
     }  # fmt: skip
