@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from support import family_of, make, new_folder, prompt_of, request, run, soften, tiny_model
 
-from headstart import machine
+from headstart import hub, machine
 from headstart.cli.main import main
 from headstart.config import EngineConfig
 from headstart.core import SamplingParams, Span, Verdict
@@ -331,6 +331,8 @@ def test_the_grid_is_small() -> None:
     assert len(pairwise(factors)) <= 26
     assert len(pairwise(VerifyOptions(thread_counts=(1, 2)).factors())) <= 31
     assert default_drafters(VerifyOptions(model="another")) == ("mtp", "ngram", "mixed")
+    head = EngineConfig(head=str(hub.shipped_heads(hub.DEFAULT_MODEL)["block"]))
+    assert default_drafters(VerifyOptions(config=head)) == ("block", "ngram", "mixed")
 
 
 def test_the_full_grid_compares_two_thousand_texts() -> None:
