@@ -70,6 +70,8 @@ def layer_kinds(config: Config, num_layers: int) -> list[str]:
     every = int(config.get("full_attention_interval") or 0)
     if not kinds and config.get("linear_num_value_heads") and every:
         return ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(num_layers)]
+    if not kinds and isinstance(full := config.get("full_attn_idxs"), list):
+        return ["full_attention" if i in full else "conv" for i in range(num_layers)]
     if not kinds and isinstance(flags := config.get("hybrid_layer_pattern"), list):
         return ["sliding_attention" if flag else "full_attention" for flag in flags][:num_layers]
     if not kinds and config.get("sliding_window") and config.get("sliding_window_pattern"):
@@ -90,6 +92,8 @@ def _turn(pattern: Any) -> list[bool]:
 def _mixer(config: Config, kind: str, *, borrowing: bool) -> Attention:
     if kind == "linear_attention":
         return recurrent(config)
+    if kind == "conv":
+        return short_convolution(config)
     windows = {"chunked_attention": "attention_chunk_size", "sliding_attention": "sliding_window"}
     return grouped(config, int(config[windows[kind]]) if kind in windows else 0, borrowing=borrowing)
 
@@ -188,6 +192,17 @@ def recurrent(config: Config) -> Attention:
     )
 
 
+def short_convolution(config: Config) -> Attention:
+    """A gated convolution of a few taps (LFM2's): its state is the last inputs."""
+    hidden = int(config["hidden_size"])
+    return Attention(
+        weights=4 * hidden * hidden,
+        kernels=KERNELS["recurrent"],
+        stride=0,
+        state=(int(config.get("conv_L_cache") or 3) - 1) * hidden,
+    )
+
+
 def mamba(config: Config) -> Attention:
     """Mamba-2: a state of heads x head size x state size, whatever the context."""
     hidden, heads, size = (int(config[key]) for key in ("hidden_size", "mamba_num_heads", "mamba_head_dim"))
@@ -213,7 +228,7 @@ def sparse_layers(config: Config, num_layers: int) -> list[bool]:
         return [index in chosen for index in range(num_layers)]
     step = int(config.get("interleave_moe_layer_step") or config.get("decoder_sparse_step") or 1)
     dense = {int(each) for each in config.get("mlp_only_layers") or ()}
-    first = int(config.get("first_k_dense_replace") or 0)
+    first = int(config.get("first_k_dense_replace") or config.get("num_dense_layers") or 0)
     return [i >= first and (i + 1) % step == 0 and i not in dense for i in range(num_layers)]
 
 
