@@ -17,6 +17,7 @@ ARCH = {
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe",
     "deepseek_v3": "deepseek2", "qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
     "smollm3": "smollm3", "gemma3_text": "gemma3", "gemma4_text": "gemma4", "lfm2": "lfm2", "lfm2_moe": "lfm2moe",
+    "gpt_oss": "gpt-oss",
 }  # fmt: skip
 """model_type -> llama.cpp's architecture."""
 HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
@@ -40,7 +41,8 @@ NAMES = {
     "input_layernorm": "attn_norm", "self_attn.o_proj": "attn_output", "self_attn.q_a_proj": "attn_q_a",
     "self_attn.q_a_layernorm": "attn_q_a_norm", "self_attn.q_b_proj": "attn_q_b",
     "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm",
-    "mlp.gate": "ffn_gate_inp", "mlp.gate.e_score_correction_bias": "exp_probs_b.bias", "eh_proj": "nextn.eh_proj",
+    "mlp.gate": "ffn_gate_inp", "mlp.router": "ffn_gate_inp", "self_attn.sinks": "attn_sinks.weight",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias", "eh_proj": "nextn.eh_proj",
     "enorm": "nextn.enorm", "hnorm": "nextn.hnorm", "shared_head.norm": "nextn.shared_head_norm",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp", "linear_attn.in_proj_qkv": "attn_qkv",
     "linear_attn.in_proj_z": "attn_gate", "linear_attn.in_proj_a": "ssm_alpha", "linear_attn.in_proj_b": "ssm_beta",
@@ -120,8 +122,7 @@ def _write_sizes(writer: gguf.GGUFWriter, config: Config, tensors: Arrays, *, li
     if "routed_scaling_factor" in config:
         writer.add_expert_weights_norm(config.get("norm_topk_prob", True))
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-    if "conv_L_cache" in config:
-        _write_short_conv(writer, config)
+    _write_family(writer, config)
     if family == "deepseek_v3":
         latent, rotary = config["kv_lora_rank"], config["qk_rope_head_dim"]
         writer.add_head_count_kv(1)
@@ -140,6 +141,14 @@ def _write_sizes(writer: gguf.GGUFWriter, config: Config, tensors: Arrays, *, li
             writer.add_array(f"{ARCH[family]}.attention.recurrent_layers", linear + [False] * modules)
         else:
             writer.add_uint32(f"{ARCH[family]}.full_attention_interval", every)
+
+
+def _write_family(writer: gguf.GGUFWriter, config: Config) -> None:
+    if config["model_type"] == "gpt_oss":
+        writer.add_sliding_window(config["sliding_window"])
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+    if "conv_L_cache" in config:
+        _write_short_conv(writer, config)
 
 
 def _write_short_conv(writer: gguf.GGUFWriter, config: Config) -> None:
@@ -237,8 +246,19 @@ def llama_tensors(config: Config, arrays: Arrays) -> Arrays:
         if match := re.fullmatch(r"(?:mlp|feed_forward)\.experts\.(\d+)\.(gate|up|down)_proj\.weight", part):
             stacks.setdefault(f"blk.{layer}.ffn_{match[2]}_exps.weight", {})[int(match[1])] = array
             continue
-        found |= {f"blk.{layer}.{new}": each for new, each in _of_layer(config, part, array).items()}
+        parts = _of_experts(part, array) or _of_layer(config, part, array)
+        found |= {f"blk.{layer}.{new}": each for new, each in parts.items()}
     return found | {name: np.stack([each for _, each in sorted(parts.items())]) for name, parts in stacks.items()}
+
+
+def _of_experts(part: str, array: Any) -> Arrays:
+    """A stack of gpt-oss: gate and up alternate, matrices are [experts, in, out]."""
+    match = re.fullmatch(r"mlp\.experts\.(gate_up|down)_proj(_bias)?", part)
+    if not match:
+        return {}
+    end = "bias" if match[2] else "weight"
+    pieces = {"gate": array[..., ::2], "up": array[..., 1::2]} if match[1] == "gate_up" else {"down": array}
+    return {f"ffn_{n}_exps.{end}": each if match[2] else each.swapaxes(1, 2) for n, each in pieces.items()}
 
 
 def _of_layer(config: Config, part: str, array: Any) -> Arrays:

@@ -56,6 +56,8 @@ RELATIVES = (
 """Llama's layers with declared differences: tests/contract/test_relatives.py has those, and no grid of its own."""
 ALL_FAMILIES = registry.available("models")
 FAMILIES = [name for name in ALL_FAMILIES if name not in RELATIVES]
+REFERENCE_ONLY = ("gpt_oss",)
+"""Families that the native backend refuses by name."""
 DRAFTERS = sorted({*registry.available("drafters"), *registry.available("heads")} - {"head"})
 VOCAB, EOS = 131, 2
 PLAIN_SPEC = HeadSpec()
@@ -86,7 +88,7 @@ def new_folder() -> Path:
 
 def soften(arrays: Arrays, factor: float) -> Arrays:
     """Blocks that say less: the next token then depends mostly on the last one, so that a head can guess it."""
-    quiet = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "w2.weight")
+    quiet = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "w2.weight", "experts.down_proj", "down_proj_bias")
     return {name: array * np.float32(factor if name.endswith(quiet) else 1) for name, array in arrays.items()}
 
 

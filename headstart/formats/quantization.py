@@ -93,9 +93,9 @@ class Quantization:
     modules left alone. `packed`: last words of names that stand in the place of `weight`; `beside`: of tensors beside
     it; `after`: what follows the whole name of a weight; `needs`: of each of these, one word must be beside it.
     `describe`: None for what another quantization has stored (types and shapes decide, not values). `decode` gives None
-    where the values cannot be read here; `integers`: where they are such, in place of `decode`; `check` raises
-    ModelError where scales do not fit, from headers. `bits` of a weight, roughly. `plans`: what `headstart plan` calls
-    it; the first is meant by the config.
+    where the values cannot be read here; `integers`: where they are such, in place of `decode`; `whole`: a RawTensor of
+    a type that is read here with the same values, in place of both; `check` raises ModelError where scales do not fit,
+    from headers. `bits` of a weight, roughly. `plans`: what `headstart plan` calls it; the first is the config's.
     """
 
     describe: Callable[[Stored], Described | None]
@@ -107,6 +107,7 @@ class Quantization:
     needs: tuple[tuple[str, ...], ...] = ()
     decode: Callable[[Stored], Decode | None] = lambda stored: None
     integers: Callable[[Stored], Integers | None] | None = None
+    whole: Callable[[Stored], Any] = lambda stored: None
     check: Callable[[Stored], object] = lambda stored: None
     bits: int = 8
     plans: Mapping[str, WeightBytes] = field(default_factory=dict)
@@ -268,7 +269,7 @@ def _kind_of(stored: Stored) -> tuple[Any, ...]:
     return stored.main.dtype, stored.main.shape, stored.packed and stored.word, beside
 
 
-def readable(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor | Dequantized | Regrouped]:
+def readable(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Any]:
     """A checkpoint's tensors with every quantized weight and what belongs to it made one. ModelError for a weight, or a
     quantization_config, of a kind that nobody knows or that cannot be read."""
     weights = Weights(tensors, config)
@@ -279,9 +280,12 @@ def readable(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[s
         raise ModelError(f"quantization_config names {method!r}, which is unknown", hint)
     if weights.loose:
         raise weights.unreadable(weights.loose[0])
-    tensors_read: dict[str, Tensor | Dequantized | Regrouped] = {}
+    tensors_read: dict[str, Any] = {}
     for name, stored in weights.stored.items():
-        if integers := weights.integers(stored):
+        quantization, _ = weights.look(stored)
+        if quantization and (same := quantization.whole(stored)):
+            tensors_read[name] = same
+        elif integers := weights.integers(stored):
             tensors_read[name] = Regrouped(integers, stored.main)
         elif decode := weights.decode(stored):
             tensors_read[name] = Dequantized(stored, decode, weights.shape(stored))

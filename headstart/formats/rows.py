@@ -58,6 +58,13 @@ class Source(Protocol):
         """A Tensor."""
 
 
+class Turnable(Source, Protocol):
+    """A matrix that can be transposed."""
+
+    def transposed(self) -> Any:
+        """A Tensor."""
+
+
 @dataclass(frozen=True, eq=False)
 class Picked(Deferred):
     """A RawTensor: rows [n] of the first dimension of `source`."""
@@ -90,6 +97,35 @@ class Picked(Deferred):
 
     def part(self, index: int) -> Tensor:
         return self.take_rows(np.array([index])).part(0)
+
+
+@dataclass(frozen=True, eq=False)
+class Turned(Deferred):
+    """A RawTensor: the matrix `source` with rows and columns exchanged."""
+
+    source: Turnable
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.shape[::-1]
+
+    @property
+    def dtype(self) -> str:
+        return self.source.dtype if self.source.dtype in ("BF16", "F16") else "F32"
+
+    def fingerprint(self) -> int:
+        return self.source.fingerprint() + 1
+
+    def read(self) -> Tensor:
+        turned: Tensor = self.source.transposed()
+        return turned
+
+    def take_rows(self, rows: NDArray[np.int64]) -> Tensor:
+        return self.read().take_rows(rows)
 
 
 def unpermute_rows(tensor: Source, num_heads: int, rotary: int | None = None) -> Picked:

@@ -25,9 +25,10 @@ Weight = Any
 """Opaque weight owned by a backend."""
 Pool = Any
 """Opaque paged storage: num_slots rows of keys and values, or of hidden states."""
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "identity"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "identity", "clamped"]
 """x / (1 + e^-x); x times the normal distribution's share below x, by erf or by its approximation with tanh; max(x, 0);
-the square of that; x."""
+the square of that; x. `clamped` takes both factors of a gated product : with g and u within 7, g only from above,
+g / (1 + e^(-1.702 g)) (u + 1)."""
 
 
 REFINED = 32
@@ -117,12 +118,15 @@ class RouterSpec:
 
 @dataclass(frozen=True, eq=False)
 class Experts:
-    """The gated experts of one layer, by id: gate and up [inner, in], down [out, inner]."""
+    """The gated experts of one layer, by id: gate and up [inner, in], down [out, inner]; their biases, or none."""
 
     gate: tuple[Weight, ...]
     up: tuple[Weight, ...]
     down: tuple[Weight, ...]
     activation: Activation = "silu"
+    gate_bias: tuple[Weight, ...] = ()
+    up_bias: tuple[Weight, ...] = ()
+    down_bias: tuple[Weight, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -211,7 +215,7 @@ class Ops(Protocol):
         """The activation of each feature."""
 
     def activate_mul(self, gate: Buffer, up: Buffer, kind: Activation = "silu") -> Buffer:
-        """activate(gate) * up."""
+        """activate(gate) * up, or what `clamped` says."""
 
     def scale(self, x: Buffer, factor: float) -> Buffer:
         """factor * x."""
@@ -285,9 +289,10 @@ Handle = Any
 
 
 class Backend(Protocol):
-    """Owns weights and pools, runs programs, samples."""
+    """Owns weights and pools, runs programs, samples. `lacks`: activations that it has no kernels for."""
 
     name: str
+    lacks: tuple[Activation, ...]
 
     def weight(self, tensor: RawTensor, *, drafts: bool = False, precise: bool = False) -> Weight:
         """Take a file's tensor into this backend's own form. `drafts`: it only makes drafts, which never change the

@@ -9,11 +9,12 @@ by one (`experts.{e}.gate_proj.weight`, up_proj, down_proj) or stacked (`experts
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headstart.errors import ModelError
 from headstart.kernels.ops import Activation, Buffer, Experts, Ops, RawTensor, RouterSpec, Weight
 from headstart.layers.decoder import FeedForward
 from headstart.layers.linear import Linear
@@ -24,7 +25,8 @@ from headstart.layers.weights import Shapes, Weights
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
     """`inner`: width of one expert; `shared`: width of the shared experts together, 0 for none; `shared_gate`: a row
-    scales them by sigmoid(w . x); `bias`: a bias corrects the choice of experts."""
+    scales them by sigmoid(w . x); `bias`: a bias corrects the choice of experts; `biases`: the router and
+    all matrices of experts have one."""
 
     router: RouterSpec
     inner: int
@@ -32,12 +34,21 @@ class MoEConfig:
     shared_gate: bool = False
     bias: bool = False
     activation: Activation = "silu"
+    biases: bool = False
 
     def build(self, weights: Weights, prefix: str, hidden: int) -> MoE:
         """From the tensors under `prefix` (no trailing dot). Raises ModelError for what is missing."""
+        if self.activation in (backend := weights.backend).lacks:
+            raise ModelError(
+                f"the {backend.name} backend cannot run this model: it lacks experts with biases and a clamped SwiGLU",
+                "use --backend reference",
+            )
         count, gate = self.router.num_experts, f"{prefix}.shared_expert_gate.weight"
         return MoE(
-            router=Linear(weights.get(f"{prefix}.gate.weight", count, hidden, precise=True)),
+            router=Linear(
+                weights.get(f"{prefix}.gate.weight", count, hidden, precise=True),
+                weights.get(f"{prefix}.gate.bias", count) if self.biases else None,
+            ),
             experts=read_experts(weights, f"{prefix}.experts", hidden, self),
             spec=self.router,
             bias=weights.get(f"{prefix}.gate.e_score_correction_bias", count) if self.bias else None,
@@ -53,8 +64,10 @@ class MoEConfig:
         shapes: Shapes = {f"{prefix}.gate.weight": (count, hidden)}
         if self.bias:
             shapes[f"{prefix}.gate.e_score_correction_bias"] = (count,)
+        if self.biases:
+            shapes[f"{prefix}.gate.bias"] = (count,)
         for expert in range(count):
-            shapes |= self._mlp(self.inner).shapes(f"{prefix}.experts.{expert}", hidden)
+            shapes |= replace(self._mlp(self.inner), bias=self.biases).shapes(f"{prefix}.experts.{expert}", hidden)
         if self.shared:
             shapes |= self._mlp(self.shared).shapes(f"{prefix}.shared_experts", hidden)
         if self.shared_gate:
@@ -113,7 +126,11 @@ def read_experts(
     if factors is not None:
         parts["down"] = (each.affine(float(factor), 0) for each, factor in zip(parts["down"], factors, strict=True))
     gate, up, down = (tuple(map(weights.take, parts[name])) for name in shapes)
-    return Experts(gate, up, down, config.activation)
+    biases = [
+        tuple(weights.get(f"{prefix}.{e}.{name}_proj.bias", shape[0]) for e in range(count if config.biases else 0))
+        for name, shape in shapes.items()
+    ]
+    return Experts(gate, up, down, config.activation, *biases)
 
 
 def _items(stack: RawTensor, rows: NDArray[np.int64] | None = None) -> Iterator[RawTensor]:

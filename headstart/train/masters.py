@@ -67,6 +67,7 @@ class Cast:
     """The part of a backend that `Weights` needs; the cast is differentiable, so gradients reach the masters."""
 
     dtype: torch.dtype
+    lacks: tuple[str, ...] = ()
 
     def weight(self, tensor: Master | Picked, *, drafts: bool = False, precise: bool = False) -> Tensor:
         whole: Master = cast(Any, tensor).read() if isinstance(tensor, Picked) else tensor

@@ -12,17 +12,20 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import torch
 from gguf_files import write_gguf
 from numpy.typing import NDArray
 from support import family_of, make, prompt_of
 from test_families import logits_in_chunks, new_sequence
 from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from headstart.config import EngineConfig
 from headstart.core import Span
 from headstart.engine.load import Model, load_model
 from headstart.errors import ModelError
 from headstart.formats.base import make_tensor
+from headstart.formats.quantization import readable
 from headstart.formats.safetensors import bfloat16, save
 from headstart.models.small import Arrays
 from headstart.tools.tiny import write_model
@@ -86,7 +89,42 @@ def test_quantized_experts_keep_their_values(kind: gguf.GGMLQuantizationType, tm
             np.testing.assert_array_equal(packing.dequantize(matrix, packing.ThreadPool(1)), expected)
 
 
+def test_sinks_windows_and_biases_in_a_gguf_file(tmp_path: Path) -> None:
+    """llama.cpp's files do not say that YaRN's ramp is not rounded."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": False}
+    tiny = family_of("gpt_oss").tiny(rope_scaling=yarn)
+    plain = model_at(write_model(tmp_path / "plain", *tiny))
+    found = model_at(write_gguf(tmp_path / "model.gguf", *tiny))
+    assert float((logits_of(found) - logits_of(plain)).abs().max()) <= 1e-5
+
+
+def test_experts_with_biases_are_refused_by_native(tmp_path: Path) -> None:
+    pytest.importorskip("headstart.kernels.native._native", exc_type=ImportError)
+    with pytest.raises(ModelError, match="native backend cannot run this model: it lacks experts with biases"):
+        model_at(write_model(tmp_path, *family_of("gpt_oss").tiny()), "native")
+
+
 # Hugging Face.
+
+
+def test_stacks_in_mxfp4_keep_their_values() -> None:
+    """gpt-oss's blocks [experts, out, groups, 16] and scales, against transformers' own reading."""
+    rng = np.random.default_rng(0)
+    blocks = rng.integers(0, 256, (3, 40, 4, 16), dtype=np.uint8)
+    scales = rng.integers(100, 140, (3, 40, 4), dtype=np.uint8)
+    named = {"e.up_proj_blocks": blocks, "e.up_proj_scales": scales}
+    tensors = {name: make_tensor(name, array.shape, "U8", array.reshape(-1)) for name, array in named.items()}
+    found = readable(tensors, {"quantization_config": {"quant_method": "mxfp4"}})["e.up_proj_blocks"]
+    theirs = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32)
+    expected = theirs.numpy().swapaxes(1, 2)
+    np.testing.assert_array_equal(found.float32(), expected)
+    np.testing.assert_array_equal(found.part(1).take_rows(np.arange(1, 40, 2)).float32(), expected[1, 1::2])
+    narrow = {
+        **tensors,
+        "e.up_proj_scales": make_tensor("e.up_proj_scales", (3, 40, 2), "U8", scales[..., :2].copy().reshape(-1)),
+    }
+    with pytest.raises(ModelError, match="MXFP4 has a byte for each 16 bytes"):
+        readable(narrow, {"quantization_config": {"quant_method": "mxfp4"}})
 
 
 def blocks_of(array: NDArray[np.float32], size: int) -> tuple[tuple[NDArray[np.uint8], str], NDArray[np.float32]]:

@@ -9,7 +9,7 @@ from support import ALL_FAMILIES, family_of
 
 from headstart.models.names import Names, trailing_modules, trailing_name
 
-JOINED = re.compile("linear_attn|(gate|up|qkv|[qkv])_proj")
+JOINED = re.compile("linear_attn|experts|(gate|up|qkv|[qkv])_proj")
 TABLE = Names(
     {
         "model.": "",

@@ -86,6 +86,21 @@ RELEASED: dict[str, dict[str, Any]] = {
         "rope_scaling": None, "rope_theta": 1000000, "routed_scaling_factor": 1.8, "topk_group": 1,
         "topk_method": "noaux_tc", "v_head_dim": 256,
     },
+    "gpt-oss-20b": {
+        **COMMON, "attention_bias": True, "experts_per_token": 4, "head_dim": 64, "hidden_size": 2880,
+        "initial_context_length": 4096, "intermediate_size": 2880,
+        "layer_types": ["sliding_attention", "full_attention"] * 12, "model_type": "gpt_oss", "num_attention_heads": 64,
+        "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32,
+        "output_router_logits": False, "quantization_config": {
+            "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"], "quant_method": "mxfp4",
+        },
+        "rope_scaling": {
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+            "rope_type": "yarn", "truncate": False,
+        },
+        "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+        "vocab_size": 201088,
+    },
     "Llama 3.2": {
         **LLAMA, "model_type": "llama", "rope_scaling": {
             "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
@@ -178,7 +193,7 @@ def test_every_key_is_known(name: str) -> None:
     sizes = family_named(config["model_type"]).read(config)
     assert sizes.num_layers == {**config, **config.get("text_config", {})}["num_hidden_layers"]
     windows = [getattr(getattr(each.mixer, "spec", None), "window", 0) for each in sizes.layers]
-    assert any(windows) == name.startswith("Gemma")
+    assert any(windows) == name.startswith(("Gemma", "gpt-oss"))
 
 
 def test_nested_experts() -> None:

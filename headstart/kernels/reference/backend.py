@@ -37,7 +37,7 @@ from headstart.kernels.ops import (
     StepInputs,
     TemperSpec,
 )
-from headstart.kernels.reference.moe import ACTIVATIONS, mixture
+from headstart.kernels.reference.moe import ACTIVATIONS, gated, mixture
 from headstart.kernels.reference.recurrent import StatePool, conv_step, delta_step, walk
 from headstart.kernels.reference.refine import largest
 from headstart.kernels.reference.sampling import logprobs, sample
@@ -108,7 +108,7 @@ class ReferenceOps:
         return ACTIVATIONS[kind](x)
 
     def activate_mul(self, gate: Tensor, up: Tensor, kind: Activation = "silu") -> Tensor:
-        return ACTIVATIONS[kind](gate) * up
+        return gated(gate, up, kind)
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
         return x * factor
@@ -234,6 +234,7 @@ class ReferenceBackend:
     """Torch tensors as buffers, weights and pools. Weights are widened to `dtype`, and all arithmetic runs in it."""
 
     name = "reference"
+    lacks: tuple[Activation, ...] = ()
 
     def __init__(self, *, device: str = "cpu", dtype: str = "float32", threads: int | None = None) -> None:
         if device == "cuda" and not torch.cuda.is_available():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -19,8 +19,18 @@ ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: relu(x).square(),
     "identity": lambda x: x,
 }
+LIMIT, SLOPE = 7.0, 1.702
+"""Of the clamped SwiGLU: the largest factor, and how steep the sigmoid is."""
 TINY = 1e-20
 """Added to the sum that weights are divided by, as in DeepSeek's code: sigmoids may all be 0."""
+
+
+def gated(gate: Tensor, up: Tensor, kind: Activation) -> Tensor:
+    """Ops.activate_mul."""
+    if kind != "clamped":
+        return ACTIVATIONS[kind](gate) * up
+    gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+    return gate * (SLOPE * gate).sigmoid() * (up + 1)
 
 
 def route(logits: Tensor, bias: Tensor | None, spec: RouterSpec) -> tuple[Tensor, Tensor]:
@@ -53,8 +63,13 @@ def mixture(x: Tensor, logits: Tensor, bias: Tensor | None, experts: Experts, sp
     out = torch.zeros_like(rows)
     for expert in ids.unique().tolist():
         taking, place = torch.nonzero(ids == expert, as_tuple=True)
-        gate = ACTIVATIONS[experts.activation](linear(rows[taking], experts.gate[expert]))
-        inner = gate * linear(rows[taking], experts.up[expert])
+        gate = linear(rows[taking], experts.gate[expert], _bias(experts.gate_bias, expert))
+        up = linear(rows[taking], experts.up[expert], _bias(experts.up_bias, expert))
+        inner = gated(gate, up, experts.activation)
         weight = weights[taking, place, None].to(x.dtype)
-        out = out.index_add(0, taking, linear(inner, experts.down[expert]) * weight)
+        out = out.index_add(0, taking, linear(inner, experts.down[expert], _bias(experts.down_bias, expert)) * weight)
     return out.view_as(x)
+
+
+def _bias(biases: Sequence[Tensor], expert: int) -> Tensor | None:
+    return biases[expert] if biases else None

@@ -1,0 +1,128 @@
+"""gpt-oss: sinks, a window in every other layer, experts with biases and a clamped SwiGLU, mostly in MXFP4.
+
+Formula: transformers 5.23 `models/gpt_oss`. Its router takes the softmax of the chosen experts' logits, which are the
+softmax of all, normalized among them. Gate and up rows alternate in files of Hugging Face, where plain matrices are
+[experts, in, out]; llama.cpp has them apart (`conversion/gpt_oss.py`). No native MTP.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+
+from headstart.formats.rows import Picked, Turned
+from headstart.kernels.ops import RawTensor
+from headstart.layers.build import DecoderConfig
+from headstart.layers.moe import MoEConfig
+from headstart.models import keys
+from headstart.models.base import Family
+from headstart.models.keys import Config, flag, number
+from headstart.models.names import PREFIXES, Names
+from headstart.models.small import SCRATCH_EXPERTS, Arrays
+
+SERVED = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+YARN = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+def parse(config: Config) -> DecoderConfig:
+    keys.refuse_others(config, SERVED)
+    count, bias = keys.num_layers(config), flag(config, "attention_bias", True)
+    window = number(config, "sliding_window", default=128)
+    kinds = config.get("layer_types")
+    if kinds is None:
+        kinds = [keys.FULL if i % 2 else keys.SLIDING for i in range(count)]
+    keys.check_kinds(kinds, count, (keys.FULL, keys.SLIDING))
+    attention = keys.attention(
+        _with_rope(config), qkv_bias=bias, o_bias=flag(config, "attention_out_bias", bias), sinks=True
+    )
+    experts = _experts(config)
+    mixers = [
+        replace(attention, spec=replace(attention.spec, window=window)) if kind == keys.SLIDING else attention
+        for kind in kinds
+    ]
+    return keys.decoder(config, [keys.layer(config, mixer, experts) for mixer in mixers])
+
+
+def _with_rope(config: Config) -> Config:
+    """With YaRN where the file does not say it, and with what llama.cpp's files have no word for."""
+    told = config.get("rope_parameters") or config.get("rope_scaling")
+    if config.get("model_type") != LLAMA_CPP:
+        return config if told else keys.inside(config, {"rope_parameters": YARN})
+    return keys.inside(config, {"rope_scaling": {**told, "truncate": False}}) if told else config
+
+
+def _experts(config: Config) -> MoEConfig:
+    """Of the width that files of Hugging Face call intermediate_size."""
+    inner = number(config, "moe_intermediate_size", "intermediate_size")
+    experts = keys.softmax_experts(keys.inside(config, {"moe_intermediate_size": inner, "norm_topk_prob": True}))
+    return replace(experts, activation="clamped", biases=True)
+
+
+LLAMA_CPP = "gpt-oss"
+EXPERTS = re.compile(r"(.*\.experts)\.(gate_up|gate|up|down)_proj(_blocks|_bias|\.bias|)")
+
+
+def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
+    """Stacks of Hugging Face, and all stacked biases, expert by expert."""
+    ours: dict[str, RawTensor] = {}
+    for name, tensor in tensors.items():
+        match = EXPERTS.fullmatch(name)
+        if match is None or len(tensor.shape) < 2:
+            ours[name] = tensor
+            continue
+        prefix, part, kind = match.groups()
+        end = "bias" if "bias" in kind else "weight"
+        for e in range(tensor.shape[0]):
+            item = tensor.part(e) if kind else Turned(tensor.part(e))
+            whole = np.arange(item.shape[0])
+            pieces = {"gate": whole[::2], "up": whole[1::2]} if part == "gate_up" else {part: whole}
+            for piece, rows in pieces.items():
+                ours[f"{prefix}.{e}.{piece}_proj.{end}"] = Picked(item, rows)
+    return ours
+
+
+def restore(arrays: Arrays, config: DecoderConfig) -> Arrays:
+    """Stacks as transformers has them, without MXFP4."""
+    theirs: Arrays = {}
+    stacks: dict[tuple[str, str], dict[tuple[int, str], np.ndarray]] = {}
+    for name, array in arrays.items():
+        if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)", name):
+            stacks.setdefault((match[1], match[4]), {})[int(match[2]), match[3]] = array
+        else:
+            theirs[name] = array
+    for (prefix, kind), parts in stacks.items():
+        count, end = len(parts) // 3, "_bias" if kind == "bias" else ""
+        both = [
+            np.stack((parts[e, "gate"], parts[e, "up"]), 1).reshape(-1, *parts[e, "up"].shape[1:]) for e in range(count)
+        ]
+        for name, each in (("gate_up", both), ("down", [parts[e, "down"] for e in range(count)])):
+            theirs[f"{prefix}.{name}_proj{end}"] = np.stack([array.T for array in each])
+    return theirs
+
+
+FAMILY = Family(
+    parse=parse,
+    defaults={
+        "max_position_embeddings": 131072, "rope_theta": 150000.0, "num_key_value_heads": 8, "head_dim": 64,
+        "rms_norm_eps": 1e-5, "num_experts_per_tok": 4, "sliding_window": 128,
+    },
+    harmless={
+        **dict.fromkeys(("initial_context_length", "experts_per_token"), "another key says it"),
+        "intermediate_size": "moe_intermediate_size says it, of a GGUF file",
+        "hidden_act": "experts always have the clamped SwiGLU",
+    },
+    names=Names(PREFIXES, parts={".mlp.router.": ".mlp.gate."}),
+    adapt=adapt,
+    restore=restore,
+    aliases=(LLAMA_CPP,),
+    small={
+        "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "intermediate_size": 24, "sliding_window": 12,
+        "num_local_experts": 7, "num_experts_per_tok": 3, "attention_bias": True,
+    },
+    scratch={**SCRATCH_EXPERTS, "intermediate_size": 64, "num_local_experts": 8},
+)  # fmt: skip
