@@ -62,12 +62,25 @@ __attribute__((noinline, unused)) static f32 activate_other(f32 x, Activation ki
     case Activation::GELU_TANH: return gelu_tanh(x);
     case Activation::RELU: return relu(x);
     case Activation::RELU2: return relu(x) * relu(x);
-    case Activation::IDENTITY: return x;
+    case Activation::IDENTITY:
+    case Activation::CLAMPED: return x; // of two, see gate_mul
     case Activation::SILU: break;
     }
     return silu(x);
 }
 
 INLINE f32 activate(f32 x, Activation kind) { return kind == Activation::SILU ? silu(x) : activate_other(x, kind); }
+
+// The clamped SwiGLU of gpt-oss: neither factor is beyond 7. NaN stays NaN, as the second operand.
+INLINE f32 clamped(f32 x, f32 up) {
+    x = min(splat(7.0f), x);
+    up = max(splat(-7.0f), min(splat(7.0f), up));
+    return x * sigmoid(x * splat(1.702f)) * (up + splat(1.0f));
+}
+
+// activate(x) * up, or what takes both.
+INLINE f32 gate_mul(f32 x, f32 up, Activation kind) {
+    return kind == Activation::CLAMPED ? clamped(x, up) : activate(x, kind) * up;
+}
 
 } // namespace headstart::HEADSTART_PATH

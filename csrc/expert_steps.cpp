@@ -29,6 +29,18 @@ Matrices matrices_of(const nb::list& given) {
     return found;
 }
 
+// A bias for each expert, or nothing.
+std::vector<const float*> biases_of(const nb::list& given, const Matrices& matrices) {
+    require(given.size() == 0 || given.size() == matrices.size(), "experts: not a bias for each");
+    std::vector<const float*> found(matrices.size(), nullptr);
+    for (size_t i = 0; i < given.size(); ++i) {
+        const Floats bias = nb::cast<Floats>(given[i]);
+        require((int64_t)bias.size() == matrices[i]->rows, "experts: a bias has another width");
+        found[i] = bias.data();
+    }
+    return found;
+}
+
 int64_t num_pairs(const Matrix& w) { return (w.num_blocks() + 1) / 2; }
 
 bool any_quantized(const Matrices& matrices) {
@@ -122,7 +134,7 @@ int sum(Program& program, const Routing* routing, int spoken) {
 }
 
 int experts(Program& program, int x, std::pair<int, int> chosen, nb::list gate_list, nb::list up_list,
-            nb::list down_list, int kind) {
+            nb::list down_list, int kind, nb::list gate_biases, nb::list up_biases, nb::list down_biases) {
     const Matrices gates = matrices_of(gate_list), ups = matrices_of(up_list), downs = matrices_of(down_list);
     Routing* routing = program.routings.at(chosen.first).get();
     const int64_t count = routing->router.num_experts, top_k = routing->router.top_k;
@@ -138,16 +150,18 @@ int experts(Program& program, int x, std::pair<int, int> chosen, nb::list gate_l
     const int inner = program.buffer(gates[0]->rows, false);
     program.buffers[inner].copies = top_k;
     const int64_t inner_pairs = num_pairs(*gates[0]);
-    Step widen = step_over(routing, inner_pairs, {x, dealt}, inner, nb::make_tuple(gate_list, up_list));
+    Step widen = step_over(routing, inner_pairs, {x, dealt}, inner,
+                           nb::make_tuple(gate_list, up_list, gate_biases, up_biases));
     widen.quantizes = true;
-    widen.run = [&program, routing, gates, ups, x, inner, inner_pairs, kind = activation_of(kind)](const Pass& pass,
-                                                                                                   int64_t task) {
+    widen.run = [&program, routing, gates, ups, x, inner, inner_pairs, kind = activation_of(kind),
+                 gate_bias = biases_of(gate_biases, gates), up_bias = biases_of(up_biases, ups)](const Pass& pass,
+                                                                                                 int64_t task) {
         const Share share = share_of(*routing, task, inner_pairs);
         Input in = program.input(x, pass);
         in.index = routing->rows.data() + share.first;
         in.rows = share.count;
-        program.kernels.gated(*gates[share.expert], *ups[share.expert], nullptr, nullptr, kind, in, share.pair,
-                              from_row(program.output(inner), share.first));
+        program.kernels.gated(*gates[share.expert], *ups[share.expert], gate_bias[share.expert], up_bias[share.expert],
+                              kind, in, share.pair, from_row(program.output(inner), share.first));
     };
     program.add(std::move(widen));
 
@@ -155,13 +169,13 @@ int experts(Program& program, int x, std::pair<int, int> chosen, nb::list gate_l
     const int spoken = program.buffer(downs[0]->rows, false);
     program.buffers[spoken].copies = top_k;
     const int64_t out_pairs = num_pairs(*downs[0]);
-    Step narrow = step_over(routing, out_pairs, {inner, dealt}, spoken, down_list);
-    narrow.run = [&program, routing, downs, inner, spoken, out_pairs](const Pass&, int64_t task) {
+    Step narrow = step_over(routing, out_pairs, {inner, dealt}, spoken, nb::make_tuple(down_list, down_biases));
+    narrow.run = [&program, routing, downs, inner, spoken, out_pairs, bias = biases_of(down_biases, downs)](const Pass&, int64_t task) {
         const Share share = share_of(*routing, task, out_pairs);
         const Output all = from_row(program.output(inner), share.first);
         Input in{all.values, all.stride, all.quants, share.count, program.halves(inner)};
         if (in.halves) in.halves += share.first * program.buffers[inner].half_stride();
-        program.kernels.linear(*downs[share.expert], nullptr, in, share.pair,
+        program.kernels.linear(*downs[share.expert], bias[share.expert], in, share.pair,
                                from_row(program.output(spoken), share.first));
     };
     program.add(std::move(narrow));

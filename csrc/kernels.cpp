@@ -345,7 +345,7 @@ void activate_row(const float* x, Activation kind, int64_t width, float* out) {
 
 void activate_mul(const float* gate, const float* up, Activation kind, int64_t width, float* out) {
     for (int64_t i = 0; i < width; i += 16)
-        store_some(out + i, width - i, activate(load_some(gate + i, width - i), kind) * load_some(up + i, width - i));
+        store_some(out + i, width - i, gate_mul(load_some(gate + i, width - i), load_some(up + i, width - i), kind));
 }
 
 void scale(const float* x, float factor, int64_t width, float* out) {

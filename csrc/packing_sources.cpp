@@ -70,6 +70,21 @@ void fill_iq4_nl(const uint8_t* row, int64_t column, int64_t count, Strip& strip
     }
 }
 
+// Twice the sixteen values of E2M1, plus 128; the scale is half of the block's power of two.
+constexpr uint8_t kE2M1[16] = {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116};
+
+void fill_mxfp4(const uint8_t* row, int64_t column, int64_t count, Strip& strip) {
+    const uint8_t* block = row + column / 32 * 17;
+    for (int64_t half = 0; half < count / 32; ++half, block += 17) {
+        const uint32_t power = block[0]; // 2^(power - 128), below the smallest normal number a denormal
+        strip.scales[half] = power > 1 ? (power - 1) << 23 : 0x200000u << power;
+        for (int i = 0; i < 16; ++i) {
+            strip.body[half * 32 + i] = kE2M1[block[1 + i] & 15];
+            strip.body[half * 32 + 16 + i] = kE2M1[block[1 + i] >> 4];
+        }
+    }
+}
+
 // --- K-quants: blocks of 256 columns, so 64 columns are a quarter of a block and count is always 64. ---
 
 constexpr int kBlock = 256;
@@ -200,6 +215,7 @@ constexpr Source kSources[] = {
     {"Q5_1", Kind::Q8, 32, 0, false, true, 32, 24, fill_q5<true>},
     {"Q8_0", Kind::Q8, 32, 128, false, false, 32, 34, fill_q8_0},
     {"IQ4_NL", Kind::Q8, 32, 128, false, false, 32, 18, fill_iq4_nl},
+    {"MXFP4", Kind::Q8, 32, 128, true, false, 32, 17, fill_mxfp4},
     {"IQ4_XS", Kind::Q8, 32, 128, true, false, kBlock, 136, fill_iq4_xs},
     {"Q2_K", Kind::Q4, 16, 0, true, true, kBlock, 84, fill_q2_k},
     {"Q3_K", Kind::Q4, 16, 4, true, false, kBlock, 110, fill_q3_k},

@@ -28,7 +28,7 @@ INLINE void put_linear(const f32 (&acc)[2], const Matrix& w, const float* bias, 
 // Lanes at .. at + 15 of a gated product: acc[0] is the gate's, acc[1] the other matrix's.
 INLINE f32 gate_lanes(const f32 (&acc)[2], int64_t width, const float* gate_bias, const float* up_bias, Activation kind,
                       int64_t at) {
-    return activate(with_bias(acc[0], gate_bias, at, width), kind) * with_bias(acc[1], up_bias, at, width);
+    return gate_mul(with_bias(acc[0], gate_bias, at, width), with_bias(acc[1], up_bias, at, width), kind);
 }
 
 // Lanes 32 pair .. 32 pair + 31 of one row. Those beyond the width become zeros.

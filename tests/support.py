@@ -56,8 +56,6 @@ RELATIVES = (
 """Llama's layers with declared differences: tests/contract/test_relatives.py has those, and no grid of its own."""
 ALL_FAMILIES = registry.available("models")
 FAMILIES = [name for name in ALL_FAMILIES if name not in RELATIVES]
-REFERENCE_ONLY = ("gpt_oss",)
-"""Families that the native backend refuses by name."""
 DRAFTERS = sorted({*registry.available("drafters"), *registry.available("heads")} - {"head"})
 VOCAB, EOS = 131, 2
 PLAIN_SPEC = HeadSpec()

@@ -289,10 +289,9 @@ Handle = Any
 
 
 class Backend(Protocol):
-    """Owns weights and pools, runs programs, samples. `lacks`: activations that it has no kernels for."""
+    """Owns weights and pools, runs programs, samples."""
 
     name: str
-    lacks: tuple[Activation, ...]
 
     def weight(self, tensor: RawTensor, *, drafts: bool = False, precise: bool = False) -> Weight:
         """Take a file's tensor into this backend's own form. `drafts`: it only makes drafts, which never change the

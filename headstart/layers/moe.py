@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.errors import ModelError
 from headstart.kernels.ops import Activation, Buffer, Experts, Ops, RawTensor, RouterSpec, Weight
 from headstart.layers.decoder import FeedForward
 from headstart.layers.linear import Linear
@@ -38,11 +37,6 @@ class MoEConfig:
 
     def build(self, weights: Weights, prefix: str, hidden: int) -> MoE:
         """From the tensors under `prefix` (no trailing dot). Raises ModelError for what is missing."""
-        if self.activation in (backend := weights.backend).lacks:
-            raise ModelError(
-                f"the {backend.name} backend cannot run this model: it lacks experts with biases and a clamped SwiGLU",
-                "use --backend reference",
-            )
         count, gate = self.router.num_experts, f"{prefix}.shared_expert_gate.weight"
         return MoE(
             router=Linear(

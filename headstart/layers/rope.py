@@ -142,7 +142,8 @@ def _yarn(
 ) -> tuple[np.ndarray, float]:
     """YaRN (Peng et al. 2023, section 3.4): interpolate slow dims, keep fast ones; attention temperature as a scale."""
     original = _number(scaling, "original_max_position_embeddings")
-    factor = _number(scaling, "factor", float(config.get("max_position_embeddings") or original) / original)
+    limit = _number(config, "max_position_embeddings", original) if config.get("max_position_embeddings") else original
+    factor = _number(scaling, "factor", limit / original)
 
     def dim_of(turns: float) -> float:
         return rotary_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -175,5 +176,6 @@ def _long_scale(scaling: Mapping[str, Any], config: Mapping[str, Any]) -> float:
     if scaling.get("attention_factor") is not None:
         return _number(scaling, "attention_factor")
     original = _number(scaling, "original_max_position_embeddings")
-    factor = _number(scaling, "factor", float(config.get("max_position_embeddings") or original) / original)
+    limit = _number(config, "max_position_embeddings", original) if config.get("max_position_embeddings") else original
+    factor = _number(scaling, "factor", limit / original)
     return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0

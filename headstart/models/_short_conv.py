@@ -63,7 +63,8 @@ def _kinds(config: Config) -> tuple[list[str], int]:
     count, kv_heads, full = keys.num_layers(config), config.get("num_key_value_heads"), config.get("full_attn_idxs")
     kinds = config.get("layer_types")
     if isinstance(kv_heads, list):  # a GGUF file's, by layer: none where there is a convolution
-        if len(kv_heads) != count or len({each for each in kv_heads if each}) > 1:
+        numbers = all(isinstance(each, int) for each in kv_heads)
+        if not numbers or len(kv_heads) != count or len({each for each in kv_heads if each}) > 1:
             raise ModelError(f"config.json: num_key_value_heads is {kv_heads}, but must be 0 or one number by layer")
         kinds, kv_heads = [FULL if each else CONV for each in kv_heads], max(kv_heads)
     if kinds is None:

@@ -58,7 +58,7 @@ def _with_rope(config: Config) -> Config:
 
 def _experts(config: Config) -> MoEConfig:
     """Of the width that files of Hugging Face call intermediate_size."""
-    inner = number(config, "moe_intermediate_size", "intermediate_size")
+    inner = number(config, "moe_intermediate_size" if config.get("moe_intermediate_size") else "intermediate_size")
     experts = keys.softmax_experts(keys.inside(config, {"moe_intermediate_size": inner, "norm_topk_prob": True}))
     return replace(experts, activation="clamped", biases=True)
 

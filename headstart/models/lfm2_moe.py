@@ -28,7 +28,7 @@ FAMILY = Family(
     small={
         "model_type": "lfm2_moe", "architectures": ["Lfm2MoeForCausalLM"], "norm_eps": 1e-5, "conv_L_cache": 3,
         "full_attn_idxs": [1], "num_dense_layers": 1, "moe_intermediate_size": 24,
-        "num_experts": 7, "num_experts_per_tok": 3, "tie_word_embeddings": True,
+        "num_experts": 7, "num_experts_per_tok": 3, "routed_scaling_factor": 1.0, "tie_word_embeddings": True,
     },
     scratch={**SCRATCH_EXPERTS, "num_experts": 8},
 )  # fmt: skip

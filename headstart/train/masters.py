@@ -67,11 +67,11 @@ class Cast:
     """The part of a backend that `Weights` needs; the cast is differentiable, so gradients reach the masters."""
 
     dtype: torch.dtype
-    lacks: tuple[str, ...] = ()
 
     def weight(self, tensor: Master | Picked, *, drafts: bool = False, precise: bool = False) -> Tensor:
         whole: Master = cast(Any, tensor).read() if isinstance(tensor, Picked) else tensor
-        return whole.values.to(self.dtype)
+        values = whole.values if isinstance(whole, Master) else torch.from_numpy(whole.float32())  # a norm's ones
+        return values.to(self.dtype)
 
 
 def named(tensors: Mapping[str, Tensor]) -> dict[str, Master]:

@@ -98,12 +98,6 @@ def test_sinks_windows_and_biases_in_a_gguf_file(tmp_path: Path) -> None:
     assert float((logits_of(found) - logits_of(plain)).abs().max()) <= 1e-5
 
 
-def test_experts_with_biases_are_refused_by_native(tmp_path: Path) -> None:
-    pytest.importorskip("headstart.kernels.native._native", exc_type=ImportError)
-    with pytest.raises(ModelError, match="native backend cannot run this model: it lacks experts with biases"):
-        model_at(write_model(tmp_path, *family_of("gpt_oss").tiny()), "native")
-
-
 # Hugging Face.
 
 

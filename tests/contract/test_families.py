@@ -136,7 +136,8 @@ def oracle_of(family: str, model: Model) -> Any:
     if (full := config.get("full_attn_idxs")) is not None:
         kinds = ["full_attention" if i in full else "conv" for i in range(config["num_hidden_layers"])]
         config["layer_types"] = kinds
-    oracle = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config), attn_implementation="eager")
+    plainly = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    oracle = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config), **plainly)
     tensors = {name: torch.tensor(tensor.float32()) for name, tensor in model.checkpoint.tensors.items()}
     missing, unexpected = oracle.load_state_dict(fused_experts(tensors), strict=False)
     assert set(missing) <= ({"lm_head.weight"} if model.config.tied else set())

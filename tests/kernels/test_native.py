@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from support import FAMILIES as ALL, REFERENCE_ONLY, VOCAB, family_of, new_folder, prompt_of, soften
+from support import FAMILIES, VOCAB, family_of, new_folder, prompt_of, soften
 
 from headstart import api
 from headstart.config import EngineConfig
@@ -86,7 +86,6 @@ FORMS: list[dict[str, Any]] = [
 ]
 
 
-FAMILIES = [family for family in ALL if family not in REFERENCE_ONLY]
 PATHS = native.instruction_paths()
 CASES = [("llama", path, form) for path in PATHS for form in FORMS]
 CASES += [(family, PATHS[0], FORMS[1]) for family in FAMILIES if family != "llama"]

@@ -27,7 +27,15 @@ from headstart.kernels.ops import (
 )
 
 Vector = NDArray[np.float32]
-ACTIVATIONS: Mapping[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "identity": 5}
+ACTIVATIONS: Mapping[Activation, int] = {
+    "silu": 0,
+    "gelu": 1,
+    "gelu_tanh": 2,
+    "relu": 3,
+    "relu2": 4,
+    "identity": 5,
+    "clamped": 6,
+}
 """Activation in csrc/kernels.h."""
 Input = Literal["token_ids", "positions", "logit_rows", "hidden"]
 
@@ -136,8 +144,10 @@ class Recorder:
         )  # fmt: skip
         self._flush()
         gate, up, down = (list(each) for each in (experts.gate, experts.up, experts.down))
+        biases = (list(each) for each in (experts.gate_bias, experts.up_bias, experts.down_bias))
         return Buffer(
-            experts.down[0].rows, self.program.experts(rows, chosen, gate, up, down, ACTIVATIONS[experts.activation])
+            experts.down[0].rows,
+            self.program.experts(rows, chosen, gate, up, down, ACTIVATIONS[experts.activation], *biases),
         )
 
     def rope(self, x: Buffer, positions: Input, spec: RopeSpec, head_dim: int) -> Buffer:

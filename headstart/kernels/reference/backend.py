@@ -234,7 +234,6 @@ class ReferenceBackend:
     """Torch tensors as buffers, weights and pools. Weights are widened to `dtype`, and all arithmetic runs in it."""
 
     name = "reference"
-    lacks: tuple[Activation, ...] = ()
 
     def __init__(self, *, device: str = "cpu", dtype: str = "float32", threads: int | None = None) -> None:
         if device == "cuda" and not torch.cuda.is_available():

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import REFERENCE_ONLY
 
 from headstart import registry
 from headstart.cli.main import main
@@ -33,7 +32,7 @@ from headstart.tools.plan.shape import MLP
 from headstart.tools.plan.sources import card_names, cards, find_shape, from_checkpoint
 from headstart.tools.tiny import write_tiny
 
-FAMILIES = [name for name in registry.available("models") if not name.startswith("acme") and name not in REFERENCE_ONLY]
+FAMILIES = [name for name in registry.available("models") if not name.startswith("acme")]
 Capture = pytest.CaptureFixture[str]
 SHARP = Rates(bandwidth=1e12, compute=1e14, attention=1e14)
 """A machine without fixed costs: only bytes and operations count."""
