@@ -135,7 +135,7 @@ def _check_smaller(trunk: Trunk, checkpoint: Checkpoint) -> None:
         raise ModelError(
             f"{checkpoint.path} is a model without an MTP head of its own, and not smaller than {trunk.name}: "
             f"{size / 1e9:.3g} GB",
-            "name a smaller one, or --drafter draft_model to draft with it all the same",
+            "name a smaller one, or ask for the drafter draft_model by name to draft with it all the same",
         )
 
 
