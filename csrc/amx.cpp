@@ -12,10 +12,8 @@ namespace {
 
 constexpr int64_t kStep = 32; // columns of a tile: 16 pairs of 16 lanes, 1 KiB of a block
 
-INLINE int64_t halves_stride(const Matrix& w) { return w.padded(); } // of a row, in items
-
 INLINE const uint16_t* halves_of(const Matrix& w, const Input& x, int64_t row) {
-    return x.halves + x.at(row) * halves_stride(w);
+    return x.halves + x.at(row) * w.padded();
 }
 
 constexpr int kRowTile = 32; // two tiles of rows x two blocks: four sums
@@ -35,7 +33,7 @@ void multiply(const Matrix& w, const uint8_t* const block[2], const Input& x, in
               float (&sums)[2][kRowTile][16]) {
     alignas(64) uint16_t gathered[kRowTile][kStep];
     const bool more = rows > 16;
-    const int64_t stride = x.index ? kStep * 2 : halves_stride(w) * 2;
+    const int64_t stride = x.index ? kStep * 2 : w.padded() * 2;
     configure(rows);
     _tile_zero(0);
     _tile_zero(1);
@@ -43,7 +41,7 @@ void multiply(const Matrix& w, const uint8_t* const block[2], const Input& x, in
     _tile_zero(3);
     for (int64_t k = 0; k < w.padded(); k += kStep) {
         const uint8_t *first = block[0] + k * 32, *second = block[1] + k * 32;
-        const uint16_t* in = x.index ? gathered[0] : x.halves + row * halves_stride(w) + k;
+        const uint16_t* in = x.index ? gathered[0] : x.halves + row * w.padded() + k;
         if (x.index)
             for (int r = 0; r < rows; ++r) std::memcpy(gathered[r], halves_of(w, x, row + r) + k, kStep * 2);
         _tile_loadd(4, in, stride);
@@ -110,8 +108,7 @@ void gated(const Matrix& gate, const Matrix& up, const float* gate_bias, const f
 }
 
 void halve(const float* x, int64_t width, uint16_t* row) {
-    const int64_t padded = (width + kPanel - 1) / kPanel * kPanel;
-    for (int64_t i = 0; i < padded; i += 16)
+    for (int64_t i = 0; i < whole_panels(width); i += 16)
         _mm256_storeu_si256((__m256i*)(row + i), (__m256i)_mm512_cvtneps_pbh(load_some(x + i, width - i).v));
 }
 
@@ -127,7 +124,7 @@ const Kernels& kernels() {
         made.gated = gated;
         made.halve = halve;
         made.attend = attend;
-        made.most_queries = 16;
+        made.most_queries = kTileQueries;
         return made;
     }();
     return table;

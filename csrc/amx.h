@@ -6,6 +6,8 @@
 
 namespace headstart {
 
+constexpr int kTileQueries = 16; // of a task of attention
+
 struct alignas(64) TileConfig {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {};

@@ -9,7 +9,6 @@
 namespace headstart::HEADSTART_PATH {
 namespace {
 
-constexpr int kMost = 16;
 constexpr int64_t kStep = 32; // dimensions of a tile of queries or keys
 
 // Tiles 0 to 3: scores of the chunk's tiles, then sums of 64 dimensions; 4: queries; 5: weights; 6: keys; 7: values.
@@ -33,12 +32,12 @@ struct Attend {
     const AttendTask& task;
     int count = 0;
     int64_t first_query = 0;
-    Sight sight[kMost];
-    int64_t begin[kMost], end[kMost]; // what each sees of this chunk
+    Sight sight[kTileQueries];
+    int64_t begin[kTileQueries], end[kTileQueries]; // what each sees of this chunk
     const uint8_t *tile[kTiles], *next[kTiles];
     int tiles = 0, next_tiles = 0;
-    alignas(64) uint16_t query[kMost][kMaxValueDim], weight[kMost][kChunk];
-    alignas(64) float score[kMost][kChunk], sum[kMost * kMaxValueDim]; // sum: [count][padded_value]
+    alignas(64) uint16_t query[kTileQueries][kMaxValueDim], weight[kTileQueries][kChunk];
+    alignas(64) float score[kTileQueries][kChunk], sum[kTileQueries * kMaxValueDim]; // sum: [count][padded_value]
     alignas(64) uint16_t edge[2][16 * kMaxValueDim]; // values of tiles that not all of the chunk's positions may touch
 
     int64_t wide() const { return task.layout.padded_value(); }
@@ -212,7 +211,7 @@ struct Attend {
 void attend(const AttendTask& task) {
     const KVLayout& layout = task.layout;
     const bool tiled = layout.store == Store::BF16 && layout.head_dim % kStep == 0 && layout.head_dim <= kMaxValueDim;
-    const int64_t most = tiled ? kMost : kMostQueries, end = task.first_query + task.num_queries;
+    const int64_t most = tiled ? kTileQueries : kMostQueries, end = task.first_query + task.num_queries;
     for (int64_t first = task.first_query; first < end; first += most) {
         const int queries = (int)(end - first < most ? end - first : most);
         if (tiled) {

@@ -33,7 +33,7 @@ INLINE int locate(const AttendTask& task, int64_t start, int64_t longest, const 
         }
         const int64_t slot =
             task.block_table[position / task.block_size] * task.block_size + position % task.block_size;
-        found[count] = task.pool + (slot / 16 * task.layout.num_heads + task.kv_head) * task.layout.tile_bytes();
+        found[count] = task.pool + task.layout.tile_at(slot, task.kv_head);
     }
     return count;
 }

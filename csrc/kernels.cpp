@@ -399,7 +399,7 @@ float quantize_vector(const float* x, int64_t count, int8_t* out, int64_t step) 
 void store_kv(const float* keys, const float* values, uint8_t* pool, const KVLayout& layout, int64_t slot) {
     const int64_t dim = layout.head_dim, wide = layout.value_dim, lane = slot % 16;
     for (int64_t head = 0; head < layout.num_heads; ++head, keys += dim, values += wide) {
-        uint8_t* tile = pool + (slot / 16 * layout.num_heads + head) * layout.tile_bytes();
+        uint8_t* tile = pool + layout.tile_at(slot, head);
         uint8_t* value_row = tile + layout.values_at() + layout.value_at(lane, 0) * layout.item();
         if (layout.store == Store::F32) {
             for (int64_t d = 0; d < dim; ++d) reinterpret_cast<float*>(tile)[d * 16 + lane] = keys[d];

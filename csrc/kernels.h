@@ -11,7 +11,7 @@ namespace headstart {
 // Per row: padded int8, then per 32 columns the scale, the sum of q and scale * sum, and per 16 the last two again.
 struct QuantLayout {
     HEADSTART_INLINE explicit QuantLayout(int64_t width)
-        : padded((width + kPanel - 1) / kPanel * kPanel), groups(padded / 32) {}
+        : padded(whole_panels(width)), groups(padded / 32) {}
     int64_t padded, groups;
     HEADSTART_INLINE int64_t row_bytes() const { return padded + groups * 4 * 7; }
     HEADSTART_INLINE float* scales(uint8_t* row) const { return floats(row, 0); }
@@ -72,6 +72,9 @@ struct KVLayout {
     HEADSTART_INLINE int64_t scales_at() const { return values_at() + padded_value() * 16 * item(); }
     HEADSTART_INLINE int64_t tile_bytes() const {
         return (scales_at() + (store == Store::I8 ? 128 : 0) + 63) / 64 * 64;
+    }
+    HEADSTART_INLINE int64_t tile_at(int64_t slot, int64_t head) const {
+        return (slot / 16 * num_heads + head) * tile_bytes();
     }
 };
 

@@ -30,6 +30,8 @@ enum class Kind : int32_t { F32 = 0, F16 = 1, BF16 = 2, Q8 = 3, Q4 = 4 };
 
 constexpr int64_t kLanes = 16, kPanel = 64;
 
+HEADSTART_INLINE int64_t whole_panels(int64_t cols) { return (cols + kPanel - 1) / kPanel * kPanel; }
+
 struct Matrix {
     Kind kind = Kind::F32;
     int64_t rows = 0, cols = 0;
@@ -39,7 +41,7 @@ struct Matrix {
     bool has_min = false;
     const uint8_t* data = nullptr; // 64-byte aligned, num_bytes() long; owned by somebody else
 
-    HEADSTART_INLINE int64_t padded() const { return (cols + kPanel - 1) / kPanel * kPanel; }
+    HEADSTART_INLINE int64_t padded() const { return whole_panels(cols); }
     HEADSTART_INLINE int64_t num_blocks() const { return (rows + kLanes - 1) / kLanes; }
     HEADSTART_INLINE bool quantized() const { return kind == Kind::Q8 || kind == Kind::Q4; }
     // of one panel

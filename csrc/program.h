@@ -43,7 +43,7 @@ class Memory {
 struct KVPool {
     KVPool(int64_t num_slots, int64_t num_heads, int64_t head_dim, int64_t value_dim, Store store);
     uint8_t* tile(int64_t slot, int64_t head) const {
-        return memory.data() + (slot / 16 * layout.num_heads + head) * layout.tile_bytes();
+        return memory.data() + layout.tile_at(slot, head);
     }
     KVLayout layout;
     int64_t num_slots;
@@ -157,7 +157,7 @@ struct Buffer {
     int64_t stride() const { return (width + 31) / 32 * 32; }
     int64_t value_bytes() const { return stride() * 4 * copies; } // for each row of the pass
     int64_t quant_bytes() const { return QuantLayout(width).row_bytes() * copies; }
-    int64_t half_stride() const { return (width + kPanel - 1) / kPanel * kPanel; }
+    int64_t half_stride() const { return whole_panels(width); }
     int64_t half_bytes() const { return half_stride() * 2 * copies; }
 };
 

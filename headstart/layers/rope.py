@@ -137,13 +137,18 @@ def _llama3(inv_freq: np.ndarray, scaling: Mapping[str, Any]) -> np.ndarray:
     return inv_freq * (kept + (1 - kept) / factor)
 
 
+def _stretch(scaling: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[float, float]:
+    """The context of the first training, and how many times that is served: given, or what the config's limit says."""
+    original = _number(scaling, "original_max_position_embeddings")
+    limit = _number(config, "max_position_embeddings", original) if config.get("max_position_embeddings") else original
+    return original, _number(scaling, "factor", limit / original)
+
+
 def _yarn(
     inv_freq: np.ndarray, scaling: Mapping[str, Any], config: Mapping[str, Any], theta: float, rotary_dim: int
 ) -> tuple[np.ndarray, float]:
     """YaRN (Peng et al. 2023, section 3.4): interpolate slow dims, keep fast ones; attention temperature as a scale."""
-    original = _number(scaling, "original_max_position_embeddings")
-    limit = _number(config, "max_position_embeddings", original) if config.get("max_position_embeddings") else original
-    factor = _number(scaling, "factor", limit / original)
+    original, factor = _stretch(scaling, config)
 
     def dim_of(turns: float) -> float:
         return rotary_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -175,7 +180,5 @@ def _long_scale(scaling: Mapping[str, Any], config: Mapping[str, Any]) -> float:
     """LongRoPE's: given, or from how many times the original context is."""
     if scaling.get("attention_factor") is not None:
         return _number(scaling, "attention_factor")
-    original = _number(scaling, "original_max_position_embeddings")
-    limit = _number(config, "max_position_embeddings", original) if config.get("max_position_embeddings") else original
-    factor = _number(scaling, "factor", limit / original)
+    original, factor = _stretch(scaling, config)
     return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
