@@ -38,6 +38,7 @@ struct Attend {
     int tiles = 0, next_tiles = 0;
     alignas(64) uint16_t query[kTileQueries][kMaxValueDim], weight[kTileQueries][kChunk];
     alignas(64) float score[kTileQueries][kChunk], sum[kTileQueries * kMaxValueDim]; // sum: [count][padded_value]
+    Whole whole[kTileQueries];
     alignas(64) uint16_t edge[2][16 * kMaxValueDim]; // values of tiles that not all of the chunk's positions may touch
 
     int64_t wide() const { return task.layout.padded_value(); }
@@ -47,27 +48,30 @@ struct Attend {
     bool run(int64_t from_query, int num_queries) {
         first_query = from_query;
         count = num_queries;
-        int64_t longest = 0, earliest = INT64_MAX;
+        Extent extent;
         for (int i = 0; i < count; ++i) {
+            whole[i].begun = false;
             sight[i] = sight_of(task, first_query + i);
             for (int64_t d = 0; d < task.layout.head_dim; d += 16)
                 _mm256_store_si256((__m256i*)(query[i] + d), (__m256i)_mm512_cvtneps_pbh(load(sight[i].values + d).v));
             for (int64_t d = 0; d < wide(); d += 16) store(sums(i) + d, splat(0.0f));
-            longest = sight[i].limit > longest ? sight[i].limit : longest;
-            earliest = sight[i].first < earliest ? sight[i].first : earliest;
+            extent.add(sight[i]);
         }
         configure(count);
-        const int64_t from = earliest / kChunk * kChunk;
-        next_tiles = locate(task, from, longest, next);
+        extent.cut(task.stretch);
+        next_tiles = locate(task, extent.from, extent.until, next);
         bool done = true;
-        for (int64_t start = from; start < longest && done; start += kChunk) {
+        for (int64_t start = extent.from; start < extent.until && done; start += kChunk) {
             tiles = next_tiles;
             std::memcpy(tile, next, sizeof tile);
-            next_tiles = locate(task, start + kChunk, longest, next);
+            next_tiles = locate(task, start + kChunk, extent.until, next);
             done = step(start);
+            if (!done || ((start + kChunk) % kStretch != 0 && start + kChunk < extent.until)) continue;
+            for (int i = 0; i < count; ++i) close(task, first_query + i, start / kStretch, sight[i], sums(i), whole[i]);
         }
         _tile_release();
-        for (int i = 0; done && i < count; ++i) finish(task, first_query + i, sums(i), sight[i].total);
+        for (int i = 0; done && task.stretch < 0 && i < count; ++i)
+            finish(task, first_query + i, whole[i].sum, whole[i].softmax);
         return done;
     }
 

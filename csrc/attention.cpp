@@ -34,7 +34,8 @@ template <Store kStore> INLINE void load_items(const uint8_t* p, f32 (&found)[kW
 // One query: which positions of this chunk it sees, and its sums so far.
 struct Query : Sight {
     int64_t begin, end;
-    alignas(64) float sum[kMaxValueDim];
+    alignas(64) float sum[kMaxValueDim]; // of the present stretch
+    Whole whole;
     alignas(64) float weight[kChunk]; // scores of the chunk, then e^(score - peak)
 };
 
@@ -124,23 +125,26 @@ template <Store kStore, int kQueries> struct Attend {
     }
 
     void run(int64_t first_query) {
-        int64_t longest = 0, earliest = INT64_MAX;
+        Extent extent;
         for (int i = 0; i < kQueries; ++i) {
             Query& each = query[i];
             static_cast<Sight&>(each) = sight_of(task, first_query + i);
-            longest = each.limit > longest ? each.limit : longest;
-            earliest = each.first < earliest ? each.first : earliest;
-            for (int64_t d = 0; d < task.layout.padded_value(); ++d) each.sum[d] = 0.0f;
+            extent.add(each);
+            std::memset(each.sum, 0, task.layout.padded_value() * 4);
         }
-        const int64_t from = earliest / kChunk * kChunk;
-        next_tiles = locate(task, from, longest, next);
-        for (int64_t start = from; start < longest; start += kChunk) {
+        extent.cut(task.stretch);
+        next_tiles = locate(task, extent.from, extent.until, next);
+        for (int64_t start = extent.from; start < extent.until; start += kChunk) {
             tiles = next_tiles;
             std::memcpy(tile, next, sizeof tile);
-            next_tiles = locate(task, start + kChunk, longest, next);
+            next_tiles = locate(task, start + kChunk, extent.until, next);
             step(start);
+            if ((start + kChunk) % kStretch != 0 && start + kChunk < extent.until) continue;
+            for (int i = 0; i < kQueries; ++i)
+                close(task, first_query + i, start / kStretch, query[i], query[i].sum, query[i].whole);
         }
-        for (int i = 0; i < kQueries; ++i) finish(task, first_query + i, query[i].sum, query[i].total);
+        for (int i = 0; i < kQueries && task.stretch < 0; ++i)
+            finish(task, first_query + i, query[i].whole.sum, query[i].whole.softmax);
     }
 
     // What single queries see of positions begin .. end - 1.
@@ -200,5 +204,7 @@ void attend(const AttendTask& task) {
     case Store::I8: return attend_store<Store::I8>(task);
     }
 }
+
+void join(const AttendTask& task) { join_all(task); }
 
 } // namespace headstart::HEADSTART_PATH

@@ -38,27 +38,29 @@ INLINE int locate(const AttendTask& task, int64_t start, int64_t longest, const 
     return count;
 }
 
-// What query `index` of the task sees, positions first .. limit - 1, and its softmax before any of them.
-struct Sight {
+// The softmax over some positions: the peak of their scores, the total of e^(score - peak).
+struct Softmax {
+    float peak = -FLT_MAX, total = 0.0f; // finite: scores of -inf weigh e^-inf = 0, not NaN
+};
+
+// What query `index` of the task sees, positions first .. limit - 1, and its softmax over the present stretch.
+struct Sight : Softmax {
     const float* values;
     int64_t first, limit;
-    float peak, total;
 };
 
 INLINE Sight sight_of(const AttendTask& task, int64_t index) {
-    const int64_t row = task.first_row + index / task.group, head = task.kv_head * task.group + index % task.group;
+    const int64_t row = task.row_of(index);
     const int64_t oldest = task.window ? task.positions[row] - task.window + 1 : 0;
     Sight found;
-    found.values = task.queries + row * task.query_stride + head * task.layout.head_dim;
+    found.values = task.queries + row * task.query_stride + task.head_of(index) * task.layout.head_dim;
     found.first = oldest > task.first_position ? oldest : task.first_position;
     found.limit = task.sees[row] + 1;
-    found.peak = -FLT_MAX; // finite: scores of -inf weigh e^-inf = 0, not NaN
-    found.total = 0.0f;
-    if (task.sinks) { // the first logit of the sum: e^(sink - sink)
-        found.peak = task.sinks[head] > found.peak ? task.sinks[head] : found.peak;
-        found.total = 1.0f;
-    }
     return found;
+}
+
+INLINE bool sees(const Sight& sight, int64_t stretch) {
+    return sight.first < (stretch + 1) * kStretch && sight.limit > stretch * kStretch;
 }
 
 // Scaled scores of 16 positions from 16 t of the chunk on; -inf outside begin .. end - 1.
@@ -92,16 +94,94 @@ INLINE float soften(float* scores, int tiles, float cap, float& peak, float& tot
     return shrink;
 }
 
-INLINE void finish(const AttendTask& task, int64_t index, float* sum, float total) {
-    const int64_t dim = task.layout.value_dim;
+INLINE float shrinks(float by) {
+    alignas(64) float lanes[16];
+    store(lanes, exp(splat(by)));
+    return lanes[0];
+}
+
+// Sums over some positions, and over those behind them (nullptr: zeros), become sums over all.
+INLINE void join(float* sum, Softmax& whole, const float* more, const Softmax& part, int64_t wide) {
+    const bool higher = part.peak > whole.peak || std::isnan(part.peak);
+    const float factor = shrinks(higher ? whole.peak - part.peak : part.peak - whole.peak);
+    const float of_whole = higher ? factor : 1.0f, of_part = higher ? 1.0f : factor;
+    whole.total = whole.total * of_whole + part.total * of_part;
+    if (higher) whole.peak = part.peak;
+    for (int64_t d = 0; d < wide; d += 16) {
+        const f32 kept = load(sum + d) * splat(of_whole);
+        store(sum + d, more ? fma(load(more + d), splat(of_part), kept) : kept);
+    }
+}
+
+// A sink is one more logit, without a value.
+INLINE void finish(const AttendTask& task, int64_t index, float* sum, Softmax whole) {
+    const int64_t dim = task.layout.value_dim, row = task.row_of(index), head = task.head_of(index);
+    if (task.sinks) join(sum, whole, nullptr, {task.sinks[head], 1.0f}, task.layout.padded_value());
     const QuantLayout layout(task.out.width);
-    const int64_t row = task.first_row + index / task.group, head = task.kv_head * task.group + index % task.group;
-    const f32 inverse = splat(1.0f / total);
+    const f32 inverse = splat(1.0f / whole.total);
     for (int64_t d = 0; d < dim; d += 16) store(sum + d, load(sum + d) * inverse);
     std::memcpy(task.out.values + row * task.out.stride + head * dim, sum, dim * 4);
     if (task.out.quants) // the caller asks for it only where heads are whole groups
         for (int64_t d = 0; d < dim; d += 32)
             quantize_group(sum + d, (head * dim + d) / 32, layout, task.out.quants + row * layout.row_bytes());
 }
+
+// The stretches of one query so far.
+struct Whole {
+    alignas(64) float sum[kMaxValueDim];
+    Softmax softmax;
+    bool begun = false;
+
+    void add(const float* part, const Softmax& more, int64_t wide) {
+        if (begun) return join(sum, softmax, part, more, wide);
+        begun = true;
+        softmax = more;
+        std::memcpy(sum, part, wide * 4);
+    }
+};
+
+// Ends a stretch of query `index`: joined to those before it, or kept for join_all.
+INLINE void close(const AttendTask& task, int64_t index, int64_t stretch, Sight& sight, float* sum, Whole& whole) {
+    const int64_t wide = task.layout.padded_value();
+    if (!sees(sight, stretch)) return;
+    if (task.stretch < 0) {
+        whole.add(sum, sight, wide);
+    } else {
+        float* kept = task.partial(index, stretch);
+        std::memcpy(kept, sum, wide * 4);
+        kept[wide] = sight.peak;
+        kept[wide + 1] = sight.total;
+    }
+    static_cast<Softmax&>(sight) = {};
+    std::memset(sum, 0, wide * 4);
+}
+
+INLINE void join_all(const AttendTask& task) {
+    const int64_t wide = task.layout.padded_value();
+    for (int64_t index = task.first_query; index < task.first_query + task.num_queries; ++index) {
+        const Sight sight = sight_of(task, index);
+        Whole whole;
+        for (int64_t stretch = sight.first / kStretch; stretch * kStretch < sight.limit; ++stretch) {
+            const float* kept = task.partial(index, stretch);
+            whole.add(kept, {kept[wide], kept[wide + 1]}, wide);
+        }
+        finish(task, index, whole.sum, whole.softmax);
+    }
+}
+
+// The positions of a task: from a chunk's first one to behind the last that a query sees.
+struct Extent {
+    int64_t from = INT64_MAX, until = 0;
+    void add(const Sight& sight) {
+        from = sight.first < from ? sight.first : from;
+        until = sight.limit > until ? sight.limit : until;
+    }
+    void cut(int64_t stretch) {
+        from = from / kChunk * kChunk;
+        if (stretch < 0) return;
+        from = from > stretch * kStretch ? from : stretch * kStretch;
+        until = until < (stretch + 1) * kStretch ? until : (stretch + 1) * kStretch;
+    }
+};
 
 } // namespace headstart::HEADSTART_PATH

@@ -67,10 +67,10 @@ void store_kv(Program& program, int k, int v, nb::object kv_pool) {
     program.add(std::move(step));
 }
 
-size_t group_index(Program& program, int64_t group) {
-    auto found = std::find(program.groups.begin(), program.groups.end(), group);
-    if (found == program.groups.end()) found = program.groups.insert(found, group);
-    return found - program.groups.begin();
+size_t shape_index(Program& program, const AttendShape& shape) {
+    auto found = std::find(program.attends.begin(), program.attends.end(), shape);
+    if (found == program.attends.end()) found = program.attends.insert(found, shape);
+    return found - program.attends.begin();
 }
 
 // The tiles of a row's last positions as if they lay where they belong, from its path and, before that, its sequence's
@@ -111,8 +111,9 @@ int attend(Program& program, int q, nb::object kv_pool, int64_t num_heads, float
     step.writes = {out};
     step.quantizes = dim % 32 == 0 && num_heads * dim % kPanel == 0;
     step.owners = {kv_pool, nb::cast(sinks)};
-    const size_t tiles_of = group_index(program, group);
-    step.num_tasks = [tiles_of, layout](const Pass& pass) { return pass.tiles[tiles_of].back() * layout.num_heads; };
+    step.attends = true;
+    const size_t shape = shape_index(program, {group, layout.num_heads, window});
+    step.num_tasks = [shape](const Pass& pass) { return pass.attends[shape].before.back(); };
     AttendTask common{}; // what all tasks share
     common.layout = layout;
     common.group = group;
@@ -121,11 +122,14 @@ int attend(Program& program, int q, nb::object kv_pool, int64_t num_heads, float
     common.softcap = softcap;
     common.sinks = sinks ? sinks->data() : nullptr;
     common.scratch_from = INT64_MAX;
-    step.run = [&program, pool, common, tiles_of, q, out, causal, own = step.quantizes](const Pass& pass, int64_t index) {
-        const auto& before = pass.tiles[tiles_of]; // tasks go by unit, then kv head, then tile
-        const int64_t heads = common.layout.num_heads;
-        const int64_t unit = std::upper_bound(before.begin(), before.end(), index / heads) - before.begin() - 1;
-        const int64_t tiles = before[unit + 1] - before[unit], tile = index - before[unit] * heads;
+    program.partial_floats = std::max(program.partial_floats, common.partial_size());
+    step.run = [&program, pool, common, shape, q, out, causal, own = step.quantizes](const Pass& pass, int64_t index) {
+        const AttendTasks& tasks = pass.attends[shape];
+        const auto& before = tasks.before;
+        const int64_t unit = std::upper_bound(before.begin(), before.end(), index) - before.begin() - 1;
+        const int64_t stretches = tasks.count.empty() ? 1 : tasks.count[unit];
+        const int64_t tiles = (before[unit + 1] - before[unit]) / stretches / common.layout.num_heads;
+        const int64_t tile = (index - before[unit]) / stretches, stretch = (index - before[unit]) % stretches;
         const int64_t row = pass.unit_starts[unit], queries = (pass.unit_starts[unit + 1] - row) * common.group;
         AttendTask task = common;
         task.pool = pool->memory.data();
@@ -143,7 +147,15 @@ int attend(Program& program, int q, nb::object kv_pool, int64_t num_heads, float
         task.out = program.output(out);
         if (!own) task.out.quants = nullptr;
         if (pass.path_starts) gather_path(*pool, pass, row, task);
+        if (stretches == 1) return program.kernels.attend(task);
+        task.stretch = tasks.first[unit] + stretch;
+        task.partials = program.partials();
+        task.num_stretches = tasks.most;
         program.kernels.attend(task);
+        std::atomic<int32_t>& ended = program.ended(row * common.layout.num_heads * common.group + tile);
+        if (ended.fetch_add(1, std::memory_order_acq_rel) + 1 < stretches) return;
+        ended.store(0, std::memory_order_relaxed); // for the next layer, behind a barrier
+        program.kernels.join(task);
     };
     program.add(std::move(step));
     return out;

@@ -419,6 +419,7 @@ void store_kv(const float* keys, const float* values, uint8_t* pool, const KVLay
 } // namespace
 
 void attend(const AttendTask& task); // attention.cpp
+void join(const AttendTask& task);
 void sigmoid_mul(const float* gate, const float* x, int64_t gates, int64_t width, float* out); // experts.cpp
 void route(const float* logits, const float* bias, const Router& router, int32_t* ids, float* weights);
 void weigh(const float* values, int64_t stride, const int32_t* slots, const float* weights, int64_t count,
@@ -430,7 +431,7 @@ void delta(const DeltaTask& task);
 const Kernels& kernels() {
     static constexpr Kernels table{HEADSTART_STRING(HEADSTART_PATH), linear,      gated,  embed,    quantize, norm,
                                    activate_row,            activate_mul, scale, softcap_row, add,   rope,
-                                   store_kv,                attend,      sigmoid_mul, route, weigh,  conv,
+                                   store_kv,                attend,      join, sigmoid_mul, route, weigh,  conv,
                                    decay,                   delta};
     return table;
 }

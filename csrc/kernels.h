@@ -80,6 +80,10 @@ struct KVLayout {
 
 constexpr int64_t kMostQueries = 6;
 
+// What a query sees is summed by stretches of so many positions, counted from absolute position 0, which are then joined in
+// order: threads may share a long context, and bits do not tell whether they did.
+constexpr int64_t kStretch = 512;
+
 // At most Kernels::most_queries queries of one kv head and one sequence. Query i is row first_row + i / group, head
 // kv_head * group + i % group.
 struct AttendTask {
@@ -97,6 +101,16 @@ struct AttendTask {
     const float* queries;
     int64_t query_stride;
     Output out;
+    int64_t stretch = -1;      // the only one that this task takes, or -1: all, and the result
+    float* partials = nullptr; // of the pass: [row][head][num_stretches] of partial_size() floats
+    int64_t num_stretches = 0;
+    HEADSTART_INLINE int64_t partial_size() const { return layout.padded_value() + 16; } // sums, peak, total
+    HEADSTART_INLINE int64_t row_of(int64_t index) const { return first_row + index / group; }
+    HEADSTART_INLINE int64_t head_of(int64_t index) const { return kv_head * group + index % group; }
+    HEADSTART_INLINE float* partial(int64_t index, int64_t at) const {
+        const int64_t query = row_of(index) * layout.num_heads * group + head_of(index);
+        return partials + (query * num_stretches + at) * partial_size();
+    }
 };
 
 // Which experts a row takes, and how it weighs them (RouterSpec of headstart/kernels/ops.py).
@@ -149,6 +163,7 @@ struct Kernels {
                  int64_t half, float* out);
     void (*store_kv)(const float* keys, const float* values, uint8_t* pool, const KVLayout& layout, int64_t slot);
     void (*attend)(const AttendTask& task);
+    void (*join)(const AttendTask& task); // the result of all stretches' partials
     // sigmoid(gate) * x; each gate serves width / gates neighbours.
     void (*sigmoid_mul)(const float* gate, const float* x, int64_t gates, int64_t width, float* out);
     // logits [num_experts] -> ids [top_k] in ascending order, and their weights.

@@ -19,18 +19,32 @@ bool share(const std::vector<int>& a, const std::vector<int>& b) {
     return std::any_of(a.begin(), a.end(), [&](int each) { return std::find(b.begin(), b.end(), each) != b.end(); });
 }
 
-// Tiles of at most `most` queries before each unit, and of all units.
-std::vector<int64_t> count_tiles(const Pass& pass, int64_t group, int64_t most) {
-    std::vector<int64_t> found{0};
-    found.reserve(pass.num_units + 1);
-    for (int64_t s = 0; s < pass.num_units; ++s) {
-        const int64_t queries = (pass.unit_starts[s + 1] - pass.unit_starts[s]) * group;
-        found.push_back(found.back() + (queries + most - 1) / most);
-    }
-    return found;
-}
+constexpr int kTasksPerThread = 4; // that suffice for threads to end together
 
 } // namespace
+
+AttendTasks::AttendTasks(const Pass& pass, const AttendShape& shape, int64_t most_queries, int threads) : before{0} {
+    before.reserve(pass.num_units + 1);
+    for (int64_t unit = 0; unit < pass.num_units; ++unit) {
+        const int64_t queries = (pass.unit_starts[unit + 1] - pass.unit_starts[unit]) * shape.group;
+        before.push_back(before.back() + (queries + most_queries - 1) / most_queries * shape.heads);
+    }
+    if (threads == 1 || before.back() >= threads * kTasksPerThread) return;
+    for (int64_t unit = 0; unit < pass.num_units; ++unit) {
+        const int32_t *begin = pass.positions + pass.unit_starts[unit], *end = pass.positions + pass.unit_starts[unit + 1];
+        const int64_t oldest = shape.window ? *std::min_element(begin, end) - shape.window + 1 : 0;
+        const int64_t latest = *std::max_element(pass.sees + pass.unit_starts[unit], pass.sees + pass.unit_starts[unit + 1]);
+        first.push_back((int32_t)(std::max(oldest, pass.first_position) / kStretch));
+        count.push_back((int32_t)(latest / kStretch + 1 - first.back()));
+        most = std::max(most, latest / kStretch + 1);
+    }
+    int64_t earlier = 0;
+    for (int64_t unit = 0; unit < pass.num_units; ++unit) {
+        const int64_t tasks = before[unit + 1] - earlier;
+        earlier = before[unit + 1];
+        before[unit + 1] = before[unit] + tasks * count[unit];
+    }
+}
 
 Memory::Memory(int64_t bytes) : data_(nullptr), size_(bytes) {
     if (bytes <= 0) return;
@@ -165,7 +179,7 @@ bool Program::joins(const Phase& phase, const Step& step) const {
     if (step.by_rows != phase.by_rows || step.gathers) return false;
     if (step.by_rows) return buffers[step.domain()].logits == phase.logits;
     for (int i = phase.first; i < phase.last; ++i)
-        if (share(step.reads, steps_[i].writes)) return false;
+        if (share(step.reads, steps_[i].writes) || (step.attends && steps_[i].attends)) return false;
     return true;
 }
 
@@ -236,6 +250,24 @@ void Program::allocate(Arena& arena, const Pass& pass) {
     }
 }
 
+void Program::share_contexts(Pass& pass, int threads) {
+    pass.attends.clear();
+    int64_t queries = 0, most = 0;
+    for (const AttendShape& shape : attends) {
+        pass.attends.emplace_back(pass, shape, kernels.most_queries, threads);
+        if (pass.attends.back().count.empty()) continue;
+        queries = std::max(queries, pass.num_rows * shape.heads * shape.group);
+        most = std::max(most, pass.attends.back().most);
+    }
+    if (most < 2) return;
+    const int64_t bytes = queries * most * partial_floats * 4;
+    if (!partials_ || partials_->size() < bytes) partials_ = std::make_unique<Memory>(bytes);
+    if (num_ended_ >= queries) return;
+    ended_ = std::make_unique<std::atomic<int32_t>[]>(queries);
+    for (int64_t i = 0; i < queries; ++i) ended_[i].store(0, std::memory_order_relaxed);
+    num_ended_ = queries;
+}
+
 int64_t Program::num_tasks(const Phase& phase, const Pass& pass) const {
     if (phase.by_rows) return phase.logits ? pass.num_logits : pass.num_rows;
     int64_t count = 0;
@@ -296,8 +328,7 @@ void Program::compute(ThreadPool::Turn& turn, Arena& arena, Pass& pass) {
     const int32_t furthest = *std::max_element(pass.positions, pass.positions + pass.num_rows);
     for (auto& rope : ropes) rope->reach(furthest);
     for (auto& routing : routings) routing->reach(pass.num_rows);
-    pass.tiles.clear();
-    for (int64_t group : groups) pass.tiles.push_back(count_tiles(pass, group, kernels.most_queries));
+    share_contexts(pass, turn.active());
     const auto start = Clock::now();
     turn.run([&](int thread) { execute(turn, pass, thread); });
     turn.settle(std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count());

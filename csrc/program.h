@@ -113,6 +113,25 @@ struct States {
     const int32_t* span_of; // each row
 };
 
+// Attention steps whose tasks are the same: queries for each kv head, kv heads, the window.
+struct AttendShape {
+    int64_t group, heads, window;
+    bool operator==(const AttendShape& other) const {
+        return group == other.group && heads == other.heads && window == other.window;
+    }
+};
+
+struct Pass;
+
+// Tasks of a pass's attention: by unit, then kv head, then tile of queries, then, where threads share long contexts,
+// stretch (kStretch).
+struct AttendTasks {
+    AttendTasks(const Pass& pass, const AttendShape& shape, int64_t most_queries, int threads);
+    std::vector<int64_t> before; // tasks before each unit, and of all
+    std::vector<int32_t> first, count; // stretches of each unit; empty: each task takes all
+    int64_t most = 0;                  // stretches that a query has at most, from position 0 on, if they are shared
+};
+
 // StepPlan (headstart/core.py) as plain pointers.
 struct Pass {
     int64_t num_rows, num_logits, num_spans, table_width, block_size, first_position;
@@ -126,7 +145,7 @@ struct Pass {
     const float* hidden; // [num_rows, hidden_stride], or nullptr: rows of the pool
     int64_t hidden_stride;
     const States* states; // or nullptr
-    std::vector<std::vector<int64_t>> tiles; // by Program::groups: attention tiles of one kv head before each unit
+    std::vector<AttendTasks> attends; // by Program::attends
 };
 
 // What a program reads and writes: how far ids and slots of a plan may go.
@@ -167,6 +186,7 @@ struct Step {
     bool by_rows = false;        // run(pass, row): rows do not see each other
     bool gathers = false;        // by_rows, but reads rows of others
     bool quantizes = false;      // writes the 8-bit form of its output by itself
+    bool attends = false;        // may use Program::partials: alone of its kind in a phase
     std::vector<nb::object> owners; // what the pointers inside `run` point into
     std::function<int64_t(const Pass&)> num_tasks; // where not by_rows
     std::function<void(const Pass&, int64_t)> run; // a task, or a row
@@ -201,7 +221,10 @@ class Program {
     std::vector<Buffer> buffers;
     std::vector<std::shared_ptr<RopeTable>> ropes;
     std::vector<std::shared_ptr<Routing>> routings;
-    std::vector<int64_t> groups; // queries per kv head, of the attention steps
+    std::vector<AttendShape> attends; // of the attention steps
+    int64_t partial_floats = 0;       // of a query's stretch, at most
+    float* partials() const { return reinterpret_cast<float*>(partials_->data()); }
+    std::atomic<int32_t>& ended(int64_t tile) const { return ended_[tile]; } // stretches of a tile that are done
 
     float* values(int id, int64_t row) const {
         const Buffer& buffer = buffers[id];
@@ -227,6 +250,7 @@ class Program {
     void plan_phases();
     void plan_memory();
     void allocate(Arena& arena, const Pass& pass);
+    void share_contexts(Pass& pass, int threads);
     void execute(ThreadPool::Turn& turn, const Pass& pass, int thread);
     int64_t num_tasks(const Phase& phase, const Pass& pass) const;
     void run_tasks(const Phase& phase, const Pass& pass, int64_t first, int64_t last) const;
@@ -243,6 +267,9 @@ class Program {
     };
     std::unique_ptr<Counter[]> counters_; // phases x threads
     int64_t num_counters_ = 0;
+    std::unique_ptr<Memory> partials_;
+    std::unique_ptr<std::atomic<int32_t>[]> ended_;
+    int64_t num_ended_ = 0;
 };
 
 } // namespace headstart

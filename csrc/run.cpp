@@ -95,7 +95,7 @@ void check_pass(const Program& program, const Pass& pass) {
     else if (program.hidden_width)
         require(pass.hidden_pool->width >= program.hidden_width && within(pass.hidden_slots, pass.num_rows, pass.hidden_pool->num_slots),
                 "run: a hidden state's slot is outside the pool");
-    if (!program.groups.empty()) check_blocks(program, pass);
+    if (!program.attends.empty()) check_blocks(program, pass);
     if (program.wants_states) check_states(limits, pass);
 }
 

@@ -49,19 +49,22 @@ kv_dtypes = pytest.mark.parametrize("kv_dtype", list(HEADS))
 class World:
     """Queries, keys and values by token on one backend, and a pool for them."""
 
-    def __init__(self, path: str, kv_dtype: str, seed: int = 0, *, sinks: bool = False, **seen: Any) -> None:
+    def __init__(
+        self, path: str, kv_dtype: str, seed: int = 0, *, sinks: bool = False, length: int = LENGTH, **seen: Any
+    ) -> None:
         heads, kv_heads, dim = HEADS[kv_dtype]
+        self.length, self.num_blocks = length, length // 16 + NUM_BLOCKS - LENGTH // 16
         self.rng = np.random.default_rng(seed)
         self.kv_dtype, self.dim = kv_dtype, dim
         self.spec = AttentionSpec(heads, kv_heads, dim, dim**-0.5, **seen)
-        self.tables = [random_matrix(FORMS["F32"], 4 * LENGTH, n * dim, self.rng) for n in (heads, kv_heads, kv_heads)]
+        self.tables = [random_matrix(FORMS["F32"], 4 * length, n * dim, self.rng) for n in (heads, kv_heads, kv_heads)]
         self.sinks = self.rng.standard_normal(heads).astype(np.float32) * 2 if sinks else None
         self.workers = [backend(path, threads, kv_dtype) for threads in (1, 2, 3)]
         self.fresh()
 
     def fresh(self) -> None:
         """Another pool, in which nothing was written."""
-        self.pool = self.workers[0].kv_pool(NUM_BLOCKS * 16, self.spec)
+        self.pool = self.workers[0].kv_pool(self.num_blocks * 16, self.spec)
         self.code = self.code_of(self.tables, self.pool, self.sinks)
 
     def code_of(self, tables: list[Any], pool: Any, sinks: Any) -> Code:
@@ -77,13 +80,13 @@ class World:
         """The same in float64, over keys and values as the pool keeps them."""
         q, k, v = self.tables
         kept = [torch.from_numpy(stored(values_of(each), self.kv_dtype, self.dim)).double() for each in (k, v)]
-        pool = ReferenceBackend(dtype="float64").kv_pool(NUM_BLOCKS * 16, self.spec)
+        pool = ReferenceBackend(dtype="float64").kv_pool(self.num_blocks * 16, self.spec)
         sinks = None if self.sinks is None else torch.from_numpy(self.sinks).double()
         code = self.code_of([reference_weight(q), *kept], pool, sinks)
         return [run_reference(code, plan)["y"] for plan in plans]
 
-    def table(self, count: int = LENGTH // 16 + 2) -> Array:
-        return self.rng.permutation(NUM_BLOCKS)[:count]
+    def table(self) -> Array:
+        return self.rng.permutation(self.num_blocks)[: self.length // 16 + 2]
 
 
 @pytest.mark.slow
@@ -128,13 +131,30 @@ def test_rows_of_a_block_see_each_other(path: str, kv_dtype: str, seen: str) -> 
         assert_same_bits({"y": world.run(alone, i % 3)}, {"y": found[1][i : i + 1]}, i)
 
 
+@paths
+@kv_dtypes
+@pytest.mark.parametrize("seen", ["all", "window 300", "causal"])
+def test_threads_share_long_contexts(path: str, kv_dtype: str, seen: str) -> None:
+    """Several stretches (csrc/kernels.h): rows that three threads share have the bits of one thread's prompt."""
+    world = World(path, kv_dtype, sinks=True, length=1650, **SEEN[seen])
+    table = world.table()
+    plan = plan_of([Part(np.arange(1650), 0, table)])
+    found = world.run(plan)
+    np.testing.assert_allclose(found, world.oracle([plan])[0], rtol=0, atol=6e-6)
+    for first, count in ((0, 1), (511, 1), (512, 1), (510, 4), (1023, 2), (1540, 1), (1647, 3)):
+        rows = plan_of([Part(np.arange(first, first + count), first, table)])
+        for worker in (1, 2, 0):
+            assert_same_bits({"y": world.run(rows, worker)}, {"y": found[first : first + count]}, (first, worker))
+
+
 class Tree:
     """Random nodes behind `context` tokens: tokens, parents (-1: the context's last), and slots outside the blocks."""
 
-    def __init__(self, rng: np.random.Generator, context: int, count: int) -> None:
-        self.context, self.tokens = context, LENGTH + rng.permutation(2 * LENGTH)[:count]
+    def __init__(self, world: World, context: int, count: int) -> None:
+        rng = world.rng
+        self.context, self.tokens = context, world.length + rng.permutation(2 * world.length)[:count]
         self.parents = [int(rng.integers(max(-1, i - 4), i)) for i in range(count)]
-        blocks = rng.permutation(NUM_BLOCKS)
+        blocks = rng.permutation(world.num_blocks)
         self.table, spare = blocks[: (context + count) // 16 + 1], blocks[-4:]
         self.slots = (spare[:, None] * 16 + np.arange(16)).reshape(-1)[rng.permutation(64)[:count]]
         self.lines = [self.line(node) for node in range(count)]
@@ -170,13 +190,14 @@ class Tree:
 @paths
 @kv_dtypes
 @pytest.mark.parametrize("seen", ["all", "window 16", "window and softcap"])
-@pytest.mark.parametrize("context", [1, 14, 15, 16, 37, 64, 127])
+@pytest.mark.parametrize("context", [1, 14, 15, 16, 37, 64, 127, 509])
 def test_trees_have_the_bits_of_chains(path: str, kv_dtype: str, seen: str, context: int) -> None:
-    world = World(path, kv_dtype, context, sinks=context % 2 == 0, **SEEN[seen])
-    tree = Tree(world.rng, context, 14)
+    """A context of 509: paths over the end of a stretch, which threads share."""
+    world = World(path, kv_dtype, context, sinks=context % 2 == 0, length=max(LENGTH, context + 20), **SEEN[seen])
+    tree = Tree(world, context, 14)
     committed = np.arange(context)
-    free = np.setdiff1d(np.arange(NUM_BLOCKS), [*tree.table, *(tree.slots // 16)])
-    other = Part(3 * LENGTH + np.arange(5), 0, free)
+    free = np.setdiff1d(np.arange(world.num_blocks), [*tree.table, *(tree.slots // 16)])
+    other = Part(3 * world.length + np.arange(5), 0, free)
     plans = [plan_of([Part(committed, 0, tree.table)]), tree.plan(other)]
     found = [world.run(plan, 2) for plan in plans][1]
     np.testing.assert_allclose(found, world.oracle(plans)[1], rtol=0, atol=6e-6)
@@ -184,7 +205,7 @@ def test_trees_have_the_bits_of_chains(path: str, kv_dtype: str, seen: str, cont
     targets = [tree.place(context + i) for i in range(len(longest))]
     arrays = [np.array(each, np.int32) for each in (tree.slots[longest], targets)]
     world.workers[0].copy_rows([world.pool], *arrays)
-    follower = Part(np.array([4 * LENGTH - 1]), context + len(longest), tree.table)
+    follower = Part(np.array([4 * world.length - 1]), context + len(longest), tree.table)
     after = world.run(plan_of([follower]))
     for node, line in enumerate(tree.lines):
         world.fresh()
