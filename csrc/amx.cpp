@@ -1,4 +1,4 @@
-// bfloat16 matrices times rows rounded to bfloat16, in tiles (AMX). All else is the avx512 path's. A sum over columns is
+// bfloat16 matrices times rows rounded to bfloat16, in tiles (AMX). All else is the path avx512bf16's. A sum over columns is
 // one chain in ascending order, whatever the tile: bits of a row depend on that row only. The instruction reads subnormal
 // numbers as zeros.
 #include <immintrin.h>
@@ -76,7 +76,7 @@ INLINE void in_tiles(const Matrix& w, const uint8_t* const block[2], const Input
 }
 
 void linear(const Matrix& w, const float* bias, const Input& x, int64_t pair, const Output& out) {
-    if (w.kind != Kind::BF16 || !x.halves) return avx512::kernels().linear(w, bias, x, pair, out);
+    if (w.kind != Kind::BF16 || !x.halves) return avx512bf16::kernels().linear(w, bias, x, pair, out);
     const bool both = 2 * pair + 1 < w.num_blocks();
     const uint8_t* const block[2] = {w.block(2 * pair), w.block(2 * pair + (both ? 1 : 0))};
     in_tiles(w, block, x, [&](int64_t row, int rows, const float(&sums)[2][kRowTile][16]) __attribute__((always_inline)) {
@@ -87,7 +87,7 @@ void linear(const Matrix& w, const float* bias, const Input& x, int64_t pair, co
 void gated(const Matrix& gate, const Matrix& up, const float* gate_bias, const float* up_bias, Activation kind,
            const Input& x, int64_t pair, const Output& out) {
     if (gate.kind != Kind::BF16 || up.kind != Kind::BF16 || !x.halves)
-        return avx512::kernels().gated(gate, up, gate_bias, up_bias, kind, x, pair, out);
+        return avx512bf16::kernels().gated(gate, up, gate_bias, up_bias, kind, x, pair, out);
     for (int64_t half = 0; half < 2 && 2 * pair + half < gate.num_blocks(); ++half) {
         const int64_t at = (2 * pair + half) * 16;
         const uint8_t* const block[2] = {gate.block(2 * pair + half), up.block(2 * pair + half)};
@@ -107,22 +107,16 @@ void gated(const Matrix& gate, const Matrix& up, const float* gate_bias, const f
     pad_gated(x.rows, pair, gate.num_blocks(), out);
 }
 
-void halve(const float* x, int64_t width, uint16_t* row) {
-    for (int64_t i = 0; i < whole_panels(width); i += 16)
-        _mm256_storeu_si256((__m256i*)(row + i), (__m256i)_mm512_cvtneps_pbh(load_some(x + i, width - i).v));
-}
-
 } // namespace
 
 void attend(const AttendTask& task); // amx_attention.cpp
 
 const Kernels& kernels() {
     static const Kernels table = [] {
-        Kernels made = avx512::kernels();
+        Kernels made = avx512bf16::kernels();
         made.name = HEADSTART_STRING(HEADSTART_PATH);
         made.linear = linear;
         made.gated = gated;
-        made.halve = halve;
         made.attend = attend;
         made.most_queries = kTileQueries;
         return made;

@@ -227,7 +227,7 @@ void attend(const AttendTask& task) {
         AttendTask part = task;
         part.first_query = first;
         part.num_queries = queries;
-        avx512::kernels().attend(part);
+        avx512bf16::kernels().attend(part);
     }
 }
 

@@ -19,6 +19,21 @@ constexpr int kStrips = 1;
 template <Store kStore> constexpr int kWays = kStore == Store::BF16 ? 2 : 1;
 template <Store kStore> constexpr int64_t kLine = kStore == Store::I8 ? 16 : 64; // their bytes
 
+// Whether keys and values meet queries and weights as pairs of bfloat16, which are rounded to them.
+#if HEADSTART_PAIRS
+template <Store kStore> constexpr bool kPairs = kStore == Store::BF16;
+#else
+template <Store> constexpr bool kPairs = false;
+INLINE f32 dot_pairs(f32 sum, i32, i32) { return sum; }
+INLINE void store_bf16(uint16_t*, f32) {}
+#endif
+
+INLINE i32 splat_pair(const uint16_t* p) {
+    int32_t both;
+    std::memcpy(&both, p, 4);
+    return splat_int(both);
+}
+
 template <Store kStore> INLINE void load_items(const uint8_t* p, f32 (&found)[kWays<kStore>]) {
     if constexpr (kStore == Store::F32) {
         found[0] = load(reinterpret_cast<const float*>(p));
@@ -31,12 +46,15 @@ template <Store kStore> INLINE void load_items(const uint8_t* p, f32 (&found)[kW
     }
 }
 
+constexpr int64_t kMaxKeys = 640; // wider keys meet unrounded queries
+
 // One query: which positions of this chunk it sees, and its sums so far.
 struct Query : Sight {
     int64_t begin, end;
     alignas(64) float sum[kMaxValueDim]; // of the present stretch
     Whole whole;
     alignas(64) float weight[kChunk]; // scores of the chunk, then e^(score - peak)
+    uint16_t values_pairs[kMaxKeys], weight_pairs[kChunk]; // with kPairs: both in bfloat16
 };
 
 // Its loops are functions of their own, so that none costs another its registers.
@@ -54,6 +72,7 @@ template <Store kStore, int kQueries> struct Attend {
     template <int kCount> APART void score(int t) {
         constexpr int kEach = kWays<kStore>;
         const int64_t dim = task.layout.head_dim, values_at = task.layout.values_at();
+        const bool pairs = kPairs<kStore> && dim <= kMaxKeys;
         f32 sum[kQueries][kCount];
         for (auto& each : sum)
             for (f32& one : each) one = splat(0.0f);
@@ -65,8 +84,15 @@ template <Store kStore, int kQueries> struct Attend {
                     prefetch(next[t + c] + line);
                     prefetch(next[t + c] + values_at + line);
                 }
+                if (pairs) {
+                    const i32 both = load(reinterpret_cast<const int32_t*>(tile[t + c] + line));
+                    for (int i = 0; i < kQueries; ++i)
+                        sum[i][c] = dot_pairs(sum[i][c], both, splat_pair(query[i].values_pairs + d));
+                    continue;
+                }
                 load_items<kStore>(tile[t + c] + line, key[c]);
             }
+            if (pairs) continue;
             for (int way = 0; way < kEach && d + way < dim; ++way)
                 for (int i = 0; i < kQueries; ++i) {
                     const f32 value = splat(query[i].values[d + way]);
@@ -92,6 +118,8 @@ template <Store kStore, int kQueries> struct Attend {
         if (kStore == Store::I8) // a value's scale goes into its weight
             for (int t = 0; t < tiles; ++t)
                 store(each.weight + t * 16, load(each.weight + t * 16) * load(scales(t) + 16));
+        if (kPairs<kStore>) // those of what it does not see are zeros
+            for (int t = 0; t < tiles; ++t) store_bf16(each.weight_pairs + t * 16, load(each.weight + t * 16));
     }
 
     // sum += weight * value over positions begin .. end - 1 of the chunk, for kCount queries from `first`.
@@ -103,6 +131,16 @@ template <Store kStore, int kQueries> struct Attend {
             for (int s = 0; s < kWidth; ++s) sum[i][s] = load(query[first + i].sum + d + s * 16);
         for (int64_t p = begin / kEach * kEach; p < end; p += kEach) {
             const uint8_t* row = tile[p / 16] + at + p % 16 / kEach * line;
+            if (kPairs<kStore>) {
+                // anything may stand where a query does not look
+                const i32 seen = splat_int((p < begin ? 0 : 0xffff) | (p + 1 < end ? (int32_t)0xffff0000 : 0));
+                for (int s = 0; s < kWidth; ++s) {
+                    const i32 both = load(reinterpret_cast<const int32_t*>(row + s * kLine<kStore>)) & seen;
+                    for (int i = 0; i < kCount; ++i)
+                        sum[i][s] = dot_pairs(sum[i][s], both, splat_pair(query[first + i].weight_pairs + p));
+                }
+                continue;
+            }
             f32 value[kWidth][kEach];
             for (int s = 0; s < kWidth; ++s) load_items<kStore>(row + s * kLine<kStore>, value[s]);
             for (int way = 0; way < kEach; ++way) {
@@ -130,6 +168,9 @@ template <Store kStore, int kQueries> struct Attend {
             Query& each = query[i];
             static_cast<Sight&>(each) = sight_of(task, first_query + i);
             extent.add(each);
+            const int64_t dim = task.layout.head_dim;
+            for (int64_t d = 0; kPairs<kStore> && d < dim && dim <= kMaxKeys; d += 16)
+                store_bf16(each.values_pairs + d, load_some(each.values + d, dim - d));
             std::memset(each.sum, 0, task.layout.padded_value() * 4);
         }
         extent.cut(task.stretch);
@@ -172,6 +213,10 @@ template <Store kStore, int kQueries> struct Attend {
         if (t < tiles) score<1>(t);
         for (Query& each : query)
             if (each.end > each.begin) soften(each);
+        if (kPairs<kStore>) { // two products are one operation, unless the query itself sees one of them only
+            begin = (begin + 1) / 2 * 2;
+            end = end / 2 * 2;
+        }
         if (end <= begin) return gather_apart(first, last);
         if (first < begin) gather_apart(first, begin);
         gather<kQueries>(0, begin, end);

@@ -35,7 +35,15 @@ std::vector<Path> usable_paths() {
 #ifdef HEADSTART_AMX
     if (has_avx512 && has_amx()) found.push_back({"amx", &amx::kernels(), &avx512::kLoops});
 #endif
+#ifdef HEADSTART_AVX512BF16
+    if (has_avx512 && __builtin_cpu_supports("avx512bf16"))
+        found.push_back({"avx512bf16", &avx512bf16::kernels(), &avx512::kLoops});
+#endif
     if (has_avx512) found.push_back({"avx512", &avx512::kernels(), &avx512::kLoops});
+#ifdef HEADSTART_AVXVNNI
+    if (has_avx2 && __builtin_cpu_supports("avxvnni"))
+        found.push_back({"avxvnni", &avxvnni::kernels(), &avx2::kLoops});
+#endif
     if (has_avx2) found.push_back({"avx2", &avx2::kernels(), &avx2::kLoops});
 #endif
     found.push_back({"portable", &portable::kernels(), &portable::kLoops});

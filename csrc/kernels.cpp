@@ -130,6 +130,26 @@ INLINE void multiply_float(const Matrix& w, const uint8_t* const block[2], const
             acc[r][1] = fma(w1, a, acc[r][1]);
         }
     };
+#if HEADSTART_PAIRS
+    if (kKind == Kind::BF16 && x.halves) {
+        const uint8_t* pairs[kRows];
+        for (int r = 0; r < kRows; ++r)
+            pairs[r] = reinterpret_cast<const uint8_t*>(x.halves + x.at(row + r) * w.padded());
+        const int64_t ahead = row == 0 ? 2 * w.block_bytes() : 0; // the next pair of blocks
+        for (int64_t k = 0; k < w.cols; k += 2) {
+            prefetch(block[0] + ahead + k * 32);
+            prefetch(block[1] + ahead + k * 32);
+            const i32 w0 = load(reinterpret_cast<const int32_t*>(block[0] + k * 32));
+            const i32 w1 = load(reinterpret_cast<const int32_t*>(block[1] + k * 32));
+            for (int r = 0; r < kRows; ++r) {
+                const i32 a = splat_bytes(reinterpret_cast<const int8_t*>(pairs[r] + k * 2));
+                acc[r][0] = dot_pairs(acc[r][0], w0, a);
+                acc[r][1] = dot_pairs(acc[r][1], w1, a);
+            }
+        }
+        return;
+    }
+#endif
     if (kKind == Kind::BF16) {
         const i32 high = splat_int((int32_t)0xffff0000);
         for (int64_t k = 0; k < w.cols; k += 2) {
@@ -418,6 +438,14 @@ void store_kv(const float* keys, const float* values, uint8_t* pool, const KVLay
 
 } // namespace
 
+#if HEADSTART_PAIRS
+void halve(const float* x, int64_t width, uint16_t* row) {
+    for (int64_t i = 0; i < whole_panels(width); i += 16) store_bf16(row + i, load_some(x + i, width - i));
+}
+#else
+constexpr auto halve = nullptr;
+#endif
+
 void attend(const AttendTask& task); // attention.cpp
 void join(const AttendTask& task);
 void sigmoid_mul(const float* gate, const float* x, int64_t gates, int64_t width, float* out); // experts.cpp
@@ -432,7 +460,7 @@ const Kernels& kernels() {
     static constexpr Kernels table{HEADSTART_STRING(HEADSTART_PATH), linear,      gated,  embed,    quantize, norm,
                                    activate_row,            activate_mul, scale, softcap_row, add,   rope,
                                    store_kv,                attend,      join, sigmoid_mul, route, weigh,  conv,
-                                   decay,                   delta};
+                                   decay,                   delta,       kMostQueries, halve};
     return table;
 }
 

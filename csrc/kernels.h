@@ -190,7 +190,13 @@ const Kernels& kernels();
 namespace avx512 {
 const Kernels& kernels();
 }
-namespace amx { // avx512 with AMX-BF16
+namespace avx512bf16 {
+const Kernels& kernels();
+}
+namespace avxvnni { // avx2 with AVX-VNNI
+const Kernels& kernels();
+}
+namespace amx { // avx512bf16 with AMX-BF16
 const Kernels& kernels();
 }
 

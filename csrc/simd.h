@@ -8,6 +8,9 @@
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 #define HEADSTART_AVX512 1
+#if defined(__AVX512BF16__)
+#define HEADSTART_PAIRS 1 // products of pairs of bfloat16
+#endif
 #include <immintrin.h>
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define HEADSTART_AVX2 1
@@ -68,6 +71,11 @@ INLINE int32_t store_low_bytes(int8_t* p, i32 a) {
 }
 // Adds to each lane the products of its 4 unsigned bytes of w with the 4 signed bytes of a.
 INLINE i32 dot(i32 sum, i32 w, i32 a) { return {_mm512_dpbusd_epi32(sum.v, w.v, a.v)}; }
+#if HEADSTART_PAIRS
+// Adds to each lane the products of its 2 bfloat16 of a with those of b. Subnormal numbers are zeros.
+INLINE f32 dot_pairs(f32 sum, i32 a, i32 b) { return {_mm512_dpbf16_ps(sum.v, (__m512bh)a.v, (__m512bh)b.v)}; }
+INLINE void store_bf16(uint16_t* p, f32 a) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(a.v)); }
+#endif
 
 #elif HEADSTART_AVX2
 
@@ -129,6 +137,9 @@ INLINE int32_t store_low_bytes(int8_t* p, i32 x) {
     for (int l = 0; l < 16; ++l) sum += p[l] = (int8_t)lanes[l];
     return sum;
 }
+#if defined(__AVXVNNI__)
+INLINE __m256i dot_half(__m256i sum, __m256i w, __m256i a) { return _mm256_dpbusd_avx_epi32(sum, w, a); }
+#else
 // vpmaddubsw saturates, so bytes are widened: even and odd ones apart, each pair of products fits 32 bits.
 INLINE __m256i dot_half(__m256i sum, __m256i w, __m256i a) {
     const __m256i low = _mm256_set1_epi16(0x00ff);
@@ -136,6 +147,7 @@ INLINE __m256i dot_half(__m256i sum, __m256i w, __m256i a) {
     __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(w, 8), _mm256_srai_epi16(a, 8));
     return _mm256_add_epi32(sum, _mm256_add_epi32(even, odd));
 }
+#endif
 INLINE i32 dot(i32 sum, i32 w, i32 a) { return {dot_half(sum.a, w.a, a.a), dot_half(sum.b, w.b, a.b)}; }
 
 #else

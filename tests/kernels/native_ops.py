@@ -18,6 +18,8 @@ from headstart.kernels.reference.backend import ReferenceBackend
 
 Array = NDArray[Any]
 PATHS = instruction_paths()
+PAIRED = ("amx", "avx512bf16")
+"""Paths on which bfloat16 meets bfloat16: rows are rounded, and over a bfloat16 cache queries and weights."""
 BLOCK = 16
 ONE_THREAD = packing.ThreadPool(1)
 
@@ -114,7 +116,7 @@ def quantized_rows(x: Array) -> tuple[Array, Array]:
 
 
 def rounded_rows(x: Array) -> Array:
-    """Activations as products of bfloat16 see them on the path `amx`: subnormal numbers are 0."""
+    """Activations as products of bfloat16 see them on the PAIRED paths: subnormal numbers are 0."""
     rounded = torch.from_numpy(x).bfloat16().float().numpy()
     return np.where(np.abs(rounded) < np.finfo(np.float32).tiny, np.float32(0), rounded)
 
@@ -123,7 +125,12 @@ def inputs_of(form: Form, path: str, x: Array) -> Array:
     """What a matrix of this form multiplies (float64)."""
     if form.quantized:
         return quantized_rows(x)[0]
-    return (rounded_rows(x) if form == FORMS["BF16"] and path == "amx" else x).astype(np.float64)
+    return (rounded_rows(x) if form == FORMS["BF16"] and path in PAIRED else x).astype(np.float64)
+
+
+def attention_tolerance(path: str, kv_dtype: str, otherwise: float) -> float:
+    """How far from float64."""
+    return 1.2e-2 if path in PAIRED and kv_dtype == "bfloat16" else otherwise
 
 
 def stored(values: Array, kv_dtype: str, dim: int) -> Array:

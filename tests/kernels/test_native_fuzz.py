@@ -19,12 +19,14 @@ from native_ops import (
     Part,
     assert_same_bits,
     attention,
+    attention_tolerance,
     backend,
     inputs_of,
     plan_of,
     quantized_rows,
     random_matrix,
     reference_weight,
+    rounded_rows,
     run_native,
     run_reference,
     set_scale,
@@ -285,6 +287,8 @@ def test_extreme_attention(
     for token in np.flatnonzero(rng.random(tokens) < 0.3).tolist():
         begin = rng.integers(0, heads[2])
         world.write(rng.choice(KINDS), token, slice(begin, begin + heads[2]), rng.choice([0, 1e-45, -1e-39]))
+    world.entries("q")[:] = rounded_rows(world.entries("q"))  # some paths round queries, and the weights of values
+    tolerance = attention_tolerance(path, kv_dtype, 1e-4)
     passes = in_two(shared_blocks(lengths, first, rng), rng)
     found = run_all(world, passes, tokens, first)
     kept = {kind: reference_weight(table) for kind, table in world.tables.items()}
@@ -295,7 +299,7 @@ def test_extreme_attention(
     for parts in passes:
         expected = run_reference(oracle, plan_of(parts, first_position=first))["y"]
         ids = np.concatenate([part.ids for part in parts])
-        assert (np.abs(found[ids] - expected) <= 1e-4 * largest).all()
+        assert (np.abs(found[ids] - expected) <= tolerance * largest).all()
 
 
 @paths

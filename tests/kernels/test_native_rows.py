@@ -19,6 +19,7 @@ from native_ops import (
     Part,
     assert_same_bits,
     attention,
+    attention_tolerance,
     backend,
     plan_of,
     random_matrix,
@@ -101,7 +102,7 @@ def test_what_a_row_sees(path: str, kv_dtype: str, seen: str, sinks: bool) -> No
     plans = [plan_of([Part(np.arange(begin, end), begin, table)]) for begin, end in ((0, 90), (90, LENGTH))]
     found = [world.run(plan) for plan in plans]
     for ours, theirs in zip(found, world.oracle(plans), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=0, atol=6e-6)
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=attention_tolerance(path, kv_dtype, 6e-6))
     world.fresh()
     others = np.setdiff1d(np.arange(NUM_BLOCKS), table)
     rows = []
@@ -124,7 +125,7 @@ def test_rows_of_a_block_see_each_other(path: str, kv_dtype: str, seen: str) -> 
     whole.sees = np.full(9, 68, np.int32)
     plans = [plan_of([context]), whole]
     found = [world.run(plan) for plan in plans]
-    np.testing.assert_allclose(found[1], world.oracle(plans)[1], rtol=0, atol=6e-6)
+    np.testing.assert_allclose(found[1], world.oracle(plans)[1], rtol=0, atol=attention_tolerance(path, kv_dtype, 6e-6))
     for i in (0, 3, 8):
         alone = plan_of([Part(block[i : i + 1], 60 + i, table)])
         alone.sees = np.array([68], np.int32)
@@ -140,7 +141,7 @@ def test_threads_share_long_contexts(path: str, kv_dtype: str, seen: str) -> Non
     table = world.table()
     plan = plan_of([Part(np.arange(1650), 0, table)])
     found = world.run(plan)
-    np.testing.assert_allclose(found, world.oracle([plan])[0], rtol=0, atol=6e-6)
+    np.testing.assert_allclose(found, world.oracle([plan])[0], rtol=0, atol=attention_tolerance(path, kv_dtype, 6e-6))
     for first, count in ((0, 1), (511, 1), (512, 1), (510, 4), (1023, 2), (1540, 1), (1647, 3)):
         rows = plan_of([Part(np.arange(first, first + count), first, table)])
         for worker in (1, 2, 0):
@@ -200,7 +201,7 @@ def test_trees_have_the_bits_of_chains(path: str, kv_dtype: str, seen: str, cont
     other = Part(3 * world.length + np.arange(5), 0, free)
     plans = [plan_of([Part(committed, 0, tree.table)]), tree.plan(other)]
     found = [world.run(plan, 2) for plan in plans][1]
-    np.testing.assert_allclose(found, world.oracle(plans)[1], rtol=0, atol=6e-6)
+    np.testing.assert_allclose(found, world.oracle(plans)[1], rtol=0, atol=attention_tolerance(path, kv_dtype, 6e-6))
     longest = max(tree.lines, key=len)
     targets = [tree.place(context + i) for i in range(len(longest))]
     arrays = [np.array(each, np.int32) for each in (tree.slots[longest], targets)]
