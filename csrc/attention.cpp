@@ -54,7 +54,7 @@ struct Query : Sight {
     alignas(64) float sum[kMaxValueDim]; // of the present stretch
     Whole whole;
     alignas(64) float weight[kChunk]; // scores of the chunk, then e^(score - peak)
-    uint16_t values_pairs[kMaxKeys], weight_pairs[kChunk]; // with kPairs: both in bfloat16
+    uint16_t pairs[kMaxKeys], weight_pairs[kChunk]; // with kPairs: values and weights in bfloat16
 };
 
 // Its loops are functions of their own, so that none costs another its registers.
@@ -72,7 +72,6 @@ template <Store kStore, int kQueries> struct Attend {
     template <int kCount> APART void score(int t) {
         constexpr int kEach = kWays<kStore>;
         const int64_t dim = task.layout.head_dim, values_at = task.layout.values_at();
-        const bool pairs = kPairs<kStore> && dim <= kMaxKeys;
         f32 sum[kQueries][kCount];
         for (auto& each : sum)
             for (f32& one : each) one = splat(0.0f);
@@ -84,15 +83,8 @@ template <Store kStore, int kQueries> struct Attend {
                     prefetch(next[t + c] + line);
                     prefetch(next[t + c] + values_at + line);
                 }
-                if (pairs) {
-                    const i32 both = load(reinterpret_cast<const int32_t*>(tile[t + c] + line));
-                    for (int i = 0; i < kQueries; ++i)
-                        sum[i][c] = dot_pairs(sum[i][c], both, splat_pair(query[i].values_pairs + d));
-                    continue;
-                }
                 load_items<kStore>(tile[t + c] + line, key[c]);
             }
-            if (pairs) continue;
             for (int way = 0; way < kEach && d + way < dim; ++way)
                 for (int i = 0; i < kQueries; ++i) {
                     const f32 value = splat(query[i].values[d + way]);
@@ -100,6 +92,47 @@ template <Store kStore, int kQueries> struct Attend {
                 }
         }
         for (int c = 0; c < kCount; ++c) put_scores(t + c, sum, c);
+    }
+
+    // The same with kPairs. Only the first queries fetch the next chunk for those that come after them.
+    template <int kCount, bool kFetch> APART void score_pairs(int t) {
+        const int64_t bytes = task.layout.head_dim * 32, values_at = task.layout.values_at();
+        const uint8_t *keys[kCount], *fetched[kCount];
+        f32 sum[kQueries][kCount];
+        for (auto& each : sum)
+            for (f32& one : each) one = splat(0.0f);
+        for (int c = 0; c < kCount; ++c) {
+            keys[c] = tile[t + c];
+            fetched[c] = t + c < next_tiles ? next[t + c] : tile[t + c];
+        }
+        const uint16_t* pairs = query[0].pairs;
+        constexpr int64_t kNext = sizeof(Query) / sizeof(uint16_t);
+        for (int64_t at = 0; at < bytes; at += 64, pairs += 2) {
+            i32 key[kCount];
+            for (int c = 0; c < kCount; ++c) {
+                if (kFetch) {
+                    prefetch(fetched[c] + at);
+                    prefetch(fetched[c] + values_at + at);
+                }
+                key[c] = load(reinterpret_cast<const int32_t*>(keys[c] + at));
+            }
+            for (int i = 0; i < kQueries; ++i) {
+                const i32 value = splat_pair(pairs + i * kNext);
+                for (int c = 0; c < kCount; ++c) sum[i][c] = dot_pairs(sum[i][c], key[c], value);
+            }
+        }
+        for (int c = 0; c < kCount; ++c) put_scores(t + c, sum, c);
+    }
+
+    template <int kCount> void score_some(int& t) {
+        for (; t + kCount <= tiles; t += kCount) {
+            if (!kPairs<kStore> || task.layout.head_dim > kMaxKeys)
+                score<kCount>(t);
+            else if (task.first_query == 0)
+                score_pairs<kCount, true>(t);
+            else
+                score_pairs<kCount, false>(t);
+        }
     }
 
     template <int kCount> void put_scores(int t, const f32 (&sum)[kQueries][kCount], int c) {
@@ -129,18 +162,23 @@ template <Store kStore, int kQueries> struct Attend {
         f32 sum[kCount][kWidth];
         for (int i = 0; i < kCount; ++i)
             for (int s = 0; s < kWidth; ++s) sum[i][s] = load(query[first + i].sum + d + s * 16);
-        for (int64_t p = begin / kEach * kEach; p < end; p += kEach) {
+        auto add_pair = [&](int64_t p, i32 seen) __attribute__((always_inline)) {
             const uint8_t* row = tile[p / 16] + at + p % 16 / kEach * line;
-            if (kPairs<kStore>) {
-                // anything may stand where a query does not look
-                const i32 seen = splat_int((p < begin ? 0 : 0xffff) | (p + 1 < end ? (int32_t)0xffff0000 : 0));
-                for (int s = 0; s < kWidth; ++s) {
-                    const i32 both = load(reinterpret_cast<const int32_t*>(row + s * kLine<kStore>)) & seen;
-                    for (int i = 0; i < kCount; ++i)
-                        sum[i][s] = dot_pairs(sum[i][s], both, splat_pair(query[first + i].weight_pairs + p));
-                }
-                continue;
+            i32 both[kWidth];
+            for (int s = 0; s < kWidth; ++s)
+                both[s] = load(reinterpret_cast<const int32_t*>(row + s * kLine<kStore>)) & seen;
+            for (int i = 0; i < kCount; ++i) {
+                const i32 w = splat_pair(query[first + i].weight_pairs + p);
+                for (int s = 0; s < kWidth; ++s) sum[i][s] = dot_pairs(sum[i][s], both[s], w);
             }
+        };
+        if (kPairs<kStore>) { // anything may stand where a query does not look
+            if (begin % 2) add_pair(begin - 1, splat_int((int32_t)0xffff0000));
+            for (int64_t p = (begin + 1) / 2 * 2; p + 2 <= end; p += 2) add_pair(p, splat_int(-1));
+            if (end % 2 && end > begin) add_pair(end - 1, splat_int(0xffff));
+        }
+        for (int64_t p = begin / kEach * kEach; p < end && !kPairs<kStore>; p += kEach) {
+            const uint8_t* row = tile[p / 16] + at + p % 16 / kEach * line;
             f32 value[kWidth][kEach];
             for (int s = 0; s < kWidth; ++s) load_items<kStore>(row + s * kLine<kStore>, value[s]);
             for (int way = 0; way < kEach; ++way) {
@@ -170,7 +208,7 @@ template <Store kStore, int kQueries> struct Attend {
             extent.add(each);
             const int64_t dim = task.layout.head_dim;
             for (int64_t d = 0; kPairs<kStore> && d < dim && dim <= kMaxKeys; d += 16)
-                store_bf16(each.values_pairs + d, load_some(each.values + d, dim - d));
+                store_bf16(each.pairs + d, load_some(each.values + d, dim - d));
             std::memset(each.sum, 0, task.layout.padded_value() * 4);
         }
         extent.cut(task.stretch);
@@ -209,8 +247,9 @@ template <Store kStore, int kQueries> struct Attend {
             last = each.end > last ? each.end : last;
         }
         int t = 0;
-        for (; t + 2 <= tiles; t += 2) score<2>(t); // two sums for each query hide the latency of one
-        if (t < tiles) score<1>(t);
+        if (kPairs<kStore>) score_some<4>(t);
+        score_some<2>(t); // two sums for each query hide the latency of one
+        score_some<1>(t);
         for (Query& each : query)
             if (each.end > each.begin) soften(each);
         if (kPairs<kStore>) { // two products are one operation, unless the query itself sees one of them only

@@ -129,7 +129,8 @@ int attend(Program& program, int q, nb::object kv_pool, int64_t num_heads, float
         const int64_t unit = std::upper_bound(before.begin(), before.end(), index) - before.begin() - 1;
         const int64_t stretches = tasks.count.empty() ? 1 : tasks.count[unit];
         const int64_t tiles = (before[unit + 1] - before[unit]) / stretches / common.layout.num_heads;
-        const int64_t tile = (index - before[unit]) / stretches, stretch = (index - before[unit]) % stretches;
+        const int64_t of_head = (index - before[unit]) % (stretches * tiles), stretch = of_head / tiles;
+        const int64_t tile = of_head % tiles, head = (index - before[unit]) / (stretches * tiles);
         const int64_t row = pass.unit_starts[unit], queries = (pass.unit_starts[unit + 1] - row) * common.group;
         AttendTask task = common;
         task.pool = pool->memory.data();
@@ -138,9 +139,9 @@ int attend(Program& program, int q, nb::object kv_pool, int64_t num_heads, float
         task.positions = pass.positions;
         task.sees = causal ? pass.positions : pass.sees;
         task.first_row = row;
-        task.kv_head = tile / tiles;
-        task.first_query = queries * (tile % tiles) / tiles;
-        task.num_queries = queries * (tile % tiles + 1) / tiles - task.first_query;
+        task.kv_head = head;
+        task.first_query = queries * tile / tiles;
+        task.num_queries = queries * (tile + 1) / tiles - task.first_query;
         task.first_position = pass.first_position;
         task.queries = program.values(q, 0);
         task.query_stride = program.buffers[q].stride();
@@ -152,7 +153,7 @@ int attend(Program& program, int q, nb::object kv_pool, int64_t num_heads, float
         task.partials = program.partials();
         task.num_stretches = tasks.most;
         program.kernels.attend(task);
-        std::atomic<int32_t>& ended = program.ended(row * common.layout.num_heads * common.group + tile);
+        std::atomic<int32_t>& ended = program.ended(row * common.layout.num_heads * common.group + head * tiles + tile);
         if (ended.fetch_add(1, std::memory_order_acq_rel) + 1 < stretches) return;
         ended.store(0, std::memory_order_relaxed); // for the next layer, behind a barrier
         program.kernels.join(task);

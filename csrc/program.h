@@ -123,8 +123,7 @@ struct AttendShape {
 
 struct Pass;
 
-// Tasks of a pass's attention: by unit, then kv head, then tile of queries, then, where threads share long contexts,
-// stretch (kStretch).
+// Tasks of a pass's attention: by unit, kv head, stretch (kStretch) where threads share long contexts, tile of queries.
 struct AttendTasks {
     AttendTasks(const Pass& pass, const AttendShape& shape, int64_t most_queries, int threads);
     std::vector<int64_t> before; // tasks before each unit, and of all
