@@ -215,7 +215,7 @@ struct Attend {
 void attend(const AttendTask& task) {
     const KVLayout& layout = task.layout;
     const bool tiled = layout.store == Store::BF16 && layout.head_dim % kStep == 0 && layout.head_dim <= kMaxValueDim;
-    const int64_t most = tiled ? kTileQueries : kMostQueries, end = task.first_query + task.num_queries;
+    const int64_t most = tiled ? (int64_t)kTileQueries : kMostQueries, end = task.first_query + task.num_queries;
     for (int64_t first = task.first_query; first < end; first += most) {
         const int queries = (int)(end - first < most ? end - first : most);
         if (tiled) {

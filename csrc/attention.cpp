@@ -46,6 +46,7 @@ template <Store kStore> INLINE void load_items(const uint8_t* p, f32 (&found)[kW
     }
 }
 
+constexpr int kGroup = 6; // of queries
 constexpr int64_t kMaxKeys = 640; // wider keys meet unrounded queries
 
 // One query: which positions of this chunk it sees, and its sums so far.
@@ -57,11 +58,12 @@ struct Query : Sight {
     uint16_t pairs[kMaxKeys], weight_pairs[kChunk]; // with kPairs: values and weights in bfloat16
 };
 
-// Its loops are functions of their own, so that none costs another its registers.
-template <Store kStore, int kQueries> struct Attend {
+// Queries go through a chunk in groups of at most kGroup, while it is in the first-level cache. The loops are functions of
+// their own, so that none costs another its registers.
+template <Store kStore> struct Attend {
     explicit Attend(const AttendTask& work) : task(work) {} // the rest is set where it is used: it is large
     const AttendTask& task;
-    Query query[kQueries];
+    Query query[kMostQueries];
     const uint8_t *tile[kTiles], *next[kTiles]; // of this chunk and the one after it
     int tiles, next_tiles;
 
@@ -69,7 +71,7 @@ template <Store kStore, int kQueries> struct Attend {
 
     // Scaled scores of kCount tiles; -inf where a query may not look. Fetches the next chunk meanwhile, bit by bit:
     // more requests than the core keeps open would hold up its own loads.
-    template <int kCount> APART void score(int t) {
+    template <int kQueries, int kCount> APART void score(Query* query, int t) {
         constexpr int kEach = kWays<kStore>;
         const int64_t dim = task.layout.head_dim, values_at = task.layout.values_at();
         f32 sum[kQueries][kCount];
@@ -91,11 +93,11 @@ template <Store kStore, int kQueries> struct Attend {
                     for (int c = 0; c < kCount; ++c) sum[i][c] = fma(key[c][way], value, sum[i][c]);
                 }
         }
-        for (int c = 0; c < kCount; ++c) put_scores(t + c, sum, c);
+        for (int c = 0; c < kCount; ++c) put_scores(query, t + c, sum, c);
     }
 
     // The same with kPairs. Only the first queries fetch the next chunk for those that come after them.
-    template <int kCount, bool kFetch> APART void score_pairs(int t) {
+    template <int kQueries, int kCount, bool kFetch> APART void score_pairs(Query* query, int t) {
         const int64_t bytes = task.layout.head_dim * 32, values_at = task.layout.values_at();
         const uint8_t *keys[kCount], *fetched[kCount];
         f32 sum[kQueries][kCount];
@@ -121,21 +123,21 @@ template <Store kStore, int kQueries> struct Attend {
                 for (int c = 0; c < kCount; ++c) sum[i][c] = dot_pairs(sum[i][c], key[c], value);
             }
         }
-        for (int c = 0; c < kCount; ++c) put_scores(t + c, sum, c);
+        for (int c = 0; c < kCount; ++c) put_scores(query, t + c, sum, c);
     }
 
-    template <int kCount> void score_some(int& t) {
+    template <int kQueries, int kCount> void score_some(Query* query, int& t) {
         for (; t + kCount <= tiles; t += kCount) {
             if (!kPairs<kStore> || task.layout.head_dim > kMaxKeys)
-                score<kCount>(t);
-            else if (task.first_query == 0)
-                score_pairs<kCount, true>(t);
+                score<kQueries, kCount>(query, t);
+            else if (task.first_query == 0 && query == this->query)
+                score_pairs<kQueries, kCount, true>(query, t);
             else
-                score_pairs<kCount, false>(t);
+                score_pairs<kQueries, kCount, false>(query, t);
         }
     }
 
-    template <int kCount> void put_scores(int t, const f32 (&sum)[kQueries][kCount], int c) {
+    template <int kQueries, int kCount> void put_scores(Query* query, int t, const f32 (&sum)[kQueries][kCount], int c) {
         for (int i = 0; i < kQueries; ++i) {
             f32 value = sum[i][c] * splat(task.scale);
             if (kStore == Store::I8) value = value * load(scales(t));
@@ -155,20 +157,20 @@ template <Store kStore, int kQueries> struct Attend {
             for (int t = 0; t < tiles; ++t) store_bf16(each.weight_pairs + t * 16, load(each.weight + t * 16));
     }
 
-    // sum += weight * value over positions begin .. end - 1 of the chunk, for kCount queries from `first`.
-    template <int kCount, int kWidth> void gather_strips(int first, int64_t d, int64_t begin, int64_t end) {
+    // sum += weight * value over positions begin .. end - 1 of the chunk, for kCount queries.
+    template <int kCount, int kWidth> void gather_strips(Query* query, int64_t d, int64_t begin, int64_t end) {
         constexpr int kEach = kWays<kStore>;
         const int64_t line = task.layout.padded_value() / 16 * kLine<kStore>, at = task.layout.values_at() + d / 16 * kLine<kStore>;
         f32 sum[kCount][kWidth];
         for (int i = 0; i < kCount; ++i)
-            for (int s = 0; s < kWidth; ++s) sum[i][s] = load(query[first + i].sum + d + s * 16);
+            for (int s = 0; s < kWidth; ++s) sum[i][s] = load(query[i].sum + d + s * 16);
         auto add_pair = [&](int64_t p, i32 seen) __attribute__((always_inline)) {
             const uint8_t* row = tile[p / 16] + at + p % 16 / kEach * line;
             i32 both[kWidth];
             for (int s = 0; s < kWidth; ++s)
                 both[s] = load(reinterpret_cast<const int32_t*>(row + s * kLine<kStore>)) & seen;
             for (int i = 0; i < kCount; ++i) {
-                const i32 w = splat_pair(query[first + i].weight_pairs + p);
+                const i32 w = splat_pair(query[i].weight_pairs + p);
                 for (int s = 0; s < kWidth; ++s) sum[i][s] = dot_pairs(sum[i][s], both[s], w);
             }
         };
@@ -184,27 +186,29 @@ template <Store kStore, int kQueries> struct Attend {
             for (int way = 0; way < kEach; ++way) {
                 if (p + way < begin || p + way >= end) continue;
                 for (int i = 0; i < kCount; ++i) {
-                    const f32 w = splat(query[first + i].weight[p + way]);
+                    const f32 w = splat(query[i].weight[p + way]);
                     for (int s = 0; s < kWidth; ++s) sum[i][s] = fma(value[s][way], w, sum[i][s]);
                 }
             }
         }
         for (int i = 0; i < kCount; ++i)
-            for (int s = 0; s < kWidth; ++s) store(query[first + i].sum + d + s * 16, sum[i][s]);
+            for (int s = 0; s < kWidth; ++s) store(query[i].sum + d + s * 16, sum[i][s]);
     }
 
-    template <int kCount> APART void gather(int first, int64_t begin, int64_t end) {
+    template <int kCount> APART void gather(Query* query, int64_t begin, int64_t end) {
         const int64_t dim = task.layout.padded_value();
         int64_t d = 0;
-        for (; d + kStrips * 16 <= dim; d += kStrips * 16) gather_strips<kCount, kStrips>(first, d, begin, end);
-        for (; d < dim; d += 16) gather_strips<kCount, 1>(first, d, begin, end);
+        for (; d + kStrips * 16 <= dim; d += kStrips * 16) gather_strips<kCount, kStrips>(query, d, begin, end);
+        for (; d < dim; d += 16) gather_strips<kCount, 1>(query, d, begin, end);
     }
 
-    void run(int64_t first_query) {
+    void run() {
+        const int count = (int)task.num_queries;
         Extent extent;
-        for (int i = 0; i < kQueries; ++i) {
+        for (int i = 0; i < count; ++i) {
             Query& each = query[i];
-            static_cast<Sight&>(each) = sight_of(task, first_query + i);
+            static_cast<Sight&>(each) = sight_of(task, task.first_query + i);
+            each.whole.begun = false;
             extent.add(each);
             const int64_t dim = task.layout.head_dim;
             for (int64_t d = 0; kPairs<kStore> && d < dim && dim <= kMaxKeys; d += 16)
@@ -217,28 +221,29 @@ template <Store kStore, int kQueries> struct Attend {
             tiles = next_tiles;
             std::memcpy(tile, next, sizeof tile);
             next_tiles = locate(task, start + kChunk, extent.until, next);
-            step(start);
+            for (int i = 0; i < count; i += kGroup) step_group(query + i, count - i, start);
             if ((start + kChunk) % kStretch != 0 && start + kChunk < extent.until) continue;
-            for (int i = 0; i < kQueries; ++i)
-                close(task, first_query + i, start / kStretch, query[i], query[i].sum, query[i].whole);
+            for (int i = 0; i < count; ++i)
+                close(task, task.first_query + i, start / kStretch, query[i], query[i].sum, query[i].whole);
         }
-        for (int i = 0; i < kQueries && task.stretch < 0; ++i)
-            finish(task, first_query + i, query[i].whole.sum, query[i].whole.softmax);
+        for (int i = 0; i < count && task.stretch < 0; ++i)
+            finish(task, task.first_query + i, query[i].whole.sum, query[i].whole.softmax);
     }
 
     // What single queries see of positions begin .. end - 1.
-    APART void gather_apart(int64_t begin, int64_t end) {
+    template <int kQueries> APART void gather_apart(Query* query, int64_t begin, int64_t end) {
         for (int i = 0; i < kQueries; ++i) {
             const int64_t from = query[i].begin > begin ? query[i].begin : begin;
             const int64_t to = query[i].end < end ? query[i].end : end;
-            if (from < to) gather<1>(i, from, to);
+            if (from < to) gather<1>(query + i, from, to);
         }
     }
 
     // Each query's sum goes over its positions one after the other, some of them beside the other queries.
-    void step(int64_t start) {
+    template <int kQueries> void step(Query* query, int64_t start) {
         int64_t begin = 0, end = kChunk, first = kChunk, last = 0; // what all see, and any
-        for (Query& each : query) {
+        for (int i = 0; i < kQueries; ++i) {
+            Query& each = query[i];
             each.begin = within_chunk(each.first - start);
             each.end = within_chunk(each.limit - start);
             begin = each.begin > begin ? each.begin : begin;
@@ -246,46 +251,43 @@ template <Store kStore, int kQueries> struct Attend {
             first = each.begin < first ? each.begin : first;
             last = each.end > last ? each.end : last;
         }
+        if (last <= first) return;
         int t = 0;
-        if (kPairs<kStore>) score_some<4>(t);
-        score_some<2>(t); // two sums for each query hide the latency of one
-        score_some<1>(t);
-        for (Query& each : query)
-            if (each.end > each.begin) soften(each);
+        if (kPairs<kStore>) score_some<kQueries, 4>(query, t);
+        score_some<kQueries, 2>(query, t); // two sums for each query hide the latency of one
+        score_some<kQueries, 1>(query, t);
+        for (int i = 0; i < kQueries; ++i)
+            if (query[i].end > query[i].begin) soften(query[i]);
         if (kPairs<kStore>) { // two products are one operation, unless the query itself sees one of them only
             begin = (begin + 1) / 2 * 2;
             end = end / 2 * 2;
         }
-        if (end <= begin) return gather_apart(first, last);
-        if (first < begin) gather_apart(first, begin);
-        gather<kQueries>(0, begin, end);
-        if (end < last) gather_apart(end, last);
+        if (end <= begin) return gather_apart<kQueries>(query, first, last);
+        if (first < begin) gather_apart<kQueries>(query, first, begin);
+        gather<kQueries>(query, begin, end);
+        if (end < last) gather_apart<kQueries>(query, end, last);
+    }
+
+    void step_group(Query* query, int count, int64_t start) {
+        static_assert(kGroup == 6);
+        switch (count) {
+        case 1: return step<1>(query, start);
+        case 2: return step<2>(query, start);
+        case 3: return step<3>(query, start);
+        case 4: return step<4>(query, start);
+        case 5: return step<5>(query, start);
+        default: return step<kGroup>(query, start);
+        }
     }
 };
-
-template <Store kStore, int kQueries> void attend_few(const AttendTask& task) {
-    Attend<kStore, kQueries>(task).run(task.first_query);
-}
-
-template <Store kStore> void attend_store(const AttendTask& task) {
-    static_assert(kMostQueries == 6);
-    switch (task.num_queries) {
-    case 6: return attend_few<kStore, 6>(task);
-    case 5: return attend_few<kStore, 5>(task);
-    case 4: return attend_few<kStore, 4>(task);
-    case 3: return attend_few<kStore, 3>(task);
-    case 2: return attend_few<kStore, 2>(task);
-    default: return attend_few<kStore, 1>(task);
-    }
-}
 
 } // namespace
 
 void attend(const AttendTask& task) {
     switch (task.layout.store) {
-    case Store::F32: return attend_store<Store::F32>(task);
-    case Store::BF16: return attend_store<Store::BF16>(task);
-    case Store::I8: return attend_store<Store::I8>(task);
+    case Store::F32: return Attend<Store::F32>(task).run();
+    case Store::BF16: return Attend<Store::BF16>(task).run();
+    case Store::I8: return Attend<Store::I8>(task).run();
     }
 }
 

@@ -78,7 +78,7 @@ struct KVLayout {
     }
 };
 
-constexpr int64_t kMostQueries = 6;
+constexpr int64_t kFewQueries = 6, kMostQueries = 24; // of an attention task: those that threads can share well, and most
 
 // What a query sees is summed by stretches of so many positions, counted from absolute position 0, which are then joined in
 // order: threads may share a long context, and bits do not tell whether they did.

@@ -23,12 +23,16 @@ constexpr int kTasksPerThread = 4; // that suffice for threads to end together
 
 } // namespace
 
-AttendTasks::AttendTasks(const Pass& pass, const AttendShape& shape, int64_t most_queries, int threads) : before{0} {
-    before.reserve(pass.num_units + 1);
+void AttendTasks::cut(const Pass& pass, const AttendShape& shape, int64_t most_queries) {
+    before.resize(pass.num_units + 1);
     for (int64_t unit = 0; unit < pass.num_units; ++unit) {
         const int64_t queries = (pass.unit_starts[unit + 1] - pass.unit_starts[unit]) * shape.group;
-        before.push_back(before.back() + (queries + most_queries - 1) / most_queries * shape.heads);
+        before[unit + 1] = before[unit] + (queries + most_queries - 1) / most_queries * shape.heads;
     }
+}
+
+AttendTasks::AttendTasks(const Pass& pass, const AttendShape& shape, int64_t most_queries, int threads) : before{0} {
+    cut(pass, shape, most_queries);
     if (threads == 1 || before.back() >= threads * kTasksPerThread) return;
     for (int64_t unit = 0; unit < pass.num_units; ++unit) {
         const int32_t *begin = pass.positions + pass.unit_starts[unit], *end = pass.positions + pass.unit_starts[unit + 1];
@@ -37,6 +41,11 @@ AttendTasks::AttendTasks(const Pass& pass, const AttendShape& shape, int64_t mos
         first.push_back((int32_t)(std::max(oldest, pass.first_position) / kStretch));
         count.push_back((int32_t)(latest / kStretch + 1 - first.back()));
         most = std::max(most, latest / kStretch + 1);
+    }
+    if (most == 1) {
+        count.clear();
+        cut(pass, shape, std::min(most_queries, kFewQueries));
+        return;
     }
     int64_t earlier = 0;
     for (int64_t unit = 0; unit < pass.num_units; ++unit) {

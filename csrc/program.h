@@ -129,6 +129,9 @@ struct AttendTasks {
     std::vector<int64_t> before; // tasks before each unit, and of all
     std::vector<int32_t> first, count; // stretches of each unit; empty: each task takes all
     int64_t most = 0;                  // stretches that a query has at most, from position 0 on, if they are shared
+
+  private:
+    void cut(const Pass& pass, const AttendShape& shape, int64_t most_queries);
 };
 
 // StepPlan (headstart/core.py) as plain pointers.
