@@ -172,7 +172,37 @@ class DeltaSpec:
         return self.channels + 2 * self.num_heads
 
 
-StateSpec = ConvSpec | DeltaSpec
+@dataclass(frozen=True)
+class ScanSpec:
+    """Mamba2's selective scan (Dao, Gu 2024): one state matrix [state_dim, head_dim] per head. Head h reads B and C of
+    group h // (num_heads / num_groups)."""
+
+    num_groups: int
+    num_heads: int
+    state_dim: int
+    head_dim: int
+
+    @property
+    def inner(self) -> int:
+        """Width of x."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Width of [x, B, C]."""
+        return self.inner + 2 * self.num_groups * self.state_dim
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        return self.num_heads, self.state_dim, self.head_dim
+
+    @property
+    def row_width(self) -> int:
+        """Columns of a kept row: [x, B, C], step."""
+        return self.channels + self.num_heads
+
+
+StateSpec = ConvSpec | DeltaSpec | ScanSpec
 """What a recurrent layer keeps per sequence instead of keys and values."""
 
 
@@ -257,17 +287,25 @@ class Ops(Protocol):
         `sinks` [heads]: one more logit in each head's softmax, which has no value.
         """
 
-    def causal_conv(self, x: Buffer, weight: Weight, pool: Pool, spec: ConvSpec) -> Buffer:
-        """y_p = sum over j of weight[j] * x_(p - width + 1 + j) along each sequence, zeros before its first row;
-        weight [width * channels], taps oldest first. States are read and written as plan.states says."""
+    def causal_conv(self, x: Buffer, weight: Weight, pool: Pool, spec: ConvSpec, bias: Weight | None = None) -> Buffer:
+        """y_p = bias + sum over j of weight[j] * x_(p - width + 1 + j) along each sequence, zeros before its first row;
+        weight [width * channels], taps oldest first, bias [channels]. States are read and written as plan.states
+        says."""
 
-    def decay(self, x: Buffer, rate: Weight, bias: Weight) -> Buffer:
-        """rate * ln(1 + e^(x + bias)), by column: the log decay of a recurrent state (rate < 0)."""
+    def softplus(self, x: Buffer, rate: Weight | None, bias: Weight) -> Buffer:
+        """rate * ln(1 + e^(x + bias)), by column (rate None: 1): with rate < 0 the log decay of a recurrent state."""
 
     def gated_delta(self, qkv: Buffer, log_decay: Buffer, strength: Buffer, pool: Pool, spec: DeltaSpec) -> Buffer:
         """The recurrence, row by row in prefill too: with q and k of length 1 (L2, epsilon 1e-6) and q / sqrt(key_dim),
         S = e^log_decay S;  S += k (sigmoid(strength) (v - S^T k))^T;  out = S^T q. qkv [R, channels]; log_decay and
         strength [R, heads] -> [R, heads * value_dim]. States are read and written as plan.states says."""
+
+    def selective_scan(
+        self, xbc: Buffer, step: Buffer, rate: Weight, skip: Weight, pool: Pool, spec: ScanSpec
+    ) -> Buffer:
+        """Mamba2's recurrence, row by row in prefill too: by head S = e^(rate step) S;  S += B (step x)^T;
+        out = S^T C + skip x. xbc [R, channels]; step [R, heads]; rate and skip [heads] -> [R, inner]. States are read
+        and written as plan.states says."""
 
     def take_rows(self, x: Buffer, rows: Buffer) -> Buffer:
         """x[rows]."""

@@ -93,6 +93,6 @@ class GatedDeltaNet:
         qkv, z = self.qkv_proj(ops, x), self.z_proj(ops, x)
         a, b = self.a_proj(ops, x), self.b_proj(ops, x)
         qkv = ops.activate(ops.causal_conv(qkv, self.conv, conv_pool, self.config.conv), self.config.activation)
-        log_decay = ops.decay(a, self.decay_rate, self.decay_bias)
+        log_decay = ops.softplus(a, self.decay_rate, self.decay_bias)
         read = ops.gated_delta(qkv, log_decay, b, delta_pool, self.config.delta)
         return self.out_proj(ops, ops.activate_mul(z, self.norm(ops, read)))

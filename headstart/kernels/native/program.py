@@ -22,6 +22,7 @@ from headstart.kernels.ops import (
     Experts,
     RopeSpec,
     RouterSpec,
+    ScanSpec,
     StepInputs,
     TemperSpec,
 )
@@ -164,16 +165,25 @@ class Recorder:
         how = (spec.num_heads, spec.scale, spec.window, spec.softcap, sinks, spec.causal)
         return Buffer(width, self.program.attend(index, pool, *how))
 
-    def causal_conv(self, x: Buffer, weight: Vector, pool: StatePool, spec: ConvSpec) -> Buffer:
-        return Buffer(x.width, self.program.causal_conv(self._index(x), weight, pool, spec.width))
+    def causal_conv(
+        self, x: Buffer, weight: Vector, pool: StatePool, spec: ConvSpec, bias: Vector | None = None
+    ) -> Buffer:
+        return Buffer(x.width, self.program.causal_conv(self._index(x), weight, pool, spec.width, bias))
 
-    def decay(self, x: Buffer, rate: Vector, bias: Vector) -> Buffer:
-        return Buffer(x.width, self.program.decay(self._index(x), rate, bias))
+    def softplus(self, x: Buffer, rate: Vector | None, bias: Vector) -> Buffer:
+        return Buffer(x.width, self.program.softplus(self._index(x), rate, bias))
 
     def gated_delta(self, qkv: Buffer, log_decay: Buffer, strength: Buffer, pool: StatePool, spec: DeltaSpec) -> Buffer:
         rows = (self._index(qkv), self._index(log_decay), self._index(strength))
         sizes = (spec.num_key_heads, spec.num_heads, spec.key_dim, spec.value_dim)
         return Buffer(spec.num_heads * spec.value_dim, self.program.gated_delta(*rows, pool, *sizes, spec.tiled))
+
+    def selective_scan(
+        self, xbc: Buffer, step: Buffer, rate: Vector, skip: Vector, pool: StatePool, spec: ScanSpec
+    ) -> Buffer:
+        sizes = (spec.num_groups, spec.num_heads, spec.state_dim, spec.head_dim)
+        rows = (self._index(xbc), self._index(step))
+        return Buffer(spec.inner, self.program.selective_scan(*rows, rate, skip, pool, *sizes))
 
     def take_rows(self, x: Buffer, rows: Input) -> Buffer:
         assert rows == "logit_rows", rows
