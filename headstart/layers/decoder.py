@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, Program, StateSpec, StepInputs, Weight
+from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, Program, StepInputs, Weight
+from headstart.kernels.states import StateSpec
 from headstart.layers.linear import Linear
 from headstart.layers.norm import NoNorm, Norm, RMSNorm
 from headstart.layers.weights import Shapes, Weights

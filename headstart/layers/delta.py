@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headstart.kernels.ops import Activation, Buffer, ConvSpec, DeltaSpec, Ops, Pool, StateSpec, Weight
+from headstart.kernels.ops import Activation, Buffer, Ops, Pool, Weight
+from headstart.kernels.states import ConvSpec, DeltaSpec, StateSpec
 from headstart.layers.linear import Linear
 from headstart.layers.norm import RMSNorm
 from headstart.layers.weights import Shapes, Weights

@@ -16,7 +16,8 @@ from typing import Literal
 
 import numpy as np
 
-from headstart.kernels.ops import Activation, Buffer, ConvSpec, Ops, Pool, ScanSpec, StateSpec, Weight
+from headstart.kernels.ops import Activation, Buffer, Ops, Pool, Weight
+from headstart.kernels.states import ConvSpec, ScanSpec, StateSpec
 from headstart.layers.linear import Linear
 from headstart.layers.weights import Shapes, Weights
 
@@ -106,7 +107,7 @@ class Mamba2:
     out_proj: Linear
     eps: float
     config: Mamba2Config
-    kv_spec: None = None
+    kv_specs: tuple[()] = ()
     shares: None = None
 
     @property

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from headstart.errors import ModelError
-from headstart.kernels.ops import AttentionSpec, ConvSpec, DeltaSpec, Pool, RopeSpec, ScanSpec
+from headstart.kernels.ops import AttentionSpec, Pool, RopeSpec
 from headstart.kernels.reference.backend import ReferenceOps, attention_weights
+from headstart.kernels.states import ConvSpec, DeltaSpec, ScanSpec
 from headstart.train import delta, scan
 
 

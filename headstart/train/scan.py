@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headstart.kernels.ops import ScanSpec
+from headstart.kernels.states import ScanSpec
 
 CHUNK = 64
 

@@ -21,13 +21,15 @@ from headstart.cache.memory import KVMemory
 from headstart.cache.recurrent import StateMemory
 from headstart.core import Draft, Request, Rows, SamplingParams, Sequence, Span, StateSteps
 from headstart.engine.plan import build_plan, span_rows
-from headstart.kernels.ops import ConvSpec, DeltaSpec, ScanSpec
 from headstart.kernels.reference.backend import ReferenceBackend
+from headstart.kernels.states import ConvSpec, DeltaSpec, ScanSpec
 
 try:
-    from native_ops import PATHS, backend as native_backend
+    import headstart.kernels.native._native  # noqa: F401
 except ImportError:  # installed without a compiler
     PATHS = []
+else:
+    from native_ops import PATHS, backend as native_backend
 
 Array = NDArray[Any]
 BLOCK, EVERY, KEPT, RUNNING, VOCAB, LONGEST = 16, 32, 4, 3, 50, 75

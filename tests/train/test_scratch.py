@@ -17,8 +17,8 @@ from headstart.cli.main import main  # noqa: E402
 from headstart.config import EngineConfig  # noqa: E402
 from headstart.core import SamplingParams  # noqa: E402
 from headstart.errors import UsageError  # noqa: E402
-from headstart.kernels.ops import ConvSpec, DeltaSpec, ScanSpec  # noqa: E402
 from headstart.kernels.reference.recurrent import Step, conv_step, delta_step, scan_step  # noqa: E402
+from headstart.kernels.states import ConvSpec, DeltaSpec, ScanSpec  # noqa: E402
 from headstart.train import corpus, delta, scan, scratch  # noqa: E402
 from headstart.train.data import Problems  # noqa: E402
 from headstart.train.objective import Weighting  # noqa: E402

@@ -14,18 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.kernels.native._native import HiddenPool, KVPool, Matrix, Program, RopeTable, StatePool
-from headstart.kernels.ops import (
-    Activation,
-    AttentionSpec,
-    ConvSpec,
-    DeltaSpec,
-    Experts,
-    RopeSpec,
-    RouterSpec,
-    ScanSpec,
-    StepInputs,
-    TemperSpec,
-)
+from headstart.kernels.ops import Activation, AttentionSpec, Experts, RopeSpec, RouterSpec, StepInputs, TemperSpec
+from headstart.kernels.states import ConvSpec, DeltaSpec, ScanSpec
 
 Vector = NDArray[np.float32]
 ACTIVATIONS: Mapping[Activation, int] = {

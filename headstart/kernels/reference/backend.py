@@ -26,15 +26,11 @@ from headstart.errors import UsageError
 from headstart.kernels.ops import (
     Activation,
     AttentionSpec,
-    ConvSpec,
-    DeltaSpec,
     Experts,
     Program,
     RawTensor,
     RopeSpec,
     RouterSpec,
-    ScanSpec,
-    StateSpec,
     StepInputs,
     TemperSpec,
 )
@@ -43,6 +39,7 @@ from headstart.kernels.reference.recurrent import StatePool, conv_step, delta_st
 from headstart.kernels.reference.refine import largest
 from headstart.kernels.reference.sampling import logprobs, sample
 from headstart.kernels.reference.spans import Group, Spans
+from headstart.kernels.states import ConvSpec, DeltaSpec, ScanSpec, StateSpec
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 SHORT_SPAN, SHORT_CONTEXT = 8, 128

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.core import StepPlan
-from headstart.kernels.ops import ConvSpec, DeltaSpec, ScanSpec
+from headstart.kernels.states import ConvSpec, DeltaSpec, ScanSpec
 
 L2_EPSILON = 1e-6
 Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
