@@ -117,8 +117,8 @@ class Attention:
     value_scale: float = 1.0
 
     @property
-    def kv_spec(self) -> AttentionSpec | None:
-        return self.spec if self.shares is None else None
+    def kv_specs(self) -> tuple[AttentionSpec, ...]:
+        return (self.spec,) if self.shares is None else ()
 
     @property
     def state_specs(self) -> tuple[StateSpec, ...]:
