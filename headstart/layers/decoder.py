@@ -21,6 +21,11 @@ def tap_width(tap: Tap, hidden_size: int) -> int:
     return hidden_size * max(len(tapped_layers(tap)), 1)
 
 
+def together(pools: Seq[Pool]) -> Pool:
+    """What a mixer or a module is called with: its one pool, or all of them."""
+    return pools[0] if len(pools) == 1 else tuple(pools)
+
+
 def tapped_layers(tap: Tap) -> tuple[int, ...]:
     """The layers whose streams are tapped; none for a final state."""
     return tap if isinstance(tap, tuple) else ()
@@ -30,18 +35,19 @@ class Mixer(Protocol):
     """What mixes positions in a layer: attention of one kind or another, or a recurrence over states."""
 
     @property
-    def kv_spec(self) -> AttentionSpec | None:
-        """What it keeps of a position in a KV pool of its own; None: nothing."""
+    def kv_specs(self) -> tuple[AttentionSpec, ...]:
+        """What it keeps of a position, a KV pool of its own each."""
 
     @property
     def shares(self) -> int | None:
-        """The layer whose KV pool it reads instead."""
+        """The layer whose pools it reads as well."""
 
     @property
     def state_specs(self) -> tuple[StateSpec, ...]:
-        """Of the states it keeps; its pool is then a tuple of theirs."""
+        """Of the states it keeps, a pool each."""
 
-    def __call__(self, ops: Ops, x: Buffer, positions: Buffer, pool: Pool) -> Buffer: ...
+    def __call__(self, ops: Ops, x: Buffer, positions: Buffer, pool: Pool) -> Buffer:
+        """`pool`: its one pool, or a tuple: of keys and values, of states, what the layer has that it shares with."""
 
 
 class MixerConfig(Protocol):
@@ -210,8 +216,8 @@ class Decoder:
 
     @property
     def kv_specs(self) -> list[AttentionSpec]:
-        """One KV pool per layer that keeps keys and values."""
-        return [layer.mixer.kv_spec for layer in self.layers if layer.mixer.kv_spec]
+        """One KV pool each."""
+        return [spec for layer in self.layers for spec in layer.mixer.kv_specs]
 
     @property
     def state_specs(self) -> list[StateSpec]:
@@ -237,15 +243,15 @@ class Decoder:
         return DecoderProgram(self, self.pools(kv_pools, state_pools), hidden_pool, tap)
 
     def pools(self, kv_pools: Seq[Pool], state_pools: Seq[Pool]) -> list[Pool]:
-        """What each layer is called with: its own pools, or that of the layer whose keys and values it shares."""
+        """What each layer's mixer is called with."""
         kv, states = iter(kv_pools), iter(state_pools)
         pools: list[Pool] = []
         for mixer in [layer.mixer for layer in self.layers]:
+            own = [next(kv) for _ in mixer.kv_specs] + [next(states) for _ in mixer.state_specs]
             if mixer.shares is not None:
                 assert mixer.shares < len(pools), "a layer shares with one before it"
-                pools.append(pools[mixer.shares])
-            else:
-                pools.append(next(kv) if mixer.kv_spec else tuple(next(states) for _ in mixer.state_specs))
+                own.append(pools[mixer.shares])
+            pools.append(together(own))
         return pools
 
 

@@ -80,7 +80,7 @@ class GatedDeltaNet:
     norm: RMSNorm
     out_proj: Linear
     config: DeltaConfig
-    kv_spec: None = None
+    kv_specs: tuple[()] = ()
     shares: None = None
 
     @property

@@ -106,8 +106,8 @@ class MLA:
     shares: None = None
 
     @property
-    def kv_spec(self) -> AttentionSpec:
-        return self.config.spec
+    def kv_specs(self) -> tuple[AttentionSpec, ...]:
+        return (self.config.spec,)
 
     @property
     def state_specs(self) -> tuple[StateSpec, ...]:

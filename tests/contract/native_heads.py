@@ -29,14 +29,18 @@ def rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     return torch.cat((turned.real, turned.imag), dim=-1)
 
 
-def attended(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def attended(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 10**6, sinks: Tensor | None = None) -> Tensor:
     """q [T, N, D], k [T, K, D], v [T, K, V] -> [T, N * V]: every row over itself and the rows before it."""
     heads, group = q.shape[1], q.shape[1] // k.shape[1]
     out = torch.empty(len(q), heads, v.shape[-1], dtype=q.dtype)
     for head in range(heads):
         for row in range(len(q)):
-            weights = torch.softmax(k[: row + 1, head // group] @ q[row, head] * scale, 0)
-            out[row, head] = weights @ v[: row + 1, head // group]
+            seen = slice(max(0, row + 1 - window), row + 1)
+            scores = k[seen, head // group] @ q[row, head] * scale
+            if sinks is not None:
+                scores = torch.cat((sinks[head : head + 1], scores))
+            weights = torch.softmax(scores, 0)[0 if sinks is None else 1 :]
+            out[row, head] = weights @ v[seen, head // group]
     return out.flatten(1)
 
 
@@ -46,7 +50,8 @@ def gated(x: Tensor, w: Getter) -> Tensor:
 
 def sigmoid_experts(x: Tensor, w: Getter, c: dict[str, Any]) -> Tensor:
     """DeepSeek-V3 report, equations 12 to 16, with the choice of groups; the shared experts."""
-    groups, out = c["n_group"], gated(x, lambda n: w(f"shared_experts.{n}"))
+    groups, shared = c["n_group"], c.get("n_shared_experts")
+    out = gated(x, lambda n: w(f"shared_experts.{n}")) if shared else torch.zeros_like(x)
     for row in range(len(x)):
         score = torch.sigmoid(w("gate.weight") @ x[row])
         choice = (score + w("gate.e_score_correction_bias")).view(groups, -1)
@@ -258,13 +263,50 @@ def hybrid_mtp(tensors: Tensors, c: dict[str, Any], hidden: Tensor, tokens: Tens
     return linear(y, tensors["lm_head.weight"]), y
 
 
-NATIVE_HEADS = {
+def mimo_v2_block(x: Tensor, w: Getter, c: dict[str, Any], sliding: bool, norm: str) -> Tensor:
+    """Layers with a window: twice the kv heads, a sink for each head; values are scaled."""
+    dim, eps, kind = c["head_dim"], c["rms_norm_eps"], "sliding_attention" if sliding else "full_attention"
+    rope, positions = c["rope_parameters"][kind], torch.arange(len(x))
+    turning = int(dim * rope["partial_rotary_factor"])
+    y = rms(x, w("input_layernorm.weight"), eps)
+    q, k = (linear(y, w(f"self_attn.{n}_proj.weight")).view(len(x), -1, dim) for n in "qk")
+    v = linear(y, w("self_attn.v_proj.weight")).view(len(x), -1, c["v_head_dim"]) * 0.707
+    q, k = (torch.cat((rotated(a[..., :turning], positions, rope["rope_theta"]), a[..., turning:]), -1) for a in (q, k))
+    assert k.shape[1] == c["num_key_value_heads"] * (1 + sliding)
+    more = (c["sliding_window"], w("self_attn.attention_sink_bias")) if sliding else ()
+    x = x + linear(attended(q, k, v, dim**-0.5, *more), w("self_attn.o_proj.weight"))
+    return x + feed_forward(rms(x, w(f"{norm}.weight"), eps), w, c)
+
+
+def mimo_v2_trunk(tensors: Tensors, c: dict[str, Any], tokens: Tensor) -> Tensor:
+    """The stream [T, H] before the final norm; of two layers the first is full."""
+    x = tensors["model.embed_tokens.weight"][tokens]
+    for i in range(c["num_hidden_layers"]):
+        x = mimo_v2_block(x, lambda n, i=i: tensors[f"model.layers.{i}.{n}"], c, i > 0, "post_attention_layernorm")
+    return x
+
+
+def mimo_v2_mtp(
+    tensors: Tensors, c: dict[str, Any], hidden: Tensor, tokens: Tensor, module: int
+) -> tuple[Tensor, Tensor]:
+    """As mimo_mtp: embedding first, nothing masked, the block's own output recycled."""
+    w = lambda n: tensors[f"model.mtp.layers.{module}.{n}"]  # noqa: E731
+    eps, e = c["rms_norm_eps"], tensors["model.embed_tokens.weight"][tokens]
+    joined = torch.cat((rms(e, w("enorm.weight"), eps), rms(hidden, w("hnorm.weight"), eps)), dim=-1)
+    x = mimo_v2_block(linear(joined, w("eh_proj.weight")), w, c, True, "pre_mlp_layernorm")
+    return linear(rms(x, w("final_layernorm.weight"), eps), tensors["lm_head.weight"]), x
+
+
+MODULES = {"mimo_v2_flash": 3}
+"""Families with more than one module."""
+NATIVE_HEADS: dict[str, tuple[Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor]]]] = {
     "qwen3_5": (hybrid_trunk, hybrid_mtp),
     "qwen3_5_moe": (hybrid_trunk, hybrid_mtp),
     "qwen3_next": (hybrid_trunk, hybrid_mtp),
     "mimo": (mimo_trunk, mimo_mtp),
+    "mimo_v2_flash": (mimo_v2_trunk, mimo_v2_mtp),
     "glm4_moe": (normed_trunk(glm_block), trailing_mtp(glm_block)),
     "deepseek_v3": (normed_trunk(deepseek_block), trailing_mtp(deepseek_block)),
     "glm4_moe_lite": (normed_trunk(deepseek_block), trailing_mtp(deepseek_block)),
 }
-"""Family -> (hidden states that its head reads, draft logits and recycled vectors)."""
+"""Family -> (hidden states that its head reads, draft logits and recycled vectors, of a module if it has several)."""

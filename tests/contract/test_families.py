@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from native_heads import NATIVE_HEADS, Tensors
+from native_heads import MODULES, NATIVE_HEADS, Tensors
 from support import FAMILIES, VOCAB, family_of, make, prompt_of, request, run, tiny_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -98,11 +98,16 @@ OWN: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 """Variants of one family."""
+NOT_OF = {
+    "gemma4": ("rope_scaling",),
+    "mimo_v2_flash": ("rope_scaling", "rope_parameters", "num_key_value_heads"),
+}
+"""Keys that a family does not have, or not at those values."""
 CASES = [
     (family, variant)
     for family in FAMILIES
     for variant in (*VARIANTS, *OWN.get(family, {}))
-    if family != "gemma4" or "rope_scaling" not in VARIANTS.get(variant, {})  # it has no such key
+    if not {*VARIANTS.get(variant, {})} & {*NOT_OF.get(family, ())}
 ]
 LENGTH = 90  # beyond the original context of the scaled ropes
 GREEDY = 200
@@ -139,6 +144,7 @@ def oracle_of(family: str, model: Model) -> Any:
     plainly = {"attn_implementation": "eager", "experts_implementation": "eager"}
     oracle = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config), **plainly)
     tensors = {name: torch.tensor(tensor.float32()) for name, tensor in model.checkpoint.tensors.items()}
+    tensors = {name.replace("attention_sink_bias", "sinks"): tensor for name, tensor in tensors.items()}
     missing, unexpected = oracle.load_state_dict(fused_experts(tensors), strict=False)
     assert set(missing) <= ({"lm_head.weight"} if model.config.tied else set())
     trailing = f"model.layers.{model.config.num_layers}."
@@ -286,13 +292,20 @@ def expected_draft_logits(family: str, tokens: Seq[int], length: int, depth: int
     """Draft logits [V] of steps 1 .. depth after `length` tokens, each step fed the true token."""
     model, tensors = native(family)
     trunk, head = NATIVE_HEADS[family]
-    config = model.checkpoint.config
+    config, count = model.checkpoint.config, MODULES.get(family, 1)
     hidden = trunk(tensors, config, torch.tensor(tokens[: length - 1]))
-    logits = []
+    drafted: list[tuple[list[Tensor], list[int]]] = [([], []) for _ in range(count)]  # rows behind the true pairs
+    logits: list[Tensor] = []
+    recycled = hidden
     for step in range(depth):
-        output, recycled = head(tensors, config, hidden, torch.tensor(tokens[1 : length + step]))
+        module = min(step, count - 1)
+        rows, ids = drafted[module]
+        if step:
+            rows.append(recycled[-1:])
+            ids.append(tokens[length + step - 1])
+        seen = torch.tensor([*tokens[1:length], *ids])
+        output, recycled = head(tensors, config, torch.cat((hidden, *rows)), seen, *([module] if count > 1 else []))
         logits.append(output[-1])
-        hidden = torch.cat((hidden, recycled[-1:]))
     return logits
 
 

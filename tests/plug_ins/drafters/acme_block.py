@@ -43,7 +43,7 @@ class BlockNetwork:
 
     @property
     def kv_specs(self) -> Seq[AttentionSpec]:
-        return [layer.mixer.kv_spec for layer in self.layers if layer.mixer.kv_spec]
+        return [spec for layer in self.layers for spec in layer.mixer.kv_specs]
 
     def programs(self, pools: Pools) -> Mapping[str, NetworkProgram]:
         return {
