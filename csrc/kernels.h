@@ -101,7 +101,7 @@ struct AttendTask {
 
 // Which experts a row takes, and how it weighs them (RouterSpec of headstart/kernels/ops.py).
 struct Router {
-    int64_t num_experts, top_k, num_groups, top_groups;
+    int64_t num_experts, top_k, num_groups, top_groups, num_matrices;
     bool sigmoid, normalize;
     float scale;
 };
@@ -155,9 +155,9 @@ struct Kernels {
     void (*sigmoid_mul)(const float* gate, const float* x, int64_t gates, int64_t width, float* out);
     // logits [num_experts] -> ids [top_k] in ascending order, and their weights.
     void (*route)(const float* logits, const float* bias, const Router& router, int32_t* ids, float* weights);
-    // out = sum over i < count of weights[i] * row slots[i] of values, in this order.
+    // out = sum over i < count of weights[i] * row slots[i] of values, in this order; slot -1 is the row x.
     void (*weigh)(const float* values, int64_t stride, const int32_t* slots, const float* weights, int64_t count,
-                  int64_t width, float* out);
+                  const float* x, int64_t width, float* out);
     // out = bias + sum over j < width of taps[j] * rows[j], by channel; rows that are nullptr, or no bias, are zeros.
     void (*conv)(const float* const* rows, const float* taps, const float* bias, int64_t width, int64_t channels,
                  float* out);

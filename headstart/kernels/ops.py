@@ -105,7 +105,7 @@ class RouterSpec:
     Scores are the softmax or sigmoid of the router's logits; a bias is added for the choice only. Of groups of
     neighbouring experts, those `top_groups` take part whose two best choices sum highest (DeepSeek-V3 report, section
     2.1.2). The scores of the `top_k` chosen, divided by their sum if `normalize`, times `scale`, are the weights.
-    Ties go to the lowest id.
+    Ties go to the lowest id. The last `num_identity` experts have no matrices: they give back the row.
     """
 
     num_experts: int
@@ -115,6 +115,12 @@ class RouterSpec:
     scale: float = 1.0
     num_groups: int = 1
     top_groups: int = 1
+    num_identity: int = 0
+
+    @property
+    def num_matrices(self) -> int:
+        """Experts that have matrices."""
+        return self.num_experts - self.num_identity
 
 
 @dataclass(frozen=True, eq=False)

@@ -174,6 +174,7 @@ class Program:
         sigmoid: bool,
         normalize: bool,
         scale: float,
+        num_identity: int,
     ) -> tuple[int, int]:
         """The choice of experts, for `experts`."""
 

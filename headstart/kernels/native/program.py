@@ -131,7 +131,7 @@ class Recorder:
             self._record(logits)
         chosen = self.program.route(
             self._index(logits), bias, spec.top_k, spec.num_groups, spec.top_groups, spec.scoring == "sigmoid",
-            spec.normalize, spec.scale,
+            spec.normalize, spec.scale, spec.num_identity,
         )  # fmt: skip
         self._flush()
         gate, up, down = (list(each) for each in (experts.gate, experts.up, experts.down))
