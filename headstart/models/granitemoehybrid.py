@@ -122,7 +122,7 @@ def restore(arrays: Arrays, config: DecoderConfig) -> Arrays:
 
 FAMILY = Family(
     parse=parse,
-    defaults={"max_position_embeddings": 2048, "mamba_d_state": 256, "mamba_n_heads": 128, "num_experts_per_tok": 2},
+    defaults={"max_position_embeddings": 2048, "num_experts_per_tok": 2},
     harmless={
         **_mamba2.HARMLESS,
         **dict.fromkeys(
@@ -158,7 +158,7 @@ FAMILY = Family(
         "embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 0.22, "logits_scaling": 0.4,
         "head_dim": None, "intermediate_size": 24, "num_local_experts": 7, "num_experts_per_tok": 3,
         "shared_intermediate_size": 40, "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 12,
-        "mamba_n_groups": 2, "mamba_d_conv": 4,
+        "mamba_n_groups": 2, "mamba_d_conv": 4, "mamba_expand": 2,
     },
     scratch={
         **SCRATCH_EXPERTS, "layer_types": ["mamba", "mamba", "attention", "mamba"],
