@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from headstart.config import MAX_DEPTH
 from headstart.errors import ModelError
-from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, StateSpec, StepInputs, Weight
-from headstart.layers.decoder import LayerConfig, Tap, tap_width
+from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, StepInputs, Weight
+from headstart.kernels.states import StateSpec
+from headstart.layers.decoder import LayerConfig, Tap, tap_width, together
 from headstart.layers.linear import Linear
 from headstart.layers.network import NetworkProgram, Pools
 from headstart.layers.sketch import LMHead
@@ -142,8 +143,8 @@ class Module(Protocol):
     """One draft step's computation; each kind of head has its own."""
 
     @property
-    def kv_spec(self) -> AttentionSpec | None:
-        """None: it keeps nothing between rounds."""
+    def kv_specs(self) -> tuple[AttentionSpec, ...]:
+        """A pool each; none: it keeps nothing between rounds."""
 
     def forward(
         self, ops: Ops, spec: HeadSpec, embedded: Buffer, step: StepInputs, pool: Pool, *, recycled: bool = False
@@ -179,14 +180,14 @@ class HeadNetwork:
 
     @property
     def kv_specs(self) -> Sequence[AttentionSpec]:
-        return [module.kv_spec for module in self.head.modules if module.kv_spec]
+        return [spec for module in self.head.modules for spec in module.kv_specs]
 
     def programs(self, pools: Pools) -> Mapping[str, NetworkProgram]:
         """Of module i: `pairs.i`, a draft step from stored trunk states, and `next.i`, one from recycled vectors; and
         STATES, what the first module gives the LM head."""
         kv, programs = iter(pools.kv), {}
         for index, module in enumerate(self.head.modules):
-            pool = next(kv) if module.kv_spec else None
+            pool = together([next(kv) for _ in module.kv_specs])
             code = DraftStep(self.head.spec, module, pool, self.embedding, self.lm_head)
             programs[f"pairs.{index}"] = NetworkProgram(code, tap_width(self.head.spec.tap, self.hidden_size))
             programs[f"next.{index}"] = NetworkProgram(replace(code, recycled=True), self.hidden_size)

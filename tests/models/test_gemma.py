@@ -51,7 +51,8 @@ def test_the_text_part_of_a_wrapper(tiny: Tiny, tmp_path: Path) -> None:
         named["vision_tower.x.weight"] = named["model.multi_modal_projector.y"] = np.ones(8, np.float32)
         found = model_at(write_model(tmp_path / str(number), wrapper, named))
         assert found.config == expected.config
-        np.testing.assert_array_equal(logprobs(found), logprobs(expected))
+        # torch's products differ in their last bits by where the weights lie
+        np.testing.assert_allclose(logprobs(found), logprobs(expected), rtol=0, atol=1e-5)
 
 
 def test_llama_cpp_files(tiny: Tiny, tmp_path: Path) -> None:
