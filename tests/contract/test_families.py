@@ -165,6 +165,8 @@ def oracle_of(family: str, model: Model) -> Any:
     trailing = f"model.layers.{model.config.num_layers}."
     assert all("mtp" in name or name.startswith(trailing) for name in unexpected)
     oracle.tie_weights()
+    if "lm_head.weight" in missing:  # a class that ties nothing
+        oracle.lm_head.weight.data.copy_(oracle.get_input_embeddings().weight)
     return oracle.eval()
 
 
@@ -184,7 +186,7 @@ def fused_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Experts one by one -> transformers' stacks [E, gate and up, H] and [E, H, I] of each layer."""
     found, stacks = {}, {}
     for theirs, tensor in tensors.items():
-        name = theirs
+        name = re.sub(r"^backbone\.", "model.", theirs)
         table = GRANITE if any(old in name for old in GRANITE) else MIXTRAL
         for old, new in table.items() if ".experts." in name or ".block_sparse_moe." in name else ():
             name = name.replace(old, new)
@@ -193,9 +195,9 @@ def fused_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         else:
             found[name] = tensor
     for prefix, parts in stacks.items():
-        count = len(parts) // 3
-        gates = [torch.cat((parts["gate", e], parts["up", e])) for e in range(count)]
-        found[f"{prefix}.gate_up_proj"] = torch.stack(gates)
+        count, gated = len({e for _, e in parts}), ("gate", 0) in parts
+        ups = [torch.cat((parts["gate", e], parts["up", e])) if gated else parts["up", e] for e in range(count)]
+        found[f"{prefix}.{'gate_up' if gated else 'up'}_proj"] = torch.stack(ups)
         found[f"{prefix}.down_proj"] = torch.stack([parts["down", e] for e in range(count)])
     return found
 

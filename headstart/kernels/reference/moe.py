@@ -67,9 +67,12 @@ def mixture(x: Tensor, logits: Tensor, bias: Tensor | None, experts: Experts, sp
         if expert >= spec.num_matrices:
             out = out.index_add(0, taking, rows[taking] * weight)
             continue
-        gate = linear(rows[taking], experts.gate[expert], _bias(experts.gate_bias, expert))
         up = linear(rows[taking], experts.up[expert], _bias(experts.up_bias, expert))
-        inner = gated(gate, up, experts.activation)
+        if experts.gate:
+            gate = linear(rows[taking], experts.gate[expert], _bias(experts.gate_bias, expert))
+            inner = gated(gate, up, experts.activation)
+        else:
+            inner = ACTIVATIONS[experts.activation](up)
         out = out.index_add(0, taking, linear(inner, experts.down[expert], _bias(experts.down_bias, expert)) * weight)
     return out.view_as(x)
 
