@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from headstart.errors import ModelError
 from headstart.heads.base import HeadSpec
@@ -28,15 +29,14 @@ from headstart.models.small import SCRATCH_EXPERTS, Arrays
 
 MLP, MOE = "mlp", "moe"
 LETTERS = {"M": MAMBA, "*": FULL, "E": MOE, "-": MLP}
-SERVED = {"n_shared_experts": 1, "mamba_proj_bias": False}
+KINDS = (MAMBA, FULL, MLP, MOE)
 MODULE = (FULL, MOE)
 """Parts of the MTP module."""
 
 
 def parse(config: Config) -> DecoderConfig:
-    keys.refuse_others(config, SERVED)
-    kinds, kv_heads = _kinds(config)
-    config = keys.inside(config, {"num_key_value_heads": kv_heads, "num_hidden_layers": len(kinds)})
+    keys.refuse_others(config, {"mamba_proj_bias": False})
+    kinds, config = _layers(config)
     eps = real(config, "layer_norm_epsilon", real(config, "layer_norm_eps", real(config, "rms_norm_eps", 1e-5)))
     head_dim = {"head_dim": config.get("head_dim") or config.get("attention_head_dim")}
     plain = keys.attention(keys.inside(config, head_dim))
@@ -68,19 +68,15 @@ def _named(config: Config, key: str, default: str) -> Config:
 
 
 def _mlp(config: Config) -> MLPConfig:
-    inner = config.get("intermediate_size")
-    inner = max(inner) if isinstance(inner, list) else inner  # a GGUF file's, by layer
-    return keys.mlp(
-        keys.inside(_named(config, "mlp_hidden_act", "relu2"), {"intermediate_size": inner}),
-        gated=False,
-        bias=flag(config, "mlp_bias"),
-    )
+    return keys.mlp(_named(config, "mlp_hidden_act", "relu2"), gated=False, bias=flag(config, "mlp_bias"))
 
 
 def _experts(config: Config) -> MoEConfig:
     if flag(config, "mlp_bias"):
         raise ModelError("config.json: mlp_bias is true, which is not supported beside experts", "known: false")
-    shared = number(config, "moe_shared_expert_intermediate_size", "shared_expert_intermediate_size")
+    if (count := number(config, "n_shared_experts", default=1, least=0)) > 1:
+        raise ModelError(f"config.json: n_shared_experts is {count}, which is not supported", "known: 0, 1")
+    shared = number(config, "moe_shared_expert_intermediate_size", "shared_expert_intermediate_size") if count else 0
     renamed = keys.inside(_named(config, "mlp_hidden_act", "relu2"), {"n_shared_experts": 0, "use_expert_bias": True})
     latent = number(config, "moe_latent_size", default=0, least=0)
     return replace(keys.sigmoid_experts(renamed), shared=shared, gated=False, latent=latent)
@@ -102,33 +98,31 @@ def _num_mtp(config: Config) -> int:
     return count
 
 
-def _kinds(config: Config) -> tuple[list[str], object]:
-    """Of each layer its one part, and the number of kv heads of attention. In a GGUF file two lists say it: a layer
-    with neither kv heads nor a feed-forward part is Mamba2."""
-    pattern, told = config.get("hybrid_override_pattern"), config.get("layers_block_type") or config.get("layer_types")
-    kv_heads = config.get("num_key_value_heads")
-    if isinstance(kv_heads, list) or config.get("model_type") in GGUF:
-        count = keys.num_layers(config)
-        counts = [_by_layer(config.get(key), count) for key in ("num_key_value_heads", "intermediate_size")]
-        part = MOE if config.get("num_experts") else MLP
-        told = [part if inner else FULL if heads else MAMBA for heads, inner in zip(*counts, strict=True)]
-        kv_heads = max(counts[0]) or 1
-    elif isinstance(pattern, str) and told is None:
+def _layers(config: Config) -> tuple[list[str], Config]:
+    """Of each layer its one part, and the config with numbers in place of a GGUF file's lists. There two of them say
+    the kinds: a layer with neither kv heads nor a feed-forward part is Mamba2."""
+    told, pattern = config.get("layers_block_type") or config.get("layer_types"), config.get("hybrid_override_pattern")
+    if isinstance(config.get("num_key_value_heads"), list) or config.get("model_type") in GGUF:
+        count, part = keys.num_layers(config), MOE if config.get("num_experts") else MLP
+        heads, inner = (_by_layer(config, key, count) for key in ("num_key_value_heads", "intermediate_size"))
+        told = [part if wide else FULL if kv else MAMBA for kv, wide in zip(heads, inner, strict=True)]
+        numbers = {"num_key_value_heads": max(heads) or 1, "intermediate_size": max(inner)}
+        return _mamba2.kinds(config, told, KINDS), keys.inside(config, numbers)
+    if isinstance(pattern, str) and told is None:
         told = [LETTERS.get(letter, letter) for letter in pattern]
-    if told is None:
+    if not isinstance(told, list) or not told:
         raise ModelError("config.json names no layers", "layers_block_type or hybrid_override_pattern must say them")
-    length = len(told) if isinstance(told, list) else 0
-    config = keys.inside(config, {"num_hidden_layers": length or None})
-    return _mamba2.kinds(config, told, (MAMBA, FULL, MLP, MOE)), kv_heads
+    config = keys.inside(config, {"num_hidden_layers": len(told)})
+    return _mamba2.kinds(config, told, KINDS), config
 
 
-def _by_layer(told: object, count: int) -> list[int]:
+def _by_layer(config: Config, key: str, count: int) -> list[int]:
     """One number, or one for each of `count` layers and the modules behind them."""
-    if isinstance(told, int):
-        return [told] * count
-    if not isinstance(told, list) or len(told) < count or not all(isinstance(each, int) for each in told):
-        raise ModelError(f"config.json: {told!r} is not a number for each of {count} layers")
-    return told[:count]
+    told = config.get(key)
+    listed: list[Any] = told if isinstance(told, list) else [told] * count
+    if len(listed) < count or not all(isinstance(each, int) and each >= 0 for each in listed):
+        raise ModelError(f"config.json: {key} is {told!r}, but must be a number for each of {count} layers")
+    return listed[:count]
 
 
 def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
@@ -163,7 +157,8 @@ FAMILY = Family(
         **dict.fromkeys(
             ("intermediate_size", "moe_intermediate_size", "moe_shared_expert_intermediate_size", "mlp_hidden_act",
              "moe_latent_size", "n_routed_experts", "num_experts_per_tok", "norm_topk_prob", "routed_scaling_factor",
-             "n_group", "topk_group", "mlp_bias", "shared_expert_intermediate_size", "expert_gating_func"),
+             "n_group", "topk_group", "mlp_bias", "n_shared_experts", "expert_gating_func",
+             "shared_expert_intermediate_size"),
             "of MLPs or experts, where there are any",
         ),
         **dict.fromkeys(
@@ -200,10 +195,10 @@ FAMILY = Family(
     restore=restore,
     aliases=GGUF,
     small={
-        "model_type": "nemotron_h", "architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "ME*-M",
+        "model_type": "nemotron_h", "architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "ME*-",
         "layer_norm_epsilon": 1e-5, "mamba_num_heads": 6, "mamba_head_dim": 16, "ssm_state_size": 12, "n_groups": 2,
         "conv_kernel": 4, "n_routed_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
-        "moe_shared_expert_intermediate_size": 40, "moe_latent_size": 20, "routed_scaling_factor": 1.5,
+        "moe_shared_expert_intermediate_size": 40, "moe_latent_size": 20, "routed_scaling_factor": 1.0,
         "num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E", "time_step_min": 1e-9,
     },
     scratch={

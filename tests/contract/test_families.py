@@ -88,6 +88,23 @@ EXPERTS = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_
 SHARING = {"num_hidden_layers": 5, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
 FIVE = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"]
 OWN: dict[str, dict[str, dict[str, Any]]] = {
+    "nemotron_h": {
+        "experts of whole rows, in groups": {
+            "moe_latent_size": None,
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+        },
+        "kinds as lists, all biases": {
+            "hybrid_override_pattern": None,
+            "layers_block_type": ["mamba", "mlp", "attention", "linear_attention"],
+            "use_bias": True,
+            "mlp_bias": True,
+            "num_nextn_predict_layers": 0,
+            "use_conv_bias": False,
+        },
+    },
     "gemma4": {
         "shared keys, wide MLPs": {"layer_types": FIVE, **SHARING},
         "shared keys, own values": {"layer_types": FIVE, **SHARING, "attention_k_eq_v": False},
