@@ -235,10 +235,10 @@ class Weights:
         """How the values of a weight are read; None for a plain one. ModelError for one that cannot be read."""
         main, marks = stored.main, stored.beside.keys() - ORDINARY - {*ACTIVATIONS}
         quantization, described = self.look(stored)
-        if kept := self.kept(stored):
-            return _values_of(kept, stored.name, self.shape(stored))
         if quantization and (decode := quantization.decode(stored)):
             return decode
+        if kept := self.kept(stored):
+            return _values_of(kept, stored.name, self.shape(stored))
         if integers := self.integers(stored):
             return integers.values
         if quantization is None and stored.scale is not None and (marks or main.dtype not in FLOATS):
