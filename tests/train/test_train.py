@@ -91,7 +91,7 @@ def test_unrolled_forward_is_the_run_time_forward(spec: HeadSpec, family: str) -
             programs, outs = [], []
             for module in head.modules:
                 pool = model.backend.kv_pool(32, module.kv_spec)
-                programs.append(DraftStep(spec, module, pool, embedding, identity))
+                programs.append(DraftStep(spec, module, pool, embedding, [identity]))
                 plan = head_plan(row[1 : origin + 2], 1)
                 outs.append(model.backend.run(programs[-1], plan, hidden=hidden[b, : origin + 1]))
             out = outs[0]
@@ -149,7 +149,7 @@ def test_eagle3_unrolled_is_the_run_time_forward() -> None:
     identity = Linear(torch.eye(model.config.hidden_size, dtype=torch.float64))
     for origin in range(length - depth):
         pool = model.backend.kv_pool(32, module.kv_spec)
-        network = HeadNetwork(head, model.config.hidden_size, embedding, identity)
+        network = HeadNetwork(head, model.config.hidden_size, embedding, [identity])
         programs = network.programs(Pools([pool]))
         first, following = programs["pairs.0"].code, programs["next.0"].code
         plan = head_plan(row[1 : origin + 2], 1)
