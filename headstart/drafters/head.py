@@ -38,7 +38,7 @@ class HeadDrafter(Drafter):
         embedding = target.model.embedding if head.embedding is None else head.embedding
         lm_heads = head.lm_heads or (sketch or head.lm_head or lm_head_of(target, ids),)
         self._network = target.runner.open(HeadNetwork(head, target.config.hidden_size, embedding, lm_heads))
-        self._keeps = [i for i, module in enumerate(head.modules) if module.kv_spec]
+        self._keeps = [i for i, module in enumerate(head.modules) if module.kv_specs]
         self._fills = [f"pairs.{i}" for i in sorted({0, *self._keeps})]
         others = [(f"next.{self._spec.module_of(i)}", self._spec.rows_before(i)) for i in range(1, self.max_depth)]
         self._steps = Steps(self._network, self._fills[0], others, self._token_ids)

@@ -66,7 +66,7 @@ class AssistantModule:
     layers: Seq[DecoderLayer]
     norm: RMSNorm
     post: Linear
-    kv_spec: None = None
+    kv_specs: tuple[()] = ()
 
     def forward(
         self, ops: Ops, spec: HeadSpec, embedded: Buffer, step: StepInputs, pool: Pool, *, recycled: bool = False

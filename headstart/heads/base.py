@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from headstart.config import MAX_DEPTH
 from headstart.errors import ModelError
-from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, StateSpec, StepInputs, Weight
-from headstart.layers.decoder import LayerConfig, Tap, tap_width
+from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, StepInputs, Weight
+from headstart.kernels.states import StateSpec
+from headstart.layers.decoder import LayerConfig, Tap, tap_width, together
 from headstart.layers.linear import Linear
 from headstart.layers.network import NetworkProgram, Pools
 from headstart.layers.sketch import LMHead
@@ -163,8 +164,8 @@ class Module(Protocol):
     """One draft step's computation; each kind of head has its own."""
 
     @property
-    def kv_spec(self) -> AttentionSpec | None:
-        """None: it keeps nothing between rounds."""
+    def kv_specs(self) -> tuple[AttentionSpec, ...]:
+        """A pool each; none: it keeps nothing between rounds."""
 
     def forward(
         self, ops: Ops, spec: HeadSpec, embedded: Buffer, step: StepInputs, pool: Pool, *, recycled: bool = False
@@ -207,7 +208,7 @@ class HeadNetwork:
 
     @property
     def kv_specs(self) -> Sequence[AttentionSpec]:
-        return [module.kv_spec for module in self.head.modules if module.kv_spec]
+        return [spec for module in self.head.modules for spec in module.kv_specs]
 
     def programs(self, pools: Pools) -> Mapping[str, NetworkProgram]:
         """Of module i: `pairs.i`, a draft step from stored trunk states, and `next.i`, one from recycled vectors; and
@@ -215,7 +216,7 @@ class HeadNetwork:
         kv, programs, reader = iter(pools.kv), {}, self.head.spec.reader
         read = [pools.trunk[place] for place in reader.reads] if reader else None
         for index, module in enumerate(self.head.modules):
-            pool = next(kv) if module.kv_spec else read
+            pool = read if read is not None else together([next(kv) for _ in module.kv_specs])
             lm_head = self.lm_heads[min(index, len(self.lm_heads) - 1)]
             code = DraftStep(self.head.spec, module, pool, self.embedding, lm_head)
             programs[f"pairs.{index}"] = NetworkProgram(code, tap_width(self.head.spec.tap, self.hidden_size))

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from headstart.errors import ModelError
-from headstart.kernels.ops import AttentionSpec, ConvSpec, DeltaSpec, Pool, RopeSpec
+from headstart.kernels.ops import AttentionSpec, Pool, RopeSpec
 from headstart.kernels.reference.backend import ReferenceOps, attention_weights
-from headstart.train import delta
+from headstart.kernels.states import ConvSpec, DeltaSpec, ScanSpec
+from headstart.train import delta, scan
 
 
 @dataclass(eq=False)
@@ -54,27 +55,31 @@ class TrainOps(ReferenceOps):
             )  # fmt: skip
         return out.transpose(1, 2).flatten(-2)
 
-    def causal_conv(self, x: Tensor, weight: Tensor, pool: Pool, spec: ConvSpec) -> Tensor:
-        return delta.causal_conv(x, weight, spec)
+    def causal_conv(self, x: Tensor, weight: Tensor, pool: Pool, spec: ConvSpec, bias: Tensor | None = None) -> Tensor:
+        made = delta.causal_conv(x, weight, spec)
+        return made if bias is None else made + bias
 
     def gated_delta(self, qkv: Tensor, log_decay: Tensor, strength: Tensor, pool: Pool, spec: DeltaSpec) -> Tensor:
         return delta.gated_delta(qkv, log_decay, strength, spec)
 
+    def selective_scan(
+        self, xbc: Tensor, step: Tensor, rate: Tensor, skip: Tensor, pool: Pool, spec: ScanSpec
+    ) -> Tensor:
+        return scan.selective_scan(xbc, step, rate, skip, spec)
+
 
 def _drafted_attention(q: Tensor, pool: DraftMemory, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
     """q [B, H, T, D] of step i over the step-1 keys of origins <= p and the own keys of steps 2..i."""
-    num_rows, num_steps = q.shape[2], len(pool.keys)
-    if num_steps > 1 and 0 < spec.window < num_rows + num_steps:
-        raise ModelError(
-            f"a head with a window of {spec.window} cannot be trained for {num_steps} steps on longer texts",
-            "train with --depth 1",
-        )
+    num_rows, num_own = q.shape[2], len(pool.keys) - 1
+    if 0 < spec.window < num_own:
+        what = f"a head with a window of {spec.window} cannot be trained for {num_own + 1} steps"
+        raise ModelError(what, f"train with --depth {spec.window}")
     grouped = q.unflatten(1, (spec.num_kv_heads, -1))  # [B, K, G, T, D]
     shared = grouped @ pool.keys[0].unsqueeze(2).transpose(-1, -2)  # [B, K, G, T, T]
     own = [(grouped * keys.unsqueeze(2)).sum(-1, keepdim=True) for keys in pool.keys[1:]]
     unseen = torch.ones(num_rows, num_rows, dtype=torch.bool, device=q.device).triu(1)
     if spec.window:
-        unseen |= torch.ones_like(unseen).tril(-spec.window)
+        unseen |= torch.ones_like(unseen).tril(num_own - spec.window)  # the row of step i lies i - 1 behind its origin
     mask = torch.zeros(num_rows, num_rows + len(own), dtype=q.dtype, device=q.device)
     mask[:, :num_rows].masked_fill_(unseen, float("-inf"))
     weights = attention_weights(torch.cat((shared, *own), dim=-1) * spec.scale, mask, spec, sinks)
