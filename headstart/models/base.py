@@ -14,6 +14,7 @@ from headstart.heads.kind import head_kind
 from headstart.kernels.ops import RawTensor
 from headstart.layers.build import DecoderConfig, decoder
 from headstart.layers.decoder import Decoder
+from headstart.layers.rope import CONTEXT
 from headstart.layers.weights import Shapes, Weights
 from headstart.models.keys import Config
 from headstart.models.names import Names, trailing_name
@@ -51,11 +52,18 @@ class Family:
     scratch: Mapping[str, Any] = field(default_factory=dict)
 
     def read(
-        self, config: Config, where: str = "config.json", *, beside: Mapping[str, str] = NOTHING, strict: bool = True
+        self,
+        config: Config,
+        where: str = "config.json",
+        *,
+        beside: Mapping[str, str] = NOTHING,
+        strict: bool = True,
+        context: int | None = None,
     ) -> DecoderConfig:
         """Sizes and layers that a config says. Raises ModelError for what is wrong in it; `strict`: also for keys that
-        nobody knows. `beside`: more harmless keys."""
-        reading = Reading(config, self.defaults)
+        nobody knows. `beside`: more harmless keys. `context`: the longest text that was asked for; some ropes depend
+        on it (layers/rope.py)."""
+        reading = Reading(config, {**self.defaults, CONTEXT: context})
         sizes = self.parse(reading)
         if strict:
             reading.check({**self.harmless, **beside}, where)
