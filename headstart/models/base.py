@@ -114,8 +114,8 @@ UNSUPPORTED: Mapping[str, str] = {
     "gemma3n": _STREAMS, "gemma3n_text": _STREAMS,
     "kimi_k3": "Kimi delta attention",
     "llama4": _SCALED_ROWS, "llama4_text": _SCALED_ROWS,
-    "falcon_h1": "Mamba2 layers", "falcon-h1": "Mamba2 layers", "granitemoehybrid": "Mamba2 layers",
-    "granitehybrid": "Mamba2 layers", "minicpm3": "MiniCPM3's latent attention", "phimoe": "sparse-mixer routing",
+    "falcon_h1": "Mamba2 layers", "falcon-h1": "Mamba2 layers",
+    "minicpm3": "MiniCPM3's latent attention", "phimoe": "sparse-mixer routing",
     "minimax_m3": "block-sparse attention", "bailing_hybrid": "lightning attention",
 }  # fmt: skip
 """model_type (or llama.cpp's architecture) of a family that is not here -> what it has and no family here has."""
