@@ -35,6 +35,7 @@ TRUNKS = {
 UNKNOWN_TO_ORACLE: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"num_key_value_heads": None, "head_dim": 6},
     "glm4_moe_lite": {"head_dim": 6},
+    "longcat_flash": {"head_dim": 6},
     "minicpm": {
         "embedding_multiplier": 12, "residual_multiplier": 1.4 / 3**0.5, "logits_scaling": 48 / 16,
         "attention_multiplier": 8**-0.5,
@@ -96,6 +97,16 @@ OWN: dict[str, dict[str, dict[str, Any]]] = {
         "sizes of one layer": {"per_layer_config": {"2": {"head_dim": 10, "num_key_value_heads": 3}}},
         "another table": {"vocab_size_per_layer_input": 140, "use_bidirectional_attention": "vision"},
     },
+    "longcat_flash": {
+        "one layer, odd sizes": {
+            "num_hidden_layers": 2,
+            "ffn_hidden_size": 37,
+            "intermediate_size": None,
+            "vocab_size": 97,
+            "zero_expert_num": 0,
+            "moe_topk": 3,
+        },
+    },
 }
 """Variants of one family."""
 NOT_OF = {
@@ -106,7 +117,7 @@ NOT_OF = {
 CASES = [
     (family, variant)
     for family in FAMILIES
-    for variant in (*VARIANTS, *OWN.get(family, {}))
+    for variant in {**VARIANTS, **OWN.get(family, {})}
     if not {*VARIANTS.get(variant, {})} & {*NOT_OF.get(family, ())}
 ]
 LENGTH = 90  # beyond the original context of the scaled ropes
@@ -145,7 +156,11 @@ def oracle_of(family: str, model: Model) -> Any:
     oracle = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config), **plainly)
     tensors = {name: torch.tensor(tensor.float32()) for name, tensor in model.checkpoint.tensors.items()}
     tensors = {name.replace("attention_sink_bias", "sinks"): tensor for name, tensor in tensors.items()}
-    missing, unexpected = oracle.load_state_dict(fused_experts(tensors), strict=False)
+    named = fused_experts(tensors)
+    for name in [name for name in named if name.endswith(".gate_up_proj") and config.get("zero_expert_num")]:
+        nothing = named[name].new_zeros(config["zero_expert_num"], *named[name].shape[1:])
+        named[name] = torch.cat((named[name], nothing))  # which it makes and does not read
+    missing, unexpected = oracle.load_state_dict(named, strict=False)
     assert set(missing) <= ({"lm_head.weight"} if model.config.tied else set())
     trailing = f"model.layers.{model.config.num_layers}."
     assert all("mtp" in name or name.startswith(trailing) for name in unexpected)
@@ -157,12 +172,21 @@ MIXTRAL = {"block_sparse_moe.": "mlp.", ".w1.": ".gate_proj.", ".w3.": ".up_proj
 """Its names in files -> those of newer families, which transformers has inside."""
 
 
+GRANITE = {
+    ".input_linear.weight": ".experts.gate_up_proj", ".output_linear.weight": ".experts.down_proj",
+    ".router.layer.": ".router.",
+}  # fmt: skip
+GRANITE = {f".block_sparse_moe{old}": f".block_sparse_moe{new}" for old, new in GRANITE.items()}
+"""Those of Granite's experts."""
+
+
 def fused_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Experts one by one -> transformers' stacks [E, gate and up, H] and [E, H, I] of each layer."""
     found, stacks = {}, {}
     for theirs, tensor in tensors.items():
         name = theirs
-        for old, new in MIXTRAL.items() if ".experts." in name or ".block_sparse_moe." in name else ():
+        table = GRANITE if any(old in name for old in GRANITE) else MIXTRAL
+        for old, new in table.items() if ".experts." in name or ".block_sparse_moe." in name else ():
             name = name.replace(old, new)
         if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name):
             stacks.setdefault(match[1], {})[match[3], int(match[2])] = tensor

@@ -145,6 +145,7 @@ class Program:
     def hidden_input(self, width: int) -> int: ...
     def linear(self, x: int, matrix: Matrix | None, bias: NDArray[np.float32] | None, label: str) -> int: ...
     def refine(self, approximate: int, x: int, matrix: Matrix, count: int, label: str) -> int: ...
+    def keep_groups(self, logits: int, scores: int, groups: NDArray[np.int64], count: int) -> int: ...
     def gated(
         self,
         x: int,
@@ -178,6 +179,7 @@ class Program:
         sigmoid: bool,
         normalize: bool,
         scale: float,
+        num_identity: int,
     ) -> tuple[int, int]:
         """The choice of experts, for `experts`."""
 
@@ -199,9 +201,24 @@ class Program:
         softcap: float,
         sinks: NDArray[np.float32] | None,
         causal: bool = False,
+        before: bool = False,
     ) -> int: ...
-    def causal_conv(self, x: int, taps: NDArray[np.float32], pool: StatePool, width: int) -> int: ...
-    def decay(self, x: int, rate: NDArray[np.float32], bias: NDArray[np.float32]) -> int: ...
+    def causal_conv(
+        self, x: int, taps: NDArray[np.float32], pool: StatePool, width: int, bias: NDArray[np.float32] | None
+    ) -> int: ...
+    def softplus(self, x: int, rate: NDArray[np.float32] | None, bias: NDArray[np.float32]) -> int: ...
+    def selective_scan(
+        self,
+        xbc: int,
+        step: int,
+        rate: NDArray[np.float32],
+        skip: NDArray[np.float32],
+        pool: StatePool,
+        num_groups: int,
+        num_heads: int,
+        state_dim: int,
+        head_dim: int,
+    ) -> int: ...
     def gated_delta(
         self,
         qkv: int,
