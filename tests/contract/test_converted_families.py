@@ -65,7 +65,24 @@ def mimo_v2_names(arrays: Arrays, config: Config) -> Arrays:
     return {new(name): array for name, array in arrays.items()}
 
 
+def ernie_keys(writer: Writer, config: Config) -> None:
+    writer.add_expert_count(config["moe_num_experts"])
+    writer.add_expert_used_count(config["moe_k"])
+    writer.add_interleave_moe_layer_step(1)
+    writer.add_leading_dense_block_count(config["moe_layer_start_index"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_shared_count(config["moe_num_shared_experts"])
+    writer.add_expert_shared_feed_forward_length(config["intermediate_size"] // config["num_key_value_heads"])
+    writer.add_rope_freq_base(config["rope_theta"])
+
+
+def ernie_names(arrays: Arrays, config: Config) -> Arrays:
+    new = {name.replace("correction_bias", "correction.bias"): array.squeeze() for name, array in arrays.items()}
+    return {name: array for name, array in new.items() if ".mtp_" not in name}
+
+
 CONVERTED = {
+    "ernie4_5_moe": Converted("ernie4_5-moe", ernie_keys, ernie_names),
     "mimo_v2_flash": Converted("mimo2", mimo_v2_keys, mimo_v2_names, modules=3),
 }
 

@@ -101,6 +101,7 @@ OWN: dict[str, dict[str, dict[str, Any]]] = {
 NOT_OF = {
     "gemma4": ("rope_scaling",),
     "mimo_v2_flash": ("rope_scaling", "rope_parameters", "num_key_value_heads"),
+    "ernie4_5_moe": ("attention_bias",),
 }
 """Keys that a family does not have, or not at those values."""
 CASES = [
@@ -144,7 +145,8 @@ def oracle_of(family: str, model: Model) -> Any:
     plainly = {"attn_implementation": "eager", "experts_implementation": "eager"}
     oracle = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config), **plainly)
     tensors = {name: torch.tensor(tensor.float32()) for name, tensor in model.checkpoint.tensors.items()}
-    tensors = {name.replace("attention_sink_bias", "sinks"): tensor for name, tensor in tensors.items()}
+    for old, new in {"attention_sink_bias": "sinks", "mlp.moe_statics.": "mlp.gate.moe_statics."}.items():
+        tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
     missing, unexpected = oracle.load_state_dict(fused_experts(tensors), strict=False)
     assert set(missing) <= ({"lm_head.weight"} if model.config.tied else set())
     trailing = f"model.layers.{model.config.num_layers}."
