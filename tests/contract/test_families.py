@@ -27,6 +27,7 @@ from headstart.engine.load import Model
 from headstart.errors import ModelError
 
 TRUNKS = {
+    "llama4": "llama4_text",
     "mimo": "qwen2", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
     "minicpm": "granite",

@@ -42,6 +42,7 @@ ROUTERS = {
     "sigmoid": RouterSpec(7, 2, "sigmoid", scale=2.5),
     "groups": RouterSpec(24, 4, "sigmoid", scale=1.5, num_groups=8, top_groups=3),
     "groups of one": RouterSpec(6, 2, "sigmoid", num_groups=6, top_groups=4),
+    "of what they read": RouterSpec(8, 3, "sigmoid", normalize=False, scales_inputs=True),
 }
 
 
@@ -94,16 +95,19 @@ def test_a_mixture_is_its_parts(path: str, name: str) -> None:
                 parts[f"{e}"] = ops.linear(inner, down)
             return parts
 
-        parts = run_native(backend(path), apart, single_rows(range(9)), x)
         weights, ids = route(
             torch.from_numpy(x.astype(np.float64) @ values_of(mixture.router).T.astype(np.float64)),
             None if mixture.bias is None else torch.from_numpy(mixture.bias).double(),
             mixture.spec,
         )
+        reads = mixture.spec.scales_inputs
+        parts = [run_native(backend(path), apart, single_rows(range(9)), x * factor) for factor in (
+            weights.T.float().numpy()[..., None] if reads else [1])]  # fmt: skip
         expected = np.zeros((9, OUT))
         for row in range(9):
-            for weight, expert in zip(weights[row].tolist(), ids[row].tolist(), strict=True):
-                expected[row] += weight * parts[f"{expert}"][row].astype(np.float64)
+            for i, (weight, expert) in enumerate(zip(weights[row].tolist(), ids[row].tolist(), strict=True)):
+                said = parts[i if reads else 0][f"{expert}"][row].astype(np.float64)
+                expected[row] += said if reads else weight * said
         found = run_native(backend(path, 2), mixture.code, single_rows(range(9)), x)["mixed"]
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
 

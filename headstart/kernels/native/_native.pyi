@@ -174,6 +174,7 @@ class Program:
         sigmoid: bool,
         normalize: bool,
         scale: float,
+        scales_inputs: bool = False,
     ) -> tuple[int, int]:
         """The choice of experts, for `experts`."""
 
@@ -195,6 +196,7 @@ class Program:
         softcap: float,
         sinks: NDArray[np.float32] | None,
         causal: bool = False,
+        chunk: int = 0,
     ) -> int: ...
     def causal_conv(self, x: int, taps: NDArray[np.float32], pool: StatePool, width: int) -> int: ...
     def decay(self, x: int, rate: NDArray[np.float32], bias: NDArray[np.float32]) -> int: ...

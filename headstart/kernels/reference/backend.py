@@ -63,21 +63,21 @@ class ReferenceOps:
         self._plan, self._device, self._dtype = plan, device, dtype
         self._rope_tables: dict[tuple[int, RopeSpec], tuple[Tensor, Tensor]] = {}
         self._slots = self._ints(plan.slots)
-        self._grouped: dict[tuple[int, bool], list[Group]] = {}
+        self._grouped: dict[tuple[int, int, bool], list[Group]] = {}
 
     def _ints(self, array: NDArray[np.int32]) -> Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(self._device)
 
-    def _groups(self, window: int, causal: bool) -> list[Group]:
-        if (window, causal) not in self._grouped:
+    def _groups(self, window: int, chunk: int, causal: bool) -> list[Group]:
+        if (window, chunk, causal) not in self._grouped:
             spans = Spans.of(self._plan)
             is_long = np.diff(spans.row_starts) > SHORT_SPAN
             doublings = np.ceil(np.log2(np.maximum(spans.ends / SHORT_CONTEXT, 1))).astype(int)
             kinds = 2 * doublings + is_long
             picks = (np.flatnonzero(kinds == kind) for kind in np.unique(kinds))
-            made = [spans.group(pick, window, causal, self._device, self._dtype) for pick in picks]
-            self._grouped[window, causal] = made
-        return self._grouped[window, causal]
+            made = [spans.group(pick, window, chunk, causal, self._device, self._dtype) for pick in picks]
+            self._grouped[window, chunk, causal] = made
+        return self._grouped[window, chunk, causal]
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
         return torch.nn.functional.embedding(ids, table)
@@ -164,7 +164,7 @@ class ReferenceOps:
 
     def attend(self, q: Tensor, pool: KVPool, spec: AttentionSpec, sinks: Tensor | None = None) -> Tensor:
         out = q.new_empty(len(q), spec.num_heads * spec.value_width)
-        for group in self._groups(spec.window, spec.causal):
+        for group in self._groups(spec.window, spec.chunk, spec.causal):
             attended = self._attend(q[group.rows], pool, spec, group, sinks)
             out[group.rows[group.valid]] = attended[group.valid]
         return out

@@ -44,7 +44,13 @@ class Spans:
         return cls(plan, np.arange(plan.num_rows + 1), tables, sees, sees + 1)
 
     def group(
-        self, spans: NDArray[np.int64], window: int, causal: bool, device: torch.device, dtype: torch.dtype
+        self,
+        spans: NDArray[np.int64],
+        window: int,
+        chunk: int,
+        causal: bool,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> Group:
         plan, starts = self.plan, self.row_starts[spans]
         lengths = self.row_starts[spans + 1] - starts
@@ -61,6 +67,8 @@ class Spans:
         visible = positions[None, None, :] <= (plan.positions if causal else self.sees)[rows][:, :, None]
         if window:
             visible &= positions[None, None, :] > plan.positions[rows][:, :, None] - window
+        if chunk:
+            visible &= positions[None, None, :] >= (plan.positions[rows] // chunk * chunk)[:, :, None]
         mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~torch.from_numpy(visible), float("-inf"))
         rows_t, valid_t, slots_t = (torch.from_numpy(np.ascontiguousarray(a)).to(device) for a in (rows, valid, slots))
         return Group(rows_t, valid_t, slots_t, mask.to(device))
