@@ -40,7 +40,7 @@ PROJECTIONS = {
     "mtp.fc.weight": False, "eh_proj.weight": False, "input_proj.weight": True, "mtp_linear_proj.0.weight": False,
 }  # fmt: skip
 """Ending of the name of an MTP module's projection -> does the hidden state come first?"""
-TAKES = r"pre_fc_norm_embedding\.weight|enorm\.weight|token_layernorm\.weight"
+TAKES = r"pre_fc_norm_embedding\.weight|enorm(\.m)?\.weight|token_layernorm\.weight"
 SAYS = r"mtp\.norm\.weight|shared_head\.norm\.weight|final_layernorm\.weight|mtp_emb_norm"
 
 

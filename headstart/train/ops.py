@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from headstart.errors import ModelError
-from headstart.kernels.ops import AttentionSpec, ConvSpec, DeltaSpec, Pool, RopeSpec
+from headstart.kernels.ops import AttentionSpec, Pool, RopeSpec
 from headstart.kernels.reference.backend import ReferenceOps, attention_weights
-from headstart.train import delta
+from headstart.kernels.states import ConvSpec, DeltaSpec, ScanSpec
+from headstart.train import delta, scan
 
 
 @dataclass(eq=False)
@@ -54,11 +55,17 @@ class TrainOps(ReferenceOps):
             )  # fmt: skip
         return out.transpose(1, 2).flatten(-2)
 
-    def causal_conv(self, x: Tensor, weight: Tensor, pool: Pool, spec: ConvSpec) -> Tensor:
-        return delta.causal_conv(x, weight, spec)
+    def causal_conv(self, x: Tensor, weight: Tensor, pool: Pool, spec: ConvSpec, bias: Tensor | None = None) -> Tensor:
+        made = delta.causal_conv(x, weight, spec)
+        return made if bias is None else made + bias
 
     def gated_delta(self, qkv: Tensor, log_decay: Tensor, strength: Tensor, pool: Pool, spec: DeltaSpec) -> Tensor:
         return delta.gated_delta(qkv, log_decay, strength, spec)
+
+    def selective_scan(
+        self, xbc: Tensor, step: Tensor, rate: Tensor, skip: Tensor, pool: Pool, spec: ScanSpec
+    ) -> Tensor:
+        return scan.selective_scan(xbc, step, rate, skip, spec)
 
 
 def _drafted_attention(q: Tensor, pool: DraftMemory, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:

@@ -138,15 +138,24 @@ def feed_forward(x: Tensor, w: Getter, c: dict[str, Any]) -> Tensor:
 
 
 def deepseek_block(x: Tensor, w: Getter, c: dict[str, Any], positions: Tensor) -> Tensor:
-    """Latent attention with keys and values of every head written out (DeepSeek-V2 report, equations 9 to 19)."""
+    x = latent_attention(x, w, c, positions)
+    return x + feed_forward(rms(x, w("post_attention_layernorm.weight"), c["rms_norm_eps"]), w, c)
+
+
+def latent_attention(
+    x: Tensor, w: Getter, c: dict[str, Any], positions: Tensor, queries: float = 1.0, latents: float = 1.0
+) -> Tensor:
+    """Latent attention with keys and values of every head written out (DeepSeek-V2 report, equations 9 to 19), and the
+    stream. `queries` and `latents` are multiplied by these."""
     heads, nope, rotary, value = (
         c[key] for key in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     )
     a, eps, latent = (lambda n: w(f"self_attn.{n}.weight")), c["rms_norm_eps"], c["kv_lora_rank"]
     y = rms(x, w("input_layernorm.weight"), eps)
-    q = linear(rms(linear(y, a("q_a_proj")), a("q_a_layernorm"), 1e-6), a("q_b_proj")).view(len(x), heads, -1)
+    q = linear(rms(linear(y, a("q_a_proj")), a("q_a_layernorm"), 1e-6), a("q_b_proj")).view(len(x), heads, -1) * queries
     down = linear(y, a("kv_a_proj_with_mqa"))
-    expanded = linear(rms(down[:, :latent], a("kv_a_layernorm"), 1e-6), a("kv_b_proj")).view(len(x), heads, -1)
+    kept = rms(down[:, :latent], (a("kv_a_layernorm").float() * np.float32(latents)).double(), 1e-6)
+    expanded = linear(kept, a("kv_b_proj")).view(len(x), heads, -1)
 
     def turned(part: Tensor) -> Tensor:  # pairs lie side by side
         halves = torch.cat((part[..., 0::2], part[..., 1::2]), -1)
@@ -154,9 +163,47 @@ def deepseek_block(x: Tensor, w: Getter, c: dict[str, Any], positions: Tensor) -
 
     q = torch.cat((q[..., :nope], turned(q[..., nope:])), -1)
     k = torch.cat((expanded[..., :nope], turned(down[:, None, latent:]).expand(-1, heads, -1)), -1)
-    x = x + linear(attended(q, k, expanded[..., nope:], (nope + rotary) ** -0.5), a("o_proj"))
     assert expanded.shape[-1] == nope + value
-    return x + feed_forward(rms(x, w("post_attention_layernorm.weight"), eps), w, c)
+    return x + linear(attended(q, k, expanded[..., nope:], (nope + rotary) ** -0.5), a("o_proj"))
+
+
+def longcat_block(x: Tensor, w: Getter, c: dict[str, Any], positions: Tensor, shortcut: Any = None) -> Tensor:
+    """Half of a layer; `shortcut` is given what the MLP reads."""
+    ranks = [(c["hidden_size"] / c[key]) ** 0.5 for key in ("q_lora_rank", "kv_lora_rank")]
+    x = latent_attention(x, w, c, positions, *ranks)
+    y = rms(x, w("post_attention_layernorm.weight"), c["rms_norm_eps"])
+    if shortcut:
+        shortcut(y)
+    return x + gated(y, lambda n: w(f"mlp.{n}"))
+
+
+def longcat_trunk(tensors: Tensors, c: dict[str, Any], tokens: Tensor) -> Tensor:
+    x, positions = tensors["model.embed_tokens.weight"][tokens], torch.arange(len(tokens))
+    for i in range(c["num_hidden_layers"] // 2):
+        layer, late = f"model.layers.{i}", []
+
+        def half(name: str, which: int, layer: str = layer) -> Tensor:
+            first, rest = name.replace("mlp.", "mlps.").split(".", 1)
+            return tensors[f"{layer}.{first}.{which}.{rest}"]
+
+        def experts(y: Tensor, layer: str = layer, late: list[Tensor] = late) -> None:
+            late.append(longcat_experts(y, lambda n: tensors[f"{layer}.mlp.{n}"], c))
+
+        x = longcat_block(x, lambda n, half=half: half(n, 0), c, positions, experts)
+        x = longcat_block(x, lambda n, half=half: half(n, 1), c, positions) + late[0]
+    return rms(x, tensors["model.norm.weight"], c["rms_norm_eps"])
+
+
+def longcat_experts(x: Tensor, w: Getter, c: dict[str, Any]) -> Tensor:
+    """Chosen by a softmax and a bias; those behind the last give back the row."""
+    out = torch.zeros_like(x)
+    for row in range(len(x)):
+        score = torch.softmax(w("router.classifier.weight") @ x[row], 0)
+        for e in (score + w("router.e_score_correction_bias")).topk(c["moe_topk"]).indices.tolist():
+            own = e < c["n_routed_experts"]
+            said = gated(x[row], lambda n, e=e: w(f"experts.{e}.{n}")) if own else x[row]
+            out[row] += score[e] * c["routed_scaling_factor"] * said
+    return out
 
 
 def normed_trunk(block: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -171,11 +218,10 @@ def normed_trunk(block: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return trunk
 
 
-def trailing_mtp(block: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """DeepSeek-V3 report, equations 21 to 23, for a module that is layer N; recycles after its norm."""
+def mtp_of(block: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """DeepSeek-V3 report, equations 21 to 23; recycles after its norm. `w`: the module's tensors."""
 
-    def mtp(tensors: Tensors, c: dict[str, Any], hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        w = lambda n: tensors[f"model.layers.{c['num_hidden_layers']}.{n}"]  # noqa: E731
+    def mtp(tensors: Tensors, w: Getter, c: dict[str, Any], hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         eps, e = c["rms_norm_eps"], tensors["model.embed_tokens.weight"][tokens]
         joined = torch.cat((rms(e, w("enorm.weight"), eps), rms(hidden, w("hnorm.weight"), eps)), dim=-1)
         x = block(linear(joined, w("eh_proj.weight")), w, c, torch.arange(len(tokens)))
@@ -183,6 +229,13 @@ def trailing_mtp(block: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Te
         return linear(y, tensors["lm_head.weight"]), y
 
     return mtp
+
+
+def trailing_mtp(block: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """For a module that is layer N."""
+    return lambda tensors, c, hidden, tokens: mtp_of(block)(
+        tensors, lambda n: tensors[f"model.layers.{c['num_hidden_layers']}.{n}"], c, hidden, tokens
+    )
 
 
 def plus_one(weight: Tensor) -> Tensor:
@@ -261,6 +314,19 @@ def hybrid_mtp(tensors: Tensors, c: dict[str, Any], hidden: Tensor, tokens: Tens
     x = gated_block(x, lambda n: tensors[f"mtp.layers.0.{n}"], c, torch.arange(len(tokens)))
     y = norm(x, "norm")
     return linear(y, tensors["lm_head.weight"]), y
+
+
+def longcat_mtp(tensors: Tensors, c: dict[str, Any], hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """vLLM's longcat_flash_mtp.py: DeepSeek's module with a dense MLP and names of its own."""
+    parts = {"enorm": "enorm.m", "hnorm": "hnorm.m", "mlp": "transformer_layer.mlp"}
+
+    def w(name: str) -> Tensor:
+        first, rest = name.split(".", 1)
+        if first == "shared_head":
+            return tensors["model.mtp.norm.weight"]
+        return tensors[f"model.mtp.layers.0.{parts.get(first, first)}.{rest}"]
+
+    return mtp_of(longcat_block)(tensors, w, c, hidden, tokens)
 
 
 def mimo_v2_block(x: Tensor, w: Getter, c: dict[str, Any], sliding: bool, norm: str) -> Tensor:
@@ -346,5 +412,6 @@ NATIVE_HEADS: dict[str, tuple[Callable[..., Tensor], Callable[..., tuple[Tensor,
     "glm4_moe": (normed_trunk(glm_block), trailing_mtp(glm_block)),
     "deepseek_v3": (normed_trunk(deepseek_block), trailing_mtp(deepseek_block)),
     "glm4_moe_lite": (normed_trunk(deepseek_block), trailing_mtp(deepseek_block)),
+    "longcat_flash": (longcat_trunk, longcat_mtp),
 }
 """Family -> (hidden states that its head reads, draft logits and recycled vectors, of a module if it has several)."""

@@ -36,6 +36,7 @@ TRUNKS = {
 UNKNOWN_TO_ORACLE: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"num_key_value_heads": None, "head_dim": 6},
     "glm4_moe_lite": {"head_dim": 6},
+    "longcat_flash": {"head_dim": 6},
     "minicpm": {
         "embedding_multiplier": 12, "residual_multiplier": 1.4 / 3**0.5, "logits_scaling": 48 / 16,
         "attention_multiplier": 8**-0.5,
@@ -97,6 +98,16 @@ OWN: dict[str, dict[str, dict[str, Any]]] = {
         "sizes of one layer": {"per_layer_config": {"2": {"head_dim": 10, "num_key_value_heads": 3}}},
         "another table": {"vocab_size_per_layer_input": 140, "use_bidirectional_attention": "vision"},
     },
+    "longcat_flash": {
+        "one layer, odd sizes": {
+            "num_hidden_layers": 2,
+            "ffn_hidden_size": 37,
+            "intermediate_size": None,
+            "vocab_size": 97,
+            "zero_expert_num": 0,
+            "moe_topk": 3,
+        },
+    },
 }
 """Variants of one family."""
 NOT_OF = {
@@ -108,7 +119,7 @@ NOT_OF = {
 CASES = [
     (family, variant)
     for family in FAMILIES
-    for variant in (*VARIANTS, *OWN.get(family, {}))
+    for variant in {**VARIANTS, **OWN.get(family, {})}
     if not {*VARIANTS.get(variant, {})} & {*NOT_OF.get(family, ())}
 ]
 LENGTH = 90  # beyond the original context of the scaled ropes
@@ -148,7 +159,11 @@ def oracle_of(family: str, model: Model) -> Any:
     tensors = {name: torch.tensor(tensor.float32()) for name, tensor in model.checkpoint.tensors.items()}
     for old, new in {"attention_sink_bias": "sinks", "mlp.moe_statics.": "mlp.gate.moe_statics."}.items():
         tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
-    missing, unexpected = oracle.load_state_dict(fused_experts(tensors), strict=False)
+    named = fused_experts(tensors)
+    for name in [name for name in named if name.endswith(".gate_up_proj") and config.get("zero_expert_num")]:
+        nothing = named[name].new_zeros(config["zero_expert_num"], *named[name].shape[1:])
+        named[name] = torch.cat((named[name], nothing))  # which it makes and does not read
+    missing, unexpected = oracle.load_state_dict(named, strict=False)
     assert set(missing) <= ({"lm_head.weight"} if model.config.tied else set())
     trailing = f"model.layers.{model.config.num_layers}."
     assert all("mtp" in name or name.startswith(trailing) for name in unexpected)

@@ -174,7 +174,8 @@ class Program:
         sigmoid: bool,
         normalize: bool,
         scale: float,
-        scales_inputs: bool = False,
+        num_identity: int,
+        scales_inputs: bool,
     ) -> tuple[int, int]:
         """The choice of experts, for `experts`."""
 
@@ -198,8 +199,22 @@ class Program:
         causal: bool = False,
         chunk: int = 0,
     ) -> int: ...
-    def causal_conv(self, x: int, taps: NDArray[np.float32], pool: StatePool, width: int) -> int: ...
-    def decay(self, x: int, rate: NDArray[np.float32], bias: NDArray[np.float32]) -> int: ...
+    def causal_conv(
+        self, x: int, taps: NDArray[np.float32], pool: StatePool, width: int, bias: NDArray[np.float32] | None
+    ) -> int: ...
+    def softplus(self, x: int, rate: NDArray[np.float32] | None, bias: NDArray[np.float32]) -> int: ...
+    def selective_scan(
+        self,
+        xbc: int,
+        step: int,
+        rate: NDArray[np.float32],
+        skip: NDArray[np.float32],
+        pool: StatePool,
+        num_groups: int,
+        num_heads: int,
+        state_dim: int,
+        head_dim: int,
+    ) -> int: ...
     def gated_delta(
         self,
         qkv: int,

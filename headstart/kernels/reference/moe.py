@@ -64,6 +64,9 @@ def mixture(x: Tensor, logits: Tensor, bias: Tensor | None, experts: Experts, sp
     for expert in ids.unique().tolist():
         taking, place = torch.nonzero(ids == expert, as_tuple=True)
         weight = weights[taking, place, None].to(x.dtype)
+        if expert >= spec.num_matrices:
+            out = out.index_add(0, taking, rows[taking] * weight)
+            continue
         read = rows[taking] * weight if spec.scales_inputs else rows[taking]
         gate = linear(read, experts.gate[expert], _bias(experts.gate_bias, expert))
         up = linear(read, experts.up[expert], _bias(experts.up_bias, expert))
