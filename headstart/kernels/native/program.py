@@ -76,6 +76,9 @@ class Recorder:
         index = self.program.refine(self._index(approximate), self._index(x), weight, count, "head")
         return Buffer(weight.rows, index)
 
+    def keep_groups(self, logits: Buffer, scores: Buffer, groups: NDArray[np.int64], count: int) -> Buffer:
+        return Buffer(logits.width, self.program.keep_groups(self._index(logits), self._index(scores), groups, count))
+
     def activate(self, x: Buffer, kind: Activation) -> Buffer:
         return Buffer(x.width, self.program.activate(self._index(x), ACTIVATIONS[kind]))
 
@@ -131,7 +134,7 @@ class Recorder:
             self._record(logits)
         chosen = self.program.route(
             self._index(logits), bias, spec.top_k, spec.num_groups, spec.top_groups, spec.scoring == "sigmoid",
-            spec.normalize, spec.scale, spec.num_identity,
+            spec.normalize, spec.scale, spec.num_identity, spec.scales_inputs,
         )  # fmt: skip
         self._flush()
         gate, up, down = (list(each) for each in (experts.gate, experts.up, experts.down))
@@ -152,7 +155,7 @@ class Recorder:
     def attend(self, q: Buffer, pool: KVPool, spec: AttentionSpec, sinks: Vector | None = None) -> Buffer:
         width = spec.num_heads * spec.value_width
         index = self._index(q)
-        how = (spec.num_heads, spec.scale, spec.window, spec.softcap, sinks, spec.causal)
+        how = (spec.num_heads, spec.scale, spec.window, spec.softcap, sinks, spec.causal, spec.before, spec.chunk)
         return Buffer(width, self.program.attend(index, pool, *how))
 
     def causal_conv(
