@@ -77,7 +77,9 @@ class Mixture:
 def test_bits_of_a_row_are_its_own(path: str, form: str) -> None:
     index = list(FORMS).index(form)
     spec = list(ROUTERS.values())[index % len(ROUTERS)]
-    mixture = Mixture(spec, form, index, down=list(FORMS)[index * 5 % len(FORMS)], gated=index % 3 > 0)
+    mixture = Mixture(
+        spec, form, index, down=list(FORMS)[index * 5 % len(FORMS)], gated=index % 3 > 0 or spec.scales_inputs
+    )
     check_company(path, mixture.code, varied_rows(WIDTH, np.random.default_rng(index)), index, (2, 3, 7, 31, 129))
 
 
