@@ -176,6 +176,7 @@ class Program:
         normalize: bool,
         scale: float,
         num_identity: int,
+        scales_inputs: bool,
     ) -> tuple[int, int]:
         """The choice of experts, for `experts`."""
 
@@ -198,6 +199,7 @@ class Program:
         sinks: NDArray[np.float32] | None,
         causal: bool = False,
         before: bool = False,
+        chunk: int = 0,
     ) -> int: ...
     def causal_conv(
         self, x: int, taps: NDArray[np.float32], pool: StatePool, width: int, bias: NDArray[np.float32] | None
