@@ -2,7 +2,7 @@
 state out, whose token the trunk's own LM head says.
 
 x = fc [e(t_{p+1}) ; h_p] (+ b), y = Block(x), whose attention reads x as it is; logits = lm_head(y); the next draft
-step reads y in place of h. SafeAILab/EAGLE, `eagle/model/cnets1.py`, where h is the state behind the trunk's final norm.
+step reads y in place of h. SafeAILab/EAGLE, `eagle/model/cnets1.py`; h is the state behind the trunk's final norm.
 EAGLE-2's trees are chains here. Canonical tensors: `fuse.weight` [H, 2 H], `fuse.bias` [H], `block.` without an input
 norm.
 
