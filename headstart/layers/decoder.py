@@ -104,10 +104,11 @@ class FeedForwardConfig(Protocol):
         """Names and shapes of what `build` takes."""
 
 
-Norms = Literal["pre", "post", "sandwich", "open", "parallel"]
+Norms = Literal["pre", "post", "sandwich", "open", "parallel", "late"]
 NORM_NAMES: Mapping[Norms, tuple[str, str, str, str]] = {
     "pre": ("input_layernorm", "", "post_attention_layernorm", ""),
     "parallel": ("input_layernorm", "", "", ""),
+    "late": ("", "", "post_attention_layernorm", ""),
     "post": ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
     "sandwich": (
         "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
