@@ -108,7 +108,6 @@ UNSUPPORTED: Mapping[str, str] = {
     "step3p5": "gated sliding-window attention", "step35": "gated sliding-window attention",
     "gemma3n": _STREAMS, "gemma3n_text": _STREAMS,
     "kimi_k3": "Kimi delta attention",
-    "falcon_h1": "Mamba2 layers", "falcon-h1": "Mamba2 layers",
     "minicpm3": "MiniCPM3's latent attention", "phimoe": "sparse-mixer routing",
     "minimax_m3": "block-sparse attention", "bailing_hybrid": "lightning attention",
 }  # fmt: skip
