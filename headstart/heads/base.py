@@ -104,8 +104,9 @@ class HeadSpec:
     instead of [e ; h]. `mask_first`: the embedding of pair 0 is zeroed. `tap`: the trunk's hidden state that is read;
     `recycle`: the vector that the next step reads in its place. `beyond`: which module serves draft steps past the last
     one; None refuses such depths unless there is one module. `output_norm`: what a block leaves is normed before the LM
-    head. `norm_before_residual`: EAGLE-3 adds to the normed state.
-    `block`: of a drafter that drafts a block in one pass, whose layers are all as `layer` but for what it says itself.
+    head; `own_lm_head`: of so many rows each module has one, 0: the trunk's serves all. `norm_before_residual`: EAGLE-3
+    adds to the normed state. `block`: of a drafter that drafts a block in one pass, whose layers are all as `layer` but
+    for what it says itself.
     """
 
     kind: str = "mtp"
@@ -117,6 +118,7 @@ class HeadSpec:
     recycle: Literal["post_norm", "pre_norm"] = "post_norm"
     beyond: Literal["last", "cycle"] | None = None
     output_norm: bool = True
+    own_lm_head: int = 0
     norm_before_residual: bool = False
     block: BlockSpec | None = None
 
@@ -147,6 +149,10 @@ class Module(Protocol):
     @property
     def kv_specs(self) -> tuple[AttentionSpec, ...]:
         """A pool each; none: it keeps nothing between rounds."""
+
+    @property
+    def lm_head(self) -> Linear | None:
+        """Its own, in place of the one that modules share."""
 
     def forward(
         self, ops: Ops, spec: HeadSpec, embedded: Buffer, step: StepInputs, pool: Pool, *, recycled: bool = False
@@ -190,7 +196,7 @@ class HeadNetwork:
         kv, programs = iter(pools.kv), {}
         for index, module in enumerate(self.head.modules):
             pool = together([next(kv) for _ in module.kv_specs])
-            code = DraftStep(self.head.spec, module, pool, self.embedding, self.lm_head)
+            code = DraftStep(self.head.spec, module, pool, self.embedding, module.lm_head or self.lm_head)
             programs[f"pairs.{index}"] = NetworkProgram(code, tap_width(self.head.spec.tap, self.hidden_size))
             programs[f"next.{index}"] = NetworkProgram(replace(code, recycled=True), self.hidden_size)
             if index == 0:

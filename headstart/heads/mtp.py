@@ -3,7 +3,7 @@ draft step, or a module for each.
 
 x = W [norm_e(e(t_{p+1})) ; norm_h(h_p)], x' = Block(x), y = norm(x'), logits = head(y); the next draft step reads the
 *recycled* vector (y or x') in place of h. Canonical tensors: `mtp.{i}.` norm_embedding, norm_hidden, projection, block,
-norm (or none: y = x').
+norm (or none: y = x'), lm_head (or none: the trunk's).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class MTPModule:
     projection: Linear
     block: DecoderLayer
     norm: Norm
+    lm_head: Linear | None = None
 
     @property
     def kv_specs(self) -> tuple[AttentionSpec, ...]:
@@ -58,6 +59,7 @@ def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[MTPModule]:
             projection=weights.linear(f"mtp.{i}.projection", hidden, 2 * hidden),
             block=spec.layer.build(weights, f"mtp.{i}.block", hidden),
             norm=weights.norm(f"mtp.{i}.norm", hidden, spec.layer.eps) if spec.output_norm else NoNorm(),
+            lm_head=weights.linear(f"mtp.{i}.lm_head", spec.own_lm_head, hidden) if spec.own_lm_head else None,
         )
         for i in range(spec.num_modules)
     ]
@@ -70,6 +72,8 @@ def shapes(spec: HeadSpec, hidden: int) -> Shapes:
         norms = ("norm_embedding", "norm_hidden", *(("norm",) if spec.output_norm else ()))
         every |= {f"{prefix}.{name}.weight": (hidden,) for name in norms}
         every[f"{prefix}.projection.weight"] = (hidden, 2 * hidden)
+        if spec.own_lm_head:
+            every[f"{prefix}.lm_head.weight"] = (spec.own_lm_head, hidden)
         every |= spec.layer.shapes(f"{prefix}.block", hidden)
     return every
 

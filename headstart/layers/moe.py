@@ -24,8 +24,8 @@ from headstart.layers.weights import Shapes, Weights
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
     """`inner`: width of one expert; `shared`: width of the shared experts together, 0 for none; `shared_gate`: a row
-    scales them by sigmoid(w . x); `bias`: a bias corrects the choice of experts; `biases`: the router and
-    all matrices of experts have one."""
+    scales them by sigmoid(w . x); `shared_activation`: theirs, where it is another; `bias`: a bias corrects the choice
+    of experts; `biases`: the router and all matrices of experts have one."""
 
     router: RouterSpec
     inner: int
@@ -33,6 +33,7 @@ class MoEConfig:
     shared_gate: bool = False
     bias: bool = False
     activation: Activation = "silu"
+    shared_activation: Activation | None = None
     biases: bool = False
 
     def build(self, weights: Weights, prefix: str, hidden: int) -> MoE:
@@ -46,7 +47,7 @@ class MoEConfig:
             experts=read_experts(weights, f"{prefix}.experts", hidden, self),
             spec=self.router,
             bias=weights.get(f"{prefix}.gate.e_score_correction_bias", count) if self.bias else None,
-            shared=self._mlp(self.shared).build(weights, f"{prefix}.shared_experts", hidden) if self.shared else None,
+            shared=self._shared().build(weights, f"{prefix}.shared_experts", hidden) if self.shared else None,
             shared_gate=Linear(weights.take(weights.raw(gate, (1, hidden), (hidden,)).shaped(1, hidden), precise=True))
             if self.shared_gate
             else None,
@@ -63,13 +64,16 @@ class MoEConfig:
         for expert in range(self.router.num_matrices):
             shapes |= replace(self._mlp(self.inner), bias=self.biases).shapes(f"{prefix}.experts.{expert}", hidden)
         if self.shared:
-            shapes |= self._mlp(self.shared).shapes(f"{prefix}.shared_experts", hidden)
+            shapes |= self._shared().shapes(f"{prefix}.shared_experts", hidden)
         if self.shared_gate:
             shapes[f"{prefix}.shared_expert_gate.weight"] = (1, hidden)
         return shapes
 
+    def _shared(self) -> MLPConfig:
+        return MLPConfig(inner=self.shared, activation=self.shared_activation or self.activation)
+
     def _mlp(self, inner: int) -> MLPConfig:
-        """One expert, or the shared ones together."""
+        """One expert."""
         return MLPConfig(inner=inner, activation=self.activation)
 
 
