@@ -94,7 +94,7 @@ void gather_path(const KVPool& pool, const Pass& pass, int64_t row, AttendTask& 
 }
 
 int attend(Program& program, int q, nb::object kv_pool, int64_t num_heads, float scale, int64_t window, float softcap,
-           std::optional<Floats> sinks, bool causal, int64_t chunk) {
+           std::optional<Floats> sinks, bool causal, bool before, int64_t chunk) {
     KVPool* pool = nb::cast<KVPool*>(kv_pool);
     const KVLayout layout = pool->layout;
     const int64_t dim = layout.value_dim, group = num_heads / layout.num_heads;
@@ -121,9 +121,11 @@ int attend(Program& program, int q, nb::object kv_pool, int64_t num_heads, float
     common.chunk = chunk;
     common.scale = scale;
     common.softcap = softcap;
+    common.unseen = before;
     common.sinks = sinks ? sinks->data() : nullptr;
     common.scratch_from = INT64_MAX;
-    step.run = [&program, pool, common, tiles_of, q, out, causal, own = step.quantizes](const Pass& pass, int64_t index) {
+    step.run = [&program, pool, common, tiles_of, q, out, own_last = causal || before,
+                own = step.quantizes](const Pass& pass, int64_t index) {
         const auto& before = pass.tiles[tiles_of]; // tasks go by unit, then kv head, then tile
         const int64_t heads = common.layout.num_heads;
         const int64_t unit = std::upper_bound(before.begin(), before.end(), index / heads) - before.begin() - 1;
@@ -134,7 +136,7 @@ int attend(Program& program, int q, nb::object kv_pool, int64_t num_heads, float
         task.block_table = pass.block_tables + (pass.unit_spans ? pass.unit_spans[unit] : unit) * pass.table_width;
         task.block_size = pass.block_size;
         task.positions = pass.positions;
-        task.sees = causal ? pass.positions : pass.sees;
+        task.sees = own_last ? pass.positions : pass.sees;
         task.first_row = row;
         task.kv_head = tile / tiles;
         task.first_query = queries * (tile % tiles) / tiles;
@@ -163,7 +165,7 @@ void bind_attention_steps(nb::module_& m, nb::class_<Program>& program) {
     program.def("store_kv", store_kv);
     program.def("attend", attend, nb::arg("q"), nb::arg("pool"), nb::arg("num_heads"), nb::arg("scale"),
                 nb::arg("window"), nb::arg("softcap"), nb::arg("sinks").none(), nb::arg("causal") = false,
-                nb::arg("chunk") = 0);
+                nb::arg("before") = false, nb::arg("chunk") = 0);
 }
 
 } // namespace headstart

@@ -61,7 +61,6 @@ class Eagle3Module:
     hidden_norm: RMSNorm
     block: DecoderLayer
     norm: RMSNorm
-    lm_head: None = None
 
     @property
     def kv_specs(self) -> tuple[AttentionSpec, ...]:

@@ -24,7 +24,6 @@ class MedusaModule:
 
     layer: Linear
     kv_specs: tuple[()] = ()
-    lm_head: None = None
 
     def forward(
         self, ops: Ops, spec: HeadSpec, embedded: Buffer, step: StepInputs, pool: Pool, *, recycled: bool = False

@@ -31,7 +31,6 @@ class MTPModule:
     projection: Linear
     block: DecoderLayer
     norm: Norm
-    lm_head: Linear | None = None
 
     @property
     def kv_specs(self) -> tuple[AttentionSpec, ...]:
@@ -59,10 +58,17 @@ def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[MTPModule]:
             projection=weights.linear(f"mtp.{i}.projection", hidden, 2 * hidden),
             block=spec.layer.build(weights, f"mtp.{i}.block", hidden),
             norm=weights.norm(f"mtp.{i}.norm", hidden, spec.layer.eps) if spec.output_norm else NoNorm(),
-            lm_head=weights.linear(f"mtp.{i}.lm_head", spec.own_lm_head, hidden) if spec.own_lm_head else None,
         )
         for i in range(spec.num_modules)
     ]
+
+
+def lm_heads(weights: Weights, spec: HeadSpec, rows: int) -> Seq[Linear]:
+    """Of each module, where they have their own."""
+    if not spec.own_lm_head:
+        return ()
+    hidden = weights.tensors["mtp.0.norm_hidden.weight"].shape[0]
+    return [weights.linear(f"mtp.{i}.lm_head", rows, hidden) for i in range(spec.num_modules)]
 
 
 def shapes(spec: HeadSpec, hidden: int) -> Shapes:
@@ -97,6 +103,7 @@ HEAD = HeadKind(
     title="MTP",
     modules=modules,
     shapes=shapes,
+    lm_heads=lm_heads,
     # the stream before the final norm, as in the one dense family that vLLM drafts for (vllm_mimo)
     training=Training(spec=lambda layers, depth: HeadSpec(tap="pre_norm"), initial=initial, stacks=True, random=True),
 )

@@ -24,6 +24,7 @@ from headstart import machine
 from headstart.core import Sampled, SamplingRows, StepPlan, TokenLogprob
 from headstart.errors import UsageError
 from headstart.kernels.ops import (
+    NEVER,
     Activation,
     AttentionSpec,
     Experts,
@@ -36,7 +37,7 @@ from headstart.kernels.ops import (
 )
 from headstart.kernels.reference.moe import ACTIVATIONS, gated, mixture
 from headstart.kernels.reference.recurrent import StatePool, conv_step, delta_step, scan_step, walk
-from headstart.kernels.reference.refine import largest
+from headstart.kernels.reference.refine import best, largest
 from headstart.kernels.reference.sampling import logprobs, sample
 from headstart.kernels.reference.spans import Group, Spans
 from headstart.kernels.states import ConvSpec, DeltaSpec, ScanSpec, StateSpec
@@ -61,21 +62,22 @@ class ReferenceOps:
         self._plan, self._device, self._dtype = plan, device, dtype
         self._rope_tables: dict[tuple[int, RopeSpec], tuple[Tensor, Tensor]] = {}
         self._slots = self._ints(plan.slots)
-        self._grouped: dict[tuple[int, int, bool], list[Group]] = {}
+        self._grouped: dict[tuple[int, int, bool, bool], list[Group]] = {}
 
     def _ints(self, array: NDArray[np.int32]) -> Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(self._device)
 
-    def _groups(self, window: int, chunk: int, causal: bool) -> list[Group]:
-        if (window, chunk, causal) not in self._grouped:
+    def _groups(self, spec: AttentionSpec) -> list[Group]:
+        key = spec.window, spec.chunk, spec.causal, spec.before
+        if key not in self._grouped:
             spans = Spans.of(self._plan)
             is_long = np.diff(spans.row_starts) > SHORT_SPAN
             doublings = np.ceil(np.log2(np.maximum(spans.ends / SHORT_CONTEXT, 1))).astype(int)
             kinds = 2 * doublings + is_long
             picks = (np.flatnonzero(kinds == kind) for kind in np.unique(kinds))
-            made = [spans.group(pick, window, chunk, causal, self._device, self._dtype) for pick in picks]
-            self._grouped[window, chunk, causal] = made
-        return self._grouped[window, chunk, causal]
+            made = [spans.group(pick, spec, self._device, self._dtype) for pick in picks]
+            self._grouped[key] = made
+        return self._grouped[key]
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
         return torch.nn.functional.embedding(ids, table)
@@ -85,6 +87,9 @@ class ReferenceOps:
 
     def refine(self, approximate: Tensor, x: Tensor, weight: Tensor, count: int) -> Tensor:
         return torch.where(largest(approximate, count), self.linear(x, weight), approximate)
+
+    def keep_groups(self, logits: Tensor, scores: Tensor, groups: Tensor, count: int) -> Tensor:
+        return torch.where(best(scores, count)[..., groups], logits, NEVER)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, num_parts: int = 1) -> Tensor:
         if num_parts > 1:
@@ -162,7 +167,7 @@ class ReferenceOps:
 
     def attend(self, q: Tensor, pool: KVPool, spec: AttentionSpec, sinks: Tensor | None = None) -> Tensor:
         out = q.new_empty(len(q), spec.num_heads * spec.value_width)
-        for group in self._groups(spec.window, spec.chunk, spec.causal):
+        for group in self._groups(spec):
             attended = self._attend(q[group.rows], pool, spec, group, sinks)
             out[group.rows[group.valid]] = attended[group.valid]
         return out
