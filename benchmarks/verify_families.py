@@ -46,10 +46,14 @@ LENGTHS = (1, 5, 17, 30, 45, 64)
 SHARED = 20
 SOFT = 0.1
 QUIET = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "w2.weight", "experts.down_proj", "down_proj_bias")
-PROJECTIONS = {"mtp.fc.weight": False, "eh_proj.weight": False, "input_proj.weight": True}
+PROJECTIONS = {
+    "mtp.fc.weight": False, "eh_proj.weight": False, "input_proj.weight": True, "mtp_linear_proj.0.weight": False,
+}  # fmt: skip
 """Ending of the name of an MTP module's projection -> does the hidden state come first?"""
 TAKES = r"pre_fc_norm_embedding\.weight|enorm(\.m)?\.weight|token_layernorm\.weight"
-SAYS = r"mtp\.norm\.weight|shared_head\.norm\.weight|final_layernorm\.weight"
+SAYS = r"mtp\.norm\.weight|shared_head\.norm\.weight|final_layernorm\.weight|mtp_emb_norm"
+LAST_NORMS = ("model.norm.weight", "backbone.norm_f.weight")
+"""Of the trunk."""
 
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -71,6 +75,7 @@ def agreeing(arrays: Arrays) -> Arrays:
     """Quiet blocks; an MTP module that passes its token's embedding on to the trunk's own last norm."""
     arrays = {name: array * np.float32(SOFT if name.endswith(QUIET) else 1) for name, array in arrays.items()}
     folded = any("pre_fc_norm" in name for name in arrays)  # norms that are 1 + w
+    last = next((name for name in LAST_NORMS if name in arrays), "")
     for name, array in arrays.items():
         for ending, hidden_first in PROJECTIONS.items():
             if name.endswith(ending):
@@ -78,8 +83,8 @@ def agreeing(arrays: Arrays) -> Arrays:
                 arrays[name] = np.hstack(halves[::-1] if hidden_first else halves).astype(np.float32)
         if re.search(TAKES, name):
             arrays[name] = np.full_like(array, 0.0 if folded else 1.0)
-        elif re.search(SAYS, name) and name != "model.norm.weight":
-            arrays[name] = arrays["model.norm.weight"]
+        elif re.search(SAYS, name) and name != last:
+            arrays[name] = arrays[last]
     return arrays
 
 

@@ -94,14 +94,15 @@ void gather_path(const KVPool& pool, const Pass& pass, int64_t row, AttendTask& 
 }
 
 int attend(Program& program, int q, nb::object kv_pool, int64_t num_heads, float scale, int64_t window, float softcap,
-           std::optional<Floats> sinks, bool causal, bool before) {
+           std::optional<Floats> sinks, bool causal, bool before, int64_t chunk) {
     KVPool* pool = nb::cast<KVPool*>(kv_pool);
     const KVLayout layout = pool->layout;
     const int64_t dim = layout.value_dim, group = num_heads / layout.num_heads;
     require(dim <= kMaxValueDim, "attend: values of more than 512 are not supported");
     require(num_heads == group * layout.num_heads && program.buffers[q].width == num_heads * layout.head_dim,
             "attend: shapes differ");
-    require(window >= 0 && softcap >= 0, "attend: a window or softcap below 0");
+    require(window >= 0 && softcap >= 0 && chunk >= 0, "attend: a window, chunk or softcap below 0");
+    require(!window || !chunk, "attend: a window and chunks");
     require(!sinks || (int64_t)sinks->size() == num_heads, "attend: not one sink for each head");
     program.limits.reach(program.limits.table_slots, pool->num_slots);
     const int out = program.buffer(num_heads * dim, false);
@@ -117,6 +118,7 @@ int attend(Program& program, int q, nb::object kv_pool, int64_t num_heads, float
     common.layout = layout;
     common.group = group;
     common.window = window;
+    common.chunk = chunk;
     common.scale = scale;
     common.softcap = softcap;
     common.unseen = before;
@@ -163,7 +165,7 @@ void bind_attention_steps(nb::module_& m, nb::class_<Program>& program) {
     program.def("store_kv", store_kv);
     program.def("attend", attend, nb::arg("q"), nb::arg("pool"), nb::arg("num_heads"), nb::arg("scale"),
                 nb::arg("window"), nb::arg("softcap"), nb::arg("sinks").none(), nb::arg("causal") = false,
-                nb::arg("before") = false);
+                nb::arg("before") = false, nb::arg("chunk") = 0);
 }
 
 } // namespace headstart

@@ -67,6 +67,7 @@ void Routing::reach(int64_t num_rows) {
     weights.resize(count);
     slots.resize(count);
     rows.resize(count);
+    if (router.scales_inputs) factors.resize(count);
 }
 
 void Routing::group(int64_t num_rows) {
@@ -89,6 +90,11 @@ void Routing::group(int64_t num_rows) {
         slots[i] = ids[i] < router.num_matrices ? cursor[ids[i]]++ : -1;
         if (slots[i] < 0) continue;
         rows[slots[i]] = (int32_t)(i / k);
+    }
+    if (!router.scales_inputs) return;
+    for (int64_t i = 0; i < num_rows * k; ++i) {
+        factors[slots[i]] = weights[i];
+        weights[i] = 1.0f;
     }
 }
 
@@ -139,7 +145,9 @@ void Program::want(int id, const Matrix& by) {
         if (buffer.producer >= 0 && steps_[buffer.producer].quantizes) return;
         add_form(id, [this, id](const Pass&, int64_t row) {
             const Buffer& found = buffers[id];
-            kernels.quantize(values(id, row), found.width, quants(id) + row * QuantLayout(found.width).row_bytes());
+            const int64_t size = QuantLayout(found.width).row_bytes();
+            for (int64_t r = row * found.copies; r < (row + 1) * found.copies; ++r)
+                kernels.quantize(values(id, r), found.width, quants(id) + r * size);
         });
     }
     if (by.kind == Kind::BF16 && kernels.halve && !buffer.halves) {

@@ -72,8 +72,9 @@ class RopeSpec:
 class AttentionSpec:
     """Shape of one grouped-query attention; `scale` multiplies q.k. Keys have `head_dim` features, values `value_dim`
     (0: as many). `latent`: values are the first features of the keys, and a pool may keep them once. A row sees the
-    `window` positions up to its own (0: all of them); `causal`: and none behind it, whatever plan.sees says; `before`:
-    nor its own. Scores become softcap * tanh(score / softcap), unless it is 0."""
+    `window` positions up to its own (0: all of them), or those from the begin of its `chunk` on: position - position %
+    chunk (0: no chunks); `causal`: and none behind it, whatever plan.sees says; `before`: nor its own. Scores become
+    softcap * tanh(score / softcap), unless it is 0."""
 
     num_heads: int
     num_kv_heads: int
@@ -85,6 +86,7 @@ class AttentionSpec:
     softcap: float = 0.0
     causal: bool = False
     before: bool = False
+    chunk: int = 0
 
     @property
     def value_width(self) -> int:
@@ -107,8 +109,9 @@ class RouterSpec:
 
     Scores are the softmax or sigmoid of the router's logits; a bias is added for the choice only. Of groups of
     neighbouring experts, those `top_groups` take part whose two best choices sum highest (DeepSeek-V3 report, section
-    2.1.2). The scores of the `top_k` chosen, divided by their sum if `normalize`, times `scale`, are the weights.
-    Ties go to the lowest id. The last `num_identity` experts have no matrices: they give back the row.
+    2.1.2). The scores of the `top_k` chosen, divided by their sum if `normalize`, times `scale`, are the weights: of
+    what experts say, or if `scales_inputs` of what they read (Llama 4). Ties go to the lowest id. The last
+    `num_identity` experts have no matrices: they give back the row.
     """
 
     num_experts: int
@@ -119,6 +122,7 @@ class RouterSpec:
     num_groups: int = 1
     top_groups: int = 1
     num_identity: int = 0
+    scales_inputs: bool = False
 
     @property
     def num_matrices(self) -> int:
@@ -128,7 +132,8 @@ class RouterSpec:
 
 @dataclass(frozen=True, eq=False)
 class Experts:
-    """The gated experts of one layer, by id: gate and up [inner, in], down [out, inner]; their biases, or none."""
+    """The experts of one layer, by id: gate (or none: activate(up)) and up [inner, in], down [out, inner]; their
+    biases, or none."""
 
     gate: tuple[Weight, ...]
     up: tuple[Weight, ...]
@@ -218,9 +223,9 @@ class Ops(Protocol):
     def attend(self, q: Buffer, pool: Pool, spec: AttentionSpec, sinks: Weight | None = None) -> Buffer:
         """q [R, heads * head_dim] over the keys and values of the row's own sequence -> [R, heads * value_width].
 
-        A row sees the positions from max(plan.first_position, its own - window + 1) to plan.sees (to its own with
-        spec.causal, to the one before with spec.before), at least one; they are where plan.paths and the block table
-        say, written in this pass or before, by this layer or another.
+        A row sees the positions from max(plan.first_position, its own - window + 1; with spec.chunk the begin of its
+        chunk) to plan.sees (to its own with spec.causal, to the one before with spec.before), at least one; they are
+        where plan.paths and the block table say, written in this pass or before, by this layer or another.
         `sinks` [heads]: one more logit in each head's softmax, which has no value.
         """
 

@@ -46,7 +46,7 @@ class TrainOps(ReferenceOps):
     def attend(self, q: Tensor, pool: Pool, spec: AttentionSpec, sinks: Tensor | None = None) -> Tensor:
         """q [B, T, H * D] of the memory's latest draft step -> [B, T, H * V]."""
         heads = q.unflatten(-1, (spec.num_heads, spec.head_dim)).transpose(1, 2)
-        if len(pool.keys) > 1 or spec.window or spec.softcap or sinks is not None:
+        if len(pool.keys) > 1 or spec.window or spec.chunk or spec.softcap or sinks is not None:
             out = _drafted_attention(heads, pool, spec, sinks)
         else:
             out = scaled_dot_product_attention(
@@ -80,6 +80,9 @@ def _drafted_attention(q: Tensor, pool: DraftMemory, spec: AttentionSpec, sinks:
     unseen = torch.ones(num_rows, num_rows, dtype=torch.bool, device=q.device).triu(1)
     if spec.window:
         unseen |= torch.ones_like(unseen).tril(num_own - spec.window)  # the row of step i lies i - 1 behind its origin
+    if spec.chunk:  # of a trunk, whose positions are its rows
+        places = torch.arange(num_rows, device=q.device)
+        unseen |= places < (places // spec.chunk * spec.chunk)[:, None]
     mask = torch.zeros(num_rows, num_rows + len(own), dtype=q.dtype, device=q.device)
     mask[:, :num_rows].masked_fill_(unseen, float("-inf"))
     weights = attention_weights(torch.cat((shared, *own), dim=-1) * spec.scale, mask, spec, sinks)

@@ -134,7 +134,7 @@ class Recorder:
             self._record(logits)
         chosen = self.program.route(
             self._index(logits), bias, spec.top_k, spec.num_groups, spec.top_groups, spec.scoring == "sigmoid",
-            spec.normalize, spec.scale, spec.num_identity,
+            spec.normalize, spec.scale, spec.num_identity, spec.scales_inputs,
         )  # fmt: skip
         self._flush()
         gate, up, down = (list(each) for each in (experts.gate, experts.up, experts.down))
@@ -155,7 +155,7 @@ class Recorder:
     def attend(self, q: Buffer, pool: KVPool, spec: AttentionSpec, sinks: Vector | None = None) -> Buffer:
         width = spec.num_heads * spec.value_width
         index = self._index(q)
-        how = (spec.num_heads, spec.scale, spec.window, spec.softcap, sinks, spec.causal, spec.before)
+        how = (spec.num_heads, spec.scale, spec.window, spec.softcap, sinks, spec.causal, spec.before, spec.chunk)
         return Buffer(width, self.program.attend(index, pool, *how))
 
     def causal_conv(
