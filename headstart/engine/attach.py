@@ -109,7 +109,7 @@ def native_head(family: Family, weights: Weights, config: DecoderConfig, source:
     drafting = Weights(weights.tensors, weights.backend, weights.source, drafts=True, on_take=weights.on_take)
     kind = head_kind(spec.kind)
     modules = kind.modules(drafting, spec, config.hidden_size)
-    lm_heads = kind.lm_heads(drafting, spec, config.vocab_size)
+    lm_heads = kind.lm_heads(drafting, spec, config.vocab_size, config.hidden_size)
     weights.used |= drafting.used
     check_taken(weights, config.num_mtp)
     return Head(spec, modules, source, lm_heads=lm_heads)

@@ -63,12 +63,10 @@ def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[MTPModule]:
     ]
 
 
-def lm_heads(weights: Weights, spec: HeadSpec, rows: int) -> Seq[Linear]:
+def lm_heads(weights: Weights, spec: HeadSpec, rows: int, hidden: int) -> Seq[Linear]:
     """Of each module, where they have their own."""
-    if not spec.own_lm_head:
-        return ()
-    hidden = weights.tensors["mtp.0.norm_hidden.weight"].shape[0]
-    return [weights.linear(f"mtp.{i}.lm_head", rows, hidden) for i in range(spec.num_modules)]
+    count = spec.num_modules if spec.own_lm_head else 0
+    return [weights.linear(f"mtp.{i}.lm_head", rows, hidden) for i in range(count)]
 
 
 def shapes(spec: HeadSpec, hidden: int) -> Shapes:
