@@ -30,8 +30,8 @@ from headstart.layers.weights import Shapes, Weights
 @dataclass(frozen=True, kw_only=True)
 class MLAConfig:
     """Sizes; `query_rank` 0: queries come from x at once. `interleaved`: the file has the two halves of a rotary pair
-    side by side. `eps` is of the two inner norms. `indexer` chooses positions; or `shares`, the index of an earlier layer
-    whose indexer does."""
+    side by side. `eps` is of the two inner norms. `indexer` chooses positions, or that of an earlier layer: `shares` is
+    its index."""
 
     num_heads: int
     query_rank: int
