@@ -38,7 +38,7 @@ SOFT = 0.1
 QUIET = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "w2.weight", "experts.down_proj", "down_proj_bias")
 PROJECTIONS = {"mtp.fc.weight": False, "eh_proj.weight": False, "input_proj.weight": True}
 """Ending of the name of an MTP module's projection -> does the hidden state come first?"""
-TAKES = r"pre_fc_norm_embedding\.weight|enorm\.weight|token_layernorm\.weight"
+TAKES = r"pre_fc_norm_embedding\.weight|enorm(\.m)?\.weight|token_layernorm\.weight"
 SAYS = r"mtp\.norm\.weight|shared_head\.norm\.weight|final_layernorm\.weight"
 
 

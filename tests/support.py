@@ -147,7 +147,7 @@ def plain_layer(config: DecoderConfig) -> LayerConfig:
     mixer = config.head_layer.mixer
     spec, rope = AttentionSpec(2, 1, 8, 8**-0.5), RopeSpec((1.0, 0.1, 0.01, 0.001), 8)
     if isinstance(mixer, AttentionConfig) and mixer.rope:
-        spec, rope = mixer.spec, mixer.rope
+        spec, rope = replace(mixer.spec, window=0, value_dim=0), mixer.rope
     inner = MLPConfig(inner=config.head_layer.mlp.inner)
     return LayerConfig(mixer=AttentionConfig(spec=spec, rope=rope), mlp=inner, eps=config.eps)
 

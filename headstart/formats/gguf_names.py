@@ -74,6 +74,7 @@ _BLOCK: Mapping[str, str] = {
     "nextn.enorm": "enorm",
     "nextn.hnorm": "hnorm",
     "nextn.shared_head_head": "shared_head.head",
+    "layer_output_norm": "shared_head.norm",  # of modules of MiMo-V2
     "nextn.shared_head_norm": "shared_head.norm",
 }
 
@@ -90,6 +91,7 @@ IMPLIED: Mapping[str, Mapping[str, float | None]] = {
     "lfm2moe": {"norm_topk_prob": True, "routed_scaling_factor": 1.0, "first_k_dense_replace": 0},
     "gemma3": {"query_pre_attn_scalar": 0, "sliding_window": 0},
     "gemma4": {"rope_parameters": None},
+    "mimo2": {"attention_value_scale": 1.0},
 }  # fmt: skip
 """What llama.cpp takes of an architecture where the file says nothing."""
 
@@ -110,6 +112,7 @@ KEYS: Mapping[str, str] = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.layer_norm_epsilon": "layer_norm_eps",
     "attention.scale": "attention_multiplier",
+    "attention.value_scale": "attention_value_scale",
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
     "attention.sliding_window": "sliding_window",
@@ -160,7 +163,7 @@ HARMLESS: Mapping[str, str] = {
     "rope.dimension_sections": "all axes have the same position in a text",
     "pooling_type": "of embeddings",
     "tensor_data_layout": "how the file was made",
-    "attention.value_length": "that of a key, which is checked",
+    "attention.value_length": "read with the heads",
     "attention.value_length_swa": "that of a key",
     "rope.dimension_count_swa": "all of a head",
     "rope.dimension_count": "read with the rope's keys",

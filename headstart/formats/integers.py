@@ -43,12 +43,14 @@ class Integers:
 
     @cached_property
     def dtype(self) -> str:
-        """A ggml type that holds every value, or F16."""
+        """A ggml type that holds every value, or F16; F32 where scales are no float16."""
         lowest, highest = -int(self.zeros.max()), (1 << self.bits) - 1 - int(self.zeros.min())
         whole = len(self.groups) % BLOCK == 0 and not np.ptp(self.groups.reshape(-1, BLOCK), axis=1).any()
         with np.errstate(over="ignore"):
             halves = self.scales.astype(np.float16).astype(np.float32)
-        if not whole or lowest < -128 or highest > 127 or not np.array_equal(halves, self.scales):
+        if not np.array_equal(halves, self.scales):
+            return "F32"
+        if not whole or lowest < -128 or highest > 127:
             return "F16"
         return "Q4_0" if lowest >= -8 and highest <= 7 else "Q8_0"
 
@@ -61,8 +63,8 @@ class Integers:
 
     def raw(self, rows: Rows) -> NDArray[np.uint8]:
         """Rows as a file of `dtype` has them, [n, bytes]."""
-        if self.dtype == "F16":
-            return self.values(rows).astype(np.float16).view(np.uint8)
+        if self.dtype in ("F16", "F32"):
+            return self.values(rows).astype(np.float16 if self.dtype == "F16" else np.float32).view(np.uint8)
         codes = self.centered(rows).reshape(len(rows), -1, BLOCK)
         scales = self.scales[rows][:, self.groups[::BLOCK]].astype(np.float16)[..., None].view(np.uint8)
         if self.dtype == "Q4_0":  # column i beside column 16 + i

@@ -264,9 +264,10 @@ class Weights:
 
 
 def _kind_of(stored: Stored) -> tuple[Any, ...]:
-    """Weights that are stored alike; a file has few kinds."""
+    """Weights that are stored alike; a file has few kinds, but one whose values tell its shape is one of its own."""
     beside = tuple((word, each.dtype, each.shape) for word, each in stored.beside.items())
-    return stored.main.dtype, stored.main.shape, stored.packed and stored.word, beside
+    own = stored.name if stored.main.shape[-1:] == (1,) else ""
+    return stored.main.dtype, stored.main.shape, stored.packed and stored.word, beside, own
 
 
 def readable(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from headstart.config import MAX_DEPTH
 from headstart.errors import ModelError
-from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, StateSpec, StepInputs, Weight
+from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, StepInputs, Weight
+from headstart.kernels.states import StateSpec
 from headstart.layers.decoder import LayerConfig, Tap, tap_width, together
 from headstart.layers.linear import Linear
 from headstart.layers.network import NetworkProgram, Pools

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, RopeSpec, StateSpec, TemperSpec, Weight
+from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, RopeSpec, TemperSpec, Weight
+from headstart.kernels.states import StateSpec
 from headstart.layers.linear import Linear
 from headstart.layers.norm import RMSNorm
 from headstart.layers.weights import Shapes, Weights
@@ -19,7 +20,7 @@ class AttentionConfig:
     `norms_last`: behind the rope. `temper`: queries grow with their position. `gated`: the output is multiplied by
     sigmoid(gate x). `shares`: the index of an earlier layer, whose keys and values are read in place of own ones.
     `sinks`: see Ops.attend. `v_norm`: values are normed too, without a weight. `keys_are_values`: v is what k is before
-    its norm and rope."""
+    its norm and rope. `value_scale`: what values are multiplied by."""
 
     spec: AttentionSpec
     rope: RopeSpec | None
@@ -34,6 +35,7 @@ class AttentionConfig:
     sinks: bool = False
     v_norm: bool = False
     keys_are_values: bool = False
+    value_scale: float = 1.0
 
     def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, reads: int) -> Attention:
         """The attention of the layer `prefix`; q, k and v read as many columns as `reads`."""
@@ -58,6 +60,7 @@ class AttentionConfig:
             temper=self.temper,
             sinks=weights.get(f"{name}.sinks", self.spec.num_heads) if self.sinks else None,
             shares=self.shares,
+            value_scale=self.value_scale,
         )
 
     def shapes(self, prefix: str, hidden: int, *, reads: int) -> Shapes:
@@ -112,6 +115,7 @@ class Attention:
     temper: TemperSpec | None = None
     sinks: Weight | None = None
     shares: int | None = None
+    value_scale: float = 1.0
 
     @property
     def kv_specs(self) -> tuple[AttentionSpec, ...]:
@@ -129,6 +133,7 @@ class Attention:
 
     def _store(self, ops: Ops, k: Buffer, v: Buffer, positions: Buffer, pool: Pool) -> None:
         v = self.v_norm(ops, v) if self.v_norm else v
+        v = v if self.value_scale == 1 else ops.scale(v, self.value_scale)
         ops.store_kv(self._placed(ops, k, self.k_norm, positions), v, pool, self.spec)
 
     def _placed(self, ops: Ops, x: Buffer, norm: RMSNorm | None, positions: Buffer) -> Buffer:

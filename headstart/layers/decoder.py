@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, Program, StateSpec, StepInputs, Weight
+from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, Program, StepInputs, Weight
+from headstart.kernels.states import StateSpec
 from headstart.layers.linear import Linear
 from headstart.layers.norm import NoNorm, Norm, RMSNorm
 from headstart.layers.weights import Shapes, Weights
@@ -66,6 +67,16 @@ class FeedForward(Protocol):
     def __call__(self, ops: Ops, x: Buffer) -> Buffer: ...
 
 
+@dataclass
+class Passing:
+    """What the layers of one pass hand on beside the stream: the token ids, what entered the first layer [R, H], and
+    `due`, what a shortcut adds behind the next layer."""
+
+    token_ids: Buffer
+    embedded: Buffer
+    due: Buffer | None = None
+
+
 class Beside(Protocol):
     """What a layer does after its feed-forward part with the token's id again."""
 
@@ -110,7 +121,8 @@ the first."""
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
     """One layer: its two parts, where norms stand (`centered`: of x - mean(x)), what each part's output is multiplied
-    by, and a part beside them. `scaled`: the stream is multiplied by `layer_scalar` [1] in the end."""
+    by, and a part beside them. `scaled`: the stream is multiplied by `layer_scalar` [1] in the end. `shortcut`: another
+    feed-forward part, which reads what the first does and is added behind the next layer (experts of LongCat-Flash)."""
 
     mixer: MixerConfig
     mlp: FeedForwardConfig
@@ -120,6 +132,7 @@ class LayerConfig:
     residual_scale: float = 1.0
     beside: BesideConfig | None = None
     scaled: bool = False
+    shortcut: FeedForwardConfig | None = None
 
     def build(self, weights: Weights, prefix: str, hidden: int, *, reads: int | None = None) -> DecoderLayer:
         """From the tensors under `prefix` (no trailing dot). `reads`: columns that the mixer reads, where they are not
@@ -139,6 +152,7 @@ class LayerConfig:
             beside=self.beside.build(weights, prefix, hidden, eps=self.eps) if self.beside else None,
             stream_scale=weights.scalar(f"{prefix}.layer_scalar") if self.scaled else 1.0,
             parallel=self.norms == "parallel",
+            shortcut=self.shortcut.build(weights, f"{prefix}.shortcut", hidden) if self.shortcut else None,
         )
 
     def shapes(self, prefix: str, hidden: int, *, reads: int | None = None) -> Shapes:
@@ -149,6 +163,7 @@ class LayerConfig:
             **self.mlp.shapes(f"{prefix}.mlp", hidden),
             **(self.beside.shapes(prefix, hidden) if self.beside else {}),
             **({f"{prefix}.layer_scalar": (1,)} if self.scaled else {}),
+            **(self.shortcut.shapes(f"{prefix}.shortcut", hidden) if self.shortcut else {}),
         }
 
     @property
@@ -171,6 +186,7 @@ class DecoderLayer:
     beside: Beside | None = None
     stream_scale: float = 1.0
     parallel: bool = False
+    shortcut: FeedForward | None = None
 
     def __call__(
         self,
@@ -179,20 +195,24 @@ class DecoderLayer:
         residual: Buffer,
         positions: Buffer,
         pool: Pool,
-        first: tuple[Buffer, Buffer] | None = None,
+        passing: Passing | None = None,
     ) -> tuple[Buffer | None, Buffer]:
-        """(delta, residual) -> (delta, residual); the stream's value is their sum (None: nothing to add). `first`: the
-        token ids and what entered the first layer, for a part beside."""
+        """(delta, residual) -> (delta, residual); the stream's value is their sum (None: nothing to add)."""
         x, residual = self.input_norm.add(ops, delta, residual)
         mixed = self._scaled(ops, self.mixer_norm(ops, self.mixer(ops, x, positions, pool)))
         if self.parallel:
             return ops.add(mixed, self._scaled(ops, self.mlp_norm(ops, self.mlp(ops, x)))), residual
         x, residual = self.post_norm.add(ops, mixed, residual)
         delta = self._scaled(ops, self.mlp_norm(ops, self.mlp(ops, x)))
+        if passing:
+            delta, passing.due = (
+                delta if passing.due is None else ops.add(delta, passing.due),
+                self.shortcut(ops, x) if self.shortcut else None,
+            )
         if self.beside:
-            assert first, "a layer with a part beside stands in a trunk"
+            assert passing, "a layer with a part beside stands in a trunk"
             residual = ops.add(delta, residual)
-            delta = self.beside(ops, residual, *first)
+            delta = self.beside(ops, residual, passing.token_ids, passing.embedded)
         if self.stream_scale == 1:
             return delta, residual
         return None, ops.scale(ops.add(delta, residual), self.stream_scale)
@@ -268,13 +288,14 @@ class DecoderProgram:
         model = self.model
         embedded = model.embed(ops, step.token_ids)
         delta, residual = None, embedded
+        passing = Passing(step.token_ids, embedded)
         wanted = tapped_layers(self.tap)
         tapped: Buffer | None = None
         for i, (layer, pool) in enumerate(zip(model.layers, self.pools, strict=True)):
             if i in wanted:
                 stream = residual if delta is None else ops.add(delta, residual)
                 tapped = stream if tapped is None else ops.concat(tapped, stream)
-            delta, residual = layer(ops, delta, residual, step.positions, pool, (step.token_ids, embedded))
+            delta, residual = layer(ops, delta, residual, step.positions, pool, passing)
         hidden, residual = model.norm.add(ops, delta, residual)
         if self.hidden_pool is not None:
             ops.store(tapped if wanted else hidden if self.tap == "post_norm" else residual, self.hidden_pool)

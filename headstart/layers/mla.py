@@ -19,7 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.kernels.ops import AttentionSpec, Buffer, KVSpec, Ops, Pool, RopeSpec, StateSpec, Weight
+from headstart.kernels.ops import AttentionSpec, Buffer, KVSpec, Ops, Pool, RopeSpec, Weight
+from headstart.kernels.states import StateSpec
 from headstart.layers.indexer import Indexer, IndexerConfig
 from headstart.layers.linear import Linear
 from headstart.layers.norm import RMSNorm
@@ -30,8 +31,8 @@ from headstart.layers.weights import Shapes, Weights
 @dataclass(frozen=True, kw_only=True)
 class MLAConfig:
     """Sizes; `query_rank` 0: queries come from x at once. `interleaved`: the file has the two halves of a rotary pair
-    side by side. `eps` is of the two inner norms. `indexer` chooses positions, or that of an earlier layer: `shares` is
-    its index."""
+    side by side. `eps` is of the two inner norms; `latent_scale` multiplies the latent behind its norm. `indexer`
+    chooses positions, or that of an earlier layer: `shares` is its index."""
 
     num_heads: int
     query_rank: int
@@ -44,6 +45,7 @@ class MLAConfig:
     eps: float = 1e-6
     interleaved: bool = True
     bias: bool = False
+    latent_scale: float = 1.0
     indexer: IndexerConfig | None = None
     shares: int | None = None
 
@@ -68,7 +70,7 @@ class MLAConfig:
             query=_rows(weights, name, heads * per_head, query_reads, queries[:, : self.nope].reshape(-1)),
             query_rope=_rows(weights, name, heads * per_head, query_reads, queries[:, self.nope + turned].reshape(-1)),
             latent=_rows(weights, down, width, reads, np.arange(self.latent), bias=self.bias),
-            latent_norm=weights.norm(f"{attn}.kv_a_layernorm", self.latent, self.eps),
+            latent_norm=_latent_norm(weights, f"{attn}.kv_a_layernorm.weight", self),
             key_rope=_rows(weights, down, width, reads, self.latent + turned, bias=self.bias),
             absorb_key=keys,
             absorb_value=values,
@@ -161,6 +163,12 @@ class MLA:
             kept, (_, chosen) = pool
             return kept, chosen
         return pool, None
+
+
+def _latent_norm(weights: Weights, name: str, config: MLAConfig) -> RMSNorm:
+    weight = weights.raw(name, (config.latent,))
+    scaled = weight if config.latent_scale == 1 else weight.affine(config.latent_scale, 0)
+    return RMSNorm(weights.take(scaled), config.eps)
 
 
 def _rows(

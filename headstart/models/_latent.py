@@ -24,12 +24,12 @@ ROPE_KEYS = (
 
 
 def parse(config: Config) -> DecoderConfig:
-    mixer = _mla(config)
-    sparse = keys.layer(config, mixer, keys.sigmoid_experts(config))
-    layers = keys.after_dense(config, mixer, sparse)
+    mixing = mixer(config)
+    sparse = keys.layer(config, mixing, keys.sigmoid_experts(config))
+    layers = keys.after_dense(config, mixing, sparse)
     if (kinds := config.get("mlp_layer_types")) is not None:
         keys.check_kinds(kinds, len(layers), ("dense", "sparse"))
-        dense = keys.layer(config, mixer, keys.mlp(config)) if "dense" in kinds else sparse
+        dense = keys.layer(config, mixing, keys.mlp(config)) if "dense" in kinds else sparse
         layers = [dense if kind == "dense" else sparse for kind in kinds]
     return keys.decoder(
         config,
@@ -40,7 +40,7 @@ def parse(config: Config) -> DecoderConfig:
     )
 
 
-def _mla(config: Config) -> MLAConfig:
+def mixer(config: Config) -> MLAConfig:
     rotary = number(config, "qk_rope_head_dim")
     whole = number(config, "qk_head_dim", "head_dim", default=0, least=0)  # GGUF files say this instead
     nope = number(config, "qk_nope_head_dim", default=whole - rotary)

@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from headstart.errors import ModelError
-from headstart.kernels.ops import AttentionSpec, ConvSpec, DeltaSpec, IndexSpec, Pool, RopeSpec
+from headstart.kernels.ops import AttentionSpec, IndexSpec, Pool, RopeSpec
 from headstart.kernels.reference.backend import ReferenceOps, attention_weights
 from headstart.kernels.reference.choice import best_positions, index_scores
-from headstart.train import delta
+from headstart.kernels.states import ConvSpec, DeltaSpec, ScanSpec
+from headstart.train import delta, scan
 
 
 @dataclass(eq=False)
@@ -72,27 +73,31 @@ class TrainOps(ReferenceOps):
             )  # fmt: skip
         return out.transpose(1, 2).flatten(-2)
 
-    def causal_conv(self, x: Tensor, weight: Tensor, pool: Pool, spec: ConvSpec) -> Tensor:
-        return delta.causal_conv(x, weight, spec)
+    def causal_conv(self, x: Tensor, weight: Tensor, pool: Pool, spec: ConvSpec, bias: Tensor | None = None) -> Tensor:
+        made = delta.causal_conv(x, weight, spec)
+        return made if bias is None else made + bias
 
     def gated_delta(self, qkv: Tensor, log_decay: Tensor, strength: Tensor, pool: Pool, spec: DeltaSpec) -> Tensor:
         return delta.gated_delta(qkv, log_decay, strength, spec)
+
+    def selective_scan(
+        self, xbc: Tensor, step: Tensor, rate: Tensor, skip: Tensor, pool: Pool, spec: ScanSpec
+    ) -> Tensor:
+        return scan.selective_scan(xbc, step, rate, skip, spec)
 
 
 def _drafted_attention(
     q: Tensor, pool: DraftMemory, spec: AttentionSpec, sinks: Tensor | None, chosen: Tensor | None
 ) -> Tensor:
     """q [B, H, T, D] of step i over the step-1 keys of origins <= p and the own keys of steps 2..i, or those chosen."""
-    num_rows, num_steps = q.shape[2], len(pool.keys)
-    if num_steps > 1 and 0 < spec.window < num_rows + num_steps:
-        raise ModelError(
-            f"a head with a window of {spec.window} cannot be trained for {num_steps} steps on longer texts",
-            "train with --depth 1",
-        )
+    num_rows, num_own = q.shape[2], len(pool.keys) - 1
+    if 0 < spec.window < num_own:
+        what = f"a head with a window of {spec.window} cannot be trained for {num_own + 1} steps"
+        raise ModelError(what, f"train with --depth {spec.window}")
     grouped = q.unflatten(1, (spec.num_kv_heads, -1))  # [B, K, G, T, D]
     shared = grouped @ pool.keys[0].unsqueeze(2).transpose(-1, -2)  # [B, K, G, T, T]
     own = [(grouped * keys.unsqueeze(2)).sum(-1, keepdim=True) for keys in pool.keys[1:]]
-    mask = _mask(num_rows, len(own), spec.window, q) if chosen is None else chosen[:, None, None]
+    mask = _mask(num_rows, num_own, spec.window, q) if chosen is None else chosen[:, None, None]
     weights = attention_weights(torch.cat((shared, *own), dim=-1) * spec.scale, mask, spec, sinks)
     out = weights[..., :num_rows] @ pool.values[0].unsqueeze(2)
     for i, values in enumerate(pool.values[1:]):
@@ -104,7 +109,7 @@ def _mask(num_rows: int, num_own: int, window: int, like: Tensor) -> Tensor:
     """[T, T + steps]: 0 where row p sees the step-1 key of an origin, and for all its own later ones; else -inf."""
     unseen = torch.ones(num_rows, num_rows, dtype=torch.bool, device=like.device).triu(1)
     if window:
-        unseen |= torch.ones_like(unseen).tril(-window)
+        unseen |= torch.ones_like(unseen).tril(num_own - window)  # the row of step i lies i - 1 behind its origin
     mask = torch.zeros(num_rows, num_rows + num_own, dtype=like.dtype, device=like.device)
     mask[:, :num_rows].masked_fill_(unseen, float("-inf"))
     return mask

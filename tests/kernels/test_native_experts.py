@@ -41,6 +41,7 @@ ROUTERS = {
     "one expert": RouterSpec(5, 1, scale=0.5),
     "sigmoid": RouterSpec(7, 2, "sigmoid", scale=2.5),
     "groups": RouterSpec(24, 4, "sigmoid", scale=1.5, num_groups=8, top_groups=3),
+    "some give back the row": RouterSpec(9, 4, normalize=False, num_identity=4),
     "groups of one": RouterSpec(6, 2, "sigmoid", num_groups=6, top_groups=4),
 }
 
@@ -50,12 +51,13 @@ class Mixture:
 
     def __init__(self, spec: RouterSpec, form: str, seed: int, down: str | None = None) -> None:
         rng = np.random.default_rng(seed)
-        shapes = {"gate": (INNER, WIDTH), "up": (INNER, WIDTH), "down": (OUT, INNER)}
+        self.out = WIDTH if spec.num_identity else OUT
+        shapes = {"gate": (INNER, WIDTH), "up": (INNER, WIDTH), "down": (self.out, INNER)}
         forms = {"gate": form, "up": form, "down": down or form}
         self.spec = spec
         self.experts = Experts(
             **{
-                name: tuple(random_matrix(FORMS[forms[name]], *shape, rng) for _ in range(spec.num_experts))
+                name: tuple(random_matrix(FORMS[forms[name]], *shape, rng) for _ in range(spec.num_matrices))
                 for name, shape in shapes.items()
             }
         )
@@ -100,10 +102,11 @@ def test_a_mixture_is_its_parts(path: str, name: str) -> None:
             None if mixture.bias is None else torch.from_numpy(mixture.bias).double(),
             mixture.spec,
         )
-        expected = np.zeros((9, OUT))
+        expected = np.zeros((9, mixture.out))
         for row in range(9):
             for weight, expert in zip(weights[row].tolist(), ids[row].tolist(), strict=True):
-                expected[row] += weight * parts[f"{expert}"][row].astype(np.float64)
+                said = parts[f"{expert}"][row] if expert < mixture.spec.num_matrices else x[row]
+                expected[row] += weight * said.astype(np.float64)
         found = run_native(backend(path, 2), mixture.code, single_rows(range(9)), x)["mixed"]
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
 

@@ -73,9 +73,9 @@ def head_plan(tokens: list[int], start: int) -> StepPlan:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_5"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_5", "mimo_v2_flash"])
 def test_unrolled_forward_is_the_run_time_forward(spec: HeadSpec, family: str) -> None:
-    model = support.tiny_model(family)
+    model = support.tiny_model(family, **({"sliding_window": 3} if family == "mimo_v2_flash" else {}))
     head = support.make_head(model, spec)
     length, depth, width = 9, 4, model.config.hidden_size
     rng = np.random.default_rng(0)

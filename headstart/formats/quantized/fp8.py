@@ -1,4 +1,5 @@
-"""FP8 codes with a scale for a tensor, a row, or a block of rows and columns (`weight_scale_inv`, DeepSeek's layout).
+"""FP8 codes with a scale for a tensor, a row, or a block of rows and columns: DeepSeek's `weight_scale_inv`, the
+`weight_scale` of compressed-tensors, fbgemm and ModelOpt; as bytes it is a power of two (MXFP8).
 
 Read as DeepSeek's own conversion script does: float32(code) * scale, rounded once to bfloat16.
 """
@@ -6,8 +7,13 @@ Read as DeepSeek's own conversion script does: float32(code) * scale, rounded on
 from __future__ import annotations
 
 from headstart.formats.base import Tensor
-from headstart.formats.quantization import ACTIVATIONS, Decode, Described, Quantization, Stored, WeightBytes
+from headstart.formats.quantization import ACTIVATIONS, Decode, Described, Quantization, Settings, Stored, WeightBytes
 from headstart.formats.quantized._scaled import block_of, scaled
+
+
+def detect(settings: Settings) -> bool:
+    method, algorithm = settings.get("quant_method"), str(settings.get("quant_algo")).lower()
+    return method in ("fp8", "fbgemm_fp8") or algorithm.startswith("fp8")
 
 
 def describe(stored: Stored) -> Described | None:
@@ -28,8 +34,8 @@ def decode(stored: Stored) -> Decode:
 
 
 QUANTIZATION = Quantization(
-    detect=lambda settings: "fp8" in (settings.get("quant_method"), str(settings.get("quant_algo")).lower()),
-    excludes={"fp8": "modules_to_not_convert"},
+    detect=detect,
+    excludes={"fp8": "modules_to_not_convert", "fbgemm_fp8": "modules_to_not_convert"},
     beside=("weight_scale_inv", "weight_scale", "scale", *ACTIVATIONS),
     after=("_scale_inv", "_input_scale", "_weight_scale", "_scale"),
     describe=describe,

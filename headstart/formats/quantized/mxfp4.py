@@ -11,13 +11,11 @@ from numpy.typing import NDArray
 from headstart.errors import ModelError
 from headstart.formats.base import Tensor, make_tensor
 from headstart.formats.quantization import Decode, Described, Quantization, Stored, WeightBytes
-from headstart.formats.quantized._four_bits import group_of, unpacked
+from headstart.formats.quantized._four_bits import codes, group_of, unpacked
 from headstart.formats.quantized._scaled import scaled
 from headstart.formats.rows import Deferred
 
 GROUP = 32
-VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-"""The sixteen values of E2M1."""
 BYTES = 0.5 + 1 / 32
 
 
@@ -26,11 +24,6 @@ def describe(stored: Stored) -> Described | None:
     if "_scales" in stored.beside and len(shape) > 2:  # [..., groups, 16 bytes]
         return Described((*shape[:-2], shape[-2] * shape[-1] * 2), "MXFP4")
     return Described(unpacked(shape), "MXFP4") if group_of(stored) == GROUP else None
-
-
-def codes(stored: Tensor) -> NDArray[np.float32]:
-    raw = stored.data
-    return np.stack((VALUES[raw & 15], VALUES[raw >> 4]), axis=-1).reshape(len(raw), -1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +81,7 @@ def decode(stored: Stored) -> Decode | None:
         flat = Blocks(stored, (math.prod(blocks.shape[:-1]), blocks.shape[-1]))
         return lambda rows: flat.take_rows(rows).float32()
     main, scale = stored.main, stored.scale
-    if stored.word != "weight" or len(main.shape) != 2 or scale is None or scale.shape[:-1] != main.shape[:-1]:
+    if len(main.shape) < 2 or scale is None or scale.shape[:-1] != main.shape[:-1] or main.dtype not in ("U8", "I8"):
         return None
     return scaled(stored, unpacked(main.shape), codes, (1, GROUP))
 

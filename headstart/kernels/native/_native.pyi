@@ -175,6 +175,7 @@ class Program:
         sigmoid: bool,
         normalize: bool,
         scale: float,
+        num_identity: int,
     ) -> tuple[int, int]:
         """The choice of experts, for `experts`."""
 
@@ -208,8 +209,22 @@ class Program:
         sinks: NDArray[np.float32] | None,
         chosen: int,
     ) -> int: ...
-    def causal_conv(self, x: int, taps: NDArray[np.float32], pool: StatePool, width: int) -> int: ...
-    def decay(self, x: int, rate: NDArray[np.float32], bias: NDArray[np.float32]) -> int: ...
+    def causal_conv(
+        self, x: int, taps: NDArray[np.float32], pool: StatePool, width: int, bias: NDArray[np.float32] | None
+    ) -> int: ...
+    def softplus(self, x: int, rate: NDArray[np.float32] | None, bias: NDArray[np.float32]) -> int: ...
+    def selective_scan(
+        self,
+        xbc: int,
+        step: int,
+        rate: NDArray[np.float32],
+        skip: NDArray[np.float32],
+        pool: StatePool,
+        num_groups: int,
+        num_heads: int,
+        state_dim: int,
+        head_dim: int,
+    ) -> int: ...
     def gated_delta(
         self,
         qkv: int,

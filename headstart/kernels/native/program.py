@@ -17,8 +17,6 @@ from headstart.kernels.native._native import HiddenPool, KVPool, Matrix, Program
 from headstart.kernels.ops import (
     Activation,
     AttentionSpec,
-    ConvSpec,
-    DeltaSpec,
     Experts,
     IndexSpec,
     RopeSpec,
@@ -26,6 +24,7 @@ from headstart.kernels.ops import (
     StepInputs,
     TemperSpec,
 )
+from headstart.kernels.states import ConvSpec, DeltaSpec, ScanSpec
 
 Vector = NDArray[np.float32]
 ACTIVATIONS: Mapping[Activation, int] = {
@@ -145,7 +144,7 @@ class Recorder:
             self._record(logits)
         chosen = self.program.route(
             self._index(logits), bias, spec.top_k, spec.num_groups, spec.top_groups, spec.scoring == "sigmoid",
-            spec.normalize, spec.scale,
+            spec.normalize, spec.scale, spec.num_identity,
         )  # fmt: skip
         self._flush()
         gate, up, down = (list(each) for each in (experts.gate, experts.up, experts.down))
@@ -189,16 +188,25 @@ class Recorder:
         how = (spec.num_heads, spec.scale, spec.window, spec.softcap, sinks, spec.causal)
         return Buffer(width, self.program.attend(index, pool, *how))
 
-    def causal_conv(self, x: Buffer, weight: Vector, pool: StatePool, spec: ConvSpec) -> Buffer:
-        return Buffer(x.width, self.program.causal_conv(self._index(x), weight, pool, spec.width))
+    def causal_conv(
+        self, x: Buffer, weight: Vector, pool: StatePool, spec: ConvSpec, bias: Vector | None = None
+    ) -> Buffer:
+        return Buffer(x.width, self.program.causal_conv(self._index(x), weight, pool, spec.width, bias))
 
-    def decay(self, x: Buffer, rate: Vector, bias: Vector) -> Buffer:
-        return Buffer(x.width, self.program.decay(self._index(x), rate, bias))
+    def softplus(self, x: Buffer, rate: Vector | None, bias: Vector) -> Buffer:
+        return Buffer(x.width, self.program.softplus(self._index(x), rate, bias))
 
     def gated_delta(self, qkv: Buffer, log_decay: Buffer, strength: Buffer, pool: StatePool, spec: DeltaSpec) -> Buffer:
         rows = (self._index(qkv), self._index(log_decay), self._index(strength))
         sizes = (spec.num_key_heads, spec.num_heads, spec.key_dim, spec.value_dim)
         return Buffer(spec.num_heads * spec.value_dim, self.program.gated_delta(*rows, pool, *sizes, spec.tiled))
+
+    def selective_scan(
+        self, xbc: Buffer, step: Buffer, rate: Vector, skip: Vector, pool: StatePool, spec: ScanSpec
+    ) -> Buffer:
+        sizes = (spec.num_groups, spec.num_heads, spec.state_dim, spec.head_dim)
+        rows = (self._index(xbc), self._index(step))
+        return Buffer(spec.inner, self.program.selective_scan(*rows, rate, skip, pool, *sizes))
 
     def take_rows(self, x: Buffer, rows: Input) -> Buffer:
         assert rows == "logit_rows", rows

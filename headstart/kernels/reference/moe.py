@@ -63,10 +63,13 @@ def mixture(x: Tensor, logits: Tensor, bias: Tensor | None, experts: Experts, sp
     out = torch.zeros_like(rows)
     for expert in ids.unique().tolist():
         taking, place = torch.nonzero(ids == expert, as_tuple=True)
+        weight = weights[taking, place, None].to(x.dtype)
+        if expert >= spec.num_matrices:
+            out = out.index_add(0, taking, rows[taking] * weight)
+            continue
         gate = linear(rows[taking], experts.gate[expert], _bias(experts.gate_bias, expert))
         up = linear(rows[taking], experts.up[expert], _bias(experts.up_bias, expert))
         inner = gated(gate, up, experts.activation)
-        weight = weights[taking, place, None].to(x.dtype)
         out = out.index_add(0, taking, linear(inner, experts.down[expert], _bias(experts.down_bias, expert)) * weight)
     return out.view_as(x)
 

@@ -69,6 +69,15 @@ RUN: dict[str, dict[str, Any]] = {
         "output_router_logits": False, "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 5632,
         "sliding_window": 32768, "use_sliding_window": False,
     },
+    "meituan-longcat/LongCat-Flash-Chat": {
+        **{key: value for key, value in COMMON.items() if key not in ("intermediate_size", "num_hidden_layers")},
+        "attention_bias": False, "attention_method": "MLA", "expert_ffn_hidden_size": 2048, "ffn_hidden_size": 12288,
+        "hidden_size": 6144, "kv_lora_rank": 512, "mla_scale_kv_lora": True, "mla_scale_q_lora": True,
+        "model_type": "longcat_flash", "moe_topk": 12, "n_routed_experts": 512, "num_attention_heads": 64,
+        "num_layers": 28, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+        "routed_scaling_factor": 6.0, "router_bias": False, "v_head_dim": 128, "zero_expert_num": 256,
+        "zero_expert_type": "identity",
+    },
     "microsoft/Phi-3-mini-4k-instruct": {**PHI, "sliding_window": 2047},
     "microsoft/Phi-3.5-mini-instruct": {**PHI, "rope_scaling": {**SCALED, "type": "longrope"}},
     "microsoft/Phi-4-mini-instruct": {
