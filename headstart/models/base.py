@@ -14,6 +14,7 @@ from headstart.heads.kind import head_kind
 from headstart.kernels.ops import RawTensor
 from headstart.layers.build import DecoderConfig, decoder
 from headstart.layers.decoder import Decoder
+from headstart.layers.rope import CONTEXT
 from headstart.layers.weights import Shapes, Weights
 from headstart.models.keys import Config
 from headstart.models.names import Names, trailing_name
@@ -51,11 +52,18 @@ class Family:
     scratch: Mapping[str, Any] = field(default_factory=dict)
 
     def read(
-        self, config: Config, where: str = "config.json", *, beside: Mapping[str, str] = NOTHING, strict: bool = True
+        self,
+        config: Config,
+        where: str = "config.json",
+        *,
+        beside: Mapping[str, str] = NOTHING,
+        strict: bool = True,
+        context: int | None = None,
     ) -> DecoderConfig:
         """Sizes and layers that a config says. Raises ModelError for what is wrong in it; `strict`: also for keys that
-        nobody knows. `beside`: more harmless keys."""
-        reading = Reading(config, self.defaults)
+        nobody knows. `beside`: more harmless keys. `context`: the longest text that was asked for; some ropes depend
+        on it (layers/rope.py)."""
+        reading = Reading(config, {**self.defaults, CONTEXT: context})
         sizes = self.parse(reading)
         if strict:
             reading.check({**self.harmless, **beside}, where)
@@ -106,8 +114,8 @@ UNSUPPORTED: Mapping[str, str] = {
     "gemma3n": _STREAMS, "gemma3n_text": _STREAMS,
     "kimi_k3": "Kimi delta attention",
     "llama4": _SCALED_ROWS, "llama4_text": _SCALED_ROWS,
-    "falcon_h1": "Mamba2 layers", "falcon-h1": "Mamba2 layers", "granitemoehybrid": "Mamba2 layers",
-    "granitehybrid": "Mamba2 layers", "minicpm3": "MiniCPM3's latent attention", "phimoe": "sparse-mixer routing",
+    "falcon_h1": "Mamba2 layers", "falcon-h1": "Mamba2 layers",
+    "minicpm3": "MiniCPM3's latent attention", "phimoe": "sparse-mixer routing",
     "minimax_m3": "block-sparse attention", "bailing_hybrid": "lightning attention",
 }  # fmt: skip
 """model_type (or llama.cpp's architecture) of a family that is not here -> what it has and no family here has."""

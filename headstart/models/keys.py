@@ -165,6 +165,18 @@ def check_kinds(kinds: object, count: int, known: Sequence[str]) -> None:
         raise ModelError(f"config.json: layer type {unknown[0]!r} is not supported", f"known: {', '.join(known)}")
 
 
+def attending(config: Config) -> tuple[list[bool] | None, Any]:
+    """Of each layer, has it keys and values (None: nothing tells)? And the number of kv heads where it has. GGUF files
+    say both at once, with 0 for a layer of another kind."""
+    told = config.get("num_key_value_heads")
+    if not isinstance(told, list):
+        return None, told
+    numbers = all(isinstance(each, int) for each in told)
+    if not numbers or len(told) != num_layers(config) or len({each for each in told if each}) > 1:
+        raise ModelError(f"config.json: num_key_value_heads is {told}, but must be 0 or one number by layer")
+    return [bool(each) for each in told], max(told)
+
+
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
     "swish": "silu",

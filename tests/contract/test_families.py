@@ -172,12 +172,21 @@ MIXTRAL = {"block_sparse_moe.": "mlp.", ".w1.": ".gate_proj.", ".w3.": ".up_proj
 """Its names in files -> those of newer families, which transformers has inside."""
 
 
+GRANITE = {
+    ".input_linear.weight": ".experts.gate_up_proj", ".output_linear.weight": ".experts.down_proj",
+    ".router.layer.": ".router.",
+}  # fmt: skip
+GRANITE = {f".block_sparse_moe{old}": f".block_sparse_moe{new}" for old, new in GRANITE.items()}
+"""Those of Granite's experts."""
+
+
 def fused_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Experts one by one -> transformers' stacks [E, gate and up, H] and [E, H, I] of each layer."""
     found, stacks = {}, {}
     for theirs, tensor in tensors.items():
         name = theirs
-        for old, new in MIXTRAL.items() if ".experts." in name or ".block_sparse_moe." in name else ():
+        table = GRANITE if any(old in name for old in GRANITE) else MIXTRAL
+        for old, new in table.items() if ".experts." in name or ".block_sparse_moe." in name else ():
             name = name.replace(old, new)
         if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name):
             stacks.setdefault(match[1], {})[match[3], int(match[2])] = tensor
