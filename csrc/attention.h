@@ -58,7 +58,7 @@ INLINE Sight sight_of(const AttendTask& task, int64_t index) {
     Sight found;
     found.values = task.queries + row * task.query_stride + head * task.layout.head_dim;
     found.first = oldest > task.first_position ? oldest : task.first_position;
-    found.limit = task.sees[row] + 1;
+    found.limit = task.sees[row] + 1 - task.unseen;
     found.peak = -FLT_MAX; // finite: scores of -inf weigh e^-inf = 0, not NaN
     found.total = 0.0f;
     if (task.sinks) { // the first logit of the sum: e^(sink - sink)

@@ -107,6 +107,7 @@ struct AttendTask : Tiles {
     const int32_t *positions, *sees; // of all rows
     int64_t first_row, group, first_query, num_queries;
     int64_t first_position, window; // the first position that holds a key; how many a row sees, 0: all
+    int64_t unseen;                 // of what it sees so many at the end that it does not
     float scale, softcap;           // softcap 0: none
     const float* sinks;             // of all heads, or nullptr
     const float* queries;

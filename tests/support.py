@@ -56,7 +56,8 @@ RELATIVES = (
 """Llama's layers with declared differences: tests/contract/test_relatives.py has those, and no grid of its own."""
 ALL_FAMILIES = registry.available("models")
 FAMILIES = [name for name in ALL_FAMILIES if name not in RELATIVES]
-DRAFTERS = sorted({*registry.available("drafters"), *registry.available("heads")} - {"head"})
+DRAFTERS = sorted({*registry.available("drafters"), *registry.available("heads")} - {"head", "assistant"})
+"""Those that any trunk can have; assistants: tests/drafters/test_assistant.py."""
 VOCAB, EOS = 131, 2
 PLAIN_SPEC = HeadSpec()
 SMALL = {"backend": "reference", "threads": 1, "block_size": 8, "kv_blocks": 80, "max_model_len": 128}

@@ -32,6 +32,8 @@ the square of that; x. `clamped` takes both factors of a gated product : with g 
 g / (1 + e^(-1.702 g)) (u + 1)."""
 
 
+NEVER = -1e30
+"""A logit whose token is not drawn; finite, as logits must be."""
 REFINED = 32
 """Columns that Ops.refine takes together: of as many the native kernels make the outputs at once."""
 
@@ -70,8 +72,8 @@ class RopeSpec:
 class AttentionSpec:
     """Shape of one grouped-query attention; `scale` multiplies q.k. Keys have `head_dim` features, values `value_dim`
     (0: as many). `latent`: values are the first features of the keys, and a pool may keep them once. A row sees the
-    `window` positions up to its own (0: all of them); `causal`: and none behind it, whatever plan.sees says. Scores
-    become softcap * tanh(score / softcap), unless it is 0."""
+    `window` positions up to its own (0: all of them); `causal`: and none behind it, whatever plan.sees says; `before`:
+    nor its own. Scores become softcap * tanh(score / softcap), unless it is 0."""
 
     num_heads: int
     num_kv_heads: int
@@ -82,6 +84,7 @@ class AttentionSpec:
     window: int = 0
     softcap: float = 0.0
     causal: bool = False
+    before: bool = False
 
     @property
     def value_width(self) -> int:
@@ -100,6 +103,9 @@ class IndexSpec:
     num_kv_heads: ClassVar[int] = 1
     value_width: ClassVar[int] = 0
     latent: ClassVar[bool] = False
+    window: ClassVar[int] = 0
+    causal: ClassVar[bool] = False
+    before: ClassVar[bool] = False
 
 
 KVSpec = AttentionSpec | IndexSpec
@@ -177,6 +183,10 @@ class Ops(Protocol):
         REFINED neighbouring columns whose largest value is largest (the lower of equal ones). `approximate` may be
         changed in place: nothing else reads it."""
 
+    def keep_groups(self, logits: Buffer, scores: Buffer, groups: Weight, count: int) -> Buffer:
+        """Logits [R, V], but NEVER for tokens of other groups than the `count` with the largest scores [R, C], the
+        lower of equals. `groups` [V], see `Backend.index`: the group of each token. Logits may be changed in place."""
+
     def rms_norm(self, x: Buffer, weight: Weight, eps: float, num_parts: int = 1) -> Buffer:
         """x / sqrt(mean(x^2) + eps) * weight over the last `len(weight)` features; a weight narrower than x norms
         each group of that width by itself (per-head q/k norm), and one of `num_parts` as wide as x has a part for each
@@ -242,12 +252,12 @@ class Ops(Protocol):
     ) -> Buffer:
         """q [R, heads * head_dim] over the keys and values of the row's own sequence -> [R, heads * value_width].
 
-        A row sees the positions from max(plan.first_position, its own - window + 1) to plan.sees, at least one (to its
-        own with spec.causal); they
-        are where plan.paths and the block table say, written in this pass or before, by this layer or another.
-        `sinks` [heads]: one more logit in each head's softmax, which has no value. `chosen`: the pool of an indexer;
-        a row sees only what was chosen for it there, and sums as if those positions, in their order, followed each
-        other from plan.first_position on. Such attention has neither a window nor spec.causal.
+        A row sees the positions from max(plan.first_position, its own - window + 1) to plan.sees (to its own with
+        spec.causal, to the one before with spec.before), at least one; they are where plan.paths and the block table
+        say, written in this pass or before, by this layer or another.
+        `sinks` [heads]: one more logit in each head's softmax, which has no value.
+        `chosen`: the pool of an indexer; a row sees only what was chosen for it there, and sums as if those positions,
+        in their order, followed each other from plan.first_position on. Nothing else is hidden from such rows.
         """
 
     def causal_conv(self, x: Buffer, weight: Weight, pool: Pool, spec: ConvSpec, bias: Weight | None = None) -> Buffer:
@@ -369,7 +379,7 @@ class Backend(Protocol):
         """Raw log-softmax of given tokens [L] at logits [L, V], with the top alternatives."""
 
     def index(self, ids: NDArray[np.int64]) -> Weight:
-        """Keep an ascending list of token ids on the device (a draft vocabulary)."""
+        """Keep a list of numbers on the device: a draft vocabulary (ascending token ids), or the groups of tokens."""
 
     def free_memory(self) -> int:
         """Bytes that pools may take where they lie, without swapping."""

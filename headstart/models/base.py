@@ -107,10 +107,6 @@ UNSUPPORTED: Mapping[str, str] = {
     "mimo_v2": "projections fused in the order of several devices, and pictures (MiMo-V2.5, Pro, Omni)",
     "nemotron_h": "Mamba2 layers", "nemotron_h_moe": "Mamba2 layers", "mamba2": "Mamba2 layers",
     "step3p5": "gated sliding-window attention", "step35": "gated sliding-window attention",
-    **dict.fromkeys(
-        ("gemma4_assistant", "gemma4_unified_assistant", "gemma4-assistant"),
-        "the keys and values of the model they draft for (vLLM, SGLang and llama.cpp have that: headstart launch)",
-    ),
     "gemma3n": _STREAMS, "gemma3n_text": _STREAMS,
     "kimi_k3": "Kimi delta attention",
     "llama4": _SCALED_ROWS, "llama4_text": _SCALED_ROWS,
@@ -119,6 +115,11 @@ UNSUPPORTED: Mapping[str, str] = {
     "minimax_m3": "block-sparse attention", "bailing_hybrid": "lightning attention",
 }  # fmt: skip
 """model_type (or llama.cpp's architecture) of a family that is not here -> what it has and no family here has."""
+DRAFTS: Mapping[str, str] = {
+    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "name that model, and this one with --head"),
+    "gemma4-assistant": "name that model, and the safetensors of this one with --head",
+}
+"""model_type of what only drafts for another model -> what to do."""
 
 
 def family_named(model_type: str) -> Family:
@@ -130,6 +131,8 @@ def family_named(model_type: str) -> Family:
             other: Family = registry.find("models", name).FAMILY
             if model_type in other.aliases:
                 return other
+    if hint := DRAFTS.get(model_type):
+        raise ModelError(f"{model_type} is no model by itself: it reads the keys of the one that it drafts for", hint)
     if model_type not in names and (feature := UNSUPPORTED.get(model_type)):
         raise ModelError(f"{model_type} models need {feature}, which is not supported", f"known: {', '.join(names)}")
     family: Family = registry.find("models", model_type).FAMILY

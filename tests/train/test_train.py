@@ -149,7 +149,7 @@ def test_eagle3_unrolled_is_the_run_time_forward() -> None:
     identity = Linear(torch.eye(model.config.hidden_size, dtype=torch.float64))
     for origin in range(length - depth):
         pool = model.backend.kv_pool(32, module.kv_specs[0])
-        network = HeadNetwork(head, model.config.hidden_size, embedding, identity)
+        network = HeadNetwork(head, model.config.hidden_size, embedding, [identity])
         programs = network.programs(Pools([pool]))
         first, following = programs["pairs.0"].code, programs["next.0"].code
         plan = head_plan(row[1 : origin + 2], 1)

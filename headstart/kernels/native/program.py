@@ -86,6 +86,9 @@ class Recorder:
         index = self.program.refine(self._index(approximate), self._index(x), weight, count, "head")
         return Buffer(weight.rows, index)
 
+    def keep_groups(self, logits: Buffer, scores: Buffer, groups: NDArray[np.int64], count: int) -> Buffer:
+        return Buffer(logits.width, self.program.keep_groups(self._index(logits), self._index(scores), groups, count))
+
     def activate(self, x: Buffer, kind: Activation) -> Buffer:
         return Buffer(x.width, self.program.activate(self._index(x), ACTIVATIONS[kind]))
 
@@ -170,22 +173,17 @@ class Recorder:
         self._chosen[pool] = self.program.choose(*rows, pool, spec.num_heads, spec.top_k)
 
     def attend(
-        self,
-        q: Buffer,
-        pool: KVPool,
-        spec: AttentionSpec,
-        sinks: Vector | None = None,
-        chosen: KVPool | None = None,
+        self, q: Buffer, pool: KVPool, spec: AttentionSpec, sinks: Vector | None = None, chosen: KVPool | None = None
     ) -> Buffer:
         width = spec.num_heads * spec.value_width
         index = self._index(q)
         if chosen is not None:
-            assert not spec.window and not spec.causal, "positions that were chosen, and others hidden"
+            assert not (spec.window or spec.causal or spec.before), "positions that were chosen, and others hidden"
             among = self._chosen[chosen]
             return Buffer(
                 width, self.program.attend_chosen(index, pool, spec.num_heads, spec.scale, spec.softcap, sinks, among)
             )
-        how = (spec.num_heads, spec.scale, spec.window, spec.softcap, sinks, spec.causal)
+        how = (spec.num_heads, spec.scale, spec.window, spec.softcap, sinks, spec.causal, spec.before)
         return Buffer(width, self.program.attend(index, pool, *how))
 
     def causal_conv(

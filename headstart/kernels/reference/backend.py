@@ -24,6 +24,7 @@ from headstart import machine
 from headstart.core import Sampled, SamplingRows, StepPlan, TokenLogprob
 from headstart.errors import UsageError
 from headstart.kernels.ops import (
+    NEVER,
     Activation,
     AttentionSpec,
     Experts,
@@ -39,7 +40,7 @@ from headstart.kernels.ops import (
 from headstart.kernels.reference.choice import best_positions, index_scores
 from headstart.kernels.reference.moe import ACTIVATIONS, gated, mixture
 from headstart.kernels.reference.recurrent import StatePool, conv_step, delta_step, scan_step, walk
-from headstart.kernels.reference.refine import largest
+from headstart.kernels.reference.refine import best, largest
 from headstart.kernels.reference.sampling import logprobs, sample
 from headstart.kernels.reference.spans import Group, Spans
 from headstart.kernels.states import ConvSpec, DeltaSpec, ScanSpec, StateSpec
@@ -64,22 +65,23 @@ class ReferenceOps:
         self._plan, self._device, self._dtype = plan, device, dtype
         self._rope_tables: dict[tuple[int, RopeSpec], tuple[Tensor, Tensor]] = {}
         self._slots = self._ints(plan.slots)
-        self._grouped: dict[tuple[int, bool], list[Group]] = {}
+        self._grouped: dict[tuple[int, bool, bool], list[Group]] = {}
         self._chosen: dict[KVPool, list[Tensor]] = {}  # by groups: which of their positions rows see
 
     def _ints(self, array: NDArray[np.int32]) -> Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(self._device)
 
-    def _groups(self, window: int, causal: bool) -> list[Group]:
-        if (window, causal) not in self._grouped:
+    def _groups(self, spec: KVSpec) -> list[Group]:
+        key = spec.window, spec.causal, spec.before
+        if key not in self._grouped:
             spans = Spans.of(self._plan)
             is_long = np.diff(spans.row_starts) > SHORT_SPAN
             doublings = np.ceil(np.log2(np.maximum(spans.ends / SHORT_CONTEXT, 1))).astype(int)
             kinds = 2 * doublings + is_long
             picks = (np.flatnonzero(kinds == kind) for kind in np.unique(kinds))
-            made = [spans.group(pick, window, causal, self._device, self._dtype) for pick in picks]
-            self._grouped[window, causal] = made
-        return self._grouped[window, causal]
+            made = [spans.group(pick, spec, self._device, self._dtype) for pick in picks]
+            self._grouped[key] = made
+        return self._grouped[key]
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
         return torch.nn.functional.embedding(ids, table)
@@ -89,6 +91,9 @@ class ReferenceOps:
 
     def refine(self, approximate: Tensor, x: Tensor, weight: Tensor, count: int) -> Tensor:
         return torch.where(largest(approximate, count), self.linear(x, weight), approximate)
+
+    def keep_groups(self, logits: Tensor, scores: Tensor, groups: Tensor, count: int) -> Tensor:
+        return torch.where(best(scores, count)[..., groups], logits, NEVER)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, num_parts: int = 1) -> Tensor:
         if num_parts > 1:
@@ -176,19 +181,14 @@ class ReferenceOps:
                 index_scores(q[group.rows], weights[group.rows], pool.keys[group.slots][:, :, 0], spec),
                 group.mask == 0, spec.top_k,
             )
-            for group in self._groups(0, False)
+            for group in self._groups(spec)
         ]  # fmt: skip
 
     def attend(
-        self,
-        q: Tensor,
-        pool: KVPool,
-        spec: AttentionSpec,
-        sinks: Tensor | None = None,
-        chosen: KVPool | None = None,
+        self, q: Tensor, pool: KVPool, spec: AttentionSpec, sinks: Tensor | None = None, chosen: KVPool | None = None
     ) -> Tensor:
         out = q.new_empty(len(q), spec.num_heads * spec.value_width)
-        groups = self._groups(spec.window, spec.causal)
+        groups = self._groups(spec)
         if chosen is not None:
             groups = [group.only(seen) for group, seen in zip(groups, self._chosen[chosen], strict=True)]
         for group in groups:
