@@ -230,8 +230,10 @@ void gated_rows(const Matrix& gate, const Matrix& up, const float* gate_bias, co
             pick<kRows>(up)(up, second, x, row, other);
             for (int r = 0; r < kRows; ++r) acc[r][1] = other[r][1];
         }
-        for (int r = 0; r < kRows; ++r)
+        for (int r = 0; r < kRows; ++r) {
+            if (x.factors) scale_both(acc[r], x.factors[row + r]);
             store(tile[r] + half * 16, gate_lanes(acc[r], gate.rows, gate_bias, up_bias, kind, index * 16));
+        }
     }
     for (int r = 0; r < kRows; ++r) put_gated(tile[r], row + r, pair, out);
 }

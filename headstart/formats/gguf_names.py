@@ -138,6 +138,7 @@ KEYS: Mapping[str, str] = {
     "expert_group_used_count": "topk_group",
     "expert_gating_func": "expert_gating_func",
     "leading_dense_block_count": "first_k_dense_replace",
+    "interleave_moe_layer_step": "interleave_moe_layer_step",
     "shortconv.l_cache": "conv_L_cache",
     "ssm.conv_kernel": "linear_conv_kernel_dim",
     "ssm.group_count": "linear_num_key_heads",

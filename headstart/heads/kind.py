@@ -121,7 +121,8 @@ def plain_parts(layer: LayerConfig | None) -> tuple[AttentionConfig, MLPConfig]:
     mixer, mlp = (layer.mixer, layer.mlp) if layer else (None, None)
     if layer and isinstance(mixer, AttentionConfig) and isinstance(mlp, MLPConfig) and mixer.rope:
         plain = MLPConfig(inner=mlp.inner, bias=mlp.bias)
-        causal = not (mixer.spec.window or mixer.spec.softcap or mixer.sinks or mixer.shares is not None)
+        spec = mixer.spec
+        causal = not (spec.window or spec.chunk or spec.softcap or mixer.sinks or mixer.shares is not None)
         if mlp == plain and causal and layer == LayerConfig(mixer=mixer, mlp=mlp, eps=layer.eps):
             return mixer, mlp
     raise ModelError("a head's directory holds a block of plain attention and a SwiGLU MLP, and no other")

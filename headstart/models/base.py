@@ -98,7 +98,6 @@ class Family:
 
 
 _INDEXER = "sparse attention with an indexer (DSA)"
-_SCALED_ROWS = "experts that read rows scaled by their router"
 _STREAMS = "several residual streams (hyper-connections, AltUp)"
 UNSUPPORTED: Mapping[str, str] = {
     "glm_moe_dsa": _INDEXER, "glm-dsa": _INDEXER,
@@ -109,7 +108,6 @@ UNSUPPORTED: Mapping[str, str] = {
     "step3p5": "gated sliding-window attention", "step35": "gated sliding-window attention",
     "gemma3n": _STREAMS, "gemma3n_text": _STREAMS,
     "kimi_k3": "Kimi delta attention",
-    "llama4": _SCALED_ROWS, "llama4_text": _SCALED_ROWS,
     "falcon_h1": "Mamba2 layers", "falcon-h1": "Mamba2 layers",
     "minicpm3": "MiniCPM3's latent attention", "phimoe": "sparse-mixer routing",
     "minimax_m3": "block-sparse attention", "bailing_hybrid": "lightning attention",

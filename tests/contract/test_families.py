@@ -27,6 +27,7 @@ from headstart.engine.load import Model
 from headstart.errors import ModelError
 
 TRUNKS = {
+    "llama4": "llama4_text",
     "mimo": "qwen2", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
     "minicpm": "granite",
@@ -112,6 +113,7 @@ OWN: dict[str, dict[str, dict[str, Any]]] = {
 NOT_OF = {
     "gemma4": ("rope_scaling",),
     "mimo_v2_flash": ("rope_scaling", "rope_parameters", "num_key_value_heads"),
+    "ernie4_5_moe": ("attention_bias",),
 }
 """Keys that a family does not have, or not at those values."""
 CASES = [
@@ -155,7 +157,8 @@ def oracle_of(family: str, model: Model) -> Any:
     plainly = {"attn_implementation": "eager", "experts_implementation": "eager"}
     oracle = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config), **plainly)
     tensors = {name: torch.tensor(tensor.float32()) for name, tensor in model.checkpoint.tensors.items()}
-    tensors = {name.replace("attention_sink_bias", "sinks"): tensor for name, tensor in tensors.items()}
+    for old, new in {"attention_sink_bias": "sinks", "mlp.moe_statics.": "mlp.gate.moe_statics."}.items():
+        tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
     named = fused_experts(tensors)
     for name in [name for name in named if name.endswith(".gate_up_proj") and config.get("zero_expert_num")]:
         nothing = named[name].new_zeros(config["zero_expert_num"], *named[name].shape[1:])

@@ -72,13 +72,23 @@ VARIANTS: dict[str, Config] = {
     "hunyuan_v1_dense, alpha": {
         "model_type": "hunyuan_v1_dense", "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0},
     },
+    "llama4, one expert, no norms": {
+        "model_type": "llama4_text", "num_experts_per_tok": 1, "use_qk_norm": False, "no_rope_layers": [1, 0, 1, 0],
+        "moe_layers": [0, 3],
+    },
+    "llama4, scaled": {
+        "model_type": "llama4_text", "attn_temperature_tuning": False, "attention_bias": True, "rope_scaling": {
+            "rope_type": "llama3", "factor": 16.0, "high_freq_factor": 1.0, "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
     "cohere2, biases": {"model_type": "cohere2", "attention_bias": True},
     "cohere": {"model_type": "cohere", "sliding_window": None, "sliding_window_pattern": None},
 }  # fmt: skip
 """Families, and what else their configs say."""
 FAMILY_OF = {
     "granitemoe": "granitemoehybrid", "granitemoeshared": "granitemoehybrid", "ministral": "mistral",
-    "ministral3": "mistral", "olmo3": "olmo2", "cohere": "cohere2",
+    "ministral3": "mistral", "olmo3": "olmo2", "cohere": "cohere2", "llama4_text": "llama4",
 }  # fmt: skip
 """Other names of a family."""
 ARCH = {

@@ -177,6 +177,7 @@ class Program:
         normalize: bool,
         scale: float,
         num_identity: int,
+        scales_inputs: bool,
     ) -> tuple[int, int]:
         """The choice of experts, for `experts`."""
 
@@ -199,6 +200,7 @@ class Program:
         sinks: NDArray[np.float32] | None,
         causal: bool = False,
         before: bool = False,
+        chunk: int = 0,
     ) -> int: ...
     def choose(self, q: int, weights: int, pool: KVPool, heads: int, top_k: int) -> int: ...
     def attend_chosen(
