@@ -155,7 +155,15 @@ def unreadable(matrix: packing.Matrix, kept: list[Any]) -> packing.Matrix:
     assert libc.mprotect(data.ctypes.data, len(pages), 0) == 0
     kept.append(pages)
     return packing.Matrix(
-        matrix.kind, matrix.rows, matrix.cols, matrix.group, matrix.zero, matrix.scale_f32, matrix.has_min, data
+        matrix.kind,
+        matrix.rows,
+        matrix.cols,
+        matrix.group,
+        matrix.zero,
+        matrix.scales,
+        matrix.offsets,
+        data,
+        matrix.levels,
     )
 
 
