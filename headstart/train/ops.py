@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from headstart.errors import ModelError
-from headstart.kernels.ops import AttentionSpec, IndexSpec, KVSpec, Pool, RopeSpec
+from headstart.kernels.indexing import IndexSpec
+from headstart.kernels.ops import AttentionSpec, KVSpec, Pool, RopeSpec
 from headstart.kernels.reference.backend import ReferenceOps, attention_weights
 from headstart.kernels.reference.choice import best_positions, index_scores
 from headstart.kernels.states import ConvSpec, DeltaSpec, ScanSpec

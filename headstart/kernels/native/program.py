@@ -13,12 +13,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from headstart.kernels.indexing import IndexSpec
 from headstart.kernels.native._native import HiddenPool, KVPool, Matrix, Program, RopeTable, StatePool
 from headstart.kernels.ops import (
     Activation,
     AttentionSpec,
     Experts,
-    IndexSpec,
     RopeSpec,
     RouterSpec,
     StepInputs,

@@ -23,12 +23,12 @@ from torch import Tensor
 from headstart import machine
 from headstart.core import Sampled, SamplingRows, StepPlan, TokenLogprob
 from headstart.errors import UsageError
+from headstart.kernels.indexing import IndexSpec
 from headstart.kernels.ops import (
     NEVER,
     Activation,
     AttentionSpec,
     Experts,
-    IndexSpec,
     KVSpec,
     Program,
     RawTensor,
