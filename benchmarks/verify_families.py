@@ -42,6 +42,8 @@ PROJECTIONS = {
 """Ending of the name of an MTP module's projection -> does the hidden state come first?"""
 TAKES = r"pre_fc_norm_embedding\.weight|enorm(\.m)?\.weight|token_layernorm\.weight"
 SAYS = r"mtp\.norm\.weight|shared_head\.norm\.weight|final_layernorm\.weight|mtp_emb_norm"
+LAST_NORMS = ("model.norm.weight", "backbone.norm_f.weight")
+"""Of the trunk."""
 
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -63,6 +65,7 @@ def agreeing(arrays: Arrays) -> Arrays:
     """Quiet blocks; an MTP module that passes its token's embedding on to the trunk's own last norm."""
     arrays = {name: array * np.float32(SOFT if name.endswith(QUIET) else 1) for name, array in arrays.items()}
     folded = any("pre_fc_norm" in name for name in arrays)  # norms that are 1 + w
+    last = next((name for name in LAST_NORMS if name in arrays), "")
     for name, array in arrays.items():
         for ending, hidden_first in PROJECTIONS.items():
             if name.endswith(ending):
@@ -70,8 +73,8 @@ def agreeing(arrays: Arrays) -> Arrays:
                 arrays[name] = np.hstack(halves[::-1] if hidden_first else halves).astype(np.float32)
         if re.search(TAKES, name):
             arrays[name] = np.full_like(array, 0.0 if folded else 1.0)
-        elif re.search(SAYS, name) and name != "model.norm.weight":
-            arrays[name] = arrays["model.norm.weight"]
+        elif re.search(SAYS, name) and name != last:
+            arrays[name] = arrays[last]
     return arrays
 
 
