@@ -35,6 +35,8 @@ ACTIVATIONS: Mapping[Activation, int] = {
     "relu2": 4,
     "identity": 5,
     "clamped": 6,
+    "silu_7": 7,
+    "silu_16": 8,
 }
 """Activation in csrc/kernels.h."""
 Input = Literal["token_ids", "positions", "logit_rows", "hidden"]
