@@ -109,7 +109,6 @@ UNSUPPORTED: Mapping[str, str] = {
     "nemotron_h_puzzle": "layers of several sizes (Puzzle)", "mamba2": "Mamba2 layers",
     "gemma3n": _STREAMS, "gemma3n_text": _STREAMS,
     "kimi_k3": "Kimi delta attention",
-    "falcon_h1": "Mamba2 layers", "falcon-h1": "Mamba2 layers",
     "minicpm3": "MiniCPM3's latent attention", "phimoe": "sparse-mixer routing",
     "minimax_m3": "block-sparse attention", "bailing_hybrid": "lightning attention",
 }  # fmt: skip
