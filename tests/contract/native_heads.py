@@ -407,6 +407,7 @@ NATIVE_HEADS: dict[str, tuple[Callable[..., Tensor], Callable[..., tuple[Tensor,
     "deepseek_v3": (normed_trunk(deepseek_block), trailing_mtp(deepseek_block)),
     "deepseek_v32": (normed_trunk(deepseek_block), trailing_mtp(deepseek_block)),
     "glm4_moe_lite": (normed_trunk(deepseek_block), trailing_mtp(deepseek_block)),
+    "glm_moe_dsa": (normed_trunk(deepseek_block), trailing_mtp(deepseek_block)),
     "longcat_flash": (longcat_trunk, longcat_mtp),
 }
 """Family -> (hidden states that its head reads, draft logits and recycled vectors, of a module if it has several)."""
