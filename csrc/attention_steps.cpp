@@ -62,11 +62,13 @@ size_t group_index(Program& program, int64_t group) {
 }
 
 int attend(Program& program, int q, nb::object kv_pool, int64_t num_heads, float scale, int64_t window, float softcap,
-           std::optional<Sinks> sinks, bool causal, bool before) {
-    require(window >= 0, "attend: a window below 0");
+           std::optional<Sinks> sinks, bool causal, bool before, int64_t chunk) {
+    require(window >= 0 && chunk >= 0, "attend: a window or chunk below 0");
+    require(!window || !chunk, "attend: a window and chunks");
     AttendTask common;
     Step step = attend_step(program, q, kv_pool, num_heads, scale, softcap, sinks, common);
     common.window = window;
+    common.chunk = chunk;
     common.unseen = before;
     const KVPool* pool = nb::cast<KVPool*>(kv_pool);
     const int out = step.writes[0];
@@ -138,7 +140,7 @@ void bind_attention_steps(nb::module_& m, nb::class_<Program>& program) {
     program.def("store_kv", store_kv);
     program.def("attend", attend, nb::arg("q"), nb::arg("pool"), nb::arg("num_heads"), nb::arg("scale"),
                 nb::arg("window"), nb::arg("softcap"), nb::arg("sinks").none(), nb::arg("causal") = false,
-                nb::arg("before") = false);
+                nb::arg("before") = false, nb::arg("chunk") = 0);
 }
 
 } // namespace headstart

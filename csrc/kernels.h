@@ -37,6 +37,7 @@ struct Input {
     int64_t rows;
     const uint16_t* halves = nullptr; // rows of kPanel-padded width, with zeros
     const int32_t* index = nullptr;   // where the product's rows lie, if not one after the other
+    const float* factors = nullptr;   // what the product's rows are multiplied by: gated does it to both products
     HEADSTART_INLINE int64_t at(int64_t row) const { return index ? index[row] : row; }
 };
 
@@ -52,7 +53,9 @@ struct Output {
 
 constexpr int64_t kMaxValueDim = 512, kMaxExperts = 1024;
 
-enum class Activation : int32_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, RELU2 = 4, IDENTITY = 5, CLAMPED = 6 };
+enum class Activation : int32_t {
+    SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, RELU2 = 4, IDENTITY = 5, CLAMPED = 6, SILU_7 = 7, SILU_16 = 8
+};
 
 enum class Store : int32_t { F32 = 0, BF16 = 1, I8 = 2 };
 
@@ -108,6 +111,7 @@ struct AttendTask : Tiles {
     int64_t first_row, group, first_query, num_queries;
     int64_t first_position, window; // the first position that holds a key; how many a row sees, 0: all
     int64_t unseen;                 // of what it sees so many at the end that it does not
+    int64_t chunk;                  // a row sees from position - position % chunk on, 0: no chunks
     float scale, softcap;           // softcap 0: none
     const float* sinks;             // of all heads, or nullptr
     const float* queries;
@@ -129,6 +133,7 @@ struct Router {
     int64_t num_experts, top_k, num_groups, top_groups, num_matrices;
     bool sigmoid, normalize;
     float scale;
+    bool scales_inputs; // weights are of what experts read
 };
 
 constexpr int64_t kMaxKeyDim = 256, kMaxTaps = 16;

@@ -67,6 +67,7 @@ void Routing::reach(int64_t num_rows) {
     weights.resize(count);
     slots.resize(count);
     rows.resize(count);
+    if (router.scales_inputs) factors.resize(count);
 }
 
 void Routing::group(int64_t num_rows) {
@@ -90,6 +91,11 @@ void Routing::group(int64_t num_rows) {
         if (slots[i] < 0) continue;
         rows[slots[i]] = (int32_t)(i / k);
     }
+    if (!router.scales_inputs) return;
+    for (int64_t i = 0; i < num_rows * k; ++i) {
+        factors[slots[i]] = weights[i];
+        weights[i] = 1.0f;
+    }
 }
 
 void Scores::reach(const Pass& pass) {
@@ -106,7 +112,7 @@ uint8_t* Arena::take(int64_t bytes) {
 Program::Program(const std::string& path) : kernels(*find_path(path).kernels) {}
 
 Activation activation_of(int kind) {
-    if (kind < 0 || kind > (int)Activation::CLAMPED) throw std::invalid_argument("no such activation");
+    if (kind < 0 || kind > (int)Activation::SILU_16) throw std::invalid_argument("no such activation");
     return static_cast<Activation>(kind);
 }
 
@@ -145,7 +151,9 @@ void Program::want(int id, const Matrix& by) {
         if (buffer.producer >= 0 && steps_[buffer.producer].quantizes) return;
         add_form(id, [this, id](const Pass&, int64_t row) {
             const Buffer& found = buffers[id];
-            kernels.quantize(values(id, row), found.width, quants(id) + row * QuantLayout(found.width).row_bytes());
+            const int64_t size = QuantLayout(found.width).row_bytes();
+            for (int64_t r = row * found.copies; r < (row + 1) * found.copies; ++r)
+                kernels.quantize(values(id, r), found.width, quants(id) + r * size);
         });
     }
     if (by.kind == Kind::BF16 && kernels.halve && !buffer.halves) {

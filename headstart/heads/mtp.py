@@ -3,7 +3,7 @@ draft step, or a module for each.
 
 x = W [norm_e(e(t_{p+1})) ; norm_h(h_p)], x' = Block(x), y = norm(x'), logits = head(y); the next draft step reads the
 *recycled* vector (y or x') in place of h. Canonical tensors: `mtp.{i}.` norm_embedding, norm_hidden, projection, block,
-norm.
+norm (or none: y = x'), lm_head (or none: the trunk's).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from headstart.heads.kind import EMBEDDING_SHARE, HeadKind, Start, Training, Val
 from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, StepInputs
 from headstart.layers.decoder import DecoderLayer
 from headstart.layers.linear import Linear
-from headstart.layers.norm import RMSNorm
+from headstart.layers.norm import NoNorm, Norm, RMSNorm
 from headstart.layers.weights import Shapes, Weights
 
 
@@ -30,7 +30,7 @@ class MTPModule:
     hidden_norm: RMSNorm
     projection: Linear
     block: DecoderLayer
-    norm: RMSNorm
+    norm: Norm
 
     @property
     def kv_specs(self) -> tuple[KVSpec, ...]:
@@ -57,18 +57,27 @@ def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[MTPModule]:
             hidden_norm=weights.norm(f"mtp.{i}.norm_hidden", hidden, spec.layer.eps),
             projection=weights.linear(f"mtp.{i}.projection", hidden, 2 * hidden),
             block=spec.layer.build(weights, f"mtp.{i}.block", hidden),
-            norm=weights.norm(f"mtp.{i}.norm", hidden, spec.layer.eps),
+            norm=weights.norm(f"mtp.{i}.norm", hidden, spec.layer.eps) if spec.output_norm else NoNorm(),
         )
         for i in range(spec.num_modules)
     ]
+
+
+def lm_heads(weights: Weights, spec: HeadSpec, rows: int, hidden: int) -> Seq[Linear]:
+    """Of each module, where they have their own."""
+    count = spec.num_modules if spec.own_lm_head else 0
+    return [weights.linear(f"mtp.{i}.lm_head", rows, hidden) for i in range(count)]
 
 
 def shapes(spec: HeadSpec, hidden: int) -> Shapes:
     assert spec.layer is not None
     every: Shapes = {}
     for prefix in (f"mtp.{i}" for i in range(spec.num_modules)):
-        every |= {f"{prefix}.{name}.weight": (hidden,) for name in ("norm_embedding", "norm_hidden", "norm")}
+        norms = ("norm_embedding", "norm_hidden", *(("norm",) if spec.output_norm else ()))
+        every |= {f"{prefix}.{name}.weight": (hidden,) for name in norms}
         every[f"{prefix}.projection.weight"] = (hidden, 2 * hidden)
+        if spec.own_lm_head:
+            every[f"{prefix}.lm_head.weight"] = (spec.own_lm_head, hidden)
         every |= spec.layer.shapes(f"{prefix}.block", hidden)
     return every
 
@@ -92,6 +101,7 @@ HEAD = HeadKind(
     title="MTP",
     modules=modules,
     shapes=shapes,
+    lm_heads=lm_heads,
     # the stream before the final norm, as in the one dense family that vLLM drafts for (vllm_mimo)
     training=Training(spec=lambda layers, depth: HeadSpec(tap="pre_norm"), initial=initial, stacks=True, random=True),
 )

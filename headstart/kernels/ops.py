@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headstart.core import Sampled, SamplingRows, StepPlan, TokenLogprob
 from headstart.kernels.chain import Chain
+from headstart.kernels.indexing import IndexSpec
 from headstart.kernels.states import ConvSpec, DeltaSpec, ScanSpec, StateSpec
 
 Buffer = Any
@@ -26,10 +27,10 @@ Weight = Any
 """Opaque weight owned by a backend."""
 Pool = Any
 """Opaque paged storage: num_slots rows of keys and values, or of hidden states."""
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "identity", "clamped"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "identity", "clamped", "silu_7", "silu_16"]
 """x / (1 + e^-x); x times the normal distribution's share below x, by erf or by its approximation with tanh; max(x, 0);
 the square of that; x. `clamped` takes both factors of a gated product : with g and u within 7, g only from above,
-g / (1 + e^(-1.702 g)) (u + 1)."""
+g / (1 + e^(-1.702 g)) (u + 1). So do `silu_7` and `silu_16`: silu(g), at most 7 or 16, times u within that."""
 
 
 NEVER = -1e30
@@ -72,8 +73,9 @@ class RopeSpec:
 class AttentionSpec:
     """Shape of one grouped-query attention; `scale` multiplies q.k. Keys have `head_dim` features, values `value_dim`
     (0: as many). `latent`: values are the first features of the keys, and a pool may keep them once. A row sees the
-    `window` positions up to its own (0: all of them); `causal`: and none behind it, whatever plan.sees says; `before`:
-    nor its own. Scores become softcap * tanh(score / softcap), unless it is 0."""
+    `window` positions up to its own (0: all of them), or those from the begin of its `chunk` on: position - position %
+    chunk (0: no chunks); `causal`: and none behind it, whatever plan.sees says; `before`: nor its own. Scores become
+    softcap * tanh(score / softcap), unless it is 0."""
 
     num_heads: int
     num_kv_heads: int
@@ -85,27 +87,12 @@ class AttentionSpec:
     softcap: float = 0.0
     causal: bool = False
     before: bool = False
+    chunk: int = 0
 
     @property
     def value_width(self) -> int:
         """Features of one value."""
         return self.value_dim or self.head_dim
-
-
-@dataclass(frozen=True)
-class IndexSpec:
-    """A lightning indexer (DeepSeek-V3.2 report, section 2.1): queries of `num_heads` heads score the one key that it
-    keeps of a position, and a row attends to the `top_k` positions that score highest. See Ops.choose."""
-
-    num_heads: int
-    head_dim: int
-    top_k: int
-    num_kv_heads: ClassVar[int] = 1
-    value_width: ClassVar[int] = 0
-    latent: ClassVar[bool] = False
-    window: ClassVar[int] = 0
-    causal: ClassVar[bool] = False
-    before: ClassVar[bool] = False
 
 
 KVSpec = AttentionSpec | IndexSpec
@@ -127,8 +114,9 @@ class RouterSpec:
 
     Scores are the softmax or sigmoid of the router's logits; a bias is added for the choice only. Of groups of
     neighbouring experts, those `top_groups` take part whose two best choices sum highest (DeepSeek-V3 report, section
-    2.1.2). The scores of the `top_k` chosen, divided by their sum if `normalize`, times `scale`, are the weights.
-    Ties go to the lowest id. The last `num_identity` experts have no matrices: they give back the row.
+    2.1.2). The scores of the `top_k` chosen, divided by their sum if `normalize`, times `scale`, are the weights: of
+    what experts say, or if `scales_inputs` of what they read (Llama 4). Ties go to the lowest id. The last
+    `num_identity` experts have no matrices: they give back the row.
     """
 
     num_experts: int
@@ -139,6 +127,7 @@ class RouterSpec:
     num_groups: int = 1
     top_groups: int = 1
     num_identity: int = 0
+    scales_inputs: bool = False
 
     @property
     def num_matrices(self) -> int:
@@ -148,7 +137,8 @@ class RouterSpec:
 
 @dataclass(frozen=True, eq=False)
 class Experts:
-    """The gated experts of one layer, by id: gate and up [inner, in], down [out, inner]; their biases, or none."""
+    """The experts of one layer, by id: gate (or none: activate(up)) and up [inner, in], down [out, inner]; their
+    biases, or none."""
 
     gate: tuple[Weight, ...]
     up: tuple[Weight, ...]
@@ -252,9 +242,9 @@ class Ops(Protocol):
     ) -> Buffer:
         """q [R, heads * head_dim] over the keys and values of the row's own sequence -> [R, heads * value_width].
 
-        A row sees the positions from max(plan.first_position, its own - window + 1) to plan.sees (to its own with
-        spec.causal, to the one before with spec.before), at least one; they are where plan.paths and the block table
-        say, written in this pass or before, by this layer or another.
+        A row sees the positions from max(plan.first_position, its own - window + 1; with spec.chunk the begin of its
+        chunk) to plan.sees (to its own with spec.causal, to the one before with spec.before), at least one; they are
+        where plan.paths and the block table say, written in this pass or before, by this layer or another.
         `sinks` [heads]: one more logit in each head's softmax, which has no value.
         `chosen`: the pool of an indexer; a row sees only what was chosen for it there, and sums as if those positions,
         in their order, followed each other from plan.first_position on. Nothing else is hidden from such rows.

@@ -17,10 +17,11 @@ from headstart.layers.weights import Shapes, Weights
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
     """`rope` None: positions are not rotated. `qk_norm`: of each head, or `wide_norms`: over all heads together;
-    `norms_last`: behind the rope. `temper`: queries grow with their position. `gated`: the output is multiplied by
-    sigmoid(gate x). `shares`: the index of an earlier layer, whose keys and values are read in place of own ones.
-    `sinks`: see Ops.attend. `v_norm`: values are normed too, without a weight. `keys_are_values`: v is what k is before
-    its norm and rope. `value_scale`: what values are multiplied by."""
+    `norms_last`: behind the rope; `plain_norms`: without weights. `temper`: queries grow with their position. `gated`:
+    the output is multiplied by sigmoid(gate x); `head_gates`: a number for each head. `shares`: the index of an earlier
+    layer, whose keys and values are read in place of own ones. `sinks`: see Ops.attend. `v_norm`: values are normed
+    too, without a weight. `keys_are_values`: v is what k is before its norm and rope. `value_scale`: what values are
+    multiplied by."""
 
     spec: AttentionSpec
     rope: RopeSpec | None
@@ -29,8 +30,10 @@ class AttentionConfig:
     qk_norm: bool = False
     wide_norms: bool = False
     norms_last: bool = False
+    plain_norms: bool = False
     temper: TemperSpec | None = None
     gated: bool = False
+    head_gates: bool = False
     shares: int | None = None
     sinks: bool = False
     v_norm: bool = False
@@ -44,7 +47,10 @@ class AttentionConfig:
             part: weights.linear(f"{name}.{part}", *shape, bias=bias)
             for part, (shape, bias) in self._linears(hidden, reads).items()
         }
-        norms = {part: weights.norm(f"{name}.{part}", width, eps) for part, width in self._norms.items()}
+        norms = {
+            part: weights.plain_norm(width, eps) if self.plain_norms else weights.norm(f"{name}.{part}", width, eps)
+            for part, width in self._norms.items()
+        }
         return Attention(
             q_proj=linears["q_proj"],
             k_proj=linears.get("k_proj"),
@@ -70,7 +76,8 @@ class AttentionConfig:
             shapes[f"{prefix}.self_attn.{name}.weight"] = shape
             if bias:
                 shapes[f"{prefix}.self_attn.{name}.bias"] = shape[:1]
-        shapes |= {f"{prefix}.self_attn.{name}.weight": (width,) for name, width in self._norms.items()}
+        if not self.plain_norms:
+            shapes |= {f"{prefix}.self_attn.{name}.weight": (width,) for name, width in self._norms.items()}
         return shapes | ({f"{prefix}.self_attn.sinks": (self.spec.num_heads,)} if self.sinks else {})
 
     def _linears(self, hidden: int, reads: int) -> dict[str, tuple[tuple[int, int], bool]]:
@@ -83,8 +90,9 @@ class AttentionConfig:
             if not self.keys_are_values:
                 sizes["v_proj"] = spec.num_kv_heads * spec.value_width
         if self.gated:
-            sizes["gate_proj"] = out
-        read = {name: ((size, reads), self.qkv_bias) for name, size in sizes.items()}
+            sizes["gate_proj"] = spec.num_heads if self.head_gates else out
+        plain = {"gate_proj"} if self.head_gates else set[str]()  # without a bias
+        read = {name: ((size, reads), self.qkv_bias and name not in plain) for name, size in sizes.items()}
         return {**read, "o_proj": ((hidden, out), self.o_bias)}
 
     @property

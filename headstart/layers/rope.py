@@ -158,12 +158,12 @@ def _factors(scaling: Mapping[str, Any], key: str, inv_freq: np.ndarray) -> np.n
 def _llama3(inv_freq: np.ndarray, scaling: Mapping[str, Any]) -> np.ndarray:
     """Llama 3.1: low frequencies divided by factor, high ones kept, a linear ramp between (Meta, llama-models)."""
     factor, low, high = (_number(scaling, key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
-    if high <= low:
+    if high < low:
         raise ModelError(
-            f"config.json: high_freq_factor of the rope is {high}, but must be above low_freq_factor, {low}"
+            f"config.json: high_freq_factor of the rope is {high}, but must not be below low_freq_factor, {low}"
         )
     turns = _number(scaling, "original_max_position_embeddings") * inv_freq / (2 * math.pi)
-    kept = np.clip((turns - low) / (high - low), 0, 1)
+    kept = np.clip((turns - low) / ((high - low) or 1e-30), 0, 1)  # Llama 4 has no ramp
     return inv_freq * (kept + (1 - kept) / factor)
 
 

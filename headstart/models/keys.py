@@ -78,16 +78,19 @@ def attention(
     window: int = 0,
     softcap: float = 0.0,
     value_dim: int = 0,
+    chunk: int = 0,
     **switches: Any,
 ) -> AttentionConfig:
-    """Grouped-query attention with rotary positions; `scale` (None: 1 / sqrt(head_dim)), `window`, `softcap` and
-    `value_dim` as in AttentionSpec, `switches`: other fields of AttentionConfig."""
+    """Grouped-query attention with rotary positions; `scale` (None: 1 / sqrt(head_dim)), `window`, `softcap`,
+    `value_dim` and `chunk` as in AttentionSpec, `switches`: other fields of AttentionConfig."""
     heads = number(config, "num_attention_heads")
     kv_heads = number(config, "num_key_value_heads", default=heads)
     head_dim = number(config, "head_dim", default=number(config, "hidden_size") // heads)
     if heads % kv_heads:
         raise ModelError(f"config.json: {heads} query heads are no multiple of {kv_heads} kv heads")
-    spec = AttentionSpec(heads, kv_heads, head_dim, scale or head_dim**-0.5, value_dim, window=window, softcap=softcap)
+    spec = AttentionSpec(
+        heads, kv_heads, head_dim, scale or head_dim**-0.5, value_dim, window=window, softcap=softcap, chunk=chunk
+    )
     return AttentionConfig(**{"spec": spec, "rope": rope_spec(config, head_dim), **switches})
 
 

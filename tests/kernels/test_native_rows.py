@@ -30,7 +30,8 @@ from native_ops import (
 )
 
 from headstart.core import Paths, StepPlan
-from headstart.kernels.ops import AttentionSpec, IndexSpec
+from headstart.kernels.indexing import IndexSpec
+from headstart.kernels.ops import AttentionSpec
 from headstart.kernels.reference.backend import ReferenceBackend
 
 NUM_BLOCKS, LENGTH = 40, 215
@@ -38,6 +39,7 @@ HEADS = {"float32": (4, 2, 24), "bfloat16": (3, 1, 40), "int8": (14, 2, 32)}
 SEEN: dict[str, dict[str, Any]] = {
     "all": {},
     **{f"window {w}": {"window": w} for w in (1, 2, 15, 16, 17, 63, 64, 65, 100, 300)},
+    **{f"chunk {c}": {"chunk": c} for c in (1, 16, 33, 100, 300)},
     "softcap": {"softcap": 2.5},
     "window and softcap": {"window": 33, "softcap": 0.7},
     "causal": {"causal": True},

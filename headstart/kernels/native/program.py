@@ -13,12 +13,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from headstart.kernels.indexing import IndexSpec
 from headstart.kernels.native._native import HiddenPool, KVPool, Matrix, Program, RopeTable, StatePool
 from headstart.kernels.ops import (
     Activation,
     AttentionSpec,
     Experts,
-    IndexSpec,
     RopeSpec,
     RouterSpec,
     StepInputs,
@@ -35,6 +35,8 @@ ACTIVATIONS: Mapping[Activation, int] = {
     "relu2": 4,
     "identity": 5,
     "clamped": 6,
+    "silu_7": 7,
+    "silu_16": 8,
 }
 """Activation in csrc/kernels.h."""
 Input = Literal["token_ids", "positions", "logit_rows", "hidden"]
@@ -147,7 +149,7 @@ class Recorder:
             self._record(logits)
         chosen = self.program.route(
             self._index(logits), bias, spec.top_k, spec.num_groups, spec.top_groups, spec.scoring == "sigmoid",
-            spec.normalize, spec.scale, spec.num_identity,
+            spec.normalize, spec.scale, spec.num_identity, spec.scales_inputs,
         )  # fmt: skip
         self._flush()
         gate, up, down = (list(each) for each in (experts.gate, experts.up, experts.down))
@@ -178,12 +180,14 @@ class Recorder:
         width = spec.num_heads * spec.value_width
         index = self._index(q)
         if chosen is not None:
-            assert not (spec.window or spec.causal or spec.before), "positions that were chosen, and others hidden"
+            assert not (spec.window or spec.chunk or spec.causal or spec.before), (
+                "positions that were chosen, and others hidden"
+            )
             among = self._chosen[chosen]
             return Buffer(
                 width, self.program.attend_chosen(index, pool, spec.num_heads, spec.scale, spec.softcap, sinks, among)
             )
-        how = (spec.num_heads, spec.scale, spec.window, spec.softcap, sinks, spec.causal, spec.before)
+        how = (spec.num_heads, spec.scale, spec.window, spec.softcap, sinks, spec.causal, spec.before, spec.chunk)
         return Buffer(width, self.program.attend(index, pool, *how))
 
     def causal_conv(

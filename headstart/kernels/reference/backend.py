@@ -23,12 +23,12 @@ from torch import Tensor
 from headstart import machine
 from headstart.core import Sampled, SamplingRows, StepPlan, TokenLogprob
 from headstart.errors import UsageError
+from headstart.kernels.indexing import IndexSpec
 from headstart.kernels.ops import (
     NEVER,
     Activation,
     AttentionSpec,
     Experts,
-    IndexSpec,
     KVSpec,
     Program,
     RawTensor,
@@ -65,14 +65,14 @@ class ReferenceOps:
         self._plan, self._device, self._dtype = plan, device, dtype
         self._rope_tables: dict[tuple[int, RopeSpec], tuple[Tensor, Tensor]] = {}
         self._slots = self._ints(plan.slots)
-        self._grouped: dict[tuple[int, bool, bool], list[Group]] = {}
+        self._grouped: dict[tuple[int, int, bool, bool], list[Group]] = {}
         self._chosen: dict[KVPool, list[Tensor]] = {}  # by groups: which of their positions rows see
 
     def _ints(self, array: NDArray[np.int32]) -> Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(self._device)
 
     def _groups(self, spec: KVSpec) -> list[Group]:
-        key = spec.window, spec.causal, spec.before
+        key = spec.window, spec.chunk, spec.causal, spec.before
         if key not in self._grouped:
             spans = Spans.of(self._plan)
             is_long = np.diff(spans.row_starts) > SHORT_SPAN

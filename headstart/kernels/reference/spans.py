@@ -65,6 +65,8 @@ class Spans:
         visible = positions[None, None, :] <= last[rows][:, :, None]
         if spec.window:
             visible &= positions[None, None, :] > plan.positions[rows][:, :, None] - spec.window
+        if spec.chunk:
+            visible &= positions[None, None, :] >= (plan.positions[rows] // spec.chunk * spec.chunk)[:, :, None]
         mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~torch.from_numpy(visible), float("-inf"))
         rows_t, valid_t, slots_t = (torch.from_numpy(np.ascontiguousarray(a)).to(device) for a in (rows, valid, slots))
         return Group(rows_t, valid_t, slots_t, mask.to(device))
