@@ -92,6 +92,14 @@ IMPLIED: Mapping[str, Mapping[str, float | None]] = {
         "norm_topk_prob": False, "expert_gating_func": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0,
         "n_shared_experts": 0, "first_k_dense_replace": 0,
     },
+    "deepseek32": {
+        "norm_topk_prob": False, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "n_shared_experts": 0,
+        "first_k_dense_replace": 0,
+    },
+    "glm-dsa": {
+        "norm_topk_prob": False, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "n_shared_experts": 0,
+        "first_k_dense_replace": 0,
+    },
     "qwen3moe": {"norm_topk_prob": True},
     "lfm2": {"block_auto_adjust_ff_dim": False},
     "lfm2moe": {"norm_topk_prob": True, "routed_scaling_factor": 1.0, "first_k_dense_replace": 0},

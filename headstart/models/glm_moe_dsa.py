@@ -43,6 +43,8 @@ def indexer_kinds(config: Config) -> list[str]:
         every = number(config, "index_topk_freq", default=1)
         offset = number(config, "index_skip_topk_offset", default=2, least=0)
         kinds = [FULL if max(i - offset + 1, 0) % every == 0 else SHARED for i in range(count)]
+    if isinstance(kinds, list):  # GGUF files say whether a layer is full
+        kinds = [each if isinstance(each, str) else FULL if each else SHARED for each in kinds]
     if not isinstance(kinds, list) or len(kinds) < count or kinds[0] != FULL:
         raise ModelError(f"config.json: indexer_types must name {count} layers, the first of them {FULL}")
     keys.check_kinds(kinds[:count], count, (FULL, SHARED))  # some files name the MTP module's too, which has its own
