@@ -34,14 +34,14 @@ def parse(config: Config) -> DecoderConfig:
 
 
 def indexer_kinds(config: Config) -> list[str]:
-    """Of each layer: `indexer_types`, a pattern of letters, or each `index_topk_freq`th layer from an offset on is
-    full."""
+    """Of each layer: `indexer_types`, or a pattern of letters, or each `index_topk_freq`th layer from an offset on is
+    full; files have several of them."""
     count, kinds = keys.num_layers(config), config.get("indexer_types")
-    if kinds is None and (pattern := config.get("index_topk_pattern")) is not None:
+    every = number(config, "index_topk_freq", default=1)
+    offset = number(config, "index_skip_topk_offset", default=2, least=0)
+    if (pattern := config.get("index_topk_pattern")) is not None and kinds is None:
         kinds = [LETTERS.get(letter, letter) for letter in pattern] if isinstance(pattern, str | list) else pattern
     if kinds is None:
-        every = number(config, "index_topk_freq", default=1)
-        offset = number(config, "index_skip_topk_offset", default=2, least=0)
         kinds = [FULL if max(i - offset + 1, 0) % every == 0 else SHARED for i in range(count)]
     if isinstance(kinds, list):  # GGUF files say whether a layer is full
         kinds = [each if isinstance(each, str) else FULL if each else SHARED for each in kinds]
