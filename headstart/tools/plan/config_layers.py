@@ -73,7 +73,7 @@ def attention_layers(config: Config, num_layers: int) -> list[Attention]:
     if config.get("compress_ratios"):
         return [compressed(config, int(ratio)) for ratio in config["compress_ratios"]][:num_layers]
     if config.get("kv_lora_rank"):
-        return [latent(config)] * num_layers
+        return [latent(config, indexed=each) for each in indexed_layers(config, num_layers)]
     first = first_borrowing(config, num_layers)
     kinds = layer_kinds(config, num_layers)
     return [_mixer(config, kind, borrowing=index >= first) for index, kind in enumerate(kinds)]
@@ -155,9 +155,18 @@ def _by_window(config: Config, key: str, window: int) -> int:
     return int(special or (config[key] if key == "num_attention_heads" else config.get(key) or 0))
 
 
-def latent(config: Config) -> Attention:
+def indexed_layers(config: Config, num_layers: int) -> list[bool]:
+    """Which layers have an indexer of their own; the others take what the last one before them has chosen."""
+    kinds = config.get("indexer_types") or config.get("index_topk_pattern")
+    if kinds:
+        return [str(each)[:1] in "fF" for each in kinds][:num_layers]
+    every, offset = int(config.get("index_topk_freq") or 1), int(config.get("index_skip_topk_offset") or 2)
+    return [max(i - offset + 1, 0) % every == 0 for i in range(num_layers)]
+
+
+def latent(config: Config, *, indexed: bool = True) -> Attention:
     """Multi-head latent attention, absorbed (DeepSeek-V2 report, section 2.1): one vector per position for all heads;
-    with `index_topk` a small indexer chooses positions (DeepSeek-V3.2 report)."""
+    with `index_topk` a small indexer chooses positions (DeepSeek-V3.2 report), where the layer is `indexed`."""
     hidden, heads, rank = (int(config[key]) for key in ("hidden_size", "num_attention_heads", "kv_lora_rank"))
     rope, nope, value = (int(config[key]) for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
     query = int(config.get("q_lora_rank") or 0)
@@ -165,16 +174,16 @@ def latent(config: Config) -> Attention:
     weights = q_weights + hidden * (rank + rope) + rank * heads * (nope + value) + heads * value * hidden
     top = config.get("index_topk")
     index_heads, index_size = int(config.get("index_n_heads") or 0), int(config.get("index_head_dim") or 0)
-    if top:
+    if top and indexed:
         weights += (query or hidden) * index_heads * index_size + hidden * (index_size + index_heads)
     return Attention(
         weights=weights,
-        kernels=KERNELS["chosen" if top else "latent"],
+        kernels=KERNELS["chosen" if top and indexed else "latent"],
         width=rank + rope,
         work=heads * (2 * rank + rope),
         top=int(top) if top else None,
-        index_width=index_size if top else 0,
-        index_work=index_heads * index_size if top else 0,
+        index_width=index_size if top and indexed else 0,
+        index_work=index_heads * index_size if top and indexed else 0,
     )
 
 
