@@ -258,7 +258,7 @@ FAMILY = Family(
                          "im_end_token", "im_patch_token"), "of pictures"),
     },
     names=Names(
-        {**WRAPPED, **dict.fromkeys(("vision_model.", "model.vision_model.", "vit_large_projector."))},
+        {**WRAPPED, "vit_large_projector.": None},
         parts={
             ".moe.router_bias": ".mlp.gate.e_score_correction_bias", ".moe.gate.": ".mlp.gate.",
             ".moe.": ".mlp.experts.", ".share_expert.": ".mlp.shared_experts.",
