@@ -63,12 +63,6 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "nemotron_h": {"hybrid_override_pattern": "ME*EM"},  # no MLP beside experts there
     "phi3": {"sliding_window": None},  # which llama.cpp does not apply
     "ernie4_5_moe": {"intermediate_size": 1024},  # by kv heads: what the converter takes for shared experts' width
-    "falcon_h1": {"mamba_d_ssm": 512},
-    "nemotron_h": {
-        "hybrid_override_pattern": "ME*M",  # with experts no layer is an MLP there
-        "mamba_num_heads": 8, "mamba_head_dim": 64, "ssm_state_size": 64, "moe_latent_size": 256,
-        "moe_shared_expert_intermediate_size": 256,
-    },
     "step3p5": {"moe_layers_enum": "1,2", "share_expert_dim": 256},  # all behind the first ones, as released
     "mimo_v2_flash": {
         "v_head_dim": 32, "num_key_value_heads": 2, "rope_parameters": None, "rope_theta": 50000.0,
