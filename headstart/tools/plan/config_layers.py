@@ -110,8 +110,14 @@ def _turn(pattern: Any) -> list[bool]:
 
 
 def _mixer(config: Config, kind: str, *, borrowing: bool) -> Attention:
+    if kind == "mamba" or (kind == "linear_attention" and "mamba_n_heads" in config):
+        return mamba(config)
     if kind == "linear_attention":
         return recurrent(config)
+    if "mamba_d_ssm" in config:  # side by side (Falcon-H1)
+        attention, beside = grouped(config, 0), mamba(config)
+        kernels = attention.kernels + beside.kernels
+        return replace(attention, weights=attention.weights + beside.weights, kernels=kernels, state=beside.state)
     if kind == "conv":
         return short_convolution(config)
     windows = {"chunked_attention": "attention_chunk_size", "sliding_attention": "sliding_window"}
@@ -234,9 +240,12 @@ def short_convolution(config: Config) -> Attention:
 
 def mamba(config: Config) -> Attention:
     """Mamba-2: a state of heads x head size x state size, whatever the context."""
-    hidden, heads, size = (int(config[key]) for key in ("hidden_size", "mamba_num_heads", "mamba_head_dim"))
-    state, groups = int(config["ssm_state_size"]), int(config.get("n_groups") or 1)
-    inner = heads * size
+    hidden, heads = int(config["hidden_size"]), int(config.get("mamba_n_heads") or config["mamba_num_heads"])
+    state = int(config.get("mamba_d_state") or config["ssm_state_size"])
+    groups = int(config.get("mamba_n_groups") or config.get("n_groups") or 1)
+    size = config.get("mamba_d_head") or config.get("mamba_head_dim") or "auto"
+    whole = int(config.get("mamba_d_ssm") or int(config.get("mamba_expand") or 2) * hidden)
+    inner = whole if size == "auto" else heads * int(size)
     return Attention(
         weights=hidden * (2 * inner + 2 * groups * state + heads) + inner * hidden,
         kernels=KERNELS["recurrent"],
@@ -266,7 +275,8 @@ def feed_forward(config: Config, *, dense: bool, wide: bool = False) -> MLP:
     hidden, matrices = int(config["hidden_size"]), 2 if config.get("mlp_hidden_act") in UNGATED else 3
     extra = STREAM_KERNELS if config.get("hc_mult") else 0
     if dense:
-        inner = int(config.get("intermediate_size_mlp") or config["intermediate_size"])
+        named = ("intermediate_size_mlp", "shared_intermediate_size", "intermediate_size")
+        inner = int(next(value for key in named if (value := config.get(key))))
         beside = 3 * hidden * int(config.get("hidden_size_per_layer_input") or 0)  # a layer's own embedding comes in
         return MLP(weights=matrices * hidden * inner * (1 + wide) + beside, kernels=KERNELS["dense"] + extra)
     inner, experts = int(config.get("moe_intermediate_size") or config["intermediate_size"]), num_experts(config)
@@ -286,7 +296,8 @@ def feed_forward(config: Config, *, dense: bool, wide: bool = False) -> MLP:
 
 def _shared(config: Config, inner: int) -> int:
     """Width of the experts that every row runs through."""
-    for key in ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"):
+    keys = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
+    for key in keys:
         if config.get(key):
             return int(config[key])
     if "interleave_moe_layer_step" in config:  # one beside the experts, which no key counts
