@@ -49,13 +49,6 @@ bool any_quantized(const Matrices& matrices) {
     return false;
 }
 
-// Rows first .. of a buffer.
-Output from_row(Output out, int64_t first) {
-    out.values += first * out.stride;
-    if (out.quants) out.quants += first * QuantLayout(out.width).row_bytes();
-    return out;
-}
-
 // What the tasks of one expert's step work on: slots first .. first + count - 1, outputs of one pair of blocks.
 struct Share {
     int32_t expert;
@@ -165,7 +158,7 @@ int experts(Program& program, int x, std::pair<int, int> chosen, nb::list gate_l
         in.index = routing->rows.data() + share.first;
         in.rows = share.count;
         program.kernels.gated(*gates[share.expert], *ups[share.expert], gate_bias[share.expert], up_bias[share.expert],
-                              kind, in, share.pair, from_row(program.output(inner), share.first));
+                              kind, in, share.pair, program.output(inner).from_row(share.first));
     };
     program.add(std::move(widen));
 
@@ -176,11 +169,11 @@ int experts(Program& program, int x, std::pair<int, int> chosen, nb::list gate_l
     Step narrow = step_over(routing, out_pairs, {inner, dealt}, spoken, nb::make_tuple(down_list, down_biases));
     narrow.run = [&program, routing, downs, inner, spoken, out_pairs, bias = biases_of(down_biases, downs)](const Pass&, int64_t task) {
         const Share share = share_of(*routing, task, out_pairs);
-        const Output all = from_row(program.output(inner), share.first);
+        const Output all = program.output(inner).from_row(share.first);
         Input in{all.values, all.stride, all.quants, share.count, program.halves(inner)};
         if (in.halves) in.halves += share.first * program.buffers[inner].half_stride();
         program.kernels.linear(*downs[share.expert], bias[share.expert], in, share.pair,
-                               from_row(program.output(spoken), share.first));
+                               program.output(spoken).from_row(share.first));
     };
     program.add(std::move(narrow));
     return sum(program, routing, x, spoken);

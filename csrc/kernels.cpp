@@ -426,12 +426,13 @@ void weigh(const float* values, int64_t stride, const int32_t* slots, const floa
 void conv(const float* const* rows, const float* taps, int64_t width, int64_t channels, float* out); // recurrent.cpp
 void decay(const float* x, const float* rate, const float* bias, int64_t width, float* out);
 void delta(const DeltaTask& task);
+void index_scores(const IndexTask& task); // indexer.cpp
 
 const Kernels& kernels() {
     static constexpr Kernels table{HEADSTART_STRING(HEADSTART_PATH), linear,      gated,  embed,    quantize, norm,
                                    activate_row,            activate_mul, scale, softcap_row, add,   rope,
                                    store_kv,                attend,      sigmoid_mul, route, weigh,  conv,
-                                   decay,                   delta};
+                                   decay,                   delta,  index_scores};
     return table;
 }
 

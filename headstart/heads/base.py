@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from headstart.config import MAX_DEPTH
 from headstart.errors import ModelError
-from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, StateSpec, StepInputs, Weight
+from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, StateSpec, StepInputs, Weight
 from headstart.layers.decoder import LayerConfig, Tap, tap_width, together
 from headstart.layers.linear import Linear
 from headstart.layers.network import NetworkProgram, Pools
@@ -142,7 +142,7 @@ class Module(Protocol):
     """One draft step's computation; each kind of head has its own."""
 
     @property
-    def kv_specs(self) -> tuple[AttentionSpec, ...]:
+    def kv_specs(self) -> tuple[KVSpec, ...]:
         """A pool each; none: it keeps nothing between rounds."""
 
     def forward(
@@ -178,7 +178,7 @@ class HeadNetwork:
     state_specs: tuple[StateSpec, ...] = ()
 
     @property
-    def kv_specs(self) -> Sequence[AttentionSpec]:
+    def kv_specs(self) -> Sequence[KVSpec]:
         return [spec for module in self.head.modules for spec in module.kv_specs]
 
     def programs(self, pools: Pools) -> Mapping[str, NetworkProgram]:

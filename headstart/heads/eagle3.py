@@ -36,7 +36,7 @@ from headstart.heads.kind import (
     Values,
     plain_parts,
 )
-from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, RopeSpec, StepInputs
+from headstart.kernels.ops import AttentionSpec, Buffer, KVSpec, Ops, Pool, RopeSpec, StepInputs
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import DecoderLayer, LayerConfig, tapped_layers
@@ -63,7 +63,7 @@ class Eagle3Module:
     norm: RMSNorm
 
     @property
-    def kv_specs(self) -> tuple[AttentionSpec, ...]:
+    def kv_specs(self) -> tuple[KVSpec, ...]:
         return self.block.mixer.kv_specs
 
     def forward(

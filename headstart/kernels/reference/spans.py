@@ -3,7 +3,7 @@ span, L cached positions."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -22,6 +22,10 @@ class Group:
     valid: Tensor
     slots: Tensor
     mask: Tensor
+
+    def only(self, seen: Tensor) -> Group:
+        """The same, where rows look at the positions in `seen` [S, Q, L]."""
+        return replace(self, mask=torch.zeros_like(self.mask).masked_fill_(~seen, float("-inf")))
 
 
 @dataclass(frozen=True, eq=False)
