@@ -112,7 +112,7 @@ class HeadSpec:
     hidden_first: bool = False
     mask_first: bool = False
     tap: Tap = "post_norm"
-    recycle: Literal["post_norm", "pre_norm"] = "post_norm"
+    recycle: Literal["post_norm", "pre_norm", "streams"] = "post_norm"
     beyond: Literal["last", "cycle"] | None = None
     norm_before_residual: bool = False
     block: BlockSpec | None = None
@@ -129,6 +129,17 @@ class HeadSpec:
         """Rows that lie between the true pairs and the row of draft step `step` >= 1 in the KV of the step's module: of
         earlier steps that the same module served."""
         return sum(self.module_of(each) == self.module_of(step) for each in range(1, step))
+
+    @property
+    def num_streams(self) -> int:
+        """Residual streams of its block."""
+        return self.layer.streams.count if self.layer and self.layer.streams else 1
+
+    def read_width(self, hidden_size: int, *, recycled: bool) -> int:
+        """Columns of what a draft step reads: a stored state, or a recycled vector."""
+        if recycled:
+            return hidden_size * (self.num_streams if self.recycle == "streams" else 1)
+        return tap_width(self.tap, hidden_size, self.num_streams)
 
     @property
     def depth_limit(self) -> int:
@@ -188,10 +199,11 @@ class HeadNetwork:
         for index, module in enumerate(self.head.modules):
             pool = together([next(kv) for _ in module.kv_specs])
             code = DraftStep(self.head.spec, module, pool, self.embedding, self.lm_head)
-            programs[f"pairs.{index}"] = NetworkProgram(code, tap_width(self.head.spec.tap, self.hidden_size))
-            programs[f"next.{index}"] = NetworkProgram(replace(code, recycled=True), self.hidden_size)
+            stored, recycled = (spec.read_width(self.hidden_size, recycled=each) for each in (False, True))
+            programs[f"pairs.{index}"] = NetworkProgram(code, stored)
+            programs[f"next.{index}"] = NetworkProgram(replace(code, recycled=True), recycled)
             if index == 0:
-                states = NetworkProgram(replace(code, lm_head=None), tap_width(self.head.spec.tap, self.hidden_size))
+                states = NetworkProgram(replace(code, lm_head=None), stored)
                 programs[STATES] = states
         return programs
 

@@ -25,10 +25,10 @@ Weight = Any
 """Opaque weight owned by a backend."""
 Pool = Any
 """Opaque paged storage: num_slots rows of keys and values, or of hidden states."""
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "identity", "clamped"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "identity", "clamped", "limited"]
 """x / (1 + e^-x); x times the normal distribution's share below x, by erf or by its approximation with tanh; max(x, 0);
 the square of that; x. `clamped` takes both factors of a gated product : with g and u within 7, g only from above,
-g / (1 + e^(-1.702 g)) (u + 1)."""
+g / (1 + e^(-1.702 g)) (u + 1). `limited`: the product of silu(g) and u, both within 10 in the same way."""
 
 
 REFINED = 32
@@ -58,11 +58,16 @@ class RawTensor(Protocol):
 @dataclass(frozen=True)
 class RopeSpec:
     """Rotary embedding, half-split (HF) layout: dims i and i + rotary_dim / 2 turn by position * inv_freq[i] * 1;
-    sin and cos are multiplied by `scale` (YaRN). dims beyond rotary_dim pass through."""
+    sin and cos are multiplied by `scale` (YaRN). dims beyond rotary_dim pass through. `trailing`: the last rotary_dim
+    dims turn, neighbours 2 i and 2 i + 1 together. `inverse`: they turn back. `behind`: by a position that lies so far
+    before the row's (not before 0)."""
 
     inv_freq: tuple[float, ...]
     rotary_dim: int
     scale: float = 1.0
+    trailing: bool = False
+    inverse: bool = False
+    behind: int = 0
 
 
 @dataclass(frozen=True)
@@ -91,18 +96,63 @@ class AttentionSpec:
 @dataclass(frozen=True)
 class IndexSpec:
     """A lightning indexer (DeepSeek-V3.2 report, section 2.1): queries of `num_heads` heads score the one key that it
-    keeps of a position, and a row attends to the `top_k` positions that score highest. See Ops.choose."""
+    keeps of a position, and a row attends to the `top_k` positions that score highest, of those that end a window of
+    `every`. See Ops.choose."""
 
     num_heads: int
     head_dim: int
     top_k: int
+    every: int = 1
     num_kv_heads: ClassVar[int] = 1
     value_width: ClassVar[int] = 0
     latent: ClassVar[bool] = False
 
 
-KVSpec = AttentionSpec | IndexSpec
+@dataclass(frozen=True)
+class CompressSpec:
+    """Entries of `dim` features for windows of `every` positions (DeepSeek-V4 report, section 2.3). `overlap`: of twice
+    as many positions; projections then have two parts, of which the window before gives the first. See Ops.compress."""
+
+    every: int
+    dim: int
+    overlap: bool = False
+    num_kv_heads: ClassVar[int] = 1
+    value_width: ClassVar[int] = 0
+    latent: ClassVar[bool] = False
+
+    @property
+    def width(self) -> int:
+        """Columns of a projection."""
+        return self.dim * (2 if self.overlap else 1)
+
+    @property
+    def head_dim(self) -> int:
+        """Columns of a kept row: projection and gates."""
+        return 2 * self.width
+
+    @property
+    def span(self) -> int:
+        """Positions that an entry is made of."""
+        return self.every * (2 if self.overlap else 1)
+
+
+KVSpec = AttentionSpec | IndexSpec | CompressSpec
 """What a layer keeps of a position in a KV pool."""
+
+
+@dataclass(frozen=True)
+class StreamSpec:
+    """Hyper-connections: `count` residual streams, whose mixing matrix is made doubly stochastic in so many
+    `iterations`; `eps` keeps its sums away from 0. See Ops.stream_weights."""
+
+    count: int
+    iterations: int
+    eps: float
+
+    @property
+    def num_mixes(self) -> int:
+        """Weights of one part: of its input, of its output, and the mixing matrix."""
+        return (2 + self.count) * self.count
 
 
 @dataclass(frozen=True)
@@ -118,7 +168,7 @@ class TemperSpec:
 class RouterSpec:
     """Which experts a row takes and how it weighs them.
 
-    Scores are the softmax or sigmoid of the router's logits; a bias is added for the choice only. Of groups of
+    Scores are the softmax or sigmoid of the router's logits, or sqrt(ln(1 + e^logit)) (`softplus`); a bias is added for the choice only. Of groups of
     neighbouring experts, those `top_groups` take part whose two best choices sum highest (DeepSeek-V3 report, section
     2.1.2). The scores of the `top_k` chosen, divided by their sum if `normalize`, times `scale`, are the weights.
     Ties go to the lowest id. The last `num_identity` experts have no matrices: they give back the row.
@@ -126,7 +176,7 @@ class RouterSpec:
 
     num_experts: int
     top_k: int
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    scoring: Literal["softmax", "sigmoid", "softplus"] = "softmax"
     normalize: bool = True
     scale: float = 1.0
     num_groups: int = 1
@@ -264,9 +314,18 @@ class Ops(Protocol):
     def head_linear(self, x: Buffer, weights: Sequence[Weight]) -> Buffer:
         """One float matrix [out, in] for each head: [R, heads * in] -> [R, heads * out]."""
 
-    def moe(self, x: Buffer, logits: Buffer, bias: Weight | None, experts: Experts, spec: RouterSpec) -> Buffer:
+    def moe(
+        self,
+        x: Buffer,
+        logits: Buffer,
+        bias: Weight | None,
+        experts: Experts,
+        spec: RouterSpec,
+        told: tuple[Weight, Buffer] | None = None,
+    ) -> Buffer:
         """The weighted sum of the experts that each row takes, added in ascending order of their ids. logits [R, E] are
-        the router's, bias [E]; x [R, in] -> [R, out]."""
+        the router's, bias [E]; x [R, in] -> [R, out]. `told`: a table [V * top_k] (Backend.index) and token ids [R]; the
+        row of a token names its experts, and scores only weigh them."""
 
     def rope(self, x: Buffer, positions: Buffer, spec: RopeSpec, head_dim: int) -> Buffer:
         """Rotate each head of [R, heads * head_dim]."""
@@ -282,6 +341,38 @@ class Ops(Protocol):
         more) with the highest sum over heads of weight * max(q . k, 0), for q [R, heads * head_dim], weights
         [R, heads] and the keys in the pool. Of equal scores the lowest position goes first; NaN comes last. The choice
         holds in this pass, for `attend`, until the next over the same pool."""
+
+    def compress(self, values: Buffer, gates: Buffer, bias: Weight, pool: Pool, spec: CompressSpec) -> Buffer:
+        """Keep values and gates + bias, both [R, width], at the rows' slots; bias [every * width] goes by position %
+        every. A row that ends a window, with (position + 1) % every == 0, gives the sum over its last `span` positions
+        of values, by feature, with the softmax of their gates as weights; positions before the first have none. With
+        `overlap` the older half of them gives its first `dim` columns, the newer its last. -> [R, dim]; zeros elsewhere.
+        """
+
+    def stream_weights(self, mixes: Buffer, base: Weight, scale: Weight, spec: StreamSpec) -> Buffer:
+        """Of n streams, from mixes [R, n + n + n * n], base of that width, scale [3] by part: n weights of the input,
+        sigmoid(scale * mix + base) + eps; n of the output, 2 sigmoid(.); and the mixing matrix: softmax over its rows
+        + eps, its columns divided by their sums + eps, then rows and columns in turn, `iterations` columns in all.
+        mixes [R, n] and scale [1]: the first n alone."""
+
+    def sum_streams(self, streams: Buffer, weights: Buffer | None, spec: StreamSpec) -> Buffer:
+        """[R, n * H] -> [R, H]: the sum of streams by the first n weights; None: their mean."""
+
+    def mix_streams(self, streams: Buffer, x: Buffer, weights: Buffer, spec: StreamSpec) -> Buffer:
+        """Stream k becomes weights[n + k] * x + sum over j of weights[2 n + j n + k] * stream j. x [R, H]."""
+
+    def attend_beside(
+        self,
+        q: Buffer,
+        pool: Pool,
+        entries: Pool,
+        spec: AttentionSpec,
+        every: int,
+        sinks: Weight | None = None,
+        chosen: Pool = None,
+    ) -> Buffer:
+        """As `attend`, and in the same softmax over the pool `entries` at positions p up to the row's own that end a
+        window, (p + 1) % every == 0. `chosen`: those only that were chosen in the pool of an indexer."""
 
     def attend(
         self, q: Buffer, pool: Pool, spec: AttentionSpec, sinks: Weight | None = None, chosen: Pool = None

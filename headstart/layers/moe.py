@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from headstart.errors import ModelError
 from headstart.kernels.ops import Activation, Buffer, Experts, Ops, RawTensor, RouterSpec, Weight
 from headstart.layers.decoder import FeedForward
 from headstart.layers.linear import Linear
@@ -25,7 +26,7 @@ from headstart.layers.weights import Shapes, Weights
 class MoEConfig:
     """`inner`: width of one expert; `shared`: width of the shared experts together, 0 for none; `shared_gate`: a row
     scales them by sigmoid(w . x); `bias`: a bias corrects the choice of experts; `biases`: the router and
-    all matrices of experts have one."""
+    all matrices of experts have one. `table`: of so many tokens each has its experts, `gate.table` [V, top_k]."""
 
     router: RouterSpec
     inner: int
@@ -34,6 +35,7 @@ class MoEConfig:
     bias: bool = False
     activation: Activation = "silu"
     biases: bool = False
+    table: int = 0
 
     def build(self, weights: Weights, prefix: str, hidden: int) -> MoE:
         """From the tensors under `prefix` (no trailing dot). Raises ModelError for what is missing."""
@@ -50,7 +52,16 @@ class MoEConfig:
             shared_gate=Linear(weights.take(weights.raw(gate, (1, hidden), (hidden,)).shaped(1, hidden), precise=True))
             if self.shared_gate
             else None,
+            table=self._table(weights, f"{prefix}.gate.table"),
         )
+
+    def _table(self, weights: Weights, name: str) -> Weight | None:
+        if not self.table:
+            return None
+        ids = weights.raw(name, (self.table, self.router.top_k)).float32()
+        if not ((ids >= 0) & (ids < self.router.num_experts)).all():
+            raise ModelError(f"{weights.source}: {name} names experts beyond {self.router.num_experts}")
+        return weights.backend.index(ids.astype(np.int64).reshape(-1))
 
     def shapes(self, prefix: str, hidden: int) -> Shapes:
         """Names (experts one by one) and shapes of those tensors."""
@@ -58,6 +69,8 @@ class MoEConfig:
         shapes: Shapes = {f"{prefix}.gate.weight": (count, hidden)}
         if self.bias:
             shapes[f"{prefix}.gate.e_score_correction_bias"] = (count,)
+        if self.table:
+            shapes[f"{prefix}.gate.table"] = (self.table, self.router.top_k)
         if self.biases:
             shapes[f"{prefix}.gate.bias"] = (count,)
         for expert in range(self.router.num_matrices):
@@ -83,14 +96,16 @@ class MoE:
     bias: Weight | None = None
     shared: FeedForward | None = None
     shared_gate: Linear | None = None
+    table: Weight | None = None
 
-    def __call__(self, ops: Ops, x: Buffer) -> Buffer:
+    def __call__(self, ops: Ops, x: Buffer, token_ids: Buffer = None) -> Buffer:
         logits = self.router(ops, x)
+        told = None if self.table is None else (self.table, token_ids)
         if self.shared is None:
-            return ops.moe(x, logits, self.bias, self.experts, self.spec)
+            return ops.moe(x, logits, self.bias, self.experts, self.spec, told)
         gate = self.shared_gate(ops, x) if self.shared_gate else None
         shared = self.shared(ops, x)
-        routed = ops.moe(x, logits, self.bias, self.experts, self.spec)
+        routed = ops.moe(x, logits, self.bias, self.experts, self.spec, told)
         return ops.add(routed, shared if gate is None else ops.sigmoid_mul(gate, shared))
 
 

@@ -95,7 +95,7 @@ _STREAMS = "several residual streams (hyper-connections, AltUp)"
 UNSUPPORTED: Mapping[str, str] = {
     "deepseek_v32": _INDEXER, "deepseek32": _INDEXER, "glm_moe_dsa": _INDEXER, "glm-dsa": _INDEXER,
     "glm5_next": f"Kimi delta attention and {_INDEXER}", "glm5-next": f"Kimi delta attention and {_INDEXER}",
-    "deepseek_v4": _STREAMS, "deepseek4": _STREAMS, "qwen4_exp": _STREAMS, "qwen4exp": _STREAMS,
+    "qwen4_exp": _STREAMS, "qwen4exp": _STREAMS,
     "mimo_v2": "projections fused in the order of several devices, and pictures (MiMo-V2.5, Pro, Omni)",
     "nemotron_h": "Mamba2 layers", "nemotron_h_moe": "Mamba2 layers", "mamba2": "Mamba2 layers",
     "step3p5": "gated sliding-window attention", "step35": "gated sliding-window attention",

@@ -156,6 +156,8 @@ def oracle_of(family: str, model: Model) -> Any:
     oracle = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config), **plainly)
     tensors = {name: torch.tensor(tensor.float32()) for name, tensor in model.checkpoint.tensors.items()}
     tensors = {name.replace("attention_sink_bias", "sinks"): tensor for name, tensor in tensors.items()}
+    if kind == "deepseek_v4":
+        tensors = {renamed(name, V4): tensor for name, tensor in tensors.items()}
     named = fused_experts(tensors)
     for name in [name for name in named if name.endswith(".gate_up_proj") and config.get("zero_expert_num")]:
         nothing = named[name].new_zeros(config["zero_expert_num"], *named[name].shape[1:])
@@ -170,6 +172,25 @@ def oracle_of(family: str, model: Model) -> Any:
 
 MIXTRAL = {"block_sparse_moe.": "mlp.", ".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
 """Its names in files -> those of newer families, which transformers has inside."""
+
+
+V4 = {
+    r"\.attn\.": ".self_attn.", r"\.ffn\.": ".mlp.", r"\.indexer\.compressor\.": ".compressor.indexer.",
+    r"^embed\.": "embed_tokens.", r"^head\.": "lm_head.", r"^hc_head_": "hc_head.hc_", r"\.attn_norm\.": ".input_layernorm.",
+    r"\.ffn_norm\.": ".post_attention_layernorm.", r"\.hc_(attn|ffn)_": r".\1_hc.", r"\.attn_sink": ".sinks",
+    r"\.indexer\.weights_proj\.": ".compressor.indexer.scorer.weights_proj.",
+    r"\.indexer\.wq_b\.": ".compressor.indexer.q_b_proj.", r"\.norm\.": ".kv_norm.", r"\.ape": ".position_bias",
+    r"\.wq_(.)\.": r".q_\1_proj.", r"\.wkv\.": ".kv_proj.", r"\.wgate\.": ".gate_proj.", r"\.wo_(.)\.": r".o_\1_proj.",
+    r"\.q_norm\.": ".q_a_norm.", r"\.gate\.bias": ".gate.e_score_correction_bias", r"\.w1\.": ".gate_proj.",
+    r"\.w2\.": ".down_proj.", r"\.w3\.": ".up_proj.", r"^(?!lm_head|mtp)": "model.",
+}  # fmt: skip
+"""DeepSeek's own names -> transformers' (its conversion_mapping.py)."""
+
+
+def renamed(name: str, table: dict[str, str]) -> str:
+    for old, new in table.items():
+        name = re.sub(old, new, name)
+    return name
 
 
 def fused_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -26,6 +26,7 @@ from headstart.errors import UsageError
 from headstart.kernels.ops import (
     Activation,
     AttentionSpec,
+    CompressSpec,
     ConvSpec,
     DeltaSpec,
     Experts,
@@ -37,6 +38,7 @@ from headstart.kernels.ops import (
     RouterSpec,
     StateSpec,
     StepInputs,
+    StreamSpec,
     TemperSpec,
 )
 from headstart.kernels.reference.choice import best_positions, index_scores
@@ -45,6 +47,7 @@ from headstart.kernels.reference.recurrent import StatePool, conv_step, delta_st
 from headstart.kernels.reference.refine import largest
 from headstart.kernels.reference.sampling import logprobs, sample
 from headstart.kernels.reference.spans import Group, Spans
+from headstart.kernels.reference.streams import entries_of, mix_streams, stream_weights, sum_streams
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 SHORT_SPAN, SHORT_CONTEXT = 8, 128
@@ -142,12 +145,34 @@ class ReferenceOps:
         heads: tuple[Tensor, ...] = x.unflatten(-1, (len(weights), -1)).unbind(-2)
         return torch.cat([head @ weight.T for head, weight in zip(heads, weights, strict=True)], dim=-1)
 
-    def moe(self, x: Tensor, logits: Tensor, bias: Tensor | None, experts: Experts, spec: RouterSpec) -> Tensor:
-        return mixture(x, logits, bias, experts, spec)
+    def moe(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        bias: Tensor | None,
+        experts: Experts,
+        spec: RouterSpec,
+        told: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        return mixture(x, logits, bias, experts, spec, told)
+
+    def stream_weights(self, mixes: Tensor, base: Tensor, scale: Tensor, spec: StreamSpec) -> Tensor:
+        return stream_weights(mixes, base, scale, spec)
+
+    def sum_streams(self, streams: Tensor, weights: Tensor | None, spec: StreamSpec) -> Tensor:
+        return sum_streams(streams, weights, spec)
+
+    def mix_streams(self, streams: Tensor, x: Tensor, weights: Tensor, spec: StreamSpec) -> Tensor:
+        return mix_streams(streams, x, weights, spec)
 
     def rope(self, x: Tensor, positions: Tensor, spec: RopeSpec, head_dim: int) -> Tensor:
         cos, sin = self._rope_table(positions, spec)
         heads = x.unflatten(-1, (-1, head_dim))
+        if spec.trailing:
+            rest, turning = heads[..., : -spec.rotary_dim], heads[..., -spec.rotary_dim :]
+            a, b = turning[..., 0::2], turning[..., 1::2]
+            turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+            return torch.cat((rest, turned), dim=-1).flatten(-2)
         half = spec.rotary_dim // 2
         a, b, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
         return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1).flatten(-2)
@@ -157,7 +182,8 @@ class ReferenceOps:
         key = (id(positions), spec)
         if key not in self._rope_tables:
             frequencies = torch.tensor(spec.inv_freq, dtype=torch.float64, device=positions.device)
-            angles = positions[..., None, None].double() * frequencies
+            turns = (positions - spec.behind).clamp(min=0) * (-1 if spec.inverse else 1)
+            angles = turns[..., None, None].double() * frequencies
             self._rope_tables[key] = (
                 (angles.cos() * spec.scale).to(self._dtype),
                 (angles.sin() * spec.scale).to(self._dtype),
@@ -176,10 +202,50 @@ class ReferenceOps:
         self._chosen[pool] = [
             best_positions(
                 index_scores(q[group.rows], weights[group.rows], pool.keys[group.slots][:, :, 0], spec),
-                group.mask == 0, spec.top_k,
+                (group.mask == 0) & self._ends(group, spec.every), spec.top_k,
             )
             for group in self._groups(0, False)
         ]  # fmt: skip
+
+    def _ends(self, group: Group, every: int) -> Tensor:
+        """[L]: which of a group's positions end a window of `every`."""
+        positions = torch.arange(group.slots.shape[1], device=self._device) + self._plan.first_position
+        return (positions + 1) % every == 0
+
+    def compress(self, values: Tensor, gates: Tensor, bias: Tensor, pool: KVPool, spec: CompressSpec) -> Tensor:
+        positions = self._ints(self._plan.positions)
+        told = gates + bias.view(spec.every, -1)[positions % spec.every]
+        pool.keys[self._slots] = torch.cat((values, told), dim=-1)[:, None]
+        out = values.new_zeros(len(values), spec.dim)
+        for group in self._groups(0, False):
+            span, column = torch.nonzero(((positions[group.rows] + 1) % spec.every == 0) & group.valid, as_tuple=True)
+            rows = group.rows[span, column]
+            places = positions[rows, None] - torch.arange(spec.span - 1, -1, -1, device=self._device)
+            kept = pool.keys[group.slots[span].gather(1, places.clamp(min=0)), 0]
+            out[rows] = entries_of(kept, places >= 0, spec)
+        return out
+
+    def attend_beside(
+        self,
+        q: Tensor,
+        pool: KVPool,
+        entries: KVPool,
+        spec: AttentionSpec,
+        every: int,
+        sinks: Tensor | None = None,
+        chosen: KVPool | None = None,
+    ) -> Tensor:
+        out = q.new_empty(len(q), spec.num_heads * spec.value_width)
+        windows, wholes = self._groups(spec.window, spec.causal), self._groups(0, spec.causal)
+        for i, (near, far) in enumerate(zip(windows, wholes, strict=True)):
+            seen = (far.mask == 0) & self._ends(far, every)
+            seen = seen if chosen is None else seen & self._chosen[chosen][i]
+            keys = torch.cat((pool.keys[near.slots], entries.keys[far.slots]), dim=1)
+            values = torch.cat((pool.values[near.slots], entries.values[far.slots]), dim=1)
+            mask = torch.cat((near.mask, far.only(seen).mask), dim=-1)
+            attended = self._attend(q[near.rows], keys, values, spec, mask, sinks)
+            out[near.rows[near.valid]] = attended[near.valid]
+        return out
 
     def attend(
         self,
@@ -194,22 +260,24 @@ class ReferenceOps:
         if chosen is not None:
             groups = [group.only(seen) for group, seen in zip(groups, self._chosen[chosen], strict=True)]
         for group in groups:
-            attended = self._attend(q[group.rows], pool, spec, group, sinks)
+            keys, values = pool.keys[group.slots], pool.values[group.slots]
+            attended = self._attend(q[group.rows], keys, values, spec, group.mask, sinks)
             out[group.rows[group.valid]] = attended[group.valid]
         return out
 
-    def _attend(self, q: Tensor, pool: KVPool, spec: AttentionSpec, group: Group, sinks: Tensor | None) -> Tensor:
-        """[S, Q, H * D] -> [S, Q, H * V]."""
+    def _attend(
+        self, q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, mask: Tensor, sinks: Tensor | None
+    ) -> Tensor:
+        """[S, Q, H * D] over keys [S, L, K, D] and values [S, L, K, V] -> [S, Q, H * V]."""
         num_spans, num_rows, _ = q.shape
         kv_heads, dim = spec.num_kv_heads, spec.head_dim
         repeat = spec.num_heads // kv_heads
         # head h = kv head * G + g; the G query heads of a kv head share its keys, so they become rows
         q_skgqd = q.view(num_spans, num_rows, kv_heads, repeat, dim).permute(0, 2, 3, 1, 4)
-        keys = pool.keys[group.slots].permute(0, 2, 3, 1)  # [S, K, D, L]
-        values = pool.values[group.slots].permute(0, 2, 1, 3)  # [S, K, L, V]
+        keys, values = keys.permute(0, 2, 3, 1), values.permute(0, 2, 1, 3)  # [S, K, D, L], [S, K, L, V]
         scores = q_skgqd.reshape(num_spans, kv_heads, repeat * num_rows, dim) @ keys
         scores = scores.view(num_spans, kv_heads, repeat, num_rows, -1) * spec.scale
-        weights = attention_weights(scores, group.mask[:, None, None], spec, sinks)
+        weights = attention_weights(scores, mask[:, None, None], spec, sinks)
         out = weights.reshape(num_spans, kv_heads, repeat * num_rows, -1) @ values
         out = out.view(num_spans, kv_heads, repeat, num_rows, -1)
         return out.permute(0, 3, 1, 2, 4).reshape(num_spans, num_rows, -1)
