@@ -63,7 +63,8 @@ __attribute__((noinline, unused)) static f32 activate_other(f32 x, Activation ki
     case Activation::RELU: return relu(x);
     case Activation::RELU2: return relu(x) * relu(x);
     case Activation::IDENTITY:
-    case Activation::CLAMPED: return x; // of two, see gate_mul
+    case Activation::CLAMPED:
+    case Activation::LIMITED: return x; // of two, see gate_mul
     case Activation::SILU: break;
     }
     return silu(x);
@@ -78,8 +79,14 @@ INLINE f32 clamped(f32 x, f32 up) {
     return x * sigmoid(x * splat(1.702f)) * (up + splat(1.0f));
 }
 
+// SwiGLU with factors within 10, of which the first is limited from above alone (DeepSeek-V4).
+INLINE f32 limited(f32 x, f32 up) {
+    return silu(min(splat(10.0f), x)) * max(splat(-10.0f), min(splat(10.0f), up));
+}
+
 // activate(x) * up, or what takes both.
 INLINE f32 gate_mul(f32 x, f32 up, Activation kind) {
+    if (kind == Activation::LIMITED) return limited(x, up);
     return kind == Activation::CLAMPED ? clamped(x, up) : activate(x, kind) * up;
 }
 

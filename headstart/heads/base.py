@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from headstart.config import MAX_DEPTH
 from headstart.errors import ModelError
-from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, StateSpec, StepInputs, Weight
+from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, StepInputs, Weight
+from headstart.kernels.states import StateSpec
 from headstart.layers.decoder import LayerConfig, Tap, tap_width, together
 from headstart.layers.linear import Linear
 from headstart.layers.network import NetworkProgram, Pools
@@ -195,7 +196,7 @@ class HeadNetwork:
     def programs(self, pools: Pools) -> Mapping[str, NetworkProgram]:
         """Of module i: `pairs.i`, a draft step from stored trunk states, and `next.i`, one from recycled vectors; and
         STATES, what the first module gives the LM head."""
-        kv, programs = iter(pools.kv), {}
+        kv, programs, spec = iter(pools.kv), {}, self.head.spec
         for index, module in enumerate(self.head.modules):
             pool = together([next(kv) for _ in module.kv_specs])
             code = DraftStep(self.head.spec, module, pool, self.embedding, self.lm_head)

@@ -54,7 +54,6 @@ class MTPModule:
         y, stream = self.norm.add(ops, delta, residual)
         return y, y if spec.recycle == "post_norm" else stream
 
-
     def _in_streams(
         self, ops: Ops, spec: HeadSpec, streams: Streams, e: Buffer, h: Buffer, step: StepInputs, pool: Pool
     ) -> tuple[Buffer, Buffer]:

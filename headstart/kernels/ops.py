@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from headstart.core import Sampled, SamplingRows, StepPlan, TokenLogprob
 from headstart.kernels.chain import Chain
+from headstart.kernels.states import ConvSpec, DeltaSpec, ScanSpec, StateSpec
 
 Buffer = Any
 """Opaque activations [R, width] or per-row integers [R]."""
@@ -168,10 +169,11 @@ class TemperSpec:
 class RouterSpec:
     """Which experts a row takes and how it weighs them.
 
-    Scores are the softmax or sigmoid of the router's logits, or sqrt(ln(1 + e^logit)) (`softplus`); a bias is added for the choice only. Of groups of
-    neighbouring experts, those `top_groups` take part whose two best choices sum highest (DeepSeek-V3 report, section
-    2.1.2). The scores of the `top_k` chosen, divided by their sum if `normalize`, times `scale`, are the weights.
-    Ties go to the lowest id. The last `num_identity` experts have no matrices: they give back the row.
+    Scores are the softmax or sigmoid of the router's logits, or sqrt(ln(1 + e^logit)) (`softplus`); a bias is added for
+    the choice only. Of groups of neighbouring experts, those `top_groups` take part whose two best choices sum highest
+    (DeepSeek-V3 report, section 2.1.2). The scores of the `top_k` chosen, divided by their sum if `normalize`, times
+    `scale`, are the weights. Ties go to the lowest id. The last `num_identity` experts have no matrices: they give back
+    the row.
     """
 
     num_experts: int
@@ -200,53 +202,6 @@ class Experts:
     gate_bias: tuple[Weight, ...] = ()
     up_bias: tuple[Weight, ...] = ()
     down_bias: tuple[Weight, ...] = ()
-
-
-@dataclass(frozen=True)
-class ConvSpec:
-    """A short causal convolution: each channel sums its last `width` inputs. State: the last width - 1 inputs."""
-
-    channels: int
-    width: int
-
-    @property
-    def state_shape(self) -> tuple[int, ...]:
-        return self.width - 1, self.channels
-
-    @property
-    def row_width(self) -> int:
-        """Columns of a kept row (see Ops.causal_conv)."""
-        return self.channels
-
-
-@dataclass(frozen=True)
-class DeltaSpec:
-    """Gated DeltaNet (Yang, Kautz, Hatamizadeh 2024): one state matrix [key_dim, value_dim] per value head. Value head
-    v reads key head v // (num_heads / num_key_heads), or v % num_key_heads where they are `tiled`."""
-
-    num_key_heads: int
-    num_heads: int
-    key_dim: int
-    value_dim: int
-    tiled: bool = False
-
-    @property
-    def channels(self) -> int:
-        """Width of [q, k, v]."""
-        return 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
-
-    @property
-    def state_shape(self) -> tuple[int, ...]:
-        return self.num_heads, self.key_dim, self.value_dim
-
-    @property
-    def row_width(self) -> int:
-        """Columns of a kept row: [q, k, v], log decay, strength."""
-        return self.channels + 2 * self.num_heads
-
-
-StateSpec = ConvSpec | DeltaSpec
-"""What a recurrent layer keeps per sequence instead of keys and values."""
 
 
 @dataclass(frozen=True)
@@ -324,8 +279,8 @@ class Ops(Protocol):
         told: tuple[Weight, Buffer] | None = None,
     ) -> Buffer:
         """The weighted sum of the experts that each row takes, added in ascending order of their ids. logits [R, E] are
-        the router's, bias [E]; x [R, in] -> [R, out]. `told`: a table [V * top_k] (Backend.index) and token ids [R]; the
-        row of a token names its experts, and scores only weigh them."""
+        the router's, bias [E]; x [R, in] -> [R, out]. `told`: a table [V * top_k] (see Backend.index) and token ids
+        [R]; the table's row of a token names its experts, and scores only weigh them."""
 
     def rope(self, x: Buffer, positions: Buffer, spec: RopeSpec, head_dim: int) -> Buffer:
         """Rotate each head of [R, heads * head_dim]."""
@@ -346,8 +301,7 @@ class Ops(Protocol):
         """Keep values and gates + bias, both [R, width], at the rows' slots; bias [every * width] goes by position %
         every. A row that ends a window, with (position + 1) % every == 0, gives the sum over its last `span` positions
         of values, by feature, with the softmax of their gates as weights; positions before the first have none. With
-        `overlap` the older half of them gives its first `dim` columns, the newer its last. -> [R, dim]; zeros elsewhere.
-        """
+        `overlap` the older half of them gives its first `dim` columns, the newer its last. -> [R, dim]."""
 
     def stream_weights(self, mixes: Buffer, base: Weight, scale: Weight, spec: StreamSpec) -> Buffer:
         """Of n streams, from mixes [R, n + n + n * n], base of that width, scale [3] by part: n weights of the input,
@@ -387,17 +341,25 @@ class Ops(Protocol):
         other from plan.first_position on. Such attention has neither a window nor spec.causal.
         """
 
-    def causal_conv(self, x: Buffer, weight: Weight, pool: Pool, spec: ConvSpec) -> Buffer:
-        """y_p = sum over j of weight[j] * x_(p - width + 1 + j) along each sequence, zeros before its first row;
-        weight [width * channels], taps oldest first. States are read and written as plan.states says."""
+    def causal_conv(self, x: Buffer, weight: Weight, pool: Pool, spec: ConvSpec, bias: Weight | None = None) -> Buffer:
+        """y_p = bias + sum over j of weight[j] * x_(p - width + 1 + j) along each sequence, zeros before its first row;
+        weight [width * channels], taps oldest first, bias [channels]. States are read and written as plan.states
+        says."""
 
-    def decay(self, x: Buffer, rate: Weight, bias: Weight) -> Buffer:
-        """rate * ln(1 + e^(x + bias)), by column: the log decay of a recurrent state (rate < 0)."""
+    def softplus(self, x: Buffer, rate: Weight | None, bias: Weight) -> Buffer:
+        """rate * ln(1 + e^(x + bias)), by column (rate None: 1): with rate < 0 the log decay of a recurrent state."""
 
     def gated_delta(self, qkv: Buffer, log_decay: Buffer, strength: Buffer, pool: Pool, spec: DeltaSpec) -> Buffer:
         """The recurrence, row by row in prefill too: with q and k of length 1 (L2, epsilon 1e-6) and q / sqrt(key_dim),
         S = e^log_decay S;  S += k (sigmoid(strength) (v - S^T k))^T;  out = S^T q. qkv [R, channels]; log_decay and
         strength [R, heads] -> [R, heads * value_dim]. States are read and written as plan.states says."""
+
+    def selective_scan(
+        self, xbc: Buffer, step: Buffer, rate: Weight, skip: Weight, pool: Pool, spec: ScanSpec
+    ) -> Buffer:
+        """Mamba2's recurrence, row by row in prefill too: by head S = e^(rate step) S;  S += B (step x)^T;
+        out = S^T C + skip x. xbc [R, channels]; step [R, heads]; rate and skip [heads] -> [R, inner]. States are read
+        and written as plan.states says."""
 
     def take_rows(self, x: Buffer, rows: Buffer) -> Buffer:
         """x[rows]."""

@@ -27,9 +27,9 @@ from headstart.kernels.ops import (
     Ops,
     Pool,
     RopeSpec,
-    StateSpec,
     Weight,
 )
+from headstart.kernels.states import StateSpec
 from headstart.layers.linear import Linear
 from headstart.layers.norm import RMSNorm
 from headstart.layers.weights import Shapes, Weights

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
-from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, Program, StateSpec, StepInputs, StreamSpec, Weight
+from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, Program, StepInputs, StreamSpec, Weight
+from headstart.kernels.states import StateSpec
 from headstart.layers.linear import Linear
 from headstart.layers.norm import NoNorm, Norm, RMSNorm
 from headstart.layers.streams import Streams, read_streams, repeated, stream_shapes
@@ -246,9 +247,7 @@ class DecoderLayer:
             return delta, residual
         return None, ops.scale(ops.add(delta, residual), self.stream_scale)
 
-    def _in_streams(
-        self, ops: Ops, streams: Buffer, positions: Buffer, pool: Pool, passing: Passing | None
-    ) -> Buffer:
+    def _in_streams(self, ops: Ops, streams: Buffer, positions: Buffer, pool: Pool, passing: Passing | None) -> Buffer:
         around_mixer, around_mlp = self.streams
         x, weights = around_mixer.enter(ops, streams)
         mixed = self.mixer(ops, self.input_norm(ops, x), positions, pool)

@@ -1,4 +1,4 @@
-"""The lightning indexer of DeepSeek Sparse Attention (DeepSeek-V3.2 report, section 2.1): which positions a row attends to.
+"""The lightning indexer of DeepSeek Sparse Attention (DeepSeek-V3.2 report, section 2.1): what a row attends to.
 
 k = norm(W_k x), one key for each position; q = W_q c with c the compressed query of latent attention; w = W_w x. Both
 are rotated in their first features. A position scores sum over heads of w * max(q . k, 0) (see Ops.choose). Two factors
@@ -39,7 +39,10 @@ class IndexerConfig:
         heads, dim = spec.num_heads, spec.head_dim
         queries = (np.arange(heads)[:, None] * dim + order).reshape(-1)
         norm = weights.raw(f"{name}.k_norm.weight", (dim,)), weights.raw(f"{name}.k_norm.bias", (dim,))
-        query, key = weights.raw(f"{name}.wq_b.weight", (heads * dim, rank)), weights.raw(f"{name}.wk.weight", (dim, reads))
+        query, key = (
+            weights.raw(f"{name}.wq_b.weight", (heads * dim, rank)),
+            weights.raw(f"{name}.wk.weight", (dim, reads)),
+        )
         return Indexer(
             query=Linear(weights.take(query.take_rows(queries))),
             key=Linear(weights.take(key.take_rows(order))),

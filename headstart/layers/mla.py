@@ -19,7 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.kernels.ops import AttentionSpec, Buffer, KVSpec, Ops, Pool, RopeSpec, StateSpec, Weight
+from headstart.kernels.ops import AttentionSpec, Buffer, KVSpec, Ops, Pool, RopeSpec, Weight
+from headstart.kernels.states import StateSpec
 from headstart.layers.indexer import Indexer, IndexerConfig
 from headstart.layers.linear import Linear
 from headstart.layers.norm import RMSNorm
@@ -30,8 +31,8 @@ from headstart.layers.weights import Shapes, Weights
 @dataclass(frozen=True, kw_only=True)
 class MLAConfig:
     """Sizes; `query_rank` 0: queries come from x at once. `interleaved`: the file has the two halves of a rotary pair
-    side by side. `eps` is of the two inner norms; `latent_scale` multiplies the latent behind its norm. `indexer` chooses
-    positions; or `shares`, the index of an earlier layer whose indexer does."""
+    side by side. `eps` is of the two inner norms; `latent_scale` multiplies the latent behind its norm. `indexer`
+    chooses positions, or that of an earlier layer: `shares` is its index."""
 
     num_heads: int
     query_rank: int

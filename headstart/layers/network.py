@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from headstart.kernels.ops import Handle, KVSpec, Pool, Program, StateSpec
+from headstart.kernels.ops import Handle, KVSpec, Pool, Program
+from headstart.kernels.states import StateSpec
 from headstart.layers.decoder import Decoder, Tap
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headstart.kernels.ops import Buffer, ConvSpec, Ops, Pool, StateSpec, Weight
+from headstart.kernels.ops import Buffer, Ops, Pool, Weight
+from headstart.kernels.states import ConvSpec, StateSpec
 from headstart.layers.linear import Linear
 from headstart.layers.weights import Shapes, Weights
 

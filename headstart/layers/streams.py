@@ -39,7 +39,9 @@ class Streams:
         return ops.mix_streams(streams, x, weights, self.spec)
 
 
-def read_streams(weights: Weights, prefix: str, hidden: int, spec: StreamSpec, eps: float, *, last: bool = False) -> Streams:
+def read_streams(
+    weights: Weights, prefix: str, hidden: int, spec: StreamSpec, eps: float, *, last: bool = False
+) -> Streams:
     """From the tensors under `prefix`; `last`: nothing leaves."""
     wide = spec.count * hidden
     shapes = stream_shapes(prefix, hidden, spec, last=last)

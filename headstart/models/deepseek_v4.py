@@ -202,7 +202,9 @@ def restore(arrays: Arrays, config: DecoderConfig) -> Arrays:
     for name, array in arrays.items():
         if name.startswith("mtp.") and name.endswith(".projection.weight"):
             halves: Sequence[np.ndarray] = np.hsplit(array, 2)
-            theirs |= {name.replace("projection", f"{part}_proj"): half for part, half in zip("eh", halves, strict=True)}
+            theirs |= {
+                name.replace("projection", f"{part}_proj"): half for part, half in zip("eh", halves, strict=True)
+            }
         else:
             theirs[name] = array
     return theirs

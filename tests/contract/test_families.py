@@ -176,7 +176,8 @@ MIXTRAL = {"block_sparse_moe.": "mlp.", ".w1.": ".gate_proj.", ".w3.": ".up_proj
 
 V4 = {
     r"\.attn\.": ".self_attn.", r"\.ffn\.": ".mlp.", r"\.indexer\.compressor\.": ".compressor.indexer.",
-    r"^embed\.": "embed_tokens.", r"^head\.": "lm_head.", r"^hc_head_": "hc_head.hc_", r"\.attn_norm\.": ".input_layernorm.",
+    r"^embed\.": "embed_tokens.", r"^head\.": "lm_head.", r"^hc_head_": "hc_head.hc_",
+    r"\.attn_norm\.": ".input_layernorm.",
     r"\.ffn_norm\.": ".post_attention_layernorm.", r"\.hc_(attn|ffn)_": r".\1_hc.", r"\.attn_sink": ".sinks",
     r"\.indexer\.weights_proj\.": ".compressor.indexer.scorer.weights_proj.",
     r"\.indexer\.wq_b\.": ".compressor.indexer.q_b_proj.", r"\.norm\.": ".kv_norm.", r"\.ape": ".position_bias",
@@ -287,7 +288,9 @@ def test_greedy_text_is_that_of_transformers(family: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_arithmetic_is_near(family: str) -> None:
-    model, tokens = tiny_model(family, dtype="bfloat16"), prompt_of(LENGTH, 5)
+    # rounding decides at the edge of what an indexer chooses: that edge should not be half of what a row sees
+    changes = {"index_topk": 70} if "index_topk" in family_of(family).small else {}
+    model, tokens = tiny_model(family, dtype="bfloat16", **changes), prompt_of(LENGTH, 5)
     with torch.inference_mode():
         expected = oracle_of(family, model)(torch.tensor([tokens]), use_cache=False).logits[0]
     engine = make(model, dtype="bfloat16", drafter="auto", depth=3)

@@ -17,9 +17,9 @@ from headstart.cli.main import main  # noqa: E402
 from headstart.config import EngineConfig  # noqa: E402
 from headstart.core import SamplingParams  # noqa: E402
 from headstart.errors import UsageError  # noqa: E402
-from headstart.kernels.ops import ConvSpec, DeltaSpec  # noqa: E402
-from headstart.kernels.reference.recurrent import Step, conv_step, delta_step  # noqa: E402
-from headstart.train import corpus, delta, scratch  # noqa: E402
+from headstart.kernels.reference.recurrent import Step, conv_step, delta_step, scan_step  # noqa: E402
+from headstart.kernels.states import ConvSpec, DeltaSpec, ScanSpec  # noqa: E402
+from headstart.train import corpus, delta, scan, scratch  # noqa: E402
 from headstart.train.data import Problems  # noqa: E402
 from headstart.train.objective import Weighting  # noqa: E402
 from headstart.train.scratch import ScratchModel, ScratchOptions, run  # noqa: E402
@@ -58,6 +58,18 @@ def test_chunks_are_the_recurrence(tiled: bool, length: int) -> None:
     torch.testing.assert_close(delta.gated_delta(qkv, decay, strength, spec), expected, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("length", [1, 150])
+def test_chunks_are_the_scan(length: int) -> None:
+    spec = ScanSpec(2, 6, 12, 8)
+    generator = torch.Generator().manual_seed(length)
+    xbc = torch.randn(2, length, spec.channels, dtype=torch.float64, generator=generator)
+    steps = torch.rand(2, length, 6, dtype=torch.float64, generator=generator)
+    rate, skip = -torch.rand(6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+    state = torch.zeros(2, *spec.state_shape, dtype=torch.float64)
+    expected = walked(scan_step(spec, rate, skip), torch.cat((xbc, steps), -1), state)
+    torch.testing.assert_close(scan.selective_scan(xbc, steps, rate, skip, spec), expected, rtol=1e-12, atol=1e-13)
+
+
 def test_the_convolution_is_the_one_that_runs() -> None:
     spec, x, weight = ConvSpec(5, 4), torch.randn(2, 9, 5), torch.randn(20)
     expected = walked(conv_step(weight, spec), x, torch.zeros(2, 3, 5))
@@ -70,13 +82,13 @@ FIXED = ("e_score_correction_bias", ".expert_bias", ".layer_scalar")
 @pytest.mark.slow
 @pytest.mark.parametrize("family", support.FAMILIES)
 def test_every_tensor_learns(family: str) -> None:
-    """Gradients reach all that takes part in the forward; a bias of the choice of experts and a layer's scalar
-    (fixed in transformers too) take none."""
+    """Gradients reach all that takes part in the forward; a bias of the choice of experts, an indexer and a layer's
+    scalar (fixed in transformers too) take none."""
     model = tiny_model(family)
     loss, head_loss, _ = model.losses(tokens_of(3, 40), Weighting())
     (loss + head_loss).backward()
     without = {name for name, each in model.masters.items() if each.grad is None or not each.grad.abs().sum() > 0}
-    assert {name for name in without if not name.endswith(FIXED)} == set()
+    assert {name for name in without if not name.endswith(FIXED) and ".indexer." not in name} == set()
 
 
 @pytest.mark.slow

@@ -27,8 +27,6 @@ from headstart.kernels.ops import (
     Activation,
     AttentionSpec,
     CompressSpec,
-    ConvSpec,
-    DeltaSpec,
     Experts,
     IndexSpec,
     KVSpec,
@@ -36,18 +34,18 @@ from headstart.kernels.ops import (
     RawTensor,
     RopeSpec,
     RouterSpec,
-    StateSpec,
     StepInputs,
     StreamSpec,
     TemperSpec,
 )
 from headstart.kernels.reference.choice import best_positions, index_scores
 from headstart.kernels.reference.moe import ACTIVATIONS, gated, mixture
-from headstart.kernels.reference.recurrent import StatePool, conv_step, delta_step, walk
+from headstart.kernels.reference.recurrent import StatePool, conv_step, delta_step, scan_step, walk
 from headstart.kernels.reference.refine import largest
 from headstart.kernels.reference.sampling import logprobs, sample
 from headstart.kernels.reference.spans import Group, Spans
 from headstart.kernels.reference.streams import entries_of, mix_streams, stream_weights, sum_streams
+from headstart.kernels.states import ConvSpec, DeltaSpec, ScanSpec, StateSpec
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 SHORT_SPAN, SHORT_CONTEXT = 8, 128
@@ -282,16 +280,27 @@ class ReferenceOps:
         out = out.view(num_spans, kv_heads, repeat, num_rows, -1)
         return out.permute(0, 3, 1, 2, 4).reshape(num_spans, num_rows, -1)
 
-    def causal_conv(self, x: Tensor, weight: Tensor, pool: StatePool, spec: ConvSpec) -> Tensor:
-        return walk(conv_step(weight, spec), x, spec.channels, pool, self._plan)
+    def causal_conv(
+        self, x: Tensor, weight: Tensor, pool: StatePool, spec: ConvSpec, bias: Tensor | None = None
+    ) -> Tensor:
+        made = walk(conv_step(weight, spec), x, spec.channels, pool, self._plan)
+        return made if bias is None else made + bias
 
-    def decay(self, x: Tensor, rate: Tensor, bias: Tensor) -> Tensor:
+    def softplus(self, x: Tensor, rate: Tensor | None, bias: Tensor) -> Tensor:
         wide = _wide(x.dtype)  # e to the sum of a whole text of these
-        return rate.to(wide) * torch.nn.functional.softplus(x.to(wide) + bias.to(wide), threshold=30)
+        made = torch.nn.functional.softplus(x.to(wide) + bias.to(wide), threshold=30)
+        return made if rate is None else rate.to(wide) * made
 
     def gated_delta(self, qkv: Tensor, log_decay: Tensor, strength: Tensor, pool: StatePool, spec: DeltaSpec) -> Tensor:
         rows = torch.cat((qkv, log_decay, strength), dim=-1)
         return walk(delta_step(spec), rows, spec.num_heads * spec.value_dim, pool, self._plan).to(qkv.dtype)
+
+    def selective_scan(
+        self, xbc: Tensor, step: Tensor, rate: Tensor, skip: Tensor, pool: StatePool, spec: ScanSpec
+    ) -> Tensor:
+        rows, wide = torch.cat((xbc, step), dim=-1), _wide(xbc.dtype)
+        scanned = walk(scan_step(spec, rate.to(wide), skip.to(wide)), rows, spec.inner, pool, self._plan)
+        return scanned.to(xbc.dtype)
 
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         return x[rows]

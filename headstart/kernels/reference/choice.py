@@ -12,9 +12,10 @@ def index_scores(q: Tensor, weights: Tensor, keys: Tensor, spec: IndexSpec) -> T
     """q [..., R, heads * D], weights [..., R, heads], keys [..., L, D] -> [..., R, L], at least in float32."""
     wide = torch.promote_types(q.dtype, torch.float32)
     heads = q.to(wide).unflatten(-1, (spec.num_heads, spec.head_dim)).flatten(-3, -2)
-    products: Tensor = (heads @ keys.to(wide).transpose(-1, -2)).relu()
+    products = (heads @ keys.to(wide).transpose(-1, -2)).relu()
     by_head = products.unflatten(-2, (-1, spec.num_heads))  # [..., R, heads, L]
-    return (weights.to(wide)[..., None, :] @ by_head).squeeze(-2)
+    scores: Tensor = (weights.to(wide)[..., None, :] @ by_head).squeeze(-2)
+    return scores
 
 
 def best_positions(scores: Tensor, visible: Tensor, top_k: int) -> Tensor:

@@ -44,9 +44,7 @@ Told = tuple[Tensor, Tensor]
 """The experts of each token [V * top_k], and the rows' tokens."""
 
 
-def route(
-    logits: Tensor, bias: Tensor | None, spec: RouterSpec, told: Told | None = None
-) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, bias: Tensor | None, spec: RouterSpec, told: Told | None = None) -> tuple[Tensor, Tensor]:
     """logits [R, E], bias [E] -> (weights, expert ids), both [R, top_k], best choice first, or as told."""
     logits = logits.float() if logits.dtype == torch.bfloat16 else logits
     scores = SCORES[spec.scoring](logits)

@@ -12,7 +12,7 @@ def stream_weights(mixes: Tensor, base: Tensor, scale: Tensor, spec: StreamSpec)
     """Ops.stream_weights, in float32 at least."""
     count, wide = spec.count, torch.promote_types(mixes.dtype, torch.float32)
     parts, bases = mixes.to(wide).split(count, -1), base.to(wide).split(count)
-    entering = (parts[0] * scale[0] + bases[0]).sigmoid() + spec.eps
+    entering: Tensor = (parts[0] * scale[0] + bases[0]).sigmoid() + spec.eps
     if mixes.shape[-1] == count:
         return entering
     leaving = 2 * (parts[1] * scale[1] + bases[1]).sigmoid()
@@ -27,18 +27,17 @@ def stream_weights(mixes: Tensor, base: Tensor, scale: Tensor, spec: StreamSpec)
 
 def sum_streams(streams: Tensor, weights: Tensor | None, spec: StreamSpec) -> Tensor:
     """Ops.sum_streams."""
-    apart = streams.unflatten(-1, (spec.count, -1))
-    if weights is None:
-        return apart.mean(-2)
-    return (weights[..., : spec.count, None] * apart).sum(-2).to(streams.dtype)
+    apart: Tensor = streams.unflatten(-1, (spec.count, -1))
+    weighted = apart / spec.count if weights is None else weights[..., : spec.count, None] * apart
+    return weighted.sum(-2).to(streams.dtype)
 
 
 def mix_streams(streams: Tensor, x: Tensor, weights: Tensor, spec: StreamSpec) -> Tensor:
     """Ops.mix_streams."""
     count = spec.count
     leaving, square = weights[..., count : 2 * count], weights[..., 2 * count :].unflatten(-1, (count, count))
-    mixed = square.transpose(-1, -2).to(streams.dtype) @ streams.unflatten(-1, (count, -1))
-    return (leaving[..., None].to(x.dtype) * x[..., None, :] + mixed).flatten(-2)
+    mixed: Tensor = square.transpose(-1, -2).to(streams.dtype) @ streams.unflatten(-1, (count, -1))
+    return torch.flatten(leaving[..., None].to(x.dtype) * x[..., None, :] + mixed, -2)
 
 
 def entries_of(kept: Tensor, there: Tensor, spec: CompressSpec) -> Tensor:
@@ -50,5 +49,5 @@ def entries_of(kept: Tensor, there: Tensor, spec: CompressSpec) -> Tensor:
             torch.cat((part[:, old, : spec.dim], part[:, new, spec.dim :]), dim=1) for part in (values, gates)
         )
     wide = torch.promote_types(gates.dtype, torch.float32)
-    weights = gates.to(wide).masked_fill(~there[..., None], float("-inf")).softmax(1)
-    return (values * weights.to(values.dtype)).sum(1)
+    weights: Tensor = gates.to(wide).masked_fill(~there[..., None], float("-inf")).softmax(1)
+    return torch.sum(values * weights.to(values.dtype), 1)
