@@ -35,7 +35,10 @@ LENGTHS = (1, 5, 17, 30, 45, 64)
 """Of the prompts; the longer ones begin with the same tokens."""
 SHARED = 20
 SOFT = 0.1
-QUIET = ("o_proj.weight", "wo_b.weight", "out_proj.weight", "down_proj.weight", "w2.weight", "experts.down_proj", "down_proj_bias")
+QUIET = (
+    "o_proj.weight", "wo_b.weight", "out_proj.weight", "down_proj.weight", "w2.weight", "experts.down_proj",
+    "down_proj_bias",
+)  # fmt: skip
 PROJECTIONS = {"mtp.fc.weight": False, "eh_proj.weight": False, "input_proj.weight": True}
 """Ending of the name of an MTP module's projection -> does the hidden state come first?"""
 SUMMED = {".e_proj.weight": 1.0, ".h_proj.weight": 0.0}

@@ -81,7 +81,7 @@ def _kinds(config: Config, rates: dict[str, int]) -> list[str]:
     """Of each layer, by its name or its ratio."""
     count, kinds, ratios = keys.num_layers(config), config.get("layer_types"), config.get("compress_ratios")
     if kinds is None and ratios is not None:
-        by_ratio = {0: SLIDING, 1: SLIDING, **{rate: kind for kind, rate in rates.items()}}
+        by_ratio = {0: SLIDING, 1: SLIDING, **{rate: kind for each in (RATES, rates) for kind, rate in each.items()}}
         if not isinstance(ratios, list) or len(ratios) < count or not {*ratios} <= {*by_ratio}:
             known = ", ".join(map(str, by_ratio))
             raise ModelError(f"config.json: compress_ratios must name {count} layers, by one of {known}")
@@ -251,11 +251,11 @@ NAMES = Names(
 )
 SMALL: dict[str, Any] = {
     "head_dim": 16, "intermediate_size": None, "qk_rope_head_dim": 6, "q_lora_rank": 20, "num_key_value_heads": 1,
-    "o_groups": 2, "o_lora_rank": 10,
-    "sliding_window": 11, "compress_rates": {SPARSE: 4, HEAVY: 12}, "compress_rope_theta": 160000.0, "index_n_heads": 7,
-    "index_head_dim": 10, "index_topk": 5, "layer_types": [SLIDING, SPARSE, HEAVY], "num_hash_layers": 1,
+    "o_groups": 2, "o_lora_rank": 10, "sliding_window": 11, "compress_ratios": [4, 128, 0, 0],
+    "compress_rates": {SPARSE: 4, HEAVY: 12}, "compress_rope_theta": 160000.0, "index_n_heads": 15,
+    "index_head_dim": 10, "index_topk": 5, "hc_mult": 4, "hc_sinkhorn_iters": 6, "hc_eps": 1e-6, "num_hash_layers": 1,
     "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 1, "moe_intermediate_size": 24,
-    "routed_scaling_factor": 1.5, "hc_mult": 4, "hc_sinkhorn_iters": 6, "num_nextn_predict_layers": 1,
+    "routed_scaling_factor": 1.5, "num_nextn_predict_layers": 1,
 }  # fmt: skip
 FAMILY = Family(
     parse=parse,

@@ -97,6 +97,25 @@ OWN: dict[str, dict[str, dict[str, Any]]] = {
         "sizes of one layer": {"per_layer_config": {"2": {"head_dim": 10, "num_key_value_heads": 3}}},
         "another table": {"vocab_size_per_layer_input": 140, "use_bidirectional_attention": "vision"},
     },
+    "deepseek_v4": {
+        "wide odd heads of one key": {"head_dim": 23, "num_attention_heads": 3, "o_groups": 3, "index_head_dim": 11},
+        "one layer with a window, odd sizes": {
+            "num_hidden_layers": 1,
+            "compress_ratios": [0, 0],
+            "num_hash_layers": 0,
+            "vocab_size": 97,
+            "moe_intermediate_size": 37,
+        },
+        "kinds by ratio, three streams": {
+            "compress_ratios": [128, 4, 4, 0],
+            "compress_rates": None,
+            "compress_rate_csa": 5,
+            "hc_mult": 3,
+            "hc_sinkhorn_iters": 1,
+            "scoring_func": "sigmoid",
+        },
+        "no word on kinds": {"compress_ratios": None, "num_hash_layers": None},
+    },
     "longcat_flash": {
         "one layer, odd sizes": {
             "num_hidden_layers": 2,
@@ -110,6 +129,7 @@ OWN: dict[str, dict[str, dict[str, Any]]] = {
 }
 """Variants of one family."""
 NOT_OF = {
+    "deepseek_v4": ("num_key_value_heads", "attention_bias", "hidden_act", "num_hidden_layers"),
     "gemma4": ("rope_scaling",),
     "mimo_v2_flash": ("rope_scaling", "rope_parameters", "num_key_value_heads"),
 }
