@@ -218,7 +218,7 @@ class Program {
 
     const Kernels& kernels;
     Limits limits;
-    bool profiling = false, wants_states = false;
+    bool profiling = false, wants_states = false, wants_spans = false; // spans: Pass::row_spans
     Scores scores;
     int64_t hidden_width = 0; // columns of the hidden states that it reads
     std::vector<Buffer> buffers;

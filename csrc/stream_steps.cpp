@@ -104,6 +104,7 @@ int compress(Program& program, int values, int gates, Floats bias, nb::object ro
             "compress: shapes differ");
     keep_projections(program, values, gates, pool, nb::make_tuple(row_pool, bias), bias.data(), every);
     program.limits.reach(program.limits.table_slots, pool->num_slots);
+    program.wants_spans = true;
     const int out = program.buffer(dim, false);
     Step step = row_step({values}, {out}, row_pool);
     step.gathers = true;
@@ -161,6 +162,7 @@ int attend_beside(Program& program, int q, nb::object kv_pool, nb::object entry_
                 entries->layout.tile_bytes() == pool->layout.tile_bytes() && entries->num_slots == pool->num_slots,
             "attend_beside: one head of keys and a window, and entries like the keys");
     step.owners.push_back(entry_pool);
+    program.wants_spans = true;
     if (chosen >= 0) step.reads.push_back(chosen);
     const int out = step.writes[0];
     const int64_t most = program.kernels.most_queries, together = most * kTogether;

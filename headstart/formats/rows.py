@@ -144,11 +144,15 @@ class SideBySide(Deferred):
         return "F32"
 
     def read(self) -> Tensor:
-        values = np.hstack([part.float32() for part in self.parts])
-        return make_tensor(self.name, values.shape, "F32", np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+        return self.take_rows(np.arange(self.shape[0]))
+
+    def plain(self) -> Any:
+        """Itself: it is floats."""
+        return self
 
     def take_rows(self, rows: NDArray[np.int64]) -> Tensor:
-        return self.read().take_rows(rows)
+        values = np.hstack([part.take_rows(rows).float32() for part in self.parts])
+        return make_tensor(self.name, values.shape, "F32", values.reshape(-1).view(np.uint8))
 
     def part(self, index: int) -> Tensor:
         return self.read().part(index)

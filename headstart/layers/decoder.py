@@ -320,7 +320,8 @@ class Decoder:
 
 @dataclass(frozen=True)
 class DecoderProgram:
-    """Results: `logits` [L, V]; `hidden` [R, H] after the final norm; `tapped` [R, taps x H] where there are taps."""
+    """Results: `logits` [L, V]; `hidden` [R, H] after the final norm; `tapped` [R, taps x H] where there are taps;
+    `streams` [R, streams * H] behind the last layer where those are the tap."""
 
     model: Decoder
     pools: list[Pool]
@@ -349,4 +350,5 @@ class DecoderProgram:
             states = {"post_norm": hidden, "pre_norm": residual, "streams": last}
             ops.store(tapped if isinstance(self.tap, tuple) else states[self.tap], self.hidden_pool)
         logits = model.logits(ops, ops.take_rows(hidden, step.logit_rows))
-        return {"logits": logits, "hidden": hidden, **({"tapped": tapped} if wanted else {})}
+        more = {"tapped": tapped} if wanted else {"streams": last} if streams and self.tap == "streams" else {}
+        return {"logits": logits, "hidden": hidden, **more}

@@ -82,7 +82,11 @@ def _kinds(config: Config, rates: dict[str, int]) -> list[str]:
     count, kinds, ratios = keys.num_layers(config), config.get("layer_types"), config.get("compress_ratios")
     if kinds is None and ratios is not None:
         by_ratio = {0: SLIDING, 1: SLIDING, **{rate: kind for each in (RATES, rates) for kind, rate in each.items()}}
-        if not isinstance(ratios, list) or len(ratios) < count or not {*ratios} <= {*by_ratio}:
+        if (
+            not isinstance(ratios, list)
+            or len(ratios) < count
+            or any(not isinstance(ratio, int) or ratio not in by_ratio for ratio in ratios)
+        ):
             known = ", ".join(map(str, by_ratio))
             raise ModelError(f"config.json: compress_ratios must name {count} layers, by one of {known}")
         kinds = [by_ratio[ratio] for ratio in ratios[:count]]  # modules have theirs behind
@@ -156,7 +160,7 @@ def _rope(config: Config, dim: int, *, compressed: bool) -> RopeSpec:
 
 def _experts(config: Config, *, hashed: bool) -> MoEConfig:
     scoring = config.get("scoring_func", "sqrtsoftplus")
-    if scoring not in SCORES:
+    if not isinstance(scoring, str) or scoring not in SCORES:
         raise ModelError(f"config.json: scoring_func is {scoring!r}", f"known: {', '.join(SCORES)}")
     router = RouterSpec(
         num_experts=number(config, "n_routed_experts"),
@@ -280,5 +284,11 @@ FAMILY = Family(
     adapt=adapt,
     restore=restore,
     head=HeadSpec(tap="streams", recycle="streams"),
+    scratch={
+        "num_key_value_heads": 1, "head_dim": 64, "qk_rope_head_dim": 32, "q_lora_rank": 64, "o_groups": 2,
+        "o_lora_rank": 32, "sliding_window": 64, "compress_ratios": [4, 128, 4, 128, 0], "compress_rates": RATES,
+        "index_n_heads": 4, "index_head_dim": 64, "index_topk": 32, "moe_intermediate_size": 64, "n_routed_experts": 8,
+        "num_experts_per_tok": 2, "tie_word_embeddings": False,
+    },
     small={"model_type": "deepseek_v4", "architectures": ["DeepseekV4ForCausalLM"], **SMALL},
 )  # fmt: skip
