@@ -39,12 +39,14 @@ QUIET = (
     "o_proj.weight", "wo_b.weight", "out_proj.weight", "down_proj.weight", "w2.weight", "experts.down_proj",
     "down_proj_bias",
 )  # fmt: skip
-PROJECTIONS = {"mtp.fc.weight": False, "eh_proj.weight": False, "input_proj.weight": True}
+PROJECTIONS = {
+    "mtp.fc.weight": False, "eh_proj.weight": False, "input_proj.weight": True, "mtp_linear_proj.0.weight": False,
+}  # fmt: skip
 """Ending of the name of an MTP module's projection -> does the hidden state come first?"""
 SUMMED = {".e_proj.weight": 1.0, ".h_proj.weight": 0.0}
 """Two projections whose results are added -> how much of its input each lets through."""
 TAKES = r"pre_fc_norm_embedding\.weight|enorm(\.m)?\.weight|token_layernorm\.weight"
-SAYS = r"mtp\.(\d\.)?norm\.weight|shared_head\.norm\.weight|final_layernorm\.weight"
+SAYS = r"mtp\.(\d\.)?norm\.weight|shared_head\.norm\.weight|final_layernorm\.weight|mtp_emb_norm"
 
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -62,18 +62,22 @@ size_t group_index(Program& program, int64_t group) {
 }
 
 int attend(Program& program, int q, nb::object kv_pool, int64_t num_heads, float scale, int64_t window, float softcap,
-           std::optional<Sinks> sinks, bool causal) {
-    require(window >= 0, "attend: a window below 0");
+           std::optional<Sinks> sinks, bool causal, bool before, int64_t chunk) {
+    require(window >= 0 && chunk >= 0, "attend: a window or chunk below 0");
+    require(!window || !chunk, "attend: a window and chunks");
     AttendTask common;
     Step step = attend_step(program, q, kv_pool, num_heads, scale, softcap, sinks, common);
     common.window = window;
+    common.chunk = chunk;
+    common.unseen = before;
     const KVPool* pool = nb::cast<KVPool*>(kv_pool);
     const int out = step.writes[0];
     const size_t tiles_of_group = group_index(program, common.group);
     step.num_tasks = [tiles_of_group, heads = pool->layout.num_heads](const Pass& pass) {
         return pass.tiles[tiles_of_group].back() * heads;
     };
-    step.run = [&program, pool, common, tiles_of_group, q, out, causal, own = step.quantizes](const Pass& pass, int64_t index) {
+    step.run = [&program, pool, common, tiles_of_group, q, out, own_last = causal || before,
+                own = step.quantizes](const Pass& pass, int64_t index) {
         const auto& before = pass.tiles[tiles_of_group]; // tasks go by unit, then kv head, then tile
         const int64_t heads = pool->layout.num_heads;
         const int64_t unit = std::upper_bound(before.begin(), before.end(), index / heads) - before.begin() - 1;
@@ -83,7 +87,7 @@ int attend(Program& program, int q, nb::object kv_pool, int64_t num_heads, float
         static_cast<Tiles&>(task) =
             tiles_of(*pool, pass, pass.unit_spans ? pass.unit_spans[unit] : unit, tile / tiles);
         task.positions = pass.positions;
-        task.sees = causal ? pass.positions : pass.sees;
+        task.sees = own_last ? pass.positions : pass.sees;
         task.first_row = row;
         task.first_query = queries * (tile % tiles) / tiles;
         task.num_queries = queries * (tile % tiles + 1) / tiles - task.first_query;
@@ -135,7 +139,8 @@ void bind_attention_steps(nb::module_& m, nb::class_<Program>& program) {
         .def("copy_rows", copy_rows);
     program.def("store_kv", store_kv);
     program.def("attend", attend, nb::arg("q"), nb::arg("pool"), nb::arg("num_heads"), nb::arg("scale"),
-                nb::arg("window"), nb::arg("softcap"), nb::arg("sinks").none(), nb::arg("causal") = false);
+                nb::arg("window"), nb::arg("softcap"), nb::arg("sinks").none(), nb::arg("causal") = false,
+                nb::arg("before") = false, nb::arg("chunk") = 0);
 }
 
 } // namespace headstart

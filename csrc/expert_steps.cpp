@@ -74,7 +74,7 @@ Step step_over(const Routing* routing, int64_t pairs, std::vector<int> reads, in
 // Records the choice; returns the number of the routing and the buffer that stands for it.
 std::pair<int, int> route(Program& program, int logits, std::optional<Floats> bias, int64_t top_k, int64_t num_groups,
                           int64_t top_groups, int scoring, bool normalize, float scale, int64_t num_identity,
-                          std::optional<Longs> told) {
+                          bool scales_inputs, std::optional<Longs> told) {
     const int64_t count = program.buffers[logits].width;
     require(count <= kMaxExperts && top_k > 0 && num_groups > 0 && count % num_groups == 0 && top_groups > 0 &&
                 top_groups <= num_groups && top_k <= count / num_groups * top_groups && num_identity >= 0 &&
@@ -87,9 +87,9 @@ std::pair<int, int> route(Program& program, int logits, std::optional<Floats> bi
         require(told->data()[i] >= 0 && told->data()[i] < count, "route: the table names an expert that is not there");
     if (told) program.limits.reach(program.limits.tokens, (int64_t)told->size() / top_k);
     require(!program.buffers[logits].logits, "route: rows of logits take no experts");
-    auto routing = std::make_shared<Routing>(
-        Router{count, top_k, num_groups, top_groups, count - num_identity, static_cast<Scoring>(scoring), normalize,
-               scale});
+    require(!scales_inputs || num_identity == 0, "route: experts that give back a row read it as it is");
+    auto routing = std::make_shared<Routing>(Router{count, top_k, num_groups, top_groups, count - num_identity,
+                                                    static_cast<Scoring>(scoring), normalize, scale, scales_inputs});
     const int chosen = program.buffer(0, false);
     Step step;
     step.label = "rows";
@@ -166,6 +166,7 @@ int experts(Program& program, int x, std::pair<int, int> chosen, nb::list gate_l
         Input in = program.input(x, pass);
         in.index = routing->rows.data() + share.first;
         in.rows = share.count;
+        if (routing->router.scales_inputs) in.factors = routing->factors.data() + share.first;
         program.kernels.gated(*gates[share.expert], *ups[share.expert], gate_bias[share.expert], up_bias[share.expert],
                               kind, in, share.pair, program.output(inner).from_row(share.first));
     };
@@ -219,7 +220,8 @@ int head_linear(Program& program, int x, nb::list matrices) {
 
 void bind_expert_steps(nb::class_<Program>& program) {
     program.def("route", route, nb::arg("logits"), nb::arg("bias").none(), nb::arg("top_k"), nb::arg("num_groups"),
-                nb::arg("top_groups"), nb::arg("scoring"), nb::arg("normalize"), nb::arg("scale"), nb::arg("num_identity"), nb::arg("told").none());
+                nb::arg("top_groups"), nb::arg("scoring"), nb::arg("normalize"), nb::arg("scale"), nb::arg("num_identity"),
+                nb::arg("scales_inputs"), nb::arg("told").none());
     program.def("experts", experts);
     program.def("head_linear", head_linear);
 }

@@ -37,6 +37,7 @@ struct Input {
     int64_t rows;
     const uint16_t* halves = nullptr; // rows of kPanel-padded width, with zeros
     const int32_t* index = nullptr;   // where the product's rows lie, if not one after the other
+    const float* factors = nullptr;   // what the product's rows are multiplied by: gated does it to both products
     HEADSTART_INLINE int64_t at(int64_t row) const { return index ? index[row] : row; }
 };
 
@@ -107,6 +108,8 @@ struct AttendTask : Tiles {
     const int32_t *positions, *sees; // of all rows
     int64_t first_row, group, first_query, num_queries;
     int64_t first_position, window; // the first position that holds a key; how many a row sees, 0: all
+    int64_t unseen;                 // of what it sees so many at the end that it does not
+    int64_t chunk;                  // a row sees from position - position % chunk on, 0: no chunks
     float scale, softcap;           // softcap 0: none
     const float* sinks;             // of all heads, or nullptr
     const float* queries;
@@ -131,6 +134,7 @@ struct Router {
     Scoring scoring;
     bool normalize;
     float scale;
+    bool scales_inputs; // weights are of what experts read
 };
 
 // Hyper-connections (StreamSpec of headstart/kernels/ops.py). last: weights of a sum alone.

@@ -67,6 +67,7 @@ void Routing::reach(int64_t num_rows) {
     weights.resize(count);
     slots.resize(count);
     rows.resize(count);
+    if (router.scales_inputs) factors.resize(count);
 }
 
 void Routing::group(int64_t num_rows) {
@@ -89,6 +90,11 @@ void Routing::group(int64_t num_rows) {
         slots[i] = ids[i] < router.num_matrices ? cursor[ids[i]]++ : -1;
         if (slots[i] < 0) continue;
         rows[slots[i]] = (int32_t)(i / k);
+    }
+    if (!router.scales_inputs) return;
+    for (int64_t i = 0; i < num_rows * k; ++i) {
+        factors[slots[i]] = weights[i];
+        weights[i] = 1.0f;
     }
 }
 

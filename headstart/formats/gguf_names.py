@@ -123,6 +123,7 @@ KEYS: Mapping[str, str] = {
     "logit_scale": "logit_scale",
     "final_logit_softcapping": "final_logit_softcapping",
     "rope.freq_base": "rope_theta",
+    "rope.scaling.finetuned": "rope_finetuned",
     "rope.freq_base_swa": "rope_local_base_freq",
     "context_length": "max_position_embeddings",
     "nextn_predict_layers": "num_nextn_predict_layers",
@@ -137,6 +138,7 @@ KEYS: Mapping[str, str] = {
     "expert_group_used_count": "topk_group",
     "expert_gating_func": "expert_gating_func",
     "leading_dense_block_count": "first_k_dense_replace",
+    "interleave_moe_layer_step": "interleave_moe_layer_step",
     "shortconv.l_cache": "conv_L_cache",
     "ssm.conv_kernel": "linear_conv_kernel_dim",
     "ssm.group_count": "linear_num_key_heads",
@@ -152,6 +154,7 @@ FOUND: Mapping[str, str] = {
     **dict.fromkeys(
         ("attention_bias", "attention_out_bias", "mlp_bias", "use_qk_norm"), "are there such tensors? all are taken"
     ),
+    "rope_finetuned": "how the model was trained",
     "attention_k_eq_v": "are there tensors of values?",
     "expert_gating_func": "of sigmoids, where it is not the family's own",
     "num_nextn_predict_layers": "which blocks are modules; those need not be used",
@@ -159,7 +162,6 @@ FOUND: Mapping[str, str] = {
 """Keys of our making, which a family need not read, and why."""
 HARMLESS: Mapping[str, str] = {
     "vocab_size": "the embedding says it",
-    "rope.scaling.finetuned": "how the model was trained",
     "rope.dimension_sections": "all axes have the same position in a text",
     "pooling_type": "of embeddings",
     "tensor_data_layout": "how the file was made",

@@ -3,9 +3,9 @@ draft step, or a module for each.
 
 x = W [norm_e(e(t_{p+1})) ; norm_h(h_p)], x' = Block(x), y = norm(x'), logits = head(y); the next draft step reads the
 *recycled* vector (y or x') in place of h. Canonical tensors: `mtp.{i}.` norm_embedding, norm_hidden, projection, block,
-norm. Of a trunk with residual streams
-the hidden state is all of them: each makes an x of its own, the block mixes them, and `streams` sums them before the
-norm (DeepSeek-V4).
+norm (or none: y = x'). Of a trunk with
+residual streams the hidden state is all of them: each makes an x of its own, the block mixes them, and `streams` sums
+them before the norm (DeepSeek-V4).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from headstart.heads.kind import EMBEDDING_SHARE, HeadKind, Start, Training, Val
 from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, StepInputs
 from headstart.layers.decoder import DecoderLayer, LayerConfig
 from headstart.layers.linear import Linear
-from headstart.layers.norm import RMSNorm
+from headstart.layers.norm import NoNorm, Norm, RMSNorm
 from headstart.layers.streams import Streams, read_streams, repeated, stream_shapes
 from headstart.layers.weights import Shapes, Weights
 
@@ -33,7 +33,7 @@ class MTPModule:
     hidden_norm: RMSNorm
     projection: Linear
     block: DecoderLayer
-    norm: RMSNorm
+    norm: Norm
     streams: Streams | None = None
 
     @property
@@ -86,7 +86,7 @@ def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[MTPModule]:
             hidden_norm=weights.norm(f"mtp.{i}.norm_hidden", hidden, spec.layer.eps),
             projection=_projection(weights, f"mtp.{i}.projection", hidden, spec.layer),
             block=spec.layer.build(weights, f"mtp.{i}.block", hidden),
-            norm=weights.norm(f"mtp.{i}.norm", hidden, spec.layer.eps),
+            norm=weights.norm(f"mtp.{i}.norm", hidden, spec.layer.eps) if spec.output_norm else NoNorm(),
             streams=_streams(weights, f"mtp.{i}.streams", hidden, spec.layer),
         )
         for i in range(spec.num_modules)
@@ -97,7 +97,8 @@ def shapes(spec: HeadSpec, hidden: int) -> Shapes:
     assert spec.layer is not None
     every: Shapes = {}
     for prefix in (f"mtp.{i}" for i in range(spec.num_modules)):
-        every |= {f"{prefix}.{name}.weight": (hidden,) for name in ("norm_embedding", "norm_hidden", "norm")}
+        norms = ("norm_embedding", "norm_hidden", *(("norm",) if spec.output_norm else ()))
+        every |= {f"{prefix}.{name}.weight": (hidden,) for name in norms}
         every[f"{prefix}.projection.weight"] = (hidden, 2 * hidden)
         every |= spec.layer.shapes(f"{prefix}.block", hidden)
         if spec.layer.streams:

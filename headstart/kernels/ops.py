@@ -11,13 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headstart.core import Sampled, SamplingRows, StepPlan, TokenLogprob
 from headstart.kernels.chain import Chain
+from headstart.kernels.indexing import CompressSpec, IndexSpec as IndexSpec
+from headstart.kernels.specs import RopeSpec as RopeSpec, RouterSpec as RouterSpec, StreamSpec, TemperSpec as TemperSpec
 from headstart.kernels.states import ConvSpec, DeltaSpec, ScanSpec, StateSpec
 
 Buffer = Any
@@ -32,6 +34,8 @@ the square of that; x. `clamped` takes both factors of a gated product : with g 
 g / (1 + e^(-1.702 g)) (u + 1). `limited`: the product of silu(g) and u, both within 10 in the same way."""
 
 
+NEVER = -1e30
+"""A logit whose token is not drawn; finite, as logits must be."""
 REFINED = 32
 """Columns that Ops.refine takes together: of as many the native kernels make the outputs at once."""
 
@@ -57,26 +61,12 @@ class RawTensor(Protocol):
 
 
 @dataclass(frozen=True)
-class RopeSpec:
-    """Rotary embedding, half-split (HF) layout: dims i and i + rotary_dim / 2 turn by position * inv_freq[i] * 1;
-    sin and cos are multiplied by `scale` (YaRN). dims beyond rotary_dim pass through. `trailing`: the last rotary_dim
-    dims turn, neighbours 2 i and 2 i + 1 together. `inverse`: they turn back. `behind`: by a position that lies so far
-    before the row's (not before 0)."""
-
-    inv_freq: tuple[float, ...]
-    rotary_dim: int
-    scale: float = 1.0
-    trailing: bool = False
-    inverse: bool = False
-    behind: int = 0
-
-
-@dataclass(frozen=True)
 class AttentionSpec:
     """Shape of one grouped-query attention; `scale` multiplies q.k. Keys have `head_dim` features, values `value_dim`
     (0: as many). `latent`: values are the first features of the keys, and a pool may keep them once. A row sees the
-    `window` positions up to its own (0: all of them); `causal`: and none behind it, whatever plan.sees says. Scores
-    become softcap * tanh(score / softcap), unless it is 0."""
+    `window` positions up to its own (0: all of them), or those from the begin of its `chunk` on: position - position %
+    chunk (0: no chunks); `causal`: and none behind it, whatever plan.sees says; `before`: nor its own. Scores become
+    softcap * tanh(score / softcap), unless it is 0."""
 
     num_heads: int
     num_kv_heads: int
@@ -87,6 +77,8 @@ class AttentionSpec:
     window: int = 0
     softcap: float = 0.0
     causal: bool = False
+    before: bool = False
+    chunk: int = 0
 
     @property
     def value_width(self) -> int:
@@ -94,101 +86,8 @@ class AttentionSpec:
         return self.value_dim or self.head_dim
 
 
-@dataclass(frozen=True)
-class IndexSpec:
-    """A lightning indexer (DeepSeek-V3.2 report, section 2.1): queries of `num_heads` heads score the one key that it
-    keeps of a position, and a row attends to the `top_k` positions that score highest, of those that end a window of
-    `every`. See Ops.choose."""
-
-    num_heads: int
-    head_dim: int
-    top_k: int
-    every: int = 1
-    num_kv_heads: ClassVar[int] = 1
-    value_width: ClassVar[int] = 0
-    latent: ClassVar[bool] = False
-
-
-@dataclass(frozen=True)
-class CompressSpec:
-    """Entries of `dim` features for windows of `every` positions (DeepSeek-V4 report, section 2.3). `overlap`: of twice
-    as many positions; projections then have two parts, of which the window before gives the first. See Ops.compress."""
-
-    every: int
-    dim: int
-    overlap: bool = False
-    num_kv_heads: ClassVar[int] = 1
-    value_width: ClassVar[int] = 0
-    latent: ClassVar[bool] = False
-
-    @property
-    def width(self) -> int:
-        """Columns of a projection."""
-        return self.dim * (2 if self.overlap else 1)
-
-    @property
-    def head_dim(self) -> int:
-        """Columns of a kept row: projection and gates."""
-        return 2 * self.width
-
-    @property
-    def span(self) -> int:
-        """Positions that an entry is made of."""
-        return self.every * (2 if self.overlap else 1)
-
-
 KVSpec = AttentionSpec | IndexSpec | CompressSpec
 """What a layer keeps of a position in a KV pool."""
-
-
-@dataclass(frozen=True)
-class StreamSpec:
-    """Hyper-connections: `count` residual streams, whose mixing matrix is made doubly stochastic in so many
-    `iterations`; `eps` keeps its sums away from 0. See Ops.stream_weights."""
-
-    count: int
-    iterations: int
-    eps: float
-
-    @property
-    def num_mixes(self) -> int:
-        """Weights of one part: of its input, of its output, and the mixing matrix."""
-        return (2 + self.count) * self.count
-
-
-@dataclass(frozen=True)
-class TemperSpec:
-    """Queries that grow with the text: times 1 + strength * ln(1 + floor((position + ahead) / every))."""
-
-    every: int
-    strength: float
-    ahead: int = 0
-
-
-@dataclass(frozen=True)
-class RouterSpec:
-    """Which experts a row takes and how it weighs them.
-
-    Scores are the softmax or sigmoid of the router's logits, or sqrt(ln(1 + e^logit)) (`softplus`); a bias is added for
-    the choice only. Of groups of neighbouring experts, those `top_groups` take part whose two best choices sum highest
-    (DeepSeek-V3 report, section 2.1.2). The scores of the `top_k` chosen, divided by their sum if `normalize`, times
-    `scale`, are the weights. Ties go to the lowest id. The last `num_identity` experts have no matrices: they give back
-    the row.
-    """
-
-    num_experts: int
-    top_k: int
-    scoring: Literal["softmax", "sigmoid", "softplus"] = "softmax"
-    normalize: bool = True
-    scale: float = 1.0
-    num_groups: int = 1
-    top_groups: int = 1
-    num_identity: int = 0
-
-    @property
-    def num_matrices(self) -> int:
-        """Experts that have matrices."""
-        return self.num_experts - self.num_identity
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,6 +126,10 @@ class Ops(Protocol):
         """x [R, in] times [out, in] where it matters: `approximate` [R, out], but exact in the `count` blocks of
         REFINED neighbouring columns whose largest value is largest (the lower of equal ones). `approximate` may be
         changed in place: nothing else reads it."""
+
+    def keep_groups(self, logits: Buffer, scores: Buffer, groups: Weight, count: int) -> Buffer:
+        """Logits [R, V], but NEVER for tokens of other groups than the `count` with the largest scores [R, C], the
+        lower of equals. `groups` [V], see `Backend.index`: the group of each token. Logits may be changed in place."""
 
     def rms_norm(self, x: Buffer, weight: Weight, eps: float, num_parts: int = 1) -> Buffer:
         """x / sqrt(mean(x^2) + eps) * weight over the last `len(weight)` features; a weight narrower than x norms
@@ -333,12 +236,12 @@ class Ops(Protocol):
     ) -> Buffer:
         """q [R, heads * head_dim] over the keys and values of the row's own sequence -> [R, heads * value_width].
 
-        A row sees the positions from max(plan.first_position, its own - window + 1) to plan.sees, at least one (to its
-        own with spec.causal); they
-        are where plan.paths and the block table say, written in this pass or before, by this layer or another.
-        `sinks` [heads]: one more logit in each head's softmax, which has no value. `chosen`: the pool of an indexer;
-        a row sees only what was chosen for it there, and sums as if those positions, in their order, followed each
-        other from plan.first_position on. Such attention has neither a window nor spec.causal.
+        A row sees the positions from max(plan.first_position, its own - window + 1; with spec.chunk the begin of its
+        chunk) to plan.sees (to its own with spec.causal, to the one before with spec.before), at least one; they are
+        where plan.paths and the block table say, written in this pass or before, by this layer or another.
+        `sinks` [heads]: one more logit in each head's softmax, which has no value.
+        `chosen`: the pool of an indexer; a row sees only what was chosen for it there, and sums as if those positions,
+        in their order, followed each other from plan.first_position on. Nothing else is hidden from such rows.
         """
 
     def causal_conv(self, x: Buffer, weight: Weight, pool: Pool, spec: ConvSpec, bias: Weight | None = None) -> Buffer:
@@ -460,7 +363,7 @@ class Backend(Protocol):
         """Raw log-softmax of given tokens [L] at logits [L, V], with the top alternatives."""
 
     def index(self, ids: NDArray[np.int64]) -> Weight:
-        """Keep an ascending list of token ids on the device (a draft vocabulary)."""
+        """Keep a list of numbers on the device: a draft vocabulary (ascending token ids), or the groups of tokens."""
 
     def free_memory(self) -> int:
         """Bytes that pools may take where they lie, without swapping."""

@@ -17,10 +17,10 @@ from headstart.layers.weights import Shapes, Weights
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
     """`rope` None: positions are not rotated. `qk_norm`: of each head, or `wide_norms`: over all heads together;
-    `norms_last`: behind the rope. `temper`: queries grow with their position. `gated`: the output is multiplied by
-    sigmoid(gate x). `shares`: the index of an earlier layer, whose keys and values are read in place of own ones.
-    `sinks`: see Ops.attend. `v_norm`: values are normed too, without a weight. `keys_are_values`: v is what k is before
-    its norm and rope. `value_scale`: what values are multiplied by."""
+    `norms_last`: behind the rope; `plain_norms`: without weights. `temper`: queries grow with their position. `gated`:
+    the output is multiplied by sigmoid(gate x). `shares`: the index of an earlier layer, whose keys and values are read
+    in place of own ones. `sinks`: see Ops.attend. `v_norm`: values are normed too, without a weight. `keys_are_values`:
+    v is what k is before its norm and rope. `value_scale`: what values are multiplied by."""
 
     spec: AttentionSpec
     rope: RopeSpec | None
@@ -29,6 +29,7 @@ class AttentionConfig:
     qk_norm: bool = False
     wide_norms: bool = False
     norms_last: bool = False
+    plain_norms: bool = False
     temper: TemperSpec | None = None
     gated: bool = False
     shares: int | None = None
@@ -44,7 +45,10 @@ class AttentionConfig:
             part: weights.linear(f"{name}.{part}", *shape, bias=bias)
             for part, (shape, bias) in self._linears(hidden, reads).items()
         }
-        norms = {part: weights.norm(f"{name}.{part}", width, eps) for part, width in self._norms.items()}
+        norms = {
+            part: weights.plain_norm(width, eps) if self.plain_norms else weights.norm(f"{name}.{part}", width, eps)
+            for part, width in self._norms.items()
+        }
         return Attention(
             q_proj=linears["q_proj"],
             k_proj=linears.get("k_proj"),
@@ -70,7 +74,8 @@ class AttentionConfig:
             shapes[f"{prefix}.self_attn.{name}.weight"] = shape
             if bias:
                 shapes[f"{prefix}.self_attn.{name}.bias"] = shape[:1]
-        shapes |= {f"{prefix}.self_attn.{name}.weight": (width,) for name, width in self._norms.items()}
+        if not self.plain_norms:
+            shapes |= {f"{prefix}.self_attn.{name}.weight": (width,) for name, width in self._norms.items()}
         return shapes | ({f"{prefix}.self_attn.sinks": (self.spec.num_heads,)} if self.sinks else {})
 
     def _linears(self, hidden: int, reads: int) -> dict[str, tuple[tuple[int, int], bool]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from headstart.kernels.ops import StreamSpec
+from headstart.kernels.specs import StreamSpec
 from headstart.layers.decoder import Decoder, LayerConfig
 from headstart.layers.linear import Linear
 from headstart.layers.streams import read_streams, stream_shapes

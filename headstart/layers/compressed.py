@@ -18,17 +18,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from headstart.kernels.ops import (
-    AttentionSpec,
-    Buffer,
-    CompressSpec,
-    IndexSpec,
-    KVSpec,
-    Ops,
-    Pool,
-    RopeSpec,
-    Weight,
-)
+from headstart.kernels.indexing import CompressSpec, IndexSpec
+from headstart.kernels.ops import AttentionSpec, Buffer, KVSpec, Ops, Pool, Weight
+from headstart.kernels.specs import RopeSpec
 from headstart.kernels.states import StateSpec
 from headstart.layers.linear import Linear
 from headstart.layers.norm import RMSNorm

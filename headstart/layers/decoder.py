@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
-from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, Program, StepInputs, StreamSpec, Weight
+from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, Program, StepInputs, Weight
+from headstart.kernels.specs import StreamSpec
 from headstart.kernels.states import StateSpec
 from headstart.layers.linear import Linear
 from headstart.layers.norm import NoNorm, Norm, RMSNorm

@@ -14,11 +14,13 @@ from headstart.layers.decoder import Decoder, Tap
 @dataclass(frozen=True)
 class Pools:
     """Storage of one network: `kv` by its kv_specs, `states` by its state_specs; `hidden`: the trunk's hidden states,
-    which the trunk writes and heads read (None: nobody taps them)."""
+    which the trunk writes and heads read (None: nobody taps them); `trunk`: the trunk's own `kv`, for a network beside
+    it."""
 
     kv: Seq[Pool]
     states: Seq[Pool] = ()
     hidden: Pool = None
+    trunk: Seq[Pool] = ()
 
 
 class NetworkProgram(NamedTuple):

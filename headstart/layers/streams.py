@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headstart.kernels.ops import Buffer, Ops, StreamSpec, Weight
+from headstart.kernels.ops import Buffer, Ops, Weight
+from headstart.kernels.specs import StreamSpec
 from headstart.layers.linear import Linear
 from headstart.layers.norm import RMSNorm
 from headstart.layers.weights import Shapes, Weights

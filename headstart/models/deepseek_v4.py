@@ -18,7 +18,9 @@ import numpy as np
 from headstart.errors import ModelError
 from headstart.formats.rows import SideBySide
 from headstart.heads.base import HeadSpec
-from headstart.kernels.ops import CompressSpec, IndexSpec, RawTensor, RopeSpec, RouterSpec, StreamSpec
+from headstart.kernels.indexing import CompressSpec, IndexSpec
+from headstart.kernels.ops import RawTensor
+from headstart.kernels.specs import RopeSpec, RouterSpec, StreamSpec
 from headstart.layers.build import DecoderConfig
 from headstart.layers.compressed import CompressedConfig, CompressorConfig
 from headstart.layers.decoder import LayerConfig
@@ -286,7 +288,8 @@ FAMILY = Family(
     head=HeadSpec(tap="streams", recycle="streams"),
     scratch={
         "num_key_value_heads": 1, "head_dim": 64, "qk_rope_head_dim": 32, "q_lora_rank": 64, "o_groups": 2,
-        "o_lora_rank": 32, "sliding_window": 64, "compress_ratios": [4, 128, 4, 128, 0], "compress_rates": {SPARSE: 4, HEAVY: 16},
+        "o_lora_rank": 32, "sliding_window": 64, "compress_ratios": [4, 128, 4, 128, 0],
+        "compress_rates": {SPARSE: 4, HEAVY: 16},
         "index_n_heads": 4, "index_head_dim": 64, "index_topk": 32, "moe_intermediate_size": 64, "n_routed_experts": 5,
         "num_experts_per_tok": 2, "tie_word_embeddings": False,
     },

@@ -78,16 +78,19 @@ def attention(
     window: int = 0,
     softcap: float = 0.0,
     value_dim: int = 0,
+    chunk: int = 0,
     **switches: Any,
 ) -> AttentionConfig:
-    """Grouped-query attention with rotary positions; `scale` (None: 1 / sqrt(head_dim)), `window`, `softcap` and
-    `value_dim` as in AttentionSpec, `switches`: other fields of AttentionConfig."""
+    """Grouped-query attention with rotary positions; `scale` (None: 1 / sqrt(head_dim)), `window`, `softcap`,
+    `value_dim` and `chunk` as in AttentionSpec, `switches`: other fields of AttentionConfig."""
     heads = number(config, "num_attention_heads")
     kv_heads = number(config, "num_key_value_heads", default=heads)
     head_dim = number(config, "head_dim", default=number(config, "hidden_size") // heads)
     if heads % kv_heads:
         raise ModelError(f"config.json: {heads} query heads are no multiple of {kv_heads} kv heads")
-    spec = AttentionSpec(heads, kv_heads, head_dim, scale or head_dim**-0.5, value_dim, window=window, softcap=softcap)
+    spec = AttentionSpec(
+        heads, kv_heads, head_dim, scale or head_dim**-0.5, value_dim, window=window, softcap=softcap, chunk=chunk
+    )
     return AttentionConfig(**{"spec": spec, "rope": rope_spec(config, head_dim), **switches})
 
 
@@ -163,6 +166,18 @@ def check_kinds(kinds: object, count: int, known: Sequence[str]) -> None:
         raise ModelError(f"config.json: layer_types must name {count} layers")
     if unknown := sorted({str(kind) for kind in kinds} - {*known}):
         raise ModelError(f"config.json: layer type {unknown[0]!r} is not supported", f"known: {', '.join(known)}")
+
+
+def attending(config: Config) -> tuple[list[bool] | None, Any]:
+    """Of each layer, has it keys and values (None: nothing tells)? And the number of kv heads where it has. GGUF files
+    say both at once, with 0 for a layer of another kind."""
+    told = config.get("num_key_value_heads")
+    if not isinstance(told, list):
+        return None, told
+    numbers = all(isinstance(each, int) for each in told)
+    if not numbers or len(told) != num_layers(config) or len({each for each in told if each}) > 1:
+        raise ModelError(f"config.json: num_key_value_heads is {told}, but must be 0 or one number by layer")
+    return [bool(each) for each in told], max(told)
 
 
 ACTIVATIONS: Mapping[str, Activation] = {

@@ -9,17 +9,19 @@ Step-1 keys of later origins, and so all padding, lie behind the causal mask.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from headstart.errors import ModelError
-from headstart.kernels.ops import AttentionSpec, CompressSpec, IndexSpec, Pool, RopeSpec
+from headstart.kernels.indexing import CompressSpec, IndexSpec
+from headstart.kernels.ops import AttentionSpec, KVSpec, Pool
 from headstart.kernels.reference.backend import ReferenceOps, attention_weights
 from headstart.kernels.reference.choice import best_positions, index_scores
 from headstart.kernels.reference.streams import entries_of
+from headstart.kernels.specs import RopeSpec
 from headstart.kernels.states import ConvSpec, DeltaSpec, ScanSpec
 from headstart.train import delta, scan
 
@@ -56,7 +58,7 @@ class TrainOps(ReferenceOps):
         shared, *own = (keys[:, 0] for keys in pool.keys)
         scores = [index_scores(q, weights, shared, spec)]
         scores += [index_scores(q[:, :, None], weights[:, :, None], keys[:, :, None], spec)[..., 0] for keys in own]
-        mask = _mask(q.shape[1], len(own), 0, q)
+        mask = _mask(q.shape[1], len(own), spec, q)
         ends = (torch.arange(mask.shape[1], device=q.device) + 1) % spec.every == 0
         mask = mask.masked_fill(~ends, float("-inf")) if spec.every > 1 else mask
         seen = best_positions(torch.cat(scores, dim=-1), (mask == 0).expand(len(q), -1, -1), spec.top_k)
@@ -87,8 +89,8 @@ class TrainOps(ReferenceOps):
         (near,), (far,) = pool.keys, entries.keys
         num_rows = q.shape[1]
         ends = (torch.arange(num_rows, device=q.device) + 1) % every == 0
-        mask = _mask(num_rows, 0, 0, q) if chosen is None else chosen.chosen
-        masks = (_mask(num_rows, 0, spec.window, q).expand_as(mask), mask.masked_fill(~ends, float("-inf")))
+        mask = _mask(num_rows, 0, replace(spec, window=0), q) if chosen is None else chosen.chosen
+        masks = (_mask(num_rows, 0, spec, q).expand_as(mask), mask.masked_fill(~ends, float("-inf")))
         both = DraftMemory([torch.cat((near, far), 2)], [torch.cat((pool.values[0], entries.values[0]), 2)])
         seen = torch.cat(masks, dim=-1).expand(len(q), -1, -1)
         heads = q.unflatten(-1, (spec.num_heads, spec.head_dim)).transpose(1, 2)
@@ -99,7 +101,7 @@ class TrainOps(ReferenceOps):
     ) -> Tensor:
         """q [B, T, H * D] of the memory's latest draft step -> [B, T, H * V]."""
         heads = q.unflatten(-1, (spec.num_heads, spec.head_dim)).transpose(1, 2)
-        if len(pool.keys) > 1 or spec.window or spec.softcap or sinks is not None or chosen is not None:
+        if len(pool.keys) > 1 or spec.window or spec.chunk or spec.softcap or sinks is not None or chosen is not None:
             out = _drafted_attention(heads, pool, spec, sinks, None if chosen is None else chosen.chosen)
         else:
             out = scaled_dot_product_attention(
@@ -132,7 +134,7 @@ def _drafted_attention(
     grouped = q.unflatten(1, (spec.num_kv_heads, -1))  # [B, K, G, T, D]
     shared = grouped @ pool.keys[0].unsqueeze(2).transpose(-1, -2)  # [B, K, G, T, T]
     own = [(grouped * keys.unsqueeze(2)).sum(-1, keepdim=True) for keys in pool.keys[1:]]
-    mask = _mask(num_rows, num_own, spec.window, q) if chosen is None else chosen[:, None, None]
+    mask = _mask(num_rows, num_own, spec, q) if chosen is None else chosen[:, None, None]
     weights = attention_weights(torch.cat((shared, *own), dim=-1) * spec.scale, mask, spec, sinks)
     out = weights[..., : pool.values[0].shape[2]] @ pool.values[0].unsqueeze(2)
     for i, values in enumerate(pool.values[1:]):
@@ -140,11 +142,14 @@ def _drafted_attention(
     return out.flatten(1, 2)
 
 
-def _mask(num_rows: int, num_own: int, window: int, like: Tensor) -> Tensor:
+def _mask(num_rows: int, num_own: int, spec: KVSpec, like: Tensor) -> Tensor:
     """[T, T + steps]: 0 where row p sees the step-1 key of an origin, and for all its own later ones; else -inf."""
     unseen = torch.ones(num_rows, num_rows, dtype=torch.bool, device=like.device).triu(1)
-    if window:
-        unseen |= torch.ones_like(unseen).tril(num_own - window)  # the row of step i lies i - 1 behind its origin
+    if spec.window:
+        unseen |= torch.ones_like(unseen).tril(num_own - spec.window)  # the row of step i lies i - 1 behind its origin
+    if spec.chunk:  # of a trunk, whose positions are its rows
+        places = torch.arange(num_rows, device=like.device)
+        unseen |= places < (places // spec.chunk * spec.chunk)[:, None]
     mask = torch.zeros(num_rows, num_rows + num_own, dtype=like.dtype, device=like.device)
     mask[:, :num_rows].masked_fill_(unseen, float("-inf"))
     return mask

@@ -396,6 +396,43 @@ def mimo_v2_mtp(
     return linear(rms(x, w("final_layernorm.weight"), eps), tensors["lm_head.weight"]), x
 
 
+def ernie_experts(x: Tensor, w: Getter, c: dict[str, Any]) -> Tensor:
+    """Scores of a softmax over all, chosen with a bias, divided by the sum of those chosen; shared ones for all."""
+    out = gated(x, lambda n: w(f"shared_experts.{n}"))
+    for row in range(len(x)):
+        score = torch.softmax(w("gate.weight") @ x[row], 0)
+        taken = (score + w("moe_statics.e_score_correction_bias")[0]).topk(c["moe_k"]).indices.tolist()
+        for e in taken:
+            weight = score[e] / sum(score[i] for i in taken)
+            out[row] = out[row] + weight * gated(x[row], lambda n, e=e: w(f"experts.{e}.{n}"))
+    return out
+
+
+def ernie_block(x: Tensor, w: Getter, c: dict[str, Any], positions: Tensor) -> Tensor:
+    """Rotary pairs lie side by side."""
+    dim, eps = c["head_dim"], c["rms_norm_eps"]
+    y = rms(x, w("input_layernorm.weight"), eps)
+    q, k, v = (linear(y, w(f"self_attn.{n}_proj.weight")).view(len(x), -1, dim) for n in "qkv")
+    q, k = (rotated(torch.cat((a[..., 0::2], a[..., 1::2]), -1), positions, c["rope_theta"]) for a in (q, k))
+    x = x + linear(attended(q, k, v, dim**-0.5), w("self_attn.o_proj.weight"))
+    y = rms(x, w("post_attention_layernorm.weight"), eps)
+    try:
+        return x + gated(y, lambda n: w(f"mlp.{n}"))
+    except KeyError:
+        return x + ernie_experts(y, lambda n: w(f"mlp.{n}"), c)
+
+
+def ernie_mtp(tensors: Tensors, c: dict[str, Any], hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """The first embedding is masked; what the block leaves goes to the LM head and to the next step as it is."""
+    norm = lambda x, name: rms(x, tensors[f"model.mtp_{name}_norm.0.weight"], c["rms_norm_eps"])  # noqa: E731
+    e = tensors["model.embed_tokens.weight"][tokens].clone()
+    e[0] = 0
+    joined = torch.cat((norm(e, "emb"), norm(hidden, "hidden")), dim=-1)
+    x = linear(joined, tensors["model.mtp_linear_proj.0.weight"])
+    y = ernie_block(x, lambda n: tensors[f"model.mtp_block.0.{n}"], c, torch.arange(len(tokens)))
+    return linear(y, tensors["model.embed_tokens.weight"]), y
+
+
 MODULES = {"mimo_v2_flash": 3}
 """Families with more than one module."""
 NATIVE_HEADS: dict[str, tuple[Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor]]]] = {
@@ -404,6 +441,7 @@ NATIVE_HEADS: dict[str, tuple[Callable[..., Tensor], Callable[..., tuple[Tensor,
     "qwen3_next": (hybrid_trunk, hybrid_mtp),
     "mimo": (mimo_trunk, mimo_mtp),
     "mimo_v2_flash": (mimo_v2_trunk, mimo_v2_mtp),
+    "ernie4_5_moe": (normed_trunk(ernie_block), ernie_mtp),
     "glm4_moe": (normed_trunk(glm_block), trailing_mtp(glm_block)),
     "deepseek_v3": (normed_trunk(deepseek_block), trailing_mtp(deepseek_block)),
     "deepseek_v32": (normed_trunk(deepseek_block), trailing_mtp(deepseek_block)),

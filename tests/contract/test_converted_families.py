@@ -65,11 +65,54 @@ def mimo_v2_names(arrays: Arrays, config: Config) -> Arrays:
     return {new(name): array for name, array in arrays.items()}
 
 
+def ernie_keys(writer: Writer, config: Config) -> None:
+    writer.add_expert_count(config["moe_num_experts"])
+    writer.add_expert_used_count(config["moe_k"])
+    writer.add_interleave_moe_layer_step(1)
+    writer.add_leading_dense_block_count(config["moe_layer_start_index"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_shared_count(config["moe_num_shared_experts"])
+    writer.add_expert_shared_feed_forward_length(config["intermediate_size"] // config["num_key_value_heads"])
+    writer.add_rope_freq_base(config["rope_theta"])
+
+
+def ernie_names(arrays: Arrays, config: Config) -> Arrays:
+    new = {name.replace("correction_bias", "correction.bias"): array.squeeze() for name, array in arrays.items()}
+    return {name: array for name, array in new.items() if ".mtp_" not in name}
+
+
+def llama4_keys(writer: Writer, config: Config) -> None:
+    writer.add_feed_forward_length(config["intermediate_size_mlp"])
+    writer.add_expert_count(config["num_local_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
+    writer.add_expert_feed_forward_length(config["intermediate_size"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_rope_dimension_count(config["head_dim"])
+
+
+def llama4_names(arrays: Arrays, config: Config) -> Arrays:
+    found: Arrays = {}
+    for name, array in arrays.items():
+        if name.endswith("gate_up_proj"):
+            for part, half in zip(("gate", "up"), np.split(array.swapaxes(1, 2), 2, axis=1), strict=True):
+                found[name.replace("gate_up_proj", f"{part}_proj.weight")] = half
+        elif name.endswith("experts.down_proj"):
+            found[f"{name}.weight"] = array.swapaxes(1, 2)
+        else:
+            found[name] = array
+    return found
+
+
 CONVERTED = {
+    "llama4": Converted("llama4", llama4_keys, llama4_names),
+    "ernie4_5_moe": Converted("ernie4_5-moe", ernie_keys, ernie_names),
     "mimo_v2_flash": Converted("mimo2", mimo_v2_keys, mimo_v2_names, modules=3),
 }
 
 
+SAID = {"llama4": {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1}}
+"""What a family's files do not say, as llama.cpp takes it."""
 NEWER = {
     "enorm": "nextn.enorm", "hnorm": "nextn.hnorm", "eh_proj": "nextn.eh_proj", "final_layernorm": "layer_output_norm",
     "pre_mlp_layernorm": "ffn_norm",
@@ -122,7 +165,7 @@ def model_at(path: Path) -> Model:
 
 @pytest.mark.parametrize("family", CONVERTED)
 def test_a_converted_file_says_the_same(family: str, tmp_path: Path) -> None:
-    config, arrays = family_of(family).tiny()
+    config, arrays = family_of(family).tiny(**SAID.get(family, {}))
     plain = model_at(write_model(tmp_path / "plain", config, arrays))
     found = model_at(write_converted(tmp_path / "model.gguf", config, arrays, CONVERTED[family]))
     tokens = prompt_of(40, 1)

@@ -27,6 +27,7 @@ from headstart.engine.load import Model
 from headstart.errors import ModelError
 
 TRUNKS = {
+    "llama4": "llama4_text",
     "mimo": "qwen2", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
     "minicpm": "granite",
@@ -132,6 +133,7 @@ NOT_OF = {
     "deepseek_v4": ("num_key_value_heads", "attention_bias", "hidden_act", "num_hidden_layers"),
     "gemma4": ("rope_scaling",),
     "mimo_v2_flash": ("rope_scaling", "rope_parameters", "num_key_value_heads"),
+    "ernie4_5_moe": ("attention_bias",),
 }
 """Keys that a family does not have, or not at those values."""
 CASES = [
@@ -175,7 +177,8 @@ def oracle_of(family: str, model: Model) -> Any:
     plainly = {"attn_implementation": "eager", "experts_implementation": "eager"}
     oracle = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config), **plainly)
     tensors = {name: torch.tensor(tensor.float32()) for name, tensor in model.checkpoint.tensors.items()}
-    tensors = {name.replace("attention_sink_bias", "sinks"): tensor for name, tensor in tensors.items()}
+    for old, new in {"attention_sink_bias": "sinks", "mlp.moe_statics.": "mlp.gate.moe_statics."}.items():
+        tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
     if kind == "deepseek_v4":
         tensors = {renamed(name, V4): tensor for name, tensor in tensors.items()}
     named = fused_experts(tensors)
@@ -214,12 +217,21 @@ def renamed(name: str, table: dict[str, str]) -> str:
     return name
 
 
+GRANITE = {
+    ".input_linear.weight": ".experts.gate_up_proj", ".output_linear.weight": ".experts.down_proj",
+    ".router.layer.": ".router.",
+}  # fmt: skip
+GRANITE = {f".block_sparse_moe{old}": f".block_sparse_moe{new}" for old, new in GRANITE.items()}
+"""Those of Granite's experts."""
+
+
 def fused_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Experts one by one -> transformers' stacks [E, gate and up, H] and [E, H, I] of each layer."""
     found, stacks = {}, {}
     for theirs, tensor in tensors.items():
         name = theirs
-        for old, new in MIXTRAL.items() if ".experts." in name or ".block_sparse_moe." in name else ():
+        table = GRANITE if any(old in name for old in GRANITE) else MIXTRAL
+        for old, new in table.items() if ".experts." in name or ".block_sparse_moe." in name else ():
             name = name.replace(old, new)
         if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name):
             stacks.setdefault(match[1], {})[match[3], int(match[2])] = tensor

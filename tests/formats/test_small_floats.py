@@ -130,7 +130,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[], Case]]] = {
     "fp8, compressed, a tensor": (COMPRESSED, lambda: fp8((1,))),
     "fp8, fbgemm": ({"quant_method": "fbgemm_fp8"}, lambda: fp8((ROWS, 1))),
     "fp8, ModelOpt": ({"quant_method": "modelopt", "quant_algo": "FP8"}, lambda: fp8(())),
-    "fp8, blocks of no kernel's size": ({"quant_method": "fp8"}, lambda: fp8((6, 32))),
+    "fp8, blocks of no kernel's size": ({"quant_method": "fp8"}, lambda: fp8((6, 32 * 2))),
     "mxfp8": (COMPRESSED, mxfp8),
     "nvfp4, ModelOpt": (MODELOPT, lambda: nvfp4(packed=False)),
     "nvfp4, compressed": (COMPRESSED, lambda: nvfp4(packed=True)),
@@ -145,8 +145,9 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[], Case]]] = {
 }  # fmt: skip
 
 
-def rounded(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    return bfloat16(np.ascontiguousarray(values))[0]
+def rounded(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """To bfloat16, as the formats' libraries do."""
+    return (bfloat16(np.ascontiguousarray(values))[0].astype(np.uint32) << 16).view(np.float32)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -160,6 +161,34 @@ def test_values_are_those_of_the_format(case: str) -> None:
     np.testing.assert_array_equal(rounded(found.float32()), rounded(expected))
     chosen = rng.permutation(ROWS)[:9]
     np.testing.assert_array_equal(rounded(found.take_rows(chosen).float32()), rounded(expected[chosen]))
+
+
+KEPT = {
+    "fp8, DeepSeek's blocks": "E4M3:64:F32", "fp8, compressed, a row": "E4M3:64:F32",
+    "fp8, compressed, a tensor": "E4M3:64:F32", "fp8, fbgemm": "E4M3:64:F32", "fp8, ModelOpt": "E4M3:64:F32",
+    "fp8, blocks of no kernel's size": "BF16", "mxfp8": "E4M3:32:F32",
+    "nvfp4, ModelOpt": "E2M1:16:E4M3", "nvfp4, compressed": "E2M1:16:E4M3",
+    "mxfp4, compressed": "MXFP4", "mxfp4, two codes in a byte": "MXFP4",
+    "nf4": "NF4:64:F32", "nf4, double": "NF4:64:F32", "fp4": "FP4:64:F32", "nf4, blocks across rows": "BF16",
+    "int8, a row": "I8:64:F32", "int8, groups and zero points": "U8:64:F32",
+}  # fmt: skip
+"""What a weight becomes: bfloat16 where its blocks are no groups of columns."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_native_kernels_hold_every_value(case: str) -> None:
+    """Bit for bit the values of `reference`, in about the bytes of the file."""
+    packing = pytest.importorskip("headstart.kernels.native.packing")
+    settings, make = CASES[case]
+    parts, _ = make()
+    found = readable(tensors(parts), {"quantization_config": settings})["a.weight"]
+    assert found.dtype == KEPT[case]
+    pool = packing.ThreadPool(1)
+    matrix = packing.pack(found, pool)
+    np.testing.assert_array_equal(packing.dequantize(matrix, pool), found.float32())
+    if found.dtype != "BF16":
+        size = sum(part.nbytes for name, (_, part) in parts.items() if "state" not in name and "map" not in name)
+        assert matrix.num_bytes <= 1.15 * size
 
 
 def spoiled(make: Callable[[], Case], end: str, change: Callable[[NDArray[Any]], NDArray[Any]] | None) -> Parts:

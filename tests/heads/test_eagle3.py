@@ -76,7 +76,7 @@ def test_the_formula(tmp_path: Path) -> None:
     )  # fmt: skip
     module = attached.modules[0]
     pool = model.backend.kv_pool(32, module.kv_specs[0])
-    programs = HeadNetwork(attached, width, embedding, attached.lm_head).programs(Pools([pool]))
+    programs = HeadNetwork(attached, width, embedding, [attached.lm_head]).programs(Pools([pool]))
     first, following = programs["pairs.0"].code, programs["next.0"].code
     ints = lambda values: np.asarray(values, np.int32)  # noqa: E731
     positions = ints(range(1, count + 1))

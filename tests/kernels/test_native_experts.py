@@ -43,6 +43,7 @@ ROUTERS = {
     "groups": RouterSpec(24, 4, "sigmoid", scale=1.5, num_groups=8, top_groups=3),
     "some give back the row": RouterSpec(9, 4, normalize=False, num_identity=4),
     "groups of one": RouterSpec(6, 2, "sigmoid", num_groups=6, top_groups=4),
+    "of what they read": RouterSpec(8, 3, "sigmoid", normalize=False, scales_inputs=True),
 }
 
 
@@ -96,17 +97,20 @@ def test_a_mixture_is_its_parts(path: str, name: str) -> None:
                 parts[f"{e}"] = ops.linear(inner, down)
             return parts
 
-        parts = run_native(backend(path), apart, single_rows(range(9)), x)
         weights, ids = route(
             torch.from_numpy(x.astype(np.float64) @ values_of(mixture.router).T.astype(np.float64)),
             None if mixture.bias is None else torch.from_numpy(mixture.bias).double(),
             mixture.spec,
         )
+        reads = mixture.spec.scales_inputs
+        factors = weights.T.float().numpy()[..., None] if reads else [1]
+        parts = [run_native(backend(path), apart, single_rows(range(9)), x * factor) for factor in factors]
         expected = np.zeros((9, mixture.out))
         for row in range(9):
-            for weight, expert in zip(weights[row].tolist(), ids[row].tolist(), strict=True):
-                said = parts[f"{expert}"][row] if expert < mixture.spec.num_matrices else x[row]
-                expected[row] += weight * said.astype(np.float64)
+            for i, (weight, expert) in enumerate(zip(weights[row].tolist(), ids[row].tolist(), strict=True)):
+                has = expert < mixture.spec.num_matrices
+                said = parts[i if reads else 0][f"{expert}"][row] if has else x[row]
+                expected[row] += said.astype(np.float64) * (1 if reads else weight)
         found = run_native(backend(path, 2), mixture.code, single_rows(range(9)), x)["mixed"]
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
 
@@ -151,7 +155,15 @@ def unreadable(matrix: packing.Matrix, kept: list[Any]) -> packing.Matrix:
     assert libc.mprotect(data.ctypes.data, len(pages), 0) == 0
     kept.append(pages)
     return packing.Matrix(
-        matrix.kind, matrix.rows, matrix.cols, matrix.group, matrix.zero, matrix.scale_f32, matrix.has_min, data
+        matrix.kind,
+        matrix.rows,
+        matrix.cols,
+        matrix.group,
+        matrix.zero,
+        matrix.scales,
+        matrix.offsets,
+        data,
+        matrix.levels,
     )
 
 

@@ -14,9 +14,11 @@ from native_ops import PATHS, Array, Part, assert_same_bits, plan_of
 from support import as_tensors
 
 from headstart.core import StepPlan
+from headstart.kernels.indexing import CompressSpec, IndexSpec
 from headstart.kernels.native.backend import NativeBackend
-from headstart.kernels.ops import AttentionSpec, CompressSpec, Experts, IndexSpec, RopeSpec, RouterSpec, StreamSpec
+from headstart.kernels.ops import AttentionSpec, Experts
 from headstart.kernels.reference.backend import ReferenceBackend
+from headstart.kernels.specs import RopeSpec, RouterSpec, StreamSpec
 
 COUNT, WIDTH = 90, 37
 SPEC = AttentionSpec(13, 1, 20, 0.3, 20, latent=True, window=11)

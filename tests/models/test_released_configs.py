@@ -168,6 +168,14 @@ RELEASED: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "use_mrope": False, "rope_scaling": None,
         "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"},
     },
+    "ERNIE-4.5-21B-A3B": {
+        **COMMON, "head_dim": 128, "hidden_size": 2560, "intermediate_size": 12288, "model_type": "ernie4_5_moe",
+        "moe_capacity": [64, 64, 64], "moe_gate": "topk", "moe_intermediate_size": 1536, "moe_k": 6,
+        "moe_layer_interval": 1, "moe_layer_start_index": 1, "moe_num_experts": 64, "moe_num_shared_experts": 2,
+        "moe_use_aux_free": True, "num_attention_heads": 20, "num_hidden_layers": 28, "num_key_value_heads": 4,
+        "num_nextn_predict_layers": 1, "pad_token_id": 0, "rope_theta": 500000, "tie_word_embeddings": True,
+        "use_bias": False, "use_rmsnorm": True,
+    },
     "MiMo-V2-Flash": {
         **{key: COMMON[key] for key in COMMON if key != "rms_norm_eps"}, "add_full_attention_sink_bias": False,
         "add_swa_attention_sink_bias": True, "attention_bias": False, "attention_chunk_size": 128,

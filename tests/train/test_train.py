@@ -149,7 +149,7 @@ def test_eagle3_unrolled_is_the_run_time_forward() -> None:
     identity = Linear(torch.eye(model.config.hidden_size, dtype=torch.float64))
     for origin in range(length - depth):
         pool = model.backend.kv_pool(32, module.kv_specs[0])
-        network = HeadNetwork(head, model.config.hidden_size, embedding, identity)
+        network = HeadNetwork(head, model.config.hidden_size, embedding, [identity])
         programs = network.programs(Pools([pool]))
         first, following = programs["pairs.0"].code, programs["next.0"].code
         plan = head_plan(row[1 : origin + 2], 1)
@@ -258,7 +258,7 @@ def test_from_prompts_to_a_head_that_the_engine_runs(tmp_path: Path, kind: str) 
     assert report.data["tokens"] >= 40_000
     # the file is that of the best evaluation; on so soft a trunk the other kinds may be best as they begin
     assert head.training["tokens"] in ((report.data["tokens"],) if kind == "mtp" else (0, report.data["tokens"]))
-    assert {tensor.dtype for tensor in head.tensors.values()} == {"BF16"}
+    assert "F32" not in {tensor.dtype for tensor in head.tensors.values()}
 
     llm = LLM(str(folder), EngineConfig(head=str(options.out), threads=1, max_model_len=256, depth=2))
     assert llm.method == kind

@@ -6,10 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.formats.base import Tensor
+from headstart.formats.grouped import E2M1
 from headstart.formats.quantization import Shape, Stored
-
-VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-"""The sixteen values of E2M1."""
 
 
 def unpacked(shape: Shape) -> Shape:
@@ -20,7 +18,7 @@ def unpacked(shape: Shape) -> Shape:
 def codes(stored: Tensor) -> NDArray[np.float32]:
     """Rows of bytes [n, b] -> the values of their codes [n, 2 b]."""
     raw = stored.data
-    return np.stack((VALUES[raw & 15], VALUES[raw >> 4]), axis=-1).reshape(len(raw), -1)
+    return np.stack((E2M1[raw & 15], E2M1[raw >> 4]), axis=-1).reshape(len(raw), -1)
 
 
 def group_of(stored: Stored) -> int:

@@ -45,6 +45,11 @@ def scale_rows(stored: Stored, shape: Shape, block: tuple[int, int]) -> Decode:
     return lambda chosen: np.asarray(grid[chosen // rows % len(grid), chosen % rows // block[0]])
 
 
+def group_in(width: int, columns: int) -> int:
+    """Columns of the largest group that kernels know which divides a block of `width` columns; 0: none does."""
+    return next((group for group in (64, 32, 16) if width % group == 0 or width >= columns), 0)
+
+
 def numbers(scale: Tensor, stored: Stored) -> NDArray[np.float32]:
     """The values of a weight's scales [*shape]; bytes are powers of two (E8M0). ModelError unless all are numbers."""
     values = replace(scale, dtype="F8_E8M0" if scale.dtype == "U8" else scale.dtype).float32()

@@ -3,6 +3,7 @@ of each block of columns, which may be 8-bit codes themselves (double quantizati
 
 A 4-bit weight is one column of bytes, two codes in each, the first in the high half; its shape is in the JSON text of
 `quant_state`. Value = level of the code * magnitude, in float32; bitsandbytes rounds that once to the model's type.
+Kernels keep codes and magnitudes, and multiply levels as floats, block by block: they are no integers.
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ from __future__ import annotations
 import json
 import math
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headstart.errors import ModelError
 from headstart.formats.base import Tensor
+from headstart.formats.grouped import LEVELS, Layout, joined
 from headstart.formats.integers import Integers
-from headstart.formats.quantization import Decode, Described, Quantization, Stored, WeightBytes
+from headstart.formats.quantization import Decode, Described, Kept, Quantization, Stored, WeightBytes
 from headstart.formats.quantized._scaled import numbers
 
 STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
@@ -53,19 +55,30 @@ def integers(stored: Stored) -> Integers | None:
     return Integers(stored.name, codes, np.full(scales.shape, 128, np.int32), scales, columns, 8)
 
 
-def decode(stored: Stored) -> Decode | None:
-    """Of 4 bits."""
+def keep(stored: Stored) -> Kept | None:
+    """Codes of 4 bits whose blocks are whole groups of columns."""
     if "SCB" in stored.beside:
         return None
-    state = _state(stored)
-    shape, size = _shape(state), int(state["blocksize"])
-    count, columns = math.prod(shape), shape[-1]
-    if stored.main.dtype not in ("U8", "I8") or stored.main.nbytes != -(-count // 2):
-        raise ModelError(f"{stored.name}: {stored.main.nbytes} bytes of {stored.main.dtype} do not hold {list(shape)}")
-    levels, largest = _levels(stored), _largest(stored, state)
-    if len(largest) != -(-count // size):
-        raise ModelError(f"{stored.name}: {len(largest)} magnitudes do not fit {list(shape)} in blocks of {size}")
-    flat = stored.main.shaped(stored.main.nbytes)
+    columns, size, levels, largest, flat = _parts(stored)
+    group = next((each for each in (64, 32) if columns % each == 0 and size % each == 0), 0)
+    name = next((each for each in ("NF4", "FP4") if np.allclose(LEVELS[each], levels, rtol=0, atol=1e-7)), None)
+    if not group or not name:
+        return None
+    layout, each = Layout(name, group, "F32"), flat.shaped(flat.nbytes * 2 // columns, columns // 2)
+
+    def rows(chosen: NDArray[np.int64]) -> NDArray[np.uint8]:
+        codes = each.take_rows(chosen).data.view(np.uint8)
+        places = chosen[:, None] * columns + np.arange(0, columns, group)
+        return joined(layout, (codes >> 4 | codes << 4).astype(np.uint8), largest[places // size])
+
+    return Kept(layout.name, rows)
+
+
+def decode(stored: Stored) -> Decode | None:
+    """Codes of 4 bits in any blocks."""
+    if "SCB" in stored.beside:
+        return None
+    columns, size, levels, largest, flat = _parts(stored)
 
     def values(rows: NDArray[np.int64]) -> NDArray[np.float32]:
         places = rows[:, None] * columns + np.arange(columns)
@@ -73,6 +86,28 @@ def decode(stored: Stored) -> Decode | None:
         return np.asarray(levels[np.where(places % 2, both & 15, both >> 4)] * largest[places // size])
 
     return values
+
+
+class _Parts(NamedTuple):
+    """Columns of a row and of a block, levels [16], the magnitude of each block, and all bytes."""
+
+    columns: int
+    size: int
+    levels: NDArray[np.float32]
+    largest: NDArray[np.float32]
+    flat: Tensor
+
+
+def _parts(stored: Stored) -> _Parts:
+    state = _state(stored)
+    shape, size = _shape(state), int(state["blocksize"])
+    count = math.prod(shape)
+    if stored.main.dtype not in ("U8", "I8") or stored.main.nbytes != -(-count // 2):
+        raise ModelError(f"{stored.name}: {stored.main.nbytes} bytes of {stored.main.dtype} do not hold {list(shape)}")
+    levels, largest = _levels(stored), _largest(stored, state)
+    if len(largest) != -(-count // size):
+        raise ModelError(f"{stored.name}: {len(largest)} magnitudes do not fit {list(shape)} in blocks of {size}")
+    return _Parts(shape[-1], size, levels, largest, stored.main.shaped(stored.main.nbytes))
 
 
 def _state_tensor(stored: Stored) -> Tensor | None:
@@ -132,6 +167,7 @@ QUANTIZATION = Quantization(
     describe=describe,
     integers=integers,
     decode=decode,
+    keep=keep,
     bits=4,
     plans={"nf4": WeightBytes(BYTES, BYTES, BYTES, 2)},
 )

@@ -1,7 +1,8 @@
 """NVFP4: FP4 (E2M1) with an FP8 scale for 16 columns and one for the tensor, two codes in a byte.
 
 ModelOpt's `weight_scale_2` multiplies the FP8 scales, compressed-tensors' `weight_global_scale` divides them: value =
-code * (float32(scale) * factor), with factor = weight_scale_2, or 1 / weight_global_scale rounded once.
+code * (float32(scale) * factor), with factor = weight_scale_2, or 1 / weight_global_scale rounded once. Kernels keep
+codes, scales and factor: twice the value of a code is a small integer, so sums inside a group are exact integers.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.errors import ModelError
-from headstart.formats.quantization import Decode, Described, Quantization, Settings, Stored, WeightBytes
-from headstart.formats.quantized._four_bits import codes, group_of, unpacked
-from headstart.formats.quantized._scaled import numbers, scale_rows
+from headstart.formats.grouped import Layout, joined
+from headstart.formats.quantization import Described, Kept, Quantization, Settings, Stored, WeightBytes
+from headstart.formats.quantized._four_bits import group_of, unpacked
+from headstart.formats.quantized._scaled import numbers
 
 GROUP = 16
 BYTES = 0.5 + 1 / GROUP
@@ -53,19 +55,21 @@ def factors(stored: Stored) -> NDArray[np.float32]:
     return np.float32(1) / found if divides else found
 
 
-def decode(stored: Stored) -> Decode | None:
+def keep(stored: Stored) -> Kept | None:
     if stored.main.dtype == "F4":
         return None
     check(stored)
-    shape = unpacked(stored.main.shape)
-    scales_of, factor = scale_rows(stored, shape, (1, GROUP)), factors(stored)
-    folded = stored.main.shaped(math.prod(shape[:-1]), stored.main.shape[-1])
+    shape, scale = unpacked(stored.main.shape), stored.scale
+    assert scale is not None
+    numbers(scale, stored)  # NaN is told here
+    layout, factor = Layout("E2M1", GROUP, "E4M3"), factors(stored)
+    codes, scales = (each.shaped(math.prod(shape[:-1]), each.shape[-1]) for each in (stored.main, scale))
 
-    def values(rows: NDArray[np.int64]) -> NDArray[np.float32]:
-        scales = scales_of(rows) * factor[rows // shape[-2] % len(factor), None]
-        return codes(folded.take_rows(rows)) * np.repeat(scales, GROUP, axis=1)
+    def rows(chosen: NDArray[np.int64]) -> NDArray[np.uint8]:
+        own = factor[chosen // shape[-2] % len(factor)]
+        return joined(layout, codes.take_rows(chosen).data, scales.take_rows(chosen).data, factors=own)
 
-    return values
+    return Kept(layout.name, rows)
 
 
 QUANTIZATION = Quantization(
@@ -76,7 +80,7 @@ QUANTIZATION = Quantization(
     after=("_scale_2",),
     check=check,
     describe=describe,
-    decode=decode,
+    keep=keep,
     bits=4,
     plans={"nvfp4": WeightBytes(BYTES, BYTES, BYTES, 2, "fp4")},
 )

@@ -22,6 +22,7 @@ from headstart.config import KVDtype, Quantization
 from headstart.core import Sampled, SamplingRows, StepPlan, TokenLogprob
 from headstart.errors import ModelError, UsageError
 from headstart.kernels.chain import GateRule
+from headstart.kernels.indexing import CompressSpec
 from headstart.kernels.native import sampling
 from headstart.kernels.native._native import (
     Arena,
@@ -39,7 +40,7 @@ from headstart.kernels.native._native import (
 from headstart.kernels.native.packed_cache import PackedCache, key_of
 from headstart.kernels.native.packing import pack
 from headstart.kernels.native.program import record
-from headstart.kernels.ops import CompressSpec, KVSpec, Program as Code, RawTensor
+from headstart.kernels.ops import KVSpec, Program as Code, RawTensor
 from headstart.kernels.states import StateSpec
 
 Array = NDArray[np.float32]

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from headstart.kernels.indexing import CompressSpec, IndexSpec
 from headstart.kernels.native._native import (
     HiddenPool,
     KVPool,
@@ -22,18 +23,8 @@ from headstart.kernels.native._native import (
     RowPool,
     StatePool,
 )
-from headstart.kernels.ops import (
-    Activation,
-    AttentionSpec,
-    CompressSpec,
-    Experts,
-    IndexSpec,
-    RopeSpec,
-    RouterSpec,
-    StepInputs,
-    StreamSpec,
-    TemperSpec,
-)
+from headstart.kernels.ops import Activation, AttentionSpec, Experts, StepInputs
+from headstart.kernels.specs import RopeSpec, RouterSpec, StreamSpec, TemperSpec
 from headstart.kernels.states import ConvSpec, DeltaSpec, ScanSpec
 
 Vector = NDArray[np.float32]
@@ -98,6 +89,9 @@ class Recorder:
     def refine(self, approximate: Buffer, x: Buffer, weight: Matrix, count: int) -> Buffer:
         index = self.program.refine(self._index(approximate), self._index(x), weight, count, "head")
         return Buffer(weight.rows, index)
+
+    def keep_groups(self, logits: Buffer, scores: Buffer, groups: NDArray[np.int64], count: int) -> Buffer:
+        return Buffer(logits.width, self.program.keep_groups(self._index(logits), self._index(scores), groups, count))
 
     def activate(self, x: Buffer, kind: Activation) -> Buffer:
         return Buffer(x.width, self.program.activate(self._index(x), ACTIVATIONS[kind]))
@@ -166,7 +160,7 @@ class Recorder:
             self._record(logits)
         chosen = self.program.route(
             self._index(logits), bias, spec.top_k, spec.num_groups, spec.top_groups, SCORINGS[spec.scoring],
-            spec.normalize, spec.scale, spec.num_identity, told and told[0],
+            spec.normalize, spec.scale, spec.num_identity, spec.scales_inputs, told and told[0],
         )  # fmt: skip
         self._flush()
         gate, up, down = (list(each) for each in (experts.gate, experts.up, experts.down))
@@ -193,22 +187,19 @@ class Recorder:
         self._chosen[pool] = self.program.choose(*rows, pool, spec.num_heads, spec.top_k, spec.every)
 
     def attend(
-        self,
-        q: Buffer,
-        pool: KVPool,
-        spec: AttentionSpec,
-        sinks: Vector | None = None,
-        chosen: KVPool | None = None,
+        self, q: Buffer, pool: KVPool, spec: AttentionSpec, sinks: Vector | None = None, chosen: KVPool | None = None
     ) -> Buffer:
         width = spec.num_heads * spec.value_width
         index = self._index(q)
         if chosen is not None:
-            assert not spec.window and not spec.causal, "positions that were chosen, and others hidden"
+            assert not (spec.window or spec.chunk or spec.causal or spec.before), (
+                "positions that were chosen, and others hidden"
+            )
             among = self._chosen[chosen]
             return Buffer(
                 width, self.program.attend_chosen(index, pool, spec.num_heads, spec.scale, spec.softcap, sinks, among)
             )
-        how = (spec.num_heads, spec.scale, spec.window, spec.softcap, sinks, spec.causal)
+        how = (spec.num_heads, spec.scale, spec.window, spec.softcap, sinks, spec.causal, spec.before, spec.chunk)
         return Buffer(width, self.program.attend(index, pool, *how))
 
     def causal_conv(

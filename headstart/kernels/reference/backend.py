@@ -23,28 +23,16 @@ from torch import Tensor
 from headstart import machine
 from headstart.core import Sampled, SamplingRows, StepPlan, TokenLogprob
 from headstart.errors import UsageError
-from headstart.kernels.ops import (
-    Activation,
-    AttentionSpec,
-    CompressSpec,
-    Experts,
-    IndexSpec,
-    KVSpec,
-    Program,
-    RawTensor,
-    RopeSpec,
-    RouterSpec,
-    StepInputs,
-    StreamSpec,
-    TemperSpec,
-)
+from headstart.kernels.indexing import CompressSpec, IndexSpec
+from headstart.kernels.ops import NEVER, Activation, AttentionSpec, Experts, KVSpec, Program, RawTensor, StepInputs
 from headstart.kernels.reference.choice import best_positions, index_scores
 from headstart.kernels.reference.moe import ACTIVATIONS, gated, mixture
 from headstart.kernels.reference.recurrent import StatePool, conv_step, delta_step, scan_step, walk
-from headstart.kernels.reference.refine import largest
+from headstart.kernels.reference.refine import best, largest
 from headstart.kernels.reference.sampling import logprobs, sample
 from headstart.kernels.reference.spans import Group, Spans
 from headstart.kernels.reference.streams import entries_of, mix_streams, stream_weights, sum_streams
+from headstart.kernels.specs import RopeSpec, RouterSpec, StreamSpec, TemperSpec
 from headstart.kernels.states import ConvSpec, DeltaSpec, ScanSpec, StateSpec
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -67,22 +55,23 @@ class ReferenceOps:
         self._plan, self._device, self._dtype = plan, device, dtype
         self._rope_tables: dict[tuple[int, RopeSpec], tuple[Tensor, Tensor]] = {}
         self._slots = self._ints(plan.slots)
-        self._grouped: dict[tuple[int, bool], list[Group]] = {}
+        self._grouped: dict[tuple[int, int, bool, bool], list[Group]] = {}
         self._chosen: dict[KVPool, list[Tensor]] = {}  # by groups: which of their positions rows see
 
     def _ints(self, array: NDArray[np.int32]) -> Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(self._device)
 
-    def _groups(self, window: int, causal: bool) -> list[Group]:
-        if (window, causal) not in self._grouped:
+    def _groups(self, spec: KVSpec) -> list[Group]:
+        key = spec.window, spec.chunk, spec.causal, spec.before
+        if key not in self._grouped:
             spans = Spans.of(self._plan)
             is_long = np.diff(spans.row_starts) > SHORT_SPAN
             doublings = np.ceil(np.log2(np.maximum(spans.ends / SHORT_CONTEXT, 1))).astype(int)
             kinds = 2 * doublings + is_long
             picks = (np.flatnonzero(kinds == kind) for kind in np.unique(kinds))
-            made = [spans.group(pick, window, causal, self._device, self._dtype) for pick in picks]
-            self._grouped[window, causal] = made
-        return self._grouped[window, causal]
+            made = [spans.group(pick, spec, self._device, self._dtype) for pick in picks]
+            self._grouped[key] = made
+        return self._grouped[key]
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
         return torch.nn.functional.embedding(ids, table)
@@ -92,6 +81,9 @@ class ReferenceOps:
 
     def refine(self, approximate: Tensor, x: Tensor, weight: Tensor, count: int) -> Tensor:
         return torch.where(largest(approximate, count), self.linear(x, weight), approximate)
+
+    def keep_groups(self, logits: Tensor, scores: Tensor, groups: Tensor, count: int) -> Tensor:
+        return torch.where(best(scores, count)[..., groups], logits, NEVER)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, num_parts: int = 1) -> Tensor:
         if num_parts > 1:
@@ -202,7 +194,7 @@ class ReferenceOps:
                 index_scores(q[group.rows], weights[group.rows], pool.keys[group.slots][:, :, 0], spec),
                 (group.mask == 0) & self._ends(group, spec.every), spec.top_k,
             )
-            for group in self._groups(0, False)
+            for group in self._groups(spec)
         ]  # fmt: skip
 
     def _ends(self, group: Group, every: int) -> Tensor:
@@ -215,7 +207,7 @@ class ReferenceOps:
         told = gates + bias.view(spec.every, -1)[positions % spec.every]
         pool.keys[self._slots] = torch.cat((values, told), dim=-1)[:, None]
         out = values.new_zeros(len(values), spec.dim)
-        for group in self._groups(0, False):
+        for group in self._groups(spec):
             span, column = torch.nonzero(((positions[group.rows] + 1) % spec.every == 0) & group.valid, as_tuple=True)
             rows = group.rows[span, column]
             places = positions[rows, None] - torch.arange(spec.span - 1, -1, -1, device=self._device)
@@ -234,7 +226,7 @@ class ReferenceOps:
         chosen: KVPool | None = None,
     ) -> Tensor:
         out = q.new_empty(len(q), spec.num_heads * spec.value_width)
-        windows, wholes = self._groups(spec.window, spec.causal), self._groups(0, spec.causal)
+        windows, wholes = self._groups(spec), self._groups(replace(spec, window=0))
         for i, (near, far) in enumerate(zip(windows, wholes, strict=True)):
             seen = (far.mask == 0) & self._ends(far, every)
             seen = seen if chosen is None else seen & self._chosen[chosen][i]
@@ -246,15 +238,10 @@ class ReferenceOps:
         return out
 
     def attend(
-        self,
-        q: Tensor,
-        pool: KVPool,
-        spec: AttentionSpec,
-        sinks: Tensor | None = None,
-        chosen: KVPool | None = None,
+        self, q: Tensor, pool: KVPool, spec: AttentionSpec, sinks: Tensor | None = None, chosen: KVPool | None = None
     ) -> Tensor:
         out = q.new_empty(len(q), spec.num_heads * spec.value_width)
-        groups = self._groups(spec.window, spec.causal)
+        groups = self._groups(spec)
         if chosen is not None:
             groups = [group.only(seen) for group, seen in zip(groups, self._chosen[chosen], strict=True)]
         for group in groups:

@@ -83,10 +83,11 @@ def mixture(
         if expert >= spec.num_matrices:
             out = out.index_add(0, taking, rows[taking] * weight)
             continue
-        gate = linear(rows[taking], experts.gate[expert], _bias(experts.gate_bias, expert))
-        up = linear(rows[taking], experts.up[expert], _bias(experts.up_bias, expert))
-        inner = gated(gate, up, experts.activation)
-        out = out.index_add(0, taking, linear(inner, experts.down[expert], _bias(experts.down_bias, expert)) * weight)
+        read = rows[taking] * weight if spec.scales_inputs else rows[taking]
+        gate = linear(read, experts.gate[expert], _bias(experts.gate_bias, expert))
+        up = linear(read, experts.up[expert], _bias(experts.up_bias, expert))
+        said = linear(gated(gate, up, experts.activation), experts.down[expert], _bias(experts.down_bias, expert))
+        out = out.index_add(0, taking, said if spec.scales_inputs else said * weight)
     return out.view_as(x)
 
 

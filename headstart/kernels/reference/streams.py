@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headstart.kernels.ops import CompressSpec, StreamSpec
+from headstart.kernels.indexing import CompressSpec
+from headstart.kernels.specs import StreamSpec
 
 
 def stream_weights(mixes: Tensor, base: Tensor, scale: Tensor, spec: StreamSpec) -> Tensor:
