@@ -151,7 +151,9 @@ void Program::want(int id, const Matrix& by) {
         if (buffer.producer >= 0 && steps_[buffer.producer].quantizes) return;
         add_form(id, [this, id](const Pass&, int64_t row) {
             const Buffer& found = buffers[id];
-            kernels.quantize(values(id, row), found.width, quants(id) + row * QuantLayout(found.width).row_bytes());
+            const int64_t size = QuantLayout(found.width).row_bytes();
+            for (int64_t r = row * found.copies; r < (row + 1) * found.copies; ++r)
+                kernels.quantize(values(id, r), found.width, quants(id) + r * size);
         });
     }
     if (by.kind == Kind::BF16 && kernels.halve && !buffer.halves) {

@@ -56,8 +56,8 @@ RELATIVES = (
 """Llama's layers with declared differences: tests/contract/test_relatives.py has those, and no grid of its own."""
 ALL_FAMILIES = registry.available("models")
 FAMILIES = [name for name in ALL_FAMILIES if name not in RELATIVES]
-DRAFTERS = sorted({*registry.available("drafters"), *registry.available("heads")} - {"head", "assistant"})
-"""Those that any trunk can have; assistants: tests/drafters/test_assistant.py."""
+DRAFTERS = sorted({*registry.available("drafters"), *registry.available("heads")} - {"head", "assistant", "eagle"})
+"""Without assistants, which need a trunk of their own, and EAGLE, which drafts as MTP does: tests/drafters, /heads."""
 VOCAB, EOS = 131, 2
 PLAIN_SPEC = HeadSpec()
 SMALL = {"backend": "reference", "threads": 1, "block_size": 8, "kv_blocks": 80, "max_model_len": 128}

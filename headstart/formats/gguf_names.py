@@ -50,6 +50,8 @@ _BLOCK: Mapping[str, str] = {
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",  # of this suffix only, which is not ours
+    "ffn_latent_down": "mlp.fc1_latent_proj",
+    "ffn_latent_up": "mlp.fc2_latent_proj",
     "ffn_gate_exps": "mlp.experts.gate_proj",  # [experts, out, in]
     "ffn_up_exps": "mlp.experts.up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
@@ -130,6 +132,7 @@ KEYS: Mapping[str, str] = {
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
+    "moe_latent_size": "moe_latent_size",
     "expert_shared_count": "n_shared_experts",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     "expert_weights_scale": "routed_scaling_factor",

@@ -92,7 +92,8 @@ KVSpec = AttentionSpec | IndexSpec | CompressSpec
 
 @dataclass(frozen=True, eq=False)
 class Experts:
-    """The gated experts of one layer, by id: gate and up [inner, in], down [out, inner]; their biases, or none."""
+    """The experts of one layer, by id: gate (or none: activate(up)) and up [inner, in], down [out, inner]; their
+    biases, or none."""
 
     gate: tuple[Weight, ...]
     up: tuple[Weight, ...]

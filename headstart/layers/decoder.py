@@ -115,11 +115,16 @@ class FeedForwardConfig(Protocol):
         """Names and shapes of what `build` takes."""
 
 
+<<<<<<< HEAD
 STREAM_PARTS = ("mixer_streams", "mlp_streams")
 Norms = Literal["pre", "post", "sandwich", "open", "parallel"]
+=======
+Norms = Literal["pre", "post", "sandwich", "open", "parallel", "late"]
+>>>>>>> main
 NORM_NAMES: Mapping[Norms, tuple[str, str, str, str]] = {
     "pre": ("input_layernorm", "", "post_attention_layernorm", ""),
     "parallel": ("input_layernorm", "", "", ""),
+    "late": ("", "", "post_attention_layernorm", ""),
     "post": ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
     "sandwich": (
         "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
@@ -128,6 +133,24 @@ NORM_NAMES: Mapping[Norms, tuple[str, str, str, str]] = {
 }  # fmt: skip
 """Norms before and after the mixer, before and after the feed-forward part; empty: none. `parallel`: both parts read
 the first."""
+
+
+@dataclass(frozen=True)
+class NoPart:
+    """In place of a mixer or a feed-forward part, in layers of one part each; that part has the first norm."""
+
+    kv_specs: tuple[()] = ()
+    state_specs: tuple[()] = ()
+    shares: None = None
+
+    def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float = 0.0, reads: int = 0) -> NoPart:
+        return self
+
+    def shapes(self, prefix: str, hidden: int, *, reads: int = 0) -> Shapes:
+        return {}
+
+    def __call__(self, ops: Ops, x: Buffer, positions: Buffer = None, pool: Pool = None) -> Buffer:
+        raise AssertionError("a part that is not there")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +218,10 @@ class LayerConfig:
 
     @property
     def _norms(self) -> tuple[str, str, str, str]:
-        return NORM_NAMES[self.norms]
+        names = NORM_NAMES[self.norms]
+        if isinstance(self.mlp, NoPart):
+            return names[0], names[1], "", ""
+        return ("", "", names[0], names[3]) if isinstance(self.mixer, NoPart) else names
 
 
 @dataclass(frozen=True)
@@ -225,12 +251,22 @@ class DecoderLayer:
         pool: Pool,
         passing: Passing | None = None,
     ) -> tuple[Buffer | None, Buffer]:
+<<<<<<< HEAD
         """(delta, residual) -> (delta, residual); the stream's value is their sum (None: nothing to add). With streams
         the residual is all of them, and nothing is left to add."""
         if self.streams:
             return None, self._in_streams(ops, residual, positions, pool, passing)
         x, residual = self.input_norm.add(ops, delta, residual)
         mixed = self._scaled(ops, self.mixer_norm(ops, self.mixer(ops, x, positions, pool)))
+=======
+        """(delta, residual) -> (delta, residual); the stream's value is their sum (None: nothing to add)."""
+        mixed = delta
+        if not isinstance(self.mixer, NoPart):
+            x, residual = self.input_norm.add(ops, delta, residual)
+            mixed = self._scaled(ops, self.mixer_norm(ops, self.mixer(ops, x, positions, pool)))
+        if isinstance(self.mlp, NoPart):
+            return mixed, residual
+>>>>>>> main
         if self.parallel:
             return ops.add(mixed, self._scaled(ops, self.mlp_norm(ops, self.mlp(ops, x)))), residual
         x, residual = self.post_norm.add(ops, mixed, residual)

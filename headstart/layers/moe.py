@@ -3,7 +3,8 @@
 Canonical tensors under `{prefix}`: `gate.weight` [E, H] (the router), `gate.e_score_correction_bias` [E], experts one
 by one (`experts.{e}.gate_proj.weight`, up_proj, down_proj) or stacked (`experts.gate_proj.weight` [E, I, H]; or
 `experts.gate_up_proj` [E, 2 I, H] with `experts.down_proj` [E, H, I]), `shared_experts.{gate,up,down}_proj.weight`,
-`shared_expert_gate.weight` [1, H].
+`shared_expert_gate.weight` [1, H]; `fc1_latent_proj.weight` [L, H] and `fc2_latent_proj.weight` [H, L] around routed
+experts that read L columns (LatentMoE of Nemotron 3).
 """
 
 from __future__ import annotations
@@ -26,7 +27,12 @@ from headstart.layers.weights import Shapes, Weights
 class MoEConfig:
     """`inner`: width of one expert; `shared`: width of the shared experts together, 0 for none; `shared_gate`: a row
     scales them by sigmoid(w . x); `bias`: a bias corrects the choice of experts; `biases`: the router and
+<<<<<<< HEAD
     all matrices of experts have one. `table`: of so many tokens each has its experts, `gate.table` [V, top_k]."""
+=======
+    all matrices of experts have one; not `gated`: experts have no gate_proj; `latent`: the routed ones read and write
+    as many columns between two matrices that all share, 0: the row itself."""
+>>>>>>> main
 
     router: RouterSpec
     inner: int
@@ -35,7 +41,12 @@ class MoEConfig:
     bias: bool = False
     activation: Activation = "silu"
     biases: bool = False
+<<<<<<< HEAD
     table: int = 0
+=======
+    gated: bool = True
+    latent: int = 0
+>>>>>>> main
 
     def build(self, weights: Weights, prefix: str, hidden: int) -> MoE:
         """From the tensors under `prefix` (no trailing dot). Raises ModelError for what is missing."""
@@ -45,14 +56,23 @@ class MoEConfig:
                 weights.get(f"{prefix}.gate.weight", count, hidden, precise=True),
                 weights.get(f"{prefix}.gate.bias", count) if self.biases else None,
             ),
-            experts=read_experts(weights, f"{prefix}.experts", hidden, self),
+            experts=read_experts(weights, f"{prefix}.experts", self.latent or hidden, self),
             spec=self.router,
             bias=weights.get(f"{prefix}.gate.e_score_correction_bias", count) if self.bias else None,
             shared=self._mlp(self.shared).build(weights, f"{prefix}.shared_experts", hidden) if self.shared else None,
             shared_gate=Linear(weights.take(weights.raw(gate, (1, hidden), (hidden,)).shaped(1, hidden), precise=True))
             if self.shared_gate
             else None,
+<<<<<<< HEAD
             table=self._table(weights, f"{prefix}.gate.table"),
+=======
+            latent=(
+                weights.linear(f"{prefix}.fc1_latent_proj", self.latent, hidden),
+                weights.linear(f"{prefix}.fc2_latent_proj", hidden, self.latent),
+            )
+            if self.latent
+            else None,
+>>>>>>> main
         )
 
     def _table(self, weights: Weights, name: str) -> Weight | None:
@@ -74,7 +94,11 @@ class MoEConfig:
         if self.biases:
             shapes[f"{prefix}.gate.bias"] = (count,)
         for expert in range(self.router.num_matrices):
-            shapes |= replace(self._mlp(self.inner), bias=self.biases).shapes(f"{prefix}.experts.{expert}", hidden)
+            one = replace(self._mlp(self.inner), bias=self.biases)
+            shapes |= one.shapes(f"{prefix}.experts.{expert}", self.latent or hidden)
+        if self.latent:
+            shapes[f"{prefix}.fc1_latent_proj.weight"] = (self.latent, hidden)
+            shapes[f"{prefix}.fc2_latent_proj.weight"] = (hidden, self.latent)
         if self.shared:
             shapes |= self._mlp(self.shared).shapes(f"{prefix}.shared_experts", hidden)
         if self.shared_gate:
@@ -83,7 +107,7 @@ class MoEConfig:
 
     def _mlp(self, inner: int) -> MLPConfig:
         """One expert, or the shared ones together."""
-        return MLPConfig(inner=inner, activation=self.activation)
+        return MLPConfig(inner=inner, activation=self.activation, gated=self.gated)
 
 
 @dataclass(frozen=True)
@@ -96,17 +120,34 @@ class MoE:
     bias: Weight | None = None
     shared: FeedForward | None = None
     shared_gate: Linear | None = None
+<<<<<<< HEAD
     table: Weight | None = None
+=======
+    latent: tuple[Linear, Linear] | None = None
+>>>>>>> main
 
     def __call__(self, ops: Ops, x: Buffer, token_ids: Buffer = None) -> Buffer:
         logits = self.router(ops, x)
         told = None if self.table is None else (self.table, token_ids)
         if self.shared is None:
+<<<<<<< HEAD
             return ops.moe(x, logits, self.bias, self.experts, self.spec, told)
         gate = self.shared_gate(ops, x) if self.shared_gate else None
         shared = self.shared(ops, x)
         routed = ops.moe(x, logits, self.bias, self.experts, self.spec, told)
+=======
+            return self._routed(ops, x, logits)
+        gate = self.shared_gate(ops, x) if self.shared_gate else None
+        shared = self.shared(ops, x)
+        routed = self._routed(ops, x, logits)
+>>>>>>> main
         return ops.add(routed, shared if gate is None else ops.sigmoid_mul(gate, shared))
+
+    def _routed(self, ops: Ops, x: Buffer, logits: Buffer) -> Buffer:
+        if self.latent is None:
+            return ops.moe(x, logits, self.bias, self.experts, self.spec)
+        into, back = self.latent
+        return back(ops, ops.moe(into(ops, x), logits, self.bias, self.experts, self.spec))
 
 
 def read_experts(
@@ -115,6 +156,8 @@ def read_experts(
     """The experts' matrices, in whichever form they are there; `factors` [E] multiply what each puts out."""
     count, inner = config.router.num_matrices, config.inner
     shapes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+    if not config.gated:
+        del shapes["gate"]
     parts: dict[str, Iterator[RawTensor]]
     if weights.has(f"{prefix}.gate_up_proj"):
         both = weights.raw(f"{prefix}.gate_up_proj", (count, 2 * inner, hidden))
@@ -123,7 +166,7 @@ def read_experts(
             "up": _items(both, np.arange(inner, 2 * inner)),
             "down": _items(weights.raw(f"{prefix}.down_proj", (count, hidden, inner))),
         }
-    elif weights.has(f"{prefix}.gate_proj.weight"):
+    elif weights.has(f"{prefix}.up_proj.weight"):
         parts = {
             name: _items(weights.raw(f"{prefix}.{name}_proj.weight", (count, *shape))) for name, shape in shapes.items()
         }
@@ -134,12 +177,14 @@ def read_experts(
         }
     if factors is not None:
         parts["down"] = (each.affine(float(factor), 0) for each, factor in zip(parts["down"], factors, strict=True))
-    gate, up, down = (tuple(map(weights.take, parts[name])) for name in shapes)
-    biases = [
-        tuple(weights.get(f"{prefix}.{e}.{name}_proj.bias", shape[0]) for e in range(count if config.biases else 0))
+    taken = {name: tuple(map(weights.take, parts[name])) for name in shapes}
+    biased = range(count if config.biases else 0)
+    biases = {
+        name: tuple(weights.get(f"{prefix}.{e}.{name}_proj.bias", shape[0]) for e in biased)
         for name, shape in shapes.items()
-    ]
-    return Experts(gate, up, down, config.activation, *biases)
+    }
+    gate, up, down = (taken.get(name, ()) for name in ("gate", "up", "down"))
+    return Experts(gate, up, down, config.activation, *(biases.get(name, ()) for name in ("gate", "up", "down")))
 
 
 def _items(stack: RawTensor, rows: NDArray[np.int64] | None = None) -> Iterator[RawTensor]:

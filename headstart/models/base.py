@@ -104,7 +104,7 @@ UNSUPPORTED: Mapping[str, str] = {
     "glm5_next": f"Kimi delta attention and {_INDEXER}", "glm5-next": f"Kimi delta attention and {_INDEXER}",
     "qwen4_exp": _STREAMS, "qwen4exp": _STREAMS,
     "mimo_v2": "projections fused in the order of several devices, and pictures (MiMo-V2.5, Pro, Omni)",
-    "nemotron_h": "Mamba2 layers", "nemotron_h_moe": "Mamba2 layers", "mamba2": "Mamba2 layers",
+    "nemotron_h_puzzle": "layers of several sizes (Puzzle)", "mamba2": "Mamba2 layers",
     "step3p5": "gated sliding-window attention", "step35": "gated sliding-window attention",
     "gemma3n": _STREAMS, "gemma3n_text": _STREAMS,
     "kimi_k3": "Kimi delta attention",

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from native_v4 import v4_mtp, v4_trunk
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear, relu, silu
 
 Tensors = dict[str, Tensor]
 Getter = Callable[[str], Tensor]
@@ -396,6 +396,71 @@ def mimo_v2_mtp(
     return linear(rms(x, w("final_layernorm.weight"), eps), tensors["lm_head.weight"]), x
 
 
+def squared(x: Tensor, w: Getter) -> Tensor:
+    return linear(relu(linear(x, w("up_proj.weight"))) ** 2, w("down_proj.weight"))
+
+
+def latent_experts(x: Tensor, w: Getter, c: dict[str, Any]) -> Tensor:
+    """Chosen by a sigmoid and a bias, in a smaller space; one for every row beside them."""
+    small, out = linear(x, w("fc1_latent_proj.weight")), torch.zeros(len(x), c["moe_latent_size"], dtype=x.dtype)
+    for row in range(len(x)):
+        score = torch.sigmoid(w("gate.weight") @ x[row])
+        taken = (score + w("gate.e_score_correction_bias")).topk(c["num_experts_per_tok"]).indices.tolist()
+        for e in taken:
+            share = score[e] / score[taken].sum() * c["routed_scaling_factor"]
+            out[row] += squared(small[row], lambda n, e=e: w(f"experts.{e}.{n}")) * share
+    return linear(out, w("fc2_latent_proj.weight")) + squared(x, lambda n: w(f"shared_experts.{n}"))
+
+
+def mamba2(y: Tensor, w: Getter, c: dict[str, Any]) -> Tensor:
+    """Of a whole sequence, head by head and row by row (Dao, Gu 2024, the recurrent form)."""
+    heads, dim, groups, size = (c[key] for key in ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size"))
+    inner, width = heads * dim, c["conv_kernel"]
+    z, xbc, dt = linear(y, w("in_proj.weight")).split([inner, inner + 2 * groups * size, heads], dim=-1)
+    padded, taps = torch.cat((xbc.new_zeros(width - 1, xbc.shape[1]), xbc)), w("conv1d.weight")[:, 0]
+    xbc = silu(sum(padded[j : j + len(y)] * taps[:, j] for j in range(width)) + w("conv1d.bias"))
+    x, b, seen = xbc.split([inner, groups * size, groups * size], dim=-1)
+    x, b, seen = x.view(len(y), heads, dim), b.view(len(y), groups, size), seen.view(len(y), groups, size)
+    step, out = torch.log1p(torch.exp(dt + w("dt_bias"))), torch.empty_like(x)
+    rate = -torch.from_numpy(np.exp(w("A_log").float().numpy())).double()
+    for head in range(heads):
+        state, group = x.new_zeros(dim, size), head // (heads // groups)
+        for row in range(len(y)):
+            state = torch.exp(rate[head] * step[row, head]) * state
+            state = state + step[row, head] * torch.outer(x[row, head], b[row, group])
+            out[row, head] = state @ seen[row, group] + w("D")[head] * x[row, head]
+    gated_out = (out.flatten(1) * silu(z)).view(len(y), groups, -1)
+    normed = rms(gated_out, w("norm.weight").view(groups, -1), c["layer_norm_epsilon"]).flatten(1)
+    return linear(normed, w("out_proj.weight"))
+
+
+def nemotron_part(x: Tensor, w: Getter, kind: str, c: dict[str, Any]) -> Tensor:
+    """One layer: Mamba2, attention without positions, experts, or an MLP."""
+    m = lambda n: w(f"mixer.{n}")  # noqa: E731
+    y = rms(x, w("norm.weight"), c["layer_norm_epsilon"])
+    if kind == "*":
+        q, k, v = (linear(y, m(f"{n}_proj.weight")).view(len(x), -1, c["head_dim"]) for n in "qkv")
+        return x + linear(attended(q, k, v, c["head_dim"] ** -0.5), m("o_proj.weight"))
+    return x + (mamba2(y, m, c) if kind == "M" else latent_experts(y, m, c) if kind == "E" else squared(y, m))
+
+
+def nemotron_trunk(tensors: Tensors, c: dict[str, Any], tokens: Tensor) -> Tensor:
+    x = tensors["backbone.embeddings.weight"][tokens]
+    for i, kind in enumerate(c["hybrid_override_pattern"]):
+        x = nemotron_part(x, lambda n, i=i: tensors[f"backbone.layers.{i}.{n}"], kind, c)
+    return rms(x, tensors["backbone.norm_f.weight"], c["layer_norm_epsilon"])
+
+
+def nemotron_mtp(tensors: Tensors, c: dict[str, Any], hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """vLLM's nemotron_h_mtp.py: embedding first, attention, experts; recycles after its norm."""
+    first, last = (lambda n, j=j: tensors[f"mtp.layers.{j}.{n}"] for j in (0, 1))
+    eps, e = c["layer_norm_epsilon"], tensors["backbone.embeddings.weight"][tokens]
+    joined = torch.cat((rms(e, first("enorm.weight"), eps), rms(hidden, first("hnorm.weight"), eps)), dim=-1)
+    x = nemotron_part(linear(joined, first("eh_proj.weight")), first, "*", c)
+    y = rms(nemotron_part(x, last, "E", c), last("final_layernorm.weight"), eps)
+    return linear(y, tensors["lm_head.weight"]), y
+
+
 def ernie_experts(x: Tensor, w: Getter, c: dict[str, Any]) -> Tensor:
     """Scores of a softmax over all, chosen with a bias, divided by the sum of those chosen; shared ones for all."""
     out = gated(x, lambda n: w(f"shared_experts.{n}"))
@@ -447,6 +512,10 @@ NATIVE_HEADS: dict[str, tuple[Callable[..., Tensor], Callable[..., tuple[Tensor,
     "deepseek_v32": (normed_trunk(deepseek_block), trailing_mtp(deepseek_block)),
     "glm4_moe_lite": (normed_trunk(deepseek_block), trailing_mtp(deepseek_block)),
     "longcat_flash": (longcat_trunk, longcat_mtp),
+<<<<<<< HEAD
     "deepseek_v4": (v4_trunk, v4_mtp),
+=======
+    "nemotron_h": (nemotron_trunk, nemotron_mtp),
+>>>>>>> main
 }
 """Family -> (hidden states that its head reads, draft logits and recycled vectors, of a module if it has several)."""

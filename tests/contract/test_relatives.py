@@ -92,9 +92,10 @@ FAMILY_OF = {
 }  # fmt: skip
 """Other names of a family."""
 ARCH = {
-    "cohere2": "cohere2", "ernie4_5": "ernie4_5", "exaone4": "exaone4", "glm4": "glm4", "granite": "granite",
-    "hunyuan_v1_dense": "hunyuan-dense", "minicpm": "minicpm", "mistral": "llama", "mixtral": "llama",
-    "olmo2": "olmo2", "olmo3": "olmo2", "phi3": "phi3", "qwen2_moe": "qwen2moe", "seed_oss": "seed_oss",
+    "cohere2": "cohere2", "ernie4_5": "ernie4_5", "exaone4": "exaone4", "glm": "chatglm", "glm4": "glm4",
+    "granite": "granite", "hunyuan_v1_dense": "hunyuan-dense", "minicpm": "minicpm", "mistral": "llama",
+    "mixtral": "llama", "olmo2": "olmo2", "olmo3": "olmo2", "phi3": "phi3", "qwen2_moe": "qwen2moe",
+    "seed_oss": "seed_oss",
 }  # fmt: skip
 """model_type -> llama.cpp's architecture."""
 PERMUTED = ("granite", "minicpm", "mistral", "mixtral")

@@ -84,9 +84,12 @@ def mixture(
             out = out.index_add(0, taking, rows[taking] * weight)
             continue
         read = rows[taking] * weight if spec.scales_inputs else rows[taking]
-        gate = linear(read, experts.gate[expert], _bias(experts.gate_bias, expert))
         up = linear(read, experts.up[expert], _bias(experts.up_bias, expert))
-        said = linear(gated(gate, up, experts.activation), experts.down[expert], _bias(experts.down_bias, expert))
+        if experts.gate:
+            inner = gated(linear(read, experts.gate[expert], _bias(experts.gate_bias, expert)), up, experts.activation)
+        else:
+            inner = ACTIVATIONS[experts.activation](up)
+        said = linear(inner, experts.down[expert], _bias(experts.down_bias, expert))
         out = out.index_add(0, taking, said if spec.scales_inputs else said * weight)
     return out.view_as(x)
 
