@@ -56,13 +56,9 @@ PROJECTIONS = {
 SUMMED = {".e_proj.weight": 1.0, ".h_proj.weight": 0.0}
 """Two projections whose results are added -> how much of its input each lets through."""
 TAKES = r"pre_fc_norm_embedding\.weight|enorm(\.m)?\.weight|token_layernorm\.weight"
-<<<<<<< HEAD
 SAYS = r"mtp\.(\d\.)?norm\.weight|shared_head\.norm\.weight|final_layernorm\.weight|mtp_emb_norm"
-=======
-SAYS = r"mtp\.norm\.weight|shared_head\.norm\.weight|final_layernorm\.weight|mtp_emb_norm"
-LAST_NORMS = ("model.norm.weight", "backbone.norm_f.weight")
+LAST_NORMS = ("model.norm.weight", "backbone.norm_f.weight", "norm.weight")
 """Of the trunk."""
->>>>>>> main
 
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -95,13 +91,8 @@ def agreeing(arrays: Arrays) -> Arrays:
                 arrays[name] = np.float32(share) * np.eye(len(array), dtype=np.float32)
         if re.search(TAKES, name):
             arrays[name] = np.full_like(array, 0.0 if folded else 1.0)
-<<<<<<< HEAD
-        elif re.search(SAYS, name) and name != "model.norm.weight":
-            arrays[name] = arrays.get("model.norm.weight", arrays.get("norm.weight"))
-=======
         elif re.search(SAYS, name) and name != last:
             arrays[name] = arrays[last]
->>>>>>> main
     return arrays
 
 

@@ -159,11 +159,7 @@ int widen(Program& program, const Routing* routing, int x, int dealt, Widening a
         in.index = routing->rows.data() + share.first;
         in.rows = share.count;
         if (routing->router.scales_inputs) in.factors = routing->factors.data() + share.first;
-<<<<<<< HEAD
-        program.kernels.gated(*gates[share.expert], *ups[share.expert], gate_bias[share.expert], up_bias[share.expert],
-                              kind, in, share.pair, program.output(inner).from_row(share.first));
-=======
-        const Output out = from_row(program.output(inner), share.first);
+        const Output out = program.output(inner).from_row(share.first);
         const Matrix& up = *all.ups[share.expert];
         if (!all.gates.empty()) {
             program.kernels.gated(*all.gates[share.expert], up, all.gate_bias[share.expert], all.up_bias[share.expert],
@@ -176,7 +172,6 @@ int widen(Program& program, const Routing* routing, int x, int dealt, Widening a
             float* values = out.values + row * out.stride + at;
             program.kernels.activate(values, all.kind, count, values);
         }
->>>>>>> main
     };
     program.add(std::move(step));
     return inner;
@@ -213,13 +208,8 @@ int experts(Program& program, int x, std::pair<int, int> chosen, nb::list gate_l
         const Output all = program.output(inner).from_row(share.first);
         Input in{all.values, all.stride, all.quants, share.count, program.halves(inner)};
         if (in.halves) in.halves += share.first * program.buffers[inner].half_stride();
-<<<<<<< HEAD
-        program.kernels.linear(*downs[share.expert], bias[share.expert], in, share.pair,
-                               program.output(spoken).from_row(share.first));
-=======
         program.kernels.linear(*downs[share.expert], down_bias[share.expert], in, share.pair,
-                               from_row(program.output(spoken), share.first));
->>>>>>> main
+                               program.output(spoken).from_row(share.first));
     };
     program.add(std::move(narrow));
     return sum(program, routing, x, spoken);

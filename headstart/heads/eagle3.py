@@ -36,13 +36,8 @@ from headstart.heads.kind import (
     Values,
     plain_parts,
 )
-<<<<<<< HEAD
-from headstart.kernels.ops import AttentionSpec, Buffer, KVSpec, Ops, Pool, RopeSpec, StepInputs
-from headstart.layers.attention import AttentionConfig
-=======
 from headstart.heads.layouts.llama_block import plain_block
-from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, StepInputs
->>>>>>> main
+from headstart.kernels.ops import AttentionSpec, Buffer, KVSpec, Ops, Pool, StepInputs
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import DecoderLayer, tapped_layers
 from headstart.layers.linear import Linear

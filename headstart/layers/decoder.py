@@ -115,12 +115,8 @@ class FeedForwardConfig(Protocol):
         """Names and shapes of what `build` takes."""
 
 
-<<<<<<< HEAD
 STREAM_PARTS = ("mixer_streams", "mlp_streams")
-Norms = Literal["pre", "post", "sandwich", "open", "parallel"]
-=======
 Norms = Literal["pre", "post", "sandwich", "open", "parallel", "late"]
->>>>>>> main
 NORM_NAMES: Mapping[Norms, tuple[str, str, str, str]] = {
     "pre": ("input_layernorm", "", "post_attention_layernorm", ""),
     "parallel": ("input_layernorm", "", "", ""),
@@ -251,22 +247,16 @@ class DecoderLayer:
         pool: Pool,
         passing: Passing | None = None,
     ) -> tuple[Buffer | None, Buffer]:
-<<<<<<< HEAD
         """(delta, residual) -> (delta, residual); the stream's value is their sum (None: nothing to add). With streams
         the residual is all of them, and nothing is left to add."""
         if self.streams:
             return None, self._in_streams(ops, residual, positions, pool, passing)
-        x, residual = self.input_norm.add(ops, delta, residual)
-        mixed = self._scaled(ops, self.mixer_norm(ops, self.mixer(ops, x, positions, pool)))
-=======
-        """(delta, residual) -> (delta, residual); the stream's value is their sum (None: nothing to add)."""
         mixed = delta
         if not isinstance(self.mixer, NoPart):
             x, residual = self.input_norm.add(ops, delta, residual)
             mixed = self._scaled(ops, self.mixer_norm(ops, self.mixer(ops, x, positions, pool)))
         if isinstance(self.mlp, NoPart):
             return mixed, residual
->>>>>>> main
         if self.parallel:
             return ops.add(mixed, self._scaled(ops, self.mlp_norm(ops, self.mlp(ops, x)))), residual
         x, residual = self.post_norm.add(ops, mixed, residual)

@@ -27,12 +27,9 @@ from headstart.layers.weights import Shapes, Weights
 class MoEConfig:
     """`inner`: width of one expert; `shared`: width of the shared experts together, 0 for none; `shared_gate`: a row
     scales them by sigmoid(w . x); `bias`: a bias corrects the choice of experts; `biases`: the router and
-<<<<<<< HEAD
-    all matrices of experts have one. `table`: of so many tokens each has its experts, `gate.table` [V, top_k]."""
-=======
     all matrices of experts have one; not `gated`: experts have no gate_proj; `latent`: the routed ones read and write
-    as many columns between two matrices that all share, 0: the row itself."""
->>>>>>> main
+    as many columns between two matrices that all share, 0: the row itself. `table`: of so many tokens each has its
+    experts, `gate.table` [V, top_k]."""
 
     router: RouterSpec
     inner: int
@@ -41,12 +38,9 @@ class MoEConfig:
     bias: bool = False
     activation: Activation = "silu"
     biases: bool = False
-<<<<<<< HEAD
-    table: int = 0
-=======
     gated: bool = True
     latent: int = 0
->>>>>>> main
+    table: int = 0
 
     def build(self, weights: Weights, prefix: str, hidden: int) -> MoE:
         """From the tensors under `prefix` (no trailing dot). Raises ModelError for what is missing."""
@@ -63,16 +57,13 @@ class MoEConfig:
             shared_gate=Linear(weights.take(weights.raw(gate, (1, hidden), (hidden,)).shaped(1, hidden), precise=True))
             if self.shared_gate
             else None,
-<<<<<<< HEAD
-            table=self._table(weights, f"{prefix}.gate.table"),
-=======
             latent=(
                 weights.linear(f"{prefix}.fc1_latent_proj", self.latent, hidden),
                 weights.linear(f"{prefix}.fc2_latent_proj", hidden, self.latent),
             )
             if self.latent
             else None,
->>>>>>> main
+            table=self._table(weights, f"{prefix}.gate.table"),
         )
 
     def _table(self, weights: Weights, name: str) -> Weight | None:
@@ -120,34 +111,24 @@ class MoE:
     bias: Weight | None = None
     shared: FeedForward | None = None
     shared_gate: Linear | None = None
-<<<<<<< HEAD
-    table: Weight | None = None
-=======
     latent: tuple[Linear, Linear] | None = None
->>>>>>> main
+    table: Weight | None = None
 
     def __call__(self, ops: Ops, x: Buffer, token_ids: Buffer = None) -> Buffer:
         logits = self.router(ops, x)
         told = None if self.table is None else (self.table, token_ids)
         if self.shared is None:
-<<<<<<< HEAD
-            return ops.moe(x, logits, self.bias, self.experts, self.spec, told)
+            return self._routed(ops, x, logits, told)
         gate = self.shared_gate(ops, x) if self.shared_gate else None
         shared = self.shared(ops, x)
-        routed = ops.moe(x, logits, self.bias, self.experts, self.spec, told)
-=======
-            return self._routed(ops, x, logits)
-        gate = self.shared_gate(ops, x) if self.shared_gate else None
-        shared = self.shared(ops, x)
-        routed = self._routed(ops, x, logits)
->>>>>>> main
+        routed = self._routed(ops, x, logits, told)
         return ops.add(routed, shared if gate is None else ops.sigmoid_mul(gate, shared))
 
-    def _routed(self, ops: Ops, x: Buffer, logits: Buffer) -> Buffer:
+    def _routed(self, ops: Ops, x: Buffer, logits: Buffer, told: tuple[Weight, Buffer] | None) -> Buffer:
         if self.latent is None:
-            return ops.moe(x, logits, self.bias, self.experts, self.spec)
+            return ops.moe(x, logits, self.bias, self.experts, self.spec, told)
         into, back = self.latent
-        return back(ops, ops.moe(into(ops, x), logits, self.bias, self.experts, self.spec))
+        return back(ops, ops.moe(into(ops, x), logits, self.bias, self.experts, self.spec, told))
 
 
 def read_experts(

@@ -512,10 +512,7 @@ NATIVE_HEADS: dict[str, tuple[Callable[..., Tensor], Callable[..., tuple[Tensor,
     "deepseek_v32": (normed_trunk(deepseek_block), trailing_mtp(deepseek_block)),
     "glm4_moe_lite": (normed_trunk(deepseek_block), trailing_mtp(deepseek_block)),
     "longcat_flash": (longcat_trunk, longcat_mtp),
-<<<<<<< HEAD
     "deepseek_v4": (v4_trunk, v4_mtp),
-=======
     "nemotron_h": (nemotron_trunk, nemotron_mtp),
->>>>>>> main
 }
 """Family -> (hidden states that its head reads, draft logits and recycled vectors, of a module if it has several)."""
