@@ -18,8 +18,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from headstart.errors import ModelError
 from headstart.kernels.indexing import CompressSpec, IndexSpec
 from headstart.kernels.ops import AttentionSpec, KVSpec, Pool
-from headstart.kernels.reference.backend import ReferenceOps, attention_weights
 from headstart.kernels.reference.choice import best_positions, index_scores
+from headstart.kernels.reference.ops import ReferenceOps, attention_weights
 from headstart.kernels.reference.streams import entries_of
 from headstart.kernels.specs import RopeSpec
 from headstart.kernels.states import ConvSpec, DeltaSpec, ScanSpec
