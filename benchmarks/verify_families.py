@@ -57,7 +57,7 @@ SUMMED = {".e_proj.weight": 1.0, ".h_proj.weight": 0.0}
 """Two projections whose results are added -> how much of its input each lets through."""
 TAKES = r"pre_fc_norm_embedding\.weight|enorm(\.m)?\.weight|token_layernorm\.weight"
 SAYS = r"mtp\.(\d\.)?norm\.weight|shared_head\.norm\.weight|final_layernorm\.weight|mtp_emb_norm"
-LAST_NORMS = ("model.norm.weight", "backbone.norm_f.weight", "norm.weight")
+LAST_NORMS = ("model.norm.weight", "backbone.norm_f.weight", "model.final_layernorm.weight", "norm.weight")
 """Of the trunk."""
 
 

@@ -53,7 +53,10 @@ struct Output {
 
 constexpr int64_t kMaxValueDim = 512, kMaxExperts = 1024;
 
-enum class Activation : int32_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, RELU2 = 4, IDENTITY = 5, CLAMPED = 6, LIMITED = 7 };
+enum class Activation : int32_t {
+    SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, RELU2 = 4, IDENTITY = 5, CLAMPED = 6, SILU_7 = 7, SILU_16 = 8,
+    SILU_OF_10 = 9
+};
 
 enum class Store : int32_t { F32 = 0, BF16 = 1, I8 = 2 };
 

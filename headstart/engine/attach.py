@@ -107,10 +107,12 @@ def native_head(family: Family, weights: Weights, config: DecoderConfig, source:
             f"lower the number in config.json to {present}",
         )
     drafting = Weights(weights.tensors, weights.backend, weights.source, drafts=True, on_take=weights.on_take)
-    modules = head_kind(spec.kind).modules(drafting, spec, config.hidden_size)
+    kind = head_kind(spec.kind)
+    modules = kind.modules(drafting, spec, config.hidden_size)
+    lm_heads = kind.lm_heads(drafting, spec, config.vocab_size, config.hidden_size)
     weights.used |= drafting.used
     check_taken(weights, config.num_mtp)
-    return Head(spec, modules, source)
+    return Head(spec, modules, source, lm_heads=lm_heads)
 
 
 def _of_checkpoint(trunk: Trunk, checkpoint: Checkpoint, drafter: str) -> Head:

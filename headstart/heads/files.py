@@ -106,6 +106,7 @@ def _document(head: HeadCheckpoint) -> dict[str, Any]:
         "num_modules": spec.num_modules,
         **{name: getattr(spec, name) for name in (*SWITCHES, *CHOICES)},
         **({} if spec.output_norm else {"output_norm": False}),
+        **({"own_lm_head": spec.own_lm_head} if spec.own_lm_head else {}),
         **({"block": _block(spec.layer)} if spec.layer else {}),
         **({BLOCK: {name: getattr(spec.block, name) for name in BLOCK_FACTS}} if spec.block else {}),
         "trunk": head.trunk,
@@ -194,6 +195,7 @@ def _spec(document: Document) -> HeadSpec:
         layer=_layer(document["block"]) if "block" in document else None,
         num_modules=int(document["num_modules"]),
         output_norm=bool(document.get("output_norm", True)),
+        own_lm_head=int(document.get("own_lm_head", 0)),
         block=_block_spec(document[BLOCK]) if BLOCK in document else None,
         **facts,
     )

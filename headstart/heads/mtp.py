@@ -3,9 +3,9 @@ draft step, or a module for each.
 
 x = W [norm_e(e(t_{p+1})) ; norm_h(h_p)], x' = Block(x), y = norm(x'), logits = head(y); the next draft step reads the
 *recycled* vector (y or x') in place of h. Canonical tensors: `mtp.{i}.` norm_embedding, norm_hidden, projection, block,
-norm (or none: y = x'). Of a trunk with
-residual streams the hidden state is all of them: each makes an x of its own, the block mixes them, and `streams` sums
-them before the norm (DeepSeek-V4).
+norm (or none: y = x'),
+lm_head (or none: the trunk's). Of a trunk with residual streams the hidden state is all of them: each makes an x of its
+own, the block mixes them, and `streams` sums them before the norm (DeepSeek-V4).
 """
 
 from __future__ import annotations
@@ -93,6 +93,12 @@ def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[MTPModule]:
     ]
 
 
+def lm_heads(weights: Weights, spec: HeadSpec, rows: int, hidden: int) -> Seq[Linear]:
+    """Of each module, where they have their own."""
+    count = spec.num_modules if spec.own_lm_head else 0
+    return [weights.linear(f"mtp.{i}.lm_head", rows, hidden) for i in range(count)]
+
+
 def shapes(spec: HeadSpec, hidden: int) -> Shapes:
     assert spec.layer is not None
     every: Shapes = {}
@@ -100,6 +106,8 @@ def shapes(spec: HeadSpec, hidden: int) -> Shapes:
         norms = ("norm_embedding", "norm_hidden", *(("norm",) if spec.output_norm else ()))
         every |= {f"{prefix}.{name}.weight": (hidden,) for name in norms}
         every[f"{prefix}.projection.weight"] = (hidden, 2 * hidden)
+        if spec.own_lm_head:
+            every[f"{prefix}.lm_head.weight"] = (spec.own_lm_head, hidden)
         every |= spec.layer.shapes(f"{prefix}.block", hidden)
         if spec.layer.streams:
             every |= stream_shapes(f"{prefix}.streams", hidden, spec.layer.streams, last=True)
@@ -125,6 +133,7 @@ HEAD = HeadKind(
     title="MTP",
     modules=modules,
     shapes=shapes,
+    lm_heads=lm_heads,
     # the stream before the final norm, as in the one dense family that vLLM drafts for (vllm_mimo)
     training=Training(spec=lambda layers, depth: HeadSpec(tap="pre_norm"), initial=initial, stacks=True, random=True),
 )

@@ -28,10 +28,13 @@ Weight = Any
 """Opaque weight owned by a backend."""
 Pool = Any
 """Opaque paged storage: num_slots rows of keys and values, or of hidden states."""
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "identity", "clamped", "limited"]
+Activation = Literal[
+    "silu", "gelu", "gelu_tanh", "relu", "relu2", "identity", "clamped", "silu_7", "silu_16", "silu_of_10"
+]
 """x / (1 + e^-x); x times the normal distribution's share below x, by erf or by its approximation with tanh; max(x, 0);
 the square of that; x. `clamped` takes both factors of a gated product : with g and u within 7, g only from above,
-g / (1 + e^(-1.702 g)) (u + 1). `limited`: the product of silu(g) and u, both within 10 in the same way."""
+g / (1 + e^(-1.702 g)) (u + 1). So do `silu_7` and `silu_16`: silu(g), at most 7 or 16, times u within that; and
+`silu_of_10`: silu of g, at most 10, times u within that."""
 
 
 NEVER = -1e30

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.kernels.ops import Buffer, IndexSpec, Ops, Pool, RopeSpec, Weight
+from headstart.kernels.indexing import IndexSpec
+from headstart.kernels.ops import Buffer, Ops, Pool, RopeSpec, Weight
 from headstart.layers.linear import Linear
 from headstart.layers.norm import LayerNorm
 from headstart.layers.rope import half_split

@@ -26,10 +26,10 @@ from headstart.layers.weights import Shapes, Weights
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
     """`inner`: width of one expert; `shared`: width of the shared experts together, 0 for none; `shared_gate`: a row
-    scales them by sigmoid(w . x); `bias`: a bias corrects the choice of experts; `biases`: the router and
-    all matrices of experts have one; not `gated`: experts have no gate_proj; `latent`: the routed ones read and write
-    as many columns between two matrices that all share, 0: the row itself. `table`: of so many tokens each has its
-    experts, `gate.table` [V, top_k]."""
+    scales them by sigmoid(w . x); `shared_activation`: theirs, where it is another; `bias`: a bias corrects the choice
+    of experts; `biases`: the router and all matrices of experts have one; not `gated`: experts have no gate_proj;
+    `latent`: the routed ones read and write as many columns between two matrices that all share, 0: the row itself.
+    `table`: of so many tokens each has its experts, `gate.table` [V, top_k]."""
 
     router: RouterSpec
     inner: int
@@ -37,6 +37,7 @@ class MoEConfig:
     shared_gate: bool = False
     bias: bool = False
     activation: Activation = "silu"
+    shared_activation: Activation | None = None
     biases: bool = False
     gated: bool = True
     latent: int = 0
@@ -53,7 +54,7 @@ class MoEConfig:
             experts=read_experts(weights, f"{prefix}.experts", self.latent or hidden, self),
             spec=self.router,
             bias=weights.get(f"{prefix}.gate.e_score_correction_bias", count) if self.bias else None,
-            shared=self._mlp(self.shared).build(weights, f"{prefix}.shared_experts", hidden) if self.shared else None,
+            shared=self._shared().build(weights, f"{prefix}.shared_experts", hidden) if self.shared else None,
             shared_gate=Linear(weights.take(weights.raw(gate, (1, hidden), (hidden,)).shaped(1, hidden), precise=True))
             if self.shared_gate
             else None,
@@ -91,13 +92,16 @@ class MoEConfig:
             shapes[f"{prefix}.fc1_latent_proj.weight"] = (self.latent, hidden)
             shapes[f"{prefix}.fc2_latent_proj.weight"] = (hidden, self.latent)
         if self.shared:
-            shapes |= self._mlp(self.shared).shapes(f"{prefix}.shared_experts", hidden)
+            shapes |= self._shared().shapes(f"{prefix}.shared_experts", hidden)
         if self.shared_gate:
             shapes[f"{prefix}.shared_expert_gate.weight"] = (1, hidden)
         return shapes
 
+    def _shared(self) -> MLPConfig:
+        return replace(self._mlp(self.shared), activation=self.shared_activation or self.activation)
+
     def _mlp(self, inner: int) -> MLPConfig:
-        """One expert, or the shared ones together."""
+        """One expert."""
         return MLPConfig(inner=inner, activation=self.activation, gated=self.gated)
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from headstart.errors import ModelError
-from headstart.kernels.ops import IndexSpec, RopeSpec
+from headstart.kernels.indexing import IndexSpec
+from headstart.kernels.ops import RopeSpec
 from headstart.layers.build import DecoderConfig
 from headstart.layers.indexer import IndexerConfig
 from headstart.layers.mla import MLAConfig

@@ -178,7 +178,7 @@ def _experts(config: Config, *, hashed: bool) -> MoEConfig:
         inner=inner,
         shared=inner * number(config, "n_shared_experts", default=1, least=0),
         bias=not hashed,
-        activation="limited",
+        activation="silu_of_10",
         table=number(config, "vocab_size") if hashed else 0,
     )
 

@@ -498,14 +498,61 @@ def ernie_mtp(tensors: Tensors, c: dict[str, Any], hidden: Tensor, tokens: Tenso
     return linear(y, tensors["model.embed_tokens.weight"]), y
 
 
-MODULES = {"mimo_v2_flash": 3}
-"""Families with more than one module."""
+def step_block(x: Tensor, w: Getter, c: dict[str, Any], index: int) -> Tensor:
+    """A gate for each head; layers with a window have more heads. No limit is reached."""
+    dim, eps, sliding = c["head_dim"], c["rms_norm_eps"], c["layer_types"][index] == "sliding_attention"
+    positions, turning = torch.arange(len(x)), int(dim * c["partial_rotary_factors"][index])
+    norm = lambda x, name: rms(x, plus_one(w(f"{name}.weight")), eps)  # noqa: E731
+    y = norm(x, "input_layernorm")
+    q, k, v = (linear(y, w(f"self_attn.{n}_proj.weight")).view(len(x), -1, dim) for n in "qkv")
+    q, k = norm(q, "self_attn.q_norm"), norm(k, "self_attn.k_norm")
+    q, k = (
+        torch.cat((rotated(a[..., :turning], positions, c["rope_theta"][index]), a[..., turning:]), -1) for a in (q, k)
+    )
+    assert q.shape[1] == (c["attention_other_setting"] if sliding else c)["num_attention_heads"]
+    out = attended(q, k, v, dim**-0.5, c["sliding_window"] if sliding else 10**6)
+    gates = torch.sigmoid(linear(y, w("self_attn.g_proj.weight")))
+    x = x + linear((out.view(len(x), -1, dim) * gates[..., None]).flatten(1), w("self_attn.o_proj.weight"))
+    y = norm(x, "post_attention_layernorm")
+    if str(index) != c["moe_layers_enum"]:
+        return x + gated(y, lambda n: w(f"mlp.{n}"))
+    out = gated(y, lambda n: w(f"share_expert.{n}"))
+    for row in range(len(x)):
+        score = torch.sigmoid(w("moe.gate.weight") @ y[row])
+        taken = (score + w("moe.router_bias")).topk(c["moe_top_k"]).indices.tolist()
+        for e in taken:
+            weight = score[e] / sum(score[i] for i in taken) * c["moe_router_scaling_factor"]
+            out[row] = out[row] + weight * gated(y[row], lambda n, e=e: w(f"moe.{n}")[e])
+    return x + out
+
+
+def step_trunk(tensors: Tensors, c: dict[str, Any], tokens: Tensor) -> Tensor:
+    """The stream [T, H] before the final norm."""
+    x = tensors["model.embed_tokens.weight"][tokens]
+    for i in range(c["num_hidden_layers"]):
+        x = step_block(x, lambda n, i=i: tensors[f"model.layers.{i}.{n}"], c, i)
+    return x
+
+
+def step_mtp(tensors: Tensors, c: dict[str, Any], hidden: Tensor, tokens: Tensor, module: int) -> tuple[Tensor, Tensor]:
+    """Each module has an LM head of its own; the block's output is recycled."""
+    layer = c["num_hidden_layers"] + module
+    w = lambda n: tensors[f"model.layers.{layer}.{n}"]  # noqa: E731
+    norm = lambda x, name: rms(x, plus_one(w(f"{name}.weight")), c["rms_norm_eps"])  # noqa: E731
+    e = tensors["model.embed_tokens.weight"][tokens]
+    x = step_block(linear(torch.cat((norm(e, "enorm"), norm(hidden, "hnorm")), -1), w("eh_proj.weight")), w, c, layer)
+    return linear(norm(x, "transformer.shared_head.norm"), w("transformer.shared_head.output.weight")), x
+
+
+MODULES = {"mimo_v2_flash": (0, 1, 2, 2), "step3p5": (0, 1, 2, 0)}
+"""Families with more than one module: which serves each draft step."""
 NATIVE_HEADS: dict[str, tuple[Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor]]]] = {
     "qwen3_5": (hybrid_trunk, hybrid_mtp),
     "qwen3_5_moe": (hybrid_trunk, hybrid_mtp),
     "qwen3_next": (hybrid_trunk, hybrid_mtp),
     "mimo": (mimo_trunk, mimo_mtp),
     "mimo_v2_flash": (mimo_v2_trunk, mimo_v2_mtp),
+    "step3p5": (step_trunk, step_mtp),
     "ernie4_5_moe": (normed_trunk(ernie_block), ernie_mtp),
     "glm4_moe": (normed_trunk(glm_block), trailing_mtp(glm_block)),
     "deepseek_v3": (normed_trunk(deepseek_block), trailing_mtp(deepseek_block)),

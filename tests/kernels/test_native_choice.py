@@ -13,7 +13,8 @@ from native_ops import FORMS, PATHS, Array, Part, assert_same_bits, backend, pla
 from support import as_tensors
 from test_native_rows import World
 
-from headstart.kernels.ops import AttentionSpec, IndexSpec
+from headstart.kernels.indexing import IndexSpec
+from headstart.kernels.ops import AttentionSpec
 from headstart.kernels.reference.backend import ReferenceBackend
 
 TOP = 5

@@ -30,7 +30,8 @@ from native_ops import (
 )
 
 from headstart.core import Paths, StepPlan
-from headstart.kernels.ops import AttentionSpec, IndexSpec
+from headstart.kernels.indexing import IndexSpec
+from headstart.kernels.ops import AttentionSpec
 from headstart.kernels.reference.backend import ReferenceBackend
 
 NUM_BLOCKS, LENGTH = 40, 215

@@ -156,7 +156,10 @@ def test_experts_that_tokens_name(path: str, told: bool) -> None:
         x, logits, bias = world.rows(WIDTH), world.rows(7), world.weight(7)
         parts = {"gate": (24, WIDTH), "up": (24, WIDTH), "down": (WIDTH, 24)}
         matrices = {part: tuple(world.weight(*shape) for _ in range(7)) for part, shape in parts.items()}
-        experts, table = Experts(**matrices, activation="limited"), world.on.index(names.reshape(-1).astype(np.int64))
+        experts, table = (
+            Experts(**matrices, activation="silu_of_10"),
+            world.on.index(names.reshape(-1).astype(np.int64)),
+        )
 
         def code(ops: Any, step: Any) -> dict[str, Any]:
             named = (table, step.token_ids) if told else None

@@ -36,7 +36,9 @@ ACTIVATIONS: Mapping[Activation, int] = {
     "relu2": 4,
     "identity": 5,
     "clamped": 6,
-    "limited": 7,
+    "silu_7": 7,
+    "silu_16": 8,
+    "silu_of_10": 9,
 }
 """Activation in csrc/kernels.h."""
 SCORINGS = {"softmax": 0, "sigmoid": 1, "softplus": 2}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headstart.kernels.ops import IndexSpec
+from headstart.kernels.indexing import IndexSpec
 
 
 def index_scores(q: Tensor, weights: Tensor, keys: Tensor, spec: IndexSpec) -> Tensor:

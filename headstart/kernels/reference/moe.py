@@ -19,16 +19,21 @@ ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: relu(x).square(),
     "identity": lambda x: x,
 }
-LIMIT, SLOPE, LIMITED = 7.0, 1.702, 10.0
-"""Of the clamped SwiGLU: the largest factor, and how steep the sigmoid is; of the limited one: the largest factor."""
+LIMIT, SLOPE = 7.0, 1.702
+"""Of the clamped SwiGLU: the largest factor, and how steep the sigmoid is."""
+LIMITED: Mapping[Activation, float] = {"silu_7": 7.0, "silu_16": 16.0}
+OF = 10.0
+"""The largest factor of `silu_of_10`."""
 TINY = 1e-20
 """Added to the sum that weights are divided by, as in DeepSeek's code: sigmoids may all be 0."""
 
 
 def gated(gate: Tensor, up: Tensor, kind: Activation) -> Tensor:
     """Ops.activate_mul."""
-    if kind == "limited":
-        return silu(gate.clamp(max=LIMITED)) * up.clamp(-LIMITED, LIMITED)
+    if kind == "silu_of_10":
+        return silu(gate.clamp(max=OF)) * up.clamp(-OF, OF)
+    if (limit := LIMITED.get(kind)) is not None:
+        return silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
     if kind != "clamped":
         return ACTIVATIONS[kind](gate) * up
     gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
