@@ -41,7 +41,8 @@ WIDE: Mapping[str, Any] = {
     "q_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "linear_key_head_dim": 64,
     "linear_value_head_dim": 64, "linear_num_value_heads": 4, "mamba_n_heads": 8, "mamba_d_head": 64,
     "mamba_d_state": 64, "mamba_d_ssm": 512, "mamba_num_heads": 8, "mamba_head_dim": 64, "ssm_state_size": 64,
-    "index_head_dim": 128, "index_n_heads": 16, "moe_latent_size": 256, "moe_shared_expert_intermediate_size": 256, "expert_ffn_hidden_size": 256,
+    "index_head_dim": 128, "index_n_heads": 16,
+    "moe_latent_size": 256, "moe_shared_expert_intermediate_size": 256, "expert_ffn_hidden_size": 256,
     "ffn_hidden_size": 512,
 }  # fmt: skip
 """Keys of any family's config in sizes that quantizers take; those that a small config does not have are left out."""
@@ -109,11 +110,15 @@ class Agreement:
 
 
 GELU = ("gemma3", "gemma4")
+SELECTING = ("deepseek_v32", "glm_moe_dsa")
+"""Families whose rows read 11 of some 60 positions here: where rows are rounded to 8 bits they read a few others."""
 
 
 def judged(name: str, kind: str, found: Mapping[str, Agreement]) -> tuple[float, bool]:
     """What is shown of a family in files of a type, the worse of the backends, and whether it is good."""
-    limit = 2e-2 if kind == "F32" and name in GELU else LIMITS[kind]
+    limit = LIMITS[kind]
+    if (kind == "F32" and name in GELU) or (kind in ("Q8_0", "Q4_K_M") and name in SELECTING):
+        limit = 2e-2 if kind == "F32" else 0.2
     worst = max(each.largest if kind == "F32" else each.median for each in found.values())
     return worst, worst <= limit
 
