@@ -4,6 +4,7 @@
 
 #include <type_traits>
 
+#include "group_sums.h"
 #include "products.h"
 #include "simd.h"
 
@@ -14,31 +15,31 @@ namespace {
 constexpr int kRowTile = 6; // 6 rows x 2 blocks: 24 accumulators of 32 registers
 #elif HEADSTART_AVX2
 constexpr int kRowTile = 2;
+#elif HEADSTART_NEON
+constexpr int kRowTile = 4; // 4 rows x a block's 4 registers: 16 accumulators of 32 registers
 #else
 constexpr int kRowTile = 1;
 #endif
-
-INLINE i32 splat_bytes(const int8_t* p) {
-    int32_t four;
-    std::memcpy(&four, p, 4);
-    return splat_int(four);
-}
+#if HEADSTART_NEON
+constexpr int64_t kQueries = 4; // likewise
+#else
+constexpr int64_t kQueries = kMostQueries;
+#endif
 
 template <bool kScaleF32> INLINE f32 load_scale(const uint8_t* p, int64_t group) {
     if (kScaleF32) return load(reinterpret_cast<const float*>(p) + group * 16);
     return load_half(reinterpret_cast<const uint16_t*>(p) + group * 16);
 }
 
-// acc[r][b] += row r of x times block b, integer matrices.
-template <int kBits, int kGroup, bool kMin, bool kScaleF32, int kRows>
+// acc[r][b] += row r of x times block kFirst + b, b < kBlocksAtOnce, integer matrices.
+template <int kBits, int kGroup, bool kMin, bool kScaleF32, int kFirst, int kRows>
 INLINE void multiply_quantized(const Matrix& w, const uint8_t* const block[2], const Input& x, int64_t row,
-                               f32 (&acc)[kRows][2]) {
+                               f32 (&acc)[kRows][kBlocksAtOnce]) {
     const QuantLayout layout(w.cols);
     constexpr int64_t kScaleBytes = kPanel / kGroup * kLanes * (kScaleF32 ? 4 : 2);
     constexpr int64_t kHead = kScaleBytes * (kMin ? 2 : 1);
     constexpr int64_t kPanelBytes = kHead + kPanel * kLanes * kBits / 8;
     constexpr int kGroups = kPanel / kGroup;
-    const i32 low = splat_int(0x0f0f0f0f);
     const int8_t* q[kRows];
     const float *scales[kRows], *scaled_sums[kRows];
     const int32_t* sums[kRows];
@@ -49,123 +50,108 @@ INLINE void multiply_quantized(const Matrix& w, const uint8_t* const block[2], c
         sums[r] = kGroup == 32 ? layout.sums(p) : layout.half_sums(p);
         scaled_sums[r] = kGroup == 32 ? layout.scaled_sums(p) : layout.scaled_half_sums(p);
     }
-    const int32_t zero = -w.zero;
+    // what the sum of a group's activations is multiplied by
+    constexpr int32_t kOff = kBits == 8 ? kLowered : 0;
+    const int32_t zero = kMin ? kOff : kOff - w.zero;
     const int64_t num_panels = layout.padded / kPanel;
     const int64_t ahead = row == 0 ? 2 * num_panels * kPanelBytes : 0; // the next pair of blocks
     for (int64_t panel = 0; panel < num_panels; ++panel) {
-        const uint8_t* p[2] = {block[0] + panel * kPanelBytes, block[1] + panel * kPanelBytes};
-        for (int64_t line = 0; line < kPanelBytes; line += 64) {
-            prefetch(p[0] + ahead + line);
-            prefetch(p[1] + ahead + line);
-        }
+        const uint8_t* p[kBlocksAtOnce];
+        for (int b = 0; b < kBlocksAtOnce; ++b) p[b] = block[kFirst + b] + panel * kPanelBytes;
+        for (int64_t line = 0; line < kPanelBytes; line += 64)
+            for (int b = 0; b < kBlocksAtOnce; ++b) prefetch(p[b] + ahead + line);
         for (int g = 0; g < kGroups; ++g) {
             const int64_t group = panel * kGroups + g, column = group * kGroup;
-            i32 sum[kRows][2];
-            for (int r = 0; r < kRows; ++r) sum[r][0] = sum[r][1] = splat_int(kMin ? 0 : zero * sums[r][group]);
-            if (kBits == 8) {
-                const uint8_t* quants[2] = {p[0] + kHead + g * kGroup * 16, p[1] + kHead + g * kGroup * 16};
-                for (int quad = 0; quad < kGroup / 4; ++quad) {
-                    const i32 w0 = load(reinterpret_cast<const int32_t*>(quants[0] + quad * 64));
-                    const i32 w1 = load(reinterpret_cast<const int32_t*>(quants[1] + quad * 64));
-                    for (int r = 0; r < kRows; ++r) {
-                        const i32 a = splat_bytes(q[r] + column + quad * 4);
-                        sum[r][0] = dot(sum[r][0], w0, a);
-                        sum[r][1] = dot(sum[r][1], w1, a);
-                    }
-                }
-            } else {
-                // a half of 32 columns: low nibbles are its first 16 columns, high ones the last 16
-                const int64_t half = kGroup == 32 ? g : g / 2;
-                const uint8_t* quants[2] = {p[0] + kHead + half * 256, p[1] + kHead + half * 256};
-                for (int quad = 0; quad < 4; ++quad) {
-                    const i32 v0 = load(reinterpret_cast<const int32_t*>(quants[0] + quad * 64));
-                    const i32 v1 = load(reinterpret_cast<const int32_t*>(quants[1] + quad * 64));
-                    if (kGroup == 32 || g % 2 == 0) {
-                        const i32 w0 = v0 & low, w1 = v1 & low;
-                        for (int r = 0; r < kRows; ++r) {
-                            const i32 a = splat_bytes(q[r] + column + quad * 4);
-                            sum[r][0] = dot(sum[r][0], w0, a);
-                            sum[r][1] = dot(sum[r][1], w1, a);
-                        }
-                    }
-                    if (kGroup == 32 || g % 2 == 1) {
-                        const i32 w0 = shift_right<4>(v0) & low, w1 = shift_right<4>(v1) & low;
-                        for (int r = 0; r < kRows; ++r) {
-                            const i32 a = splat_bytes(q[r] + column + (kGroup == 32 ? 16 : 0) + quad * 4);
-                            sum[r][0] = dot(sum[r][0], w0, a);
-                            sum[r][1] = dot(sum[r][1], w1, a);
-                        }
-                    }
-                }
+            i32 sum[kRows][kBlocksAtOnce];
+            f32 s[kBlocksAtOnce];
+            for (int r = 0; r < kRows; ++r) {
+                const i32 start = splat_int(kMin && !kOff ? 0 : zero * sums[r][group]);
+                for (int b = 0; b < kBlocksAtOnce; ++b) sum[r][b] = start;
             }
-            const f32 s0 = load_scale<kScaleF32>(p[0], g), s1 = load_scale<kScaleF32>(p[1], g);
+            add_group<kBits, kGroup, kHead, kRows>(p, g, q, column, sum);
+            for (int b = 0; b < kBlocksAtOnce; ++b) s[b] = load_scale<kScaleF32>(p[b], g);
             for (int r = 0; r < kRows; ++r) {
                 const f32 scale = splat(scales[r][column / 32]);
-                acc[r][0] = fma(to_float(sum[r][0]), s0 * scale, acc[r][0]);
-                acc[r][1] = fma(to_float(sum[r][1]), s1 * scale, acc[r][1]);
+                for (int b = 0; b < kBlocksAtOnce; ++b) acc[r][b] = fma(to_float(sum[r][b]), s[b] * scale, acc[r][b]);
             }
-            if (kMin) {
-                const f32 m0 = load_scale<kScaleF32>(p[0] + kScaleBytes, g);
-                const f32 m1 = load_scale<kScaleF32>(p[1] + kScaleBytes, g);
-                for (int r = 0; r < kRows; ++r) {
-                    const f32 s = splat(scaled_sums[r][group]);
-                    acc[r][0] = fma(m0, s, acc[r][0]);
-                    acc[r][1] = fma(m1, s, acc[r][1]);
-                }
+            if (!kMin) continue;
+            for (int b = 0; b < kBlocksAtOnce; ++b) s[b] = load_scale<kScaleF32>(p[b] + kScaleBytes, g);
+            for (int r = 0; r < kRows; ++r) {
+                const f32 total = splat(scaled_sums[r][group]);
+                for (int b = 0; b < kBlocksAtOnce; ++b) acc[r][b] = fma(s[b], total, acc[r][b]);
             }
         }
     }
 }
 
 // The same for float matrices, column by column.
-template <Kind kKind, int kRows>
+template <Kind kKind, int kFirst, int kRows>
 INLINE void multiply_float(const Matrix& w, const uint8_t* const block[2], const Input& x, int64_t row,
-                           f32 (&acc)[kRows][2]) {
+                           f32 (&acc)[kRows][kBlocksAtOnce]) {
     const float* in[kRows];
     for (int r = 0; r < kRows; ++r) in[r] = x.values + x.at(row + r) * x.stride;
-    auto add = [&](int64_t column, f32 w0, f32 w1) __attribute__((always_inline)) {
+    const auto add = [&](int64_t column, const f32 (&weights)[kBlocksAtOnce]) __attribute__((always_inline)) {
         for (int r = 0; r < kRows; ++r) {
             const f32 a = splat(in[r][column]);
-            acc[r][0] = fma(w0, a, acc[r][0]);
-            acc[r][1] = fma(w1, a, acc[r][1]);
+            for (int b = 0; b < kBlocksAtOnce; ++b) acc[r][b] = fma(weights[b], a, acc[r][b]);
         }
     };
     if (kKind == Kind::BF16) {
         const i32 high = splat_int((int32_t)0xffff0000);
         for (int64_t k = 0; k < w.cols; k += 2) {
-            const i32 p0 = load(reinterpret_cast<const int32_t*>(block[0] + k * 32));
-            const i32 p1 = load(reinterpret_cast<const int32_t*>(block[1] + k * 32));
-            add(k, as_float(shift_left<16>(p0)), as_float(shift_left<16>(p1)));
-            if (k + 1 < w.cols) add(k + 1, as_float(p0 & high), as_float(p1 & high));
+            i32 pair[kBlocksAtOnce];
+            f32 even[kBlocksAtOnce], odd[kBlocksAtOnce];
+            for (int b = 0; b < kBlocksAtOnce; ++b) {
+                pair[b] = load(reinterpret_cast<const int32_t*>(block[kFirst + b] + k * 32));
+                even[b] = as_float(shift_left<16>(pair[b]));
+                odd[b] = as_float(pair[b] & high);
+            }
+            add(k, even);
+            if (k + 1 < w.cols) add(k + 1, odd);
         }
-    } else if (kKind == Kind::F16) {
-        for (int64_t k = 0; k < w.cols; ++k)
-            add(k, load_half(reinterpret_cast<const uint16_t*>(block[0] + k * 32)),
-                load_half(reinterpret_cast<const uint16_t*>(block[1] + k * 32)));
-    } else {
-        for (int64_t k = 0; k < w.cols; ++k)
-            add(k, load(reinterpret_cast<const float*>(block[0] + k * 64)),
-                load(reinterpret_cast<const float*>(block[1] + k * 64)));
+        return;
+    }
+    for (int64_t k = 0; k < w.cols; ++k) {
+        f32 weights[kBlocksAtOnce];
+        for (int b = 0; b < kBlocksAtOnce; ++b) {
+            if (kKind == Kind::F16)
+                weights[b] = load_half(reinterpret_cast<const uint16_t*>(block[kFirst + b] + k * 32));
+            else
+                weights[b] = load(reinterpret_cast<const float*>(block[kFirst + b] + k * 64));
+        }
+        add(k, weights);
     }
 }
 
 template <int kRows> using Tile = f32[kRows][2];
 template <int kRows> using Multiply = void (*)(const Matrix&, const uint8_t* const[2], const Input&, int64_t, Tile<kRows>&);
 
+// What multiply(sums, first block) makes of zeros, for both blocks.
+template <int kRows, class F> INLINE void from_zero(Tile<kRows>& acc, F&& multiply) {
+    const auto take = [&](auto first) __attribute__((always_inline)) {
+        f32 sum[kRows][kBlocksAtOnce];
+        for (auto& r : sum)
+            for (f32& lanes : r) lanes = splat(0.0f);
+        multiply(sum, first);
+        for (int r = 0; r < kRows; ++r)
+            for (int b = 0; b < kBlocksAtOnce; ++b) acc[r][first.value + b] = sum[r][b];
+    };
+    take(std::integral_constant<int, 0>{});
+    if constexpr (kBlocksAtOnce == 1) take(std::integral_constant<int, 1>{});
+}
+
 template <int kBits, int kGroup, bool kMin, bool kScaleF32, int kRows>
 void quantized(const Matrix& w, const uint8_t* const block[2], const Input& x, int64_t row, Tile<kRows>& acc) {
-    f32 sum[kRows][2];
-    for (auto& r : sum) r[0] = r[1] = splat(0.0f);
-    multiply_quantized<kBits, kGroup, kMin, kScaleF32, kRows>(w, block, x, row, sum);
-    for (int r = 0; r < kRows; ++r) acc[r][0] = sum[r][0], acc[r][1] = sum[r][1];
+    from_zero<kRows>(acc, [&](auto& sum, auto first) __attribute__((always_inline)) {
+        multiply_quantized<kBits, kGroup, kMin, kScaleF32, first.value>(w, block, x, row, sum);
+    });
 }
 
 template <Kind kKind, int kRows>
 void floating(const Matrix& w, const uint8_t* const block[2], const Input& x, int64_t row, Tile<kRows>& acc) {
-    f32 sum[kRows][2];
-    for (auto& r : sum) r[0] = r[1] = splat(0.0f);
-    multiply_float<kKind, kRows>(w, block, x, row, sum);
-    for (int r = 0; r < kRows; ++r) acc[r][0] = sum[r][0], acc[r][1] = sum[r][1];
+    from_zero<kRows>(acc, [&](auto& sum, auto first) __attribute__((always_inline)) {
+        multiply_float<kKind, first.value>(w, block, x, row, sum);
+    });
 }
 
 template <int kBits, int kGroup, int kRows> Multiply<kRows> pick_quantized(const Matrix& w) {
@@ -244,10 +230,12 @@ template <class F> INLINE void in_tiles(int64_t rows, F&& f) {
 #if HEADSTART_AVX512
     case 5: f(row, std::integral_constant<int, 5>{}); break;
     case 4: f(row, std::integral_constant<int, 4>{}); break;
+#endif
+#if HEADSTART_AVX512 || HEADSTART_NEON
     case 3: f(row, std::integral_constant<int, 3>{}); break;
     case 2: f(row, std::integral_constant<int, 2>{}); break;
 #endif
-#if HEADSTART_AVX512 || HEADSTART_AVX2
+#if HEADSTART_AVX512 || HEADSTART_AVX2 || HEADSTART_NEON
     case 1: f(row, std::integral_constant<int, 1>{}); break;
 #endif
     default: break;
@@ -431,7 +419,7 @@ const Kernels& kernels() {
     static constexpr Kernels table{HEADSTART_STRING(HEADSTART_PATH), linear,      gated,  embed,    quantize, norm,
                                    activate_row,            activate_mul, scale, softcap_row, add,   rope,
                                    store_kv,                attend,      sigmoid_mul, route, weigh,  conv,
-                                   decay,                   delta};
+                                   decay,                   delta,        kQueries};
     return table;
 }
 
