@@ -36,10 +36,12 @@ LENGTHS = (1, 5, 17, 30, 45, 64)
 SHARED = 20
 SOFT = 0.1
 QUIET = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "w2.weight", "experts.down_proj", "down_proj_bias")
-PROJECTIONS = {"mtp.fc.weight": False, "eh_proj.weight": False, "input_proj.weight": True}
+PROJECTIONS = {
+    "mtp.fc.weight": False, "eh_proj.weight": False, "input_proj.weight": True, "mtp_linear_proj.0.weight": False,
+}  # fmt: skip
 """Ending of the name of an MTP module's projection -> does the hidden state come first?"""
-TAKES = r"pre_fc_norm_embedding\.weight|enorm\.weight|token_layernorm\.weight"
-SAYS = r"mtp\.norm\.weight|shared_head\.norm\.weight|final_layernorm\.weight"
+TAKES = r"pre_fc_norm_embedding\.weight|enorm(\.m)?\.weight|token_layernorm\.weight"
+SAYS = r"mtp\.norm\.weight|shared_head\.norm\.weight|final_layernorm\.weight|mtp_emb_norm"
 
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {

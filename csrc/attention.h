@@ -47,11 +47,12 @@ struct Sight {
 
 INLINE Sight sight_of(const AttendTask& task, int64_t index) {
     const int64_t row = task.first_row + index / task.group, head = task.kv_head * task.group + index % task.group;
-    const int64_t oldest = task.window ? task.positions[row] - task.window + 1 : 0;
+    const int64_t position = task.positions[row];
+    const int64_t oldest = task.window ? position - task.window + 1 : task.chunk ? position - position % task.chunk : 0;
     Sight found;
     found.values = task.queries + row * task.query_stride + head * task.layout.head_dim;
     found.first = oldest > task.first_position ? oldest : task.first_position;
-    found.limit = task.sees[row] + 1;
+    found.limit = task.sees[row] + 1 - task.unseen;
     found.peak = -FLT_MAX; // finite: scores of -inf weigh e^-inf = 0, not NaN
     found.total = 0.0f;
     if (task.sinks) { // the first logit of the sum: e^(sink - sink)

@@ -94,14 +94,15 @@ void gather_path(const KVPool& pool, const Pass& pass, int64_t row, AttendTask& 
 }
 
 int attend(Program& program, int q, nb::object kv_pool, int64_t num_heads, float scale, int64_t window, float softcap,
-           std::optional<Floats> sinks, bool causal) {
+           std::optional<Floats> sinks, bool causal, bool before, int64_t chunk) {
     KVPool* pool = nb::cast<KVPool*>(kv_pool);
     const KVLayout layout = pool->layout;
     const int64_t dim = layout.value_dim, group = num_heads / layout.num_heads;
     require(dim <= kMaxValueDim, "attend: values of more than 512 are not supported");
     require(num_heads == group * layout.num_heads && program.buffers[q].width == num_heads * layout.head_dim,
             "attend: shapes differ");
-    require(window >= 0 && softcap >= 0, "attend: a window or softcap below 0");
+    require(window >= 0 && softcap >= 0 && chunk >= 0, "attend: a window, chunk or softcap below 0");
+    require(!window || !chunk, "attend: a window and chunks");
     require(!sinks || (int64_t)sinks->size() == num_heads, "attend: not one sink for each head");
     program.limits.reach(program.limits.table_slots, pool->num_slots);
     const int out = program.buffer(num_heads * dim, false);
@@ -117,11 +118,14 @@ int attend(Program& program, int q, nb::object kv_pool, int64_t num_heads, float
     common.layout = layout;
     common.group = group;
     common.window = window;
+    common.chunk = chunk;
     common.scale = scale;
     common.softcap = softcap;
+    common.unseen = before;
     common.sinks = sinks ? sinks->data() : nullptr;
     common.scratch_from = INT64_MAX;
-    step.run = [&program, pool, common, tiles_of, q, out, causal, own = step.quantizes](const Pass& pass, int64_t index) {
+    step.run = [&program, pool, common, tiles_of, q, out, own_last = causal || before,
+                own = step.quantizes](const Pass& pass, int64_t index) {
         const auto& before = pass.tiles[tiles_of]; // tasks go by unit, then kv head, then tile
         const int64_t heads = common.layout.num_heads;
         const int64_t unit = std::upper_bound(before.begin(), before.end(), index / heads) - before.begin() - 1;
@@ -132,7 +136,7 @@ int attend(Program& program, int q, nb::object kv_pool, int64_t num_heads, float
         task.block_table = pass.block_tables + (pass.unit_spans ? pass.unit_spans[unit] : unit) * pass.table_width;
         task.block_size = pass.block_size;
         task.positions = pass.positions;
-        task.sees = causal ? pass.positions : pass.sees;
+        task.sees = own_last ? pass.positions : pass.sees;
         task.first_row = row;
         task.kv_head = tile / tiles;
         task.first_query = queries * (tile % tiles) / tiles;
@@ -160,7 +164,8 @@ void bind_attention_steps(nb::module_& m, nb::class_<Program>& program) {
         .def("copy_rows", copy_rows);
     program.def("store_kv", store_kv);
     program.def("attend", attend, nb::arg("q"), nb::arg("pool"), nb::arg("num_heads"), nb::arg("scale"),
-                nb::arg("window"), nb::arg("softcap"), nb::arg("sinks").none(), nb::arg("causal") = false);
+                nb::arg("window"), nb::arg("softcap"), nb::arg("sinks").none(), nb::arg("causal") = false,
+                nb::arg("before") = false, nb::arg("chunk") = 0);
 }
 
 } // namespace headstart

@@ -79,14 +79,18 @@ Step step_over(const Routing* routing, int64_t pairs, std::vector<int> reads, in
 
 // Records the choice; returns the number of the routing and the buffer that stands for it.
 std::pair<int, int> route(Program& program, int logits, std::optional<Floats> bias, int64_t top_k, int64_t num_groups,
-                          int64_t top_groups, bool sigmoid, bool normalize, float scale) {
+                          int64_t top_groups, bool sigmoid, bool normalize, float scale, int64_t num_identity,
+                          bool scales_inputs) {
     const int64_t count = program.buffers[logits].width;
     require(count <= kMaxExperts && top_k > 0 && num_groups > 0 && count % num_groups == 0 && top_groups > 0 &&
-                top_groups <= num_groups && top_k <= count / num_groups * top_groups,
+                top_groups <= num_groups && top_k <= count / num_groups * top_groups && num_identity >= 0 &&
+                num_identity < count,
             "route: the numbers of experts do not fit");
     require(!bias || (int64_t)bias->size() == count, "route: the bias has another width");
     require(!program.buffers[logits].logits, "route: rows of logits take no experts");
-    auto routing = std::make_shared<Routing>(Router{count, top_k, num_groups, top_groups, sigmoid, normalize, scale});
+    require(!scales_inputs || num_identity == 0, "route: experts that give back a row read it as it is");
+    auto routing = std::make_shared<Routing>(Router{count, top_k, num_groups, top_groups, count - num_identity, sigmoid,
+                                                    normalize, scale, scales_inputs});
     const int chosen = program.buffer(0, false);
     Step step;
     step.label = "rows";
@@ -116,18 +120,18 @@ int deal(Program& program, Routing* routing, int chosen) {
     return dealt;
 }
 
-int sum(Program& program, const Routing* routing, int spoken) {
+int sum(Program& program, const Routing* routing, int x, int spoken) {
     const int64_t width = program.buffers[spoken].width, top_k = routing->router.top_k;
     const int out = program.buffer(width, false);
     Step step;
     step.label = "rows";
-    step.reads = {spoken};
+    step.reads = {x, spoken};
     step.writes = {out};
     step.by_rows = true;
-    step.run = [&program, routing, spoken, width, top_k, out](const Pass&, int64_t row) {
+    step.run = [&program, routing, x, spoken, width, top_k, out](const Pass&, int64_t row) {
         program.kernels.weigh(program.values(spoken, 0), program.buffers[spoken].stride(),
-                              routing->slots.data() + row * top_k, routing->weights.data() + row * top_k, top_k, width,
-                              program.values(out, row));
+                              routing->slots.data() + row * top_k, routing->weights.data() + row * top_k, top_k,
+                              program.values(x, row), width, program.values(out, row));
     };
     program.add(std::move(step));
     return out;
@@ -137,12 +141,14 @@ int experts(Program& program, int x, std::pair<int, int> chosen, nb::list gate_l
             nb::list down_list, int kind, nb::list gate_biases, nb::list up_biases, nb::list down_biases) {
     const Matrices gates = matrices_of(gate_list), ups = matrices_of(up_list), downs = matrices_of(down_list);
     Routing* routing = program.routings.at(chosen.first).get();
-    const int64_t count = routing->router.num_experts, top_k = routing->router.top_k;
+    const int64_t count = routing->router.num_matrices, top_k = routing->router.top_k;
     require((int64_t)gates.size() == count && (int64_t)ups.size() == count && (int64_t)downs.size() == count,
             "experts: their number differs from the router's");
     require(gates[0]->cols == program.buffers[x].width && gates[0]->rows == ups[0]->rows &&
                 gates[0]->cols == ups[0]->cols && downs[0]->cols == gates[0]->rows,
             "experts: shapes differ");
+    require(count == routing->router.num_experts || downs[0]->rows == gates[0]->cols,
+            "experts: those that give back the row have its width");
     for (const Matrices* all : {&gates, &ups})
         for (const Matrix* each : *all) program.want(x, *each);
     const int dealt = deal(program, routing, chosen.second);
@@ -160,6 +166,7 @@ int experts(Program& program, int x, std::pair<int, int> chosen, nb::list gate_l
         Input in = program.input(x, pass);
         in.index = routing->rows.data() + share.first;
         in.rows = share.count;
+        if (routing->router.scales_inputs) in.factors = routing->factors.data() + share.first;
         program.kernels.gated(*gates[share.expert], *ups[share.expert], gate_bias[share.expert], up_bias[share.expert],
                               kind, in, share.pair, from_row(program.output(inner), share.first));
     };
@@ -179,7 +186,7 @@ int experts(Program& program, int x, std::pair<int, int> chosen, nb::list gate_l
                                from_row(program.output(spoken), share.first));
     };
     program.add(std::move(narrow));
-    return sum(program, routing, spoken);
+    return sum(program, routing, x, spoken);
 }
 
 // [R, heads * in] -> [R, heads * out] by a float matrix [out, in] of each head.
@@ -213,7 +220,8 @@ int head_linear(Program& program, int x, nb::list matrices) {
 
 void bind_expert_steps(nb::class_<Program>& program) {
     program.def("route", route, nb::arg("logits"), nb::arg("bias").none(), nb::arg("top_k"), nb::arg("num_groups"),
-                nb::arg("top_groups"), nb::arg("sigmoid"), nb::arg("normalize"), nb::arg("scale"));
+                nb::arg("top_groups"), nb::arg("sigmoid"), nb::arg("normalize"), nb::arg("scale"), nb::arg("num_identity"),
+                nb::arg("scales_inputs"));
     program.def("experts", experts);
     program.def("head_linear", head_linear);
 }

@@ -90,11 +90,11 @@ void route(const float* logits, const float* bias, const Router& router, int32_t
 }
 
 void weigh(const float* values, int64_t stride, const int32_t* slots, const float* weights, int64_t count,
-           int64_t width, float* out) {
+           const float* x, int64_t width, float* out) {
     for (int64_t at = 0; at < width; at += 16) {
         f32 sum = splat(0.0f);
         for (int64_t i = 0; i < count; ++i)
-            sum = fma(load_some(values + slots[i] * stride + at, width - at), splat(weights[i]), sum);
+            sum = fma(load_some((slots[i] < 0 ? x : values + slots[i] * stride) + at, width - at), splat(weights[i]), sum);
         store_some(out + at, width - at, sum);
     }
 }

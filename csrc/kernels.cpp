@@ -4,7 +4,7 @@
 
 #include <type_traits>
 
-#include "group_sums.h"
+#include "grouped.h"
 #include "products.h"
 #include "simd.h"
 
@@ -26,65 +26,7 @@ constexpr int64_t kQueries = 4; // likewise
 constexpr int64_t kQueries = kMostQueries;
 #endif
 
-template <bool kScaleF32> INLINE f32 load_scale(const uint8_t* p, int64_t group) {
-    if (kScaleF32) return load(reinterpret_cast<const float*>(p) + group * 16);
-    return load_half(reinterpret_cast<const uint16_t*>(p) + group * 16);
-}
-
-// acc[r][b] += row r of x times block kFirst + b, b < kBlocksAtOnce, integer matrices.
-template <int kBits, int kGroup, bool kMin, bool kScaleF32, int kFirst, int kRows>
-INLINE void multiply_quantized(const Matrix& w, const uint8_t* const block[2], const Input& x, int64_t row,
-                               f32 (&acc)[kRows][kBlocksAtOnce]) {
-    const QuantLayout layout(w.cols);
-    constexpr int64_t kScaleBytes = kPanel / kGroup * kLanes * (kScaleF32 ? 4 : 2);
-    constexpr int64_t kHead = kScaleBytes * (kMin ? 2 : 1);
-    constexpr int64_t kPanelBytes = kHead + kPanel * kLanes * kBits / 8;
-    constexpr int kGroups = kPanel / kGroup;
-    const int8_t* q[kRows];
-    const float *scales[kRows], *scaled_sums[kRows];
-    const int32_t* sums[kRows];
-    for (int r = 0; r < kRows; ++r) {
-        uint8_t* p = x.quants + x.at(row + r) * layout.row_bytes();
-        q[r] = reinterpret_cast<const int8_t*>(p);
-        scales[r] = layout.scales(p);
-        sums[r] = kGroup == 32 ? layout.sums(p) : layout.half_sums(p);
-        scaled_sums[r] = kGroup == 32 ? layout.scaled_sums(p) : layout.scaled_half_sums(p);
-    }
-    // what the sum of a group's activations is multiplied by
-    constexpr int32_t kOff = kBits == 8 ? kLowered : 0;
-    const int32_t zero = kMin ? kOff : kOff - w.zero;
-    const int64_t num_panels = layout.padded / kPanel;
-    const int64_t ahead = row == 0 ? 2 * num_panels * kPanelBytes : 0; // the next pair of blocks
-    for (int64_t panel = 0; panel < num_panels; ++panel) {
-        const uint8_t* p[kBlocksAtOnce];
-        for (int b = 0; b < kBlocksAtOnce; ++b) p[b] = block[kFirst + b] + panel * kPanelBytes;
-        for (int64_t line = 0; line < kPanelBytes; line += 64)
-            for (int b = 0; b < kBlocksAtOnce; ++b) prefetch(p[b] + ahead + line);
-        for (int g = 0; g < kGroups; ++g) {
-            const int64_t group = panel * kGroups + g, column = group * kGroup;
-            i32 sum[kRows][kBlocksAtOnce];
-            f32 s[kBlocksAtOnce];
-            for (int r = 0; r < kRows; ++r) {
-                const i32 start = splat_int(kMin && !kOff ? 0 : zero * sums[r][group]);
-                for (int b = 0; b < kBlocksAtOnce; ++b) sum[r][b] = start;
-            }
-            add_group<kBits, kGroup, kHead, kRows>(p, g, q, column, sum);
-            for (int b = 0; b < kBlocksAtOnce; ++b) s[b] = load_scale<kScaleF32>(p[b], g);
-            for (int r = 0; r < kRows; ++r) {
-                const f32 scale = splat(scales[r][column / 32]);
-                for (int b = 0; b < kBlocksAtOnce; ++b) acc[r][b] = fma(to_float(sum[r][b]), s[b] * scale, acc[r][b]);
-            }
-            if (!kMin) continue;
-            for (int b = 0; b < kBlocksAtOnce; ++b) s[b] = load_scale<kScaleF32>(p[b] + kScaleBytes, g);
-            for (int r = 0; r < kRows; ++r) {
-                const f32 total = splat(scaled_sums[r][group]);
-                for (int b = 0; b < kBlocksAtOnce; ++b) acc[r][b] = fma(s[b], total, acc[r][b]);
-            }
-        }
-    }
-}
-
-// The same for float matrices, column by column.
+// acc[r][b] += row r of x times block kFirst + b, b < kBlocksAtOnce, float matrices, column by column.
 template <Kind kKind, int kFirst, int kRows>
 INLINE void multiply_float(const Matrix& w, const uint8_t* const block[2], const Input& x, int64_t row,
                            f32 (&acc)[kRows][kBlocksAtOnce]) {
@@ -140,10 +82,10 @@ template <int kRows, class F> INLINE void from_zero(Tile<kRows>& acc, F&& multip
     if constexpr (kBlocksAtOnce == 1) take(std::integral_constant<int, 1>{});
 }
 
-template <int kBits, int kGroup, bool kMin, bool kScaleF32, int kRows>
+template <int kBits, int kGroup, Offsets kOffsets, Read kRead, bool kLevels, int kRows>
 void quantized(const Matrix& w, const uint8_t* const block[2], const Input& x, int64_t row, Tile<kRows>& acc) {
     from_zero<kRows>(acc, [&](auto& sum, auto first) __attribute__((always_inline)) {
-        multiply_quantized<kBits, kGroup, kMin, kScaleF32, first.value>(w, block, x, row, sum);
+        multiply_quantized<kBits, kGroup, kOffsets, kRead, kLevels, first.value>(w, block, x, row, sum);
     });
 }
 
@@ -154,23 +96,40 @@ void floating(const Matrix& w, const uint8_t* const block[2], const Input& x, in
     });
 }
 
+template <Kind kKind, int kRows>
+void coded(const Matrix& w, const uint8_t* const block[2], const Input& x, int64_t row, Tile<kRows>& acc) {
+    from_zero<kRows>(acc, [&](auto& sum, auto first) __attribute__((always_inline)) {
+        multiply_coded<kKind, first.value>(w, block, x, row, sum);
+    });
+}
+
 template <int kBits, int kGroup, int kRows> Multiply<kRows> pick_quantized(const Matrix& w) {
-    if (w.has_min) {
-        if (w.scale_f32) return quantized<kBits, kGroup, true, true, kRows>;
-        return quantized<kBits, kGroup, true, false, kRows>;
+    if (w.offsets == Offsets::MINS) {
+        if (w.scales == Scales::F32) return quantized<kBits, kGroup, Offsets::MINS, Read::F32, false, kRows>;
+        return quantized<kBits, kGroup, Offsets::MINS, Read::F16, false, kRows>;
     }
-    if (w.scale_f32) return quantized<kBits, kGroup, false, true, kRows>;
-    return quantized<kBits, kGroup, false, false, kRows>;
+    if (w.scales == Scales::F32) return quantized<kBits, kGroup, Offsets::NONE, Read::F32, false, kRows>;
+    return quantized<kBits, kGroup, Offsets::NONE, Read::F16, false, kRows>;
 }
 
 template <int kRows> Multiply<kRows> pick(const Matrix& w) {
+    const bool levels = w.levels != Levels::NONE, points = w.offsets == Offsets::POINTS;
     switch (w.kind) {
     case Kind::F32: return floating<Kind::F32, kRows>;
     case Kind::F16: return floating<Kind::F16, kRows>;
     case Kind::BF16: return floating<Kind::BF16, kRows>;
-    case Kind::Q8: return w.group == 16 ? pick_quantized<8, 16, kRows>(w) : pick_quantized<8, 32, kRows>(w);
+    case Kind::F8: return coded<Kind::F8, kRows>;
+    case Kind::L4: return coded<Kind::L4, kRows>;
+    case Kind::Q8:
+        if (points) return quantized<8, 64, Offsets::POINTS, Read::ANY, false, kRows>;
+        if (w.group == 64) return quantized<8, 64, Offsets::NONE, Read::ANY, false, kRows>;
+        return w.group == 16 ? pick_quantized<8, 16, kRows>(w) : pick_quantized<8, 32, kRows>(w);
     case Kind::Q4: break;
     }
+    if (levels && w.group == 16) return quantized<4, 16, Offsets::NONE, Read::ANY, true, kRows>;
+    if (levels) return quantized<4, 32, Offsets::NONE, Read::ANY, true, kRows>;
+    if (points && w.group == 64) return quantized<4, 64, Offsets::POINTS, Read::ANY, false, kRows>;
+    if (points) return quantized<4, 32, Offsets::POINTS, Read::ANY, false, kRows>;
     return w.group == 16 ? pick_quantized<4, 16, kRows>(w) : pick_quantized<4, 32, kRows>(w);
 }
 
@@ -204,8 +163,7 @@ void gated_rows(const Matrix& gate, const Matrix& up, const float* gate_bias, co
     for (int64_t half = 0; half < 2 && 2 * pair + half < gate.num_blocks(); ++half) {
         const int64_t index = 2 * pair + half;
         Tile<kRows> acc;
-        if (gate.kind == up.kind && gate.group == up.group && gate.zero == up.zero && gate.has_min == up.has_min &&
-            gate.scale_f32 == up.scale_f32) {
+        if (gate.alike(up)) {
             const uint8_t* const block[2] = {gate.block(index), up.block(index)};
             pick<kRows>(gate)(gate, block, x, row, acc);
         } else { // files that mix types inside a layer: each matrix by itself, twice the work
@@ -216,8 +174,10 @@ void gated_rows(const Matrix& gate, const Matrix& up, const float* gate_bias, co
             pick<kRows>(up)(up, second, x, row, other);
             for (int r = 0; r < kRows; ++r) acc[r][1] = other[r][1];
         }
-        for (int r = 0; r < kRows; ++r)
+        for (int r = 0; r < kRows; ++r) {
+            if (x.factors) scale_both(acc[r], x.factors[row + r]);
             store(tile[r] + half * 16, gate_lanes(acc[r], gate.rows, gate_bias, up_bias, kind, index * 16));
+        }
     }
     for (int r = 0; r < kRows; ++r) put_gated(tile[r], row + r, pair, out);
 }
@@ -254,58 +214,7 @@ void gated(const Matrix& gate, const Matrix& up, const float* gate_bias, const f
     pad_gated(x.rows, pair, gate.num_blocks(), out);
 }
 
-INLINE float half_value(const uint8_t* p, int64_t index, bool is_f32) {
-    if (is_f32) {
-        float value;
-        std::memcpy(&value, p + index * 4, 4);
-        return value;
-    }
-    uint16_t bits[16] = {};
-    std::memcpy(bits, p + index * 2, 2);
-    float lanes[16];
-    store(lanes, load_half(bits));
-    return lanes[0];
-}
-
-void embed(const Matrix& table, int64_t id, float* out) {
-    const uint8_t* block = table.block(id / 16);
-    const int64_t lane = id % 16;
-    if (!table.quantized()) {
-        for (int64_t k = 0; k < table.cols; ++k) {
-            if (table.kind == Kind::F32) {
-                std::memcpy(out + k, block + (k * 16 + lane) * 4, 4);
-            } else {
-                const bool pairs = table.kind == Kind::BF16;
-                const int64_t at = pairs ? (k / 2 * 16 + lane) * 2 + k % 2 : k * 16 + lane;
-                uint16_t bits[16] = {};
-                std::memcpy(bits, block + at * 2, 2);
-                float lanes[16];
-                store(lanes, pairs ? load_bf16(bits) : load_half(bits));
-                out[k] = lanes[0];
-            }
-        }
-        return;
-    }
-    const int64_t scale_bytes = table.scale_bytes(), head = scale_bytes * (table.has_min ? 2 : 1);
-    for (int64_t start = 0; start < table.cols; start += table.group) {
-        const uint8_t* panel = block + start / kPanel * table.panel_bytes();
-        const int64_t group = start % kPanel / table.group * 16 + lane;
-        const float scale = half_value(panel, group, table.scale_f32);
-        const float least = table.has_min ? half_value(panel + scale_bytes, group, table.scale_f32) : 0.0f;
-        const int64_t end = start + table.group < table.cols ? start + table.group : table.cols;
-        for (int64_t column = start; column < end; ++column) {
-            const int64_t c = column % kPanel;
-            int32_t q;
-            if (table.kind == Kind::Q8) {
-                q = panel[head + c / 4 * 64 + lane * 4 + c % 4];
-            } else {
-                const int64_t within = c % 16, byte = head + c / 32 * 256 + within / 4 * 64 + lane * 4 + within % 4;
-                q = c % 32 < 16 ? panel[byte] & 15 : panel[byte] >> 4;
-            }
-            out[column] = table.has_min ? scale * (float)q + least : scale * (float)(q - table.zero);
-        }
-    }
-}
+void embed(const Matrix& table, int64_t id, float* out) { read_row(table, id, out); }
 
 void norm(const float* x, const float* residual, const float* weight, float eps, int64_t width, int64_t group,
           float* out, float* total) {
@@ -410,16 +319,16 @@ void attend(const AttendTask& task); // attention.cpp
 void sigmoid_mul(const float* gate, const float* x, int64_t gates, int64_t width, float* out); // experts.cpp
 void route(const float* logits, const float* bias, const Router& router, int32_t* ids, float* weights);
 void weigh(const float* values, int64_t stride, const int32_t* slots, const float* weights, int64_t count,
-           int64_t width, float* out);
-void conv(const float* const* rows, const float* taps, int64_t width, int64_t channels, float* out); // recurrent.cpp
-void decay(const float* x, const float* rate, const float* bias, int64_t width, float* out);
-void delta(const DeltaTask& task);
+           const float* x, int64_t width, float* out);
+void conv(const float* const* rows, const float* taps, const float* bias, int64_t width, int64_t channels, float* out); // recurrent.cpp
+void softplus(const float* x, const float* rate, const float* bias, int64_t width, float* out);
+void recur(const RecurrenceTask& task);
 
 const Kernels& kernels() {
     static constexpr Kernels table{HEADSTART_STRING(HEADSTART_PATH), linear,      gated,  embed,    quantize, norm,
                                    activate_row,            activate_mul, scale, softcap_row, add,   rope,
                                    store_kv,                attend,      sigmoid_mul, route, weigh,  conv,
-                                   decay,                   delta,        kQueries};
+                                   softplus,                recur,       kQueries};
     return table;
 }
 

@@ -37,6 +37,7 @@ struct Input {
     int64_t rows;
     const uint16_t* halves = nullptr; // rows of kPanel-padded width, with zeros
     const int32_t* index = nullptr;   // where the product's rows lie, if not one after the other
+    const float* factors = nullptr;   // what the product's rows are multiplied by: gated does it to both products
     HEADSTART_INLINE int64_t at(int64_t row) const { return index ? index[row] : row; }
 };
 
@@ -92,6 +93,8 @@ struct AttendTask {
     const int32_t *positions, *sees; // of all rows
     int64_t first_row, kv_head, group, first_query, num_queries;
     int64_t first_position, window; // the first position that holds a key; how many a row sees, 0: all
+    int64_t unseen;                 // of what it sees so many at the end that it does not
+    int64_t chunk;                  // a row sees from position - position % chunk on, 0: no chunks
     float scale, softcap;           // softcap 0: none
     const float* sinks;             // of all heads, or nullptr
     const float* queries;
@@ -101,31 +104,34 @@ struct AttendTask {
 
 // Which experts a row takes, and how it weighs them (RouterSpec of headstart/kernels/ops.py).
 struct Router {
-    int64_t num_experts, top_k, num_groups, top_groups;
+    int64_t num_experts, top_k, num_groups, top_groups, num_matrices;
     bool sigmoid, normalize;
     float scale;
+    bool scales_inputs; // weights are of what experts read
 };
 
 constexpr int64_t kMaxKeyDim = 256, kMaxTaps = 16;
 
-// The gated delta rule (Ops.gated_delta of headstart/kernels/ops.py) for some columns of one head of one sequence: from
-// the state before position `start` over kept rows [q, k, v, log decay, strength] and the rows of the pass.
-struct DeltaTask {
-    int64_t num_key_heads, num_heads, key_dim, value_dim;
-    int64_t head, key_head, first_column, num_columns;
-    const float* from; // the state [heads][key_dim][value_dim], or nullptr: zeros
+// The gated delta rule or the selective scan (Ops.gated_delta, Ops.selective_scan of headstart/kernels/ops.py) for some
+// columns of one head of one sequence: from the state before position `start` over kept rows and the rows of the pass.
+struct RecurrenceTask {
+    int64_t key_dim, value_dim, head, first_column, num_columns;
+    bool delta;                         // else: scan
+    int64_t query_at, key_at, value_at; // where a row has those of the head
+    int64_t decay_at, strength_at;      // where a kept row has these; a scan's strength is its step
+    float rate, skip;                   // of a scan
+    const float* from;                  // the state [heads][key_dim][value_dim], or nullptr: zeros
     int64_t start, num_kept, num_rows;
     const float* kept;
     int64_t kept_stride;
-    const float *qkv, *log_decay, *strength; // of the first row
-    int64_t qkv_stride, gate_stride;
+    const float *rows, *decay, *strength; // of the first row, the last two of the head; decay: the logarithm, of a delta
+    int64_t row_stride, gate_stride;
     float* out;
     int64_t out_stride;
     int64_t num_stores; // after the rows before store_positions[i] the state goes to slot store_slots[i]
     const int32_t *store_positions, *store_slots;
     float* states;
     int64_t state_size;
-    HEADSTART_INLINE int64_t channels() const { return 2 * num_key_heads * key_dim + num_heads * value_dim; }
 };
 
 struct Kernels {
@@ -153,14 +159,15 @@ struct Kernels {
     void (*sigmoid_mul)(const float* gate, const float* x, int64_t gates, int64_t width, float* out);
     // logits [num_experts] -> ids [top_k] in ascending order, and their weights.
     void (*route)(const float* logits, const float* bias, const Router& router, int32_t* ids, float* weights);
-    // out = sum over i < count of weights[i] * row slots[i] of values, in this order.
+    // out = sum over i < count of weights[i] * row slots[i] of values, in this order; slot -1 is the row x.
     void (*weigh)(const float* values, int64_t stride, const int32_t* slots, const float* weights, int64_t count,
-                  int64_t width, float* out);
-    // out = sum over j < width of taps[j] * rows[j], by channel; rows that are nullptr are zeros.
-    void (*conv)(const float* const* rows, const float* taps, int64_t width, int64_t channels, float* out);
-    // out = rate * ln(1 + e^(x + bias)).
-    void (*decay)(const float* x, const float* rate, const float* bias, int64_t width, float* out);
-    void (*delta)(const DeltaTask& task);
+                  const float* x, int64_t width, float* out);
+    // out = bias + sum over j < width of taps[j] * rows[j], by channel; rows that are nullptr, or no bias, are zeros.
+    void (*conv)(const float* const* rows, const float* taps, const float* bias, int64_t width, int64_t channels,
+                 float* out);
+    // out = rate * ln(1 + e^(x + bias)); rate nullptr: 1.
+    void (*softplus)(const float* x, const float* rate, const float* bias, int64_t width, float* out);
+    void (*recur)(const RecurrenceTask& task);
     int64_t most_queries = kMostQueries; // of a task of attend
     // To bfloat16 (ties to even), padded with zeros to kPanel; nullptr: bfloat16 matrices take floats on this path.
     void (*halve)(const float* x, int64_t width, uint16_t* row) = nullptr;

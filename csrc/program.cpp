@@ -67,6 +67,7 @@ void Routing::reach(int64_t num_rows) {
     weights.resize(count);
     slots.resize(count);
     rows.resize(count);
+    if (router.scales_inputs) factors.resize(count);
 }
 
 void Routing::group(int64_t num_rows) {
@@ -76,7 +77,7 @@ void Routing::group(int64_t num_rows) {
     experts.clear();
     starts.clear();
     int32_t start = 0;
-    for (int64_t expert = 0; expert < router.num_experts; ++expert) {
+    for (int64_t expert = 0; expert < router.num_matrices; ++expert) {
         const int32_t count = cursor[expert];
         cursor[expert] = start;
         if (count == 0) continue;
@@ -86,8 +87,14 @@ void Routing::group(int64_t num_rows) {
     }
     starts.push_back(start);
     for (int64_t i = 0; i < num_rows * k; ++i) {
-        slots[i] = cursor[ids[i]]++;
+        slots[i] = ids[i] < router.num_matrices ? cursor[ids[i]]++ : -1;
+        if (slots[i] < 0) continue;
         rows[slots[i]] = (int32_t)(i / k);
+    }
+    if (!router.scales_inputs) return;
+    for (int64_t i = 0; i < num_rows * k; ++i) {
+        factors[slots[i]] = weights[i];
+        weights[i] = 1.0f;
     }
 }
 

@@ -94,8 +94,9 @@ struct Routing {
     Router router;
     std::vector<int32_t> ids;     // [rows][top_k], ascending in a row
     std::vector<float> weights;   // of the same
-    std::vector<int32_t> slots;   // of the same
+    std::vector<int32_t> slots;   // of the same; -1 where the expert has no matrices
     std::vector<int32_t> rows;    // of each slot
+    std::vector<float> factors;   // of each slot, where weights are of what experts read; `weights` are then 1
     std::vector<int32_t> experts; // that some row takes, ascending
     std::vector<int32_t> starts;  // the first slot of each of these, and the number of slots
     std::vector<int32_t> cursor;

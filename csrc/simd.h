@@ -73,6 +73,31 @@ INLINE int32_t store_low_bytes(int8_t* p, i32 a) {
 }
 // Adds to each lane the products of its 4 unsigned bytes of w with the 4 signed bytes of a.
 INLINE i32 dot(i32 sum, i32 w, i32 a) { return {_mm512_dpbusd_epi32(sum.v, w.v, a.v)}; }
+INLINE i32 load_u8(const uint8_t* p) { return {_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))}; }
+// Sixteen bytes or floats to look up by the low 4 bits of each byte (which has no others), or of each lane.
+struct ByteTable {
+    __m512i v;
+};
+struct FloatTable {
+    __m512 v;
+};
+INLINE ByteTable byte_table(const uint8_t* p) {
+    return {_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p))};
+}
+INLINE FloatTable float_table(const float* p) { return {_mm512_loadu_ps(p)}; }
+INLINE i32 look_up(ByteTable table, i32 at) { return {_mm512_shuffle_epi8(table.v, at.v)}; }
+INLINE f32 look_up(FloatTable table, i32 at) { return {_mm512_permutexvar_ps(at.v, table.v)}; }
+// 64 codes of E4M3, two columns beside each other in each lane: 2^-8 of the values of columns 0 to 3. As halves they have
+// the right digits, subnormal ones too.
+INLINE __m512i half_e4m3(__m512i high) { return _mm512_and_si512(_mm512_srai_epi16(high, 1), _mm512_set1_epi16((short)0xbf80)); }
+INLINE void widen_e4m3(const uint8_t* p, f32 (&out)[4]) {
+    const __m512i both = _mm512_loadu_si512(p);
+    const __m512i even = half_e4m3(_mm512_slli_epi16(both, 8)), odd = half_e4m3(both);
+    out[0] = {_mm512_cvtph_ps(_mm512_castsi512_si256(even))};
+    out[1] = {_mm512_cvtph_ps(_mm512_castsi512_si256(odd))};
+    out[2] = {_mm512_cvtph_ps(_mm512_extracti64x4_epi64(even, 1))};
+    out[3] = {_mm512_cvtph_ps(_mm512_extracti64x4_epi64(odd, 1))};
+}
 
 #elif HEADSTART_AVX2
 
@@ -142,6 +167,35 @@ INLINE __m256i dot_half(__m256i sum, __m256i w, __m256i a) {
     return _mm256_add_epi32(sum, _mm256_add_epi32(even, odd));
 }
 INLINE i32 dot(i32 sum, i32 w, i32 a) { return {dot_half(sum.a, w.a, a.a), dot_half(sum.b, w.b, a.b)}; }
+INLINE i32 load_u8(const uint8_t* p) {
+    return {_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)),
+            _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8)))};
+}
+struct ByteTable {
+    __m256i v;
+};
+struct FloatTable {
+    __m256 low, high;
+};
+INLINE ByteTable byte_table(const uint8_t* p) { return {_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p))}; }
+INLINE FloatTable float_table(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+INLINE i32 look_up(ByteTable table, i32 at) { return {_mm256_shuffle_epi8(table.v, at.a), _mm256_shuffle_epi8(table.v, at.b)}; }
+INLINE __m256 look_up_half(FloatTable table, __m256i at) { // bit 3 chooses the half
+    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(table.low, at), _mm256_permutevar8x32_ps(table.high, at),
+                            _mm256_castsi256_ps(_mm256_slli_epi32(at, 28)));
+}
+INLINE f32 look_up(FloatTable table, i32 at) { return {look_up_half(table, at.a), look_up_half(table, at.b)}; }
+INLINE __m256i half_e4m3(__m256i high) { return _mm256_and_si256(_mm256_srai_epi16(high, 1), _mm256_set1_epi16((short)0xbf80)); }
+INLINE f32 widen_halves(__m256i halves) {
+    return {_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))};
+}
+INLINE void widen_e4m3(const uint8_t* p, f32 (&out)[4]) {
+    for (int pair = 0; pair < 2; ++pair) {
+        const __m256i both = _mm256_loadu_si256((const __m256i*)(p + pair * 32));
+        out[2 * pair] = widen_halves(half_e4m3(_mm256_slli_epi16(both, 8)));
+        out[2 * pair + 1] = widen_halves(half_e4m3(both));
+    }
+}
 
 #elif !HEADSTART_NEON
 
@@ -218,6 +272,30 @@ INLINE i32 dot(i32 sum, i32 w, i32 a) {
     LANES sum.v[l] += wb[4 * l] * ab[4 * l] + wb[4 * l + 1] * ab[4 * l + 1] + wb[4 * l + 2] * ab[4 * l + 2] +
                       wb[4 * l + 3] * ab[4 * l + 3];
     return sum;
+}
+INLINE i32 load_u8(const uint8_t* p) { i32 r; LANES r.v[l] = p[l]; return r; }
+struct ByteTable {
+    uint8_t v[16];
+};
+struct FloatTable {
+    float v[16];
+};
+INLINE ByteTable byte_table(const uint8_t* p) { ByteTable table; std::memcpy(table.v, p, 16); return table; }
+INLINE FloatTable float_table(const float* p) { FloatTable table; std::memcpy(table.v, p, 64); return table; }
+INLINE i32 look_up(ByteTable table, i32 at) {
+    uint8_t bytes[64];
+    std::memcpy(bytes, at.v, 64);
+    for (int i = 0; i < 64; ++i) bytes[i] = table.v[bytes[i] & 15];
+    std::memcpy(at.v, bytes, 64);
+    return at;
+}
+INLINE f32 look_up(FloatTable table, i32 at) { f32 r; LANES r.v[l] = table.v[at.v[l] & 15]; return r; }
+INLINE void widen_e4m3(const uint8_t* p, f32 (&out)[4]) {
+    for (int column = 0; column < 4; ++column)
+        LANES {
+            const uint8_t code = p[column / 2 * 32 + l * 2 + column % 2];
+            out[column].v[l] = half_to_float((uint16_t)((code & 0x80) << 8 | (code & 0x7f) << 7));
+        }
 }
 #undef LANES
 

@@ -121,6 +121,50 @@ INLINE int32_t store_low_bytes(int8_t* p, i32 x) {
     return vaddlvq_s8(bytes);
 }
 
+INLINE i32 load_u8(const uint8_t* p) {
+    const uint8x16_t bytes = vld1q_u8(p);
+    const uint16x8_t low = vmovl_u8(vget_low_u8(bytes)), high = vmovl_high_u8(bytes);
+    const auto as_signed = [](uint32x4_t v) __attribute__((always_inline)) { return vreinterpretq_s32_u32(v); };
+    return {as_signed(vmovl_u16(vget_low_u16(low))), as_signed(vmovl_high_u16(low)),
+            as_signed(vmovl_u16(vget_low_u16(high))), as_signed(vmovl_high_u16(high))};
+}
+
+struct ByteTable {
+    uint8x16_t v;
+};
+struct FloatTable {
+    uint8x16x4_t v; // the bytes of 16 floats
+};
+INLINE ByteTable byte_table(const uint8_t* p) { return {vld1q_u8(p)}; }
+INLINE FloatTable float_table(const float* p) {
+    const uint8_t* bytes = reinterpret_cast<const uint8_t*>(p);
+    return {{{vld1q_u8(bytes), vld1q_u8(bytes + 16), vld1q_u8(bytes + 32), vld1q_u8(bytes + 48)}}};
+}
+INLINE float32x4_t look_up_four(FloatTable table, int32x4_t at) { // bytes 4 i .. 4 i + 3 of float i
+    const int32x4_t code = vandq_s32(at, vdupq_n_s32(15));
+    const int32x4_t bytes = vmlaq_s32(vdupq_n_s32(0x03020100), code, vdupq_n_s32(0x04040404));
+    return vreinterpretq_f32_u8(vqtbl4q_u8(table.v, vreinterpretq_u8_s32(bytes)));
+}
+INLINE f32 look_up(FloatTable table, i32 at) {
+    return {look_up_four(table, at.a), look_up_four(table, at.b), look_up_four(table, at.c), look_up_four(table, at.d)};
+}
+// As on x86: codes in place are halves of 2^-8 of their values.
+INLINE float16x8_t half_e4m3(int16x8_t high) {
+    return vreinterpretq_f16_s16(vandq_s16(vshrq_n_s16(high, 1), vdupq_n_s16((int16_t)0xbf80)));
+}
+INLINE void widen_e4m3(const uint8_t* p, f32 (&out)[4]) {
+    for (int pair = 0; pair < 2; ++pair) {
+        const int16x8_t first = vreinterpretq_s16_u8(vld1q_u8(p + pair * 32));
+        const int16x8_t second = vreinterpretq_s16_u8(vld1q_u8(p + pair * 32 + 16));
+        const float16x8_t even[2] = {half_e4m3(vshlq_n_s16(first, 8)), half_e4m3(vshlq_n_s16(second, 8))};
+        const float16x8_t odd[2] = {half_e4m3(first), half_e4m3(second)};
+        out[2 * pair] = {vcvt_f32_f16(vget_low_f16(even[0])), vcvt_high_f32_f16(even[0]),
+                         vcvt_f32_f16(vget_low_f16(even[1])), vcvt_high_f32_f16(even[1])};
+        out[2 * pair + 1] = {vcvt_f32_f16(vget_low_f16(odd[0])), vcvt_high_f32_f16(odd[0]),
+                             vcvt_f32_f16(vget_low_f16(odd[1])), vcvt_high_f32_f16(odd[1])};
+    }
+}
+
 // The trees of simd.h: lanes l and l + 8, then l and l + 4, l + 2, l + 1.
 INLINE float sum_lanes(f32 x) {
     const float32x4_t four = vaddq_f32(vaddq_f32(x.a, x.c), vaddq_f32(x.b, x.d));

@@ -33,7 +33,7 @@ from headstart.files import write_whole
 HEADS = Path(__file__).parent / "heads"
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 _REPO = re.compile(r"\w[\w.-]*/[\w.-]+")  # not "./model"
-_WANTED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt")
+_WANTED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "tiktoken.model", "*.txt")
 CONNECT_SECONDS = 5
 _UNWANTED = ("original/*", "onnx/*", "consolidated*", "checkpoint-*/*", "runs/*")
 

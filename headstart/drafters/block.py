@@ -21,7 +21,8 @@ from headstart.drafters.head import lm_head_of
 from headstart.errors import UsageError
 from headstart.heads.base import Head
 from headstart.heads.block import BlockModule
-from headstart.kernels.ops import AttentionSpec, Buffer, Ops, StateSpec, StepInputs, Weight
+from headstart.kernels.ops import AttentionSpec, Buffer, Ops, StepInputs, Weight
+from headstart.kernels.states import StateSpec
 from headstart.layers.decoder import tap_width
 from headstart.layers.linear import Linear
 from headstart.layers.network import NetworkProgram, Pools

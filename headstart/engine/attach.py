@@ -81,13 +81,16 @@ def fit_head(trunk: Trunk, head: HeadCheckpoint, path: Path) -> Head:
     kind, weights = head_kind(head.spec.kind), Weights(head.tensors, trunk.backend, str(path), drafts=True)
     spec, hidden, vocab = kind.fit(head.spec, trunk.config), head.hidden_size, head.vocab_size
     rows = vocab if head.draft_token_ids is None else len(head.draft_token_ids)
+    lm_heads = kind.lm_heads(weights, spec, rows)
+    has_one = weights.has("lm_head.weight") and not lm_heads
     return Head(
         spec,
         kind.modules(weights, spec, hidden),
         str(path),
         head.draft_token_ids,
-        lm_head=Linear(weights.get("lm_head.weight", rows, hidden)) if weights.has("lm_head.weight") else None,
+        lm_head=Linear(weights.get("lm_head.weight", rows, hidden)) if has_one else None,
         embedding=weights.get("embed_tokens.weight", vocab, hidden) if weights.has("embed_tokens.weight") else None,
+        lm_heads=lm_heads,
     )
 
 

@@ -157,7 +157,7 @@ def _config(file: GgufFile, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def _heads(config: dict[str, Any], metadata: dict[str, Any]) -> dict[str, Any]:
-    """Sizes of heads. Raises ModelError for values that are not as wide as keys, but for latent attention."""
+    """Sizes of heads, and of values that are not as wide as keys."""
     num_heads, arch = config["num_attention_heads"], config["model_type"]
     heads = {"num_key_value_heads": config.get("num_key_value_heads", num_heads)}
     if "head_dim" not in config and isinstance(num_heads, int):
@@ -165,9 +165,7 @@ def _heads(config: dict[str, Any], metadata: dict[str, Any]) -> dict[str, Any]:
     rotary, width = (metadata.get(f"{arch}.{key}") for key in ("rope.dimension_count", "attention.value_length"))
     if "kv_lora_rank" in config:
         return heads | ({"qk_rope_head_dim": rotary} if isinstance(rotary, int) else {})
-    if width not in (None, key_width := {**heads, **config}.get("head_dim")):
-        raise ModelError(f"{arch}.attention.value_length is {width}, but keys are {key_width} wide", "not supported")
-    return heads
+    return heads | ({"v_head_dim": width} if width not in (None, {**heads, **config}.get("head_dim")) else {})
 
 
 def _special_ids(metadata: dict[str, Any]) -> dict[str, Any]:

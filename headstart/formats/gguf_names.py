@@ -74,6 +74,7 @@ _BLOCK: Mapping[str, str] = {
     "nextn.enorm": "enorm",
     "nextn.hnorm": "hnorm",
     "nextn.shared_head_head": "shared_head.head",
+    "layer_output_norm": "shared_head.norm",  # of modules of MiMo-V2
     "nextn.shared_head_norm": "shared_head.norm",
 }
 
@@ -90,6 +91,7 @@ IMPLIED: Mapping[str, Mapping[str, float | None]] = {
     "lfm2moe": {"norm_topk_prob": True, "routed_scaling_factor": 1.0, "first_k_dense_replace": 0},
     "gemma3": {"query_pre_attn_scalar": 0, "sliding_window": 0},
     "gemma4": {"rope_parameters": None},
+    "mimo2": {"attention_value_scale": 1.0},
 }  # fmt: skip
 """What llama.cpp takes of an architecture where the file says nothing."""
 
@@ -110,6 +112,7 @@ KEYS: Mapping[str, str] = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.layer_norm_epsilon": "layer_norm_eps",
     "attention.scale": "attention_multiplier",
+    "attention.value_scale": "attention_value_scale",
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
     "attention.sliding_window": "sliding_window",
@@ -120,6 +123,7 @@ KEYS: Mapping[str, str] = {
     "logit_scale": "logit_scale",
     "final_logit_softcapping": "final_logit_softcapping",
     "rope.freq_base": "rope_theta",
+    "rope.scaling.finetuned": "rope_finetuned",
     "rope.freq_base_swa": "rope_local_base_freq",
     "context_length": "max_position_embeddings",
     "nextn_predict_layers": "num_nextn_predict_layers",
@@ -134,6 +138,7 @@ KEYS: Mapping[str, str] = {
     "expert_group_used_count": "topk_group",
     "expert_gating_func": "expert_gating_func",
     "leading_dense_block_count": "first_k_dense_replace",
+    "interleave_moe_layer_step": "interleave_moe_layer_step",
     "shortconv.l_cache": "conv_L_cache",
     "ssm.conv_kernel": "linear_conv_kernel_dim",
     "ssm.group_count": "linear_num_key_heads",
@@ -149,6 +154,7 @@ FOUND: Mapping[str, str] = {
     **dict.fromkeys(
         ("attention_bias", "attention_out_bias", "mlp_bias", "use_qk_norm"), "are there such tensors? all are taken"
     ),
+    "rope_finetuned": "how the model was trained",
     "attention_k_eq_v": "are there tensors of values?",
     "expert_gating_func": "of sigmoids, where it is not the family's own",
     "num_nextn_predict_layers": "which blocks are modules; those need not be used",
@@ -156,11 +162,10 @@ FOUND: Mapping[str, str] = {
 """Keys of our making, which a family need not read, and why."""
 HARMLESS: Mapping[str, str] = {
     "vocab_size": "the embedding says it",
-    "rope.scaling.finetuned": "how the model was trained",
     "rope.dimension_sections": "all axes have the same position in a text",
     "pooling_type": "of embeddings",
     "tensor_data_layout": "how the file was made",
-    "attention.value_length": "that of a key, which is checked",
+    "attention.value_length": "read with the heads",
     "attention.value_length_swa": "that of a key",
     "rope.dimension_count_swa": "all of a head",
     "rope.dimension_count": "read with the rope's keys",

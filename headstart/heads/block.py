@@ -80,7 +80,7 @@ class BlockModule:
 
     @property
     def kv_specs(self) -> list[AttentionSpec]:
-        return [layer.mixer.kv_spec for layer in self.layers if layer.mixer.kv_spec]
+        return [spec for layer in self.layers for spec in layer.mixer.kv_specs]
 
     def keep(self, ops: Ops, hidden: Buffer, positions: Buffer, pools: Seq[Pool]) -> Buffer:
         """Streams of true positions [R, taps * H] -> their features [R, H], of which each layer keeps keys and

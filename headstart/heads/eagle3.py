@@ -63,8 +63,8 @@ class Eagle3Module:
     norm: RMSNorm
 
     @property
-    def kv_spec(self) -> AttentionSpec | None:
-        return self.block.mixer.kv_spec
+    def kv_specs(self) -> tuple[AttentionSpec, ...]:
+        return self.block.mixer.kv_specs
 
     def forward(
         self, ops: Ops, spec: HeadSpec, embedded: Buffer, step: StepInputs, pool: Pool, *, recycled: bool = False

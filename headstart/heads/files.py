@@ -94,6 +94,7 @@ def _document(head: HeadCheckpoint) -> dict[str, Any]:
         "vocab_size": head.vocab_size,
         "num_modules": spec.num_modules,
         **{name: getattr(spec, name) for name in (*SWITCHES, *CHOICES)},
+        **({} if spec.output_norm else {"output_norm": False}),
         **({"block": _block(spec.layer)} if spec.layer else {}),
         **({BLOCK: {name: getattr(spec.block, name) for name in BLOCK_FACTS}} if spec.block else {}),
         "trunk": head.trunk,
@@ -181,6 +182,7 @@ def _spec(document: Document) -> HeadSpec:
         kind=document["kind"],
         layer=_layer(document["block"]) if "block" in document else None,
         num_modules=int(document["num_modules"]),
+        output_norm=bool(document.get("output_norm", True)),
         block=_block_spec(document[BLOCK]) if BLOCK in document else None,
         **facts,
     )

@@ -19,6 +19,7 @@ from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import LayerConfig
 from headstart.layers.mlp import MLPConfig
+from headstart.layers.sketch import LMHead
 from headstart.layers.weights import Shapes, Weights
 
 Values = NDArray[np.float32]
@@ -88,13 +89,15 @@ class Layout:
 class HeadKind:
     """`title`: what people call it. `modules`: as its drafter runs them (heads.base.Module for drafter `head`), from
     canonical tensors, a spec and the hidden size; `shapes`: their
-    names and shapes. `drafter`: the file of drafters/ that runs it. `fit`: the spec completed for a trunk; raises
+    names and shapes. `lm_heads`: one of each module, for so many draft tokens, where they have their own. `drafter`:
+    the file of drafters/ that runs it. `fit`: the spec completed for a trunk; raises
     ModelError where it cannot be. `block`: its modules have a layer, which the spec describes. `training` None: it
     cannot be trained here."""
 
     title: str
     modules: Callable[[Weights, HeadSpec, int], Seq[Any]]
     shapes: Callable[[HeadSpec, int], Shapes]
+    lm_heads: Callable[[Weights, HeadSpec, int], Seq[LMHead]] = lambda weights, spec, rows: ()
     drafter: str = "head"
     fit: Callable[[HeadSpec, DecoderConfig], HeadSpec] = lambda spec, trunk: spec
     block: bool = True
@@ -118,7 +121,8 @@ def plain_parts(layer: LayerConfig | None) -> tuple[AttentionConfig, MLPConfig]:
     mixer, mlp = (layer.mixer, layer.mlp) if layer else (None, None)
     if layer and isinstance(mixer, AttentionConfig) and isinstance(mlp, MLPConfig) and mixer.rope:
         plain = MLPConfig(inner=mlp.inner, bias=mlp.bias)
-        causal = not (mixer.spec.window or mixer.spec.softcap or mixer.sinks or mixer.shares is not None)
+        spec = mixer.spec
+        causal = not (spec.window or spec.chunk or spec.softcap or mixer.sinks or mixer.shares is not None)
         if mlp == plain and causal and layer == LayerConfig(mixer=mixer, mlp=mlp, eps=layer.eps):
             return mixer, mlp
     raise ModelError("a head's directory holds a block of plain attention and a SwiGLU MLP, and no other")

@@ -23,7 +23,7 @@ class MedusaModule:
     """The head of one draft step."""
 
     layer: Linear
-    kv_spec: None = None
+    kv_specs: tuple[()] = ()
 
     def forward(
         self, ops: Ops, spec: HeadSpec, embedded: Buffer, step: StepInputs, pool: Pool, *, recycled: bool = False

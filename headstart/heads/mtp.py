@@ -3,7 +3,7 @@ draft step, or a module for each.
 
 x = W [norm_e(e(t_{p+1})) ; norm_h(h_p)], x' = Block(x), y = norm(x'), logits = head(y); the next draft step reads the
 *recycled* vector (y or x') in place of h. Canonical tensors: `mtp.{i}.` norm_embedding, norm_hidden, projection, block,
-norm.
+norm (or none: y = x').
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from headstart.heads.kind import EMBEDDING_SHARE, HeadKind, Start, Training, Val
 from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, StepInputs
 from headstart.layers.decoder import DecoderLayer
 from headstart.layers.linear import Linear
-from headstart.layers.norm import RMSNorm
+from headstart.layers.norm import NoNorm, Norm, RMSNorm
 from headstart.layers.weights import Shapes, Weights
 
 
@@ -30,11 +30,11 @@ class MTPModule:
     hidden_norm: RMSNorm
     projection: Linear
     block: DecoderLayer
-    norm: RMSNorm
+    norm: Norm
 
     @property
-    def kv_spec(self) -> AttentionSpec | None:
-        return self.block.mixer.kv_spec
+    def kv_specs(self) -> tuple[AttentionSpec, ...]:
+        return self.block.mixer.kv_specs
 
     def forward(
         self, ops: Ops, spec: HeadSpec, embedded: Buffer, step: StepInputs, pool: Pool, *, recycled: bool = False
@@ -57,7 +57,7 @@ def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[MTPModule]:
             hidden_norm=weights.norm(f"mtp.{i}.norm_hidden", hidden, spec.layer.eps),
             projection=weights.linear(f"mtp.{i}.projection", hidden, 2 * hidden),
             block=spec.layer.build(weights, f"mtp.{i}.block", hidden),
-            norm=weights.norm(f"mtp.{i}.norm", hidden, spec.layer.eps),
+            norm=weights.norm(f"mtp.{i}.norm", hidden, spec.layer.eps) if spec.output_norm else NoNorm(),
         )
         for i in range(spec.num_modules)
     ]
@@ -67,7 +67,8 @@ def shapes(spec: HeadSpec, hidden: int) -> Shapes:
     assert spec.layer is not None
     every: Shapes = {}
     for prefix in (f"mtp.{i}" for i in range(spec.num_modules)):
-        every |= {f"{prefix}.{name}.weight": (hidden,) for name in ("norm_embedding", "norm_hidden", "norm")}
+        norms = ("norm_embedding", "norm_hidden", *(("norm",) if spec.output_norm else ()))
+        every |= {f"{prefix}.{name}.weight": (hidden,) for name in norms}
         every[f"{prefix}.projection.weight"] = (hidden, 2 * hidden)
         every |= spec.layer.shapes(f"{prefix}.block", hidden)
     return every

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from headstart.core import Sampled, SamplingRows, StepPlan, TokenLogprob
 from headstart.kernels.chain import Chain
+from headstart.kernels.states import ConvSpec, DeltaSpec, ScanSpec, StateSpec
 
 Buffer = Any
 """Opaque activations [R, width] or per-row integers [R]."""
@@ -31,6 +32,8 @@ the square of that; x. `clamped` takes both factors of a gated product : with g 
 g / (1 + e^(-1.702 g)) (u + 1)."""
 
 
+NEVER = -1e30
+"""A logit whose token is not drawn; finite, as logits must be."""
 REFINED = 32
 """Columns that Ops.refine takes together: of as many the native kernels make the outputs at once."""
 
@@ -69,8 +72,9 @@ class RopeSpec:
 class AttentionSpec:
     """Shape of one grouped-query attention; `scale` multiplies q.k. Keys have `head_dim` features, values `value_dim`
     (0: as many). `latent`: values are the first features of the keys, and a pool may keep them once. A row sees the
-    `window` positions up to its own (0: all of them); `causal`: and none behind it, whatever plan.sees says. Scores
-    become softcap * tanh(score / softcap), unless it is 0."""
+    `window` positions up to its own (0: all of them), or those from the begin of its `chunk` on: position - position %
+    chunk (0: no chunks); `causal`: and none behind it, whatever plan.sees says; `before`: nor its own. Scores become
+    softcap * tanh(score / softcap), unless it is 0."""
 
     num_heads: int
     num_kv_heads: int
@@ -81,6 +85,8 @@ class AttentionSpec:
     window: int = 0
     softcap: float = 0.0
     causal: bool = False
+    before: bool = False
+    chunk: int = 0
 
     @property
     def value_width(self) -> int:
@@ -103,8 +109,9 @@ class RouterSpec:
 
     Scores are the softmax or sigmoid of the router's logits; a bias is added for the choice only. Of groups of
     neighbouring experts, those `top_groups` take part whose two best choices sum highest (DeepSeek-V3 report, section
-    2.1.2). The scores of the `top_k` chosen, divided by their sum if `normalize`, times `scale`, are the weights.
-    Ties go to the lowest id.
+    2.1.2). The scores of the `top_k` chosen, divided by their sum if `normalize`, times `scale`, are the weights: of
+    what experts say, or if `scales_inputs` of what they read (Llama 4). Ties go to the lowest id. The last
+    `num_identity` experts have no matrices: they give back the row.
     """
 
     num_experts: int
@@ -114,6 +121,13 @@ class RouterSpec:
     scale: float = 1.0
     num_groups: int = 1
     top_groups: int = 1
+    num_identity: int = 0
+    scales_inputs: bool = False
+
+    @property
+    def num_matrices(self) -> int:
+        """Experts that have matrices."""
+        return self.num_experts - self.num_identity
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,53 +141,6 @@ class Experts:
     gate_bias: tuple[Weight, ...] = ()
     up_bias: tuple[Weight, ...] = ()
     down_bias: tuple[Weight, ...] = ()
-
-
-@dataclass(frozen=True)
-class ConvSpec:
-    """A short causal convolution: each channel sums its last `width` inputs. State: the last width - 1 inputs."""
-
-    channels: int
-    width: int
-
-    @property
-    def state_shape(self) -> tuple[int, ...]:
-        return self.width - 1, self.channels
-
-    @property
-    def row_width(self) -> int:
-        """Columns of a kept row (see Ops.causal_conv)."""
-        return self.channels
-
-
-@dataclass(frozen=True)
-class DeltaSpec:
-    """Gated DeltaNet (Yang, Kautz, Hatamizadeh 2024): one state matrix [key_dim, value_dim] per value head. Value head
-    v reads key head v // (num_heads / num_key_heads), or v % num_key_heads where they are `tiled`."""
-
-    num_key_heads: int
-    num_heads: int
-    key_dim: int
-    value_dim: int
-    tiled: bool = False
-
-    @property
-    def channels(self) -> int:
-        """Width of [q, k, v]."""
-        return 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
-
-    @property
-    def state_shape(self) -> tuple[int, ...]:
-        return self.num_heads, self.key_dim, self.value_dim
-
-    @property
-    def row_width(self) -> int:
-        """Columns of a kept row: [q, k, v], log decay, strength."""
-        return self.channels + 2 * self.num_heads
-
-
-StateSpec = ConvSpec | DeltaSpec
-"""What a recurrent layer keeps per sequence instead of keys and values."""
 
 
 @dataclass(frozen=True)
@@ -199,6 +166,10 @@ class Ops(Protocol):
         """x [R, in] times [out, in] where it matters: `approximate` [R, out], but exact in the `count` blocks of
         REFINED neighbouring columns whose largest value is largest (the lower of equal ones). `approximate` may be
         changed in place: nothing else reads it."""
+
+    def keep_groups(self, logits: Buffer, scores: Buffer, groups: Weight, count: int) -> Buffer:
+        """Logits [R, V], but NEVER for tokens of other groups than the `count` with the largest scores [R, C], the
+        lower of equals. `groups` [V], see `Backend.index`: the group of each token. Logits may be changed in place."""
 
     def rms_norm(self, x: Buffer, weight: Weight, eps: float, num_parts: int = 1) -> Buffer:
         """x / sqrt(mean(x^2) + eps) * weight over the last `len(weight)` features; a weight narrower than x norms
@@ -251,23 +222,31 @@ class Ops(Protocol):
     def attend(self, q: Buffer, pool: Pool, spec: AttentionSpec, sinks: Weight | None = None) -> Buffer:
         """q [R, heads * head_dim] over the keys and values of the row's own sequence -> [R, heads * value_width].
 
-        A row sees the positions from max(plan.first_position, its own - window + 1) to plan.sees, at least one (to its
-        own with spec.causal); they
-        are where plan.paths and the block table say, written in this pass or before, by this layer or another.
+        A row sees the positions from max(plan.first_position, its own - window + 1; with spec.chunk the begin of its
+        chunk) to plan.sees (to its own with spec.causal, to the one before with spec.before), at least one; they are
+        where plan.paths and the block table say, written in this pass or before, by this layer or another.
         `sinks` [heads]: one more logit in each head's softmax, which has no value.
         """
 
-    def causal_conv(self, x: Buffer, weight: Weight, pool: Pool, spec: ConvSpec) -> Buffer:
-        """y_p = sum over j of weight[j] * x_(p - width + 1 + j) along each sequence, zeros before its first row;
-        weight [width * channels], taps oldest first. States are read and written as plan.states says."""
+    def causal_conv(self, x: Buffer, weight: Weight, pool: Pool, spec: ConvSpec, bias: Weight | None = None) -> Buffer:
+        """y_p = bias + sum over j of weight[j] * x_(p - width + 1 + j) along each sequence, zeros before its first row;
+        weight [width * channels], taps oldest first, bias [channels]. States are read and written as plan.states
+        says."""
 
-    def decay(self, x: Buffer, rate: Weight, bias: Weight) -> Buffer:
-        """rate * ln(1 + e^(x + bias)), by column: the log decay of a recurrent state (rate < 0)."""
+    def softplus(self, x: Buffer, rate: Weight | None, bias: Weight) -> Buffer:
+        """rate * ln(1 + e^(x + bias)), by column (rate None: 1): with rate < 0 the log decay of a recurrent state."""
 
     def gated_delta(self, qkv: Buffer, log_decay: Buffer, strength: Buffer, pool: Pool, spec: DeltaSpec) -> Buffer:
         """The recurrence, row by row in prefill too: with q and k of length 1 (L2, epsilon 1e-6) and q / sqrt(key_dim),
         S = e^log_decay S;  S += k (sigmoid(strength) (v - S^T k))^T;  out = S^T q. qkv [R, channels]; log_decay and
         strength [R, heads] -> [R, heads * value_dim]. States are read and written as plan.states says."""
+
+    def selective_scan(
+        self, xbc: Buffer, step: Buffer, rate: Weight, skip: Weight, pool: Pool, spec: ScanSpec
+    ) -> Buffer:
+        """Mamba2's recurrence, row by row in prefill too: by head S = e^(rate step) S;  S += B (step x)^T;
+        out = S^T C + skip x. xbc [R, channels]; step [R, heads]; rate and skip [heads] -> [R, inner]. States are read
+        and written as plan.states says."""
 
     def take_rows(self, x: Buffer, rows: Buffer) -> Buffer:
         """x[rows]."""
@@ -368,7 +347,7 @@ class Backend(Protocol):
         """Raw log-softmax of given tokens [L] at logits [L, V], with the top alternatives."""
 
     def index(self, ids: NDArray[np.int64]) -> Weight:
-        """Keep an ascending list of token ids on the device (a draft vocabulary)."""
+        """Keep a list of numbers on the device: a draft vocabulary (ascending token ids), or the groups of tokens."""
 
     def free_memory(self) -> int:
         """Bytes that pools may take where they lie, without swapping."""

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, Program, StateSpec, StepInputs, Weight
+from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, Program, StepInputs, Weight
+from headstart.kernels.states import StateSpec
 from headstart.layers.linear import Linear
 from headstart.layers.norm import NoNorm, Norm, RMSNorm
 from headstart.layers.weights import Shapes, Weights
@@ -21,6 +22,11 @@ def tap_width(tap: Tap, hidden_size: int) -> int:
     return hidden_size * max(len(tapped_layers(tap)), 1)
 
 
+def together(pools: Seq[Pool]) -> Pool:
+    """What a mixer or a module is called with: its one pool, or all of them."""
+    return pools[0] if len(pools) == 1 else tuple(pools)
+
+
 def tapped_layers(tap: Tap) -> tuple[int, ...]:
     """The layers whose streams are tapped; none for a final state."""
     return tap if isinstance(tap, tuple) else ()
@@ -30,18 +36,19 @@ class Mixer(Protocol):
     """What mixes positions in a layer: attention of one kind or another, or a recurrence over states."""
 
     @property
-    def kv_spec(self) -> AttentionSpec | None:
-        """What it keeps of a position in a KV pool of its own; None: nothing."""
+    def kv_specs(self) -> tuple[AttentionSpec, ...]:
+        """What it keeps of a position, a KV pool of its own each."""
 
     @property
     def shares(self) -> int | None:
-        """The layer whose KV pool it reads instead."""
+        """The layer whose pools it reads as well."""
 
     @property
     def state_specs(self) -> tuple[StateSpec, ...]:
-        """Of the states it keeps; its pool is then a tuple of theirs."""
+        """Of the states it keeps, a pool each."""
 
-    def __call__(self, ops: Ops, x: Buffer, positions: Buffer, pool: Pool) -> Buffer: ...
+    def __call__(self, ops: Ops, x: Buffer, positions: Buffer, pool: Pool) -> Buffer:
+        """`pool`: its one pool, or a tuple: of keys and values, of states, what the layer has that it shares with."""
 
 
 class MixerConfig(Protocol):
@@ -58,6 +65,16 @@ class FeedForward(Protocol):
     """What works on each row by itself: one gated MLP, or a mixture of experts."""
 
     def __call__(self, ops: Ops, x: Buffer) -> Buffer: ...
+
+
+@dataclass
+class Passing:
+    """What the layers of one pass hand on beside the stream: the token ids, what entered the first layer [R, H], and
+    `due`, what a shortcut adds behind the next layer."""
+
+    token_ids: Buffer
+    embedded: Buffer
+    due: Buffer | None = None
 
 
 class Beside(Protocol):
@@ -104,7 +121,8 @@ the first."""
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
     """One layer: its two parts, where norms stand (`centered`: of x - mean(x)), what each part's output is multiplied
-    by, and a part beside them. `scaled`: the stream is multiplied by `layer_scalar` [1] in the end."""
+    by, and a part beside them. `scaled`: the stream is multiplied by `layer_scalar` [1] in the end. `shortcut`: another
+    feed-forward part, which reads what the first does and is added behind the next layer (experts of LongCat-Flash)."""
 
     mixer: MixerConfig
     mlp: FeedForwardConfig
@@ -114,6 +132,7 @@ class LayerConfig:
     residual_scale: float = 1.0
     beside: BesideConfig | None = None
     scaled: bool = False
+    shortcut: FeedForwardConfig | None = None
 
     def build(self, weights: Weights, prefix: str, hidden: int, *, reads: int | None = None) -> DecoderLayer:
         """From the tensors under `prefix` (no trailing dot). `reads`: columns that the mixer reads, where they are not
@@ -133,6 +152,7 @@ class LayerConfig:
             beside=self.beside.build(weights, prefix, hidden, eps=self.eps) if self.beside else None,
             stream_scale=weights.scalar(f"{prefix}.layer_scalar") if self.scaled else 1.0,
             parallel=self.norms == "parallel",
+            shortcut=self.shortcut.build(weights, f"{prefix}.shortcut", hidden) if self.shortcut else None,
         )
 
     def shapes(self, prefix: str, hidden: int, *, reads: int | None = None) -> Shapes:
@@ -143,6 +163,7 @@ class LayerConfig:
             **self.mlp.shapes(f"{prefix}.mlp", hidden),
             **(self.beside.shapes(prefix, hidden) if self.beside else {}),
             **({f"{prefix}.layer_scalar": (1,)} if self.scaled else {}),
+            **(self.shortcut.shapes(f"{prefix}.shortcut", hidden) if self.shortcut else {}),
         }
 
     @property
@@ -165,6 +186,7 @@ class DecoderLayer:
     beside: Beside | None = None
     stream_scale: float = 1.0
     parallel: bool = False
+    shortcut: FeedForward | None = None
 
     def __call__(
         self,
@@ -173,20 +195,24 @@ class DecoderLayer:
         residual: Buffer,
         positions: Buffer,
         pool: Pool,
-        first: tuple[Buffer, Buffer] | None = None,
+        passing: Passing | None = None,
     ) -> tuple[Buffer | None, Buffer]:
-        """(delta, residual) -> (delta, residual); the stream's value is their sum (None: nothing to add). `first`: the
-        token ids and what entered the first layer, for a part beside."""
+        """(delta, residual) -> (delta, residual); the stream's value is their sum (None: nothing to add)."""
         x, residual = self.input_norm.add(ops, delta, residual)
         mixed = self._scaled(ops, self.mixer_norm(ops, self.mixer(ops, x, positions, pool)))
         if self.parallel:
             return ops.add(mixed, self._scaled(ops, self.mlp_norm(ops, self.mlp(ops, x)))), residual
         x, residual = self.post_norm.add(ops, mixed, residual)
         delta = self._scaled(ops, self.mlp_norm(ops, self.mlp(ops, x)))
+        if passing:
+            delta, passing.due = (
+                delta if passing.due is None else ops.add(delta, passing.due),
+                self.shortcut(ops, x) if self.shortcut else None,
+            )
         if self.beside:
-            assert first, "a layer with a part beside stands in a trunk"
+            assert passing, "a layer with a part beside stands in a trunk"
             residual = ops.add(delta, residual)
-            delta = self.beside(ops, residual, *first)
+            delta = self.beside(ops, residual, passing.token_ids, passing.embedded)
         if self.stream_scale == 1:
             return delta, residual
         return None, ops.scale(ops.add(delta, residual), self.stream_scale)
@@ -210,8 +236,8 @@ class Decoder:
 
     @property
     def kv_specs(self) -> list[AttentionSpec]:
-        """One KV pool per layer that keeps keys and values."""
-        return [layer.mixer.kv_spec for layer in self.layers if layer.mixer.kv_spec]
+        """One KV pool each."""
+        return [spec for layer in self.layers for spec in layer.mixer.kv_specs]
 
     @property
     def state_specs(self) -> list[StateSpec]:
@@ -237,15 +263,15 @@ class Decoder:
         return DecoderProgram(self, self.pools(kv_pools, state_pools), hidden_pool, tap)
 
     def pools(self, kv_pools: Seq[Pool], state_pools: Seq[Pool]) -> list[Pool]:
-        """What each layer is called with: its own pools, or that of the layer whose keys and values it shares."""
+        """What each layer's mixer is called with."""
         kv, states = iter(kv_pools), iter(state_pools)
         pools: list[Pool] = []
         for mixer in [layer.mixer for layer in self.layers]:
+            own = [next(kv) for _ in mixer.kv_specs] + [next(states) for _ in mixer.state_specs]
             if mixer.shares is not None:
                 assert mixer.shares < len(pools), "a layer shares with one before it"
-                pools.append(pools[mixer.shares])
-            else:
-                pools.append(next(kv) if mixer.kv_spec else tuple(next(states) for _ in mixer.state_specs))
+                own.append(pools[mixer.shares])
+            pools.append(together(own))
         return pools
 
 
@@ -262,13 +288,14 @@ class DecoderProgram:
         model = self.model
         embedded = model.embed(ops, step.token_ids)
         delta, residual = None, embedded
+        passing = Passing(step.token_ids, embedded)
         wanted = tapped_layers(self.tap)
         tapped: Buffer | None = None
         for i, (layer, pool) in enumerate(zip(model.layers, self.pools, strict=True)):
             if i in wanted:
                 stream = residual if delta is None else ops.add(delta, residual)
                 tapped = stream if tapped is None else ops.concat(tapped, stream)
-            delta, residual = layer(ops, delta, residual, step.positions, pool, (step.token_ids, embedded))
+            delta, residual = layer(ops, delta, residual, step.positions, pool, passing)
         hidden, residual = model.norm.add(ops, delta, residual)
         if self.hidden_pool is not None:
             ops.store(tapped if wanted else hidden if self.tap == "post_norm" else residual, self.hidden_pool)

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, RopeSpec, StateSpec, Weight
+from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, RopeSpec, Weight
+from headstart.kernels.states import StateSpec
 from headstart.layers.linear import Linear
 from headstart.layers.norm import RMSNorm
 from headstart.layers.weights import Shapes, Weights
@@ -25,7 +26,7 @@ from headstart.layers.weights import Shapes, Weights
 @dataclass(frozen=True, kw_only=True)
 class MLAConfig:
     """Sizes; `query_rank` 0: queries come from x at once. `interleaved`: the file has the two halves of a rotary pair
-    side by side. `eps` is of the two inner norms."""
+    side by side. `eps` is of the two inner norms; `latent_scale` multiplies the latent behind its norm."""
 
     num_heads: int
     query_rank: int
@@ -38,6 +39,7 @@ class MLAConfig:
     eps: float = 1e-6
     interleaved: bool = True
     bias: bool = False
+    latent_scale: float = 1.0
 
     @property
     def spec(self) -> AttentionSpec:
@@ -60,7 +62,7 @@ class MLAConfig:
             query=_rows(weights, name, heads * per_head, query_reads, queries[:, : self.nope].reshape(-1)),
             query_rope=_rows(weights, name, heads * per_head, query_reads, queries[:, self.nope + turned].reshape(-1)),
             latent=_rows(weights, down, width, reads, np.arange(self.latent), bias=self.bias),
-            latent_norm=weights.norm(f"{attn}.kv_a_layernorm", self.latent, self.eps),
+            latent_norm=_latent_norm(weights, f"{attn}.kv_a_layernorm.weight", self),
             key_rope=_rows(weights, down, width, reads, self.latent + turned, bias=self.bias),
             absorb_key=keys,
             absorb_value=values,
@@ -106,8 +108,8 @@ class MLA:
     shares: None = None
 
     @property
-    def kv_spec(self) -> AttentionSpec:
-        return self.config.spec
+    def kv_specs(self) -> tuple[AttentionSpec, ...]:
+        return (self.config.spec,)
 
     @property
     def state_specs(self) -> tuple[StateSpec, ...]:
@@ -128,6 +130,12 @@ class MLA:
         ops.store_kv(k, latent, pool, config.spec)
         attended = ops.attend(q, pool, config.spec)
         return self.output(ops, ops.head_linear(attended, self.absorb_value))
+
+
+def _latent_norm(weights: Weights, name: str, config: MLAConfig) -> RMSNorm:
+    weight = weights.raw(name, (config.latent,))
+    scaled = weight if config.latent_scale == 1 else weight.affine(config.latent_scale, 0)
+    return RMSNorm(weights.take(scaled), config.eps)
 
 
 def _half_split(config: MLAConfig) -> NDArray[np.int64]:

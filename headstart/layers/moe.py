@@ -60,7 +60,7 @@ class MoEConfig:
             shapes[f"{prefix}.gate.e_score_correction_bias"] = (count,)
         if self.biases:
             shapes[f"{prefix}.gate.bias"] = (count,)
-        for expert in range(count):
+        for expert in range(self.router.num_matrices):
             shapes |= replace(self._mlp(self.inner), bias=self.biases).shapes(f"{prefix}.experts.{expert}", hidden)
         if self.shared:
             shapes |= self._mlp(self.shared).shapes(f"{prefix}.shared_experts", hidden)
@@ -98,7 +98,7 @@ def read_experts(
     weights: Weights, prefix: str, hidden: int, config: MoEConfig, factors: NDArray[np.float32] | None = None
 ) -> Experts:
     """The experts' matrices, in whichever form they are there; `factors` [E] multiply what each puts out."""
-    count, inner = config.router.num_experts, config.inner
+    count, inner = config.router.num_matrices, config.inner
     shapes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
     parts: dict[str, Iterator[RawTensor]]
     if weights.has(f"{prefix}.gate_up_proj"):

@@ -25,12 +25,12 @@ SPARSE_KEYS = ("index_topk", "index_n_heads")
 def parse(config: Config) -> DecoderConfig:
     if key := next((key for key in SPARSE_KEYS if config.get(key)), None):
         raise ModelError(f"config.json: {key} means sparse attention (DeepSeek-V3.2), which is not supported")
-    mixer = _mla(config)
-    sparse = keys.layer(config, mixer, keys.sigmoid_experts(config))
-    layers = keys.after_dense(config, mixer, sparse)
+    mixing = mixer(config)
+    sparse = keys.layer(config, mixing, keys.sigmoid_experts(config))
+    layers = keys.after_dense(config, mixing, sparse)
     if (kinds := config.get("mlp_layer_types")) is not None:
         keys.check_kinds(kinds, len(layers), ("dense", "sparse"))
-        dense = keys.layer(config, mixer, keys.mlp(config)) if "dense" in kinds else sparse
+        dense = keys.layer(config, mixing, keys.mlp(config)) if "dense" in kinds else sparse
         layers = [dense if kind == "dense" else sparse for kind in kinds]
     return keys.decoder(
         config,
@@ -41,7 +41,7 @@ def parse(config: Config) -> DecoderConfig:
     )
 
 
-def _mla(config: Config) -> MLAConfig:
+def mixer(config: Config) -> MLAConfig:
     rotary = number(config, "qk_rope_head_dim")
     whole = number(config, "qk_head_dim", "head_dim", default=0, least=0)  # GGUF files say this instead
     nope = number(config, "qk_nope_head_dim", default=whole - rotary)

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from headstart.errors import ModelError
-from headstart.kernels.ops import AttentionSpec, ConvSpec, DeltaSpec, Pool, RopeSpec
+from headstart.kernels.ops import AttentionSpec, Pool, RopeSpec
 from headstart.kernels.reference.backend import ReferenceOps, attention_weights
-from headstart.train import delta
+from headstart.kernels.states import ConvSpec, DeltaSpec, ScanSpec
+from headstart.train import delta, scan
 
 
 @dataclass(eq=False)
@@ -45,7 +46,7 @@ class TrainOps(ReferenceOps):
     def attend(self, q: Tensor, pool: Pool, spec: AttentionSpec, sinks: Tensor | None = None) -> Tensor:
         """q [B, T, H * D] of the memory's latest draft step -> [B, T, H * V]."""
         heads = q.unflatten(-1, (spec.num_heads, spec.head_dim)).transpose(1, 2)
-        if len(pool.keys) > 1 or spec.window or spec.softcap or sinks is not None:
+        if len(pool.keys) > 1 or spec.window or spec.chunk or spec.softcap or sinks is not None:
             out = _drafted_attention(heads, pool, spec, sinks)
         else:
             out = scaled_dot_product_attention(
@@ -54,27 +55,34 @@ class TrainOps(ReferenceOps):
             )  # fmt: skip
         return out.transpose(1, 2).flatten(-2)
 
-    def causal_conv(self, x: Tensor, weight: Tensor, pool: Pool, spec: ConvSpec) -> Tensor:
-        return delta.causal_conv(x, weight, spec)
+    def causal_conv(self, x: Tensor, weight: Tensor, pool: Pool, spec: ConvSpec, bias: Tensor | None = None) -> Tensor:
+        made = delta.causal_conv(x, weight, spec)
+        return made if bias is None else made + bias
 
     def gated_delta(self, qkv: Tensor, log_decay: Tensor, strength: Tensor, pool: Pool, spec: DeltaSpec) -> Tensor:
         return delta.gated_delta(qkv, log_decay, strength, spec)
 
+    def selective_scan(
+        self, xbc: Tensor, step: Tensor, rate: Tensor, skip: Tensor, pool: Pool, spec: ScanSpec
+    ) -> Tensor:
+        return scan.selective_scan(xbc, step, rate, skip, spec)
+
 
 def _drafted_attention(q: Tensor, pool: DraftMemory, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
     """q [B, H, T, D] of step i over the step-1 keys of origins <= p and the own keys of steps 2..i."""
-    num_rows, num_steps = q.shape[2], len(pool.keys)
-    if num_steps > 1 and 0 < spec.window < num_rows + num_steps:
-        raise ModelError(
-            f"a head with a window of {spec.window} cannot be trained for {num_steps} steps on longer texts",
-            "train with --depth 1",
-        )
+    num_rows, num_own = q.shape[2], len(pool.keys) - 1
+    if 0 < spec.window < num_own:
+        what = f"a head with a window of {spec.window} cannot be trained for {num_own + 1} steps"
+        raise ModelError(what, f"train with --depth {spec.window}")
     grouped = q.unflatten(1, (spec.num_kv_heads, -1))  # [B, K, G, T, D]
     shared = grouped @ pool.keys[0].unsqueeze(2).transpose(-1, -2)  # [B, K, G, T, T]
     own = [(grouped * keys.unsqueeze(2)).sum(-1, keepdim=True) for keys in pool.keys[1:]]
     unseen = torch.ones(num_rows, num_rows, dtype=torch.bool, device=q.device).triu(1)
     if spec.window:
-        unseen |= torch.ones_like(unseen).tril(-spec.window)
+        unseen |= torch.ones_like(unseen).tril(num_own - spec.window)  # the row of step i lies i - 1 behind its origin
+    if spec.chunk:  # of a trunk, whose positions are its rows
+        places = torch.arange(num_rows, device=q.device)
+        unseen |= places < (places // spec.chunk * spec.chunk)[:, None]
     mask = torch.zeros(num_rows, num_rows + len(own), dtype=q.dtype, device=q.device)
     mask[:, :num_rows].masked_fill_(unseen, float("-inf"))
     weights = attention_weights(torch.cat((shared, *own), dim=-1) * spec.scale, mask, spec, sinks)

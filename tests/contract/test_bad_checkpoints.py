@@ -44,9 +44,11 @@ def renamed(old: str, new: str) -> Change:
     return change
 
 
-def as_codes(end: str) -> Change:
+def as_codes(end: str, scales: Any = None) -> Change:
     def change(arrays: Arrays) -> None:
         name = next(name for name in arrays if name.endswith(end))
+        if scales is not None:
+            arrays[f"{name}_scale"] = np.array(scales, np.float32)
         arrays[name] = (np.zeros(arrays[name].shape, np.uint8), "F8_E4M3")  # type: ignore[assignment]
 
     return change
@@ -100,6 +102,14 @@ CASES = {
         "llama", "names 'octal', which is unknown", {"quantization_config": {"quant_method": "octal"}}
     ),
     "codes without scales": Bad("llama", "no scales stand beside it", change=as_codes("layers.0.mlp.up_proj.weight")),
+    "scales that are no numbers": Bad(
+        "llama", "are not all numbers", {"quantization_config": {"quant_method": "fbgemm_fp8"}},
+        as_codes("layers.0.mlp.up_proj.weight", [np.nan]),
+    ),
+    "scales of another matrix": Bad(
+        "llama", "do not fit the blocks", {"quantization_config": {"quant_method": "fbgemm_fp8"}},
+        as_codes("layers.0.mlp.up_proj.weight", [[1.0]] * 33),
+    ),
     "scales beside plain weights": Bad(
         "qwen2", "is F32, but scales model.layers.0.mlp.up_proj.weight_scale stand beside it",
         change=lambda arrays: arrays.update({"model.layers.0.mlp.up_proj.weight_scale": np.ones(1, np.float32)}),

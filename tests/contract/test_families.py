@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from native_heads import NATIVE_HEADS, Tensors
+from native_heads import MODULES, NATIVE_HEADS, Tensors
 from support import FAMILIES, VOCAB, family_of, make, prompt_of, request, run, tiny_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -27,6 +27,7 @@ from headstart.engine.load import Model
 from headstart.errors import ModelError
 
 TRUNKS = {
+    "llama4": "llama4_text",
     "mimo": "qwen2", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
     "minicpm": "granite",
@@ -35,6 +36,7 @@ TRUNKS = {
 UNKNOWN_TO_ORACLE: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"num_key_value_heads": None, "head_dim": 6},
     "glm4_moe_lite": {"head_dim": 6},
+    "longcat_flash": {"head_dim": 6},
     "minicpm": {
         "embedding_multiplier": 12, "residual_multiplier": 1.4 / 3**0.5, "logits_scaling": 48 / 16,
         "attention_multiplier": 8**-0.5,
@@ -96,13 +98,29 @@ OWN: dict[str, dict[str, dict[str, Any]]] = {
         "sizes of one layer": {"per_layer_config": {"2": {"head_dim": 10, "num_key_value_heads": 3}}},
         "another table": {"vocab_size_per_layer_input": 140, "use_bidirectional_attention": "vision"},
     },
+    "longcat_flash": {
+        "one layer, odd sizes": {
+            "num_hidden_layers": 2,
+            "ffn_hidden_size": 37,
+            "intermediate_size": None,
+            "vocab_size": 97,
+            "zero_expert_num": 0,
+            "moe_topk": 3,
+        },
+    },
 }
 """Variants of one family."""
+NOT_OF = {
+    "gemma4": ("rope_scaling",),
+    "mimo_v2_flash": ("rope_scaling", "rope_parameters", "num_key_value_heads"),
+    "ernie4_5_moe": ("attention_bias",),
+}
+"""Keys that a family does not have, or not at those values."""
 CASES = [
     (family, variant)
     for family in FAMILIES
-    for variant in (*VARIANTS, *OWN.get(family, {}))
-    if family != "gemma4" or "rope_scaling" not in VARIANTS.get(variant, {})  # it has no such key
+    for variant in {**VARIANTS, **OWN.get(family, {})}
+    if not {*VARIANTS.get(variant, {})} & {*NOT_OF.get(family, ())}
 ]
 LENGTH = 90  # beyond the original context of the scaled ropes
 GREEDY = 200
@@ -139,7 +157,13 @@ def oracle_of(family: str, model: Model) -> Any:
     plainly = {"attn_implementation": "eager", "experts_implementation": "eager"}
     oracle = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config), **plainly)
     tensors = {name: torch.tensor(tensor.float32()) for name, tensor in model.checkpoint.tensors.items()}
-    missing, unexpected = oracle.load_state_dict(fused_experts(tensors), strict=False)
+    for old, new in {"attention_sink_bias": "sinks", "mlp.moe_statics.": "mlp.gate.moe_statics."}.items():
+        tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
+    named = fused_experts(tensors)
+    for name in [name for name in named if name.endswith(".gate_up_proj") and config.get("zero_expert_num")]:
+        nothing = named[name].new_zeros(config["zero_expert_num"], *named[name].shape[1:])
+        named[name] = torch.cat((named[name], nothing))  # which it makes and does not read
+    missing, unexpected = oracle.load_state_dict(named, strict=False)
     assert set(missing) <= ({"lm_head.weight"} if model.config.tied else set())
     trailing = f"model.layers.{model.config.num_layers}."
     assert all("mtp" in name or name.startswith(trailing) for name in unexpected)
@@ -151,12 +175,21 @@ MIXTRAL = {"block_sparse_moe.": "mlp.", ".w1.": ".gate_proj.", ".w3.": ".up_proj
 """Its names in files -> those of newer families, which transformers has inside."""
 
 
+GRANITE = {
+    ".input_linear.weight": ".experts.gate_up_proj", ".output_linear.weight": ".experts.down_proj",
+    ".router.layer.": ".router.",
+}  # fmt: skip
+GRANITE = {f".block_sparse_moe{old}": f".block_sparse_moe{new}" for old, new in GRANITE.items()}
+"""Those of Granite's experts."""
+
+
 def fused_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Experts one by one -> transformers' stacks [E, gate and up, H] and [E, H, I] of each layer."""
     found, stacks = {}, {}
     for theirs, tensor in tensors.items():
         name = theirs
-        for old, new in MIXTRAL.items() if ".experts." in name or ".block_sparse_moe." in name else ():
+        table = GRANITE if any(old in name for old in GRANITE) else MIXTRAL
+        for old, new in table.items() if ".experts." in name or ".block_sparse_moe." in name else ():
             name = name.replace(old, new)
         if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name):
             stacks.setdefault(match[1], {})[match[3], int(match[2])] = tensor
@@ -286,13 +319,20 @@ def expected_draft_logits(family: str, tokens: Seq[int], length: int, depth: int
     """Draft logits [V] of steps 1 .. depth after `length` tokens, each step fed the true token."""
     model, tensors = native(family)
     trunk, head = NATIVE_HEADS[family]
-    config = model.checkpoint.config
+    config, count = model.checkpoint.config, MODULES.get(family, 1)
     hidden = trunk(tensors, config, torch.tensor(tokens[: length - 1]))
-    logits = []
+    drafted: list[tuple[list[Tensor], list[int]]] = [([], []) for _ in range(count)]  # rows behind the true pairs
+    logits: list[Tensor] = []
+    recycled = hidden
     for step in range(depth):
-        output, recycled = head(tensors, config, hidden, torch.tensor(tokens[1 : length + step]))
+        module = min(step, count - 1)
+        rows, ids = drafted[module]
+        if step:
+            rows.append(recycled[-1:])
+            ids.append(tokens[length + step - 1])
+        seen = torch.tensor([*tokens[1:length], *ids])
+        output, recycled = head(tensors, config, torch.cat((hidden, *rows)), seen, *([module] if count > 1 else []))
         logits.append(output[-1])
-        hidden = torch.cat((hidden, recycled[-1:]))
     return logits
 
 

@@ -75,8 +75,8 @@ def test_the_formula(tmp_path: Path) -> None:
         torch.tensor(layer.mixer.rope.inv_freq, dtype=torch.float64), layer.eps,
     )  # fmt: skip
     module = attached.modules[0]
-    pool = model.backend.kv_pool(32, module.kv_spec)
-    programs = HeadNetwork(attached, width, embedding, attached.lm_head).programs(Pools([pool]))
+    pool = model.backend.kv_pool(32, module.kv_specs[0])
+    programs = HeadNetwork(attached, width, embedding, [attached.lm_head]).programs(Pools([pool]))
     first, following = programs["pairs.0"].code, programs["next.0"].code
     ints = lambda values: np.asarray(values, np.int32)  # noqa: E731
     positions = ints(range(1, count + 1))

@@ -41,7 +41,9 @@ ROUTERS = {
     "one expert": RouterSpec(5, 1, scale=0.5),
     "sigmoid": RouterSpec(7, 2, "sigmoid", scale=2.5),
     "groups": RouterSpec(24, 4, "sigmoid", scale=1.5, num_groups=8, top_groups=3),
+    "some give back the row": RouterSpec(9, 4, normalize=False, num_identity=4),
     "groups of one": RouterSpec(6, 2, "sigmoid", num_groups=6, top_groups=4),
+    "of what they read": RouterSpec(8, 3, "sigmoid", normalize=False, scales_inputs=True),
 }
 
 
@@ -50,12 +52,13 @@ class Mixture:
 
     def __init__(self, spec: RouterSpec, form: str, seed: int, down: str | None = None) -> None:
         rng = np.random.default_rng(seed)
-        shapes = {"gate": (INNER, WIDTH), "up": (INNER, WIDTH), "down": (OUT, INNER)}
+        self.out = WIDTH if spec.num_identity else OUT
+        shapes = {"gate": (INNER, WIDTH), "up": (INNER, WIDTH), "down": (self.out, INNER)}
         forms = {"gate": form, "up": form, "down": down or form}
         self.spec = spec
         self.experts = Experts(
             **{
-                name: tuple(random_matrix(FORMS[forms[name]], *shape, rng) for _ in range(spec.num_experts))
+                name: tuple(random_matrix(FORMS[forms[name]], *shape, rng) for _ in range(spec.num_matrices))
                 for name, shape in shapes.items()
             }
         )
@@ -94,16 +97,20 @@ def test_a_mixture_is_its_parts(path: str, name: str) -> None:
                 parts[f"{e}"] = ops.linear(inner, down)
             return parts
 
-        parts = run_native(backend(path), apart, single_rows(range(9)), x)
         weights, ids = route(
             torch.from_numpy(x.astype(np.float64) @ values_of(mixture.router).T.astype(np.float64)),
             None if mixture.bias is None else torch.from_numpy(mixture.bias).double(),
             mixture.spec,
         )
-        expected = np.zeros((9, OUT))
+        reads = mixture.spec.scales_inputs
+        factors = weights.T.float().numpy()[..., None] if reads else [1]
+        parts = [run_native(backend(path), apart, single_rows(range(9)), x * factor) for factor in factors]
+        expected = np.zeros((9, mixture.out))
         for row in range(9):
-            for weight, expert in zip(weights[row].tolist(), ids[row].tolist(), strict=True):
-                expected[row] += weight * parts[f"{expert}"][row].astype(np.float64)
+            for i, (weight, expert) in enumerate(zip(weights[row].tolist(), ids[row].tolist(), strict=True)):
+                has = expert < mixture.spec.num_matrices
+                said = parts[i if reads else 0][f"{expert}"][row] if has else x[row]
+                expected[row] += said.astype(np.float64) * (1 if reads else weight)
         found = run_native(backend(path, 2), mixture.code, single_rows(range(9)), x)["mixed"]
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
 
@@ -148,7 +155,15 @@ def unreadable(matrix: packing.Matrix, kept: list[Any]) -> packing.Matrix:
     assert libc.mprotect(data.ctypes.data, len(pages), 0) == 0
     kept.append(pages)
     return packing.Matrix(
-        matrix.kind, matrix.rows, matrix.cols, matrix.group, matrix.zero, matrix.scale_f32, matrix.has_min, data
+        matrix.kind,
+        matrix.rows,
+        matrix.cols,
+        matrix.group,
+        matrix.zero,
+        matrix.scales,
+        matrix.offsets,
+        data,
+        matrix.levels,
     )
 
 

@@ -38,10 +38,13 @@ HEADS = {"float32": (4, 2, 24), "bfloat16": (3, 1, 40), "int8": (14, 2, 32)}
 SEEN: dict[str, dict[str, Any]] = {
     "all": {},
     **{f"window {w}": {"window": w} for w in (1, 2, 15, 16, 17, 63, 64, 65, 100, 300)},
+    **{f"chunk {c}": {"chunk": c} for c in (1, 16, 33, 100, 300)},
     "softcap": {"softcap": 2.5},
     "window and softcap": {"window": 33, "softcap": 0.7},
     "causal": {"causal": True},
 }
+BLIND = {"before": {"before": True}, "before in a window": {"before": True, "window": 17}}
+"""Rows that do not see themselves; the first of a text then sees nothing."""
 paths = pytest.mark.parametrize("path", PATHS)
 kv_dtypes = pytest.mark.parametrize("kv_dtype", list(HEADS))
 
@@ -111,10 +114,10 @@ def test_what_a_row_sees(path: str, kv_dtype: str, seen: str, sinks: bool) -> No
 
 @paths
 @kv_dtypes
-@pytest.mark.parametrize("seen", ["all", "window 17", "window and softcap", "causal"])
+@pytest.mark.parametrize("seen", ["all", "window 17", "window and softcap", "causal", *BLIND])
 def test_rows_of_a_block_see_each_other(path: str, kv_dtype: str, seen: str) -> None:
     """A block of 9 behind 60 tokens; each of its rows alone, over what is stored, has the same bits."""
-    world = World(path, kv_dtype, sinks=True, **SEEN[seen])
+    world = World(path, kv_dtype, sinks=True, **{**SEEN, **BLIND}[seen])
     table, context, block = world.table(), Part(np.arange(60), 0, world.table()), np.arange(60, 69)
     context = replace(context, table=table)
     whole = plan_of([Part(block, 60, table)])

@@ -17,9 +17,9 @@ from headstart.cli.main import main  # noqa: E402
 from headstart.config import EngineConfig  # noqa: E402
 from headstart.core import SamplingParams  # noqa: E402
 from headstart.errors import UsageError  # noqa: E402
-from headstart.kernels.ops import ConvSpec, DeltaSpec  # noqa: E402
-from headstart.kernels.reference.recurrent import Step, conv_step, delta_step  # noqa: E402
-from headstart.train import corpus, delta, scratch  # noqa: E402
+from headstart.kernels.reference.recurrent import Step, conv_step, delta_step, scan_step  # noqa: E402
+from headstart.kernels.states import ConvSpec, DeltaSpec, ScanSpec  # noqa: E402
+from headstart.train import corpus, delta, scan, scratch  # noqa: E402
 from headstart.train.data import Problems  # noqa: E402
 from headstart.train.objective import Weighting  # noqa: E402
 from headstart.train.scratch import ScratchModel, ScratchOptions, run  # noqa: E402
@@ -56,6 +56,18 @@ def test_chunks_are_the_recurrence(tiled: bool, length: int) -> None:
     state = torch.zeros(2, *spec.state_shape, dtype=torch.float64)
     expected = walked(delta_step(spec), torch.cat((qkv, decay, strength), -1), state)
     torch.testing.assert_close(delta.gated_delta(qkv, decay, strength, spec), expected, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("length", [1, 150])
+def test_chunks_are_the_scan(length: int) -> None:
+    spec = ScanSpec(2, 6, 12, 8)
+    generator = torch.Generator().manual_seed(length)
+    xbc = torch.randn(2, length, spec.channels, dtype=torch.float64, generator=generator)
+    steps = torch.rand(2, length, 6, dtype=torch.float64, generator=generator)
+    rate, skip = -torch.rand(6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+    state = torch.zeros(2, *spec.state_shape, dtype=torch.float64)
+    expected = walked(scan_step(spec, rate, skip), torch.cat((xbc, steps), -1), state)
+    torch.testing.assert_close(scan.selective_scan(xbc, steps, rate, skip, spec), expected, rtol=1e-12, atol=1e-13)
 
 
 def test_the_convolution_is_the_one_that_runs() -> None:

@@ -25,9 +25,10 @@ class Matrix:
         cols: int,
         group: int,
         zero: int,
-        scale_f32: bool,
-        has_min: bool,
+        scales: int,
+        offsets: int,
         data: NDArray[np.uint8],
+        levels: int = 0,
     ) -> None: ...
     @property
     def kind(self) -> int: ...
@@ -40,19 +41,22 @@ class Matrix:
     @property
     def zero(self) -> int: ...
     @property
-    def scale_f32(self) -> bool: ...
+    def scales(self) -> int: ...
     @property
-    def has_min(self) -> bool: ...
+    def offsets(self) -> int: ...
+    @property
+    def levels(self) -> int: ...
     @property
     def num_bytes(self) -> int: ...
     @property
     def data(self) -> NDArray[np.uint8]: ...
 
-def source_form(source: str) -> tuple[int, int, int, bool, bool] | None:
-    """kind, group, zero, scale_f32, has_min of the matrix that rows of this type become; None for an unknown type.
+def source_form(source: str) -> tuple[int, int, int, int, int, int] | None:
+    """kind, group, zero, scales, offsets, levels (numbers of csrc/matrix.h) of the matrix that rows of this type
+    become; None for an unknown type.
     "int8" and "int4" are float32 rows to quantize."""
 
-def matrix_bytes(kind: int, rows: int, cols: int, group: int, scale_f32: bool, has_min: bool) -> int:
+def matrix_bytes(kind: int, rows: int, cols: int, group: int, scales: int, offsets: int) -> int:
     """Size of a matrix's data."""
 
 def pack_rows(pool: ThreadPool, source: str, raw: NDArray[np.uint8], cols: int, out: NDArray[np.uint8]) -> None:
@@ -141,6 +145,7 @@ class Program:
     def hidden_input(self, width: int) -> int: ...
     def linear(self, x: int, matrix: Matrix | None, bias: NDArray[np.float32] | None, label: str) -> int: ...
     def refine(self, approximate: int, x: int, matrix: Matrix, count: int, label: str) -> int: ...
+    def keep_groups(self, logits: int, scores: int, groups: NDArray[np.int64], count: int) -> int: ...
     def gated(
         self,
         x: int,
@@ -174,6 +179,8 @@ class Program:
         sigmoid: bool,
         normalize: bool,
         scale: float,
+        num_identity: int,
+        scales_inputs: bool,
     ) -> tuple[int, int]:
         """The choice of experts, for `experts`."""
 
@@ -195,9 +202,25 @@ class Program:
         softcap: float,
         sinks: NDArray[np.float32] | None,
         causal: bool = False,
+        before: bool = False,
+        chunk: int = 0,
     ) -> int: ...
-    def causal_conv(self, x: int, taps: NDArray[np.float32], pool: StatePool, width: int) -> int: ...
-    def decay(self, x: int, rate: NDArray[np.float32], bias: NDArray[np.float32]) -> int: ...
+    def causal_conv(
+        self, x: int, taps: NDArray[np.float32], pool: StatePool, width: int, bias: NDArray[np.float32] | None
+    ) -> int: ...
+    def softplus(self, x: int, rate: NDArray[np.float32] | None, bias: NDArray[np.float32]) -> int: ...
+    def selective_scan(
+        self,
+        xbc: int,
+        step: int,
+        rate: NDArray[np.float32],
+        skip: NDArray[np.float32],
+        pool: StatePool,
+        num_groups: int,
+        num_heads: int,
+        state_dim: int,
+        head_dim: int,
+    ) -> int: ...
     def gated_delta(
         self,
         qkv: int,

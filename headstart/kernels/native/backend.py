@@ -38,7 +38,8 @@ from headstart.kernels.native._native import (
 from headstart.kernels.native.packed_cache import PackedCache, key_of
 from headstart.kernels.native.packing import pack
 from headstart.kernels.native.program import record
-from headstart.kernels.ops import AttentionSpec, Program as Code, RawTensor, StateSpec
+from headstart.kernels.ops import AttentionSpec, Program as Code, RawTensor
+from headstart.kernels.states import StateSpec
 
 Array = NDArray[np.float32]
 _alive: WeakSet[NativeBackend] = WeakSet()

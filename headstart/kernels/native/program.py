@@ -14,17 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.kernels.native._native import HiddenPool, KVPool, Matrix, Program, RopeTable, StatePool
-from headstart.kernels.ops import (
-    Activation,
-    AttentionSpec,
-    ConvSpec,
-    DeltaSpec,
-    Experts,
-    RopeSpec,
-    RouterSpec,
-    StepInputs,
-    TemperSpec,
-)
+from headstart.kernels.ops import Activation, AttentionSpec, Experts, RopeSpec, RouterSpec, StepInputs, TemperSpec
+from headstart.kernels.states import ConvSpec, DeltaSpec, ScanSpec
 
 Vector = NDArray[np.float32]
 ACTIVATIONS: Mapping[Activation, int] = {
@@ -85,6 +76,9 @@ class Recorder:
         index = self.program.refine(self._index(approximate), self._index(x), weight, count, "head")
         return Buffer(weight.rows, index)
 
+    def keep_groups(self, logits: Buffer, scores: Buffer, groups: NDArray[np.int64], count: int) -> Buffer:
+        return Buffer(logits.width, self.program.keep_groups(self._index(logits), self._index(scores), groups, count))
+
     def activate(self, x: Buffer, kind: Activation) -> Buffer:
         return Buffer(x.width, self.program.activate(self._index(x), ACTIVATIONS[kind]))
 
@@ -140,7 +134,7 @@ class Recorder:
             self._record(logits)
         chosen = self.program.route(
             self._index(logits), bias, spec.top_k, spec.num_groups, spec.top_groups, spec.scoring == "sigmoid",
-            spec.normalize, spec.scale,
+            spec.normalize, spec.scale, spec.num_identity, spec.scales_inputs,
         )  # fmt: skip
         self._flush()
         gate, up, down = (list(each) for each in (experts.gate, experts.up, experts.down))
@@ -161,19 +155,28 @@ class Recorder:
     def attend(self, q: Buffer, pool: KVPool, spec: AttentionSpec, sinks: Vector | None = None) -> Buffer:
         width = spec.num_heads * spec.value_width
         index = self._index(q)
-        how = (spec.num_heads, spec.scale, spec.window, spec.softcap, sinks, spec.causal)
+        how = (spec.num_heads, spec.scale, spec.window, spec.softcap, sinks, spec.causal, spec.before, spec.chunk)
         return Buffer(width, self.program.attend(index, pool, *how))
 
-    def causal_conv(self, x: Buffer, weight: Vector, pool: StatePool, spec: ConvSpec) -> Buffer:
-        return Buffer(x.width, self.program.causal_conv(self._index(x), weight, pool, spec.width))
+    def causal_conv(
+        self, x: Buffer, weight: Vector, pool: StatePool, spec: ConvSpec, bias: Vector | None = None
+    ) -> Buffer:
+        return Buffer(x.width, self.program.causal_conv(self._index(x), weight, pool, spec.width, bias))
 
-    def decay(self, x: Buffer, rate: Vector, bias: Vector) -> Buffer:
-        return Buffer(x.width, self.program.decay(self._index(x), rate, bias))
+    def softplus(self, x: Buffer, rate: Vector | None, bias: Vector) -> Buffer:
+        return Buffer(x.width, self.program.softplus(self._index(x), rate, bias))
 
     def gated_delta(self, qkv: Buffer, log_decay: Buffer, strength: Buffer, pool: StatePool, spec: DeltaSpec) -> Buffer:
         rows = (self._index(qkv), self._index(log_decay), self._index(strength))
         sizes = (spec.num_key_heads, spec.num_heads, spec.key_dim, spec.value_dim)
         return Buffer(spec.num_heads * spec.value_dim, self.program.gated_delta(*rows, pool, *sizes, spec.tiled))
+
+    def selective_scan(
+        self, xbc: Buffer, step: Buffer, rate: Vector, skip: Vector, pool: StatePool, spec: ScanSpec
+    ) -> Buffer:
+        sizes = (spec.num_groups, spec.num_heads, spec.state_dim, spec.head_dim)
+        rows = (self._index(xbc), self._index(step))
+        return Buffer(spec.inner, self.program.selective_scan(*rows, rate, skip, pool, *sizes))
 
     def take_rows(self, x: Buffer, rows: Input) -> Buffer:
         assert rows == "logit_rows", rows

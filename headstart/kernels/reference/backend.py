@@ -24,24 +24,23 @@ from headstart import machine
 from headstart.core import Sampled, SamplingRows, StepPlan, TokenLogprob
 from headstart.errors import UsageError
 from headstart.kernels.ops import (
+    NEVER,
     Activation,
     AttentionSpec,
-    ConvSpec,
-    DeltaSpec,
     Experts,
     Program,
     RawTensor,
     RopeSpec,
     RouterSpec,
-    StateSpec,
     StepInputs,
     TemperSpec,
 )
 from headstart.kernels.reference.moe import ACTIVATIONS, gated, mixture
-from headstart.kernels.reference.recurrent import StatePool, conv_step, delta_step, walk
-from headstart.kernels.reference.refine import largest
+from headstart.kernels.reference.recurrent import StatePool, conv_step, delta_step, scan_step, walk
+from headstart.kernels.reference.refine import best, largest
 from headstart.kernels.reference.sampling import logprobs, sample
 from headstart.kernels.reference.spans import Group, Spans
+from headstart.kernels.states import ConvSpec, DeltaSpec, ScanSpec, StateSpec
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 SHORT_SPAN, SHORT_CONTEXT = 8, 128
@@ -63,21 +62,22 @@ class ReferenceOps:
         self._plan, self._device, self._dtype = plan, device, dtype
         self._rope_tables: dict[tuple[int, RopeSpec], tuple[Tensor, Tensor]] = {}
         self._slots = self._ints(plan.slots)
-        self._grouped: dict[tuple[int, bool], list[Group]] = {}
+        self._grouped: dict[tuple[int, int, bool, bool], list[Group]] = {}
 
     def _ints(self, array: NDArray[np.int32]) -> Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(self._device)
 
-    def _groups(self, window: int, causal: bool) -> list[Group]:
-        if (window, causal) not in self._grouped:
+    def _groups(self, spec: AttentionSpec) -> list[Group]:
+        key = spec.window, spec.chunk, spec.causal, spec.before
+        if key not in self._grouped:
             spans = Spans.of(self._plan)
             is_long = np.diff(spans.row_starts) > SHORT_SPAN
             doublings = np.ceil(np.log2(np.maximum(spans.ends / SHORT_CONTEXT, 1))).astype(int)
             kinds = 2 * doublings + is_long
             picks = (np.flatnonzero(kinds == kind) for kind in np.unique(kinds))
-            made = [spans.group(pick, window, causal, self._device, self._dtype) for pick in picks]
-            self._grouped[window, causal] = made
-        return self._grouped[window, causal]
+            made = [spans.group(pick, spec, self._device, self._dtype) for pick in picks]
+            self._grouped[key] = made
+        return self._grouped[key]
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
         return torch.nn.functional.embedding(ids, table)
@@ -87,6 +87,9 @@ class ReferenceOps:
 
     def refine(self, approximate: Tensor, x: Tensor, weight: Tensor, count: int) -> Tensor:
         return torch.where(largest(approximate, count), self.linear(x, weight), approximate)
+
+    def keep_groups(self, logits: Tensor, scores: Tensor, groups: Tensor, count: int) -> Tensor:
+        return torch.where(best(scores, count)[..., groups], logits, NEVER)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, num_parts: int = 1) -> Tensor:
         if num_parts > 1:
@@ -164,7 +167,7 @@ class ReferenceOps:
 
     def attend(self, q: Tensor, pool: KVPool, spec: AttentionSpec, sinks: Tensor | None = None) -> Tensor:
         out = q.new_empty(len(q), spec.num_heads * spec.value_width)
-        for group in self._groups(spec.window, spec.causal):
+        for group in self._groups(spec):
             attended = self._attend(q[group.rows], pool, spec, group, sinks)
             out[group.rows[group.valid]] = attended[group.valid]
         return out
@@ -185,16 +188,27 @@ class ReferenceOps:
         out = out.view(num_spans, kv_heads, repeat, num_rows, -1)
         return out.permute(0, 3, 1, 2, 4).reshape(num_spans, num_rows, -1)
 
-    def causal_conv(self, x: Tensor, weight: Tensor, pool: StatePool, spec: ConvSpec) -> Tensor:
-        return walk(conv_step(weight, spec), x, spec.channels, pool, self._plan)
+    def causal_conv(
+        self, x: Tensor, weight: Tensor, pool: StatePool, spec: ConvSpec, bias: Tensor | None = None
+    ) -> Tensor:
+        made = walk(conv_step(weight, spec), x, spec.channels, pool, self._plan)
+        return made if bias is None else made + bias
 
-    def decay(self, x: Tensor, rate: Tensor, bias: Tensor) -> Tensor:
+    def softplus(self, x: Tensor, rate: Tensor | None, bias: Tensor) -> Tensor:
         wide = _wide(x.dtype)  # e to the sum of a whole text of these
-        return rate.to(wide) * torch.nn.functional.softplus(x.to(wide) + bias.to(wide), threshold=30)
+        made = torch.nn.functional.softplus(x.to(wide) + bias.to(wide), threshold=30)
+        return made if rate is None else rate.to(wide) * made
 
     def gated_delta(self, qkv: Tensor, log_decay: Tensor, strength: Tensor, pool: StatePool, spec: DeltaSpec) -> Tensor:
         rows = torch.cat((qkv, log_decay, strength), dim=-1)
         return walk(delta_step(spec), rows, spec.num_heads * spec.value_dim, pool, self._plan).to(qkv.dtype)
+
+    def selective_scan(
+        self, xbc: Tensor, step: Tensor, rate: Tensor, skip: Tensor, pool: StatePool, spec: ScanSpec
+    ) -> Tensor:
+        rows, wide = torch.cat((xbc, step), dim=-1), _wide(xbc.dtype)
+        scanned = walk(scan_step(spec, rate.to(wide), skip.to(wide)), rows, spec.inner, pool, self._plan)
+        return scanned.to(xbc.dtype)
 
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         return x[rows]

@@ -63,11 +63,15 @@ def mixture(x: Tensor, logits: Tensor, bias: Tensor | None, experts: Experts, sp
     out = torch.zeros_like(rows)
     for expert in ids.unique().tolist():
         taking, place = torch.nonzero(ids == expert, as_tuple=True)
-        gate = linear(rows[taking], experts.gate[expert], _bias(experts.gate_bias, expert))
-        up = linear(rows[taking], experts.up[expert], _bias(experts.up_bias, expert))
-        inner = gated(gate, up, experts.activation)
         weight = weights[taking, place, None].to(x.dtype)
-        out = out.index_add(0, taking, linear(inner, experts.down[expert], _bias(experts.down_bias, expert)) * weight)
+        if expert >= spec.num_matrices:
+            out = out.index_add(0, taking, rows[taking] * weight)
+            continue
+        read = rows[taking] * weight if spec.scales_inputs else rows[taking]
+        gate = linear(read, experts.gate[expert], _bias(experts.gate_bias, expert))
+        up = linear(read, experts.up[expert], _bias(experts.up_bias, expert))
+        said = linear(gated(gate, up, experts.activation), experts.down[expert], _bias(experts.down_bias, expert))
+        out = out.index_add(0, taking, said if spec.scales_inputs else said * weight)
     return out.view_as(x)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from headstart.formats.mtp_families import num_experts
@@ -27,11 +28,30 @@ def parts(config: Config) -> list[tuple[Attention, MLP]]:
     or make no sense."""
     if kinds := single_parts(config):
         return [_single(config, kind) for kind in kinds]
+    if config.get("expert_ffn_hidden_size"):
+        return shortcut_parts(config)
     num_layers = int(config["num_hidden_layers"])
     wide = first_borrowing(config, num_layers) if config.get("use_double_wide_mlp") else num_layers
     sparse = sparse_layers(config, num_layers)
     feeds = [feed_forward(config, dense=not each, wide=index >= wide) for index, each in enumerate(sparse)]
     return list(zip(attention_layers(config, num_layers), feeds, strict=True))
+
+
+def shortcut_parts(config: Config) -> list[tuple[Attention, MLP]]:
+    """Layers of two halves, each with attention and an MLP; experts run beside the second (LongCat-Flash). Of those
+    that a token takes some have no weights."""
+    count = int(config.get("num_layers") or int(config["num_hidden_layers"]) // 2)
+    widths = {"intermediate_size": config["ffn_hidden_size"], "moe_intermediate_size": config["expert_ffn_hidden_size"]}
+    config = {**config, **widths}
+    mixer, dense, sparse = latent(config), feed_forward(config, dense=True), feed_forward(config, dense=False)
+    whole = sparse.experts + int(config.get("zero_expert_num") or 0)
+    both = replace(
+        sparse,
+        weights=dense.weights + sparse.weights,
+        kernels=dense.kernels + sparse.kernels,
+        active=max(round(sparse.active * sparse.experts / whole), 1),
+    )
+    return [(mixer, both), (mixer, dense)] * count
 
 
 def single_parts(config: Config) -> list[str]:

@@ -39,7 +39,25 @@ GRANITE: dict[str, Any] = {
     "embedding_multiplier": 12.0, "logits_scaling": 16.0, "mlp_bias": False, "residual_multiplier": 0.22,
     "rope_scaling": None,
 }  # fmt: skip
+GRANITE_HYBRID: dict[str, Any] = {
+    **GRANITE, "model_type": "granitemoehybrid", "init_method": "mup", "intermediate_size": 512, "mlp_bias": None,
+    "layer_types": ["attention" if i % 10 == 5 else "mamba" for i in range(32)], "mamba_chunk_size": 256,
+    "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_expand": 2,
+    "mamba_n_groups": 1, "mamba_n_heads": 128, "mamba_proj_bias": False, "normalization_function": "rmsnorm",
+    "num_experts_per_tok": 6, "num_local_experts": 64, "output_router_logits": False,
+    "position_embedding_type": "nope", "router_aux_loss_coef": 0.01, "shared_intermediate_size": 1024,
+    "time_step_limit": [0.0, {"__float__": "Infinity"}],
+}  # fmt: skip
 RUN: dict[str, dict[str, Any]] = {
+    "ibm-granite/granite-4.0-h-tiny": GRANITE_HYBRID,
+    "ibm-granite/granite-4.0-micro": {
+        **GRANITE_HYBRID, "layer_types": ["attention"] * 32, "position_embedding_type": "rope", "num_local_experts": 0,
+        "num_experts_per_tok": 0, "shared_intermediate_size": 8192, "intermediate_size": 8192,
+    },
+    "ibm-granite/granite-3.1-3b-a800m-instruct": {
+        **GRANITE, "model_type": "granitemoe", "intermediate_size": 512, "mlp_bias": None, "num_local_experts": 40,
+        "num_experts_per_tok": 8, "output_router_logits": False, "router_aux_loss_coef": 0.001,
+    },
     "mistralai/Mistral-7B-v0.1": {**MISTRAL, "sliding_window": 4096},
     "mistralai/Mistral-7B-Instruct-v0.3": MISTRAL,
     "mistralai/Mistral-Nemo-Instruct-2407": {**MISTRAL, "head_dim": 128, "hidden_size": 5120},
@@ -68,6 +86,15 @@ RUN: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 1408, "norm_topk_prob": False, "num_experts": 60, "num_experts_per_tok": 4,
         "output_router_logits": False, "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 5632,
         "sliding_window": 32768, "use_sliding_window": False,
+    },
+    "meituan-longcat/LongCat-Flash-Chat": {
+        **{key: value for key, value in COMMON.items() if key not in ("intermediate_size", "num_hidden_layers")},
+        "attention_bias": False, "attention_method": "MLA", "expert_ffn_hidden_size": 2048, "ffn_hidden_size": 12288,
+        "hidden_size": 6144, "kv_lora_rank": 512, "mla_scale_kv_lora": True, "mla_scale_q_lora": True,
+        "model_type": "longcat_flash", "moe_topk": 12, "n_routed_experts": 512, "num_attention_heads": 64,
+        "num_layers": 28, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+        "routed_scaling_factor": 6.0, "router_bias": False, "v_head_dim": 128, "zero_expert_num": 256,
+        "zero_expert_type": "identity",
     },
     "microsoft/Phi-3-mini-4k-instruct": {**PHI, "sliding_window": 2047},
     "microsoft/Phi-3.5-mini-instruct": {**PHI, "rope_scaling": {**SCALED, "type": "longrope"}},
@@ -134,7 +161,6 @@ RUN: dict[str, dict[str, Any]] = {
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "meta-llama/Llama-4-Scout-17B-16E-Instruct": ({"model_type": "llama4"}, "rows scaled by their router"),
     "tiiuae/Falcon-H1-1.5B-Instruct": ({"model_type": "falcon_h1"}, "Mamba2 layers"),
-    "ibm-granite/granite-4.0-h-tiny": ({"model_type": "granitemoehybrid"}, "Mamba2 layers"),
     "openbmb/MiniCPM3-4B": ({"model_type": "minicpm3"}, "MiniCPM3's latent attention"),
     "microsoft/Phi-3.5-MoE-instruct": ({"model_type": "phimoe"}, "sparse-mixer routing"),
     "CohereLabs/c4ai-command-r-plus": (

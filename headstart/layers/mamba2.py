@@ -1,0 +1,132 @@
+"""Mamba2 (Dao, Gu 2024): a selective state space model over heads, in its recurrent form for every row.
+
+[z, x, B, C, dt] = W_in u; [x, B, C] = activation(conv([x, B, C]) + bias); step = ln(1 + e^(dt + bias)) by head;
+y = scan (see Ops.selective_scan); out = W_out norm(y * silu(z)), or W_out (norm(y) * silu(z)), the norm by groups of
+columns, or none. Formula: transformers 5.23, `NemotronHMamba2Mixer` and its relatives.
+
+Canonical tensors under `{layer}.mamba`: `in_proj.weight` [2 inner + 2 G N + heads, H] (rows in the order above, with
+`in_proj.bias` or without), `conv.weight` [channels, (1,) width] (taps oldest first), `conv.bias` [channels],
+`decay_rate` [heads] (negative), `step_bias` [heads], `skip` [heads], `norm.weight` [inner], `out_proj.weight`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from headstart.kernels.ops import Activation, Buffer, Ops, Pool, Weight
+from headstart.kernels.states import ConvSpec, ScanSpec, StateSpec
+from headstart.layers.linear import Linear
+from headstart.layers.weights import Shapes, Weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba2Config:
+    """Mamba2 in place of attention. `norm`: of the gated output, of what is gated then, or none; by itself in each of
+    `norm_groups` groups of columns. `bias`: of the projections. `gate_scale` and `step_scale` multiply z and dt."""
+
+    scan: ScanSpec
+    conv_width: int
+    norm: Literal["gated", "before_gate", "none"] = "gated"
+    norm_groups: int = 1
+    bias: bool = False
+    conv_bias: bool = True
+    activation: Activation = "silu"
+    gate_scale: float = 1.0
+    step_scale: float = 1.0
+
+    @property
+    def conv(self) -> ConvSpec:
+        return ConvSpec(self.scan.channels, self.conv_width)
+
+    @property
+    def rows(self) -> int:
+        """Of the input projection."""
+        return self.scan.inner + self.scan.channels + self.scan.num_heads
+
+    def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, reads: int) -> Mamba2:
+        """That of the layer `prefix`, which reads as many columns as `reads`. Steps are never quantized: their errors
+        would add up over a whole text."""
+        name, scan, width = f"{prefix}.mamba", self.scan, self.conv_width
+        taps = weights.raw(f"{name}.conv.weight", (scan.channels, 1, width), (scan.channels, width))
+        parts = [np.arange(scan.inner), np.arange(scan.channels) + scan.inner, np.arange(self.rows)[-scan.num_heads :]]
+        matrix = weights.raw(f"{name}.in_proj.weight", (self.rows, reads))
+        bias = weights.raw(f"{name}.in_proj.bias", (self.rows,)) if self.bias else None
+        z, xbc, dt = (
+            Linear(
+                weights.take(matrix.take_rows(rows), precise=len(rows) == scan.num_heads),
+                weights.take(bias.take_rows(rows)) if bias else None,
+            )
+            for rows in parts
+        )
+        return Mamba2(
+            z_proj=z,
+            xbc_proj=xbc,
+            dt_proj=dt,
+            taps=weights.take(taps.shaped(scan.channels, width).transposed().shaped(width * scan.channels)),
+            conv_bias=weights.get(f"{name}.conv.bias", scan.channels) if self.conv_bias else None,
+            decay_rate=weights.get(f"{name}.decay_rate", scan.num_heads),
+            step_bias=weights.get(f"{name}.step_bias", scan.num_heads),
+            skip=weights.get(f"{name}.skip", scan.num_heads),
+            norm=None if self.norm == "none" else weights.get(f"{name}.norm.weight", scan.inner),
+            out_proj=weights.linear(f"{name}.out_proj", hidden, scan.inner, bias=self.bias),
+            eps=eps,
+            config=self,
+        )
+
+    def shapes(self, prefix: str, hidden: int, *, reads: int) -> Shapes:
+        """Names and shapes of what `build` takes."""
+        name, scan = f"{prefix}.mamba", self.scan
+        biases: Shapes = {f"{name}.in_proj.bias": (self.rows,), f"{name}.out_proj.bias": (hidden,)}
+        return {
+            f"{name}.in_proj.weight": (self.rows, reads),
+            f"{name}.conv.weight": (scan.channels, 1, self.conv_width),
+            **({f"{name}.conv.bias": (scan.channels,)} if self.conv_bias else {}),
+            **{f"{name}.{part}": (scan.num_heads,) for part in ("decay_rate", "step_bias", "skip")},
+            **({} if self.norm == "none" else {f"{name}.norm.weight": (scan.inner,)}),
+            f"{name}.out_proj.weight": (hidden, scan.inner),
+            **(biases if self.bias else {}),
+        }
+
+
+@dataclass(frozen=True)
+class Mamba2:
+    """See the module."""
+
+    z_proj: Linear
+    xbc_proj: Linear
+    dt_proj: Linear
+    taps: Weight
+    conv_bias: Weight | None
+    decay_rate: Weight
+    step_bias: Weight
+    skip: Weight
+    norm: Weight | None
+    out_proj: Linear
+    eps: float
+    config: Mamba2Config
+    kv_specs: tuple[()] = ()
+    shares: None = None
+
+    @property
+    def state_specs(self) -> tuple[StateSpec, ...]:
+        return self.config.conv, self.config.scan
+
+    def __call__(self, ops: Ops, x: Buffer, positions: Buffer, pool: Pool) -> Buffer:
+        """`pool`: those of the convolution and of the scan; None where whole texts are trained on."""
+        config, (conv_pool, scan_pool) = self.config, pool or (None, None)
+        z, xbc, dt = self.z_proj(ops, x), self.xbc_proj(ops, x), self.dt_proj(ops, x)
+        z = z if config.gate_scale == 1 else ops.scale(z, config.gate_scale)
+        dt = dt if config.step_scale == 1 else ops.scale(dt, config.step_scale)
+        xbc = ops.activate(ops.causal_conv(xbc, self.taps, conv_pool, config.conv, self.conv_bias), config.activation)
+        step = ops.softplus(dt, None, self.step_bias)
+        y = ops.selective_scan(xbc, step, self.decay_rate, self.skip, scan_pool, config.scan)
+        if config.norm == "before_gate":
+            y = self._normed(ops, y)
+        y = ops.activate_mul(z, y)
+        return self.out_proj(ops, self._normed(ops, y) if config.norm == "gated" else y)
+
+    def _normed(self, ops: Ops, y: Buffer) -> Buffer:
+        return ops.rms_norm(y, self.norm, self.eps, self.config.norm_groups)
