@@ -1,8 +1,8 @@
 """The kernels' tests on ARM, on a machine that is none: `make test-arm`, or `python -m tests.arm [PYTEST'S ARGUMENTS]`.
 
-Cross-compiles csrc/ and runs tests/kernels with Debian's arm64 Python under qemu's user mode, as three processors: each
-has one instruction-set path more than the one before, so a path that uses what its processor lacks ends there. The
-oracle is torch, as everywhere, in its build for arm64. All is kept in build/arm; nothing is installed.
+Cross-compiles csrc/ and runs tests/kernels with Debian's arm64 Python under qemu's user mode, as three processors,
+each with one instruction-set path more than the one before: a path that uses what its processor lacks ends there.
+The oracle is torch, as everywhere, in its build for arm64. All is kept in build/arm; nothing is installed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -26,14 +27,27 @@ NEEDED = {
     "apt-get": "apt",
     "dpkg": "dpkg",
 }
-PROCESSORS = {
-    "cortex-a72": ["neon", "portable"],
-    "neoverse-n1": ["dotprod", "neon", "portable"],
-    "max": ["i8mm", "dotprod", "neon", "portable"],
-}
+
+
+@dataclass(frozen=True)
+class Processor:
+    """What it is found to run, the best path first, and what of that is left to the others."""
+
+    name: str
+    paths: tuple[str, ...]
+    leaves: tuple[str, ...] = ()
+    torch: bool = True  # or it has instructions that this one lacks
+
+
+PROCESSORS = (
+    Processor("cortex-a72", ("neon", "portable"), torch=False),  # ARMv8.0
+    Processor("neoverse-n1", ("dotprod", "neon", "portable")),
+    Processor("max", ("i8mm", "dotprod", "neon", "portable"), leaves=("dotprod", "neon", "portable")),
+)
 SAME = ("numpy", "gguf", "pytest", "hypothesis", "iniconfig", "packaging", "pluggy", "pygments", "sortedcontainers")
 OTHERS = ("tqdm", "pyyaml", "typing-extensions", "torch==2.10.*")  # later torch for arm64 wants CUDA's libraries
-TESTS = ("native_ops", "native_oracle", "native_rows", "native_experts", "native_fuzz", "native_sampling", "refine")
+BITS = ("native_ops",)  # the contract of bits, for which nobody is asked
+TESTS = (*BITS, "native_oracle", "native_rows", "native_experts", "native_fuzz", "native_sampling", "refine")
 TESTS += ("packing", "philox", "sampling")
 
 
@@ -98,19 +112,19 @@ def python(processor: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def check(processor: str, arguments: list[str]) -> int:
-    """The tests of the paths that no processor before this one has, and which paths are found at all."""
-    expected = PROCESSORS[processor]
-    found = python(processor, "-c", "from headstart.kernels.native import _native; print(*_native.paths())")
-    if found.stdout.split() != expected:
-        print(f"{processor}: its paths are {' '.join(expected)}, found {found.stdout}", flush=True)
+def check(processor: Processor, arguments: list[str]) -> int:
+    """Which paths are found, and their tests."""
+    found = python(processor.name, "-c", "from headstart.kernels.native import _native; print(*_native.paths())")
+    if found.stdout.split() != list(processor.paths):
+        print(f"{processor.name}: its paths are {' '.join(processor.paths)}, found {found.stdout}", flush=True)
         return 1
-    before = list(PROCESSORS).index(processor)
-    others = {path for paths in list(PROCESSORS.values())[:before] for path in paths}
-    tests = [f"tests/kernels/test_{name}.py" for name in TESTS]
-    chosen = ["-k", " and ".join(f"not {path}" for path in sorted(others))] if others else []
-    done = python(processor, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, *(arguments or tests))
-    print(f"{processor} ({', '.join(path for path in expected if path not in others)}):\n{done.stdout}", flush=True)
+    tests = [f"tests/kernels/test_{name}.py" for name in (TESTS if processor.torch else BITS)]
+    words = [] if processor.torch else ["--noconftest"]
+    words += ["-k", " and ".join(f"not {path}" for path in processor.leaves)] if processor.leaves else []
+    chosen = arguments if arguments and processor.torch else tests
+    done = python(processor.name, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words, *chosen)
+    paths = ", ".join(path for path in processor.paths if path not in processor.leaves)
+    print(f"{processor.name} ({paths}):\n{done.stdout}", flush=True)
     return done.returncode
 
 
