@@ -98,6 +98,12 @@ void Routing::group(int64_t num_rows) {
     }
 }
 
+void Scores::reach(const Pass& pass) {
+    if (!wanted) return;
+    width = (*std::max_element(pass.sees, pass.sees + pass.num_rows) / 16 + 1) * 16;
+    if ((int64_t)values.size() < pass.num_rows * width) values.resize(pass.num_rows * width);
+}
+
 uint8_t* Arena::take(int64_t bytes) {
     if (!memory || memory->size() < bytes) memory = std::make_unique<Memory>(bytes);
     return memory->data();
@@ -106,7 +112,7 @@ uint8_t* Arena::take(int64_t bytes) {
 Program::Program(const std::string& path) : kernels(*find_path(path).kernels) {}
 
 Activation activation_of(int kind) {
-    if (kind < 0 || kind > (int)Activation::CLAMPED) throw std::invalid_argument("no such activation");
+    if (kind < 0 || kind > (int)Activation::SILU_16) throw std::invalid_argument("no such activation");
     return static_cast<Activation>(kind);
 }
 
@@ -145,7 +151,9 @@ void Program::want(int id, const Matrix& by) {
         if (buffer.producer >= 0 && steps_[buffer.producer].quantizes) return;
         add_form(id, [this, id](const Pass&, int64_t row) {
             const Buffer& found = buffers[id];
-            kernels.quantize(values(id, row), found.width, quants(id) + row * QuantLayout(found.width).row_bytes());
+            const int64_t size = QuantLayout(found.width).row_bytes();
+            for (int64_t r = row * found.copies; r < (row + 1) * found.copies; ++r)
+                kernels.quantize(values(id, r), found.width, quants(id) + r * size);
         });
     }
     if (by.kind == Kind::BF16 && kernels.halve && !buffer.halves) {
@@ -303,6 +311,7 @@ void Program::compute(ThreadPool::Turn& turn, Arena& arena, Pass& pass) {
     const int32_t furthest = *std::max_element(pass.positions, pass.positions + pass.num_rows);
     for (auto& rope : ropes) rope->reach(furthest);
     for (auto& routing : routings) routing->reach(pass.num_rows);
+    scores.reach(pass);
     pass.tiles.clear();
     for (int64_t group : groups) pass.tiles.push_back(count_tiles(pass, group, kernels.most_queries));
     const auto start = Clock::now();

@@ -50,14 +50,14 @@ from headstart.models.small import Arrays, random_arrays
 from headstart.tools.tiny import write_model
 
 RELATIVES = (
-    "cohere2", "ernie4_5", "exaone4", "glm", "glm4", "granite", "granitemoehybrid", "hunyuan_v1_dense", "llama4",
-    "minicpm", "mistral", "mixtral", "olmo2", "phi3", "qwen2_moe", "seed_oss",
+    "cohere2", "ernie4_5", "exaone4", "falcon_h1", "glm", "glm4", "granite", "granitemoehybrid", "hunyuan_v1_dense",
+    "llama4", "minicpm", "mistral", "mixtral", "olmo2", "phi3", "qwen2_moe", "seed_oss",
 )  # fmt: skip
 """Llama's layers with declared differences: tests/contract/test_relatives.py has those, and no grid of its own."""
 ALL_FAMILIES = registry.available("models")
 FAMILIES = [name for name in ALL_FAMILIES if name not in RELATIVES]
-DRAFTERS = sorted({*registry.available("drafters"), *registry.available("heads")} - {"head", "assistant"})
-"""Those that any trunk can have; assistants: tests/drafters/test_assistant.py."""
+DRAFTERS = sorted({*registry.available("drafters"), *registry.available("heads")} - {"head", "assistant", "eagle"})
+"""Without assistants, which need a trunk of their own, and EAGLE, which drafts as MTP does: tests/drafters, /heads."""
 VOCAB, EOS = 131, 2
 PLAIN_SPEC = HeadSpec()
 SMALL = {"backend": "reference", "threads": 1, "block_size": 8, "kv_blocks": 80, "max_model_len": 128}

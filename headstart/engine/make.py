@@ -121,7 +121,7 @@ def _head_drafter(model: Model, kind: str) -> str:
         has = f"its head is of kind {own}" if own else "it has none"
         raise UsageError(
             f"the model has no {head_kind(kind).title} head ({has})",
-            f"attach one with --head DIR, or use --drafter {own or 'ngram'}, or --no-mtp",
+            f"attach one with --head DIR, or use the drafter {own or 'ngram'}, or --no-mtp",
         )
     return head_kind(kind).drafter
 

@@ -50,6 +50,8 @@ _BLOCK: Mapping[str, str] = {
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",  # of this suffix only, which is not ours
+    "ffn_latent_down": "mlp.fc1_latent_proj",
+    "ffn_latent_up": "mlp.fc2_latent_proj",
     "ffn_gate_exps": "mlp.experts.gate_proj",  # [experts, out, in]
     "ffn_up_exps": "mlp.experts.up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
@@ -91,6 +93,7 @@ IMPLIED: Mapping[str, Mapping[str, float | None]] = {
     "lfm2moe": {"norm_topk_prob": True, "routed_scaling_factor": 1.0, "first_k_dense_replace": 0},
     "gemma3": {"query_pre_attn_scalar": 0, "sliding_window": 0},
     "gemma4": {"rope_parameters": None},
+    "falcon-h1": {"mamba_norm_before_gate": False},
     "mimo2": {"attention_value_scale": 1.0},
 }  # fmt: skip
 """What llama.cpp takes of an architecture where the file says nothing."""
@@ -130,6 +133,7 @@ KEYS: Mapping[str, str] = {
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
+    "moe_latent_size": "moe_latent_size",
     "expert_shared_count": "n_shared_experts",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     "expert_weights_scale": "routed_scaling_factor",
@@ -138,6 +142,9 @@ KEYS: Mapping[str, str] = {
     "expert_group_used_count": "topk_group",
     "expert_gating_func": "expert_gating_func",
     "leading_dense_block_count": "first_k_dense_replace",
+    "moe_every_n_layers": "moe_every_n_layer",
+    "swiglu_clamp_exp": "swiglu_limits",
+    "swiglu_clamp_shexp": "swiglu_limits_shared",
     "interleave_moe_layer_step": "interleave_moe_layer_step",
     "shortconv.l_cache": "conv_L_cache",
     "ssm.conv_kernel": "linear_conv_kernel_dim",
@@ -152,7 +159,8 @@ KEYS: Mapping[str, str] = {
 
 FOUND: Mapping[str, str] = {
     **dict.fromkeys(
-        ("attention_bias", "attention_out_bias", "mlp_bias", "use_qk_norm"), "are there such tensors? all are taken"
+        ("attention_bias", "attention_out_bias", "mlp_bias", "use_qk_norm", "mamba_rms_norm"),
+        "are there such tensors? all are taken",
     ),
     "rope_finetuned": "how the model was trained",
     "attention_k_eq_v": "are there tensors of values?",

@@ -94,7 +94,7 @@ def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[AssistantModul
     ]
 
 
-def lm_heads(weights: Weights, spec: HeadSpec, rows: int) -> Seq[LMHead]:
+def lm_heads(weights: Weights, spec: HeadSpec, hidden: int, rows: int) -> Seq[LMHead]:
     reader = _reader(spec)
     exact, count = weights.linear("lm_head", rows, reader.hidden_size), reader.num_groups
     if not count:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from headstart.config import MAX_DEPTH
 from headstart.errors import ModelError
-from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, StepInputs, Weight
+from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, StepInputs, Weight
 from headstart.kernels.states import StateSpec
 from headstart.layers.decoder import LayerConfig, Tap, tap_width, together
 from headstart.layers.linear import Linear
@@ -121,9 +121,10 @@ class HeadSpec:
     instead of [e ; h]. `mask_first`: the embedding of pair 0 is zeroed. `tap`: the trunk's hidden state that is read;
     `recycle`: the vector that the next step reads in its place. `beyond`: which module serves draft steps past the last
     one; None refuses such depths unless there is one module. `output_norm`: what a block leaves is normed before the LM
-    head. `norm_before_residual`: EAGLE-3 adds to the normed state.
-    `block`: of a drafter that drafts a block in one pass, whose layers are all as `layer` but for what it says itself.
-    `reader`: of a head that reads the trunk's keys; all its draft steps stand at the position of the newest token.
+    head; `own_lm_head`: of so many rows each module has one, 0: the trunk's serves all. `norm_before_residual`: EAGLE-3
+    adds to the normed state. `block`: of a drafter that drafts a block in one pass, whose layers are all as `layer` but
+    for what it says itself. `reader`: of a head that reads the trunk's keys; all its draft steps stand at the position
+    of the newest token.
     """
 
     kind: str = "mtp"
@@ -135,6 +136,7 @@ class HeadSpec:
     recycle: Literal["post_norm", "pre_norm"] = "post_norm"
     beyond: Literal["last", "cycle"] | None = None
     output_norm: bool = True
+    own_lm_head: int = 0
     norm_before_residual: bool = False
     block: BlockSpec | None = None
     reader: ReaderSpec | None = None
@@ -166,7 +168,7 @@ class Module(Protocol):
     """One draft step's computation; each kind of head has its own."""
 
     @property
-    def kv_specs(self) -> tuple[AttentionSpec, ...]:
+    def kv_specs(self) -> tuple[KVSpec, ...]:
         """A pool each; none: it keeps nothing between rounds."""
 
     def forward(
@@ -209,7 +211,7 @@ class HeadNetwork:
         return 0 if self.head.spec.reader else FIRST_PAIR_POSITION
 
     @property
-    def kv_specs(self) -> Sequence[AttentionSpec]:
+    def kv_specs(self) -> Sequence[KVSpec]:
         return [spec for module in self.head.modules for spec in module.kv_specs]
 
     def programs(self, pools: Pools) -> Mapping[str, NetworkProgram]:

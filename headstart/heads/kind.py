@@ -31,7 +31,8 @@ EMBEDDING_SHARE = 0.1
 class HeadCheckpoint:
     """A head as a directory of its own. `draft_token_ids`: ascending target ids, None for the full vocabulary;
     `tensors`: under canonical names; `trunk_layers`: of the model it was trained on, 0 where that is not told;
-    `training`: free-form provenance."""
+    `vocab_size` 0: its file
+    does not tell; `training`: free-form provenance."""
 
     spec: HeadSpec
     hidden_size: int
@@ -78,11 +79,13 @@ Arrays = Mapping[str, Any]
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """How other programs write heads of a kind: is this config.json one? `read` raises ModelError for what is missing;
-    `write`, where there is one, makes config.json and tensors, in place of headstart's own layout."""
+    `write`, where there is one, makes config.json and tensors, in place of headstart's own layout. `markers`: tensors
+    of which one must be there, where a config.json alone may be that of a whole model."""
 
     matches: Callable[[Document], bool]
     read: Callable[[Document, Mapping[str, Tensor], Path], HeadCheckpoint]
     write: Callable[[HeadCheckpoint, Arrays], tuple[dict[str, Any], dict[str, Any]]] | None = None
+    markers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +100,7 @@ class HeadKind:
     title: str
     modules: Callable[[Weights, HeadSpec, int], Seq[Any]]
     shapes: Callable[[HeadSpec, int], Shapes]
-    lm_heads: Callable[[Weights, HeadSpec, int], Seq[LMHead]] = lambda weights, spec, rows: ()
+    lm_heads: Callable[[Weights, HeadSpec, int, int], Seq[LMHead]] = lambda weights, spec, hidden, rows: ()
     drafter: str = "head"
     fit: Callable[[HeadSpec, DecoderConfig], HeadSpec] = lambda spec, trunk: spec
     block: bool = True

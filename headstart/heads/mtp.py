@@ -3,7 +3,7 @@ draft step, or a module for each.
 
 x = W [norm_e(e(t_{p+1})) ; norm_h(h_p)], x' = Block(x), y = norm(x'), logits = head(y); the next draft step reads the
 *recycled* vector (y or x') in place of h. Canonical tensors: `mtp.{i}.` norm_embedding, norm_hidden, projection, block,
-norm (or none: y = x').
+norm (or none: y = x'), lm_head (or none: the trunk's).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from headstart.heads.base import FIRST_PAIR_POSITION, HeadSpec
 from headstart.heads.kind import EMBEDDING_SHARE, HeadKind, Start, Training, Values
-from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, StepInputs
+from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, StepInputs
 from headstart.layers.decoder import DecoderLayer
 from headstart.layers.linear import Linear
 from headstart.layers.norm import NoNorm, Norm, RMSNorm
@@ -33,7 +33,7 @@ class MTPModule:
     norm: Norm
 
     @property
-    def kv_specs(self) -> tuple[AttentionSpec, ...]:
+    def kv_specs(self) -> tuple[KVSpec, ...]:
         return self.block.mixer.kv_specs
 
     def forward(
@@ -63,6 +63,12 @@ def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[MTPModule]:
     ]
 
 
+def lm_heads(weights: Weights, spec: HeadSpec, rows: int, hidden: int) -> Seq[Linear]:
+    """Of each module, where they have their own."""
+    count = spec.num_modules if spec.own_lm_head else 0
+    return [weights.linear(f"mtp.{i}.lm_head", rows, hidden) for i in range(count)]
+
+
 def shapes(spec: HeadSpec, hidden: int) -> Shapes:
     assert spec.layer is not None
     every: Shapes = {}
@@ -70,6 +76,8 @@ def shapes(spec: HeadSpec, hidden: int) -> Shapes:
         norms = ("norm_embedding", "norm_hidden", *(("norm",) if spec.output_norm else ()))
         every |= {f"{prefix}.{name}.weight": (hidden,) for name in norms}
         every[f"{prefix}.projection.weight"] = (hidden, 2 * hidden)
+        if spec.own_lm_head:
+            every[f"{prefix}.lm_head.weight"] = (spec.own_lm_head, hidden)
         every |= spec.layer.shapes(f"{prefix}.block", hidden)
     return every
 
@@ -93,6 +101,7 @@ HEAD = HeadKind(
     title="MTP",
     modules=modules,
     shapes=shapes,
+    lm_heads=lm_heads,
     # the stream before the final norm, as in the one dense family that vLLM drafts for (vllm_mimo)
     training=Training(spec=lambda layers, depth: HeadSpec(tap="pre_norm"), initial=initial, stacks=True, random=True),
 )

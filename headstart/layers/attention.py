@@ -18,9 +18,10 @@ from headstart.layers.weights import Shapes, Weights
 class AttentionConfig:
     """`rope` None: positions are not rotated. `qk_norm`: of each head, or `wide_norms`: over all heads together;
     `norms_last`: behind the rope; `plain_norms`: without weights. `temper`: queries grow with their position. `gated`:
-    the output is multiplied by sigmoid(gate x). `shares`: the index of an earlier layer, whose keys and values are read
-    in place of own ones. `sinks`: see Ops.attend. `v_norm`: values are normed too, without a weight. `keys_are_values`:
-    v is what k is before its norm and rope. `value_scale`: what values are multiplied by."""
+    the output is multiplied by sigmoid(gate x); `head_gates`: a number for each head. `shares`: the index of an earlier
+    layer, whose keys and values are read in place of own ones. `sinks`: see Ops.attend. `v_norm`: values are normed
+    too, without a weight. `keys_are_values`: v is what k is before its norm and rope. `value_scale`: what values are
+    multiplied by."""
 
     spec: AttentionSpec
     rope: RopeSpec | None
@@ -32,6 +33,7 @@ class AttentionConfig:
     plain_norms: bool = False
     temper: TemperSpec | None = None
     gated: bool = False
+    head_gates: bool = False
     shares: int | None = None
     sinks: bool = False
     v_norm: bool = False
@@ -88,8 +90,9 @@ class AttentionConfig:
             if not self.keys_are_values:
                 sizes["v_proj"] = spec.num_kv_heads * spec.value_width
         if self.gated:
-            sizes["gate_proj"] = out
-        read = {name: ((size, reads), self.qkv_bias) for name, size in sizes.items()}
+            sizes["gate_proj"] = spec.num_heads if self.head_gates else out
+        plain = {"gate_proj"} if self.head_gates else set[str]()  # without a bias
+        read = {name: ((size, reads), self.qkv_bias and name not in plain) for name, size in sizes.items()}
         return {**read, "o_proj": ((hidden, out), self.o_bias)}
 
     @property

@@ -26,6 +26,7 @@ class DecoderConfig:
     centered: bool = False  # the final norm is of x - mean(x)
     num_mtp: int = 0  # native MTP modules promised by the config
     mtp_layer: LayerConfig | None = None  # the block of such a module; None: as the last layer
+    mtp_lm_heads: bool = False  # each has an LM head of its own
     mtp_recycle: Literal["post_norm", "pre_norm"] | None = None  # None: what the family declares
 
     @property

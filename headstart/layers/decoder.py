@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, Program, StepInputs, Weight
+from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, Program, StepInputs, Weight
 from headstart.kernels.states import StateSpec
 from headstart.layers.linear import Linear
 from headstart.layers.norm import NoNorm, Norm, RMSNorm
@@ -36,7 +36,7 @@ class Mixer(Protocol):
     """What mixes positions in a layer: attention of one kind or another, or a recurrence over states."""
 
     @property
-    def kv_specs(self) -> tuple[AttentionSpec, ...]:
+    def kv_specs(self) -> tuple[KVSpec, ...]:
         """What it keeps of a position, a KV pool of its own each."""
 
     @property
@@ -104,10 +104,11 @@ class FeedForwardConfig(Protocol):
         """Names and shapes of what `build` takes."""
 
 
-Norms = Literal["pre", "post", "sandwich", "open", "parallel"]
+Norms = Literal["pre", "post", "sandwich", "open", "parallel", "late"]
 NORM_NAMES: Mapping[Norms, tuple[str, str, str, str]] = {
     "pre": ("input_layernorm", "", "post_attention_layernorm", ""),
     "parallel": ("input_layernorm", "", "", ""),
+    "late": ("", "", "post_attention_layernorm", ""),
     "post": ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
     "sandwich": (
         "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
@@ -116,6 +117,24 @@ NORM_NAMES: Mapping[Norms, tuple[str, str, str, str]] = {
 }  # fmt: skip
 """Norms before and after the mixer, before and after the feed-forward part; empty: none. `parallel`: both parts read
 the first."""
+
+
+@dataclass(frozen=True)
+class NoPart:
+    """In place of a mixer or a feed-forward part, in layers of one part each; that part has the first norm."""
+
+    kv_specs: tuple[()] = ()
+    state_specs: tuple[()] = ()
+    shares: None = None
+
+    def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float = 0.0, reads: int = 0) -> NoPart:
+        return self
+
+    def shapes(self, prefix: str, hidden: int, *, reads: int = 0) -> Shapes:
+        return {}
+
+    def __call__(self, ops: Ops, x: Buffer, positions: Buffer = None, pool: Pool = None) -> Buffer:
+        raise AssertionError("a part that is not there")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +187,10 @@ class LayerConfig:
 
     @property
     def _norms(self) -> tuple[str, str, str, str]:
-        return NORM_NAMES[self.norms]
+        names = NORM_NAMES[self.norms]
+        if isinstance(self.mlp, NoPart):
+            return names[0], names[1], "", ""
+        return ("", "", names[0], names[3]) if isinstance(self.mixer, NoPart) else names
 
 
 @dataclass(frozen=True)
@@ -198,8 +220,12 @@ class DecoderLayer:
         passing: Passing | None = None,
     ) -> tuple[Buffer | None, Buffer]:
         """(delta, residual) -> (delta, residual); the stream's value is their sum (None: nothing to add)."""
-        x, residual = self.input_norm.add(ops, delta, residual)
-        mixed = self._scaled(ops, self.mixer_norm(ops, self.mixer(ops, x, positions, pool)))
+        mixed = delta
+        if not isinstance(self.mixer, NoPart):
+            x, residual = self.input_norm.add(ops, delta, residual)
+            mixed = self._scaled(ops, self.mixer_norm(ops, self.mixer(ops, x, positions, pool)))
+        if isinstance(self.mlp, NoPart):
+            return mixed, residual
         if self.parallel:
             return ops.add(mixed, self._scaled(ops, self.mlp_norm(ops, self.mlp(ops, x)))), residual
         x, residual = self.post_norm.add(ops, mixed, residual)
@@ -235,7 +261,7 @@ class Decoder:
     logit_softcap: float = 0.0
 
     @property
-    def kv_specs(self) -> list[AttentionSpec]:
+    def kv_specs(self) -> list[KVSpec]:
         """One KV pool each."""
         return [spec for layer in self.layers for spec in layer.mixer.kv_specs]
 

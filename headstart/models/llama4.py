@@ -14,8 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from headstart.errors import ModelError
-from headstart.formats.rows import Picked, Turned
-from headstart.kernels.ops import RawTensor, RouterSpec, TemperSpec
+from headstart.kernels.ops import RouterSpec, TemperSpec
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
 from headstart.layers.mlp import MLPConfig
@@ -25,6 +24,7 @@ from headstart.models.base import Family
 from headstart.models.keys import FULL, Config, flag, number, real
 from headstart.models.names import WRAPPED, Names
 from headstart.models.small import SCRATCH_EXPERTS, Arrays
+from headstart.models.stacks import turned_stacks
 
 CHUNKED = "chunked_attention"
 WITHOUT_NORM = 128
@@ -101,27 +101,6 @@ def _experts(config: Config, inner: int) -> MoEConfig:
     return MoEConfig(router=router, inner=inner, shared=inner, activation=keys.activation(config))
 
 
-STACK = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")
-
-
-def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
-    """Hugging Face's stacks [experts, in, out], expert by expert."""
-    ours: dict[str, RawTensor] = {}
-    for name, tensor in tensors.items():
-        match = STACK.fullmatch(name)
-        if match is None or len(tensor.shape) != 3:
-            ours[name] = tensor
-            continue
-        for e in range(tensor.shape[0]):
-            item = Turned(tensor.part(e))
-            half = item.shape[0] // 2
-            both = {"gate": np.arange(half), "up": np.arange(half, 2 * half)}
-            pieces = both if match[2] == "gate_up" else {"down": np.arange(item.shape[0])}
-            for piece, rows in pieces.items():
-                ours[f"{match[1]}.{e}.{piece}_proj.weight"] = Picked(item, rows)
-    return ours
-
-
 def restore(arrays: Arrays, config: DecoderConfig) -> Arrays:
     """Stacks as transformers has them."""
     theirs: Arrays = {}
@@ -155,11 +134,11 @@ FAMILY = Family(
         **dict.fromkeys(("for_llm_compressor", "cache_implementation"), "of other programs"),
     },
     names=Names(
-        {**WRAPPED, "vision_model.": None, "model.vision_model.": None},
+        WRAPPED,
         parts={".feed_forward.router.": ".mlp.gate.", ".feed_forward.shared_expert.": ".mlp.shared_experts.",
                ".feed_forward.": ".mlp."},
     ),
-    adapt=adapt,
+    adapt=turned_stacks,
     restore=restore,
     interleaved_files=True,
     aliases=("llama4_text",),

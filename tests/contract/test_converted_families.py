@@ -104,18 +104,49 @@ def llama4_names(arrays: Arrays, config: Config) -> Arrays:
     return found
 
 
+def step_keys(writer: Writer, config: Config) -> None:
+    sliding = [kind == "sliding_attention" for kind in config["layer_types"]]
+    writer.add_head_count([6 if each else 4 for each in sliding])
+    writer.add_head_count_kv([2] * 6)
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_sliding_window_pattern(sliding)
+    writer.add_value_length(config["head_dim"])
+    writer.add_expert_count(config["moe_num_experts"])
+    writer.add_expert_used_count(config["moe_top_k"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_shared_feed_forward_length(config["share_expert_dim"])
+    writer.add_expert_weights_scale(config["moe_router_scaling_factor"])
+    writer.add_leading_dense_block_count(1)
+    writer.add_uint32("step35.moe_every_n_layers", 1)
+    writer.add_array("step35.swiglu_clamp_exp", [0.0, 7.0, 0.0, 0.0, 0.0, 0.0])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_rope_freq_base(5e4)
+    writer.add_rope_freq_base_swa(300.0)
+
+
+def step_names(arrays: Arrays, config: Config) -> Arrays:
+    def new(name: str) -> str:
+        name = name.replace(".transformer.", ".").replace("shared_head.output", "shared_head.head")
+        return f"{name}.bias" if name.endswith("router_bias") else name
+
+    return {new(name): array + 1 if name.endswith("norm.weight") else array for name, array in arrays.items()}
+
+
 CONVERTED = {
+    "step3p5": Converted("step35", step_keys, step_names, modules=3),
     "llama4": Converted("llama4", llama4_keys, llama4_names),
     "ernie4_5_moe": Converted("ernie4_5-moe", ernie_keys, ernie_names),
     "mimo_v2_flash": Converted("mimo2", mimo_v2_keys, mimo_v2_names, modules=3),
 }
 
 
-SAID = {"llama4": {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1}}
+SAID: dict[str, Config] = {"llama4": {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1},
+        "step3p5": {"moe_layers_enum": "1,2", "num_key_value_heads": 2}}  # fmt: skip
 """What a family's files do not say, as llama.cpp takes it."""
 NEWER = {
     "enorm": "nextn.enorm", "hnorm": "nextn.hnorm", "eh_proj": "nextn.eh_proj", "final_layernorm": "layer_output_norm",
-    "pre_mlp_layernorm": "ffn_norm",
+    "pre_mlp_layernorm": "ffn_norm", "shared_head.norm": "nextn.shared_head_norm",
+    "shared_head.head": "nextn.shared_head_head",
 }  # fmt: skip
 """Names of b11434 that the released package of the converter's tables does not have for every architecture."""
 
@@ -123,7 +154,7 @@ NEWER = {
 def new_name(names: gguf.TensorNameMap, name: str) -> str:
     if found := names.get_name(name, (".weight", ".bias")):
         return str(found)
-    match = re.fullmatch(r"model\.layers\.(\d+)\.(\w+)(\.\w+)", name)
+    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)(\.\w+)", name)
     assert match, name
     return f"blk.{match[1]}.{NEWER[match[2]]}{match[3]}"
 

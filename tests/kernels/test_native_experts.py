@@ -45,23 +45,23 @@ ROUTERS = {
     "groups of one": RouterSpec(6, 2, "sigmoid", num_groups=6, top_groups=4),
     "of what they read": RouterSpec(8, 3, "sigmoid", normalize=False, scales_inputs=True),
 }
+UNGATED = ("sigmoid", "one expert")
 
 
 class Mixture:
     """Random experts, with a router whose choices are far from ties."""
 
-    def __init__(self, spec: RouterSpec, form: str, seed: int, down: str | None = None) -> None:
+    def __init__(self, spec: RouterSpec, form: str, seed: int, down: str | None = None, *, gated: bool = True) -> None:
         rng = np.random.default_rng(seed)
         self.out = WIDTH if spec.num_identity else OUT
         shapes = {"gate": (INNER, WIDTH), "up": (INNER, WIDTH), "down": (self.out, INNER)}
         forms = {"gate": form, "up": form, "down": down or form}
         self.spec = spec
-        self.experts = Experts(
-            **{
-                name: tuple(random_matrix(FORMS[forms[name]], *shape, rng) for _ in range(spec.num_matrices))
-                for name, shape in shapes.items()
-            }
+        gate, up, low = (
+            tuple(random_matrix(FORMS[forms[name]], *shape, rng) for _ in range(spec.num_matrices))
+            for name, shape in shapes.items()
         )
+        self.experts = Experts(gate, up, low) if gated else Experts((), up, low, "relu2")
         self.router = random_matrix(FORMS["F32"], spec.num_experts, WIDTH, rng)
         self.bias = rng.standard_normal(spec.num_experts).astype(np.float32) * 0.3 if spec.num_groups > 1 else None
 
@@ -77,7 +77,9 @@ class Mixture:
 def test_bits_of_a_row_are_its_own(path: str, form: str) -> None:
     index = list(FORMS).index(form)
     spec = list(ROUTERS.values())[index % len(ROUTERS)]
-    mixture = Mixture(spec, form, index, down=list(FORMS)[index * 5 % len(FORMS)])
+    mixture = Mixture(
+        spec, form, index, down=list(FORMS)[index * 5 % len(FORMS)], gated=index % 3 > 0 or spec.scales_inputs
+    )
     check_company(path, mixture.code, varied_rows(WIDTH, np.random.default_rng(index)), index, (2, 3, 7, 31, 129))
 
 
@@ -88,12 +90,16 @@ def test_a_mixture_is_its_parts(path: str, name: str) -> None:
     rng = np.random.default_rng(3)
     x = rng.standard_normal((9, WIDTH)).astype(np.float32)
     for form in ("F32", "BF16", "Q8-32-f16", "Q4-32-f16-min"):
-        mixture = Mixture(ROUTERS[name], form, 4)
+        mixture = Mixture(ROUTERS[name], form, 4, gated=name not in UNGATED)
 
         def apart(ops: Any, step: Any, experts: Experts = mixture.experts) -> dict[str, Any]:
             parts = {}
-            for e, (gate, up, down) in enumerate(zip(experts.gate, experts.up, experts.down, strict=True)):
-                inner = ops.activate_mul(ops.linear(step.hidden, gate), ops.linear(step.hidden, up))
+            for e, (up, down) in enumerate(zip(experts.up, experts.down, strict=True)):
+                inner = ops.linear(step.hidden, up)
+                if experts.gate:
+                    inner = ops.activate_mul(ops.linear(step.hidden, experts.gate[e]), inner)
+                else:
+                    inner = ops.activate(inner, "relu2")
                 parts[f"{e}"] = ops.linear(inner, down)
             return parts
 

@@ -21,12 +21,15 @@ ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
 }
 LIMIT, SLOPE = 7.0, 1.702
 """Of the clamped SwiGLU: the largest factor, and how steep the sigmoid is."""
+LIMITED: Mapping[Activation, float] = {"silu_7": 7.0, "silu_16": 16.0}
 TINY = 1e-20
 """Added to the sum that weights are divided by, as in DeepSeek's code: sigmoids may all be 0."""
 
 
 def gated(gate: Tensor, up: Tensor, kind: Activation) -> Tensor:
     """Ops.activate_mul."""
+    if (limit := LIMITED.get(kind)) is not None:
+        return silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
     if kind != "clamped":
         return ACTIVATIONS[kind](gate) * up
     gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
@@ -68,9 +71,12 @@ def mixture(x: Tensor, logits: Tensor, bias: Tensor | None, experts: Experts, sp
             out = out.index_add(0, taking, rows[taking] * weight)
             continue
         read = rows[taking] * weight if spec.scales_inputs else rows[taking]
-        gate = linear(read, experts.gate[expert], _bias(experts.gate_bias, expert))
         up = linear(read, experts.up[expert], _bias(experts.up_bias, expert))
-        said = linear(gated(gate, up, experts.activation), experts.down[expert], _bias(experts.down_bias, expert))
+        if experts.gate:
+            inner = gated(linear(read, experts.gate[expert], _bias(experts.gate_bias, expert)), up, experts.activation)
+        else:
+            inner = ACTIVATIONS[experts.activation](up)
+        said = linear(inner, experts.down[expert], _bias(experts.down_bias, expert))
         out = out.index_add(0, taking, said if spec.scales_inputs else said * weight)
     return out.view_as(x)
 

@@ -48,7 +48,53 @@ GRANITE_HYBRID: dict[str, Any] = {
     "position_embedding_type": "nope", "router_aux_loss_coef": 0.01, "shared_intermediate_size": 1024,
     "time_step_limit": [0.0, {"__float__": "Infinity"}],
 }  # fmt: skip
+NEMOTRON: dict[str, Any] = {
+    "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "attention_bias": False,
+    "attention_dropout": 0.0, "auto_map": {"AutoConfig": "configuration_nemotron_h.NemotronHConfig"},
+    "bos_token_id": 1, "chunk_size": 128, "conv_kernel": 4, "eos_token_id": 2, "expand": 2, "head_dim": 128,
+    "hidden_dropout": 0.0, "hidden_size": 2688, "initializer_range": 0.02, "intermediate_size": 1856,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", "layer_norm_epsilon": 1e-5,
+    "mamba_head_dim": 64, "mamba_hidden_act": "silu", "mamba_num_heads": 64, "mamba_proj_bias": False,
+    "mamba_ssm_cache_dtype": "float32", "max_position_embeddings": 262144, "mlp_bias": False,
+    "mlp_hidden_act": "relu2", "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712,
+    "n_group": 1, "n_groups": 8, "n_routed_experts": 128, "n_shared_experts": 1, "norm_eps": 1e-5,
+    "norm_topk_prob": True, "num_attention_heads": 32, "num_experts_per_tok": 6, "num_hidden_layers": 52,
+    "num_key_value_heads": 2, "num_logits_to_keep": 1, "pad_token_id": 0, "partial_rotary_factor": 1.0,
+    "rescale_prenorm_residual": True, "residual_in_fp32": False, "rope_theta": 10000, "routed_scaling_factor": 2.5,
+    "sliding_window": None, "ssm_state_size": 128, "tie_word_embeddings": False, "time_step_floor": 0.0001,
+    "time_step_limit": [0.0, float("inf")], "time_step_max": 0.1, "time_step_min": 0.001, "topk_group": 1,
+    "torch_dtype": "bfloat16", "use_bias": False, "use_cache": True, "use_conv_bias": True,
+    "use_mamba_kernels": True, "vocab_size": 131072,
+}  # fmt: skip
 RUN: dict[str, dict[str, Any]] = {
+    "tiiuae/Falcon-H1-1.5B-Instruct": {
+        **COMMON, "model_type": "falcon_h1", "attention_bias": False, "attention_in_multiplier": 1.0,
+        "attention_out_multiplier": 0.9375, "attn_layer_indices": None, "embedding_multiplier": 5.656854249492381,
+        "head_dim": 128, "hidden_size": 2048, "intermediate_size": 4096, "key_multiplier": 0.39062499999999994,
+        "lm_head_multiplier": 0.0390625, "mamba_chunk_size": 128, "mamba_conv_bias": True, "mamba_d_conv": 4,
+        "mamba_d_head": 64, "mamba_d_ssm": 3072, "mamba_d_state": 256, "mamba_expand": 2, "mamba_n_groups": 1,
+        "mamba_n_heads": 48, "mamba_norm_before_gate": False, "mamba_proj_bias": False, "mamba_rms_norm": False,
+        "mamba_use_mlp": True, "mlp_bias": False, "mlp_expansion_factor": 8, "mlp_multipliers": [0.88, 0.5859375],
+        "num_attention_heads": 8, "num_hidden_layers": 24, "num_key_value_heads": 2, "num_logits_to_keep": 1,
+        "projectors_bias": False, "rope_scaling": None, "rope_theta": 1e11, "ssm_in_multiplier": 1.25,
+        "ssm_multipliers": [0.35, 0.25, 0.177, 0.5, 0.35], "ssm_out_multiplier": 0.23570226039551587,
+        "time_step_floor": 0.0001, "time_step_max": 0.1, "time_step_min": 0.001, "time_step_rank": "auto",
+    },
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": NEMOTRON,
+    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16": {
+        **NEMOTRON, "hidden_size": 4096, "mamba_num_heads": 128, "moe_latent_size": 1024, "n_routed_experts": 512,
+        "num_experts_per_tok": 22, "moe_intermediate_size": 2688, "moe_shared_expert_intermediate_size": 5376,
+        "moe_shared_expert_overlap": False, "num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E",
+        "hybrid_override_pattern": "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM"
+        "*EMEMEMEME", "num_hidden_layers": 88,
+    },
+    "nvidia/NVIDIA-Nemotron-Nano-9B-v2": {
+        **{key: value for key, value in NEMOTRON.items() if "expert" not in key and "topk" not in key},
+        "n_group": None, "moe_intermediate_size": None, "routed_scaling_factor": None, "hidden_size": 4480,
+        "intermediate_size": 15680, "mamba_head_dim": 80, "mamba_num_heads": 128, "num_attention_heads": 40,
+        "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-", "num_hidden_layers": 56,
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+    },
     "ibm-granite/granite-4.0-h-tiny": GRANITE_HYBRID,
     "ibm-granite/granite-4.0-micro": {
         **GRANITE_HYBRID, "layer_types": ["attention"] * 32, "position_embedding_type": "rope", "num_local_experts": 0,
@@ -159,8 +205,11 @@ RUN: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "nvidia/NVIDIA-Nemotron-Labs-3-Puzzle-75B-A9B-BF16": (
+        {"model_type": "nemotron_h_puzzle"}, "layers of several sizes (Puzzle)",
+    ),
+    "two MTP modules": ({**NEMOTRON, "num_nextn_predict_layers": 2}, "2 MTP modules of full_attention, moe"),
     "meta-llama/Llama-4-Scout-17B-16E-Instruct": ({"model_type": "llama4"}, "rows scaled by their router"),
-    "tiiuae/Falcon-H1-1.5B-Instruct": ({"model_type": "falcon_h1"}, "Mamba2 layers"),
     "openbmb/MiniCPM3-4B": ({"model_type": "minicpm3"}, "MiniCPM3's latent attention"),
     "microsoft/Phi-3.5-MoE-instruct": ({"model_type": "phimoe"}, "sparse-mixer routing"),
     "CohereLabs/c4ai-command-r-plus": (
