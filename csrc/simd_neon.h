@@ -152,17 +152,19 @@ INLINE f32 look_up(FloatTable table, i32 at) {
 INLINE float16x8_t half_e4m3(int16x8_t high) {
     return vreinterpretq_f16_s16(vandq_s16(vshrq_n_s16(high, 1), vdupq_n_s16((int16_t)0xbf80)));
 }
-INLINE void widen_e4m3(const uint8_t* p, f32 (&out)[4]) {
-    for (int pair = 0; pair < 2; ++pair) {
-        const int16x8_t first = vreinterpretq_s16_u8(vld1q_u8(p + pair * 32));
-        const int16x8_t second = vreinterpretq_s16_u8(vld1q_u8(p + pair * 32 + 16));
-        const float16x8_t even[2] = {half_e4m3(vshlq_n_s16(first, 8)), half_e4m3(vshlq_n_s16(second, 8))};
-        const float16x8_t odd[2] = {half_e4m3(first), half_e4m3(second)};
-        out[2 * pair] = {vcvt_f32_f16(vget_low_f16(even[0])), vcvt_high_f32_f16(even[0]),
-                         vcvt_f32_f16(vget_low_f16(even[1])), vcvt_high_f32_f16(even[1])};
-        out[2 * pair + 1] = {vcvt_f32_f16(vget_low_f16(odd[0])), vcvt_high_f32_f16(odd[0]),
-                             vcvt_f32_f16(vget_low_f16(odd[1])), vcvt_high_f32_f16(odd[1])};
-    }
+struct E4M3 {
+    int16x8_t low[2], high[2]; // of each pair of columns
+};
+INLINE E4M3 load_e4m3(const uint8_t* p) {
+    const auto words = [](const uint8_t* at) __attribute__((always_inline)) { return vreinterpretq_s16_u8(vld1q_u8(at)); };
+    return {{words(p), words(p + 32)}, {words(p + 16), words(p + 48)}};
+}
+INLINE f32 widen(const E4M3& codes, int column) {
+    const int16x8_t first = codes.low[column / 2], second = codes.high[column / 2];
+    const float16x8_t low = half_e4m3(column % 2 ? first : vshlq_n_s16(first, 8));
+    const float16x8_t high = half_e4m3(column % 2 ? second : vshlq_n_s16(second, 8));
+    return {vcvt_f32_f16(vget_low_f16(low)), vcvt_high_f32_f16(low), vcvt_f32_f16(vget_low_f16(high)),
+            vcvt_high_f32_f16(high)};
 }
 
 // The trees of simd.h: lanes l and l + 8, then l and l + 4, l + 2, l + 1.
