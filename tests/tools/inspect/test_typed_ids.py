@@ -93,6 +93,21 @@ GLM5: dict[str, Any] = {
     "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"}, "v_head_dim": 256, "vocab_size": 154880,
 }  # fmt: skip
 RUN: dict[str, dict[str, Any]] = {
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": {
+        "architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4", "boi_token_index": 200080,
+        "eoi_token_index": 200081, "image_token_index": 200092, "torch_dtype": "bfloat16", "vision_config": {},
+        "text_config": {
+            **COMMON, "model_type": "llama4_text", "attention_bias": False, "attention_chunk_size": 8192,
+            "head_dim": 128, "hidden_size": 5120, "interleave_moe_layer_step": 1, "intermediate_size": 8192,
+            "intermediate_size_mlp": 16384, "no_rope_layers": [], "num_attention_heads": 40, "num_experts_per_tok": 1,
+            "num_hidden_layers": 48, "num_local_experts": 16, "output_router_logits": False,
+            "rope_scaling": {
+                "factor": 16.0, "high_freq_factor": 1.0, "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192, "rope_type": "llama3",
+            },
+            "rope_theta": 500000.0, "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0, "use_qk_norm": True,
+        },
+    },
     "deepseek-ai/DeepSeek-V3.2": {
         **LATENT, **INDEXED, "model_type": "deepseek_v32", "quantization_config": {
             "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "scale_fmt": "ue8m0",
@@ -265,7 +280,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "nemotron_h_puzzle"}, "layers of several sizes (Puzzle)",
     ),
     "two MTP modules": ({**NEMOTRON, "num_nextn_predict_layers": 2}, "2 MTP modules of full_attention, moe"),
-    "meta-llama/Llama-4-Scout-17B-16E-Instruct": ({"model_type": "llama4"}, "rows scaled by their router"),
     "openbmb/MiniCPM3-4B": ({"model_type": "minicpm3"}, "MiniCPM3's latent attention"),
     "microsoft/Phi-3.5-MoE-instruct": ({"model_type": "phimoe"}, "sparse-mixer routing"),
     "CohereLabs/c4ai-command-r-plus": (
