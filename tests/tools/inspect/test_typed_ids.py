@@ -79,6 +79,12 @@ LATENT: dict[str, Any] = {
     },
 }  # fmt: skip
 INDEXED = {"index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048}
+KIMI: dict[str, Any] = {
+    **LATENT, "model_type": "kimi_k2", "aux_loss_alpha": 0.001, "first_k_dense_replace": 1, "n_group": 1,
+    "n_routed_experts": 384, "num_attention_heads": 64, "num_key_value_heads": 64, "num_nextn_predict_layers": 0,
+    "pretraining_tp": 1, "rope_theta": 50000.0, "routed_scaling_factor": 2.827, "seq_aux": True, "topk_group": 1,
+    "rope_scaling": {**LATENT["rope_scaling"], "beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0},
+}  # fmt: skip
 GLM5: dict[str, Any] = {
     **LATENT, **INDEXED, "model_type": "glm_moe_dsa", "head_dim": 64, "hidden_size": 6144, "index_n_heads": 32,
     "indexer_rope_interleave": True, "intermediate_size": 12288, "n_group": 1, "num_attention_heads": 64,
@@ -87,11 +93,44 @@ GLM5: dict[str, Any] = {
     "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"}, "v_head_dim": 256, "vocab_size": 154880,
 }  # fmt: skip
 RUN: dict[str, dict[str, Any]] = {
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": {
+        "architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4", "boi_token_index": 200080,
+        "eoi_token_index": 200081, "image_token_index": 200092, "torch_dtype": "bfloat16", "vision_config": {},
+        "text_config": {
+            **COMMON, "model_type": "llama4_text", "attention_bias": False, "attention_chunk_size": 8192,
+            "head_dim": 128, "hidden_size": 5120, "interleave_moe_layer_step": 1, "intermediate_size": 8192,
+            "intermediate_size_mlp": 16384, "no_rope_layers": [], "num_attention_heads": 40, "num_experts_per_tok": 1,
+            "num_hidden_layers": 48, "num_local_experts": 16, "output_router_logits": False,
+            "rope_scaling": {
+                "factor": 16.0, "high_freq_factor": 1.0, "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192, "rope_type": "llama3",
+            },
+            "rope_theta": 500000.0, "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0, "use_qk_norm": True,
+        },
+    },
     "deepseek-ai/DeepSeek-V3.2": {
         **LATENT, **INDEXED, "model_type": "deepseek_v32", "quantization_config": {
             "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "scale_fmt": "ue8m0",
             "weight_block_size": [128, 128],
         },
+    },
+    "moonshotai/Kimi-K2-Instruct": KIMI,
+    "moonshotai/Kimi-K2.5": {
+        "architectures": ["KimiK25ForConditionalGeneration"], "bos_token_id": 163584, "dtype": "bfloat16",
+        "eos_token_id": 163585, "ignore_index": -100, "media_placeholder_token_id": 163605, "model_type": "kimi_k25",
+        "pad_token_id": 163839, "tie_word_embeddings": False, "use_unified_vision_chunk": True,
+        "video_placeholder": "<|kimi_k25_video_placeholder|>", "vision_config": {"mm_hidden_size": 1152},
+        "text_config": {**KIMI, "quantization_config": {
+            "config_groups": {"group_0": {
+                "input_activations": None, "output_activations": None, "targets": ["Linear"],
+                "weights": {
+                    "actorder": None, "block_structure": None, "dynamic": False, "group_size": 32, "num_bits": 4,
+                    "observer": "minmax", "observer_kwargs": {}, "strategy": "group", "symmetric": True, "type": "int",
+                },
+            }},
+            "format": "pack-quantized", "ignore": ["lm_head", "re:.*self_attn.*"], "kv_cache_scheme": None,
+            "quant_method": "compressed-tensors", "quantization_status": "compressed",
+        }},
     },
     "zai-org/GLM-5": GLM5,
     "zai-org/GLM-5.2": {
@@ -259,7 +298,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "nemotron_h_puzzle"}, "layers of several sizes (Puzzle)",
     ),
     "two MTP modules": ({**NEMOTRON, "num_nextn_predict_layers": 2}, "2 MTP modules of full_attention, moe"),
-    "meta-llama/Llama-4-Scout-17B-16E-Instruct": ({"model_type": "llama4"}, "rows scaled by their router"),
     "openbmb/MiniCPM3-4B": ({"model_type": "minicpm3"}, "MiniCPM3's latent attention"),
     "microsoft/Phi-3.5-MoE-instruct": ({"model_type": "phimoe"}, "sparse-mixer routing"),
     "CohereLabs/c4ai-command-r-plus": (
