@@ -52,7 +52,7 @@ PROJECTIONS = {
 """Ending of the name of an MTP module's projection -> does the hidden state come first?"""
 TAKES = r"pre_fc_norm_embedding\.weight|enorm(\.m)?\.weight|token_layernorm\.weight"
 SAYS = r"mtp\.norm\.weight|shared_head\.norm\.weight|final_layernorm\.weight|mtp_emb_norm"
-LAST_NORMS = ("model.norm.weight", "backbone.norm_f.weight")
+LAST_NORMS = ("model.norm.weight", "backbone.norm_f.weight", "model.final_layernorm.weight")
 """Of the trunk."""
 
 

@@ -15,22 +15,6 @@ constexpr int kStrips = 4; // of 16 columns: 6 queries x 4 strips are 24 accumul
 constexpr int kStrips = 1;
 #endif
 
-// kWays<kStore> neighbours of 16 lanes each from p on: of pairs, those of the even places, then those of the odd ones.
-template <Store kStore> constexpr int kWays = kStore == Store::BF16 ? 2 : 1;
-template <Store kStore> constexpr int64_t kLine = kStore == Store::I8 ? 16 : 64; // their bytes
-
-template <Store kStore> INLINE void load_items(const uint8_t* p, f32 (&found)[kWays<kStore>]) {
-    if constexpr (kStore == Store::F32) {
-        found[0] = load(reinterpret_cast<const float*>(p));
-    } else if constexpr (kStore == Store::BF16) {
-        const i32 both = load(reinterpret_cast<const int32_t*>(p));
-        found[0] = as_float(shift_left<16>(both));
-        found[1] = as_float(both & splat_int((int32_t)0xffff0000));
-    } else {
-        found[0] = load_i8(reinterpret_cast<const int8_t*>(p));
-    }
-}
-
 // One query: which positions of this chunk it sees, and its sums so far.
 struct Query : Sight {
     int64_t begin, end;

@@ -20,21 +20,28 @@ INLINE f32 lanes_from(int64_t first) { // first, first + 1, ... as floats
     return load(numbers) + splat((float)first);
 }
 
+// kWays<kStore> neighbours of 16 lanes each from p on: of pairs, those of the even places, then those of the odd ones.
+template <Store kStore> constexpr int kWays = kStore == Store::BF16 ? 2 : 1;
+template <Store kStore> constexpr int64_t kLine = kStore == Store::I8 ? 16 : 64; // their bytes
+
+template <Store kStore> INLINE void load_items(const uint8_t* p, f32 (&found)[kWays<kStore>]) {
+    if constexpr (kStore == Store::F32) {
+        found[0] = load(reinterpret_cast<const float*>(p));
+    } else if constexpr (kStore == Store::BF16) {
+        const i32 both = load(reinterpret_cast<const int32_t*>(p));
+        found[0] = as_float(shift_left<16>(both));
+        found[1] = as_float(both & splat_int((int32_t)0xffff0000));
+    } else {
+        found[0] = load_i8(reinterpret_cast<const int8_t*>(p));
+    }
+}
+
 INLINE int64_t within_chunk(int64_t offset) { return offset < 0 ? 0 : offset < kChunk ? offset : kChunk; }
 
 // The tiles of positions start .. longest - 1, at most a chunk of them; returns how many.
 INLINE int locate(const AttendTask& task, int64_t start, int64_t longest, const uint8_t* (&found)[kTiles]) {
     int count = 0;
-    for (; count < kTiles && start + count * 16 < longest; ++count) {
-        const int64_t position = start + count * 16;
-        if (position >= task.scratch_from) {
-            found[count] = task.scratch + (position - task.scratch_from) / 16 * task.layout.tile_bytes();
-            continue;
-        }
-        const int64_t slot =
-            task.block_table[position / task.block_size] * task.block_size + position % task.block_size;
-        found[count] = task.pool + task.layout.tile_at(slot, task.kv_head);
-    }
+    for (; count < kTiles && start + count * 16 < longest; ++count) found[count] = task.tile_of(start + count * 16);
     return count;
 }
 

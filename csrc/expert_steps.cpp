@@ -50,13 +50,6 @@ bool any_quantized(const Matrices& matrices) {
     return false;
 }
 
-// Rows first .. of a buffer.
-Output from_row(Output out, int64_t first) {
-    out.values += first * out.stride;
-    if (out.quants) out.quants += first * QuantLayout(out.width).row_bytes();
-    return out;
-}
-
 // What the tasks of one expert's step work on: slots first .. first + count - 1, outputs of one pair of blocks.
 struct Share {
     int32_t expert;
@@ -159,7 +152,7 @@ int widen(Program& program, const Routing* routing, int x, int dealt, Widening a
         in.index = routing->rows.data() + share.first;
         in.rows = share.count;
         if (routing->router.scales_inputs) in.factors = routing->factors.data() + share.first;
-        const Output out = from_row(program.output(inner), share.first);
+        const Output out = program.output(inner).from_row(share.first);
         const Matrix& up = *all.ups[share.expert];
         if (!all.gates.empty()) {
             program.kernels.gated(*all.gates[share.expert], up, all.gate_bias[share.expert], all.up_bias[share.expert],
@@ -205,11 +198,11 @@ int experts(Program& program, int x, std::pair<int, int> chosen, nb::list gate_l
     Step narrow = step_over(routing, out_pairs, {inner, dealt}, spoken, nb::make_tuple(down_list, down_biases));
     narrow.run = [&program, routing, downs, inner, spoken, out_pairs, down_bias](const Pass&, int64_t task) {
         const Share share = share_of(*routing, task, out_pairs);
-        const Output all = from_row(program.output(inner), share.first);
+        const Output all = program.output(inner).from_row(share.first);
         Input in{all.values, all.stride, all.quants, share.count, program.halves(inner)};
         if (in.halves) in.halves += share.first * program.buffers[inner].half_stride();
         program.kernels.linear(*downs[share.expert], down_bias[share.expert], in, share.pair,
-                               from_row(program.output(spoken), share.first));
+                               program.output(spoken).from_row(share.first));
     };
     program.add(std::move(narrow));
     return sum(program, routing, x, spoken);

@@ -296,12 +296,13 @@ void weigh(const float* values, int64_t stride, const int32_t* slots, const floa
 void conv(const float* const* rows, const float* taps, const float* bias, int64_t width, int64_t channels, float* out); // recurrent.cpp
 void softplus(const float* x, const float* rate, const float* bias, int64_t width, float* out);
 void recur(const RecurrenceTask& task);
+void index_scores(const IndexTask& task); // indexer.cpp
 
 const Kernels& kernels() {
     static constexpr Kernels table{HEADSTART_STRING(HEADSTART_PATH), linear,      gated,  embed,    quantize, norm,
                                    activate_row,            activate_mul, scale, softcap_row, add,   rope,
                                    store_kv,                attend,      sigmoid_mul, route, weigh,  conv,
-                                   softplus,                recur};
+                                   softplus,                recur,  index_scores};
     return table;
 }
 

@@ -46,6 +46,9 @@ struct Output {
     int64_t stride;
     uint8_t* quants; // gated and attend quantize as well when not nullptr, in QuantLayout(width)
     int64_t width;
+    HEADSTART_INLINE Output from_row(int64_t first) const {
+        return {values + first * stride, stride, quants ? quants + first * QuantLayout(width).row_bytes() : nullptr, width};
+    }
 };
 
 constexpr int64_t kMaxValueDim = 512, kMaxExperts = 1024;
@@ -83,17 +86,29 @@ struct KVLayout {
 
 constexpr int64_t kMostQueries = 6;
 
-// At most Kernels::most_queries queries of one kv head and one sequence. Query i is row first_row + i / group, head
-// kv_head * group + i % group.
-struct AttendTask {
+// Where the tiles of one kv head of a sequence lie.
+struct Tiles {
     const uint8_t* pool;
     KVLayout layout;
     const int32_t* block_table; // of the sequence
     int64_t block_size;         // a multiple of 16
+    int64_t kv_head;
     const uint8_t* scratch;     // the tile of position `scratch_from` of this head, and the ones behind it,
     int64_t scratch_from;       // wherever the block table has them; a multiple of 16
+    HEADSTART_INLINE int64_t slot_of(int64_t position) const { // by the block table
+        return block_table[position / block_size] * block_size + position % block_size;
+    }
+    HEADSTART_INLINE const uint8_t* tile_of(int64_t position) const { // position: the first of its tile
+        if (position >= scratch_from) return scratch + (position - scratch_from) / 16 * layout.tile_bytes();
+        return pool + layout.tile_at(slot_of(position), kv_head);
+    }
+};
+
+// At most Kernels::most_queries queries of one kv head and one sequence. Query i is row first_row + i / group, head
+// kv_head * group + i % group.
+struct AttendTask : Tiles {
     const int32_t *positions, *sees; // of all rows
-    int64_t first_row, kv_head, group, first_query, num_queries;
+    int64_t first_row, group, first_query, num_queries;
     int64_t first_position, window; // the first position that holds a key; how many a row sees, 0: all
     int64_t unseen;                 // of what it sees so many at the end that it does not
     int64_t chunk;                  // a row sees from position - position % chunk on, 0: no chunks
@@ -102,6 +117,15 @@ struct AttendTask {
     const float* queries;
     int64_t query_stride;
     Output out;
+};
+
+// What an indexer makes of positions begin .. end - 1 of one row: scores[p] = sum over heads of weights[h] *
+// max(queries[h] . key of p, 0), in this order; NaN is -infinity. begin is the first of a tile; of the last tile all 16
+// are written.
+struct IndexTask : Tiles {
+    int64_t num_heads, begin, end;
+    const float *queries, *weights;
+    float* scores;
 };
 
 // Which experts a row takes, and how it weighs them (RouterSpec of headstart/kernels/ops.py).
@@ -170,6 +194,7 @@ struct Kernels {
     // out = rate * ln(1 + e^(x + bias)); rate nullptr: 1.
     void (*softplus)(const float* x, const float* rate, const float* bias, int64_t width, float* out);
     void (*recur)(const RecurrenceTask& task);
+    void (*index_scores)(const IndexTask& task);
     int64_t most_queries = kMostQueries; // of a task of attend
     // To bfloat16 (ties to even), padded with zeros to kPanel; nullptr: bfloat16 matrices take floats on this path.
     void (*halve)(const float* x, int64_t width, uint16_t* row) = nullptr;

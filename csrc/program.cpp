@@ -98,6 +98,12 @@ void Routing::group(int64_t num_rows) {
     }
 }
 
+void Scores::reach(const Pass& pass) {
+    if (!wanted) return;
+    width = (*std::max_element(pass.sees, pass.sees + pass.num_rows) / 16 + 1) * 16;
+    if ((int64_t)values.size() < pass.num_rows * width) values.resize(pass.num_rows * width);
+}
+
 uint8_t* Arena::take(int64_t bytes) {
     if (!memory || memory->size() < bytes) memory = std::make_unique<Memory>(bytes);
     return memory->data();
@@ -305,6 +311,7 @@ void Program::compute(ThreadPool::Turn& turn, Arena& arena, Pass& pass) {
     const int32_t furthest = *std::max_element(pass.positions, pass.positions + pass.num_rows);
     for (auto& rope : ropes) rope->reach(furthest);
     for (auto& routing : routings) routing->reach(pass.num_rows);
+    scores.reach(pass);
     pass.tiles.clear();
     for (int64_t group : groups) pass.tiles.push_back(count_tiles(pass, group, kernels.most_queries));
     const auto start = Clock::now();

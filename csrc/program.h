@@ -130,6 +130,15 @@ struct Pass {
     std::vector<std::vector<int64_t>> tiles; // by Program::groups: attention tiles of one kv head before each unit
 };
 
+// Scores of positions by row, of the indexer that runs: it is chosen from before the next one scores.
+struct Scores {
+    void reach(const Pass& pass); // not thread-safe
+    float* row(int64_t row) { return values.data() + row * width; }
+    bool wanted = false;
+    int64_t width = 0; // the positions that rows of the pass see, in whole tiles
+    std::vector<float> values;
+};
+
 // What a program reads and writes: how far ids and slots of a plan may go.
 struct Limits {
     int64_t tokens = INT64_MAX, slots = INT64_MAX, table_slots = INT64_MAX; // slots: written; table_slots: read
@@ -142,6 +151,7 @@ class Program;
 Activation activation_of(int kind); // throws std::invalid_argument
 
 void bind_attention_steps(nb::module_& m, nb::class_<Program>& program); // attention_steps.cpp
+void bind_choice_steps(nb::class_<Program>& program);                     // choice_steps.cpp
 void bind_expert_steps(nb::class_<Program>& program);                     // expert_steps.cpp
 void bind_recurrent_steps(nb::module_& m, nb::class_<Program>& program); // recurrent_steps.cpp
 void bind_refine_steps(nb::class_<Program>& program);                     // refine_steps.cpp
@@ -198,6 +208,7 @@ class Program {
     const Kernels& kernels;
     Limits limits;
     bool profiling = false, wants_states = false;
+    Scores scores;
     int64_t hidden_width = 0; // columns of the hidden states that it reads
     std::vector<Buffer> buffers;
     std::vector<std::shared_ptr<RopeTable>> ropes;

@@ -178,6 +178,17 @@ int scale(Program& program, int x, float factor) {
     });
 }
 
+int shift(Program& program, int x, Floats bias) {
+    const int64_t width = program.buffers[x].width;
+    require((int64_t)bias.size() == width, "shift: the bias has another width");
+    return rowwise(
+        program, x, -1, width,
+        [&program, x, width, b = bias.data()](const Pass&, int64_t row, float* to) {
+            program.kernels.add(program.values(x, row), b, width, to);
+        },
+        {nb::cast(bias)});
+}
+
 int softcap(Program& program, int x, float cap) {
     const int64_t width = program.buffers[x].width;
     require(cap > 0, "softcap: the cap must be above 0");
@@ -320,6 +331,7 @@ void bind_program(nb::module_& m) {
         .def("activate", activate)
         .def("activate_mul", activate_mul)
         .def("scale", scale)
+        .def("shift", shift)
         .def("softcap", softcap)
         .def("center", center)
         .def("temper", temper)
@@ -336,6 +348,7 @@ void bind_program(nb::module_& m) {
         .def_rw("profiling", &Program::profiling)
         .def("profile", &Program::profile);
     bind_attention_steps(m, program);
+    bind_choice_steps(program);
     bind_expert_steps(program);
     bind_recurrent_steps(m, program);
     bind_refine_steps(program);

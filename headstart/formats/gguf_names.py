@@ -93,6 +93,7 @@ IMPLIED: Mapping[str, Mapping[str, float | None]] = {
     "lfm2moe": {"norm_topk_prob": True, "routed_scaling_factor": 1.0, "first_k_dense_replace": 0},
     "gemma3": {"query_pre_attn_scalar": 0, "sliding_window": 0},
     "gemma4": {"rope_parameters": None},
+    "falcon-h1": {"mamba_norm_before_gate": False},
     "mimo2": {"attention_value_scale": 1.0},
 }  # fmt: skip
 """What llama.cpp takes of an architecture where the file says nothing."""
@@ -158,7 +159,8 @@ KEYS: Mapping[str, str] = {
 
 FOUND: Mapping[str, str] = {
     **dict.fromkeys(
-        ("attention_bias", "attention_out_bias", "mlp_bias", "use_qk_norm"), "are there such tensors? all are taken"
+        ("attention_bias", "attention_out_bias", "mlp_bias", "use_qk_norm", "mamba_rms_norm"),
+        "are there such tensors? all are taken",
     ),
     "rope_finetuned": "how the model was trained",
     "attention_k_eq_v": "are there tensors of values?",

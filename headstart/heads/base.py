@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from headstart.config import MAX_DEPTH
 from headstart.errors import ModelError
-from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, StepInputs, Weight
+from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, StepInputs, Weight
 from headstart.kernels.states import StateSpec
 from headstart.layers.decoder import LayerConfig, Tap, tap_width, together
 from headstart.layers.linear import Linear
@@ -168,7 +168,7 @@ class Module(Protocol):
     """One draft step's computation; each kind of head has its own."""
 
     @property
-    def kv_specs(self) -> tuple[AttentionSpec, ...]:
+    def kv_specs(self) -> tuple[KVSpec, ...]:
         """A pool each; none: it keeps nothing between rounds."""
 
     def forward(
@@ -211,7 +211,7 @@ class HeadNetwork:
         return 0 if self.head.spec.reader else FIRST_PAIR_POSITION
 
     @property
-    def kv_specs(self) -> Sequence[AttentionSpec]:
+    def kv_specs(self) -> Sequence[KVSpec]:
         return [spec for module in self.head.modules for spec in module.kv_specs]
 
     def programs(self, pools: Pools) -> Mapping[str, NetworkProgram]:

@@ -23,7 +23,7 @@ from headstart.formats.drafters import classify
 from headstart.heads.base import HeadSpec
 from headstart.heads.kind import Document, HeadCheckpoint, HeadKind, Layout
 from headstart.heads.layouts.llama_block import plain_block
-from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, StepInputs
+from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, StepInputs
 from headstart.layers.decoder import DecoderLayer
 from headstart.layers.linear import Linear
 from headstart.layers.weights import Shapes, Weights
@@ -39,7 +39,7 @@ class EagleModule:
     block: DecoderLayer
 
     @property
-    def kv_specs(self) -> tuple[AttentionSpec, ...]:
+    def kv_specs(self) -> tuple[KVSpec, ...]:
         return self.block.mixer.kv_specs
 
     def forward(

@@ -37,7 +37,7 @@ from headstart.heads.kind import (
     plain_parts,
 )
 from headstart.heads.layouts.llama_block import plain_block
-from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, StepInputs
+from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, StepInputs
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import DecoderLayer, tapped_layers
 from headstart.layers.linear import Linear
@@ -62,7 +62,7 @@ class Eagle3Module:
     norm: RMSNorm
 
     @property
-    def kv_specs(self) -> tuple[AttentionSpec, ...]:
+    def kv_specs(self) -> tuple[KVSpec, ...]:
         return self.block.mixer.kv_specs
 
     def forward(

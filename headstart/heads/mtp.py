@@ -15,7 +15,7 @@ import numpy as np
 
 from headstart.heads.base import FIRST_PAIR_POSITION, HeadSpec
 from headstart.heads.kind import EMBEDDING_SHARE, HeadKind, Start, Training, Values
-from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, StepInputs
+from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, StepInputs
 from headstart.layers.decoder import DecoderLayer
 from headstart.layers.linear import Linear
 from headstart.layers.norm import NoNorm, Norm, RMSNorm
@@ -33,7 +33,7 @@ class MTPModule:
     norm: Norm
 
     @property
-    def kv_specs(self) -> tuple[AttentionSpec, ...]:
+    def kv_specs(self) -> tuple[KVSpec, ...]:
         return self.block.mixer.kv_specs
 
     def forward(

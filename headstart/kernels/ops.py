@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from headstart.core import Sampled, SamplingRows, StepPlan, TokenLogprob
 from headstart.kernels.chain import Chain
+from headstart.kernels.indexing import IndexSpec
 from headstart.kernels.states import ConvSpec, DeltaSpec, ScanSpec, StateSpec
 
 Buffer = Any
@@ -92,6 +93,10 @@ class AttentionSpec:
     def value_width(self) -> int:
         """Features of one value."""
         return self.value_dim or self.head_dim
+
+
+KVSpec = AttentionSpec | IndexSpec
+"""What a layer keeps of a position in a KV pool."""
 
 
 @dataclass(frozen=True)
@@ -192,6 +197,9 @@ class Ops(Protocol):
     def scale(self, x: Buffer, factor: float) -> Buffer:
         """factor * x."""
 
+    def shift(self, x: Buffer, bias: Weight) -> Buffer:
+        """x + bias, by column."""
+
     def center(self, x: Buffer) -> Buffer:
         """x - mean(x), by row."""
 
@@ -220,13 +228,26 @@ class Ops(Protocol):
     def store_kv(self, k: Buffer, v: Buffer, pool: Pool, spec: AttentionSpec) -> None:
         """Write k [R, kv_heads * head_dim] and v [R, kv_heads * value_width] at the rows' slots."""
 
-    def attend(self, q: Buffer, pool: Pool, spec: AttentionSpec, sinks: Weight | None = None) -> Buffer:
+    def store_index(self, k: Buffer, pool: Pool, spec: IndexSpec) -> None:
+        """Write the indexer's keys [R, head_dim] at the rows' slots."""
+
+    def choose(self, q: Buffer, weights: Buffer, pool: Pool, spec: IndexSpec) -> None:
+        """Which positions each row attends to: of those up to plan.sees the spec.top_k (or all, where there are no
+        more) with the highest sum over heads of weight * max(q . k, 0), for q [R, heads * head_dim], weights
+        [R, heads] and the keys in the pool. Of equal scores the lowest position goes first; NaN comes last. The choice
+        holds in this pass, for `attend`, until the next over the same pool."""
+
+    def attend(
+        self, q: Buffer, pool: Pool, spec: AttentionSpec, sinks: Weight | None = None, chosen: Pool = None
+    ) -> Buffer:
         """q [R, heads * head_dim] over the keys and values of the row's own sequence -> [R, heads * value_width].
 
         A row sees the positions from max(plan.first_position, its own - window + 1; with spec.chunk the begin of its
         chunk) to plan.sees (to its own with spec.causal, to the one before with spec.before), at least one; they are
         where plan.paths and the block table say, written in this pass or before, by this layer or another.
         `sinks` [heads]: one more logit in each head's softmax, which has no value.
+        `chosen`: the pool of an indexer; a row sees only what was chosen for it there, and sums as if those positions,
+        in their order, followed each other from plan.first_position on. Nothing else is hidden from such rows.
         """
 
     def causal_conv(self, x: Buffer, weight: Weight, pool: Pool, spec: ConvSpec, bias: Weight | None = None) -> Buffer:
@@ -287,10 +308,10 @@ class Backend(Protocol):
         """What `run` takes, which owns the program's pools: whoever drops it frees them. `hidden_width` > 0: the
         program reads hidden states of that width. Raises ModelError for what this backend cannot run."""
 
-    def kv_bytes(self, spec: AttentionSpec) -> int:
+    def kv_bytes(self, spec: KVSpec) -> int:
         """Bytes of one token position in a KV pool."""
 
-    def kv_pool(self, num_slots: int, spec: AttentionSpec) -> Pool: ...
+    def kv_pool(self, num_slots: int, spec: KVSpec) -> Pool: ...
 
     def copy_rows(self, pools: Sequence[Pool], sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
         """Keys and values of slots `sources` to slots `targets` in each KV pool, as if all at once."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, Program, StepInputs, Weight
+from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, Program, StepInputs, Weight
 from headstart.kernels.states import StateSpec
 from headstart.layers.linear import Linear
 from headstart.layers.norm import NoNorm, Norm, RMSNorm
@@ -36,7 +36,7 @@ class Mixer(Protocol):
     """What mixes positions in a layer: attention of one kind or another, or a recurrence over states."""
 
     @property
-    def kv_specs(self) -> tuple[AttentionSpec, ...]:
+    def kv_specs(self) -> tuple[KVSpec, ...]:
         """What it keeps of a position, a KV pool of its own each."""
 
     @property
@@ -261,7 +261,7 @@ class Decoder:
     logit_softcap: float = 0.0
 
     @property
-    def kv_specs(self) -> list[AttentionSpec]:
+    def kv_specs(self) -> list[KVSpec]:
         """One KV pool each."""
         return [spec for layer in self.layers for spec in layer.mixer.kv_specs]
 

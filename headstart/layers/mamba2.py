@@ -16,7 +16,8 @@ from typing import Literal
 
 import numpy as np
 
-from headstart.kernels.ops import Activation, Buffer, Ops, Pool, Weight
+from headstart.formats.base import make_tensor
+from headstart.kernels.ops import Activation, Buffer, Ops, Pool, RawTensor, Weight
 from headstart.kernels.states import ConvSpec, ScanSpec, StateSpec
 from headstart.layers.linear import Linear
 from headstart.layers.weights import Shapes, Weights
@@ -25,7 +26,7 @@ from headstart.layers.weights import Shapes, Weights
 @dataclass(frozen=True, kw_only=True)
 class Mamba2Config:
     """Mamba2 in place of attention. `norm`: of the gated output, of what is gated then, or none; by itself in each of
-    `norm_groups` groups of columns. `bias`: of the projections. `gate_scale` and `step_scale` multiply z and dt."""
+    `norm_groups` groups of columns. `bias`: of the projections. `input_scale` multiplies u, `scales` z, x, B, C, dt."""
 
     scan: ScanSpec
     conv_width: int
@@ -34,8 +35,8 @@ class Mamba2Config:
     bias: bool = False
     conv_bias: bool = True
     activation: Activation = "silu"
-    gate_scale: float = 1.0
-    step_scale: float = 1.0
+    input_scale: float = 1.0
+    scales: tuple[float, ...] = (1.0,) * 5
 
     @property
     def conv(self) -> ConvSpec:
@@ -65,7 +66,7 @@ class Mamba2Config:
             z_proj=z,
             xbc_proj=xbc,
             dt_proj=dt,
-            taps=weights.take(taps.shaped(scan.channels, width).transposed().shaped(width * scan.channels)),
+            taps=weights.take(self._scaled(taps).transposed().shaped(width * scan.channels)),
             conv_bias=weights.get(f"{name}.conv.bias", scan.channels) if self.conv_bias else None,
             decay_rate=weights.get(f"{name}.decay_rate", scan.num_heads),
             step_bias=weights.get(f"{name}.step_bias", scan.num_heads),
@@ -75,6 +76,16 @@ class Mamba2Config:
             eps=eps,
             config=self,
         )
+
+    def _scaled(self, taps: RawTensor) -> RawTensor:
+        """Taps [channels, (1,) width] -> [channels, width], times what multiplies their channels of [x, B, C]."""
+        taps = taps.shaped(self.scan.channels, self.conv_width)
+        if set(self.scales[1:4]) == {1.0}:
+            return taps
+        keys = self.scan.num_groups * self.scan.state_dim
+        factors = np.repeat(np.array(self.scales[1:4], np.float32), (self.scan.inner, keys, keys))
+        values = np.ascontiguousarray(taps.float32() * factors[:, None])
+        return make_tensor(taps.name, values.shape, "F32", values.reshape(-1).view(np.uint8))
 
     def shapes(self, prefix: str, hidden: int, *, reads: int) -> Shapes:
         """Names and shapes of what `build` takes."""
@@ -117,9 +128,10 @@ class Mamba2:
     def __call__(self, ops: Ops, x: Buffer, positions: Buffer, pool: Pool) -> Buffer:
         """`pool`: those of the convolution and of the scan; None where whole texts are trained on."""
         config, (conv_pool, scan_pool) = self.config, pool or (None, None)
+        x = x if config.input_scale == 1 else ops.scale(x, config.input_scale)
         z, xbc, dt = self.z_proj(ops, x), self.xbc_proj(ops, x), self.dt_proj(ops, x)
-        z = z if config.gate_scale == 1 else ops.scale(z, config.gate_scale)
-        dt = dt if config.step_scale == 1 else ops.scale(dt, config.step_scale)
+        z = z if config.scales[0] == 1 else ops.scale(z, config.scales[0])
+        dt = dt if config.scales[4] == 1 else ops.scale(dt, config.scales[4])
         xbc = ops.activate(ops.causal_conv(xbc, self.taps, conv_pool, config.conv, self.conv_bias), config.activation)
         step = ops.softplus(dt, None, self.step_bias)
         y = ops.selective_scan(xbc, step, self.decay_rate, self.skip, scan_pool, config.scan)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from headstart.kernels.ops import AttentionSpec, Handle, Pool, Program
+from headstart.kernels.ops import Handle, KVSpec, Pool, Program
 from headstart.kernels.states import StateSpec
 from headstart.layers.decoder import Decoder, Tap
 
@@ -35,7 +35,7 @@ class Network(Protocol):
     position q reads the stored hidden state of position q - behind; None: its rows read none."""
 
     @property
-    def kv_specs(self) -> Seq[AttentionSpec]: ...
+    def kv_specs(self) -> Seq[KVSpec]: ...
     @property
     def state_specs(self) -> Seq[StateSpec]: ...
     @property
@@ -72,7 +72,7 @@ class DecoderNetwork:
     behind: None = None
 
     @property
-    def kv_specs(self) -> Seq[AttentionSpec]:
+    def kv_specs(self) -> Seq[KVSpec]:
         return self.decoder.kv_specs
 
     @property

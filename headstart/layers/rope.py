@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headstart.errors import ModelError
 from headstart.kernels.ops import RopeSpec
@@ -211,3 +212,10 @@ def _long_scale(scaling: Mapping[str, Any], config: Mapping[str, Any]) -> float:
         return _number(scaling, "attention_factor")
     original, factor = _stretch(scaling, config)
     return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+
+
+def half_split(rotary: int, *, interleaved: bool) -> NDArray[np.int64]:
+    """Rotated features in the order of Ops.rope: the first halves of all pairs, then the second ones. `interleaved`: as
+    they are, the two of a pair lie side by side."""
+    order = np.arange(rotary)
+    return order.reshape(-1, 2).T.reshape(-1) if interleaved else order

@@ -84,7 +84,9 @@ class BlockOps(TrainOps):
         self._blocks, self._length = blocks, length
         self._masks: dict[tuple[int, bool], Tensor] = {}
 
-    def attend(self, q: Tensor, pool: Pool, spec: AttentionSpec, sinks: Tensor | None = None) -> Tensor:
+    def attend(
+        self, q: Tensor, pool: Pool, spec: AttentionSpec, sinks: Tensor | None = None, chosen: Pool = None
+    ) -> Tensor:
         """q [N, C * g, H * D] -> [N, C * g, H * V]."""
         if sinks is not None or spec.softcap or spec.chunk:
             raise ModelError("a block drafter with attention sinks, a softcap or chunks cannot be trained yet")

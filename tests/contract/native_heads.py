@@ -29,13 +29,22 @@ def rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     return torch.cat((turned.real, turned.imag), dim=-1)
 
 
-def attended(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 10**6, sinks: Tensor | None = None) -> Tensor:
-    """q [T, N, D], k [T, K, D], v [T, K, V] -> [T, N * V]: every row over itself and the rows before it."""
+def attended(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int = 10**6,
+    sinks: Tensor | None = None,
+    chosen: list[list[int]] | None = None,
+) -> Tensor:
+    """q [T, N, D], k [T, K, D], v [T, K, V] -> [T, N * V]: every row over itself and the rows before it, or those that
+    are chosen for it."""
     heads, group = q.shape[1], q.shape[1] // k.shape[1]
     out = torch.empty(len(q), heads, v.shape[-1], dtype=q.dtype)
     for head in range(heads):
         for row in range(len(q)):
-            seen = slice(max(0, row + 1 - window), row + 1)
+            seen = chosen[row] if chosen else list(range(max(0, row + 1 - window), row + 1))
             scores = k[seen, head // group] @ q[row, head] * scale
             if sinks is not None:
                 scores = torch.cat((sinks[head : head + 1], scores))
@@ -152,7 +161,8 @@ def latent_attention(
     )
     a, eps, latent = (lambda n: w(f"self_attn.{n}.weight")), c["rms_norm_eps"], c["kv_lora_rank"]
     y = rms(x, w("input_layernorm.weight"), eps)
-    q = linear(rms(linear(y, a("q_a_proj")), a("q_a_layernorm"), 1e-6), a("q_b_proj")).view(len(x), heads, -1) * queries
+    compressed = rms(linear(y, a("q_a_proj")), a("q_a_layernorm"), 1e-6)
+    q = linear(compressed, a("q_b_proj")).view(len(x), heads, -1) * queries
     down = linear(y, a("kv_a_proj_with_mqa"))
     kept = rms(down[:, :latent], (a("kv_a_layernorm").float() * np.float32(latents)).double(), 1e-6)
     expanded = linear(kept, a("kv_b_proj")).view(len(x), heads, -1)
@@ -163,8 +173,10 @@ def latent_attention(
 
     q = torch.cat((q[..., :nope], turned(q[..., nope:])), -1)
     k = torch.cat((expanded[..., :nope], turned(down[:, None, latent:]).expand(-1, heads, -1)), -1)
+    chosen = best_by_indexer(y, compressed, w, c, positions) if "index_topk" in c else None
     assert expanded.shape[-1] == nope + value
-    return x + linear(attended(q, k, expanded[..., nope:], (nope + rotary) ** -0.5), a("o_proj"))
+    out = attended(q, k, expanded[..., nope:], (nope + rotary) ** -0.5, chosen=chosen)
+    return x + linear(out, a("o_proj"))
 
 
 def longcat_block(x: Tensor, w: Getter, c: dict[str, Any], positions: Tensor, shortcut: Any = None) -> Tensor:
@@ -204,6 +216,26 @@ def longcat_experts(x: Tensor, w: Getter, c: dict[str, Any]) -> Tensor:
             said = gated(x[row], lambda n, e=e: w(f"experts.{e}.{n}")) if own else x[row]
             out[row] += score[e] * c["routed_scaling_factor"] * said
     return out
+
+
+def best_by_indexer(y: Tensor, compressed: Tensor, w: Getter, c: dict[str, Any], positions: Tensor) -> list[list[int]]:
+    """DeepSeek-V3.2 report, equations 1 and 2: what each row attends to."""
+    a, dim, rotary = (lambda n: w(f"self_attn.indexer.{n}")), c["index_head_dim"], c["qk_rope_head_dim"]
+    k = linear(y, a("wk.weight"))
+    k = torch.nn.functional.layer_norm(k, (dim,), a("k_norm.weight"), a("k_norm.bias"), 1e-6)[:, None]
+    q = linear(compressed, a("wq_b.weight")).view(len(y), -1, dim)
+
+    def turned(part: Tensor) -> Tensor:
+        if c.get("indexer_rope_interleave"):
+            part = torch.cat((part[..., 0::2], part[..., 1::2]), -1)
+        return rotated(part, positions, c["rope_theta"])
+
+    q, k = (torch.cat((turned(each[..., :rotary]), each[..., rotary:]), -1) for each in (q, k))
+    weights, found = linear(y, a("weights_proj.weight")), []
+    for row in range(len(y)):
+        score = weights[row] @ torch.relu(q[row] @ k[: row + 1, 0].T)
+        found.append(sorted(range(row + 1), key=lambda p, score=score: -float(score[p]))[: c["index_topk"]])
+    return found
 
 
 def normed_trunk(block: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -481,7 +513,7 @@ def step_block(x: Tensor, w: Getter, c: dict[str, Any], index: int) -> Tensor:
     gates = torch.sigmoid(linear(y, w("self_attn.g_proj.weight")))
     x = x + linear((out.view(len(x), -1, dim) * gates[..., None]).flatten(1), w("self_attn.o_proj.weight"))
     y = norm(x, "post_attention_layernorm")
-    if str(index) != c["moe_layers_enum"]:
+    if index not in range(1, c["num_hidden_layers"]):
         return x + gated(y, lambda n: w(f"mlp.{n}"))
     out = gated(y, lambda n: w(f"share_expert.{n}"))
     for row in range(len(x)):
@@ -523,6 +555,7 @@ NATIVE_HEADS: dict[str, tuple[Callable[..., Tensor], Callable[..., tuple[Tensor,
     "ernie4_5_moe": (normed_trunk(ernie_block), ernie_mtp),
     "glm4_moe": (normed_trunk(glm_block), trailing_mtp(glm_block)),
     "deepseek_v3": (normed_trunk(deepseek_block), trailing_mtp(deepseek_block)),
+    "deepseek_v32": (normed_trunk(deepseek_block), trailing_mtp(deepseek_block)),
     "glm4_moe_lite": (normed_trunk(deepseek_block), trailing_mtp(deepseek_block)),
     "longcat_flash": (longcat_trunk, longcat_mtp),
     "nemotron_h": (nemotron_trunk, nemotron_mtp),

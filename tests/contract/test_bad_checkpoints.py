@@ -81,8 +81,8 @@ CASES = {
         "glm4_moe", "promises 3 MTP modules, but", {"num_nextn_predict_layers": 3}
     ),
     "a part of an MTP module missing": Bad("qwen3_5", "has no tensor mtp.0.norm.weight", change=without("mtp.norm")),
-    "a sparse indexer": Bad("deepseek_v3", "index_topk means sparse attention", {"index_topk": 64}),
-    "a family with a sparse indexer": Bad("deepseek_v3", "(DSA)", {"model_type": "deepseek_v32"}),
+    "a sparse indexer": Bad("deepseek_v3", "index_n_heads is missing", {"index_topk": 64}),
+    "a family with a sparse indexer": Bad("deepseek_v3", "(DSA)", {"model_type": "glm5_next"}),
     "a family with attention sinks": Bad("qwen3", "mimo_v2 models need attention sinks", {"model_type": "mimo_v2"}),
     "no family": Bad("qwen3", "names no model_type", {"model_type": None}),
     "a family nobody knows": Bad("qwen3", "unknown model family 'qwen33'", {"model_type": "qwen33"}),

@@ -211,7 +211,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
         {"scoring_func": "softmax"},
         "scoring_func is 'softmax', which is not supported",
     ),
-    "sparse attention": ("deepseek_v3", {"index_topk": 64}, "index_topk means sparse attention"),
+    "an indexer that is too narrow": ("deepseek_v32", {"index_head_dim": 4}, "4, but 6 features are rotated"),
     "another activation": ("glm4_moe", {"hidden_act": "selu"}, "hidden_act is 'selu'"),
     "what is recycled": ("glm4_moe", {"mtp_recycle": "both"}, "mtp_recycle is 'both'"),
     "a size that is a word": ("deepseek_v3", {"moe_intermediate_size": "wide"}, "is missing or not a number"),

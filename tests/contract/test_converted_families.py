@@ -141,7 +141,7 @@ CONVERTED = {
 
 
 SAID: dict[str, Config] = {"llama4": {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1},
-        "step3p5": {"moe_layers_enum": "1,2", "num_key_value_heads": 2}}  # fmt: skip
+        "step3p5": {"num_key_value_heads": 2}}  # fmt: skip
 """What a family's files do not say, as llama.cpp takes it."""
 NEWER = {
     "enorm": "nextn.enorm", "hnorm": "nextn.hnorm", "eh_proj": "nextn.eh_proj", "final_layernorm": "layer_output_norm",

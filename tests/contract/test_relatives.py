@@ -65,6 +65,14 @@ VARIANTS: dict[str, Config] = {
         "model_type": "granitemoehybrid", "layer_types": ["attention", "mamba", "mamba"], "num_local_experts": 0,
         "position_embedding_type": "rope", "mamba_n_groups": 1, "mamba_proj_bias": True, "mamba_conv_bias": False,
     },
+    "falcon_h1, no norm, biases": {
+        "model_type": "falcon_h1", "mamba_rms_norm": False, "mamba_proj_bias": True, "projectors_bias": True,
+        "attention_bias": True, "mlp_bias": True, "mamba_n_groups": 1,
+    },
+    "falcon_h1, norm before the gate, no multipliers": {
+        "model_type": "falcon_h1", "mamba_norm_before_gate": True, "mlp_multipliers": None, "ssm_multipliers": None,
+        "key_multiplier": 1.0, "ssm_in_multiplier": 1.0, "attention_in_multiplier": 1.0,
+    },
     "granitemoe": {"model_type": "granitemoe", "layer_types": None, "shared_intermediate_size": None},
     "granitemoeshared": {"model_type": "granitemoeshared", "layer_types": None},
     "seed_oss, all biases": {"model_type": "seed_oss", "attention_out_bias": True, "mlp_bias": True},

@@ -38,7 +38,7 @@ from headstart.kernels.native._native import (
 from headstart.kernels.native.packed_cache import PackedCache, key_of
 from headstart.kernels.native.packing import pack
 from headstart.kernels.native.program import record
-from headstart.kernels.ops import AttentionSpec, Program as Code, RawTensor
+from headstart.kernels.ops import KVSpec, Program as Code, RawTensor
 from headstart.kernels.states import StateSpec
 
 Array = NDArray[np.float32]
@@ -108,14 +108,14 @@ class NativeBackend:
         except ValueError as error:  # a size beyond what the kernels are made for
             raise ModelError(f"the native backend cannot run this model: {error}", "use --backend reference") from None
 
-    def kv_bytes(self, spec: AttentionSpec) -> int:
+    def kv_bytes(self, spec: KVSpec) -> int:
         scales = 8 if self._kv_store == _STORES["int8"] else 0
         return spec.num_kv_heads * ((spec.head_dim + spec.value_width) * (4, 2, 1)[self._kv_store] + scales)
 
     def index(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.ascontiguousarray(ids, np.int64)
 
-    def kv_pool(self, num_slots: int, spec: AttentionSpec) -> KVPool:
+    def kv_pool(self, num_slots: int, spec: KVSpec) -> KVPool:
         return KVPool(num_slots, spec.num_kv_heads, spec.head_dim, spec.value_width, self._kv_store)
 
     def copy_rows(self, pools: Sequence[KVPool], sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:

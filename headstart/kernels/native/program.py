@@ -13,8 +13,17 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from headstart.kernels.indexing import IndexSpec
 from headstart.kernels.native._native import HiddenPool, KVPool, Matrix, Program, RopeTable, StatePool
-from headstart.kernels.ops import Activation, AttentionSpec, Experts, RopeSpec, RouterSpec, StepInputs, TemperSpec
+from headstart.kernels.ops import (
+    Activation,
+    AttentionSpec,
+    Experts,
+    RopeSpec,
+    RouterSpec,
+    StepInputs,
+    TemperSpec,
+)
 from headstart.kernels.states import ConvSpec, DeltaSpec, ScanSpec
 
 Vector = NDArray[np.float32]
@@ -51,6 +60,7 @@ class Recorder:
         self.program = Program(path)
         self._held: list[Buffer] = []
         self._ropes: dict[RopeSpec, RopeTable] = {}
+        self._chosen: dict[KVPool, int] = {}  # the last choice over each pool
         self._hidden_width = hidden_width
         self._logit_buffers: set[int] = set()
 
@@ -96,6 +106,9 @@ class Recorder:
 
     def scale(self, x: Buffer, factor: float) -> Buffer:
         return Buffer(x.width, self.program.scale(self._index(x), factor))
+
+    def shift(self, x: Buffer, bias: Vector) -> Buffer:
+        return Buffer(x.width, self.program.shift(self._index(x), bias))
 
     def center(self, x: Buffer) -> Buffer:
         return Buffer(x.width, self.program.center(self._index(x)))
@@ -154,9 +167,26 @@ class Recorder:
     def store_kv(self, k: Buffer, v: Buffer, pool: KVPool, spec: AttentionSpec) -> None:
         self.program.store_kv(self._index(k), self._index(v), pool)
 
-    def attend(self, q: Buffer, pool: KVPool, spec: AttentionSpec, sinks: Vector | None = None) -> Buffer:
+    def store_index(self, k: Buffer, pool: KVPool, spec: IndexSpec) -> None:
+        self.program.store_kv(self._index(k), -1, pool)
+
+    def choose(self, q: Buffer, weights: Buffer, pool: KVPool, spec: IndexSpec) -> None:
+        rows = self._index(q), self._index(weights)
+        self._chosen[pool] = self.program.choose(*rows, pool, spec.num_heads, spec.top_k)
+
+    def attend(
+        self, q: Buffer, pool: KVPool, spec: AttentionSpec, sinks: Vector | None = None, chosen: KVPool | None = None
+    ) -> Buffer:
         width = spec.num_heads * spec.value_width
         index = self._index(q)
+        if chosen is not None:
+            assert not (spec.window or spec.chunk or spec.causal or spec.before), (
+                "positions that were chosen, and others hidden"
+            )
+            among = self._chosen[chosen]
+            return Buffer(
+                width, self.program.attend_chosen(index, pool, spec.num_heads, spec.scale, spec.softcap, sinks, among)
+            )
         how = (spec.num_heads, spec.scale, spec.window, spec.softcap, sinks, spec.causal, spec.before, spec.chunk)
         return Buffer(width, self.program.attend(index, pool, *how))
 

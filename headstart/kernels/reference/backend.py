@@ -23,11 +23,13 @@ from torch import Tensor
 from headstart import machine
 from headstart.core import Sampled, SamplingRows, StepPlan, TokenLogprob
 from headstart.errors import UsageError
+from headstart.kernels.indexing import IndexSpec
 from headstart.kernels.ops import (
     NEVER,
     Activation,
     AttentionSpec,
     Experts,
+    KVSpec,
     Program,
     RawTensor,
     RopeSpec,
@@ -35,6 +37,7 @@ from headstart.kernels.ops import (
     StepInputs,
     TemperSpec,
 )
+from headstart.kernels.reference.choice import best_positions, index_scores
 from headstart.kernels.reference.moe import ACTIVATIONS, gated, mixture
 from headstart.kernels.reference.recurrent import StatePool, conv_step, delta_step, scan_step, walk
 from headstart.kernels.reference.refine import best, largest
@@ -63,11 +66,12 @@ class ReferenceOps:
         self._rope_tables: dict[tuple[int, RopeSpec], tuple[Tensor, Tensor]] = {}
         self._slots = self._ints(plan.slots)
         self._grouped: dict[tuple[int, int, bool, bool], list[Group]] = {}
+        self._chosen: dict[KVPool, list[Tensor]] = {}  # by groups: which of their positions rows see
 
     def _ints(self, array: NDArray[np.int32]) -> Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(self._device)
 
-    def _groups(self, spec: AttentionSpec) -> list[Group]:
+    def _groups(self, spec: KVSpec) -> list[Group]:
         key = spec.window, spec.chunk, spec.causal, spec.before
         if key not in self._grouped:
             spans = Spans.of(self._plan)
@@ -115,6 +119,9 @@ class ReferenceOps:
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
         return x * factor
+
+    def shift(self, x: Tensor, bias: Tensor) -> Tensor:
+        return x + bias
 
     def center(self, x: Tensor) -> Tensor:
         return x - x.mean(-1, keepdim=True)
@@ -165,9 +172,26 @@ class ReferenceOps:
         if not spec.latent:
             pool.values[self._slots] = v.unflatten(-1, (spec.num_kv_heads, -1))
 
-    def attend(self, q: Tensor, pool: KVPool, spec: AttentionSpec, sinks: Tensor | None = None) -> Tensor:
+    def store_index(self, k: Tensor, pool: KVPool, spec: IndexSpec) -> None:
+        pool.keys[self._slots] = k.unflatten(-1, (1, -1))
+
+    def choose(self, q: Tensor, weights: Tensor, pool: KVPool, spec: IndexSpec) -> None:
+        self._chosen[pool] = [
+            best_positions(
+                index_scores(q[group.rows], weights[group.rows], pool.keys[group.slots][:, :, 0], spec),
+                group.mask == 0, spec.top_k,
+            )
+            for group in self._groups(spec)
+        ]  # fmt: skip
+
+    def attend(
+        self, q: Tensor, pool: KVPool, spec: AttentionSpec, sinks: Tensor | None = None, chosen: KVPool | None = None
+    ) -> Tensor:
         out = q.new_empty(len(q), spec.num_heads * spec.value_width)
-        for group in self._groups(spec):
+        groups = self._groups(spec)
+        if chosen is not None:
+            groups = [group.only(seen) for group, seen in zip(groups, self._chosen[chosen], strict=True)]
+        for group in groups:
             attended = self._attend(q[group.rows], pool, spec, group, sinks)
             out[group.rows[group.valid]] = attended[group.valid]
         return out
@@ -273,14 +297,14 @@ class ReferenceBackend:
         """The program itself: nothing is beyond torch."""
         return program
 
-    def kv_bytes(self, spec: AttentionSpec) -> int:
+    def kv_bytes(self, spec: KVSpec) -> int:
         values = 0 if spec.latent else spec.value_width
         return spec.num_kv_heads * (spec.head_dim + values) * self.dtype.itemsize
 
     def index(self, ids: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(ids).to(self.device)
 
-    def kv_pool(self, num_slots: int, spec: AttentionSpec) -> KVPool:
+    def kv_pool(self, num_slots: int, spec: KVSpec) -> KVPool:
         keys = self._zeros((num_slots, spec.num_kv_heads, spec.head_dim))
         if spec.latent:
             return KVPool(keys, keys[..., : spec.value_width])

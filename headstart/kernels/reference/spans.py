@@ -3,7 +3,7 @@ span, L cached positions."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.core import Paths, StepPlan
-from headstart.kernels.ops import AttentionSpec
+from headstart.kernels.ops import KVSpec
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,6 +23,10 @@ class Group:
     valid: Tensor
     slots: Tensor
     mask: Tensor
+
+    def only(self, seen: Tensor) -> Group:
+        """The same, where rows look at the positions in `seen` [S, Q, L]."""
+        return replace(self, mask=torch.zeros_like(self.mask).masked_fill_(~seen, float("-inf")))
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +48,7 @@ class Spans:
         tables = np.repeat(plan.block_tables, np.diff(plan.row_starts), axis=0)
         return cls(plan, np.arange(plan.num_rows + 1), tables, sees, sees + 1)
 
-    def group(self, spans: NDArray[np.int64], spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> Group:
+    def group(self, spans: NDArray[np.int64], spec: KVSpec, device: torch.device, dtype: torch.dtype) -> Group:
         plan, starts = self.plan, self.row_starts[spans]
         lengths = self.row_starts[spans + 1] - starts
         columns = np.arange(lengths.max())

@@ -17,7 +17,7 @@ import numpy as np
 from headstart.core import Draft, Rows, Sequence
 from headstart.drafters.base import Drafter, Target, Wish
 from headstart.formats.base import make_tensor
-from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, RopeSpec, StepInputs, Weight
+from headstart.kernels.ops import AttentionSpec, Buffer, KVSpec, Ops, Pool, RopeSpec, StepInputs, Weight
 from headstart.kernels.states import StateSpec
 from headstart.layers.attention import Attention, AttentionConfig
 from headstart.layers.decoder import DecoderLayer, LayerConfig
@@ -43,7 +43,7 @@ class BlockNetwork:
     state_specs: tuple[StateSpec, ...] = ()
 
     @property
-    def kv_specs(self) -> Seq[AttentionSpec]:
+    def kv_specs(self) -> Seq[KVSpec]:
         return [spec for layer in self.layers for spec in layer.mixer.kv_specs]
 
     def programs(self, pools: Pools) -> Mapping[str, NetworkProgram]:

@@ -152,6 +152,19 @@ RUN: dict[str, dict[str, Any]] = {
             "rope_scaling": {"rope_type": "default", "mrope_section": [8, 12, 12]},
         },
     },
+    "tiiuae/Falcon-H1-1.5B-Instruct": {
+        **COMMON, "model_type": "falcon_h1", "attention_bias": False, "attention_in_multiplier": 1.0,
+        "attention_out_multiplier": 0.9375, "attn_layer_indices": None, "embedding_multiplier": 5.656854249492381,
+        "head_dim": 128, "hidden_size": 2048, "intermediate_size": 4096, "key_multiplier": 0.39062499999999994,
+        "lm_head_multiplier": 0.0390625, "mamba_chunk_size": 128, "mamba_conv_bias": True, "mamba_d_conv": 4,
+        "mamba_d_head": 64, "mamba_d_ssm": 3072, "mamba_d_state": 256, "mamba_expand": 2, "mamba_n_groups": 1,
+        "mamba_n_heads": 48, "mamba_norm_before_gate": False, "mamba_proj_bias": False, "mamba_rms_norm": False,
+        "mamba_use_mlp": True, "mlp_bias": False, "mlp_expansion_factor": 8, "mlp_multipliers": [0.88, 0.5859375],
+        "num_attention_heads": 8, "num_hidden_layers": 24, "num_key_value_heads": 2, "num_logits_to_keep": 1,
+        "projectors_bias": False, "rope_scaling": None, "rope_theta": 1e11, "ssm_in_multiplier": 1.25,
+        "ssm_multipliers": [0.35, 0.25, 0.177, 0.5, 0.35], "ssm_out_multiplier": 0.23570226039551587,
+        "time_step_floor": 0.0001, "time_step_max": 0.1, "time_step_min": 0.001, "time_step_rank": "auto",
+    },
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": NEMOTRON,
     "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16": {
         **NEMOTRON, "hidden_size": 4096, "mamba_num_heads": 128, "moe_latent_size": 1024, "n_routed_experts": 512,
@@ -282,7 +295,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "two MTP modules": ({**NEMOTRON, "num_nextn_predict_layers": 2}, "2 MTP modules of full_attention, moe"),
     "XiaomiMiMo/MiMo-V2.5": ({"model_type": "mimo_v2"}, "projections fused in the order of several devices"),
-    "tiiuae/Falcon-H1-1.5B-Instruct": ({"model_type": "falcon_h1"}, "Mamba2 layers"),
     "openbmb/MiniCPM3-4B": ({"model_type": "minicpm3"}, "MiniCPM3's latent attention"),
     "microsoft/Phi-3.5-MoE-instruct": ({"model_type": "phimoe"}, "sparse-mixer routing"),
     "CohereLabs/c4ai-command-r-plus": (
