@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+from headstart.cli.main import main
 from headstart.core import Sequence, Span
 from headstart.drafters.base import Wish
 from headstart.engine.attach import attach_head
@@ -268,3 +269,15 @@ def test_compressed_storages_are_refused(tmp_path: Path) -> None:
             target.writestr(member.filename, source.read(member))
     with pytest.raises(ModelError, match="is compressed or too short"):
         read_pickle(packed)
+
+
+def test_inspect_reads_heads_in_pickles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = trunk()
+    path = written(tmp_path / "head", *eagle_files(model), "pytorch_model.bin")
+    assert main(["inspect", str(path), "--target", str(model.checkpoint.path)]) == 0
+    assert "EAGLE: ALIVE" in capsys.readouterr().out
+    assert main(["inspect", str(model.checkpoint.path), "--head", str(path)]) == 0
+    assert "attached head: eagle" in capsys.readouterr().out
+    (path / "pytorch_model.bin").write_bytes(b"x")
+    assert main(["inspect", str(path)]) == 2
+    assert "is no file of tensors" in capsys.readouterr().err
