@@ -132,7 +132,19 @@ def step_names(arrays: Arrays, config: Config) -> Arrays:
     return {new(name): array + 1 if name.endswith("norm.weight") else array for name, array in arrays.items()}
 
 
+def gemma2_keys(writer: Writer, config: Config) -> None:
+    writer.add_value_length(config["head_dim"])
+    writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+    writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    writer.add_sliding_window(config["sliding_window"])
+
+
+def gemma2_names(arrays: Arrays, config: Config) -> Arrays:
+    return {name: array + 1 if name.endswith("norm.weight") else array for name, array in arrays.items()}
+
+
 CONVERTED = {
+    "gemma2": Converted("gemma2", gemma2_keys, gemma2_names),
     "step3p5": Converted("step35", step_keys, step_names, modules=3),
     "llama4": Converted("llama4", llama4_keys, llama4_names),
     "ernie4_5_moe": Converted("ernie4_5-moe", ernie_keys, ernie_names),
@@ -140,7 +152,8 @@ CONVERTED = {
 }
 
 
-SAID: dict[str, Config] = {"llama4": {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1},
+SAID: dict[str, Config] = {"gemma2": {"query_pre_attn_scalar": 16},
+        "llama4": {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1},
         "step3p5": {"num_key_value_heads": 2}}  # fmt: skip
 """What a family's files do not say, as llama.cpp takes it."""
 NEWER = {

@@ -131,6 +131,12 @@ RUN: dict[str, dict[str, Any]] = {
         "use_mfa": False, "use_moe": True, "use_moe_router_bias": True, "use_qk_norm": True, "use_rope_layers": [],
         "yarn_only_types": ["full_attention"], "zero_centered": True,
     },
+    "google/gemma-2-9b-it": {
+        **COMMON, "attention_bias": False, "attn_logit_softcapping": 50.0, "cache_implementation": "hybrid",
+        "final_logit_softcapping": 30.0, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "model_type": "gemma2",
+        "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096,
+        "sliding_window_size": 4096, "tie_word_embeddings": True,
+    },
     "Qwen/Qwen3-VL-8B-Instruct": {
         **SEES, "model_type": "qwen3_vl", "text_config": {**VL_TEXT, "model_type": "qwen3_vl_text"},
     },
