@@ -46,6 +46,7 @@ WIDE: Mapping[str, Any] = {
 _LATENT = {"head_dim": 32, "num_key_value_heads": 4, "v_head_dim": 64}
 OWN: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v3": _LATENT, "glm4_moe_lite": _LATENT, "longcat_flash": _LATENT,
+    "ernie4_5_moe": {"intermediate_size": 1024},  # of which the converter makes the width of shared experts
     "mixtral": {"intermediate_size": 256}, "granitemoehybrid": {"intermediate_size": 256},
     "gemma3": {"vocab_size": 97, "sliding_window_pattern": 6, "num_hidden_layers": 7},  # as long as its tokenizer
     "gemma4": {"vocab_size": 97, "vocab_size_per_layer_input": 97},
@@ -76,7 +77,7 @@ RELEASED: Mapping[str, Mapping[str, Any]] = {
     },
 }  # fmt: skip
 """Keys that the converter reads, and that released files have."""
-NOT_BY_TRANSFORMERS = ("mimo_v2_flash",)
+NOT_BY_TRANSFORMERS = ("mimo_v2_flash", "step3p5")
 """Families whose config the converter wants as released, not as transformers' class for it reads it."""
 NOT_THERE = ("mimo", "longcat_flash")
 """Families that llama.cpp has no architecture for."""
@@ -100,7 +101,7 @@ class Agreement:
     steps: int
 
 
-GELU = ("gemma3", "gemma4")
+GELU = ("gemma2", "gemma3", "gemma4")
 
 
 def judged(name: str, kind: str, found: Mapping[str, Agreement]) -> tuple[float, bool]:
