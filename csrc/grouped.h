@@ -154,22 +154,32 @@ INLINE void multiply_quantized(const Matrix& w, const uint8_t* const block[2], c
     }
 }
 
-// 64 bytes of a block -> its next columns as floats (of F8 2^-8 of them); columns [4] or [8] of a panel, from the first.
+// 64 bytes of a block hold its next columns: of F8 four (2^-8 of their values), of L4 eight, looked up in a table.
 template <Kind kKind> constexpr int kUnit = kKind == Kind::F8 ? 4 : 8;
+struct Levels4 {
+    FloatTable table;
+    i32 codes;
+};
 INLINE int64_t column_of(Kind kind, int64_t unit, int i) { // within a panel
     return kind == Kind::F8 ? unit * 4 + i : unit / 4 * 32 + unit % 4 * 4 + i % 4 + i / 4 * 16;
 }
-INLINE void widen(const FloatTable&, const uint8_t* p, f32 (&out)[4]) { widen_e4m3(p, out); }
-INLINE void widen(const FloatTable& table, const uint8_t* p, f32 (&out)[8]) {
-    const i32 v = load(reinterpret_cast<const int32_t*>(p)); // a table looks at the low 4 bits of a lane
-    out[0] = look_up(table, v);
-    out[1] = look_up(table, shift_right<8>(v));
-    out[2] = look_up(table, shift_right<16>(v));
-    out[3] = look_up(table, shift_right<24>(v));
-    out[4] = look_up(table, shift_right<4>(v));
-    out[5] = look_up(table, shift_right<12>(v));
-    out[6] = look_up(table, shift_right<20>(v));
-    out[7] = look_up(table, shift_right<28>(v));
+INLINE f32 widen(const Levels4& from, int i) { // a table looks at the low 4 bits of a lane
+    switch (i) {
+    case 1: return look_up(from.table, shift_right<8>(from.codes));
+    case 2: return look_up(from.table, shift_right<16>(from.codes));
+    case 3: return look_up(from.table, shift_right<24>(from.codes));
+    case 4: return look_up(from.table, shift_right<4>(from.codes));
+    case 5: return look_up(from.table, shift_right<12>(from.codes));
+    case 6: return look_up(from.table, shift_right<20>(from.codes));
+    case 7: return look_up(from.table, shift_right<28>(from.codes));
+    default: return look_up(from.table, from.codes);
+    }
+}
+template <Kind kKind> INLINE auto load_codes(const FloatTable& table, const uint8_t* p) {
+    if constexpr (kKind == Kind::F8)
+        return load_e4m3(p);
+    else
+        return Levels4{table, load(reinterpret_cast<const int32_t*>(p))};
 }
 
 // acc[r][b] += row r of x times block b: codes of a group times floats, then the group's scale.
@@ -201,18 +211,20 @@ INLINE void multiply_coded(const Matrix& w, const uint8_t* const block[2], const
             for (auto& r : sum)
                 for (auto& b : r)
                     for (auto& chain : b) chain = splat(0.0f);
-            for (int64_t end = unit + units; unit < end; ++unit)
-#pragma GCC unroll 2
-                for (int b = 0; b < 2; ++b) {
-                    f32 values[kUnit<kKind>];
-                    widen(table, p[b] + head + unit * 64, values);
+            for (int64_t end = unit + units; unit < end; ++unit) {
+                const auto codes0 = load_codes<kKind>(table, p[0] + head + unit * 64);
+                const auto codes1 = load_codes<kKind>(table, p[1] + head + unit * 64);
 #pragma GCC unroll 8
-                    for (int i = 0; i < kUnit<kKind>; ++i)
+                for (int i = 0; i < kUnit<kKind>; ++i) {
+                    const f32 w0 = widen(codes0, i), w1 = widen(codes1, i);
 #pragma GCC unroll 8
-                        for (int r = 0; r < kRows; ++r)
-                            sum[r][b][i % kChains] =
-                                fma(values[i], splat(in[r][column_of(kKind, unit, i)]), sum[r][b][i % kChains]);
+                    for (int r = 0; r < kRows; ++r) {
+                        const f32 a = splat(in[r][column_of(kKind, unit, i)]);
+                        sum[r][0][i % kChains] = fma(w0, a, sum[r][0][i % kChains]);
+                        sum[r][1][i % kChains] = fma(w1, a, sum[r][1][i % kChains]);
+                    }
                 }
+            }
 #pragma GCC unroll 2
             for (int b = 0; b < 2; ++b) {
                 const f32 scale = load_scale<Read::F32>(w, p[b], group, unit_value) * unit_value;

@@ -85,13 +85,16 @@ INLINE f32 look_up(FloatTable table, i32 at) { return {_mm512_permutexvar_ps(at.
 // 64 codes of E4M3, two columns beside each other in each lane: 2^-8 of the values of columns 0 to 3. As halves they have
 // the right digits, subnormal ones too.
 INLINE __m512i half_e4m3(__m512i high) { return _mm512_and_si512(_mm512_srai_epi16(high, 1), _mm512_set1_epi16((short)0xbf80)); }
-INLINE void widen_e4m3(const uint8_t* p, f32 (&out)[4]) {
+struct E4M3 {
+    __m512i even, odd;
+};
+INLINE E4M3 load_e4m3(const uint8_t* p) {
     const __m512i both = _mm512_loadu_si512(p);
-    const __m512i even = half_e4m3(_mm512_slli_epi16(both, 8)), odd = half_e4m3(both);
-    out[0] = {_mm512_cvtph_ps(_mm512_castsi512_si256(even))};
-    out[1] = {_mm512_cvtph_ps(_mm512_castsi512_si256(odd))};
-    out[2] = {_mm512_cvtph_ps(_mm512_extracti64x4_epi64(even, 1))};
-    out[3] = {_mm512_cvtph_ps(_mm512_extracti64x4_epi64(odd, 1))};
+    return {half_e4m3(_mm512_slli_epi16(both, 8)), half_e4m3(both)};
+}
+INLINE f32 widen(const E4M3& codes, int column) {
+    const __m512i halves = column % 2 ? codes.odd : codes.even;
+    return {_mm512_cvtph_ps(column < 2 ? _mm512_castsi512_si256(halves) : _mm512_extracti64x4_epi64(halves, 1))};
 }
 
 #elif HEADSTART_AVX2
@@ -181,15 +184,15 @@ INLINE __m256 look_up_half(FloatTable table, __m256i at) { // bit 3 chooses the 
 }
 INLINE f32 look_up(FloatTable table, i32 at) { return {look_up_half(table, at.a), look_up_half(table, at.b)}; }
 INLINE __m256i half_e4m3(__m256i high) { return _mm256_and_si256(_mm256_srai_epi16(high, 1), _mm256_set1_epi16((short)0xbf80)); }
-INLINE f32 widen_halves(__m256i halves) {
-    return {_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))};
+struct E4M3 {
+    __m256i pairs[2];
+};
+INLINE E4M3 load_e4m3(const uint8_t* p) {
+    return {{_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)}};
 }
-INLINE void widen_e4m3(const uint8_t* p, f32 (&out)[4]) {
-    for (int pair = 0; pair < 2; ++pair) {
-        const __m256i both = _mm256_loadu_si256((const __m256i*)(p + pair * 32));
-        out[2 * pair] = widen_halves(half_e4m3(_mm256_slli_epi16(both, 8)));
-        out[2 * pair + 1] = widen_halves(half_e4m3(both));
-    }
+INLINE f32 widen(const E4M3& codes, int column) {
+    const __m256i both = codes.pairs[column / 2], halves = half_e4m3(column % 2 ? both : _mm256_slli_epi16(both, 8));
+    return {_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))};
 }
 
 #else
@@ -285,12 +288,17 @@ INLINE i32 look_up(ByteTable table, i32 at) {
     return at;
 }
 INLINE f32 look_up(FloatTable table, i32 at) { f32 r; LANES r.v[l] = table.v[at.v[l] & 15]; return r; }
-INLINE void widen_e4m3(const uint8_t* p, f32 (&out)[4]) {
-    for (int column = 0; column < 4; ++column)
-        LANES {
-            const uint8_t code = p[column / 2 * 32 + l * 2 + column % 2];
-            out[column].v[l] = half_to_float((uint16_t)((code & 0x80) << 8 | (code & 0x7f) << 7));
-        }
+struct E4M3 {
+    const uint8_t* codes;
+};
+INLINE E4M3 load_e4m3(const uint8_t* p) { return {p}; }
+INLINE f32 widen(const E4M3& from, int column) {
+    f32 r;
+    LANES {
+        const uint8_t code = from.codes[column / 2 * 32 + l * 2 + column % 2];
+        r.v[l] = half_to_float((uint16_t)((code & 0x80) << 8 | (code & 0x7f) << 7));
+    }
+    return r;
 }
 #undef LANES
 

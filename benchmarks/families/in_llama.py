@@ -40,7 +40,9 @@ WIDE: Mapping[str, Any] = {
     "query_pre_attn_scalar": 64, "global_head_dim": 128, "hidden_size_per_layer_input": 256, "kv_lora_rank": 256,
     "q_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "linear_key_head_dim": 64,
     "linear_value_head_dim": 64, "linear_num_value_heads": 4, "mamba_n_heads": 8, "mamba_d_head": 64,
-    "mamba_d_state": 64, "expert_ffn_hidden_size": 256, "ffn_hidden_size": 512,
+    "mamba_d_state": 64, "mamba_d_ssm": 512, "mamba_num_heads": 8, "mamba_head_dim": 64, "ssm_state_size": 64,
+    "moe_latent_size": 256, "moe_shared_expert_intermediate_size": 256, "expert_ffn_hidden_size": 256,
+    "ffn_hidden_size": 512,
 }  # fmt: skip
 """Keys of any family's config in sizes that quantizers take; those that a small config does not have are left out."""
 _LATENT = {"head_dim": 32, "num_key_value_heads": 4, "v_head_dim": 64}
@@ -59,6 +61,7 @@ OWN: Mapping[str, Mapping[str, Any]] = {
         "intermediate_size": 256, "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
     },
     "qwen3_moe": {"mlp_only_layers": []},  # llama.cpp has experts in all layers
+    "nemotron_h": {"hybrid_override_pattern": "ME*EM"},  # no MLP beside experts there
     "phi3": {"sliding_window": None},  # which llama.cpp does not apply
     "mimo_v2_flash": {
         "v_head_dim": 32, "num_key_value_heads": 2, "rope_parameters": None, "rope_theta": 50000.0,

@@ -44,6 +44,10 @@ _BLOCK: Mapping[str, str] = {
     "attn_kv_b": "self_attn.kv_b_proj",
     "attn_k_b": "self_attn.k_b_proj",  # [heads, latent, nope]
     "attn_v_b": "self_attn.v_b_proj",  # [heads, value, latent]
+    "indexer.attn_q_b": "self_attn.indexer.wq_b",
+    "indexer.attn_k": "self_attn.indexer.wk",
+    "indexer.k_norm": "self_attn.indexer.k_norm",
+    "indexer.proj": "self_attn.indexer.weights_proj",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
@@ -88,6 +92,14 @@ IMPLIED: Mapping[str, Mapping[str, float | None]] = {
         "norm_topk_prob": False, "expert_gating_func": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0,
         "n_shared_experts": 0, "first_k_dense_replace": 0,
     },
+    "deepseek32": {
+        "norm_topk_prob": False, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "n_shared_experts": 0,
+        "first_k_dense_replace": 0,
+    },
+    "glm-dsa": {
+        "norm_topk_prob": False, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "n_shared_experts": 0,
+        "first_k_dense_replace": 0,
+    },
     "qwen3moe": {"norm_topk_prob": True},
     "lfm2": {"block_auto_adjust_ff_dim": False},
     "lfm2moe": {"norm_topk_prob": True, "routed_scaling_factor": 1.0, "first_k_dense_replace": 0},
@@ -113,6 +125,10 @@ KEYS: Mapping[str, str] = {
     "attention.kv_lora_rank": "kv_lora_rank",
     "attention.key_length_mla": "qk_head_dim",  # of a head, where key_length is that of the cache
     "attention.value_length_mla": "v_head_dim",
+    "attention.indexer.head_count": "index_n_heads",
+    "attention.indexer.key_length": "index_head_dim",
+    "attention.indexer.top_k": "index_topk",
+    "attention.indexer.types": "indexer_types",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.layer_norm_epsilon": "layer_norm_eps",
     "attention.scale": "attention_multiplier",

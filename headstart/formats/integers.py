@@ -116,22 +116,19 @@ class Integers:
 
 @dataclass(frozen=True, eq=False)
 class Regrouped(Deferred):
-    """A RawTensor of such a weight, made when it is wanted."""
+    """A RawTensor of such a weight, made when it is wanted: scales and zero points are read again each time, as numbers
+    of 32 bits they would be an eighth of the file."""
 
-    integers: Integers
+    name: str
+    shape: tuple[int, int]
+    dtype: str
+    make: Callable[[], Integers]
     main: Tensor
 
-    @property
-    def name(self) -> str:
-        return self.integers.name
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.integers.shape
-
-    @property
-    def dtype(self) -> str:
-        return self.integers.dtype
+    @classmethod
+    def of(cls, make: Callable[[], Integers], main: Tensor) -> Regrouped:
+        found = make()
+        return cls(found.name, found.shape, found.dtype, make, main)
 
     def fingerprint(self) -> int:
         return self.main.fingerprint()
@@ -141,7 +138,7 @@ class Regrouped(Deferred):
         return self.take_rows(np.arange(self.shape[0]))
 
     def take_rows(self, rows: Rows) -> Tensor:
-        raw = self.integers.raw(np.asarray(rows))
+        raw = self.make().raw(np.asarray(rows))
         return make_tensor(self.name, (len(rows), self.shape[1]), self.dtype, np.ascontiguousarray(raw).reshape(-1))
 
     def part(self, index: int) -> Tensor:

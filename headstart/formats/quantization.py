@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -239,8 +240,8 @@ class Weights:
             return decode
         if kept := self.kept(stored):
             return _values_of(kept, stored.name, self.shape(stored))
-        if integers := self.integers(stored):
-            return integers.values
+        if make := self.integers(stored):
+            return make().values
         if quantization is None and stored.scale is not None and (marks or main.dtype not in FLOATS):
             beside = f"{main.name} is {main.dtype}, but scales {stored.scale.name} stand beside it"
             raise ModelError(beside, "no quantization that is known here stores weights so")
@@ -258,14 +259,15 @@ class Weights:
             return None
         return quantization.keep(stored)
 
-    def integers(self, stored: Stored) -> Integers | None:
-        """The weight as integers and scales, if it is stored so. ModelError for one that is not whole."""
+    def integers(self, stored: Stored) -> Callable[[], Integers] | None:
+        """What reads the weight as integers and scales, if it is stored so. ModelError for one that is not whole."""
         quantization, described = self.look(stored)
         if quantization is None or quantization.integers is None or described.shape is None:
             return None
         if problem := self.problem(stored):
             raise ModelError(f"{stored.main.name} {problem}", AGAIN)
-        return quantization.integers(stored)
+        found = partial(quantization.integers, stored)
+        return found if found() is not None else None  # type: ignore[return-value]
 
     def unreadable(self, name: str, kind: str = "") -> ModelError:
         method = self.settings.get("quant_method") or kind or "something unknown"
@@ -302,8 +304,8 @@ def readable(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[s
     for name, stored in weights.stored.items():
         if kept := weights.kept(stored):
             tensors_read[name] = Made(stored, kept, weights.shape(stored))
-        elif integers := weights.integers(stored):
-            tensors_read[name] = Regrouped(integers, stored.main)
+        elif make := weights.integers(stored):
+            tensors_read[name] = Regrouped.of(make, stored.main)
         elif decode := weights.decode(stored):
             tensors_read[name] = Made(stored, _widened(decode), weights.shape(stored))
         else:

@@ -42,6 +42,11 @@ WITHOUT = {
     "use_double_wide_mlp": False, "attention_bias": False, "hidden_activation": "gelu_pytorch_tanh",
 }  # fmt: skip
 """Keys of its text_config -> what they say of every assistant; transformers refuses others too."""
+DEFAULTS = {
+    "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30, "head_dim": 256,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "sliding_window": 512,
+}  # fmt: skip
+"""What transformers takes where text_config says nothing; `sliding_window` of unified ones is twice that."""
 
 
 @dataclass(frozen=True)
@@ -164,18 +169,24 @@ def matches(document: Document) -> bool:
 
 
 def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadCheckpoint:
-    where, inner = path / "config.json", document.get("text_config") or {}
+    where, told = path / "config.json", document.get("text_config")
+    if not isinstance(told, dict):
+        raise ModelError(f"{where}: text_config is {told!r}, not an object", "is this an assistant?")
+    window = {"sliding_window": 1024} if "unified" in str(document.get("model_type")) else {}
+    inner = {**DEFAULTS, **window, **{key: value for key, value in told.items() if value is not None}}
+    if inner.get("use_bidirectional_attention") == "all":
+        raise ModelError(f"{where}: use_bidirectional_attention is 'all', which is not known of an assistant")
     for key, only in WITHOUT.items():
         if inner.get(key, only) not in (only, None):
             raise ModelError(f"{where}: {key} is {inner[key]!r}, which is not known of an assistant")
     try:
-        groups = int(document["num_centroids"]) if document.get("use_ordered_embeddings") else 0
+        groups = int(document.get("num_centroids", 2048)) if document.get("use_ordered_embeddings") else 0
         reader = ReaderSpec(
             layers=tuple(_layers(inner)),
             hidden_size=int(inner["hidden_size"]),
-            eps=float(inner.get("rms_norm_eps", 1e-6)),
+            eps=float(inner["rms_norm_eps"]),
             num_groups=groups,
-            top_groups=min(int(document["centroid_intermediate_top_k"]), groups) if groups else 0,
+            top_groups=min(int(document.get("centroid_intermediate_top_k", 32)), groups) if groups else 0,
         )
         hidden, vocab_size = int(document["backbone_hidden_size"]), int(inner["vocab_size"])
         if min(reader.hidden_size, hidden, vocab_size, reader.top_groups or 1, groups or 1) < 1:
@@ -192,12 +203,12 @@ def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadC
 
 
 def _layers(inner: Document) -> list[LayerConfig]:
-    count, window = int(inner["num_hidden_layers"]), int(inner.get("sliding_window") or 0)
+    count, window = int(inner["num_hidden_layers"]), int(inner["sliding_window"])
     kinds = inner.get("layer_types") or [SLIDING if (i + 1) % 6 else FULL for i in range(count - 1)] + [FULL]
     if len(kinds) != count or not {*kinds} <= {FULL, SLIDING} or (SLIDING in kinds and window < 2):
         raise ValueError(f"layer_types {kinds} with a window of {window}")
     mlp = MLPConfig(inner=int(inner["intermediate_size"]), activation="gelu_tanh")
-    eps = float(inner.get("rms_norm_eps", 1e-6))
+    eps = float(inner["rms_norm_eps"])
     return [
         LayerConfig(
             mixer=_mixer({**inner, **_own(inner, i, kind)}, kind, window if kind == SLIDING else 0),

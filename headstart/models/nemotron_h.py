@@ -196,14 +196,15 @@ FAMILY = Family(
     aliases=GGUF,
     small={
         "model_type": "nemotron_h", "architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "ME*-",
-        "layer_norm_epsilon": 1e-5, "mamba_num_heads": 6, "mamba_head_dim": 16, "ssm_state_size": 12, "n_groups": 2,
-        "conv_kernel": 4, "n_routed_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
-        "moe_shared_expert_intermediate_size": 40, "moe_latent_size": 20, "routed_scaling_factor": 1.0,
-        "num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E", "time_step_min": 1e-9,
+        "num_hidden_layers": 4, "layer_norm_epsilon": 1e-5, "mamba_num_heads": 6, "mamba_head_dim": 16,
+        "ssm_state_size": 12, "n_groups": 2, "conv_kernel": 4, "n_routed_experts": 7, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 40, "moe_latent_size": 20,
+        "routed_scaling_factor": 1.0, "num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E",
+        "time_step_min": 1e-9,
     },
     scratch={
-        **SCRATCH_EXPERTS, "hybrid_override_pattern": "MEM*EM", "n_routed_experts": 8, "mamba_num_heads": 8,
-        "mamba_head_dim": 32, "ssm_state_size": 32, "n_groups": 1, "moe_latent_size": 64,
+        **SCRATCH_EXPERTS, "hybrid_override_pattern": "MEM*EM", "num_hidden_layers": 6, "n_routed_experts": 8,
+        "mamba_num_heads": 8, "mamba_head_dim": 32, "ssm_state_size": 32, "n_groups": 1, "moe_latent_size": 64,
         "moe_shared_expert_intermediate_size": 128,
     },
 )  # fmt: skip

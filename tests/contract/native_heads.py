@@ -219,7 +219,12 @@ def longcat_experts(x: Tensor, w: Getter, c: dict[str, Any]) -> Tensor:
 
 
 def best_by_indexer(y: Tensor, compressed: Tensor, w: Getter, c: dict[str, Any], positions: Tensor) -> list[list[int]]:
-    """DeepSeek-V3.2 report, equations 1 and 2: what each row attends to."""
+    """DeepSeek-V3.2 report, equations 1 and 2: what each row attends to; without an indexer, what a layer before had
+    chosen (`c["chosen"]`)."""
+    try:
+        w("self_attn.indexer.wk.weight")
+    except KeyError:
+        return list(c["chosen"])
     a, dim, rotary = (lambda n: w(f"self_attn.indexer.{n}")), c["index_head_dim"], c["qk_rope_head_dim"]
     k = linear(y, a("wk.weight"))
     k = torch.nn.functional.layer_norm(k, (dim,), a("k_norm.weight"), a("k_norm.bias"), 1e-6)[:, None]
@@ -235,6 +240,7 @@ def best_by_indexer(y: Tensor, compressed: Tensor, w: Getter, c: dict[str, Any],
     for row in range(len(y)):
         score = weights[row] @ torch.relu(q[row] @ k[: row + 1, 0].T)
         found.append(sorted(range(row + 1), key=lambda p, score=score: -float(score[p]))[: c["index_topk"]])
+    c["chosen"] = found
     return found
 
 
@@ -242,7 +248,7 @@ def normed_trunk(block: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The stream [T, H] after the final norm of a trunk of such blocks."""
 
     def trunk(tensors: Tensors, c: dict[str, Any], tokens: Tensor) -> Tensor:
-        x = tensors["model.embed_tokens.weight"][tokens]
+        x, c = tensors["model.embed_tokens.weight"][tokens], dict(c)
         for i in range(c["num_hidden_layers"]):
             x = block(x, lambda n, i=i: tensors[f"model.layers.{i}.{n}"], c, torch.arange(len(tokens)))
         return rms(x, tensors["model.norm.weight"], c["rms_norm_eps"])
@@ -254,7 +260,7 @@ def mtp_of(block: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]
     """DeepSeek-V3 report, equations 21 to 23; recycles after its norm. `w`: the module's tensors."""
 
     def mtp(tensors: Tensors, w: Getter, c: dict[str, Any], hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        eps, e = c["rms_norm_eps"], tensors["model.embed_tokens.weight"][tokens]
+        eps, e, c = c["rms_norm_eps"], tensors["model.embed_tokens.weight"][tokens], dict(c)
         joined = torch.cat((rms(e, w("enorm.weight"), eps), rms(hidden, w("hnorm.weight"), eps)), dim=-1)
         x = block(linear(joined, w("eh_proj.weight")), w, c, torch.arange(len(tokens)))
         y = rms(x, w("shared_head.norm.weight"), eps)
@@ -557,6 +563,7 @@ NATIVE_HEADS: dict[str, tuple[Callable[..., Tensor], Callable[..., tuple[Tensor,
     "deepseek_v3": (normed_trunk(deepseek_block), trailing_mtp(deepseek_block)),
     "deepseek_v32": (normed_trunk(deepseek_block), trailing_mtp(deepseek_block)),
     "glm4_moe_lite": (normed_trunk(deepseek_block), trailing_mtp(deepseek_block)),
+    "glm_moe_dsa": (normed_trunk(deepseek_block), trailing_mtp(deepseek_block)),
     "longcat_flash": (longcat_trunk, longcat_mtp),
     "nemotron_h": (nemotron_trunk, nemotron_mtp),
 }

@@ -22,6 +22,7 @@ from headstart.drafters.base import Wish
 from headstart.engine.attach import attach_head
 from headstart.engine.load import Model, load_model
 from headstart.errors import ModelError
+from headstart.heads.assistant import read
 from headstart.tools.tiny import write_model
 
 KINDS = ["sliding_attention", "sliding_attention", "full_attention"]
@@ -171,6 +172,8 @@ def changed(tmp_path: Path, groups: int = 12, **changes: Any) -> Path:
         ({"head_dim": 12}, "layer 0 of the assistant reads keys with head_dim 12, the model's sliding_attention"),
         ({"num_centroids": 9}, "does not put 132 tokens into 9 groups"),
         ({"num_centroids": None}, "is missing or wrong"),
+        ({"text_config": 3}, "text_config is 3, not an object"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
         ({"layer_types": ["full_attention"] * 2}, "layer_types .* is missing or wrong"),
         ({"sliding_window": 1}, "with a window of 1 is missing or wrong"),
         ({"enable_moe_block": True}, "enable_moe_block is True, which is not known of an assistant"),
@@ -180,6 +183,16 @@ def changed(tmp_path: Path, groups: int = 12, **changes: Any) -> Path:
 def test_what_does_not_fit_is_named(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=said):
         attach_head(trunk(), changed(tmp_path, **changes))
+
+
+def test_what_a_config_does_not_say(tmp_path: Path) -> None:
+    """transformers' own sizes hold where text_config names none, in either family."""
+    for kind, window in (("gemma4_assistant", 512), ("gemma4_unified_assistant", 1024)):
+        asked: dict[str, Any] = {"model_type": kind, "text_config": {"num_hidden_layers": 4, "hidden_size": 256}}
+        found = read({**asked, "backbone_hidden_size": 1536}, {}, tmp_path)
+        assert (found.vocab_size, found.hidden_size) == (262144, 1536)
+        specs = [layer.mixer.spec for layer in found.spec.reader.layers]  # type: ignore[union-attr, attr-defined]
+        assert [(spec.head_dim, spec.window) for spec in specs] == [(256, window)] * 3 + [(512, 0)]
 
 
 def test_other_models_are_refused() -> None:

@@ -41,8 +41,17 @@ def scale_rows(stored: Stored, shape: Shape, block: tuple[int, int]) -> Decode:
     count = -(-rows // block[0]) * -(-columns // block[1])
     if math.prod(scale.shape) not in (count, count * math.prod(shape[:-2])):
         raise _misfit(stored, scale, block)
-    grid = numbers(scale, stored).reshape(-1, -(-rows // block[0]), -(-columns // block[1]))
-    return lambda chosen: np.asarray(grid[chosen // rows % len(grid), chosen % rows // block[0]])
+    numbers(scale, stored)
+    per_matrix = -(-rows // block[0])
+    grid = _floats(scale).shaped(math.prod(scale.shape) // -(-columns // block[1]), -(-columns // block[1]))
+    stack = grid.shape[0] // per_matrix
+    return lambda chosen: grid.take_rows(
+        chosen // rows % stack * per_matrix + chosen % rows // block[0]
+    ).float32()  # not kept: as float32 they may be an eighth of the file
+
+
+def _floats(scale: Tensor) -> Tensor:
+    return replace(scale, dtype="F8_E8M0") if scale.dtype == "U8" else scale
 
 
 def group_in(width: int, columns: int) -> int:
@@ -52,7 +61,7 @@ def group_in(width: int, columns: int) -> int:
 
 def numbers(scale: Tensor, stored: Stored) -> NDArray[np.float32]:
     """The values of a weight's scales [*shape]; bytes are powers of two (E8M0). ModelError unless all are numbers."""
-    values = replace(scale, dtype="F8_E8M0" if scale.dtype == "U8" else scale.dtype).float32()
+    values = _floats(scale).float32()
     if not np.isfinite(values).all():
         raise ModelError(f"the scales {scale.name} of {stored.name} are not all numbers", "download the model again")
     return values

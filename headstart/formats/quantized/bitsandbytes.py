@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -69,7 +70,7 @@ def keep(stored: Stored) -> Kept | None:
     def rows(chosen: NDArray[np.int64]) -> NDArray[np.uint8]:
         codes = each.take_rows(chosen).data.view(np.uint8)
         places = chosen[:, None] * columns + np.arange(0, columns, group)
-        return joined(layout, (codes >> 4 | codes << 4).astype(np.uint8), largest[places // size])
+        return joined(layout, (codes >> 4 | codes << 4).astype(np.uint8), largest(places // size))
 
     return Kept(layout.name, rows)
 
@@ -83,9 +84,13 @@ def decode(stored: Stored) -> Decode | None:
     def values(rows: NDArray[np.int64]) -> NDArray[np.float32]:
         places = rows[:, None] * columns + np.arange(columns)
         both = flat.data.view(np.uint8)[places // 2]
-        return np.asarray(levels[np.where(places % 2, both & 15, both >> 4)] * largest[places // size])
+        return np.asarray(levels[np.where(places % 2, both & 15, both >> 4)] * largest(places // size))
 
     return values
+
+
+Magnitudes = Callable[[NDArray[np.int64]], NDArray[np.float32]]
+"""Numbers of blocks -> the largest magnitude in each."""
 
 
 class _Parts(NamedTuple):
@@ -94,7 +99,7 @@ class _Parts(NamedTuple):
     columns: int
     size: int
     levels: NDArray[np.float32]
-    largest: NDArray[np.float32]
+    largest: Magnitudes
     flat: Tensor
 
 
@@ -104,9 +109,10 @@ def _parts(stored: Stored) -> _Parts:
     count = math.prod(shape)
     if stored.main.dtype not in ("U8", "I8") or stored.main.nbytes != -(-count // 2):
         raise ModelError(f"{stored.name}: {stored.main.nbytes} bytes of {stored.main.dtype} do not hold {list(shape)}")
+    blocks = math.prod(_beside(stored, ".absmax").shape)
+    if blocks != -(-count // size):
+        raise ModelError(f"{stored.name}: {blocks} magnitudes do not fit {list(shape)} in blocks of {size}")
     levels, largest = _levels(stored), _largest(stored, state)
-    if len(largest) != -(-count // size):
-        raise ModelError(f"{stored.name}: {len(largest)} magnitudes do not fit {list(shape)} in blocks of {size}")
     return _Parts(shape[-1], size, levels, largest, stored.main.shaped(stored.main.nbytes))
 
 
@@ -146,17 +152,19 @@ def _levels(stored: Stored) -> NDArray[np.float32]:
     return levels
 
 
-def _largest(stored: Stored, state: dict[str, Any]) -> NDArray[np.float32]:
-    """The magnitude of each block, [blocks]. Its code stands for nested_quant_map[code] * nested_absmax + offset."""
+def _largest(stored: Stored, state: dict[str, Any]) -> Magnitudes:
+    """The magnitude of each block. Its code stands for nested_quant_map[code] * nested_absmax + offset."""
     kept = _beside(stored, ".absmax")
     if kept.dtype != "U8":
-        return numbers(kept, stored).reshape(-1)
+        whole = numbers(kept, stored).reshape(-1)
+        return lambda at: np.asarray(whole[at])
     levels = numbers(_beside(stored, ".nested_quant_map"), stored).reshape(-1)
     outer, codes = numbers(_beside(stored, ".nested_absmax"), stored).reshape(-1), kept.data.reshape(-1)
     size = int(state.get("nested_blocksize", 256))
     if len(levels) != 256 or len(outer) != -(-len(codes) // size):
         raise ModelError(f"{stored.name}: {len(levels)} levels and {len(outer)} scales of {len(codes)} magnitudes")
-    return levels[codes] * np.repeat(outer, size)[: len(codes)] + np.float32(state.get("nested_offset", 0.0))
+    offset = np.float32(state.get("nested_offset", 0.0))
+    return lambda at: np.asarray(levels[codes[at]] * outer[at // size] + offset)
 
 
 QUANTIZATION = Quantization(

@@ -75,7 +75,7 @@ def attention_layers(config: Config, num_layers: int) -> list[Attention]:
     if config.get("compress_ratios"):
         return [compressed(config, int(ratio)) for ratio in config["compress_ratios"]][:num_layers]
     if config.get("kv_lora_rank"):
-        return [latent(config)] * num_layers
+        return [latent(config, indexed=each) for each in indexed_layers(config, num_layers)]
     first = first_borrowing(config, num_layers)
     kinds = layer_kinds(config, num_layers)
     return [_mixer(config, kind, borrowing=index >= first) for index, kind in enumerate(kinds)]
@@ -122,8 +122,14 @@ def _turn(pattern: Any) -> list[bool]:
 
 
 def _mixer(config: Config, kind: str, *, borrowing: bool) -> Attention:
+    if kind == "mamba" or (kind == "linear_attention" and "mamba_n_heads" in config):
+        return mamba(config)
     if kind == "linear_attention":
         return recurrent(config)
+    if "mamba_d_ssm" in config:  # side by side (Falcon-H1)
+        attention, beside = grouped(config, 0), mamba(config)
+        kernels = attention.kernels + beside.kernels
+        return replace(attention, weights=attention.weights + beside.weights, kernels=kernels, state=beside.state)
     if kind == "conv":
         return short_convolution(config)
     windows = {"chunked_attention": "attention_chunk_size", "sliding_attention": "sliding_window"}
@@ -161,9 +167,18 @@ def _by_window(config: Config, key: str, window: int) -> int:
     return int(special or (config[key] if key == "num_attention_heads" else config.get(key) or 0))
 
 
-def latent(config: Config) -> Attention:
+def indexed_layers(config: Config, num_layers: int) -> list[bool]:
+    """Which layers have an indexer of their own; the others take what the last one before them has chosen."""
+    kinds = config.get("indexer_types") or config.get("index_topk_pattern")
+    if kinds:
+        return [str(each)[:1] in "fF" for each in kinds][:num_layers]
+    every, offset = int(config.get("index_topk_freq") or 1), int(config.get("index_skip_topk_offset") or 2)
+    return [max(i - offset + 1, 0) % every == 0 for i in range(num_layers)]
+
+
+def latent(config: Config, *, indexed: bool = True) -> Attention:
     """Multi-head latent attention, absorbed (DeepSeek-V2 report, section 2.1): one vector per position for all heads;
-    with `index_topk` a small indexer chooses positions (DeepSeek-V3.2 report)."""
+    with `index_topk` a small indexer chooses positions (DeepSeek-V3.2 report), where the layer is `indexed`."""
     hidden, heads, rank = (int(config[key]) for key in ("hidden_size", "num_attention_heads", "kv_lora_rank"))
     rope, nope, value = (int(config[key]) for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
     query = int(config.get("q_lora_rank") or 0)
@@ -171,16 +186,16 @@ def latent(config: Config) -> Attention:
     weights = q_weights + hidden * (rank + rope) + rank * heads * (nope + value) + heads * value * hidden
     top = config.get("index_topk")
     index_heads, index_size = int(config.get("index_n_heads") or 0), int(config.get("index_head_dim") or 0)
-    if top:
+    if top and indexed:
         weights += (query or hidden) * index_heads * index_size + hidden * (index_size + index_heads)
     return Attention(
         weights=weights,
-        kernels=KERNELS["chosen" if top else "latent"],
+        kernels=KERNELS["chosen" if top and indexed else "latent"],
         width=rank + rope,
         work=heads * (2 * rank + rope),
         top=int(top) if top else None,
-        index_width=index_size if top else 0,
-        index_work=index_heads * index_size if top else 0,
+        index_width=index_size if top and indexed else 0,
+        index_work=index_heads * index_size if top and indexed else 0,
     )
 
 
@@ -237,9 +252,12 @@ def short_convolution(config: Config) -> Attention:
 
 def mamba(config: Config) -> Attention:
     """Mamba-2: a state of heads x head size x state size, whatever the context."""
-    hidden, heads, size = (int(config[key]) for key in ("hidden_size", "mamba_num_heads", "mamba_head_dim"))
-    state, groups = int(config["ssm_state_size"]), int(config.get("n_groups") or 1)
-    inner = heads * size
+    hidden, heads = int(config["hidden_size"]), int(config.get("mamba_n_heads") or config["mamba_num_heads"])
+    state = int(config.get("mamba_d_state") or config["ssm_state_size"])
+    groups = int(config.get("mamba_n_groups") or config.get("n_groups") or 1)
+    size = config.get("mamba_d_head") or config.get("mamba_head_dim") or "auto"
+    whole = int(config.get("mamba_d_ssm") or int(config.get("mamba_expand") or 2) * hidden)
+    inner = whole if size == "auto" else heads * int(size)
     return Attention(
         weights=hidden * (2 * inner + 2 * groups * state + heads) + inner * hidden,
         kernels=KERNELS["recurrent"],
@@ -292,7 +310,8 @@ def feed_forward(config: Config, *, dense: bool, wide: bool = False) -> MLP:
 
 def _inner(config: Config) -> int:
     """Width of a dense feed-forward part; LFM2's is two thirds of what its config says, rounded up."""
-    inner = int(config.get("intermediate_size_mlp") or config.get("block_ff_dim") or config["intermediate_size"])
+    named = ("intermediate_size_mlp", "shared_intermediate_size", "block_ff_dim", "intermediate_size")
+    inner = int(next(value for key in named if (value := config.get(key))))
     multiple = int(config.get("block_multiple_of") or 0)
     if not multiple or not config.get("block_auto_adjust_ff_dim", True):
         return inner
@@ -301,7 +320,8 @@ def _inner(config: Config) -> int:
 
 def _shared(config: Config, inner: int) -> int:
     """Width of the experts that every row runs through."""
-    for key in ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "share_expert_dim"):
+    keys = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
+    for key in (*keys, "share_expert_dim"):
         if config.get(key):
             return int(config[key])
     if "interleave_moe_layer_step" in config:  # one beside the experts, which no key counts

@@ -84,7 +84,8 @@ def head_block(config: Config, layers: list[tuple[Attention, MLP]], layout: Layo
         return compressed(config, 0), feed
     windows = layout is not None and layout.rope == "sliding"
     fitting = [mixer for mixer in mixers if not mixer.state and bool(mixer.window) == windows]
-    return (fitting or mixers)[-1], feed
+    # the last of them, but with an indexer where some have one
+    return max(reversed(fitting or mixers), key=lambda mixer: mixer.index_width), feed
 
 
 def has_experts(config: Config, layout: Layout) -> bool:

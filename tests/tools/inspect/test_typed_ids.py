@@ -76,6 +76,26 @@ VL_EXPERTS = {
     "decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": True,
     "num_experts": 128, "num_experts_per_tok": 8,
 }  # fmt: skip
+LATENT: dict[str, Any] = {
+    **COMMON, "attention_bias": False, "ep_size": 1, "first_k_dense_replace": 3, "hidden_size": 7168,
+    "intermediate_size": 18432, "kv_lora_rank": 512, "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8,
+    "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128,
+    "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid", "topk_group": 4, "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 129280,
+    "rope_scaling": {
+        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
+}  # fmt: skip
+INDEXED = {"index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048}
+GLM5: dict[str, Any] = {
+    **LATENT, **INDEXED, "model_type": "glm_moe_dsa", "head_dim": 64, "hidden_size": 6144, "index_n_heads": 32,
+    "indexer_rope_interleave": True, "intermediate_size": 12288, "n_group": 1, "num_attention_heads": 64,
+    "num_hidden_layers": 78, "num_key_value_heads": 64, "pretraining_tp": 1, "q_lora_rank": 2048, "qk_head_dim": 256,
+    "qk_nope_head_dim": 192, "rope_interleave": True, "rope_scaling": None, "rope_theta": None, "topk_group": 1,
+    "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"}, "v_head_dim": 256, "vocab_size": 154880,
+}  # fmt: skip
 RUN: dict[str, dict[str, Any]] = {
     "meta-llama/Llama-4-Scout-17B-16E-Instruct": {
         "architectures": ["Llama4ForConditionalGeneration"], "boi_token_index": 200080, "eoi_token_index": 200081,
@@ -157,6 +177,18 @@ RUN: dict[str, dict[str, Any]] = {
             **COMMON, "model_type": "glm4v_text", "attention_bias": True, "partial_rotary_factor": 0.5,
             "rope_scaling": {"rope_type": "default", "mrope_section": [8, 12, 12]},
         },
+    },
+    "deepseek-ai/DeepSeek-V3.2": {
+        **LATENT, **INDEXED, "model_type": "deepseek_v32", "quantization_config": {
+            "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "scale_fmt": "ue8m0",
+            "weight_block_size": [128, 128],
+        },
+    },
+    "zai-org/GLM-5": GLM5,
+    "zai-org/GLM-5.2": {
+        **GLM5, "index_share_for_mtp_iteration": True, "index_skip_topk_offset": 3, "index_topk_freq": 4,
+        "index_topk_pattern": None, "moe_router_dtype": "float32",
+        "indexer_types": ["full" if i < 2 or i % 4 == 2 else "shared" for i in range(78)],
     },
     "tiiuae/Falcon-H1-1.5B-Instruct": {
         **COMMON, "model_type": "falcon_h1", "attention_bias": False, "attention_in_multiplier": 1.0,
