@@ -48,6 +48,7 @@ WIDE: Mapping[str, Any] = {
 _LATENT = {"head_dim": 32, "num_key_value_heads": 4, "v_head_dim": 64}
 OWN: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v3": _LATENT, "glm4_moe_lite": _LATENT, "longcat_flash": _LATENT,
+    "step3p5": {"share_expert_dim": 256},
     "ernie4_5_moe": {"intermediate_size": 1024},  # of which the converter makes the width of shared experts
     "mixtral": {"intermediate_size": 256}, "granitemoehybrid": {"intermediate_size": 256},
     "gemma3": {"vocab_size": 97, "sliding_window_pattern": 6, "num_hidden_layers": 7},  # as long as its tokenizer
@@ -71,7 +72,7 @@ OWN: Mapping[str, Mapping[str, Any]] = {
 """Keys of one family."""
 RELEASED: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v3": {"scoring_func": "sigmoid"}, "glm4_moe_lite": {"scoring_func": "sigmoid"},
-    "cohere2": {"rotary_pct": 1.0},
+    "cohere2": {"rotary_pct": 1.0}, "step3p5": {"norm_expert_weight": True},
     "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "mimo_v2_flash": {

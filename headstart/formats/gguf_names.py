@@ -105,6 +105,7 @@ IMPLIED: Mapping[str, Mapping[str, float | None]] = {
     "lfm2moe": {"norm_topk_prob": True, "routed_scaling_factor": 1.0, "first_k_dense_replace": 0},
     "gemma3": {"query_pre_attn_scalar": 0, "sliding_window": 0},
     "gemma2": {"query_pre_attn_scalar": 0},
+    "step35": {"norm_topk_prob": False},
     "gemma4": {"rope_parameters": None},
     "falcon-h1": {"mamba_norm_before_gate": False},
     "mimo2": {"attention_value_scale": 1.0},

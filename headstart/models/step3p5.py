@@ -191,6 +191,7 @@ def _layer(config: Config, mixer: AttentionConfig, sparse: bool, routed: Activat
         num_experts=number(config, "moe_num_experts", "n_routed_experts", "num_experts", needs="a mixture of experts"),
         top_k=number(config, "moe_top_k", "num_experts_per_tok", needs="a mixture of experts"),
         scoring="sigmoid",
+        normalize=flag(config, "norm_topk_prob", True),
         scale=real(config, "routed_scaling_factor" if _of_llama_cpp(config) else "moe_router_scaling_factor", 1.0),
     )
     if router.top_k > router.num_experts:

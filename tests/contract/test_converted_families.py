@@ -119,6 +119,7 @@ def step_keys(writer: Writer, config: Config) -> None:
     writer.add_expert_weights_scale(config["moe_router_scaling_factor"])
     writer.add_leading_dense_block_count(1)
     writer.add_uint32("step35.moe_every_n_layers", 1)
+    writer.add_expert_weights_norm(True)
     writer.add_array("step35.swiglu_clamp_exp", [0.0, 7.0, 0.0, 0.0, 0.0, 0.0])
     writer.add_rope_dimension_count(config["head_dim"])
     writer.add_rope_freq_base(5e4)
