@@ -45,14 +45,19 @@ LENGTHS = (1, 5, 17, 30, 45, 64)
 """Of the prompts; the longer ones begin with the same tokens."""
 SHARED = 20
 SOFT = 0.1
-QUIET = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "w2.weight", "experts.down_proj", "down_proj_bias")
+QUIET = (
+    "o_proj.weight", "wo_b.weight", "out_proj.weight", "down_proj.weight", "w2.weight", "experts.down_proj",
+    "down_proj_bias",
+)  # fmt: skip
 PROJECTIONS = {
     "mtp.fc.weight": False, "eh_proj.weight": False, "input_proj.weight": True, "mtp_linear_proj.0.weight": False,
 }  # fmt: skip
 """Ending of the name of an MTP module's projection -> does the hidden state come first?"""
+SUMMED = {".e_proj.weight": 1.0, ".h_proj.weight": 0.0}
+"""Two projections whose results are added -> how much of its input each lets through."""
 TAKES = r"pre_fc_norm_embedding\.weight|enorm(\.m)?\.weight|token_layernorm\.weight"
-SAYS = r"mtp\.norm\.weight|shared_head\.norm\.weight|final_layernorm\.weight|mtp_emb_norm"
-LAST_NORMS = ("model.norm.weight", "backbone.norm_f.weight", "model.final_layernorm.weight")
+SAYS = r"mtp\.(\d\.)?norm\.weight|shared_head\.norm\.weight|final_layernorm\.weight|mtp_emb_norm"
+LAST_NORMS = ("model.norm.weight", "backbone.norm_f.weight", "model.final_layernorm.weight", "norm.weight")
 """Of the trunk."""
 
 
@@ -81,6 +86,9 @@ def agreeing(arrays: Arrays) -> Arrays:
             if name.endswith(ending):
                 halves = [np.eye(len(array)), np.zeros((len(array),) * 2)]
                 arrays[name] = np.hstack(halves[::-1] if hidden_first else halves).astype(np.float32)
+        for ending, share in SUMMED.items():
+            if name.endswith(ending):
+                arrays[name] = np.float32(share) * np.eye(len(array), dtype=np.float32)
         if re.search(TAKES, name):
             arrays[name] = np.full_like(array, 0.0 if folded else 1.0)
         elif re.search(SAYS, name) and name != last:
@@ -99,7 +107,7 @@ def check(family: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]
     name, changes = VARIANTS.get(family, (family, {}))
     found: Family = registry.find("models", name).FAMILY
     config, arrays = found.tiny(**changes)
-    has_head = any(name.endswith(ending) for name in arrays for ending in PROJECTIONS)
+    has_head = any(name.endswith(ending) for name in arrays for ending in {**PROJECTIONS, **SUMMED})
     texts = prompts(config["vocab_size"])
     options = VerifyOptions(
         model=str(write_model(folder / family, config, agreeing(arrays))),

@@ -21,7 +21,7 @@ void require(bool holds, const char* what) {
 
 int64_t num_visible(const Pass& pass, int64_t row) { return pass.sees[row] + 1 - pass.first_position; }
 
-int score(Program& program, int q, int weights, nb::object kv_pool, int64_t heads, int64_t top_k) {
+int score(Program& program, int q, int weights, nb::object kv_pool, int64_t heads, int64_t top_k, int64_t every) {
     KVPool* pool = nb::cast<KVPool*>(kv_pool);
     program.limits.reach(program.limits.table_slots, pool->num_slots);
     program.scores.wanted = true;
@@ -34,9 +34,9 @@ int score(Program& program, int q, int weights, nb::object kv_pool, int64_t head
     step.num_tasks = [&program](const Pass& pass) {
         return pass.num_rows * ((program.scores.width + kStretch - 1) / kStretch);
     };
-    step.run = [&program, pool, q, weights, heads, top_k](const Pass& pass, int64_t index) {
+    step.run = [&program, pool, q, weights, heads, top_k, every](const Pass& pass, int64_t index) {
         const int64_t parts = (program.scores.width + kStretch - 1) / kStretch, row = index / parts;
-        if (num_visible(pass, row) <= top_k) return;
+        if (num_visible(pass, row) / every <= top_k) return;
         IndexTask task{};
         static_cast<Tiles&>(task) = tiles_of(*pool, pass, pass.row_spans[row], 0);
         gather_path(*pool, pass, row, task);
@@ -64,22 +64,27 @@ void best(const float* scores, int64_t count, int64_t top_k, int32_t first, int3
 }
 
 // A row of the result: how many positions the row takes, then which. Nothing but the number where it takes all.
-int choose(Program& program, int q, int weights, nb::object kv_pool, int64_t heads, int64_t top_k) {
+int choose(Program& program, int q, int weights, nb::object kv_pool, int64_t heads, int64_t top_k, int64_t every) {
     const KVLayout layout = nb::cast<KVPool*>(kv_pool)->layout;
     require(heads > 0 && top_k > 0 && layout.num_heads == 1 && program.buffers[q].width == heads * layout.head_dim &&
                 program.buffers[weights].width == heads && !program.buffers[q].logits,
             "choose: shapes differ");
-    const int scored = score(program, q, weights, kv_pool, heads, top_k), chosen = program.buffer(top_k + 1, false);
+    require(every > 0, "choose: windows of no position");
+    const int scored = score(program, q, weights, kv_pool, heads, top_k, every), chosen = program.buffer(top_k + 1, false);
     Step step;
     step.label = "attention";
     step.reads = {scored};
     step.writes = {chosen};
     step.by_rows = true;
-    step.run = [&program, chosen, top_k](const Pass& pass, int64_t row) {
+    step.run = [&program, chosen, top_k, every](const Pass& pass, int64_t row) {
         auto* found = reinterpret_cast<int32_t*>(program.values(chosen, row));
-        const int64_t count = num_visible(pass, row), first = pass.first_position;
+        const int64_t count = num_visible(pass, row) / every, first = pass.first_position;
         *found = (int32_t)std::min(count, top_k);
-        if (count > top_k) best(program.scores.row(row) + first, count, top_k, (int32_t)first, found + 1);
+        if (count <= top_k) return;
+        float* scores = program.scores.row(row) + first;
+        for (int64_t i = 0; every > 1 && i < count; ++i) scores[i] = scores[(i + 1) * every - 1];
+        best(scores, count, top_k, (int32_t)first, found + 1);
+        for (int64_t i = 1; every > 1 && i <= top_k; ++i) found[i] = (int32_t)((found[i] + 1) * every - 1);
     };
     program.add(std::move(step));
     return chosen;

@@ -15,6 +15,7 @@ namespace headstart {
 namespace {
 
 using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Longs = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Matrices = std::vector<const Matrix*>;
 
 void require(bool holds, const char* what) {
@@ -73,28 +74,34 @@ Step step_over(const Routing* routing, int64_t pairs, std::vector<int> reads, in
 
 // Records the choice; returns the number of the routing and the buffer that stands for it.
 std::pair<int, int> route(Program& program, int logits, std::optional<Floats> bias, int64_t top_k, int64_t num_groups,
-                          int64_t top_groups, bool sigmoid, bool normalize, float scale, int64_t num_identity,
-                          bool scales_inputs) {
+                          int64_t top_groups, int scoring, bool normalize, float scale, int64_t num_identity,
+                          bool scales_inputs, std::optional<Longs> told) {
     const int64_t count = program.buffers[logits].width;
     require(count <= kMaxExperts && top_k > 0 && num_groups > 0 && count % num_groups == 0 && top_groups > 0 &&
                 top_groups <= num_groups && top_k <= count / num_groups * top_groups && num_identity >= 0 &&
                 num_identity < count,
             "route: the numbers of experts do not fit");
     require(!bias || (int64_t)bias->size() == count, "route: the bias has another width");
+    require(scoring >= 0 && scoring <= (int)Scoring::SOFTPLUS, "route: no such scores");
+    require(!told || (int64_t)told->size() % top_k == 0, "route: the table has not top_k experts for each token");
+    for (size_t i = 0; told && i < told->size(); ++i)
+        require(told->data()[i] >= 0 && told->data()[i] < count, "route: the table names an expert that is not there");
+    if (told) program.limits.reach(program.limits.tokens, (int64_t)told->size() / top_k);
     require(!program.buffers[logits].logits, "route: rows of logits take no experts");
     require(!scales_inputs || num_identity == 0, "route: experts that give back a row read it as it is");
-    auto routing = std::make_shared<Routing>(Router{count, top_k, num_groups, top_groups, count - num_identity, sigmoid,
-                                                    normalize, scale, scales_inputs});
+    auto routing = std::make_shared<Routing>(Router{count, top_k, num_groups, top_groups, count - num_identity,
+                                                    static_cast<Scoring>(scoring), normalize, scale, scales_inputs});
     const int chosen = program.buffer(0, false);
     Step step;
     step.label = "rows";
     step.reads = {logits};
     step.writes = {chosen};
     step.by_rows = true;
-    step.owners = {nb::cast(bias)};
-    step.run = [&program, logits, top_k, routing = routing.get(),
-                b = bias ? bias->data() : nullptr](const Pass&, int64_t row) {
-        program.kernels.route(program.values(logits, row), b, routing->router, routing->ids.data() + row * top_k,
+    step.owners = {nb::cast(bias), nb::cast(told)};
+    step.run = [&program, logits, top_k, routing = routing.get(), b = bias ? bias->data() : nullptr,
+                table = told ? told->data() : nullptr](const Pass& pass, int64_t row) {
+        const int64_t* own = table ? table + pass.token_ids[row] * top_k : nullptr;
+        program.kernels.route(program.values(logits, row), b, own, routing->router, routing->ids.data() + row * top_k,
                               routing->weights.data() + row * top_k);
     };
     program.add(std::move(step));
@@ -239,8 +246,8 @@ int head_linear(Program& program, int x, nb::list matrices) {
 
 void bind_expert_steps(nb::class_<Program>& program) {
     program.def("route", route, nb::arg("logits"), nb::arg("bias").none(), nb::arg("top_k"), nb::arg("num_groups"),
-                nb::arg("top_groups"), nb::arg("sigmoid"), nb::arg("normalize"), nb::arg("scale"), nb::arg("num_identity"),
-                nb::arg("scales_inputs"));
+                nb::arg("top_groups"), nb::arg("scoring"), nb::arg("normalize"), nb::arg("scale"), nb::arg("num_identity"),
+                nb::arg("scales_inputs"), nb::arg("told").none());
     program.def("experts", experts);
     program.def("head_linear", head_linear);
 }

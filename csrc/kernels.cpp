@@ -290,19 +290,24 @@ void store_kv(const float* keys, const float* values, uint8_t* pool, const KVLay
 
 void attend(const AttendTask& task); // attention.cpp
 void sigmoid_mul(const float* gate, const float* x, int64_t gates, int64_t width, float* out); // experts.cpp
-void route(const float* logits, const float* bias, const Router& router, int32_t* ids, float* weights);
+void route(const float* logits, const float* bias, const int64_t* told, const Router& router, int32_t* ids, float* weights);
 void weigh(const float* values, int64_t stride, const int32_t* slots, const float* weights, int64_t count,
            const float* x, int64_t width, float* out);
 void conv(const float* const* rows, const float* taps, const float* bias, int64_t width, int64_t channels, float* out); // recurrent.cpp
 void softplus(const float* x, const float* rate, const float* bias, int64_t width, float* out);
 void recur(const RecurrenceTask& task);
 void index_scores(const IndexTask& task); // indexer.cpp
+void stream_weights(const float* mixes, const float* base, const float* scale, const StreamShape& shape, float* out);
+void sum_streams(const float* streams, const float* weights, int64_t count, int64_t width, float* out);
+void mix_streams(const float* streams, const float* x, const float* weights, int64_t count, int64_t width, float* out);
+void compress(const CompressTask& task); // these four: streams.cpp
 
 const Kernels& kernels() {
     static constexpr Kernels table{HEADSTART_STRING(HEADSTART_PATH), linear,      gated,  embed,    quantize, norm,
                                    activate_row,            activate_mul, scale, softcap_row, add,   rope,
                                    store_kv,                attend,      sigmoid_mul, route, weigh,  conv,
-                                   softplus,                recur,  index_scores};
+                                   softplus,                recur,  stream_weights,
+                                   sum_streams,             mix_streams, compress, index_scores};
     return table;
 }
 

@@ -54,7 +54,8 @@ struct Output {
 constexpr int64_t kMaxValueDim = 512, kMaxExperts = 1024;
 
 enum class Activation : int32_t {
-    SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, RELU2 = 4, IDENTITY = 5, CLAMPED = 6, SILU_7 = 7, SILU_16 = 8
+    SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, RELU2 = 4, IDENTITY = 5, CLAMPED = 6, SILU_7 = 7, SILU_16 = 8,
+    SILU_OF_10 = 9
 };
 
 enum class Store : int32_t { F32 = 0, BF16 = 1, I8 = 2 };
@@ -128,12 +129,30 @@ struct IndexTask : Tiles {
     float* scores;
 };
 
+enum class Scoring : int32_t { SOFTMAX = 0, SIGMOID = 1, SOFTPLUS = 2 };
+
 // Which experts a row takes, and how it weighs them (RouterSpec of headstart/kernels/ops.py).
 struct Router {
     int64_t num_experts, top_k, num_groups, top_groups, num_matrices;
-    bool sigmoid, normalize;
+    Scoring scoring;
+    bool normalize;
     float scale;
     bool scales_inputs; // weights are of what experts read
+};
+
+// Hyper-connections (StreamSpec of headstart/kernels/ops.py). last: weights of a sum alone.
+struct StreamShape {
+    int64_t count, iterations;
+    float eps;
+    bool last;
+};
+
+// One entry of rows [values, gates], as floats `stride` apart; the first ones, before `first`, are not there.
+struct CompressTask {
+    const float* rows;
+    int64_t stride, span, first, dim;
+    bool overlap;
+    float* out;
 };
 
 constexpr int64_t kMaxKeyDim = 256, kMaxTaps = 16;
@@ -183,8 +202,9 @@ struct Kernels {
     void (*attend)(const AttendTask& task);
     // sigmoid(gate) * x; each gate serves width / gates neighbours.
     void (*sigmoid_mul)(const float* gate, const float* x, int64_t gates, int64_t width, float* out);
-    // logits [num_experts] -> ids [top_k] in ascending order, and their weights.
-    void (*route)(const float* logits, const float* bias, const Router& router, int32_t* ids, float* weights);
+    // logits [num_experts] -> ids [top_k] in ascending order, those told if not nullptr, and their weights.
+    void (*route)(const float* logits, const float* bias, const int64_t* told, const Router& router, int32_t* ids,
+                  float* weights);
     // out = sum over i < count of weights[i] * row slots[i] of values, in this order; slot -1 is the row x.
     void (*weigh)(const float* values, int64_t stride, const int32_t* slots, const float* weights, int64_t count,
                   const float* x, int64_t width, float* out);
@@ -194,6 +214,12 @@ struct Kernels {
     // out = rate * ln(1 + e^(x + bias)); rate nullptr: 1.
     void (*softplus)(const float* x, const float* rate, const float* bias, int64_t width, float* out);
     void (*recur)(const RecurrenceTask& task);
+    void (*stream_weights)(const float* mixes, const float* base, const float* scale, const StreamShape& shape, float* out);
+    // Of `count` streams of `width`; weights nullptr: their mean.
+    void (*sum_streams)(const float* streams, const float* weights, int64_t count, int64_t width, float* out);
+    void (*mix_streams)(const float* streams, const float* x, const float* weights, int64_t count, int64_t width,
+                        float* out);
+    void (*compress)(const CompressTask& task);
     void (*index_scores)(const IndexTask& task);
     int64_t most_queries = kMostQueries; // of a task of attend
     // To bfloat16 (ties to even), padded with zeros to kPanel; nullptr: bfloat16 matrices take floats on this path.

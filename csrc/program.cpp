@@ -112,7 +112,7 @@ uint8_t* Arena::take(int64_t bytes) {
 Program::Program(const std::string& path) : kernels(*find_path(path).kernels) {}
 
 Activation activation_of(int kind) {
-    if (kind < 0 || kind > (int)Activation::SILU_16) throw std::invalid_argument("no such activation");
+    if (kind < 0 || kind > (int)Activation::SILU_OF_10) throw std::invalid_argument("no such activation");
     return static_cast<Activation>(kind);
 }
 

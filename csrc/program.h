@@ -50,6 +50,17 @@ struct KVPool {
     Memory memory;
 };
 
+// Rows [num_slots, width] that are read one by one, as floats or rounded to bfloat16.
+struct RowPool {
+    RowPool(int64_t num_slots, int64_t width, bool wide)
+        : width(width), num_slots(num_slots), wide(wide), memory(num_slots * width * (wide ? 4 : 2)) {}
+    void put(int64_t slot, const float* row);
+    void get(int64_t slot, float* row) const;
+    int64_t width, num_slots;
+    bool wide;
+    Memory memory;
+};
+
 // Hidden states [num_slots, width], float.
 struct HiddenPool {
     HiddenPool(int64_t num_slots, int64_t width) : width(width), num_slots(num_slots), memory(num_slots * width * 4) {}
@@ -151,6 +162,7 @@ class Program;
 Activation activation_of(int kind); // throws std::invalid_argument
 
 void bind_attention_steps(nb::module_& m, nb::class_<Program>& program); // attention_steps.cpp
+void bind_stream_steps(nb::module_& m, nb::class_<Program>& program);    // stream_steps.cpp
 void bind_choice_steps(nb::class_<Program>& program);                     // choice_steps.cpp
 void bind_expert_steps(nb::class_<Program>& program);                     // expert_steps.cpp
 void bind_recurrent_steps(nb::module_& m, nb::class_<Program>& program); // recurrent_steps.cpp
@@ -207,7 +219,7 @@ class Program {
 
     const Kernels& kernels;
     Limits limits;
-    bool profiling = false, wants_states = false;
+    bool profiling = false, wants_states = false, wants_spans = false; // spans: Pass::row_spans
     Scores scores;
     int64_t hidden_width = 0; // columns of the hidden states that it reads
     std::vector<Buffer> buffers;

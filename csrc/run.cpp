@@ -133,7 +133,7 @@ Planned::Planned(const Program& program, nb::handle plan, const HiddenPool* hidd
     pass.hidden_pool = hidden_pool;
     pass.hidden = hidden_ ? hidden_->data() : nullptr;
     pass.hidden_stride = hidden_ ? (int64_t)hidden_->shape(1) : 0;
-    if (!states.is_none() || !tree.is_none() || program.scores.wanted) {
+    if (!states.is_none() || !tree.is_none() || program.scores.wanted || program.wants_spans) {
         require(ascends(row_starts_.data(), spans), "run: the rows' starts do not ascend");
         row_spans_.resize(rows);
         for (int64_t s = 0; s < spans; ++s)

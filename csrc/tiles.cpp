@@ -38,6 +38,13 @@ Tiles tiles_of(const KVPool& pool, const Pass& pass, int64_t span, int64_t kv_he
             nullptr,            INT64_MAX};
 }
 
+Tiles blocks_of(const Pass& pass, int64_t span) {
+    Tiles blocks{};
+    blocks.block_table = pass.block_tables + span * pass.table_width;
+    blocks.block_size = pass.block_size;
+    return blocks;
+}
+
 int64_t slot_of(const Tiles& tiles, const Pass& pass, int64_t row, int64_t position) {
     if (pass.path_starts) {
         const int64_t back = pass.positions[row] - position, end = pass.path_starts[row + 1];

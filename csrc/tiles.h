@@ -11,6 +11,9 @@ void copy_lane(const KVLayout& layout, const uint8_t* source, int64_t from, uint
 // The pool's tiles of one kv head of the sequence of `row`, by its block table alone.
 Tiles tiles_of(const KVPool& pool, const Pass& pass, int64_t span, int64_t kv_head);
 
+// Its blocks alone, of no pool.
+Tiles blocks_of(const Pass& pass, int64_t span);
+
 // Where a position of a row lies: on its path, or in its sequence's blocks.
 int64_t slot_of(const Tiles& tiles, const Pass& pass, int64_t row, int64_t position);
 

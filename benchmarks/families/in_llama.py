@@ -48,8 +48,6 @@ WIDE: Mapping[str, Any] = {
 _LATENT = {"head_dim": 32, "num_key_value_heads": 4, "v_head_dim": 64}
 OWN: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v3": _LATENT, "glm4_moe_lite": _LATENT, "longcat_flash": _LATENT,
-    "step3p5": {"share_expert_dim": 256},
-    "ernie4_5_moe": {"intermediate_size": 1024},  # of which the converter makes the width of shared experts
     "mixtral": {"intermediate_size": 256}, "granitemoehybrid": {"intermediate_size": 256},
     "gemma3": {"vocab_size": 97, "sliding_window_pattern": 6, "num_hidden_layers": 7},  # as long as its tokenizer
     "gemma4": {"vocab_size": 97, "vocab_size_per_layer_input": 97},
@@ -64,6 +62,8 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "qwen3_moe": {"mlp_only_layers": []},  # llama.cpp has experts in all layers
     "nemotron_h": {"hybrid_override_pattern": "ME*EM"},  # no MLP beside experts there
     "phi3": {"sliding_window": None},  # which llama.cpp does not apply
+    "ernie4_5_moe": {"intermediate_size": 1024},  # by kv heads: what the converter takes for shared experts' width
+    "step3p5": {"moe_layers_enum": "1,2", "share_expert_dim": 256},  # all behind the first ones, as released
     "mimo_v2_flash": {
         "v_head_dim": 32, "num_key_value_heads": 2, "rope_parameters": None, "rope_theta": 50000.0,
         "swa_rope_theta": 300.0, "partial_rotary_factor": 0.5, "swa_num_key_value_heads": 2,
@@ -72,7 +72,8 @@ OWN: Mapping[str, Mapping[str, Any]] = {
 """Keys of one family."""
 RELEASED: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v3": {"scoring_func": "sigmoid"}, "glm4_moe_lite": {"scoring_func": "sigmoid"},
-    "cohere2": {"rotary_pct": 1.0}, "step3p5": {"norm_expert_weight": True},
+    "cohere2": {"rotary_pct": 1.0},
+    "step3p5": {"norm_expert_weight": True},
     "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "mimo_v2_flash": {

@@ -30,8 +30,8 @@ Decode = Callable[[NDArray[np.int64]], NDArray[np.float32]]
 """Rows [n] of a weight whose leading dimensions are one -> their values [n, columns]."""
 
 FLOATS = ("F64", "F32", "F16", "BF16")
-ACTIVATIONS = ("input_scale", "input_global_scale", "input_zero_point", "output_scale", "output_zero_point",
-               "activation_scale")  # fmt: skip
+ACTIVATIONS = ("input_scale", "input_scale_ub", "input_global_scale", "input_zero_point", "output_scale",
+               "output_zero_point", "activation_scale")  # fmt: skip
 """Last words of static scales of activations: of no use once weights are plain."""
 CACHE_SCALES = frozenset({"k_scale", "v_scale", "q_scale", "prob_scale"})
 """Scales of keys and values: they belong to no weight."""

@@ -133,7 +133,7 @@ class HeadSpec:
     hidden_first: bool = False
     mask_first: bool = False
     tap: Tap = "post_norm"
-    recycle: Literal["post_norm", "pre_norm"] = "post_norm"
+    recycle: Literal["post_norm", "pre_norm", "streams"] = "post_norm"
     beyond: Literal["last", "cycle"] | None = None
     output_norm: bool = True
     own_lm_head: int = 0
@@ -155,6 +155,17 @@ class HeadSpec:
         if self.reader:
             return -1
         return sum(self.module_of(each) == self.module_of(step) for each in range(1, step))
+
+    @property
+    def num_streams(self) -> int:
+        """Residual streams of its block."""
+        return self.layer.streams.count if self.layer and self.layer.streams else 1
+
+    def read_width(self, hidden_size: int, *, recycled: bool) -> int:
+        """Columns of what a draft step reads: a stored state, or a recycled vector."""
+        if recycled:
+            return hidden_size * (self.num_streams if self.recycle == "streams" else 1)
+        return tap_width(self.tap, hidden_size, self.num_streams)
 
     @property
     def depth_limit(self) -> int:
@@ -217,16 +228,18 @@ class HeadNetwork:
     def programs(self, pools: Pools) -> Mapping[str, NetworkProgram]:
         """Of module i: `pairs.i`, a draft step from stored trunk states, and `next.i`, one from recycled vectors; and
         STATES, what the first module gives the LM head."""
-        kv, programs, reader = iter(pools.kv), {}, self.head.spec.reader
+        kv, programs, spec = iter(pools.kv), {}, self.head.spec
+        reader = spec.reader
         read = [pools.trunk[place] for place in reader.reads] if reader else None
         for index, module in enumerate(self.head.modules):
             pool = read if read is not None else together([next(kv) for _ in module.kv_specs])
             lm_head = self.lm_heads[min(index, len(self.lm_heads) - 1)]
             code = DraftStep(self.head.spec, module, pool, self.embedding, lm_head)
-            programs[f"pairs.{index}"] = NetworkProgram(code, tap_width(self.head.spec.tap, self.hidden_size))
-            programs[f"next.{index}"] = NetworkProgram(replace(code, recycled=True), self.hidden_size)
+            stored, recycled = (spec.read_width(self.hidden_size, recycled=each) for each in (False, True))
+            programs[f"pairs.{index}"] = NetworkProgram(code, stored)
+            programs[f"next.{index}"] = NetworkProgram(replace(code, recycled=True), recycled)
             if index == 0:
-                states = NetworkProgram(replace(code, lm_head=None), tap_width(self.head.spec.tap, self.hidden_size))
+                states = NetworkProgram(replace(code, lm_head=None), stored)
                 programs[STATES] = states
         return programs
 

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from headstart.core import Sampled, SamplingRows, StepPlan, TokenLogprob
 from headstart.kernels.chain import Chain
-from headstart.kernels.indexing import IndexSpec
+from headstart.kernels.indexing import CompressSpec, IndexSpec as IndexSpec
+from headstart.kernels.specs import RopeSpec as RopeSpec, RouterSpec as RouterSpec, StreamSpec, TemperSpec as TemperSpec
 from headstart.kernels.states import ConvSpec, DeltaSpec, ScanSpec, StateSpec
 
 Buffer = Any
@@ -27,10 +28,13 @@ Weight = Any
 """Opaque weight owned by a backend."""
 Pool = Any
 """Opaque paged storage: num_slots rows of keys and values, or of hidden states."""
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "identity", "clamped", "silu_7", "silu_16"]
+Activation = Literal[
+    "silu", "gelu", "gelu_tanh", "relu", "relu2", "identity", "clamped", "silu_7", "silu_16", "silu_of_10"
+]
 """x / (1 + e^-x); x times the normal distribution's share below x, by erf or by its approximation with tanh; max(x, 0);
 the square of that; x. `clamped` takes both factors of a gated product : with g and u within 7, g only from above,
-g / (1 + e^(-1.702 g)) (u + 1). So do `silu_7` and `silu_16`: silu(g), at most 7 or 16, times u within that."""
+g / (1 + e^(-1.702 g)) (u + 1). So do `silu_7` and `silu_16`: silu(g), at most 7 or 16, times u within that; and
+`silu_of_10`: silu of g, at most 10, times u within that."""
 
 
 NEVER = -1e30
@@ -60,16 +64,6 @@ class RawTensor(Protocol):
 
 
 @dataclass(frozen=True)
-class RopeSpec:
-    """Rotary embedding, half-split (HF) layout: dims i and i + rotary_dim / 2 turn by position * inv_freq[i] * 1;
-    sin and cos are multiplied by `scale` (YaRN). dims beyond rotary_dim pass through."""
-
-    inv_freq: tuple[float, ...]
-    rotary_dim: int
-    scale: float = 1.0
-
-
-@dataclass(frozen=True)
 class AttentionSpec:
     """Shape of one grouped-query attention; `scale` multiplies q.k. Keys have `head_dim` features, values `value_dim`
     (0: as many). `latent`: values are the first features of the keys, and a pool may keep them once. A row sees the
@@ -95,44 +89,8 @@ class AttentionSpec:
         return self.value_dim or self.head_dim
 
 
-KVSpec = AttentionSpec | IndexSpec
+KVSpec = AttentionSpec | IndexSpec | CompressSpec
 """What a layer keeps of a position in a KV pool."""
-
-
-@dataclass(frozen=True)
-class TemperSpec:
-    """Queries that grow with the text: times 1 + strength * ln(1 + floor((position + ahead) / every))."""
-
-    every: int
-    strength: float
-    ahead: int = 0
-
-
-@dataclass(frozen=True)
-class RouterSpec:
-    """Which experts a row takes and how it weighs them.
-
-    Scores are the softmax or sigmoid of the router's logits; a bias is added for the choice only. Of groups of
-    neighbouring experts, those `top_groups` take part whose two best choices sum highest (DeepSeek-V3 report, section
-    2.1.2). The scores of the `top_k` chosen, divided by their sum if `normalize`, times `scale`, are the weights: of
-    what experts say, or if `scales_inputs` of what they read (Llama 4). Ties go to the lowest id. The last
-    `num_identity` experts have no matrices: they give back the row.
-    """
-
-    num_experts: int
-    top_k: int
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
-    normalize: bool = True
-    scale: float = 1.0
-    num_groups: int = 1
-    top_groups: int = 1
-    num_identity: int = 0
-    scales_inputs: bool = False
-
-    @property
-    def num_matrices(self) -> int:
-        """Experts that have matrices."""
-        return self.num_experts - self.num_identity
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,9 +176,18 @@ class Ops(Protocol):
     def head_linear(self, x: Buffer, weights: Sequence[Weight]) -> Buffer:
         """One float matrix [out, in] for each head: [R, heads * in] -> [R, heads * out]."""
 
-    def moe(self, x: Buffer, logits: Buffer, bias: Weight | None, experts: Experts, spec: RouterSpec) -> Buffer:
+    def moe(
+        self,
+        x: Buffer,
+        logits: Buffer,
+        bias: Weight | None,
+        experts: Experts,
+        spec: RouterSpec,
+        told: tuple[Weight, Buffer] | None = None,
+    ) -> Buffer:
         """The weighted sum of the experts that each row takes, added in ascending order of their ids. logits [R, E] are
-        the router's, bias [E]; x [R, in] -> [R, out]."""
+        the router's, bias [E]; x [R, in] -> [R, out]. `told`: a table [V * top_k] (see Backend.index) and token ids
+        [R]; the table's row of a token names its experts, and scores only weigh them."""
 
     def rope(self, x: Buffer, positions: Buffer, spec: RopeSpec, head_dim: int) -> Buffer:
         """Rotate each head of [R, heads * head_dim]."""
@@ -236,6 +203,37 @@ class Ops(Protocol):
         more) with the highest sum over heads of weight * max(q . k, 0), for q [R, heads * head_dim], weights
         [R, heads] and the keys in the pool. Of equal scores the lowest position goes first; NaN comes last. The choice
         holds in this pass, for `attend`, until the next over the same pool."""
+
+    def compress(self, values: Buffer, gates: Buffer, bias: Weight, pool: Pool, spec: CompressSpec) -> Buffer:
+        """Keep values and gates + bias, both [R, width], at the rows' slots; bias [every * width] goes by position %
+        every. A row that ends a window, with (position + 1) % every == 0, gives the sum over its last `span` positions
+        of values, by feature, with the softmax of their gates as weights; positions before the first have none. With
+        `overlap` the older half of them gives its first `dim` columns, the newer its last. -> [R, dim]."""
+
+    def stream_weights(self, mixes: Buffer, base: Weight, scale: Weight, spec: StreamSpec) -> Buffer:
+        """Of n streams, from mixes [R, n + n + n * n], base of that width, scale [3] by part: n weights of the input,
+        sigmoid(scale * mix + base) + eps; n of the output, 2 sigmoid(.); and the mixing matrix: softmax over its rows
+        + eps, its columns divided by their sums + eps, then rows and columns in turn, `iterations` columns in all.
+        mixes [R, n] and scale [1]: the first n alone."""
+
+    def sum_streams(self, streams: Buffer, weights: Buffer | None, spec: StreamSpec) -> Buffer:
+        """[R, n * H] -> [R, H]: the sum of streams by the first n weights; None: their mean."""
+
+    def mix_streams(self, streams: Buffer, x: Buffer, weights: Buffer, spec: StreamSpec) -> Buffer:
+        """Stream k becomes weights[n + k] * x + sum over j of weights[2 n + j n + k] * stream j. x [R, H]."""
+
+    def attend_beside(
+        self,
+        q: Buffer,
+        pool: Pool,
+        entries: Pool,
+        spec: AttentionSpec,
+        every: int,
+        sinks: Weight | None = None,
+        chosen: Pool = None,
+    ) -> Buffer:
+        """As `attend`, and in the same softmax over the pool `entries` at positions p up to the row's own that end a
+        window, (p + 1) % every == 0. `chosen`: those only that were chosen in the pool of an indexer."""
 
     def attend(
         self, q: Buffer, pool: Pool, spec: AttentionSpec, sinks: Weight | None = None, chosen: Pool = None

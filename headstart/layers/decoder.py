@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, Program, StepInputs, Weight
+from headstart.kernels.specs import StreamSpec
 from headstart.kernels.states import StateSpec
 from headstart.layers.linear import Linear
 from headstart.layers.norm import NoNorm, Norm, RMSNorm
+from headstart.layers.streams import Streams, read_streams, repeated, stream_shapes
 from headstart.layers.weights import Shapes, Weights
 
-Tap = Literal["post_norm", "pre_norm"] | tuple[int, ...]
-"""Which trunk hidden state a head reads: after or before the final norm, or the streams that enter these layers,
-side by side."""
+Tap = Literal["post_norm", "pre_norm", "streams"] | tuple[int, ...]
+"""Which trunk hidden state a head reads: after or before the final norm, all residual streams behind the last layer,
+or what enters these layers, side by side."""
 
 
-def tap_width(tap: Tap, hidden_size: int) -> int:
+def tap_width(tap: Tap, hidden_size: int, num_streams: int = 1) -> int:
     """Columns of a stored hidden state."""
-    return hidden_size * max(len(tapped_layers(tap)), 1)
+    return hidden_size * (num_streams if tap == "streams" else max(len(tapped_layers(tap)), 1))
 
 
 def together(pools: Seq[Pool]) -> Pool:
@@ -67,6 +69,15 @@ class FeedForward(Protocol):
     def __call__(self, ops: Ops, x: Buffer) -> Buffer: ...
 
 
+@runtime_checkable
+class ByToken(Protocol):
+    """A feed-forward part that may read the token too."""
+
+    table: Weight | None
+
+    def __call__(self, ops: Ops, x: Buffer, token_ids: Buffer = None) -> Buffer: ...
+
+
 @dataclass
 class Passing:
     """What the layers of one pass hand on beside the stream: the token ids, what entered the first layer [R, H], and
@@ -104,6 +115,7 @@ class FeedForwardConfig(Protocol):
         """Names and shapes of what `build` takes."""
 
 
+STREAM_PARTS = ("mixer_streams", "mlp_streams")
 Norms = Literal["pre", "post", "sandwich", "open", "parallel", "late"]
 NORM_NAMES: Mapping[Norms, tuple[str, str, str, str]] = {
     "pre": ("input_layernorm", "", "post_attention_layernorm", ""),
@@ -141,7 +153,8 @@ class NoPart:
 class LayerConfig:
     """One layer: its two parts, where norms stand (`centered`: of x - mean(x)), what each part's output is multiplied
     by, and a part beside them. `scaled`: the stream is multiplied by `layer_scalar` [1] in the end. `shortcut`: another
-    feed-forward part, which reads what the first does and is added behind the next layer (experts of LongCat-Flash)."""
+    feed-forward part, which reads what the first does and is added behind the next layer (experts of LongCat-Flash).
+    `streams`: the stream is several, side by side (layers.streams)."""
 
     mixer: MixerConfig
     mlp: FeedForwardConfig
@@ -152,6 +165,7 @@ class LayerConfig:
     beside: BesideConfig | None = None
     scaled: bool = False
     shortcut: FeedForwardConfig | None = None
+    streams: StreamSpec | None = None
 
     def build(self, weights: Weights, prefix: str, hidden: int, *, reads: int | None = None) -> DecoderLayer:
         """From the tensors under `prefix` (no trailing dot). `reads`: columns that the mixer reads, where they are not
@@ -172,6 +186,11 @@ class LayerConfig:
             stream_scale=weights.scalar(f"{prefix}.layer_scalar") if self.scaled else 1.0,
             parallel=self.norms == "parallel",
             shortcut=self.shortcut.build(weights, f"{prefix}.shortcut", hidden) if self.shortcut else None,
+            streams=tuple(
+                read_streams(weights, f"{prefix}.{part}", hidden, self.streams, self.eps) for part in STREAM_PARTS
+            )
+            if self.streams
+            else (),
         )
 
     def shapes(self, prefix: str, hidden: int, *, reads: int | None = None) -> Shapes:
@@ -183,7 +202,15 @@ class LayerConfig:
             **(self.beside.shapes(prefix, hidden) if self.beside else {}),
             **({f"{prefix}.layer_scalar": (1,)} if self.scaled else {}),
             **(self.shortcut.shapes(f"{prefix}.shortcut", hidden) if self.shortcut else {}),
+            **self._stream_shapes(prefix, hidden),
         }
+
+    def _stream_shapes(self, prefix: str, hidden: int) -> Shapes:
+        shapes: Shapes = {}
+        for part in STREAM_PARTS if self.streams else ():
+            assert self.streams
+            shapes |= stream_shapes(f"{prefix}.{part}", hidden, self.streams)
+        return shapes
 
     @property
     def _norms(self) -> tuple[str, str, str, str]:
@@ -209,6 +236,7 @@ class DecoderLayer:
     stream_scale: float = 1.0
     parallel: bool = False
     shortcut: FeedForward | None = None
+    streams: tuple[Streams, ...] = ()
 
     def __call__(
         self,
@@ -219,7 +247,10 @@ class DecoderLayer:
         pool: Pool,
         passing: Passing | None = None,
     ) -> tuple[Buffer | None, Buffer]:
-        """(delta, residual) -> (delta, residual); the stream's value is their sum (None: nothing to add)."""
+        """(delta, residual) -> (delta, residual); the stream's value is their sum (None: nothing to add). With streams
+        the residual is all of them, and nothing is left to add."""
+        if self.streams:
+            return None, self._in_streams(ops, residual, positions, pool, passing)
         mixed = delta
         if not isinstance(self.mixer, NoPart):
             x, residual = self.input_norm.add(ops, delta, residual)
@@ -243,6 +274,18 @@ class DecoderLayer:
             return delta, residual
         return None, ops.scale(ops.add(delta, residual), self.stream_scale)
 
+    def _in_streams(self, ops: Ops, streams: Buffer, positions: Buffer, pool: Pool, passing: Passing | None) -> Buffer:
+        around_mixer, around_mlp = self.streams
+        x, weights = around_mixer.enter(ops, streams)
+        mixed = self.mixer(ops, self.input_norm(ops, x), positions, pool)
+        streams = around_mixer.leave(ops, streams, mixed, weights)
+        x, weights = around_mlp.enter(ops, streams)
+        x = self.post_norm(ops, x)
+        by_token = isinstance(self.mlp, ByToken) and self.mlp.table is not None
+        assert not by_token or passing, "a layer that reads tokens stands in a trunk"
+        said = self.mlp(ops, x, passing.token_ids) if by_token else self.mlp(ops, x)  # type: ignore[union-attr, call-arg]
+        return around_mlp.leave(ops, streams, said, weights)
+
     def _scaled(self, ops: Ops, x: Buffer) -> Buffer:
         return x if self.residual_scale == 1 else ops.scale(x, self.residual_scale)
 
@@ -259,6 +302,7 @@ class Decoder:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
+    streams: Streams | None = None  # what sums them before the final norm
 
     @property
     def kv_specs(self) -> list[KVSpec]:
@@ -303,7 +347,8 @@ class Decoder:
 
 @dataclass(frozen=True)
 class DecoderProgram:
-    """Results: `logits` [L, V]; `hidden` [R, H] after the final norm; `tapped` [R, taps x H] where there are taps."""
+    """Results: `logits` [L, V]; `hidden` [R, H] after the final norm; `tapped` [R, taps x H] where there are taps;
+    `streams` [R, streams * H] behind the last layer where those are the tap."""
 
     model: Decoder
     pools: list[Pool]
@@ -313,17 +358,24 @@ class DecoderProgram:
     def __call__(self, ops: Ops, step: StepInputs) -> dict[str, Buffer]:
         model = self.model
         embedded = model.embed(ops, step.token_ids)
-        delta, residual = None, embedded
+        streams = model.streams
+        delta, residual = None, repeated(ops, embedded, streams.spec.count) if streams else embedded
         passing = Passing(step.token_ids, embedded)
         wanted = tapped_layers(self.tap)
         tapped: Buffer | None = None
         for i, (layer, pool) in enumerate(zip(model.layers, self.pools, strict=True)):
             if i in wanted:
                 stream = residual if delta is None else ops.add(delta, residual)
+                stream = ops.sum_streams(stream, None, streams.spec) if streams else stream
                 tapped = stream if tapped is None else ops.concat(tapped, stream)
             delta, residual = layer(ops, delta, residual, step.positions, pool, passing)
+        last = residual
+        if streams:
+            residual, _ = streams.enter(ops, residual)
         hidden, residual = model.norm.add(ops, delta, residual)
         if self.hidden_pool is not None:
-            ops.store(tapped if wanted else hidden if self.tap == "post_norm" else residual, self.hidden_pool)
+            states = {"post_norm": hidden, "pre_norm": residual, "streams": last}
+            ops.store(tapped if isinstance(self.tap, tuple) else states[self.tap], self.hidden_pool)
         logits = model.logits(ops, ops.take_rows(hidden, step.logit_rows))
-        return {"logits": logits, "hidden": hidden, **({"tapped": tapped} if wanted else {})}
+        more = {"tapped": tapped} if wanted else {"streams": last} if streams and self.tap == "streams" else {}
+        return {"logits": logits, "hidden": hidden, **more}

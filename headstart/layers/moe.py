@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from headstart.errors import ModelError
 from headstart.kernels.ops import Activation, Buffer, Experts, Ops, RawTensor, RouterSpec, Weight
 from headstart.layers.decoder import FeedForward
 from headstart.layers.linear import Linear
@@ -27,7 +28,8 @@ class MoEConfig:
     """`inner`: width of one expert; `shared`: width of the shared experts together, 0 for none; `shared_gate`: a row
     scales them by sigmoid(w . x); `shared_activation`: theirs, where it is another; `bias`: a bias corrects the choice
     of experts; `biases`: the router and all matrices of experts have one; not `gated`: experts have no gate_proj;
-    `latent`: the routed ones read and write as many columns between two matrices that all share, 0: the row itself."""
+    `latent`: the routed ones read and write as many columns between two matrices that all share, 0: the row itself.
+    `table`: of so many tokens each has its experts, `gate.table` [V, top_k]."""
 
     router: RouterSpec
     inner: int
@@ -39,6 +41,7 @@ class MoEConfig:
     biases: bool = False
     gated: bool = True
     latent: int = 0
+    table: int = 0
 
     def build(self, weights: Weights, prefix: str, hidden: int) -> MoE:
         """From the tensors under `prefix` (no trailing dot). Raises ModelError for what is missing."""
@@ -61,7 +64,16 @@ class MoEConfig:
             )
             if self.latent
             else None,
+            table=self._table(weights, f"{prefix}.gate.table"),
         )
+
+    def _table(self, weights: Weights, name: str) -> Weight | None:
+        if not self.table:
+            return None
+        ids = weights.raw(name, (self.table, self.router.top_k)).float32()
+        if not ((ids >= 0) & (ids < self.router.num_experts)).all():
+            raise ModelError(f"{weights.source}: {name} names experts beyond {self.router.num_experts}")
+        return weights.backend.index(ids.astype(np.int64).reshape(-1))
 
     def shapes(self, prefix: str, hidden: int) -> Shapes:
         """Names (experts one by one) and shapes of those tensors."""
@@ -69,6 +81,8 @@ class MoEConfig:
         shapes: Shapes = {f"{prefix}.gate.weight": (count, hidden)}
         if self.bias:
             shapes[f"{prefix}.gate.e_score_correction_bias"] = (count,)
+        if self.table:
+            shapes[f"{prefix}.gate.table"] = (self.table, self.router.top_k)
         if self.biases:
             shapes[f"{prefix}.gate.bias"] = (count,)
         for expert in range(self.router.num_matrices):
@@ -102,21 +116,23 @@ class MoE:
     shared: FeedForward | None = None
     shared_gate: Linear | None = None
     latent: tuple[Linear, Linear] | None = None
+    table: Weight | None = None
 
-    def __call__(self, ops: Ops, x: Buffer) -> Buffer:
+    def __call__(self, ops: Ops, x: Buffer, token_ids: Buffer = None) -> Buffer:
         logits = self.router(ops, x)
+        told = None if self.table is None else (self.table, token_ids)
         if self.shared is None:
-            return self._routed(ops, x, logits)
+            return self._routed(ops, x, logits, told)
         gate = self.shared_gate(ops, x) if self.shared_gate else None
         shared = self.shared(ops, x)
-        routed = self._routed(ops, x, logits)
+        routed = self._routed(ops, x, logits, told)
         return ops.add(routed, shared if gate is None else ops.sigmoid_mul(gate, shared))
 
-    def _routed(self, ops: Ops, x: Buffer, logits: Buffer) -> Buffer:
+    def _routed(self, ops: Ops, x: Buffer, logits: Buffer, told: tuple[Weight, Buffer] | None) -> Buffer:
         if self.latent is None:
-            return ops.moe(x, logits, self.bias, self.experts, self.spec)
+            return ops.moe(x, logits, self.bias, self.experts, self.spec, told)
         into, back = self.latent
-        return back(ops, ops.moe(into(ops, x), logits, self.bias, self.experts, self.spec))
+        return back(ops, ops.moe(into(ops, x), logits, self.bias, self.experts, self.spec, told))
 
 
 def read_experts(

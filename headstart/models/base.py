@@ -103,7 +103,7 @@ _INDEXER = "sparse attention with an indexer (DSA)"
 _STREAMS = "several residual streams (hyper-connections, AltUp)"
 UNSUPPORTED: Mapping[str, str] = {
     "glm5_next": f"Kimi delta attention and {_INDEXER}", "glm5-next": f"Kimi delta attention and {_INDEXER}",
-    "deepseek_v4": _STREAMS, "deepseek4": _STREAMS, "qwen4_exp": _STREAMS, "qwen4exp": _STREAMS,
+    "qwen4_exp": _STREAMS, "qwen4exp": _STREAMS,
     "mimo_v2": "projections fused in the order of several devices, and pictures (MiMo-V2.5, Pro, Omni)",
     "nemotron_h_puzzle": "layers of several sizes (Puzzle)", "mamba2": "Mamba2 layers",
     "gemma3n": _STREAMS, "gemma3n_text": _STREAMS,

@@ -143,6 +143,26 @@ def put_ends(tokenizer: tokenizers.Tokenizer, bos: str | None, eos: str | None) 
         tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=list(ends.items()))
 
 
+ENDS = (
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>",
+    "<end_of_turn>", "<turn|>", "<|tool_response>", "<end_of_utterance>", "<EOT>", "[EOT]", "[e~[",
+)  # fmt: skip
+"""Control tokens that end an answer. Files name one or two of them; llama.cpp knows the others by their text."""
+_END_KEYS = ("eos", "eot", "eom")
+
+
+def ends_of(metadata: Mapping[str, Any]) -> set[int]:
+    """Ids that end a text: those the file names, and control tokens called so. `<|end|>` ends a part of a message only
+    where `<|return|>` or `<|flush|>` ends an answer (gpt-oss, Solar)."""
+    named = (metadata.get(f"tokenizer.ggml.{key}_token_id") for key in _END_KEYS)
+    found = {end for end in named if isinstance(end, int)}
+    kinds = zip(metadata["tokenizer.ggml.tokens"], _token_kinds(metadata), strict=False)
+    control = {token: i for i, (token, kind) in enumerate(kinds) if kind == CONTROL and token in ENDS}
+    if {"<|return|>", "<|flush|>"} & control.keys():
+        found.discard(control.pop("<|end|>", -1))
+    return found | set(control.values())
+
+
 def special_token(metadata: Mapping[str, Any], name: str, tokens: list[str]) -> str | None:
     """The text of the token that `tokenizer.ggml.{name}_token_id` names."""
     number = metadata.get(f"tokenizer.ggml.{name}_token_id")

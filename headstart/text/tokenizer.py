@@ -20,7 +20,6 @@ from headstart.text.pieces import rule_of
 
 LONG_TEXT = 4096
 """Characters from which other threads shall run meanwhile."""
-_END_KEYS = ("eos", "eot", "eom")
 
 
 class Tokenizer:
@@ -61,9 +60,8 @@ class Tokenizer:
     def from_gguf(cls, metadata: Mapping[str, Any], where: str = "the GGUF file") -> Tokenizer:
         """From GGUF metadata. Raises ModelError for an unknown kind of tokenizer."""
         inner = _gguf_tokenizer.build(metadata, where)
-        ends = (metadata.get(f"tokenizer.ggml.{key}_token_id") for key in _END_KEYS)
         bos = metadata.get("tokenizer.ggml.bos_token_id")
-        return cls(inner, eos_ids={end for end in ends if isinstance(end, int)}, bos_id=bos, where=where)
+        return cls(inner, eos_ids=_gguf_tokenizer.ends_of(metadata), bos_id=bos, where=where)
 
     def encode(self, text: str, add_special: bool = False, parse_special: bool = True) -> list[int]:
         """Token ids of `text`. `add_special` puts what the model wants around a raw text (often bos). Names of special

@@ -128,7 +128,7 @@ def _assess_blocks(
 
 def _read(spec: HeadSpec, target: Target, batch: Batch) -> Tensor:
     """What the head reads of the trunk, [B, T, W or taps x W]."""
-    if tapped_layers(spec.tap):
+    if tapped_layers(spec.tap) or spec.tap == "streams":
         return batch.tapped
     return batch.final if spec.tap == "post_norm" else before_norm(batch.final, target.norm)
 

@@ -9,17 +9,19 @@ Step-1 keys of later origins, and so all padding, lie behind the causal mask.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from headstart.errors import ModelError
-from headstart.kernels.indexing import IndexSpec
-from headstart.kernels.ops import AttentionSpec, KVSpec, Pool, RopeSpec
-from headstart.kernels.reference.backend import ReferenceOps, attention_weights
+from headstart.kernels.indexing import CompressSpec, IndexSpec
+from headstart.kernels.ops import AttentionSpec, KVSpec, Pool
 from headstart.kernels.reference.choice import best_positions, index_scores
+from headstart.kernels.reference.ops import ReferenceOps, attention_weights
+from headstart.kernels.reference.streams import entries_of
+from headstart.kernels.specs import RopeSpec
 from headstart.kernels.states import ConvSpec, DeltaSpec, ScanSpec
 from headstart.train import delta, scan
 
@@ -57,8 +59,42 @@ class TrainOps(ReferenceOps):
         scores = [index_scores(q, weights, shared, spec)]
         scores += [index_scores(q[:, :, None], weights[:, :, None], keys[:, :, None], spec)[..., 0] for keys in own]
         mask = _mask(q.shape[1], len(own), spec, q)
+        ends = (torch.arange(mask.shape[1], device=q.device) + 1) % spec.every == 0
+        mask = mask.masked_fill(~ends, float("-inf")) if spec.every > 1 else mask
         seen = best_positions(torch.cat(scores, dim=-1), (mask == 0).expand(len(q), -1, -1), spec.top_k)
         pool.chosen = mask.expand(len(q), -1, -1).masked_fill(~seen, float("-inf"))
+
+    def compress(self, values: Tensor, gates: Tensor, bias: Tensor, pool: Pool, spec: CompressSpec) -> Tensor:
+        """Of every row, whatever it ends."""
+        num_rows = values.shape[1]
+        rows = torch.arange(num_rows, device=values.device)
+        told = gates + bias.view(spec.every, -1)[rows % spec.every]
+        places = rows[:, None] - torch.arange(spec.span - 1, -1, -1, device=values.device)
+        kept = torch.cat((values, told), dim=-1)[:, places.clamp(min=0)]
+        there = (places >= 0).expand(len(values), -1, -1)
+        made: Tensor = entries_of(kept.flatten(0, 1), there.flatten(0, 1), spec).unflatten(0, (-1, num_rows))
+        return made
+
+    def attend_beside(
+        self,
+        q: Tensor,
+        pool: Pool,
+        entries: Pool,
+        spec: AttentionSpec,
+        every: int,
+        sinks: Tensor | None = None,
+        chosen: Pool = None,
+    ) -> Tensor:
+        """Of a trunk: one step."""
+        (near,), (far,) = pool.keys, entries.keys
+        num_rows = q.shape[1]
+        ends = (torch.arange(num_rows, device=q.device) + 1) % every == 0
+        mask = _mask(num_rows, 0, replace(spec, window=0), q) if chosen is None else chosen.chosen
+        masks = (_mask(num_rows, 0, spec, q).expand_as(mask), mask.masked_fill(~ends, float("-inf")))
+        both = DraftMemory([torch.cat((near, far), 2)], [torch.cat((pool.values[0], entries.values[0]), 2)])
+        seen = torch.cat(masks, dim=-1).expand(len(q), -1, -1)
+        heads = q.unflatten(-1, (spec.num_heads, spec.head_dim)).transpose(1, 2)
+        return _drafted_attention(heads, both, spec, sinks, seen).transpose(1, 2).flatten(-2)
 
     def attend(
         self, q: Tensor, pool: Pool, spec: AttentionSpec, sinks: Tensor | None = None, chosen: Pool = None
@@ -100,7 +136,7 @@ def _drafted_attention(
     own = [(grouped * keys.unsqueeze(2)).sum(-1, keepdim=True) for keys in pool.keys[1:]]
     mask = _mask(num_rows, num_own, spec, q) if chosen is None else chosen[:, None, None]
     weights = attention_weights(torch.cat((shared, *own), dim=-1) * spec.scale, mask, spec, sinks)
-    out = weights[..., :num_rows] @ pool.values[0].unsqueeze(2)
+    out = weights[..., : pool.values[0].shape[2]] @ pool.values[0].unsqueeze(2)
     for i, values in enumerate(pool.values[1:]):
         out = out + weights[..., num_rows + i, None] * values.unsqueeze(2)
     return out.flatten(1, 2)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from native_v4 import v4_mtp, v4_trunk
 from torch import Tensor
 from torch.nn.functional import linear, relu, silu
 
@@ -565,6 +566,7 @@ NATIVE_HEADS: dict[str, tuple[Callable[..., Tensor], Callable[..., tuple[Tensor,
     "glm4_moe_lite": (normed_trunk(deepseek_block), trailing_mtp(deepseek_block)),
     "glm_moe_dsa": (normed_trunk(deepseek_block), trailing_mtp(deepseek_block)),
     "longcat_flash": (longcat_trunk, longcat_mtp),
+    "deepseek_v4": (v4_trunk, v4_mtp),
     "nemotron_h": (nemotron_trunk, nemotron_mtp),
 }
 """Family -> (hidden states that its head reads, draft logits and recycled vectors, of a module if it has several)."""

@@ -117,6 +117,25 @@ OWN: dict[str, dict[str, dict[str, Any]]] = {
         "sizes of one layer": {"per_layer_config": {"2": {"head_dim": 10, "num_key_value_heads": 3}}},
         "another table": {"vocab_size_per_layer_input": 140, "use_bidirectional_attention": "vision"},
     },
+    "deepseek_v4": {
+        "wide odd heads of one key": {"head_dim": 23, "num_attention_heads": 3, "o_groups": 3, "index_head_dim": 11},
+        "one layer with a window, odd sizes": {
+            "num_hidden_layers": 1,
+            "compress_ratios": [0, 0],
+            "num_hash_layers": 0,
+            "vocab_size": 97,
+            "moe_intermediate_size": 37,
+        },
+        "kinds by ratio, three streams": {
+            "compress_ratios": [128, 4, 4, 0],
+            "compress_rates": None,
+            "compress_rate_csa": 5,
+            "hc_mult": 3,
+            "hc_sinkhorn_iters": 1,
+            "scoring_func": "sigmoid",
+        },
+        "no word on kinds": {"compress_ratios": None, "num_hash_layers": None},
+    },
     "longcat_flash": {
         "one layer, odd sizes": {
             "num_hidden_layers": 2,
@@ -130,6 +149,7 @@ OWN: dict[str, dict[str, dict[str, Any]]] = {
 }
 """Variants of one family."""
 NOT_OF = {
+    "deepseek_v4": ("num_key_value_heads", "attention_bias", "hidden_act", "num_hidden_layers"),
     "gemma4": ("rope_scaling",),
     "mimo_v2_flash": ("rope_scaling", "rope_parameters", "num_key_value_heads"),
     "ernie4_5_moe": ("attention_bias",),
@@ -184,6 +204,8 @@ def oracle_of(family: str, model: Model) -> Any:
     tensors = {name: torch.tensor(tensor.float32()) for name, tensor in model.checkpoint.tensors.items()}
     for old, new in {"attention_sink_bias": "sinks", "mlp.moe_statics.": "mlp.gate.moe_statics."}.items():
         tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
+    if kind == "deepseek_v4":
+        tensors = {renamed(name, V4): tensor for name, tensor in tensors.items()}
     named = fused_experts(stepwise(tensors) if kind == "step3p5" else tensors)
     for name in [name for name in named if name.endswith(".gate_up_proj") and config.get("zero_expert_num")]:
         nothing = named[name].new_zeros(config["zero_expert_num"], *named[name].shape[1:])
@@ -239,6 +261,26 @@ def stepwise(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 MIXTRAL = {"block_sparse_moe.": "mlp.", ".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
 """Its names in files -> those of newer families, which transformers has inside."""
+
+
+V4 = {
+    r"\.attn\.": ".self_attn.", r"\.ffn\.": ".mlp.", r"\.indexer\.compressor\.": ".compressor.indexer.",
+    r"^embed\.": "embed_tokens.", r"^head\.": "lm_head.", r"^hc_head_": "hc_head.hc_",
+    r"\.attn_norm\.": ".input_layernorm.",
+    r"\.ffn_norm\.": ".post_attention_layernorm.", r"\.hc_(attn|ffn)_": r".\1_hc.", r"\.attn_sink": ".sinks",
+    r"\.indexer\.weights_proj\.": ".compressor.indexer.scorer.weights_proj.",
+    r"\.indexer\.wq_b\.": ".compressor.indexer.q_b_proj.", r"\.norm\.": ".kv_norm.", r"\.ape": ".position_bias",
+    r"\.wq_(.)\.": r".q_\1_proj.", r"\.wkv\.": ".kv_proj.", r"\.wgate\.": ".gate_proj.", r"\.wo_(.)\.": r".o_\1_proj.",
+    r"\.q_norm\.": ".q_a_norm.", r"\.gate\.bias": ".gate.e_score_correction_bias", r"\.w1\.": ".gate_proj.",
+    r"\.w2\.": ".down_proj.", r"\.w3\.": ".up_proj.", r"^(?!lm_head|mtp)": "model.",
+}  # fmt: skip
+"""DeepSeek's own names -> transformers' (its conversion_mapping.py)."""
+
+
+def renamed(name: str, table: dict[str, str]) -> str:
+    for old, new in table.items():
+        name = re.sub(old, new, name)
+    return name
 
 
 GRANITE = {

@@ -97,6 +97,7 @@ CASES: dict[str, tuple[Weight, dict[str, Any], dict[str, Any], str]] = {
     "packed": (w := weight(), packed(w, 4), PACKED, "Q4_0"),
     "packed, zero points": (w := weight(symmetric=False), packed(w, 4, zeros=True), PACKED, "U4:32:F16"),
     "packed, 8 bits": (w := weight(bits=8), packed(w, 8), PACKED8, "Q8_0"),
+    "packed, 8 bits beside groups of 4": (w := weight(bits=8), packed(w, 8), PACKED, "Q8_0"),
     "packed, act-order": (w := weight(mixed=True), packed(w, 4, ordered=True), PACKED, "F16"),
 }
 

@@ -6,6 +6,7 @@ import json
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tokenizers
 from hypothesis import given, settings, strategies as st
@@ -93,6 +94,23 @@ def test_add_special(metadata: dict[str, object], ends: tuple[bool, bool]) -> No
     ids = tokenizer.encode("hello", add_special=True)
     assert (ids[0] == tokenizer.bos_id, ids[-1] in tokenizer.eos_ids) == ends
     assert tokenizer.encode("hello") == ids[ends[0] : len(ids) - ends[1]]
+
+
+@pytest.mark.parametrize(
+    ("names", "ends"),
+    [
+        (["<|end|>", "<|im_end|>"], {"<|end|>", "<|im_end|>"}),
+        (["<|end|>", "<|call|>", "<|return|>"], {"<|call|>", "<|return|>"}),  # gpt-oss: a channel ends there
+        (["<|call|>", "<|endoftext|>"], {"<|call|>"}),
+    ],
+)
+def test_ends_that_the_file_does_not_name(names: list[str], ends: set[str]) -> None:
+    metadata = byte_level()
+    del metadata["tokenizer.ggml.eot_token_id"]
+    metadata["tokenizer.ggml.tokens"] = [*metadata["tokenizer.ggml.tokens"], *names, "<turn|>"]
+    metadata["tokenizer.ggml.token_type"] = np.append(metadata["tokenizer.ggml.token_type"], [3] * len(names) + [1])
+    tokenizer = Tokenizer.from_gguf(metadata)
+    assert tokenizer.eos_ids == {tokenizer.id_of(name) for name in ends | {"</s>"}}
 
 
 def reference_pieces(text: str) -> list[str]:

@@ -112,6 +112,12 @@ class KVPool:
     def copy_rows(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
         """Keys and values of slots `sources` to slots `targets`, as if all at once."""
 
+class RowPool:
+    """Rows [num_slots, width] that are read one by one; wide: as floats, else as bfloat16."""
+
+    def __init__(self, num_slots: int, width: int, wide: bool) -> None: ...
+    def copy_rows(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None: ...
+
 class HiddenPool:
     """Hidden states [num_slots, width]."""
 
@@ -177,11 +183,12 @@ class Program:
         top_k: int,
         num_groups: int,
         top_groups: int,
-        sigmoid: bool,
+        scoring: int,
         normalize: bool,
         scale: float,
         num_identity: int,
         scales_inputs: bool,
+        told: NDArray[np.int64] | None,
     ) -> tuple[int, int]:
         """The choice of experts, for `experts`."""
 
@@ -191,7 +198,7 @@ class Program:
     def want(self, x: int, by: Matrix) -> None:
         """Keep the form of a buffer's rows that this matrix multiplies, from here on."""
 
-    def rope(self, x: int, table: RopeTable, head_dim: int) -> int: ...
+    def rope(self, x: int, table: RopeTable, head_dim: int, trailing: bool, inverse: bool, behind: int) -> int: ...
     def store_kv(self, k: int, v: int, pool: KVPool) -> None: ...
     def attend(
         self,
@@ -206,7 +213,7 @@ class Program:
         before: bool = False,
         chunk: int = 0,
     ) -> int: ...
-    def choose(self, q: int, weights: int, pool: KVPool, heads: int, top_k: int) -> int: ...
+    def choose(self, q: int, weights: int, pool: KVPool, heads: int, top_k: int, every: int) -> int: ...
     def attend_chosen(
         self,
         q: int,
@@ -217,6 +224,34 @@ class Program:
         sinks: NDArray[np.float32] | None,
         chosen: int,
     ) -> int: ...
+    def compress(
+        self,
+        values: int,
+        gates: int,
+        bias: NDArray[np.float32],
+        pool: RowPool,
+        every: int,
+        dim: int,
+        overlap: bool,
+    ) -> int: ...
+    def attend_beside(
+        self,
+        q: int,
+        pool: KVPool,
+        entries: KVPool,
+        num_heads: int,
+        scale: float,
+        softcap: float,
+        window: int,
+        every: int,
+        sinks: NDArray[np.float32] | None,
+        chosen: int,
+    ) -> int: ...
+    def stream_weights(
+        self, mixes: int, base: NDArray[np.float32], scale: NDArray[np.float32], count: int, iterations: int, eps: float
+    ) -> int: ...
+    def sum_streams(self, streams: int, weights: int, count: int) -> int: ...
+    def mix_streams(self, streams: int, x: int, weights: int, count: int) -> int: ...
     def causal_conv(
         self, x: int, taps: NDArray[np.float32], pool: StatePool, width: int, bias: NDArray[np.float32] | None
     ) -> int: ...

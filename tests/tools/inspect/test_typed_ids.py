@@ -89,6 +89,12 @@ LATENT: dict[str, Any] = {
     },
 }  # fmt: skip
 INDEXED = {"index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048}
+KIMI: dict[str, Any] = {
+    **LATENT, "model_type": "kimi_k2", "aux_loss_alpha": 0.001, "first_k_dense_replace": 1, "n_group": 1,
+    "n_routed_experts": 384, "num_attention_heads": 64, "num_key_value_heads": 64, "num_nextn_predict_layers": 0,
+    "pretraining_tp": 1, "rope_theta": 50000.0, "routed_scaling_factor": 2.827, "seq_aux": True, "topk_group": 1,
+    "rope_scaling": {**LATENT["rope_scaling"], "beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0},
+}  # fmt: skip
 GLM5: dict[str, Any] = {
     **LATENT, **INDEXED, "model_type": "glm_moe_dsa", "head_dim": 64, "hidden_size": 6144, "index_n_heads": 32,
     "indexer_rope_interleave": True, "intermediate_size": 12288, "n_group": 1, "num_attention_heads": 64,
@@ -183,6 +189,24 @@ RUN: dict[str, dict[str, Any]] = {
             "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "scale_fmt": "ue8m0",
             "weight_block_size": [128, 128],
         },
+    },
+    "moonshotai/Kimi-K2-Instruct": KIMI,
+    "moonshotai/Kimi-K2.5": {
+        "architectures": ["KimiK25ForConditionalGeneration"], "bos_token_id": 163584, "dtype": "bfloat16",
+        "eos_token_id": 163585, "ignore_index": -100, "media_placeholder_token_id": 163605, "model_type": "kimi_k25",
+        "pad_token_id": 163839, "tie_word_embeddings": False, "use_unified_vision_chunk": True,
+        "video_placeholder": "<|kimi_k25_video_placeholder|>", "vision_config": {"mm_hidden_size": 1152},
+        "text_config": {**KIMI, "quantization_config": {
+            "config_groups": {"group_0": {
+                "input_activations": None, "output_activations": None, "targets": ["Linear"],
+                "weights": {
+                    "actorder": None, "block_structure": None, "dynamic": False, "group_size": 32, "num_bits": 4,
+                    "observer": "minmax", "observer_kwargs": {}, "strategy": "group", "symmetric": True, "type": "int",
+                },
+            }},
+            "format": "pack-quantized", "ignore": ["lm_head", "re:.*self_attn.*"], "kv_cache_scheme": None,
+            "quant_method": "compressed-tensors", "quantization_status": "compressed",
+        }},
     },
     "zai-org/GLM-5": GLM5,
     "zai-org/GLM-5.2": {

@@ -74,6 +74,7 @@ def sharp(count: int = 1, tp: int | None = None, ep: int = 1, rates: Rates = SHA
         ("gemma-4-26b-a4b", 25.2, 3.8),
         ("llama-4-scout", 107.8, 17),  # 109 with the part that sees images
         ("llama-4-maverick", 400, 17),
+        ("granite-4.0-h-small", 32.2, 9),
         ("nemotron-3-nano", 31.6, 3.2),
         ("nemotron-3-super", 120, 12),
         ("mimo-v2-flash", 309, 15),
