@@ -9,10 +9,16 @@ namespace {
 
 #define APART __attribute__((noinline))
 
+// Of 16 columns, for so many queries; and tiles whose scores are summed together: two hide the latency of one.
 #if HEADSTART_AVX512
-constexpr int kStrips = 4; // of 16 columns: 6 queries x 4 strips are 24 accumulators of 32 registers
+template <int kQueries> constexpr int kStrips = 4; // 6 queries x 4 strips are 24 accumulators of 32 registers
+template <int kQueries> constexpr int kAbreast = 2;
+#elif HEADSTART_NEON
+template <int kQueries> constexpr int kStrips = kQueries == 1 ? 2 : 1; // 4 queries x 4 registers
+template <int kQueries> constexpr int kAbreast = kQueries == 1 ? 2 : 1;
 #else
-constexpr int kStrips = 1;
+template <int kQueries> constexpr int kStrips = 1;
+template <int kQueries> constexpr int kAbreast = 2;
 #endif
 
 // One query: which positions of this chunk it sees, and its sums so far.
@@ -103,7 +109,8 @@ template <Store kStore, int kQueries> struct Attend {
     template <int kCount> APART void gather(int first, int64_t begin, int64_t end) {
         const int64_t dim = task.layout.padded_value();
         int64_t d = 0;
-        for (; d + kStrips * 16 <= dim; d += kStrips * 16) gather_strips<kCount, kStrips>(first, d, begin, end);
+        constexpr int kWidth = kStrips<kCount>;
+        for (; d + kWidth * 16 <= dim; d += kWidth * 16) gather_strips<kCount, kWidth>(first, d, begin, end);
         for (; d < dim; d += 16) gather_strips<kCount, 1>(first, d, begin, end);
     }
 
@@ -148,7 +155,7 @@ template <Store kStore, int kQueries> struct Attend {
             last = each.end > last ? each.end : last;
         }
         int t = 0;
-        for (; t + 2 <= tiles; t += 2) score<2>(t); // two sums for each query hide the latency of one
+        for (; t + kAbreast<kQueries> <= tiles; t += kAbreast<kQueries>) score<kAbreast<kQueries>>(t);
         if (t < tiles) score<1>(t);
         for (Query& each : query)
             if (each.end > each.begin) soften(each);

@@ -2,6 +2,7 @@
 // small floats, widened in registers, with rows of floats.
 #pragma once
 
+#include "group_sums.h"
 #include "kernels.h"
 #include "levels.h"
 #include "simd.h"
@@ -15,12 +16,6 @@ constexpr int kChains = 1;
 #endif
 
 enum class Read { F16, F32, ANY }; // how scales are read: ANY looks at each panel what they are
-
-INLINE i32 splat_bytes(const int8_t* p) {
-    int32_t four;
-    std::memcpy(&four, p, 4);
-    return splat_int(four);
-}
 
 // Powers of two, halved: they belong to twice the values of E2M1. So are the FP8 scales beside such values.
 INLINE f32 halved_e8m0(const uint8_t* p) {
@@ -46,10 +41,10 @@ template <Read kRead> INLINE f32 load_scale(const Matrix& w, const uint8_t* p, i
     return load_half(reinterpret_cast<const uint16_t*>(p) + group * 16);
 }
 
-// acc[r][b] += row r of x times block b. Up to 32 columns are summed as integers, then scaled.
-template <int kBits, int kGroup, Offsets kOffsets, Read kRead, bool kLevels, int kRows>
+// acc[r][b] += row r of x times block kFirst + b, b < kBlocksAtOnce. Up to 32 columns are summed as integers, then scaled.
+template <int kBits, int kGroup, Offsets kOffsets, Read kRead, bool kLevels, int kFirst, int kRows>
 INLINE void multiply_quantized(const Matrix& w, const uint8_t* const block[2], const Input& x, int64_t row,
-                               f32 (&acc)[kRows][2]) {
+                               f32 (&acc)[kRows][kBlocksAtOnce]) {
     const QuantLayout layout(w.cols);
     constexpr bool kMin = kOffsets == Offsets::MINS, kPoints = kOffsets == Offsets::POINTS;
     constexpr int kPart = kGroup < 32 ? kGroup : 32, kParts = kPanel / kPart;
@@ -57,8 +52,7 @@ INLINE void multiply_quantized(const Matrix& w, const uint8_t* const block[2], c
     const int64_t scale_bytes = kRead == Read::ANY ? w.scale_bytes() : kKnown;
     const int64_t head = kRead == Read::ANY ? w.head_bytes() : (kKnown * (kMin ? 2 : 1) + 63) / 64 * 64;
     const int64_t panel_bytes = head + kPanel * kLanes * kBits / 8;
-    const i32 low = splat_int(0x0f0f0f0f);
-    const ByteTable table = byte_table(byte_levels(w.levels));
+    const ByteTable table = lowered_table(byte_levels(w.levels));
     const int8_t* q[kRows];
     const float *scales[kRows], *scaled_sums[kRows];
     const int32_t* sums[kRows];
@@ -69,86 +63,45 @@ INLINE void multiply_quantized(const Matrix& w, const uint8_t* const block[2], c
         sums[r] = kPart == 32 ? layout.sums(p) : layout.half_sums(p);
         scaled_sums[r] = kPart == 32 ? layout.scaled_sums(p) : layout.scaled_half_sums(p);
     }
-    const int32_t zero = -w.zero;
+    constexpr int32_t kOff = kBits == 8 || kLevels ? kLowered : 0;
+    const int32_t zero = kMin || kPoints ? kOff : kOff - w.zero; // what a sum of activations adds so many times
     const bool factors = kRead == Read::ANY && kLevels && w.has_factors();
-    const f32 factor[2] = {factors ? load(reinterpret_cast<const float*>(block[0])) : splat(1.0f),
-                           factors ? load(reinterpret_cast<const float*>(block[1])) : splat(1.0f)};
+    f32 factor[kBlocksAtOnce];
+    for (int b = 0; b < kBlocksAtOnce; ++b)
+        factor[b] = factors ? load(reinterpret_cast<const float*>(block[kFirst + b])) : splat(1.0f);
     const int64_t first = factors ? w.factor_bytes() : 0, num_panels = layout.padded / kPanel;
     const int64_t ahead = row == 0 ? 2 * (first + num_panels * panel_bytes) : 0; // the next pair of blocks
     for (int64_t panel = 0; panel < num_panels; ++panel) {
-        const uint8_t* p[2] = {block[0] + first + panel * panel_bytes, block[1] + first + panel * panel_bytes};
-        for (int64_t line = 0; line < panel_bytes; line += 64) {
-            prefetch(p[0] + ahead + line);
-            prefetch(p[1] + ahead + line);
-        }
+        const uint8_t* p[kBlocksAtOnce];
+        for (int b = 0; b < kBlocksAtOnce; ++b) p[b] = block[kFirst + b] + first + panel * panel_bytes;
+        for (int64_t line = 0; line < panel_bytes; line += 64)
+            for (int b = 0; b < kBlocksAtOnce; ++b) prefetch(p[b] + ahead + line);
         for (int g = 0; g < kParts; ++g) {
             const int64_t part = panel * kParts + g, column = part * kPart, group = g * kPart / kGroup;
-            i32 sum[kRows][2];
-            for (int r = 0; r < kRows; ++r)
-                sum[r][0] = sum[r][1] = splat_int(kMin || kPoints ? 0 : zero * sums[r][part]);
-            if (kBits == 8) {
-                const uint8_t* quants[2] = {p[0] + head + g * kPart * 16, p[1] + head + g * kPart * 16};
-                for (int quad = 0; quad < kPart / 4; ++quad) {
-                    const i32 w0 = load(reinterpret_cast<const int32_t*>(quants[0] + quad * 64));
-                    const i32 w1 = load(reinterpret_cast<const int32_t*>(quants[1] + quad * 64));
-                    for (int r = 0; r < kRows; ++r) {
-                        const i32 a = splat_bytes(q[r] + column + quad * 4);
-                        sum[r][0] = dot(sum[r][0], w0, a);
-                        sum[r][1] = dot(sum[r][1], w1, a);
-                    }
-                }
-            } else {
-                // a half of 32 columns: low nibbles are its first 16 columns, high ones the last 16
-                const int64_t half = kPart == 32 ? g : g / 2;
-                const uint8_t* quants[2] = {p[0] + head + half * 256, p[1] + head + half * 256};
-                for (int quad = 0; quad < 4; ++quad) {
-                    const i32 v0 = load(reinterpret_cast<const int32_t*>(quants[0] + quad * 64));
-                    const i32 v1 = load(reinterpret_cast<const int32_t*>(quants[1] + quad * 64));
-                    if (kPart == 32 || g % 2 == 0) {
-                        i32 w0 = v0 & low, w1 = v1 & low;
-                        if (kLevels) w0 = look_up(table, w0), w1 = look_up(table, w1);
-                        for (int r = 0; r < kRows; ++r) {
-                            const i32 a = splat_bytes(q[r] + column + quad * 4);
-                            sum[r][0] = dot(sum[r][0], w0, a);
-                            sum[r][1] = dot(sum[r][1], w1, a);
-                        }
-                    }
-                    if (kPart == 32 || g % 2 == 1) {
-                        i32 w0 = shift_right<4>(v0) & low, w1 = shift_right<4>(v1) & low;
-                        if (kLevels) w0 = look_up(table, w0), w1 = look_up(table, w1);
-                        for (int r = 0; r < kRows; ++r) {
-                            const i32 a = splat_bytes(q[r] + column + (kPart == 32 ? 16 : 0) + quad * 4);
-                            sum[r][0] = dot(sum[r][0], w0, a);
-                            sum[r][1] = dot(sum[r][1], w1, a);
-                        }
-                    }
-                }
+            i32 sum[kRows][kBlocksAtOnce];
+            for (int r = 0; r < kRows; ++r) {
+                const i32 start = splat_int((kMin || kPoints) && !kOff ? 0 : zero * sums[r][part]);
+                for (int b = 0; b < kBlocksAtOnce; ++b) sum[r][b] = start;
             }
-            const f32 s0 = load_scale<kRead>(w, p[0], group, factor[0]), s1 = load_scale<kRead>(w, p[1], group, factor[1]);
-            f32 z0 = s0, z1 = s1;
-            if (kPoints) {
-                z0 = splat(0.0f) - to_float(load_u8(p[0] + scale_bytes + group * 16));
-                z1 = splat(0.0f) - to_float(load_u8(p[1] + scale_bytes + group * 16));
+            add_group<kBits, kPart, kLevels, kRows>(p, head, g, q, column, table, sum);
+            f32 s[kBlocksAtOnce], z[kBlocksAtOnce];
+            for (int b = 0; b < kBlocksAtOnce; ++b) {
+                s[b] = z[b] = load_scale<kRead>(w, p[b], group, factor[b]);
+                if (kPoints) z[b] = splat(0.0f) - to_float(load_u8(p[b] + scale_bytes + group * 16));
             }
             for (int r = 0; r < kRows; ++r) {
                 const f32 scale = splat(scales[r][column / 32]);
-                f32 whole0 = to_float(sum[r][0]), whole1 = to_float(sum[r][1]);
-                if (kPoints) { // of integers below 2^24: exact
-                    const f32 s = splat((float)sums[r][part]);
-                    whole0 = fma(z0, s, whole0);
-                    whole1 = fma(z1, s, whole1);
+                for (int b = 0; b < kBlocksAtOnce; ++b) {
+                    f32 whole = to_float(sum[r][b]);
+                    if (kPoints) whole = fma(z[b], splat((float)sums[r][part]), whole); // of integers below 2^24: exact
+                    acc[r][b] = fma(whole, s[b] * scale, acc[r][b]);
                 }
-                acc[r][0] = fma(whole0, s0 * scale, acc[r][0]);
-                acc[r][1] = fma(whole1, s1 * scale, acc[r][1]);
             }
-            if (kMin) {
-                const f32 m0 = load_scale<kRead>(w, p[0] + scale_bytes, group, factor[0]);
-                const f32 m1 = load_scale<kRead>(w, p[1] + scale_bytes, group, factor[1]);
-                for (int r = 0; r < kRows; ++r) {
-                    const f32 s = splat(scaled_sums[r][part]);
-                    acc[r][0] = fma(m0, s, acc[r][0]);
-                    acc[r][1] = fma(m1, s, acc[r][1]);
-                }
+            if (!kMin) continue;
+            for (int b = 0; b < kBlocksAtOnce; ++b) s[b] = load_scale<kRead>(w, p[b] + scale_bytes, group, factor[b]);
+            for (int r = 0; r < kRows; ++r) {
+                const f32 total = splat(scaled_sums[r][part]);
+                for (int b = 0; b < kBlocksAtOnce; ++b) acc[r][b] = fma(s[b], total, acc[r][b]);
             }
         }
     }
@@ -182,10 +135,10 @@ template <Kind kKind> INLINE auto load_codes(const FloatTable& table, const uint
         return Levels4{table, load(reinterpret_cast<const int32_t*>(p))};
 }
 
-// acc[r][b] += row r of x times block b: codes of a group times floats, then the group's scale.
-template <Kind kKind, int kRows>
+// acc[r][b] += row r of x times block kFirst + b: codes of a group times floats, then the group's scale.
+template <Kind kKind, int kFirst, int kRows>
 INLINE void multiply_coded(const Matrix& w, const uint8_t* const block[2], const Input& x, int64_t row,
-                           f32 (&acc)[kRows][2]) {
+                           f32 (&acc)[kRows][kBlocksAtOnce]) {
     const FloatTable table = float_table(float_levels(w.levels));
     const f32 unit_value = splat(kKind == Kind::F8 ? 256.0f : 1.0f);
     const int64_t panel_bytes = w.panel_bytes(), head = w.head_bytes(), num_panels = w.padded() / kPanel;
@@ -201,32 +154,34 @@ INLINE void multiply_coded(const Matrix& w, const uint8_t* const block[2], const
                 std::memcpy(tail[r], in[r], rest * 4);
                 in[r] = tail[r];
             }
-        const uint8_t* p[2] = {block[0] + panel * panel_bytes, block[1] + panel * panel_bytes};
-        for (int64_t line = 0; line < panel_bytes; line += 64) {
-            prefetch(p[0] + ahead + line);
-            prefetch(p[1] + ahead + line);
-        }
+        const uint8_t* p[kBlocksAtOnce];
+        for (int b = 0; b < kBlocksAtOnce; ++b) p[b] = block[kFirst + b] + panel * panel_bytes;
+        for (int64_t line = 0; line < panel_bytes; line += 64)
+            for (int b = 0; b < kBlocksAtOnce; ++b) prefetch(p[b] + ahead + line);
         for (int64_t group = 0, unit = 0; group < kPanel / w.group; ++group) {
-            f32 sum[kRows][2][kChains];
+            f32 sum[kRows][kBlocksAtOnce][kChains];
             for (auto& r : sum)
                 for (auto& b : r)
                     for (auto& chain : b) chain = splat(0.0f);
             for (int64_t end = unit + units; unit < end; ++unit) {
-                const auto codes0 = load_codes<kKind>(table, p[0] + head + unit * 64);
-                const auto codes1 = load_codes<kKind>(table, p[1] + head + unit * 64);
+                decltype(load_codes<kKind>(table, nullptr)) codes[kBlocksAtOnce];
+                for (int b = 0; b < kBlocksAtOnce; ++b) codes[b] = load_codes<kKind>(table, p[b] + head + unit * 64);
 #pragma GCC unroll 8
                 for (int i = 0; i < kUnit<kKind>; ++i) {
-                    const f32 w0 = widen(codes0, i), w1 = widen(codes1, i);
+                    f32 weights[kBlocksAtOnce];
+#pragma GCC unroll 2
+                    for (int b = 0; b < kBlocksAtOnce; ++b) weights[b] = widen(codes[b], i);
 #pragma GCC unroll 8
                     for (int r = 0; r < kRows; ++r) {
                         const f32 a = splat(in[r][column_of(kKind, unit, i)]);
-                        sum[r][0][i % kChains] = fma(w0, a, sum[r][0][i % kChains]);
-                        sum[r][1][i % kChains] = fma(w1, a, sum[r][1][i % kChains]);
+#pragma GCC unroll 2
+                        for (int b = 0; b < kBlocksAtOnce; ++b)
+                            sum[r][b][i % kChains] = fma(weights[b], a, sum[r][b][i % kChains]);
                     }
                 }
             }
 #pragma GCC unroll 2
-            for (int b = 0; b < 2; ++b) {
+            for (int b = 0; b < kBlocksAtOnce; ++b) {
                 const f32 scale = load_scale<Read::F32>(w, p[b], group, unit_value) * unit_value;
                 for (int r = 0; r < kRows; ++r)
                     acc[r][b] = fma(kChains > 1 ? sum[r][b][0] + sum[r][b][kChains - 1] : sum[r][b][0], scale, acc[r][b]);

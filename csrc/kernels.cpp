@@ -15,67 +15,92 @@ namespace {
 constexpr int kRowTile = 6; // 6 rows x 2 blocks: 24 accumulators of 32 registers
 #elif HEADSTART_AVX2
 constexpr int kRowTile = 2;
+#elif HEADSTART_NEON
+constexpr int kRowTile = 4; // 4 rows x a block's 4 registers: 16 accumulators of 32 registers
 #else
 constexpr int kRowTile = 1;
 #endif
+#if HEADSTART_NEON
+constexpr int64_t kQueries = 4; // likewise
+#else
+constexpr int64_t kQueries = kMostQueries;
+#endif
 
-// The same for float matrices, column by column.
-template <Kind kKind, int kRows>
+// acc[r][b] += row r of x times block kFirst + b, b < kBlocksAtOnce, float matrices, column by column.
+template <Kind kKind, int kFirst, int kRows>
 INLINE void multiply_float(const Matrix& w, const uint8_t* const block[2], const Input& x, int64_t row,
-                           f32 (&acc)[kRows][2]) {
+                           f32 (&acc)[kRows][kBlocksAtOnce]) {
     const float* in[kRows];
     for (int r = 0; r < kRows; ++r) in[r] = x.values + x.at(row + r) * x.stride;
-    auto add = [&](int64_t column, f32 w0, f32 w1) __attribute__((always_inline)) {
+    const auto add = [&](int64_t column, const f32 (&weights)[kBlocksAtOnce]) __attribute__((always_inline)) {
         for (int r = 0; r < kRows; ++r) {
             const f32 a = splat(in[r][column]);
-            acc[r][0] = fma(w0, a, acc[r][0]);
-            acc[r][1] = fma(w1, a, acc[r][1]);
+            for (int b = 0; b < kBlocksAtOnce; ++b) acc[r][b] = fma(weights[b], a, acc[r][b]);
         }
     };
     if (kKind == Kind::BF16) {
         const i32 high = splat_int((int32_t)0xffff0000);
         for (int64_t k = 0; k < w.cols; k += 2) {
-            const i32 p0 = load(reinterpret_cast<const int32_t*>(block[0] + k * 32));
-            const i32 p1 = load(reinterpret_cast<const int32_t*>(block[1] + k * 32));
-            add(k, as_float(shift_left<16>(p0)), as_float(shift_left<16>(p1)));
-            if (k + 1 < w.cols) add(k + 1, as_float(p0 & high), as_float(p1 & high));
+            i32 pair[kBlocksAtOnce];
+            f32 even[kBlocksAtOnce], odd[kBlocksAtOnce];
+            for (int b = 0; b < kBlocksAtOnce; ++b) {
+                pair[b] = load(reinterpret_cast<const int32_t*>(block[kFirst + b] + k * 32));
+                even[b] = as_float(shift_left<16>(pair[b]));
+                odd[b] = as_float(pair[b] & high);
+            }
+            add(k, even);
+            if (k + 1 < w.cols) add(k + 1, odd);
         }
-    } else if (kKind == Kind::F16) {
-        for (int64_t k = 0; k < w.cols; ++k)
-            add(k, load_half(reinterpret_cast<const uint16_t*>(block[0] + k * 32)),
-                load_half(reinterpret_cast<const uint16_t*>(block[1] + k * 32)));
-    } else {
-        for (int64_t k = 0; k < w.cols; ++k)
-            add(k, load(reinterpret_cast<const float*>(block[0] + k * 64)),
-                load(reinterpret_cast<const float*>(block[1] + k * 64)));
+        return;
+    }
+    for (int64_t k = 0; k < w.cols; ++k) {
+        f32 weights[kBlocksAtOnce];
+        for (int b = 0; b < kBlocksAtOnce; ++b) {
+            if (kKind == Kind::F16)
+                weights[b] = load_half(reinterpret_cast<const uint16_t*>(block[kFirst + b] + k * 32));
+            else
+                weights[b] = load(reinterpret_cast<const float*>(block[kFirst + b] + k * 64));
+        }
+        add(k, weights);
     }
 }
 
 template <int kRows> using Tile = f32[kRows][2];
 template <int kRows> using Multiply = void (*)(const Matrix&, const uint8_t* const[2], const Input&, int64_t, Tile<kRows>&);
 
+// What multiply(sums, first block) makes of zeros, for both blocks.
+template <int kRows, class F> INLINE void from_zero(Tile<kRows>& acc, F&& multiply) {
+    const auto take = [&](auto first) __attribute__((always_inline)) {
+        f32 sum[kRows][kBlocksAtOnce];
+        for (auto& r : sum)
+            for (f32& lanes : r) lanes = splat(0.0f);
+        multiply(sum, first);
+        for (int r = 0; r < kRows; ++r)
+            for (int b = 0; b < kBlocksAtOnce; ++b) acc[r][first.value + b] = sum[r][b];
+    };
+    take(std::integral_constant<int, 0>{});
+    if constexpr (kBlocksAtOnce == 1) take(std::integral_constant<int, 1>{});
+}
+
 template <int kBits, int kGroup, Offsets kOffsets, Read kRead, bool kLevels, int kRows>
 void quantized(const Matrix& w, const uint8_t* const block[2], const Input& x, int64_t row, Tile<kRows>& acc) {
-    f32 sum[kRows][2];
-    for (auto& r : sum) r[0] = r[1] = splat(0.0f);
-    multiply_quantized<kBits, kGroup, kOffsets, kRead, kLevels, kRows>(w, block, x, row, sum);
-    for (int r = 0; r < kRows; ++r) acc[r][0] = sum[r][0], acc[r][1] = sum[r][1];
+    from_zero<kRows>(acc, [&](auto& sum, auto first) __attribute__((always_inline)) {
+        multiply_quantized<kBits, kGroup, kOffsets, kRead, kLevels, first.value>(w, block, x, row, sum);
+    });
 }
 
 template <Kind kKind, int kRows>
 void floating(const Matrix& w, const uint8_t* const block[2], const Input& x, int64_t row, Tile<kRows>& acc) {
-    f32 sum[kRows][2];
-    for (auto& r : sum) r[0] = r[1] = splat(0.0f);
-    multiply_float<kKind, kRows>(w, block, x, row, sum);
-    for (int r = 0; r < kRows; ++r) acc[r][0] = sum[r][0], acc[r][1] = sum[r][1];
+    from_zero<kRows>(acc, [&](auto& sum, auto first) __attribute__((always_inline)) {
+        multiply_float<kKind, first.value>(w, block, x, row, sum);
+    });
 }
 
 template <Kind kKind, int kRows>
 void coded(const Matrix& w, const uint8_t* const block[2], const Input& x, int64_t row, Tile<kRows>& acc) {
-    f32 sum[kRows][2];
-    for (auto& r : sum) r[0] = r[1] = splat(0.0f);
-    multiply_coded<kKind, kRows>(w, block, x, row, sum);
-    for (int r = 0; r < kRows; ++r) acc[r][0] = sum[r][0], acc[r][1] = sum[r][1];
+    from_zero<kRows>(acc, [&](auto& sum, auto first) __attribute__((always_inline)) {
+        multiply_coded<kKind, first.value>(w, block, x, row, sum);
+    });
 }
 
 template <int kBits, int kGroup, int kRows> Multiply<kRows> pick_quantized(const Matrix& w) {
@@ -165,10 +190,12 @@ template <class F> INLINE void in_tiles(int64_t rows, F&& f) {
 #if HEADSTART_AVX512
     case 5: f(row, std::integral_constant<int, 5>{}); break;
     case 4: f(row, std::integral_constant<int, 4>{}); break;
+#endif
+#if HEADSTART_AVX512 || HEADSTART_NEON
     case 3: f(row, std::integral_constant<int, 3>{}); break;
     case 2: f(row, std::integral_constant<int, 2>{}); break;
 #endif
-#if HEADSTART_AVX512 || HEADSTART_AVX2
+#if HEADSTART_AVX512 || HEADSTART_AVX2 || HEADSTART_NEON
     case 1: f(row, std::integral_constant<int, 1>{}); break;
 #endif
     default: break;
@@ -307,7 +334,7 @@ const Kernels& kernels() {
                                    activate_row,            activate_mul, scale, softcap_row, add,   rope,
                                    store_kv,                attend,      sigmoid_mul, route, weigh,  conv,
                                    softplus,                recur,  stream_weights,
-                                   sum_streams,             mix_streams, compress, index_scores};
+                                   sum_streams,             mix_streams, compress, index_scores, kQueries};
     return table;
 }
 

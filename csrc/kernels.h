@@ -235,6 +235,15 @@ const Kernels& kernels();
 namespace avx512 {
 const Kernels& kernels();
 }
+namespace neon { // ARMv8.0
+const Kernels& kernels();
+}
+namespace dotprod { // neon with dot products of signed bytes
+const Kernels& kernels();
+}
+namespace i8mm { // and of unsigned by signed ones
+const Kernels& kernels();
+}
 namespace amx { // avx512 with AMX-BF16
 const Kernels& kernels();
 }

@@ -14,7 +14,7 @@ namespace {
 constexpr float kL2Epsilon = 1e-6f;
 #if HEADSTART_AVX512
 constexpr int kStrips = 4; // of 16 columns
-#elif HEADSTART_AVX2
+#elif HEADSTART_AVX2 || HEADSTART_NEON
 constexpr int kStrips = 2;
 #else
 constexpr int kStrips = 1;

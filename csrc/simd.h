@@ -1,4 +1,5 @@
-// Sixteen lanes of float or int32 on whatever this translation unit is compiled for: AVX-512, AVX2 or plain C++.
+// Sixteen lanes of float or int32 on whatever this translation unit is compiled for: AVX-512, AVX2, NEON (simd_neon.h)
+// or plain C++.
 // A lane's result never depends on the other lanes, and every function rounds in one way on one path.
 #pragma once
 
@@ -15,6 +16,10 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
+
+#if HEADSTART_NEON
+#include "simd_neon.h"
+#endif
 
 namespace headstart::HEADSTART_PATH {
 
@@ -195,7 +200,7 @@ INLINE f32 widen(const E4M3& codes, int column) {
     return {_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))};
 }
 
-#else
+#elif !HEADSTART_NEON
 
 struct f32 {
     float v[16];
@@ -337,7 +342,7 @@ INLINE float max_lanes(f32 a) { // not for NaN
     return reduce_lanes(a, [](f32 x, f32 y) __attribute__((always_inline)) { return max(x, y); });
 }
 INLINE int32_t max_lanes(i32 a) { return _mm512_reduce_max_epi32(a.v); }
-#else
+#elif !HEADSTART_NEON
 INLINE int32_t max_lanes(i32 a) {
     int32_t v[16], most = INT32_MIN;
     store(v, a);

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from headstart.core import StepPlan
 from headstart.kernels.native import packing
 from headstart.kernels.native.backend import NativeBackend, instruction_paths
 from headstart.kernels.ops import AttentionSpec
-from headstart.kernels.reference.backend import ReferenceBackend
+
+if TYPE_CHECKING:
+    import torch  # imported where it is called: bits are compared on processors, too, that it does not run on
 
 Array = NDArray[Any]
 PATHS = instruction_paths()
@@ -163,6 +164,8 @@ def quantized_rows(x: Array) -> tuple[Array, Array]:
 
 def rounded_rows(x: Array) -> Array:
     """Activations as products of bfloat16 see them on the path `amx`: subnormal numbers are 0."""
+    import torch
+
     rounded = torch.from_numpy(x).bfloat16().float().numpy()
     return np.where(np.abs(rounded) < np.finfo(np.float32).tiny, np.float32(0), rounded)
 
@@ -177,6 +180,8 @@ def inputs_of(form: Form, path: str, x: Array) -> Array:
 def stored(values: Array, kv_dtype: str, dim: int) -> Array:
     """Keys or values [T, heads * dim] as a pool keeps them."""
     if kv_dtype == "bfloat16":
+        import torch
+
         return torch.from_numpy(values).bfloat16().float().numpy()
     if kv_dtype == "int8":
         heads = values.reshape(len(values), -1, dim)
@@ -254,11 +259,17 @@ def run_native(on: NativeBackend, code: Code, plan: StepPlan, hidden: Array | No
 
 
 def reference_weight(weight: Any) -> torch.Tensor:
+    import torch
+
     return torch.from_numpy(np.array(values_of(weight), np.float64))
 
 
 def run_reference(code: Code, plan: StepPlan, hidden: Array | None = None) -> dict[str, Array]:
     """In float64. `code` is made over reference weights and pools."""
+    import torch
+
+    from headstart.kernels.reference.backend import ReferenceBackend
+
     given = None if hidden is None else torch.from_numpy(np.asarray(hidden, np.float64))
     found = ReferenceBackend(dtype="float64").run(code, plan, hidden=given)
     return {name: value.numpy().copy() for name, value in found.items()}
