@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.errors import ModelError
+from headstart.formats.base import Tensor
 from headstart.kernels.ops import Activation, Buffer, Experts, Ops, RawTensor, RouterSpec, Weight
 from headstart.layers.decoder import FeedForward
 from headstart.layers.linear import Linear
@@ -70,7 +71,9 @@ class MoEConfig:
     def _table(self, weights: Weights, name: str) -> Weight | None:
         if not self.table:
             return None
-        ids = weights.raw(name, (self.table, self.router.top_k)).float32()
+        table = weights.raw(name, (self.table, self.router.top_k))
+        whole = isinstance(table, Tensor) and table.dtype in ("I64", "I32")
+        ids = table.numpy() if isinstance(table, Tensor) and whole else table.float32()
         if not ((ids >= 0) & (ids < self.router.num_experts)).all():
             raise ModelError(f"{weights.source}: {name} names experts beyond {self.router.num_experts}")
         return weights.backend.index(ids.astype(np.int64).reshape(-1))

@@ -83,7 +83,7 @@ CASES = {
     "a part of an MTP module missing": Bad("qwen3_5", "has no tensor mtp.0.norm.weight", change=without("mtp.norm")),
     "a sparse indexer": Bad("deepseek_v3", "index_n_heads is missing", {"index_topk": 64}),
     "a family with a sparse indexer": Bad("deepseek_v3", "(DSA)", {"model_type": "glm5_next"}),
-    "a family with attention sinks": Bad("qwen3", "mimo_v2 models need attention sinks", {"model_type": "mimo_v2"}),
+    "a family with fused projections": Bad("qwen3", "mimo_v2 models need projections fused", {"model_type": "mimo_v2"}),
     "no family": Bad("qwen3", "names no model_type", {"model_type": None}),
     "a family nobody knows": Bad("qwen3", "unknown model family 'qwen33'", {"model_type": "qwen33"}),
     "AWQ": Bad(
@@ -127,7 +127,7 @@ CASES = {
         "qwen2", "the config leaves no place for lm_head.weight", {"tie_word_embeddings": True}
     ),
     "keys beyond the kernels": Bad(
-        "qwen3_5", "the native backend cannot run this model: gated_delta", tiny={"linear_key_head_dim": 272}
+        "qwen3_5", "the native backend cannot run this model: recurrent", tiny={"linear_key_head_dim": 272}
     ),
     "taps beyond the kernels": Bad(
         "qwen3_next", "the native backend cannot run this model: causal_conv", tiny={"linear_conv_kernel_dim": 20}

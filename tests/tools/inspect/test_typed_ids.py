@@ -213,6 +213,24 @@ RUN: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 6.0, "router_bias": False, "v_head_dim": 128, "zero_expert_num": 256,
         "zero_expert_type": "identity",
     },
+    "deepseek-ai/DeepSeek-V4-Flash": {
+        **{key: value for key, value in COMMON.items() if key != "intermediate_size"}, "attention_bias": False,
+        "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0], "compress_rope_theta": 160000, "expert_dtype": "fp4",
+        "hc_eps": 1e-6, "hc_mult": 4, "hc_sinkhorn_iters": 20, "head_dim": 512, "index_head_dim": 128,
+        "index_n_heads": 64, "index_topk": 512, "model_type": "deepseek_v4", "moe_intermediate_size": 2048,
+        "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 64,
+        "num_experts_per_tok": 6, "num_hash_layers": 3, "num_hidden_layers": 43, "num_key_value_heads": 1,
+        "num_nextn_predict_layers": 1, "o_groups": 8, "o_lora_rank": 1024, "q_lora_rank": 1024, "qk_rope_head_dim": 64,
+        "quantization_config": {
+            "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "scale_fmt": "ue8m0",
+            "weight_block_size": [128, 128],
+        },
+        "rope_scaling": {
+            "beta_fast": 32, "beta_slow": 1, "factor": 16, "original_max_position_embeddings": 65536, "type": "yarn",
+        },
+        "routed_scaling_factor": 1.5, "scoring_func": "sqrtsoftplus", "sliding_window": 128, "swiglu_limit": 10.0,
+        "topk_method": "noaux_tc",
+    },
     "microsoft/Phi-3-mini-4k-instruct": {**PHI, "sliding_window": 2047},
     "microsoft/Phi-3.5-mini-instruct": {**PHI, "rope_scaling": {**SCALED, "type": "longrope"}},
     "microsoft/Phi-4-mini-instruct": {
