@@ -12,12 +12,12 @@ Canonical tensors under `{layer}.mamba`: `in_proj.weight` [2 inner + 2 G N + hea
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
 
-from headstart.formats.base import make_tensor
-from headstart.kernels.ops import Activation, Buffer, Ops, Pool, RawTensor, Weight
+from headstart.kernels.ops import Activation, Buffer, Ops, Pool, Weight
 from headstart.kernels.states import ConvSpec, ScanSpec, StateSpec
 from headstart.layers.linear import Linear
 from headstart.layers.weights import Shapes, Weights
@@ -52,21 +52,21 @@ class Mamba2Config:
         would add up over a whole text."""
         name, scan, width = f"{prefix}.mamba", self.scan, self.conv_width
         taps = weights.raw(f"{name}.conv.weight", (scan.channels, 1, width), (scan.channels, width))
-        parts = [np.arange(scan.inner), np.arange(scan.channels) + scan.inner, np.arange(self.rows)[-scan.num_heads :]]
         matrix = weights.raw(f"{name}.in_proj.weight", (self.rows, reads))
         bias = weights.raw(f"{name}.in_proj.bias", (self.rows,)) if self.bias else None
-        z, xbc, dt = (
+        ends = np.cumsum([0, *self._parts])
+        z, *xbc, dt = (
             Linear(
-                weights.take(matrix.take_rows(rows), precise=len(rows) == scan.num_heads),
-                weights.take(bias.take_rows(rows)) if bias else None,
+                weights.take(matrix.take_rows(np.arange(begin, end)), precise=bool(end == self.rows)),
+                weights.take(bias.take_rows(np.arange(begin, end))) if bias else None,
             )
-            for rows in parts
+            for begin, end in pairwise(ends)
         )
         return Mamba2(
             z_proj=z,
-            xbc_proj=xbc,
+            xbc_projs=tuple(xbc),
             dt_proj=dt,
-            taps=weights.take(self._scaled(taps).transposed().shaped(width * scan.channels)),
+            taps=weights.take(taps.shaped(scan.channels, width).transposed().shaped(width * scan.channels)),
             conv_bias=weights.get(f"{name}.conv.bias", scan.channels) if self.conv_bias else None,
             decay_rate=weights.get(f"{name}.decay_rate", scan.num_heads),
             step_bias=weights.get(f"{name}.step_bias", scan.num_heads),
@@ -77,15 +77,13 @@ class Mamba2Config:
             config=self,
         )
 
-    def _scaled(self, taps: RawTensor) -> RawTensor:
-        """Taps [channels, (1,) width] -> [channels, width], times what multiplies their channels of [x, B, C]."""
-        taps = taps.shaped(self.scan.channels, self.conv_width)
-        if set(self.scales[1:4]) == {1.0}:
-            return taps
+    @property
+    def _parts(self) -> list[int]:
+        """Columns of what is projected: z, [x, B, C] together or, where they are multiplied, each by itself, and dt."""
         keys = self.scan.num_groups * self.scan.state_dim
-        factors = np.repeat(np.array(self.scales[1:4], np.float32), (self.scan.inner, keys, keys))
-        values = np.ascontiguousarray(taps.float32() * factors[:, None])
-        return make_tensor(taps.name, values.shape, "F32", values.reshape(-1).view(np.uint8))
+        together = set(self.scales[1:4]) == {1.0}
+        channels = [self.scan.channels] if together else [self.scan.inner, keys, keys]
+        return [self.scan.inner, *channels, self.scan.num_heads]
 
     def shapes(self, prefix: str, hidden: int, *, reads: int) -> Shapes:
         """Names and shapes of what `build` takes."""
@@ -107,7 +105,7 @@ class Mamba2:
     """See the module."""
 
     z_proj: Linear
-    xbc_proj: Linear
+    xbc_projs: tuple[Linear, ...]
     dt_proj: Linear
     taps: Weight
     conv_bias: Weight | None
@@ -129,9 +127,13 @@ class Mamba2:
         """`pool`: those of the convolution and of the scan; None where whole texts are trained on."""
         config, (conv_pool, scan_pool) = self.config, pool or (None, None)
         x = x if config.input_scale == 1 else ops.scale(x, config.input_scale)
-        z, xbc, dt = self.z_proj(ops, x), self.xbc_proj(ops, x), self.dt_proj(ops, x)
+        z, parts, dt = self.z_proj(ops, x), [each(ops, x) for each in self.xbc_projs], self.dt_proj(ops, x)
         z = z if config.scales[0] == 1 else ops.scale(z, config.scales[0])
         dt = dt if config.scales[4] == 1 else ops.scale(dt, config.scales[4])
+        xbc = parts[0]
+        if len(parts) > 1:
+            xbc, b, c = (ops.scale(each, factor) for each, factor in zip(parts, config.scales[1:4], strict=True))
+            xbc = ops.concat(ops.concat(xbc, b), c)
         xbc = ops.activate(ops.causal_conv(xbc, self.taps, conv_pool, config.conv, self.conv_bias), config.activation)
         step = ops.softplus(dt, None, self.step_bias)
         y = ops.selective_scan(xbc, step, self.decay_rate, self.skip, scan_pool, config.scan)

@@ -22,7 +22,7 @@ from headstart.models.base import Family
 from headstart.models.joined import join, split_joined
 from headstart.models.keys import Config, flag, number, real
 from headstart.models.names import PREFIXES, Names
-from headstart.models.small import SCRATCH_EXPERTS, Arrays
+from headstart.models.small import Arrays
 
 ALL_ROTATED = ("granitemoe", "granitemoeshared")
 """Granite 3's experts."""
@@ -161,7 +161,7 @@ FAMILY = Family(
         "mamba_n_groups": 2, "mamba_d_conv": 4, "mamba_expand": 2,
     },
     scratch={
-        **SCRATCH_EXPERTS, "layer_types": ["mamba", "mamba", "attention", "mamba"],
+        "num_experts_per_tok": 2, "layer_types": ["mamba", "mamba", "attention", "mamba"],
         "intermediate_size": 64, "shared_intermediate_size": 128, "num_local_experts": 8, "mamba_n_heads": 8,
         "mamba_d_head": 32, "mamba_d_state": 32, "mamba_n_groups": 1,
     },

@@ -93,6 +93,22 @@ def test_every_tensor_learns(family: str) -> None:
     assert {name for name in without if not name.endswith(FIXED) and ".indexer." not in name} == set()
 
 
+SMALL_MAMBA2 = {"mamba_n_heads": 2, "mamba_d_head": 32, "vocab_size": support.VOCAB, "hidden_size": 32}
+MAMBA2 = {
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "num_hidden_layers": 2, **SMALL_MAMBA2},
+    "falcon_h1": {"num_hidden_layers": 1, "mamba_d_ssm": 64, "intermediate_size": 32, **SMALL_MAMBA2},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", MAMBA2)
+def test_every_tensor_of_a_relative_with_mamba2_learns(family: str) -> None:
+    model = ScratchModel(family, support.family_of(family), MAMBA2[family], torch.float64)
+    model.losses(tokens_of(3, 40), Weighting())[0].backward()
+    trunk = {name: each for name, each in model.masters.items() if "mtp" not in name and "head." not in name}
+    assert not [name for name, each in trunk.items() if each.grad is None or not each.grad.abs().sum() > 0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", support.FAMILIES)
 def test_gradients_are_those_of_the_loss(family: str) -> None:
