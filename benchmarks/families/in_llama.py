@@ -85,7 +85,7 @@ RELEASED: Mapping[str, Mapping[str, Any]] = {
     },
 }  # fmt: skip
 """Keys that the converter reads, and that released files have."""
-NOT_BY_TRANSFORMERS = ("mimo_v2_flash",)
+NOT_BY_TRANSFORMERS = ("mimo_v2_flash", "step3p5")
 """Families whose config the converter wants as released, not as transformers' class for it reads it."""
 NOT_THERE = ("mimo", "longcat_flash")
 """Families that llama.cpp has no architecture for."""
@@ -109,7 +109,7 @@ class Agreement:
     steps: int
 
 
-GELU = ("gemma3", "gemma4")
+GELU = ("gemma2", "gemma3", "gemma4")
 SELECTING = ("deepseek_v32", "glm_moe_dsa")
 """Families whose rows read 11 of some 60 positions here: where rows are rounded to 8 bits they read a few others."""
 

@@ -98,6 +98,7 @@ FAMILY = Family(
     aliases=("ernie4_5-moe",),
     small={
         "model_type": "ernie4_5_moe", "architectures": ["Ernie4_5_MoeForCausalLM"], "tie_word_embeddings": True,
+        "intermediate_size": 96,  # of which llama.cpp's converter makes the width of shared experts
         "moe_num_experts": 7, "moe_k": 3, "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
         "moe_intermediate_size": 24, "num_nextn_predict_layers": 1,
     },

@@ -103,7 +103,7 @@ def _sparse(config: Config, count: int) -> list[bool]:
     if not isinstance(words, list) or not all(str(word).strip().isdecimal() for word in words):
         raise ModelError(f"config.json: moe_layers_enum is {listed!r}, but must name layers")
     named = {int(word) for word in words}
-    return [i in named for i in range(count)]
+    return [i in named and i < trunk for i in range(count)]
 
 
 def _limits(config: Config, key: str, count: int) -> list[Activation]:
@@ -191,6 +191,7 @@ def _layer(config: Config, mixer: AttentionConfig, sparse: bool, routed: Activat
         num_experts=number(config, "moe_num_experts", "n_routed_experts", "num_experts", needs="a mixture of experts"),
         top_k=number(config, "moe_top_k", "num_experts_per_tok", needs="a mixture of experts"),
         scoring="sigmoid",
+        normalize=flag(config, "norm_topk_prob", True),
         scale=real(config, "routed_scaling_factor" if _of_llama_cpp(config) else "moe_router_scaling_factor", 1.0),
     )
     if router.top_k > router.num_experts:
@@ -276,7 +277,7 @@ FAMILY = Family(
         "model_type": "step3p5", "architectures": ["Step3p5ForCausalLM"], "num_attention_groups": 2,
         "num_key_value_heads": None, "num_attention_heads": 4, "sliding_window": 9, "moe_num_experts": 7,
         "moe_top_k": 3,
-        "moe_intermediate_size": 24, "share_expert_dim": 20, "moe_router_scaling_factor": 1.5, "moe_layers_enum": "1",
+        "moe_intermediate_size": 24, "share_expert_dim": 20, "moe_router_scaling_factor": 1.5, "moe_layers_enum": "1,2",
         "num_nextn_predict_layers": 3, "rope_theta": [5e4, 300.0, 300.0, 300.0, 300.0, 300.0],
         "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0, 1.0, 1.0], "swiglu_limits": [0.0, 7, 0.0],
         "layer_types": [FULL, *[SLIDING] * 5], "attention_other_setting": {"num_attention_heads": 6},

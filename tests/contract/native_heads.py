@@ -520,7 +520,7 @@ def step_block(x: Tensor, w: Getter, c: dict[str, Any], index: int) -> Tensor:
     gates = torch.sigmoid(linear(y, w("self_attn.g_proj.weight")))
     x = x + linear((out.view(len(x), -1, dim) * gates[..., None]).flatten(1), w("self_attn.o_proj.weight"))
     y = norm(x, "post_attention_layernorm")
-    if str(index) != c["moe_layers_enum"]:
+    if index not in range(1, c["num_hidden_layers"]):
         return x + gated(y, lambda n: w(f"mlp.{n}"))
     out = gated(y, lambda n: w(f"share_expert.{n}"))
     for row in range(len(x)):

@@ -119,6 +119,7 @@ def step_keys(writer: Writer, config: Config) -> None:
     writer.add_expert_weights_scale(config["moe_router_scaling_factor"])
     writer.add_leading_dense_block_count(1)
     writer.add_uint32("step35.moe_every_n_layers", 1)
+    writer.add_expert_weights_norm(True)
     writer.add_array("step35.swiglu_clamp_exp", [0.0, 7.0, 0.0, 0.0, 0.0, 0.0])
     writer.add_rope_dimension_count(config["head_dim"])
     writer.add_rope_freq_base(5e4)
@@ -131,6 +132,17 @@ def step_names(arrays: Arrays, config: Config) -> Arrays:
         return f"{name}.bias" if name.endswith("router_bias") else name
 
     return {new(name): array + 1 if name.endswith("norm.weight") else array for name, array in arrays.items()}
+
+
+def gemma2_keys(writer: Writer, config: Config) -> None:
+    writer.add_value_length(config["head_dim"])
+    writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+    writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    writer.add_sliding_window(config["sliding_window"])
+
+
+def gemma2_names(arrays: Arrays, config: Config) -> Arrays:
+    return {name: array + 1 if name.endswith("norm.weight") else array for name, array in arrays.items()}
 
 
 def latent_keys(writer: Writer, config: Config) -> None:
@@ -177,6 +189,7 @@ def latent_names(arrays: Arrays, config: Config) -> Arrays:
 CONVERTED = {
     "deepseek_v32": Converted("deepseek32", latent_keys, latent_names, modules=1, table="glm-dsa"),
     "glm_moe_dsa": Converted("glm-dsa", latent_keys, latent_names, modules=1),
+    "gemma2": Converted("gemma2", gemma2_keys, gemma2_names),
     "step3p5": Converted("step35", step_keys, step_names, modules=3),
     "llama4": Converted("llama4", llama4_keys, llama4_names),
     "ernie4_5_moe": Converted("ernie4_5-moe", ernie_keys, ernie_names),
@@ -184,8 +197,9 @@ CONVERTED = {
 }
 
 
-SAID: dict[str, Config] = {"llama4": {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1},
-        "step3p5": {"moe_layers_enum": "1,2", "num_key_value_heads": 2}}  # fmt: skip
+SAID: dict[str, Config] = {"gemma2": {"query_pre_attn_scalar": 16},
+        "llama4": {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1},
+        "step3p5": {"num_key_value_heads": 2}}  # fmt: skip
 """What a family's files do not say, as llama.cpp takes it."""
 NEWER = {
     "enorm": "nextn.enorm", "hnorm": "nextn.hnorm", "eh_proj": "nextn.eh_proj", "final_layernorm": "layer_output_norm",

@@ -230,11 +230,12 @@ class StepText(torch.nn.Module):
         super().__init__()
         self.model = Step3p7TextModel._from_config(config, attn_implementation="eager", experts_implementation="eager")
         self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.tied = config.tie_word_embeddings
 
     def tie_weights(self) -> None:
-        if self.tied:
-            self.lm_head.weight = self.model.embed_tokens.weight
+        """Nothing."""
+
+    def get_input_embeddings(self) -> Any:
+        return self.model.embed_tokens
 
     def forward(self, tokens: Tensor, **more: Any) -> CausalLMOutputWithPast:
         out = self.model(tokens, **more)

@@ -66,6 +66,16 @@ NEMOTRON: dict[str, Any] = {
     "torch_dtype": "bfloat16", "use_bias": False, "use_cache": True, "use_conv_bias": True,
     "use_mamba_kernels": True, "vocab_size": 131072,
 }  # fmt: skip
+SEES: dict[str, Any] = {
+    "image_token_id": 151655, "video_token_id": 151656, "vision_start_token_id": 151652, "vision_end_token_id": 151653,
+    "vision_config": {"depth": 27, "hidden_size": 1152}, "tie_word_embeddings": False, "transformers_version": "4.57.0",
+}  # fmt: skip
+MROPE = {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}
+VL_TEXT: dict[str, Any] = {**COMMON, "attention_bias": False, "head_dim": 128, "rope_scaling": MROPE}
+VL_EXPERTS = {
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": True,
+    "num_experts": 128, "num_experts_per_tok": 8,
+}  # fmt: skip
 LATENT: dict[str, Any] = {
     **COMMON, "attention_bias": False, "ep_size": 1, "first_k_dense_replace": 3, "hidden_size": 7168,
     "intermediate_size": 18432, "kv_lora_rank": 512, "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8,
@@ -94,18 +104,84 @@ GLM5: dict[str, Any] = {
 }  # fmt: skip
 RUN: dict[str, dict[str, Any]] = {
     "meta-llama/Llama-4-Scout-17B-16E-Instruct": {
-        "architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4", "boi_token_index": 200080,
-        "eoi_token_index": 200081, "image_token_index": 200092, "torch_dtype": "bfloat16", "vision_config": {},
-        "text_config": {
-            **COMMON, "model_type": "llama4_text", "attention_bias": False, "attention_chunk_size": 8192,
+        "architectures": ["Llama4ForConditionalGeneration"], "boi_token_index": 200080, "eoi_token_index": 200081,
+        "image_token_index": 200092, "model_type": "llama4", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "vision_config": {"model_type": "llama4_vision_model"}, "text_config": {
+            **COMMON, "_attn_implementation_autoset": True, "attention_bias": False, "attention_chunk_size": 8192,
+            "attn_scale": 0.1, "attn_temperature_tuning": True, "floor_scale": 8192, "for_llm_compressor": False,
             "head_dim": 128, "hidden_size": 5120, "interleave_moe_layer_step": 1, "intermediate_size": 8192,
-            "intermediate_size_mlp": 16384, "no_rope_layers": [], "num_attention_heads": 40, "num_experts_per_tok": 1,
-            "num_hidden_layers": 48, "num_local_experts": 16, "output_router_logits": False,
+            "intermediate_size_mlp": 16384, "model_type": "llama4_text", "no_rope_layers": [],
+            "num_attention_heads": 40, "num_experts_per_tok": 1, "num_hidden_layers": 48, "num_local_experts": 16,
+            "output_router_logits": False,
             "rope_scaling": {
                 "factor": 16.0, "high_freq_factor": 1.0, "low_freq_factor": 1.0,
                 "original_max_position_embeddings": 8192, "rope_type": "llama3",
             },
-            "rope_theta": 500000.0, "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0, "use_qk_norm": True,
+            "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0, "use_qk_norm": True,
+        },
+    },
+    "XiaomiMiMo/MiMo-V2-Flash": {
+        **COMMON, "add_full_attention_sink_bias": False, "add_swa_attention_sink_bias": True, "attention_bias": False,
+        "attention_value_scale": 0.707, "head_dim": 192, "hybrid_layer_pattern": [0, 1, 1, 1] * 8, "v_head_dim": 128,
+        "layernorm_epsilon": 1e-5, "model_type": "mimo_v2_flash", "moe_intermediate_size": 2048,
+        "moe_layer_freq": [0] + [1] * 31, "n_routed_experts": 256, "n_shared_experts": None, "num_experts_per_tok": 8,
+        "num_key_value_heads": 4, "partial_rotary_factor": 0.334, "routed_scaling_factor": None, "n_group": 1,
+        "scoring_func": "sigmoid", "sliding_window": 128, "sliding_window_size": 128, "swa_head_dim": 192,
+        "swa_num_attention_heads": 32, "swa_num_key_value_heads": 8, "swa_rope_theta": 10000, "swa_v_head_dim": 128,
+        "topk_group": 1, "topk_method": "noaux_tc",
+    },
+    "baidu/ERNIE-4.5-21B-A3B-PT": {
+        **COMMON, "model_type": "ernie4_5_moe", "moe_capacity": [64, 64, 64], "moe_gate": "topk", "moe_k": 6,
+        "moe_intermediate_size": 1536, "moe_layer_interval": 1, "moe_layer_start_index": 1, "moe_num_experts": 64,
+        "moe_num_shared_experts": 2, "moe_use_aux_free": True, "num_nextn_predict_layers": 1, "use_bias": False,
+    },
+    "stepfun-ai/Step-3.5-Flash": {
+        **{key: COMMON[key] for key in COMMON if key not in ("num_key_value_heads", "rope_theta")},
+        "att_impl_type": "GQA", "attention_other_setting": {
+            "attention_type": "sliding_attention", "head_dim": 128, "num_attention_groups": 8,
+            "num_attention_heads": 48, "true_head_dim": 128,
+        },
+        "head_dim": 128, "layer_types": ["full_attention", *["sliding_attention"] * 3] * 8 + ["sliding_attention"] * 3,
+        "max_seq_len": 262144, "model_type": "step3p5", "moe_every_n_layer": 1, "moe_intermediate_size": 1280,
+        "moe_layer_offset": 0, "moe_layers_enum": ",".join(map(str, range(3, 32))), "moe_num_experts": 288,
+        "moe_router_activation": "sigmoid", "moe_router_scaling_factor": 3.0, "moe_top_k": 8, "need_fp32_gate": True,
+        "norm_expert_weight": True, "num_attention_groups": 8, "num_nextn_predict_layers": 3,
+        "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0] * 8 + [1.0] * 3,
+        "rope_theta": [5e6, 1e4, 1e4, 1e4] * 8 + [1e4] * 3,
+        "rope_scaling": {
+            "factor": 2.0, "high_freq_factor": 32.0, "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 131072, "rope_type": "llama3",
+        },
+        "share_expert_dim": 1280, "sink": False, "sliding_window": 512, "use_head_wise_attn_gate": True,
+        "swiglu_limits": [0.0] * 30 + [7, 7, 0.0, 0.0, 0.0], "swiglu_limits_shared": [0.0] * 31 + [16, 0.0, 0.0, 0.0],
+        "use_mfa": False, "use_moe": True, "use_moe_router_bias": True, "use_qk_norm": True, "use_rope_layers": [],
+        "yarn_only_types": ["full_attention"], "zero_centered": True,
+    },
+    "google/gemma-2-9b-it": {
+        **COMMON, "attention_bias": False, "attn_logit_softcapping": 50.0, "cache_implementation": "hybrid",
+        "final_logit_softcapping": 30.0, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "model_type": "gemma2",
+        "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096,
+        "sliding_window_size": 4096, "tie_word_embeddings": True,
+    },
+    "Qwen/Qwen3-VL-8B-Instruct": {
+        **SEES, "model_type": "qwen3_vl", "text_config": {**VL_TEXT, "model_type": "qwen3_vl_text"},
+    },
+    "Qwen/Qwen3-VL-30B-A3B-Instruct": {
+        **SEES, "model_type": "qwen3_vl_moe", "text_config": {
+            **VL_TEXT, **VL_EXPERTS, "model_type": "qwen3_vl_moe_text",
+        },
+    },
+    "Qwen/Qwen2.5-VL-7B-Instruct": {
+        **COMMON, "model_type": "qwen2_5_vl", "max_window_layers": 28, "sliding_window": 32768,
+        "use_sliding_window": False, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "vision_token_id": 151654, **{key: SEES[key] for key in ("image_token_id", "video_token_id", "vision_config")},
+    },
+    "zai-org/GLM-4.1V-9B-Thinking": {
+        "model_type": "glm4v", "image_token_id": 151343, "video_token_id": 151344, "vision_config": {"depth": 24},
+        "image_start_token_id": 151339, "image_end_token_id": 151340, "video_start_token_id": 151341,
+        "video_end_token_id": 151342, "text_config": {
+            **COMMON, "model_type": "glm4v_text", "attention_bias": True, "partial_rotary_factor": 0.5,
+            "rope_scaling": {"rope_type": "default", "mrope_section": [8, 12, 12]},
         },
     },
     "deepseek-ai/DeepSeek-V3.2": {
@@ -298,6 +374,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "nemotron_h_puzzle"}, "layers of several sizes (Puzzle)",
     ),
     "two MTP modules": ({**NEMOTRON, "num_nextn_predict_layers": 2}, "2 MTP modules of full_attention, moe"),
+    "XiaomiMiMo/MiMo-V2.5": ({"model_type": "mimo_v2"}, "projections fused in the order of several devices"),
     "openbmb/MiniCPM3-4B": ({"model_type": "minicpm3"}, "MiniCPM3's latent attention"),
     "microsoft/Phi-3.5-MoE-instruct": ({"model_type": "phimoe"}, "sparse-mixer routing"),
     "CohereLabs/c4ai-command-r-plus": (
