@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint sanitize clean
+.PHONY: help demo test test-fast test-arm lint sanitize clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -30,6 +30,9 @@ test: lint ## lint, type check, fetch the default model, run all tests
 
 test-fast: $(STAMP) ## the rooms' own tests but the slow ones, within a minute on two cores
 	@$(BIN)/python -m pytest -q -n auto --dist loadfile -m 'not slow' $(FAST_TESTS)
+
+test-arm: $(STAMP) ## the kernels' tests on ARM, cross-compiled and under qemu; not part of the others
+	@$(BIN)/python -m tests.arm
 
 lint: $(STAMP) ## ruff and mypy
 	@$(BIN)/ruff check .

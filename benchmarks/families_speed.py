@@ -1,7 +1,10 @@
-"""headstart beside llama.cpp on models with random weights: a hybrid and a mixture of experts, each with an MTP module.
+"""headstart beside llama.cpp on models with random weights: a hybrid and a mixture of experts, each with an MTP module,
+and published sizes of models without one, for which a small model drafts (engines/llamacpp/random_shapes.py).
 
     python benchmarks/families_speed.py --llama-bin LLAMA/build/bin --work WORK --json families.json
-    python benchmarks/families_speed.py --sections rounds --work WORK --types Q4_0
+    python benchmarks/families_speed.py --llama-bin LLAMA/build/bin --work WORK --sections tokens \\
+        --models gemma-4-e2b,lfm2.5-1.2b,gpt-oss-20b,qwen3.5-0.8b,smollm3-3b --types Q4_K_M,MXFP4
+    python benchmarks/families_speed.py --sections rounds --work WORK --models moe --types Q4_0
 
 The files (engines/llamacpp/random_files.py) are written to WORK, some GB, and deleted at the end unless `--keep`. No
 head is right about random weights, so drafts are accepted at `--rates`: headstart's `--synthetic-acceptance`,
@@ -37,7 +40,8 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from engines.llamacpp.random_files import SHAPES, TYPES, write
+from engines.llamacpp import random_files, random_shapes
+from engines.llamacpp.random_files import Shape, write
 from engines.llamacpp.server import LlamaEngine, version
 from engines.process import BENCHMARKS, EngineFailed, WorkerEngine
 from measure.load import load_now, others, verdict
@@ -49,7 +53,9 @@ from headstart.api import LLM
 from headstart.config import EngineConfig
 from headstart.core import SamplingParams
 
-GOALS = {"plain": 1.1, "MTP": 1.5}
+SHAPES = {**random_files.SHAPES, **random_shapes.SHAPES}
+TYPES = sorted({kind for shape in SHAPES.values() for kind in shape.types})
+GOALS = {"plain": 1.15, "MTP": 2.0, "drafts": 2.0}
 """Ratios to llama.cpp that the project has set itself."""
 
 
@@ -72,22 +78,27 @@ class Headstart(WorkerEngine):
         )  # fmt: skip
 
 
-def engines_for(args: argparse.Namespace, model: Path) -> list[Any]:
-    """headstart plain and MTP (one process), llama.cpp plain and MTP; llama.cpp's start with their first turn."""
+def engines_for(args: argparse.Namespace, model: Path, draft: Path | None) -> list[Any]:
+    """headstart plain and with drafts (one process), llama.cpp plain and with drafts; llama.cpp's start with their
+    first turn. `draft`: the model that drafts, else an MTP module does."""
+    mode = "drafts" if draft else "MTP"
+    drafter = ["--drafter", "draft_model", "--head", draft] if draft else ["--drafter", "mtp"]
     depth, logs, cache = len(args.rates.split(",")), args.work / "logs", args.work / "cache"
     worker = [
-        sys.executable, BENCHMARKS / "engines/headstart/worker.py", model, "--drafter", "mtp", "--depth", str(depth),
+        sys.executable, BENCHMARKS / "engines/headstart/worker.py", model, *drafter, "--depth", str(depth),
         "--synthetic-acceptance", args.rates, "--threads", str(args.threads), "--no-enable-prefix-caching",
         "--max-model-len", "4096", "--max-num-seqs", "1",
     ]  # fmt: skip
-    spec = ["--spec-type", "draft-mtp", "--spec-draft-n-max", str(depth), "--spec-synth-rates", args.rates]
-    ours = Headstart("headstart MTP", None, worker, logs / "headstart.log", cache)
+    kind = ["draft-simple", "-md", str(draft)] if draft else ["draft-mtp"]
+    deep = ["--spec-draft-n-max", str(depth), "--spec-draft-n-min", str(depth), "--spec-draft-p-min", "0"]
+    spec = ["--spec-type", *kind, *deep, "--spec-synth-rates", args.rates]
+    ours = Headstart(f"headstart {mode}", None, worker, logs / "headstart.log", cache)
     plain = Headstart("headstart plain", 0, worker, logs / "headstart.log", cache)
     theirs = [
         LlamaEngine(
             f"llama.cpp {name}", args.llama_bin, model, args.threads, logs / f"llama-{name}.log", more, ignore_eos=True
         )
-        for name, more in (("plain", []), ("MTP", spec))
+        for name, more in (("plain", []), (mode, spec))
     ]  # fmt: skip
     say(f"starting {ours.name}")
     ours.start()
@@ -95,11 +106,11 @@ def engines_for(args: argparse.Namespace, model: Path) -> list[Any]:
     return [plain, ours, *theirs]
 
 
-def tokens(args: argparse.Namespace, model: Path, vocab: int) -> tuple[list[str], Record]:
+def tokens(args: argparse.Namespace, model: Path, vocab: int, draft: Path | None) -> tuple[list[str], Record]:
     """The table and numbers of one file."""
     rng = np.random.default_rng(1)
     prompt = rng.integers(300, vocab - 1, args.prompt_tokens).tolist()  # words, not bytes
-    engines = engines_for(args, model)
+    engines = engines_for(args, model, draft)
     about = {engine.name: engine.about for engine in engines}
     try:
         in_turns(engines, [("warm-up", lambda engine: engine.decode(prompt, 8))], 1)
@@ -225,7 +236,12 @@ def options() -> argparse.Namespace:
     add("--llama-bin", type=Path, help="directory of llama.cpp's programs; rounds need none")
     add("--work", type=Path, required=True, help="directory for the files, a cache and logs")
     add("--models", type=lambda text: text.split(","), default=list(SHAPES), help=",".join(SHAPES))
-    add("--types", type=lambda text: text.split(","), default=list(TYPES), help=",".join(TYPES))
+    add(
+        "--types",
+        type=lambda text: text.split(","),
+        default=TYPES,
+        help=f"of {','.join(TYPES)}, where a model has them",
+    )
     add("--rates", default="0.8,0.6,0.4", help="share of drafts whose first 1, 2, ... tokens are all accepted")
     add("--layers", type=int, help="of every trunk, to try things out; default: as the shape has them")
     add("--threads", type=int, default=os.cpu_count(), help="of every engine")
@@ -250,29 +266,37 @@ def options() -> argparse.Namespace:
     return args
 
 
-def measure_file(args: argparse.Namespace, name: str, kind: str, document: Record) -> None:
-    shape = SHAPES[name]
-    layers = args.layers or shape.layers
-    path = args.work / f"{name}-{layers}-{kind}.gguf"
+def written(args: argparse.Namespace, name: str, shape: Shape, kind: str, layers: int) -> Path:
+    path: Path = args.work / f"{name}-{layers}-{kind}.gguf"
     if not path.exists():
         say(f"writing {path.name}")
         write(path, shape, kind, layers)
+    return path
+
+
+def measure_file(args: argparse.Namespace, name: str, kind: str, document: Record) -> None:
+    shape = SHAPES[name]
+    layers = args.layers or shape.layers
+    path = written(args, name, shape, kind, layers)
+    draft = written(args, f"{name}.draft", shape.draft, random_files.MIXED, shape.draft.layers) if shape.draft else None
     found: Record = {"model": name, "type": kind, "layers": layers, "file_bytes": path.stat().st_size}
     document["files"].append(found)
     print(f"\n{name}, {layers} layers, {kind}, {path.stat().st_size / 1e6:.0f} MB", flush=True)
     try:
         if "tokens" in args.sections:
-            lines, found["tokens"] = tokens(args, path, shape.vocab)
+            lines, found["tokens"] = tokens(args, path, shape.vocab, draft)
             print("\n".join(lines), flush=True)
         if "passes" in args.sections:
             lines, found["passes"] = passes(args, path)
             print("\n".join(lines), flush=True)
-        if "rounds" in args.sections:
+        if "rounds" in args.sections and draft is None:
             lines, found["rounds"] = rounds(args, path, shape.vocab)
             print("\n".join(lines), flush=True)
     finally:
         if not args.keep:
-            path.unlink()
+            for each in (path, draft):
+                if each is not None:
+                    each.unlink()
             for packed in (args.work / "cache").rglob("*.pack"):
                 packed.unlink()
         if args.json:
@@ -293,7 +317,7 @@ def main() -> int:
     }
     print(f"synthetic acceptance {args.rates} in both: the texts are not the models'")
     for name in args.models:
-        for kind in args.types:
+        for kind in [kind for kind in SHAPES[name].types if kind in args.types]:
             measure_file(args, name, kind, document)
     return 0
 

@@ -8,7 +8,9 @@ tokenizer) and deleted afterwards unless `--keep`: as many layers as make `--gb`
 dense-bf16   Llama 3's proportions, 2048 wide.
 hybrid-bf16  Qwen3.5's, 2048 wide: linear and full layers in turn, gates beside the queries, an MTP module.
 moe-fp8      DeepSeek-V3's, 2048 wide, 32 experts: latent attention, FP8 with a scale per block of 128 x 128, an MTP
-             module. The kernels read FP8 as bfloat16, two bytes a weight; with `--quantization int8` as one.
+             module; `moe-fp8-int8` with `--quantization int8`.
+dense-FORMAT the first one's matrices in each format that people publish (embedding and head in bfloat16): FP8 with a
+             scale for each row, MXFP8, int8, NVFP4, MXFP4, bitsandbytes' nf4 (double), AWQ, GPTQ.
 
 Each is loaded twice, in processes of their own: `first` packs the weights and keeps them in the packed cache (made anew
 in WORK), `again` maps that. Own memory is RssAnon (pages of mapped files can be dropped at any time and are not
@@ -19,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import shutil
 import subprocess
@@ -31,6 +32,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from measure import formats
+from measure.formats import Part, Stored
 
 from headstart import registry
 from headstart.layers.build import DecoderConfig
@@ -59,7 +62,8 @@ class Case:
 
     family: str
     config: Mapping[str, Any]
-    fp8: bool = False
+    stored: Stored | None = None
+    """How matrices inside of layers are stored; None: in bfloat16."""
     quantization: str = ""
 
 
@@ -85,8 +89,12 @@ SPARSE = {**WIDE, "model_type": "deepseek_v3", "intermediate_size": 6144, "num_a
 CASES = {
     "dense-bf16": Case("llama", DENSE),
     "hybrid-bf16": Case("qwen3_5", HYBRID),
-    "moe-fp8": Case("deepseek_v3", SPARSE, fp8=True),
-    "moe-fp8-int8": Case("deepseek_v3", SPARSE, fp8=True, quantization="int8"),
+    "moe-fp8": Case("deepseek_v3", SPARSE, stored=formats.fp8_blocks),
+    "moe-fp8-int8": Case("deepseek_v3", SPARSE, stored=formats.fp8_blocks, quantization="int8"),
+    **{
+        f"dense-{name}": Case("llama", {**DENSE, "quantization_config": told}, stored=stored)
+        for name, (told, stored) in formats.FORMATS.items()
+    },
 }
 
 
@@ -110,45 +118,35 @@ def write(folder: Path, case: Case, num_bytes: float) -> int:
     return size_of(shapes, case)
 
 
-def stored(name: str, shape: tuple[int, ...], case: Case) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
-    """(name, dtype, shape, bytes) of what stands for a tensor in the file."""
-    count, outside = math.prod(shape), ("embed_tokens", "lm_head", "mlp.gate.", "eh_proj")
-    if case.fp8 and len(shape) == 2 and not any(part in name for part in outside):
-        grid = tuple(-(-size // 128) for size in shape)
-        yield name, "F8_E4M3", shape, count
-        yield f"{name}_scale_inv", "F32", grid, 4 * math.prod(grid)
+def stored(name: str, shape: tuple[int, ...], case: Case) -> Iterator[Part]:
+    """What stands for a tensor in the file."""
+    outside = ("embed_tokens", "lm_head", "mlp.gate.", "eh_proj")
+    if case.stored and len(shape) == 2 and not any(part in name for part in outside):
+        yield from case.stored(name, shape)
     elif len(shape) == 1:
-        yield name, "F32", shape, 4 * count
+        yield Part(name, "F32", shape, lambda rng: np.full(shape, 1.0 if "norm" in name else 0.1, np.float32))
     else:
-        yield name, "BF16", shape, 2 * count
+        yield Part(name, "BF16", shape, lambda rng: formats.small(rng, shape))
 
 
 def size_of(shapes: Shapes, case: Case) -> int:
-    return sum(size for name, shape in shapes.items() for *_, size in stored(name, shape, case))
+    return sum(part.num_bytes for name, shape in shapes.items() for part in stored(name, shape, case))
 
 
 def write_shard(path: Path, shapes: Shapes, case: Case, rng: np.random.Generator) -> None:
     parts = [part for name, shape in shapes.items() for part in stored(name, shape, case)]
     header, at = dict[str, Any](), 0
-    for name, dtype, shape, size in parts:
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
-        at += size
+    for part in parts:
+        header[part.name] = {
+            "dtype": part.dtype, "shape": part.shape, "data_offsets": [at, at + part.num_bytes]
+        }  # fmt: skip
+        at += part.num_bytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for name, dtype, shape, _ in parts:
-            file.write(values(name, dtype, math.prod(shape), rng).data)
-
-
-def values(name: str, dtype: str, count: int, rng: np.random.Generator) -> Any:
-    """Small weights, norms and scales that leave a model finite."""
-    if dtype == "F8_E4M3":
-        return rng.integers(0, 0x40, count, np.uint8) | rng.integers(0, 2, count, np.uint8) << 7
-    if dtype == "BF16":
-        return rng.integers(0, 1 << 16, count, np.uint16) & 0x807F | 0x3C80
-    one = 0.02 if name.endswith("_scale_inv") else 1.0 if "norm" in name else 0.1
-    return np.full(count, one, np.float32)
+        for part in parts:
+            file.write(np.ascontiguousarray(part.make(rng)).reshape(-1).view(np.uint8).data)
 
 
 def load(folder: Path, cache: Path, quantization: str) -> dict[str, float]:
@@ -216,8 +214,8 @@ def main() -> int:
     args = parser.parse_args()
     if unknown := sorted(set(args.cases) - set(CASES)):
         parser.error(f"--cases: unknown {unknown[0]}")
-    print(f"| weights | GB | load | seconds | own memory, at most | of the weights (goal {GOAL}) | afterwards |")
-    print("|---" * 7 + "|")
+    print(f"| weights | GB | load | seconds | own memory, at most | of the file (goal {GOAL}) | afterwards | of it |")
+    print("|---" * 8 + "|")
     document = []
     for name in args.cases:
         found = measure(args, name)
@@ -226,7 +224,8 @@ def main() -> int:
             each = found[turn]
             size, peak, after = (n / 1e9 for n in (found["weight_bytes"], each["peak_bytes"], each["after_bytes"]))
             cells = [f"{size:.2f}", turn, f"{each['seconds']:.1f}", f"{peak:.2f} GB", f"{each['ratio']:.2f}"]
-            print(f"| {name} | " + " | ".join(cells) + f" | {after:.2f} GB |", flush=True)
+            cells += [f"{after:.2f} GB", f"{after / size:.2f}"]
+            print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
         if args.json:
             args.json.write_text(json.dumps({"goal": GOAL, "cases": document}, indent=1))
     return 0

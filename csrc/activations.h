@@ -63,7 +63,10 @@ __attribute__((noinline, unused)) static f32 activate_other(f32 x, Activation ki
     case Activation::RELU: return relu(x);
     case Activation::RELU2: return relu(x) * relu(x);
     case Activation::IDENTITY:
-    case Activation::CLAMPED: return x; // of two, see gate_mul
+    case Activation::CLAMPED:
+    case Activation::SILU_OF_10:
+    case Activation::SILU_7:
+    case Activation::SILU_16: return x; // of two, see gate_mul
     case Activation::SILU: break;
     }
     return silu(x);
@@ -78,9 +81,29 @@ INLINE f32 clamped(f32 x, f32 up) {
     return x * sigmoid(x * splat(1.702f)) * (up + splat(1.0f));
 }
 
+// silu(x) times up, x not above 10 and up within it (DeepSeek-V4).
+INLINE f32 silu_of_10(f32 x, f32 up) {
+    return silu(min(splat(10.0f), x)) * max(splat(-10.0f), min(splat(10.0f), up));
+}
+
+// silu(x), not above the limit, times up within it. NaN stays NaN.
+INLINE f32 limited(f32 x, f32 up, float limit) {
+    return min(splat(limit), silu(x)) * max(splat(-limit), min(splat(limit), up));
+}
+
+__attribute__((noinline, unused)) static f32 gate_mul_other(f32 x, f32 up, Activation kind) {
+    switch (kind) {
+    case Activation::CLAMPED: return clamped(x, up);
+    case Activation::SILU_7: return limited(x, up, 7.0f);
+    case Activation::SILU_16: return limited(x, up, 16.0f);
+    case Activation::SILU_OF_10: return silu_of_10(x, up);
+    default: return activate_other(x, kind) * up;
+    }
+}
+
 // activate(x) * up, or what takes both.
 INLINE f32 gate_mul(f32 x, f32 up, Activation kind) {
-    return kind == Activation::CLAMPED ? clamped(x, up) : activate(x, kind) * up;
+    return kind == Activation::SILU ? silu(x) * up : gate_mul_other(x, up, kind);
 }
 
 } // namespace headstart::HEADSTART_PATH

@@ -92,9 +92,12 @@ void gated(const Matrix& gate, const Matrix& up, const float* gate_bias, const f
         const int64_t at = (2 * pair + half) * 16;
         const uint8_t* const block[2] = {gate.block(2 * pair + half), up.block(2 * pair + half)};
         in_tiles(gate, block, x, [&](int64_t row, int rows, const float(&sums)[2][kRowTile][16]) __attribute__((always_inline)) {
-            for (int r = 0; r < rows; ++r)
+            for (int r = 0; r < rows; ++r) {
+                f32 both[2] = {load(sums[0][r]), load(sums[1][r])};
+                if (x.factors) scale_both(both, x.factors[row + r]);
                 store_some(out.values + (row + r) * out.stride + at, out.width - at,
-                           gate_lanes({load(sums[0][r]), load(sums[1][r])}, gate.rows, gate_bias, up_bias, kind, at));
+                           gate_lanes(both, gate.rows, gate_bias, up_bias, kind, at));
+            }
         });
     }
     if (!out.quants) return;

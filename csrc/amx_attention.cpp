@@ -71,7 +71,7 @@ struct Attend {
         }
         _tile_release();
         for (int i = 0; done && task.stretch < 0 && i < count; ++i)
-            finish(task, first_query + i, whole[i].sum, whole[i].softmax);
+            finish(task, first_query + i, whole[i]);
         return done;
     }
 

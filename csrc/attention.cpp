@@ -9,15 +9,17 @@ namespace {
 
 #define APART __attribute__((noinline))
 
+// Of 16 columns, for so many queries; and tiles whose scores are summed together: two hide the latency of one.
 #if HEADSTART_AVX512
-constexpr int kStrips = 4; // of 16 columns: 6 queries x 4 strips are 24 accumulators of 32 registers
+template <int kQueries> constexpr int kStrips = 4; // 6 queries x 4 strips are 24 accumulators of 32 registers
+template <int kQueries> constexpr int kAbreast = 2;
+#elif HEADSTART_NEON
+template <int kQueries> constexpr int kStrips = kQueries == 1 ? 2 : 1; // 4 queries x 4 registers
+template <int kQueries> constexpr int kAbreast = kQueries == 1 ? 2 : 1;
 #else
-constexpr int kStrips = 1;
+template <int kQueries> constexpr int kStrips = 1;
+template <int kQueries> constexpr int kAbreast = 2;
 #endif
-
-// kWays<kStore> neighbours of 16 lanes each from p on: of pairs, those of the even places, then those of the odd ones.
-template <Store kStore> constexpr int kWays = kStore == Store::BF16 ? 2 : 1;
-template <Store kStore> constexpr int64_t kLine = kStore == Store::I8 ? 16 : 64; // their bytes
 
 // Whether keys and values meet queries and weights as pairs of bfloat16, which are rounded to them.
 #if HEADSTART_PAIRS
@@ -34,19 +36,11 @@ INLINE i32 splat_pair(const uint16_t* p) {
     return splat_int(both);
 }
 
-template <Store kStore> INLINE void load_items(const uint8_t* p, f32 (&found)[kWays<kStore>]) {
-    if constexpr (kStore == Store::F32) {
-        found[0] = load(reinterpret_cast<const float*>(p));
-    } else if constexpr (kStore == Store::BF16) {
-        const i32 both = load(reinterpret_cast<const int32_t*>(p));
-        found[0] = as_float(shift_left<16>(both));
-        found[1] = as_float(both & splat_int((int32_t)0xffff0000));
-    } else {
-        found[0] = load_i8(reinterpret_cast<const int8_t*>(p));
-    }
-}
-
-constexpr int kGroup = 6; // of queries
+#if HEADSTART_NEON
+constexpr int kGroup = 4; // of queries
+#else
+constexpr int kGroup = 6;
+#endif
 constexpr int64_t kMaxKeys = 640; // wider keys meet unrounded queries
 
 // One query: which positions of this chunk it sees, and its sums so far.
@@ -198,7 +192,8 @@ template <Store kStore> struct Attend {
     template <int kCount> APART void gather(Query* query, int64_t begin, int64_t end) {
         const int64_t dim = task.layout.padded_value();
         int64_t d = 0;
-        for (; d + kStrips * 16 <= dim; d += kStrips * 16) gather_strips<kCount, kStrips>(query, d, begin, end);
+        constexpr int kWidth = kStrips<kCount>;
+        for (; d + kWidth * 16 <= dim; d += kWidth * 16) gather_strips<kCount, kWidth>(query, d, begin, end);
         for (; d < dim; d += 16) gather_strips<kCount, 1>(query, d, begin, end);
     }
 
@@ -227,7 +222,7 @@ template <Store kStore> struct Attend {
                 close(task, task.first_query + i, start / kStretch, query[i], query[i].sum, query[i].whole);
         }
         for (int i = 0; i < count && task.stretch < 0; ++i)
-            finish(task, task.first_query + i, query[i].whole.sum, query[i].whole.softmax);
+            finish(task, task.first_query + i, query[i].whole);
     }
 
     // What single queries see of positions begin .. end - 1.
@@ -254,8 +249,8 @@ template <Store kStore> struct Attend {
         if (last <= first) return;
         int t = 0;
         if (kPairs<kStore>) score_some<kQueries, 4>(query, t);
-        score_some<kQueries, 2>(query, t); // two sums for each query hide the latency of one
-        score_some<kQueries, 1>(query, t);
+        score_some<kQueries, kAbreast<kQueries>>(query, t);
+        if (kAbreast<kQueries> > 1) score_some<kQueries, 1>(query, t);
         for (int i = 0; i < kQueries; ++i)
             if (query[i].end > query[i].begin) soften(query[i]);
         if (kPairs<kStore>) { // two products are one operation, unless the query itself sees one of them only
@@ -269,14 +264,16 @@ template <Store kStore> struct Attend {
     }
 
     void step_group(Query* query, int count, int64_t start) {
-        static_assert(kGroup == 6);
-        switch (count) {
+        static_assert(kGroup == 4 || kGroup == 6);
+        switch (count < kGroup ? count : kGroup) {
         case 1: return step<1>(query, start);
         case 2: return step<2>(query, start);
         case 3: return step<3>(query, start);
         case 4: return step<4>(query, start);
+#if !HEADSTART_NEON
         case 5: return step<5>(query, start);
-        default: return step<kGroup>(query, start);
+        default: return step<6>(query, start);
+#endif
         }
     }
 };

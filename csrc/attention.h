@@ -20,21 +20,28 @@ INLINE f32 lanes_from(int64_t first) { // first, first + 1, ... as floats
     return load(numbers) + splat((float)first);
 }
 
+// kWays<kStore> neighbours of 16 lanes each from p on: of pairs, those of the even places, then those of the odd ones.
+template <Store kStore> constexpr int kWays = kStore == Store::BF16 ? 2 : 1;
+template <Store kStore> constexpr int64_t kLine = kStore == Store::I8 ? 16 : 64; // their bytes
+
+template <Store kStore> INLINE void load_items(const uint8_t* p, f32 (&found)[kWays<kStore>]) {
+    if constexpr (kStore == Store::F32) {
+        found[0] = load(reinterpret_cast<const float*>(p));
+    } else if constexpr (kStore == Store::BF16) {
+        const i32 both = load(reinterpret_cast<const int32_t*>(p));
+        found[0] = as_float(shift_left<16>(both));
+        found[1] = as_float(both & splat_int((int32_t)0xffff0000));
+    } else {
+        found[0] = load_i8(reinterpret_cast<const int8_t*>(p));
+    }
+}
+
 INLINE int64_t within_chunk(int64_t offset) { return offset < 0 ? 0 : offset < kChunk ? offset : kChunk; }
 
 // The tiles of positions start .. longest - 1, at most a chunk of them; returns how many.
 INLINE int locate(const AttendTask& task, int64_t start, int64_t longest, const uint8_t* (&found)[kTiles]) {
     int count = 0;
-    for (; count < kTiles && start + count * 16 < longest; ++count) {
-        const int64_t position = start + count * 16;
-        if (position >= task.scratch_from) {
-            found[count] = task.scratch + (position - task.scratch_from) / 16 * task.layout.tile_bytes();
-            continue;
-        }
-        const int64_t slot =
-            task.block_table[position / task.block_size] * task.block_size + position % task.block_size;
-        found[count] = task.pool + task.layout.tile_at(slot, task.kv_head);
-    }
+    for (; count < kTiles && start + count * 16 < longest; ++count) found[count] = task.tile_of(start + count * 16);
     return count;
 }
 
@@ -50,12 +57,12 @@ struct Sight : Softmax {
 };
 
 INLINE Sight sight_of(const AttendTask& task, int64_t index) {
-    const int64_t row = task.row_of(index);
-    const int64_t oldest = task.window ? task.positions[row] - task.window + 1 : 0;
+    const int64_t row = task.row_of(index), position = task.positions[row];
+    const int64_t oldest = task.window ? position - task.window + 1 : task.chunk ? position - position % task.chunk : 0;
     Sight found;
     found.values = task.queries + row * task.query_stride + task.head_of(index) * task.layout.head_dim;
     found.first = oldest > task.first_position ? oldest : task.first_position;
-    found.limit = task.sees[row] + 1;
+    found.limit = task.sees[row] + 1 - task.unseen;
     return found;
 }
 
@@ -71,6 +78,12 @@ INLINE f32 hide(f32 score, int t, int64_t begin, int64_t end) {
     return score;
 }
 
+INLINE float shrinks(float by) {
+    alignas(64) float lanes[16];
+    store(lanes, exp(splat(by)));
+    return lanes[0];
+}
+
 // Scores of one query and chunk to e^(score - peak). Returns what its sums so far shrink by.
 INLINE float soften(float* scores, int tiles, float cap, float& peak, float& total) {
     f32 w[kTiles], best = splat(-INFINITY);
@@ -82,9 +95,7 @@ INLINE float soften(float* scores, int tiles, float cap, float& peak, float& tot
     const float top = max_lanes(best);
     float shrink = 1.0f;
     if (top > peak || std::isnan(top)) {
-        alignas(64) float lanes[16];
-        store(lanes, exp(splat(peak - top)));
-        shrink = lanes[0];
+        shrink = shrinks(peak - top);
         total *= shrink;
         peak = top;
     }
@@ -92,12 +103,6 @@ INLINE float soften(float* scores, int tiles, float cap, float& peak, float& tot
     total += sum_lanes((w[0] + w[1]) + (w[2] + w[3]));
     for (int t = 0; t < tiles; ++t) store(scores + t * 16, w[t]);
     return shrink;
-}
-
-INLINE float shrinks(float by) {
-    alignas(64) float lanes[16];
-    store(lanes, exp(splat(by)));
-    return lanes[0];
 }
 
 // Sums over some positions, and over those behind them (nullptr: zeros), become sums over all.
@@ -113,19 +118,6 @@ INLINE void join(float* sum, Softmax& whole, const float* more, const Softmax& p
     }
 }
 
-// A sink is one more logit, without a value.
-INLINE void finish(const AttendTask& task, int64_t index, float* sum, Softmax whole) {
-    const int64_t dim = task.layout.value_dim, row = task.row_of(index), head = task.head_of(index);
-    if (task.sinks) join(sum, whole, nullptr, {task.sinks[head], 1.0f}, task.layout.padded_value());
-    const QuantLayout layout(task.out.width);
-    const f32 inverse = splat(1.0f / whole.total);
-    for (int64_t d = 0; d < dim; d += 16) store(sum + d, load(sum + d) * inverse);
-    std::memcpy(task.out.values + row * task.out.stride + head * dim, sum, dim * 4);
-    if (task.out.quants) // the caller asks for it only where heads are whole groups
-        for (int64_t d = 0; d < dim; d += 32)
-            quantize_group(sum + d, (head * dim + d) / 32, layout, task.out.quants + row * layout.row_bytes());
-}
-
 // The stretches of one query so far.
 struct Whole {
     alignas(64) float sum[kMaxValueDim];
@@ -139,6 +131,24 @@ struct Whole {
         std::memcpy(sum, part, wide * 4);
     }
 };
+
+// A sink is one more logit, without a value.
+INLINE void finish(const AttendTask& task, int64_t index, Whole& whole) {
+    const int64_t dim = task.layout.value_dim, row = task.row_of(index), head = task.head_of(index);
+    float* sum = whole.sum;
+    if (!whole.begun) { // it sees nothing
+        whole.softmax = {};
+        std::memset(sum, 0, task.layout.padded_value() * 4);
+    }
+    if (task.sinks) join(sum, whole.softmax, nullptr, {task.sinks[head], 1.0f}, task.layout.padded_value());
+    const QuantLayout layout(task.out.width);
+    const f32 inverse = splat(1.0f / whole.softmax.total);
+    for (int64_t d = 0; d < dim; d += 16) store(sum + d, load(sum + d) * inverse);
+    std::memcpy(task.out.values + row * task.out.stride + head * dim, sum, dim * 4);
+    if (task.out.quants) // the caller asks for it only where heads are whole groups
+        for (int64_t d = 0; d < dim; d += 32)
+            quantize_group(sum + d, (head * dim + d) / 32, layout, task.out.quants + row * layout.row_bytes());
+}
 
 // Ends a stretch of query `index`: joined to those before it, or kept for join_all.
 INLINE void close(const AttendTask& task, int64_t index, int64_t stretch, Sight& sight, float* sum, Whole& whole) {
@@ -165,7 +175,7 @@ INLINE void join_all(const AttendTask& task) {
             const float* kept = task.partial(index, stretch);
             whole.add(kept, {kept[wide], kept[wide + 1]}, wide);
         }
-        finish(task, index, whole.sum, whole.softmax);
+        finish(task, index, whole);
     }
 }
 

@@ -1,31 +1,17 @@
 // Recorded steps of attention: keys and values into their pool, queries over what is there.
 #include <algorithm>
-#include <cstring>
 #include <stdexcept>
 
 #include "program.h"
+#include "tiles.h"
 
 namespace headstart {
 namespace {
 
 using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 void require(bool holds, const char* what) {
     if (!holds) throw std::invalid_argument(what);
-}
-
-// The key and value of one position: lane `from` of one tile to lane `to` of another.
-void copy_lane(const KVLayout& layout, const uint8_t* source, int64_t from, uint8_t* target, int64_t to) {
-    const int64_t item = layout.item(), values = layout.values_at();
-    for (int64_t d = 0; d < layout.head_dim; ++d)
-        std::memcpy(target + layout.key_at(d, to) * item, source + layout.key_at(d, from) * item, item);
-    for (int64_t d = 0; d < layout.padded_value(); ++d)
-        std::memcpy(target + values + layout.value_at(to, d) * item, source + values + layout.value_at(from, d) * item,
-                    item);
-    if (layout.store != Store::I8) return;
-    for (const int64_t scales : {layout.scales_at(), layout.scales_at() + 64}) // of keys, of values
-        std::memcpy(target + scales + to * 4, source + scales + from * 4, 4);
 }
 
 // Rows of slots `sources` to slots `targets`, as if all at once.
@@ -48,21 +34,23 @@ void copy_rows(KVPool& pool, Ints sources, Ints targets) {
     }
 }
 
+// v -1: the pool keeps no values.
 void store_kv(Program& program, int k, int v, nb::object kv_pool) {
     KVPool* pool = nb::cast<KVPool*>(kv_pool);
     const KVLayout layout = pool->layout;
     require(program.buffers[k].width == layout.num_heads * layout.head_dim &&
-                program.buffers[v].width == layout.num_heads * layout.value_dim,
+                (v < 0 ? layout.value_dim == 0 : program.buffers[v].width == layout.num_heads * layout.value_dim),
             "store_kv: shapes differ");
     program.limits.reach(program.limits.slots, pool->num_slots);
     Step step;
     step.label = "rows";
-    step.reads = {k, v};
+    step.reads = {k};
+    if (v >= 0) step.reads.push_back(v);
     step.by_rows = true;
     step.owners = {kv_pool};
     step.run = [&program, pool, layout, k, v](const Pass& pass, int64_t row) {
-        program.kernels.store_kv(program.values(k, row), program.values(v, row), pool->memory.data(), layout,
-                                 pass.slots[row]);
+        program.kernels.store_kv(program.values(k, row), program.values(v < 0 ? k : v, row), pool->memory.data(),
+                                 layout, pass.slots[row]);
     };
     program.add(std::move(step));
 }
@@ -73,73 +61,38 @@ size_t shape_index(Program& program, const AttendShape& shape) {
     return found - program.attends.begin();
 }
 
-// The tiles of a row's last positions as if they lay where they belong, from its path and, before that, its sequence's
-// blocks: bits depend on a position's place in its tile.
-void gather_path(const KVPool& pool, const Pass& pass, int64_t row, AttendTask& task) {
-    const int64_t count = pass.path_starts[row + 1] - pass.path_starts[row], bytes = pool.layout.tile_bytes();
-    if (count == 0) return;
-    const int32_t* path = pass.path_slots + pass.path_starts[row];
-    const int64_t last = pass.positions[row], first = last - count + 1;
-    task.scratch_from = first / 16 * 16;
-    thread_local std::vector<uint8_t> scratch;
-    scratch.resize((last / 16 - task.scratch_from / 16 + 1) * bytes);
-    for (int64_t position = task.scratch_from; position <= last; ++position) {
-        const int64_t slot = position >= first ? path[position - first]
-                                               : (int64_t)task.block_table[position / pass.block_size] *
-                                                         pass.block_size + position % pass.block_size;
-        copy_lane(pool.layout, pool.tile(slot, task.kv_head), slot % 16,
-                  scratch.data() + (position - task.scratch_from) / 16 * bytes, position % 16);
-    }
-    task.scratch = scratch.data();
-}
-
 int attend(Program& program, int q, nb::object kv_pool, int64_t num_heads, float scale, int64_t window, float softcap,
-           std::optional<Floats> sinks, bool causal) {
-    KVPool* pool = nb::cast<KVPool*>(kv_pool);
-    const KVLayout layout = pool->layout;
-    const int64_t dim = layout.value_dim, group = num_heads / layout.num_heads;
-    require(dim <= kMaxValueDim, "attend: values of more than 512 are not supported");
-    require(num_heads == group * layout.num_heads && program.buffers[q].width == num_heads * layout.head_dim,
-            "attend: shapes differ");
-    require(window >= 0 && softcap >= 0, "attend: a window or softcap below 0");
-    require(!sinks || (int64_t)sinks->size() == num_heads, "attend: not one sink for each head");
-    program.limits.reach(program.limits.table_slots, pool->num_slots);
-    const int out = program.buffer(num_heads * dim, false);
-    Step step;
-    step.label = "attention";
-    step.reads = {q};
-    step.writes = {out};
-    step.quantizes = dim % 32 == 0 && num_heads * dim % kPanel == 0;
-    step.owners = {kv_pool, nb::cast(sinks)};
-    step.attends = true;
-    const size_t shape = shape_index(program, {group, layout.num_heads, window});
-    step.num_tasks = [shape](const Pass& pass) { return pass.attends[shape].before.back(); };
-    AttendTask common{}; // what all tasks share
-    common.layout = layout;
-    common.group = group;
+           std::optional<Sinks> sinks, bool causal, bool before, int64_t chunk) {
+    require(window >= 0 && chunk >= 0, "attend: a window or chunk below 0");
+    require(!window || !chunk, "attend: a window and chunks");
+    AttendTask common;
+    Step step = attend_step(program, q, kv_pool, num_heads, scale, softcap, sinks, common);
     common.window = window;
-    common.scale = scale;
-    common.softcap = softcap;
-    common.sinks = sinks ? sinks->data() : nullptr;
-    common.scratch_from = INT64_MAX;
-    program.partial_floats = std::max(program.partial_floats, common.partial_size());
-    step.run = [&program, pool, common, shape, q, out, causal, own = step.quantizes](const Pass& pass, int64_t index) {
+    common.chunk = chunk;
+    common.unseen = before;
+    const KVPool* pool = nb::cast<KVPool*>(kv_pool);
+    const int out = step.writes[0];
+    const size_t shape = shape_index(program, {common.group, pool->layout.num_heads, window, chunk});
+    program.partial_floats = std::max(program.partial_floats, pool->layout.padded_value() + 16);
+    step.attends = true;
+    step.num_tasks = [shape](const Pass& pass) { return pass.attends[shape].before.back(); };
+    step.run = [&program, pool, common, shape, q, out, own_last = causal || before,
+                own = step.quantizes](const Pass& pass, int64_t index) {
         const AttendTasks& tasks = pass.attends[shape];
         const auto& before = tasks.before;
+        const int64_t heads = pool->layout.num_heads;
         const int64_t unit = std::upper_bound(before.begin(), before.end(), index) - before.begin() - 1;
         const int64_t stretches = tasks.count.empty() ? 1 : tasks.count[unit];
-        const int64_t tiles = (before[unit + 1] - before[unit]) / stretches / common.layout.num_heads;
+        const int64_t tiles = (before[unit + 1] - before[unit]) / stretches / heads;
         const int64_t of_head = (index - before[unit]) % (stretches * tiles), stretch = of_head / tiles;
         const int64_t tile = of_head % tiles, head = (index - before[unit]) / (stretches * tiles);
         const int64_t row = pass.unit_starts[unit], queries = (pass.unit_starts[unit + 1] - row) * common.group;
         AttendTask task = common;
-        task.pool = pool->memory.data();
-        task.block_table = pass.block_tables + (pass.unit_spans ? pass.unit_spans[unit] : unit) * pass.table_width;
-        task.block_size = pass.block_size;
+        static_cast<Tiles&>(task) =
+            tiles_of(*pool, pass, pass.unit_spans ? pass.unit_spans[unit] : unit, head);
         task.positions = pass.positions;
-        task.sees = causal ? pass.positions : pass.sees;
+        task.sees = own_last ? pass.positions : pass.sees;
         task.first_row = row;
-        task.kv_head = head;
         task.first_query = queries * tile / tiles;
         task.num_queries = queries * (tile + 1) / tiles - task.first_query;
         task.first_position = pass.first_position;
@@ -147,7 +100,7 @@ int attend(Program& program, int q, nb::object kv_pool, int64_t num_heads, float
         task.query_stride = program.buffers[q].stride();
         task.out = program.output(out);
         if (!own) task.out.quants = nullptr;
-        if (pass.path_starts) gather_path(*pool, pass, row, task);
+        gather_path(*pool, pass, row, task);
         if (stretches == 1) return program.kernels.attend(task);
         task.stretch = tasks.first[unit] + stretch;
         task.partials = program.partials();
@@ -164,6 +117,31 @@ int attend(Program& program, int q, nb::object kv_pool, int64_t num_heads, float
 
 } // namespace
 
+Step attend_step(Program& program, int q, const nb::object& kv_pool, int64_t num_heads, float scale, float softcap,
+                 const std::optional<Sinks>& sinks, AttendTask& common) {
+    KVPool* pool = nb::cast<KVPool*>(kv_pool);
+    const int64_t dim = pool->layout.value_dim, group = num_heads / pool->layout.num_heads;
+    require(dim <= kMaxValueDim, "attend: values of more than 512 are not supported");
+    require(num_heads == group * pool->layout.num_heads &&
+                program.buffers[q].width == num_heads * pool->layout.head_dim,
+            "attend: shapes differ");
+    require(softcap >= 0, "attend: a softcap below 0");
+    require(!sinks || (int64_t)sinks->size() == num_heads, "attend: not one sink for each head");
+    program.limits.reach(program.limits.table_slots, pool->num_slots);
+    common = AttendTask{};
+    common.group = group;
+    common.scale = scale;
+    common.softcap = softcap;
+    common.sinks = sinks ? sinks->data() : nullptr;
+    Step step;
+    step.label = "attention";
+    step.reads = {q};
+    step.writes = {program.buffer(num_heads * dim, false)};
+    step.quantizes = dim % 32 == 0 && num_heads * dim % kPanel == 0;
+    step.owners = {kv_pool, nb::cast(sinks)};
+    return step;
+}
+
 void bind_attention_steps(nb::module_& m, nb::class_<Program>& program) {
     nb::class_<KVPool>(m, "KVPool")
         .def("__init__",
@@ -173,7 +151,8 @@ void bind_attention_steps(nb::module_& m, nb::class_<Program>& program) {
         .def("copy_rows", copy_rows);
     program.def("store_kv", store_kv);
     program.def("attend", attend, nb::arg("q"), nb::arg("pool"), nb::arg("num_heads"), nb::arg("scale"),
-                nb::arg("window"), nb::arg("softcap"), nb::arg("sinks").none(), nb::arg("causal") = false);
+                nb::arg("window"), nb::arg("softcap"), nb::arg("sinks").none(), nb::arg("causal") = false,
+                nb::arg("before") = false, nb::arg("chunk") = 0);
 }
 
 } // namespace headstart

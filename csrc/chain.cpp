@@ -315,7 +315,7 @@ class Chain {
         pass.token_ids = tokens_.data();
         pass.positions = pass.sees = positions_.data();
         pass.slots = slots_.data();
-        pass.row_starts = pass.unit_starts = pass.logit_rows = numbers_.data();
+        pass.row_starts = pass.unit_starts = pass.logit_rows = pass.row_spans = numbers_.data();
         pass.block_tables = tables_.data();
         pass.hidden = taken_.data();
         pass.hidden_stride = taken_width_;

@@ -7,6 +7,9 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#ifdef HEADSTART_ARM
+#include <sys/auxv.h>
+#endif
 
 namespace headstart {
 namespace {
@@ -45,6 +48,14 @@ std::vector<Path> usable_paths() {
         found.push_back({"avxvnni", &avxvnni::kernels(), &avx2::kLoops});
 #endif
     if (has_avx2) found.push_back({"avx2", &avx2::kernels(), &avx2::kLoops});
+#endif
+#ifdef HEADSTART_ARM
+    // by the kernel's word: reading the processor's own registers is not allowed to everybody
+    constexpr unsigned long kDotprod = 1ul << 20, kI8mm = 1ul << 13; // HWCAP_ASIMDDP, HWCAP2_I8MM
+    const bool has_dotprod = getauxval(AT_HWCAP) & kDotprod;
+    if (has_dotprod && getauxval(AT_HWCAP2) & kI8mm) found.push_back({"i8mm", &i8mm::kernels(), &i8mm::kLoops});
+    if (has_dotprod) found.push_back({"dotprod", &dotprod::kernels(), &dotprod::kLoops});
+    found.push_back({"neon", &neon::kernels(), &neon::kLoops}); // every ARMv8 processor has it
 #endif
     found.push_back({"portable", &portable::kernels(), &portable::kLoops});
     return found;

@@ -2,6 +2,8 @@
 #include "kernels.h"
 #include "simd.h"
 
+#include <cmath>
+
 namespace headstart::HEADSTART_PATH {
 namespace {
 
@@ -63,19 +65,27 @@ void sigmoid_mul(const float* gate, const float* x, int64_t gates, int64_t width
     }
 }
 
-void route(const float* logits, const float* bias, const Router& router, int32_t* ids, float* weights) {
+void softplus(const float* x, const float* rate, const float* bias, int64_t width, float* out); // recurrent.cpp
+
+void route(const float* logits, const float* bias, const int64_t* told, const Router& router, int32_t* ids,
+           float* weights) {
     const int64_t count = router.num_experts, k = router.top_k;
     float scores[kMaxExperts], choice[kMaxExperts];
     bool marked[kMaxExperts] = {};
-    if (router.sigmoid)
+    if (router.scoring == Scoring::SIGMOID) {
         for (int64_t i = 0; i < count; i += 16)
             store_some(scores + i, count - i, sigmoid(load_some(logits + i, count - i)));
-    else
+    } else if (router.scoring == Scoring::SOFTPLUS) {
+        static constexpr float kNothing[kMaxExperts] = {};
+        softplus(logits, nullptr, kNothing, count, scores);
+        for (int64_t i = 0; i < count; ++i) scores[i] = std::sqrt(scores[i]);
+    } else {
         softmax(logits, count, scores);
+    }
     for (int64_t i = 0; i < count; ++i) choice[i] = bias ? scores[i] + bias[i] : scores[i];
     if (router.num_groups > 1) mark_other_groups(choice, router, marked);
     for (int64_t i = 0; i < k; ++i) {
-        const int64_t best = largest(choice, marked, count);
+        const int64_t best = told ? told[i] : largest(choice, marked, count);
         marked[best] = true;
         int64_t at = i; // ids ascend: that is the order of the sum
         for (; at > 0 && ids[at - 1] > best; --at) ids[at] = ids[at - 1];
@@ -90,11 +100,11 @@ void route(const float* logits, const float* bias, const Router& router, int32_t
 }
 
 void weigh(const float* values, int64_t stride, const int32_t* slots, const float* weights, int64_t count,
-           int64_t width, float* out) {
+           const float* x, int64_t width, float* out) {
     for (int64_t at = 0; at < width; at += 16) {
         f32 sum = splat(0.0f);
         for (int64_t i = 0; i < count; ++i)
-            sum = fma(load_some(values + slots[i] * stride + at, width - at), splat(weights[i]), sum);
+            sum = fma(load_some((slots[i] < 0 ? x : values + slots[i] * stride) + at, width - at), splat(weights[i]), sum);
         store_some(out + at, width - at, sum);
     }
 }

@@ -39,6 +39,13 @@ inline uint16_t half_from_float(float value) {
     return static_cast<uint16_t>(sign | (body - 0x38000000u) >> 13);
 }
 
+// Rounds to nearest, ties to even; NaN stays NaN.
+inline uint16_t bfloat_from_float(float value) {
+    const uint32_t bits = bits_of_float(value);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>(bits >> 16 | 64);
+    return static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
 inline float float_from_bfloat(uint16_t bits) { return float_from_bits(static_cast<uint32_t>(bits) << 16); }
 
 } // namespace headstart

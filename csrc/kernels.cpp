@@ -4,6 +4,7 @@
 
 #include <type_traits>
 
+#include "grouped.h"
 #include "products.h"
 #include "simd.h"
 
@@ -14,120 +15,22 @@ namespace {
 constexpr int kRowTile = 6; // 6 rows x 2 blocks: 24 accumulators of 32 registers
 #elif HEADSTART_AVX2
 constexpr int kRowTile = 2;
+#elif HEADSTART_NEON
+constexpr int kRowTile = 4; // 4 rows x a block's 4 registers: 16 accumulators of 32 registers
 #else
 constexpr int kRowTile = 1;
 #endif
 
-INLINE i32 splat_bytes(const int8_t* p) {
-    int32_t four;
-    std::memcpy(&four, p, 4);
-    return splat_int(four);
-}
-
-template <bool kScaleF32> INLINE f32 load_scale(const uint8_t* p, int64_t group) {
-    if (kScaleF32) return load(reinterpret_cast<const float*>(p) + group * 16);
-    return load_half(reinterpret_cast<const uint16_t*>(p) + group * 16);
-}
-
-// acc[r][b] += row r of x times block b, integer matrices.
-template <int kBits, int kGroup, bool kMin, bool kScaleF32, int kRows>
-INLINE void multiply_quantized(const Matrix& w, const uint8_t* const block[2], const Input& x, int64_t row,
-                               f32 (&acc)[kRows][2]) {
-    const QuantLayout layout(w.cols);
-    constexpr int64_t kScaleBytes = kPanel / kGroup * kLanes * (kScaleF32 ? 4 : 2);
-    constexpr int64_t kHead = kScaleBytes * (kMin ? 2 : 1);
-    constexpr int64_t kPanelBytes = kHead + kPanel * kLanes * kBits / 8;
-    constexpr int kGroups = kPanel / kGroup;
-    const i32 low = splat_int(0x0f0f0f0f);
-    const int8_t* q[kRows];
-    const float *scales[kRows], *scaled_sums[kRows];
-    const int32_t* sums[kRows];
-    for (int r = 0; r < kRows; ++r) {
-        uint8_t* p = x.quants + x.at(row + r) * layout.row_bytes();
-        q[r] = reinterpret_cast<const int8_t*>(p);
-        scales[r] = layout.scales(p);
-        sums[r] = kGroup == 32 ? layout.sums(p) : layout.half_sums(p);
-        scaled_sums[r] = kGroup == 32 ? layout.scaled_sums(p) : layout.scaled_half_sums(p);
-    }
-    const int32_t zero = -w.zero;
-    const int64_t num_panels = layout.padded / kPanel;
-    const int64_t ahead = row == 0 ? 2 * num_panels * kPanelBytes : 0; // the next pair of blocks
-    for (int64_t panel = 0; panel < num_panels; ++panel) {
-        const uint8_t* p[2] = {block[0] + panel * kPanelBytes, block[1] + panel * kPanelBytes};
-        for (int64_t line = 0; line < kPanelBytes; line += 64) {
-            prefetch(p[0] + ahead + line);
-            prefetch(p[1] + ahead + line);
-        }
-        for (int g = 0; g < kGroups; ++g) {
-            const int64_t group = panel * kGroups + g, column = group * kGroup;
-            i32 sum[kRows][2];
-            for (int r = 0; r < kRows; ++r) sum[r][0] = sum[r][1] = splat_int(kMin ? 0 : zero * sums[r][group]);
-            if (kBits == 8) {
-                const uint8_t* quants[2] = {p[0] + kHead + g * kGroup * 16, p[1] + kHead + g * kGroup * 16};
-                for (int quad = 0; quad < kGroup / 4; ++quad) {
-                    const i32 w0 = load(reinterpret_cast<const int32_t*>(quants[0] + quad * 64));
-                    const i32 w1 = load(reinterpret_cast<const int32_t*>(quants[1] + quad * 64));
-                    for (int r = 0; r < kRows; ++r) {
-                        const i32 a = splat_bytes(q[r] + column + quad * 4);
-                        sum[r][0] = dot(sum[r][0], w0, a);
-                        sum[r][1] = dot(sum[r][1], w1, a);
-                    }
-                }
-            } else {
-                // a half of 32 columns: low nibbles are its first 16 columns, high ones the last 16
-                const int64_t half = kGroup == 32 ? g : g / 2;
-                const uint8_t* quants[2] = {p[0] + kHead + half * 256, p[1] + kHead + half * 256};
-                for (int quad = 0; quad < 4; ++quad) {
-                    const i32 v0 = load(reinterpret_cast<const int32_t*>(quants[0] + quad * 64));
-                    const i32 v1 = load(reinterpret_cast<const int32_t*>(quants[1] + quad * 64));
-                    if (kGroup == 32 || g % 2 == 0) {
-                        const i32 w0 = v0 & low, w1 = v1 & low;
-                        for (int r = 0; r < kRows; ++r) {
-                            const i32 a = splat_bytes(q[r] + column + quad * 4);
-                            sum[r][0] = dot(sum[r][0], w0, a);
-                            sum[r][1] = dot(sum[r][1], w1, a);
-                        }
-                    }
-                    if (kGroup == 32 || g % 2 == 1) {
-                        const i32 w0 = shift_right<4>(v0) & low, w1 = shift_right<4>(v1) & low;
-                        for (int r = 0; r < kRows; ++r) {
-                            const i32 a = splat_bytes(q[r] + column + (kGroup == 32 ? 16 : 0) + quad * 4);
-                            sum[r][0] = dot(sum[r][0], w0, a);
-                            sum[r][1] = dot(sum[r][1], w1, a);
-                        }
-                    }
-                }
-            }
-            const f32 s0 = load_scale<kScaleF32>(p[0], g), s1 = load_scale<kScaleF32>(p[1], g);
-            for (int r = 0; r < kRows; ++r) {
-                const f32 scale = splat(scales[r][column / 32]);
-                acc[r][0] = fma(to_float(sum[r][0]), s0 * scale, acc[r][0]);
-                acc[r][1] = fma(to_float(sum[r][1]), s1 * scale, acc[r][1]);
-            }
-            if (kMin) {
-                const f32 m0 = load_scale<kScaleF32>(p[0] + kScaleBytes, g);
-                const f32 m1 = load_scale<kScaleF32>(p[1] + kScaleBytes, g);
-                for (int r = 0; r < kRows; ++r) {
-                    const f32 s = splat(scaled_sums[r][group]);
-                    acc[r][0] = fma(m0, s, acc[r][0]);
-                    acc[r][1] = fma(m1, s, acc[r][1]);
-                }
-            }
-        }
-    }
-}
-
-// The same for float matrices, column by column.
-template <Kind kKind, int kRows>
+// acc[r][b] += row r of x times block kFirst + b, b < kBlocksAtOnce, float matrices, column by column.
+template <Kind kKind, int kFirst, int kRows>
 INLINE void multiply_float(const Matrix& w, const uint8_t* const block[2], const Input& x, int64_t row,
-                           f32 (&acc)[kRows][2]) {
+                           f32 (&acc)[kRows][kBlocksAtOnce]) {
     const float* in[kRows];
     for (int r = 0; r < kRows; ++r) in[r] = x.values + x.at(row + r) * x.stride;
-    auto add = [&](int64_t column, f32 w0, f32 w1) __attribute__((always_inline)) {
+    const auto add = [&](int64_t column, const f32 (&weights)[kBlocksAtOnce]) __attribute__((always_inline)) {
         for (int r = 0; r < kRows; ++r) {
             const f32 a = splat(in[r][column]);
-            acc[r][0] = fma(w0, a, acc[r][0]);
-            acc[r][1] = fma(w1, a, acc[r][1]);
+            for (int b = 0; b < kBlocksAtOnce; ++b) acc[r][b] = fma(weights[b], a, acc[r][b]);
         }
     };
 #if HEADSTART_PAIRS
@@ -153,58 +56,95 @@ INLINE void multiply_float(const Matrix& w, const uint8_t* const block[2], const
     if (kKind == Kind::BF16) {
         const i32 high = splat_int((int32_t)0xffff0000);
         for (int64_t k = 0; k < w.cols; k += 2) {
-            const i32 p0 = load(reinterpret_cast<const int32_t*>(block[0] + k * 32));
-            const i32 p1 = load(reinterpret_cast<const int32_t*>(block[1] + k * 32));
-            add(k, as_float(shift_left<16>(p0)), as_float(shift_left<16>(p1)));
-            if (k + 1 < w.cols) add(k + 1, as_float(p0 & high), as_float(p1 & high));
+            i32 pair[kBlocksAtOnce];
+            f32 even[kBlocksAtOnce], odd[kBlocksAtOnce];
+            for (int b = 0; b < kBlocksAtOnce; ++b) {
+                pair[b] = load(reinterpret_cast<const int32_t*>(block[kFirst + b] + k * 32));
+                even[b] = as_float(shift_left<16>(pair[b]));
+                odd[b] = as_float(pair[b] & high);
+            }
+            add(k, even);
+            if (k + 1 < w.cols) add(k + 1, odd);
         }
-    } else if (kKind == Kind::F16) {
-        for (int64_t k = 0; k < w.cols; ++k)
-            add(k, load_half(reinterpret_cast<const uint16_t*>(block[0] + k * 32)),
-                load_half(reinterpret_cast<const uint16_t*>(block[1] + k * 32)));
-    } else {
-        for (int64_t k = 0; k < w.cols; ++k)
-            add(k, load(reinterpret_cast<const float*>(block[0] + k * 64)),
-                load(reinterpret_cast<const float*>(block[1] + k * 64)));
+        return;
+    }
+    for (int64_t k = 0; k < w.cols; ++k) {
+        f32 weights[kBlocksAtOnce];
+        for (int b = 0; b < kBlocksAtOnce; ++b) {
+            if (kKind == Kind::F16)
+                weights[b] = load_half(reinterpret_cast<const uint16_t*>(block[kFirst + b] + k * 32));
+            else
+                weights[b] = load(reinterpret_cast<const float*>(block[kFirst + b] + k * 64));
+        }
+        add(k, weights);
     }
 }
 
 template <int kRows> using Tile = f32[kRows][2];
 template <int kRows> using Multiply = void (*)(const Matrix&, const uint8_t* const[2], const Input&, int64_t, Tile<kRows>&);
 
-template <int kBits, int kGroup, bool kMin, bool kScaleF32, int kRows>
+// What multiply(sums, first block) makes of zeros, for both blocks.
+template <int kRows, class F> INLINE void from_zero(Tile<kRows>& acc, F&& multiply) {
+    const auto take = [&](auto first) __attribute__((always_inline)) {
+        f32 sum[kRows][kBlocksAtOnce];
+        for (auto& r : sum)
+            for (f32& lanes : r) lanes = splat(0.0f);
+        multiply(sum, first);
+        for (int r = 0; r < kRows; ++r)
+            for (int b = 0; b < kBlocksAtOnce; ++b) acc[r][first.value + b] = sum[r][b];
+    };
+    take(std::integral_constant<int, 0>{});
+    if constexpr (kBlocksAtOnce == 1) take(std::integral_constant<int, 1>{});
+}
+
+template <int kBits, int kGroup, Offsets kOffsets, Read kRead, bool kLevels, int kRows>
 void quantized(const Matrix& w, const uint8_t* const block[2], const Input& x, int64_t row, Tile<kRows>& acc) {
-    f32 sum[kRows][2];
-    for (auto& r : sum) r[0] = r[1] = splat(0.0f);
-    multiply_quantized<kBits, kGroup, kMin, kScaleF32, kRows>(w, block, x, row, sum);
-    for (int r = 0; r < kRows; ++r) acc[r][0] = sum[r][0], acc[r][1] = sum[r][1];
+    from_zero<kRows>(acc, [&](auto& sum, auto first) __attribute__((always_inline)) {
+        multiply_quantized<kBits, kGroup, kOffsets, kRead, kLevels, first.value>(w, block, x, row, sum);
+    });
 }
 
 template <Kind kKind, int kRows>
 void floating(const Matrix& w, const uint8_t* const block[2], const Input& x, int64_t row, Tile<kRows>& acc) {
-    f32 sum[kRows][2];
-    for (auto& r : sum) r[0] = r[1] = splat(0.0f);
-    multiply_float<kKind, kRows>(w, block, x, row, sum);
-    for (int r = 0; r < kRows; ++r) acc[r][0] = sum[r][0], acc[r][1] = sum[r][1];
+    from_zero<kRows>(acc, [&](auto& sum, auto first) __attribute__((always_inline)) {
+        multiply_float<kKind, first.value>(w, block, x, row, sum);
+    });
+}
+
+template <Kind kKind, int kRows>
+void coded(const Matrix& w, const uint8_t* const block[2], const Input& x, int64_t row, Tile<kRows>& acc) {
+    from_zero<kRows>(acc, [&](auto& sum, auto first) __attribute__((always_inline)) {
+        multiply_coded<kKind, first.value>(w, block, x, row, sum);
+    });
 }
 
 template <int kBits, int kGroup, int kRows> Multiply<kRows> pick_quantized(const Matrix& w) {
-    if (w.has_min) {
-        if (w.scale_f32) return quantized<kBits, kGroup, true, true, kRows>;
-        return quantized<kBits, kGroup, true, false, kRows>;
+    if (w.offsets == Offsets::MINS) {
+        if (w.scales == Scales::F32) return quantized<kBits, kGroup, Offsets::MINS, Read::F32, false, kRows>;
+        return quantized<kBits, kGroup, Offsets::MINS, Read::F16, false, kRows>;
     }
-    if (w.scale_f32) return quantized<kBits, kGroup, false, true, kRows>;
-    return quantized<kBits, kGroup, false, false, kRows>;
+    if (w.scales == Scales::F32) return quantized<kBits, kGroup, Offsets::NONE, Read::F32, false, kRows>;
+    return quantized<kBits, kGroup, Offsets::NONE, Read::F16, false, kRows>;
 }
 
 template <int kRows> Multiply<kRows> pick(const Matrix& w) {
+    const bool levels = w.levels != Levels::NONE, points = w.offsets == Offsets::POINTS;
     switch (w.kind) {
     case Kind::F32: return floating<Kind::F32, kRows>;
     case Kind::F16: return floating<Kind::F16, kRows>;
     case Kind::BF16: return floating<Kind::BF16, kRows>;
-    case Kind::Q8: return w.group == 16 ? pick_quantized<8, 16, kRows>(w) : pick_quantized<8, 32, kRows>(w);
+    case Kind::F8: return coded<Kind::F8, kRows>;
+    case Kind::L4: return coded<Kind::L4, kRows>;
+    case Kind::Q8:
+        if (points) return quantized<8, 64, Offsets::POINTS, Read::ANY, false, kRows>;
+        if (w.group == 64) return quantized<8, 64, Offsets::NONE, Read::ANY, false, kRows>;
+        return w.group == 16 ? pick_quantized<8, 16, kRows>(w) : pick_quantized<8, 32, kRows>(w);
     case Kind::Q4: break;
     }
+    if (levels && w.group == 16) return quantized<4, 16, Offsets::NONE, Read::ANY, true, kRows>;
+    if (levels) return quantized<4, 32, Offsets::NONE, Read::ANY, true, kRows>;
+    if (points && w.group == 64) return quantized<4, 64, Offsets::POINTS, Read::ANY, false, kRows>;
+    if (points) return quantized<4, 32, Offsets::POINTS, Read::ANY, false, kRows>;
     return w.group == 16 ? pick_quantized<4, 16, kRows>(w) : pick_quantized<4, 32, kRows>(w);
 }
 
@@ -238,8 +178,7 @@ void gated_rows(const Matrix& gate, const Matrix& up, const float* gate_bias, co
     for (int64_t half = 0; half < 2 && 2 * pair + half < gate.num_blocks(); ++half) {
         const int64_t index = 2 * pair + half;
         Tile<kRows> acc;
-        if (gate.kind == up.kind && gate.group == up.group && gate.zero == up.zero && gate.has_min == up.has_min &&
-            gate.scale_f32 == up.scale_f32) {
+        if (gate.alike(up)) {
             const uint8_t* const block[2] = {gate.block(index), up.block(index)};
             pick<kRows>(gate)(gate, block, x, row, acc);
         } else { // files that mix types inside a layer: each matrix by itself, twice the work
@@ -250,8 +189,10 @@ void gated_rows(const Matrix& gate, const Matrix& up, const float* gate_bias, co
             pick<kRows>(up)(up, second, x, row, other);
             for (int r = 0; r < kRows; ++r) acc[r][1] = other[r][1];
         }
-        for (int r = 0; r < kRows; ++r)
+        for (int r = 0; r < kRows; ++r) {
+            if (x.factors) scale_both(acc[r], x.factors[row + r]);
             store(tile[r] + half * 16, gate_lanes(acc[r], gate.rows, gate_bias, up_bias, kind, index * 16));
+        }
     }
     for (int r = 0; r < kRows; ++r) put_gated(tile[r], row + r, pair, out);
 }
@@ -264,10 +205,12 @@ template <class F> INLINE void in_tiles(int64_t rows, F&& f) {
 #if HEADSTART_AVX512
     case 5: f(row, std::integral_constant<int, 5>{}); break;
     case 4: f(row, std::integral_constant<int, 4>{}); break;
+#endif
+#if HEADSTART_AVX512 || HEADSTART_NEON
     case 3: f(row, std::integral_constant<int, 3>{}); break;
     case 2: f(row, std::integral_constant<int, 2>{}); break;
 #endif
-#if HEADSTART_AVX512 || HEADSTART_AVX2
+#if HEADSTART_AVX512 || HEADSTART_AVX2 || HEADSTART_NEON
     case 1: f(row, std::integral_constant<int, 1>{}); break;
 #endif
     default: break;
@@ -286,58 +229,7 @@ void gated(const Matrix& gate, const Matrix& up, const float* gate_bias, const f
     pad_gated(x.rows, pair, gate.num_blocks(), out);
 }
 
-INLINE float half_value(const uint8_t* p, int64_t index, bool is_f32) {
-    if (is_f32) {
-        float value;
-        std::memcpy(&value, p + index * 4, 4);
-        return value;
-    }
-    uint16_t bits[16] = {};
-    std::memcpy(bits, p + index * 2, 2);
-    float lanes[16];
-    store(lanes, load_half(bits));
-    return lanes[0];
-}
-
-void embed(const Matrix& table, int64_t id, float* out) {
-    const uint8_t* block = table.block(id / 16);
-    const int64_t lane = id % 16;
-    if (!table.quantized()) {
-        for (int64_t k = 0; k < table.cols; ++k) {
-            if (table.kind == Kind::F32) {
-                std::memcpy(out + k, block + (k * 16 + lane) * 4, 4);
-            } else {
-                const bool pairs = table.kind == Kind::BF16;
-                const int64_t at = pairs ? (k / 2 * 16 + lane) * 2 + k % 2 : k * 16 + lane;
-                uint16_t bits[16] = {};
-                std::memcpy(bits, block + at * 2, 2);
-                float lanes[16];
-                store(lanes, pairs ? load_bf16(bits) : load_half(bits));
-                out[k] = lanes[0];
-            }
-        }
-        return;
-    }
-    const int64_t scale_bytes = table.scale_bytes(), head = scale_bytes * (table.has_min ? 2 : 1);
-    for (int64_t start = 0; start < table.cols; start += table.group) {
-        const uint8_t* panel = block + start / kPanel * table.panel_bytes();
-        const int64_t group = start % kPanel / table.group * 16 + lane;
-        const float scale = half_value(panel, group, table.scale_f32);
-        const float least = table.has_min ? half_value(panel + scale_bytes, group, table.scale_f32) : 0.0f;
-        const int64_t end = start + table.group < table.cols ? start + table.group : table.cols;
-        for (int64_t column = start; column < end; ++column) {
-            const int64_t c = column % kPanel;
-            int32_t q;
-            if (table.kind == Kind::Q8) {
-                q = panel[head + c / 4 * 64 + lane * 4 + c % 4];
-            } else {
-                const int64_t within = c % 16, byte = head + c / 32 * 256 + within / 4 * 64 + lane * 4 + within % 4;
-                q = c % 32 < 16 ? panel[byte] & 15 : panel[byte] >> 4;
-            }
-            out[column] = table.has_min ? scale * (float)q + least : scale * (float)(q - table.zero);
-        }
-    }
-}
+void embed(const Matrix& table, int64_t id, float* out) { read_row(table, id, out); }
 
 void norm(const float* x, const float* residual, const float* weight, float eps, int64_t width, int64_t group,
           float* out, float* total) {
@@ -449,18 +341,24 @@ constexpr auto halve = nullptr;
 void attend(const AttendTask& task); // attention.cpp
 void join(const AttendTask& task);
 void sigmoid_mul(const float* gate, const float* x, int64_t gates, int64_t width, float* out); // experts.cpp
-void route(const float* logits, const float* bias, const Router& router, int32_t* ids, float* weights);
+void route(const float* logits, const float* bias, const int64_t* told, const Router& router, int32_t* ids, float* weights);
 void weigh(const float* values, int64_t stride, const int32_t* slots, const float* weights, int64_t count,
-           int64_t width, float* out);
-void conv(const float* const* rows, const float* taps, int64_t width, int64_t channels, float* out); // recurrent.cpp
-void decay(const float* x, const float* rate, const float* bias, int64_t width, float* out);
-void delta(const DeltaTask& task);
+           const float* x, int64_t width, float* out);
+void conv(const float* const* rows, const float* taps, const float* bias, int64_t width, int64_t channels, float* out); // recurrent.cpp
+void softplus(const float* x, const float* rate, const float* bias, int64_t width, float* out);
+void recur(const RecurrenceTask& task);
+void index_scores(const IndexTask& task); // indexer.cpp
+void stream_weights(const float* mixes, const float* base, const float* scale, const StreamShape& shape, float* out);
+void sum_streams(const float* streams, const float* weights, int64_t count, int64_t width, float* out);
+void mix_streams(const float* streams, const float* x, const float* weights, int64_t count, int64_t width, float* out);
+void compress(const CompressTask& task); // these four: streams.cpp
 
 const Kernels& kernels() {
     static constexpr Kernels table{HEADSTART_STRING(HEADSTART_PATH), linear,      gated,  embed,    quantize, norm,
                                    activate_row,            activate_mul, scale, softcap_row, add,   rope,
-                                   store_kv,                attend,      join, sigmoid_mul, route, weigh,  conv,
-                                   decay,                   delta,       kMostQueries, halve};
+                                   store_kv,                attend,      join,   sigmoid_mul, route, weigh,  conv,
+                                   softplus,                recur,  stream_weights,
+                                   sum_streams,             mix_streams, compress, index_scores, kMostQueries, halve};
     return table;
 }
 

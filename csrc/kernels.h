@@ -37,6 +37,7 @@ struct Input {
     int64_t rows;
     const uint16_t* halves = nullptr; // rows of kPanel-padded width, with zeros
     const int32_t* index = nullptr;   // where the product's rows lie, if not one after the other
+    const float* factors = nullptr;   // what the product's rows are multiplied by: gated does it to both products
     HEADSTART_INLINE int64_t at(int64_t row) const { return index ? index[row] : row; }
 };
 
@@ -45,11 +46,17 @@ struct Output {
     int64_t stride;
     uint8_t* quants; // gated and attend quantize as well when not nullptr, in QuantLayout(width)
     int64_t width;
+    HEADSTART_INLINE Output from_row(int64_t first) const {
+        return {values + first * stride, stride, quants ? quants + first * QuantLayout(width).row_bytes() : nullptr, width};
+    }
 };
 
 constexpr int64_t kMaxValueDim = 512, kMaxExperts = 1024;
 
-enum class Activation : int32_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, RELU2 = 4, IDENTITY = 5, CLAMPED = 6 };
+enum class Activation : int32_t {
+    SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, RELU2 = 4, IDENTITY = 5, CLAMPED = 6, SILU_7 = 7, SILU_16 = 8,
+    SILU_OF_10 = 9
+};
 
 enum class Store : int32_t { F32 = 0, BF16 = 1, I8 = 2 };
 
@@ -84,18 +91,32 @@ constexpr int64_t kFewQueries = 6, kMostQueries = 24; // of an attention task: t
 // order: threads may share a long context, and bits do not tell whether they did.
 constexpr int64_t kStretch = 512;
 
-// At most Kernels::most_queries queries of one kv head and one sequence. Query i is row first_row + i / group, head
-// kv_head * group + i % group.
-struct AttendTask {
+// Where the tiles of one kv head of a sequence lie.
+struct Tiles {
     const uint8_t* pool;
     KVLayout layout;
     const int32_t* block_table; // of the sequence
     int64_t block_size;         // a multiple of 16
+    int64_t kv_head;
     const uint8_t* scratch;     // the tile of position `scratch_from` of this head, and the ones behind it,
     int64_t scratch_from;       // wherever the block table has them; a multiple of 16
+    HEADSTART_INLINE int64_t slot_of(int64_t position) const { // by the block table
+        return block_table[position / block_size] * block_size + position % block_size;
+    }
+    HEADSTART_INLINE const uint8_t* tile_of(int64_t position) const { // position: the first of its tile
+        if (position >= scratch_from) return scratch + (position - scratch_from) / 16 * layout.tile_bytes();
+        return pool + layout.tile_at(slot_of(position), kv_head);
+    }
+};
+
+// At most Kernels::most_queries queries of one kv head and one sequence. Query i is row first_row + i / group, head
+// kv_head * group + i % group.
+struct AttendTask : Tiles {
     const int32_t *positions, *sees; // of all rows
-    int64_t first_row, kv_head, group, first_query, num_queries;
+    int64_t first_row, group, first_query, num_queries;
     int64_t first_position, window; // the first position that holds a key; how many a row sees, 0: all
+    int64_t unseen;                 // of what it sees so many at the end that it does not
+    int64_t chunk;                  // a row sees from position - position % chunk on, 0: no chunks
     float scale, softcap;           // softcap 0: none
     const float* sinks;             // of all heads, or nullptr
     const float* queries;
@@ -113,33 +134,63 @@ struct AttendTask {
     }
 };
 
+// What an indexer makes of positions begin .. end - 1 of one row: scores[p] = sum over heads of weights[h] *
+// max(queries[h] . key of p, 0), in this order; NaN is -infinity. begin is the first of a tile; of the last tile all 16
+// are written.
+struct IndexTask : Tiles {
+    int64_t num_heads, begin, end;
+    const float *queries, *weights;
+    float* scores;
+};
+
+enum class Scoring : int32_t { SOFTMAX = 0, SIGMOID = 1, SOFTPLUS = 2 };
+
 // Which experts a row takes, and how it weighs them (RouterSpec of headstart/kernels/ops.py).
 struct Router {
-    int64_t num_experts, top_k, num_groups, top_groups;
-    bool sigmoid, normalize;
+    int64_t num_experts, top_k, num_groups, top_groups, num_matrices;
+    Scoring scoring;
+    bool normalize;
     float scale;
+    bool scales_inputs; // weights are of what experts read
+};
+
+// Hyper-connections (StreamSpec of headstart/kernels/ops.py). last: weights of a sum alone.
+struct StreamShape {
+    int64_t count, iterations;
+    float eps;
+    bool last;
+};
+
+// One entry of rows [values, gates], as floats `stride` apart; the first ones, before `first`, are not there.
+struct CompressTask {
+    const float* rows;
+    int64_t stride, span, first, dim;
+    bool overlap;
+    float* out;
 };
 
 constexpr int64_t kMaxKeyDim = 256, kMaxTaps = 16;
 
-// The gated delta rule (Ops.gated_delta of headstart/kernels/ops.py) for some columns of one head of one sequence: from
-// the state before position `start` over kept rows [q, k, v, log decay, strength] and the rows of the pass.
-struct DeltaTask {
-    int64_t num_key_heads, num_heads, key_dim, value_dim;
-    int64_t head, key_head, first_column, num_columns;
-    const float* from; // the state [heads][key_dim][value_dim], or nullptr: zeros
+// The gated delta rule or the selective scan (Ops.gated_delta, Ops.selective_scan of headstart/kernels/ops.py) for some
+// columns of one head of one sequence: from the state before position `start` over kept rows and the rows of the pass.
+struct RecurrenceTask {
+    int64_t key_dim, value_dim, head, first_column, num_columns;
+    bool delta;                         // else: scan
+    int64_t query_at, key_at, value_at; // where a row has those of the head
+    int64_t decay_at, strength_at;      // where a kept row has these; a scan's strength is its step
+    float rate, skip;                   // of a scan
+    const float* from;                  // the state [heads][key_dim][value_dim], or nullptr: zeros
     int64_t start, num_kept, num_rows;
     const float* kept;
     int64_t kept_stride;
-    const float *qkv, *log_decay, *strength; // of the first row
-    int64_t qkv_stride, gate_stride;
+    const float *rows, *decay, *strength; // of the first row, the last two of the head; decay: the logarithm, of a delta
+    int64_t row_stride, gate_stride;
     float* out;
     int64_t out_stride;
     int64_t num_stores; // after the rows before store_positions[i] the state goes to slot store_slots[i]
     const int32_t *store_positions, *store_slots;
     float* states;
     int64_t state_size;
-    HEADSTART_INLINE int64_t channels() const { return 2 * num_key_heads * key_dim + num_heads * value_dim; }
 };
 
 struct Kernels {
@@ -166,16 +217,25 @@ struct Kernels {
     void (*join)(const AttendTask& task); // the result of all stretches' partials
     // sigmoid(gate) * x; each gate serves width / gates neighbours.
     void (*sigmoid_mul)(const float* gate, const float* x, int64_t gates, int64_t width, float* out);
-    // logits [num_experts] -> ids [top_k] in ascending order, and their weights.
-    void (*route)(const float* logits, const float* bias, const Router& router, int32_t* ids, float* weights);
-    // out = sum over i < count of weights[i] * row slots[i] of values, in this order.
+    // logits [num_experts] -> ids [top_k] in ascending order, those told if not nullptr, and their weights.
+    void (*route)(const float* logits, const float* bias, const int64_t* told, const Router& router, int32_t* ids,
+                  float* weights);
+    // out = sum over i < count of weights[i] * row slots[i] of values, in this order; slot -1 is the row x.
     void (*weigh)(const float* values, int64_t stride, const int32_t* slots, const float* weights, int64_t count,
-                  int64_t width, float* out);
-    // out = sum over j < width of taps[j] * rows[j], by channel; rows that are nullptr are zeros.
-    void (*conv)(const float* const* rows, const float* taps, int64_t width, int64_t channels, float* out);
-    // out = rate * ln(1 + e^(x + bias)).
-    void (*decay)(const float* x, const float* rate, const float* bias, int64_t width, float* out);
-    void (*delta)(const DeltaTask& task);
+                  const float* x, int64_t width, float* out);
+    // out = bias + sum over j < width of taps[j] * rows[j], by channel; rows that are nullptr, or no bias, are zeros.
+    void (*conv)(const float* const* rows, const float* taps, const float* bias, int64_t width, int64_t channels,
+                 float* out);
+    // out = rate * ln(1 + e^(x + bias)); rate nullptr: 1.
+    void (*softplus)(const float* x, const float* rate, const float* bias, int64_t width, float* out);
+    void (*recur)(const RecurrenceTask& task);
+    void (*stream_weights)(const float* mixes, const float* base, const float* scale, const StreamShape& shape, float* out);
+    // Of `count` streams of `width`; weights nullptr: their mean.
+    void (*sum_streams)(const float* streams, const float* weights, int64_t count, int64_t width, float* out);
+    void (*mix_streams)(const float* streams, const float* x, const float* weights, int64_t count, int64_t width,
+                        float* out);
+    void (*compress)(const CompressTask& task);
+    void (*index_scores)(const IndexTask& task);
     int64_t most_queries = kMostQueries; // of a task of attend
     // To bfloat16 (ties to even), padded with zeros to kPanel; nullptr: bfloat16 matrices take floats on this path.
     void (*halve)(const float* x, int64_t width, uint16_t* row) = nullptr;
@@ -188,6 +248,15 @@ namespace avx2 {
 const Kernels& kernels();
 }
 namespace avx512 {
+const Kernels& kernels();
+}
+namespace neon { // ARMv8.0
+const Kernels& kernels();
+}
+namespace dotprod { // neon with dot products of signed bytes
+const Kernels& kernels();
+}
+namespace i8mm { // and of unsigned by signed ones
 const Kernels& kernels();
 }
 namespace avx512bf16 {

@@ -6,12 +6,17 @@
 //   F32   panel = 64 columns x 16 lanes of float
 //   F16   panel = 64 columns x 16 lanes of half
 //   BF16  panel = 32 column pairs x 16 lanes x 2: the even column is the low half of a lane's 32 bits
-//   Q8    panel = scales, [mins,] quants: 16 column quads x 16 lanes x 4 bytes
-//   Q4    panel = scales, [mins,] quants: for each half of 32 columns 4 x 64 bytes; byte i of lane l of vector j holds
-//         column 4 j + i of the half in its low nibble and column 16 + 4 j + i in its high nibble
+//   Q8    panel = head, quants: 16 column quads x 16 lanes x 4 bytes
+//   Q4    panel = head, quants: for each half of 32 columns 4 x 64 bytes; byte i of lane l of vector j holds column
+//         4 j + i of the half in its low nibble and column 16 + 4 j + i in its high nibble
+//   F8    panel = head, codes (FP8 E4M3): 32 column pairs x 16 lanes x 2 bytes
+//   L4    panel = head, codes as Q4's, which stand for 16 floats
 //
-// scales and mins: (64 / group) x 16 lanes, float16 (scale_f32 false) or float32, group 16 or 32.
-// Value of a weight: with mins scale * q + min; without scale * (q - zero); q is unsigned.
+// Head: scales, then mins or zero points, filled up to 64 bytes: each (64 / group) x 16 lanes, group 16, 32 or 64. Mins
+// have the scales' type, zero points are bytes. Scales of type E4M3 are multiplied by a factor of the row: 16 floats
+// before the panels of a block.
+// Value of a weight: with mins scale * q + min; with zero points scale * (q - point); else scale * (q - zero), with q
+// unsigned, or the level that q stands for (Q4 of E2M1: twice its value, and half of the scale; L4: the float itself).
 #pragma once
 
 #include <cstddef>
@@ -26,7 +31,10 @@
 
 namespace headstart {
 
-enum class Kind : int32_t { F32 = 0, F16 = 1, BF16 = 2, Q8 = 3, Q4 = 4 };
+enum class Kind : int32_t { F32 = 0, F16 = 1, BF16 = 2, Q8 = 3, Q4 = 4, F8 = 5, L4 = 6 };
+enum class Scales : int32_t { F16 = 0, F32 = 1, BF16 = 2, E8M0 = 3, E4M3 = 4 };
+enum class Offsets : int32_t { NONE = 0, MINS = 1, POINTS = 2 };
+enum class Levels : int32_t { NONE = 0, E2M1 = 1, IQ4 = 2, NF4 = 3, FP4 = 4 };
 
 constexpr int64_t kLanes = 16, kPanel = 64;
 
@@ -35,30 +43,49 @@ HEADSTART_INLINE int64_t whole_panels(int64_t cols) { return (cols + kPanel - 1)
 struct Matrix {
     Kind kind = Kind::F32;
     int64_t rows = 0, cols = 0;
-    int32_t group = 32;     // columns per scale: 16 or 32 (Q8, Q4)
-    int32_t zero = 0;       // subtracted from q where there are no mins
-    bool scale_f32 = false; // else float16
-    bool has_min = false;
+    int32_t group = 32; // columns per scale: 16, 32 or 64
+    int32_t zero = 0;   // subtracted from q where there are no offsets
+    Scales scales = Scales::F16;
+    Offsets offsets = Offsets::NONE;
+    Levels levels = Levels::NONE;
     const uint8_t* data = nullptr; // 64-byte aligned, num_bytes() long; owned by somebody else
 
     HEADSTART_INLINE int64_t padded() const { return whole_panels(cols); }
     HEADSTART_INLINE int64_t num_blocks() const { return (rows + kLanes - 1) / kLanes; }
-    HEADSTART_INLINE bool quantized() const { return kind == Kind::Q8 || kind == Kind::Q4; }
+    HEADSTART_INLINE bool quantized() const { return kind == Kind::Q8 || kind == Kind::Q4; } // times 8-bit rows
+    HEADSTART_INLINE bool grouped() const { return kind >= Kind::Q8; }                       // has scales
+    HEADSTART_INLINE bool alike(const Matrix& other) const { // may be multiplied side by side
+        return kind == other.kind && group == other.group && zero == other.zero && scales == other.scales &&
+               offsets == other.offsets && levels == other.levels;
+    }
+    HEADSTART_INLINE int64_t scale_size() const {
+        return scales == Scales::F32 ? 4 : scales == Scales::F16 || scales == Scales::BF16 ? 2 : 1;
+    }
     // of one panel
-    HEADSTART_INLINE int64_t scale_bytes() const { return kPanel / group * kLanes * (scale_f32 ? 4 : 2); }
+    HEADSTART_INLINE int64_t scale_bytes() const { return kPanel / group * kLanes * scale_size(); }
+    HEADSTART_INLINE int64_t head_bytes() const {
+        const int64_t more = offsets == Offsets::MINS ? scale_bytes() : offsets == Offsets::POINTS ? kPanel / group * kLanes : 0;
+        return (scale_bytes() + more + 63) / 64 * 64;
+    }
     HEADSTART_INLINE int64_t panel_bytes() const {
         switch (kind) {
         case Kind::F32: return kPanel * kLanes * 4;
         case Kind::F16:
         case Kind::BF16: return kPanel * kLanes * 2;
-        case Kind::Q8: return scale_bytes() * (has_min ? 2 : 1) + kPanel * kLanes;
-        case Kind::Q4: return scale_bytes() * (has_min ? 2 : 1) + kPanel * kLanes / 2;
+        case Kind::Q8:
+        case Kind::F8: return head_bytes() + kPanel * kLanes;
+        case Kind::Q4:
+        case Kind::L4: return head_bytes() + kPanel * kLanes / 2;
         }
         return 0;
     }
-    HEADSTART_INLINE int64_t block_bytes() const { return padded() / kPanel * panel_bytes(); }
+    HEADSTART_INLINE bool has_factors() const { return grouped() && scales == Scales::E4M3; }
+    HEADSTART_INLINE int64_t factor_bytes() const { return has_factors() ? kLanes * 4 : 0; }
+    HEADSTART_INLINE int64_t block_bytes() const { return factor_bytes() + padded() / kPanel * panel_bytes(); }
     HEADSTART_INLINE int64_t num_bytes() const { return num_blocks() * block_bytes(); }
     HEADSTART_INLINE const uint8_t* block(int64_t index) const { return data + index * block_bytes(); }
 };
+
+void read_row(const Matrix& matrix, int64_t row, float* out); // [cols]; values.cpp
 
 } // namespace headstart

@@ -18,8 +18,8 @@ struct OwnedMatrix : Matrix {
 
 // Columns [column, column + 64) of one row, as they go into a panel, before the 16 rows are interleaved.
 struct Strip {
-    alignas(64) uint8_t body[kPanel * 4]; // plain values; or Q8: one byte a column; or Q4: 32 bytes in the panel's order
-    uint32_t scales[4], mins[4];          // the bits of float16 or float32
+    alignas(64) uint8_t body[kPanel * 4]; // plain values; or Q8, F8: one byte a column; or Q4, L4: 32 bytes in the panel's order
+    uint32_t scales[4], offsets[4];       // their bits
 };
 
 // Reads the file's form of a row: `count` of 64 columns from `column` on. Columns beyond count are left as they are.
@@ -34,11 +34,17 @@ struct Source {
     std::string_view name;
     Kind kind;
     int32_t group, zero;
-    bool scale_f32, has_min;
-    int32_t unit_columns, unit_bytes; // a row is whole units (ggml's blocks; single elements of plain types)
-    Fill fill;
+    Scales scales;
+    Offsets offsets;
+    Levels levels;
+    int32_t unit_columns, unit_bytes; // a row is whole units (ggml's blocks; single elements of plain types), behind its
+    Fill fill;                        // factor as a float where scales take one
 
-    Matrix form(int64_t rows, int64_t cols) const { return {kind, rows, cols, group, zero, scale_f32, has_min, nullptr}; }
+    Matrix form(int64_t rows, int64_t cols) const {
+        return {kind, rows, cols, group, zero, scales, offsets, levels, nullptr};
+    }
+    int64_t head_bytes() const { return form(1, 1).has_factors() ? 4 : 0; }
+    int64_t row_bytes(int64_t cols) const { return head_bytes() + (cols + unit_columns - 1) / unit_columns * unit_bytes; }
 };
 
 // By a file's type name, or "int8" and "int4": float32 rows to quantize. nullptr for any other name.
@@ -48,7 +54,7 @@ const Source* find_source(std::string_view name);
 void pack(ThreadPool& pool, const Source& source, const uint8_t* raw, int64_t row_bytes, int64_t rows, int64_t cols,
           uint8_t* out);
 
-// matrix -> out [rows, cols]
+// matrix -> out [rows, cols], by all threads
 void dequantize(ThreadPool& pool, const Matrix& matrix, float* out);
 
 } // namespace headstart

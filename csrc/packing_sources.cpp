@@ -24,7 +24,7 @@ template <bool with_min> void fill_q4(const uint8_t* row, int64_t column, int64_
     const uint8_t* block = row + column / 32 * (head + 16);
     for (int64_t half = 0; half < count / 32; ++half, block += head + 16) {
         strip.scales[half] = load16(block);
-        if (with_min) strip.mins[half] = load16(block + 2);
+        if (with_min) strip.offsets[half] = load16(block + 2);
         std::memcpy(strip.body + half * 16, block + head, 16);
     }
 }
@@ -43,7 +43,7 @@ template <bool with_min> void fill_q5(const uint8_t* row, int64_t column, int64_
     const uint8_t* block = row + column / 32 * bytes;
     for (int64_t half = 0; half < count / 32; ++half, block += bytes) {
         strip.scales[half] = load16(block);
-        if (with_min) strip.mins[half] = load16(block + 2);
+        if (with_min) strip.offsets[half] = load16(block + 2);
         const uint8_t *high = block + head, *low = high + 4;
         for (int i = 0; i < 32; ++i) {
             const int nibble = i < 16 ? low[i] & 15 : low[i - 16] >> 4;
@@ -52,36 +52,11 @@ template <bool with_min> void fill_q5(const uint8_t* row, int64_t column, int64_
     }
 }
 
-// IQ4: nibbles that stand for 16 uneven levels; as bytes (+ 128) they are exact.
-constexpr uint8_t kLevels[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
-
-void fill_levels(const uint8_t* nibbles, uint8_t* body) {
-    for (int i = 0; i < 16; ++i) {
-        body[i] = kLevels[nibbles[i] & 15];
-        body[16 + i] = kLevels[nibbles[i] >> 4];
-    }
-}
-
-void fill_iq4_nl(const uint8_t* row, int64_t column, int64_t count, Strip& strip) {
-    const uint8_t* block = row + column / 32 * 18;
-    for (int64_t half = 0; half < count / 32; ++half, block += 18) {
-        strip.scales[half] = load16(block);
-        fill_levels(block + 2, strip.body + half * 32);
-    }
-}
-
-// Twice the sixteen values of E2M1, plus 128; the scale is half of the block's power of two.
-constexpr uint8_t kE2M1[16] = {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116};
-
 void fill_mxfp4(const uint8_t* row, int64_t column, int64_t count, Strip& strip) {
     const uint8_t* block = row + column / 32 * 17;
     for (int64_t half = 0; half < count / 32; ++half, block += 17) {
-        const uint32_t power = block[0]; // 2^(power - 128), below the smallest normal number a denormal
-        strip.scales[half] = power > 1 ? (power - 1) << 23 : 0x200000u << power;
-        for (int i = 0; i < 16; ++i) {
-            strip.body[half * 32 + i] = kE2M1[block[1 + i] & 15];
-            strip.body[half * 32 + 16 + i] = kE2M1[block[1 + i] >> 4];
-        }
+        strip.scales[half] = block[0];
+        std::memcpy(strip.body + half * 16, block + 1, 16);
     }
 }
 
@@ -116,7 +91,7 @@ void fill_k_scales(const uint8_t* block, int quarter, Strip& strip) {
         int scale, min;
         scale_and_min(block + 4, quarter * 2 + half, scale, min);
         strip.scales[half] = bits_of_float(d * static_cast<float>(scale));
-        strip.mins[half] = bits_of_float(-(dmin * static_cast<float>(min))); // x - m and x + -m are the same float
+        strip.offsets[half] = bits_of_float(-(dmin * static_cast<float>(min))); // x - m and x + -m are the same float
     }
 }
 
@@ -189,7 +164,7 @@ void fill_q2_k(const uint8_t* row, int64_t column, int64_t, Strip& strip) {
     for (int i = 0; i < 4; ++i) {
         const int both = block[quarter * 4 + i];
         strip.scales[i] = bits_of_float(d * static_cast<float>(both & 15));
-        strip.mins[i] = bits_of_float(-(dmin * static_cast<float>(both >> 4)));
+        strip.offsets[i] = bits_of_float(-(dmin * static_cast<float>(both >> 4)));
     }
 }
 
@@ -200,30 +175,92 @@ void fill_iq4_xs(const uint8_t* row, int64_t column, int64_t, Strip& strip) {
         const int group = static_cast<int>(column % kBlock / 32) + half, top = load16(block + 2) >> group * 2 & 3;
         const int nibble = block[4 + group / 2] >> group % 2 * 4 & 15;
         strip.scales[half] = bits_of_float(d * static_cast<float>((nibble | top << 4) - 32));
-        fill_levels(block + 8 + group * 16, strip.body + half * 32);
+        std::memcpy(strip.body + half * 16, block + 8 + group * 16, 16);
     }
 }
 
+// --- Rows of headstart/formats/grouped.py: units of a scale, maybe a zero point, and the codes of `group` columns. ---
+
+template <int bytes> uint32_t load_bits(const uint8_t* at) {
+    uint32_t bits = 0;
+    std::memcpy(&bits, at, bytes); // little-endian, as everywhere here
+    return bits;
+}
+
+// A scale and codes of one byte; a code that is no number makes its group none.
+template <int group> void fill_e4m3(const uint8_t* row, int64_t column, int64_t count, Strip& strip) {
+    const uint8_t* unit = row + column / group * (4 + group);
+    for (int64_t begin = 0; begin < count; begin += group, unit += 4 + group) {
+        bool numbers = true;
+        for (int i = 0; i < group; ++i) numbers &= (unit[4 + i] & 0x7f) != 0x7f;
+        strip.scales[begin / group] = numbers ? load_bits<4>(unit) : 0x7fc00000u;
+        std::memcpy(strip.body + begin, unit + 4, group);
+    }
+}
+
+// Codes of 8 bits, unsigned.
+template <int scale, int point> void fill_bytes(const uint8_t* row, int64_t column, int64_t, Strip& strip) {
+    const uint8_t* unit = row + column / kPanel * (scale + point + kPanel);
+    strip.scales[0] = load_bits<scale>(unit);
+    strip.offsets[0] = point ? unit[scale] : 0;
+    std::memcpy(strip.body, unit + scale + point, kPanel);
+}
+
+// Two codes in a byte, the even column in the low half.
+template <int group, int scale, int point> void fill_pairs(const uint8_t* row, int64_t column, int64_t count, Strip& strip) {
+    constexpr int bytes = scale + point + group / 2;
+    const uint8_t* unit = row + column / group * bytes;
+    uint8_t codes[kPanel] = {};
+    for (int64_t begin = 0; begin < count; begin += group, unit += bytes) {
+        strip.scales[begin / group] = load_bits<scale>(unit);
+        strip.offsets[begin / group] = point ? unit[scale] : 0;
+        for (int i = 0; i < group / 2; ++i) {
+            codes[begin + 2 * i] = unit[scale + point + i] & 15;
+            codes[begin + 2 * i + 1] = unit[scale + point + i] >> 4;
+        }
+    }
+    pack_nibbles(codes, strip.body);
+}
+
 constexpr Source kSources[] = {
-    // name, kind, group, zero, scale_f32, has_min, unit columns, unit bytes, fill
-    {"F32", Kind::F32, 32, 0, false, false, 1, 4, fill_plain<4>},
-    {"F16", Kind::F16, 32, 0, false, false, 1, 2, fill_plain<2>},
-    {"BF16", Kind::BF16, 32, 0, false, false, 1, 2, fill_plain<2>},
-    {"Q4_0", Kind::Q4, 32, 8, false, false, 32, 18, fill_q4<false>},
-    {"Q4_1", Kind::Q4, 32, 0, false, true, 32, 20, fill_q4<true>},
-    {"Q5_0", Kind::Q8, 32, 16, false, false, 32, 22, fill_q5<false>},
-    {"Q5_1", Kind::Q8, 32, 0, false, true, 32, 24, fill_q5<true>},
-    {"Q8_0", Kind::Q8, 32, 128, false, false, 32, 34, fill_q8_0},
-    {"IQ4_NL", Kind::Q8, 32, 128, false, false, 32, 18, fill_iq4_nl},
-    {"MXFP4", Kind::Q8, 32, 128, true, false, 32, 17, fill_mxfp4},
-    {"IQ4_XS", Kind::Q8, 32, 128, true, false, kBlock, 136, fill_iq4_xs},
-    {"Q2_K", Kind::Q4, 16, 0, true, true, kBlock, 84, fill_q2_k},
-    {"Q3_K", Kind::Q4, 16, 4, true, false, kBlock, 110, fill_q3_k},
-    {"Q4_K", Kind::Q4, 32, 0, true, true, kBlock, 144, fill_q4_k},
-    {"Q5_K", Kind::Q8, 32, 0, true, true, kBlock, 176, fill_q5_k},
-    {"Q6_K", Kind::Q8, 16, 32, true, false, kBlock, 210, fill_q6_k},
-    {"int8", Kind::Q8, 32, 128, false, false, 1, 4, fill_int8},
-    {"int4", Kind::Q4, 32, 0, false, true, 1, 4, fill_int4},
+    // name, kind, group, zero, scales, offsets, levels, unit columns, unit bytes, fill
+    {"F32", Kind::F32, 32, 0, Scales::F16, Offsets::NONE, Levels::NONE, 1, 4, fill_plain<4>},
+    {"F16", Kind::F16, 32, 0, Scales::F16, Offsets::NONE, Levels::NONE, 1, 2, fill_plain<2>},
+    {"BF16", Kind::BF16, 32, 0, Scales::F16, Offsets::NONE, Levels::NONE, 1, 2, fill_plain<2>},
+    {"Q4_0", Kind::Q4, 32, 8, Scales::F16, Offsets::NONE, Levels::NONE, 32, 18, fill_q4<false>},
+    {"Q4_1", Kind::Q4, 32, 0, Scales::F16, Offsets::MINS, Levels::NONE, 32, 20, fill_q4<true>},
+    {"Q5_0", Kind::Q8, 32, 16, Scales::F16, Offsets::NONE, Levels::NONE, 32, 22, fill_q5<false>},
+    {"Q5_1", Kind::Q8, 32, 0, Scales::F16, Offsets::MINS, Levels::NONE, 32, 24, fill_q5<true>},
+    {"Q8_0", Kind::Q8, 32, 128, Scales::F16, Offsets::NONE, Levels::NONE, 32, 34, fill_q8_0},
+    {"IQ4_NL", Kind::Q4, 32, 128, Scales::F16, Offsets::NONE, Levels::IQ4, 32, 18, fill_q4<false>},
+    {"MXFP4", Kind::Q4, 32, 128, Scales::E8M0, Offsets::NONE, Levels::E2M1, 32, 17, fill_mxfp4},
+    {"IQ4_XS", Kind::Q4, 32, 128, Scales::F32, Offsets::NONE, Levels::IQ4, kBlock, 136, fill_iq4_xs},
+    {"Q2_K", Kind::Q4, 16, 0, Scales::F32, Offsets::MINS, Levels::NONE, kBlock, 84, fill_q2_k},
+    {"Q3_K", Kind::Q4, 16, 4, Scales::F32, Offsets::NONE, Levels::NONE, kBlock, 110, fill_q3_k},
+    {"Q4_K", Kind::Q4, 32, 0, Scales::F32, Offsets::MINS, Levels::NONE, kBlock, 144, fill_q4_k},
+    {"Q5_K", Kind::Q8, 32, 0, Scales::F32, Offsets::MINS, Levels::NONE, kBlock, 176, fill_q5_k},
+    {"Q6_K", Kind::Q8, 16, 32, Scales::F32, Offsets::NONE, Levels::NONE, kBlock, 210, fill_q6_k},
+    {"int8", Kind::Q8, 32, 128, Scales::F16, Offsets::NONE, Levels::NONE, 1, 4, fill_int8},
+    {"int4", Kind::Q4, 32, 0, Scales::F16, Offsets::MINS, Levels::NONE, 1, 4, fill_int4},
+    {"E4M3:16:F32", Kind::F8, 16, 0, Scales::F32, Offsets::NONE, Levels::NONE, 16, 20, fill_e4m3<16>},
+    {"E4M3:32:F32", Kind::F8, 32, 0, Scales::F32, Offsets::NONE, Levels::NONE, 32, 36, fill_e4m3<32>},
+    {"E4M3:64:F32", Kind::F8, 64, 0, Scales::F32, Offsets::NONE, Levels::NONE, 64, 68, fill_e4m3<64>},
+    {"E2M1:16:E4M3", Kind::Q4, 16, 128, Scales::E4M3, Offsets::NONE, Levels::E2M1, 16, 9, fill_pairs<16, 1, 0>},
+    {"NF4:32:F32", Kind::L4, 32, 0, Scales::F32, Offsets::NONE, Levels::NF4, 32, 20, fill_pairs<32, 4, 0>},
+    {"NF4:64:F32", Kind::L4, 64, 0, Scales::F32, Offsets::NONE, Levels::NF4, 64, 36, fill_pairs<64, 4, 0>},
+    {"FP4:32:F32", Kind::L4, 32, 0, Scales::F32, Offsets::NONE, Levels::FP4, 32, 20, fill_pairs<32, 4, 0>},
+    {"FP4:64:F32", Kind::L4, 64, 0, Scales::F32, Offsets::NONE, Levels::FP4, 64, 36, fill_pairs<64, 4, 0>},
+    {"U4:32:F16", Kind::Q4, 32, 0, Scales::F16, Offsets::POINTS, Levels::NONE, 32, 19, fill_pairs<32, 2, 1>},
+    {"U4:32:BF16", Kind::Q4, 32, 0, Scales::BF16, Offsets::POINTS, Levels::NONE, 32, 19, fill_pairs<32, 2, 1>},
+    {"U4:32:F32", Kind::Q4, 32, 0, Scales::F32, Offsets::POINTS, Levels::NONE, 32, 21, fill_pairs<32, 4, 1>},
+    {"U4:64:F16", Kind::Q4, 64, 0, Scales::F16, Offsets::POINTS, Levels::NONE, 64, 35, fill_pairs<64, 2, 1>},
+    {"U4:64:BF16", Kind::Q4, 64, 0, Scales::BF16, Offsets::POINTS, Levels::NONE, 64, 35, fill_pairs<64, 2, 1>},
+    {"U4:64:F32", Kind::Q4, 64, 0, Scales::F32, Offsets::POINTS, Levels::NONE, 64, 37, fill_pairs<64, 4, 1>},
+    {"U8:64:F16", Kind::Q8, 64, 0, Scales::F16, Offsets::POINTS, Levels::NONE, 64, 67, fill_bytes<2, 1>},
+    {"U8:64:BF16", Kind::Q8, 64, 0, Scales::BF16, Offsets::POINTS, Levels::NONE, 64, 67, fill_bytes<2, 1>},
+    {"U8:64:F32", Kind::Q8, 64, 0, Scales::F32, Offsets::POINTS, Levels::NONE, 64, 69, fill_bytes<4, 1>},
+    {"I8:64:BF16", Kind::Q8, 64, 128, Scales::BF16, Offsets::NONE, Levels::NONE, 64, 66, fill_bytes<2, 0>},
+    {"I8:64:F32", Kind::Q8, 64, 128, Scales::F32, Offsets::NONE, Levels::NONE, 64, 68, fill_bytes<4, 0>},
 };
 
 } // namespace

@@ -25,6 +25,11 @@ INLINE void put_linear(const f32 (&acc)[2], const Matrix& w, const float* bias, 
     if (at + 16 < w.rows) store_some(to + 16, w.rows - at - 16, with_bias(acc[1], bias, at + 16, w.rows));
 }
 
+// Products of a row that is multiplied by a factor (Input::factors).
+INLINE void scale_both(f32 (&acc)[2], float factor) {
+    for (f32& each : acc) each = each * splat(factor);
+}
+
 // Lanes at .. at + 15 of a gated product: acc[0] is the gate's, acc[1] the other matrix's.
 INLINE f32 gate_lanes(const f32 (&acc)[2], int64_t width, const float* gate_bias, const float* up_bias, Activation kind,
                       int64_t at) {

@@ -36,7 +36,8 @@ AttendTasks::AttendTasks(const Pass& pass, const AttendShape& shape, int64_t mos
     if (threads == 1 || before.back() >= threads * kTasksPerThread) return;
     for (int64_t unit = 0; unit < pass.num_units; ++unit) {
         const int32_t *begin = pass.positions + pass.unit_starts[unit], *end = pass.positions + pass.unit_starts[unit + 1];
-        const int64_t oldest = shape.window ? *std::min_element(begin, end) - shape.window + 1 : 0;
+        const int64_t least = *std::min_element(begin, end);
+        const int64_t oldest = shape.window ? least - shape.window + 1 : shape.chunk ? least - least % shape.chunk : 0;
         const int64_t latest = *std::max_element(pass.sees + pass.unit_starts[unit], pass.sees + pass.unit_starts[unit + 1]);
         first.push_back((int32_t)(std::max(oldest, pass.first_position) / kStretch));
         count.push_back((int32_t)(latest / kStretch + 1 - first.back()));
@@ -90,6 +91,7 @@ void Routing::reach(int64_t num_rows) {
     weights.resize(count);
     slots.resize(count);
     rows.resize(count);
+    if (router.scales_inputs) factors.resize(count);
 }
 
 void Routing::group(int64_t num_rows) {
@@ -99,7 +101,7 @@ void Routing::group(int64_t num_rows) {
     experts.clear();
     starts.clear();
     int32_t start = 0;
-    for (int64_t expert = 0; expert < router.num_experts; ++expert) {
+    for (int64_t expert = 0; expert < router.num_matrices; ++expert) {
         const int32_t count = cursor[expert];
         cursor[expert] = start;
         if (count == 0) continue;
@@ -109,9 +111,21 @@ void Routing::group(int64_t num_rows) {
     }
     starts.push_back(start);
     for (int64_t i = 0; i < num_rows * k; ++i) {
-        slots[i] = cursor[ids[i]]++;
+        slots[i] = ids[i] < router.num_matrices ? cursor[ids[i]]++ : -1;
+        if (slots[i] < 0) continue;
         rows[slots[i]] = (int32_t)(i / k);
     }
+    if (!router.scales_inputs) return;
+    for (int64_t i = 0; i < num_rows * k; ++i) {
+        factors[slots[i]] = weights[i];
+        weights[i] = 1.0f;
+    }
+}
+
+void Scores::reach(const Pass& pass) {
+    if (!wanted) return;
+    width = (*std::max_element(pass.sees, pass.sees + pass.num_rows) / 16 + 1) * 16;
+    if ((int64_t)values.size() < pass.num_rows * width) values.resize(pass.num_rows * width);
 }
 
 uint8_t* Arena::take(int64_t bytes) {
@@ -122,7 +136,7 @@ uint8_t* Arena::take(int64_t bytes) {
 Program::Program(const std::string& path) : kernels(*find_path(path).kernels) {}
 
 Activation activation_of(int kind) {
-    if (kind < 0 || kind > (int)Activation::CLAMPED) throw std::invalid_argument("no such activation");
+    if (kind < 0 || kind > (int)Activation::SILU_OF_10) throw std::invalid_argument("no such activation");
     return static_cast<Activation>(kind);
 }
 
@@ -161,7 +175,9 @@ void Program::want(int id, const Matrix& by) {
         if (buffer.producer >= 0 && steps_[buffer.producer].quantizes) return;
         add_form(id, [this, id](const Pass&, int64_t row) {
             const Buffer& found = buffers[id];
-            kernels.quantize(values(id, row), found.width, quants(id) + row * QuantLayout(found.width).row_bytes());
+            const int64_t size = QuantLayout(found.width).row_bytes();
+            for (int64_t r = row * found.copies; r < (row + 1) * found.copies; ++r)
+                kernels.quantize(values(id, r), found.width, quants(id) + r * size);
         });
     }
     if (by.kind == Kind::BF16 && kernels.halve && !buffer.halves) {
@@ -337,6 +353,7 @@ void Program::compute(ThreadPool::Turn& turn, Arena& arena, Pass& pass) {
     const int32_t furthest = *std::max_element(pass.positions, pass.positions + pass.num_rows);
     for (auto& rope : ropes) rope->reach(furthest);
     for (auto& routing : routings) routing->reach(pass.num_rows);
+    scores.reach(pass);
     share_contexts(pass, turn.active());
     const auto start = Clock::now();
     turn.run([&](int thread) { execute(turn, pass, thread); });

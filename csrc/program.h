@@ -50,6 +50,17 @@ struct KVPool {
     Memory memory;
 };
 
+// Rows [num_slots, width] that are read one by one, as floats or rounded to bfloat16.
+struct RowPool {
+    RowPool(int64_t num_slots, int64_t width, bool wide)
+        : width(width), num_slots(num_slots), wide(wide), memory(num_slots * width * (wide ? 4 : 2)) {}
+    void put(int64_t slot, const float* row);
+    void get(int64_t slot, float* row) const;
+    int64_t width, num_slots;
+    bool wide;
+    Memory memory;
+};
+
 // Hidden states [num_slots, width], float.
 struct HiddenPool {
     HiddenPool(int64_t num_slots, int64_t width) : width(width), num_slots(num_slots), memory(num_slots * width * 4) {}
@@ -94,8 +105,9 @@ struct Routing {
     Router router;
     std::vector<int32_t> ids;     // [rows][top_k], ascending in a row
     std::vector<float> weights;   // of the same
-    std::vector<int32_t> slots;   // of the same
+    std::vector<int32_t> slots;   // of the same; -1 where the expert has no matrices
     std::vector<int32_t> rows;    // of each slot
+    std::vector<float> factors;   // of each slot, where weights are of what experts read; `weights` are then 1
     std::vector<int32_t> experts; // that some row takes, ascending
     std::vector<int32_t> starts;  // the first slot of each of these, and the number of slots
     std::vector<int32_t> cursor;
@@ -113,11 +125,11 @@ struct States {
     const int32_t* span_of; // each row
 };
 
-// Attention steps whose tasks are the same: queries for each kv head, kv heads, the window.
+// Attention steps whose tasks are the same: queries for each kv head, kv heads, what a row sees.
 struct AttendShape {
-    int64_t group, heads, window;
+    int64_t group, heads, window, chunk;
     bool operator==(const AttendShape& other) const {
-        return group == other.group && heads == other.heads && window == other.window;
+        return group == other.group && heads == other.heads && window == other.window && chunk == other.chunk;
     }
 };
 
@@ -150,6 +162,15 @@ struct Pass {
     std::vector<AttendTasks> attends; // by Program::attends
 };
 
+// Scores of positions by row, of the indexer that runs: it is chosen from before the next one scores.
+struct Scores {
+    void reach(const Pass& pass); // not thread-safe
+    float* row(int64_t row) { return values.data() + row * width; }
+    bool wanted = false;
+    int64_t width = 0; // the positions that rows of the pass see, in whole tiles
+    std::vector<float> values;
+};
+
 // What a program reads and writes: how far ids and slots of a plan may go.
 struct Limits {
     int64_t tokens = INT64_MAX, slots = INT64_MAX, table_slots = INT64_MAX; // slots: written; table_slots: read
@@ -162,6 +183,8 @@ class Program;
 Activation activation_of(int kind); // throws std::invalid_argument
 
 void bind_attention_steps(nb::module_& m, nb::class_<Program>& program); // attention_steps.cpp
+void bind_stream_steps(nb::module_& m, nb::class_<Program>& program);    // stream_steps.cpp
+void bind_choice_steps(nb::class_<Program>& program);                     // choice_steps.cpp
 void bind_expert_steps(nb::class_<Program>& program);                     // expert_steps.cpp
 void bind_recurrent_steps(nb::module_& m, nb::class_<Program>& program); // recurrent_steps.cpp
 void bind_refine_steps(nb::class_<Program>& program);                     // refine_steps.cpp
@@ -218,7 +241,8 @@ class Program {
 
     const Kernels& kernels;
     Limits limits;
-    bool profiling = false, wants_states = false;
+    bool profiling = false, wants_states = false, wants_spans = false; // spans: Pass::row_spans
+    Scores scores;
     int64_t hidden_width = 0; // columns of the hidden states that it reads
     std::vector<Buffer> buffers;
     std::vector<std::shared_ptr<RopeTable>> ropes;

@@ -138,7 +138,7 @@ void fill_int4(const uint8_t* row, int64_t column, int64_t count, Strip& strip) 
         load_group(row, column + begin, std::min<int64_t>(kGroup, count - begin), values);
         quantize_group4(values, scale, min, quants);
         strip.scales[begin / kGroup] = scale;
-        strip.mins[begin / kGroup] = min;
+        strip.offsets[begin / kGroup] = min;
         for (int i = 0; i < 16; ++i)
             strip.body[begin / 2 + i] = static_cast<uint8_t>(quants[i] | quants[16 + i] << 4);
     }

@@ -1,5 +1,6 @@
-// Recurrent layers: a short convolution over the last rows, and the gated delta rule. A row's bits come from its
-// sequence's rows in their order, whatever pass they are part of: every lane has its own chain over taps or keys.
+// Recurrent layers: a short convolution over the last rows, the gated delta rule and the selective scan. A row's bits
+// come from its sequence's rows in their order, whatever pass they are part of: every lane has its own chain over taps
+// or keys.
 #include <cmath>
 #include <cstring>
 
@@ -13,7 +14,7 @@ namespace {
 constexpr float kL2Epsilon = 1e-6f;
 #if HEADSTART_AVX512
 constexpr int kStrips = 4; // of 16 columns
-#elif HEADSTART_AVX2
+#elif HEADSTART_AVX2 || HEADSTART_NEON
 constexpr int kStrips = 2;
 #else
 constexpr int kStrips = 1;
@@ -36,47 +37,60 @@ void unit(const float* x, int64_t count, float factor, float* out) {
     for (int64_t i = 0; i < count; i += 16) store_some(out + i, count - i, load_some(x + i, count - i) * inverse);
 }
 
-// One row's inputs for one head.
+// One row's inputs for one head; keys and queries of a scan lie where the row has them.
 struct Row {
-    alignas(64) float query[kMaxKeyDim], key[kMaxKeyDim];
+    alignas(64) float unit_query[kMaxKeyDim], unit_key[kMaxKeyDim];
+    const float *query, *key, *values;
     float decay, strength;
-    const float* values;
 };
 
 // A row's inputs for one head lie in three places of a wide row: no hardware fetches them ahead.
-void prefetch_row(const DeltaTask& task, const float* qkv) {
-    const int64_t keys = task.num_key_heads * task.key_dim;
+void prefetch_row(const RecurrenceTask& task, const float* row) {
     for (int64_t i = 0; i < task.key_dim; i += 16) {
-        prefetch(qkv + task.key_head * task.key_dim + i);
-        prefetch(qkv + keys + task.key_head * task.key_dim + i);
+        prefetch(row + task.query_at + i);
+        prefetch(row + task.key_at + i);
     }
-    for (int64_t i = 0; i < task.num_columns; i += 16)
-        prefetch(qkv + 2 * keys + task.head * task.value_dim + task.first_column + i);
+    for (int64_t i = 0; i < task.num_columns; i += 16) prefetch(row + task.value_at + task.first_column + i);
 }
 
-void read_row(const DeltaTask& task, const float* qkv, float log_decay, float strength, Row& row) {
-    const int64_t keys = task.num_key_heads * task.key_dim;
-    unit(qkv + task.key_head * task.key_dim, task.key_dim, 1.0f / std::sqrt((float)task.key_dim), row.query);
-    unit(qkv + keys + task.key_head * task.key_dim, task.key_dim, 1.0f, row.key);
-    row.decay = lane(exp(min(splat(88.0f), splat(log_decay))));
+float raised(float x) { return lane(exp(min(splat(88.0f), splat(x)))); }
+
+void read_delta(const RecurrenceTask& task, const float* from, float log_decay, float strength, Row& row) {
+    unit(from + task.query_at, task.key_dim, 1.0f / std::sqrt((float)task.key_dim), row.unit_query);
+    unit(from + task.key_at, task.key_dim, 1.0f, row.unit_key);
+    row.query = row.unit_query, row.key = row.unit_key, row.values = from + task.value_at;
+    row.decay = raised(log_decay);
     row.strength = lane(sigmoid(splat(strength)));
-    row.values = qkv + 2 * keys + task.head * task.value_dim;
+}
+
+void read_scan(const RecurrenceTask& task, const float* from, float step, Row& row) {
+    row.query = from + task.query_at, row.key = from + task.key_at, row.values = from + task.value_at;
+    row.decay = raised(task.rate * step);
+    row.strength = step;
 }
 
 // state [key_dim][kWidth * 16] takes in a row; out gets `columns` values unless it is nullptr.
 template <int kWidth>
-void take_in(float* state, const Row& row, int64_t key_dim, int64_t first, int64_t columns, float* out) {
+void take_in(const RecurrenceTask& task, float* state, const Row& row, int64_t first, int64_t columns, float* out) {
     constexpr int64_t kStride = kWidth * 16;
     const f32 decay = splat(row.decay), strength = splat(row.strength);
-    f32 known[kWidth], change[kWidth], read[kWidth];
-    for (int s = 0; s < kWidth; ++s) known[s] = read[s] = splat(0.0f);
-    for (int64_t k = 0; k < key_dim; ++k) {
-        const f32 key = splat(row.key[k]);
-        for (int s = 0; s < kWidth; ++s) known[s] = fma(load(state + k * kStride + s * 16), key, known[s]);
+    f32 values[kWidth], change[kWidth], read[kWidth];
+    for (int s = 0; s < kWidth; ++s) {
+        values[s] = load_some(row.values + first + s * 16, columns - s * 16);
+        read[s] = splat(0.0f);
     }
-    for (int s = 0; s < kWidth; ++s)
-        change[s] = (load_some(row.values + first + s * 16, columns - s * 16) - decay * known[s]) * strength;
-    for (int64_t k = 0; k < key_dim; ++k) {
+    if (task.delta) {
+        f32 known[kWidth];
+        for (int s = 0; s < kWidth; ++s) known[s] = splat(0.0f);
+        for (int64_t k = 0; k < task.key_dim; ++k) {
+            const f32 key = splat(row.key[k]);
+            for (int s = 0; s < kWidth; ++s) known[s] = fma(load(state + k * kStride + s * 16), key, known[s]);
+        }
+        for (int s = 0; s < kWidth; ++s) change[s] = (values[s] - decay * known[s]) * strength;
+    } else {
+        for (int s = 0; s < kWidth; ++s) change[s] = values[s] * strength;
+    }
+    for (int64_t k = 0; k < task.key_dim; ++k) {
         const f32 key = splat(row.key[k]), query = splat(row.query[k]);
         for (int s = 0; s < kWidth; ++s) {
             float* at = state + k * kStride + s * 16;
@@ -85,12 +99,15 @@ void take_in(float* state, const Row& row, int64_t key_dim, int64_t first, int64
             read[s] = fma(moved, query, read[s]);
         }
     }
-    if (out)
-        for (int s = 0; s < kWidth; ++s) store_some(out + first + s * 16, columns - s * 16, read[s]);
+    if (!out) return;
+    for (int s = 0; s < kWidth; ++s) {
+        const f32 made = task.delta ? read[s] : fma(splat(task.skip), values[s], read[s]);
+        store_some(out + first + s * 16, columns - s * 16, made);
+    }
 }
 
 // All rows of a sequence, for up to kWidth * 16 of a head's columns.
-template <int kWidth> void walk(const DeltaTask& task, int64_t first, int64_t columns) {
+template <int kWidth> void walk(const RecurrenceTask& task, int64_t first, int64_t columns) {
     constexpr int64_t kStride = kWidth * 16;
     alignas(64) float state[kMaxKeyDim * kStride];
     Row row;
@@ -110,23 +127,22 @@ template <int kWidth> void walk(const DeltaTask& task, int64_t first, int64_t co
         }
         if (walked == task.num_kept + task.num_rows) return;
         const int64_t r = walked - task.num_kept;
-        if (r < 0) {
-            const float* kept = task.kept + walked * task.kept_stride;
-            const float* gates = kept + task.channels();
-            read_row(task, kept, gates[task.head], gates[task.num_heads + task.head], row);
-        } else {
-            read_row(task, task.qkv + r * task.qkv_stride, task.log_decay[r * task.gate_stride + task.head],
-                     task.strength[r * task.gate_stride + task.head], row);
-        }
-        if (r + 1 < task.num_rows && r >= -1) prefetch_row(task, task.qkv + (r + 1) * task.qkv_stride);
+        const float* kept = r < 0 ? task.kept + walked * task.kept_stride : nullptr;
+        const float* from = kept ? kept : task.rows + r * task.row_stride;
+        const float strength = kept ? kept[task.strength_at] : task.strength[r * task.gate_stride];
+        if (task.delta)
+            read_delta(task, from, kept ? kept[task.decay_at] : task.decay[r * task.gate_stride], strength, row);
+        else
+            read_scan(task, from, strength, row);
+        if (r + 1 < task.num_rows && r >= -1) prefetch_row(task, task.rows + (r + 1) * task.row_stride);
         float* out = r < 0 ? nullptr : task.out + r * task.out_stride + task.head * task.value_dim;
-        take_in<kWidth>(state, row, task.key_dim, first, columns, out);
+        take_in<kWidth>(task, state, row, first, columns, out);
     }
 }
 
 } // namespace
 
-void delta(const DeltaTask& task) {
+void recur(const RecurrenceTask& task) {
     const int64_t end = task.first_column + task.num_columns;
     int64_t first = task.first_column;
     for (; end - first > 16; first += kStrips * 16)
@@ -134,22 +150,22 @@ void delta(const DeltaTask& task) {
     if (first < end) walk<1>(task, first, end - first);
 }
 
-void conv(const float* const* rows, const float* taps, int64_t width, int64_t channels, float* out) {
+void conv(const float* const* rows, const float* taps, const float* bias, int64_t width, int64_t channels, float* out) {
     for (int64_t i = 0; i < channels; i += 16) {
-        f32 sum = splat(0.0f);
+        f32 sum = bias ? load_some(bias + i, channels - i) : splat(0.0f);
         for (int64_t j = 0; j < width; ++j)
             if (rows[j]) sum = fma(load_some(rows[j] + i, channels - i), load_some(taps + j * channels + i, channels - i), sum);
         store_some(out + i, channels - i, sum);
     }
 }
 
-void decay(const float* x, const float* rate, const float* bias, int64_t width, float* out) {
+void softplus(const float* x, const float* rate, const float* bias, int64_t width, float* out) {
     for (int64_t i = 0; i < width; ++i) {
         const float value = x[i] + bias[i], size = std::fabs(value);
         // ln(1 + e^v) = max(v, 0) + ln(1 + e^-|v|); a small e^-|v| is its own logarithm
         const float small = lane(exp(splat(-size)));
         const double rest = small < 1e-8f ? (double)small : exact_log(1.0 + (double)small);
-        out[i] = value != value ? value : rate[i] * (float)((value > 0.0f ? (double)value : 0.0) + rest);
+        out[i] = value != value ? value : (rate ? rate[i] : 1.0f) * (float)((value > 0.0f ? (double)value : 0.0) + rest);
     }
 }
 

@@ -57,12 +57,12 @@ const float* input_before(const Program& program, const StatePool& pool, const P
 }
 
 void convolve(const Program& program, const StatePool& pool, const Pass& pass, int x, int out, const float* taps,
-              int64_t width, int64_t row) {
+              const float* bias, int64_t width, int64_t row) {
     const int64_t span = pass.states->span_of[row], at = row - pass.row_starts[span];
     const float* rows[kMaxTaps];
     for (int64_t j = 0; j < width; ++j)
         rows[j] = input_before(program, pool, pass, x, width, span, at - (width - 1 - j));
-    program.kernels.conv(rows, taps, width, program.buffers[x].width, program.values(out, row));
+    program.kernels.conv(rows, taps, bias, width, program.buffers[x].width, program.values(out, row));
 }
 
 // Stores the last width - 1 inputs before each of a span's stores, then keeps its drafted rows. A state may lie where
@@ -85,12 +85,13 @@ void store_windows(const Program& program, const StatePool& pool, const Pass& pa
         keep_row(program, pool, pass, {x}, row);
 }
 
-int causal_conv(Program& program, int x, Floats taps, nb::object state_pool, int64_t width) {
+int causal_conv(Program& program, int x, Floats taps, nb::object state_pool, int64_t width,
+                std::optional<Floats> bias) {
     StatePool* pool = nb::cast<StatePool*>(state_pool);
     const int64_t channels = program.buffers[x].width;
     require(width >= 2 && width <= kMaxTaps, "causal_conv: 2 to 16 taps are supported");
     require((int64_t)taps.size() == width * channels && pool->state_size == (width - 1) * channels &&
-                pool->row_size == channels,
+                pool->row_size == channels && (!bias || (int64_t)bias->size() == channels),
             "causal_conv: shapes differ");
     const int out = program.buffer(channels, false);
     read_states(program, *pool);
@@ -99,9 +100,10 @@ int causal_conv(Program& program, int x, Floats taps, nb::object state_pool, int
     step.reads = {x};
     step.writes = {out};
     step.by_rows = step.gathers = true;
-    step.owners = {state_pool, nb::cast(taps)};
-    step.run = [&program, pool, x, out, width, w = taps.data()](const Pass& pass, int64_t row) {
-        convolve(program, *pool, pass, x, out, w, width, row);
+    step.owners = {state_pool, nb::cast(taps), nb::cast(bias)};
+    step.run = [&program, pool, x, out, width, w = taps.data(),
+                b = bias ? bias->data() : nullptr](const Pass& pass, int64_t row) {
+        convolve(program, *pool, pass, x, out, w, b, width, row);
     };
     program.add(std::move(step));
     Step keep;
@@ -116,9 +118,9 @@ int causal_conv(Program& program, int x, Floats taps, nb::object state_pool, int
     return out;
 }
 
-int decay(Program& program, int x, Floats rate, Floats bias) {
+int softplus(Program& program, int x, std::optional<Floats> rate, Floats bias) {
     const int64_t width = program.buffers[x].width;
-    require((int64_t)rate.size() == width && (int64_t)bias.size() == width, "decay: widths differ");
+    require((!rate || (int64_t)rate->size() == width) && (int64_t)bias.size() == width, "softplus: widths differ");
     const int out = program.buffer(width, program.buffers[x].logits);
     Step step;
     step.label = "rows";
@@ -126,44 +128,47 @@ int decay(Program& program, int x, Floats rate, Floats bias) {
     step.writes = {out};
     step.by_rows = true;
     step.owners = {nb::cast(rate), nb::cast(bias)};
-    step.run = [&program, x, out, width, r = rate.data(), b = bias.data()](const Pass&, int64_t row) {
-        program.kernels.decay(program.values(x, row), r, b, width, program.values(out, row));
+    step.run = [&program, x, out, width, r = rate ? rate->data() : nullptr, b = bias.data()](const Pass&, int64_t row) {
+        program.kernels.softplus(program.values(x, row), r, b, width, program.values(out, row));
     };
     program.add(std::move(step));
     return out;
 }
 
-// Shape of a gated delta rule.
-struct DeltaShape {
-    int64_t num_key_heads, num_heads, key_dim, value_dim;
-    bool tiled;
-    int64_t strips() const { return (value_dim + kColumns - 1) / kColumns; }
-    int64_t channels() const { return 2 * num_key_heads * key_dim + num_heads * value_dim; }
-    int64_t key_head(int64_t head) const { return tiled ? head % num_key_heads : head / (num_heads / num_key_heads); }
+// One recurrence of a layer. What is the same for all its tasks is in `task`; those of a head are filled in by `fit`.
+struct Recurrence {
+    int64_t num_heads;
+    std::vector<int> inputs; // rows, then what goes by head: log decay and strength, or the step
+    RecurrenceTask task;
+    std::function<void(RecurrenceTask&)> fit;
+    int64_t strips() const { return (task.value_dim + kColumns - 1) / kColumns; }
 };
 
 // Tasks go by span, then head, then strip of columns.
-DeltaTask delta_task(const Program& program, const StatePool& pool, const Pass& pass, const DeltaShape& shape,
-                     const std::vector<int>& inputs, int out, int64_t index) {
+RecurrenceTask task_of(const Program& program, const StatePool& pool, const Pass& pass, const Recurrence& all, int out,
+                       int64_t index) {
     const States& states = *pass.states;
-    const int64_t strips = shape.strips(), span = index / (shape.num_heads * strips), strip = index % strips;
+    const int64_t strips = all.strips(), span = index / (all.num_heads * strips), strip = index % strips;
     const int64_t row = pass.row_starts[span], store = states.store_starts[span];
-    DeltaTask task{};
-    task.num_key_heads = shape.num_key_heads, task.num_heads = shape.num_heads;
-    task.key_dim = shape.key_dim, task.value_dim = shape.value_dim;
-    task.head = index / strips % shape.num_heads;
-    task.key_head = shape.key_head(task.head);
+    const int rows = all.inputs.front(), last = all.inputs.back();
+    const int64_t channels = program.buffers[rows].width;
+    RecurrenceTask task = all.task;
+    task.head = index / strips % all.num_heads;
+    all.fit(task);
     task.first_column = strip * kColumns;
-    task.num_columns = std::min(kColumns, shape.value_dim - task.first_column);
+    task.num_columns = std::min(kColumns, task.value_dim - task.first_column);
     task.from = state_read(pool, pass, span);
     task.start = states.starts[span];
     task.num_kept = num_replayed(pass, span);
     task.kept = task.num_kept ? pool.kept(states.own[span], 0) : nullptr;
     task.kept_stride = pool.row_size;
     task.num_rows = pass.row_starts[span + 1] - row;
-    task.qkv = program.values(inputs[0], row), task.qkv_stride = program.buffers[inputs[0]].stride();
-    task.log_decay = program.values(inputs[1], row), task.strength = program.values(inputs[2], row);
-    task.gate_stride = program.buffers[inputs[1]].stride();
+    task.rows = program.values(rows, row), task.row_stride = program.buffers[rows].stride();
+    task.decay = program.values(all.inputs[1], row) + task.head;
+    task.strength = program.values(last, row) + task.head;
+    task.decay_at = channels + task.head;
+    task.strength_at = pool.row_size - all.num_heads + task.head;
+    task.gate_stride = program.buffers[last].stride();
     task.out = program.values(out, row), task.out_stride = program.buffers[out].stride();
     task.num_stores = states.store_starts[span + 1] - store;
     task.store_positions = states.store_positions + store, task.store_slots = states.store_slots + store;
@@ -171,27 +176,28 @@ DeltaTask delta_task(const Program& program, const StatePool& pool, const Pass& 
     return task;
 }
 
-int gated_delta(Program& program, int qkv, int log_decay, int strength, nb::object state_pool, int64_t num_key_heads,
-                int64_t num_heads, int64_t key_dim, int64_t value_dim, bool tiled) {
+int recurrence(Program& program, Recurrence all, nb::object state_pool, std::vector<nb::object> owners) {
     StatePool* pool = nb::cast<StatePool*>(state_pool);
-    const DeltaShape shape{num_key_heads, num_heads, key_dim, value_dim, tiled};
-    require(key_dim <= kMaxKeyDim, "gated_delta: keys of more than 256 are not supported");
-    require(num_key_heads > 0 && num_heads % num_key_heads == 0 && program.buffers[qkv].width == shape.channels() &&
-                program.buffers[log_decay].width == num_heads && program.buffers[strength].width == num_heads &&
-                pool->state_size == num_heads * key_dim * value_dim &&
-                pool->row_size == shape.channels() + 2 * num_heads,
-            "gated_delta: shapes differ");
-    const int out = program.buffer(num_heads * value_dim, false);
-    const std::vector<int> inputs{qkv, log_decay, strength};
+    const RecurrenceTask& task = all.task;
+    require(task.key_dim <= kMaxKeyDim, "recurrent states of more than 256 rows are not supported");
+    int64_t width = 0;
+    for (int each : all.inputs) width += program.buffers[each].width;
+    require(pool->state_size == all.num_heads * task.key_dim * task.value_dim && pool->row_size == width,
+            "a recurrence: shapes differ");
+    for (size_t i = 1; i < all.inputs.size(); ++i)
+        require(program.buffers[all.inputs[i]].width == all.num_heads, "a recurrence: not a number for each head");
+    const int out = program.buffer(all.num_heads * task.value_dim, false);
+    const std::vector<int> inputs = all.inputs;
     read_states(program, *pool);
     Step step;
     step.label = "recurrent";
     step.reads = inputs;
     step.writes = {out};
-    step.owners = {state_pool};
-    step.num_tasks = [shape](const Pass& pass) { return pass.num_spans * shape.num_heads * shape.strips(); };
-    step.run = [&program, pool, shape, inputs, out](const Pass& pass, int64_t index) {
-        program.kernels.delta(delta_task(program, *pool, pass, shape, inputs, out, index));
+    step.owners = std::move(owners);
+    step.owners.push_back(state_pool);
+    step.num_tasks = [count = all.num_heads * all.strips()](const Pass& pass) { return pass.num_spans * count; };
+    step.run = [&program, pool, all = std::move(all), out](const Pass& pass, int64_t index) {
+        program.kernels.recur(task_of(program, *pool, pass, all, out, index));
     };
     program.add(std::move(step));
     Step keep;
@@ -204,6 +210,39 @@ int gated_delta(Program& program, int qkv, int log_decay, int strength, nb::obje
     };
     program.add(std::move(keep));
     return out;
+}
+
+int gated_delta(Program& program, int qkv, int log_decay, int strength, nb::object state_pool, int64_t num_key_heads,
+                int64_t num_heads, int64_t key_dim, int64_t value_dim, bool tiled) {
+    const int64_t keys = num_key_heads * key_dim;
+    require(num_key_heads > 0 && num_heads % num_key_heads == 0 &&
+                program.buffers[qkv].width == 2 * keys + num_heads * value_dim,
+            "gated_delta: shapes differ");
+    Recurrence all{num_heads, {qkv, log_decay, strength}, {}, {}};
+    all.task.key_dim = key_dim, all.task.value_dim = value_dim, all.task.delta = true;
+    all.fit = [=](RecurrenceTask& task) {
+        const int64_t key = tiled ? task.head % num_key_heads : task.head / (num_heads / num_key_heads);
+        task.query_at = key * key_dim, task.key_at = keys + key * key_dim;
+        task.value_at = 2 * keys + task.head * value_dim;
+    };
+    return recurrence(program, std::move(all), state_pool, {});
+}
+
+int selective_scan(Program& program, int xbc, int step, Floats rate, Floats skip, nb::object state_pool,
+                   int64_t num_groups, int64_t num_heads, int64_t state_dim, int64_t head_dim) {
+    const int64_t inner = num_heads * head_dim, keys = num_groups * state_dim;
+    require(num_groups > 0 && num_heads % num_groups == 0 && program.buffers[xbc].width == inner + 2 * keys &&
+                (int64_t)rate.size() == num_heads && (int64_t)skip.size() == num_heads,
+            "selective_scan: shapes differ");
+    Recurrence all{num_heads, {xbc, step}, {}, {}};
+    all.task.key_dim = state_dim, all.task.value_dim = head_dim, all.task.delta = false;
+    all.fit = [=, rates = rate.data(), skips = skip.data()](RecurrenceTask& task) {
+        const int64_t group = task.head / (num_heads / num_groups);
+        task.value_at = task.head * head_dim, task.key_at = inner + group * state_dim;
+        task.query_at = inner + keys + group * state_dim;
+        task.rate = rates[task.head], task.skip = skips[task.head];
+    };
+    return recurrence(program, std::move(all), state_pool, {nb::cast(rate), nb::cast(skip)});
 }
 
 nb::ndarray<nb::numpy, float> state_of(StatePool& pool, int64_t slot) {
@@ -221,7 +260,12 @@ void bind_recurrent_steps(nb::module_& m, nb::class_<Program>& program) {
     nb::class_<StatePool>(m, "StatePool")
         .def(nb::init<int64_t, int64_t, int64_t, int64_t, int64_t>())
         .def("state", state_of);
-    program.def("causal_conv", causal_conv).def("decay", decay).def("gated_delta", gated_delta);
+    program
+        .def("causal_conv", causal_conv, nb::arg("x"), nb::arg("taps"), nb::arg("pool"), nb::arg("width"),
+             nb::arg("bias").none())
+        .def("softplus", softplus, nb::arg("x"), nb::arg("rate").none(), nb::arg("bias"))
+        .def("gated_delta", gated_delta)
+        .def("selective_scan", selective_scan);
 }
 
 } // namespace headstart

@@ -1,4 +1,5 @@
-// A product whose largest outputs alone are exact (Ops.refine of headstart/kernels/ops.py).
+// Logits of some tokens only: a product whose largest outputs alone are exact, and groups of which the best are kept
+// (Ops.refine and Ops.keep_groups of headstart/kernels/ops.py).
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
@@ -15,6 +16,9 @@ namespace headstart {
 namespace {
 
 constexpr int64_t kUnit = 2 * kLanes; // neighbouring outputs, which the kernels make together
+constexpr float kNever = -1e30f;       // a logit whose token is not drawn; finite, as logits must be
+
+using Groups = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 float largest(const float* x, int64_t count) {
     float lanes[8];
@@ -25,19 +29,26 @@ float largest(const float* x, int64_t count) {
     return *std::max_element(lanes, lanes + 8);
 }
 
+// Numbers of the `count` largest values, in ascending order; the lower of equal ones.
+void choose_values(const float* values, int64_t width, int64_t count, int32_t* chosen) {
+    thread_local std::vector<float> sorted;
+    sorted.assign(values, values + width);
+    std::nth_element(sorted.begin(), sorted.begin() + (count - 1), sorted.end(), std::greater<float>());
+    const float least = sorted[count - 1];
+    int64_t equal = count - std::count_if(sorted.begin(), sorted.begin() + count, [least](float p) { return p > least; });
+    for (int64_t i = 0; i < width && count > 0; ++i)
+        if (values[i] > least || (values[i] == least && equal-- > 0)) *chosen++ = int32_t(i), --count;
+    while (count-- > 0) *chosen++ = 0; // NaN is not larger than anything
+}
+
 // Numbers of the units with the largest values of x [width], in ascending order; the lower of equal ones.
 void choose(const float* x, int64_t width, int64_t count, int32_t* chosen) {
-    thread_local std::vector<float> peaks, sorted;
+    thread_local std::vector<float> peaks;
     const int64_t units = (width + kUnit - 1) / kUnit;
     peaks.resize(units);
     for (int64_t unit = 0; unit < units; ++unit)
         peaks[unit] = largest(x + unit * kUnit, std::min(kUnit, width - unit * kUnit));
-    sorted = peaks;
-    std::nth_element(sorted.begin(), sorted.begin() + (count - 1), sorted.end(), std::greater<float>());
-    const float least = sorted[count - 1];
-    int64_t equal = count - std::count_if(sorted.begin(), sorted.begin() + count, [least](float p) { return p > least; });
-    for (int64_t unit = 0; unit < units && count > 0; ++unit)
-        if (peaks[unit] > least || (peaks[unit] == least && equal-- > 0)) *chosen++ = int32_t(unit), --count;
+    choose_values(peaks.data(), units, count, chosen);
 }
 
 int refine(Program& program, int approximate, int x, nb::object matrix, int64_t count, const std::string& label) {
@@ -81,11 +92,41 @@ int refine(Program& program, int approximate, int x, nb::object matrix, int64_t 
     return approximate;
 }
 
+// The logits of tokens whose group is none of the `count` with the largest scores become kNever.
+int keep_groups(Program& program, int logits, int scores, Groups groups, int64_t count) {
+    const int64_t width = program.buffers[logits].width, num_groups = program.buffers[scores].width;
+    const bool known = std::all_of(groups.data(), groups.data() + groups.size(),
+                                   [num_groups](int64_t group) { return group >= 0 && group < num_groups; });
+    if ((int64_t)groups.size() != width || !known || program.buffers[logits].logits != program.buffers[scores].logits)
+        throw std::invalid_argument("keep_groups: shapes differ, or a group has no score");
+    if (count < 1 || count > num_groups) throw std::invalid_argument("keep_groups: more groups than there are");
+    Step step;
+    step.label = "rows";
+    step.reads = {logits, scores};
+    step.writes = {logits};
+    step.by_rows = true;
+    step.owners = {nb::cast(groups)};
+    step.run = [&program, logits, scores, of = groups.data(), width, num_groups, count](const Pass&, int64_t row) {
+        thread_local std::vector<int32_t> chosen;
+        thread_local std::vector<uint8_t> kept;
+        chosen.resize(count);
+        kept.assign(num_groups, 0);
+        choose_values(program.values(scores, row), num_groups, count, chosen.data());
+        for (const int32_t group : chosen) kept[group] = 1;
+        float* x = program.values(logits, row);
+        for (int64_t token = 0; token < width; ++token)
+            if (!kept[of[token]]) x[token] = kNever;
+    };
+    program.add(std::move(step));
+    return logits;
+}
+
 } // namespace
 
 void bind_refine_steps(nb::class_<Program>& program) {
     program.def("refine", refine, nb::arg("approximate"), nb::arg("x"), nb::arg("matrix"), nb::arg("count"),
                 nb::arg("label"));
+    program.def("keep_groups", keep_groups, nb::arg("logits"), nb::arg("scores"), nb::arg("groups"), nb::arg("count"));
 }
 
 } // namespace headstart

@@ -95,7 +95,7 @@ void check_pass(const Program& program, const Pass& pass) {
     else if (program.hidden_width)
         require(pass.hidden_pool->width >= program.hidden_width && within(pass.hidden_slots, pass.num_rows, pass.hidden_pool->num_slots),
                 "run: a hidden state's slot is outside the pool");
-    if (!program.attends.empty()) check_blocks(program, pass);
+    if (program.limits.table_slots != INT64_MAX) check_blocks(program, pass);
     if (program.wants_states) check_states(limits, pass);
 }
 
@@ -133,7 +133,7 @@ Planned::Planned(const Program& program, nb::handle plan, const HiddenPool* hidd
     pass.hidden_pool = hidden_pool;
     pass.hidden = hidden_ ? hidden_->data() : nullptr;
     pass.hidden_stride = hidden_ ? (int64_t)hidden_->shape(1) : 0;
-    if (!states.is_none() || !tree.is_none()) {
+    if (!states.is_none() || !tree.is_none() || program.scores.wanted || program.wants_spans) {
         require(ascends(row_starts_.data(), spans), "run: the rows' starts do not ascend");
         row_spans_.resize(rows);
         for (int64_t s = 0; s < spans; ++s)

@@ -5,6 +5,8 @@
 
 #if defined(__SSE2__)
 #include <immintrin.h>
+#elif HEADSTART_NEON
+#include <arm_neon.h>
 #endif
 
 #ifndef HEADSTART_PATH
@@ -101,6 +103,10 @@ inline void multiply(const Lanes& a, uint32_t b, Lanes& product) {
 #elif defined(__SSE2__)
 inline void multiply(const Lanes& a, uint32_t b, Lanes& product) {
     product = Lanes(_mm_mul_epu32(__m128i(a), _mm_set1_epi64x(b)));
+}
+#elif HEADSTART_NEON
+inline void multiply(const Lanes& a, uint32_t b, Lanes& product) {
+    product = Lanes(vmull_n_u32(vmovn_u64(uint64x2_t(a)), b));
 }
 #else
 inline void multiply(const Lanes& a, uint32_t b, Lanes& product) { product = (a & 0xFFFFFFFFu) * b; }

@@ -53,6 +53,15 @@ extern const Loops kLoops;
 namespace avx512 {
 extern const Loops kLoops;
 }
+namespace neon {
+extern const Loops kLoops;
+}
+namespace dotprod {
+extern const Loops kLoops;
+}
+namespace i8mm {
+extern const Loops kLoops;
+}
 
 // e^x for float32 x <= 87, 0 below -87; kernels/reference/sampling.py has the definition.
 static inline float exact_exp(float x) {

@@ -1,4 +1,5 @@
-// Sixteen lanes of float or int32 on whatever this translation unit is compiled for: AVX-512, AVX2 or plain C++.
+// Sixteen lanes of float or int32 on whatever this translation unit is compiled for: AVX-512, AVX2, NEON (simd_neon.h)
+// or plain C++.
 // A lane's result never depends on the other lanes, and every function rounds in one way on one path.
 #pragma once
 
@@ -18,6 +19,10 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
+
+#if HEADSTART_NEON
+#include "simd_neon.h"
+#endif
 
 namespace headstart::HEADSTART_PATH {
 
@@ -76,6 +81,34 @@ INLINE i32 dot(i32 sum, i32 w, i32 a) { return {_mm512_dpbusd_epi32(sum.v, w.v, 
 INLINE f32 dot_pairs(f32 sum, i32 a, i32 b) { return {_mm512_dpbf16_ps(sum.v, (__m512bh)a.v, (__m512bh)b.v)}; }
 INLINE void store_bf16(uint16_t* p, f32 a) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(a.v)); }
 #endif
+INLINE i32 load_u8(const uint8_t* p) { return {_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))}; }
+// Sixteen bytes or floats to look up by the low 4 bits of each byte (which has no others), or of each lane.
+struct ByteTable {
+    __m512i v;
+};
+struct FloatTable {
+    __m512 v;
+};
+INLINE ByteTable byte_table(const uint8_t* p) {
+    return {_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p))};
+}
+INLINE FloatTable float_table(const float* p) { return {_mm512_loadu_ps(p)}; }
+INLINE i32 look_up(ByteTable table, i32 at) { return {_mm512_shuffle_epi8(table.v, at.v)}; }
+INLINE f32 look_up(FloatTable table, i32 at) { return {_mm512_permutexvar_ps(at.v, table.v)}; }
+// 64 codes of E4M3, two columns beside each other in each lane: 2^-8 of the values of columns 0 to 3. As halves they have
+// the right digits, subnormal ones too.
+INLINE __m512i half_e4m3(__m512i high) { return _mm512_and_si512(_mm512_srai_epi16(high, 1), _mm512_set1_epi16((short)0xbf80)); }
+struct E4M3 {
+    __m512i even, odd;
+};
+INLINE E4M3 load_e4m3(const uint8_t* p) {
+    const __m512i both = _mm512_loadu_si512(p);
+    return {half_e4m3(_mm512_slli_epi16(both, 8)), half_e4m3(both)};
+}
+INLINE f32 widen(const E4M3& codes, int column) {
+    const __m512i halves = column % 2 ? codes.odd : codes.even;
+    return {_mm512_cvtph_ps(column < 2 ? _mm512_castsi512_si256(halves) : _mm512_extracti64x4_epi64(halves, 1))};
+}
 
 #elif HEADSTART_AVX2
 
@@ -149,8 +182,37 @@ INLINE __m256i dot_half(__m256i sum, __m256i w, __m256i a) {
 }
 #endif
 INLINE i32 dot(i32 sum, i32 w, i32 a) { return {dot_half(sum.a, w.a, a.a), dot_half(sum.b, w.b, a.b)}; }
+INLINE i32 load_u8(const uint8_t* p) {
+    return {_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)),
+            _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8)))};
+}
+struct ByteTable {
+    __m256i v;
+};
+struct FloatTable {
+    __m256 low, high;
+};
+INLINE ByteTable byte_table(const uint8_t* p) { return {_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p))}; }
+INLINE FloatTable float_table(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+INLINE i32 look_up(ByteTable table, i32 at) { return {_mm256_shuffle_epi8(table.v, at.a), _mm256_shuffle_epi8(table.v, at.b)}; }
+INLINE __m256 look_up_half(FloatTable table, __m256i at) { // bit 3 chooses the half
+    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(table.low, at), _mm256_permutevar8x32_ps(table.high, at),
+                            _mm256_castsi256_ps(_mm256_slli_epi32(at, 28)));
+}
+INLINE f32 look_up(FloatTable table, i32 at) { return {look_up_half(table, at.a), look_up_half(table, at.b)}; }
+INLINE __m256i half_e4m3(__m256i high) { return _mm256_and_si256(_mm256_srai_epi16(high, 1), _mm256_set1_epi16((short)0xbf80)); }
+struct E4M3 {
+    __m256i pairs[2];
+};
+INLINE E4M3 load_e4m3(const uint8_t* p) {
+    return {{_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)}};
+}
+INLINE f32 widen(const E4M3& codes, int column) {
+    const __m256i both = codes.pairs[column / 2], halves = half_e4m3(column % 2 ? both : _mm256_slli_epi16(both, 8));
+    return {_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))};
+}
 
-#else
+#elif !HEADSTART_NEON
 
 struct f32 {
     float v[16];
@@ -226,6 +288,35 @@ INLINE i32 dot(i32 sum, i32 w, i32 a) {
                       wb[4 * l + 3] * ab[4 * l + 3];
     return sum;
 }
+INLINE i32 load_u8(const uint8_t* p) { i32 r; LANES r.v[l] = p[l]; return r; }
+struct ByteTable {
+    uint8_t v[16];
+};
+struct FloatTable {
+    float v[16];
+};
+INLINE ByteTable byte_table(const uint8_t* p) { ByteTable table; std::memcpy(table.v, p, 16); return table; }
+INLINE FloatTable float_table(const float* p) { FloatTable table; std::memcpy(table.v, p, 64); return table; }
+INLINE i32 look_up(ByteTable table, i32 at) {
+    uint8_t bytes[64];
+    std::memcpy(bytes, at.v, 64);
+    for (int i = 0; i < 64; ++i) bytes[i] = table.v[bytes[i] & 15];
+    std::memcpy(at.v, bytes, 64);
+    return at;
+}
+INLINE f32 look_up(FloatTable table, i32 at) { f32 r; LANES r.v[l] = table.v[at.v[l] & 15]; return r; }
+struct E4M3 {
+    const uint8_t* codes;
+};
+INLINE E4M3 load_e4m3(const uint8_t* p) { return {p}; }
+INLINE f32 widen(const E4M3& from, int column) {
+    f32 r;
+    LANES {
+        const uint8_t code = from.codes[column / 2 * 32 + l * 2 + column % 2];
+        r.v[l] = half_to_float((uint16_t)((code & 0x80) << 8 | (code & 0x7f) << 7));
+    }
+    return r;
+}
 #undef LANES
 
 #endif
@@ -263,7 +354,7 @@ INLINE float max_lanes(f32 a) { // not for NaN
     return reduce_lanes(a, [](f32 x, f32 y) __attribute__((always_inline)) { return max(x, y); });
 }
 INLINE int32_t max_lanes(i32 a) { return _mm512_reduce_max_epi32(a.v); }
-#else
+#elif !HEADSTART_NEON
 INLINE int32_t max_lanes(i32 a) {
     int32_t v[16], most = INT32_MIN;
     store(v, a);

@@ -178,6 +178,17 @@ int scale(Program& program, int x, float factor) {
     });
 }
 
+int shift(Program& program, int x, Floats bias) {
+    const int64_t width = program.buffers[x].width;
+    require((int64_t)bias.size() == width, "shift: the bias has another width");
+    return rowwise(
+        program, x, -1, width,
+        [&program, x, width, b = bias.data()](const Pass&, int64_t row, float* to) {
+            program.kernels.add(program.values(x, row), b, width, to);
+        },
+        {nb::cast(bias)});
+}
+
 int softcap(Program& program, int x, float cap) {
     const int64_t width = program.buffers[x].width;
     require(cap > 0, "softcap: the cap must be above 0");
@@ -231,15 +242,36 @@ int sigmoid_mul(Program& program, int gate, int x) {
     });
 }
 
-int rope(Program& program, int x, std::shared_ptr<RopeTable> table, int64_t head_dim) {
+// Neighbours among the last 2 half features of each head; inverse: back.
+void rope_neighbours(const float* x, const float* cosines, const float* sines, int64_t num_heads, int64_t head_dim,
+                     int64_t half, bool inverse, float* out) {
+    const int64_t still = head_dim - 2 * half;
+    for (int64_t head = 0; head < num_heads; ++head, x += head_dim, out += head_dim) {
+        std::copy_n(x, still, out);
+        for (int64_t i = 0; i < half; ++i) {
+            const float a = x[still + 2 * i], b = x[still + 2 * i + 1], s = inverse ? -sines[i] : sines[i];
+            out[still + 2 * i] = a * cosines[i] - b * s;
+            out[still + 2 * i + 1] = b * cosines[i] + a * s;
+        }
+    }
+}
+
+int rope(Program& program, int x, std::shared_ptr<RopeTable> table, int64_t head_dim, bool trailing, bool inverse,
+         int64_t behind) {
     const int64_t width = program.buffers[x].width;
     require(width % head_dim == 0 && 2 * table->half() <= head_dim && !program.buffers[x].logits,
             "rope: shapes differ");
+    require(trailing || !inverse, "rope: only neighbours turn back");
     if (std::find(program.ropes.begin(), program.ropes.end(), table) == program.ropes.end())
         program.ropes.push_back(table);
     return rowwise(program, x, -1, width,
-                   [&program, x, width, head_dim, rope = table.get()](const Pass& pass, int64_t row, float* to) {
-                       const int64_t position = pass.positions[row];
+                   [&program, x, width, head_dim, trailing, inverse, behind,
+                    rope = table.get()](const Pass& pass, int64_t row, float* to) {
+                       const int64_t position = std::max<int64_t>(0, pass.positions[row] - behind);
+                       if (trailing)
+                           return rope_neighbours(program.values(x, row), rope->cosines(position),
+                                                  rope->sines(position), width / head_dim, head_dim, rope->half(),
+                                                  inverse, to);
                        program.kernels.rope(program.values(x, row), rope->cosines(position), rope->sines(position),
                                             width / head_dim, head_dim, rope->half(), to);
                    });
@@ -320,6 +352,7 @@ void bind_program(nb::module_& m) {
         .def("activate", activate)
         .def("activate_mul", activate_mul)
         .def("scale", scale)
+        .def("shift", shift)
         .def("softcap", softcap)
         .def("center", center)
         .def("temper", temper)
@@ -336,6 +369,8 @@ void bind_program(nb::module_& m) {
         .def_rw("profiling", &Program::profiling)
         .def("profile", &Program::profile);
     bind_attention_steps(m, program);
+    bind_choice_steps(program);
+    bind_stream_steps(m, program);
     bind_expert_steps(program);
     bind_recurrent_steps(m, program);
     bind_refine_steps(program);

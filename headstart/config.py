@@ -82,7 +82,12 @@ class EngineConfig:
         "Load tests only: accept drafts at these rates whatever the model says, the share of drafts whose first 1, 2, "
         "... tokens are all accepted, such as 0.8,0.6,0.4. The text is not the model's.",
     )
-    max_model_len: int | None = _flag(None, "--max-model-len", "Longest prompt plus output. Default: the model's own.")
+    max_model_len: int | None = _flag(
+        None,
+        "--max-model-len",
+        "Longest prompt plus output. Default: the model's own; with ropes that depend on it (longrope, dynamic), "
+        "that of the first training.",
+    )
     max_num_seqs: int = _flag(64, "--max-num-seqs", "Sequences that run at the same time.")
     max_num_batched_tokens: int = _flag(
         512, "--max-num-batched-tokens", "Rows per pass; longer prompts are computed in chunks."

@@ -33,7 +33,9 @@ from headstart.files import write_whole
 HEADS = Path(__file__).parent / "heads"
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 _REPO = re.compile(r"\w[\w.-]*/[\w.-]+")  # not "./model"
-_WANTED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt")
+_WANTED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "tiktoken.model", "*.txt")
+HEAD_PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
+"""Files that heads of few tensors are published in."""
 CONNECT_SECONDS = 5
 _UNWANTED = ("original/*", "onnx/*", "consolidated*", "checkpoint-*/*", "runs/*")
 
@@ -147,6 +149,14 @@ def resolve_alias(name: str | None = None, progress: Progress | None = None) -> 
     return Alias(name, _hub_file(asked.repo, asked.file) if asked.file else _hub_snapshot(name))
 
 
+def resolve_head(name: str) -> Path:
+    """The path of a head by name, which may be a repo that has its few tensors in a pickle (formats/pickled.py)."""
+    asked = repo_of(name)
+    if asked is None or asked.file:
+        return resolve(name)
+    return _snapshot(name, (*_WANTED, *HEAD_PICKLES))
+
+
 def shipped_heads(name: str) -> dict[str, Path]:
     """The heads of a built-in alias by kind; none for any other name."""
     return {kind: HEADS / folder for kind, folder in BUILTIN[name].heads.items()} if name in BUILTIN else {}
@@ -243,10 +253,17 @@ def _fetch_builtin(builtin: Builtin, progress: Progress | None) -> Path:
 
 def _hub_snapshot(name: str) -> Path:
     """A repo's config, tokenizer and safetensors files; of a repo with GGUF files only, its one GGUF file."""
+    repo, _, revision = name.partition("@")
+    path = _snapshot(name, _WANTED)
+    return path if any(path.glob("*.safetensors")) else _only_gguf(repo, revision, path)
+
+
+def _snapshot(name: str, files: Iterable[str]) -> Path:
+    """The files of a repo that match these patterns."""
     from huggingface_hub import snapshot_download
 
     repo, _, revision = name.partition("@")
-    wanted, unwanted = list(_WANTED), list(_UNWANTED)
+    wanted, unwanted = list(files), list(_UNWANTED)
     with hub_errors(repo):
         folder = snapshot_download(
             repo,
@@ -256,8 +273,7 @@ def _hub_snapshot(name: str) -> Path:
             dry_run=False,
             local_files_only=not answers(),
         )
-    path = Path(folder)
-    return path if any(path.glob("*.safetensors")) else _only_gguf(repo, revision, path)
+    return Path(folder)
 
 
 def _only_gguf(repo: str, revision: str, snapshot: Path) -> Path:

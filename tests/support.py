@@ -50,13 +50,14 @@ from headstart.models.small import Arrays, random_arrays
 from headstart.tools.tiny import write_model
 
 RELATIVES = (
-    "cohere2", "ernie4_5", "exaone4", "glm", "glm4", "granite", "hunyuan_v1_dense", "minicpm", "mistral", "mixtral",
-    "olmo2", "phi3", "qwen2_moe", "seed_oss",
+    "cohere2", "ernie4_5", "exaone4", "falcon_h1", "gemma2", "glm", "glm4", "granite", "granitemoehybrid",
+    "hunyuan_v1_dense", "llama4", "minicpm", "mistral", "mixtral", "olmo2", "phi3", "qwen2_moe", "seed_oss",
 )  # fmt: skip
 """Llama's layers with declared differences: tests/contract/test_relatives.py has those, and no grid of its own."""
 ALL_FAMILIES = registry.available("models")
 FAMILIES = [name for name in ALL_FAMILIES if name not in RELATIVES]
-DRAFTERS = sorted({*registry.available("drafters"), *registry.available("heads")} - {"head"})
+DRAFTERS = sorted({*registry.available("drafters"), *registry.available("heads")} - {"head", "assistant", "eagle"})
+"""Without assistants, which need a trunk of their own, and EAGLE, which drafts as MTP does: tests/drafters, /heads."""
 VOCAB, EOS = 131, 2
 PLAIN_SPEC = HeadSpec()
 SMALL = {"backend": "reference", "threads": 1, "block_size": 8, "kv_blocks": 80, "max_model_len": 128}
@@ -86,7 +87,16 @@ def new_folder() -> Path:
 
 def soften(arrays: Arrays, factor: float) -> Arrays:
     """Blocks that say less: the next token then depends mostly on the last one, so that a head can guess it."""
-    quiet = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "w2.weight", "experts.down_proj", "down_proj_bias")
+    quiet = (
+        "o_proj.weight",
+        "wo_b.weight",
+        "o_b_proj.weight",
+        "out_proj.weight",
+        "down_proj.weight",
+        "w2.weight",
+        "experts.down_proj",
+        "down_proj_bias",
+    )
     return {name: array * np.float32(factor if name.endswith(quiet) else 1) for name, array in arrays.items()}
 
 
@@ -147,7 +157,7 @@ def plain_layer(config: DecoderConfig) -> LayerConfig:
     mixer = config.head_layer.mixer
     spec, rope = AttentionSpec(2, 1, 8, 8**-0.5), RopeSpec((1.0, 0.1, 0.01, 0.001), 8)
     if isinstance(mixer, AttentionConfig) and mixer.rope:
-        spec, rope = mixer.spec, mixer.rope
+        spec, rope = replace(mixer.spec, window=0, value_dim=0, chunk=0), mixer.rope
     inner = MLPConfig(inner=config.head_layer.mlp.inner)
     return LayerConfig(mixer=AttentionConfig(spec=spec, rope=rope), mlp=inner, eps=config.eps)
 

@@ -25,7 +25,7 @@ class ExportFlags(OptionGroup):
 
     out: Path = option("Directory to write.", "--out", "-o", default=REQUIRED)
     to: str = option(f"Layout: {LAYOUTS}.", default="xllm")
-    model_type: str | None = option("With --to xllm: do not ask config.json, such as deepseek_v32.")
+    model_type: str | None = option("With --to xllm: what config.json should say.")
     head: Path | None = option("Head directory; none: the model's own.")
     force: bool = option("Replace what an earlier run has written there.", default=False)
 

@@ -21,7 +21,8 @@ from headstart.drafters.head import lm_head_of
 from headstart.errors import UsageError
 from headstart.heads.base import Head
 from headstart.heads.block import BlockModule
-from headstart.kernels.ops import AttentionSpec, Buffer, Ops, StateSpec, StepInputs, Weight
+from headstart.kernels.ops import Buffer, KVSpec, Ops, StepInputs, Weight
+from headstart.kernels.states import StateSpec
 from headstart.layers.decoder import tap_width
 from headstart.layers.linear import Linear
 from headstart.layers.network import NetworkProgram, Pools
@@ -47,7 +48,7 @@ class BlockNetwork:
     state_specs: tuple[StateSpec, ...] = ()
 
     @property
-    def kv_specs(self) -> Seq[AttentionSpec]:
+    def kv_specs(self) -> Seq[KVSpec]:
         return self.module.kv_specs
 
     def programs(self, pools: Pools) -> Mapping[str, NetworkProgram]:

@@ -31,14 +31,14 @@ class HeadDrafter(Drafter):
         self._backend, self._runner, self._budget = target.backend, target.runner, target.token_budget
         self.method, self._spec, ids = head.spec.kind, head.spec, head.draft_token_ids
         sketch = None
-        if ids is None:
+        if ids is None and not head.lm_heads:
             ids, sketch = target.vocabulary.token_ids, target.vocabulary.sketch
         self.max_depth, self.tap = head.spec.depth_limit, head.spec.tap
         self._token_ids = None if ids is None else target.backend.index(ids)
         embedding = target.model.embedding if head.embedding is None else head.embedding
-        lm_head = sketch or head.lm_head or lm_head_of(target, ids)
-        self._network = target.runner.open(HeadNetwork(head, target.config.hidden_size, embedding, lm_head))
-        self._keeps = [i for i, module in enumerate(head.modules) if module.kv_spec]
+        lm_heads = head.lm_heads or (sketch or head.lm_head or lm_head_of(target, ids),)
+        self._network = target.runner.open(HeadNetwork(head, target.config.hidden_size, embedding, lm_heads))
+        self._keeps = [i for i, module in enumerate(head.modules) if module.kv_specs]
         self._fills = [f"pairs.{i}" for i in sorted({0, *self._keeps})]
         others = [(f"next.{self._spec.module_of(i)}", self._spec.rows_before(i)) for i in range(1, self.max_depth)]
         self._steps = Steps(self._network, self._fills[0], others, self._token_ids)

@@ -58,7 +58,7 @@ def find_head(trunk: Trunk, asked: str | None, shipped: Path | None, drafter: st
 def _located(name: str) -> Path:
     """A path, or what an alias or a repo of the Hub stands for."""
     path = Path(name).expanduser()
-    return path if path.exists() or not (hub.is_builtin(name) or hub.is_repo(name)) else hub.resolve(name)
+    return path if path.exists() or not (hub.is_builtin(name) or hub.is_repo(name)) else hub.resolve_head(name)
 
 
 def attach_head(trunk: Trunk, path: Path, drafter: str = AUTO) -> Head:
@@ -79,15 +79,19 @@ def fit_head(trunk: Trunk, head: HeadCheckpoint, path: Path) -> Head:
     if head.trunk_layers:
         _check_fit(trunk, path, num_layers=head.trunk_layers)
     kind, weights = head_kind(head.spec.kind), Weights(head.tensors, trunk.backend, str(path), drafts=True)
-    spec, hidden, vocab = kind.fit(head.spec, trunk.config), head.hidden_size, head.vocab_size
+    spec, hidden = kind.fit(head.spec, trunk.config), head.hidden_size
+    vocab = head.vocab_size or trunk.config.vocab_size
     rows = vocab if head.draft_token_ids is None else len(head.draft_token_ids)
+    lm_heads = kind.lm_heads(weights, spec, hidden, rows)
+    has_one = weights.has("lm_head.weight") and not lm_heads
     return Head(
         spec,
         kind.modules(weights, spec, hidden),
         str(path),
         head.draft_token_ids,
-        lm_head=Linear(weights.get("lm_head.weight", rows, hidden)) if weights.has("lm_head.weight") else None,
+        lm_head=Linear(weights.get("lm_head.weight", rows, hidden)) if has_one else None,
         embedding=weights.get("embed_tokens.weight", vocab, hidden) if weights.has("embed_tokens.weight") else None,
+        lm_heads=lm_heads,
     )
 
 
@@ -103,10 +107,12 @@ def native_head(family: Family, weights: Weights, config: DecoderConfig, source:
             f"lower the number in config.json to {present}",
         )
     drafting = Weights(weights.tensors, weights.backend, weights.source, drafts=True, on_take=weights.on_take)
-    modules = head_kind(spec.kind).modules(drafting, spec, config.hidden_size)
+    kind = head_kind(spec.kind)
+    modules = kind.modules(drafting, spec, config.hidden_size)
+    lm_heads = kind.lm_heads(drafting, spec, config.vocab_size, config.hidden_size)
     weights.used |= drafting.used
     check_taken(weights, config.num_mtp)
-    return Head(spec, modules, source)
+    return Head(spec, modules, source, lm_heads=lm_heads)
 
 
 def _of_checkpoint(trunk: Trunk, checkpoint: Checkpoint, drafter: str) -> Head:
@@ -141,7 +147,7 @@ def _check_smaller(trunk: Trunk, checkpoint: Checkpoint) -> None:
 
 def _check_fit(trunk: Trunk, path: Path, **sizes: int) -> None:
     for name, ours in sizes.items():
-        if ours != (theirs := getattr(trunk.config, name)):
+        if ours and ours != (theirs := getattr(trunk.config, name)):
             raise ModelError(
                 f"the head {path} does not fit {trunk.name}: its {name} is {ours}, the model's is {theirs}",
                 "use a head trained for this model; a whole model drafts with --drafter draft_model",

@@ -45,7 +45,7 @@ def make_engine(model: Model, config: EngineConfig) -> Engine:
             f"use --depth {drafter.max_depth} or less",
         )
     trunk = DecoderNetwork(model.decoder, drafter.tap if drafter else None)
-    hidden_width = tap_width(trunk.tap, model.config.hidden_size) if trunk.tap else 0
+    hidden_width = tap_width(trunk.tap, model.config.hidden_size, model.config.num_streams) if trunk.tap else 0
     networks = [trunk, *(opened.network for opened in runner.opened)]
     with _planning:
         memory = _memory(model, config, networks, hidden_width, max_length, drafts=drafter is not None)
@@ -121,7 +121,7 @@ def _head_drafter(model: Model, kind: str) -> str:
         has = f"its head is of kind {own}" if own else "it has none"
         raise UsageError(
             f"the model has no {head_kind(kind).title} head ({has})",
-            f"attach one with --head DIR, or use --drafter {own or 'ngram'}, or --no-mtp",
+            f"attach one with --head DIR, or use the drafter {own or 'ngram'}, or --no-mtp",
         )
     return head_kind(kind).drafter
 

@@ -61,7 +61,7 @@ class Runner:
             states = [self.backend.state_pool(*sizes, spec) for spec in trunk.state_specs]
         for opened in (self.trunk, *self.opened):
             kv = [self.backend.kv_pool(num_slots, spec) for spec in opened.network.kv_specs]
-            self._prepare(opened, Pools(kv, states, self._hidden_pool))
+            self._prepare(opened, Pools(kv, states, self._hidden_pool, self.trunk.pools.kv))
 
     def _prepare(self, opened: Opened, pools: Pools) -> None:
         opened.pools = pools

@@ -68,7 +68,7 @@ def listed(model: Model, wanted: int | str) -> DraftVocabulary:
     if not isinstance(wanted, int) or model.head is None:
         return DraftVocabulary()
     own, vocab = model.head.draft_token_ids, model.config.vocab_size
-    if own is not None or model.head.lm_head is not None:
+    if own is not None or model.head.lm_head is not None or model.head.lm_heads:
         has = "an LM head" if own is None else f"a draft vocabulary of {len(own)} tokens"
         raise UsageError(f"--draft-vocab is {wanted}, but the head has {has} of its own", "leave --draft-vocab out")
     if wanted > vocab:
@@ -80,7 +80,7 @@ def listed(model: Model, wanted: int | str) -> DraftVocabulary:
 def can_sketch(model: Model, wanted: int | str) -> bool:
     """Is a sketch to be thought of at all?"""
     head = model.head
-    if wanted != "auto" or head is None or head.draft_token_ids is not None:
+    if wanted != "auto" or head is None or head.draft_token_ids is not None or head.lm_heads:
         return False
     return model.config.vocab_size >= FEWEST_TOKENS and (head.lm_head or model.decoder.lm_head).bias is None
 

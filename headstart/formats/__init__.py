@@ -45,5 +45,5 @@ def _why_unknown(path: Path) -> str:
     if not (path / "config.json").exists():
         return f"{path} is not a checkpoint: it has no config.json"
     if files := [*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")]:
-        return f"{path} holds {files[0].name}, a pickle, which is never opened; convert it to safetensors"
+        return f"{path} holds {files[0].name}, a pickle, opened for heads only (--head); convert it to safetensors"
     return f"{path} has a config.json, but no *.safetensors file"

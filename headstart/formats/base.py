@@ -7,6 +7,7 @@ Canonical tensor names are Hugging Face's Llama names without the `model.` prefi
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.errors import ModelError
+from headstart.formats.grouped import layout_of, values as grouped_values
 
 if TYPE_CHECKING:
     from headstart.text.chat import ChatTemplate
@@ -94,7 +96,8 @@ class Tensor:
     """One tensor of a checkpoint, by its place: nothing of it is read before it is asked for.
 
     `source` is a file or an array in memory (uint8 [size]); `begin` and `nbytes` count its bytes. `dtype` is a key of
-    BITS or the name of a ggml block type (Q4_0, Q4_1, Q8_0, Q4_K, Q6_K, ...), whose blocks run along a row.
+    BITS, the name of a ggml block type (Q4_0, Q4_1, Q8_0, Q4_K, Q6_K, ...), whose blocks run along a row, or a type of
+    formats.grouped.
     """
 
     name: str
@@ -158,6 +161,9 @@ class Tensor:
             values = np.where(self.data == 255, np.nan, np.ldexp(1.0, self.data.astype(np.int32) - 127))
         elif self.dtype in ITEM_BYTES:
             raise ModelError(f"tensor {self.name} holds {self.dtype}, but floating-point weights are wanted here")
+        elif layout := layout_of(self.dtype):
+            rows = self.data.reshape(math.prod(self.shape[:-1]), -1)
+            values = grouped_values(layout, rows, self.shape[-1], _e4m3_table())
         else:
             values = self._dequantize()
         # An unaligned view (safetensors allows any offset) is copied: C++ readers rely on alignment.

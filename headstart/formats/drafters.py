@@ -5,7 +5,7 @@
     classify_path(name)           of a directory, a .gguf file or a Hub repo (config.json, and headers only if needed)
 
 Both give a `DrafterKind`: `kind` is a row of [drafters] in mtp_families.toml (headstart, peagle, eagle3, dspark,
-dflash2, dflash, gemma4_assistant, eagle, mlp_speculator, medusa, speculators_mtp, xllm_mtp) or one of OTHERS.
+dflash2, dflash, assistant, eagle, mlp_speculator, medusa, speculators_mtp, xllm_mtp) or one of OTHERS.
 `method` is vLLM's word for it, which launchers map to their own: eagle, eagle3, dflash, dspark, medusa, mlp_speculator,
 mtp, draft_model; `headstart` where it must be exported first, and "" for `unknown`.
 """

@@ -150,6 +150,7 @@ def _config(file: GgufFile, tensors: dict[str, Tensor]) -> dict[str, Any]:
     keyed = [name.replace(".k_proj.", ".v_proj.") for name in tensors if name.endswith("self_attn.k_proj.weight")]
     config["attention_k_eq_v"] = not all(name in tensors for name in keyed)
     config["use_qk_norm"] = "self_attn.q_norm.weight" in parts
+    config["mamba_rms_norm"] = "linear_attn.norm.weight" in parts
     config |= _heads(config, metadata) | _special_ids(metadata)
     read = {f"{arch}.{key}" for key in (*KEYS, *HARMLESS, *(f"rope.scaling.{key}" for key in SCALING))}
     unknown = {key: _plain(value) for key, value in metadata.items() if key.startswith(f"{arch}.") and key not in read}
@@ -157,7 +158,7 @@ def _config(file: GgufFile, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def _heads(config: dict[str, Any], metadata: dict[str, Any]) -> dict[str, Any]:
-    """Sizes of heads. Raises ModelError for values that are not as wide as keys, but for latent attention."""
+    """Sizes of heads, and of values that are not as wide as keys."""
     num_heads, arch = config["num_attention_heads"], config["model_type"]
     heads = {"num_key_value_heads": config.get("num_key_value_heads", num_heads)}
     if "head_dim" not in config and isinstance(num_heads, int):
@@ -165,9 +166,7 @@ def _heads(config: dict[str, Any], metadata: dict[str, Any]) -> dict[str, Any]:
     rotary, width = (metadata.get(f"{arch}.{key}") for key in ("rope.dimension_count", "attention.value_length"))
     if "kv_lora_rank" in config:
         return heads | ({"qk_rope_head_dim": rotary} if isinstance(rotary, int) else {})
-    if width not in (None, key_width := {**heads, **config}.get("head_dim")):
-        raise ModelError(f"{arch}.attention.value_length is {width}, but keys are {key_width} wide", "not supported")
-    return heads
+    return heads | ({"v_head_dim": width} if width not in (None, {**heads, **config}.get("head_dim")) else {})
 
 
 def _special_ids(metadata: dict[str, Any]) -> dict[str, Any]:

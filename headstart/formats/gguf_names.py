@@ -44,12 +44,18 @@ _BLOCK: Mapping[str, str] = {
     "attn_kv_b": "self_attn.kv_b_proj",
     "attn_k_b": "self_attn.k_b_proj",  # [heads, latent, nope]
     "attn_v_b": "self_attn.v_b_proj",  # [heads, value, latent]
+    "indexer.attn_q_b": "self_attn.indexer.wq_b",
+    "indexer.attn_k": "self_attn.indexer.wk",
+    "indexer.k_norm": "self_attn.indexer.k_norm",
+    "indexer.proj": "self_attn.indexer.weights_proj",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",  # of this suffix only, which is not ours
+    "ffn_latent_down": "mlp.fc1_latent_proj",
+    "ffn_latent_up": "mlp.fc2_latent_proj",
     "ffn_gate_exps": "mlp.experts.gate_proj",  # [experts, out, in]
     "ffn_up_exps": "mlp.experts.up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
@@ -74,6 +80,7 @@ _BLOCK: Mapping[str, str] = {
     "nextn.enorm": "enorm",
     "nextn.hnorm": "hnorm",
     "nextn.shared_head_head": "shared_head.head",
+    "layer_output_norm": "shared_head.norm",  # of modules of MiMo-V2
     "nextn.shared_head_norm": "shared_head.norm",
 }
 
@@ -85,11 +92,23 @@ IMPLIED: Mapping[str, Mapping[str, float | None]] = {
         "norm_topk_prob": False, "expert_gating_func": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0,
         "n_shared_experts": 0, "first_k_dense_replace": 0,
     },
+    "deepseek32": {
+        "norm_topk_prob": False, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "n_shared_experts": 0,
+        "first_k_dense_replace": 0,
+    },
+    "glm-dsa": {
+        "norm_topk_prob": False, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "n_shared_experts": 0,
+        "first_k_dense_replace": 0,
+    },
     "qwen3moe": {"norm_topk_prob": True},
     "lfm2": {"block_auto_adjust_ff_dim": False},
     "lfm2moe": {"norm_topk_prob": True, "routed_scaling_factor": 1.0, "first_k_dense_replace": 0},
     "gemma3": {"query_pre_attn_scalar": 0, "sliding_window": 0},
+    "gemma2": {"query_pre_attn_scalar": 0},
+    "step35": {"norm_topk_prob": False},
     "gemma4": {"rope_parameters": None},
+    "falcon-h1": {"mamba_norm_before_gate": False},
+    "mimo2": {"attention_value_scale": 1.0},
 }  # fmt: skip
 """What llama.cpp takes of an architecture where the file says nothing."""
 
@@ -107,9 +126,14 @@ KEYS: Mapping[str, str] = {
     "attention.kv_lora_rank": "kv_lora_rank",
     "attention.key_length_mla": "qk_head_dim",  # of a head, where key_length is that of the cache
     "attention.value_length_mla": "v_head_dim",
+    "attention.indexer.head_count": "index_n_heads",
+    "attention.indexer.key_length": "index_head_dim",
+    "attention.indexer.top_k": "index_topk",
+    "attention.indexer.types": "indexer_types",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.layer_norm_epsilon": "layer_norm_eps",
     "attention.scale": "attention_multiplier",
+    "attention.value_scale": "attention_value_scale",
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
     "attention.sliding_window": "sliding_window",
@@ -119,13 +143,16 @@ KEYS: Mapping[str, str] = {
     "use_parallel_residual": "parallel_attn",
     "logit_scale": "logit_scale",
     "final_logit_softcapping": "final_logit_softcapping",
+    "attn_logit_softcapping": "attn_logit_softcapping",
     "rope.freq_base": "rope_theta",
+    "rope.scaling.finetuned": "rope_finetuned",
     "rope.freq_base_swa": "rope_local_base_freq",
     "context_length": "max_position_embeddings",
     "nextn_predict_layers": "num_nextn_predict_layers",
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
+    "moe_latent_size": "moe_latent_size",
     "expert_shared_count": "n_shared_experts",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     "expert_weights_scale": "routed_scaling_factor",
@@ -134,6 +161,10 @@ KEYS: Mapping[str, str] = {
     "expert_group_used_count": "topk_group",
     "expert_gating_func": "expert_gating_func",
     "leading_dense_block_count": "first_k_dense_replace",
+    "moe_every_n_layers": "moe_every_n_layer",
+    "swiglu_clamp_exp": "swiglu_limits",
+    "swiglu_clamp_shexp": "swiglu_limits_shared",
+    "interleave_moe_layer_step": "interleave_moe_layer_step",
     "shortconv.l_cache": "conv_L_cache",
     "ssm.conv_kernel": "linear_conv_kernel_dim",
     "ssm.group_count": "linear_num_key_heads",
@@ -147,8 +178,10 @@ KEYS: Mapping[str, str] = {
 
 FOUND: Mapping[str, str] = {
     **dict.fromkeys(
-        ("attention_bias", "attention_out_bias", "mlp_bias", "use_qk_norm"), "are there such tensors? all are taken"
+        ("attention_bias", "attention_out_bias", "mlp_bias", "use_qk_norm", "mamba_rms_norm"),
+        "are there such tensors? all are taken",
     ),
+    "rope_finetuned": "how the model was trained",
     "attention_k_eq_v": "are there tensors of values?",
     "expert_gating_func": "of sigmoids, where it is not the family's own",
     "num_nextn_predict_layers": "which blocks are modules; those need not be used",
@@ -156,11 +189,10 @@ FOUND: Mapping[str, str] = {
 """Keys of our making, which a family need not read, and why."""
 HARMLESS: Mapping[str, str] = {
     "vocab_size": "the embedding says it",
-    "rope.scaling.finetuned": "how the model was trained",
     "rope.dimension_sections": "all axes have the same position in a text",
     "pooling_type": "of embeddings",
     "tensor_data_layout": "how the file was made",
-    "attention.value_length": "that of a key, which is checked",
+    "attention.value_length": "read with the heads",
     "attention.value_length_swa": "that of a key",
     "rope.dimension_count_swa": "all of a head",
     "rope.dimension_count": "read with the rope's keys",

@@ -1,19 +1,22 @@
-"""Weights that are integers times scales, in ggml's blocks where those hold every value, else as 16-bit floats."""
+"""Weights that are integers times scales: in ggml's blocks where those hold every value, in groups with zero points, or
+as floats. Sums of their products are exact integers inside a group."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headstart.errors import ModelError
 from headstart.formats.base import Tensor, make_tensor
+from headstart.formats.grouped import Layout, joined, layout_of
 from headstart.formats.rows import Deferred
 
-BLOCK = 32
+BLOCK, GROUP = 32, 64
 Rows = NDArray[np.int64]
 
 
@@ -43,14 +46,39 @@ class Integers:
 
     @cached_property
     def dtype(self) -> str:
-        """A ggml type that holds every value, or F16."""
+        """A type that holds every value: one of ggml's, or of formats.grouped; F16 where groups of columns are mixed,
+        F32 where such scales are no float16."""
         lowest, highest = -int(self.zeros.max()), (1 << self.bits) - 1 - int(self.zeros.min())
-        whole = len(self.groups) % BLOCK == 0 and not np.ptp(self.groups.reshape(-1, BLOCK), axis=1).any()
+        group, scale = self._group, self._scale
+        if group and len(self.groups) % BLOCK == 0 and scale == "F16":  # what ggml's blocks hold
+            if lowest >= -8 and highest <= 7:
+                return "Q4_0"
+            if self.bits > 4 and lowest >= -128 and highest <= 127:
+                return "Q8_0"
+        if group and self.bits <= 4 and self.zeros.min() >= 0 and self.zeros.max() < 256:
+            return f"U4:{group}:{scale}"
+        if group == GROUP and self.bits == 8 and self.zeros.min() == self.zeros.max() == 128 and scale != "F16":
+            return f"I8:{group}:{scale}"
+        if group == GROUP and self.bits == 8 and self.zeros.min() >= 0 and self.zeros.max() < 256:
+            return f"U8:{group}:{scale}"
+        return "F16" if scale == "F16" else "F32"
+
+    @cached_property
+    def _group(self) -> int:
+        """Neighbouring columns that share scales: 64, 32, or 0 for fewer."""
+        for size in (GROUP, BLOCK):
+            filled = np.pad(self.groups, (0, -len(self.groups) % size), mode="edge")
+            if not np.ptp(filled.reshape(-1, size), axis=1).any():
+                return size
+        return 0
+
+    @cached_property
+    def _scale(self) -> str:
+        """The narrowest type that holds the scales."""
         with np.errstate(over="ignore"):
-            halves = self.scales.astype(np.float16).astype(np.float32)
-        if not whole or lowest < -128 or highest > 127 or not np.array_equal(halves, self.scales):
-            return "F16"
-        return "Q4_0" if lowest >= -8 and highest <= 7 else "Q8_0"
+            if np.array_equal(self.scales.astype(np.float16).astype(np.float32), self.scales):
+                return "F16"
+        return "F32" if (np.ascontiguousarray(self.scales).view(np.uint32) & 0xFFFF).any() else "BF16"
 
     def centered(self, rows: Rows) -> NDArray[np.int32]:
         """Codes without their zero points, [n, columns]."""
@@ -61,8 +89,10 @@ class Integers:
 
     def raw(self, rows: Rows) -> NDArray[np.uint8]:
         """Rows as a file of `dtype` has them, [n, bytes]."""
-        if self.dtype == "F16":
-            return self.values(rows).astype(np.float16).view(np.uint8)
+        if self.dtype in ("F16", "F32"):
+            return self.values(rows).astype(np.float16 if self.dtype == "F16" else np.float32).view(np.uint8)
+        if layout := layout_of(self.dtype):
+            return self._grouped(rows, layout)
         codes = self.centered(rows).reshape(len(rows), -1, BLOCK)
         scales = self.scales[rows][:, self.groups[::BLOCK]].astype(np.float16)[..., None].view(np.uint8)
         if self.dtype == "Q4_0":  # column i beside column 16 + i
@@ -72,25 +102,33 @@ class Integers:
             body = codes.astype(np.int8).view(np.uint8)
         return np.concatenate((scales, body), axis=-1).reshape(len(rows), -1)
 
+    def _grouped(self, rows: Rows, layout: Layout) -> NDArray[np.uint8]:
+        of = self.groups[:: layout.group]
+        scales: NDArray[Any] = np.ascontiguousarray(self.scales[rows][:, of])
+        if layout.scale == "BF16":
+            scales = scales.view(np.uint32) >> 16
+        codes: NDArray[Any] = self.codes(rows).astype(np.uint8)
+        if layout.codes == "U4":
+            codes = np.pad(codes, ((0, 0), (0, codes.shape[1] % 2)))
+            codes = codes[:, ::2] | codes[:, 1::2] << 4
+        return joined(layout, codes, scales, self.zeros[rows][:, of] if layout.has_points else None)
+
 
 @dataclass(frozen=True, eq=False)
 class Regrouped(Deferred):
-    """A RawTensor of such a weight, made when it is wanted."""
+    """A RawTensor of such a weight, made when it is wanted: scales and zero points are read again each time, as numbers
+    of 32 bits they would be an eighth of the file."""
 
-    integers: Integers
+    name: str
+    shape: tuple[int, int]
+    dtype: str
+    make: Callable[[], Integers]
     main: Tensor
 
-    @property
-    def name(self) -> str:
-        return self.integers.name
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.integers.shape
-
-    @property
-    def dtype(self) -> str:
-        return self.integers.dtype
+    @classmethod
+    def of(cls, make: Callable[[], Integers], main: Tensor) -> Regrouped:
+        found = make()
+        return cls(found.name, found.shape, found.dtype, make, main)
 
     def fingerprint(self) -> int:
         return self.main.fingerprint()
@@ -100,7 +138,7 @@ class Regrouped(Deferred):
         return self.take_rows(np.arange(self.shape[0]))
 
     def take_rows(self, rows: Rows) -> Tensor:
-        raw = self.integers.raw(np.asarray(rows))
+        raw = self.make().raw(np.asarray(rows))
         return make_tensor(self.name, (len(rows), self.shape[1]), self.dtype, np.ascontiguousarray(raw).reshape(-1))
 
     def part(self, index: int) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,8 +30,8 @@ Decode = Callable[[NDArray[np.int64]], NDArray[np.float32]]
 """Rows [n] of a weight whose leading dimensions are one -> their values [n, columns]."""
 
 FLOATS = ("F64", "F32", "F16", "BF16")
-ACTIVATIONS = ("input_scale", "input_global_scale", "input_zero_point", "output_scale", "output_zero_point",
-               "activation_scale")  # fmt: skip
+ACTIVATIONS = ("input_scale", "input_scale_ub", "input_global_scale", "input_zero_point", "output_scale",
+               "output_zero_point", "activation_scale")  # fmt: skip
 """Last words of static scales of activations: of no use once weights are plain."""
 CACHE_SCALES = frozenset({"k_scale", "v_scale", "q_scale", "prob_scale"})
 """Scales of keys and values: they belong to no weight."""
@@ -66,6 +67,14 @@ class Stored(NamedTuple):
         return next((self.beside[word] for word in words if word in self.beside), None)
 
 
+class Kept(NamedTuple):
+    """A weight in a type that holds its values in about its own size: a ggml block type, or one of formats.grouped."""
+
+    dtype: str
+    rows: Callable[[NDArray[np.int64]], NDArray[np.uint8]]
+    """Rows [n] (leading dimensions are one) -> their bytes [n, bytes of a row]."""
+
+
 class Described(NamedTuple):
     """What a stored weight stands for. `shape` None: the packing hides it."""
 
@@ -93,9 +102,9 @@ class Quantization:
     modules left alone. `packed`: last words of names that stand in the place of `weight`; `beside`: of tensors beside
     it; `after`: what follows the whole name of a weight; `needs`: of each of these, one word must be beside it.
     `describe`: None for what another quantization has stored (types and shapes decide, not values). `decode` gives None
-    where the values cannot be read here; `integers`: where they are such, in place of `decode`; `whole`: a RawTensor of
-    a type that is read here with the same values, in place of both; `check` raises ModelError where scales do not fit,
-    from headers. `bits` of a weight, roughly. `plans`: what `headstart plan` calls it; the first is the config's.
+    where the values cannot be read here; `integers`: where they are such, in place of `decode`; `keep`: as a type that
+    kernels take as it is, in place of both (None: this one is widened); `check` raises ModelError where scales do not
+    fit, from headers. `bits` of a weight, roughly. `plans`: what `headstart plan` calls it; the first is the config's.
     """
 
     describe: Callable[[Stored], Described | None]
@@ -107,7 +116,7 @@ class Quantization:
     needs: tuple[tuple[str, ...], ...] = ()
     decode: Callable[[Stored], Decode | None] = lambda stored: None
     integers: Callable[[Stored], Integers | None] | None = None
-    whole: Callable[[Stored], Any] = lambda stored: None
+    keep: Callable[[Stored], Kept | None] = lambda stored: None
     check: Callable[[Stored], object] = lambda stored: None
     bits: int = 8
     plans: Mapping[str, WeightBytes] = field(default_factory=dict)
@@ -229,8 +238,10 @@ class Weights:
         quantization, described = self.look(stored)
         if quantization and (decode := quantization.decode(stored)):
             return decode
-        if integers := self.integers(stored):
-            return integers.values
+        if kept := self.kept(stored):
+            return _values_of(kept, stored.name, self.shape(stored))
+        if make := self.integers(stored):
+            return make().values
         if quantization is None and stored.scale is not None and (marks or main.dtype not in FLOATS):
             beside = f"{main.name} is {main.dtype}, but scales {stored.scale.name} stand beside it"
             raise ModelError(beside, "no quantization that is known here stores weights so")
@@ -241,14 +252,22 @@ class Weights:
             raise ModelError(alone, AGAIN)
         return None
 
-    def integers(self, stored: Stored) -> Integers | None:
-        """The weight as integers and scales, if it is stored so. ModelError for one that is not whole."""
+    def kept(self, stored: Stored) -> Kept | None:
+        """The weight in about its own size, if kernels take it so. ModelError for one that is not whole."""
+        quantization, described = self.look(stored)
+        if quantization is None or described.shape is None:
+            return None
+        return quantization.keep(stored)
+
+    def integers(self, stored: Stored) -> Callable[[], Integers] | None:
+        """What reads the weight as integers and scales, if it is stored so. ModelError for one that is not whole."""
         quantization, described = self.look(stored)
         if quantization is None or quantization.integers is None or described.shape is None:
             return None
         if problem := self.problem(stored):
             raise ModelError(f"{stored.main.name} {problem}", AGAIN)
-        return quantization.integers(stored)
+        found = partial(quantization.integers, stored)
+        return found if found() is not None else None  # type: ignore[return-value]
 
     def unreadable(self, name: str, kind: str = "") -> ModelError:
         method = self.settings.get("quant_method") or kind or "something unknown"
@@ -264,9 +283,10 @@ class Weights:
 
 
 def _kind_of(stored: Stored) -> tuple[Any, ...]:
-    """Weights that are stored alike; a file has few kinds."""
+    """Weights that are stored alike; a file has few kinds, but one whose values tell its shape is one of its own."""
     beside = tuple((word, each.dtype, each.shape) for word, each in stored.beside.items())
-    return stored.main.dtype, stored.main.shape, stored.packed and stored.word, beside
+    own = stored.name if stored.main.shape[-1:] == (1,) else ""
+    return stored.main.dtype, stored.main.shape, stored.packed and stored.word, beside, own
 
 
 def readable(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Any]:
@@ -282,34 +302,46 @@ def readable(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[s
         raise weights.unreadable(weights.loose[0])
     tensors_read: dict[str, Any] = {}
     for name, stored in weights.stored.items():
-        quantization, _ = weights.look(stored)
-        if quantization and (same := quantization.whole(stored)):
-            tensors_read[name] = same
-        elif integers := weights.integers(stored):
-            tensors_read[name] = Regrouped(integers, stored.main)
+        if kept := weights.kept(stored):
+            tensors_read[name] = Made(stored, kept, weights.shape(stored))
+        elif make := weights.integers(stored):
+            tensors_read[name] = Regrouped.of(make, stored.main)
         elif decode := weights.decode(stored):
-            tensors_read[name] = Dequantized(stored, decode, weights.shape(stored))
+            tensors_read[name] = Made(stored, _widened(decode), weights.shape(stored))
         else:
             tensors_read |= {each.name: each for each in (stored.main, *stored.beside.values())}
     return tensors_read
 
 
+def _widened(decode: Decode) -> Kept:
+    return Kept("BF16", lambda rows: rounded(decode(rows)).view(np.uint8))
+
+
+def _values_of(kept: Kept, name: str, shape: Shape) -> Decode:
+    def values(rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        return make_tensor(name, (len(rows), shape[-1]), kept.dtype, kept.rows(rows).reshape(-1)).float32()
+
+    return values
+
+
 @dataclass(frozen=True, eq=False)
-class Dequantized(Deferred):
-    """A RawTensor [..., rows, columns], bfloat16, whose values are made when they are wanted. `first`: the weight's row
-    (leading dimensions are one) that its rows begin with."""
+class Made(Deferred):
+    """A RawTensor [..., rows, columns] whose bytes are made when they are wanted. `first`: the weight's row (leading
+    dimensions are one) that its rows begin with."""
 
     stored: Stored
-    decode: Decode
+    kept: Kept
     shape: Shape
     first: int = 0
     part_of: str = ""
 
-    dtype = "BF16"
-
     @property
     def name(self) -> str:
         return self.part_of or self.stored.name
+
+    @property
+    def dtype(self) -> str:
+        return self.kept.dtype
 
     def fingerprint(self) -> int:
         return self.stored.main.fingerprint() + self.first
@@ -323,13 +355,12 @@ class Dequantized(Deferred):
             return self.read().take_rows(rows)
         return self._made(np.asarray(rows), (len(rows), self.shape[-1]))
 
-    def part(self, index: int) -> Dequantized:
+    def part(self, index: int) -> Made:
         first = self.first + index * math.prod(self.shape[1:-1])
-        return Dequantized(self.stored, self.decode, self.shape[1:], first, f"{self.name}[{index}]")
+        return Made(self.stored, self.kept, self.shape[1:], first, f"{self.name}[{index}]")
 
     def _made(self, rows: NDArray[np.int64], shape: Shape) -> Tensor:
-        bits = rounded(self.decode(rows + self.first))
-        return make_tensor(self.name, shape, self.dtype, bits.reshape(-1).view(np.uint8))
+        return make_tensor(self.name, shape, self.dtype, self.kept.rows(rows + self.first).reshape(-1))
 
 
 def planned(name: str, shape: Shape, decode: Decode) -> Planned:

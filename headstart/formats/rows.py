@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.errors import ModelError
-from headstart.formats.base import Tensor
+from headstart.formats.base import Tensor, make_tensor
 
 
 class Deferred(ABC):
@@ -126,6 +126,36 @@ class Turned(Deferred):
 
     def take_rows(self, rows: NDArray[np.int64]) -> Tensor:
         return self.read().take_rows(rows)
+
+
+@dataclass(frozen=True, eq=False)
+class SideBySide(Deferred):
+    """Matrices of as many rows each, as one with the columns of all, in float32."""
+
+    name: str
+    parts: tuple[Any, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.parts[0].shape[0], sum(part.shape[1] for part in self.parts)
+
+    @property
+    def dtype(self) -> str:
+        return "F32"
+
+    def read(self) -> Tensor:
+        return self.take_rows(np.arange(self.shape[0]))
+
+    def plain(self) -> Any:
+        """Itself: it is floats."""
+        return self
+
+    def take_rows(self, rows: NDArray[np.int64]) -> Tensor:
+        values = np.hstack([part.take_rows(rows).float32() for part in self.parts])
+        return make_tensor(self.name, values.shape, "F32", values.reshape(-1).view(np.uint8))
+
+    def part(self, index: int) -> Tensor:
+        return self.read().part(index)
 
 
 def unpermute_rows(tensor: Source, num_heads: int, rotary: int | None = None) -> Picked:

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from headstart.config import MAX_DEPTH
 from headstart.errors import ModelError
-from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, StateSpec, StepInputs, Weight
-from headstart.layers.decoder import LayerConfig, Tap, tap_width
+from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, StepInputs, Weight
+from headstart.kernels.states import StateSpec
+from headstart.layers.decoder import LayerConfig, Tap, tap_width, together
 from headstart.layers.linear import Linear
 from headstart.layers.network import NetworkProgram, Pools
 from headstart.layers.sketch import LMHead
@@ -96,14 +97,34 @@ class BlockSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReaderSpec:
+    """What a head declares whose layers have queries only (heads/assistant.py). `layers`: each reads the keys and
+    values of the trunk's last layer of its own kind, with a window or without. `hidden_size`: columns of its stream.
+    `eps`: of its last norm. `num_groups`: of its LM head's tokens, of which a row keeps `top_groups`; 0: all. What a
+    trunk adds: `embedding_scale`, what the trunk's embeddings are multiplied by, and `reads`, of each layer the place
+    of the pool among the trunk's."""
+
+    layers: tuple[LayerConfig, ...]
+    hidden_size: int
+    eps: float
+    num_groups: int = 0
+    top_groups: int = 0
+    embedding_scale: float = 1.0
+    reads: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class HeadSpec:
     """What a head declares about itself: of its file, its modules, its drafter and its trainer alike.
 
     `layer`: the block of each module; None: as the family's or the kind's own. `hidden_first`: concat order [h ; e]
     instead of [e ; h]. `mask_first`: the embedding of pair 0 is zeroed. `tap`: the trunk's hidden state that is read;
     `recycle`: the vector that the next step reads in its place. `beyond`: which module serves draft steps past the last
-    one; None refuses such depths unless there is one module. `norm_before_residual`: EAGLE-3 adds to the normed state.
-    `block`: of a drafter that drafts a block in one pass, whose layers are all as `layer` but for what it says itself.
+    one; None refuses such depths unless there is one module. `output_norm`: what a block leaves is normed before the LM
+    head; `own_lm_head`: of so many rows each module has one, 0: the trunk's serves all. `norm_before_residual`: EAGLE-3
+    adds to the normed state. `block`: of a drafter that drafts a block in one pass, whose layers are all as `layer` but
+    for what it says itself. `reader`: of a head that reads the trunk's keys; all its draft steps stand at the position
+    of the newest token.
     """
 
     kind: str = "mtp"
@@ -112,10 +133,13 @@ class HeadSpec:
     hidden_first: bool = False
     mask_first: bool = False
     tap: Tap = "post_norm"
-    recycle: Literal["post_norm", "pre_norm"] = "post_norm"
+    recycle: Literal["post_norm", "pre_norm", "streams"] = "post_norm"
     beyond: Literal["last", "cycle"] | None = None
+    output_norm: bool = True
+    own_lm_head: int = 0
     norm_before_residual: bool = False
     block: BlockSpec | None = None
+    reader: ReaderSpec | None = None
 
     def module_of(self, step: int) -> int | None:
         """The module that serves draft step `step` (0-based); None when the head declares none."""
@@ -127,8 +151,21 @@ class HeadSpec:
 
     def rows_before(self, step: int) -> int:
         """Rows that lie between the true pairs and the row of draft step `step` >= 1 in the KV of the step's module: of
-        earlier steps that the same module served."""
+        earlier steps that the same module served. -1: it stands where the newest pair does."""
+        if self.reader:
+            return -1
         return sum(self.module_of(each) == self.module_of(step) for each in range(1, step))
+
+    @property
+    def num_streams(self) -> int:
+        """Residual streams of its block."""
+        return self.layer.streams.count if self.layer and self.layer.streams else 1
+
+    def read_width(self, hidden_size: int, *, recycled: bool) -> int:
+        """Columns of what a draft step reads: a stored state, or a recycled vector."""
+        if recycled:
+            return hidden_size * (self.num_streams if self.recycle == "streams" else 1)
+        return tap_width(self.tap, hidden_size, self.num_streams)
 
     @property
     def depth_limit(self) -> int:
@@ -142,20 +179,21 @@ class Module(Protocol):
     """One draft step's computation; each kind of head has its own."""
 
     @property
-    def kv_spec(self) -> AttentionSpec | None:
-        """None: it keeps nothing between rounds."""
+    def kv_specs(self) -> tuple[KVSpec, ...]:
+        """A pool each; none: it keeps nothing between rounds."""
 
     def forward(
         self, ops: Ops, spec: HeadSpec, embedded: Buffer, step: StepInputs, pool: Pool, *, recycled: bool = False
     ) -> tuple[Buffer, Buffer]:
         """Embedded tokens [R, H] and step.hidden (stored [R, tap width], or recycled [R, H]) -> (y for the LM head,
-        what the next step reads), both [R, H]."""
+        what the next step reads [R, H]). `pool`: its own, or the list of the trunk's that HeadSpec.reader names."""
 
 
 @dataclass(frozen=True)
 class Head:
     """A head that fits its trunk: modules as its drafter runs them (for drafter `head`, Module), where they came from,
-    its draft vocabulary (ascending target ids; None: the full one). `lm_head` and `embedding` None: the trunk's."""
+    its draft vocabulary (ascending target ids; None: the full one). `lm_head` and `embedding` None: the trunk's.
+    `lm_heads`: one of each module, where they have their own."""
 
     spec: HeadSpec
     modules: Sequence[Any]
@@ -163,35 +201,45 @@ class Head:
     draft_token_ids: NDArray[np.int64] | None = None
     lm_head: Linear | None = None
     embedding: Weight | None = None
+    lm_heads: Sequence[LMHead] = ()
 
 
 @dataclass(frozen=True)
 class HeadNetwork:
-    """A head beside its trunk: the pair (h_p, t_{p+1}) lives at position p + 1 and reads the state of position p."""
+    """A head beside its trunk: the pair (h_p, t_{p+1}) lives at position p + 1 and reads the state of position p.
+    `lm_heads`: one for all modules, or one each."""
 
     head: Head
     hidden_size: int
     embedding: Weight
-    lm_head: LMHead
-    first_position: int = FIRST_PAIR_POSITION
+    lm_heads: Sequence[LMHead]
     behind: int = FIRST_PAIR_POSITION
     state_specs: tuple[StateSpec, ...] = ()
 
     @property
-    def kv_specs(self) -> Sequence[AttentionSpec]:
-        return [module.kv_spec for module in self.head.modules if module.kv_spec]
+    def first_position(self) -> int:
+        """The trunk's keys begin at 0."""
+        return 0 if self.head.spec.reader else FIRST_PAIR_POSITION
+
+    @property
+    def kv_specs(self) -> Sequence[KVSpec]:
+        return [spec for module in self.head.modules for spec in module.kv_specs]
 
     def programs(self, pools: Pools) -> Mapping[str, NetworkProgram]:
         """Of module i: `pairs.i`, a draft step from stored trunk states, and `next.i`, one from recycled vectors; and
         STATES, what the first module gives the LM head."""
-        kv, programs = iter(pools.kv), {}
+        kv, programs, spec = iter(pools.kv), {}, self.head.spec
+        reader = spec.reader
+        read = [pools.trunk[place] for place in reader.reads] if reader else None
         for index, module in enumerate(self.head.modules):
-            pool = next(kv) if module.kv_spec else None
-            code = DraftStep(self.head.spec, module, pool, self.embedding, self.lm_head)
-            programs[f"pairs.{index}"] = NetworkProgram(code, tap_width(self.head.spec.tap, self.hidden_size))
-            programs[f"next.{index}"] = NetworkProgram(replace(code, recycled=True), self.hidden_size)
+            pool = read if read is not None else together([next(kv) for _ in module.kv_specs])
+            lm_head = self.lm_heads[min(index, len(self.lm_heads) - 1)]
+            code = DraftStep(self.head.spec, module, pool, self.embedding, lm_head)
+            stored, recycled = (spec.read_width(self.hidden_size, recycled=each) for each in (False, True))
+            programs[f"pairs.{index}"] = NetworkProgram(code, stored)
+            programs[f"next.{index}"] = NetworkProgram(replace(code, recycled=True), recycled)
             if index == 0:
-                states = NetworkProgram(replace(code, lm_head=None), tap_width(self.head.spec.tap, self.hidden_size))
+                states = NetworkProgram(replace(code, lm_head=None), stored)
                 programs[STATES] = states
         return programs
 

@@ -27,7 +27,7 @@ from headstart.errors import ModelError, UsageError
 from headstart.heads.base import BlockSpec, HeadSpec
 from headstart.heads.kind import HeadKind, Layout, Start, Training, Values, plain_parts
 from headstart.heads.layouts import reading
-from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, RawTensor, Weight
+from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, RawTensor, Weight
 from headstart.layers.attention import Attention, AttentionConfig
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import DecoderLayer, LayerConfig, tapped_layers
@@ -79,8 +79,8 @@ class BlockModule:
     confidence: Confidence | None
 
     @property
-    def kv_specs(self) -> list[AttentionSpec]:
-        return [layer.mixer.kv_spec for layer in self.layers if layer.mixer.kv_spec]
+    def kv_specs(self) -> list[KVSpec]:
+        return [spec for layer in self.layers for spec in layer.mixer.kv_specs]
 
     def keep(self, ops: Ops, hidden: Buffer, positions: Buffer, pools: Seq[Pool]) -> Buffer:
         """Streams of true positions [R, taps * H] -> their features [R, H], of which each layer keeps keys and

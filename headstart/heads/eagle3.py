@@ -36,12 +36,11 @@ from headstart.heads.kind import (
     Values,
     plain_parts,
 )
-from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, RopeSpec, StepInputs
-from headstart.layers.attention import AttentionConfig
+from headstart.heads.layouts.llama_block import plain_block
+from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, StepInputs
 from headstart.layers.build import DecoderConfig
-from headstart.layers.decoder import DecoderLayer, LayerConfig, tapped_layers
+from headstart.layers.decoder import DecoderLayer, tapped_layers
 from headstart.layers.linear import Linear
-from headstart.layers.mlp import MLPConfig
 from headstart.layers.norm import RMSNorm
 from headstart.layers.weights import Shapes, Weights
 
@@ -63,8 +62,8 @@ class Eagle3Module:
     norm: RMSNorm
 
     @property
-    def kv_spec(self) -> AttentionSpec | None:
-        return self.block.mixer.kv_spec
+    def kv_specs(self) -> tuple[KVSpec, ...]:
+        return self.block.mixer.kv_specs
 
     def forward(
         self, ops: Ops, spec: HeadSpec, embedded: Buffer, step: StepInputs, pool: Pool, *, recycled: bool = False
@@ -121,18 +120,18 @@ def fit(spec: HeadSpec, trunk: DecoderConfig) -> HeadSpec:
 
 
 def matches(document: Document) -> bool:
-    return classify(document).kind == "eagle3"
+    return classify(document).kind in ("eagle3", "peagle")
 
 
 def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadCheckpoint:
     inner = {**document, **(document.get("transformer_layer_config") or {})}
     ours = document.get(OURS) or {}
-    try:
-        layer = _layer(inner, path)
-        hidden, vocab_size = int(inner["hidden_size"]), int(document.get("target_vocab_size") or inner["vocab_size"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ModelError(f"{path / 'config.json'}: {error} is missing or wrong", "is this an EAGLE-3 head?") from error
+    if classify(document).kind == "peagle":
+        raise ModelError(
+            f"{path} is a P-EAGLE head: it drafts tokens side by side, which is not run here", "EAGLE-3 is"
+        )
     named = {new: tensors[name] for name in tensors if (new := canonical(name))}
+    layer, hidden, vocab_size = plain_block(inner, named, path, "pre", "an EAGLE-3 head")
     if "fuse.weight" not in named:
         raise ModelError(f"{path} holds no fc.weight", "is this an EAGLE-3 head?")
     spec = HeadSpec(
@@ -154,30 +153,10 @@ def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadC
     )
 
 
-def _layer(inner: Document, path: Path) -> LayerConfig:
-    heads = int(inner["num_attention_heads"])
-    head_dim = int(inner.get("head_dim") or int(inner["hidden_size"]) // heads)
-    spec = AttentionSpec(heads, int(inner.get("num_key_value_heads") or heads), head_dim, head_dim**-0.5)
-    return LayerConfig(
-        mixer=AttentionConfig(spec=spec, rope=_rope(inner, head_dim, path)),
-        mlp=MLPConfig(inner=int(inner["intermediate_size"])),
-        eps=float(inner.get("rms_norm_eps", 1e-6)),
-    )
-
-
 def _taps(document: Document) -> list[int]:
     eagle = document.get("eagle_config") or {}
     ids = document.get("eagle_aux_hidden_state_layer_ids") or eagle.get("eagle_aux_hidden_state_layer_ids") or []
     return [int(each) for each in ids]
-
-
-def _rope(inner: Document, head_dim: int, path: Path) -> RopeSpec:
-    parameters = inner.get("rope_parameters") or {}
-    scaling = inner.get("rope_scaling") or parameters
-    if str(scaling.get("rope_type") or scaling.get("type") or "default") != "default":
-        raise ModelError(f"{path}: rope scaling {scaling} of an EAGLE-3 head is not supported yet")
-    theta = float(inner.get("rope_theta") or parameters.get("rope_theta") or 10000.0)
-    return RopeSpec(tuple(theta ** (-2 * i / head_dim) for i in range(head_dim // 2)), head_dim)
 
 
 def canonical(name: str) -> str | None:
@@ -218,6 +197,8 @@ def _document(head: HeadCheckpoint, num_draft: int) -> dict[str, Any]:
     assert head.spec.layer and attention.rope
     dim, frequencies = attention.spec.head_dim, attention.rope.inv_freq
     theta = frequencies[1] ** (-dim / 2) if len(frequencies) > 1 else 10000.0
+    if attention.rope.scale != 1 or not np.allclose(frequencies, theta ** (-np.arange(0, dim, 2) / dim), rtol=1e-6):
+        raise ModelError("an EAGLE-3 head with rope scaling is not written", "train one without")
     return {
         "architectures": [ARCHITECTURE],
         "model_type": "llama",

@@ -19,6 +19,7 @@ from headstart.files import written_aside
 from headstart.formats.base import Tensor
 from headstart.formats.json_object import read_object
 from headstart.formats.mtp_families import MOST_MODULES
+from headstart.formats.pickled import pickles_in, read_pickles
 from headstart.formats.quantization import readable
 from headstart.formats.safetensors import save, whole_directory
 from headstart.formats.safetensors_file import read_file
@@ -47,7 +48,7 @@ def is_head(path: Path) -> bool:
     if not config.is_file():
         return False
     document = read_object(config)
-    return MARK in document or _foreign(document) is not None
+    return MARK in document or _foreign(document, path) is not None
 
 
 def read_head(path: Path) -> HeadCheckpoint:
@@ -55,8 +56,8 @@ def read_head(path: Path) -> HeadCheckpoint:
     if not path.is_dir():
         raise ModelError(f"the head {path} is not a directory", "give the directory that headstart train wrote")
     document = read_object(path / "config.json")
-    layout = _foreign(document)
-    files = whole_directory(path) if layout else read_file(path / "model.safetensors")
+    layout = _foreign(document, path)
+    files = _tensors_of(path) if layout else read_file(path / "model.safetensors")
     stored = readable(files, document)
     tensors = {name: each if isinstance(each, Tensor) else each.read() for name, each in stored.items()}
     return layout.read(document, tensors, path) if layout else _read_own(document, tensors, path)
@@ -74,10 +75,20 @@ def write_head(path: Path, head: HeadCheckpoint, arrays: Arrays) -> None:
     os.sync()
 
 
-def _foreign(document: Document) -> Layout | None:
-    """The layout of another program that this config.json has."""
+def _foreign(document: Document, path: Path) -> Layout | None:
+    """The layout of another program that this directory has."""
     layouts = [head_kind(name).layout for name in registry.available("heads")]
-    return next((layout for layout in layouts if layout and layout.matches(document)), None)
+    found = next((layout for layout in layouts if layout and layout.matches(document)), None)
+    if found is None or not found.markers:
+        return found
+    return found if {*found.markers} & _tensors_of(path).keys() else None
+
+
+def _tensors_of(path: Path) -> dict[str, Tensor]:
+    """All of a directory, or of a head that is published as a pickle."""
+    if (pickles := pickles_in(path)) and not any(path.glob("*.safetensors")):
+        return read_pickles(pickles)
+    return whole_directory(path)
 
 
 def _own_layout(head: HeadCheckpoint, arrays: Arrays) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -94,6 +105,8 @@ def _document(head: HeadCheckpoint) -> dict[str, Any]:
         "vocab_size": head.vocab_size,
         "num_modules": spec.num_modules,
         **{name: getattr(spec, name) for name in (*SWITCHES, *CHOICES)},
+        **({} if spec.output_norm else {"output_norm": False}),
+        **({"own_lm_head": spec.own_lm_head} if spec.own_lm_head else {}),
         **({"block": _block(spec.layer)} if spec.layer else {}),
         **({BLOCK: {name: getattr(spec.block, name) for name in BLOCK_FACTS}} if spec.block else {}),
         "trunk": head.trunk,
@@ -181,6 +194,8 @@ def _spec(document: Document) -> HeadSpec:
         kind=document["kind"],
         layer=_layer(document["block"]) if "block" in document else None,
         num_modules=int(document["num_modules"]),
+        output_norm=bool(document.get("output_norm", True)),
+        own_lm_head=int(document.get("own_lm_head", 0)),
         block=_block_spec(document[BLOCK]) if BLOCK in document else None,
         **facts,
     )

@@ -19,6 +19,7 @@ from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import LayerConfig
 from headstart.layers.mlp import MLPConfig
+from headstart.layers.sketch import LMHead
 from headstart.layers.weights import Shapes, Weights
 
 Values = NDArray[np.float32]
@@ -30,7 +31,8 @@ EMBEDDING_SHARE = 0.1
 class HeadCheckpoint:
     """A head as a directory of its own. `draft_token_ids`: ascending target ids, None for the full vocabulary;
     `tensors`: under canonical names; `trunk_layers`: of the model it was trained on, 0 where that is not told;
-    `training`: free-form provenance."""
+    `vocab_size` 0: its file
+    does not tell; `training`: free-form provenance."""
 
     spec: HeadSpec
     hidden_size: int
@@ -77,24 +79,28 @@ Arrays = Mapping[str, Any]
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """How other programs write heads of a kind: is this config.json one? `read` raises ModelError for what is missing;
-    `write`, where there is one, makes config.json and tensors, in place of headstart's own layout."""
+    `write`, where there is one, makes config.json and tensors, in place of headstart's own layout. `markers`: tensors
+    of which one must be there, where a config.json alone may be that of a whole model."""
 
     matches: Callable[[Document], bool]
     read: Callable[[Document, Mapping[str, Tensor], Path], HeadCheckpoint]
     write: Callable[[HeadCheckpoint, Arrays], tuple[dict[str, Any], dict[str, Any]]] | None = None
+    markers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadKind:
     """`title`: what people call it. `modules`: as its drafter runs them (heads.base.Module for drafter `head`), from
     canonical tensors, a spec and the hidden size; `shapes`: their
-    names and shapes. `drafter`: the file of drafters/ that runs it. `fit`: the spec completed for a trunk; raises
+    names and shapes. `lm_heads`: one of each module, for so many draft tokens, where they have their own. `drafter`:
+    the file of drafters/ that runs it. `fit`: the spec completed for a trunk; raises
     ModelError where it cannot be. `block`: its modules have a layer, which the spec describes. `training` None: it
     cannot be trained here."""
 
     title: str
     modules: Callable[[Weights, HeadSpec, int], Seq[Any]]
     shapes: Callable[[HeadSpec, int], Shapes]
+    lm_heads: Callable[[Weights, HeadSpec, int, int], Seq[LMHead]] = lambda weights, spec, hidden, rows: ()
     drafter: str = "head"
     fit: Callable[[HeadSpec, DecoderConfig], HeadSpec] = lambda spec, trunk: spec
     block: bool = True
@@ -118,7 +124,8 @@ def plain_parts(layer: LayerConfig | None) -> tuple[AttentionConfig, MLPConfig]:
     mixer, mlp = (layer.mixer, layer.mlp) if layer else (None, None)
     if layer and isinstance(mixer, AttentionConfig) and isinstance(mlp, MLPConfig) and mixer.rope:
         plain = MLPConfig(inner=mlp.inner, bias=mlp.bias)
-        causal = not (mixer.spec.window or mixer.spec.softcap or mixer.sinks or mixer.shares is not None)
+        spec = mixer.spec
+        causal = not (spec.window or spec.chunk or spec.softcap or mixer.sinks or mixer.shares is not None)
         if mlp == plain and causal and layer == LayerConfig(mixer=mixer, mlp=mlp, eps=layer.eps):
             return mixer, mlp
     raise ModelError("a head's directory holds a block of plain attention and a SwiGLU MLP, and no other")

@@ -1,39 +1,68 @@
 """Medusa (Cai et al. 2024, section 2.1.1): one residual layer for each draft step, all over the same hidden state.
 
-y_k = h_p + silu(W_k h_p + b_k) guesses t_{p+1+k}; the LM head is the trunk's. No attention, no token goes in.
-Canonical tensors: `medusa.{k}.weight`, `medusa.{k}.bias`.
+y_k = h_p + silu(W_k h_p + b_k) guesses t_{p+1+k}; the LM head is the trunk's, or one for each k. No attention, no token
+goes in. Canonical tensors: `medusa.{k}.weight`, `medusa.{k}.bias`; further layers `medusa.{k}.{j}.`; `lm_heads.{k}.`.
+
+Directories of other programs: FasterDecoding's (`medusa_lm_head.pt`, or safetensors: `{k}.{j}.linear.*` and, last, the
+LM head `{k}.{layers}.weight`, under `medusa_head.` or not), vLLM's (`blocks.{k}.layers.{j}.*`, `lm_heads.{k}.weight`,
+`token_map`: the target ids of a draft vocabulary).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+import re
+from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
-from headstart.heads.base import HeadSpec
-from headstart.heads.kind import HeadKind, Start, Training, Values
+from headstart.errors import ModelError
+from headstart.formats.base import Tensor
+from headstart.formats.drafters import classify
+from headstart.formats.mtp_families import MOST_MODULES
+from headstart.heads.base import MOST_LAYERS, HeadSpec
+from headstart.heads.kind import Document, HeadCheckpoint, HeadKind, Layout, Start, Training, Values
 from headstart.kernels.ops import Buffer, Ops, Pool, StepInputs
 from headstart.layers.linear import Linear
+from headstart.layers.sketch import LMHead
 from headstart.layers.weights import Shapes, Weights
 
 
 @dataclass(frozen=True)
 class MedusaModule:
-    """The head of one draft step."""
+    """The head of one draft step; `further` layers follow the first."""
 
     layer: Linear
-    kv_spec: None = None
+    further: tuple[Linear, ...] = ()
+    kv_specs: tuple[()] = ()
 
     def forward(
         self, ops: Ops, spec: HeadSpec, embedded: Buffer, step: StepInputs, pool: Pool, *, recycled: bool = False
     ) -> tuple[Buffer, Buffer]:
         """As heads.base.Module; step.hidden goes on as it is, for the next step's head."""
-        return ops.add(step.hidden, ops.activate(self.layer(ops, step.hidden), "silu")), step.hidden
+        y = step.hidden
+        for layer in (self.layer, *self.further):
+            y = ops.add(y, ops.activate(layer(ops, y), "silu"))
+        return y, step.hidden
 
 
 def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[MedusaModule]:
-    return [MedusaModule(weights.linear(f"medusa.{k}", hidden, hidden, bias=True)) for k in range(spec.num_modules)]
+    def layer(name: str) -> Linear:
+        return weights.linear(name, hidden, hidden, bias=weights.has(f"{name}.bias"))
+
+    found = []
+    for k in range(spec.num_modules):
+        names = [name for j in range(1, MOST_LAYERS) if weights.has(f"{(name := f'medusa.{k}.{j}')}.weight")]
+        found.append(MedusaModule(layer(f"medusa.{k}"), tuple(map(layer, names))))
+    return found
+
+
+def lm_heads(weights: Weights, spec: HeadSpec, hidden: int, rows: int) -> Seq[LMHead]:
+    if not weights.has("lm_heads.0.weight"):
+        return ()
+    return [weights.linear(f"lm_heads.{k}", rows, hidden) for k in range(spec.num_modules)]
 
 
 def shapes(spec: HeadSpec, hidden: int) -> Shapes:
@@ -46,10 +75,70 @@ def initial(start: Start, spec: HeadSpec) -> dict[str, Values]:
     return {name: np.zeros(shape, np.float32) for name, shape in shapes(spec, len(start.norm)).items()}
 
 
+# Directories of other programs.
+
+
+def matches(document: Document) -> bool:
+    return classify(document).kind == "medusa"
+
+
+def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadCheckpoint:
+    """Sizes are those of the tensors: most config.json files name none."""
+    named = {new: tensor for name, tensor in tensors.items() if (new := canonical(name))}
+    first, exact = named.get("medusa.0.weight"), named.get("lm_heads.0.weight")
+    count = next(k for k in range(MOST_MODULES + 1) if f"medusa.{k}.weight" not in named)
+    if first is None or len(first.shape) != 2:
+        raise ModelError(f"{path} holds no layers of Medusa heads", "is this a Medusa checkpoint?")
+    if strange := sorted(name for name in named if int(name.split(".")[1]) >= count):
+        raise ModelError(f"{path} holds {strange[0]}, but only {count} heads one after the other")
+    told = document.get("vocab_size")
+    vocab_size = told if type(told) is int and "base_model_name_or_path" not in document else 0
+    ids = _draft_ids(tensors.get("token_map"), path)
+    if ids is None and exact is not None:
+        vocab_size = exact.shape[0]
+    return HeadCheckpoint(
+        spec=HeadSpec(kind="medusa", num_modules=count),
+        hidden_size=first.shape[0],
+        vocab_size=vocab_size,
+        draft_token_ids=ids,
+        tensors=named,
+        trunk=str(document.get("base_model_name_or_path") or ""),
+    )
+
+
+def canonical(name: str) -> str | None:
+    """Their tensor name to ours; None for what is no head's, such as the trunk's in one file with it."""
+    for theirs, ours in NAMES.items():
+        if match := re.fullmatch(theirs, name):
+            head, layer, word = match["k"], match.groupdict().get("j", "0"), match.groupdict().get("word", "weight")
+            return ours.format(head) if ours else f"medusa.{head}{'' if layer == '0' else f'.{layer}'}.{word}"
+    return None
+
+
+NAMES = {
+    r"(medusa_heads?\.)?(?P<k>\d+)\.(?P<j>\d+)\.linear\.(?P<word>weight|bias)": "",
+    r"blocks\.(?P<k>\d+)\.(layers\.)?(?P<j>\d+)\.(linear\.)?(?P<word>weight|bias)": "",
+    r"(medusa_heads?\.)?(?P<k>\d+)\.\d+\.weight": "lm_heads.{}.weight",
+    r"lm_heads\.(?P<k>\d+)\.weight": "lm_heads.{}.weight",
+}
+"""Their names -> ours; empty: a layer's."""
+
+
+def _draft_ids(token_map: Tensor | None, path: Path) -> NDArray[np.int64] | None:
+    if token_map is None:
+        return None
+    ids: NDArray[np.int64] = token_map.numpy().astype(np.int64)
+    if ids.ndim != 1 or not len(ids) or ids[0] < 0 or (np.diff(ids) <= 0).any():
+        raise ModelError(f"{path}: token_map does not give ascending ids", "is the file damaged?")
+    return ids
+
+
 HEAD = HeadKind(
     title="Medusa",
     modules=modules,
     shapes=shapes,
+    lm_heads=lm_heads,
     block=False,
+    layout=Layout(matches=matches, read=read),
     training=Training(spec=lambda layers, depth: HeadSpec(kind="medusa", num_modules=depth), initial=initial),
 )

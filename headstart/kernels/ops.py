@@ -18,6 +18,9 @@ from numpy.typing import NDArray
 
 from headstart.core import Sampled, SamplingRows, StepPlan, TokenLogprob
 from headstart.kernels.chain import Chain
+from headstart.kernels.indexing import CompressSpec, IndexSpec as IndexSpec
+from headstart.kernels.specs import RopeSpec as RopeSpec, RouterSpec as RouterSpec, StreamSpec, TemperSpec as TemperSpec
+from headstart.kernels.states import ConvSpec, DeltaSpec, ScanSpec, StateSpec
 
 Buffer = Any
 """Opaque activations [R, width] or per-row integers [R]."""
@@ -25,12 +28,17 @@ Weight = Any
 """Opaque weight owned by a backend."""
 Pool = Any
 """Opaque paged storage: num_slots rows of keys and values, or of hidden states."""
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "identity", "clamped"]
+Activation = Literal[
+    "silu", "gelu", "gelu_tanh", "relu", "relu2", "identity", "clamped", "silu_7", "silu_16", "silu_of_10"
+]
 """x / (1 + e^-x); x times the normal distribution's share below x, by erf or by its approximation with tanh; max(x, 0);
 the square of that; x. `clamped` takes both factors of a gated product : with g and u within 7, g only from above,
-g / (1 + e^(-1.702 g)) (u + 1)."""
+g / (1 + e^(-1.702 g)) (u + 1). So do `silu_7` and `silu_16`: silu(g), at most 7 or 16, times u within that; and
+`silu_of_10`: silu of g, at most 10, times u within that."""
 
 
+NEVER = -1e30
+"""A logit whose token is not drawn; finite, as logits must be."""
 REFINED = 32
 """Columns that Ops.refine takes together: of as many the native kernels make the outputs at once."""
 
@@ -56,21 +64,12 @@ class RawTensor(Protocol):
 
 
 @dataclass(frozen=True)
-class RopeSpec:
-    """Rotary embedding, half-split (HF) layout: dims i and i + rotary_dim / 2 turn by position * inv_freq[i] * 1;
-    sin and cos are multiplied by `scale` (YaRN). dims beyond rotary_dim pass through."""
-
-    inv_freq: tuple[float, ...]
-    rotary_dim: int
-    scale: float = 1.0
-
-
-@dataclass(frozen=True)
 class AttentionSpec:
     """Shape of one grouped-query attention; `scale` multiplies q.k. Keys have `head_dim` features, values `value_dim`
     (0: as many). `latent`: values are the first features of the keys, and a pool may keep them once. A row sees the
-    `window` positions up to its own (0: all of them); `causal`: and none behind it, whatever plan.sees says. Scores
-    become softcap * tanh(score / softcap), unless it is 0."""
+    `window` positions up to its own (0: all of them), or those from the begin of its `chunk` on: position - position %
+    chunk (0: no chunks); `causal`: and none behind it, whatever plan.sees says; `before`: nor its own. Scores become
+    softcap * tanh(score / softcap), unless it is 0."""
 
     num_heads: int
     num_kv_heads: int
@@ -81,6 +80,8 @@ class AttentionSpec:
     window: int = 0
     softcap: float = 0.0
     causal: bool = False
+    before: bool = False
+    chunk: int = 0
 
     @property
     def value_width(self) -> int:
@@ -88,37 +89,14 @@ class AttentionSpec:
         return self.value_dim or self.head_dim
 
 
-@dataclass(frozen=True)
-class TemperSpec:
-    """Queries that grow with the text: times 1 + strength * ln(1 + floor((position + ahead) / every))."""
-
-    every: int
-    strength: float
-    ahead: int = 0
-
-
-@dataclass(frozen=True)
-class RouterSpec:
-    """Which experts a row takes and how it weighs them.
-
-    Scores are the softmax or sigmoid of the router's logits; a bias is added for the choice only. Of groups of
-    neighbouring experts, those `top_groups` take part whose two best choices sum highest (DeepSeek-V3 report, section
-    2.1.2). The scores of the `top_k` chosen, divided by their sum if `normalize`, times `scale`, are the weights.
-    Ties go to the lowest id.
-    """
-
-    num_experts: int
-    top_k: int
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
-    normalize: bool = True
-    scale: float = 1.0
-    num_groups: int = 1
-    top_groups: int = 1
+KVSpec = AttentionSpec | IndexSpec | CompressSpec
+"""What a layer keeps of a position in a KV pool."""
 
 
 @dataclass(frozen=True, eq=False)
 class Experts:
-    """The gated experts of one layer, by id: gate and up [inner, in], down [out, inner]; their biases, or none."""
+    """The experts of one layer, by id: gate (or none: activate(up)) and up [inner, in], down [out, inner]; their
+    biases, or none."""
 
     gate: tuple[Weight, ...]
     up: tuple[Weight, ...]
@@ -127,53 +105,6 @@ class Experts:
     gate_bias: tuple[Weight, ...] = ()
     up_bias: tuple[Weight, ...] = ()
     down_bias: tuple[Weight, ...] = ()
-
-
-@dataclass(frozen=True)
-class ConvSpec:
-    """A short causal convolution: each channel sums its last `width` inputs. State: the last width - 1 inputs."""
-
-    channels: int
-    width: int
-
-    @property
-    def state_shape(self) -> tuple[int, ...]:
-        return self.width - 1, self.channels
-
-    @property
-    def row_width(self) -> int:
-        """Columns of a kept row (see Ops.causal_conv)."""
-        return self.channels
-
-
-@dataclass(frozen=True)
-class DeltaSpec:
-    """Gated DeltaNet (Yang, Kautz, Hatamizadeh 2024): one state matrix [key_dim, value_dim] per value head. Value head
-    v reads key head v // (num_heads / num_key_heads), or v % num_key_heads where they are `tiled`."""
-
-    num_key_heads: int
-    num_heads: int
-    key_dim: int
-    value_dim: int
-    tiled: bool = False
-
-    @property
-    def channels(self) -> int:
-        """Width of [q, k, v]."""
-        return 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
-
-    @property
-    def state_shape(self) -> tuple[int, ...]:
-        return self.num_heads, self.key_dim, self.value_dim
-
-    @property
-    def row_width(self) -> int:
-        """Columns of a kept row: [q, k, v], log decay, strength."""
-        return self.channels + 2 * self.num_heads
-
-
-StateSpec = ConvSpec | DeltaSpec
-"""What a recurrent layer keeps per sequence instead of keys and values."""
 
 
 @dataclass(frozen=True)
@@ -200,6 +131,10 @@ class Ops(Protocol):
         REFINED neighbouring columns whose largest value is largest (the lower of equal ones). `approximate` may be
         changed in place: nothing else reads it."""
 
+    def keep_groups(self, logits: Buffer, scores: Buffer, groups: Weight, count: int) -> Buffer:
+        """Logits [R, V], but NEVER for tokens of other groups than the `count` with the largest scores [R, C], the
+        lower of equals. `groups` [V], see `Backend.index`: the group of each token. Logits may be changed in place."""
+
     def rms_norm(self, x: Buffer, weight: Weight, eps: float, num_parts: int = 1) -> Buffer:
         """x / sqrt(mean(x^2) + eps) * weight over the last `len(weight)` features; a weight narrower than x norms
         each group of that width by itself (per-head q/k norm), and one of `num_parts` as wide as x has a part for each
@@ -220,6 +155,9 @@ class Ops(Protocol):
     def scale(self, x: Buffer, factor: float) -> Buffer:
         """factor * x."""
 
+    def shift(self, x: Buffer, bias: Weight) -> Buffer:
+        """x + bias, by column."""
+
     def center(self, x: Buffer) -> Buffer:
         """x - mean(x), by row."""
 
@@ -238,9 +176,18 @@ class Ops(Protocol):
     def head_linear(self, x: Buffer, weights: Sequence[Weight]) -> Buffer:
         """One float matrix [out, in] for each head: [R, heads * in] -> [R, heads * out]."""
 
-    def moe(self, x: Buffer, logits: Buffer, bias: Weight | None, experts: Experts, spec: RouterSpec) -> Buffer:
+    def moe(
+        self,
+        x: Buffer,
+        logits: Buffer,
+        bias: Weight | None,
+        experts: Experts,
+        spec: RouterSpec,
+        told: tuple[Weight, Buffer] | None = None,
+    ) -> Buffer:
         """The weighted sum of the experts that each row takes, added in ascending order of their ids. logits [R, E] are
-        the router's, bias [E]; x [R, in] -> [R, out]."""
+        the router's, bias [E]; x [R, in] -> [R, out]. `told`: a table [V * top_k] (see Backend.index) and token ids
+        [R]; the table's row of a token names its experts, and scores only weigh them."""
 
     def rope(self, x: Buffer, positions: Buffer, spec: RopeSpec, head_dim: int) -> Buffer:
         """Rotate each head of [R, heads * head_dim]."""
@@ -248,26 +195,78 @@ class Ops(Protocol):
     def store_kv(self, k: Buffer, v: Buffer, pool: Pool, spec: AttentionSpec) -> None:
         """Write k [R, kv_heads * head_dim] and v [R, kv_heads * value_width] at the rows' slots."""
 
-    def attend(self, q: Buffer, pool: Pool, spec: AttentionSpec, sinks: Weight | None = None) -> Buffer:
+    def store_index(self, k: Buffer, pool: Pool, spec: IndexSpec) -> None:
+        """Write the indexer's keys [R, head_dim] at the rows' slots."""
+
+    def choose(self, q: Buffer, weights: Buffer, pool: Pool, spec: IndexSpec) -> None:
+        """Which positions each row attends to: of those up to plan.sees the spec.top_k (or all, where there are no
+        more) with the highest sum over heads of weight * max(q . k, 0), for q [R, heads * head_dim], weights
+        [R, heads] and the keys in the pool. Of equal scores the lowest position goes first; NaN comes last. The choice
+        holds in this pass, for `attend`, until the next over the same pool."""
+
+    def compress(self, values: Buffer, gates: Buffer, bias: Weight, pool: Pool, spec: CompressSpec) -> Buffer:
+        """Keep values and gates + bias, both [R, width], at the rows' slots; bias [every * width] goes by position %
+        every. A row that ends a window, with (position + 1) % every == 0, gives the sum over its last `span` positions
+        of values, by feature, with the softmax of their gates as weights; positions before the first have none. With
+        `overlap` the older half of them gives its first `dim` columns, the newer its last. -> [R, dim]."""
+
+    def stream_weights(self, mixes: Buffer, base: Weight, scale: Weight, spec: StreamSpec) -> Buffer:
+        """Of n streams, from mixes [R, n + n + n * n], base of that width, scale [3] by part: n weights of the input,
+        sigmoid(scale * mix + base) + eps; n of the output, 2 sigmoid(.); and the mixing matrix: softmax over its rows
+        + eps, its columns divided by their sums + eps, then rows and columns in turn, `iterations` columns in all.
+        mixes [R, n] and scale [1]: the first n alone."""
+
+    def sum_streams(self, streams: Buffer, weights: Buffer | None, spec: StreamSpec) -> Buffer:
+        """[R, n * H] -> [R, H]: the sum of streams by the first n weights; None: their mean."""
+
+    def mix_streams(self, streams: Buffer, x: Buffer, weights: Buffer, spec: StreamSpec) -> Buffer:
+        """Stream k becomes weights[n + k] * x + sum over j of weights[2 n + j n + k] * stream j. x [R, H]."""
+
+    def attend_beside(
+        self,
+        q: Buffer,
+        pool: Pool,
+        entries: Pool,
+        spec: AttentionSpec,
+        every: int,
+        sinks: Weight | None = None,
+        chosen: Pool = None,
+    ) -> Buffer:
+        """As `attend`, and in the same softmax over the pool `entries` at positions p up to the row's own that end a
+        window, (p + 1) % every == 0. `chosen`: those only that were chosen in the pool of an indexer."""
+
+    def attend(
+        self, q: Buffer, pool: Pool, spec: AttentionSpec, sinks: Weight | None = None, chosen: Pool = None
+    ) -> Buffer:
         """q [R, heads * head_dim] over the keys and values of the row's own sequence -> [R, heads * value_width].
 
-        A row sees the positions from max(plan.first_position, its own - window + 1) to plan.sees, at least one (to its
-        own with spec.causal); they
-        are where plan.paths and the block table say, written in this pass or before, by this layer or another.
+        A row sees the positions from max(plan.first_position, its own - window + 1; with spec.chunk the begin of its
+        chunk) to plan.sees (to its own with spec.causal, to the one before with spec.before), at least one; they are
+        where plan.paths and the block table say, written in this pass or before, by this layer or another.
         `sinks` [heads]: one more logit in each head's softmax, which has no value.
+        `chosen`: the pool of an indexer; a row sees only what was chosen for it there, and sums as if those positions,
+        in their order, followed each other from plan.first_position on. Nothing else is hidden from such rows.
         """
 
-    def causal_conv(self, x: Buffer, weight: Weight, pool: Pool, spec: ConvSpec) -> Buffer:
-        """y_p = sum over j of weight[j] * x_(p - width + 1 + j) along each sequence, zeros before its first row;
-        weight [width * channels], taps oldest first. States are read and written as plan.states says."""
+    def causal_conv(self, x: Buffer, weight: Weight, pool: Pool, spec: ConvSpec, bias: Weight | None = None) -> Buffer:
+        """y_p = bias + sum over j of weight[j] * x_(p - width + 1 + j) along each sequence, zeros before its first row;
+        weight [width * channels], taps oldest first, bias [channels]. States are read and written as plan.states
+        says."""
 
-    def decay(self, x: Buffer, rate: Weight, bias: Weight) -> Buffer:
-        """rate * ln(1 + e^(x + bias)), by column: the log decay of a recurrent state (rate < 0)."""
+    def softplus(self, x: Buffer, rate: Weight | None, bias: Weight) -> Buffer:
+        """rate * ln(1 + e^(x + bias)), by column (rate None: 1): with rate < 0 the log decay of a recurrent state."""
 
     def gated_delta(self, qkv: Buffer, log_decay: Buffer, strength: Buffer, pool: Pool, spec: DeltaSpec) -> Buffer:
         """The recurrence, row by row in prefill too: with q and k of length 1 (L2, epsilon 1e-6) and q / sqrt(key_dim),
         S = e^log_decay S;  S += k (sigmoid(strength) (v - S^T k))^T;  out = S^T q. qkv [R, channels]; log_decay and
         strength [R, heads] -> [R, heads * value_dim]. States are read and written as plan.states says."""
+
+    def selective_scan(
+        self, xbc: Buffer, step: Buffer, rate: Weight, skip: Weight, pool: Pool, spec: ScanSpec
+    ) -> Buffer:
+        """Mamba2's recurrence, row by row in prefill too: by head S = e^(rate step) S;  S += B (step x)^T;
+        out = S^T C + skip x. xbc [R, channels]; step [R, heads]; rate and skip [heads] -> [R, inner]. States are read
+        and written as plan.states says."""
 
     def take_rows(self, x: Buffer, rows: Buffer) -> Buffer:
         """x[rows]."""
@@ -307,10 +306,10 @@ class Backend(Protocol):
         """What `run` takes, which owns the program's pools: whoever drops it frees them. `hidden_width` > 0: the
         program reads hidden states of that width. Raises ModelError for what this backend cannot run."""
 
-    def kv_bytes(self, spec: AttentionSpec) -> int:
+    def kv_bytes(self, spec: KVSpec) -> int:
         """Bytes of one token position in a KV pool."""
 
-    def kv_pool(self, num_slots: int, spec: AttentionSpec) -> Pool: ...
+    def kv_pool(self, num_slots: int, spec: KVSpec) -> Pool: ...
 
     def copy_rows(self, pools: Sequence[Pool], sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
         """Keys and values of slots `sources` to slots `targets` in each KV pool, as if all at once."""
@@ -368,7 +367,7 @@ class Backend(Protocol):
         """Raw log-softmax of given tokens [L] at logits [L, V], with the top alternatives."""
 
     def index(self, ids: NDArray[np.int64]) -> Weight:
-        """Keep an ascending list of token ids on the device (a draft vocabulary)."""
+        """Keep a list of numbers on the device: a draft vocabulary (ascending token ids), or the groups of tokens."""
 
     def free_memory(self) -> int:
         """Bytes that pools may take where they lie, without swapping."""

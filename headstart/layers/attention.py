@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, RopeSpec, StateSpec, TemperSpec, Weight
+from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, RopeSpec, TemperSpec, Weight
+from headstart.kernels.states import StateSpec
 from headstart.layers.linear import Linear
 from headstart.layers.norm import RMSNorm
 from headstart.layers.weights import Shapes, Weights
@@ -16,10 +17,11 @@ from headstart.layers.weights import Shapes, Weights
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
     """`rope` None: positions are not rotated. `qk_norm`: of each head, or `wide_norms`: over all heads together;
-    `norms_last`: behind the rope. `temper`: queries grow with their position. `gated`: the output is multiplied by
-    sigmoid(gate x). `shares`: the index of an earlier layer, whose keys and values are read in place of own ones.
-    `sinks`: see Ops.attend. `v_norm`: values are normed too, without a weight. `keys_are_values`: v is what k is before
-    its norm and rope."""
+    `norms_last`: behind the rope; `plain_norms`: without weights. `temper`: queries grow with their position. `gated`:
+    the output is multiplied by sigmoid(gate x); `head_gates`: a number for each head. `shares`: the index of an earlier
+    layer, whose keys and values are read in place of own ones. `sinks`: see Ops.attend. `v_norm`: values are normed
+    too, without a weight. `keys_are_values`: v is what k is before its norm and rope. `value_scale`: what values are
+    multiplied by."""
 
     spec: AttentionSpec
     rope: RopeSpec | None
@@ -28,12 +30,15 @@ class AttentionConfig:
     qk_norm: bool = False
     wide_norms: bool = False
     norms_last: bool = False
+    plain_norms: bool = False
     temper: TemperSpec | None = None
     gated: bool = False
+    head_gates: bool = False
     shares: int | None = None
     sinks: bool = False
     v_norm: bool = False
     keys_are_values: bool = False
+    value_scale: float = 1.0
 
     def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, reads: int) -> Attention:
         """The attention of the layer `prefix`; q, k and v read as many columns as `reads`."""
@@ -42,7 +47,10 @@ class AttentionConfig:
             part: weights.linear(f"{name}.{part}", *shape, bias=bias)
             for part, (shape, bias) in self._linears(hidden, reads).items()
         }
-        norms = {part: weights.norm(f"{name}.{part}", width, eps) for part, width in self._norms.items()}
+        norms = {
+            part: weights.plain_norm(width, eps) if self.plain_norms else weights.norm(f"{name}.{part}", width, eps)
+            for part, width in self._norms.items()
+        }
         return Attention(
             q_proj=linears["q_proj"],
             k_proj=linears.get("k_proj"),
@@ -58,6 +66,7 @@ class AttentionConfig:
             temper=self.temper,
             sinks=weights.get(f"{name}.sinks", self.spec.num_heads) if self.sinks else None,
             shares=self.shares,
+            value_scale=self.value_scale,
         )
 
     def shapes(self, prefix: str, hidden: int, *, reads: int) -> Shapes:
@@ -67,7 +76,8 @@ class AttentionConfig:
             shapes[f"{prefix}.self_attn.{name}.weight"] = shape
             if bias:
                 shapes[f"{prefix}.self_attn.{name}.bias"] = shape[:1]
-        shapes |= {f"{prefix}.self_attn.{name}.weight": (width,) for name, width in self._norms.items()}
+        if not self.plain_norms:
+            shapes |= {f"{prefix}.self_attn.{name}.weight": (width,) for name, width in self._norms.items()}
         return shapes | ({f"{prefix}.self_attn.sinks": (self.spec.num_heads,)} if self.sinks else {})
 
     def _linears(self, hidden: int, reads: int) -> dict[str, tuple[tuple[int, int], bool]]:
@@ -80,8 +90,9 @@ class AttentionConfig:
             if not self.keys_are_values:
                 sizes["v_proj"] = spec.num_kv_heads * spec.value_width
         if self.gated:
-            sizes["gate_proj"] = out
-        read = {name: ((size, reads), self.qkv_bias) for name, size in sizes.items()}
+            sizes["gate_proj"] = spec.num_heads if self.head_gates else out
+        plain = {"gate_proj"} if self.head_gates else set[str]()  # without a bias
+        read = {name: ((size, reads), self.qkv_bias and name not in plain) for name, size in sizes.items()}
         return {**read, "o_proj": ((hidden, out), self.o_bias)}
 
     @property
@@ -112,10 +123,11 @@ class Attention:
     temper: TemperSpec | None = None
     sinks: Weight | None = None
     shares: int | None = None
+    value_scale: float = 1.0
 
     @property
-    def kv_spec(self) -> AttentionSpec | None:
-        return self.spec if self.shares is None else None
+    def kv_specs(self) -> tuple[AttentionSpec, ...]:
+        return (self.spec,) if self.shares is None else ()
 
     @property
     def state_specs(self) -> tuple[StateSpec, ...]:
@@ -129,6 +141,7 @@ class Attention:
 
     def _store(self, ops: Ops, k: Buffer, v: Buffer, positions: Buffer, pool: Pool) -> None:
         v = self.v_norm(ops, v) if self.v_norm else v
+        v = v if self.value_scale == 1 else ops.scale(v, self.value_scale)
         ops.store_kv(self._placed(ops, k, self.k_norm, positions), v, pool, self.spec)
 
     def _placed(self, ops: Ops, x: Buffer, norm: RMSNorm | None, positions: Buffer) -> Buffer:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from headstart.kernels.specs import StreamSpec
 from headstart.layers.decoder import Decoder, LayerConfig
 from headstart.layers.linear import Linear
+from headstart.layers.streams import read_streams, stream_shapes
 from headstart.layers.weights import Shapes, Weights
 
 
@@ -24,13 +26,20 @@ class DecoderConfig:
     logit_scale: float = 1.0
     logit_softcap: float = 0.0  # 0: none
     centered: bool = False  # the final norm is of x - mean(x)
+    streams: StreamSpec | None = None  # of all layers
     num_mtp: int = 0  # native MTP modules promised by the config
     mtp_layer: LayerConfig | None = None  # the block of such a module; None: as the last layer
+    mtp_lm_heads: bool = False  # each has an LM head of its own
     mtp_recycle: Literal["post_norm", "pre_norm"] | None = None  # None: what the family declares
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def num_streams(self) -> int:
+        """Residual streams side by side."""
+        return self.streams.count if self.streams else 1
 
     @property
     def head_layer(self) -> LayerConfig:
@@ -43,6 +52,8 @@ class DecoderConfig:
         shapes: Shapes = {"embed_tokens.weight": embedding}
         for i, layer in enumerate(self.layers):
             shapes |= layer.shapes(f"layers.{i}", self.hidden_size)
+        if self.streams:
+            shapes |= stream_shapes("streams", self.hidden_size, self.streams, last=True)
         return shapes | {"norm.weight": (self.hidden_size,)} | ({} if self.tied else {"lm_head.weight": embedding})
 
 
@@ -58,6 +69,9 @@ def decoder(weights: Weights, config: DecoderConfig) -> Decoder:
         embedding_scale=config.embedding_scale,
         logit_scale=config.logit_scale,
         logit_softcap=config.logit_softcap,
+        streams=read_streams(weights, "streams", config.hidden_size, config.streams, config.eps, last=True)
+        if config.streams
+        else None,
     )
 
 

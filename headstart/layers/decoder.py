@@ -4,21 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
-from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, Program, StateSpec, StepInputs, Weight
+from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, Program, StepInputs, Weight
+from headstart.kernels.specs import StreamSpec
+from headstart.kernels.states import StateSpec
 from headstart.layers.linear import Linear
 from headstart.layers.norm import NoNorm, Norm, RMSNorm
+from headstart.layers.streams import Streams, read_streams, repeated, stream_shapes
 from headstart.layers.weights import Shapes, Weights
 
-Tap = Literal["post_norm", "pre_norm"] | tuple[int, ...]
-"""Which trunk hidden state a head reads: after or before the final norm, or the streams that enter these layers,
-side by side."""
+Tap = Literal["post_norm", "pre_norm", "streams"] | tuple[int, ...]
+"""Which trunk hidden state a head reads: after or before the final norm, all residual streams behind the last layer,
+or what enters these layers, side by side."""
 
 
-def tap_width(tap: Tap, hidden_size: int) -> int:
+def tap_width(tap: Tap, hidden_size: int, num_streams: int = 1) -> int:
     """Columns of a stored hidden state."""
-    return hidden_size * max(len(tapped_layers(tap)), 1)
+    return hidden_size * (num_streams if tap == "streams" else max(len(tapped_layers(tap)), 1))
+
+
+def together(pools: Seq[Pool]) -> Pool:
+    """What a mixer or a module is called with: its one pool, or all of them."""
+    return pools[0] if len(pools) == 1 else tuple(pools)
 
 
 def tapped_layers(tap: Tap) -> tuple[int, ...]:
@@ -30,18 +38,19 @@ class Mixer(Protocol):
     """What mixes positions in a layer: attention of one kind or another, or a recurrence over states."""
 
     @property
-    def kv_spec(self) -> AttentionSpec | None:
-        """What it keeps of a position in a KV pool of its own; None: nothing."""
+    def kv_specs(self) -> tuple[KVSpec, ...]:
+        """What it keeps of a position, a KV pool of its own each."""
 
     @property
     def shares(self) -> int | None:
-        """The layer whose KV pool it reads instead."""
+        """The layer whose pools it reads as well."""
 
     @property
     def state_specs(self) -> tuple[StateSpec, ...]:
-        """Of the states it keeps; its pool is then a tuple of theirs."""
+        """Of the states it keeps, a pool each."""
 
-    def __call__(self, ops: Ops, x: Buffer, positions: Buffer, pool: Pool) -> Buffer: ...
+    def __call__(self, ops: Ops, x: Buffer, positions: Buffer, pool: Pool) -> Buffer:
+        """`pool`: its one pool, or a tuple: of keys and values, of states, what the layer has that it shares with."""
 
 
 class MixerConfig(Protocol):
@@ -58,6 +67,25 @@ class FeedForward(Protocol):
     """What works on each row by itself: one gated MLP, or a mixture of experts."""
 
     def __call__(self, ops: Ops, x: Buffer) -> Buffer: ...
+
+
+@runtime_checkable
+class ByToken(Protocol):
+    """A feed-forward part that may read the token too."""
+
+    table: Weight | None
+
+    def __call__(self, ops: Ops, x: Buffer, token_ids: Buffer = None) -> Buffer: ...
+
+
+@dataclass
+class Passing:
+    """What the layers of one pass hand on beside the stream: the token ids, what entered the first layer [R, H], and
+    `due`, what a shortcut adds behind the next layer."""
+
+    token_ids: Buffer
+    embedded: Buffer
+    due: Buffer | None = None
 
 
 class Beside(Protocol):
@@ -87,10 +115,12 @@ class FeedForwardConfig(Protocol):
         """Names and shapes of what `build` takes."""
 
 
-Norms = Literal["pre", "post", "sandwich", "open", "parallel"]
+STREAM_PARTS = ("mixer_streams", "mlp_streams")
+Norms = Literal["pre", "post", "sandwich", "open", "parallel", "late"]
 NORM_NAMES: Mapping[Norms, tuple[str, str, str, str]] = {
     "pre": ("input_layernorm", "", "post_attention_layernorm", ""),
     "parallel": ("input_layernorm", "", "", ""),
+    "late": ("", "", "post_attention_layernorm", ""),
     "post": ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
     "sandwich": (
         "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
@@ -101,10 +131,30 @@ NORM_NAMES: Mapping[Norms, tuple[str, str, str, str]] = {
 the first."""
 
 
+@dataclass(frozen=True)
+class NoPart:
+    """In place of a mixer or a feed-forward part, in layers of one part each; that part has the first norm."""
+
+    kv_specs: tuple[()] = ()
+    state_specs: tuple[()] = ()
+    shares: None = None
+
+    def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float = 0.0, reads: int = 0) -> NoPart:
+        return self
+
+    def shapes(self, prefix: str, hidden: int, *, reads: int = 0) -> Shapes:
+        return {}
+
+    def __call__(self, ops: Ops, x: Buffer, positions: Buffer = None, pool: Pool = None) -> Buffer:
+        raise AssertionError("a part that is not there")
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
     """One layer: its two parts, where norms stand (`centered`: of x - mean(x)), what each part's output is multiplied
-    by, and a part beside them. `scaled`: the stream is multiplied by `layer_scalar` [1] in the end."""
+    by, and a part beside them. `scaled`: the stream is multiplied by `layer_scalar` [1] in the end. `shortcut`: another
+    feed-forward part, which reads what the first does and is added behind the next layer (experts of LongCat-Flash).
+    `streams`: the stream is several, side by side (layers.streams)."""
 
     mixer: MixerConfig
     mlp: FeedForwardConfig
@@ -114,6 +164,8 @@ class LayerConfig:
     residual_scale: float = 1.0
     beside: BesideConfig | None = None
     scaled: bool = False
+    shortcut: FeedForwardConfig | None = None
+    streams: StreamSpec | None = None
 
     def build(self, weights: Weights, prefix: str, hidden: int, *, reads: int | None = None) -> DecoderLayer:
         """From the tensors under `prefix` (no trailing dot). `reads`: columns that the mixer reads, where they are not
@@ -133,6 +185,12 @@ class LayerConfig:
             beside=self.beside.build(weights, prefix, hidden, eps=self.eps) if self.beside else None,
             stream_scale=weights.scalar(f"{prefix}.layer_scalar") if self.scaled else 1.0,
             parallel=self.norms == "parallel",
+            shortcut=self.shortcut.build(weights, f"{prefix}.shortcut", hidden) if self.shortcut else None,
+            streams=tuple(
+                read_streams(weights, f"{prefix}.{part}", hidden, self.streams, self.eps) for part in STREAM_PARTS
+            )
+            if self.streams
+            else (),
         )
 
     def shapes(self, prefix: str, hidden: int, *, reads: int | None = None) -> Shapes:
@@ -143,11 +201,23 @@ class LayerConfig:
             **self.mlp.shapes(f"{prefix}.mlp", hidden),
             **(self.beside.shapes(prefix, hidden) if self.beside else {}),
             **({f"{prefix}.layer_scalar": (1,)} if self.scaled else {}),
+            **(self.shortcut.shapes(f"{prefix}.shortcut", hidden) if self.shortcut else {}),
+            **self._stream_shapes(prefix, hidden),
         }
+
+    def _stream_shapes(self, prefix: str, hidden: int) -> Shapes:
+        shapes: Shapes = {}
+        for part in STREAM_PARTS if self.streams else ():
+            assert self.streams
+            shapes |= stream_shapes(f"{prefix}.{part}", hidden, self.streams)
+        return shapes
 
     @property
     def _norms(self) -> tuple[str, str, str, str]:
-        return NORM_NAMES[self.norms]
+        names = NORM_NAMES[self.norms]
+        if isinstance(self.mlp, NoPart):
+            return names[0], names[1], "", ""
+        return ("", "", names[0], names[3]) if isinstance(self.mixer, NoPart) else names
 
 
 @dataclass(frozen=True)
@@ -165,6 +235,8 @@ class DecoderLayer:
     beside: Beside | None = None
     stream_scale: float = 1.0
     parallel: bool = False
+    shortcut: FeedForward | None = None
+    streams: tuple[Streams, ...] = ()
 
     def __call__(
         self,
@@ -173,23 +245,46 @@ class DecoderLayer:
         residual: Buffer,
         positions: Buffer,
         pool: Pool,
-        first: tuple[Buffer, Buffer] | None = None,
+        passing: Passing | None = None,
     ) -> tuple[Buffer | None, Buffer]:
-        """(delta, residual) -> (delta, residual); the stream's value is their sum (None: nothing to add). `first`: the
-        token ids and what entered the first layer, for a part beside."""
-        x, residual = self.input_norm.add(ops, delta, residual)
-        mixed = self._scaled(ops, self.mixer_norm(ops, self.mixer(ops, x, positions, pool)))
+        """(delta, residual) -> (delta, residual); the stream's value is their sum (None: nothing to add). With streams
+        the residual is all of them, and nothing is left to add."""
+        if self.streams:
+            return None, self._in_streams(ops, residual, positions, pool, passing)
+        mixed = delta
+        if not isinstance(self.mixer, NoPart):
+            x, residual = self.input_norm.add(ops, delta, residual)
+            mixed = self._scaled(ops, self.mixer_norm(ops, self.mixer(ops, x, positions, pool)))
+        if isinstance(self.mlp, NoPart):
+            return mixed, residual
         if self.parallel:
             return ops.add(mixed, self._scaled(ops, self.mlp_norm(ops, self.mlp(ops, x)))), residual
         x, residual = self.post_norm.add(ops, mixed, residual)
         delta = self._scaled(ops, self.mlp_norm(ops, self.mlp(ops, x)))
+        if passing:
+            delta, passing.due = (
+                delta if passing.due is None else ops.add(delta, passing.due),
+                self.shortcut(ops, x) if self.shortcut else None,
+            )
         if self.beside:
-            assert first, "a layer with a part beside stands in a trunk"
+            assert passing, "a layer with a part beside stands in a trunk"
             residual = ops.add(delta, residual)
-            delta = self.beside(ops, residual, *first)
+            delta = self.beside(ops, residual, passing.token_ids, passing.embedded)
         if self.stream_scale == 1:
             return delta, residual
         return None, ops.scale(ops.add(delta, residual), self.stream_scale)
+
+    def _in_streams(self, ops: Ops, streams: Buffer, positions: Buffer, pool: Pool, passing: Passing | None) -> Buffer:
+        around_mixer, around_mlp = self.streams
+        x, weights = around_mixer.enter(ops, streams)
+        mixed = self.mixer(ops, self.input_norm(ops, x), positions, pool)
+        streams = around_mixer.leave(ops, streams, mixed, weights)
+        x, weights = around_mlp.enter(ops, streams)
+        x = self.post_norm(ops, x)
+        by_token = isinstance(self.mlp, ByToken) and self.mlp.table is not None
+        assert not by_token or passing, "a layer that reads tokens stands in a trunk"
+        said = self.mlp(ops, x, passing.token_ids) if by_token else self.mlp(ops, x)  # type: ignore[union-attr, call-arg]
+        return around_mlp.leave(ops, streams, said, weights)
 
     def _scaled(self, ops: Ops, x: Buffer) -> Buffer:
         return x if self.residual_scale == 1 else ops.scale(x, self.residual_scale)
@@ -207,11 +302,12 @@ class Decoder:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
+    streams: Streams | None = None  # what sums them before the final norm
 
     @property
-    def kv_specs(self) -> list[AttentionSpec]:
-        """One KV pool per layer that keeps keys and values."""
-        return [layer.mixer.kv_spec for layer in self.layers if layer.mixer.kv_spec]
+    def kv_specs(self) -> list[KVSpec]:
+        """One KV pool each."""
+        return [spec for layer in self.layers for spec in layer.mixer.kv_specs]
 
     @property
     def state_specs(self) -> list[StateSpec]:
@@ -237,21 +333,22 @@ class Decoder:
         return DecoderProgram(self, self.pools(kv_pools, state_pools), hidden_pool, tap)
 
     def pools(self, kv_pools: Seq[Pool], state_pools: Seq[Pool]) -> list[Pool]:
-        """What each layer is called with: its own pools, or that of the layer whose keys and values it shares."""
+        """What each layer's mixer is called with."""
         kv, states = iter(kv_pools), iter(state_pools)
         pools: list[Pool] = []
         for mixer in [layer.mixer for layer in self.layers]:
+            own = [next(kv) for _ in mixer.kv_specs] + [next(states) for _ in mixer.state_specs]
             if mixer.shares is not None:
                 assert mixer.shares < len(pools), "a layer shares with one before it"
-                pools.append(pools[mixer.shares])
-            else:
-                pools.append(next(kv) if mixer.kv_spec else tuple(next(states) for _ in mixer.state_specs))
+                own.append(pools[mixer.shares])
+            pools.append(together(own))
         return pools
 
 
 @dataclass(frozen=True)
 class DecoderProgram:
-    """Results: `logits` [L, V]; `hidden` [R, H] after the final norm; `tapped` [R, taps x H] where there are taps."""
+    """Results: `logits` [L, V]; `hidden` [R, H] after the final norm; `tapped` [R, taps x H] where there are taps;
+    `streams` [R, streams * H] behind the last layer where those are the tap."""
 
     model: Decoder
     pools: list[Pool]
@@ -261,16 +358,24 @@ class DecoderProgram:
     def __call__(self, ops: Ops, step: StepInputs) -> dict[str, Buffer]:
         model = self.model
         embedded = model.embed(ops, step.token_ids)
-        delta, residual = None, embedded
+        streams = model.streams
+        delta, residual = None, repeated(ops, embedded, streams.spec.count) if streams else embedded
+        passing = Passing(step.token_ids, embedded)
         wanted = tapped_layers(self.tap)
         tapped: Buffer | None = None
         for i, (layer, pool) in enumerate(zip(model.layers, self.pools, strict=True)):
             if i in wanted:
                 stream = residual if delta is None else ops.add(delta, residual)
+                stream = ops.sum_streams(stream, None, streams.spec) if streams else stream
                 tapped = stream if tapped is None else ops.concat(tapped, stream)
-            delta, residual = layer(ops, delta, residual, step.positions, pool, (step.token_ids, embedded))
+            delta, residual = layer(ops, delta, residual, step.positions, pool, passing)
+        last = residual
+        if streams:
+            residual, _ = streams.enter(ops, residual)
         hidden, residual = model.norm.add(ops, delta, residual)
         if self.hidden_pool is not None:
-            ops.store(tapped if wanted else hidden if self.tap == "post_norm" else residual, self.hidden_pool)
+            states = {"post_norm": hidden, "pre_norm": residual, "streams": last}
+            ops.store(tapped if isinstance(self.tap, tuple) else states[self.tap], self.hidden_pool)
         logits = model.logits(ops, ops.take_rows(hidden, step.logit_rows))
-        return {"logits": logits, "hidden": hidden, **({"tapped": tapped} if wanted else {})}
+        more = {"tapped": tapped} if wanted else {"streams": last} if streams and self.tap == "streams" else {}
+        return {"logits": logits, "hidden": hidden, **more}

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headstart.kernels.ops import Activation, Buffer, ConvSpec, DeltaSpec, Ops, Pool, StateSpec, Weight
+from headstart.kernels.ops import Activation, Buffer, Ops, Pool, Weight
+from headstart.kernels.states import ConvSpec, DeltaSpec, StateSpec
 from headstart.layers.linear import Linear
 from headstart.layers.norm import RMSNorm
 from headstart.layers.weights import Shapes, Weights
@@ -80,7 +81,7 @@ class GatedDeltaNet:
     norm: RMSNorm
     out_proj: Linear
     config: DeltaConfig
-    kv_spec: None = None
+    kv_specs: tuple[()] = ()
     shares: None = None
 
     @property
@@ -93,6 +94,6 @@ class GatedDeltaNet:
         qkv, z = self.qkv_proj(ops, x), self.z_proj(ops, x)
         a, b = self.a_proj(ops, x), self.b_proj(ops, x)
         qkv = ops.activate(ops.causal_conv(qkv, self.conv, conv_pool, self.config.conv), self.config.activation)
-        log_decay = ops.decay(a, self.decay_rate, self.decay_bias)
+        log_decay = ops.softplus(a, self.decay_rate, self.decay_bias)
         read = ops.gated_delta(qkv, log_decay, b, delta_pool, self.config.delta)
         return self.out_proj(ops, ops.activate_mul(z, self.norm(ops, read)))

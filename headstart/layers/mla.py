@@ -4,6 +4,9 @@ A position keeps one latent c = norm(W_c x) and one rotated key k_r, shared by a
 kv_b_proj that would expand c for a head, q . k = (W_K^T q_nope) . c + q_r . k_r, and the head's output is W_V times the
 weighted sum of latents: grouped-query attention with one kv head, whose values are the first part of its keys.
 
+With an indexer (layers/indexer.py) a row attends to the positions that it chooses; a layer without one may take the
+choice of an earlier layer's.
+
 Canonical tensors under `{layer}.self_attn`: `q_proj` or `q_a_proj`, `q_a_layernorm`, `q_b_proj`; `kv_a_proj_with_mqa`,
 `kv_a_layernorm`; `kv_b_proj`, or its parts `k_b_proj` [heads, latent, nope] and `v_b_proj` [heads, value, latent];
 `o_proj`.
@@ -16,16 +19,20 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, RopeSpec, StateSpec, Weight
+from headstart.kernels.ops import AttentionSpec, Buffer, KVSpec, Ops, Pool, RopeSpec, Weight
+from headstart.kernels.states import StateSpec
+from headstart.layers.indexer import Indexer, IndexerConfig
 from headstart.layers.linear import Linear
 from headstart.layers.norm import RMSNorm
+from headstart.layers.rope import half_split
 from headstart.layers.weights import Shapes, Weights
 
 
 @dataclass(frozen=True, kw_only=True)
 class MLAConfig:
     """Sizes; `query_rank` 0: queries come from x at once. `interleaved`: the file has the two halves of a rotary pair
-    side by side. `eps` is of the two inner norms."""
+    side by side. `eps` is of the two inner norms; `latent_scale` multiplies the latent behind its norm. `indexer`
+    chooses positions, or that of an earlier layer: `shares` is its index."""
 
     num_heads: int
     query_rank: int
@@ -38,6 +45,9 @@ class MLAConfig:
     eps: float = 1e-6
     interleaved: bool = True
     bias: bool = False
+    latent_scale: float = 1.0
+    indexer: IndexerConfig | None = None
+    shares: int | None = None
 
     @property
     def spec(self) -> AttentionSpec:
@@ -52,7 +62,7 @@ class MLAConfig:
         down = f"{attn}.kv_a_proj_with_mqa"
         weights.raw(f"{name}.weight", (heads * per_head, query_reads))  # sizes hold before anything has them
         weights.raw(f"{down}.weight", (width, reads))
-        queries, turned = np.arange(heads * per_head).reshape(heads, per_head), _half_split(self)
+        queries, turned = np.arange(heads * per_head).reshape(heads, per_head), self._turned
         keys, values = _absorbed(weights, attn, self)
         return MLA(
             query_down=weights.linear(f"{attn}.q_a_proj", rank, reads, bias=self.bias) if rank else None,
@@ -60,12 +70,13 @@ class MLAConfig:
             query=_rows(weights, name, heads * per_head, query_reads, queries[:, : self.nope].reshape(-1)),
             query_rope=_rows(weights, name, heads * per_head, query_reads, queries[:, self.nope + turned].reshape(-1)),
             latent=_rows(weights, down, width, reads, np.arange(self.latent), bias=self.bias),
-            latent_norm=weights.norm(f"{attn}.kv_a_layernorm", self.latent, self.eps),
+            latent_norm=_latent_norm(weights, f"{attn}.kv_a_layernorm.weight", self),
             key_rope=_rows(weights, down, width, reads, self.latent + turned, bias=self.bias),
             absorb_key=keys,
             absorb_value=values,
             output=weights.linear(f"{attn}.o_proj", hidden, heads * self.value, bias=self.bias),
             config=self,
+            indexer=self.indexer.build(weights, attn, rank, reads=reads) if self.indexer else None,
         )
 
     def shapes(self, prefix: str, hidden: int, *, reads: int) -> Shapes:
@@ -84,7 +95,13 @@ class MLAConfig:
         shapes: Shapes = {f"{name}.weight": shape for name, shape in matrices.items()}
         shapes |= {f"{name}.bias": matrices[name][:1] for name in biased if name in matrices}
         shapes |= {"kv_a_layernorm.weight": (self.latent,), **({"q_a_layernorm.weight": (rank,)} if rank else {})}
-        return {f"{prefix}.self_attn.{name}": shape for name, shape in shapes.items()}
+        attn = f"{prefix}.self_attn"
+        shapes = {f"{attn}.{name}": shape for name, shape in shapes.items()}
+        return shapes | (self.indexer.shapes(attn, rank, reads=reads) if self.indexer else {})
+
+    @property
+    def _turned(self) -> NDArray[np.int64]:
+        return half_split(self.rotary, interleaved=self.interleaved)
 
 
 @dataclass(frozen=True)
@@ -102,12 +119,16 @@ class MLA:
     absorb_value: tuple[Weight, ...]  # of each head, [value, latent]
     output: Linear
     config: MLAConfig
-
-    shares: None = None
+    indexer: Indexer | None = None
 
     @property
-    def kv_spec(self) -> AttentionSpec:
-        return self.config.spec
+    def shares(self) -> int | None:
+        return self.config.shares
+
+    @property
+    def kv_specs(self) -> tuple[KVSpec, ...]:
+        """Of the latents, then of the indexer's keys."""
+        return (self.config.spec, *([self.config.indexer.spec] if self.config.indexer else []))
 
     @property
     def state_specs(self) -> tuple[StateSpec, ...]:
@@ -115,25 +136,39 @@ class MLA:
 
     def __call__(self, ops: Ops, x: Buffer, positions: Buffer, pool: Pool) -> Buffer:
         config = self.config
+        kept, chosen = self._pools(pool)
         latent, key_rope = self.latent(ops, x), self.key_rope(ops, x)
+        indexed = self.indexer.project(ops, x) if self.indexer else None
         queries = x
         if self.query_down and self.query_norm:
             queries = self.query_norm(ops, self.query_down(ops, x))
         query, query_rope = self.query(ops, queries), self.query_rope(ops, queries)
+        if self.indexer and indexed:
+            self.indexer(ops, *indexed, queries, positions, chosen)
         query_rope = ops.rope(query_rope, positions, config.rope, config.rotary)
         absorbed = ops.head_linear(query, self.absorb_key)
         latent = self.latent_norm(ops, latent)
         key_rope = ops.rope(key_rope, positions, config.rope, config.rotary)
         q, k = ops.concat(absorbed, query_rope, config.num_heads), ops.concat(latent, key_rope)
-        ops.store_kv(k, latent, pool, config.spec)
-        attended = ops.attend(q, pool, config.spec)
+        ops.store_kv(k, latent, kept, config.spec)
+        attended = ops.attend(q, kept, config.spec, None, chosen)
         return self.output(ops, ops.head_linear(attended, self.absorb_value))
 
+    def _pools(self, pool: Pool) -> tuple[Pool, Pool]:
+        """Of latents, and of the indexer that chooses; None for one that is not there."""
+        if self.indexer:
+            kept, chosen = pool
+            return kept, chosen
+        if self.shares is not None:
+            kept, (_, chosen) = pool
+            return kept, chosen
+        return pool, None
 
-def _half_split(config: MLAConfig) -> NDArray[np.int64]:
-    """Rows of a rotary part in the order of Ops.rope: the first halves of all pairs, then the second ones."""
-    order = np.arange(config.rotary)
-    return order.reshape(-1, 2).T.reshape(-1) if config.interleaved else order
+
+def _latent_norm(weights: Weights, name: str, config: MLAConfig) -> RMSNorm:
+    weight = weights.raw(name, (config.latent,))
+    scaled = weight if config.latent_scale == 1 else weight.affine(config.latent_scale, 0)
+    return RMSNorm(weights.take(scaled), config.eps)
 
 
 def _rows(

@@ -11,12 +11,15 @@ from headstart.layers.weights import Shapes, Weights
 
 @dataclass(frozen=True, kw_only=True)
 class MLPConfig:
-    """`inner`: its width. Canonical tensors under its prefix: gate_proj (if `gated`), up_proj, down_proj."""
+    """`inner`: its width. Canonical tensors under its prefix: gate_proj (if `gated`), up_proj, down_proj. `gate_scale`
+    multiplies what the activation reads, `output_scale` what comes out, of a gated one."""
 
     inner: int
     activation: Activation = "silu"
     gated: bool = True
     bias: bool = False
+    gate_scale: float = 1.0
+    output_scale: float = 1.0
 
     def build(self, weights: Weights, prefix: str, hidden: int) -> GatedMLP | MLP:
         """From the tensors under `prefix` (no trailing dot)."""
@@ -25,7 +28,8 @@ class MLPConfig:
             for name, shape in self._matrices(hidden).items()
         }
         if self.gated:
-            return GatedMLP(parts["gate_proj"], parts["up_proj"], parts["down_proj"], self.activation)
+            gate, up, down = parts["gate_proj"], parts["up_proj"], parts["down_proj"]
+            return GatedMLP(gate, up, down, self.activation, self.gate_scale, self.output_scale)
         return MLP(parts["up_proj"], parts["down_proj"], self.activation)
 
     def shapes(self, prefix: str, hidden: int) -> Shapes:
@@ -41,15 +45,20 @@ class MLPConfig:
 
 @dataclass(frozen=True)
 class GatedMLP:
-    """down(activation(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x)), with two factors."""
 
     gate_proj: Linear
     up_proj: Linear
     down_proj: Linear
     activation: Activation
+    gate_scale: float = 1.0
+    output_scale: float = 1.0
 
     def __call__(self, ops: Ops, x: Buffer) -> Buffer:
-        return self.down_proj(ops, ops.activate_mul(self.gate_proj(ops, x), self.up_proj(ops, x), self.activation))
+        gate, up = self.gate_proj(ops, x), self.up_proj(ops, x)
+        gate = gate if self.gate_scale == 1 else ops.scale(gate, self.gate_scale)
+        y = self.down_proj(ops, ops.activate_mul(gate, up, self.activation))
+        return y if self.output_scale == 1 else ops.scale(y, self.output_scale)
 
 
 @dataclass(frozen=True)

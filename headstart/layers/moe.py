@@ -3,7 +3,8 @@
 Canonical tensors under `{prefix}`: `gate.weight` [E, H] (the router), `gate.e_score_correction_bias` [E], experts one
 by one (`experts.{e}.gate_proj.weight`, up_proj, down_proj) or stacked (`experts.gate_proj.weight` [E, I, H]; or
 `experts.gate_up_proj` [E, 2 I, H] with `experts.down_proj` [E, H, I]), `shared_experts.{gate,up,down}_proj.weight`,
-`shared_expert_gate.weight` [1, H].
+`shared_expert_gate.weight` [1, H]; `fc1_latent_proj.weight` [L, H] and `fc2_latent_proj.weight` [H, L] around routed
+experts that read L columns (LatentMoE of Nemotron 3).
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from headstart.errors import ModelError
+from headstart.formats.base import Tensor
 from headstart.kernels.ops import Activation, Buffer, Experts, Ops, RawTensor, RouterSpec, Weight
 from headstart.layers.decoder import FeedForward
 from headstart.layers.linear import Linear
@@ -24,8 +27,10 @@ from headstart.layers.weights import Shapes, Weights
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
     """`inner`: width of one expert; `shared`: width of the shared experts together, 0 for none; `shared_gate`: a row
-    scales them by sigmoid(w . x); `bias`: a bias corrects the choice of experts; `biases`: the router and
-    all matrices of experts have one."""
+    scales them by sigmoid(w . x); `shared_activation`: theirs, where it is another; `bias`: a bias corrects the choice
+    of experts; `biases`: the router and all matrices of experts have one; not `gated`: experts have no gate_proj;
+    `latent`: the routed ones read and write as many columns between two matrices that all share, 0: the row itself.
+    `table`: of so many tokens each has its experts, `gate.table` [V, top_k]."""
 
     router: RouterSpec
     inner: int
@@ -33,7 +38,11 @@ class MoEConfig:
     shared_gate: bool = False
     bias: bool = False
     activation: Activation = "silu"
+    shared_activation: Activation | None = None
     biases: bool = False
+    gated: bool = True
+    latent: int = 0
+    table: int = 0
 
     def build(self, weights: Weights, prefix: str, hidden: int) -> MoE:
         """From the tensors under `prefix` (no trailing dot). Raises ModelError for what is missing."""
@@ -43,14 +52,31 @@ class MoEConfig:
                 weights.get(f"{prefix}.gate.weight", count, hidden, precise=True),
                 weights.get(f"{prefix}.gate.bias", count) if self.biases else None,
             ),
-            experts=read_experts(weights, f"{prefix}.experts", hidden, self),
+            experts=read_experts(weights, f"{prefix}.experts", self.latent or hidden, self),
             spec=self.router,
             bias=weights.get(f"{prefix}.gate.e_score_correction_bias", count) if self.bias else None,
-            shared=self._mlp(self.shared).build(weights, f"{prefix}.shared_experts", hidden) if self.shared else None,
+            shared=self._shared().build(weights, f"{prefix}.shared_experts", hidden) if self.shared else None,
             shared_gate=Linear(weights.take(weights.raw(gate, (1, hidden), (hidden,)).shaped(1, hidden), precise=True))
             if self.shared_gate
             else None,
+            latent=(
+                weights.linear(f"{prefix}.fc1_latent_proj", self.latent, hidden),
+                weights.linear(f"{prefix}.fc2_latent_proj", hidden, self.latent),
+            )
+            if self.latent
+            else None,
+            table=self._table(weights, f"{prefix}.gate.table"),
         )
+
+    def _table(self, weights: Weights, name: str) -> Weight | None:
+        if not self.table:
+            return None
+        table = weights.raw(name, (self.table, self.router.top_k))
+        whole = isinstance(table, Tensor) and table.dtype in ("I64", "I32")
+        ids = table.numpy() if isinstance(table, Tensor) and whole else table.float32()
+        if not ((ids >= 0) & (ids < self.router.num_experts)).all():
+            raise ModelError(f"{weights.source}: {name} names experts beyond {self.router.num_experts}")
+        return weights.backend.index(ids.astype(np.int64).reshape(-1))
 
     def shapes(self, prefix: str, hidden: int) -> Shapes:
         """Names (experts one by one) and shapes of those tensors."""
@@ -58,19 +84,28 @@ class MoEConfig:
         shapes: Shapes = {f"{prefix}.gate.weight": (count, hidden)}
         if self.bias:
             shapes[f"{prefix}.gate.e_score_correction_bias"] = (count,)
+        if self.table:
+            shapes[f"{prefix}.gate.table"] = (self.table, self.router.top_k)
         if self.biases:
             shapes[f"{prefix}.gate.bias"] = (count,)
-        for expert in range(count):
-            shapes |= replace(self._mlp(self.inner), bias=self.biases).shapes(f"{prefix}.experts.{expert}", hidden)
+        for expert in range(self.router.num_matrices):
+            one = replace(self._mlp(self.inner), bias=self.biases)
+            shapes |= one.shapes(f"{prefix}.experts.{expert}", self.latent or hidden)
+        if self.latent:
+            shapes[f"{prefix}.fc1_latent_proj.weight"] = (self.latent, hidden)
+            shapes[f"{prefix}.fc2_latent_proj.weight"] = (hidden, self.latent)
         if self.shared:
-            shapes |= self._mlp(self.shared).shapes(f"{prefix}.shared_experts", hidden)
+            shapes |= self._shared().shapes(f"{prefix}.shared_experts", hidden)
         if self.shared_gate:
             shapes[f"{prefix}.shared_expert_gate.weight"] = (1, hidden)
         return shapes
 
+    def _shared(self) -> MLPConfig:
+        return replace(self._mlp(self.shared), activation=self.shared_activation or self.activation)
+
     def _mlp(self, inner: int) -> MLPConfig:
-        """One expert, or the shared ones together."""
-        return MLPConfig(inner=inner, activation=self.activation)
+        """One expert."""
+        return MLPConfig(inner=inner, activation=self.activation, gated=self.gated)
 
 
 @dataclass(frozen=True)
@@ -83,23 +118,34 @@ class MoE:
     bias: Weight | None = None
     shared: FeedForward | None = None
     shared_gate: Linear | None = None
+    latent: tuple[Linear, Linear] | None = None
+    table: Weight | None = None
 
-    def __call__(self, ops: Ops, x: Buffer) -> Buffer:
+    def __call__(self, ops: Ops, x: Buffer, token_ids: Buffer = None) -> Buffer:
         logits = self.router(ops, x)
+        told = None if self.table is None else (self.table, token_ids)
         if self.shared is None:
-            return ops.moe(x, logits, self.bias, self.experts, self.spec)
+            return self._routed(ops, x, logits, told)
         gate = self.shared_gate(ops, x) if self.shared_gate else None
         shared = self.shared(ops, x)
-        routed = ops.moe(x, logits, self.bias, self.experts, self.spec)
+        routed = self._routed(ops, x, logits, told)
         return ops.add(routed, shared if gate is None else ops.sigmoid_mul(gate, shared))
+
+    def _routed(self, ops: Ops, x: Buffer, logits: Buffer, told: tuple[Weight, Buffer] | None) -> Buffer:
+        if self.latent is None:
+            return ops.moe(x, logits, self.bias, self.experts, self.spec, told)
+        into, back = self.latent
+        return back(ops, ops.moe(into(ops, x), logits, self.bias, self.experts, self.spec, told))
 
 
 def read_experts(
     weights: Weights, prefix: str, hidden: int, config: MoEConfig, factors: NDArray[np.float32] | None = None
 ) -> Experts:
     """The experts' matrices, in whichever form they are there; `factors` [E] multiply what each puts out."""
-    count, inner = config.router.num_experts, config.inner
+    count, inner = config.router.num_matrices, config.inner
     shapes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+    if not config.gated:
+        del shapes["gate"]
     parts: dict[str, Iterator[RawTensor]]
     if weights.has(f"{prefix}.gate_up_proj"):
         both = weights.raw(f"{prefix}.gate_up_proj", (count, 2 * inner, hidden))
@@ -108,7 +154,7 @@ def read_experts(
             "up": _items(both, np.arange(inner, 2 * inner)),
             "down": _items(weights.raw(f"{prefix}.down_proj", (count, hidden, inner))),
         }
-    elif weights.has(f"{prefix}.gate_proj.weight"):
+    elif weights.has(f"{prefix}.up_proj.weight"):
         parts = {
             name: _items(weights.raw(f"{prefix}.{name}_proj.weight", (count, *shape))) for name, shape in shapes.items()
         }
@@ -119,12 +165,14 @@ def read_experts(
         }
     if factors is not None:
         parts["down"] = (each.affine(float(factor), 0) for each, factor in zip(parts["down"], factors, strict=True))
-    gate, up, down = (tuple(map(weights.take, parts[name])) for name in shapes)
-    biases = [
-        tuple(weights.get(f"{prefix}.{e}.{name}_proj.bias", shape[0]) for e in range(count if config.biases else 0))
+    taken = {name: tuple(map(weights.take, parts[name])) for name in shapes}
+    biased = range(count if config.biases else 0)
+    biases = {
+        name: tuple(weights.get(f"{prefix}.{e}.{name}_proj.bias", shape[0]) for e in biased)
         for name, shape in shapes.items()
-    ]
-    return Experts(gate, up, down, config.activation, *biases)
+    }
+    gate, up, down = (taken.get(name, ()) for name in ("gate", "up", "down"))
+    return Experts(gate, up, down, config.activation, *(biases.get(name, ()) for name in ("gate", "up", "down")))
 
 
 def _items(stack: RawTensor, rows: NDArray[np.int64] | None = None) -> Iterator[RawTensor]:

@@ -6,18 +6,21 @@ from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from headstart.kernels.ops import AttentionSpec, Handle, Pool, Program, StateSpec
+from headstart.kernels.ops import Handle, KVSpec, Pool, Program
+from headstart.kernels.states import StateSpec
 from headstart.layers.decoder import Decoder, Tap
 
 
 @dataclass(frozen=True)
 class Pools:
     """Storage of one network: `kv` by its kv_specs, `states` by its state_specs; `hidden`: the trunk's hidden states,
-    which the trunk writes and heads read (None: nobody taps them)."""
+    which the trunk writes and heads read (None: nobody taps them); `trunk`: the trunk's own `kv`, for a network beside
+    it."""
 
     kv: Seq[Pool]
     states: Seq[Pool] = ()
     hidden: Pool = None
+    trunk: Seq[Pool] = ()
 
 
 class NetworkProgram(NamedTuple):
@@ -32,7 +35,7 @@ class Network(Protocol):
     position q reads the stored hidden state of position q - behind; None: its rows read none."""
 
     @property
-    def kv_specs(self) -> Seq[AttentionSpec]: ...
+    def kv_specs(self) -> Seq[KVSpec]: ...
     @property
     def state_specs(self) -> Seq[StateSpec]: ...
     @property
@@ -69,7 +72,7 @@ class DecoderNetwork:
     behind: None = None
 
     @property
-    def kv_specs(self) -> Seq[AttentionSpec]:
+    def kv_specs(self) -> Seq[KVSpec]:
         return self.decoder.kv_specs
 
     @property

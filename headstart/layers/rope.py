@@ -3,9 +3,16 @@
 Config keys follow Hugging Face: `rope_theta`, `rope_parameters` (transformers 5) or `rope_scaling` (older files).
 Formulas: transformers 5.23 `modeling_rope_utils.py`.
 
-Two kinds depend there on the length of the text, so that one position would have several keys. What they say of short
-texts is served, and the context ends (`longest`) where it would change: `dynamic` (NTK by length) is plain within
-max_position_embeddings; `longrope` (Ding et al. 2024) has its short factors within the original context.
+Two kinds depend there on the length of the text, so that one position would have several keys, and a text would depend
+on how it was cut into passes. Here they depend on the context that was asked for (`CONTEXT`, `--max-model-len`), as in
+vLLM and llama.cpp, and one engine has one set of frequencies for all texts:
+
+- `longrope` (Ding et al. 2024): the long factors for a context beyond the original one, else the short ones. These are
+  transformers' frequencies for texts on the same side of the original context.
+- `dynamic` (NTK by length): plain within max_position_embeddings; beyond, what transformers has for a text of exactly
+  that length.
+
+Where nothing was asked for, what they say of short texts is served, and the context ends there (`longest`).
 """
 
 from __future__ import annotations
@@ -15,6 +22,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headstart.errors import ModelError
 from headstart.kernels.ops import RopeSpec
@@ -37,6 +45,8 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved", "finetuned")
 """Keys of every kind."""
 MOST_FEATURES = 1 << 16
+CONTEXT = "_context"
+"""Beside the keys of a config: the context that was asked for."""
 KNOWN = frozenset(key for keys in KINDS.values() for key in keys) | {*COMMON}
 
 
@@ -75,8 +85,8 @@ def rope_spec(config: Mapping[str, Any], head_dim: int) -> RopeSpec:
         raise ModelError(
             f"config.json: {rotary_dim} of {head_dim} features would be rotated", "see partial_rotary_factor"
         )
-    if kind == "dynamic" and scaling.get("alpha") is not None:  # Hunyuan's: of any length
-        theta *= _number(scaling, "alpha") ** (rotary_dim / max(rotary_dim - 2, 1))
+    if kind == "dynamic":
+        theta *= _ntk(scaling, config) ** (rotary_dim / max(rotary_dim - 2, 1))
     inv_freq = theta ** (-np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
     scale = 1.0
     if kind == "linear":
@@ -89,7 +99,8 @@ def rope_spec(config: Mapping[str, Any], head_dim: int) -> RopeSpec:
     elif kind == "yarn":
         inv_freq, scale = _yarn(inv_freq, scaling, config, theta, rotary_dim)
     elif kind == "longrope":
-        inv_freq, scale = inv_freq / _factors(scaling, "short_factor", inv_freq), _long_scale(scaling, config)
+        key = "long_factor" if _beyond(scaling, config) else "short_factor"
+        inv_freq, scale = inv_freq / _factors(scaling, key, inv_freq), _long_scale(scaling, config)
     elif kind == "rope_freqs":
         inv_freq = inv_freq / _factors(scaling, "factors", inv_freq)
     return RopeSpec(tuple(inv_freq.tolist()), 2 * len(inv_freq), scale)  # an odd number of dims turns one more
@@ -103,9 +114,28 @@ def _outer(config: Mapping[str, Any]) -> dict[str, Any]:
 def longest(config: Mapping[str, Any], length: int) -> int:
     """Positions for which the frequencies hold, of `length` that the config promises."""
     scaling = scaling_of(config)
-    if scaling["rope_type"] != "longrope":
+    kind: str = scaling["rope_type"]
+    asked: int | None = config.get(CONTEXT)
+    if kind == "dynamic" and asked and scaling.get("alpha") is None:
+        return max(length, min(asked, int(length * _number(scaling, "factor"))))
+    if kind != "longrope" or _beyond(scaling, config):
         return length
     return min(length, int(_number(scaling, "original_max_position_embeddings")))
+
+
+def _beyond(scaling: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+    """Was more asked for than the original context?"""
+    asked: int | None = config.get(CONTEXT)
+    return asked is not None and asked > _number(scaling, "original_max_position_embeddings")
+
+
+def _ntk(scaling: Mapping[str, Any], config: Mapping[str, Any]) -> float:
+    """What theta is times, but for its exponent: Hunyuan's `alpha`, of any length, or by the context that was asked for
+    (transformers, _compute_dynamic_ntk_parameters)."""
+    if scaling.get("alpha") is not None:
+        return _number(scaling, "alpha")
+    length, factor = _number(config, "max_position_embeddings", 2048), _number(scaling, "factor", 1.0)
+    return max(1.0, factor * (config.get(CONTEXT) or length) / length - (factor - 1))
 
 
 def _number(scaling: Mapping[str, Any], key: str, default: float | None = None) -> float:
@@ -128,12 +158,12 @@ def _factors(scaling: Mapping[str, Any], key: str, inv_freq: np.ndarray) -> np.n
 def _llama3(inv_freq: np.ndarray, scaling: Mapping[str, Any]) -> np.ndarray:
     """Llama 3.1: low frequencies divided by factor, high ones kept, a linear ramp between (Meta, llama-models)."""
     factor, low, high = (_number(scaling, key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
-    if high <= low:
+    if high < low:
         raise ModelError(
-            f"config.json: high_freq_factor of the rope is {high}, but must be above low_freq_factor, {low}"
+            f"config.json: high_freq_factor of the rope is {high}, but must not be below low_freq_factor, {low}"
         )
     turns = _number(scaling, "original_max_position_embeddings") * inv_freq / (2 * math.pi)
-    kept = np.clip((turns - low) / (high - low), 0, 1)
+    kept = np.clip((turns - low) / ((high - low) or 1e-30), 0, 1)  # Llama 4 has no ramp
     return inv_freq * (kept + (1 - kept) / factor)
 
 
@@ -182,3 +212,10 @@ def _long_scale(scaling: Mapping[str, Any], config: Mapping[str, Any]) -> float:
         return _number(scaling, "attention_factor")
     original, factor = _stretch(scaling, config)
     return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+
+
+def half_split(rotary: int, *, interleaved: bool) -> NDArray[np.int64]:
+    """Rotated features in the order of Ops.rope: the first halves of all pairs, then the second ones. `interleaved`: as
+    they are, the two of a pair lie side by side."""
+    order = np.arange(rotary)
+    return order.reshape(-1, 2).T.reshape(-1) if interleaved else order

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headstart.kernels.ops import Buffer, ConvSpec, Ops, Pool, StateSpec, Weight
+from headstart.kernels.ops import Buffer, Ops, Pool, Weight
+from headstart.kernels.states import ConvSpec, StateSpec
 from headstart.layers.linear import Linear
 from headstart.layers.weights import Shapes, Weights
 
@@ -56,7 +57,7 @@ class ShortConv:
     taps: Weight
     out_proj: Linear
     conv: ConvSpec
-    kv_spec: None = None
+    kv_specs: tuple[()] = ()
     shares: None = None
 
     @property
@@ -64,7 +65,7 @@ class ShortConv:
         return (self.conv,)
 
     def __call__(self, ops: Ops, x: Buffer, positions: Buffer, pool: Pool) -> Buffer:
-        """`pool`: that of the convolution alone; None where whole texts are trained on."""
+        """`pool`: that of the convolution; None where whole texts are trained on."""
         b, c, inner = self.b_proj(ops, x), self.c_proj(ops, x), self.x_proj(ops, x)
-        mixed = ops.causal_conv(ops.activate_mul(b, inner, "identity"), self.taps, (pool or (None,))[0], self.conv)
+        mixed = ops.causal_conv(ops.activate_mul(b, inner, "identity"), self.taps, pool, self.conv)
         return self.out_proj(ops, ops.activate_mul(c, mixed, "identity"))

@@ -10,6 +10,7 @@ tokens that promise most the logits are computed in full. What a draft says neve
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +37,11 @@ class SketchedLinear:
         return ops.refine(promised, x, self.exact.weight, self.count)
 
 
-LMHead = Linear | SketchedLinear
+class LMHead(Protocol):
+    """What makes logits of hidden states."""
+
+    def __call__(self, ops: Ops, x: Buffer) -> Buffer:
+        """[R, H] -> [R, V]."""
 
 
 def directions(rows: Array, states: Array, dims: int) -> tuple[Array, Array]:

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from headstart.errors import ModelError
 from headstart.formats.rows import Picked
 from headstart.heads.base import HeadSpec
-from headstart.kernels.ops import DeltaSpec, RawTensor
+from headstart.kernels.ops import RawTensor
+from headstart.kernels.states import DeltaSpec
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import FeedForwardConfig

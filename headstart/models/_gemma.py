@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from headstart.kernels.ops import RawTensor
+from headstart.layers.build import DecoderConfig
 from headstart.models import keys
 from headstart.models.keys import Config
 from headstart.models.names import Names
+from headstart.models.small import Arrays
 
 OUTSIDE = (
     "vision_tower.",
@@ -43,6 +46,18 @@ HARMLESS = {
     "sliding_window_pattern": "layer_types says it",
     "cache_implementation": "how another program keeps keys and values",
 }  # fmt: skip
+
+
+def plus_one(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
+    """Norms of (1 + w) as factors; llama.cpp has folded them."""
+    if from_gguf:
+        return tensors
+    return {name: each.affine(1, 1) if name.endswith("norm.weight") else each for name, each in tensors.items()}
+
+
+def minus_one(arrays: Arrays, config: DecoderConfig) -> Arrays:
+    """The way back, for arrays."""
+    return {name: array - 1 if name.endswith("norm.weight") else array for name, array in arrays.items()}
 
 
 def one_direction(config: Config, served: object = None) -> None:

@@ -9,7 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from headstart.errors import ModelError
+from headstart.kernels.indexing import IndexSpec
+from headstart.kernels.ops import RopeSpec
 from headstart.layers.build import DecoderConfig
+from headstart.layers.indexer import IndexerConfig
 from headstart.layers.mla import MLAConfig
 from headstart.layers.rope import rope_spec, scaling_of, strength
 from headstart.models import keys
@@ -19,18 +22,15 @@ from headstart.models.small import SCRATCH_EXPERTS
 ROPE_KEYS = (
     "rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings", "original_max_position_embeddings",
 )  # fmt: skip
-SPARSE_KEYS = ("index_topk", "index_n_heads")
 
 
 def parse(config: Config) -> DecoderConfig:
-    if key := next((key for key in SPARSE_KEYS if config.get(key)), None):
-        raise ModelError(f"config.json: {key} means sparse attention (DeepSeek-V3.2), which is not supported")
-    mixer = _mla(config)
-    sparse = keys.layer(config, mixer, keys.sigmoid_experts(config))
-    layers = keys.after_dense(config, mixer, sparse)
+    mixing = mixer(config)
+    sparse = keys.layer(config, mixing, keys.sigmoid_experts(config))
+    layers = keys.after_dense(config, mixing, sparse)
     if (kinds := config.get("mlp_layer_types")) is not None:
         keys.check_kinds(kinds, len(layers), ("dense", "sparse"))
-        dense = keys.layer(config, mixer, keys.mlp(config)) if "dense" in kinds else sparse
+        dense = keys.layer(config, mixing, keys.mlp(config)) if "dense" in kinds else sparse
         layers = [dense if kind == "dense" else sparse for kind in kinds]
     return keys.decoder(
         config,
@@ -41,12 +41,13 @@ def parse(config: Config) -> DecoderConfig:
     )
 
 
-def _mla(config: Config) -> MLAConfig:
+def mixer(config: Config) -> MLAConfig:
     rotary = number(config, "qk_rope_head_dim")
     whole = number(config, "qk_head_dim", "head_dim", default=0, least=0)  # GGUF files say this instead
     nope = number(config, "qk_nope_head_dim", default=whole - rotary)
     if rotary % 2:
         raise ModelError(f"config.json: qk_rope_head_dim is {rotary}, but must be even")
+    rope = rope_spec({key: config[key] for key in ROPE_KEYS if key in config}, rotary)
     return MLAConfig(
         num_heads=number(config, "num_attention_heads"),
         query_rank=number(config, "q_lora_rank", default=0, least=0),
@@ -54,10 +55,29 @@ def _mla(config: Config) -> MLAConfig:
         nope=nope,
         rotary=rotary,
         value=number(config, "v_head_dim"),
-        rope=rope_spec({key: config[key] for key in ROPE_KEYS if key in config}, rotary),
+        rope=rope,
         scale=(nope + rotary) ** -0.5 * _temperature(config),
         interleaved=flag(config, "rope_interleave", True),
         bias=flag(config, "attention_bias"),
+        indexer=_indexer(config, rope) if config.get("index_topk") is not None else None,
+    )
+
+
+def _indexer(config: Config, rope: RopeSpec) -> IndexerConfig:
+    heads, dim = (
+        number(config, "index_n_heads", needs="the indexer"),
+        number(config, "index_head_dim", needs="the indexer"),
+    )
+    if not number(config, "q_lora_rank", default=0, least=0):
+        raise ModelError(
+            "config.json: there is an indexer, but no q_lora_rank", "its queries come from compressed ones"
+        )
+    if dim < rope.rotary_dim:
+        raise ModelError(f"config.json: index_head_dim is {dim}, but {rope.rotary_dim} features are rotated")
+    return IndexerConfig(
+        spec=IndexSpec(heads, dim, number(config, "index_topk")),
+        rope=rope,
+        interleaved=flag(config, "indexer_rope_interleave"),
     )
 
 
@@ -86,3 +106,5 @@ SCRATCH: dict[str, Any] = {  # the only latent and rotary sizes that some engine
     "head_dim": 64, "v_head_dim": 32, "n_routed_experts": 8, "n_shared_experts": 1, "num_key_value_heads": 4,
     "tie_word_embeddings": False, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
 }  # fmt: skip
+INDEXED: dict[str, Any] = {"index_topk": 11, "index_n_heads": 12, "index_head_dim": 10}
+SCRATCH_INDEXED: dict[str, Any] = {"index_topk": 64, "index_n_heads": 8, "index_head_dim": 64}

@@ -60,13 +60,10 @@ def parse(config: Config, dense: MLPConfig, feed_forward: Callable[[int], FeedFo
 
 def _kinds(config: Config) -> tuple[list[str], int]:
     """Of each layer, convolution or attention; and the number of kv heads of the latter."""
-    count, kv_heads, full = keys.num_layers(config), config.get("num_key_value_heads"), config.get("full_attn_idxs")
+    count, (attends, kv_heads), full = keys.num_layers(config), keys.attending(config), config.get("full_attn_idxs")
     kinds = config.get("layer_types")
-    if isinstance(kv_heads, list):  # a GGUF file's, by layer: none where there is a convolution
-        numbers = all(isinstance(each, int) for each in kv_heads)
-        if not numbers or len(kv_heads) != count or len({each for each in kv_heads if each}) > 1:
-            raise ModelError(f"config.json: num_key_value_heads is {kv_heads}, but must be 0 or one number by layer")
-        kinds, kv_heads = [FULL if each else CONV for each in kv_heads], max(kv_heads)
+    if attends is not None:
+        kinds = [FULL if each else CONV for each in attends]
     if kinds is None:
         if full is not None and not isinstance(full, list):
             raise ModelError(f"config.json: full_attn_idxs is {full!r}, but must be a list of layers")

@@ -14,6 +14,7 @@ from headstart.heads.kind import head_kind
 from headstart.kernels.ops import RawTensor
 from headstart.layers.build import DecoderConfig, decoder
 from headstart.layers.decoder import Decoder
+from headstart.layers.rope import CONTEXT
 from headstart.layers.weights import Shapes, Weights
 from headstart.models.keys import Config
 from headstart.models.names import Names, trailing_name
@@ -51,11 +52,18 @@ class Family:
     scratch: Mapping[str, Any] = field(default_factory=dict)
 
     def read(
-        self, config: Config, where: str = "config.json", *, beside: Mapping[str, str] = NOTHING, strict: bool = True
+        self,
+        config: Config,
+        where: str = "config.json",
+        *,
+        beside: Mapping[str, str] = NOTHING,
+        strict: bool = True,
+        context: int | None = None,
     ) -> DecoderConfig:
         """Sizes and layers that a config says. Raises ModelError for what is wrong in it; `strict`: also for keys that
-        nobody knows. `beside`: more harmless keys."""
-        reading = Reading(config, self.defaults)
+        nobody knows. `beside`: more harmless keys. `context`: the longest text that was asked for; some ropes depend
+        on it (layers/rope.py)."""
+        reading = Reading(config, {**self.defaults, CONTEXT: context})
         sizes = self.parse(reading)
         if strict:
             reading.check({**self.harmless, **beside}, where)
@@ -78,7 +86,9 @@ class Family:
         if self.head is None or not config.num_mtp:
             return None
         recycle = config.mtp_recycle or self.head.recycle
-        return replace(self.head, layer=config.head_layer, num_modules=config.num_mtp, recycle=recycle)
+        own = config.vocab_size if config.mtp_lm_heads else 0
+        layer = config.head_layer
+        return replace(self.head, layer=layer, num_modules=config.num_mtp, recycle=recycle, own_lm_head=own)
 
     def as_written(self, arrays: Arrays, config: DecoderConfig) -> Arrays:
         """Canonical arrays, as Hugging Face's files have them."""
@@ -90,27 +100,24 @@ class Family:
 
 
 _INDEXER = "sparse attention with an indexer (DSA)"
-_SCALED_ROWS = "experts that read rows scaled by their router"
 _STREAMS = "several residual streams (hyper-connections, AltUp)"
 UNSUPPORTED: Mapping[str, str] = {
-    "deepseek_v32": _INDEXER, "deepseek32": _INDEXER, "glm_moe_dsa": _INDEXER, "glm-dsa": _INDEXER,
     "glm5_next": f"Kimi delta attention and {_INDEXER}", "glm5-next": f"Kimi delta attention and {_INDEXER}",
-    "deepseek_v4": _STREAMS, "deepseek4": _STREAMS, "qwen4_exp": _STREAMS, "qwen4exp": _STREAMS,
-    "mimo_v2": "attention sinks", "mimo_v2_flash": "attention sinks", "mimo2": "attention sinks",
-    "nemotron_h": "Mamba2 layers", "nemotron_h_moe": "Mamba2 layers", "mamba2": "Mamba2 layers",
-    "step3p5": "gated sliding-window attention", "step35": "gated sliding-window attention",
-    **dict.fromkeys(
-        ("gemma4_assistant", "gemma4_unified_assistant", "gemma4-assistant"),
-        "the keys and values of the model they draft for (vLLM, SGLang and llama.cpp have that: headstart launch)",
-    ),
+    "qwen4_exp": _STREAMS, "qwen4exp": _STREAMS,
+    "mimo_v2": "projections fused in the order of several devices, and pictures (MiMo-V2.5, Pro, Omni)",
+    "nemotron_h_puzzle": "layers of several sizes (Puzzle)", "mamba2": "Mamba2 layers",
+    "deepseek4": "llama.cpp's layout of DeepSeek-V4 (take its safetensors)",
     "gemma3n": _STREAMS, "gemma3n_text": _STREAMS,
     "kimi_k3": "Kimi delta attention",
-    "llama4": _SCALED_ROWS, "llama4_text": _SCALED_ROWS,
-    "falcon_h1": "Mamba2 layers", "falcon-h1": "Mamba2 layers", "granitemoehybrid": "Mamba2 layers",
-    "granitehybrid": "Mamba2 layers", "minicpm3": "MiniCPM3's latent attention", "phimoe": "sparse-mixer routing",
+    "minicpm3": "MiniCPM3's latent attention", "phimoe": "sparse-mixer routing",
     "minimax_m3": "block-sparse attention", "bailing_hybrid": "lightning attention",
 }  # fmt: skip
 """model_type (or llama.cpp's architecture) of a family that is not here -> what it has and no family here has."""
+DRAFTS: Mapping[str, str] = {
+    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "name that model, and this one with --head"),
+    "gemma4-assistant": "name that model, and the safetensors of this one with --head",
+}
+"""model_type of what only drafts for another model -> what to do."""
 
 
 def family_named(model_type: str) -> Family:
@@ -122,6 +129,8 @@ def family_named(model_type: str) -> Family:
             other: Family = registry.find("models", name).FAMILY
             if model_type in other.aliases:
                 return other
+    if hint := DRAFTS.get(model_type):
+        raise ModelError(f"{model_type} is no model by itself: it reads the keys of the one that it drafts for", hint)
     if model_type not in names and (feature := UNSUPPORTED.get(model_type)):
         raise ModelError(f"{model_type} models need {feature}, which is not supported", f"known: {', '.join(names)}")
     family: Family = registry.find("models", model_type).FAMILY

@@ -1,22 +1,45 @@
-"""DeepSeek-V3 and R1: latent attention, experts chosen by sigmoids in groups, MTP at layer N."""
+"""DeepSeek-V3 and R1: latent attention, experts chosen by sigmoids in groups, MTP at layer N.
+
+Kimi-K2 has the same layers and tensors, and no MTP; of Kimi-K2.5 and 2.6 it is the text part (transformers 5.23
+`models/kimi_k25`, whose text_config is a deepseek_v3).
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from headstart.heads.base import HeadSpec
-from headstart.models import _latent
+from headstart.layers.build import DecoderConfig
+from headstart.models import _latent, keys
 from headstart.models.base import Family
+from headstart.models.keys import Config
+from headstart.models.names import WRAPPED, Names
+
+
+def parse(config: Config) -> DecoderConfig:
+    config, tied = keys.text_config(config)
+    return replace(_latent.parse(config), tied=tied)
+
 
 FAMILY = Family(
-    parse=_latent.parse,
+    parse=parse,
+    names=Names({**WRAPPED, "mm_projector.": None}),
     defaults={
         "max_position_embeddings": 4096,
         "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "n_shared_experts": 1, "first_k_dense_replace": 3,
         "num_experts_per_tok": 8,
     },
-    harmless=_latent.HARMLESS,
+    harmless={
+        **_latent.HARMLESS, "ignore_index": "training only",
+        **dict.fromkeys(
+            ("media_placeholder_token_id", "use_unified_vision_chunk", "video_placeholder", "projection_hidden_size",
+             "projection_layer_norm_eps", "vision_end_token_id"),
+            "of pictures, whose tensors are left out",
+        ),
+    },
     head=HeadSpec(),
     trailing=True,
-    aliases=("deepseek2",),  # llama.cpp's, of GLM-4.7-Flash too
+    aliases=("deepseek2", "kimi_k2", "kimi_k25"),  # the first is llama.cpp's, of GLM-4.7-Flash too
     small={"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], **_latent.SMALL},
     scratch=_latent.SCRATCH,
 )  # fmt: skip

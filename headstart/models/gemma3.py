@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import math
 
-from headstart.kernels.ops import RawTensor
 from headstart.layers.build import DecoderConfig
 from headstart.models import _gemma, keys
 from headstart.models.base import Family
 from headstart.models.keys import Config, flag, number
-from headstart.models.small import Arrays
 
 LAYERS_27B = 62  # of which llama.cpp knows 27B, whose heads are not as wide as hidden_size / heads
 
@@ -52,22 +50,11 @@ def _scalar(config: Config) -> int:
     return hidden // heads if keys.num_layers(config) == LAYERS_27B else number(config, "head_dim")
 
 
-def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
-    """Norms as factors; llama.cpp has folded them."""
-    if from_gguf:
-        return tensors
-    return {name: each.affine(1, 1) if name.endswith("norm.weight") else each for name, each in tensors.items()}
-
-
-def restore(arrays: Arrays, config: DecoderConfig) -> Arrays:
-    return {name: array - 1 if name.endswith("norm.weight") else array for name, array in arrays.items()}
-
-
 FAMILY = Family(
     parse=parse,
     names=_gemma.NAMES,
-    adapt=adapt,
-    restore=restore,
+    adapt=_gemma.plus_one,
+    restore=_gemma.minus_one,
     defaults={**_gemma.DEFAULTS, "vocab_size": 262208, "num_hidden_layers": 26, "query_pre_attn_scalar": 256,
         "sliding_window": 4096,},
     harmless=_gemma.HARMLESS,

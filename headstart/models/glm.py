@@ -15,5 +15,6 @@ FAMILY = replace(
     glm4.FAMILY,
     parse=partial(glm4.parse, norms="pre"),
     names=Names(),
+    aliases=("chatglm",),
     small={**glm4.FAMILY.small, "model_type": "glm", "architectures": ["GlmForCausalLM"]},
 )

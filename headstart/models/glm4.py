@@ -1,7 +1,7 @@
-"""GLM-4 of 0414 (9B, 32B, Z1): joined gate and up, positions in half of each head with pairs side by side, norms before
-and after each part.
+"""GLM-4 of 0414 (9B, 32B, Z1), and the text part of GLM-4.1V: joined gate and up, positions in half of each head with
+pairs side by side, norms before and after each part.
 
-Formula: transformers `models/glm4`.
+Formula: transformers `models/glm4`, `models/glm4v`.
 """
 
 from __future__ import annotations
@@ -14,22 +14,30 @@ from headstart.models import keys
 from headstart.models.base import Family
 from headstart.models.joined import join
 from headstart.models.keys import Config, flag
-from headstart.models.names import PREFIXES, Names
+from headstart.models.names import WRAPPED, Names
 
 
 def parse(config: Config, norms: Norms = "sandwich") -> DecoderConfig:
-    return keys.stack(config, mixer={"qkv_bias": flag(config, "attention_bias", True)}, layer={"norms": norms})
+    config, tied = keys.text_config(config)
+    bias = flag(config, "attention_bias", True)
+    return keys.stack(config, mixer={"qkv_bias": bias}, layer={"norms": norms}, tied=tied)
 
 
-LAYER = "model.layers.{i}."
+LAYERS = ("model.layers.{i}.", "model.language_model.layers.{i}.")
 FAMILY = Family(
     parse=parse,
     names=Names(
         {
-            **PREFIXES,
-            f"{LAYER}post_self_attn_layernorm.": "layers.{i}.post_attention_layernorm.",
-            f"{LAYER}post_mlp_layernorm.": "layers.{i}.post_feedforward_layernorm.",
-            f"{LAYER}post_attention_layernorm.": "layers.{i}.pre_feedforward_layernorm.",
+            **WRAPPED,
+            **{
+                f"{layers}{theirs}_layernorm.": f"layers.{{i}}.{ours}_layernorm."
+                for layers in LAYERS
+                for theirs, ours in (
+                    ("post_self_attn", "post_attention"),
+                    ("post_mlp", "post_feedforward"),
+                    ("post_attention", "pre_feedforward"),
+                )
+            },
         }
     ),
     defaults={
@@ -37,6 +45,7 @@ FAMILY = Family(
         "rms_norm_eps": 1.5625e-7,
     },
     interleaved_files=True,
+    aliases=("glm4v", "glm4v_text"),
     restore=partial(join, qkv=False, gate_up=True),
     small={
         "model_type": "glm4", "architectures": ["Glm4ForCausalLM"], "attention_bias": True,

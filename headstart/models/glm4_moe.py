@@ -1,4 +1,5 @@
-"""GLM-4.5, 4.6, 4.7 and Air: grouped attention with partial rotary, experts chosen by sigmoids, MTP at layer N.
+"""GLM-4.5, 4.6, 4.7, Air and the text part of GLM-4.5V, 4.6V: grouped attention with partial rotary, experts chosen by
+sigmoids, MTP at layer N.
 
 Formula: transformers `models/glm4_moe`; the MTP module is DeepSeek-V3's around this family's block. Engines disagree on
 which vector drafts recycle: after `shared_head.norm` (SGLang, llama.cpp, transformers; the default here) or before it
@@ -12,10 +13,12 @@ from headstart.layers.build import DecoderConfig
 from headstart.models import keys
 from headstart.models.base import Family
 from headstart.models.keys import Config, flag
+from headstart.models.names import WRAPPED, Names
 from headstart.models.small import SCRATCH_EXPERTS
 
 
 def parse(config: Config) -> DecoderConfig:
+    config, tied = keys.text_config(config)
     mixer = keys.attention(
         config,
         qkv_bias=flag(config, "attention_bias"),
@@ -28,6 +31,7 @@ def parse(config: Config) -> DecoderConfig:
         num_mtp=keys.num_mtp(config),
         mtp_layer=sparse,
         mtp_recycle=keys.mtp_recycle(config),
+        tied=tied,
     )
 
 
@@ -41,7 +45,8 @@ FAMILY = Family(
     harmless={"intermediate_size": "of dense layers, where there are any"},
     head=HeadSpec(),
     trailing=True,
-    aliases=("glm4moe",),  # llama.cpp's
+    names=Names(WRAPPED),
+    aliases=("glm4moe", "glm4v_moe", "glm4v_moe_text"),
     small={
         "model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "use_qk_norm": True,
         "partial_rotary_factor": 0.5, "moe_intermediate_size": 24, "n_routed_experts": 7, "num_experts_per_tok": 3,

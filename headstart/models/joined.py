@@ -13,9 +13,10 @@ from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import LayerConfig
 from headstart.layers.mlp import MLPConfig
+from headstart.layers.moe import MoEConfig
 from headstart.models.small import Arrays
 
-QKV, GATE_UP = "self_attn.qkv_proj", "mlp.gate_up_proj"
+QKV, GATE_UP, SHARED_GATE_UP = "self_attn.qkv_proj", "mlp.gate_up_proj", "mlp.shared_experts.gate_up_proj"
 
 
 def split_joined(tensors: Mapping[str, RawTensor], config: DecoderConfig) -> dict[str, RawTensor]:
@@ -46,6 +47,9 @@ def _parts(layer: LayerConfig) -> dict[str, dict[str, int]]:
         found[QKV] = dict(zip((f"self_attn.{part}_proj" for part in "qkv"), counts, strict=True))
     if isinstance(layer.mlp, MLPConfig) and layer.mlp.gated:
         found[GATE_UP] = dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), layer.mlp.inner)
+    if isinstance(layer.mlp, MoEConfig) and layer.mlp.shared:
+        names = (f"mlp.shared_experts.{part}_proj" for part in ("gate", "up"))
+        found[SHARED_GATE_UP] = dict.fromkeys(names, layer.mlp.shared)
     return found
 
 
@@ -58,7 +62,7 @@ def _apart(whole: RawTensor, layer: str, parts: Mapping[str, int], end: str) -> 
 def join(arrays: Arrays, config: DecoderConfig, *, qkv: bool, gate_up: bool) -> Arrays:
     """The way back, for arrays."""
     found = dict(arrays)
-    wanted = {QKV: qkv, GATE_UP: gate_up}
+    wanted = {QKV: qkv, GATE_UP: gate_up, SHARED_GATE_UP: gate_up}
     for i, layer in enumerate(config.layers):
         for joined, parts in _parts(layer).items():
             for end in ("weight", "bias"):

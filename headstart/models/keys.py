@@ -72,16 +72,25 @@ def refuse_others(config: Config, served: Mapping[str, Any]) -> None:
 
 
 def attention(
-    config: Config, *, scale: float | None = None, window: int = 0, softcap: float = 0.0, **switches: Any
+    config: Config,
+    *,
+    scale: float | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+    value_dim: int = 0,
+    chunk: int = 0,
+    **switches: Any,
 ) -> AttentionConfig:
-    """Grouped-query attention with rotary positions; `scale` (None: 1 / sqrt(head_dim)), `window` and `softcap` as in
-    AttentionSpec, `switches`: other fields of AttentionConfig."""
+    """Grouped-query attention with rotary positions; `scale` (None: 1 / sqrt(head_dim)), `window`, `softcap`,
+    `value_dim` and `chunk` as in AttentionSpec, `switches`: other fields of AttentionConfig."""
     heads = number(config, "num_attention_heads")
     kv_heads = number(config, "num_key_value_heads", default=heads)
     head_dim = number(config, "head_dim", default=number(config, "hidden_size") // heads)
     if heads % kv_heads:
         raise ModelError(f"config.json: {heads} query heads are no multiple of {kv_heads} kv heads")
-    spec = AttentionSpec(heads, kv_heads, head_dim, scale or head_dim**-0.5, window=window, softcap=softcap)
+    spec = AttentionSpec(
+        heads, kv_heads, head_dim, scale or head_dim**-0.5, value_dim, window=window, softcap=softcap, chunk=chunk
+    )
     return AttentionConfig(**{"spec": spec, "rope": rope_spec(config, head_dim), **switches})
 
 
@@ -121,22 +130,22 @@ def kinds_in_turn(config: Config, every: int) -> list[str]:
     return list(kinds)
 
 
-ROPES = {FULL: "rope_theta", SLIDING: "rope_local_base_freq"}
+ROPES: Mapping[str, str] = {FULL: "rope_theta", SLIDING: "rope_local_base_freq"}
 """Kinds of layers -> the key of their rope's base."""
 
 
-def by_kind(config: Reading) -> dict[str, Reading]:
+def by_kind(config: Reading, bases: Mapping[str, str] = ROPES) -> dict[str, Reading]:
     """The config as each kind of layer reads its rope: `rope_parameters` by kind (transformers 5); in older files
-    `rope_scaling` is that of full layers."""
+    `rope_scaling` is that of full layers. `bases`: the key of each kind's base."""
     told = config.get("rope_parameters")
     ropes = {FULL: config.get("rope_scaling")} if told is None else told
     if not isinstance(ropes, dict) or not all(isinstance(rope, dict | None) for rope in ropes.values()):
         raise ModelError(f"config.json: rope_parameters is {told!r}, but must say the rope of each kind of layer")
-    if unknown := sorted(set(ropes) - set(ROPES)):
-        raise ModelError(f"config.json: rope_parameters has {unknown[0]!r}", f"known are layers of {', '.join(ROPES)}")
+    if unknown := sorted(set(ropes) - set(bases)):
+        raise ModelError(f"config.json: rope_parameters has {unknown[0]!r}", f"known are layers of {', '.join(bases)}")
     return {
         kind: config.inside({"rope_parameters": ropes.get(kind), "rope_scaling": None, "rope_theta": config.get(base)})
-        for kind, base in ROPES.items()
+        for kind, base in bases.items()
     }
 
 
@@ -157,6 +166,18 @@ def check_kinds(kinds: object, count: int, known: Sequence[str]) -> None:
         raise ModelError(f"config.json: layer_types must name {count} layers")
     if unknown := sorted({str(kind) for kind in kinds} - {*known}):
         raise ModelError(f"config.json: layer type {unknown[0]!r} is not supported", f"known: {', '.join(known)}")
+
+
+def attending(config: Config) -> tuple[list[bool] | None, Any]:
+    """Of each layer, has it keys and values (None: nothing tells)? And the number of kv heads where it has. GGUF files
+    say both at once, with 0 for a layer of another kind."""
+    told = config.get("num_key_value_heads")
+    if not isinstance(told, list):
+        return None, told
+    numbers = all(isinstance(each, int) for each in told)
+    if not numbers or len(told) != num_layers(config) or len({each for each in told if each}) > 1:
+        raise ModelError(f"config.json: num_key_value_heads is {told}, but must be 0 or one number by layer")
+    return [bool(each) for each in told], max(told)
 
 
 ACTIVATIONS: Mapping[str, Activation] = {
@@ -255,9 +276,11 @@ def num_mtp(config: Config, default: int = 0) -> int:
     return default if told.key is None else told.modules
 
 
-def mtp_recycle(config: Config) -> Literal["post_norm", "pre_norm"]:
-    """Which vector the MTP module recycles, where config.json says so (`mtp_recycle`); else after its norm."""
-    recycle = config.get("mtp_recycle", "post_norm")
+def mtp_recycle(
+    config: Config, default: Literal["post_norm", "pre_norm"] = "post_norm"
+) -> Literal["post_norm", "pre_norm"]:
+    """Which vector the MTP module recycles, where config.json says so (`mtp_recycle`); else `default`."""
+    recycle = config.get("mtp_recycle", default)
     if recycle not in ("post_norm", "pre_norm"):
         raise ModelError(f"config.json: mtp_recycle is {recycle!r}", "known: post_norm, pre_norm")
     return "pre_norm" if recycle == "pre_norm" else "post_norm"

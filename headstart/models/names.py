@@ -15,7 +15,12 @@ WRAPPED: Mapping[str, str | None] = {
     "language_model.model.": "",
     "language_model.lm_head.": "lm_head.",
     **dict.fromkeys(
-        (f"{outer}{part}." for outer in ("", "model.") for part in ("vision_tower", "multi_modal_projector")), None
+        (
+            f"{outer}{part}."
+            for outer in ("", "model.")
+            for part in ("vision_tower", "multi_modal_projector", "visual", "vision_model")
+        ),
+        None,
     ),
 }
 """Of a text model, or the text part of a multimodal one."""

@@ -1,4 +1,8 @@
-"""Qwen2 and Qwen2.5 (dense): Llama's layout with biases on q, k and v. No native MTP."""
+"""Qwen2 and Qwen2.5 (dense), and the text part of Qwen2-VL and Qwen2.5-VL: Llama's layout with biases on q, k and v.
+No native MTP.
+
+Formula: transformers `models/qwen2`, `models/qwen2_5_vl`: in a text all axes of its rope have the same position.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,14 @@ from headstart.layers.build import DecoderConfig
 from headstart.models import keys
 from headstart.models.base import Family
 from headstart.models.keys import Config
+from headstart.models.names import WRAPPED, Names
 
 
 def parse(config: Config) -> DecoderConfig:
+    config, tied = keys.text_config(config)
     keys.refuse_others(config, {"use_mrope": False})
     mixers = [keys.attention(config, window=window, qkv_bias=True) for window in keys.windows(config)]
-    return keys.decoder(config, [keys.layer(config, mixer, keys.mlp(config)) for mixer in mixers])
+    return keys.decoder(config, [keys.layer(config, mixer, keys.mlp(config)) for mixer in mixers], tied=tied)
 
 
 FAMILY = Family(
@@ -22,6 +28,11 @@ FAMILY = Family(
         "sliding_window": 4096,
         "max_window_layers": 28,
     },
-    harmless={"attention_bias": "q, k and v have one in every file"},
+    harmless={
+        "attention_bias": "q, k and v have one in every file",
+        "vision_token_id": "of pictures, whose tensors are left out",
+    },
+    names=Names(WRAPPED),
+    aliases=("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen2vl"),
     small={"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "rope_theta": 1e6},
 )

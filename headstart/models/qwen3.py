@@ -1,4 +1,7 @@
-"""Qwen3 (dense): per-head RMS norms on q and k, no biases. No native MTP."""
+"""Qwen3 (dense), and the text part of Qwen3-VL: per-head RMS norms on q and k, no biases. No native MTP.
+
+Formula: transformers `models/qwen3`, `models/qwen3_vl`: in a text all axes of its rope have the same position.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,24 @@ from headstart.layers.build import DecoderConfig
 from headstart.models import keys
 from headstart.models.base import Family
 from headstart.models.keys import Config, flag
+from headstart.models.names import WRAPPED, Names
 
 
 def parse(config: Config) -> DecoderConfig:
+    config, tied = keys.text_config(config)
     bias = flag(config, "attention_bias")
     mixers = [
         keys.attention(config, window=window, qkv_bias=bias, o_bias=bias, qk_norm=True)
         for window in keys.windows(config)
     ]
-    return keys.decoder(config, [keys.layer(config, mixer, keys.mlp(config)) for mixer in mixers])
+    return keys.decoder(config, [keys.layer(config, mixer, keys.mlp(config)) for mixer in mixers], tied=tied)
 
 
 FAMILY = Family(
     parse=parse,
+    names=Names(WRAPPED),
+    harmless={"n_deepstack_layers": "of pictures, whose tensors are left out"},
+    aliases=("qwen3_vl", "qwen3_vl_text", "qwen3vl"),
     defaults={
         "max_position_embeddings": 32768,
         "head_dim": 128,

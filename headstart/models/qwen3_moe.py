@@ -1,4 +1,9 @@
-"""Qwen3 with experts (30B-A3B, 235B-A22B): Qwen3's attention, experts chosen by a softmax. No native MTP."""
+"""Qwen3 with experts (30B-A3B, 235B-A22B), and the text part of Qwen3-VL with experts: Qwen3's attention, experts
+chosen by a softmax. No native MTP.
+
+Formula: transformers `models/qwen3_moe`, `models/qwen3_vl_moe`, which always normalizes the scores of those chosen and
+has stacks of experts [experts, in, out].
+"""
 
 from __future__ import annotations
 
@@ -6,20 +11,27 @@ from headstart.layers.build import DecoderConfig
 from headstart.models import keys
 from headstart.models.base import Family
 from headstart.models.keys import Config, flag, number
+from headstart.models.names import WRAPPED, Names
 from headstart.models.small import SCRATCH_EXPERTS
+from headstart.models.stacks import turned_stacks
+
+SEEING = ("qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3vlmoe")
 
 
 def parse(config: Config) -> DecoderConfig:
+    kind = config.get("model_type")
+    config, tied = keys.text_config(config)
     bias = flag(config, "attention_bias")
     window = number(config, "sliding_window", default=0, least=0) if flag(config, "use_sliding_window") else 0
     mixer = keys.attention(config, window=window, qkv_bias=bias, o_bias=bias, qk_norm=True)
-    experts = keys.softmax_experts(config)
+    experts = keys.softmax_experts(keys.inside(config, {"norm_topk_prob": True}) if kind in SEEING else config)
     return keys.decoder(
         config,
         [
             keys.layer(config, mixer, experts if keys.has_experts(config, i) else keys.mlp(config))
             for i in range(keys.num_layers(config))
         ],
+        tied=tied,
     )
 
 
@@ -31,11 +43,14 @@ FAMILY = Family(
     },
     harmless={
         "max_window_layers": "a window is for all layers",
+        "n_deepstack_layers": "of pictures, whose tensors are left out",
         "sliding_window": "of use_sliding_window only",
         "shared_expert_intermediate_size": "there is none",
         "intermediate_size": "of dense layers, where there are any",
     },
-    aliases=("qwen3moe",),  # llama.cpp's
+    names=Names(WRAPPED),
+    adapt=turned_stacks,
+    aliases=("qwen3moe", *SEEING),
     small={
         "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "head_dim": 16, "rope_theta": 1e6,
         "moe_intermediate_size": 24, "num_experts": 7, "num_experts_per_tok": 3, "norm_topk_prob": True,

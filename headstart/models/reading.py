@@ -46,6 +46,7 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
         "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "mask_token_id", "unk_token_id",
         "decoder_start_token_id", "bos_token", "eos_token", "pad_token", "unk_token", "image_token_id",
         "video_token_id", "vision_start_token_id", "vision_end_token_id", "audio_token_id", "prefix",
+        "image_start_token_id", "image_end_token_id", "video_start_token_id", "video_end_token_id",
     ),
     _CLASSES: ("id2label", "label2id", "num_labels", "problem_type", "classifier_dropout", "classifier_bias"),
     "the same numbers in slices": ("pretraining_tp", "chunk_size_feed_forward", "ep_size", "tp_size"),

@@ -55,6 +55,8 @@ def random_arrays(shapes: Mapping[str, tuple[int, ...]], seed: int = 0) -> Array
         values = rng.standard_normal(shape)
         if name.endswith(".decay_rate"):
             values = -np.geomspace(0.03, 0.5, shape[0])
+        elif name.endswith(".table"):  # experts of a token: neighbours, of a few more than it takes
+            values = rng.integers(0, shape[1] + 2, (shape[0], 1)) + np.arange(shape[1], dtype=np.float64)
         elif len(shape) == 2:
             values = values / np.sqrt(shape[-1])
         elif name.endswith((".conv", ".conv.weight")):

@@ -35,10 +35,13 @@ class LoadedDecoder:
     decoder: Decoder
 
 
-def load_decoder(checkpoint: Checkpoint, backend: Backend, progress: Progress = no_progress) -> LoadedDecoder:
-    """Read the trunk of a checkpoint; `progress` counts its weights. Raises ModelError."""
+def load_decoder(
+    checkpoint: Checkpoint, backend: Backend, progress: Progress = no_progress, context: int | None = None
+) -> LoadedDecoder:
+    """Read the trunk of a checkpoint; `progress` counts its weights, `context` is the longest text that was asked for.
+    Raises ModelError."""
     family = find_family(checkpoint)
-    config = read_config(checkpoint, family)
+    config = read_config(checkpoint, family, context)
     tensors = canonical_tensors(checkpoint, family, config)
     weights = Weights(tensors, backend, str(checkpoint.path), on_take=_counter(tensors, progress))
     decoder = family.build(weights, config)
@@ -46,11 +49,11 @@ def load_decoder(checkpoint: Checkpoint, backend: Backend, progress: Progress = 
     return LoadedDecoder(family, config, weights, decoder)
 
 
-def read_config(checkpoint: Checkpoint, family: Family) -> DecoderConfig:
+def read_config(checkpoint: Checkpoint, family: Family, context: int | None = None) -> DecoderConfig:
     """Sizes and layers of a checkpoint. Raises ModelError for a key that nobody knows."""
     if not checkpoint.canonical_names:
-        return family.read(checkpoint.config, str(checkpoint.path / "config.json"))
-    return family.read(checkpoint.config, str(checkpoint.path), beside=FOUND)
+        return family.read(checkpoint.config, str(checkpoint.path / "config.json"), context=context)
+    return family.read(checkpoint.config, str(checkpoint.path), beside=FOUND, context=context)
 
 
 LEFT: Mapping[str, str] = {

@@ -17,7 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from headstart.errors import ModelError, UsageError
 from headstart.text import _gguf_tokenizer
-from headstart.text.tokenizer import special_tokens
+from headstart.text._directory_tokenizer import special_tokens
 
 Message = Mapping[str, Any]
 

@@ -1,4 +1,4 @@
-"""`Tokenizer`: text to token ids and back, from a tokenizer.json or from a GGUF file's metadata.
+"""`Tokenizer`: text to token ids and back, from a model directory or from a GGUF file's metadata.
 
 Decoding is defined per token (text/pieces.py): the bytes of all tokens joined, read as UTF-8 with U+FFFD for what is
 not UTF-8. So text can be streamed and never changes later.
@@ -14,13 +14,12 @@ from typing import Any
 
 import tokenizers
 
-from headstart.errors import ModelError
-from headstart.text import _gguf_tokenizer
+from headstart.text import _directory_tokenizer, _gguf_tokenizer
+from headstart.text._directory_tokenizer import optional
 from headstart.text.pieces import rule_of
 
 LONG_TEXT = 4096
 """Characters from which other threads shall run meanwhile."""
-_END_KEYS = ("eos", "eot", "eom")
 
 
 class Tokenizer:
@@ -48,16 +47,11 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, path: Path) -> Tokenizer:
-        """From tokenizer.json and the configs beside it. Raises ModelError when it is missing or broken."""
-        file = path / "tokenizer.json"
-        if not file.exists():
-            other = any((path / name).exists() for name in ("tokenizer.model", "vocab.json", "tiktoken.model"))
-            hint = "only tokenizer.json is read: save the tokenizer once with transformers" if other else ""
-            raise ModelError(f"{path} has no tokenizer.json", hint or "download the model again, with its tokenizer")
-        inner = _parse(file)
-        tokens = special_tokens(_optional(path / "tokenizer_config.json"))
+        """From tokenizer.json, or what a family ships instead, and the configs beside it. Raises ModelError when it is
+        missing or broken."""
+        inner, tokens, file = _directory_tokenizer.build(path, optional(path / "tokenizer_config.json"))
         bos = inner.token_to_id(tokens["bos_token"]) if "bos_token" in tokens else None
-        ends = _declared_ends(_optional(path / "generation_config.json"), _optional(path / "config.json"))
+        ends = _declared_ends(optional(path / "generation_config.json"), optional(path / "config.json"))
         if "eos_token" in tokens and (end := inner.token_to_id(tokens["eos_token"])) is not None:
             ends.add(end)
         return cls(inner, eos_ids=ends, bos_id=bos, where=str(file))
@@ -66,9 +60,8 @@ class Tokenizer:
     def from_gguf(cls, metadata: Mapping[str, Any], where: str = "the GGUF file") -> Tokenizer:
         """From GGUF metadata. Raises ModelError for an unknown kind of tokenizer."""
         inner = _gguf_tokenizer.build(metadata, where)
-        ends = (metadata.get(f"tokenizer.ggml.{key}_token_id") for key in _END_KEYS)
         bos = metadata.get("tokenizer.ggml.bos_token_id")
-        return cls(inner, eos_ids={end for end in ends if isinstance(end, int)}, bos_id=bos, where=where)
+        return cls(inner, eos_ids=_gguf_tokenizer.ends_of(metadata), bos_id=bos, where=where)
 
     def encode(self, text: str, add_special: bool = False, parse_special: bool = True) -> list[int]:
         """Token ids of `text`. `add_special` puts what the model wants around a raw text (often bos). Names of special
@@ -142,16 +135,6 @@ class Tokenizer:
         return literal
 
 
-def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """The texts of bos_token, eos_token and so on in a tokenizer_config.json: plain strings or AddedToken objects."""
-    texts: dict[str, str] = {}
-    for name, value in config.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(text, str):
-            texts[name] = text
-    return texts
-
-
 def _declared_ends(generation: Mapping[str, Any], config: Mapping[str, Any]) -> set[int]:
     nested = config.get("text_config")
     sources = (generation, config, nested if isinstance(nested, dict) else {})
@@ -160,20 +143,3 @@ def _declared_ends(generation: Mapping[str, Any], config: Mapping[str, Any]) -> 
         if ends := {end for end in ids if isinstance(end, int)}:
             return ends
     return set()
-
-
-def _parse(file: Path) -> tokenizers.Tokenizer:
-    try:
-        return tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises bare Exception for any broken file
-        raise ModelError(f"cannot read {file}: {error}", "download the tokenizer again") from error
-
-
-def _optional(file: Path) -> dict[str, Any]:
-    if not file.exists():
-        return {}
-    try:
-        value = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise ModelError(f"{file} is not valid JSON: {error}", "download it again") from error
-    return value if isinstance(value, dict) else {}

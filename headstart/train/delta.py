@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from headstart.kernels.ops import ConvSpec, DeltaSpec
 from headstart.kernels.reference.recurrent import L2_EPSILON
+from headstart.kernels.states import ConvSpec, DeltaSpec
 
 CHUNK = 64
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headstart.formats.rows import Picked
+from headstart.formats.rows import Picked, SideBySide
 from headstart.kernels.ops import Backend
 from headstart.layers.weights import Weights
 
@@ -68,7 +68,12 @@ class Cast:
 
     dtype: torch.dtype
 
-    def weight(self, tensor: Master | Picked, *, drafts: bool = False, precise: bool = False) -> Tensor:
+    def index(self, ids: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(ids)
+
+    def weight(self, tensor: Master | Picked | SideBySide, *, drafts: bool = False, precise: bool = False) -> Tensor:
+        if isinstance(tensor, SideBySide):
+            return torch.cat([cast(Master, part).values for part in tensor.parts], 1).to(self.dtype)
         whole: Master = cast(Any, tensor).read() if isinstance(tensor, Picked) else tensor
         values = whole.values if isinstance(whole, Master) else torch.from_numpy(whole.float32())  # a norm's ones
         return values.to(self.dtype)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headstart.errors import ModelError
 from headstart.heads.base import HeadSpec
 from headstart.heads.block import BlockModule
 from headstart.layers.decoder import tapped_layers
@@ -85,6 +86,8 @@ class Outcome:
 def assess(modules: Sequence[Any], spec: HeadSpec, target: Target, batch: Batch, weighting: Weighting) -> Outcome:
     """Draft and compare. Origin p counts at step i if both t_{p+1} and t_{p+i+1} are tokens that carry loss: at run
     time a draft starts only after an answer token. Step i's teacher is the trunk at row p + i."""
+    if spec.own_lm_head:
+        raise ModelError("MTP modules with LM heads of their own cannot be trained yet", "train a new head beside them")
     teacher, row_of = _teacher(target, batch, weighting)
     if spec.block:
         return _assess_blocks(modules[0], target, batch, weighting, teacher, row_of)
@@ -125,7 +128,7 @@ def _assess_blocks(
 
 def _read(spec: HeadSpec, target: Target, batch: Batch) -> Tensor:
     """What the head reads of the trunk, [B, T, W or taps x W]."""
-    if tapped_layers(spec.tap):
+    if tapped_layers(spec.tap) or spec.tap == "streams":
         return batch.tapped
     return batch.final if spec.tap == "post_norm" else before_norm(batch.final, target.norm)
 

@@ -30,7 +30,7 @@ from headstart.formats.base import Checkpoint
 from headstart.heads.base import Head
 from headstart.kernels.ops import StepInputs
 from headstart.layers.build import DecoderConfig
-from headstart.layers.decoder import Decoder
+from headstart.layers.decoder import Decoder, Tap
 from headstart.models.base import Family
 from headstart.models.small import SCRATCH
 from headstart.models.tensors import canonical_tensors
@@ -119,14 +119,16 @@ class ScratchModel:
         trunk, head = self.build()
         ops, positions = TrainOps(tokens.device, self.dtype), torch.arange(tokens.shape[1], device=tokens.device)
         kv, states = [DraftMemory() for _ in trunk.kv_specs], [None] * len(trunk.state_specs)
-        results = trunk.program(kv, state_pools=states)(ops, StepInputs(tokens, positions, slice(None)))
+        tap: Tap = "streams" if head and head.spec.tap == "streams" else "post_norm"
+        results = trunk.program(kv, tap=tap, state_pools=states)(ops, StepInputs(tokens, positions, slice(None)))
         logits: Tensor = results["logits"]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         loss = cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
         if head is None:
             return loss, torch.zeros(()), None
         everywhere = torch.ones_like(tokens, dtype=torch.bool)
-        batch = Batch(tokens, results["hidden"], results["hidden"], logits.argmax(-1), everywhere, (), tokens.numel())
+        read = results["streams" if tap == "streams" else "hidden"]
+        batch = Batch(tokens, read, results["hidden"], logits.argmax(-1), everywhere, (), tokens.numel())
         outcome = assess(head.modules, head.spec, _whole_vocabulary(trunk), batch, weighting)
         if torch.is_grad_enabled():
             return loss, outcome.loss, None

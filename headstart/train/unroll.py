@@ -10,6 +10,7 @@ from torch import Tensor
 
 from headstart.heads.base import FIRST_PAIR_POSITION, HeadSpec, Module
 from headstart.kernels.ops import StepInputs
+from headstart.layers.decoder import together
 from headstart.train.ops import DraftMemory, TrainOps
 
 
@@ -21,7 +22,8 @@ def unroll(
 
     Row p of step i reads token p + i; where the text ends before that, token 0 stands in and the row is worth nothing.
     """
-    ops, memories = TrainOps(hidden.device, hidden.dtype), [DraftMemory() for _ in modules]
+    ops, filled = TrainOps(hidden.device, hidden.dtype), {0}
+    memories = [together([DraftMemory() for _ in module.kv_specs]) for module in modules]
     origins = torch.arange(FIRST_PAIR_POSITION, FIRST_PAIR_POSITION + tokens.shape[1], device=tokens.device)
     pairs = StepInputs(shift(tokens, 1), origins, None, hidden)
     kept = [pairs]  # TrainOps keeps rope tables by the identity of the positions: they must outlive the loop
@@ -30,7 +32,8 @@ def unroll(
     for i in range(1, depth):
         number = cast(int, spec.module_of(i))
         module, memory = modules[number], memories[number]
-        if module.kv_spec and not memory.keys:
+        if module.kv_specs and number not in filled:
+            filled.add(number)
             module.forward(ops, spec, ops.embed(embedding, pairs.token_ids), pairs, memory)
         ids = shift(tokens, i + 1)
         kept.append(StepInputs(ids, origins + 1 + spec.rows_before(i), None, recycled))

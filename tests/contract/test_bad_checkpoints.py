@@ -44,9 +44,11 @@ def renamed(old: str, new: str) -> Change:
     return change
 
 
-def as_codes(end: str) -> Change:
+def as_codes(end: str, scales: Any = None) -> Change:
     def change(arrays: Arrays) -> None:
         name = next(name for name in arrays if name.endswith(end))
+        if scales is not None:
+            arrays[f"{name}_scale"] = np.array(scales, np.float32)
         arrays[name] = (np.zeros(arrays[name].shape, np.uint8), "F8_E4M3")  # type: ignore[assignment]
 
     return change
@@ -79,9 +81,9 @@ CASES = {
         "glm4_moe", "promises 3 MTP modules, but", {"num_nextn_predict_layers": 3}
     ),
     "a part of an MTP module missing": Bad("qwen3_5", "has no tensor mtp.0.norm.weight", change=without("mtp.norm")),
-    "a sparse indexer": Bad("deepseek_v3", "index_topk means sparse attention", {"index_topk": 64}),
-    "a family with a sparse indexer": Bad("deepseek_v3", "(DSA)", {"model_type": "deepseek_v32"}),
-    "a family with attention sinks": Bad("qwen3", "mimo_v2 models need attention sinks", {"model_type": "mimo_v2"}),
+    "a sparse indexer": Bad("deepseek_v3", "index_n_heads is missing", {"index_topk": 64}),
+    "a family with a sparse indexer": Bad("deepseek_v3", "(DSA)", {"model_type": "glm5_next"}),
+    "a family with fused projections": Bad("qwen3", "mimo_v2 models need projections fused", {"model_type": "mimo_v2"}),
     "no family": Bad("qwen3", "names no model_type", {"model_type": None}),
     "a family nobody knows": Bad("qwen3", "unknown model family 'qwen33'", {"model_type": "qwen33"}),
     "AWQ": Bad(
@@ -100,6 +102,14 @@ CASES = {
         "llama", "names 'octal', which is unknown", {"quantization_config": {"quant_method": "octal"}}
     ),
     "codes without scales": Bad("llama", "no scales stand beside it", change=as_codes("layers.0.mlp.up_proj.weight")),
+    "scales that are no numbers": Bad(
+        "llama", "are not all numbers", {"quantization_config": {"quant_method": "fbgemm_fp8"}},
+        as_codes("layers.0.mlp.up_proj.weight", [np.nan]),
+    ),
+    "scales of another matrix": Bad(
+        "llama", "do not fit the blocks", {"quantization_config": {"quant_method": "fbgemm_fp8"}},
+        as_codes("layers.0.mlp.up_proj.weight", [[1.0]] * 33),
+    ),
     "scales beside plain weights": Bad(
         "qwen2", "is F32, but scales model.layers.0.mlp.up_proj.weight_scale stand beside it",
         change=lambda arrays: arrays.update({"model.layers.0.mlp.up_proj.weight_scale": np.ones(1, np.float32)}),
@@ -117,7 +127,7 @@ CASES = {
         "qwen2", "the config leaves no place for lm_head.weight", {"tie_word_embeddings": True}
     ),
     "keys beyond the kernels": Bad(
-        "qwen3_5", "the native backend cannot run this model: gated_delta", tiny={"linear_key_head_dim": 272}
+        "qwen3_5", "the native backend cannot run this model: recurrent", tiny={"linear_key_head_dim": 272}
     ),
     "taps beyond the kernels": Bad(
         "qwen3_next", "the native backend cannot run this model: causal_conv", tiny={"linear_conv_kernel_dim": 20}

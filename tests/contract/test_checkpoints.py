@@ -26,7 +26,7 @@ from headstart.engine.load import Model, load_model
 from headstart.errors import ModelError
 from headstart.formats.base import make_tensor
 from headstart.formats.quantization import readable
-from headstart.formats.safetensors import bfloat16, save
+from headstart.formats.safetensors import save
 from headstart.models.small import Arrays
 from headstart.tools.tiny import write_model
 
@@ -132,19 +132,18 @@ def blocks_of(array: NDArray[np.float32], size: int) -> tuple[tuple[NDArray[np.u
 
 @pytest.mark.slow
 def test_fp8_blocks(tiny: tuple[dict[str, Any], Arrays], tmp_path: Path) -> None:
-    """The model of the codes' values, rounded to bfloat16, written out plainly."""
+    """The model of the codes' values, written out plainly."""
     config, arrays = tiny
-    size, quantized, plain, stored = 16, {}, {}, {}
+    size, quantized, plain = 16, {}, {}
     for name, array in arrays.items():
         if array.ndim == 2 and (".self_attn." in name or ".mlp." in name) and not name.endswith("mlp.gate.weight"):
             (codes, dtype), scales = blocks_of(array, size)
             values = make_tensor("", codes.shape, dtype, codes.reshape(-1)).float32()
             wide = np.kron(scales, np.ones((size, size), np.float32))[: codes.shape[0], : codes.shape[1]]
-            stored[name] = bfloat16(values * wide)
             quantized |= {name: (codes, dtype), f"{name}_scale_inv": scales}
-            plain[name] = (stored[name][0].astype(np.uint32) << 16).view(np.float32).reshape(codes.shape)
+            plain[name] = values * wide
             continue
-        quantized[name] = plain[name] = stored[name] = array
+        quantized[name] = plain[name] = array
     expected = model_at(write_model(tmp_path / "plain", config, plain))
     told = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [size, size]}}
     folder = write_model(tmp_path / "fp8", config | told, plain)
@@ -153,8 +152,8 @@ def test_fp8_blocks(tiny: tuple[dict[str, Any], Arrays], tmp_path: Path) -> None
     assert float((logits_of(found) - logits_of(expected)).abs().max()) <= 1e-5
     assert (found.head is None) == (expected.head is None)
     pytest.importorskip("headstart.kernels.native._native")
-    save(tmp_path / "plain" / "model.safetensors", stored, {"format": "pt"})
-    np.testing.assert_array_equal(native_logits(folder), native_logits(tmp_path / "plain"))
+    ours, theirs = native_logits(folder), native_logits(tmp_path / "plain")
+    assert np.abs(ours - theirs).max() <= 2e-3  # keys and values are bfloat16
 
     save(
         folder / "model.safetensors", {k: v for k, v in quantized.items() if not k.endswith("o_proj.weight_scale_inv")}
@@ -212,7 +211,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
         {"scoring_func": "softmax"},
         "scoring_func is 'softmax', which is not supported",
     ),
-    "sparse attention": ("deepseek_v3", {"index_topk": 64}, "index_topk means sparse attention"),
+    "an indexer that is too narrow": ("deepseek_v32", {"index_head_dim": 4}, "4, but 6 features are rotated"),
     "another activation": ("glm4_moe", {"hidden_act": "selu"}, "hidden_act is 'selu'"),
     "what is recycled": ("glm4_moe", {"mtp_recycle": "both"}, "mtp_recycle is 'both'"),
     "a size that is a word": ("deepseek_v3", {"moe_intermediate_size": "wide"}, "is missing or not a number"),

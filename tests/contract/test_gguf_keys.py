@@ -25,7 +25,7 @@ REFUSED: dict[str, tuple[Write, str]] = {
     "both directions": (lambda w: w.add_causal_attention(False), "is_causal is False, which is not known"),
     "a new key": (lambda w: w.add_float32("llama.attention.new", 0.5), r"llama\.attention\.new is 0\.5, which is not"),
     "a list": (lambda w: w.add_array("llama.new", list(range(500))), r"llama\.new is \[0, 1, .*\.\.\., which is not"),
-    "wide values": (lambda w: w.add_value_length(16), "value_length is 16, but keys are 8 wide"),
+    "wide values": (lambda w: w.add_value_length(16), "v_head_dim is 16, which is not known for llama models"),
     "a factor on top": (lambda w: w.add_rope_scaling_attn_factors(1.3), "attn_factor is 1.29.* which is not supported"),
     "a word for a factor": (lambda w: w.add_string("llama.rope.scaling.factor", "x"), "is 'x', but must be a number"),
     "a number for a kind": (lambda w: w.add_uint32("llama.rope.scaling.type", 3), "is 3, but must be a word"),

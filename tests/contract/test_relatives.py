@@ -61,21 +61,49 @@ VARIANTS: dict[str, Config] = {
     "glm, no biases": {"model_type": "glm", "attention_bias": False},
     "exaone4, no windows": {"model_type": "exaone4", "sliding_window": None, "layer_types": ["full_attention"] * 3},
     "granite, biases": {"model_type": "granite", "attention_bias": True, "mlp_bias": True},
+    "granitemoehybrid, older names, rope, a dense part": {
+        "model_type": "granitemoehybrid", "layer_types": ["attention", "mamba", "mamba"], "num_local_experts": 0,
+        "position_embedding_type": "rope", "mamba_n_groups": 1, "mamba_proj_bias": True, "mamba_conv_bias": False,
+    },
+    "falcon_h1, no norm, biases": {
+        "model_type": "falcon_h1", "mamba_rms_norm": False, "mamba_proj_bias": True, "projectors_bias": True,
+        "attention_bias": True, "mlp_bias": True, "mamba_n_groups": 1,
+    },
+    "falcon_h1, norm before the gate, no multipliers": {
+        "model_type": "falcon_h1", "mamba_norm_before_gate": True, "mlp_multipliers": None, "ssm_multipliers": None,
+        "key_multiplier": 1.0, "ssm_in_multiplier": 1.0, "attention_in_multiplier": 1.0,
+    },
+    "granitemoe": {"model_type": "granitemoe", "layer_types": None, "shared_intermediate_size": None},
+    "granitemoeshared": {"model_type": "granitemoeshared", "layer_types": None},
     "seed_oss, all biases": {"model_type": "seed_oss", "attention_out_bias": True, "mlp_bias": True},
     "ernie4_5, biases": {"model_type": "ernie4_5", "use_bias": True},
     "hunyuan_v1_dense, alpha": {
         "model_type": "hunyuan_v1_dense", "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0},
     },
+    "llama4, one expert, no norms": {
+        "model_type": "llama4_text", "num_experts_per_tok": 1, "use_qk_norm": False, "no_rope_layers": [1, 0, 1, 0],
+        "moe_layers": [0, 3],
+    },
+    "llama4, scaled": {
+        "model_type": "llama4_text", "attn_temperature_tuning": False, "attention_bias": True, "rope_scaling": {
+            "rope_type": "llama3", "factor": 16.0, "high_freq_factor": 1.0, "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
     "cohere2, biases": {"model_type": "cohere2", "attention_bias": True},
     "cohere": {"model_type": "cohere", "sliding_window": None, "sliding_window_pattern": None},
 }  # fmt: skip
 """Families, and what else their configs say."""
-FAMILY_OF = {"ministral": "mistral", "ministral3": "mistral", "olmo3": "olmo2", "cohere": "cohere2"}
+FAMILY_OF = {
+    "granitemoe": "granitemoehybrid", "granitemoeshared": "granitemoehybrid", "ministral": "mistral",
+    "ministral3": "mistral", "olmo3": "olmo2", "cohere": "cohere2", "llama4_text": "llama4",
+}  # fmt: skip
 """Other names of a family."""
 ARCH = {
-    "cohere2": "cohere2", "ernie4_5": "ernie4_5", "exaone4": "exaone4", "glm4": "glm4", "granite": "granite",
-    "hunyuan_v1_dense": "hunyuan-dense", "minicpm": "minicpm", "mistral": "llama", "mixtral": "llama",
-    "olmo2": "olmo2", "olmo3": "olmo2", "phi3": "phi3", "qwen2_moe": "qwen2moe", "seed_oss": "seed_oss",
+    "cohere2": "cohere2", "ernie4_5": "ernie4_5", "exaone4": "exaone4", "glm": "chatglm", "glm4": "glm4",
+    "granite": "granite", "hunyuan_v1_dense": "hunyuan-dense", "minicpm": "minicpm", "mistral": "llama",
+    "mixtral": "llama", "olmo2": "olmo2", "olmo3": "olmo2", "phi3": "phi3", "qwen2_moe": "qwen2moe",
+    "seed_oss": "seed_oss",
 }  # fmt: skip
 """model_type -> llama.cpp's architecture."""
 PERMUTED = ("granite", "minicpm", "mistral", "mixtral")

@@ -21,13 +21,15 @@ from headstart.cache.memory import KVMemory
 from headstart.cache.recurrent import StateMemory
 from headstart.core import Draft, Request, Rows, SamplingParams, Sequence, Span, StateSteps
 from headstart.engine.plan import build_plan, span_rows
-from headstart.kernels.ops import ConvSpec, DeltaSpec
 from headstart.kernels.reference.backend import ReferenceBackend
+from headstart.kernels.states import ConvSpec, DeltaSpec, ScanSpec
 
 try:
-    from native_ops import PATHS, backend as native_backend
+    import headstart.kernels.native._native  # noqa: F401
 except ImportError:  # installed without a compiler
     PATHS = []
+else:
+    from native_ops import PATHS, backend as native_backend
 
 Array = NDArray[Any]
 BLOCK, EVERY, KEPT, RUNNING, VOCAB, LONGEST = 16, 32, 4, 3, 50, 75
@@ -36,6 +38,9 @@ SPECS = {
     "tiled heads, whole strips": (DeltaSpec(2, 4, 16, 64, tiled=True), 4),
     "more than a strip": (DeltaSpec(1, 2, 40, 72), 3),
     "the smallest": (DeltaSpec(1, 1, 1, 1), 2),
+    "scan, three heads to a group": (ScanSpec(2, 6, 12, 24), 4),
+    "scan, more than a strip": (ScanSpec(1, 2, 40, 72), 3),
+    "scan, the smallest": (ScanSpec(1, 1, 1, 1), 2),
 }
 BACKENDS = ["reference", *PATHS]
 
@@ -67,6 +72,7 @@ def tables(name: str) -> dict[str, Array]:
     shapes = {"qkv": (VOCAB, spec.channels), "a": (VOCAB, spec.num_heads), "b": (VOCAB, spec.num_heads)}
     made = {key: rng.standard_normal(shape) for key, shape in shapes.items()}
     made["taps"] = rng.standard_normal(width * spec.channels)
+    made["skip"], made["conv_bias"] = rng.standard_normal(spec.num_heads), rng.standard_normal(spec.channels)
     made["rate"], made["bias"] = -rng.uniform(0.02, 0.5, spec.num_heads), rng.standard_normal(spec.num_heads)
     return {key: value.astype(np.float32) for key, value in made.items()}
 
@@ -84,8 +90,12 @@ def machine(kind: str, name: str, num_slots: int, num_owned: int = 0, num_kept: 
     }
 
     def code(ops: Any, step: Any) -> dict[str, Any]:
-        qkv = ops.activate(ops.causal_conv(ops.embed(w["qkv"], step.token_ids), w["taps"], pools[0], conv), "silu")
-        log_decay = ops.decay(ops.embed(w["a"], step.token_ids), w["rate"], w["bias"])
+        qkv, bias = ops.embed(w["qkv"], step.token_ids), w["conv_bias"] if isinstance(spec, ScanSpec) else None
+        qkv = ops.activate(ops.causal_conv(qkv, w["taps"], pools[0], conv, bias), "silu")
+        if isinstance(spec, ScanSpec):
+            steps = ops.softplus(ops.embed(w["a"], step.token_ids), None, w["bias"])
+            return {"out": ops.selective_scan(qkv, steps, w["rate"], w["skip"], pools[1], spec)}
+        log_decay = ops.softplus(ops.embed(w["a"], step.token_ids), w["rate"], w["bias"])
         strength = ops.embed(w["b"], step.token_ids)
         return {"out": ops.gated_delta(qkv, log_decay, strength, pools[1], spec)}
 
@@ -224,10 +234,10 @@ def test_native_outputs_are_the_references(path: str, name: str) -> None:
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("name", ["the smallest", "scan, the smallest"])
 @pytest.mark.parametrize("kind", BACKENDS)
-def test_gates_at_their_ends(kind: str) -> None:
+def test_gates_at_their_ends(kind: str, name: str) -> None:
     """A decay of nothing and of all, strengths of 0 and 1, and inputs of 0 leave finite states."""
-    name = "the smallest"
     spec, _ = SPECS[name]
     assert spec.num_heads == 1
     extreme = {**tables(name), "a": np.repeat(np.float32([-200, 200, 0, 90, -90]), 10)[:, None]}

@@ -86,16 +86,18 @@ PACKED8 = {"quant_method": "compressed-tensors", "config_groups": {"g": {"weight
 GPTQ, GPTQ8 = {"quant_method": "gptq", "bits": 4}, {"quant_method": "gptq", "bits": 8}
 CASES: dict[str, tuple[Weight, dict[str, Any], dict[str, Any], str]] = {
     "gptq": (w := weight(), gptq(w, 4, ordered=True), GPTQ, "Q4_0"),
-    "gptq, zero points": (w := weight(symmetric=False), gptq(w, 4), GPTQ, "Q8_0"),
+    "gptq, zero points": (w := weight(symmetric=False), gptq(w, 4), GPTQ, "U4:32:F16"),
     "gptq, act-order": (w := weight(mixed=True), gptq(w, 4, ordered=True), GPTQ, "F16"),
     "gptq, 8 bits": (w := weight(bits=8), gptq(w, 8), GPTQ8, "Q8_0"),
     "gptq, a row's scale": (w := weight(group=IN), gptq(w, 4), GPTQ, "Q4_0"),
+    "gptq, zero points of a row": (w := weight(symmetric=False, group=IN), gptq(w, 4), GPTQ, "U4:64:F16"),
     "gptq, groups of 16": (w := weight(group=16), gptq(w, 4), GPTQ, "F16"),
-    "awq": (w := weight(symmetric=False), awq(w, 4), {"quant_method": "awq"}, "Q8_0"),
+    "awq": (w := weight(symmetric=False), awq(w, 4), {"quant_method": "awq"}, "U4:32:F16"),
     "awq, symmetric": (w := weight(), awq(w, 4), {"quant_method": "awq"}, "Q4_0"),
     "packed": (w := weight(), packed(w, 4), PACKED, "Q4_0"),
-    "packed, zero points": (w := weight(symmetric=False), packed(w, 4, zeros=True), PACKED, "Q8_0"),
+    "packed, zero points": (w := weight(symmetric=False), packed(w, 4, zeros=True), PACKED, "U4:32:F16"),
     "packed, 8 bits": (w := weight(bits=8), packed(w, 8), PACKED8, "Q8_0"),
+    "packed, 8 bits beside groups of 4": (w := weight(bits=8), packed(w, 8), PACKED, "Q8_0"),
     "packed, act-order": (w := weight(mixed=True), packed(w, 4, ordered=True), PACKED, "F16"),
 }
 
@@ -183,4 +185,4 @@ def test_the_native_kernels_hold_every_value(case: str) -> None:
     pool = native.ThreadPool(1)
     matrix = packing.pack(found, pool)
     np.testing.assert_array_equal(packing.dequantize(matrix, pool), found.float32())
-    assert matrix.kind == {"F16": 1, "Q8_0": 3, "Q4_0": 4}[dtype]
+    assert matrix.kind == {"F16": 1, "Q8_0": 3}.get(dtype, 4)

@@ -13,6 +13,9 @@ import support
 
 torch = pytest.importorskip("torch")
 
+from transformers import LlamaConfig  # noqa: E402
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding  # noqa: E402
+
 from headstart.config import EngineConfig  # noqa: E402
 from headstart.core import StepPlan  # noqa: E402
 from headstart.engine.attach import attach_head  # noqa: E402
@@ -75,8 +78,8 @@ def test_the_formula(tmp_path: Path) -> None:
         torch.tensor(layer.mixer.rope.inv_freq, dtype=torch.float64), layer.eps,
     )  # fmt: skip
     module = attached.modules[0]
-    pool = model.backend.kv_pool(32, module.kv_spec)
-    programs = HeadNetwork(attached, width, embedding, attached.lm_head).programs(Pools([pool]))
+    pool = model.backend.kv_pool(32, module.kv_specs[0])
+    programs = HeadNetwork(attached, width, embedding, [attached.lm_head]).programs(Pools([pool]))
     first, following = programs["pairs.0"].code, programs["next.0"].code
     ints = lambda values: np.asarray(values, np.int32)  # noqa: E731
     positions = ints(range(1, count + 1))
@@ -108,6 +111,30 @@ def test_files_are_those_of_other_engines(tmp_path: Path) -> None:
     assert (head.hidden_size, head.vocab_size) == (model.config.hidden_size, model.config.vocab_size)
     assert head.draft_token_ids is not None
     assert head.draft_token_ids.tolist() == list(DRAFT_IDS)
+
+
+@pytest.mark.parametrize("layout", ["SafeAILab", "speculators"])
+@pytest.mark.parametrize("kind", ["linear", "llama3", "yarn", "dynamic"])
+def test_ropes_are_those_of_transformers(kind: str, layout: str, tmp_path: Path) -> None:
+    """A head of a long trunk has its rope, under either program's key."""
+    scaling = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    named = {"linear": 1, "dynamic": 1, "llama3": 4, "yarn": 1}[kind]
+    rope = {"rope_type": kind, "rope_theta": 5e4, **dict(list(scaling.items())[:named])}
+    path = written(support.tiny_model("llama"), tmp_path / "head")
+    document = json.loads((path / "config.json").read_text())
+    del document["rope_theta"]
+    if layout == "speculators":
+        inner = {key: document.pop(key) for key in list(document) if key not in ("architectures", "draft_vocab_size")}
+        document |= {"speculators_model_type": "eagle3", "transformer_layer_config": {**inner, "rope_parameters": rope}}
+    else:
+        document |= {"rope_scaling": {key: rope[key] for key in rope if key != "rope_theta"}, "rope_theta": 5e4}
+        inner = document
+    (path / "config.json").write_text(json.dumps(document))
+    wanted = ("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings")
+    expected = LlamaRotaryEmbedding(LlamaConfig(**{key: inner[key] for key in wanted}, rope_parameters=rope))
+    spec: Any = read_head(path).spec.layer.mixer.rope  # type: ignore[union-attr]
+    np.testing.assert_allclose(spec.inv_freq, expected.inv_freq.numpy(), rtol=1e-6)
+    assert spec.scale == pytest.approx(expected.attention_scaling)
 
 
 def test_speculators_names_and_default_taps(tmp_path: Path) -> None:
@@ -151,8 +178,8 @@ def test_wrong_heads(tmp_path: Path) -> None:
         attach_head(model, written(model, tmp_path / "a", tap=(0, 1, 9)))
     path = written(model, tmp_path / "b")
     document = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**document, "rope_scaling": {"rope_type": "yarn"}}))
-    with pytest.raises(ModelError, match="not supported yet"):
+    (path / "config.json").write_text(json.dumps({**document, "rope_scaling": {"rope_type": "spiral"}}))
+    with pytest.raises(ModelError, match="rope scaling type 'spiral'"):
         read_head(path)
     with pytest.raises(UsageError, match="its head is of kind eagle3"):
         support.make(replace(model, head=attach_head(model, written(model, tmp_path / "c"))), drafter="mtp")

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from headstart.core import StepPlan
 from headstart.kernels.native import packing
 from headstart.kernels.native.backend import NativeBackend, instruction_paths
 from headstart.kernels.ops import AttentionSpec
-from headstart.kernels.reference.backend import ReferenceBackend
+
+if TYPE_CHECKING:
+    import torch  # imported where it is called: bits are compared on processors, too, that it does not run on
 
 Array = NDArray[Any]
 PATHS = instruction_paths()
@@ -27,6 +28,13 @@ ONE_THREAD = packing.ThreadPool(1)
 # Matrices.
 
 
+F16, F32_SCALES, BF16_SCALES, E8M0, E4M3 = range(5)
+SCALE_TYPES = ("<f2", "<f4", "<u2", "u1", "u1")
+MINS, POINTS = 1, 2
+FLOAT8, LEVELS = 5, 6
+"""Kinds of csrc/matrix.h that have scales, and multiply rows of floats."""
+
+
 @dataclass(frozen=True)
 class Form:
     """How a matrix is kept; see csrc/matrix.h."""
@@ -34,12 +42,26 @@ class Form:
     kind: int
     group: int = 32
     zero: int = 0
-    scale_f32: bool = False
-    has_min: bool = False
+    scales: int = F16
+    offsets: int = 0
+    levels: int = 0
 
     @property
     def quantized(self) -> bool:
-        return self.kind > 2
+        """Are rows taken in 8 bits?"""
+        return self.kind in (3, 4)
+
+    @property
+    def has_min(self) -> bool:
+        return self.offsets == MINS
+
+    @property
+    def per_panel(self) -> int:
+        return 64 // self.group * 16
+
+    @property
+    def factor_bytes(self) -> int:
+        return 64 * (self.scales == E4M3)
 
 
 def _quantized_forms() -> dict[str, Form]:
@@ -48,49 +70,76 @@ def _quantized_forms() -> dict[str, Form]:
         flags = [(group, wide, low) for group in (16, 32) for wide in (False, True) for low in (False, True)]
         for i, (group, wide, low) in enumerate(flags):
             name = f"Q{bits}-{group}-{'f32' if wide else 'f16'}{'-min' if low else ''}"
-            forms[name] = Form(kind, group, 0 if low else zeros[i // 2], wide, low)
+            forms[name] = Form(kind, group, 0 if low else zeros[i // 2], int(wide), int(low))
     return forms
 
 
-FORMS = {"F32": Form(0), "F16": Form(1), "BF16": Form(2), **_quantized_forms()}
+FORMS = {
+    "F32": Form(0), "F16": Form(1), "BF16": Form(2), **_quantized_forms(),
+    "Q8-64-f32": Form(3, 64, 128, F32_SCALES), "Q8-64-bf16-points": Form(3, 64, 0, BF16_SCALES, POINTS),
+    "Q4-64-bf16-points": Form(4, 64, 0, BF16_SCALES, POINTS), "Q4-32-f16-points": Form(4, 32, 0, F16, POINTS),
+    "E2M1-32-e8m0": Form(4, 32, 128, E8M0, levels=1), "E2M1-16-e4m3": Form(4, 16, 128, E4M3, levels=1),
+    "IQ4-32-f32": Form(4, 32, 128, F32_SCALES, levels=2),
+    "E4M3-64": Form(FLOAT8, 64, scales=F32_SCALES), "E4M3-16": Form(FLOAT8, 16, scales=F32_SCALES),
+    "NF4-64": Form(LEVELS, 64, scales=F32_SCALES, levels=3), "FP4-32": Form(LEVELS, 32, scales=F32_SCALES, levels=4),
+}  # fmt: skip
 
 
 def random_matrix(form: Form, rows: int, cols: int, rng: np.random.Generator) -> packing.Matrix:
-    """Values of about 1; of a quantized form any bits, the padding's too: nothing may depend on it."""
-    out = packing.aligned_empty(packing.matrix_bytes(form.kind, rows, cols, form.group, form.scale_f32, form.has_min))
-    if form.quantized:
-        _fill_quantized(form, rows, cols, rng, out)
+    """Values of about 1; of one with scales any bits, the padding's too: nothing may depend on it."""
+    out = packing.aligned_empty(packing.matrix_bytes(form.kind, rows, cols, form.group, form.scales, form.offsets))
+    if form.kind > 2:
+        _fill_grouped(form, rows, cols, rng, out)
     else:
         values = rng.standard_normal(out.size // (4 if form.kind == 0 else 2))
         out[:] = (values.astype("<f4") if form.kind == 0 else _two_bytes(form, values)).view(np.uint8)
-    return packing.Matrix(form.kind, rows, cols, form.group, form.zero, form.scale_f32, form.has_min, out)
+    return packing.Matrix(
+        form.kind, rows, cols, form.group, form.zero, form.scales, form.offsets, out, form.levels
+    )  # fmt: skip
 
 
 def _two_bytes(form: Form, values: Array) -> Array:
     return values.astype("<f2") if form.kind == 1 else (values.astype("<f4").view("<u4") >> 16).astype("<u2")
 
 
-def _fill_quantized(form: Form, rows: int, cols: int, rng: np.random.Generator, out: Array) -> None:
-    panels = out.reshape(-(-rows // 16) * (-(-cols // 64)), -1)
-    panels[:] = rng.integers(0, 256, panels.shape, dtype=np.uint8)
-    top = 255 if form.kind == 3 else 15
-    numbers = 64 // form.group * 16
-    dtype = np.dtype("<f4" if form.scale_f32 else "<f2")
-    heads = [rng.standard_normal((len(panels), numbers)) * 2 / top]
+def _fill_grouped(form: Form, rows: int, cols: int, rng: np.random.Generator, out: Array) -> None:
+    blocks = out.reshape(-(-rows // 16), -1)
+    factors = rng.uniform(0.5, 2, (len(blocks), 16)).astype("<f4").view(np.uint8)
+    blocks[:, : form.factor_bytes] = factors[:, : form.factor_bytes]
+    panels = blocks[:, form.factor_bytes :].reshape(len(blocks), -(-cols // 64), -1)
+    codes = rng.integers(0, 256, panels.shape, dtype=np.uint8)
+    panels[:] = np.where(codes & 0x7F == 0x7F, codes - 1, codes) if form.kind == FLOAT8 else codes
+    head = _scales_of(form, rng, panels.shape[:2])
+    panels[..., : head.shape[-1]] = head
+
+
+def _scales_of(form: Form, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    """Random bytes of the scales of panels, and of their mins."""
+    most = {3: 255, 4: 6 if form.levels == 1 else 127 if form.levels == 2 else 15, FLOAT8: 200, LEVELS: 1}[form.kind]
+    shape = (*shape, form.per_panel)
+    if form.scales in (E8M0, E4M3):
+        return rng.integers(*((122, 126) if form.scales == E8M0 else (0, 0x40)), shape).astype(np.uint8)
+    heads = [rng.standard_normal(shape) * 2 / most]
     if form.has_min:
-        heads.append(rng.standard_normal((len(panels), numbers)))
-    head = np.hstack(heads).astype(dtype).view(np.uint8)
-    panels[:, : head.shape[1]] = head
+        heads.append(rng.standard_normal(shape))
+    values = np.concatenate(heads, axis=-1).astype("<f4")
+    return np.ascontiguousarray(_stored(form, values)).view(np.uint8)
+
+
+def _stored(form: Form, values: Array) -> Array:
+    if form.scales == BF16_SCALES:
+        return (values.view("<u4") >> 16).astype("<u2")
+    return values.astype(SCALE_TYPES[form.scales])
 
 
 def set_scale(matrix: packing.Matrix, row: int, group: int, value: float) -> None:
-    """Overwrite one scale of a quantized matrix."""
-    dtype = np.dtype("<f4" if matrix.scale_f32 else "<f2")
-    per_panel = 64 // matrix.group
+    """Overwrite one scale of a matrix whose scales are floats."""
+    form = Form(matrix.kind, matrix.group, scales=matrix.scales)
+    per_panel, size = 64 // matrix.group, np.dtype(SCALE_TYPES[matrix.scales]).itemsize
     panels = matrix.data.reshape(-(-matrix.rows // 16), -(-matrix.cols // 64), -1)
     panel = panels[row // 16, group // per_panel]
-    at = (group % per_panel * 16 + row % 16) * dtype.itemsize
-    panel[at : at + dtype.itemsize] = np.array([value], dtype).view(np.uint8)
+    at = (group % per_panel * 16 + row % 16) * size
+    panel[at : at + size] = _stored(form, np.array([value], "<f4")).view(np.uint8)
 
 
 def values_of(weight: Any) -> Array:
@@ -117,6 +166,8 @@ def quantized_rows(x: Array) -> tuple[Array, Array]:
 
 def rounded_rows(x: Array) -> Array:
     """Activations as products of bfloat16 see them on the PAIRED paths: subnormal numbers are 0."""
+    import torch
+
     rounded = torch.from_numpy(x).bfloat16().float().numpy()
     return np.where(np.abs(rounded) < np.finfo(np.float32).tiny, np.float32(0), rounded)
 
@@ -136,6 +187,8 @@ def attention_tolerance(path: str, kv_dtype: str, otherwise: float) -> float:
 def stored(values: Array, kv_dtype: str, dim: int) -> Array:
     """Keys or values [T, heads * dim] as a pool keeps them."""
     if kv_dtype == "bfloat16":
+        import torch
+
         return torch.from_numpy(values).bfloat16().float().numpy()
     if kv_dtype == "int8":
         heads = values.reshape(len(values), -1, dim)
@@ -213,11 +266,17 @@ def run_native(on: NativeBackend, code: Code, plan: StepPlan, hidden: Array | No
 
 
 def reference_weight(weight: Any) -> torch.Tensor:
+    import torch
+
     return torch.from_numpy(np.array(values_of(weight), np.float64))
 
 
 def run_reference(code: Code, plan: StepPlan, hidden: Array | None = None) -> dict[str, Array]:
     """In float64. `code` is made over reference weights and pools."""
+    import torch
+
+    from headstart.kernels.reference.backend import ReferenceBackend
+
     given = None if hidden is None else torch.from_numpy(np.asarray(hidden, np.float64))
     found = ReferenceBackend(dtype="float64").run(code, plan, hidden=given)
     return {name: value.numpy().copy() for name, value in found.items()}

@@ -41,7 +41,7 @@ from headstart.kernels.native.backend import NativeBackend
 from headstart.kernels.native.program import ACTIVATIONS
 from headstart.kernels.ops import Activation, AttentionSpec, RopeSpec
 from headstart.kernels.reference.backend import ReferenceBackend
-from headstart.kernels.reference.moe import ACTIVATIONS as REFERENCE
+from headstart.kernels.reference.moe import ACTIVATIONS as REFERENCE, gated
 
 ROWS = 7
 
@@ -217,6 +217,12 @@ def test_activations(path: str) -> None:
             np.testing.assert_allclose(found[f"{kind} x"][rows], (expected * (x + 1))[rows], rtol=2e-5, atol=1e-12)
             wide = REFERENCE[kind](torch.from_numpy(x[rows].astype(np.float64)))
             np.testing.assert_allclose(wide, expected[rows], rtol=1e-9, atol=1e-13)
+    y, rows = x.astype(np.float64)[:20], slice(0, 20)
+    for limit in (7, 16):
+        expected = np.minimum(EXACT["silu"](y), limit) * np.clip(y + 1, -limit, limit)
+        np.testing.assert_allclose(found[f"silu_{limit} x"][rows], expected, rtol=2e-5, atol=1e-12)
+        wide = gated(torch.from_numpy(y), torch.from_numpy(y + 1), f"silu_{limit}")  # type: ignore[arg-type]
+        np.testing.assert_allclose(wide, expected, rtol=1e-9, atol=1e-13)
     np.testing.assert_allclose(found["capped"], 30 * np.tanh(x.astype(np.float64) / 30), rtol=1e-6, atol=1e-30)
     np.testing.assert_array_equal(found["scaled"], x * np.float32(-0.3))
 

@@ -31,6 +31,7 @@ from native_ops import (
 )
 
 from headstart.core import Paths, StepPlan
+from headstart.kernels.indexing import IndexSpec
 from headstart.kernels.ops import AttentionSpec
 from headstart.kernels.reference.backend import ReferenceBackend
 
@@ -39,10 +40,14 @@ HEADS = {"float32": (4, 2, 24), "bfloat16": (3, 1, 40), "int8": (14, 2, 32)}
 SEEN: dict[str, dict[str, Any]] = {
     "all": {},
     **{f"window {w}": {"window": w} for w in (1, 2, 15, 16, 17, 63, 64, 65, 100, 300)},
+    **{f"chunk {c}": {"chunk": c} for c in (1, 16, 33, 100, 300)},
     "softcap": {"softcap": 2.5},
     "window and softcap": {"window": 33, "softcap": 0.7},
     "causal": {"causal": True},
+    **{f"the best {n}": {"top_k": n} for n in (1, 16, 37, 214)},
 }
+BLIND = {"before": {"before": True}, "before in a window": {"before": True, "window": 17}}
+"""Rows that do not see themselves; the first of a text then sees nothing."""
 paths = pytest.mark.parametrize("path", PATHS)
 kv_dtypes = pytest.mark.parametrize("kv_dtype", list(HEADS))
 
@@ -51,7 +56,15 @@ class World:
     """Queries, keys and values by token on one backend, and a pool for them."""
 
     def __init__(
-        self, path: str, kv_dtype: str, seed: int = 0, *, sinks: bool = False, length: int = LENGTH, **seen: Any
+        self,
+        path: str,
+        kv_dtype: str,
+        seed: int = 0,
+        *,
+        sinks: bool = False,
+        top_k: int = 0,
+        length: int = LENGTH,
+        **seen: Any,
     ) -> None:
         heads, kv_heads, dim = HEADS[kv_dtype]
         self.length, self.num_blocks = length, length // 16 + NUM_BLOCKS - LENGTH // 16
@@ -59,18 +72,33 @@ class World:
         self.kv_dtype, self.dim = kv_dtype, dim
         self.spec = AttentionSpec(heads, kv_heads, dim, dim**-0.5, **seen)
         self.tables = [random_matrix(FORMS["F32"], 4 * length, n * dim, self.rng) for n in (heads, kv_heads, kv_heads)]
+        self.index = IndexSpec(11, 18, top_k) if top_k else None
+        if self.index:
+            widths = (11 * 18, 11, 18)  # queries and weights of the indexer, its keys
+            self.tables += [random_matrix(FORMS["F32"], 4 * length, n, self.rng) for n in widths]
         self.sinks = self.rng.standard_normal(heads).astype(np.float32) * 2 if sinks else None
         self.workers = [backend(path, threads, kv_dtype) for threads in (1, 2, 3)]
         self.fresh()
 
     def fresh(self) -> None:
-        """Another pool, in which nothing was written."""
-        self.pool = self.workers[0].kv_pool(self.num_blocks * 16, self.spec)
-        self.code = self.code_of(self.tables, self.pool, self.sinks)
+        """Other pools, in which nothing was written."""
+        self.pools = self.pools_of(self.workers[0])
+        self.code = self.code_of(self.tables, self.pools, self.sinks)
 
-    def code_of(self, tables: list[Any], pool: Any, sinks: Any) -> Code:
+    def pools_of(self, worker: Any) -> list[Any]:
+        return [worker.kv_pool(self.num_blocks * 16, spec) for spec in (self.spec, *([self.index] if self.index else []))]
+
+    def code_of(self, tables: list[Any], pools: list[Any], sinks: Any) -> Code:
+        pool, *chosen = pools
+
         def code(ops: Any, step: Any) -> dict[str, Any]:
-            return {"y": attention(ops, *(ops.embed(t, step.token_ids) for t in tables), pool, self.spec, sinks)}
+            q, k, v, *indexing = (ops.embed(table, step.token_ids) for table in tables)
+            if chosen:
+                queries, weights, keys = indexing
+                ops.store_index(keys, chosen[0], self.index)
+                ops.choose(queries, weights, chosen[0], self.index)
+            ops.store_kv(k, v, pool, self.spec)
+            return {"y": ops.attend(q, pool, self.spec, sinks, *chosen)}
 
         return code
 
@@ -79,11 +107,12 @@ class World:
 
     def oracle(self, plans: list[StepPlan]) -> list[Array]:
         """The same in float64, over keys and values as the pool keeps them."""
-        q, k, v = self.tables
-        kept = [torch.from_numpy(stored(values_of(each), self.kv_dtype, self.dim)).double() for each in (k, v)]
-        pool = ReferenceBackend(dtype="float64").kv_pool(self.num_blocks * 16, self.spec)
+        tables, dims = [reference_weight(each) for each in self.tables], {1: self.dim, 2: self.dim, 5: 18}
+        for i in range(len(tables)):
+            if i in dims:
+                tables[i] = torch.from_numpy(stored(values_of(self.tables[i]), self.kv_dtype, dims[i])).double()
         sinks = None if self.sinks is None else torch.from_numpy(self.sinks).double()
-        code = self.code_of([reference_weight(q), *kept], pool, sinks)
+        code = self.code_of(tables, self.pools_of(ReferenceBackend(dtype="float64")), sinks)
         return [run_reference(code, plan)["y"] for plan in plans]
 
     def table(self) -> Array:
@@ -115,10 +144,10 @@ def test_what_a_row_sees(path: str, kv_dtype: str, seen: str, sinks: bool) -> No
 
 @paths
 @kv_dtypes
-@pytest.mark.parametrize("seen", ["all", "window 17", "window and softcap", "causal"])
+@pytest.mark.parametrize("seen", ["all", "window 17", "window and softcap", "causal", "the best 37", *BLIND])
 def test_rows_of_a_block_see_each_other(path: str, kv_dtype: str, seen: str) -> None:
     """A block of 9 behind 60 tokens; each of its rows alone, over what is stored, has the same bits."""
-    world = World(path, kv_dtype, sinks=True, **SEEN[seen])
+    world = World(path, kv_dtype, sinks=True, **{**SEEN, **BLIND}[seen])
     table, context, block = world.table(), Part(np.arange(60), 0, world.table()), np.arange(60, 69)
     context = replace(context, table=table)
     whole = plan_of([Part(block, 60, table)])
@@ -190,7 +219,7 @@ class Tree:
 @pytest.mark.slow
 @paths
 @kv_dtypes
-@pytest.mark.parametrize("seen", ["all", "window 16", "window and softcap"])
+@pytest.mark.parametrize("seen", ["all", "window 16", "window and softcap", "the best 16"])
 @pytest.mark.parametrize("context", [1, 14, 15, 16, 37, 64, 127, 509])
 def test_trees_have_the_bits_of_chains(path: str, kv_dtype: str, seen: str, context: int) -> None:
     """A context of 509: paths over the end of a stretch, which threads share."""
@@ -205,7 +234,7 @@ def test_trees_have_the_bits_of_chains(path: str, kv_dtype: str, seen: str, cont
     longest = max(tree.lines, key=len)
     targets = [tree.place(context + i) for i in range(len(longest))]
     arrays = [np.array(each, np.int32) for each in (tree.slots[longest], targets)]
-    world.workers[0].copy_rows([world.pool], *arrays)
+    world.workers[0].copy_rows(world.pools, *arrays)
     follower = Part(np.array([4 * world.length - 1]), context + len(longest), tree.table)
     after = world.run(plan_of([follower]))
     for node, line in enumerate(tree.lines):
@@ -226,7 +255,7 @@ def test_rows_are_copied_as_if_at_once(path: str, kv_dtype: str) -> None:
     table = np.arange(8)
     world.run(plan_of([Part(np.arange(40), 0, table)]))
     moved = np.arange(3, 38, dtype=np.int32)
-    world.workers[0].copy_rows([world.pool], moved, moved - 1)
+    world.workers[0].copy_rows(world.pools, moved, moved - 1)
     found = world.run(plan_of([Part(np.array([99]), 37, table)]))
     world.fresh()
     world.run(plan_of([Part(np.r_[0, 1, 3:38], 0, table)]))
@@ -240,8 +269,8 @@ def test_layers_read_what_others_stored() -> None:
 
     def shared(ops: Any, step: Any) -> dict[str, Any]:
         q, k, v = (ops.embed(table, step.token_ids) for table in world.tables)
-        first = attention(ops, q, k, v, world.pool, world.spec)
-        return {"first": first, "second": ops.attend(q, world.pool, world.spec)}
+        first = attention(ops, q, k, v, world.pools[0], world.spec)
+        return {"first": first, "second": ops.attend(q, world.pools[0], world.spec)}
 
     found = run_native(world.workers[1], shared, plan)
     assert_same_bits({"second": found["second"]}, {"second": found["first"]})
@@ -283,4 +312,4 @@ def test_plans_are_checked() -> None:
         with pytest.raises(ValueError, match=message):
             world.run(replace(tree, sees=np.array([14, 15, 17], np.int32)) if "beyond" in message else tree)
     with pytest.raises(ValueError, match="outside the pool"):
-        world.workers[0].copy_rows([world.pool], np.array([1], np.int32), np.array([slots], np.int32))
+        world.workers[0].copy_rows(world.pools, np.array([1], np.int32), np.array([slots], np.int32))

@@ -85,7 +85,7 @@ def test_quantized_forms_come_back(source: Path, pool: packing.ThreadPool) -> No
         cache.save()
         found = PackedCache.open(key_of([source], quantization)).get(tensor)
         assert found is not None
-        for name in ("kind", "rows", "cols", "group", "zero", "scale_f32", "has_min", "num_bytes"):
+        for name in ("kind", "rows", "cols", "group", "zero", "scales", "offsets", "levels", "num_bytes"):
             assert getattr(found, name) == getattr(packed, name)
         np.testing.assert_array_equal(found.data, packed.data)
 

@@ -89,7 +89,7 @@ def test_padding_is_zero(pool: packing.ThreadPool, dtype: str) -> None:
         block_tensor(dtype, 21, 96) if dtype in BLOCKS else float_tensor(floats(21, 96), dtype.replace("int8", "F32"))
     )
     m = packing.pack(tensor, pool, quantization)
-    whole = packing.Matrix(m.kind, 32, 128, m.group, m.zero, m.scale_f32, m.has_min, m.data)
+    whole = packing.Matrix(m.kind, 32, 128, m.group, m.zero, m.scales, m.offsets, m.data)
     values = packing.dequantize(whole, pool)
     np.testing.assert_array_equal(values[:21, :96], packing.dequantize(m, pool))
     assert not values[21:].any()
@@ -129,7 +129,7 @@ def test_many_floats_go_in_parts(pool: packing.ThreadPool, monkeypatch: pytest.M
 def test_int8_rounds_to_nearest(pool: packing.ThreadPool) -> None:
     values = floats(33, 100)
     matrix = packing.pack(float_tensor(values), pool, "int8")
-    assert (matrix.kind, matrix.zero, matrix.scale_f32, matrix.has_min) == (3, 128, False, False)
+    assert (matrix.kind, matrix.zero, matrix.scales, matrix.offsets) == (3, 128, 0, 0)
     groups = np.pad(values, ((0, 0), (0, 28))).reshape(33, 4, 32)
     scale = (np.abs(groups).max(2, keepdims=True) / np.float32(127)).astype(np.float16).astype(np.float32)
     expected = (np.rint(groups / scale) * scale).reshape(33, 128)[:, :100]
@@ -140,7 +140,7 @@ def test_int4_is_better_than_the_plain_range(pool: packing.ThreadPool) -> None:
     values = floats(64, 512)
     values[::2] += 3  # groups whose values all have one sign
     matrix = packing.pack(float_tensor(values), pool, "int4")
-    assert (matrix.kind, matrix.scale_f32, matrix.has_min) == (4, False, True)
+    assert (matrix.kind, matrix.scales, matrix.offsets) == (4, 0, 1)
     groups = values.reshape(-1, 32)
     low = groups.min(1, keepdims=True)
     scale = (groups.max(1, keepdims=True) - low) / 15
@@ -187,9 +187,9 @@ def test_wrong_input(pool: packing.ThreadPool) -> None:
     with pytest.raises(ModelError, match="I32"):
         packing.pack(make_tensor("ids", (2, 2), "I32", np.zeros(16, np.uint8)), pool)
     with pytest.raises(ValueError, match="wrong size"):
-        packing.Matrix(0, 16, 64, 32, 0, False, False, packing.aligned_empty(64))
+        packing.Matrix(0, 16, 64, 32, 0, 0, 0, packing.aligned_empty(64))
     with pytest.raises(ValueError, match="aligned"):
-        packing.Matrix(3, 16, 64, 32, 0, False, False, packing.aligned_empty(1089)[1:])
+        packing.Matrix(3, 16, 64, 32, 0, 0, 0, packing.aligned_empty(1089)[1:])
     with pytest.raises(ValueError, match="row size"):
         packing.pack_rows(pool, "Q4_0", np.zeros((16, 17), np.uint8), 32, packing.aligned_empty(576))
 

@@ -1,4 +1,4 @@
-"""Products that are exact where they are promised to be large."""
+"""Products that are exact where they are promised to be large, and logits of some groups of tokens."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("headstart.kernels.native.backend", exc_type=ImportError)
 
@@ -21,7 +22,7 @@ from native_ops import (
     single_rows,
 )
 
-from headstart.kernels.ops import REFINED
+from headstart.kernels.ops import NEVER, REFINED
 
 COLS = 70
 
@@ -76,6 +77,39 @@ def test_equal_promises_go_to_the_lower_block_in_both_backends() -> None:
     native, reference = (refined(PATHS[0], (narrow, wide), x, 2, reference=each)["y"] for each in (False, True))
     assert (native[:, 2 * REFINED :] == 0).all() and (native[:, : 2 * REFINED] != 0).all()
     np.testing.assert_allclose(native, reference, rtol=1e-4, atol=1e-4)
+
+
+GROUPS, KEPT = 23, 4
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_logits_of_the_best_groups(path: str) -> None:
+    """Scores that are equal too; each row by itself, in company, and in the reference."""
+    rng = np.random.default_rng(5)
+    wide, scores = random_matrix(FORMS["F32"], 300, COLS, rng), random_matrix(FORMS["F32"], GROUPS, COLS, rng)
+    scores.data[:3] = scores.data[3]
+    groups = rng.permutation(np.arange(300) % GROUPS)
+    x = rng.standard_normal((65, COLS)).astype(np.float32)
+
+    def found(rows: Array, *, reference: bool = False) -> dict[str, Array]:
+        w, s = (reference_weight(each) if reference else each for each in (wide, scores))
+        given = torch.from_numpy(groups) if reference else groups
+
+        def code(ops: Any, step: Any) -> dict[str, Any]:
+            logits, told = ops.linear(step.hidden, w), ops.linear(step.hidden, s)
+            kept = ops.keep_groups(ops.linear(step.hidden, w), ops.linear(step.hidden, s), given, KEPT)
+            return {"y": kept, "logits": logits, "scores": told}
+
+        plan = single_rows(range(len(rows)))
+        return run_reference(code, plan, rows) if reference else run_native(backend(path), code, plan, rows)
+
+    all_rows = {name: values.copy() for name, values in found(x).items()}
+    for row, told in enumerate(all_rows["scores"]):
+        best = sorted(range(GROUPS), key=lambda group: (-told[group], group))[:KEPT]
+        expected = np.where(np.isin(groups, best), all_rows["logits"][row], np.float32(NEVER))
+        np.testing.assert_array_equal(all_rows["y"][row], expected)
+    np.testing.assert_array_equal(found(x[[7]])["y"], all_rows["y"][[7]])
+    np.testing.assert_array_equal(found(x, reference=True)["y"] > NEVER, all_rows["y"] > np.float32(NEVER))
 
 
 def test_bad_shapes_are_refused() -> None:

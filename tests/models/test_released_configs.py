@@ -168,6 +168,29 @@ RELEASED: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "use_mrope": False, "rope_scaling": None,
         "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"},
     },
+    "ERNIE-4.5-21B-A3B": {
+        **COMMON, "head_dim": 128, "hidden_size": 2560, "intermediate_size": 12288, "model_type": "ernie4_5_moe",
+        "moe_capacity": [64, 64, 64], "moe_gate": "topk", "moe_intermediate_size": 1536, "moe_k": 6,
+        "moe_layer_interval": 1, "moe_layer_start_index": 1, "moe_num_experts": 64, "moe_num_shared_experts": 2,
+        "moe_use_aux_free": True, "num_attention_heads": 20, "num_hidden_layers": 28, "num_key_value_heads": 4,
+        "num_nextn_predict_layers": 1, "pad_token_id": 0, "rope_theta": 500000, "tie_word_embeddings": True,
+        "use_bias": False, "use_rmsnorm": True,
+    },
+    "MiMo-V2-Flash": {
+        **{key: COMMON[key] for key in COMMON if key != "rms_norm_eps"}, "add_full_attention_sink_bias": False,
+        "add_swa_attention_sink_bias": True, "attention_bias": False, "attention_chunk_size": 128,
+        "attention_value_scale": 0.707, "auto_map": {"AutoConfig": "configuration_mimo_v2_flash.MiMoV2FlashConfig"},
+        "head_dim": 192, "hidden_size": 4096, "hybrid_block_size": None, "intermediate_size": 16384,
+        "hybrid_layer_pattern": ([0, 1, 1, 1, 1, 0, *[1, 1, 1, 1, 1, 0] * 7]), "layernorm_epsilon": 1e-5,
+        "model_type": "mimo_v2_flash", "moe_intermediate_size": 2048, "moe_layer_freq": [0] + [1] * 47, "n_group": 1,
+        "n_routed_experts": 256, "n_shared_experts": None, "norm_topk_prob": True, "num_attention_heads": 64,
+        "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4, "partial_rotary_factor": 0.334,
+        "quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
+                                "weight_block_size": [128, 128]},
+        "rope_theta": 5000000, "routed_scaling_factor": None, "scoring_func": "sigmoid", "sliding_window": 128,
+        "sliding_window_size": 128, "swa_head_dim": 192, "swa_num_attention_heads": 64, "swa_num_key_value_heads": 8,
+        "swa_rope_theta": 10000, "swa_v_head_dim": 128, "topk_group": 1, "topk_method": "noaux_tc", "v_head_dim": 128,
+    },
     "Gemma 3 1B": {
         "architectures": ["Gemma3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
         "attn_logit_softcapping": None, "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": [1, 106],
@@ -193,7 +216,7 @@ def test_every_key_is_known(name: str) -> None:
     sizes = family_named(config["model_type"]).read(config)
     assert sizes.num_layers == {**config, **config.get("text_config", {})}["num_hidden_layers"]
     windows = [getattr(getattr(each.mixer, "spec", None), "window", 0) for each in sizes.layers]
-    assert any(windows) == name.startswith(("Gemma", "gpt-oss"))
+    assert any(windows) == name.startswith(("Gemma", "gpt-oss", "MiMo-V2"))
 
 
 def test_nested_experts() -> None:

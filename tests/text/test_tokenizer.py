@@ -6,6 +6,7 @@ import json
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tokenizers
 from hypothesis import given, settings, strategies as st
@@ -16,8 +17,11 @@ from headstart.errors import ModelError
 from headstart.formats import open_checkpoint
 from headstart.hub import cached_trunk
 from headstart.text import _gguf_tokenizer
+from headstart.text._pieces import merges_by_score
+from headstart.text.pre_tokenizers import PRE_TOKENIZERS
 from headstart.text.tokenizer import Tokenizer
 
+PIECES_TOO = ("tokenizer.ggml.model", "tokenizer.ggml.pre")
 TEXTS = [
     "hello hello  world\n\n\tI'm you'LL 12345.678 x=0x1F",
     "日本語 привет नमस्ते é ½ Ⅷ ² 🎉👨‍👩‍👧",
@@ -28,11 +32,14 @@ TEXTS = [
 ]
 
 
-@pytest.mark.parametrize("pre", sorted(_gguf_tokenizer.PRE_TOKENIZERS))
-@pytest.mark.parametrize("text", TEXTS)
-def test_every_pre_tokenizer_keeps_the_text(pre: str, text: str) -> None:
-    tokenizer = Tokenizer.from_gguf(byte_level(pre))
-    assert tokenizer.decode(tokenizer.encode(text)) == text
+@pytest.mark.parametrize("pre", sorted({rule: name for name, rule in PRE_TOKENIZERS.items()}.values()))
+def test_every_pre_tokenizer_keeps_the_text(pre: str) -> None:
+    metadata = byte_level(pre)
+    if PRE_TOKENIZERS[pre].pieces:
+        metadata = sentencepiece(**{"tokenizer.ggml.merges": []}) | {key: metadata[key] for key in PIECES_TOO}
+    tokenizer = Tokenizer.from_gguf(metadata)
+    for text in TEXTS:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 @pytest.mark.parametrize(
@@ -89,6 +96,23 @@ def test_add_special(metadata: dict[str, object], ends: tuple[bool, bool]) -> No
     assert tokenizer.encode("hello") == ids[ends[0] : len(ids) - ends[1]]
 
 
+@pytest.mark.parametrize(
+    ("names", "ends"),
+    [
+        (["<|end|>", "<|im_end|>"], {"<|end|>", "<|im_end|>"}),
+        (["<|end|>", "<|call|>", "<|return|>"], {"<|call|>", "<|return|>"}),  # gpt-oss: a channel ends there
+        (["<|call|>", "<|endoftext|>"], {"<|call|>"}),
+    ],
+)
+def test_ends_that_the_file_does_not_name(names: list[str], ends: set[str]) -> None:
+    metadata = byte_level()
+    del metadata["tokenizer.ggml.eot_token_id"]
+    metadata["tokenizer.ggml.tokens"] = [*metadata["tokenizer.ggml.tokens"], *names, "<turn|>"]
+    metadata["tokenizer.ggml.token_type"] = np.append(metadata["tokenizer.ggml.token_type"], [3] * len(names) + [1])
+    tokenizer = Tokenizer.from_gguf(metadata)
+    assert tokenizer.eos_ids == {tokenizer.id_of(name) for name in ends | {"</s>"}}
+
+
 def reference_pieces(text: str) -> list[str]:
     """Sentencepiece's rule, written plainly: join the best-scoring neighbours until none is in the vocabulary."""
     score = dict(zip(WORDS, SCORES, strict=True))
@@ -109,8 +133,8 @@ def test_sentencepiece_merges_by_score(text: str) -> None:
 def test_pieces_with_written_merges() -> None:
     """Gemma 4's files: the pieces of sentencepiece, whose merges are written instead of their scores."""
     plain = sentencepiece(**{"tokenizer.ggml.add_space_prefix": False})
-    vocabulary = {token: number for number, token in enumerate(plain["tokenizer.ggml.tokens"])}
-    merges = [" ".join(pair) for pair in _gguf_tokenizer._merges(vocabulary, [0.0] * 259 + SCORES)]
+    tokens, kinds = plain["tokenizer.ggml.tokens"], plain["tokenizer.ggml.token_type"].tolist()
+    merges = [" ".join(pair) for pair in merges_by_score(tokens, [0.0] * 259 + SCORES, kinds)]
     written = {**plain, "tokenizer.ggml.model": "gemma4", "tokenizer.ggml.merges": merges}
     del written["tokenizer.ggml.scores"]
     for text in ("hello", "hello world  hello", "né\n\nhell", " x"):
@@ -181,9 +205,9 @@ def write_directory(path: Path) -> tokenizers.Tokenizer:
 
 
 def test_from_directory(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"no tokenizer\.json"):
+    with pytest.raises(ModelError, match=r"no tokenizer\.json, .*tekken"):
         Tokenizer.from_directory(tmp_path)
-    (tmp_path / "tokenizer.model").touch()
+    (tmp_path / "vocab.json").touch()
     with pytest.raises(ModelError, match="save the tokenizer once"):
         Tokenizer.from_directory(tmp_path)
     inner = write_directory(tmp_path)

@@ -18,6 +18,7 @@ from headstart.text.parsers import (
     Event,
     Reasoning,
     ToolCall,
+    format_in,
     joined,
     make_parser,
 )  # fmt: skip
@@ -38,8 +39,17 @@ TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "search", "parameters": PARAMETERS}},
     {"type": "function", "function": {"name": "now"}},
 ]
-FORMATS = ["deepseek_v3", "deepseek_v31", "glm45", "hermes", "json", "qwen3_coder"]
-MARKED = [name for name in FORMATS if name != "json"]
+FORMATS = [
+    "deepseek_v3", "deepseek_v31", "deepseek_v32", "gemma4", "glm45", "harmony", "hermes", "json", "kimi_k2", "lfm2",
+    "minimax_m2", "mistral", "pythonic", "qwen3_coder",
+]  # fmt: skip
+WHOLE = ("json", "pythonic")
+"""Formats without markers: the answer is nothing but calls."""
+MARKED = [name for name in FORMATS if name not in WHOLE]
+TYPED = ("glm45", "qwen3_coder", "minimax_m2")
+"""Formats whose values are of the types that the tool's schema says."""
+NAMED = ("gemma4", "pythonic", "lfm2", "deepseek_v32")
+"""Formats whose arguments have names, not any strings."""
 TRICKY = {
     "text": 'say "hi" \\ {[</tool_call> <tool_call>} \n\t é 🙂 中文 <｜tool▁call▁end｜> ``` end',
     "count": -3,
@@ -79,6 +89,58 @@ def tagged(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
+def gemma(value: Any) -> str:
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, dict):
+        return "{" + ",".join(f'<|"|>{key}<|"|>:{gemma(each)}' for key, each in value.items()) + "}"
+    return "[" + ",".join(map(gemma, value)) + "]" if isinstance(value, list) else json.dumps(value)
+
+
+def dsml(listed: Any, as_text: Any) -> str:
+    out = ""
+    for function, arguments in listed:
+        out += f'<｜DSML｜invoke name="{function}">\n'
+        for key, value in arguments.items():
+            string = str(isinstance(value, str)).lower()
+            out += f'<｜DSML｜parameter name="{key}" string="{string}">{tagged(value)}</｜DSML｜parameter>\n'
+        out += "</｜DSML｜invoke>\n"
+    return f"<｜DSML｜function_calls>\n{out}</｜DSML｜function_calls>"
+
+
+def minimax(listed: Any, as_text: Any) -> str:
+    out = ""
+    for function, arguments in listed:
+        pairs = "".join(f'<parameter name="{k}">{tagged(v)}</parameter>\n' for k, v in arguments.items())
+        out += f'<invoke name="{function}">\n{pairs}</invoke>\n'
+    return f"<minimax:tool_call>\n{out}</minimax:tool_call>"
+
+
+def python(listed: Any, as_text: Any) -> str:
+    return "[" + ", ".join(f"{f}({', '.join(f'{k}={v!r}' for k, v in a.items())})" for f, a in listed) + "]"
+
+
+KIMI = "<|tool_call_begin|>functions.{}:{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
+HARMONY = "<|start|>assistant<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}<|call|>"
+WRITERS: dict[str, Any] = {
+    "deepseek_v32": dsml,
+    "minimax_m2": minimax,
+    "pythonic": python,
+    "lfm2": lambda listed, as_text: f"<|tool_call_start|>{python(listed, as_text)}<|tool_call_end|>",
+    "mistral": lambda listed, as_text: "".join(f"[TOOL_CALLS]{f}[ARGS]{a}" for f, a in as_text),
+    "harmony": lambda listed, as_text: "".join(HARMONY.format(f, a) for f, a in as_text),
+    "kimi_k2": lambda listed, as_text: (
+        "<|tool_calls_section_begin|>"
+        + "".join(KIMI.format(f, i, a) for i, (f, a) in enumerate(as_text))
+        + "<|tool_calls_section_end|>"
+    ),
+    "gemma4": lambda listed, as_text: "".join(
+        f"<|tool_call>call:{f}{{{','.join(f'{k}:{gemma(v)}' for k, v in a.items())}}}<tool_call|>" for f, a in listed
+    ),
+}
+"""(calls, calls with arguments as JSON) -> the text of a model."""
+
+
 def write(name: str, listed: list[tuple[str, dict[str, Any]]]) -> str:
     """The calls as the chat template of a model of that format has them."""
     as_text = [(function, json.dumps(arguments, ensure_ascii=False)) for function, arguments in listed]
@@ -92,6 +154,8 @@ def write(name: str, listed: list[tuple[str, dict[str, Any]]]) -> str:
     if name == "deepseek_v31":
         one = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
         return "<｜tool▁calls▁begin｜>" + "".join(one.format(f, a) for f, a in as_text) + "<｜tool▁calls▁end｜>"
+    if name in WRITERS:
+        return WRITERS[name](listed, as_text)
     out = []
     for function, arguments in listed:
         if name == "glm45":
@@ -107,7 +171,7 @@ def write(name: str, listed: list[tuple[str, dict[str, Any]]]) -> str:
 
 def test_formats_are_found_by_file() -> None:
     assert registry.available("tool_formats") == FORMATS
-    assert registry.available("reasoning_formats") == ["think"]
+    assert registry.available("reasoning_formats") == ["gemma4", "harmony", "mistral", "think"]
     with pytest.raises(UsageError, match="hermes"):
         make_parser("hermse")
 
@@ -161,7 +225,7 @@ def test_no_call(name: str, text: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_cut_off_calls(name: str) -> None:
-    before = "" if name == "json" else "Look: "
+    before = "" if name in WHOLE else "Look: "
     text = before + write(name, [("search", {"text": 'é "q" {', "count": 12})])
     complete = parse([text], name)
     assert isinstance(complete[-1], Arguments)
@@ -179,14 +243,15 @@ def test_cut_off_calls(name: str) -> None:
 @given(data=st.data(), name=st.sampled_from(FORMATS))
 def test_random_arguments_and_splits(data: st.DataObject, name: str) -> None:
     word = st.text(st.characters(codec="utf-8", exclude_characters="\r"), max_size=12)
-    if name in ("glm45", "qwen3_coder"):
+    if name in TYPED:
         arguments: Any = st.fixed_dictionaries(
             {}, optional={"text": word, "count": st.integers(), "deep": st.booleans()}
         )
     else:
-        arguments = st.dictionaries(word, st.recursive(word | st.none() | st.integers(), st.lists), max_size=4)
+        key = st.from_regex("[a-z_]{1,8}", fullmatch=True) if name in NAMED else word
+        arguments = st.dictionaries(key, st.recursive(word | st.none() | st.integers(), st.lists), max_size=4)
     listed = data.draw(st.lists(st.tuples(st.sampled_from(["search", "now"]), arguments), min_size=1, max_size=3))
-    if name in ("glm45", "qwen3_coder"):
+    if name in TYPED:
         listed = [("search", arguments) for _, arguments in listed]  # `now` has no schema
     text = write(name, listed)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
@@ -199,8 +264,13 @@ FRAGMENTS = [
     "<tool_call>", "</tool_call>", "<function=search>", "<function=", "<parameter=text>", "</parameter>", "</function>",
     "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<think>", "</think>", "<｜tool▁calls▁begin｜>",
     "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "```json", "```", "\n", " ", "search",
-    '{"name": "search"',
-    ', "arguments": ', '{"a": 1}', "}", "[", "]", '"', "\\", "{", ";", ",", "x",
+    '{"name": "search"', "<|tool_call>call:", "<tool_call|>", '<|"|>', "search{text:", "<|start|>assistant",
+    "<|channel|>", "analysis", "final", " to=functions.search", "<|message|>", "<|end|>", "<|call|>", "[TOOL_CALLS]",
+    "[ARGS]",
+    "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
+    "<|tool_call_start|>", "search(", "text=", ")", "'", "<minimax:tool_call>", '<invoke name="', "</invoke>",
+    '<parameter name="', '">', "<｜DSML｜function_calls>", '<｜DSML｜invoke name="', '<｜DSML｜parameter name="',
+    ' string="true', ', "arguments": ', '{"a": 1}', "}", "[", "]", '"', "\\", "{", ";", ",", "x",
 ]  # fmt: skip
 
 
@@ -216,6 +286,8 @@ def test_splits_do_not_matter_for_any_text(parts: list[str], name: str, reasonin
     events = parse([text], name, reasoning=reasoning)
     assert parse(text, name, reasoning=reasoning) == events
     assert parse(parts, name, reasoning=reasoning) == events
+    if name == "harmony":
+        return  # its content stands between tokens of its own
     if all(isinstance(event, Content) for event in events) and not (reasoning and "</think>" in text):
         assert content(events) == text.removeprefix("<think>" if reasoning and text == "<think>" else "")
 
@@ -231,7 +303,7 @@ def test_nothing_is_held_longer_than_a_marker(name: str | None, reasoning: str |
         shown += content(parser.push(character))
         held = text[len(shown) : at]
         assert len(held) < longest
-        assert not held or held[0] in "<\n"
+        assert not held or held[0] in "<\n["
 
 
 @pytest.mark.parametrize("opened", [False, True])
@@ -246,6 +318,85 @@ def test_think(opened: bool) -> None:
     assert check("<think>\n\n</think>\n\nAnswer", None, **options) == [Content("Answer")]
     if not opened:
         assert check("Answer <think>x</think>", None, **options) == [Content("Answer <think>x</think>")]
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "thoughts"),
+    [
+        ("{{ '<|start|>assistant<|channel|>analysis<|message|>' + x + '<|end|>' }}", "harmony", "harmony"),
+        ("{{ '<|channel>thought\\n' }}{{ '<|tool_call>call:' + f + '{' }}{{ '}<tool_call|>' }}", "gemma4", "gemma4"),
+        ("{{ '[THINK]' + x + '[/THINK]' }}{{ '[TOOL_CALLS]' + name + '[ARGS]' }}", "mistral", "mistral"),
+        ("{% set dsml_token = '｜DSML｜' %}<think>", "deepseek_v32", "think"),
+        ("<|tool_calls_section_begin|><|tool_call_begin|>{{ id }}", "kimi_k2", None),
+        ("{% set begin = '<minimax:tool_call>' %}{{ '<invoke name=\"' }}", "minimax_m2", None),
+        ("<|im_start|>system\nList of tools: [", "lfm2", None),
+        ("<tool_call>{{ name }}<arg_key>{{ k }}</arg_key>", "glm45", None),
+        ("[func_name1(params_name1=params_value1)]", "pythonic", None),
+    ],
+)
+def test_templates_tell_the_format(template: str, tools: str, thoughts: str | None) -> None:
+    assert format_in(template, "tool_formats") == tools
+    assert format_in(template, "reasoning_formats") == thoughts
+
+
+def test_harmony() -> None:
+    """As gpt-oss writes it behind `<|start|>assistant`: thoughts, words before a call, a call, an answer."""
+    thought, end, call = "<|channel|>analysis<|message|>Hm <b> é?<|end|>", "<|end|>", '{"text": "a\\"b"}'
+    said = "<|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+    options = {"reasoning": "harmony", "reasoning_opened": True}
+    called = f"<|start|>assistant<|channel|>commentary to=functions.search <|constrain|>json<|message|>{call}<|call|>"
+    expected = [Reasoning("Hm <b> é?"), Content("I look."), ToolCall(0, "search"), Arguments(0, call)]
+    assert check(thought + said + called, "harmony", **options) == expected
+    assert check(thought + said + called, None, **options) == expected
+    final = "<|start|>assistant<|channel|>final<|message|>Done: <|x|>."
+    assert check(thought + final, None, **options) == [Reasoning("Hm <b> é?"), Content("Done: <|x|>.")]
+    assert check(thought + final + "<|return|>", None, **options) == [Reasoning("Hm <b> é?"), Content("Done: <|x|>.")]
+    stray = "<|channel|>commentary" + thought + final
+    assert check(stray, None, **options) == [Reasoning("Hm <b> é?"), Content("Done: <|x|>.")]
+    first = " to=functions.now<|channel|>commentary json<|message|>{}<|call|>"
+    assert check(first, "harmony", **options) == [ToolCall(0, "now"), Arguments(0, "{}")]
+    built_in = "<|channel|>analysis to=python code<|message|>1 + 1<|call|>"
+    assert check(built_in, "harmony", **options) == [Content(built_in)]
+    assert check("plain " + end, "harmony", **options) == [Content("plain " + end)]
+    inner = f"<|channel|>final<|message|>{write('hermes', [('now', {})])}<|return|>"
+    assert check(inner, "hermes", **options) == [ToolCall(0, "now"), Arguments(0, "{}")]
+
+
+@pytest.mark.parametrize("name", ["gemma4", "mistral"])
+def test_other_thoughts(name: str) -> None:
+    begin, close = {"gemma4": ("<|channel>thought", "<channel|>"), "mistral": ("[THINK]", "[/THINK]")}[name]
+    text = f"{begin}\nFirst.\n{close}" + write(name, [("now", {})])
+    assert check(text, name, reasoning=name) == [Reasoning("First."), ToolCall(0, "now"), Arguments(0, "{}")]
+
+
+def test_python_variants() -> None:
+    text = """[search(text='it\\'s "x" \\n \\u00e9', count=-3, ratio=1e-3, deep=true, items=(1, None,),"""
+    text += " options={'a': [True]})]"
+    wanted = {
+        "text": 'it\'s "x" \n é',
+        "count": -3,
+        "ratio": 1e-3,
+        "deep": True,
+        "items": [1, None],
+        "options": {"a": [True]},
+    }
+    assert calls(check(text, "pythonic")) == [("search", wanted)]
+    for other in ("[nobody(a=1)]", "[search]", "[1, 2]", "search(text='a')", "[search (x) for x in y]"):
+        assert check(other, "pythonic") == [Content(other)]
+    events = check("<|tool_call_start|>[f(a='b'), 3]<|tool_call_end|>", "lfm2")
+    assert events == [ToolCall(0, "f"), Arguments(0, '{"a": "b"}'), Content(" 3]<|tool_call_end|>")]
+    assert check("<|tool_call_start|>[f(a=b)]", "lfm2")[:2] == [ToolCall(0, "f"), Arguments(0, '{"a": }')]
+
+
+def test_mistral_variants() -> None:
+    listed = [("search", {"text": "a"}), ("now", {})]
+    array = '[TOOL_CALLS][{"name": "search", "arguments": {"text": "a"}, "id": "x1"}, {"name": "now", "arguments": {}}]'
+    assert calls(check(array, "mistral")) == listed
+    assert content(check("Look: " + array + " so.", "mistral")) == "Look:  so."
+    plain = '[TOOL_CALLS]search{"text": "a"}[TOOL_CALLS]now[CALL_ID]id1[ARGS]{}'
+    assert calls(check(plain, "mistral")) == listed
+    broken = '[TOOL_CALLS][{"name": "now", "arguments": {}}, 3]'
+    assert check(broken, "mistral") == [ToolCall(0, "now"), Arguments(0, "{}"), Content(" 3]")]
 
 
 def test_hermes_variants() -> None:

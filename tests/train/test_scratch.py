@@ -17,9 +17,9 @@ from headstart.cli.main import main  # noqa: E402
 from headstart.config import EngineConfig  # noqa: E402
 from headstart.core import SamplingParams  # noqa: E402
 from headstart.errors import UsageError  # noqa: E402
-from headstart.kernels.ops import ConvSpec, DeltaSpec  # noqa: E402
-from headstart.kernels.reference.recurrent import Step, conv_step, delta_step  # noqa: E402
-from headstart.train import corpus, delta, scratch  # noqa: E402
+from headstart.kernels.reference.recurrent import Step, conv_step, delta_step, scan_step  # noqa: E402
+from headstart.kernels.states import ConvSpec, DeltaSpec, ScanSpec  # noqa: E402
+from headstart.train import corpus, delta, scan, scratch  # noqa: E402
 from headstart.train.data import Problems  # noqa: E402
 from headstart.train.objective import Weighting  # noqa: E402
 from headstart.train.scratch import ScratchModel, ScratchOptions, run  # noqa: E402
@@ -58,25 +58,55 @@ def test_chunks_are_the_recurrence(tiled: bool, length: int) -> None:
     torch.testing.assert_close(delta.gated_delta(qkv, decay, strength, spec), expected, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("length", [1, 150])
+def test_chunks_are_the_scan(length: int) -> None:
+    spec = ScanSpec(2, 6, 12, 8)
+    generator = torch.Generator().manual_seed(length)
+    xbc = torch.randn(2, length, spec.channels, dtype=torch.float64, generator=generator)
+    steps = torch.rand(2, length, 6, dtype=torch.float64, generator=generator)
+    rate, skip = -torch.rand(6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+    state = torch.zeros(2, *spec.state_shape, dtype=torch.float64)
+    expected = walked(scan_step(spec, rate, skip), torch.cat((xbc, steps), -1), state)
+    torch.testing.assert_close(scan.selective_scan(xbc, steps, rate, skip, spec), expected, rtol=1e-12, atol=1e-13)
+
+
 def test_the_convolution_is_the_one_that_runs() -> None:
     spec, x, weight = ConvSpec(5, 4), torch.randn(2, 9, 5), torch.randn(20)
     expected = walked(conv_step(weight, spec), x, torch.zeros(2, 3, 5))
     torch.testing.assert_close(delta.causal_conv(x, weight, spec), expected)
 
 
-FIXED = ("e_score_correction_bias", ".expert_bias", ".layer_scalar")
+FIXED = (
+    "e_score_correction_bias", ".router_bias", ".ffn.gate.bias", ".ffn.gate.tid2eid", ".expert_bias", ".layer_scalar",
+)  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", support.FAMILIES)
 def test_every_tensor_learns(family: str) -> None:
-    """Gradients reach all that takes part in the forward; a bias of the choice of experts and a layer's scalar
-    (fixed in transformers too) take none."""
+    """Gradients reach all that takes part in the forward; a bias of the choice of experts, an indexer and a layer's
+    scalar (fixed in transformers too) take none."""
     model = tiny_model(family)
     loss, head_loss, _ = model.losses(tokens_of(3, 40), Weighting())
     (loss + head_loss).backward()
     without = {name for name, each in model.masters.items() if each.grad is None or not each.grad.abs().sum() > 0}
-    assert {name for name in without if not name.endswith(FIXED)} == set()
+    assert {name for name in without if not name.endswith(FIXED) and ".indexer." not in name} == set()
+
+
+SMALL_MAMBA2 = {"mamba_n_heads": 2, "mamba_d_head": 32, "vocab_size": support.VOCAB, "hidden_size": 32}
+MAMBA2 = {
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "num_hidden_layers": 2, **SMALL_MAMBA2},
+    "falcon_h1": {"num_hidden_layers": 1, "mamba_d_ssm": 64, "intermediate_size": 32, **SMALL_MAMBA2},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", MAMBA2)
+def test_every_tensor_of_a_relative_with_mamba2_learns(family: str) -> None:
+    model = ScratchModel(family, support.family_of(family), MAMBA2[family], torch.float64)
+    model.losses(tokens_of(3, 40), Weighting())[0].backward()
+    trunk = {name: each for name, each in model.masters.items() if "mtp" not in name and "head." not in name}
+    assert not [name for name, each in trunk.items() if each.grad is None or not each.grad.abs().sum() > 0]
 
 
 @pytest.mark.slow

@@ -6,8 +6,9 @@ moe           `glm4moe`, since llama.cpp's qwen3moe has no MTP: Qwen3-30B-A3B's 
               of 128, 8 query heads to a key head) at half its width and a third of its layers, a shared expert and an
               MTP module as GLM's.
 
-The embedding (and LM head) is Q8_0 whatever the type of the other matrices; routers, norms and convolutions are
-float32.
+Of these two the embedding (and LM head) is Q8_0 whatever the type of the other matrices; routers, norms and
+convolutions are float32. Other shapes: random_shapes.py. Q4_K_M is llama-quantize's mixture: Q6_K for embeddings and
+for half of the values' and the MLPs' last matrices (`use_more_bits`), Q4_K for the others.
 """
 
 from __future__ import annotations
@@ -23,20 +24,28 @@ import numpy as np
 Kind = str
 """A ggml type, or what float32 values are: "one", "small", "decay", "conv", "router"."""
 Tensors = Iterator[tuple[str, tuple[int, ...], Kind]]
-TYPES = {"Q8_0": (34, 127 / 3**0.5), "Q4_0": (18, 4.61)}
-"""Type -> bytes of a block of 32 and the standard deviation of its uniform integers."""
+TYPES = {
+    "Q8_0": (32, 34, 127 / 3**0.5), "Q4_0": (32, 18, 4.61), "Q4_K": (256, 144, 258.3), "Q6_K": (256, 210, 1366.0),
+    "MXFP4": (32, 17, 2.97),
+}  # fmt: skip
+"""Type -> weights and bytes of a block, and the standard deviation of its values where bytes are random and the block's
+own factor is 1."""
+MIXED = "Q4_K_M"
 EMBEDDING = "Q8_0"
 
 
 @dataclass(frozen=True)
 class Shape:
-    """`layers`: of the trunk. `fields(layers)`: metadata below `{arch}.`. `tensors(layers, type)`: in file order."""
+    """`layers`: of the trunk. `fields(layers)`: metadata below `{arch}.`. `tensors(layers, type)`: in file order.
+    `types`: what it is measured in. `draft`: the small model that drafts, where there is no MTP module."""
 
     arch: str
     layers: int
     vocab: int
     fields: Callable[[int], Mapping[str, Any]]
     tensors: Callable[[int, Kind], Tensors]
+    types: tuple[Kind, ...] = ("Q8_0", "Q4_0")
+    draft: Shape | None = None
 
 
 def block(i: int, parts: Mapping[str, tuple[tuple[int, ...], Kind]]) -> Tensors:
@@ -136,7 +145,7 @@ def moe_tensors(layers: int, kind: Kind) -> Tensors:
 
 
 SHAPES = {
-    "qwen3.5-0.8b": Shape("qwen35", 24, 248320, qwen_fields, qwen_tensors),
+    "qwen3.5-0.8b": Shape("qwen35", 24, 248320, qwen_fields, qwen_tensors, ("Q8_0", "Q4_0", MIXED)),
     "moe": Shape("glm4moe", 16, 151936, moe_fields, moe_tensors),
 }
 
@@ -148,7 +157,7 @@ def write(path: Path, shape: Shape, kind: Kind, layers: int) -> None:
     for key, value in shape.fields(layers).items():
         add_field(writer, f"{shape.arch}.{key}", value)
     add_tokens(writer, shape.vocab)
-    listed = list(shape.tensors(layers, kind))
+    listed = [(name, size, typed(name, of, layers)) for name, size, of in shape.tensors(layers, kind)]
     for name, size, of in listed:
         raw = gguf.GGMLQuantizationType[of] if of in TYPES else None
         writer.add_tensor_info(name, size, np.dtype(np.float32), num_bytes(size, of), raw_dtype=raw)
@@ -162,17 +171,38 @@ def write(path: Path, shape: Shape, kind: Kind, layers: int) -> None:
     aside.replace(path)
 
 
+def typed(name: str, kind: Kind, layers: int) -> Kind:
+    """What a tensor of a mixture has, as llama.cpp's `llama_tensor_get_type` chooses."""
+    if kind != MIXED:
+        return kind
+    if not name.startswith("blk."):
+        return "Q6_K" if name in ("token_embd.weight", "output.weight") else "Q4_K"
+    i, eighth = int(name.split(".")[1]), layers // 8
+    more_bits = i < eighth or i >= 7 * layers // 8 or (i - eighth) % 3 == 2
+    return "Q6_K" if more_bits and ("attn_v." in name or "ffn_down" in name) else "Q4_K"
+
+
 def num_bytes(shape: tuple[int, ...], kind: Kind) -> int:
     count = int(np.prod(shape))
-    return count // 32 * TYPES[kind][0] if kind in TYPES else 4 * count
+    if kind not in TYPES:
+        return 4 * count
+    weights, size, _ = TYPES[kind]
+    return count // weights * size
 
 
 def quantized(rng: np.random.Generator, shape: tuple[int, ...], kind: Kind) -> Any:
-    """Blocks of uniform integers whose values have a variance of 1 / columns."""
-    size, deviation = TYPES[kind]
-    blocks = np.empty((int(np.prod(shape)) // 32, size), np.uint8)
-    blocks[:, :2] = np.array([1 / (deviation * shape[-1] ** 0.5)], np.float16).view(np.uint8)
-    blocks[:, 2:] = rng.integers(0, 256, (len(blocks), size - 2), np.uint8)
+    """Blocks of random integers whose values have a variance of 1 / columns."""
+    weights, size, deviation = TYPES[kind]
+    blocks = rng.integers(0, 256, (int(np.prod(shape)) // weights, size), np.uint8)
+    factor = 1 / (deviation * shape[-1] ** 0.5)
+    if kind == "MXFP4":  # a power of two, half of the factor of doubled values
+        blocks[:, 0] = round(np.log2(factor)) + 127
+    elif kind == "Q6_K":
+        blocks[:, -2:] = np.array([factor], np.float16).view(np.uint8)
+    else:
+        blocks[:, :2] = np.array([factor], np.float16).view(np.uint8)
+    if kind == "Q4_K":  # what is taken off makes the mean 0
+        blocks[:, 2:4] = np.array([7.5 * factor], np.float16).view(np.uint8)
     return blocks
 
 
@@ -184,6 +214,7 @@ def floats(rng: np.random.Generator, shape: tuple[int, ...], kind: Kind) -> Any:
         "decay": -np.geomspace(0.03, 0.5, shape[0]),
         "conv": 0.5 * values,
         "router": values / shape[-1] ** 0.5,
+        "turning": np.where(np.arange(shape[0]) < shape[0] // 4, 1.0, 1e30),
     }
     return scaled[kind].astype(np.float32)
 

@@ -33,8 +33,10 @@ class LlamaServer(Server):
         ]  # fmt: skip
         super().__init__("llama-server", command, log)
 
-    def complete(self, prompt: Sequence[int], max_tokens: int, *, ignore_eos: bool = False) -> dict[str, Any]:
-        """One greedy completion; the server's JSON."""
+    def complete(
+        self, prompt: Sequence[int], max_tokens: int, *, ignore_eos: bool = False, num_probs: int = 0
+    ) -> dict[str, Any]:
+        """One greedy completion; the server's JSON. `num_probs`: log-probabilities of so many tokens at each step."""
         body = {
             "prompt": list(prompt),
             "n_predict": max_tokens,
@@ -42,6 +44,7 @@ class LlamaServer(Server):
             "cache_prompt": False,
             "ignore_eos": ignore_eos,
             "return_tokens": True,
+            "n_probs": num_probs,
         }
         request = urllib.request.Request(
             f"{self.url}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}

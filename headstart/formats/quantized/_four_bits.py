@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
+from headstart.formats.base import Tensor
+from headstart.formats.grouped import E2M1
 from headstart.formats.quantization import Shape, Stored
 
 
 def unpacked(shape: Shape) -> Shape:
     """The weight's shape from that of its bytes."""
     return (*shape[:-1], shape[-1] * 2)
+
+
+def codes(stored: Tensor) -> NDArray[np.float32]:
+    """Rows of bytes [n, b] -> the values of their codes [n, 2 b]."""
+    raw = stored.data
+    return np.stack((E2M1[raw & 15], E2M1[raw >> 4]), axis=-1).reshape(len(raw), -1)
 
 
 def group_of(stored: Stored) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,26 +21,57 @@ Codes = Callable[[Tensor], NDArray[np.float32]]
 def scaled(stored: Stored, shape: Shape, codes: Codes, block: tuple[int, int] | None = None) -> Decode:
     """The values of a weight [..., rows, columns]: float32(code) * float32(scale). `block`: rows and columns that share
     a scale; None: as the scales' shape says. ModelError where scales and weight do not fit."""
-    scale = stored.scale
-    assert scale is not None
     block = block or block_of(stored, shape)
-    rows, columns = shape[-2:]
     folded = stored.main.shaped(math.prod(shape[:-1]), stored.main.shape[-1])
-    grid = scale.float32().reshape(-1, -(-rows // block[0]), -(-columns // block[1]))
+    scales_of = scale_rows(stored, shape, block)
 
     def decode(chosen: NDArray[np.int64]) -> NDArray[np.float32]:
-        own = grid[chosen // rows % len(grid), chosen % rows // block[0]]
+        own = np.repeat(scales_of(chosen), block[1], axis=1)[:, : shape[-1]]
         with np.errstate(over="ignore", invalid="ignore"):
-            return np.asarray(codes(folded.take_rows(chosen)) * np.repeat(own, block[1], axis=1)[:, :columns])
+            return np.asarray(codes(folded.take_rows(chosen)) * own)
 
     return decode
+
+
+def scale_rows(stored: Stored, shape: Shape, block: tuple[int, int]) -> Decode:
+    """Rows [n] of a weight -> the scales of their blocks of columns [n, blocks]. ModelError for scales that are no
+    numbers, or of another shape."""
+    scale, (rows, columns) = stored.scale, shape[-2:]
+    assert scale is not None
+    count = -(-rows // block[0]) * -(-columns // block[1])
+    if math.prod(scale.shape) not in (count, count * math.prod(shape[:-2])):
+        raise _misfit(stored, scale, block)
+    numbers(scale, stored)
+    per_matrix = -(-rows // block[0])
+    grid = _floats(scale).shaped(math.prod(scale.shape) // -(-columns // block[1]), -(-columns // block[1]))
+    stack = grid.shape[0] // per_matrix
+    return lambda chosen: grid.take_rows(
+        chosen // rows % stack * per_matrix + chosen % rows // block[0]
+    ).float32()  # not kept: as float32 they may be an eighth of the file
+
+
+def _floats(scale: Tensor) -> Tensor:
+    return replace(scale, dtype="F8_E8M0") if scale.dtype == "U8" else scale
+
+
+def group_in(width: int, columns: int) -> int:
+    """Columns of the largest group that kernels know which divides a block of `width` columns; 0: none does."""
+    return next((group for group in (64, 32, 16) if width % group == 0 or width >= columns), 0)
+
+
+def numbers(scale: Tensor, stored: Stored) -> NDArray[np.float32]:
+    """The values of a weight's scales [*shape]; bytes are powers of two (E8M0). ModelError unless all are numbers."""
+    values = _floats(scale).float32()
+    if not np.isfinite(values).all():
+        raise ModelError(f"the scales {scale.name} of {stored.name} are not all numbers", "download the model again")
+    return values
 
 
 def block_of(stored: Stored, shape: Shape) -> tuple[int, int]:
     """Rows and columns of the weight that share one scale. ModelError where scales and weight do not fit."""
     scale = stored.scale
     assert scale is not None
-    if not scale.dtype.startswith(("F", "BF")):
+    if not scale.dtype.startswith(("F", "BF")) and (scale.dtype != "U8" or not stored.main.dtype.startswith("F8_E")):
         raise ModelError(f"the scales {scale.name} are {scale.dtype}, which is no floating-point type")
     grid = scale.shape
     if len(shape) < 2:

@@ -1,23 +1,181 @@
-"""bitsandbytes: 8-bit integers with a scale for each row (`SCB`), or blocks of 4 bits. Not read yet."""
+"""bitsandbytes: 8-bit integers with a scale for each row (`SCB`), or 4-bit codes (nf4, fp4) with the largest magnitude
+of each block of columns, which may be 8-bit codes themselves (double quantization).
+
+A 4-bit weight is one column of bytes, two codes in each, the first in the high half; its shape is in the JSON text of
+`quant_state`. Value = level of the code * magnitude, in float32; bitsandbytes rounds that once to the model's type.
+Kernels keep codes and magnitudes, and multiply levels as floats, block by block: they are no integers.
+"""
 
 from __future__ import annotations
 
-from headstart.formats.quantization import Described, Quantization, Stored
+import json
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headstart.errors import ModelError
+from headstart.formats.base import Tensor
+from headstart.formats.grouped import LEVELS, Layout, joined
+from headstart.formats.integers import Integers
+from headstart.formats.quantization import Decode, Described, Kept, Quantization, Stored, WeightBytes
+from headstart.formats.quantized._scaled import numbers
+
+STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
+BYTES = 0.5 + 1 / 64
+_SCALE = 0.007874015718698502  # of 8 bits: bitsandbytes' 1 / 127
 
 
 def describe(stored: Stored) -> Described | None:
     if "SCB" in stored.beside:
         return Described(stored.main.shape, "int8 (bitsandbytes)")
-    return Described(None, "4-bit (bitsandbytes)") if any("absmax" in word for word in stored.beside) else None
+    if not any("absmax" in word for word in stored.beside):
+        return None
+    shape, state = None, _state_tensor(stored)
+    if state and state.here:
+        with suppress(ModelError):  # whoever reads the values is told
+            shape = _shape(_state(stored))
+    return Described(shape, "4-bit (bitsandbytes)")
+
+
+def integers(stored: Stored) -> Integers | None:
+    if "SCB" not in stored.beside or stored.main.dtype != "I8" or len(stored.main.shape) != 2:
+        return None
+    scales = numbers(stored.beside["SCB"], stored).reshape(-1, 1) * np.float32(_SCALE)
+    if len(scales) != stored.main.shape[0]:
+        what = f"{stored.beside['SCB'].name} {list(stored.beside['SCB'].shape)} is not one for each row"
+        raise ModelError(f"{what} of {stored.name} {list(stored.main.shape)}")
+
+    def codes(rows: NDArray[np.int64]) -> NDArray[np.int32]:
+        return stored.main.take_rows(rows).numpy().astype(np.int32) + 128
+
+    columns = np.zeros(stored.main.shape[1], np.int64)
+    return Integers(stored.name, codes, np.full(scales.shape, 128, np.int32), scales, columns, 8)
+
+
+def keep(stored: Stored) -> Kept | None:
+    """Codes of 4 bits whose blocks are whole groups of columns."""
+    if "SCB" in stored.beside:
+        return None
+    columns, size, levels, largest, flat = _parts(stored)
+    group = next((each for each in (64, 32) if columns % each == 0 and size % each == 0), 0)
+    name = next((each for each in ("NF4", "FP4") if np.allclose(LEVELS[each], levels, rtol=0, atol=1e-7)), None)
+    if not group or not name:
+        return None
+    layout, each = Layout(name, group, "F32"), flat.shaped(flat.nbytes * 2 // columns, columns // 2)
+
+    def rows(chosen: NDArray[np.int64]) -> NDArray[np.uint8]:
+        codes = each.take_rows(chosen).data.view(np.uint8)
+        places = chosen[:, None] * columns + np.arange(0, columns, group)
+        return joined(layout, (codes >> 4 | codes << 4).astype(np.uint8), largest(places // size))
+
+    return Kept(layout.name, rows)
+
+
+def decode(stored: Stored) -> Decode | None:
+    """Codes of 4 bits in any blocks."""
+    if "SCB" in stored.beside:
+        return None
+    columns, size, levels, largest, flat = _parts(stored)
+
+    def values(rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        places = rows[:, None] * columns + np.arange(columns)
+        both = flat.data.view(np.uint8)[places // 2]
+        return np.asarray(levels[np.where(places % 2, both & 15, both >> 4)] * largest(places // size))
+
+    return values
+
+
+Magnitudes = Callable[[NDArray[np.int64]], NDArray[np.float32]]
+"""Numbers of blocks -> the largest magnitude in each."""
+
+
+class _Parts(NamedTuple):
+    """Columns of a row and of a block, levels [16], the magnitude of each block, and all bytes."""
+
+    columns: int
+    size: int
+    levels: NDArray[np.float32]
+    largest: Magnitudes
+    flat: Tensor
+
+
+def _parts(stored: Stored) -> _Parts:
+    state = _state(stored)
+    shape, size = _shape(state), int(state["blocksize"])
+    count = math.prod(shape)
+    if stored.main.dtype not in ("U8", "I8") or stored.main.nbytes != -(-count // 2):
+        raise ModelError(f"{stored.name}: {stored.main.nbytes} bytes of {stored.main.dtype} do not hold {list(shape)}")
+    blocks = math.prod(_beside(stored, ".absmax").shape)
+    if blocks != -(-count // size):
+        raise ModelError(f"{stored.name}: {blocks} magnitudes do not fit {list(shape)} in blocks of {size}")
+    levels, largest = _levels(stored), _largest(stored, state)
+    return _Parts(shape[-1], size, levels, largest, stored.main.shaped(stored.main.nbytes))
+
+
+def _state_tensor(stored: Stored) -> Tensor | None:
+    return next((stored.beside[word] for word in STATES if word in stored.beside), None)
+
+
+def _state(stored: Stored) -> dict[str, Any]:
+    """What `quant_state` says. Raises ModelError."""
+    tensor = _state_tensor(stored)
+    if tensor is None:
+        raise ModelError(f"{stored.name} is 4-bit (bitsandbytes), and no quant_state stands beside it")
+    try:
+        state = json.loads(bytes(tensor.data))
+        sizes = [*state["shape"], state["blocksize"], state.get("nested_blocksize", 1)]
+        if not all(type(size) is int and size > 0 for size in sizes) or len(sizes) < 4:
+            raise ValueError(f"sizes are {sizes}")
+        return dict(state)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{tensor.name} cannot be read: {error}", "download the model again") from error
+
+
+def _shape(state: dict[str, Any]) -> tuple[int, ...]:
+    return tuple(state["shape"])
+
+
+def _beside(stored: Stored, word: str) -> Tensor:
+    if word not in stored.beside:
+        raise ModelError(f"{stored.name} is 4-bit (bitsandbytes), and no {word[1:]} stands beside it")
+    return stored.beside[word]
+
+
+def _levels(stored: Stored) -> NDArray[np.float32]:
+    levels = numbers(_beside(stored, ".quant_map"), stored).reshape(-1)
+    if len(levels) != 16:
+        raise ModelError(f"{stored.name}: a quant_map of {len(levels)} levels, not 16")
+    return levels
+
+
+def _largest(stored: Stored, state: dict[str, Any]) -> Magnitudes:
+    """The magnitude of each block. Its code stands for nested_quant_map[code] * nested_absmax + offset."""
+    kept = _beside(stored, ".absmax")
+    if kept.dtype != "U8":
+        whole = numbers(kept, stored).reshape(-1)
+        return lambda at: np.asarray(whole[at])
+    levels = numbers(_beside(stored, ".nested_quant_map"), stored).reshape(-1)
+    outer, codes = numbers(_beside(stored, ".nested_absmax"), stored).reshape(-1), kept.data.reshape(-1)
+    size = int(state.get("nested_blocksize", 256))
+    if len(levels) != 256 or len(outer) != -(-len(codes) // size):
+        raise ModelError(f"{stored.name}: {len(levels)} levels and {len(outer)} scales of {len(codes)} magnitudes")
+    offset = np.float32(state.get("nested_offset", 0.0))
+    return lambda at: np.asarray(levels[codes[at]] * outer[at // size] + offset)
 
 
 QUANTIZATION = Quantization(
     detect=lambda settings: settings.get("quant_method") == "bitsandbytes",
     excludes={"bitsandbytes": "llm_int8_skip_modules"},
     beside=("SCB", "weight_format"),
-    after=(
-        ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", ".quant_state.bitsandbytes__nf4",
-        ".quant_state.bitsandbytes__fp4",
-    ),
+    after=(".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", *STATES),
     describe=describe,
-)  # fmt: skip
+    integers=integers,
+    decode=decode,
+    keep=keep,
+    bits=4,
+    plans={"nf4": WeightBytes(BYTES, BYTES, BYTES, 2)},
+)

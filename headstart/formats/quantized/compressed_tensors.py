@@ -21,17 +21,28 @@ def describe(stored: Stored) -> Described | None:
     return Described((*shape[:-1], shape[-1] * 32 // bits), f"int{bits} (compressed-tensors)")
 
 
+def _bits_and_columns(stored: Stored) -> tuple[int, int]:
+    """By `weight_shape` where it is there: groups of modules may have other bits than the config's first. ModelError
+    for a shape that the words do not hold."""
+    num_words, bits = stored.main.shape[1], bits_of(stored.settings)
+    if (shape := stored.beside.get("weight_shape")) is None:
+        return bits, num_words * 32 // bits
+    columns = int(shape.numpy().reshape(-1)[-1])
+    for each in (bits, 8, 4, 2):
+        if columns > 0 and 32 % each == 0 and num_words == -(-columns * each // 32):
+            return each, columns
+    raise ModelError(f"{stored.main.name}: {num_words} words of 32 bits do not hold {columns} columns of {bits} bits")
+
+
 def integers(stored: Stored) -> Integers | None:
     if len(stored.main.shape) != 2 or "weight_chan_scale" in stored.beside or "weight_global_scale" in stored.beside:
         return None
-    words, bits = stored.main.numpy(), bits_of(stored.settings)
-    scales = stored.beside["weight_scale"].float32()
+    words, scales = stored.main.numpy(), stored.beside["weight_scale"].float32()
+    bits, columns = _bits_and_columns(stored)
     if 32 % bits or len(scales.shape) != 2 or len(scales) != len(words):
         return None
-    (rows, num_words), count = words.shape, scales.shape[1]
-    shape = stored.beside.get("weight_shape")
-    columns = int(shape.numpy()[1]) if shape is not None else num_words * 32 // bits
-    if not count or columns % count or not 0 < columns <= num_words * 32 // bits:
+    rows, count = len(words), scales.shape[1]
+    if not count or columns % count:
         raise ModelError(f"{stored.main.name}: {columns} columns do not make {count} groups of one size")
     order = stored.beside.get("weight_g_idx")
     groups = np.arange(columns) // (columns // count) if order is None else order.numpy().astype(np.int64)

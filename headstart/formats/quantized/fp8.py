@@ -1,13 +1,35 @@
-"""FP8 codes with a scale for a tensor, a row, or a block of rows and columns (`weight_scale_inv`, DeepSeek's layout).
+"""FP8 codes with a scale for a tensor, a row, or a block of rows and columns: DeepSeek's `weight_scale_inv`, the
+`weight_scale` of compressed-tensors, fbgemm and ModelOpt; as bytes it is a power of two (MXFP8).
 
-Read as DeepSeek's own conversion script does: float32(code) * scale, rounded once to bfloat16.
+Value: float32(code) * scale. Kernels keep the codes and multiply them as floats, group by group (what E4M3 holds is no
+small integer); blocks of other widths than groups of 16, 32 or 64 columns, and E5M2, become bfloat16.
 """
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
 from headstart.formats.base import Tensor
-from headstart.formats.quantization import ACTIVATIONS, Decode, Described, Quantization, Stored, WeightBytes
-from headstart.formats.quantized._scaled import block_of, scaled
+from headstart.formats.grouped import Layout, joined
+from headstart.formats.quantization import (
+    ACTIVATIONS,
+    Decode,
+    Described,
+    Kept,
+    Quantization,
+    Settings,
+    Stored,
+    WeightBytes,
+)
+from headstart.formats.quantized._scaled import block_of, group_in, scale_rows, scaled
+
+
+def detect(settings: Settings) -> bool:
+    method, algorithm = settings.get("quant_method"), str(settings.get("quant_algo")).lower()
+    return method in ("fp8", "fbgemm_fp8") or algorithm.startswith("fp8")
 
 
 def describe(stored: Stored) -> Described | None:
@@ -27,13 +49,33 @@ def decode(stored: Stored) -> Decode:
     return scaled(stored, stored.main.shape, Tensor.float32)
 
 
+def keep(stored: Stored) -> Kept | None:
+    """E4M3 whose blocks are whole groups of columns."""
+    shape = stored.main.shape
+    if stored.main.dtype != "F8_E4M3" or stored.scale is None or len(shape) < 2:
+        return None
+    block = block_of(stored, shape)
+    group = group_in(block[1], shape[-1])
+    if not group:
+        return None
+    layout, scales_of = Layout("E4M3", group, "F32"), scale_rows(stored, shape, block)
+    folded = stored.main.shaped(math.prod(shape[:-1]), shape[-1])
+
+    def rows(chosen: NDArray[np.int64]) -> NDArray[np.uint8]:
+        scales = np.repeat(scales_of(chosen), -(-block[1] // group), axis=1)[:, : -(-shape[-1] // group)]
+        return joined(layout, folded.take_rows(chosen).data, scales)
+
+    return Kept(layout.name, rows)
+
+
 QUANTIZATION = Quantization(
-    detect=lambda settings: "fp8" in (settings.get("quant_method"), str(settings.get("quant_algo")).lower()),
-    excludes={"fp8": "modules_to_not_convert"},
+    detect=detect,
+    excludes={"fp8": "modules_to_not_convert", "fbgemm_fp8": "modules_to_not_convert"},
     beside=("weight_scale_inv", "weight_scale", "scale", *ACTIVATIONS),
     after=("_scale_inv", "_input_scale", "_weight_scale", "_scale"),
     describe=describe,
     decode=decode,
+    keep=keep,
     check=lambda stored: block_of(stored, stored.main.shape),
     plans={"fp8": WeightBytes(1, 1, 1, 2, "fp8")},
 )

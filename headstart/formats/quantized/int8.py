@@ -1,4 +1,5 @@
-"""Integers of 8 bits with a scale for a tensor, a row or a block."""
+"""Integers of 8 bits with a scale for a tensor, a row, a group of columns or a block, and maybe a zero point for each
+(compressed-tensors' int-quantized): (code - zero point) * scale."""
 
 from __future__ import annotations
 
@@ -7,10 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headstart.errors import ModelError
 from headstart.formats.base import Tensor
+from headstart.formats.integers import Integers
 from headstart.formats.quantization import Decode, Described, Quantization, Stored, WeightBytes
 from headstart.formats.quantized._four_bits import group_of
-from headstart.formats.quantized._scaled import block_of, scaled
+from headstart.formats.quantized._scaled import block_of, scale_rows, scaled
 
 GROUP = 64
 
@@ -27,7 +30,31 @@ def codes(stored: Tensor) -> NDArray[np.float32]:
 
 
 def decode(stored: Stored) -> Decode | None:
-    return scaled(stored, stored.main.shape, codes) if stored.main.dtype == "I8" and stored.scale else None
+    if stored.main.dtype != "I8" or not stored.scale or "weight_zero_point" in stored.beside:
+        return None
+    return scaled(stored, stored.main.shape, codes)
+
+
+def integers(stored: Stored) -> Integers | None:
+    """A matrix whose scales are those of whole rows, or of groups of their columns."""
+    shape = stored.main.shape
+    if stored.main.dtype != "I8" or len(shape) != 2:
+        return None
+    block = block_of(stored, shape)
+    columns, every = np.arange(shape[1]) // block[1], np.arange(shape[0])
+    scales = scale_rows(stored, shape, block)(every)
+    zeros = np.zeros(scales.shape, np.int32)
+    if (points := stored.beside.get("weight_zero_point")) is not None:
+        if points.dtype != "I8" or points.shape != stored.beside["weight_scale"].shape:
+            raise ModelError(
+                f"the zero points {points.name} are {points.dtype} {list(points.shape)}, not as the scales"
+            )
+        zeros = zeros + points.numpy().reshape(-1, scales.shape[1])[every // block[0]]
+
+    def centered(rows: NDArray[np.int64]) -> NDArray[np.int32]:
+        return stored.main.take_rows(rows).numpy().astype(np.int32) + 128
+
+    return Integers(stored.name, centered, zeros + 128, scales, columns, 8)
 
 
 def encode(name: str, values: NDArray[np.float32]) -> dict[str, NDArray[Any]]:
@@ -46,6 +73,7 @@ QUANTIZATION = Quantization(
     beside=("weight_scale", "weight_zero_point", "scale"),
     describe=describe,
     decode=decode,
+    integers=integers,
     check=lambda stored: block_of(stored, stored.main.shape),
     plans={"int8": WeightBytes(1, 1, 1, 2, "int8")},
 )

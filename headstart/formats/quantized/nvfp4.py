@@ -1,28 +1,75 @@
-"""NVFP4: FP4 (E2M1) with an FP8 scale for 16 columns and one for the tensor, two codes in a byte. Not read yet."""
+"""NVFP4: FP4 (E2M1) with an FP8 scale for 16 columns and one for the tensor, two codes in a byte.
+
+ModelOpt's `weight_scale_2` multiplies the FP8 scales, compressed-tensors' `weight_global_scale` divides them: value =
+code * (float32(scale) * factor), with factor = weight_scale_2, or 1 / weight_global_scale rounded once. Kernels keep
+codes, scales and factor: twice the value of a code is a small integer, so sums inside a group are exact integers.
+"""
 
 from __future__ import annotations
 
-from headstart.errors import ModelError
-from headstart.formats.quantization import Described, Quantization, Settings, Stored, WeightBytes
-from headstart.formats.quantized._four_bits import group_of, unpacked
+import math
 
-BYTES = 0.5 + 1 / 16
+import numpy as np
+from numpy.typing import NDArray
+
+from headstart.errors import ModelError
+from headstart.formats.grouped import Layout, joined
+from headstart.formats.quantization import Described, Kept, Quantization, Settings, Stored, WeightBytes
+from headstart.formats.quantized._four_bits import group_of, unpacked
+from headstart.formats.quantized._scaled import numbers
+
+GROUP = 16
+BYTES = 0.5 + 1 / GROUP
 
 
 def detect(settings: Settings) -> bool:
     method, algorithm = settings.get("quant_method"), str(settings.get("quant_algo")).upper()
-    return method == "nvfp4" or (method == "modelopt" and algorithm != "FP8")
+    return method == "nvfp4" or (method == "modelopt" and not algorithm.startswith("FP8"))
 
 
 def describe(stored: Stored) -> Described | None:
     if stored.main.dtype == "F4":
         return Described(stored.main.shape, "FP4")
-    return Described(unpacked(stored.main.shape), "NVFP4") if group_of(stored) == 16 else None
+    return Described(unpacked(stored.main.shape), "NVFP4") if group_of(stored) == GROUP else None
 
 
 def check(stored: Stored) -> None:
-    if stored.main.dtype != "F4" and not {"weight_scale_2", "weight_global_scale"} & stored.beside.keys():
+    if stored.main.dtype == "F4":
+        return
+    scale, shape = stored.scale, stored.main.shape
+    if not {"weight_scale_2", "weight_global_scale", "_scale_2"} & stored.beside.keys():
         raise ModelError("no scale for the whole tensor stands beside it")
+    if scale is None or scale.dtype != "F8_E4M3" or scale.shape != (*shape[:-1], shape[-1] * 2 // GROUP):
+        what = f"{scale.name} is {scale.dtype} {list(scale.shape)}" if scale else "no scales stand beside it"
+        raise ModelError(f"{what}; 16 columns share one of F8_E4M3")
+
+
+def factors(stored: Stored) -> NDArray[np.float32]:
+    """What multiplies the scales: float32 [1], or [stack] for a stack of matrices."""
+    divides = "weight_global_scale" in stored.beside
+    words = ("weight_global_scale",) if divides else ("weight_scale_2", "_scale_2")
+    scale = next(stored.beside[word] for word in words if word in stored.beside)
+    found = numbers(scale, stored).reshape(-1)
+    if len(found) not in (1, math.prod(stored.main.shape[:-2])) or (divides and not found.all()):
+        raise ModelError(f"{scale.name} {list(scale.shape)} is no scale for {stored.name} {list(stored.main.shape)}")
+    return np.float32(1) / found if divides else found
+
+
+def keep(stored: Stored) -> Kept | None:
+    if stored.main.dtype == "F4":
+        return None
+    check(stored)
+    shape, scale = unpacked(stored.main.shape), stored.scale
+    assert scale is not None
+    numbers(scale, stored)  # NaN is told here
+    layout, factor = Layout("E2M1", GROUP, "E4M3"), factors(stored)
+    codes, scales = (each.shaped(math.prod(shape[:-1]), each.shape[-1]) for each in (stored.main, scale))
+
+    def rows(chosen: NDArray[np.int64]) -> NDArray[np.uint8]:
+        own = factor[chosen // shape[-2] % len(factor)]
+        return joined(layout, codes.take_rows(chosen).data, scales.take_rows(chosen).data, factors=own)
+
+    return Kept(layout.name, rows)
 
 
 QUANTIZATION = Quantization(
@@ -33,6 +80,7 @@ QUANTIZATION = Quantization(
     after=("_scale_2",),
     check=check,
     describe=describe,
+    keep=keep,
     bits=4,
     plans={"nvfp4": WeightBytes(BYTES, BYTES, BYTES, 2, "fp4")},
 )

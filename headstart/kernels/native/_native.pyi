@@ -25,9 +25,10 @@ class Matrix:
         cols: int,
         group: int,
         zero: int,
-        scale_f32: bool,
-        has_min: bool,
+        scales: int,
+        offsets: int,
         data: NDArray[np.uint8],
+        levels: int = 0,
     ) -> None: ...
     @property
     def kind(self) -> int: ...
@@ -40,19 +41,22 @@ class Matrix:
     @property
     def zero(self) -> int: ...
     @property
-    def scale_f32(self) -> bool: ...
+    def scales(self) -> int: ...
     @property
-    def has_min(self) -> bool: ...
+    def offsets(self) -> int: ...
+    @property
+    def levels(self) -> int: ...
     @property
     def num_bytes(self) -> int: ...
     @property
     def data(self) -> NDArray[np.uint8]: ...
 
-def source_form(source: str) -> tuple[int, int, int, bool, bool] | None:
-    """kind, group, zero, scale_f32, has_min of the matrix that rows of this type become; None for an unknown type.
+def source_form(source: str) -> tuple[int, int, int, int, int, int] | None:
+    """kind, group, zero, scales, offsets, levels (numbers of csrc/matrix.h) of the matrix that rows of this type
+    become; None for an unknown type.
     "int8" and "int4" are float32 rows to quantize."""
 
-def matrix_bytes(kind: int, rows: int, cols: int, group: int, scale_f32: bool, has_min: bool) -> int:
+def matrix_bytes(kind: int, rows: int, cols: int, group: int, scales: int, offsets: int) -> int:
     """Size of a matrix's data."""
 
 def pack_rows(pool: ThreadPool, source: str, raw: NDArray[np.uint8], cols: int, out: NDArray[np.uint8]) -> None:
@@ -108,6 +112,12 @@ class KVPool:
     def copy_rows(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
         """Keys and values of slots `sources` to slots `targets`, as if all at once."""
 
+class RowPool:
+    """Rows [num_slots, width] that are read one by one; wide: as floats, else as bfloat16."""
+
+    def __init__(self, num_slots: int, width: int, wide: bool) -> None: ...
+    def copy_rows(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None: ...
+
 class HiddenPool:
     """Hidden states [num_slots, width]."""
 
@@ -141,6 +151,7 @@ class Program:
     def hidden_input(self, width: int) -> int: ...
     def linear(self, x: int, matrix: Matrix | None, bias: NDArray[np.float32] | None, label: str) -> int: ...
     def refine(self, approximate: int, x: int, matrix: Matrix, count: int, label: str) -> int: ...
+    def keep_groups(self, logits: int, scores: int, groups: NDArray[np.int64], count: int) -> int: ...
     def gated(
         self,
         x: int,
@@ -158,6 +169,7 @@ class Program:
     def activate(self, x: int, kind: int) -> int: ...
     def activate_mul(self, gate: int, up: int, kind: int) -> int: ...
     def scale(self, x: int, factor: float) -> int: ...
+    def shift(self, x: int, bias: NDArray[np.float32]) -> int: ...
     def softcap(self, x: int, cap: float) -> int: ...
     def center(self, x: int) -> int: ...
     def temper(self, x: int, every: int, strength: float, ahead: int) -> int: ...
@@ -171,9 +183,12 @@ class Program:
         top_k: int,
         num_groups: int,
         top_groups: int,
-        sigmoid: bool,
+        scoring: int,
         normalize: bool,
         scale: float,
+        num_identity: int,
+        scales_inputs: bool,
+        told: NDArray[np.int64] | None,
     ) -> tuple[int, int]:
         """The choice of experts, for `experts`."""
 
@@ -183,7 +198,7 @@ class Program:
     def want(self, x: int, by: Matrix) -> None:
         """Keep the form of a buffer's rows that this matrix multiplies, from here on."""
 
-    def rope(self, x: int, table: RopeTable, head_dim: int) -> int: ...
+    def rope(self, x: int, table: RopeTable, head_dim: int, trailing: bool, inverse: bool, behind: int) -> int: ...
     def store_kv(self, k: int, v: int, pool: KVPool) -> None: ...
     def attend(
         self,
@@ -195,9 +210,64 @@ class Program:
         softcap: float,
         sinks: NDArray[np.float32] | None,
         causal: bool = False,
+        before: bool = False,
+        chunk: int = 0,
     ) -> int: ...
-    def causal_conv(self, x: int, taps: NDArray[np.float32], pool: StatePool, width: int) -> int: ...
-    def decay(self, x: int, rate: NDArray[np.float32], bias: NDArray[np.float32]) -> int: ...
+    def choose(self, q: int, weights: int, pool: KVPool, heads: int, top_k: int, every: int) -> int: ...
+    def attend_chosen(
+        self,
+        q: int,
+        pool: KVPool,
+        num_heads: int,
+        scale: float,
+        softcap: float,
+        sinks: NDArray[np.float32] | None,
+        chosen: int,
+    ) -> int: ...
+    def compress(
+        self,
+        values: int,
+        gates: int,
+        bias: NDArray[np.float32],
+        pool: RowPool,
+        every: int,
+        dim: int,
+        overlap: bool,
+    ) -> int: ...
+    def attend_beside(
+        self,
+        q: int,
+        pool: KVPool,
+        entries: KVPool,
+        num_heads: int,
+        scale: float,
+        softcap: float,
+        window: int,
+        every: int,
+        sinks: NDArray[np.float32] | None,
+        chosen: int,
+    ) -> int: ...
+    def stream_weights(
+        self, mixes: int, base: NDArray[np.float32], scale: NDArray[np.float32], count: int, iterations: int, eps: float
+    ) -> int: ...
+    def sum_streams(self, streams: int, weights: int, count: int) -> int: ...
+    def mix_streams(self, streams: int, x: int, weights: int, count: int) -> int: ...
+    def causal_conv(
+        self, x: int, taps: NDArray[np.float32], pool: StatePool, width: int, bias: NDArray[np.float32] | None
+    ) -> int: ...
+    def softplus(self, x: int, rate: NDArray[np.float32] | None, bias: NDArray[np.float32]) -> int: ...
+    def selective_scan(
+        self,
+        xbc: int,
+        step: int,
+        rate: NDArray[np.float32],
+        skip: NDArray[np.float32],
+        pool: StatePool,
+        num_groups: int,
+        num_heads: int,
+        state_dim: int,
+        head_dim: int,
+    ) -> int: ...
     def gated_delta(
         self,
         qkv: int,

@@ -22,6 +22,7 @@ from headstart.config import KVDtype, Quantization
 from headstart.core import Sampled, SamplingRows, StepPlan, TokenLogprob
 from headstart.errors import ModelError, UsageError
 from headstart.kernels.chain import GateRule
+from headstart.kernels.indexing import CompressSpec
 from headstart.kernels.native import sampling
 from headstart.kernels.native._native import (
     Arena,
@@ -30,6 +31,7 @@ from headstart.kernels.native._native import (
     KVPool,
     Matrix,
     Program,
+    RowPool,
     StatePool,
     ThreadPool,
     fastest_read,
@@ -38,7 +40,8 @@ from headstart.kernels.native._native import (
 from headstart.kernels.native.packed_cache import PackedCache, key_of
 from headstart.kernels.native.packing import pack
 from headstart.kernels.native.program import record
-from headstart.kernels.ops import AttentionSpec, Program as Code, RawTensor, StateSpec
+from headstart.kernels.ops import KVSpec, Program as Code, RawTensor
+from headstart.kernels.states import StateSpec
 
 Array = NDArray[np.float32]
 _alive: WeakSet[NativeBackend] = WeakSet()
@@ -107,17 +110,28 @@ class NativeBackend:
         except ValueError as error:  # a size beyond what the kernels are made for
             raise ModelError(f"the native backend cannot run this model: {error}", "use --backend reference") from None
 
-    def kv_bytes(self, spec: AttentionSpec) -> int:
+    def kv_bytes(self, spec: KVSpec) -> int:
+        if isinstance(spec, CompressSpec):
+            return spec.head_dim * (4 if self._kept_wide else 2)
         scales = 8 if self._kv_store == _STORES["int8"] else 0
         return spec.num_kv_heads * ((spec.head_dim + spec.value_width) * (4, 2, 1)[self._kv_store] + scales)
 
     def index(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.ascontiguousarray(ids, np.int64)
 
-    def kv_pool(self, num_slots: int, spec: AttentionSpec) -> KVPool:
+    @property
+    def _kept_wide(self) -> bool:
+        """Are kept rows floats? They are bfloat16 where keys are less: gates are no keys, which integers serve."""
+        return self._kv_store == _STORES["float32"]
+
+    def kv_pool(self, num_slots: int, spec: KVSpec) -> KVPool | RowPool:
+        if isinstance(spec, CompressSpec):
+            return RowPool(num_slots, spec.head_dim, self._kept_wide)
         return KVPool(num_slots, spec.num_kv_heads, spec.head_dim, spec.value_width, self._kv_store)
 
-    def copy_rows(self, pools: Sequence[KVPool], sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
+    def copy_rows(
+        self, pools: Sequence[KVPool | RowPool], sources: NDArray[np.int32], targets: NDArray[np.int32]
+    ) -> None:
         for pool in pools:
             pool.copy_rows(sources, targets)
 

@@ -33,7 +33,7 @@ from headstart.formats.base import Bytes, ends_crc
 from headstart.kernels.native._native import Matrix
 from headstart.kernels.ops import RawTensor
 
-LAYOUT = 3
+LAYOUT = 4
 """Raise with every change of csrc/matrix.h or of what packing yields."""
 
 _MAGIC = b"HSPACKED"
@@ -70,8 +70,9 @@ class _Entry:
     cols: int
     group: int
     zero: int
-    scale_f32: bool
-    has_min: bool
+    scales: int
+    offsets: int
+    levels: int
     offset: int
     num_bytes: int
     crc: int
@@ -81,7 +82,8 @@ class _Entry:
         data = file[self.offset : self.offset + self.num_bytes]
         if ends_crc(data) != self.crc:
             return None
-        return Matrix(self.kind, self.rows, self.cols, self.group, self.zero, self.scale_f32, self.has_min, data)
+        form = (self.kind, self.rows, self.cols, self.group, self.zero, self.scales, self.offsets)
+        return Matrix(*form, data, self.levels)
 
 
 @dataclass
@@ -170,8 +172,8 @@ def _header(key: Key, matrices: dict[str, Matrix]) -> tuple[bytes, int]:
     """The header, and where the matrices start. Without its prefix."""
     entries, at = {}, 0
     for name, m in matrices.items():
-        crc = ends_crc(m.data)
-        entries[name] = _Entry(m.kind, m.rows, m.cols, m.group, m.zero, m.scale_f32, m.has_min, at, m.num_bytes, crc)
+        form = (m.kind, m.rows, m.cols, m.group, m.zero, m.scales, m.offsets, m.levels)
+        entries[name] = _Entry(*form, at, m.num_bytes, ends_crc(m.data))
         at += _page_up(m.num_bytes)
 
     def text(start: int) -> bytes:

@@ -13,18 +13,19 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.kernels.native._native import HiddenPool, KVPool, Matrix, Program, RopeTable, StatePool
-from headstart.kernels.ops import (
-    Activation,
-    AttentionSpec,
-    ConvSpec,
-    DeltaSpec,
-    Experts,
-    RopeSpec,
-    RouterSpec,
-    StepInputs,
-    TemperSpec,
+from headstart.kernels.indexing import CompressSpec, IndexSpec
+from headstart.kernels.native._native import (
+    HiddenPool,
+    KVPool,
+    Matrix,
+    Program,
+    RopeTable,
+    RowPool,
+    StatePool,
 )
+from headstart.kernels.ops import Activation, AttentionSpec, Experts, StepInputs
+from headstart.kernels.specs import RopeSpec, RouterSpec, StreamSpec, TemperSpec
+from headstart.kernels.states import ConvSpec, DeltaSpec, ScanSpec
 
 Vector = NDArray[np.float32]
 ACTIVATIONS: Mapping[Activation, int] = {
@@ -35,8 +36,13 @@ ACTIVATIONS: Mapping[Activation, int] = {
     "relu2": 4,
     "identity": 5,
     "clamped": 6,
+    "silu_7": 7,
+    "silu_16": 8,
+    "silu_of_10": 9,
 }
 """Activation in csrc/kernels.h."""
+SCORINGS = {"softmax": 0, "sigmoid": 1, "softplus": 2}
+"""Scoring in csrc/kernels.h."""
 Input = Literal["token_ids", "positions", "logit_rows", "hidden"]
 
 
@@ -57,7 +63,8 @@ class Recorder:
     def __init__(self, path: str, hidden_width: int) -> None:
         self.program = Program(path)
         self._held: list[Buffer] = []
-        self._ropes: dict[RopeSpec, RopeTable] = {}
+        self._ropes: dict[tuple[tuple[float, ...], float], RopeTable] = {}
+        self._chosen: dict[KVPool, int] = {}  # the last choice over each pool
         self._hidden_width = hidden_width
         self._logit_buffers: set[int] = set()
 
@@ -85,6 +92,9 @@ class Recorder:
         index = self.program.refine(self._index(approximate), self._index(x), weight, count, "head")
         return Buffer(weight.rows, index)
 
+    def keep_groups(self, logits: Buffer, scores: Buffer, groups: NDArray[np.int64], count: int) -> Buffer:
+        return Buffer(logits.width, self.program.keep_groups(self._index(logits), self._index(scores), groups, count))
+
     def activate(self, x: Buffer, kind: Activation) -> Buffer:
         return Buffer(x.width, self.program.activate(self._index(x), ACTIVATIONS[kind]))
 
@@ -100,6 +110,9 @@ class Recorder:
 
     def scale(self, x: Buffer, factor: float) -> Buffer:
         return Buffer(x.width, self.program.scale(self._index(x), factor))
+
+    def shift(self, x: Buffer, bias: Vector) -> Buffer:
+        return Buffer(x.width, self.program.shift(self._index(x), bias))
 
     def center(self, x: Buffer) -> Buffer:
         return Buffer(x.width, self.program.center(self._index(x)))
@@ -131,7 +144,16 @@ class Recorder:
         width = sum(weight.rows for weight in weights)
         return Buffer(width, self.program.head_linear(self._index(x), list(weights)))
 
-    def moe(self, x: Buffer, logits: Buffer, bias: Vector | None, experts: Experts, spec: RouterSpec) -> Buffer:
+    def moe(
+        self,
+        x: Buffer,
+        logits: Buffer,
+        bias: Vector | None,
+        experts: Experts,
+        spec: RouterSpec,
+        told: tuple[NDArray[np.int64], Input] | None = None,
+    ) -> Buffer:
+        assert told is None or told[1] == "token_ids", told
         rows = self._index(x)
         for each in (*experts.gate, *experts.up):
             self.program.want(rows, each)  # before the router, whose phase it would part from that of the rows
@@ -139,8 +161,8 @@ class Recorder:
             self._held.remove(logits)
             self._record(logits)
         chosen = self.program.route(
-            self._index(logits), bias, spec.top_k, spec.num_groups, spec.top_groups, spec.scoring == "sigmoid",
-            spec.normalize, spec.scale,
+            self._index(logits), bias, spec.top_k, spec.num_groups, spec.top_groups, SCORINGS[spec.scoring],
+            spec.normalize, spec.scale, spec.num_identity, spec.scales_inputs, told and told[0],
         )  # fmt: skip
         self._flush()
         gate, up, down = (list(each) for each in (experts.gate, experts.up, experts.down))
@@ -152,28 +174,87 @@ class Recorder:
 
     def rope(self, x: Buffer, positions: Input, spec: RopeSpec, head_dim: int) -> Buffer:
         assert positions == "positions", positions
-        table = self._ropes.setdefault(spec, RopeTable(list(spec.inv_freq), spec.scale))
-        return Buffer(x.width, self.program.rope(self._index(x), table, head_dim))
+        table = self._ropes.setdefault((spec.inv_freq, spec.scale), RopeTable(list(spec.inv_freq), spec.scale))
+        turned = self.program.rope(self._index(x), table, head_dim, spec.trailing, spec.inverse, spec.behind)
+        return Buffer(x.width, turned)
 
     def store_kv(self, k: Buffer, v: Buffer, pool: KVPool, spec: AttentionSpec) -> None:
         self.program.store_kv(self._index(k), self._index(v), pool)
 
-    def attend(self, q: Buffer, pool: KVPool, spec: AttentionSpec, sinks: Vector | None = None) -> Buffer:
+    def store_index(self, k: Buffer, pool: KVPool, spec: IndexSpec) -> None:
+        self.program.store_kv(self._index(k), -1, pool)
+
+    def choose(self, q: Buffer, weights: Buffer, pool: KVPool, spec: IndexSpec) -> None:
+        rows = self._index(q), self._index(weights)
+        self._chosen[pool] = self.program.choose(*rows, pool, spec.num_heads, spec.top_k, spec.every)
+
+    def attend(
+        self, q: Buffer, pool: KVPool, spec: AttentionSpec, sinks: Vector | None = None, chosen: KVPool | None = None
+    ) -> Buffer:
         width = spec.num_heads * spec.value_width
         index = self._index(q)
-        how = (spec.num_heads, spec.scale, spec.window, spec.softcap, sinks, spec.causal)
+        if chosen is not None:
+            assert not (spec.window or spec.chunk or spec.causal or spec.before), (
+                "positions that were chosen, and others hidden"
+            )
+            among = self._chosen[chosen]
+            return Buffer(
+                width, self.program.attend_chosen(index, pool, spec.num_heads, spec.scale, spec.softcap, sinks, among)
+            )
+        how = (spec.num_heads, spec.scale, spec.window, spec.softcap, sinks, spec.causal, spec.before, spec.chunk)
         return Buffer(width, self.program.attend(index, pool, *how))
 
-    def causal_conv(self, x: Buffer, weight: Vector, pool: StatePool, spec: ConvSpec) -> Buffer:
-        return Buffer(x.width, self.program.causal_conv(self._index(x), weight, pool, spec.width))
+    def causal_conv(
+        self, x: Buffer, weight: Vector, pool: StatePool, spec: ConvSpec, bias: Vector | None = None
+    ) -> Buffer:
+        return Buffer(x.width, self.program.causal_conv(self._index(x), weight, pool, spec.width, bias))
 
-    def decay(self, x: Buffer, rate: Vector, bias: Vector) -> Buffer:
-        return Buffer(x.width, self.program.decay(self._index(x), rate, bias))
+    def softplus(self, x: Buffer, rate: Vector | None, bias: Vector) -> Buffer:
+        return Buffer(x.width, self.program.softplus(self._index(x), rate, bias))
 
     def gated_delta(self, qkv: Buffer, log_decay: Buffer, strength: Buffer, pool: StatePool, spec: DeltaSpec) -> Buffer:
         rows = (self._index(qkv), self._index(log_decay), self._index(strength))
         sizes = (spec.num_key_heads, spec.num_heads, spec.key_dim, spec.value_dim)
         return Buffer(spec.num_heads * spec.value_dim, self.program.gated_delta(*rows, pool, *sizes, spec.tiled))
+
+    def selective_scan(
+        self, xbc: Buffer, step: Buffer, rate: Vector, skip: Vector, pool: StatePool, spec: ScanSpec
+    ) -> Buffer:
+        sizes = (spec.num_groups, spec.num_heads, spec.state_dim, spec.head_dim)
+        rows = (self._index(xbc), self._index(step))
+        return Buffer(spec.inner, self.program.selective_scan(*rows, rate, skip, pool, *sizes))
+
+    def compress(self, values: Buffer, gates: Buffer, bias: Vector, pool: RowPool, spec: CompressSpec) -> Buffer:
+        rows = self._index(values), self._index(gates)
+        return Buffer(spec.dim, self.program.compress(*rows, bias, pool, spec.every, spec.dim, spec.overlap))
+
+    def stream_weights(self, mixes: Buffer, base: Vector, scale: Vector, spec: StreamSpec) -> Buffer:
+        how = (base, scale, spec.count, spec.iterations, spec.eps)
+        return Buffer(mixes.width, self.program.stream_weights(self._index(mixes), *how))
+
+    def sum_streams(self, streams: Buffer, weights: Buffer | None, spec: StreamSpec) -> Buffer:
+        by = -1 if weights is None else self._index(weights)
+        summed = self.program.sum_streams(self._index(streams), by, spec.count)
+        return Buffer(streams.width // spec.count, summed)
+
+    def mix_streams(self, streams: Buffer, x: Buffer, weights: Buffer, spec: StreamSpec) -> Buffer:
+        rows = self._index(streams), self._index(x), self._index(weights)
+        return Buffer(streams.width, self.program.mix_streams(*rows, spec.count))
+
+    def attend_beside(
+        self,
+        q: Buffer,
+        pool: KVPool,
+        entries: KVPool,
+        spec: AttentionSpec,
+        every: int,
+        sinks: Vector | None = None,
+        chosen: KVPool | None = None,
+    ) -> Buffer:
+        among = -1 if chosen is None else self._chosen[chosen]
+        how = (spec.num_heads, spec.scale, spec.softcap, spec.window, every, sinks, among)
+        width = spec.num_heads * spec.value_width
+        return Buffer(width, self.program.attend_beside(self._index(q), pool, entries, *how))
 
     def take_rows(self, x: Buffer, rows: Input) -> Buffer:
         assert rows == "logit_rows", rows

@@ -1,9 +1,4 @@
-"""The oracle backend: plain torch, executed op by op, on CPU or CUDA.
-
-Shapes: R rows, S sequences of a group, Q rows of the longest span, L cached positions, K kv heads, G query heads per
-kv head, D head dim of keys, V of values. Matrices run in torch's own kernels, so rows agree with each other up to
-rounding only.
-"""
+"""The oracle backend: plain torch, executed op by op, on CPU or CUDA."""
 
 from __future__ import annotations
 
@@ -12,7 +7,7 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,211 +18,13 @@ from torch import Tensor
 from headstart import machine
 from headstart.core import Sampled, SamplingRows, StepPlan, TokenLogprob
 from headstart.errors import UsageError
-from headstart.kernels.ops import (
-    Activation,
-    AttentionSpec,
-    ConvSpec,
-    DeltaSpec,
-    Experts,
-    Program,
-    RawTensor,
-    RopeSpec,
-    RouterSpec,
-    StateSpec,
-    StepInputs,
-    TemperSpec,
-)
-from headstart.kernels.reference.moe import ACTIVATIONS, gated, mixture
-from headstart.kernels.reference.recurrent import StatePool, conv_step, delta_step, walk
-from headstart.kernels.reference.refine import largest
+from headstart.kernels.ops import KVSpec, Program, RawTensor
+from headstart.kernels.reference.ops import KVPool, ReferenceOps, widened
+from headstart.kernels.reference.recurrent import StatePool
 from headstart.kernels.reference.sampling import logprobs, sample
-from headstart.kernels.reference.spans import Group, Spans
+from headstart.kernels.states import StateSpec
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
-SHORT_SPAN, SHORT_CONTEXT = 8, 128
-"""Spans are padded in groups of like size: up to 8 rows or more (prefill), contexts up to 128, 256, 512, ..."""
-
-
-@dataclass(frozen=True, eq=False)
-class KVPool:
-    """Keys [num_slots, K, D] and values [num_slots, K, V]; latent values are a view of the keys."""
-
-    keys: Tensor
-    values: Tensor
-
-
-class ReferenceOps:
-    """`Ops` over torch tensors for one pass."""
-
-    def __init__(self, plan: StepPlan, device: torch.device, dtype: torch.dtype) -> None:
-        self._plan, self._device, self._dtype = plan, device, dtype
-        self._rope_tables: dict[tuple[int, RopeSpec], tuple[Tensor, Tensor]] = {}
-        self._slots = self._ints(plan.slots)
-        self._grouped: dict[tuple[int, bool], list[Group]] = {}
-
-    def _ints(self, array: NDArray[np.int32]) -> Tensor:
-        return torch.from_numpy(array.astype(np.int64)).to(self._device)
-
-    def _groups(self, window: int, causal: bool) -> list[Group]:
-        if (window, causal) not in self._grouped:
-            spans = Spans.of(self._plan)
-            is_long = np.diff(spans.row_starts) > SHORT_SPAN
-            doublings = np.ceil(np.log2(np.maximum(spans.ends / SHORT_CONTEXT, 1))).astype(int)
-            kinds = 2 * doublings + is_long
-            picks = (np.flatnonzero(kinds == kind) for kind in np.unique(kinds))
-            made = [spans.group(pick, window, causal, self._device, self._dtype) for pick in picks]
-            self._grouped[window, causal] = made
-        return self._grouped[window, causal]
-
-    def embed(self, table: Tensor, ids: Tensor) -> Tensor:
-        return torch.nn.functional.embedding(ids, table)
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return torch.nn.functional.linear(x, weight, bias)
-
-    def refine(self, approximate: Tensor, x: Tensor, weight: Tensor, count: int) -> Tensor:
-        return torch.where(largest(approximate, count), self.linear(x, weight), approximate)
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, num_parts: int = 1) -> Tensor:
-        if num_parts > 1:
-            weight = weight.unflatten(-1, (num_parts, -1))
-        grouped = x.unflatten(-1, (-1, weight.shape[-1]))
-        wide = grouped.float() if grouped.dtype == torch.bfloat16 else grouped
-        normed: Tensor = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        scaled: Tensor = normed.to(x.dtype) * weight
-        return scaled.flatten(-2)
-
-    def add(self, a: Tensor, b: Tensor) -> Tensor:
-        return a + b
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        total = x + residual
-        return self.rms_norm(total, weight, eps), total
-
-    def activate(self, x: Tensor, kind: Activation) -> Tensor:
-        return ACTIVATIONS[kind](x)
-
-    def activate_mul(self, gate: Tensor, up: Tensor, kind: Activation = "silu") -> Tensor:
-        return gated(gate, up, kind)
-
-    def scale(self, x: Tensor, factor: float) -> Tensor:
-        return x * factor
-
-    def center(self, x: Tensor) -> Tensor:
-        return x - x.mean(-1, keepdim=True)
-
-    def temper(self, x: Tensor, positions: Tensor, spec: TemperSpec) -> Tensor:
-        steps = torch.div(positions + spec.ahead, spec.every, rounding_mode="floor").to(_wide(x.dtype))
-        return x * (1 + spec.strength * torch.log1p(steps)).to(x.dtype)[..., None]
-
-    def softcap(self, x: Tensor, cap: float) -> Tensor:
-        return (x / cap).tanh() * cap
-
-    def sigmoid_mul(self, gate: Tensor, x: Tensor) -> Tensor:
-        grouped: Tensor = x.unflatten(-1, (gate.shape[-1], -1))
-        return (grouped * gate.sigmoid()[..., None]).flatten(-2)
-
-    def concat(self, a: Tensor, b: Tensor, num_heads: int = 1) -> Tensor:
-        heads = [x.unflatten(-1, (num_heads, -1)) for x in (a, b)]
-        return torch.cat(heads, dim=-1).flatten(-2)
-
-    def head_linear(self, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        heads: tuple[Tensor, ...] = x.unflatten(-1, (len(weights), -1)).unbind(-2)
-        return torch.cat([head @ weight.T for head, weight in zip(heads, weights, strict=True)], dim=-1)
-
-    def moe(self, x: Tensor, logits: Tensor, bias: Tensor | None, experts: Experts, spec: RouterSpec) -> Tensor:
-        return mixture(x, logits, bias, experts, spec)
-
-    def rope(self, x: Tensor, positions: Tensor, spec: RopeSpec, head_dim: int) -> Tensor:
-        cos, sin = self._rope_table(positions, spec)
-        heads = x.unflatten(-1, (-1, head_dim))
-        half = spec.rotary_dim // 2
-        a, b, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
-        return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1).flatten(-2)
-
-    def _rope_table(self, positions: Tensor, spec: RopeSpec) -> tuple[Tensor, Tensor]:
-        """cos, sin [R, 1, rotary_dim / 2], shared by all layers of the pass."""
-        key = (id(positions), spec)
-        if key not in self._rope_tables:
-            frequencies = torch.tensor(spec.inv_freq, dtype=torch.float64, device=positions.device)
-            angles = positions[..., None, None].double() * frequencies
-            self._rope_tables[key] = (
-                (angles.cos() * spec.scale).to(self._dtype),
-                (angles.sin() * spec.scale).to(self._dtype),
-            )
-        return self._rope_tables[key]
-
-    def store_kv(self, k: Tensor, v: Tensor, pool: KVPool, spec: AttentionSpec) -> None:
-        pool.keys[self._slots] = k.unflatten(-1, (spec.num_kv_heads, -1))
-        if not spec.latent:
-            pool.values[self._slots] = v.unflatten(-1, (spec.num_kv_heads, -1))
-
-    def attend(self, q: Tensor, pool: KVPool, spec: AttentionSpec, sinks: Tensor | None = None) -> Tensor:
-        out = q.new_empty(len(q), spec.num_heads * spec.value_width)
-        for group in self._groups(spec.window, spec.causal):
-            attended = self._attend(q[group.rows], pool, spec, group, sinks)
-            out[group.rows[group.valid]] = attended[group.valid]
-        return out
-
-    def _attend(self, q: Tensor, pool: KVPool, spec: AttentionSpec, group: Group, sinks: Tensor | None) -> Tensor:
-        """[S, Q, H * D] -> [S, Q, H * V]."""
-        num_spans, num_rows, _ = q.shape
-        kv_heads, dim = spec.num_kv_heads, spec.head_dim
-        repeat = spec.num_heads // kv_heads
-        # head h = kv head * G + g; the G query heads of a kv head share its keys, so they become rows
-        q_skgqd = q.view(num_spans, num_rows, kv_heads, repeat, dim).permute(0, 2, 3, 1, 4)
-        keys = pool.keys[group.slots].permute(0, 2, 3, 1)  # [S, K, D, L]
-        values = pool.values[group.slots].permute(0, 2, 1, 3)  # [S, K, L, V]
-        scores = q_skgqd.reshape(num_spans, kv_heads, repeat * num_rows, dim) @ keys
-        scores = scores.view(num_spans, kv_heads, repeat, num_rows, -1) * spec.scale
-        weights = attention_weights(scores, group.mask[:, None, None], spec, sinks)
-        out = weights.reshape(num_spans, kv_heads, repeat * num_rows, -1) @ values
-        out = out.view(num_spans, kv_heads, repeat, num_rows, -1)
-        return out.permute(0, 3, 1, 2, 4).reshape(num_spans, num_rows, -1)
-
-    def causal_conv(self, x: Tensor, weight: Tensor, pool: StatePool, spec: ConvSpec) -> Tensor:
-        return walk(conv_step(weight, spec), x, spec.channels, pool, self._plan)
-
-    def decay(self, x: Tensor, rate: Tensor, bias: Tensor) -> Tensor:
-        wide = _wide(x.dtype)  # e to the sum of a whole text of these
-        return rate.to(wide) * torch.nn.functional.softplus(x.to(wide) + bias.to(wide), threshold=30)
-
-    def gated_delta(self, qkv: Tensor, log_decay: Tensor, strength: Tensor, pool: StatePool, spec: DeltaSpec) -> Tensor:
-        rows = torch.cat((qkv, log_decay, strength), dim=-1)
-        return walk(delta_step(spec), rows, spec.num_heads * spec.value_dim, pool, self._plan).to(qkv.dtype)
-
-    def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
-        return x[rows]
-
-    def zero_where(self, x: Tensor, positions: Tensor, position: int) -> Tensor:
-        return x.masked_fill((positions == position)[..., None], 0)
-
-    def put_where(self, x: Tensor, token_ids: Tensor, token: int, row: Tensor) -> Tensor:
-        return torch.where((token_ids == token)[..., None], row, x)
-
-    def store(self, x: Tensor, pool: Tensor) -> None:
-        pool[self._slots] = x
-
-    def inputs(self, hidden: Tensor | None) -> StepInputs:
-        plan = self._plan
-        return StepInputs(self._ints(plan.token_ids), self._ints(plan.positions), self._ints(plan.logit_rows), hidden)
-
-
-def attention_weights(scores: Tensor, mask: Tensor, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
-    """scores [..., K, G, Q, L] of G query heads per kv head, mask [Q, L] (0, or -inf) -> softmax over L, less what
-    `sinks` [K * G] take of it."""
-    if spec.softcap:
-        scores = (scores / spec.softcap).tanh() * spec.softcap
-    scores = scores + mask
-    if sinks is None:
-        return scores.softmax(-1)
-    heads = sinks.view(scores.shape[-4:-2])[..., None, None].expand(*scores.shape[:-1], 1)
-    return torch.cat((scores, heads), dim=-1).softmax(-1)[..., :-1]
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """A sum over a whole text is not for eight bits."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 class ReferenceBackend:
@@ -259,14 +56,14 @@ class ReferenceBackend:
         """The program itself: nothing is beyond torch."""
         return program
 
-    def kv_bytes(self, spec: AttentionSpec) -> int:
+    def kv_bytes(self, spec: KVSpec) -> int:
         values = 0 if spec.latent else spec.value_width
         return spec.num_kv_heads * (spec.head_dim + values) * self.dtype.itemsize
 
     def index(self, ids: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(ids).to(self.device)
 
-    def kv_pool(self, num_slots: int, spec: AttentionSpec) -> KVPool:
+    def kv_pool(self, num_slots: int, spec: KVSpec) -> KVPool:
         keys = self._zeros((num_slots, spec.num_kv_heads, spec.head_dim))
         if spec.latent:
             return KVPool(keys, keys[..., : spec.value_width])
@@ -292,7 +89,7 @@ class ReferenceBackend:
 
     @property
     def _state_dtype(self) -> torch.dtype:
-        return _wide(self.dtype)
+        return widened(self.dtype)
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """Zeros, so that no stale NaN can pass a masked weight. On CPU by numpy (calloc): memory is taken only as it

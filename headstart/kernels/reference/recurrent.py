@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.core import StepPlan
-from headstart.kernels.ops import ConvSpec, DeltaSpec
+from headstart.kernels.states import ConvSpec, DeltaSpec, ScanSpec
 
 L2_EPSILON = 1e-6
 Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -60,6 +60,23 @@ def delta_step(spec: DeltaSpec) -> Step:
         new = (v.unflatten(-1, (heads, spec.value_dim)) - known) * strength.sigmoid()[..., None]
         states = states + unit_k * new[..., None, :]
         return states, (states * unit_q[..., None]).sum(-2).flatten(-2)
+
+    return step
+
+
+def scan_step(spec: ScanSpec, rate: Tensor, skip: Tensor) -> Step:
+    """States are [heads, state_dim, head_dim]; see Ops.selective_scan."""
+    groups, heads = spec.num_groups, spec.num_heads
+    group_of = torch.arange(heads) // (heads // groups)
+    sizes = (spec.inner, groups * spec.state_dim, groups * spec.state_dim, heads)
+
+    def step(states: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        x, b, c, steps = rows.split(sizes, dim=-1)
+        x = x.unflatten(-1, (heads, spec.head_dim))
+        b, c = (each.unflatten(-1, (groups, spec.state_dim))[:, group_of] for each in (b, c))
+        states = states * (rate * steps).exp()[..., None, None]
+        states = states + b[..., None] * (x * steps[..., None])[..., None, :]
+        return states, ((states * c[..., None]).sum(-2) + skip[:, None] * x).flatten(-2)
 
     return step
 

@@ -1,4 +1,4 @@
-"""Which outputs of a product are made exact (Ops.refine)."""
+"""Which outputs of a product are made exact (Ops.refine), and which groups of outputs are kept (Ops.keep_groups)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ def largest(approximate: Tensor, count: int) -> Tensor:
     blocks = torch.nn.functional.pad(approximate, (0, -width % REFINED), value=float("-inf")).unflatten(
         -1, (-1, REFINED)
     )
-    peaks = blocks.amax(-1)
-    best = peaks.sort(dim=-1, descending=True, stable=True).indices[..., :count]
-    chosen = torch.zeros_like(peaks, dtype=torch.bool).scatter_(-1, best, True)
-    return chosen.repeat_interleave(REFINED, -1)[..., :width]
+    return best(blocks.amax(-1), count).repeat_interleave(REFINED, -1)[..., :width]
+
+
+def best(values: Tensor, count: int) -> Tensor:
+    """[R, n]: True at the `count` largest values, the lower of equals."""
+    first = values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    return torch.zeros_like(values, dtype=torch.bool).scatter_(-1, first, True)

@@ -3,7 +3,7 @@ span, L cached positions."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.core import Paths, StepPlan
+from headstart.kernels.ops import KVSpec
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +23,10 @@ class Group:
     valid: Tensor
     slots: Tensor
     mask: Tensor
+
+    def only(self, seen: Tensor) -> Group:
+        """The same, where rows look at the positions in `seen` [S, Q, L]."""
+        return replace(self, mask=torch.zeros_like(self.mask).masked_fill_(~seen, float("-inf")))
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,9 +48,7 @@ class Spans:
         tables = np.repeat(plan.block_tables, np.diff(plan.row_starts), axis=0)
         return cls(plan, np.arange(plan.num_rows + 1), tables, sees, sees + 1)
 
-    def group(
-        self, spans: NDArray[np.int64], window: int, causal: bool, device: torch.device, dtype: torch.dtype
-    ) -> Group:
+    def group(self, spans: NDArray[np.int64], spec: KVSpec, device: torch.device, dtype: torch.dtype) -> Group:
         plan, starts = self.plan, self.row_starts[spans]
         lengths = self.row_starts[spans + 1] - starts
         columns = np.arange(lengths.max())
@@ -58,9 +61,12 @@ class Spans:
         slots = blocks * plan.block_size + reads % plan.block_size
         if plan.paths:
             self._walk(plan.paths, spans, slots)
-        visible = positions[None, None, :] <= (plan.positions if causal else self.sees)[rows][:, :, None]
-        if window:
-            visible &= positions[None, None, :] > plan.positions[rows][:, :, None] - window
+        last = plan.positions - spec.before if spec.causal or spec.before else self.sees
+        visible = positions[None, None, :] <= last[rows][:, :, None]
+        if spec.window:
+            visible &= positions[None, None, :] > plan.positions[rows][:, :, None] - spec.window
+        if spec.chunk:
+            visible &= positions[None, None, :] >= (plan.positions[rows] // spec.chunk * spec.chunk)[:, :, None]
         mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~torch.from_numpy(visible), float("-inf"))
         rows_t, valid_t, slots_t = (torch.from_numpy(np.ascontiguousarray(a)).to(device) for a in (rows, valid, slots))
         return Group(rows_t, valid_t, slots_t, mask.to(device))

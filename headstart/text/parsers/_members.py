@@ -18,7 +18,10 @@ class MemberCalls(MarkedToolParser):
 
     def _member(self, function: str, key: str, ends: tuple[str, ...]) -> Steps[None]:
         """Reads a value and the one of `ends` behind it."""
-        types = types_of(self._tools, function, key) or self.untyped
+        yield from self._member_of(types_of(self.tools, function, key) or self.untyped, key, ends)
+
+    def _member_of(self, types: frozenset[str], key: str, ends: tuple[str, ...]) -> Steps[None]:
+        """The same for a value of known types."""
         self._arguments((", " if self._has_arguments else "{") + json.dumps(key, ensure_ascii=False) + ": ")
         if types == {"string"}:
             yield from self._stream_string(ends)

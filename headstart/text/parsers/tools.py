@@ -31,7 +31,7 @@ class ToolParser(JsonSteps):
     """Texts that all stand in the chat templates of models with this format; none: it cannot be told so."""
 
     def __init__(self, tools: Tools = ()) -> None:
-        self._tools = tools
+        self.tools = tools
         self._num_calls = 0
         self._announced = False  # the call in progress has a name that was given out
         self._has_arguments = False
@@ -39,7 +39,7 @@ class ToolParser(JsonSteps):
 
     @property
     def _names(self) -> set[str]:
-        return {tool["function"]["name"] for tool in self._tools if tool.get("type", "function") == "function"}
+        return {tool["function"]["name"] for tool in self.tools if tool.get("type", "function") == "function"}
 
     def _begin_call(self) -> None:
         self._forget()

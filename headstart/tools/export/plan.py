@@ -25,7 +25,8 @@ Writer = Callable[[Path, Callable[[int], None]], None]
 """Writes one file, and says after each piece how many bytes it had."""
 MEGABYTE = 1_000_000
 TAKEN_OVER = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tiktoken.model", "tekken.json",
+    "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
 """Files that an output has when its source had them."""

@@ -61,8 +61,9 @@ def _fit(fit: Data | None) -> Iterator[str]:
 
 def _attached(data: Data) -> Iterator[str]:
     if head := data["attached_head"]:
+        modules = f"{head['modules']} module{'s' if head['modules'] > 1 else ''}"
         yield (
-            f"attached head: {head['kind']}, {head['modules']} module, {head['parameters']:,} parameters, "
+            f"attached head: {head['kind']}, {modules}, {head['parameters']:,} parameters, "
             f"{head['bytes'] / 1e6:.1f} MB, {head['draft_vocab_size']:,} draft tokens, {head['path']}"
         )
         yield from _fit(head["fit"])

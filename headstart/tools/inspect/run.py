@@ -21,6 +21,7 @@ from headstart.formats.base import Checkpoint
 from headstart.formats.drafters import classify
 from headstart.formats.json_object import read_object
 from headstart.formats.mtp_families import symbols
+from headstart.formats.pickled import pickles_in, read_pickles
 from headstart.formats.quantization import settings_of
 from headstart.formats.symbols import MOST, lookup, text_config
 from headstart.models.base import with_sizes
@@ -83,14 +84,28 @@ def run(options: InspectOptions, progress: Progress = no_progress) -> Report:
 
 
 def _opened(name: str, progress: Progress) -> Checkpoint:
-    """A checkpoint; where nothing but its config.json is there, or weights that are never opened, one of no tensors."""
+    """A checkpoint, or a head in a pickle; where nothing but its config.json is there, or weights that are never
+    opened, one of no tensors."""
     try:
         return find_checkpoint(name, progress)
     except ModelError:
         path = Path(name).expanduser()
         if not (path / "config.json").exists() or [*path.glob("*.safetensors"), *path.glob("*.gguf")]:
             raise
-        return Checkpoint(path, "safetensors", read_object(path / "config.json"), {}, False, name=name)
+        return _pickled(path) or Checkpoint(
+            path, "safetensors", read_object(path / "config.json"), {}, False, name=name
+        )
+
+
+def _pickled(path: Path) -> Checkpoint | None:
+    """A head that is published as a pickle. Raises ModelError for a damaged one."""
+    pickles = pickles_in(path)
+    if not pickles or any(path.glob("*.safetensors")):
+        return None
+    config, tensors = read_object(path / "config.json"), read_pickles(pickles)
+    if classify(config, tensors).layout is None:  # of a whole model
+        return None
+    return Checkpoint(path, "pickle", config, tensors, False, name=str(path))
 
 
 @contextmanager
@@ -226,7 +241,7 @@ def describe_head(path: Path, model: Checkpoint) -> dict[str, Any]:
     if path.is_dir() and not is_head(path):
         raise UsageError(f"--head {path} is not a head directory", f"look at it with `headstart inspect {path}`")
     head = read_head(path)
-    checkpoint = find_checkpoint(path)
+    checkpoint = _pickled(path) or find_checkpoint(path)
     layout = classify(checkpoint.config, checkpoint.tensors).layout
     assert layout is not None  # it is a head
     weights = weights_of(checkpoint.tensors, checkpoint.config)

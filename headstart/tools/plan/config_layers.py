@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from headstart.formats.mtp_families import num_experts
@@ -17,6 +18,8 @@ NO_MIXER = Attention(weights=0, kernels=0, stride=0)
 NO_FEED = MLP(weights=0, kernels=0)
 LETTERS = {"M": "mamba", "*": "full_attention", "E": "moe", "O": "moe", "-": "mlp"}
 """Layers of one part each, as a pattern writes them."""
+STEP_KEYS = ("interleave_moe_layer_step", "decoder_sparse_step", "moe_layer_interval")
+FIRST_KEYS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 CHOSEN_KEYS = ("num_experts_per_tok", "top_k_experts", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k")
 UNGATED = ("relu2", "relu", "gelu_ungated")
 """Activations of two matrices, up and down, without a gate."""
@@ -27,11 +30,30 @@ def parts(config: Config) -> list[tuple[Attention, MLP]]:
     or make no sense."""
     if kinds := single_parts(config):
         return [_single(config, kind) for kind in kinds]
+    if config.get("expert_ffn_hidden_size"):
+        return shortcut_parts(config)
     num_layers = int(config["num_hidden_layers"])
     wide = first_borrowing(config, num_layers) if config.get("use_double_wide_mlp") else num_layers
     sparse = sparse_layers(config, num_layers)
     feeds = [feed_forward(config, dense=not each, wide=index >= wide) for index, each in enumerate(sparse)]
     return list(zip(attention_layers(config, num_layers), feeds, strict=True))
+
+
+def shortcut_parts(config: Config) -> list[tuple[Attention, MLP]]:
+    """Layers of two halves, each with attention and an MLP; experts run beside the second (LongCat-Flash). Of those
+    that a token takes some have no weights."""
+    count = int(config.get("num_layers") or int(config["num_hidden_layers"]) // 2)
+    widths = {"intermediate_size": config["ffn_hidden_size"], "moe_intermediate_size": config["expert_ffn_hidden_size"]}
+    config = {**config, **widths}
+    mixer, dense, sparse = latent(config), feed_forward(config, dense=True), feed_forward(config, dense=False)
+    whole = sparse.experts + int(config.get("zero_expert_num") or 0)
+    both = replace(
+        sparse,
+        weights=dense.weights + sparse.weights,
+        kernels=dense.kernels + sparse.kernels,
+        active=max(round(sparse.active * sparse.experts / whole), 1),
+    )
+    return [(mixer, both), (mixer, dense)] * count
 
 
 def single_parts(config: Config) -> list[str]:
@@ -53,7 +75,7 @@ def attention_layers(config: Config, num_layers: int) -> list[Attention]:
     if config.get("compress_ratios"):
         return [compressed(config, int(ratio)) for ratio in config["compress_ratios"]][:num_layers]
     if config.get("kv_lora_rank"):
-        return [latent(config)] * num_layers
+        return [latent(config, indexed=each) for each in indexed_layers(config, num_layers)]
     first = first_borrowing(config, num_layers)
     kinds = layer_kinds(config, num_layers)
     return [_mixer(config, kind, borrowing=index >= first) for index, kind in enumerate(kinds)]
@@ -77,9 +99,19 @@ def layer_kinds(config: Config, num_layers: int) -> list[str]:
     if not kinds and config.get("sliding_window") and config.get("sliding_window_pattern"):
         turn = _turn(config["sliding_window_pattern"])
         return ["sliding_attention" if turn[i % len(turn)] else "full_attention" for i in range(num_layers)]
-    if not kinds and config.get("attention_chunk_size") and isinstance(flags := config.get("no_rope_layers"), list):
+    if not kinds and config.get("attention_chunk_size") and "no_rope_layers" in config:
+        every = int(config.get("no_rope_layer_interval") or 4)
+        flags = config["no_rope_layers"] or [(i + 1) % every for i in range(num_layers)]
         return ["chunked_attention" if flag else "full_attention" for flag in flags][:num_layers]
-    return kinds or ["full_attention"] * num_layers
+    return kinds or _windows(config, num_layers)
+
+
+def _windows(config: Config, num_layers: int) -> list[str]:
+    """Where no layer is named: a window is for all of them, or where its use is said, for those past the first few."""
+    first = num_layers
+    if config.get("sliding_window") and config.get("use_sliding_window", True):
+        first = int(config.get("max_window_layers") or 0) if "use_sliding_window" in config else 0
+    return ["sliding_attention" if index >= first else "full_attention" for index in range(num_layers)]
 
 
 def _turn(pattern: Any) -> list[bool]:
@@ -90,8 +122,14 @@ def _turn(pattern: Any) -> list[bool]:
 
 
 def _mixer(config: Config, kind: str, *, borrowing: bool) -> Attention:
+    if kind == "mamba" or (kind == "linear_attention" and "mamba_n_heads" in config):
+        return mamba(config)
     if kind == "linear_attention":
         return recurrent(config)
+    if "mamba_d_ssm" in config:  # side by side (Falcon-H1)
+        attention, beside = grouped(config, 0), mamba(config)
+        kernels = attention.kernels + beside.kernels
+        return replace(attention, weights=attention.weights + beside.weights, kernels=kernels, state=beside.state)
     if kind == "conv":
         return short_convolution(config)
     windows = {"chunked_attention": "attention_chunk_size", "sliding_attention": "sliding_window"}
@@ -102,7 +140,7 @@ def grouped(config: Config, window: int, *, borrowing: bool = False) -> Attentio
     """Query heads over fewer key and value heads; windows and full layers may differ in both. Beside recurrent layers
     the output is gated: q is twice as wide."""
     hidden, heads = int(config["hidden_size"]), _by_window(config, "num_attention_heads", window)
-    kv_heads = _by_window(config, "num_key_value_heads", window) or heads
+    kv_heads = _by_window(config, "num_key_value_heads", window) or int(config.get("num_attention_groups") or heads)
     size = _by_window(config, "head_dim", window) or hidden // heads
     value = _by_window(config, "v_head_dim", window) or size
     gated = bool(config.get("attn_output_gate", config.get("linear_num_value_heads") is not None))
@@ -123,15 +161,24 @@ def grouped(config: Config, window: int, *, borrowing: bool = False) -> Attentio
 def _by_window(config: Config, key: str, window: int) -> int:
     """A size of layers with a window (`swa_`) or of those without (`global`), else of all; 0 where none is said."""
     other = f"swa_{key}" if window else {"head_dim": "global_head_dim"}.get(key, key.replace("num_", "num_global_"))
-    special = config.get(other)
+    special = config.get(other) or (window and (config.get("attention_other_setting") or {}).get(key))
     if special and other.startswith("num_global") and not config.get("attention_k_eq_v", True):
         special = None
     return int(special or (config[key] if key == "num_attention_heads" else config.get(key) or 0))
 
 
-def latent(config: Config) -> Attention:
+def indexed_layers(config: Config, num_layers: int) -> list[bool]:
+    """Which layers have an indexer of their own; the others take what the last one before them has chosen."""
+    kinds = config.get("indexer_types") or config.get("index_topk_pattern")
+    if kinds:
+        return [str(each)[:1] in "fF" for each in kinds][:num_layers]
+    every, offset = int(config.get("index_topk_freq") or 1), int(config.get("index_skip_topk_offset") or 2)
+    return [max(i - offset + 1, 0) % every == 0 for i in range(num_layers)]
+
+
+def latent(config: Config, *, indexed: bool = True) -> Attention:
     """Multi-head latent attention, absorbed (DeepSeek-V2 report, section 2.1): one vector per position for all heads;
-    with `index_topk` a small indexer chooses positions (DeepSeek-V3.2 report)."""
+    with `index_topk` a small indexer chooses positions (DeepSeek-V3.2 report), where the layer is `indexed`."""
     hidden, heads, rank = (int(config[key]) for key in ("hidden_size", "num_attention_heads", "kv_lora_rank"))
     rope, nope, value = (int(config[key]) for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
     query = int(config.get("q_lora_rank") or 0)
@@ -139,16 +186,16 @@ def latent(config: Config) -> Attention:
     weights = q_weights + hidden * (rank + rope) + rank * heads * (nope + value) + heads * value * hidden
     top = config.get("index_topk")
     index_heads, index_size = int(config.get("index_n_heads") or 0), int(config.get("index_head_dim") or 0)
-    if top:
+    if top and indexed:
         weights += (query or hidden) * index_heads * index_size + hidden * (index_size + index_heads)
     return Attention(
         weights=weights,
-        kernels=KERNELS["chosen" if top else "latent"],
+        kernels=KERNELS["chosen" if top and indexed else "latent"],
         width=rank + rope,
         work=heads * (2 * rank + rope),
         top=int(top) if top else None,
-        index_width=index_size if top else 0,
-        index_work=index_heads * index_size if top else 0,
+        index_width=index_size if top and indexed else 0,
+        index_work=index_heads * index_size if top and indexed else 0,
     )
 
 
@@ -205,9 +252,12 @@ def short_convolution(config: Config) -> Attention:
 
 def mamba(config: Config) -> Attention:
     """Mamba-2: a state of heads x head size x state size, whatever the context."""
-    hidden, heads, size = (int(config[key]) for key in ("hidden_size", "mamba_num_heads", "mamba_head_dim"))
-    state, groups = int(config["ssm_state_size"]), int(config.get("n_groups") or 1)
-    inner = heads * size
+    hidden, heads = int(config["hidden_size"]), int(config.get("mamba_n_heads") or config["mamba_num_heads"])
+    state = int(config.get("mamba_d_state") or config["ssm_state_size"])
+    groups = int(config.get("mamba_n_groups") or config.get("n_groups") or 1)
+    size = config.get("mamba_d_head") or config.get("mamba_head_dim") or "auto"
+    whole = int(config.get("mamba_d_ssm") or int(config.get("mamba_expand") or 2) * hidden)
+    inner = whole if size == "auto" else heads * int(size)
     return Attention(
         weights=hidden * (2 * inner + 2 * groups * state + heads) + inner * hidden,
         kernels=KERNELS["recurrent"],
@@ -224,11 +274,14 @@ def sparse_layers(config: Config, num_layers: int) -> list[bool]:
     for key, word in (("mlp_layer_types", "sparse"), ("moe_layer_freq", 1)):
         if isinstance(kinds := config.get(key), list):
             return [kind == word for kind in kinds][:num_layers]
-    if isinstance(chosen := config.get("moe_layers"), list):
+    chosen = config.get("moe_layers")
+    if isinstance(listed := config.get("moe_layers_enum"), str):
+        chosen = [int(each) for each in listed.split(",")]
+    if isinstance(chosen, list):
         return [index in chosen for index in range(num_layers)]
-    step = int(config.get("interleave_moe_layer_step") or config.get("decoder_sparse_step") or 1)
     dense = {int(each) for each in config.get("mlp_only_layers") or ()}
-    first = int(config.get("first_k_dense_replace") or config.get("num_dense_layers") or 0)
+    step = int(next((value for key in STEP_KEYS if (value := config.get(key))), 1))
+    first = int(next((value for key in FIRST_KEYS if (value := config.get(key))), 0))
     return [i >= first and (i + 1) % step == 0 and i not in dense for i in range(num_layers)]
 
 
@@ -237,7 +290,7 @@ def feed_forward(config: Config, *, dense: bool, wide: bool = False) -> MLP:
     hidden, matrices = int(config["hidden_size"]), 2 if config.get("mlp_hidden_act") in UNGATED else 3
     extra = STREAM_KERNELS if config.get("hc_mult") else 0
     if dense:
-        inner = int(config.get("intermediate_size_mlp") or config["intermediate_size"])
+        inner = _inner(config)
         beside = 3 * hidden * int(config.get("hidden_size_per_layer_input") or 0)  # a layer's own embedding comes in
         return MLP(weights=matrices * hidden * inner * (1 + wide) + beside, kernels=KERNELS["dense"] + extra)
     inner, experts = int(config.get("moe_intermediate_size") or config["intermediate_size"]), num_experts(config)
@@ -255,11 +308,23 @@ def feed_forward(config: Config, *, dense: bool, wide: bool = False) -> MLP:
     )
 
 
+def _inner(config: Config) -> int:
+    """Width of a dense feed-forward part; LFM2's is two thirds of what its config says, rounded up."""
+    named = ("intermediate_size_mlp", "shared_intermediate_size", "block_ff_dim", "intermediate_size")
+    inner = int(next(value for key in named if (value := config.get(key))))
+    multiple = int(config.get("block_multiple_of") or 0)
+    if not multiple or not config.get("block_auto_adjust_ff_dim", True):
+        return inner
+    return -(-int(float(config.get("block_ffn_dim_multiplier") or 1) * int(2 * inner / 3)) // multiple) * multiple
+
+
 def _shared(config: Config, inner: int) -> int:
     """Width of the experts that every row runs through."""
-    for key in ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"):
+    keys = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
+    for key in (*keys, "share_expert_dim"):
         if config.get(key):
             return int(config[key])
     if "interleave_moe_layer_step" in config:  # one beside the experts, which no key counts
         return inner
-    return int(config.get("n_shared_experts") or config.get("num_shared_experts") or 0) * inner
+    counts = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+    return int(next((value for key in counts if (value := config.get(key))), 0)) * inner

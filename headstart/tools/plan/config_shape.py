@@ -32,7 +32,8 @@ def shape_of(name: str, config: Config, *, weights: str = "bf16") -> Shape:
 
 def _check(name: str, config: Config) -> None:
     """Sizes are whole numbers from 1 on, within what can be; counts are bounded before anything is made of them."""
-    bounds = {"num_hidden_layers": MOST_LAYERS, "hidden_size": 2**24, "vocab_size": 2**28, "num_attention_heads": 2**16}
+    bounds = {"num_hidden_layers": MOST_LAYERS, "num_layers": MOST_LAYERS, "num_attention_heads": 2**16}
+    bounds |= {"hidden_size": 2**24, "vocab_size": 2**28}
     for key, most in bounds.items():
         if key in config and not 1 <= (as_size(config[key]) or 0) <= most:
             what = f"{name}: its config says {key} {config[key]!r}, which is no size"
@@ -83,7 +84,8 @@ def head_block(config: Config, layers: list[tuple[Attention, MLP]], layout: Layo
         return compressed(config, 0), feed
     windows = layout is not None and layout.rope == "sliding"
     fitting = [mixer for mixer in mixers if not mixer.state and bool(mixer.window) == windows]
-    return (fitting or mixers)[-1], feed
+    # the last of them, but with an indexer where some have one
+    return max(reversed(fitting or mixers), key=lambda mixer: mixer.index_width), feed
 
 
 def has_experts(config: Config, layout: Layout) -> bool:

@@ -133,7 +133,7 @@ KINDS: Mapping[str, Kind] = {
 
 
 DESCRIBED = {"eagle": "eagle3", "eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "dflash2": "dflash",
-             "dspark": "dspark", "medusa": "medusa"}  # fmt: skip
+             "dspark": "dspark", "medusa": "medusa", "assistant": "assistant"}  # fmt: skip
 """Kinds of files, and what they cost like."""
 
 
@@ -156,8 +156,8 @@ def with_drafter(shape: Shape, kind: str | None) -> Shape:
     """With a drafter of a kind that its model is known to have, or like released ones. Raises UsageError."""
     if kind is None or kind == shape.head.kind:
         return shape
-    if kind == "draft_model":
-        raise UsageError("--drafter draft_model: which model?", "give it with --head, a card, a directory or a repo id")
+    if kind in ("draft_model", "assistant"):
+        raise UsageError(f"--drafter {kind}: which one?", "give it with --head, a card, a directory or a repo id")
     make = KINDS[kind].make
     if make is None:
         raise UsageError(f"{shape.name} has a head of its own that is {shape.head.kind}, and no MTP head")
@@ -187,12 +187,17 @@ def from_config(shape: Shape, drafter: DrafterKind, name: str, config: Config) -
         raise ModelError(f"{name} is a drafter of a kind that plan does not describe: {drafter.title}", hint)
     if kind == "medusa":
         return _replaced(shape, replace(_medusa(shape), most=drafter.num_modules, assumed=False, source=name))
+    if kind == "assistant":  # queries over the model's own keys
+        config = {**config, "num_kv_shared_layers": config.get("num_hidden_layers")}
     try:
         layers = tuple(Layers(1, *part) for part in parts(config))
     except (KeyError, TypeError, ValueError, ZeroDivisionError, StopIteration) as error:
         raise ModelError(f"{name}: plan needs the sizes that a config.json names: {error}") from error
     if kind in ("dflash", "dspark"):
         made = _block_drafter(shape, drafter, config, layers)
+    elif kind == "assistant":
+        made = Head(kind=kind, hidden=hidden, vocab=vocab, layers=layers, projection=3 * shape.hidden * hidden)
+        made = replace(made, own=vocab * hidden)
     else:
         first = layers[0].attention
         wider = replace(first, weights=2 * first.weights - first.work // 2 * hidden)  # q, k and v read two vectors

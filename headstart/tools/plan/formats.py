@@ -12,6 +12,8 @@ from headstart.tools.plan.shape import Part, Shape
 
 GGUF: Mapping[str, WeightBytes] = {
     "q8_0": WeightBytes(1.0625, 1.0625, 1.0625, 1.0625, "int8"),
+    "q6_k": WeightBytes(0.8203, 0.8203, 0.8203, 0.8203, "int8"),
+    "q4_0": WeightBytes(0.5625, 0.5625, 0.5625, 0.8203, "int8"),
     "q4_1": WeightBytes(0.625, 0.625, 0.625, 1.0625, "int8"),
     "q4_k_m": WeightBytes(0.6, 0.6, 0.6, 0.82, "int8"),
 }

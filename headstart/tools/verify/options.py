@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from headstart import hub
 from headstart.config import AUTO, Depth, EngineConfig
 from headstart.errors import UsageError
-from headstart.heads.files import is_head, read_head
 
 Prompt = str | list[int]
 MOST_SEED = 2**43
@@ -66,10 +64,10 @@ class VerifyOptions:
         }
 
 
-def default_drafters(options: VerifyOptions) -> tuple[str, ...]:
-    """The head, by its kind, lookup, both, and the other heads that are shipped with the model."""
-    if options.config.head is not None:
-        path = Path(options.config.head).expanduser()
-        return (read_head(path).spec.kind if is_head(path) else "mtp", "ngram", "mixed")
-    shipped = hub.shipped_heads(options.model or hub.DEFAULT_MODEL)
-    return ("mtp", "ngram", "mixed", *(kind for kind in shipped if kind != "mtp"))
+def default_drafters(options: VerifyOptions, head: str | None = "mtp") -> tuple[str, ...]:
+    """The head, by its kind, lookup, both, and the other heads that are shipped with the model. `head` None: it has
+    none."""
+    if head is None:
+        return ("ngram",)
+    shipped = hub.shipped_heads(options.model or hub.DEFAULT_MODEL) if options.config.head is None else {}
+    return (head, "ngram", "mixed", *(kind for kind in shipped if kind != head))

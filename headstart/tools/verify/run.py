@@ -76,13 +76,16 @@ def run(options: VerifyOptions, progress: Progress = no_progress) -> Report:
     backend = choose(options.config)
     exact = backend.kind.exact
     threads = options.thread_counts or default_threads(options.config, exact=exact)
-    drafters = options.drafters or default_drafters(options)
+    drafters, loaded = options.drafters, dict[int, Model]()
+    if not drafters:
+        loaded[threads[0]] = model = load_model(options.model, replace(options.config, threads=threads[0]))
+        drafters = default_drafters(options, model.head.spec.kind if model.head else None)
     work = _Verification(replace(options, thread_counts=threads, drafters=drafters), progress)
     for count in threads:
         config = replace(options.config, threads=count)
         if DRAFT_MODEL in drafters:  # then --head is a whole model
             config = replace(config, drafter=DRAFT_MODEL)
-        work.run_cells(load_model(options.model, config), count)
+        work.run_cells(loaded.pop(count) if count in loaded else load_model(options.model, config), count)
     excusable = not exact and options.config.dtype != "float64"
     if not exact:  # else float64 scores say nothing about what this backend computes
         work.judge(Judge(options.model, options.config, TIE if excusable else 0.0))

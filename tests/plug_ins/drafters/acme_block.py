@@ -17,7 +17,8 @@ import numpy as np
 from headstart.core import Draft, Rows, Sequence
 from headstart.drafters.base import Drafter, Target, Wish
 from headstart.formats.base import make_tensor
-from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, RopeSpec, StateSpec, StepInputs, Weight
+from headstart.kernels.ops import AttentionSpec, Buffer, KVSpec, Ops, Pool, RopeSpec, StepInputs, Weight
+from headstart.kernels.states import StateSpec
 from headstart.layers.attention import Attention, AttentionConfig
 from headstart.layers.decoder import DecoderLayer, LayerConfig
 from headstart.layers.linear import Linear
@@ -42,8 +43,8 @@ class BlockNetwork:
     state_specs: tuple[StateSpec, ...] = ()
 
     @property
-    def kv_specs(self) -> Seq[AttentionSpec]:
-        return [layer.mixer.kv_spec for layer in self.layers if layer.mixer.kv_spec]
+    def kv_specs(self) -> Seq[KVSpec]:
+        return [spec for layer in self.layers for spec in layer.mixer.kv_specs]
 
     def programs(self, pools: Pools) -> Mapping[str, NetworkProgram]:
         return {

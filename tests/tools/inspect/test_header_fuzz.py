@@ -227,7 +227,7 @@ def test_bad_directories_end_in_one_line(tmp_path: Path, capsys: pytest.CaptureF
 def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
-    with pytest.raises(ModelError, match="a pickle, which is never opened"):
+    with pytest.raises(ModelError, match="a pickle, opened for heads only"):
         find_checkpoint(tmp_path)
     with pytest.raises(ModelError, match="neither a GGUF file nor a directory"):
         find_checkpoint(tmp_path / "pytorch_model.bin")

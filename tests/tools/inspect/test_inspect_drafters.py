@@ -89,7 +89,7 @@ DRAFTERS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
         of("mtp_layers.0.", {**MODULE, "input_proj.weight": (H, 2 * H)}),
     ),
     **{f"xllm_mtp ({key})": cut_out(key) for key in ("glm4_moe", "deepseek_v32", "deepseek_v4", "mimo", "qwen3_5")},
-    "gemma4_assistant": (
+    "assistant": (
         {"model_type": "gemma4_assistant", "num_hidden_layers": 1, "backbone_hidden_size": H},
         {
             "model.embed_tokens.weight": (V, H), "model.norm.weight": (H,), "pre_projection.weight": (H, 2 * H),
@@ -140,7 +140,7 @@ def test_drafters_of_another_size_do_not_fit(tmp_path: Path, kind: str) -> None:
         ("eagle3", {"num_hidden_layers": 2}, "layers read"),
         ("dflash", {"num_hidden_layers": 3}, "layers read"),
         ("eagle3 (speculators)", {"architectures": ["OtherForCausalLM"]}, "architecture"),
-        ("gemma4_assistant", {"model_type": "gemma3"}, "family"),
+        ("assistant", {"model_type": "gemma3"}, "family"),
     ],
 )
 def test_what_does_not_fit_is_named(tmp_path: Path, kind: str, changes: dict[str, Any], what: str) -> None:

@@ -39,7 +39,218 @@ GRANITE: dict[str, Any] = {
     "embedding_multiplier": 12.0, "logits_scaling": 16.0, "mlp_bias": False, "residual_multiplier": 0.22,
     "rope_scaling": None,
 }  # fmt: skip
+GRANITE_HYBRID: dict[str, Any] = {
+    **GRANITE, "model_type": "granitemoehybrid", "init_method": "mup", "intermediate_size": 512, "mlp_bias": None,
+    "layer_types": ["attention" if i % 10 == 5 else "mamba" for i in range(32)], "mamba_chunk_size": 256,
+    "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_expand": 2,
+    "mamba_n_groups": 1, "mamba_n_heads": 128, "mamba_proj_bias": False, "normalization_function": "rmsnorm",
+    "num_experts_per_tok": 6, "num_local_experts": 64, "output_router_logits": False,
+    "position_embedding_type": "nope", "router_aux_loss_coef": 0.01, "shared_intermediate_size": 1024,
+    "time_step_limit": [0.0, {"__float__": "Infinity"}],
+}  # fmt: skip
+NEMOTRON: dict[str, Any] = {
+    "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "attention_bias": False,
+    "attention_dropout": 0.0, "auto_map": {"AutoConfig": "configuration_nemotron_h.NemotronHConfig"},
+    "bos_token_id": 1, "chunk_size": 128, "conv_kernel": 4, "eos_token_id": 2, "expand": 2, "head_dim": 128,
+    "hidden_dropout": 0.0, "hidden_size": 2688, "initializer_range": 0.02, "intermediate_size": 1856,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", "layer_norm_epsilon": 1e-5,
+    "mamba_head_dim": 64, "mamba_hidden_act": "silu", "mamba_num_heads": 64, "mamba_proj_bias": False,
+    "mamba_ssm_cache_dtype": "float32", "max_position_embeddings": 262144, "mlp_bias": False,
+    "mlp_hidden_act": "relu2", "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712,
+    "n_group": 1, "n_groups": 8, "n_routed_experts": 128, "n_shared_experts": 1, "norm_eps": 1e-5,
+    "norm_topk_prob": True, "num_attention_heads": 32, "num_experts_per_tok": 6, "num_hidden_layers": 52,
+    "num_key_value_heads": 2, "num_logits_to_keep": 1, "pad_token_id": 0, "partial_rotary_factor": 1.0,
+    "rescale_prenorm_residual": True, "residual_in_fp32": False, "rope_theta": 10000, "routed_scaling_factor": 2.5,
+    "sliding_window": None, "ssm_state_size": 128, "tie_word_embeddings": False, "time_step_floor": 0.0001,
+    "time_step_limit": [0.0, float("inf")], "time_step_max": 0.1, "time_step_min": 0.001, "topk_group": 1,
+    "torch_dtype": "bfloat16", "use_bias": False, "use_cache": True, "use_conv_bias": True,
+    "use_mamba_kernels": True, "vocab_size": 131072,
+}  # fmt: skip
+SEES: dict[str, Any] = {
+    "image_token_id": 151655, "video_token_id": 151656, "vision_start_token_id": 151652, "vision_end_token_id": 151653,
+    "vision_config": {"depth": 27, "hidden_size": 1152}, "tie_word_embeddings": False, "transformers_version": "4.57.0",
+}  # fmt: skip
+MROPE = {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}
+VL_TEXT: dict[str, Any] = {**COMMON, "attention_bias": False, "head_dim": 128, "rope_scaling": MROPE}
+VL_EXPERTS = {
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": True,
+    "num_experts": 128, "num_experts_per_tok": 8,
+}  # fmt: skip
+LATENT: dict[str, Any] = {
+    **COMMON, "attention_bias": False, "ep_size": 1, "first_k_dense_replace": 3, "hidden_size": 7168,
+    "intermediate_size": 18432, "kv_lora_rank": 512, "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8,
+    "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128,
+    "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid", "topk_group": 4, "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 129280,
+    "rope_scaling": {
+        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
+}  # fmt: skip
+INDEXED = {"index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048}
+KIMI: dict[str, Any] = {
+    **LATENT, "model_type": "kimi_k2", "aux_loss_alpha": 0.001, "first_k_dense_replace": 1, "n_group": 1,
+    "n_routed_experts": 384, "num_attention_heads": 64, "num_key_value_heads": 64, "num_nextn_predict_layers": 0,
+    "pretraining_tp": 1, "rope_theta": 50000.0, "routed_scaling_factor": 2.827, "seq_aux": True, "topk_group": 1,
+    "rope_scaling": {**LATENT["rope_scaling"], "beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0},
+}  # fmt: skip
+GLM5: dict[str, Any] = {
+    **LATENT, **INDEXED, "model_type": "glm_moe_dsa", "head_dim": 64, "hidden_size": 6144, "index_n_heads": 32,
+    "indexer_rope_interleave": True, "intermediate_size": 12288, "n_group": 1, "num_attention_heads": 64,
+    "num_hidden_layers": 78, "num_key_value_heads": 64, "pretraining_tp": 1, "q_lora_rank": 2048, "qk_head_dim": 256,
+    "qk_nope_head_dim": 192, "rope_interleave": True, "rope_scaling": None, "rope_theta": None, "topk_group": 1,
+    "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"}, "v_head_dim": 256, "vocab_size": 154880,
+}  # fmt: skip
 RUN: dict[str, dict[str, Any]] = {
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": {
+        "architectures": ["Llama4ForConditionalGeneration"], "boi_token_index": 200080, "eoi_token_index": 200081,
+        "image_token_index": 200092, "model_type": "llama4", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "vision_config": {"model_type": "llama4_vision_model"}, "text_config": {
+            **COMMON, "_attn_implementation_autoset": True, "attention_bias": False, "attention_chunk_size": 8192,
+            "attn_scale": 0.1, "attn_temperature_tuning": True, "floor_scale": 8192, "for_llm_compressor": False,
+            "head_dim": 128, "hidden_size": 5120, "interleave_moe_layer_step": 1, "intermediate_size": 8192,
+            "intermediate_size_mlp": 16384, "model_type": "llama4_text", "no_rope_layers": [],
+            "num_attention_heads": 40, "num_experts_per_tok": 1, "num_hidden_layers": 48, "num_local_experts": 16,
+            "output_router_logits": False,
+            "rope_scaling": {
+                "factor": 16.0, "high_freq_factor": 1.0, "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192, "rope_type": "llama3",
+            },
+            "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0, "use_qk_norm": True,
+        },
+    },
+    "XiaomiMiMo/MiMo-V2-Flash": {
+        **COMMON, "add_full_attention_sink_bias": False, "add_swa_attention_sink_bias": True, "attention_bias": False,
+        "attention_value_scale": 0.707, "head_dim": 192, "hybrid_layer_pattern": [0, 1, 1, 1] * 8, "v_head_dim": 128,
+        "layernorm_epsilon": 1e-5, "model_type": "mimo_v2_flash", "moe_intermediate_size": 2048,
+        "moe_layer_freq": [0] + [1] * 31, "n_routed_experts": 256, "n_shared_experts": None, "num_experts_per_tok": 8,
+        "num_key_value_heads": 4, "partial_rotary_factor": 0.334, "routed_scaling_factor": None, "n_group": 1,
+        "scoring_func": "sigmoid", "sliding_window": 128, "sliding_window_size": 128, "swa_head_dim": 192,
+        "swa_num_attention_heads": 32, "swa_num_key_value_heads": 8, "swa_rope_theta": 10000, "swa_v_head_dim": 128,
+        "topk_group": 1, "topk_method": "noaux_tc",
+    },
+    "baidu/ERNIE-4.5-21B-A3B-PT": {
+        **COMMON, "model_type": "ernie4_5_moe", "moe_capacity": [64, 64, 64], "moe_gate": "topk", "moe_k": 6,
+        "moe_intermediate_size": 1536, "moe_layer_interval": 1, "moe_layer_start_index": 1, "moe_num_experts": 64,
+        "moe_num_shared_experts": 2, "moe_use_aux_free": True, "num_nextn_predict_layers": 1, "use_bias": False,
+    },
+    "stepfun-ai/Step-3.5-Flash": {
+        **{key: COMMON[key] for key in COMMON if key not in ("num_key_value_heads", "rope_theta")},
+        "att_impl_type": "GQA", "attention_other_setting": {
+            "attention_type": "sliding_attention", "head_dim": 128, "num_attention_groups": 8,
+            "num_attention_heads": 48, "true_head_dim": 128,
+        },
+        "head_dim": 128, "layer_types": ["full_attention", *["sliding_attention"] * 3] * 8 + ["sliding_attention"] * 3,
+        "max_seq_len": 262144, "model_type": "step3p5", "moe_every_n_layer": 1, "moe_intermediate_size": 1280,
+        "moe_layer_offset": 0, "moe_layers_enum": ",".join(map(str, range(3, 32))), "moe_num_experts": 288,
+        "moe_router_activation": "sigmoid", "moe_router_scaling_factor": 3.0, "moe_top_k": 8, "need_fp32_gate": True,
+        "norm_expert_weight": True, "num_attention_groups": 8, "num_nextn_predict_layers": 3,
+        "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0] * 8 + [1.0] * 3,
+        "rope_theta": [5e6, 1e4, 1e4, 1e4] * 8 + [1e4] * 3,
+        "rope_scaling": {
+            "factor": 2.0, "high_freq_factor": 32.0, "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 131072, "rope_type": "llama3",
+        },
+        "share_expert_dim": 1280, "sink": False, "sliding_window": 512, "use_head_wise_attn_gate": True,
+        "swiglu_limits": [0.0] * 30 + [7, 7, 0.0, 0.0, 0.0], "swiglu_limits_shared": [0.0] * 31 + [16, 0.0, 0.0, 0.0],
+        "use_mfa": False, "use_moe": True, "use_moe_router_bias": True, "use_qk_norm": True, "use_rope_layers": [],
+        "yarn_only_types": ["full_attention"], "zero_centered": True,
+    },
+    "google/gemma-2-9b-it": {
+        **COMMON, "attention_bias": False, "attn_logit_softcapping": 50.0, "cache_implementation": "hybrid",
+        "final_logit_softcapping": 30.0, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "model_type": "gemma2",
+        "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096,
+        "sliding_window_size": 4096, "tie_word_embeddings": True,
+    },
+    "Qwen/Qwen3-VL-8B-Instruct": {
+        **SEES, "model_type": "qwen3_vl", "text_config": {**VL_TEXT, "model_type": "qwen3_vl_text"},
+    },
+    "Qwen/Qwen3-VL-30B-A3B-Instruct": {
+        **SEES, "model_type": "qwen3_vl_moe", "text_config": {
+            **VL_TEXT, **VL_EXPERTS, "model_type": "qwen3_vl_moe_text",
+        },
+    },
+    "Qwen/Qwen2.5-VL-7B-Instruct": {
+        **COMMON, "model_type": "qwen2_5_vl", "max_window_layers": 28, "sliding_window": 32768,
+        "use_sliding_window": False, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "vision_token_id": 151654, **{key: SEES[key] for key in ("image_token_id", "video_token_id", "vision_config")},
+    },
+    "zai-org/GLM-4.1V-9B-Thinking": {
+        "model_type": "glm4v", "image_token_id": 151343, "video_token_id": 151344, "vision_config": {"depth": 24},
+        "image_start_token_id": 151339, "image_end_token_id": 151340, "video_start_token_id": 151341,
+        "video_end_token_id": 151342, "text_config": {
+            **COMMON, "model_type": "glm4v_text", "attention_bias": True, "partial_rotary_factor": 0.5,
+            "rope_scaling": {"rope_type": "default", "mrope_section": [8, 12, 12]},
+        },
+    },
+    "deepseek-ai/DeepSeek-V3.2": {
+        **LATENT, **INDEXED, "model_type": "deepseek_v32", "quantization_config": {
+            "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "scale_fmt": "ue8m0",
+            "weight_block_size": [128, 128],
+        },
+    },
+    "moonshotai/Kimi-K2-Instruct": KIMI,
+    "moonshotai/Kimi-K2.5": {
+        "architectures": ["KimiK25ForConditionalGeneration"], "bos_token_id": 163584, "dtype": "bfloat16",
+        "eos_token_id": 163585, "ignore_index": -100, "media_placeholder_token_id": 163605, "model_type": "kimi_k25",
+        "pad_token_id": 163839, "tie_word_embeddings": False, "use_unified_vision_chunk": True,
+        "video_placeholder": "<|kimi_k25_video_placeholder|>", "vision_config": {"mm_hidden_size": 1152},
+        "text_config": {**KIMI, "quantization_config": {
+            "config_groups": {"group_0": {
+                "input_activations": None, "output_activations": None, "targets": ["Linear"],
+                "weights": {
+                    "actorder": None, "block_structure": None, "dynamic": False, "group_size": 32, "num_bits": 4,
+                    "observer": "minmax", "observer_kwargs": {}, "strategy": "group", "symmetric": True, "type": "int",
+                },
+            }},
+            "format": "pack-quantized", "ignore": ["lm_head", "re:.*self_attn.*"], "kv_cache_scheme": None,
+            "quant_method": "compressed-tensors", "quantization_status": "compressed",
+        }},
+    },
+    "zai-org/GLM-5": GLM5,
+    "zai-org/GLM-5.2": {
+        **GLM5, "index_share_for_mtp_iteration": True, "index_skip_topk_offset": 3, "index_topk_freq": 4,
+        "index_topk_pattern": None, "moe_router_dtype": "float32",
+        "indexer_types": ["full" if i < 2 or i % 4 == 2 else "shared" for i in range(78)],
+    },
+    "tiiuae/Falcon-H1-1.5B-Instruct": {
+        **COMMON, "model_type": "falcon_h1", "attention_bias": False, "attention_in_multiplier": 1.0,
+        "attention_out_multiplier": 0.9375, "attn_layer_indices": None, "embedding_multiplier": 5.656854249492381,
+        "head_dim": 128, "hidden_size": 2048, "intermediate_size": 4096, "key_multiplier": 0.39062499999999994,
+        "lm_head_multiplier": 0.0390625, "mamba_chunk_size": 128, "mamba_conv_bias": True, "mamba_d_conv": 4,
+        "mamba_d_head": 64, "mamba_d_ssm": 3072, "mamba_d_state": 256, "mamba_expand": 2, "mamba_n_groups": 1,
+        "mamba_n_heads": 48, "mamba_norm_before_gate": False, "mamba_proj_bias": False, "mamba_rms_norm": False,
+        "mamba_use_mlp": True, "mlp_bias": False, "mlp_expansion_factor": 8, "mlp_multipliers": [0.88, 0.5859375],
+        "num_attention_heads": 8, "num_hidden_layers": 24, "num_key_value_heads": 2, "num_logits_to_keep": 1,
+        "projectors_bias": False, "rope_scaling": None, "rope_theta": 1e11, "ssm_in_multiplier": 1.25,
+        "ssm_multipliers": [0.35, 0.25, 0.177, 0.5, 0.35], "ssm_out_multiplier": 0.23570226039551587,
+        "time_step_floor": 0.0001, "time_step_max": 0.1, "time_step_min": 0.001, "time_step_rank": "auto",
+    },
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": NEMOTRON,
+    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16": {
+        **NEMOTRON, "hidden_size": 4096, "mamba_num_heads": 128, "moe_latent_size": 1024, "n_routed_experts": 512,
+        "num_experts_per_tok": 22, "moe_intermediate_size": 2688, "moe_shared_expert_intermediate_size": 5376,
+        "moe_shared_expert_overlap": False, "num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E",
+        "hybrid_override_pattern": "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM"
+        "*EMEMEMEME", "num_hidden_layers": 88,
+    },
+    "nvidia/NVIDIA-Nemotron-Nano-9B-v2": {
+        **{key: value for key, value in NEMOTRON.items() if "expert" not in key and "topk" not in key},
+        "n_group": None, "moe_intermediate_size": None, "routed_scaling_factor": None, "hidden_size": 4480,
+        "intermediate_size": 15680, "mamba_head_dim": 80, "mamba_num_heads": 128, "num_attention_heads": 40,
+        "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-", "num_hidden_layers": 56,
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+    },
+    "ibm-granite/granite-4.0-h-tiny": GRANITE_HYBRID,
+    "ibm-granite/granite-4.0-micro": {
+        **GRANITE_HYBRID, "layer_types": ["attention"] * 32, "position_embedding_type": "rope", "num_local_experts": 0,
+        "num_experts_per_tok": 0, "shared_intermediate_size": 8192, "intermediate_size": 8192,
+    },
+    "ibm-granite/granite-3.1-3b-a800m-instruct": {
+        **GRANITE, "model_type": "granitemoe", "intermediate_size": 512, "mlp_bias": None, "num_local_experts": 40,
+        "num_experts_per_tok": 8, "output_router_logits": False, "router_aux_loss_coef": 0.001,
+    },
     "mistralai/Mistral-7B-v0.1": {**MISTRAL, "sliding_window": 4096},
     "mistralai/Mistral-7B-Instruct-v0.3": MISTRAL,
     "mistralai/Mistral-Nemo-Instruct-2407": {**MISTRAL, "head_dim": 128, "hidden_size": 5120},
@@ -68,6 +279,33 @@ RUN: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 1408, "norm_topk_prob": False, "num_experts": 60, "num_experts_per_tok": 4,
         "output_router_logits": False, "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 5632,
         "sliding_window": 32768, "use_sliding_window": False,
+    },
+    "meituan-longcat/LongCat-Flash-Chat": {
+        **{key: value for key, value in COMMON.items() if key not in ("intermediate_size", "num_hidden_layers")},
+        "attention_bias": False, "attention_method": "MLA", "expert_ffn_hidden_size": 2048, "ffn_hidden_size": 12288,
+        "hidden_size": 6144, "kv_lora_rank": 512, "mla_scale_kv_lora": True, "mla_scale_q_lora": True,
+        "model_type": "longcat_flash", "moe_topk": 12, "n_routed_experts": 512, "num_attention_heads": 64,
+        "num_layers": 28, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+        "routed_scaling_factor": 6.0, "router_bias": False, "v_head_dim": 128, "zero_expert_num": 256,
+        "zero_expert_type": "identity",
+    },
+    "deepseek-ai/DeepSeek-V4-Flash": {
+        **{key: value for key, value in COMMON.items() if key != "intermediate_size"}, "attention_bias": False,
+        "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0], "compress_rope_theta": 160000, "expert_dtype": "fp4",
+        "hc_eps": 1e-6, "hc_mult": 4, "hc_sinkhorn_iters": 20, "head_dim": 512, "index_head_dim": 128,
+        "index_n_heads": 64, "index_topk": 512, "model_type": "deepseek_v4", "moe_intermediate_size": 2048,
+        "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 64,
+        "num_experts_per_tok": 6, "num_hash_layers": 3, "num_hidden_layers": 43, "num_key_value_heads": 1,
+        "num_nextn_predict_layers": 1, "o_groups": 8, "o_lora_rank": 1024, "q_lora_rank": 1024, "qk_rope_head_dim": 64,
+        "quantization_config": {
+            "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "scale_fmt": "ue8m0",
+            "weight_block_size": [128, 128],
+        },
+        "rope_scaling": {
+            "beta_fast": 32, "beta_slow": 1, "factor": 16, "original_max_position_embeddings": 65536, "type": "yarn",
+        },
+        "routed_scaling_factor": 1.5, "scoring_func": "sqrtsoftplus", "sliding_window": 128, "swiglu_limit": 10.0,
+        "topk_method": "noaux_tc",
     },
     "microsoft/Phi-3-mini-4k-instruct": {**PHI, "sliding_window": 2047},
     "microsoft/Phi-3.5-mini-instruct": {**PHI, "rope_scaling": {**SCALED, "type": "longrope"}},
@@ -132,9 +370,11 @@ RUN: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "meta-llama/Llama-4-Scout-17B-16E-Instruct": ({"model_type": "llama4"}, "rows scaled by their router"),
-    "tiiuae/Falcon-H1-1.5B-Instruct": ({"model_type": "falcon_h1"}, "Mamba2 layers"),
-    "ibm-granite/granite-4.0-h-tiny": ({"model_type": "granitemoehybrid"}, "Mamba2 layers"),
+    "nvidia/NVIDIA-Nemotron-Labs-3-Puzzle-75B-A9B-BF16": (
+        {"model_type": "nemotron_h_puzzle"}, "layers of several sizes (Puzzle)",
+    ),
+    "two MTP modules": ({**NEMOTRON, "num_nextn_predict_layers": 2}, "2 MTP modules of full_attention, moe"),
+    "XiaomiMiMo/MiMo-V2.5": ({"model_type": "mimo_v2"}, "projections fused in the order of several devices"),
     "openbmb/MiniCPM3-4B": ({"model_type": "minicpm3"}, "MiniCPM3's latent attention"),
     "microsoft/Phi-3.5-MoE-instruct": ({"model_type": "phimoe"}, "sparse-mixer routing"),
     "CohereLabs/c4ai-command-r-plus": (

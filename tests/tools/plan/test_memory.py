@@ -126,7 +126,7 @@ LLAMA = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "i
         ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "int4"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 8}}, "int8"),
         ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}, "int8"),
-        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "int4"),
+        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "nf4"),
         ({"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
         ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}, "nvfp4"),
         ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}, "fp8"),

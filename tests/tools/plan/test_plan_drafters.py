@@ -116,7 +116,8 @@ def test_drafters_by_name() -> None:
     ("arguments", "message"),
     [
         ("--drafter magic", "known: mtp"),
-        ("--drafter draft_model", "which model"),
+        ("--drafter draft_model", "which one"),
+        ("--drafter assistant", "which one"),
         ("--drafter mtp --head qwen3.5-2b", "leave --drafter out"),
         ("--price-per-hour nan", "above 0"),
         ("--price-per-hour inf", "above 0"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from headstart.cli.main import main
 from headstart.config import EngineConfig
 from headstart.errors import ModelError, UsageError
 from headstart.formats import open_checkpoint
+from headstart.models.base import family_named
 from headstart.tools import quiet
 from headstart.tools.plan import acceptance, calibrate, here, published, run as plan
 from headstart.tools.plan.config_shape import shape_of
@@ -72,6 +74,7 @@ def sharp(count: int = 1, tp: int | None = None, ep: int = 1, rates: Rates = SHA
         ("gemma-4-26b-a4b", 25.2, 3.8),
         ("llama-4-scout", 107.8, 17),  # 109 with the part that sees images
         ("llama-4-maverick", 400, 17),
+        ("granite-4.0-h-small", 32.2, 9),
         ("nemotron-3-nano", 31.6, 3.2),
         ("nemotron-3-super", 120, 12),
         ("mimo-v2-flash", 309, 15),
@@ -83,6 +86,30 @@ def test_a_cards_shape_has_the_published_number_of_parameters(card: str, total: 
     counts = shape.parameters()
     assert sum(counts.values()) - counts["head"] == pytest.approx(total * 1e9, rel=0.02)
     assert shape.active() == pytest.approx(active * 1e9, rel=0.1)
+
+
+GRANITE_TINY = {
+    "model_type": "granitemoehybrid", "hidden_size": 1536, "num_hidden_layers": 40, "vocab_size": 100352,
+    "layer_types": ["attention" if i % 10 == 5 else "mamba" for i in range(40)], "num_attention_heads": 12,
+    "num_key_value_heads": 4, "mamba_n_heads": 48, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1,
+    "intermediate_size": 512, "shared_intermediate_size": 1024, "num_local_experts": 64, "num_experts_per_tok": 6,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+FALCON = {
+    "model_type": "falcon_h1", "hidden_size": 2048, "num_hidden_layers": 24, "vocab_size": 65537,
+    "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128,
+    "mamba_n_heads": 48, "mamba_d_head": "auto", "mamba_d_ssm": 3072, "mamba_d_state": 256, "mamba_n_groups": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "states"), [(GRANITE_TINY, 36 * 48 * 64), (FALCON, 24 * 2 * 48 * 64)])
+def test_a_config_with_mamba2_has_its_familys_weights_and_states(config: dict[str, Any], states: int) -> None:
+    """`states`: heads times their size, by 128 columns."""
+    shape, family = shape_of("a model", config), family_named(config["model_type"])
+    counts = shape.parameters()
+    expected = sum(math.prod(each) for each in family.shapes(family.read(config)).values())
+    assert sum(counts.values()) - counts["head"] == pytest.approx(expected, rel=1e-3)
+    assert sum(group.count * group.attention.state for group in shape.layers) == states * 128
 
 
 def test_the_head_of_a_card_has_its_published_size() -> None:

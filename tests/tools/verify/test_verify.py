@@ -332,7 +332,8 @@ def test_the_grid_is_small() -> None:
     assert len(pairwise(VerifyOptions(thread_counts=(1, 2)).factors())) <= 31
     assert default_drafters(VerifyOptions(model="another")) == ("mtp", "ngram", "mixed")
     head = EngineConfig(head=str(hub.shipped_heads(hub.DEFAULT_MODEL)["block"]))
-    assert default_drafters(VerifyOptions(config=head)) == ("block", "ngram", "mixed")
+    assert default_drafters(VerifyOptions(config=head), "block") == ("block", "ngram", "mixed")
+    assert default_drafters(VerifyOptions(model="another"), None) == ("ngram",)
 
 
 def test_the_full_grid_compares_two_thousand_texts() -> None:

@@ -184,7 +184,7 @@ class Sglang(Launcher):
             notes.append("on a CPU SGLang verifies by argmax: temperature is ignored while drafting")
         elif not arguments.has("--speculative-use-rejection-sampling") or algorithm not in REJECTION:
             pass
-        elif drafter and (drafter.reduced_vocabulary or drafter.kind == "gemma4_assistant"):
+        elif drafter and (drafter.reduced_vocabulary or drafter.kind == "assistant"):
             why = "draws from a part of the vocabulary" if drafter.reduced_vocabulary else "is a Gemma 4 assistant"
             notes.append(f"the head {why}: SGLang's rejection sampling cannot be used; its default rule is exact too")
         else:

@@ -1,0 +1,254 @@
+"""A small random model of a family as llama.cpp's own tools make it a GGUF file, and what both say of the same tokens.
+
+The model has sizes that K-quants take (rows of 256). llama.cpp's converter writes F32 and F16, its quantizer Q8_0 and
+Q4_K_M. llama-server goes on from a prompt of token ids, greedy, and gives the log-probabilities of the whole vocabulary
+at each step (`n_probs`); headstart reads the same file and is given the same tokens. KV in float32 in both, so that
+nothing but the weights' type differs.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from engines.llamacpp.server import LlamaServer
+from numpy.typing import NDArray
+
+from headstart.config import EngineConfig
+from headstart.core import Request, SamplingParams, Sequence, Span
+from headstart.engine.load import load_model
+from headstart.engine.make import make_engine
+from headstart.models.base import Family
+from headstart.models.small import Arrays
+from headstart.tools.tiny import write_model
+
+TYPES = ("F32", "F16", "Q8_0", "Q4_K_M")
+PROMPT, STEPS = 40, 24
+WIDE: Mapping[str, Any] = {
+    "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256, "shared_intermediate_size": 256,
+    "query_pre_attn_scalar": 64, "global_head_dim": 128, "hidden_size_per_layer_input": 256, "kv_lora_rank": 256,
+    "q_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64, "linear_num_value_heads": 4, "mamba_n_heads": 8, "mamba_d_head": 64,
+    "mamba_d_state": 64, "mamba_d_ssm": 512, "mamba_num_heads": 8, "mamba_head_dim": 64, "ssm_state_size": 64,
+    "index_head_dim": 128, "index_n_heads": 16,
+    "moe_latent_size": 256, "moe_shared_expert_intermediate_size": 256, "expert_ffn_hidden_size": 256,
+    "ffn_hidden_size": 512,
+}  # fmt: skip
+"""Keys of any family's config in sizes that quantizers take; those that a small config does not have are left out."""
+_LATENT = {"head_dim": 32, "num_key_value_heads": 4, "v_head_dim": 64}
+OWN: Mapping[str, Mapping[str, Any]] = {
+    "deepseek_v3": _LATENT, "glm4_moe_lite": _LATENT, "longcat_flash": _LATENT, "deepseek_v32": _LATENT,
+    "glm_moe_dsa": _LATENT,
+    "mixtral": {"intermediate_size": 256}, "granitemoehybrid": {"intermediate_size": 256},
+    "gemma3": {"vocab_size": 97, "sliding_window_pattern": 6, "num_hidden_layers": 7},  # as long as its tokenizer
+    "gemma4": {"vocab_size": 97, "vocab_size_per_layer_input": 97},
+    "gemma4_shared": {  # the last layers before those that share have a window and none, as released ones
+        "layer_types": [f"{kind}_attention" for kind in ("sliding", "sliding", "full", "sliding", "full")],
+    },
+    "cohere2": {"sliding_window_pattern": 4, "num_hidden_layers": 5},  # llama.cpp knows no other
+    "exaone4": {"sliding_window": None},  # windows are there in the model of 64 layers alone
+    "gpt_oss": {  # llama.cpp rounds YaRN's ramp, the model and headstart do not: compared without
+        "intermediate_size": 256, "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
+    },
+    "qwen3_moe": {"mlp_only_layers": []},  # llama.cpp has experts in all layers
+    "nemotron_h": {"hybrid_override_pattern": "ME*EM"},  # no MLP beside experts there
+    "phi3": {"sliding_window": None},  # which llama.cpp does not apply
+    "ernie4_5_moe": {"intermediate_size": 1024},  # by kv heads: what the converter takes for shared experts' width
+    "step3p5": {"moe_layers_enum": "1,2", "share_expert_dim": 256},  # all behind the first ones, as released
+    "mimo_v2_flash": {
+        "v_head_dim": 32, "num_key_value_heads": 2, "rope_parameters": None, "rope_theta": 50000.0,
+        "swa_rope_theta": 300.0, "partial_rotary_factor": 0.5, "swa_num_key_value_heads": 2,
+    },
+}  # fmt: skip
+"""Keys of one family."""
+RELEASED: Mapping[str, Mapping[str, Any]] = {
+    "deepseek_v3": {"scoring_func": "sigmoid"}, "glm4_moe_lite": {"scoring_func": "sigmoid"},
+    "deepseek_v32": {"scoring_func": "sigmoid"}, "glm_moe_dsa": {"scoring_func": "sigmoid"},
+    "cohere2": {"rotary_pct": 1.0},
+    "step3p5": {"norm_expert_weight": True},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
+    "mimo_v2_flash": {
+        "swa_head_dim": 64, "swa_v_head_dim": 32, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2,
+        "topk_method": "noaux_tc", "hybrid_layer_pattern": [0, 1, 1], "moe_layer_freq": [0, 1, 1],
+    },
+}  # fmt: skip
+"""Keys that the converter reads, and that released files have."""
+NOT_BY_TRANSFORMERS = ("mimo_v2_flash", "step3p5")
+"""Families whose config the converter wants as released, not as transformers' class for it reads it."""
+NOT_THERE = ("mimo", "longcat_flash")
+"""Families that llama.cpp has no architecture for."""
+LIMITS = {"F32": 2e-4, "F16": 1e-5, "Q8_0": 1e-2, "Q4_K_M": 1e-2}
+"""F32: of the largest difference of a log-probability. Only the order of sums differs (some 1e-5), but for GELU, which
+llama.cpp reads from a table in float16. Others: of the median divergence over the steps. F16: llama.cpp rounds the rows
+of every product to float16, headstart does not (some 4e-7). Q8_0 and Q4_K_M: both round rows to 8 bits, in groups of 32
+or of 256, `reference` does not (1e-4 to 8e-4; with experts or recurrent layers to 5e-3). A median, for a rounded row
+may choose another expert, which changes a few positions much. What is read wrong gives 5e-2 and more."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Of `steps` positions: the largest difference of a log-probability, mean and median of the KL divergence to
+    llama.cpp, and how often the most probable token is the same."""
+
+    largest: float
+    mean: float
+    median: float
+    same: int
+    steps: int
+
+
+GELU = ("gemma2", "gemma3", "gemma4")
+SELECTING = ("deepseek_v32", "glm_moe_dsa")
+"""Families whose rows read 11 of some 60 positions here: where rows are rounded to 8 bits they read a few others."""
+
+
+def judged(name: str, kind: str, found: Mapping[str, Agreement]) -> tuple[float, bool]:
+    """What is shown of a family in files of a type, the worse of the backends, and whether it is good."""
+    limit = LIMITS[kind]
+    if (kind == "F32" and name in GELU) or (kind in ("Q8_0", "Q4_K_M") and name in SELECTING):
+        limit = 2e-2 if kind == "F32" else 0.2
+    worst = max(each.largest if kind == "F32" else each.median for each in found.values())
+    return worst, worst <= limit
+
+
+def small_model(family: Family, name: str, row: str, folder: Path, changes: Mapping[str, Any]) -> Path:
+    """A Hugging Face directory; `row`: the family's name, or a variant's."""
+    there = {**family.tiny(**changes)[0]}
+    wide = {key: value for key, value in WIDE.items() if there.get(key) is not None}
+    config, arrays = family.tiny(**{**changes, **wide, **OWN.get(name, {}), **OWN.get(row, {})})
+    # The folder's name is the model's in the file, and llama.cpp changes tokens of what has "phi3" in its name.
+    return write_model(folder / name / "small", config, stacked(arrays))
+
+
+def stacked(arrays: Arrays) -> Arrays:
+    """Experts beside an MLP (Gemma 4) are stacks [E, ...] in released files, gate and up in one."""
+    found: Arrays = {}
+    parts: dict[tuple[str, str], dict[int, NDArray[np.float32]]] = {}
+    for name, array in arrays.items():
+        if match := re.fullmatch(r"(.*layers\.\d+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name):
+            parts.setdefault((match[1], match[3]), {})[int(match[2])] = array
+        else:
+            found[name] = array
+    stacks = {key: np.stack([each for _, each in sorted(experts.items())]) for key, experts in parts.items()}
+    for prefix, kind in stacks:
+        if kind == "down":
+            found[f"{prefix}.down_proj"] = stacks[prefix, kind]
+            found[f"{prefix}.gate_up_proj"] = np.concatenate((stacks[prefix, "gate"], stacks[prefix, "up"]), 1)
+    return found
+
+
+def convert(folder: Path, path: Path, source: Path, *, half: bool) -> None:
+    """By the converter of llama.cpp's `source` folder; the vocabulary is ours, for it knows tokenizers by name only."""
+    for place in (source, source / "gguf-py"):
+        if str(place) not in sys.path:
+            sys.path.insert(0, str(place))
+    logging.getLogger("hf-to-gguf").setLevel(logging.ERROR)
+    import gguf
+    from conversion import get_model_class  # type: ignore[import-not-found]
+
+    config = json.loads((folder / "config.json").read_text())
+    config |= RELEASED.get(config["model_type"], {})
+    (folder / "config.json").write_text(json.dumps(config))
+    kind: Any = get_model_class(config["architectures"][0])
+    kind.no_mtp = True
+    types = gguf.LlamaFileType
+    raw = {"hparams": config} if config["model_type"] in NOT_BY_TRANSFORMERS else {}
+    model: Any = kind(folder, types.MOSTLY_F16 if half else types.ALL_F32, path, **raw)
+
+    def set_vocab() -> None:
+        writer = model.gguf_writer
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("default")
+        writer.add_token_list(["a", "b", "ab", *(f"<{i}>" for i in range(3, config["vocab_size"]))])
+        writer.add_token_merges(["a b"])
+
+    model.set_vocab = set_vocab
+    model.write()
+
+
+def quantize(source: Path, path: Path, kind: str, programs: Path) -> None:
+    command = [programs / "llama-quantize", source, path, kind]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"llama-quantize {kind}: {(done.stderr + done.stdout).strip().splitlines()[-1][:120]}")
+
+
+def theirs(file: Path, prompt: list[int], vocab: int, programs: Path) -> tuple[list[int], NDArray[np.float64]]:
+    """Greedy tokens of llama-server, and the log-probabilities [steps, V] that they were taken from."""
+    more = ["-c", "512", "-ctk", "f32", "-ctv", "f32", "-fa", "off", "--no-warmup"]
+    server = LlamaServer(programs, file, 1, file.with_suffix(".log"), more)
+    try:
+        server.wait()
+        answer = server.complete(prompt, STEPS, ignore_eos=True, num_probs=vocab)
+    finally:
+        server.group.end()
+    rows = np.full((len(answer["completion_probabilities"]), vocab), -np.inf)
+    for row, step in zip(rows, answer["completion_probabilities"], strict=True):
+        for entry in step["top_logprobs"]:
+            row[entry["id"]] = entry["logprob"]
+    return list(answer["tokens"]), rows  # end of text is left out of what it takes, not of what it says
+
+
+def ours(file: Path, tokens: list[int], first: int, backend: str) -> NDArray[np.float64]:
+    """Log-probabilities [steps, V] behind tokens[first:]."""
+    settings = EngineConfig(
+        backend=backend, dtype="float32", drafter="none", threads=1, block_size=16, kv_blocks=40,
+        max_model_len=len(tokens) + 16, **({"kv_cache_dtype": "float32"} if backend == "native" else {}),
+    )  # fmt: skip
+    engine = make_engine(load_model(str(file), settings), settings)
+    request = Request(
+        request_id="r", prompt_ids=tuple(tokens[:1]), params=SamplingParams(), seed=0, stop_ids=frozenset()
+    )
+    sequence = Sequence(request, 0, list(tokens), 0)
+    assert engine.memory.reserve(sequence, len(tokens) + 8)
+    span = Span(sequence, 0, len(tokens), len(tokens) - first)
+    logits = np.asarray(engine.runner.forward([span]).logits, np.float64)
+    top = logits.max(-1, keepdims=True)
+    found: NDArray[np.float64] = logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
+    return found
+
+
+def compare(file: Path, vocab: int, programs: Path, backends: tuple[str, ...]) -> dict[str, Agreement]:
+    prompt = np.random.default_rng(7).integers(3, vocab, PROMPT).tolist()
+    chosen, expected = theirs(file, prompt, vocab, programs)
+    found = {}
+    for backend in backends:
+        rows = ours(file, [*prompt, *chosen[:-1]], PROMPT - 1, backend)
+        known = np.isfinite(expected)
+        difference = np.abs(np.where(known, rows - expected, 0.0)).max()
+        apart = np.where(known, np.exp(expected) * (expected - rows), 0.0).sum(-1)
+        same = int((rows.argmax(-1) == expected.argmax(-1)).sum())
+        mean, median = float(np.mean(apart)), float(np.abs(np.median(apart)))
+        found[backend] = Agreement(float(difference), mean, median, same, len(chosen))
+    return found
+
+
+def compare_all(
+    family: Family, name: str, row: str, folder: Path, changes: Mapping[str, Any], source: Path
+) -> dict[str, dict[str, Agreement]]:
+    """By type and backend. Raises what a converter, a quantizer or a reader says."""
+    folder.mkdir(parents=True)
+    model = small_model(family, name, row, folder, changes)
+    vocab = json.loads((model / "config.json").read_text())["vocab_size"]
+    programs, found = source / "build/bin", {}
+    files = {kind: folder / f"{kind}.gguf" for kind in TYPES}
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        convert(model, files["F32"], source, half=False)
+        convert(model, files["F16"], source, half=True)
+    for kind, file in files.items():
+        if kind not in ("F32", "F16"):
+            quantize(files["F32"], file, kind, programs)
+        found[kind] = compare(file, vocab, programs, ("reference", "native"))
+    return found

@@ -1,0 +1,92 @@
+"""A small random model of a family beside transformers' own class, and its drafter beside the formula that
+tests/contract/native_heads.py writes down: the oracles are those of the tests."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+TESTS = Path(__file__).parents[2] / "tests"
+sys.path[:0] = [str(TESTS), str(TESTS / "contract")]
+from native_heads import NATIVE_HEADS  # noqa: E402
+from support import make, prompt_of, request, run  # noqa: E402
+from test_families import logits_in_chunks, oracle_of, test_draft_logits_of_a_growing_sequence  # noqa: E402
+
+from headstart.config import EngineConfig  # noqa: E402
+from headstart.engine.load import Model, load_model  # noqa: E402
+from headstart.models.base import Family  # noqa: E402
+from headstart.tools.tiny import write_model  # noqa: E402
+
+LENGTH, GREEDY = 90, 100
+LIMIT = 2e-4
+"""Of logits in float32."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """Largest difference of logits, and how many of the greedy tokens agree before the first that does not: with
+    transformers, and of `native` with `reference`."""
+
+    logits: float
+    greedy: int
+    native: int
+
+
+def loaded(folder: Path, backend: str) -> Model:
+    more: dict[str, Any] = {"kv_cache_dtype": "float32"} if backend == "native" else {}
+    return load_model(str(folder), EngineConfig(backend=backend, dtype="float32", threads=1, **more))
+
+
+def compare(family: Family, name: str, folder: Path, changes: Mapping[str, Any]) -> Found:
+    config, arrays = family.tiny(**changes)
+    write_model(folder / name, config, arrays)
+    model = loaded(folder / name, "reference")
+    oracle = oracle_of(name, model)
+    tokens = [token % model.config.vocab_size for token in prompt_of(LENGTH, 5)]
+    with torch.inference_mode():
+        expected = oracle(torch.tensor([tokens]), use_cache=False).logits[0]
+    found = logits_in_chunks(make(model, dtype="float32", drafter="none"), tokens, LENGTH, 1)
+    prompt = [token % model.config.vocab_size for token in prompt_of(12, 8)]
+    theirs = _greedy(oracle, prompt)
+    ours = _text(model, prompt, {})
+    native = _text(
+        loaded(folder / name, "native"), prompt,
+        {"backend": "native", "block_size": 16, "kv_cache_dtype": "float32", "drafter": "auto"},
+    )  # fmt: skip
+    return Found(float((found - expected).abs().max()), same_until(ours, theirs), same_until(native, ours))
+
+
+def _greedy(oracle: Any, prompt: list[int]) -> list[int]:
+    tokens = list(prompt)
+    with torch.inference_mode():
+        output = oracle(torch.tensor([prompt]), use_cache=True)
+        for _ in range(GREEDY):
+            tokens.append(int(output.logits[0, -1].argmax()))
+            output = oracle(torch.tensor([tokens[-1:]]), past_key_values=output.past_key_values, use_cache=True)
+    return tokens[len(prompt) :]
+
+
+def _text(model: Model, prompt: list[int], more: dict[str, Any]) -> list[int]:
+    """With no drafts, unless `more` says so."""
+    settings = {"dtype": "float32", "drafter": "none", "depth": 3, "max_model_len": 128, **more}
+    outputs = run(make(model, **settings), [request(prompt, max_tokens=GREEDY, stops=())])
+    return list(outputs["r", 0].tokens)
+
+
+def same_until(left: list[int], right: list[int]) -> int:
+    different = (i for i, (a, b) in enumerate(zip(left, right, strict=True)) if a != b)
+    return next(different, len(left))
+
+
+def has_drafter(name: str) -> bool:
+    return name in NATIVE_HEADS
+
+
+def check_drafter(name: str) -> None:
+    """Draft logits of 20 lengths, three steps each. Raises AssertionError."""
+    test_draft_logits_of_a_growing_sequence(name)

@@ -1,0 +1,152 @@
+// Recorded steps of sparse attention: an indexer scores positions, each row chooses the best, and attends to those.
+//
+// What a row has chosen is gathered, in the order of positions, into tiles of its own from the first position on: sums go
+// as over a sequence of these positions alone, wherever they lie, and as in dense attention where a row sees no more than
+// it may choose. Then nothing is scored or gathered.
+#include <algorithm>
+#include <functional>
+#include <stdexcept>
+
+#include "tiles.h"
+
+namespace headstart {
+namespace {
+
+constexpr int64_t kStretch = 1024; // positions that one task scores
+constexpr int64_t kTogether = 8;   // tiles of queries of one row that one task attends with: they share what it gathers
+
+void require(bool holds, const char* what) {
+    if (!holds) throw std::invalid_argument(what);
+}
+
+int64_t num_visible(const Pass& pass, int64_t row) { return pass.sees[row] + 1 - pass.first_position; }
+
+int score(Program& program, int q, int weights, nb::object kv_pool, int64_t heads, int64_t top_k, int64_t every) {
+    KVPool* pool = nb::cast<KVPool*>(kv_pool);
+    program.limits.reach(program.limits.table_slots, pool->num_slots);
+    program.scores.wanted = true;
+    const int scored = program.buffer(0, false);
+    Step step;
+    step.label = "attention";
+    step.reads = {q, weights};
+    step.writes = {scored};
+    step.owners = {kv_pool};
+    step.num_tasks = [&program](const Pass& pass) {
+        return pass.num_rows * ((program.scores.width + kStretch - 1) / kStretch);
+    };
+    step.run = [&program, pool, q, weights, heads, top_k, every](const Pass& pass, int64_t index) {
+        const int64_t parts = (program.scores.width + kStretch - 1) / kStretch, row = index / parts;
+        if (num_visible(pass, row) / every <= top_k) return;
+        IndexTask task{};
+        static_cast<Tiles&>(task) = tiles_of(*pool, pass, pass.row_spans[row], 0);
+        gather_path(*pool, pass, row, task);
+        task.num_heads = heads;
+        task.begin = index % parts * kStretch;
+        task.end = std::min<int64_t>(task.begin + kStretch, pass.sees[row] + 1);
+        task.queries = program.values(q, row);
+        task.weights = program.values(weights, row);
+        task.scores = program.scores.row(row);
+        program.kernels.index_scores(task);
+    };
+    program.add(std::move(step));
+    return scored;
+}
+
+// The best top_k of count scores, by their place in ascending order; of equal ones the first.
+void best(const float* scores, int64_t count, int64_t top_k, int32_t first, int32_t* places) {
+    thread_local std::vector<float> sorted;
+    sorted.assign(scores, scores + count);
+    std::nth_element(sorted.begin(), sorted.begin() + (top_k - 1), sorted.end(), std::greater<float>());
+    const float least = sorted[top_k - 1];
+    int64_t equal = top_k - std::count_if(sorted.begin(), sorted.begin() + top_k, [&](float each) { return each > least; });
+    for (int64_t i = 0; i < count; ++i)
+        if (scores[i] > least || (scores[i] == least && equal-- > 0)) *places++ = first + (int32_t)i;
+}
+
+// A row of the result: how many positions the row takes, then which. Nothing but the number where it takes all.
+int choose(Program& program, int q, int weights, nb::object kv_pool, int64_t heads, int64_t top_k, int64_t every) {
+    const KVLayout layout = nb::cast<KVPool*>(kv_pool)->layout;
+    require(heads > 0 && top_k > 0 && layout.num_heads == 1 && program.buffers[q].width == heads * layout.head_dim &&
+                program.buffers[weights].width == heads && !program.buffers[q].logits,
+            "choose: shapes differ");
+    require(every > 0, "choose: windows of no position");
+    const int scored = score(program, q, weights, kv_pool, heads, top_k, every), chosen = program.buffer(top_k + 1, false);
+    Step step;
+    step.label = "attention";
+    step.reads = {scored};
+    step.writes = {chosen};
+    step.by_rows = true;
+    step.run = [&program, chosen, top_k, every](const Pass& pass, int64_t row) {
+        auto* found = reinterpret_cast<int32_t*>(program.values(chosen, row));
+        const int64_t count = num_visible(pass, row) / every, first = pass.first_position;
+        *found = (int32_t)std::min(count, top_k);
+        if (count <= top_k) return;
+        float* scores = program.scores.row(row) + first;
+        for (int64_t i = 0; every > 1 && i < count; ++i) scores[i] = scores[(i + 1) * every - 1];
+        best(scores, count, top_k, (int32_t)first, found + 1);
+        for (int64_t i = 1; every > 1 && i <= top_k; ++i) found[i] = (int32_t)((found[i] + 1) * every - 1);
+    };
+    program.add(std::move(step));
+    return chosen;
+}
+
+// The positions that a row has chosen, one after the other from the first position on.
+void gather_chosen(const KVPool& pool, const Pass& pass, int64_t row, const int32_t* places, int64_t count, Tiles& tiles) {
+    const int64_t bytes = pool.layout.tile_bytes(), first = pass.first_position;
+    thread_local std::vector<uint8_t> scratch;
+    scratch.resize(((first + count - 1) / 16 + 1) * bytes);
+    for (int64_t i = 0; i < count; ++i) {
+        const int64_t slot = slot_of(tiles, pass, row, places[i]), at = first + i;
+        copy_lane(pool.layout, pool.tile(slot, tiles.kv_head), slot % 16, scratch.data() + at / 16 * bytes, at % 16);
+    }
+    tiles.scratch = scratch.data();
+    tiles.scratch_from = 0;
+}
+
+int attend_chosen(Program& program, int q, nb::object kv_pool, int64_t num_heads, float scale, float softcap,
+                  std::optional<Sinks> sinks, int chosen) {
+    AttendTask common;
+    Step step = attend_step(program, q, kv_pool, num_heads, scale, softcap, sinks, common);
+    const KVPool* pool = nb::cast<KVPool*>(kv_pool);
+    const int out = step.writes[0];
+    const int64_t most = program.kernels.most_queries, together = most * kTogether;
+    const int64_t parts = (common.group + together - 1) / together, each = parts * pool->layout.num_heads;
+    step.reads.push_back(chosen);
+    step.num_tasks = [each](const Pass& pass) { return pass.num_rows * each; };
+    step.run = [&program, pool, common, q, out, chosen, parts, each, most, together,
+                own = step.quantizes](const Pass& pass, int64_t index) {
+        const int64_t row = index / each;
+        const auto* found = reinterpret_cast<const int32_t*>(program.values(chosen, row));
+        AttendTask task = common;
+        static_cast<Tiles&>(task) = tiles_of(*pool, pass, pass.row_spans[row], index % each / parts);
+        if (*found < num_visible(pass, row))
+            gather_chosen(*pool, pass, row, found + 1, *found, task);
+        else
+            gather_path(*pool, pass, row, task);
+        const int32_t sees = (int32_t)pass.first_position + *found - 1;
+        task.positions = task.sees = &sees; // of the one row
+        task.first_position = pass.first_position;
+        task.queries = program.values(q, row);
+        task.query_stride = program.buffers[q].stride();
+        task.out = program.output(out).from_row(row);
+        if (!own) task.out.quants = nullptr;
+        const int64_t begin = index % parts * together, end = std::min(begin + together, common.group);
+        for (int64_t first = begin; first < end; first += most) {
+            task.first_query = first;
+            task.num_queries = std::min(most, end - first);
+            program.kernels.attend(task);
+        }
+    };
+    program.add(std::move(step));
+    return out;
+}
+
+} // namespace
+
+void bind_choice_steps(nb::class_<Program>& program) {
+    program.def("choose", choose)
+        .def("attend_chosen", attend_chosen, nb::arg("q"), nb::arg("pool"), nb::arg("num_heads"), nb::arg("scale"),
+             nb::arg("softcap"), nb::arg("sinks").none(), nb::arg("chosen"));
+}
+
+} // namespace headstart

@@ -1,0 +1,223 @@
+// The integer sums of a group on ARM (see group_sums.h). Four bytes of weights meet four of activations in one
+// instruction where the processor has dotprod (signed bytes) or i8mm (unsigned ones); on ARMv8.0 in two steps, over sums
+// of 16 bits that cannot overflow.
+#pragma once
+
+#include "kernels.h"
+#include "simd.h"
+
+namespace headstart::HEADSTART_PATH {
+
+constexpr int kBlocksAtOnce = 1; // a block's 16 lanes are four registers of 32
+
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr int32_t kLowered = 0;
+#else
+constexpr int32_t kLowered = 128; // taken off each byte of Q8, and each level: they are multiplied as signed ones
+#endif
+
+// Bytes of Q8, ready to be multiplied; so are the levels of a table.
+INLINE uint8x16_t lowered(uint8x16_t bytes) { return kLowered ? veorq_u8(bytes, vdupq_n_u8(kLowered)) : bytes; }
+INLINE ByteTable lowered_table(const uint8_t* levels) { return {lowered(vld1q_u8(levels))}; }
+
+// What the low or the high nibbles of 16 bytes stand for.
+template <bool kHigh, bool kLevels> INLINE uint8x16_t nibbles(const ByteTable& table, uint8x16_t bytes) {
+    const uint8x16_t codes = kHigh ? vshrq_n_u8(bytes, 4) : vandq_u8(bytes, vdupq_n_u8(15));
+    return kLevels ? vqtbl1q_u8(table.v, codes) : codes;
+}
+
+#if defined(__ARM_FEATURE_DOTPROD)
+
+// Lane l of sum += bytes 4 l .. 4 l + 3 of w times bytes 4 kQuad .. 4 kQuad + 3 of a.
+template <int kQuad> INLINE int32x4_t dot_four(int32x4_t sum, uint8x16_t w, int8x16_t a) {
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+    return vusdotq_laneq_s32(sum, w, a, kQuad);
+#else
+    return vdotq_laneq_s32(sum, vreinterpretq_s8_u8(w), a, kQuad);
+#endif
+}
+
+template <int kQuad, int kRows>
+INLINE void add_four(const uint8x16_t (&w)[4], const int8x16_t (&a)[kRows], i32 (&sum)[kRows][1]) {
+    for (int r = 0; r < kRows; ++r) {
+        i32& s = sum[r][0];
+        s = {dot_four<kQuad>(s.a, w[0], a[r]), dot_four<kQuad>(s.b, w[1], a[r]), dot_four<kQuad>(s.c, w[2], a[r]),
+             dot_four<kQuad>(s.d, w[3], a[r])};
+    }
+}
+
+// Columns 4 kQuad .. 4 kQuad + 3 of 16 whose activations are `first`; of Q4 also of the next 16, `second`.
+template <int kBits, bool kLevels, bool kFirst, bool kSecond, int kQuad, int kRows>
+INLINE void add_quad(const uint8_t* p, const int8x16_t (&first)[kRows], const int8x16_t (&second)[kRows],
+                     const ByteTable& table, i32 (&sum)[kRows][1]) {
+    uint8x16_t w[4], part[4];
+    for (int i = 0; i < 4; ++i) w[i] = vld1q_u8(p + kQuad * 64 + i * 16);
+    if (kBits == 8) {
+        for (int i = 0; i < 4; ++i) part[i] = lowered(w[i]);
+        return add_four<kQuad>(part, first, sum);
+    }
+    if (kFirst) {
+        for (int i = 0; i < 4; ++i) part[i] = nibbles<false, kLevels>(table, w[i]);
+        add_four<kQuad>(part, first, sum);
+    }
+    if (kSecond) {
+        for (int i = 0; i < 4; ++i) part[i] = nibbles<true, kLevels>(table, w[i]);
+        add_four<kQuad>(part, second, sum);
+    }
+}
+
+template <int kBits, bool kLevels, bool kFirst, bool kSecond, int kRows>
+INLINE void add_sixteen(const uint8_t* p, const int8x16_t (&first)[kRows], const int8x16_t (&second)[kRows],
+                        const ByteTable& table, i32 (&sum)[kRows][1]) {
+    add_quad<kBits, kLevels, kFirst, kSecond, 0>(p, first, second, table, sum);
+    add_quad<kBits, kLevels, kFirst, kSecond, 1>(p, first, second, table, sum);
+    add_quad<kBits, kLevels, kFirst, kSecond, 2>(p, first, second, table, sum);
+    add_quad<kBits, kLevels, kFirst, kSecond, 3>(p, first, second, table, sum);
+}
+
+template <int kBits, int kPart, bool kLevels, int kRows>
+INLINE void add_group(const uint8_t* const (&p)[1], int64_t head, int g, const int8_t* const (&q)[kRows],
+                      int64_t column, const ByteTable& table, i32 (&sum)[kRows][1]) {
+    const uint8_t* quants = p[0] + head + (kBits == 8 ? g * kPart * 16 : g * kPart / 32 * 256);
+    int8x16_t first[kRows], second[kRows];
+    for (int r = 0; r < kRows; ++r) {
+        first[r] = vld1q_s8(q[r] + column);
+        second[r] = kPart == 32 ? vld1q_s8(q[r] + column + 16) : first[r];
+    }
+    if (kBits == 8) {
+        add_sixteen<8, false, true, false>(quants, first, first, table, sum);
+        if (kPart == 32) add_sixteen<8, false, true, false>(quants + 256, second, second, table, sum);
+    } else if (kPart == 32) {
+        add_sixteen<4, kLevels, true, true>(quants, first, second, table, sum);
+    } else if (g % 2 == 0) {
+        add_sixteen<4, kLevels, true, false>(quants, first, second, table, sum);
+    } else {
+        add_sixteen<4, kLevels, false, true>(quants, first, second, table, sum);
+    }
+}
+
+#else
+
+// Products of the bytes of four lanes, in 16 bits: of lanes 0 and 1 in `low`, of lanes 2 and 3 in `high`.
+struct Products {
+    int16x8_t low, high;
+};
+INLINE Products times(uint8x16_t w, int8x16_t a) {
+    const int8x16_t s = vreinterpretq_s8_u8(w);
+    return {vmull_s8(vget_low_s8(s), vget_low_s8(a)), vmull_high_s8(s, a)};
+}
+INLINE Products times_add(Products sum, uint8x16_t w, int8x16_t a) {
+    const int8x16_t s = vreinterpretq_s8_u8(w);
+    return {vmlal_s8(sum.low, vget_low_s8(s), vget_low_s8(a)), vmlal_high_s8(sum.high, s, a)};
+}
+
+INLINE int8x16_t splat_bytes(const int8_t* p) {
+    int32_t four;
+    std::memcpy(&four, p, 4);
+    return vreinterpretq_s8_s32(vdupq_n_s32(four));
+}
+
+// Sums of 32 bits of four lanes: of bytes 0 and 1 of each lane and of bytes 2 and 3, side by side. Two products of signed
+// bytes fit 16 bits (2 x 128 x 127), and then are added here.
+template <int kRows> struct Halves {
+    int32x4_t low[kRows], high[kRows];
+};
+template <int kRows> INLINE void clear(Halves<kRows>& sum) {
+    for (int r = 0; r < kRows; ++r) sum.low[r] = sum.high[r] = vdupq_n_s32(0);
+}
+template <int kRows>
+INLINE void add_two(Halves<kRows>& sum, uint8x16_t w0, int64_t at0, uint8x16_t w1, int64_t at1,
+                    const int8_t* const (&q)[kRows]) {
+    for (int r = 0; r < kRows; ++r) {
+        const Products both = times_add(times(w0, splat_bytes(q[r] + at0)), w1, splat_bytes(q[r] + at1));
+        sum.low[r] = vpadalq_s16(sum.low[r], both.low);
+        sum.high[r] = vpadalq_s16(sum.high[r], both.high);
+    }
+}
+
+template <int kQuads, int kRows>
+INLINE void add_bytes(const uint8_t* p, const int8_t* const (&q)[kRows], int32x4_t (&sum)[kRows][4]) {
+    for (int i = 0; i < 4; ++i) { // four lanes each
+        Halves<kRows> all;
+        clear(all);
+        for (int quad = 0; quad < kQuads; quad += 2) {
+            const uint8_t* at = p + quad * 64 + i * 16;
+            add_two(all, lowered(vld1q_u8(at)), quad * 4, lowered(vld1q_u8(at + 64)), quad * 4 + 4, q);
+        }
+        for (int r = 0; r < kRows; ++r) sum[r][i] = vaddq_s32(sum[r][i], vpaddq_s32(all.low[r], all.high[r]));
+    }
+}
+
+template <bool kFirst, bool kSecond, int kRows>
+INLINE void add_levels(const uint8_t* p, const int8_t* const (&q)[kRows], const ByteTable& table,
+                       int32x4_t (&sum)[kRows][4]) {
+    for (int i = 0; i < 4; ++i) {
+        Halves<kRows> all;
+        clear(all);
+        for (int quad = 0; quad < 4; quad += kFirst && kSecond ? 1 : 2) {
+            const uint8x16_t w = vld1q_u8(p + quad * 64 + i * 16);
+            if (kFirst && kSecond) {
+                add_two(all, nibbles<false, true>(table, w), quad * 4, nibbles<true, true>(table, w), quad * 4 + 16, q);
+            } else {
+                const uint8x16_t next = vld1q_u8(p + quad * 64 + 64 + i * 16);
+                add_two(all, nibbles<kSecond, true>(table, w), quad * 4, nibbles<kSecond, true>(table, next),
+                        quad * 4 + 4, q);
+            }
+        }
+        for (int r = 0; r < kRows; ++r) sum[r][i] = vaddq_s32(sum[r][i], vpaddq_s32(all.low[r], all.high[r]));
+    }
+}
+
+// Sixteen products of nibbles fit 16 bits (16 x 15 x 127): 32 columns have eight for each byte of a lane.
+template <bool kFirst, bool kSecond, int kRows>
+INLINE void add_nibbles(const uint8_t* p, const int8_t* const (&q)[kRows], int32x4_t (&sum)[kRows][4]) {
+    constexpr int kNext = kFirst ? 16 : 0; // where the columns of high nibbles begin
+    for (int i = 0; i < 4; ++i) {
+        Products all[kRows];
+        for (auto& each : all) each = {vdupq_n_s16(0), vdupq_n_s16(0)};
+        for (int quad = 0; quad < 4; ++quad) {
+            const uint8x16_t w = vld1q_u8(p + quad * 64 + i * 16);
+            const uint8x16_t low = vandq_u8(w, vdupq_n_u8(15)), high = vshrq_n_u8(w, 4);
+            for (int r = 0; r < kRows; ++r) {
+                if (kFirst) all[r] = times_add(all[r], low, splat_bytes(q[r] + quad * 4));
+                if (kSecond) all[r] = times_add(all[r], high, splat_bytes(q[r] + kNext + quad * 4));
+            }
+        }
+        for (int r = 0; r < kRows; ++r) // pairs of neighbours still fit
+            sum[r][i] = vpadalq_s16(sum[r][i], vpaddq_s16(all[r].low, all[r].high));
+    }
+}
+
+template <bool kLevels, bool kFirst, bool kSecond, int kRows>
+INLINE void add_codes(const uint8_t* p, const int8_t* const (&q)[kRows], const ByteTable& table,
+                      int32x4_t (&sum)[kRows][4]) {
+    if (kLevels)
+        add_levels<kFirst, kSecond>(p, q, table, sum);
+    else
+        add_nibbles<kFirst, kSecond>(p, q, sum);
+}
+
+template <int kBits, int kPart, bool kLevels, int kRows>
+INLINE void add_group(const uint8_t* const (&p)[1], int64_t head, int g, const int8_t* const (&q)[kRows],
+                      int64_t column, const ByteTable& table, i32 (&sum)[kRows][1]) {
+    const uint8_t* quants = p[0] + head + (kBits == 8 ? g * kPart * 16 : g * kPart / 32 * 256);
+    const int8_t* from[kRows];
+    int32x4_t s[kRows][4];
+    for (int r = 0; r < kRows; ++r) {
+        from[r] = q[r] + column;
+        s[r][0] = sum[r][0].a, s[r][1] = sum[r][0].b, s[r][2] = sum[r][0].c, s[r][3] = sum[r][0].d;
+    }
+    if (kBits == 8)
+        add_bytes<kPart / 4>(quants, from, s);
+    else if (kPart == 32)
+        add_codes<kLevels, true, true>(quants, from, table, s);
+    else if (g % 2 == 0)
+        add_codes<kLevels, true, false>(quants, from, table, s);
+    else
+        add_codes<kLevels, false, true>(quants, from, table, s);
+    for (int r = 0; r < kRows; ++r) sum[r][0] = {s[r][0], s[r][1], s[r][2], s[r][3]};
+}
+
+#endif
+
+} // namespace headstart::HEADSTART_PATH

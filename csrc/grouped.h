@@ -1,0 +1,194 @@
+// Products with matrices whose columns share scales in groups: of integers, exact inside a group, with rows in 8 bits; of
+// small floats, widened in registers, with rows of floats.
+#pragma once
+
+#include "group_sums.h"
+#include "kernels.h"
+#include "levels.h"
+#include "simd.h"
+
+namespace headstart::HEADSTART_PATH {
+
+#if HEADSTART_AVX512
+constexpr int kChains = 2; // sums of even and of odd columns, as one alone waits for itself
+#else
+constexpr int kChains = 1;
+#endif
+
+enum class Read { F16, F32, ANY }; // how scales are read: ANY looks at each panel what they are
+
+// Powers of two, halved: they belong to twice the values of E2M1. So are the FP8 scales beside such values.
+INLINE f32 halved_e8m0(const uint8_t* p) {
+    return as_float(max(shift_left<23>(load_u8(p)), splat_int(0x400000))) * splat(0.5f);
+}
+INLINE f32 halved_e4m3(const uint8_t* p, f32 factor) { // digits in place, the exponent 120 too small
+    const i32 code = load_u8(p);
+    const i32 bits = shift_left<24>(code & splat_int(0x80)) + shift_left<20>(code & splat_int(0x7f));
+    return as_float(bits) * splat(0x1p120f) * factor * splat(0.5f);
+}
+
+// The scales (or mins) of one group, from where those of the panel begin.
+template <Read kRead> INLINE f32 load_scale(const Matrix& w, const uint8_t* p, int64_t group, f32 factor) {
+    if (kRead == Read::F32) return load(reinterpret_cast<const float*>(p) + group * 16);
+    if (kRead == Read::F16) return load_half(reinterpret_cast<const uint16_t*>(p) + group * 16);
+    switch (w.scales) {
+    case Scales::F32: return load(reinterpret_cast<const float*>(p) + group * 16);
+    case Scales::BF16: return load_bf16(reinterpret_cast<const uint16_t*>(p) + group * 16);
+    case Scales::E8M0: return halved_e8m0(p + group * 16);
+    case Scales::E4M3: return halved_e4m3(p + group * 16, factor);
+    case Scales::F16: break;
+    }
+    return load_half(reinterpret_cast<const uint16_t*>(p) + group * 16);
+}
+
+// acc[r][b] += row r of x times block kFirst + b, b < kBlocksAtOnce. Up to 32 columns are summed as integers, then scaled.
+template <int kBits, int kGroup, Offsets kOffsets, Read kRead, bool kLevels, int kFirst, int kRows>
+INLINE void multiply_quantized(const Matrix& w, const uint8_t* const block[2], const Input& x, int64_t row,
+                               f32 (&acc)[kRows][kBlocksAtOnce]) {
+    const QuantLayout layout(w.cols);
+    constexpr bool kMin = kOffsets == Offsets::MINS, kPoints = kOffsets == Offsets::POINTS;
+    constexpr int kPart = kGroup < 32 ? kGroup : 32, kParts = kPanel / kPart;
+    constexpr int64_t kKnown = kPanel / kGroup * kLanes * (kRead == Read::F32 ? 4 : 2);
+    const int64_t scale_bytes = kRead == Read::ANY ? w.scale_bytes() : kKnown;
+    const int64_t head = kRead == Read::ANY ? w.head_bytes() : (kKnown * (kMin ? 2 : 1) + 63) / 64 * 64;
+    const int64_t panel_bytes = head + kPanel * kLanes * kBits / 8;
+    const ByteTable table = lowered_table(byte_levels(w.levels));
+    const int8_t* q[kRows];
+    const float *scales[kRows], *scaled_sums[kRows];
+    const int32_t* sums[kRows];
+    for (int r = 0; r < kRows; ++r) {
+        uint8_t* p = x.quants + x.at(row + r) * layout.row_bytes();
+        q[r] = reinterpret_cast<const int8_t*>(p);
+        scales[r] = layout.scales(p);
+        sums[r] = kPart == 32 ? layout.sums(p) : layout.half_sums(p);
+        scaled_sums[r] = kPart == 32 ? layout.scaled_sums(p) : layout.scaled_half_sums(p);
+    }
+    constexpr int32_t kOff = kBits == 8 || kLevels ? kLowered : 0;
+    const int32_t zero = kMin || kPoints ? kOff : kOff - w.zero; // what a sum of activations adds so many times
+    const bool factors = kRead == Read::ANY && kLevels && w.has_factors();
+    f32 factor[kBlocksAtOnce];
+    for (int b = 0; b < kBlocksAtOnce; ++b)
+        factor[b] = factors ? load(reinterpret_cast<const float*>(block[kFirst + b])) : splat(1.0f);
+    const int64_t first = factors ? w.factor_bytes() : 0, num_panels = layout.padded / kPanel;
+    const int64_t ahead = row == 0 ? 2 * (first + num_panels * panel_bytes) : 0; // the next pair of blocks
+    for (int64_t panel = 0; panel < num_panels; ++panel) {
+        const uint8_t* p[kBlocksAtOnce];
+        for (int b = 0; b < kBlocksAtOnce; ++b) p[b] = block[kFirst + b] + first + panel * panel_bytes;
+        for (int64_t line = 0; line < panel_bytes; line += 64)
+            for (int b = 0; b < kBlocksAtOnce; ++b) prefetch(p[b] + ahead + line);
+        for (int g = 0; g < kParts; ++g) {
+            const int64_t part = panel * kParts + g, column = part * kPart, group = g * kPart / kGroup;
+            i32 sum[kRows][kBlocksAtOnce];
+            for (int r = 0; r < kRows; ++r) {
+                const i32 start = splat_int((kMin || kPoints) && !kOff ? 0 : zero * sums[r][part]);
+                for (int b = 0; b < kBlocksAtOnce; ++b) sum[r][b] = start;
+            }
+            add_group<kBits, kPart, kLevels, kRows>(p, head, g, q, column, table, sum);
+            f32 s[kBlocksAtOnce], z[kBlocksAtOnce];
+            for (int b = 0; b < kBlocksAtOnce; ++b) {
+                s[b] = z[b] = load_scale<kRead>(w, p[b], group, factor[b]);
+                if (kPoints) z[b] = splat(0.0f) - to_float(load_u8(p[b] + scale_bytes + group * 16));
+            }
+            for (int r = 0; r < kRows; ++r) {
+                const f32 scale = splat(scales[r][column / 32]);
+                for (int b = 0; b < kBlocksAtOnce; ++b) {
+                    f32 whole = to_float(sum[r][b]);
+                    if (kPoints) whole = fma(z[b], splat((float)sums[r][part]), whole); // of integers below 2^24: exact
+                    acc[r][b] = fma(whole, s[b] * scale, acc[r][b]);
+                }
+            }
+            if (!kMin) continue;
+            for (int b = 0; b < kBlocksAtOnce; ++b) s[b] = load_scale<kRead>(w, p[b] + scale_bytes, group, factor[b]);
+            for (int r = 0; r < kRows; ++r) {
+                const f32 total = splat(scaled_sums[r][part]);
+                for (int b = 0; b < kBlocksAtOnce; ++b) acc[r][b] = fma(s[b], total, acc[r][b]);
+            }
+        }
+    }
+}
+
+// 64 bytes of a block hold its next columns: of F8 four (2^-8 of their values), of L4 eight, looked up in a table.
+template <Kind kKind> constexpr int kUnit = kKind == Kind::F8 ? 4 : 8;
+struct Levels4 {
+    FloatTable table;
+    i32 codes;
+};
+INLINE int64_t column_of(Kind kind, int64_t unit, int i) { // within a panel
+    return kind == Kind::F8 ? unit * 4 + i : unit / 4 * 32 + unit % 4 * 4 + i % 4 + i / 4 * 16;
+}
+INLINE f32 widen(const Levels4& from, int i) { // a table looks at the low 4 bits of a lane
+    switch (i) {
+    case 1: return look_up(from.table, shift_right<8>(from.codes));
+    case 2: return look_up(from.table, shift_right<16>(from.codes));
+    case 3: return look_up(from.table, shift_right<24>(from.codes));
+    case 4: return look_up(from.table, shift_right<4>(from.codes));
+    case 5: return look_up(from.table, shift_right<12>(from.codes));
+    case 6: return look_up(from.table, shift_right<20>(from.codes));
+    case 7: return look_up(from.table, shift_right<28>(from.codes));
+    default: return look_up(from.table, from.codes);
+    }
+}
+template <Kind kKind> INLINE auto load_codes(const FloatTable& table, const uint8_t* p) {
+    if constexpr (kKind == Kind::F8)
+        return load_e4m3(p);
+    else
+        return Levels4{table, load(reinterpret_cast<const int32_t*>(p))};
+}
+
+// acc[r][b] += row r of x times block kFirst + b: codes of a group times floats, then the group's scale.
+template <Kind kKind, int kFirst, int kRows>
+INLINE void multiply_coded(const Matrix& w, const uint8_t* const block[2], const Input& x, int64_t row,
+                           f32 (&acc)[kRows][kBlocksAtOnce]) {
+    const FloatTable table = float_table(float_levels(w.levels));
+    const f32 unit_value = splat(kKind == Kind::F8 ? 256.0f : 1.0f);
+    const int64_t panel_bytes = w.panel_bytes(), head = w.head_bytes(), num_panels = w.padded() / kPanel;
+    const int64_t units = w.group / kUnit<kKind>; // of a group
+    const int64_t ahead = row == 0 ? 2 * num_panels * panel_bytes : 0;
+    alignas(64) float tail[kRows][kPanel] = {};
+    const float* in[kRows];
+    for (int r = 0; r < kRows; ++r) in[r] = x.values + x.at(row + r) * x.stride;
+    for (int64_t panel = 0; panel < num_panels; ++panel) {
+        const int64_t rest = w.cols - panel * kPanel;
+        if (rest < kPanel) // what lies behind a row is not its own
+            for (int r = 0; r < kRows; ++r) {
+                std::memcpy(tail[r], in[r], rest * 4);
+                in[r] = tail[r];
+            }
+        const uint8_t* p[kBlocksAtOnce];
+        for (int b = 0; b < kBlocksAtOnce; ++b) p[b] = block[kFirst + b] + panel * panel_bytes;
+        for (int64_t line = 0; line < panel_bytes; line += 64)
+            for (int b = 0; b < kBlocksAtOnce; ++b) prefetch(p[b] + ahead + line);
+        for (int64_t group = 0, unit = 0; group < kPanel / w.group; ++group) {
+            f32 sum[kRows][kBlocksAtOnce][kChains];
+            for (auto& r : sum)
+                for (auto& b : r)
+                    for (auto& chain : b) chain = splat(0.0f);
+            for (int64_t end = unit + units; unit < end; ++unit) {
+                decltype(load_codes<kKind>(table, nullptr)) codes[kBlocksAtOnce];
+                for (int b = 0; b < kBlocksAtOnce; ++b) codes[b] = load_codes<kKind>(table, p[b] + head + unit * 64);
+#pragma GCC unroll 8
+                for (int i = 0; i < kUnit<kKind>; ++i) {
+                    f32 weights[kBlocksAtOnce];
+#pragma GCC unroll 2
+                    for (int b = 0; b < kBlocksAtOnce; ++b) weights[b] = widen(codes[b], i);
+#pragma GCC unroll 8
+                    for (int r = 0; r < kRows; ++r) {
+                        const f32 a = splat(in[r][column_of(kKind, unit, i)]);
+#pragma GCC unroll 2
+                        for (int b = 0; b < kBlocksAtOnce; ++b)
+                            sum[r][b][i % kChains] = fma(weights[b], a, sum[r][b][i % kChains]);
+                    }
+                }
+            }
+#pragma GCC unroll 2
+            for (int b = 0; b < kBlocksAtOnce; ++b) {
+                const f32 scale = load_scale<Read::F32>(w, p[b], group, unit_value) * unit_value;
+                for (int r = 0; r < kRows; ++r)
+                    acc[r][b] = fma(kChains > 1 ? sum[r][b][0] + sum[r][b][kChains - 1] : sum[r][b][0], scale, acc[r][b]);
+            }
+        }
+        for (int r = 0; r < kRows; ++r) in[r] += kPanel;
+    }
+}
+
+} // namespace headstart::HEADSTART_PATH

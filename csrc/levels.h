@@ -1,0 +1,25 @@
+// What the codes of four bits stand for.
+#pragma once
+
+#include <cstdint>
+
+#include "matrix.h"
+
+namespace headstart {
+
+// Of integer products, as unsigned bytes: + 128. Twice the values of E2M1; IQ4's uneven levels.
+alignas(16) constexpr uint8_t kE2M1[16] = {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116};
+alignas(16) constexpr uint8_t kIQ4[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+// bitsandbytes': quantiles of a normal distribution; a sign, two bits of exponent and one of mantissa, the largest is 1.
+alignas(64) constexpr float kNF4[16] = {
+    -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f,
+    -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f, 0.24611230194568634f,
+    0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f};
+alignas(64) constexpr float kFP4[16] = {
+    0.0f, 0.0625f / 12, 8.0f / 12, 1.0f, 4.0f / 12, 0.5f, 2.0f / 12, 0.25f,
+    -0.0f, -0.0625f / 12, -8.0f / 12, -1.0f, -4.0f / 12, -0.5f, -2.0f / 12, -0.25f};
+
+HEADSTART_INLINE const uint8_t* byte_levels(Levels levels) { return levels == Levels::IQ4 ? kIQ4 : kE2M1; }
+HEADSTART_INLINE const float* float_levels(Levels levels) { return levels == Levels::FP4 ? kFP4 : kNF4; }
+
+} // namespace headstart

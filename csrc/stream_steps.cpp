@@ -1,0 +1,241 @@
+// Recorded steps of residual streams, and of compressed attention: what rows keep, the entries that they end, attention
+// over a window and entries.
+//
+// What a row sees is gathered into tiles of its own, entries first, then the window, each in the order of positions: sums
+// go as over a sequence of these alone, wherever they lie.
+#include <algorithm>
+#include <stdexcept>
+
+#include "half.h"
+#include "tiles.h"
+
+namespace headstart {
+namespace {
+
+using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+constexpr int64_t kTogether = 8; // tiles of queries of one row that one task attends with: they share what it gathers
+constexpr int64_t kMostStreams = 16;
+
+void require(bool holds, const char* what) {
+    if (!holds) throw std::invalid_argument(what);
+}
+
+Step row_step(std::vector<int> reads, std::vector<int> writes, nb::object owners) {
+    Step step;
+    step.label = "rows";
+    step.reads = std::move(reads);
+    step.writes = std::move(writes);
+    step.by_rows = true;
+    step.owners = {std::move(owners)};
+    return step;
+}
+
+int stream_weights(Program& program, int mixes, Floats base, Floats scale, int64_t count, int64_t iterations, float eps) {
+    const int64_t width = program.buffers[mixes].width;
+    const bool last = width == count;
+    require(count > 0 && count <= kMostStreams && (last || width == (2 + count) * count),
+            "stream_weights: as many as streams, or (2 + n) n of them; at most 16 streams");
+    require((int64_t)base.size() == width && (int64_t)scale.size() == (last ? 1 : 3), "stream_weights: shapes differ");
+    const int out = program.buffer(width, program.buffers[mixes].logits);
+    Step step = row_step({mixes}, {out}, nb::make_tuple(base, scale));
+    const StreamShape shape{count, iterations, eps, last};
+    step.run = [&program, mixes, out, shape, b = base.data(), s = scale.data()](const Pass&, int64_t row) {
+        program.kernels.stream_weights(program.values(mixes, row), b, s, shape, program.values(out, row));
+    };
+    program.add(std::move(step));
+    return out;
+}
+
+// weights -1: their mean.
+int sum_streams(Program& program, int streams, int weights, int64_t count) {
+    const int64_t width = program.buffers[streams].width / count;
+    require(width * count == program.buffers[streams].width, "sum_streams: shapes differ");
+    const int out = program.buffer(width, program.buffers[streams].logits);
+    Step step = row_step({streams}, {out}, nb::none());
+    if (weights >= 0) step.reads.push_back(weights);
+    step.run = [&program, streams, weights, out, count, width](const Pass&, int64_t row) {
+        program.kernels.sum_streams(program.values(streams, row), weights < 0 ? nullptr : program.values(weights, row),
+                                    count, width, program.values(out, row));
+    };
+    program.add(std::move(step));
+    return out;
+}
+
+int mix_streams(Program& program, int streams, int x, int weights, int64_t count) {
+    const int64_t width = program.buffers[x].width;
+    require(width * count == program.buffers[streams].width && program.buffers[weights].width == (2 + count) * count,
+            "mix_streams: shapes differ");
+    const int out = program.buffer(width * count, program.buffers[x].logits);
+    Step step = row_step({streams, x, weights}, {out}, nb::none());
+    step.run = [&program, streams, x, weights, out, count, width](const Pass&, int64_t row) {
+        program.kernels.mix_streams(program.values(streams, row), program.values(x, row), program.values(weights, row),
+                                    count, width, program.values(out, row));
+    };
+    program.add(std::move(step));
+    return out;
+}
+
+// Keeps values and gates + bias at the row's slot.
+void keep_projections(Program& program, int values, int gates, RowPool* pool, nb::object owners, const float* bias,
+                      int64_t every) {
+    const int64_t width = program.buffers[values].width;
+    program.limits.reach(program.limits.slots, pool->num_slots);
+    Step step = row_step({values, gates}, {}, std::move(owners));
+    step.run = [&program, values, gates, pool, bias, every, width](const Pass& pass, int64_t row) {
+        const float *value = program.values(values, row), *gate = program.values(gates, row);
+        const float* shift = bias + pass.positions[row] % every * width;
+        thread_local std::vector<float> both;
+        both.resize(2 * width);
+        std::copy_n(value, width, both.data());
+        for (int64_t i = 0; i < width; ++i) both[width + i] = gate[i] + shift[i];
+        pool->put(pass.slots[row], both.data());
+    };
+    program.add(std::move(step));
+}
+
+int compress(Program& program, int values, int gates, Floats bias, nb::object row_pool, int64_t every, int64_t dim,
+             bool overlap) {
+    RowPool* pool = nb::cast<RowPool*>(row_pool);
+    const int64_t width = overlap ? 2 * dim : dim, span = overlap ? 2 * every : every;
+    require(program.buffers[values].width == width && program.buffers[gates].width == width &&
+                (int64_t)bias.size() == every * width && pool->width == 2 * width && !program.buffers[values].logits,
+            "compress: shapes differ");
+    keep_projections(program, values, gates, pool, nb::make_tuple(row_pool, bias), bias.data(), every);
+    program.limits.reach(program.limits.table_slots, pool->num_slots);
+    program.wants_spans = true;
+    const int out = program.buffer(dim, false);
+    Step step = row_step({values}, {out}, row_pool);
+    step.gathers = true;
+    step.run = [&program, pool, out, every, span, dim, overlap](const Pass& pass, int64_t row) {
+        const int64_t position = pass.positions[row];
+        float* to = program.values(out, row);
+        if ((position + 1) % every) {
+            std::fill_n(to, dim, 0.0f);
+            return;
+        }
+        const Tiles places = blocks_of(pass, pass.row_spans[row]);
+        thread_local std::vector<float> rows;
+        rows.resize(span * pool->width);
+        CompressTask task{rows.data(), pool->width, span, std::max<int64_t>(0, span - 1 - position), dim, overlap, to};
+        for (int64_t i = task.first; i < span; ++i)
+            pool->get(slot_of(places, pass, row, position - span + 1 + i), rows.data() + i * pool->width);
+        program.kernels.compress(task);
+    };
+    program.add(std::move(step));
+    return out;
+}
+
+// Where the keys of row `row` lie: entries that it chose, or all, then its window.
+struct Seen {
+    const int32_t* chosen; // how many, then which; nullptr: none are chosen
+    int64_t every, window;
+};
+
+int64_t gather_seen(const KVPool& pool, const KVPool& entries, const Pass& pass, int64_t row, const Seen& seen,
+                    Tiles& tiles) {
+    const int64_t position = pass.positions[row], whole = (position + 1) / seen.every;
+    const int64_t picked = seen.chosen ? std::min<int64_t>(*seen.chosen, whole) : whole;
+    const int64_t near = std::min(position + 1, seen.window), count = picked + near, bytes = pool.layout.tile_bytes();
+    thread_local std::vector<uint8_t> scratch;
+    scratch.resize((count + 15) / 16 * bytes);
+    for (int64_t i = 0; i < count; ++i) {
+        const bool is_entry = i < picked;
+        const int64_t at = !is_entry            ? position + 1 - near + i - picked
+                           : picked < whole ? seen.chosen[1 + i]
+                                                : (i + 1) * seen.every - 1;
+        const int64_t slot = slot_of(tiles, pass, row, at);
+        copy_lane(pool.layout, (is_entry ? entries : pool).tile(slot, 0), slot % 16, scratch.data() + i / 16 * bytes, i % 16);
+    }
+    tiles.scratch = scratch.data();
+    tiles.scratch_from = 0;
+    return count;
+}
+
+int attend_beside(Program& program, int q, nb::object kv_pool, nb::object entry_pool, int64_t num_heads, float scale,
+                  float softcap, int64_t window, int64_t every, std::optional<Sinks> sinks, int chosen) {
+    AttendTask common;
+    Step step = attend_step(program, q, kv_pool, num_heads, scale, softcap, sinks, common);
+    const KVPool *pool = nb::cast<KVPool*>(kv_pool), *entries = nb::cast<KVPool*>(entry_pool);
+    require(pool->layout.num_heads == 1 && window > 0 && every > 1 &&
+                entries->layout.tile_bytes() == pool->layout.tile_bytes() && entries->num_slots == pool->num_slots,
+            "attend_beside: one head of keys and a window, and entries like the keys");
+    step.owners.push_back(entry_pool);
+    program.wants_spans = true;
+    if (chosen >= 0) step.reads.push_back(chosen);
+    const int out = step.writes[0];
+    const int64_t most = program.kernels.most_queries, together = most * kTogether;
+    const int64_t parts = (common.group + together - 1) / together;
+    step.num_tasks = [parts](const Pass& pass) { return pass.num_rows * parts; };
+    step.run = [&program, pool, entries, common, q, out, chosen, window, every, parts, most, together,
+                own = step.quantizes](const Pass& pass, int64_t index) {
+        const int64_t row = index / parts;
+        AttendTask task = common;
+        static_cast<Tiles&>(task) = tiles_of(*pool, pass, pass.row_spans[row], 0);
+        const auto* picks = chosen < 0 ? nullptr : reinterpret_cast<const int32_t*>(program.values(chosen, row));
+        const int32_t last = (int32_t)gather_seen(*pool, *entries, pass, row, {picks, every, window}, task) - 1;
+        task.positions = task.sees = &last; // of the one row
+        task.queries = program.values(q, row);
+        task.query_stride = program.buffers[q].stride();
+        task.out = program.output(out).from_row(row);
+        if (!own) task.out.quants = nullptr;
+        const int64_t begin = index % parts * together, end = std::min(begin + together, common.group);
+        for (int64_t first = begin; first < end; first += most) {
+            task.first_query = first;
+            task.num_queries = std::min(most, end - first);
+            program.kernels.attend(task);
+        }
+    };
+    program.add(std::move(step));
+    return out;
+}
+
+// As copy_rows of a KVPool.
+void copy_kept(RowPool& pool, Ints sources, Ints targets) {
+    require(sources.size() == targets.size(), "copy_rows: not as many slots as slots");
+    const int64_t count = (int64_t)sources.size();
+    std::vector<float> rows(count * pool.width);
+    for (int64_t i = 0; i < count; ++i) {
+        require(sources.data()[i] >= 0 && sources.data()[i] < pool.num_slots && targets.data()[i] >= 0 &&
+                    targets.data()[i] < pool.num_slots,
+                "copy_rows: a slot beyond the pool");
+        pool.get(sources.data()[i], rows.data() + i * pool.width);
+    }
+    for (int64_t i = 0; i < count; ++i) pool.put(targets.data()[i], rows.data() + i * pool.width);
+}
+
+} // namespace
+
+void RowPool::put(int64_t slot, const float* row) {
+    if (wide) {
+        std::copy_n(row, width, reinterpret_cast<float*>(memory.data()) + slot * width);
+        return;
+    }
+    uint16_t* to = reinterpret_cast<uint16_t*>(memory.data()) + slot * width;
+    for (int64_t i = 0; i < width; ++i) to[i] = bfloat_from_float(row[i]);
+}
+
+void RowPool::get(int64_t slot, float* row) const {
+    if (wide) {
+        std::copy_n(reinterpret_cast<const float*>(memory.data()) + slot * width, width, row);
+        return;
+    }
+    const uint16_t* from = reinterpret_cast<const uint16_t*>(memory.data()) + slot * width;
+    for (int64_t i = 0; i < width; ++i) row[i] = float_from_bfloat(from[i]);
+}
+
+void bind_stream_steps(nb::module_& m, nb::class_<Program>& program) {
+    nb::class_<RowPool>(m, "RowPool")
+        .def(nb::init<int64_t, int64_t, bool>(), nb::arg("num_slots"), nb::arg("width"), nb::arg("wide"))
+        .def("copy_rows", copy_kept);
+    program.def("stream_weights", stream_weights)
+        .def("sum_streams", sum_streams)
+        .def("mix_streams", mix_streams)
+        .def("compress", compress)
+        .def("attend_beside", attend_beside, nb::arg("q"), nb::arg("pool"), nb::arg("entries"), nb::arg("num_heads"),
+             nb::arg("scale"), nb::arg("softcap"), nb::arg("window"), nb::arg("every"), nb::arg("sinks").none(),
+             nb::arg("chosen"));
+}
+
+} // namespace headstart

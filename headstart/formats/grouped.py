@@ -1,0 +1,126 @@
+"""Rows of small codes in groups of columns that share a scale: how weights reach the kernels without being widened.
+
+A type is spelled `codes:group:scale`, such as `E4M3:64:F32`. A row is units of `group` columns, the last one filled up:
+the scale, a zero point (one byte) for U4 and U8, the codes; of 4 bits two in a byte, the even column in the low half.
+With scales of E4M3 a float32 comes before the units, which multiplies the row's scales. The value of a column is
+
+    E4M3, E2M1, NF4, FP4    what the code stands for * scale
+    U4, U8                  (code - zero point) * scale
+    I8                      (code - 128) * scale
+
+in float32, rounded once. csrc/packing_sources.cpp names the types that the kernels take.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+NF4 = np.array(
+    [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0], np.float32,
+)  # fmt: skip
+FP4 = np.array([0, 0.0625, 8, 12, 4, 6, 2, 3, -0.0, -0.0625, -8, -12, -4, -6, -2, -3], np.float32) / np.float32(12)
+LEVELS = {"E2M1": E2M1, "NF4": NF4, "FP4": FP4}
+_SCALE_TYPES = {"F16": "<f2", "F32": "<f4", "BF16": "<u2", "E4M3": "u1"}
+
+
+class Layout(NamedTuple):
+    """How a row of such a type lies."""
+
+    codes: str
+    group: int
+    scale: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.codes}:{self.group}:{self.scale}"
+
+    @property
+    def code_bytes(self) -> int:
+        """Of a unit."""
+        return self.group // (1 if self.codes in ("E4M3", "U8", "I8") else 2)
+
+    @property
+    def scale_bytes(self) -> int:
+        return np.dtype(_SCALE_TYPES[self.scale]).itemsize
+
+    @property
+    def has_points(self) -> bool:
+        return self.codes in ("U4", "U8")
+
+    @property
+    def unit_bytes(self) -> int:
+        return self.scale_bytes + self.has_points + self.code_bytes
+
+    @property
+    def head_bytes(self) -> int:
+        return 4 * (self.scale == "E4M3")
+
+
+@cache
+def layout_of(dtype: str) -> Layout | None:
+    """Of a type's name; None for one that is not of this kind."""
+    codes, _, rest = dtype.partition(":")
+    group, _, scale = rest.partition(":")
+    return Layout(codes, int(group), scale) if scale else None
+
+
+def joined(layout: Layout, codes: Bytes, scales: NDArray[Any], points: Any = None, factors: Any = None) -> Bytes:
+    """Rows of such a type. codes [n, bytes] (of a whole row; units are filled up with zeros), scales [n, units] as they
+    are stored, points [n, units] for U4 and U8, factors [n] for scales of E4M3."""
+    rows, units = scales.shape
+    out = np.zeros((rows, layout.head_bytes + units * layout.unit_bytes), np.uint8)
+    if factors is not None:
+        out[:, : layout.head_bytes] = np.asarray(factors, "<f4").reshape(rows, 1).view(np.uint8)
+    body = out[:, layout.head_bytes :].reshape(rows, units, layout.unit_bytes)
+    stored = np.ascontiguousarray(scales, _SCALE_TYPES[layout.scale])
+    body[..., : layout.scale_bytes] = stored.reshape(rows, units, 1).view(np.uint8)
+    if points is not None:
+        body[..., layout.scale_bytes] = points
+    last, rest = divmod(codes.shape[1], layout.code_bytes)
+    at = layout.scale_bytes + layout.has_points
+    body[:, :last, at:] = codes[:, : last * layout.code_bytes].reshape(rows, last, layout.code_bytes)
+    if rest:
+        body[:, last, at : at + rest] = codes[:, last * layout.code_bytes :]
+    return out
+
+
+def values(layout: Layout, rows: Bytes, columns: int, e4m3: Floats) -> Floats:
+    """Rows of such a type -> what they stand for, [n, columns]. `e4m3`: what each of the 256 codes stands for."""
+    body = rows[:, layout.head_bytes :].reshape(len(rows), -1, layout.unit_bytes)
+    scales = _scales(layout, np.ascontiguousarray(body[..., : layout.scale_bytes]), e4m3)
+    if layout.head_bytes:
+        scales = scales * np.ascontiguousarray(rows[:, : layout.head_bytes]).view("<f4")
+    codes = body[..., layout.scale_bytes + layout.has_points :]
+    if layout.code_bytes < layout.group:
+        codes = np.stack((codes & 15, codes >> 4), axis=-1).reshape(*codes.shape[:2], -1)
+    numbers: NDArray[Any] = codes
+    if layout.codes == "E4M3":
+        numbers = e4m3[codes]
+    elif layout.codes in LEVELS:
+        numbers = LEVELS[layout.codes][codes]
+    else:
+        zero = body[..., layout.scale_bytes, None] if layout.has_points else np.uint8(128)
+        numbers = codes.astype(np.float32) - zero
+    with np.errstate(over="ignore", invalid="ignore"):
+        found = np.asarray(numbers * scales[..., None], np.float32)
+    return found.reshape(len(rows), -1)[:, :columns]
+
+
+def _scales(layout: Layout, stored: Bytes, e4m3: Floats) -> Floats:
+    """[n, units, bytes] -> float32 [n, units]."""
+    numbers = stored.view(_SCALE_TYPES[layout.scale])[..., 0]
+    if layout.scale == "E4M3":
+        return np.asarray(e4m3[numbers])
+    if layout.scale == "BF16":
+        return (numbers.astype(np.uint32) << 16).view(np.float32)
+    return numbers.astype(np.float32)

@@ -1,0 +1,269 @@
+"""Assistants (Gemma 4's): a few layers that have queries only, over the keys and values that the trunk keeps anyway.
+
+x = pre [s e(t_n) ; h_{n-1}], with the trunk's embedding e and its scale s. Each layer attends to what the trunk's last
+layer of its own kind (sliding or full) has stored of the positions before n: y = norm(layers(x)), logits = lm_head(y).
+The next draft step reads post(y) in place of h, at the same position, over the same keys: nothing is stored, so nothing
+is made again either. With centroids only the tokens of the groups whose centroids promise most (centroids y) are
+drafted.
+
+Formulas and config: transformers 5.23, `models/gemma4_assistant`; a window counts from position n, as the trunk's do
+and llama.cpp's `gemma4-assistant`. Canonical tensors: `pre.weight` [h, 2 H], `layers.{i}.`, `norm.weight`,
+`post.weight` [H, h], `lm_head.weight` [V, h]; `centroids.weight` [groups, h], `token_ordering` [V]: the tokens of group
+0, then those of group 1, and so on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from headstart.errors import ModelError
+from headstart.formats.base import Tensor
+from headstart.heads.base import HeadSpec, ReaderSpec
+from headstart.heads.kind import Document, HeadCheckpoint, HeadKind, Layout
+from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, StepInputs, Weight
+from headstart.layers.attention import AttentionConfig
+from headstart.layers.build import DecoderConfig
+from headstart.layers.decoder import DecoderLayer, LayerConfig
+from headstart.layers.linear import Linear
+from headstart.layers.mlp import MLPConfig
+from headstart.layers.norm import RMSNorm
+from headstart.layers.rope import rope_spec
+from headstart.layers.sketch import LMHead
+from headstart.layers.weights import Shapes, Weights
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+WITHOUT = {
+    "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "enable_moe_block": False,
+    "use_double_wide_mlp": False, "attention_bias": False, "hidden_activation": "gelu_pytorch_tanh",
+}  # fmt: skip
+"""Keys of its text_config -> what they say of every assistant; transformers refuses others too."""
+DEFAULTS = {
+    "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30, "head_dim": 256,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "sliding_window": 512,
+}  # fmt: skip
+"""What transformers takes where text_config says nothing; `sliding_window` of unified ones is twice that."""
+
+
+@dataclass(frozen=True)
+class GroupedHead:
+    """An LM head of which a row keeps the tokens of `count` groups: those with the largest scores."""
+
+    exact: Linear
+    centroids: Linear
+    groups: Weight
+    count: int
+
+    def __call__(self, ops: Ops, x: Buffer) -> Buffer:
+        return ops.keep_groups(self.exact(ops, x), self.centroids(ops, x), self.groups, self.count)
+
+
+@dataclass(frozen=True)
+class AssistantModule:
+    """All layers of it: one module, used again for each draft step."""
+
+    spec: ReaderSpec
+    pre: Linear
+    layers: Seq[DecoderLayer]
+    norm: RMSNorm
+    post: Linear
+    kv_specs: tuple[()] = ()
+
+    def forward(
+        self, ops: Ops, spec: HeadSpec, embedded: Buffer, step: StepInputs, pool: Pool, *, recycled: bool = False
+    ) -> tuple[Buffer, Buffer]:
+        """As heads.base.Module; y is as wide as the assistant's stream, a recycled vector as the trunk's."""
+        x = self.pre(ops, ops.concat(ops.scale(embedded, self.spec.embedding_scale), step.hidden))
+        delta: Buffer | None = None
+        for layer, keys in zip(self.layers, pool, strict=True):
+            delta, x = layer(ops, delta, x, step.positions, keys)
+        y, _ = self.norm.add(ops, delta, x)
+        return y, self.post(ops, y)
+
+
+def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[AssistantModule]:
+    reader = _reader(spec)
+    width = reader.hidden_size
+    return [
+        AssistantModule(
+            spec=reader,
+            pre=weights.linear("pre", width, 2 * hidden),
+            layers=[each.build(weights, f"layers.{i}", width) for i, each in enumerate(reader.layers)],
+            norm=weights.norm("norm", width, reader.eps),
+            post=weights.linear("post", hidden, width),
+        )
+    ]
+
+
+def lm_heads(weights: Weights, spec: HeadSpec, hidden: int, rows: int) -> Seq[LMHead]:
+    reader = _reader(spec)
+    exact, count = weights.linear("lm_head", rows, reader.hidden_size), reader.num_groups
+    if not count:
+        return [exact]
+    told = weights.raw("token_ordering", (rows,))
+    assert isinstance(told, Tensor)
+    ordering = told.numpy().astype(np.int64)
+    if rows % count or not np.array_equal(np.sort(ordering), np.arange(rows)):
+        raise ModelError(f"{weights.source}: token_ordering does not put {rows} tokens into {count} groups")
+    groups = np.empty(rows, np.int64)
+    groups[ordering] = np.arange(rows) // (rows // count)
+    centroids = weights.linear("centroids", count, reader.hidden_size)
+    return [GroupedHead(exact, centroids, weights.backend.index(groups), reader.top_groups)]
+
+
+def shapes(spec: HeadSpec, hidden: int) -> Shapes:
+    """Without the LM head, whose rows are the vocabulary's."""
+    reader = _reader(spec)
+    width = reader.hidden_size
+    found: Shapes = {"pre.weight": (width, 2 * hidden), "post.weight": (hidden, width), "norm.weight": (width,)}
+    for i, layer in enumerate(reader.layers):
+        found |= layer.shapes(f"layers.{i}", width)
+    return found
+
+
+def _reader(spec: HeadSpec) -> ReaderSpec:
+    assert spec.reader
+    return spec.reader
+
+
+def fit(spec: HeadSpec, trunk: DecoderConfig) -> HeadSpec:
+    """Each layer reads the last layer of its kind that keeps keys. Raises ModelError where there is none, or where its
+    keys are of another shape."""
+    reader, kept = _reader(spec), dict[bool, tuple[int, AttentionSpec]]()
+    place = 0
+    for layer in trunk.layers:
+        mixer = layer.mixer
+        if not isinstance(mixer, AttentionConfig):
+            raise ModelError("an assistant reads keys of plain attention, but the model has layers of another kind")
+        if mixer.shares is None:
+            kept[mixer.spec.window > 0] = place, mixer.spec
+            place += 1
+    reads = []
+    for i, layer in enumerate(reader.layers):
+        asked = _attention(layer).spec
+        kind, (place, own) = SLIDING if asked.window else FULL, kept.get(asked.window > 0, (-1, None))
+        if own is None:
+            raise ModelError(f"layer {i} of the assistant reads keys of a {kind} layer, and the model has none")
+        for name in ("num_kv_heads", "head_dim"):
+            if (theirs := getattr(own, name)) != (ours := getattr(asked, name)):
+                what = f"layer {i} of the assistant reads keys with {name} {ours}"
+                raise ModelError(f"{what}, the model's {kind} layers have {theirs}", "use this model's own assistant")
+        reads.append(place)
+    return replace(spec, reader=replace(reader, reads=tuple(reads), embedding_scale=trunk.embedding_scale))
+
+
+def _attention(layer: LayerConfig) -> AttentionConfig:
+    assert isinstance(layer.mixer, AttentionConfig)
+    return layer.mixer
+
+
+# Its directory.
+
+
+def matches(document: Document) -> bool:
+    return "backbone_hidden_size" in document
+
+
+def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadCheckpoint:
+    where, told = path / "config.json", document.get("text_config")
+    if not isinstance(told, dict):
+        raise ModelError(f"{where}: text_config is {told!r}, not an object", "is this an assistant?")
+    window = {"sliding_window": 1024} if "unified" in str(document.get("model_type")) else {}
+    inner = {**DEFAULTS, **window, **{key: value for key, value in told.items() if value is not None}}
+    if inner.get("use_bidirectional_attention") == "all":
+        raise ModelError(f"{where}: use_bidirectional_attention is 'all', which is not known of an assistant")
+    for key, only in WITHOUT.items():
+        if inner.get(key, only) not in (only, None):
+            raise ModelError(f"{where}: {key} is {inner[key]!r}, which is not known of an assistant")
+    try:
+        groups = int(document.get("num_centroids", 2048)) if document.get("use_ordered_embeddings") else 0
+        reader = ReaderSpec(
+            layers=tuple(_layers(inner)),
+            hidden_size=int(inner["hidden_size"]),
+            eps=float(inner["rms_norm_eps"]),
+            num_groups=groups,
+            top_groups=min(int(document.get("centroid_intermediate_top_k", 32)), groups) if groups else 0,
+        )
+        hidden, vocab_size = int(document["backbone_hidden_size"]), int(inner["vocab_size"])
+        if min(reader.hidden_size, hidden, vocab_size, reader.top_groups or 1, groups or 1) < 1:
+            raise ValueError("a size below 1")
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise ModelError(f"{where}: {error} is missing or wrong", "is this an assistant?") from error
+    named = {canonical(name): tensor for name, tensor in tensors.items()}
+    tied = named.pop("embed_tokens.weight", None)  # tokens are embedded by the trunk
+    if tied is not None:
+        named.setdefault("lm_head.weight", tied)
+    return HeadCheckpoint(
+        spec=HeadSpec(kind="assistant", reader=reader), hidden_size=hidden, vocab_size=vocab_size, tensors=named
+    )
+
+
+def _layers(inner: Document) -> list[LayerConfig]:
+    count, window = int(inner["num_hidden_layers"]), int(inner["sliding_window"])
+    kinds = inner.get("layer_types") or [SLIDING if (i + 1) % 6 else FULL for i in range(count - 1)] + [FULL]
+    if len(kinds) != count or not {*kinds} <= {FULL, SLIDING} or (SLIDING in kinds and window < 2):
+        raise ValueError(f"layer_types {kinds} with a window of {window}")
+    mlp = MLPConfig(inner=int(inner["intermediate_size"]), activation="gelu_tanh")
+    eps = float(inner["rms_norm_eps"])
+    return [
+        LayerConfig(
+            mixer=_mixer({**inner, **_own(inner, i, kind)}, kind, window if kind == SLIDING else 0),
+            mlp=mlp,
+            eps=eps,
+            norms="sandwich",
+            scaled=True,
+        )
+        for i, kind in enumerate(kinds)
+    ]
+
+
+def _own(inner: Document, index: int, kind: str) -> Document:
+    """What one layer has of its own: of each layer (newer files), or of full layers."""
+    told = inner.get("per_layer_config")
+    if told:
+        return dict(told.get(str(index), {}))
+    if kind == SLIDING:
+        return {}
+    heads = inner.get("num_global_key_value_heads") if inner.get("attention_k_eq_v") else None
+    return {"head_dim": inner.get("global_head_dim") or 512} | ({"num_key_value_heads": heads} if heads else {})
+
+
+def _mixer(inner: Document, kind: str, window: int) -> AttentionConfig:
+    heads, kv_heads, dim = (int(inner[name]) for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    if min(heads, kv_heads, dim) < 1 or heads % kv_heads:
+        raise ValueError(f"num_attention_heads {heads} over {kv_heads}")
+    told = inner.get("rope_parameters") or ROPES
+    return AttentionConfig(
+        spec=AttentionSpec(heads, kv_heads, dim, 1.0, window=window, before=True),
+        rope=rope_spec({**inner, "rope_parameters": told[kind], "rope_scaling": None}, dim),
+        qk_norm=True,
+        shares=0,
+    )
+
+
+ROPES = {
+    SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+}
+"""Where config.json says nothing."""
+
+
+def canonical(name: str) -> str:
+    """Their tensor name to ours."""
+    name = name.removeprefix("model.").removeprefix("masked_embedding.")
+    return re.sub(r"^(pre|post)_projection\.", r"\1.", name)
+
+
+HEAD = HeadKind(
+    title="assistant",
+    modules=modules,
+    shapes=shapes,
+    lm_heads=lm_heads,
+    fit=fit,
+    block=False,
+    layout=Layout(matches=matches, read=read),
+)

@@ -1,0 +1,97 @@
+"""EAGLE and EAGLE-2 (Li et al. 2024): the trunk's last hidden state and the next token in, a guess of the next hidden
+state out, whose token the trunk's own LM head says.
+
+x = fc [e(t_{p+1}) ; h_p] (+ b), y = Block(x), whose attention reads x as it is; logits = lm_head(y); the next draft
+step reads y in place of h. SafeAILab/EAGLE, `eagle/model/cnets1.py`; h is the state behind the trunk's final norm.
+EAGLE-2's trees are chains here. Canonical tensors: `fuse.weight` [H, 2 H], `fuse.bias` [H], `block.` without an input
+norm.
+
+Its directories are theirs: `fc`, `layers.0.*` in safetensors or in `pytorch_model.bin`, and the trunk's embedding,
+which was frozen and is not taken; config.json is that of a Llama model with one layer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+
+from headstart.errors import ModelError
+from headstart.formats.base import Tensor
+from headstart.formats.drafters import classify
+from headstart.heads.base import HeadSpec
+from headstart.heads.kind import Document, HeadCheckpoint, HeadKind, Layout
+from headstart.heads.layouts.llama_block import plain_block
+from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, StepInputs
+from headstart.layers.decoder import DecoderLayer
+from headstart.layers.linear import Linear
+from headstart.layers.weights import Shapes, Weights
+
+MARKERS = ("fc.weight", "model.fc.weight")
+COPIES = ("embed_tokens.weight", "lm_head.weight")
+"""Tensors that are the trunk's own."""
+
+
+@dataclass(frozen=True)
+class EagleModule:
+    fuse: Linear
+    block: DecoderLayer
+
+    @property
+    def kv_specs(self) -> tuple[KVSpec, ...]:
+        return self.block.mixer.kv_specs
+
+    def forward(
+        self, ops: Ops, spec: HeadSpec, embedded: Buffer, step: StepInputs, pool: Pool, *, recycled: bool = False
+    ) -> tuple[Buffer, Buffer]:
+        """As heads.base.Module; what the LM head reads is what the next step reads."""
+        x = self.fuse(ops, ops.concat(embedded, step.hidden))
+        delta, residual = self.block(ops, None, x, step.positions, pool)
+        y = residual if delta is None else ops.add(delta, residual)
+        return y, y
+
+
+def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[EagleModule]:
+    assert spec.layer is not None
+    fuse = weights.linear("fuse", hidden, 2 * hidden, bias=weights.has("fuse.bias"))
+    return [EagleModule(fuse, spec.layer.build(weights, "block", hidden))]
+
+
+def shapes(spec: HeadSpec, hidden: int) -> Shapes:
+    """With the bias that published ones have, or not."""
+    assert spec.layer is not None
+    return {"fuse.weight": (hidden, 2 * hidden), **spec.layer.shapes("block", hidden)}
+
+
+# Its directory.
+
+
+def matches(document: Document) -> bool:
+    return classify(document).kind == "eagle"
+
+
+def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadCheckpoint:
+    named = {canonical(name): tensor for name, tensor in tensors.items()}
+    named = {name: tensor for name, tensor in named.items() if name not in COPIES and not name.endswith("inv_freq")}
+    if document.get("num_hidden_layers", 1) != 1:
+        raise ModelError(f"{path}: an EAGLE head of {document['num_hidden_layers']} layers is not run here", "use one")
+    layer, hidden, vocab_size = plain_block(document, named, path, "late", "an EAGLE head")
+    spec = HeadSpec(kind="eagle", layer=layer)
+    if unknown := sorted(named.keys() - shapes(spec, hidden).keys() - {"fuse.bias"}):
+        raise ModelError(f"{path}: {unknown[0]} is not known of an EAGLE head", "such a variant is not run here")
+    return HeadCheckpoint(spec=spec, hidden_size=hidden, vocab_size=vocab_size, tensors=named)
+
+
+def canonical(name: str) -> str:
+    """Their tensor name to ours."""
+    name = re.sub(r"^layers\.0\.", "block.", name.removeprefix("model."))
+    return re.sub(r"^fc\.", "fuse.", name)
+
+
+HEAD = HeadKind(
+    title="EAGLE",
+    modules=modules,
+    shapes=shapes,
+    layout=Layout(matches=matches, read=read, markers=MARKERS),
+)

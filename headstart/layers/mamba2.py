@@ -1,0 +1,146 @@
+"""Mamba2 (Dao, Gu 2024): a selective state space model over heads, in its recurrent form for every row.
+
+[z, x, B, C, dt] = W_in u; [x, B, C] = activation(conv([x, B, C]) + bias); step = ln(1 + e^(dt + bias)) by head;
+y = scan (see Ops.selective_scan); out = W_out norm(y * silu(z)), or W_out (norm(y) * silu(z)), the norm by groups of
+columns, or none. Formula: transformers 5.23, `NemotronHMamba2Mixer` and its relatives.
+
+Canonical tensors under `{layer}.mamba`: `in_proj.weight` [2 inner + 2 G N + heads, H] (rows in the order above, with
+`in_proj.bias` or without), `conv.weight` [channels, (1,) width] (taps oldest first), `conv.bias` [channels],
+`decay_rate` [heads] (negative), `step_bias` [heads], `skip` [heads], `norm.weight` [inner], `out_proj.weight`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+
+from headstart.kernels.ops import Activation, Buffer, Ops, Pool, Weight
+from headstart.kernels.states import ConvSpec, ScanSpec, StateSpec
+from headstart.layers.linear import Linear
+from headstart.layers.weights import Shapes, Weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba2Config:
+    """Mamba2 in place of attention. `norm`: of the gated output, of what is gated then, or none; by itself in each of
+    `norm_groups` groups of columns. `bias`: of the projections. `input_scale` multiplies u, `scales` z, x, B, C, dt."""
+
+    scan: ScanSpec
+    conv_width: int
+    norm: Literal["gated", "before_gate", "none"] = "gated"
+    norm_groups: int = 1
+    bias: bool = False
+    conv_bias: bool = True
+    activation: Activation = "silu"
+    input_scale: float = 1.0
+    scales: tuple[float, ...] = (1.0,) * 5
+
+    @property
+    def conv(self) -> ConvSpec:
+        return ConvSpec(self.scan.channels, self.conv_width)
+
+    @property
+    def rows(self) -> int:
+        """Of the input projection."""
+        return self.scan.inner + self.scan.channels + self.scan.num_heads
+
+    def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, reads: int) -> Mamba2:
+        """That of the layer `prefix`, which reads as many columns as `reads`. Steps are never quantized: their errors
+        would add up over a whole text."""
+        name, scan, width = f"{prefix}.mamba", self.scan, self.conv_width
+        taps = weights.raw(f"{name}.conv.weight", (scan.channels, 1, width), (scan.channels, width))
+        matrix = weights.raw(f"{name}.in_proj.weight", (self.rows, reads))
+        bias = weights.raw(f"{name}.in_proj.bias", (self.rows,)) if self.bias else None
+        ends = np.cumsum([0, *self._parts])
+        z, *xbc, dt = (
+            Linear(
+                weights.take(matrix.take_rows(np.arange(begin, end)), precise=bool(end == self.rows)),
+                weights.take(bias.take_rows(np.arange(begin, end))) if bias else None,
+            )
+            for begin, end in pairwise(ends)
+        )
+        return Mamba2(
+            z_proj=z,
+            xbc_projs=tuple(xbc),
+            dt_proj=dt,
+            taps=weights.take(taps.shaped(scan.channels, width).transposed().shaped(width * scan.channels)),
+            conv_bias=weights.get(f"{name}.conv.bias", scan.channels) if self.conv_bias else None,
+            decay_rate=weights.get(f"{name}.decay_rate", scan.num_heads),
+            step_bias=weights.get(f"{name}.step_bias", scan.num_heads),
+            skip=weights.get(f"{name}.skip", scan.num_heads),
+            norm=None if self.norm == "none" else weights.get(f"{name}.norm.weight", scan.inner),
+            out_proj=weights.linear(f"{name}.out_proj", hidden, scan.inner, bias=self.bias),
+            eps=eps,
+            config=self,
+        )
+
+    @property
+    def _parts(self) -> list[int]:
+        """Columns of what is projected: z, [x, B, C] together or, where they are multiplied, each by itself, and dt."""
+        keys = self.scan.num_groups * self.scan.state_dim
+        together = set(self.scales[1:4]) == {1.0}
+        channels = [self.scan.channels] if together else [self.scan.inner, keys, keys]
+        return [self.scan.inner, *channels, self.scan.num_heads]
+
+    def shapes(self, prefix: str, hidden: int, *, reads: int) -> Shapes:
+        """Names and shapes of what `build` takes."""
+        name, scan = f"{prefix}.mamba", self.scan
+        biases: Shapes = {f"{name}.in_proj.bias": (self.rows,), f"{name}.out_proj.bias": (hidden,)}
+        return {
+            f"{name}.in_proj.weight": (self.rows, reads),
+            f"{name}.conv.weight": (scan.channels, 1, self.conv_width),
+            **({f"{name}.conv.bias": (scan.channels,)} if self.conv_bias else {}),
+            **{f"{name}.{part}": (scan.num_heads,) for part in ("decay_rate", "step_bias", "skip")},
+            **({} if self.norm == "none" else {f"{name}.norm.weight": (scan.inner,)}),
+            f"{name}.out_proj.weight": (hidden, scan.inner),
+            **(biases if self.bias else {}),
+        }
+
+
+@dataclass(frozen=True)
+class Mamba2:
+    """See the module."""
+
+    z_proj: Linear
+    xbc_projs: tuple[Linear, ...]
+    dt_proj: Linear
+    taps: Weight
+    conv_bias: Weight | None
+    decay_rate: Weight
+    step_bias: Weight
+    skip: Weight
+    norm: Weight | None
+    out_proj: Linear
+    eps: float
+    config: Mamba2Config
+    kv_specs: tuple[()] = ()
+    shares: None = None
+
+    @property
+    def state_specs(self) -> tuple[StateSpec, ...]:
+        return self.config.conv, self.config.scan
+
+    def __call__(self, ops: Ops, x: Buffer, positions: Buffer, pool: Pool) -> Buffer:
+        """`pool`: those of the convolution and of the scan; None where whole texts are trained on."""
+        config, (conv_pool, scan_pool) = self.config, pool or (None, None)
+        x = x if config.input_scale == 1 else ops.scale(x, config.input_scale)
+        z, parts, dt = self.z_proj(ops, x), [each(ops, x) for each in self.xbc_projs], self.dt_proj(ops, x)
+        z = z if config.scales[0] == 1 else ops.scale(z, config.scales[0])
+        dt = dt if config.scales[4] == 1 else ops.scale(dt, config.scales[4])
+        xbc = parts[0]
+        if len(parts) > 1:
+            xbc, b, c = (ops.scale(each, factor) for each, factor in zip(parts, config.scales[1:4], strict=True))
+            xbc = ops.concat(ops.concat(xbc, b), c)
+        xbc = ops.activate(ops.causal_conv(xbc, self.taps, conv_pool, config.conv, self.conv_bias), config.activation)
+        step = ops.softplus(dt, None, self.step_bias)
+        y = ops.selective_scan(xbc, step, self.decay_rate, self.skip, scan_pool, config.scan)
+        if config.norm == "before_gate":
+            y = self._normed(ops, y)
+        y = ops.activate_mul(z, y)
+        return self.out_proj(ops, self._normed(ops, y) if config.norm == "gated" else y)
+
+    def _normed(self, ops: Ops, y: Buffer) -> Buffer:
+        return ops.rms_norm(y, self.norm, self.eps, self.config.norm_groups)

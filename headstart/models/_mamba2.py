@@ -1,0 +1,139 @@
+"""What families with Mamba2 layers share: sizes as their configs and GGUF files say them, and names of tensors.
+
+Formulas: transformers 5.23, `models/granitemoehybrid`, `models/nemotron_h`, `models/falcon_h1`; what llama.cpp folds
+into its files: its `conversion/mamba.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from headstart.errors import ModelError
+from headstart.kernels.ops import RawTensor
+from headstart.kernels.states import ScanSpec
+from headstart.layers.mamba2 import Mamba2Config
+from headstart.models import keys
+from headstart.models.keys import Config, flag, number
+from headstart.models.small import Arrays
+
+MAMBA, FULL = "linear_attention", keys.FULL
+KINDS = {"mamba": MAMBA, "mamba2": MAMBA, "attention": FULL}
+"""Kinds of layers as older files call them."""
+MOST_TAPS, MOST_FEATURES = 16, 1 << 16
+PARTS: Mapping[str, str] = {".conv1d.": ".conv.", ".dt_bias": ".step_bias"}
+"""Hugging Face's names inside a Mamba2 layer, and ours; `A_log` and `D` are turned by `adapt`."""
+HARMLESS: Mapping[str, str] = {
+    **dict.fromkeys(("mamba_chunk_size", "chunk_size"), "the same numbers in pieces"),
+    **dict.fromkeys(("mamba_expand", "expand"), "the number of heads and their size say it"),
+    **dict.fromkeys(("use_mamba_kernels", "mamba_ssm_cache_dtype", "mamba_ssm_dtype"), "states are float32 here"),
+    **dict.fromkeys(("time_step_min", "time_step_max", "time_step_floor", "time_step_rank", "init_method",
+                     "rescale_prenorm_residual", "residual_in_fp32"), "training only"),
+    "linear_inner_size": "the number of heads and their size say it",
+    "num_logits_to_keep": "how to generate",
+}  # fmt: skip
+
+
+def mixer(config: Config, **switches: Any) -> Mamba2Config:
+    """By the keys of any of these families; `switches`: other fields of Mamba2Config."""
+    heads = number(config, "mamba_n_heads", "mamba_num_heads", "linear_num_value_heads", needs="Mamba2")
+    groups = number(config, "mamba_n_groups", "n_groups", "linear_num_key_heads", default=1)
+    state = number(config, "mamba_d_state", "ssm_state_size", "linear_key_head_dim", needs="Mamba2")
+    width = number(config, "mamba_d_conv", "conv_kernel", "linear_conv_kernel_dim", default=4)
+    size = _head_dim(config, heads)
+    most = max(heads, groups, state, size)
+    if heads % groups or most > MOST_FEATURES or not 2 <= width <= MOST_TAPS:
+        raise ModelError(
+            f"config.json: Mamba2 has {heads} heads of {size} in {groups} groups, states of {state} and a convolution "
+            f"of {width}",
+            f"heads must be a multiple of groups, a convolution 2 to {MOST_TAPS} wide",
+        )
+    _check_limit(config.get("time_step_limit"))
+    return Mamba2Config(
+        **{
+            "scan": ScanSpec(groups, heads, state, size),
+            "conv_width": width,
+            "norm_groups": groups,
+            "conv_bias": flag(config, "mamba_conv_bias", flag(config, "use_conv_bias", True)),
+            **switches,
+        }
+    )
+
+
+def _head_dim(config: Config, heads: int) -> int:
+    told = config.get("mamba_d_head") or config.get("mamba_head_dim")
+    if told not in (None, "auto"):
+        return number({"mamba_d_head": told}, "mamba_d_head")
+    inner = number(config, "mamba_d_ssm", "linear_inner_size", default=0, least=0)
+    inner = inner or number(config, "mamba_expand", "expand", default=2) * number(config, "hidden_size")
+    if inner % heads:
+        raise ModelError(f"config.json: {heads} heads do not part the {inner} columns of Mamba2")
+    return inner // heads
+
+
+def _check_limit(limit: object) -> None:
+    """Steps of any size are served. JSON has no infinity: transformers 5 writes it as an object."""
+    ends = limit if isinstance(limit, list | tuple) else [0.0, math.inf]
+    ends = [float(each["__float__"]) if isinstance(each, dict) and "__float__" in each else each for each in ends]
+    if ends != [0.0, math.inf]:
+        raise ModelError(f"config.json: time_step_limit is {limit!r}, which is not supported", "known: 0 to infinity")
+
+
+def kinds(config: Config, told: object, known: tuple[str, ...] = (MAMBA, FULL)) -> list[str]:
+    """Of each layer its kind, under transformers 5's names. Raises ModelError for others."""
+    named = [KINDS.get(str(kind), str(kind)) for kind in told] if isinstance(told, list) else told
+    keys.check_kinds(named, keys.num_layers(config), known)
+    assert isinstance(named, list)
+    return named
+
+
+# From files' tensors to ours.
+
+_GGUF = {
+    "ssm_in": "in_proj", "ssm_conv1d": "conv", "ssm_dt.bias": "step_bias", "ssm_a": "decay_rate", "ssm_d": "skip",
+}  # fmt: skip
+
+
+def adapt(tensors: Mapping[str, RawTensor], from_gguf: bool) -> dict[str, RawTensor]:
+    """Decay rates and skips of Mamba2 layers; of a GGUF file all their tensors, whose rates are made already."""
+    ours: dict[str, RawTensor] = {}
+    for name, tensor in tensors.items():
+        if from_gguf:
+            name = _from_gguf(name)
+        stem, _, part = name.rpartition(".mamba.")
+        if stem and part == "A_log":
+            ours[f"{stem}.mamba.decay_rate"] = tensor.exp().affine(-1, 0)
+        elif stem and part == "D":
+            ours[f"{stem}.mamba.skip"] = tensor
+        elif stem and part in ("decay_rate", "skip", "norm.weight") and len(tensor.shape) == 2:
+            ours[name] = tensor.shaped(math.prod(tensor.shape))
+        else:
+            ours[name] = tensor
+    return ours
+
+
+def _from_gguf(name: str) -> str:
+    name = re.sub(r"\.linear_attn\.(norm|out_proj)\.", r".mamba.\1.", name)
+    match = re.fullmatch(r"blk\.(\d+)\.(ssm_[a-z0-9]+)(.*)", name)
+    if not match:
+        return name
+    layer, stem, end = match.groups()
+    if stem + end in _GGUF:
+        return f"layers.{layer}.mamba.{_GGUF[stem + end]}"
+    return f"layers.{layer}.mamba.{_GGUF[stem]}{end}" if stem in _GGUF else name
+
+
+def restore(arrays: Arrays) -> Arrays:
+    """The way back to Hugging Face's, for arrays."""
+    theirs: Arrays = {}
+    for name, array in arrays.items():
+        stem, _, part = name.rpartition(".mamba.")
+        if stem and part == "decay_rate":
+            theirs[f"{stem}.mamba.A_log"] = np.log(-array)
+        else:
+            theirs[f"{stem}.mamba.D" if stem and part == "skip" else name] = array
+    return theirs

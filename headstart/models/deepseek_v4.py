@@ -1,0 +1,297 @@
+"""DeepSeek-V4: compressed attention at two ratios, residual streams, experts that tokens name in the first layers, a
+module with windowed attention alone.
+
+Formula: transformers 5.23 `models/deepseek_v4`; the module: vLLM 0.32, `deepseek_v4/nvidia/mtp.py`. Files have
+DeepSeek's own names. A module reads all streams of the trunk; its two projections, of a token and of a stream, are one
+matrix here, as in llama.cpp's files. V4.1 and V4-Flash-0731 hold a DSpark drafter in place of a module, which is left.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+
+from headstart.errors import ModelError
+from headstart.formats.rows import SideBySide
+from headstart.heads.base import HeadSpec
+from headstart.kernels.indexing import CompressSpec, IndexSpec
+from headstart.kernels.ops import RawTensor
+from headstart.kernels.specs import RopeSpec, RouterSpec, StreamSpec
+from headstart.layers.build import DecoderConfig
+from headstart.layers.compressed import CompressedConfig, CompressorConfig
+from headstart.layers.decoder import LayerConfig
+from headstart.layers.moe import MoEConfig
+from headstart.layers.rope import rope_spec
+from headstart.models import keys
+from headstart.models.base import Family
+from headstart.models.keys import Config, number, real
+from headstart.models.names import Names
+from headstart.models.small import Arrays
+
+SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+RATES = {SPARSE: 4, HEAVY: 128}
+HASHED, CHOSEN = "hash_moe", "moe"
+SCORES: dict[str, Literal["softmax", "sigmoid", "softplus"]] = {
+    "sqrtsoftplus": "softplus", "sigmoid": "sigmoid", "softmax": "softmax",
+}  # fmt: skip
+SERVED = {
+    "topk_method": "noaux_tc", "swiglu_limit": 10.0, "hidden_act": "silu", "norm_topk_prob": True, "mlp_bias": False,
+    "attention_bias": False, "num_key_value_heads": 1,
+}  # fmt: skip
+
+
+def parse(config: Config) -> DecoderConfig:
+    keys.refuse_others(config, SERVED)
+    rates = _rates(config)
+    mixers = {kind: _mixer(config, kind, rates) for kind in (SLIDING, SPARSE, HEAVY)}
+    feeds = {kind: _experts(config, hashed=kind == HASHED) for kind in (HASHED, CHOSEN)}
+    streams = StreamSpec(
+        number(config, "hc_mult", default=4), number(config, "hc_sinkhorn_iters", default=20),
+        real(config, "hc_eps", 1e-6),
+    )  # fmt: skip
+
+    def layer(kind: str, feed: str) -> LayerConfig:
+        return keys.layer(config, mixers[kind], feeds[feed], streams=streams)
+
+    pairs = zip(_kinds(config, rates), _feeds(config), strict=True)
+    return keys.decoder(
+        config,
+        [layer(*pair) for pair in pairs],
+        streams=streams,
+        num_mtp=0 if config.get("dspark_block_size") else keys.num_mtp(config),
+        mtp_layer=layer(SLIDING, CHOSEN),
+    )
+
+
+def _rates(config: Config) -> dict[str, int]:
+    """Positions for one entry, by kind of layer."""
+    told = config.get("compress_rates") or {}
+    if not isinstance(told, dict) or not {*told} <= {*RATES}:
+        raise ModelError(f"config.json: compress_rates is {told!r}", f"known: {', '.join(RATES)}")
+    older = {SPARSE: config.get("compress_rate_csa"), HEAVY: config.get("compress_rate_hca")}
+    rates = {kind: number({"rate": older[kind] or told.get(kind)}, "rate", default=RATES[kind]) for kind in RATES}
+    if min(rates.values()) < 2 or len({*rates.values()}) < 2:
+        raise ModelError(f"config.json: compress_rates are {rates}, but must differ and be 2 or more")
+    return rates
+
+
+def _kinds(config: Config, rates: dict[str, int]) -> list[str]:
+    """Of each layer, by its name or its ratio."""
+    count, kinds, ratios = keys.num_layers(config), config.get("layer_types"), config.get("compress_ratios")
+    if kinds is None and ratios is not None:
+        by_ratio = {0: SLIDING, 1: SLIDING, **{rate: kind for each in (RATES, rates) for kind, rate in each.items()}}
+        if (
+            not isinstance(ratios, list)
+            or len(ratios) < count
+            or any(not isinstance(ratio, int) or ratio not in by_ratio for ratio in ratios)
+        ):
+            known = ", ".join(map(str, by_ratio))
+            raise ModelError(f"config.json: compress_ratios must name {count} layers, by one of {known}")
+        kinds = [by_ratio[ratio] for ratio in ratios[:count]]  # modules have theirs behind
+    if kinds is None:
+        kinds = [HEAVY if i < 2 or i % 2 == 0 else SPARSE for i in range(count)]
+    keys.check_kinds(kinds, count, (SLIDING, SPARSE, HEAVY))
+    return list(kinds)
+
+
+def _feeds(config: Config) -> list[str]:
+    """Which layers take the experts that the token names."""
+    count, kinds = keys.num_layers(config), config.get("mlp_layer_types")
+    if kinds is None:
+        hashed = min(number(config, "num_hash_layers", default=3, least=0), count)
+        kinds = [HASHED] * hashed + [CHOSEN] * (count - hashed)
+    keys.check_kinds(kinds, count, (HASHED, CHOSEN))
+    return list(kinds)
+
+
+def _mixer(config: Config, kind: str, rates: dict[str, int]) -> CompressedConfig:
+    heads, dim, groups = (number(config, key) for key in ("num_attention_heads", "head_dim", "o_groups"))
+    if heads % groups:
+        raise ModelError(f"config.json: {heads} heads do not make {groups} groups (o_groups)")
+    rope = _rope(config, dim, compressed=kind != SLIDING)
+    made = CompressedConfig(
+        num_heads=heads,
+        head_dim=dim,
+        query_rank=number(config, "q_lora_rank"),
+        groups=groups,
+        group_rank=number(config, "o_lora_rank"),
+        window=number(config, "sliding_window", default=128),
+        rope=rope,
+    )
+    if kind == SLIDING:
+        return made
+    sparse, every = kind == SPARSE, rates[kind]
+    made = replace(made, compressor=CompressorConfig(spec=CompressSpec(every, dim, overlap=sparse), rope=rope))
+    if not sparse:
+        return made
+    index = IndexSpec(
+        number(config, "index_n_heads"), number(config, "index_head_dim"), number(config, "index_topk"), every
+    )
+    if index.head_dim < rope.rotary_dim:
+        raise ModelError(f"config.json: index_head_dim is {index.head_dim}, but {rope.rotary_dim} features are rotated")
+    smaller = CompressorConfig(spec=CompressSpec(every, index.head_dim, overlap=True), rope=rope)
+    return replace(made, index=(index, smaller))
+
+
+def _rope(config: Config, dim: int, *, compressed: bool) -> RopeSpec:
+    """Of the last features of a head. Layers that compress have a base of their own and YaRN, whose temperature is left
+    out (transformers, DeepseekV4Config)."""
+    told = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(told, dict):
+        raise ModelError(f"config.json: rope_parameters is {told!r}, but must be an object")
+    nested = {part: told.get(part) for part in ("main", "compress")}
+    whole = {**told} if not any(nested.values()) else {}
+    own = nested["compress" if compressed else "main"]
+    if own is None:
+        own = {**whole, "rope_theta": config.get("compress_rope_theta", 160000.0)} if compressed else {}
+    kind = own.get("rope_type") or own.get("type")
+    rotary = number(config, "qk_rope_head_dim", default=int(dim * real(config, "partial_rotary_factor", 1 / 8)))
+    if rotary % 2 or not 0 < rotary <= dim:
+        raise ModelError(f"config.json: {rotary} of {dim} features of a head would be rotated (qk_rope_head_dim)")
+    scaling = {key: value for key, value in own.items() if key != "partial_rotary_factor"}
+    if kind == "yarn":
+        scaling.setdefault("attention_factor", 1.0)
+    base = {"rope_theta": own.get("rope_theta") or real(config, "rope_theta", 10000.0)}
+    read = {**base, "rope_parameters": scaling, "max_position_embeddings": config.get("max_position_embeddings")}
+    return replace(rope_spec(read, rotary), trailing=True)
+
+
+def _experts(config: Config, *, hashed: bool) -> MoEConfig:
+    scoring = config.get("scoring_func", "sqrtsoftplus")
+    if not isinstance(scoring, str) or scoring not in SCORES:
+        raise ModelError(f"config.json: scoring_func is {scoring!r}", f"known: {', '.join(SCORES)}")
+    router = RouterSpec(
+        num_experts=number(config, "n_routed_experts"),
+        top_k=number(config, "num_experts_per_tok"),
+        scoring=SCORES[scoring],
+        scale=real(config, "routed_scaling_factor", 1.5),
+    )
+    if router.top_k > router.num_experts:
+        raise ModelError(f"config.json: a token cannot take {router.top_k} of {router.num_experts} experts")
+    inner = number(config, "moe_intermediate_size")
+    return MoEConfig(
+        router=router,
+        inner=inner,
+        shared=inner * number(config, "n_shared_experts", default=1, least=0),
+        bias=not hashed,
+        activation="silu_of_10",
+        table=number(config, "vocab_size") if hashed else 0,
+    )
+
+
+BIAS = ".mlp.gate.e_score_correction_bias"
+UNUSED = re.compile(r".*\.gate\.bias_vl")  # of pictures
+
+
+def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
+    """The two projections of a module side by side; no bias where the token names its experts."""
+    ours: dict[str, RawTensor] = {}
+    for name, tensor in tensors.items():
+        if UNUSED.fullmatch(name) or (name.endswith(BIAS) and name.replace(BIAS, ".mlp.gate.table") in tensors):
+            continue
+        if match := re.fullmatch(r"(mtp\.\d+)\.([eh])_proj\.weight", name):
+            parts = [tensors.get(f"{match[1]}.{part}_proj.weight") for part in "eh"]
+            if match[2] == "e" and parts[1] is not None:
+                ours[f"{match[1]}.projection.weight"] = SideBySide(f"{match[1]}.projection.weight", (tensor, parts[1]))
+            continue
+        ours[name] = tensor
+    return ours
+
+
+def restore(arrays: Arrays, config: DecoderConfig) -> Arrays:
+    """The way back."""
+    theirs: Arrays = {}
+    for name, array in arrays.items():
+        if name.startswith("mtp.") and name.endswith(".projection.weight"):
+            halves: Sequence[np.ndarray] = np.hsplit(array, 2)
+            theirs |= {
+                name.replace("projection", f"{part}_proj"): half for part, half in zip("eh", halves, strict=True)
+            }
+        else:
+            theirs[name] = array
+    return theirs
+
+
+NAMES = Names(
+    {
+        "embed.": "embed_tokens.",
+        "head.": "lm_head.",
+        "hc_head_": "streams.",
+        "mtp.{i}.": "mtp.{i}.block.",
+        "mtp.{i}.enorm.": "mtp.{i}.norm_embedding.",
+        "mtp.{i}.hnorm.": "mtp.{i}.norm_hidden.",
+        "mtp.{i}.e_proj.": "mtp.{i}.e_proj.",
+        "mtp.{i}.h_proj.": "mtp.{i}.h_proj.",
+        "mtp.{i}.norm.": "mtp.{i}.norm.",
+        "mtp.{i}.hc_head_": "mtp.{i}.streams.",
+        "mtp.{i}.emb.": None,  # copies of the trunk's
+        "mtp.{i}.head.": None,
+    },
+    parts={
+        ".attn.": ".self_attn.",
+        "compressor.norm.": "compressor.kv_norm.",
+        "compressor.ape": "compressor.position_bias",
+        "compressor.wgate.": "compressor.gate_proj.",
+        ".wq_a.": ".q_a_proj.",
+        ".wq_b.": ".q_b_proj.",
+        ".wkv.": ".kv_proj.",
+        ".wo_a.": ".o_a_proj.",
+        ".wo_b.": ".o_b_proj.",
+        ".q_norm.": ".q_a_norm.",
+        ".attn_sink": ".sinks",
+        ".ffn.": ".mlp.",
+        ".w1.": ".gate_proj.",
+        ".w2.": ".down_proj.",
+        ".w3.": ".up_proj.",
+        ".gate.bias": ".gate.e_score_correction_bias",
+        ".gate.tid2eid": ".gate.table",
+        ".attn_norm.": ".input_layernorm.",
+        ".ffn_norm.": ".post_attention_layernorm.",
+        ".hc_attn_": ".mixer_streams.",
+        ".hc_ffn_": ".mlp_streams.",
+    },
+)
+SMALL: dict[str, Any] = {
+    "head_dim": 16, "intermediate_size": None, "qk_rope_head_dim": 6, "q_lora_rank": 20, "num_key_value_heads": 1,
+    "o_groups": 2, "o_lora_rank": 10, "sliding_window": 11, "compress_ratios": [4, 128, 0, 0],
+    "compress_rates": {SPARSE: 4, HEAVY: 12}, "compress_rope_theta": 160000.0, "index_n_heads": 15,
+    "index_head_dim": 10, "index_topk": 5, "hc_mult": 4, "hc_sinkhorn_iters": 6, "hc_eps": 1e-6, "num_hash_layers": 1,
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 1, "moe_intermediate_size": 24,
+    "routed_scaling_factor": 1.5, "num_nextn_predict_layers": 1,
+}  # fmt: skip
+FAMILY = Family(
+    parse=parse,
+    defaults={
+        "max_position_embeddings": 1048576, "rms_norm_eps": 1e-6, "head_dim": 512, "q_lora_rank": 1024, "o_groups": 8,
+        "o_lora_rank": 1024, "index_n_heads": 64, "index_head_dim": 128, "index_topk": 512, "num_experts_per_tok": 6,
+        "n_routed_experts": 256, "moe_intermediate_size": 2048,
+    },
+    harmless={
+        "intermediate_size": "all layers have experts",
+        "compress_ratios": "layer_types says it",
+        "num_hash_layers": "mlp_layer_types says it",
+        "expert_dtype": "read with the tensors",
+        "qk_nope_head_dim": "the rest of head_dim",
+        "n_mtp_layers": "of a DSpark drafter, which is left",
+        **dict.fromkeys(
+            ("dspark_block_size", "dspark_markov_rank", "dspark_noise_token_id", "dspark_target_layer_ids"),
+            "of a DSpark drafter, which is left",
+        ),
+    },
+    names=NAMES,
+    adapt=adapt,
+    restore=restore,
+    head=HeadSpec(tap="streams", recycle="streams"),
+    scratch={
+        "num_key_value_heads": 1, "head_dim": 64, "qk_rope_head_dim": 32, "q_lora_rank": 64, "o_groups": 2,
+        "o_lora_rank": 32, "sliding_window": 64, "compress_ratios": [4, 128, 4, 128, 0],
+        "compress_rates": {SPARSE: 4, HEAVY: 16},
+        "index_n_heads": 4, "index_head_dim": 64, "index_topk": 32, "moe_intermediate_size": 64, "n_routed_experts": 5,
+        "num_experts_per_tok": 2, "tie_word_embeddings": False,
+    },
+    small={"model_type": "deepseek_v4", "architectures": ["DeepseekV4ForCausalLM"], **SMALL},
+)  # fmt: skip

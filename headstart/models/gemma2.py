@@ -1,0 +1,66 @@
+"""Gemma 2 (2B, 9B, 27B): a window in every other layer, caps on scores and logits, norms of (1 + w) before and after
+each part, scaled embeddings. No native MTP.
+
+Formula: transformers 5.23, `models/gemma2`; names and folded norms of GGUF files: llama.cpp's `conversion/gemma.py`,
+scale of scores there: `models/gemma2.cpp`.
+"""
+
+from __future__ import annotations
+
+import math
+
+from headstart.layers.build import DecoderConfig
+from headstart.models import _gemma, keys
+from headstart.models.base import Family
+from headstart.models.keys import Config, flag, number, real
+
+LAYERS_27B = 46  # of which llama.cpp knows 27B, whose heads are not as wide as hidden_size / heads
+
+
+def parse(config: Config) -> DecoderConfig:
+    _gemma.one_direction(config)
+    bias, window = flag(config, "attention_bias"), number(config, "sliding_window", default=4096)
+    mixer = {
+        "scale": _scalar(config) ** -0.5,
+        "softcap": real(config, "attn_logit_softcapping", 0.0),
+        "qkv_bias": bias,
+        "o_bias": bias,
+    }
+    return keys.stack(
+        config,
+        windows=[window if kind == keys.SLIDING else 0 for kind in keys.kinds_in_turn(config, 2)],
+        mixer=mixer,
+        layer={"norms": "sandwich"},
+        embedding_scale=math.sqrt(number(config, "hidden_size")),
+        logit_softcap=real(config, "final_logit_softcapping", 0.0),
+    )
+
+
+def _scalar(config: Config) -> int:
+    """What q . k is divided by the root of; GGUF files do not say it (0)."""
+    if written := number(config, "query_pre_attn_scalar", least=0):
+        return written
+    hidden, heads = number(config, "hidden_size"), number(config, "num_attention_heads")
+    return hidden // heads if keys.num_layers(config) == LAYERS_27B else number(config, "head_dim")
+
+
+FAMILY = Family(
+    parse=parse,
+    names=_gemma.NAMES,
+    adapt=_gemma.plus_one,
+    restore=_gemma.minus_one,
+    defaults={
+        **_gemma.DEFAULTS, "vocab_size": 256000, "num_hidden_layers": 26, "max_position_embeddings": 8192,
+        "rope_theta": 10000.0, "query_pre_attn_scalar": 256, "sliding_window": 4096, "final_logit_softcapping": 30.0,
+        "attn_logit_softcapping": 50.0,
+    },
+    harmless={
+        "hidden_act": "hidden_activation says it", "sliding_window_size": "sliding_window says it",
+        "cache_implementation": "of other programs",
+    },
+    small={
+        "model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "head_dim": 16, "sliding_window": 11,
+        "query_pre_attn_scalar": 20, "tie_word_embeddings": True, "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 4.0,
+    },
+)  # fmt: skip

@@ -1,0 +1,78 @@
+"""GLM-5, 5.1, 5.2: DeepSeek-V3.2's layout, in which layers may share what an indexer chooses; MTP at layer N.
+
+A `shared` layer has no indexer and attends to what the last `full` one before it has chosen (arXiv 2603.12201); the MTP
+module has its own. Formula: transformers 5.23 `models/glm_moe_dsa`; names of files: llama.cpp b11434, `glm-dsa`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from headstart.errors import ModelError
+from headstart.heads.base import HeadSpec
+from headstart.layers.build import DecoderConfig
+from headstart.layers.decoder import LayerConfig
+from headstart.layers.mla import MLAConfig
+from headstart.models import _latent, deepseek_v32, keys
+from headstart.models.base import Family
+from headstart.models.keys import Config, number
+
+FULL, SHARED = "full", "shared"
+LETTERS = {"F": FULL, "S": SHARED}
+
+
+def parse(config: Config) -> DecoderConfig:
+    keys.refuse_others(config, {"moe_router_dtype": "float32"})
+    decoder, kinds = deepseek_v32.parse(config), indexer_kinds(config)
+    layers, last = list(decoder.layers), 0
+    for index, kind in enumerate(kinds):
+        if kind == SHARED:
+            layers[index] = _sharing(layers[index], last)
+        else:
+            last = index
+    return replace(decoder, layers=tuple(layers))
+
+
+def indexer_kinds(config: Config) -> list[str]:
+    """Of each layer: `indexer_types`, or a pattern of letters, or each `index_topk_freq`th layer from an offset on is
+    full; files have several of them."""
+    count, kinds = keys.num_layers(config), config.get("indexer_types")
+    every = number(config, "index_topk_freq", default=1)
+    offset = number(config, "index_skip_topk_offset", default=2, least=0)
+    if (pattern := config.get("index_topk_pattern")) is not None and kinds is None:
+        kinds = [LETTERS.get(letter, letter) for letter in pattern] if isinstance(pattern, str | list) else pattern
+    if kinds is None:
+        kinds = [FULL if max(i - offset + 1, 0) % every == 0 else SHARED for i in range(count)]
+    if isinstance(kinds, list):  # GGUF files say whether a layer is full
+        kinds = [each if isinstance(each, str) else FULL if each else SHARED for each in kinds]
+    if not isinstance(kinds, list) or len(kinds) < count or kinds[0] != FULL:
+        raise ModelError(f"config.json: indexer_types must name {count} layers, the first of them {FULL}")
+    keys.check_kinds(kinds[:count], count, (FULL, SHARED))  # some files name the MTP module's too, which has its own
+    return kinds[:count]
+
+
+def _sharing(layer: LayerConfig, index: int) -> LayerConfig:
+    """The layer without its indexer: it takes the choice of layer `index`."""
+    assert isinstance(layer.mixer, MLAConfig)
+    return replace(layer, mixer=replace(layer.mixer, indexer=None, shares=index))
+
+
+FAMILY = Family(
+    parse=parse,
+    defaults={
+        "max_position_embeddings": 202752, "rms_norm_eps": 1e-5, "routed_scaling_factor": 2.5, "n_group": 1,
+        "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 3, "num_experts_per_tok": 8,
+        "index_topk": 2048, "index_n_heads": 32, "index_head_dim": 128, "indexer_rope_interleave": True,
+    },
+    harmless={
+        **_latent.HARMLESS, "index_share_for_mtp_iteration": "of drafts: here every draft step chooses for itself",
+    },
+    head=HeadSpec(),
+    trailing=True,
+    aliases=("glm-dsa",),
+    small={
+        "model_type": "glm_moe_dsa", "architectures": ["GlmMoeDsaForCausalLM"], **_latent.SMALL, **_latent.INDEXED,
+        "n_group": 1, "topk_group": 1, "indexer_types": [FULL, SHARED, FULL], "indexer_rope_interleave": True,
+    },
+    scratch={**_latent.SCRATCH, **_latent.SCRATCH_INDEXED, "index_topk_freq": 2},
+)  # fmt: skip

@@ -1,0 +1,151 @@
+"""Llama 4's text part: chunks of 8192 positions with a rope, full layers without, experts that read scaled rows.
+
+Formula: transformers 5.23 `models/llama4`. A row's position decides which chunk it sees from its beginning on; queries
+of full layers grow with their position. Queries and keys are normed behind the rope, without a weight. The router's
+sigmoid multiplies what an expert reads. llama.cpp's files (b11434, `llama4.cpp`) do not say the chunk, the temperature,
+the turn of full layers and the norm, which only models of 128 experts lack. No native MTP.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+
+from headstart.errors import ModelError
+from headstart.kernels.ops import RouterSpec, TemperSpec
+from headstart.layers.attention import AttentionConfig
+from headstart.layers.build import DecoderConfig
+from headstart.layers.mlp import MLPConfig
+from headstart.layers.moe import MoEConfig
+from headstart.models import keys
+from headstart.models.base import Family
+from headstart.models.keys import FULL, Config, flag, number, real
+from headstart.models.names import WRAPPED, Names
+from headstart.models.small import SCRATCH_EXPERTS, Arrays
+from headstart.models.stacks import turned_stacks
+
+CHUNKED = "chunked_attention"
+WITHOUT_NORM = 128
+
+
+def parse(config: Config) -> DecoderConfig:
+    config, tied = keys.text_config(config)
+    rotated = _rotated(config)
+    count = len(rotated)
+    kinds = config.get("layer_types") or [CHUNKED if each else FULL for each in rotated]
+    keys.check_kinds(kinds, count, (CHUNKED, FULL))
+    sparse = _sparse(config, count)
+    written = config.get("moe_intermediate_size")  # a GGUF file's
+    if written:
+        keys.refuse_others(config, {"sliding_window": None})  # 0: no chunks
+    inner = number(config, "moe_intermediate_size" if written else "intermediate_size")
+    dense = MLPConfig(
+        inner=number(config, "intermediate_size" if written else "intermediate_size_mlp"),
+        activation=keys.activation(config),
+    )
+    experts = _experts(config, inner) if any(sparse) else dense
+    normed = number(config, "num_experts") != WITHOUT_NORM if written else flag(config, "use_qk_norm", True)
+    layers = [
+        keys.layer(config, _attention(config, kind, turns, normed=normed), experts if each else dense)
+        for kind, turns, each in zip(kinds, rotated, sparse, strict=True)
+    ]
+    return keys.decoder(config, layers, tied=tied)
+
+
+def _rotated(config: Config) -> list[bool]:
+    """Which layers rotate positions: a flag for each, or all but each `no_rope_layer_interval`th."""
+    count, flags = keys.num_layers(config), config.get("no_rope_layers")
+    every = number(config, "no_rope_layer_interval", default=4)
+    if not flags:
+        return [(i + 1) % every != 0 for i in range(count)]
+    if not isinstance(flags, list) or len(flags) < count or not {*flags} <= {0, 1}:
+        raise ModelError(f"config.json: no_rope_layers must be a list of 0 and 1 for {count} layers")
+    return [bool(each) for each in flags[:count]]
+
+
+def _sparse(config: Config, count: int) -> list[bool]:
+    """Which layers have experts: those listed, or each `interleave_moe_layer_step`th."""
+    listed, step = config.get("moe_layers"), number(config, "interleave_moe_layer_step", default=1)
+    if listed is not None and not (isinstance(listed, list) and all(isinstance(each, int) for each in listed)):
+        raise ModelError(f"config.json: moe_layers is {listed!r}, but must be a list of layers")
+    return [(i + 1) % step == 0 if listed is None else i in listed for i in range(count)]
+
+
+def _attention(config: Config, kind: str, rotated: bool, *, normed: bool) -> AttentionConfig:
+    bias = flag(config, "attention_bias")
+    mixer = keys.attention(
+        config,
+        chunk=number(config, "attention_chunk_size", default=8192) if kind == CHUNKED else 0,
+        qkv_bias=bias,
+        o_bias=bias,
+    )
+    if rotated:
+        return replace(mixer, qk_norm=normed, norms_last=True, plain_norms=True)
+    every, strength = number(config, "floor_scale", default=8192), real(config, "attn_scale", 0.1)
+    tuned = bool(config.get("attn_temperature_tuning", True))  # a number in older files
+    return replace(mixer, rope=None, temper=TemperSpec(every, strength, ahead=1) if tuned else None)
+
+
+def _experts(config: Config, inner: int) -> MoEConfig:
+    router = RouterSpec(
+        num_experts=number(config, "num_local_experts", "num_experts", default=16),
+        top_k=number(config, "num_experts_per_tok", default=1),
+        scoring="sigmoid",
+        normalize=False,
+        scales_inputs=True,
+    )
+    if router.top_k > router.num_experts:
+        raise ModelError(f"config.json: a token cannot take {router.top_k} of {router.num_experts} experts")
+    return MoEConfig(router=router, inner=inner, shared=inner, activation=keys.activation(config))
+
+
+def restore(arrays: Arrays, config: DecoderConfig) -> Arrays:
+    """Stacks as transformers has them."""
+    theirs: Arrays = {}
+    stacks: dict[str, dict[tuple[int, str], np.ndarray]] = {}
+    for name, array in arrays.items():
+        if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name):
+            stacks.setdefault(match[1], {})[int(match[2]), match[3]] = array
+        else:
+            theirs[name] = array
+    for prefix, parts in stacks.items():
+        every = range(len(parts) // 3)
+        both = [np.concatenate((parts[e, "gate"], parts[e, "up"])).T for e in every]
+        theirs[f"{prefix}.gate_up_proj"] = np.stack(both)
+        theirs[f"{prefix}.down_proj"] = np.stack([parts[e, "down"].T for e in every])
+    return theirs
+
+
+FAMILY = Family(
+    parse=parse,
+    defaults={
+        "max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0, "intermediate_size": 8192, "intermediate_size_mlp": 16384,
+    },
+    harmless={
+        **dict.fromkeys(("boi_token_index", "eoi_token_index", "image_token_index"), "of pictures"),
+        **dict.fromkeys(("no_rope_layer_interval", "interleave_moe_layer_step"), "another key says it"),
+        **dict.fromkeys(("floor_scale", "attn_scale", "attn_temperature_tuning"), "of full layers, if there are any"),
+        **dict.fromkeys(("attention_chunk_size", "use_qk_norm"), "of chunked layers, if there are any"),
+        **dict.fromkeys(("num_local_experts", "num_experts_per_tok"), "of experts, where there are any"),
+        "intermediate_size_mlp": "of dense layers, where there are any",
+        **dict.fromkeys(("for_llm_compressor", "cache_implementation"), "of other programs"),
+    },
+    names=Names(
+        WRAPPED,
+        parts={".feed_forward.router.": ".mlp.gate.", ".feed_forward.shared_expert.": ".mlp.shared_experts.",
+               ".feed_forward.": ".mlp."},
+    ),
+    adapt=turned_stacks,
+    restore=restore,
+    interleaved_files=True,
+    aliases=("llama4_text",),
+    small={
+        "model_type": "llama4_text", "architectures": ["Llama4ForCausalLM"], "num_hidden_layers": 4,
+        "intermediate_size": 24, "intermediate_size_mlp": 40, "num_local_experts": 5, "num_experts_per_tok": 2,
+        "interleave_moe_layer_step": 2, "attention_chunk_size": 16, "floor_scale": 8, "attn_scale": 0.3,
+    },
+    scratch={**SCRATCH_EXPERTS, "num_local_experts": 8, "num_experts_per_tok": 1, "intermediate_size": 64},
+)  # fmt: skip

@@ -1,0 +1,31 @@
+"""Kimi-K2: an id that holds the name, and JSON arguments, between special tokens."""
+
+from __future__ import annotations
+
+import re
+
+from headstart.text.parsers.stream import Steps
+from headstart.text.parsers.tools import MarkedToolParser
+
+_CALLS, _CALLS_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+_CALL, _CALL_END, _ARGUMENTS = "<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_call_argument_begin|>"
+_ID = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
+
+
+class KimiK2Parser(MarkedToolParser):
+    """Call begin, `functions.name:0`, argument begin, arguments, call end; all calls in a section."""
+
+    opens = (_CALLS + _CALL, _CALLS + "\n" + _CALL, _CALL)
+    marks = (_CALLS, _CALL)
+
+    def _call(self, opened: str) -> Steps[None]:
+        named = _ID.fullmatch((yield from self._name()))
+        assert named is not None  # names are not empty
+        yield from self._expect(_ARGUMENTS)
+        self._announce(named[1])
+        yield from self._stream_arguments(_CALL_END)
+        yield from self._ending(_CALL_END)
+        yield from self._ending(_CALLS_END)
+
+
+PARSER = KimiK2Parser

@@ -1,0 +1,27 @@
+"""LFM2 and LFM2.5: a list of Python calls between special tokens."""
+
+from __future__ import annotations
+
+from headstart.text.parsers._python_steps import PythonSteps
+from headstart.text.parsers.stream import Steps
+from headstart.text.parsers.tools import MarkedToolParser
+
+_END = "<|tool_call_end|>"
+
+
+class Lfm2Parser(PythonSteps, MarkedToolParser):
+    """`<|tool_call_start|>[f(a="b"), g()]<|tool_call_end|>`."""
+
+    opens = ("<|tool_call_start|>",)
+    marks = ("List of tools: ", "<|im_start|>")  # some templates do not write calls
+
+    def _call(self, opened: str) -> Steps[None]:
+        yield from self._space()
+        yield from self._expect("[")
+        yield from self._space()
+        if (yield from self._call_list()):
+            yield from self._ending("]")
+            yield from self._ending(_END)
+
+
+PARSER = Lfm2Parser

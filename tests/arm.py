@@ -1,0 +1,146 @@
+"""The kernels' tests on ARM, on a machine that is none: `make test-arm`, or `python -m tests.arm [PYTEST'S ARGUMENTS]`.
+
+Cross-compiles csrc/ and runs tests/kernels with Debian's arm64 Python under qemu's user mode, as three processors,
+each with one instruction-set path more than the one before: a path that uses what its processor lacks ends there.
+The oracle is torch, as everywhere, in its build for arm64. All is kept in build/arm; nothing is installed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+HOME = ROOT / "build" / "arm"
+SYSTEM, SITE, SOURCE, CMAKE = (HOME / name for name in ("system", "site", "source", "cmake"))
+PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+NEEDED = {
+    "aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu",
+    "qemu-aarch64-static": "qemu-user-static",
+    "cmake": "cmake",
+    "apt-get": "apt",
+    "dpkg": "dpkg",
+}
+
+
+@dataclass(frozen=True)
+class Processor:
+    """What it is found to run, the best path first, and what of that is left to the others."""
+
+    name: str
+    paths: tuple[str, ...]
+    leaves: tuple[str, ...] = ()
+    torch: bool = True  # or it has instructions that this one lacks
+
+
+PROCESSORS = (
+    Processor("cortex-a72", ("neon", "portable"), torch=False),  # ARMv8.0
+    Processor("neoverse-n1", ("dotprod", "neon", "portable")),
+    Processor("max", ("i8mm", "dotprod", "neon", "portable"), leaves=("dotprod", "neon", "portable")),
+)
+SAME = ("numpy", "gguf", "pytest", "hypothesis", "iniconfig", "packaging", "pluggy", "pygments", "sortedcontainers")
+OTHERS = ("tqdm", "pyyaml", "typing-extensions", "torch==2.10.*")  # later torch for arm64 wants CUDA's libraries
+BITS = ("native_ops",)  # the contract of bits, for which nobody is asked
+TESTS = (*BITS, "native_oracle", "native_rows", "native_experts", "native_fuzz", "native_sampling", "refine")
+TESTS += ("packing", "philox", "sampling")
+
+
+def run(*command: str | Path, **options: object) -> None:
+    subprocess.run([str(word) for word in command], check=True, **options)  # type: ignore[call-overload]
+
+
+def fetch_system() -> None:
+    """Python for arm64 and its headers, out of Debian's packages, with lists and a status of our own."""
+    apt = HOME / "apt"
+    for folder in ("lists/partial", "cache/archives/partial"):
+        (apt / folder).mkdir(parents=True, exist_ok=True)
+    (apt / "status").touch()
+    options = {"APT::Architecture": "arm64", "APT::Architectures::": "arm64", "Dir::State": apt, "Debug::NoLocking": 1}
+    options |= {"Dir::State::Lists": apt / "lists", "Dir::State::status": apt / "status", "Dir::Cache": apt / "cache"}
+    command = ["apt-get", "-qq", *(word for key, value in options.items() for word in ("-o", f"{key}={value}"))]
+    run(*command, "update")
+    packages = (f"python{PYTHON}", f"libpython{PYTHON}-dev", "libstdc++6")
+    run(*command, "install", "--yes", "--download-only", "--no-install-recommends", *packages)
+    for package in (apt / "cache" / "archives").glob("*.deb"):
+        run("dpkg", "-x", package, SYSTEM.with_suffix(".new"))
+    SYSTEM.with_suffix(".new").rename(SYSTEM)
+
+
+def fetch_site() -> None:
+    """Wheels for arm64. pip would take the requirements of this machine's processor, so all are named."""
+    platforms = [f"--platform=manylinux{age}_aarch64" for age in ("_2_28", "_2_27", "_2_17", "2014")]
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:", *platforms]
+    wanted = [*(f"{name}=={version(name)}" for name in SAME), *OTHERS]
+    run(*command, f"--python-version={PYTHON}", "--target", SITE.with_suffix(".new"), *wanted)
+    SITE.with_suffix(".new").rename(SITE)
+
+
+def build() -> None:
+    """The extension, and the package around it."""
+    include = SYSTEM / "usr" / "include"
+    settings = {
+        "CMAKE_BUILD_TYPE": "Release",
+        "CMAKE_SYSTEM_NAME": "Linux",
+        "CMAKE_SYSTEM_PROCESSOR": "aarch64",
+        "CMAKE_CXX_COMPILER": "aarch64-linux-gnu-g++",
+        "CMAKE_CXX_FLAGS": f"-idirafter {include}",
+        "Python_EXECUTABLE": sys.executable,
+        "Python_INCLUDE_DIR": include / f"python{PYTHON}",
+        "SKBUILD_SOABI": f"cpython-{PYTHON.replace('.', '')}-aarch64-linux-gnu",
+    }
+    defined = [f"-D{key}={value}" for key, value in settings.items()]
+    run("cmake", "-S", ROOT, "-B", CMAKE, *defined, stdout=subprocess.DEVNULL)
+    run("cmake", "--build", CMAKE, "--parallel", str(os.cpu_count()), stdout=subprocess.DEVNULL)
+    shutil.rmtree(SOURCE, ignore_errors=True)
+    shutil.copytree(ROOT / "headstart", SOURCE / "headstart", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for module in CMAKE.glob("_native.*.so"):
+        shutil.copy(module, SOURCE / "headstart" / "kernels" / "native")
+
+
+def python(processor: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Debian's Python as this processor; -P, for the package beside the tests has no module for ARM."""
+    command = ["qemu-aarch64-static", "-cpu", processor, "-L", SYSTEM, SYSTEM / "usr" / "bin" / f"python{PYTHON}", "-P"]
+    env = os.environ | {"PYTHONPATH": f"{SOURCE}:{SITE}", "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run(
+        [*command, *arguments], cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def check(processor: Processor, arguments: list[str]) -> int:
+    """Which paths are found, and their tests."""
+    found = python(processor.name, "-c", "from headstart.kernels.native import _native; print(*_native.paths())")
+    if found.stdout.split() != list(processor.paths):
+        print(f"{processor.name}: its paths are {' '.join(processor.paths)}, found {found.stdout}", flush=True)
+        return 1
+    tests = [f"tests/kernels/test_{name}.py" for name in (TESTS if processor.torch else BITS)]
+    words = [] if processor.torch else ["--noconftest"]
+    words += ["-k", " and ".join(f"not {path}" for path in processor.leaves)] if processor.leaves else []
+    chosen = arguments if arguments and processor.torch else tests
+    done = python(processor.name, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words, *chosen)
+    paths = ", ".join(path for path in processor.paths if path not in processor.leaves)
+    print(f"{processor.name} ({paths}):\n{done.stdout}", flush=True)
+    return done.returncode
+
+
+def main(arguments: list[str]) -> int:
+    missing = {package for command, package in NEEDED.items() if not shutil.which(command)}
+    if missing:
+        print(f"not installed: {', '.join(sorted(missing))} (packages of Debian and Ubuntu)", file=sys.stderr)
+        return 2
+    if not SYSTEM.exists():
+        fetch_system()
+    if not SITE.exists():
+        fetch_site()
+    build()
+    with ThreadPoolExecutor(os.cpu_count()) as several:
+        return max(several.map(lambda processor: check(processor, arguments), PROCESSORS))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

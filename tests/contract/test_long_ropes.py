@@ -1,0 +1,66 @@
+"""Ropes whose frequencies transformers chooses by the length of the text: here the context that was asked for decides,
+so that a text does not depend on how it is cut. Logits beyond the original context are transformers'."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import family_of, make, new_folder, prompt_of
+from test_families import logits_in_chunks, oracle_of
+
+from headstart.config import EngineConfig
+from headstart.engine.load import Model, load_model
+from headstart.errors import UsageError
+from headstart.layers.rope import CONTEXT, longest, rope_spec
+from headstart.tools.tiny import write_model
+
+LONGROPE = {
+    "rope_type": "longrope", "short_factor": [1.0, 1.3, 1.6, 2.0], "long_factor": [2.0, 3.0, 4.0, 5.0],
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+LONG: dict[str, dict[str, Any]] = {
+    "longrope": {"rope_scaling": LONGROPE, "max_position_embeddings": 256},
+    "longrope, given scale": {"rope_scaling": {**LONGROPE, "attention_factor": 1.1}, "max_position_embeddings": 256},
+    "dynamic": {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}, "max_position_embeddings": 64},
+}
+SHORT_LENGTH, LONG_LENGTH = 60, 90
+
+
+def loaded(variant: str, context: int | None) -> Model:
+    config, arrays = family_of("llama").tiny(head_dim=8, **LONG[variant])
+    folder = write_model(new_folder(), config, arrays)
+    settings = EngineConfig(backend="reference", dtype="float32", threads=1, max_model_len=context)
+    return load_model(str(folder), settings)
+
+
+@pytest.mark.parametrize("variant", LONG)
+@pytest.mark.parametrize(("context", "length"), [(None, SHORT_LENGTH), (LONG_LENGTH, LONG_LENGTH)])
+def test_logits_are_those_of_transformers(variant: str, context: int | None, length: int) -> None:
+    model, tokens = loaded(variant, context), prompt_of(length, 5)
+    assert model.config.max_length == {None: 64}.get(context, 90 if variant == "dynamic" else 256)
+    with torch.inference_mode():
+        expected = oracle_of("llama", model)(torch.tensor([tokens]), use_cache=False).logits[0]
+    assert expected.std() > 0.3, "logits too small for the tolerance to mean anything"
+    engine = make(model, dtype="float32", drafter="none", max_model_len=length)
+    for first, chunk in ((length, 1), (7, 7)):
+        found = logits_in_chunks(engine, tokens, first, chunk)
+        assert float((found - expected).abs().max()) <= 2e-4, (first, chunk)
+
+
+@pytest.mark.parametrize("variant", LONG)
+def test_beyond_the_first_context_only_when_asked(variant: str) -> None:
+    with pytest.raises(UsageError, match="the model's context is 64"):
+        make(loaded(variant, None), dtype="float32", drafter="none", max_model_len=65)
+    make(loaded(variant, 65), dtype="float32", drafter="none", max_model_len=65)
+
+
+def test_frequencies_by_context() -> None:
+    config = {"rope_theta": 1e4, **LONG["longrope"]}
+    short, long = rope_spec(config, 8), rope_spec(config | {CONTEXT: 65}, 8)
+    ratio = [a / b for a, b in zip(short.inv_freq, long.inv_freq, strict=True)]
+    assert ratio == pytest.approx([2.0, 3.0 / 1.3, 4.0 / 1.6, 2.5]) and short == rope_spec(config | {CONTEXT: 64}, 8)
+    dynamic = {"rope_theta": 1e4, **LONG["dynamic"]}
+    assert rope_spec(dynamic, 8) == rope_spec(dynamic | {CONTEXT: 64}, 8) != rope_spec(dynamic | {CONTEXT: 65}, 8)
+    assert [longest(dynamic | {CONTEXT: asked}, 64) for asked in (None, 32, 100, 1000)] == [64, 64, 100, 256]

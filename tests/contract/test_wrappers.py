@@ -1,0 +1,82 @@
+"""Models that see: their text part against transformers' own class, without their towers; parts of messages that are
+not text are refused with one line."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import family_of, make, prompt_of
+from test_families import fused_experts, logits_in_chunks
+from torch import Tensor
+from transformers import AutoConfig
+
+from headstart.config import EngineConfig
+from headstart.engine.load import load_model
+from headstart.tools.tiny import write_model
+
+Config = dict[str, Any]
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+HALF = {**MROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}
+EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "mlp_only_layers": []}
+CASES: dict[str, tuple[str, str, Config]] = {
+    "qwen2_vl": ("qwen2", "Qwen2VLTextModel", {"rope_parameters": MROPE}),
+    "qwen2_5_vl": ("qwen2", "Qwen2_5_VLTextModel", {"rope_parameters": MROPE}),
+    "qwen3_vl": ("qwen3", "Qwen3VLTextModel", {"rope_parameters": {**MROPE, "mrope_interleaved": True}, "head_dim": 8}),
+    "qwen3_vl_moe": (
+        "qwen3_moe", "Qwen3VLMoeTextModel", {
+            "rope_parameters": {**MROPE, "mrope_interleaved": True}, "head_dim": 8, **EXPERTS, "norm_topk_prob": None,
+        },
+    ),
+    "glm4v": ("glm4", "Glm4vTextModel", {"rope_parameters": HALF}),
+    "glm4v_moe": (
+        "glm4_moe", "Glm4vMoeTextModel", {
+            "rope_parameters": HALF, "use_qk_norm": False, "num_nextn_predict_layers": 0,
+        },
+    ),
+}  # fmt: skip
+"""model_type of a wrapper -> the family, transformers' class of the text part, and what its config says."""
+
+
+def text_part(kind: str, config: Config, tensors: dict[str, Tensor], tokens: list[int]) -> Tensor:
+    """Logits [T, V] of transformers' text model."""
+    module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    named = {key: value for key, value in config.items() if key != "model_type" and value is not None}
+    text = AutoConfig.for_model(f"{kind}_text", **named)
+    model = getattr(module, CASES[kind][1])._from_config(text, attn_implementation="eager")
+    inside = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
+    model.load_state_dict(fused_experts(inside))
+    with torch.inference_mode():
+        hidden = model.eval()(torch.tensor([tokens]), use_cache=False).last_hidden_state
+    return (hidden @ tensors["lm_head.weight"].T)[0]
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_the_text_part_is_that_of_transformers(kind: str, tmp_path: Path) -> None:
+    family, _, changes = CASES[kind]
+    config, arrays = family_of(family).tiny(**{"rope_theta": None, **changes})
+    tokens = prompt_of(60, 5)
+    expected = text_part(kind, config, {name: torch.tensor(array) for name, array in arrays.items()}, tokens)
+    wrapper = {
+        "model_type": kind, "text_config": {**config, "model_type": f"{kind}_text"}, "image_token_id": 5,
+        "vision_config": {"hidden_size": 8}, "tie_word_embeddings": False, "video_token_id": 6,
+        "vocab_size": config["vocab_size"],
+    }  # fmt: skip
+    stacks = kind == "qwen3_vl_moe"
+    fused = {name: array.numpy() for name, array in fused_experts(
+        {name: torch.tensor(array) for name, array in arrays.items()}).items()} if stacks else arrays  # fmt: skip
+    files = {
+        name.replace("model.", "model.language_model.", 1): array.swapaxes(1, 2) if array.ndim == 3 else array
+        for name, array in fused.items()
+    }
+    files |= {"model.visual.patch_embed.weight": np.ones(8, np.float32)}
+    files = {name: np.ascontiguousarray(each) for name, each in files.items()}
+    folder = write_model(tmp_path / "model", wrapper, files)
+    model = load_model(str(folder), EngineConfig(backend="reference", dtype="float32", threads=1))
+    found = logits_in_chunks(make(model, dtype="float32", drafter="none"), tokens, 7, 7)
+    assert expected.std() > 0.3
+    assert float((found - expected).abs().max()) <= 2e-4

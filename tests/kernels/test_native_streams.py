@@ -1,0 +1,187 @@
+"""Residual streams and compressed attention: what the reference says, and the bits of a row in any company."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("headstart.kernels.native.backend", exc_type=ImportError)
+
+from native_ops import PATHS, Array, Part, assert_same_bits, plan_of
+from support import as_tensors
+
+from headstart.core import StepPlan
+from headstart.kernels.indexing import CompressSpec, IndexSpec
+from headstart.kernels.native.backend import NativeBackend
+from headstart.kernels.ops import AttentionSpec, Experts
+from headstart.kernels.reference.backend import ReferenceBackend
+from headstart.kernels.specs import RopeSpec, RouterSpec, StreamSpec
+
+COUNT, WIDTH = 90, 37
+SPEC = AttentionSpec(13, 1, 20, 0.3, 20, latent=True, window=11)
+STREAMS = {
+    "four": StreamSpec(4, 20, 1e-6),
+    "three, columns once": StreamSpec(3, 1, 1e-3),
+    "one": StreamSpec(1, 2, 1e-6),
+}
+COMPRESSED = {
+    "overlap, chosen": (CompressSpec(4, 20, overlap=True), IndexSpec(5, 9, 6, 4)),
+    "overlap": (CompressSpec(3, 20, overlap=True), None),
+    "long windows": (CompressSpec(24, 20), None),
+}
+paths = pytest.mark.parametrize("path", PATHS)
+Code = Callable[[Any, Any], dict[str, Any]]
+
+
+class World:
+    """Random tables whose row t is what token t has, on a backend."""
+
+    def __init__(self, on: Any, seed: int = 0) -> None:
+        self.on, self._rng = on, np.random.default_rng(seed)
+
+    def weight(self, *shape: int) -> Any:
+        (tensor,) = as_tensors({"t": self._rng.standard_normal(shape)}).values()
+        return self.on.weight(tensor, precise=True)
+
+    def rows(self, width: int) -> Callable[[Any, Any], Any]:
+        table = self.weight(COUNT, width)
+        return lambda ops, step: ops.embed(table, step.token_ids)
+
+    def run(self, code: Code, plans: list[StepPlan]) -> Array:
+        program = self.on.prepare(code)
+        return np.concatenate([np.array(self.on.numpy(self.on.run(program, plan)["y"])) for plan in plans])
+
+
+def native(path: str, threads: int = 2) -> NativeBackend:
+    return NativeBackend(threads=threads, path=path, kv_dtype="float32")
+
+
+def pass_of(*spans: tuple[int, int]) -> StepPlan:
+    """One pass with these stretches of as many sequences that hold the same tokens."""
+    blocks = [np.arange(6)[::-1] + 6 * i for i in range(len(spans))]
+    plan = plan_of([Part(np.arange(*span), span[0], blocks[i]) for i, span in enumerate(spans)])
+    plan.hidden_slots = None
+    return plan
+
+
+def check(path: str, code_on: Callable[[World], Code]) -> None:
+    """The reference's numbers; the bits of a whole pass by rows of one, of several, and in company."""
+    oracle, found, again, beside = (
+        World(on) for on in (ReferenceBackend(dtype="float64"), *[native(path, n) for n in (2, 1, 3)])
+    )
+    whole = found.run(code_on(found), [pass_of((0, COUNT))])
+    expected = oracle.run(code_on(oracle), [pass_of((0, COUNT))])
+    np.testing.assert_allclose(whole, expected, rtol=2e-4, atol=2e-4 * np.abs(expected).max())
+    single = again.run(
+        code_on(again), [pass_of((0, 30)), *[pass_of((i, i + 1)) for i in range(30, 75)], pass_of((75, COUNT))]
+    )
+    assert_same_bits({"y": single}, {"y": whole})
+    spans = [(0, 40), (0, COUNT), (0, 7)]
+    together = beside.run(code_on(beside), [pass_of(*spans)])
+    assert_same_bits({"y": together}, {"y": np.concatenate([whole[slice(*span)] for span in spans])})
+
+
+@paths
+@pytest.mark.parametrize("kind", COMPRESSED)
+def test_attention_over_a_window_and_entries(path: str, kind: str) -> None:
+    spec, index = COMPRESSED[kind]
+
+    def code_on(world: World) -> Code:
+        q, k, c, z = (world.rows(width) for width in (13 * 20, 20, spec.width, spec.width))
+        bias, sinks = world.weight(spec.every * spec.width), world.weight(13)
+        pools = [world.on.kv_pool(18 * 16, each) for each in (SPEC, spec, SPEC)]
+        chosen = world.on.kv_pool(18 * 16, index) if index else None
+        asked, shares, keys = (world.rows(width) for width in (5 * 9, 5, 9))
+
+        def code(ops: Any, step: Any) -> dict[str, Any]:
+            own = k(ops, step)
+            ops.store_kv(own, own, pools[0], SPEC)
+            made = ops.compress(c(ops, step), z(ops, step), bias, pools[1], spec)
+            ops.store_kv(made, made, pools[2], SPEC)
+            if index:
+                ops.store_index(keys(ops, step), chosen, index)
+                ops.choose(asked(ops, step), shares(ops, step), chosen, index)
+            return {"y": ops.attend_beside(q(ops, step), pools[0], pools[2], SPEC, spec.every, sinks, chosen)}
+
+        return code
+
+    check(path, code_on)
+
+
+@paths
+@pytest.mark.parametrize("kind", STREAMS)
+def test_streams_are_summed_and_mixed(path: str, kind: str) -> None:
+    spec = STREAMS[kind]
+
+    def code_on(world: World) -> Code:
+        mixes, streams, x = (world.rows(width) for width in (spec.num_mixes, spec.count * WIDTH, WIDTH))
+        base, scale, first = world.weight(spec.num_mixes), world.weight(3), world.weight(1)
+        last, less = world.rows(spec.count), world.weight(spec.count)
+
+        def code(ops: Any, step: Any) -> dict[str, Any]:
+            weights = ops.stream_weights(mixes(ops, step), base, scale, spec)
+            mixed = ops.mix_streams(streams(ops, step), x(ops, step), weights, spec)
+            ending = ops.stream_weights(last(ops, step), less, first, spec)
+            sums = [ops.sum_streams(mixed, each, spec) for each in (weights, ending, None)]
+            return {"y": ops.concat(ops.concat(sums[0], sums[1]), ops.concat(sums[2], mixed))}
+
+        return code
+
+    check(path, code_on)
+
+
+@paths
+@pytest.mark.parametrize("inverse", [False, True])
+def test_the_last_features_turn_by_neighbours(path: str, inverse: bool) -> None:
+    spec = RopeSpec((1.0, 0.3, 0.02), 6, 1.2, trailing=True, inverse=inverse, behind=5)
+
+    def code_on(world: World) -> Code:
+        x = world.rows(3 * 11)
+        return lambda ops, step: {"y": ops.rope(x(ops, step), step.positions, spec, 11)}
+
+    check(path, code_on)
+
+
+@paths
+@pytest.mark.parametrize("told", [False, True])
+def test_experts_that_tokens_name(path: str, told: bool) -> None:
+    """Scores of a softplus's root; factors that are limited."""
+    spec = RouterSpec(7, 3, "softplus", scale=1.5)
+    names = np.random.default_rng(1).integers(0, 7, (COUNT, 3))
+
+    def code_on(world: World) -> Code:
+        x, logits, bias = world.rows(WIDTH), world.rows(7), world.weight(7)
+        parts = {"gate": (24, WIDTH), "up": (24, WIDTH), "down": (WIDTH, 24)}
+        matrices = {part: tuple(world.weight(*shape) for _ in range(7)) for part, shape in parts.items()}
+        experts, table = (
+            Experts(**matrices, activation="silu_of_10"),
+            world.on.index(names.reshape(-1).astype(np.int64)),
+        )
+
+        def code(ops: Any, step: Any) -> dict[str, Any]:
+            named = (table, step.token_ids) if told else None
+            return {"y": ops.moe(x(ops, step), logits(ops, step), None if told else bias, experts, spec, named)}
+
+        return code
+
+    check(path, code_on)
+
+
+@paths
+def test_what_rows_keep_is_copied(path: str) -> None:
+    """Of accepted rows of a tree, also where kept rows are rounded."""
+    spec = CompressSpec(2, 4)
+    worker = NativeBackend(threads=1, path=path, kv_dtype="int8")
+    pool = worker.kv_pool(6 * 16, spec)
+    assert worker.kv_bytes(spec) == 2 * 2 * 4
+    world = World(worker)
+    c, z, bias = world.rows(4), world.rows(4), world.weight(8)
+    program = worker.prepare(lambda ops, step: {"y": ops.compress(c(ops, step), z(ops, step), bias, pool, spec)})
+    first = np.array(worker.run(program, pass_of((0, 4)))["y"])
+    slots = plan_of([Part(np.arange(4), 0, np.arange(6)[::-1])]).slots
+    worker.copy_rows([pool], slots[[0, 1]], slots[[2, 3]])  # in place of what was there
+    again = np.array(worker.run(program, pass_of((3, 4)))["y"])
+    assert not np.array_equal(again[0], first[3])
