@@ -242,7 +242,7 @@ def test_attention(path: str, kv_dtype: str, heads: tuple[int, int, int]) -> Non
     spec = AttentionSpec(*heads, scale=heads[2] ** -0.5)
     rng = np.random.default_rng(heads[2])
     total, narrow, first = sum(LENGTHS), heads[1] * heads[2], heads[2] // 8 % 2
-    q = random_matrix(FORMS["BF16"], total, heads[0] * heads[2], rng)  # some paths round queries, and the weights of values
+    q = random_matrix(FORMS["BF16"], total, heads[0] * heads[2], rng)  # some paths round queries, and weights
     k, v = (random_matrix(FORMS["F32"], total, narrow, rng) for _ in range(2))
     tolerance = attention_tolerance(path, kv_dtype, 3e-6)
 

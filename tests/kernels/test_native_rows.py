@@ -86,7 +86,8 @@ class World:
         self.code = self.code_of(self.tables, self.pools, self.sinks)
 
     def pools_of(self, worker: Any) -> list[Any]:
-        return [worker.kv_pool(self.num_blocks * 16, spec) for spec in (self.spec, *([self.index] if self.index else []))]
+        specs = (self.spec, *([self.index] if self.index else []))
+        return [worker.kv_pool(self.num_blocks * 16, spec) for spec in specs]
 
     def code_of(self, tables: list[Any], pools: list[Any], sinks: Any) -> Code:
         pool, *chosen = pools
