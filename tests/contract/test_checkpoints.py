@@ -153,7 +153,7 @@ def test_fp8_blocks(tiny: tuple[dict[str, Any], Arrays], tmp_path: Path) -> None
     assert (found.head is None) == (expected.head is None)
     pytest.importorskip("headstart.kernels.native._native")
     ours, theirs = native_logits(folder), native_logits(tmp_path / "plain")
-    assert np.abs(ours - theirs).max() <= 2e-3  # keys and values are bfloat16
+    assert np.abs(ours - theirs).max() <= 1e-2  # keys and values are bfloat16, on some paths queries too
 
     save(
         folder / "model.safetensors", {k: v for k, v in quantized.items() if not k.endswith("o_proj.weight_scale_inv")}

@@ -92,9 +92,13 @@ def _opened(name: str, progress: Progress) -> Checkpoint:
         path = Path(name).expanduser()
         if not (path / "config.json").exists() or [*path.glob("*.safetensors"), *path.glob("*.gguf")]:
             raise
-        return _pickled(path) or Checkpoint(
-            path, "safetensors", read_object(path / "config.json"), {}, False, name=name
-        )
+        promised = Checkpoint(path, "safetensors", read_object(path / "config.json"), {}, False, name=name)
+        try:
+            return _pickled(path) or promised
+        except ModelError:
+            if classify(promised.config, {}).layout is not None:
+                raise
+            return promised  # a whole model in a pickle of another kind
 
 
 def _pickled(path: Path) -> Checkpoint | None:

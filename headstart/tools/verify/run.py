@@ -76,11 +76,13 @@ def run(options: VerifyOptions, progress: Progress = no_progress) -> Report:
     backend = choose(options.config)
     exact = backend.kind.exact
     threads = options.thread_counts or default_threads(options.config, exact=exact)
+    options = replace(options, thread_counts=threads)
     drafters, loaded = options.drafters, dict[int, Model]()
     if not drafters:
+        _Verification(options, progress)  # what is out of range is said before a model is loaded
         loaded[threads[0]] = model = load_model(options.model, replace(options.config, threads=threads[0]))
         drafters = default_drafters(options, model.head.spec.kind if model.head else None)
-    work = _Verification(replace(options, thread_counts=threads, drafters=drafters), progress)
+    work = _Verification(replace(options, drafters=drafters), progress)
     for count in threads:
         config = replace(options.config, threads=count)
         if DRAFT_MODEL in drafters:  # then --head is a whole model

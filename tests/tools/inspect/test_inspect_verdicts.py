@@ -160,6 +160,7 @@ def test_a_config_alone_says_what_it_promises(tmp_path: Path, capsys: pytest.Cap
     assert main(["inspect", str(tmp_path)]) == 0 and "MTP: UNCHECKED" in capsys.readouterr().out
     (tmp_path / "config.json").write_text(json.dumps({**SIZES, "model_type": "llama"}))
     assert said(tmp_path)[0] == "none"
+    (tmp_path / "pytorch_model.bin").unlink()  # of a head it would be read
     (tmp_path / "config.json").write_text(json.dumps({**SIZES, **DRAFTERS["eagle3"][0]}))
     assert said(tmp_path)[0] == "unchecked" and "EAGLE-3" in said(tmp_path)[1]
 
