@@ -96,7 +96,7 @@ def _opened(name: str, progress: Progress) -> Checkpoint:
         try:
             return _pickled(path) or promised
         except ModelError:
-            if classify(promised.config, {}).layout is not None:
+            if classify(promised.config).layout is not None:
                 raise
             return promised  # a whole model in a pickle of another kind
 
