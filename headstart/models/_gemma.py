@@ -64,3 +64,12 @@ def one_direction(config: Config, served: object = None) -> None:
     """Raises ModelError for a model whose rows see those behind them (`use_bidirectional_attention`)."""
     if config.get("use_bidirectional_attention") not in (None, False, served):
         keys.refuse_others(config, {"use_bidirectional_attention": False})
+
+
+def score_scalar(config: Config, layers_27b: int) -> int:
+    """What q . k is divided by the root of. GGUF files do not say it (0): then it is the width of a head, but in 27B,
+    whose heads are not as wide as hidden_size / heads."""
+    if written := keys.number(config, "query_pre_attn_scalar", least=0):
+        return written
+    hidden, heads = keys.number(config, "hidden_size"), keys.number(config, "num_attention_heads")
+    return hidden // heads if keys.num_layers(config) == layers_27b else keys.number(config, "head_dim")

@@ -14,7 +14,7 @@ from headstart.models import _gemma, keys
 from headstart.models.base import Family
 from headstart.models.keys import Config, flag, number
 
-LAYERS_27B = 62  # of which llama.cpp knows 27B, whose heads are not as wide as hidden_size / heads
+LAYERS_27B = 62  # of which llama.cpp knows 27B
 
 
 def parse(config: Config) -> DecoderConfig:
@@ -25,7 +25,7 @@ def parse(config: Config) -> DecoderConfig:
     mixers = {
         kind: keys.attention(
             read,
-            scale=_scalar(config) ** -0.5,
+            scale=_gemma.score_scalar(config, LAYERS_27B) ** -0.5,
             window=window if kind == keys.SLIDING else 0,
             qkv_bias=bias,
             o_bias=bias,
@@ -40,14 +40,6 @@ def parse(config: Config) -> DecoderConfig:
         embedding_scale=math.sqrt(number(config, "hidden_size")),
         logit_softcap=keys.real(config, "final_logit_softcapping", 0.0),
     )
-
-
-def _scalar(config: Config) -> int:
-    """What q . k is divided by the root of; GGUF files do not say it (0)."""
-    if written := number(config, "query_pre_attn_scalar", least=0):
-        return written
-    hidden, heads = number(config, "hidden_size"), number(config, "num_attention_heads")
-    return hidden // heads if keys.num_layers(config) == LAYERS_27B else number(config, "head_dim")
 
 
 FAMILY = Family(
