@@ -109,11 +109,11 @@ int attend_chosen(Program& program, int q, nb::object kv_pool, int64_t num_heads
     Step step = attend_step(program, q, kv_pool, num_heads, scale, softcap, sinks, common);
     const KVPool* pool = nb::cast<KVPool*>(kv_pool);
     const int out = step.writes[0];
-    const int64_t most = program.kernels.most_queries, together = most * kTogether;
+    const int64_t together = program.kernels.most_queries * kTogether;
     const int64_t parts = (common.group + together - 1) / together, each = parts * pool->layout.num_heads;
     step.reads.push_back(chosen);
     step.num_tasks = [each](const Pass& pass) { return pass.num_rows * each; };
-    step.run = [&program, pool, common, q, out, chosen, parts, each, most, together,
+    step.run = [&program, pool, common, q, out, chosen, parts, each, together,
                 own = step.quantizes](const Pass& pass, int64_t index) {
         const int64_t row = index / each;
         const auto* found = reinterpret_cast<const int32_t*>(program.values(chosen, row));
@@ -130,12 +130,7 @@ int attend_chosen(Program& program, int q, nb::object kv_pool, int64_t num_heads
         task.query_stride = program.buffers[q].stride();
         task.out = program.output(out).from_row(row);
         if (!own) task.out.quants = nullptr;
-        const int64_t begin = index % parts * together, end = std::min(begin + together, common.group);
-        for (int64_t first = begin; first < end; first += most) {
-            task.first_query = first;
-            task.num_queries = std::min(most, end - first);
-            program.kernels.attend(task);
-        }
+        attend_part(program, task, index % parts, together);
     };
     program.add(std::move(step));
     return out;

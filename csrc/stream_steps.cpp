@@ -165,10 +165,10 @@ int attend_beside(Program& program, int q, nb::object kv_pool, nb::object entry_
     program.wants_spans = true;
     if (chosen >= 0) step.reads.push_back(chosen);
     const int out = step.writes[0];
-    const int64_t most = program.kernels.most_queries, together = most * kTogether;
+    const int64_t together = program.kernels.most_queries * kTogether;
     const int64_t parts = (common.group + together - 1) / together;
     step.num_tasks = [parts](const Pass& pass) { return pass.num_rows * parts; };
-    step.run = [&program, pool, entries, common, q, out, chosen, window, every, parts, most, together,
+    step.run = [&program, pool, entries, common, q, out, chosen, window, every, parts, together,
                 own = step.quantizes](const Pass& pass, int64_t index) {
         const int64_t row = index / parts;
         AttendTask task = common;
@@ -180,12 +180,7 @@ int attend_beside(Program& program, int q, nb::object kv_pool, nb::object entry_
         task.query_stride = program.buffers[q].stride();
         task.out = program.output(out).from_row(row);
         if (!own) task.out.quants = nullptr;
-        const int64_t begin = index % parts * together, end = std::min(begin + together, common.group);
-        for (int64_t first = begin; first < end; first += most) {
-            task.first_query = first;
-            task.num_queries = std::min(most, end - first);
-            program.kernels.attend(task);
-        }
+        attend_part(program, task, index % parts, together);
     };
     program.add(std::move(step));
     return out;

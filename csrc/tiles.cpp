@@ -1,5 +1,7 @@
 #include "tiles.h"
 
+#include <algorithm>
+
 namespace headstart {
 
 namespace {
@@ -66,6 +68,15 @@ void gather_path(const KVPool& pool, const Pass& pass, int64_t row, Tiles& tiles
     }
     tiles.scratch = scratch.data();
     tiles.scratch_from = from;
+}
+
+void attend_part(const Program& program, AttendTask& task, int64_t part, int64_t together) {
+    const int64_t most = program.kernels.most_queries, end = std::min((part + 1) * together, task.group);
+    for (int64_t first = part * together; first < end; first += most) {
+        task.first_query = first;
+        task.num_queries = std::min(most, end - first);
+        program.kernels.attend(task);
+    }
 }
 
 } // namespace headstart

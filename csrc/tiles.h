@@ -27,4 +27,7 @@ using Sinks = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cp
 Step attend_step(Program& program, int q, const nb::object& kv_pool, int64_t num_heads, float scale, float softcap,
                  const std::optional<Sinks>& sinks, AttendTask& common);
 
+// Queries `part` * together .. of a task of one row, as many at a time as the path takes: they share what was gathered.
+void attend_part(const Program& program, AttendTask& task, int64_t part, int64_t together);
+
 } // namespace headstart
