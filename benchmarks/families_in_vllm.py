@@ -84,7 +84,8 @@ def load(path: Path, dtype: str, depth: int, spec: dict[str, Any]) -> LLM:
     if model.head is None:
         sys.exit(f"{path} has no MTP head")
     head = replace(model.head, spec=replace(model.head.spec, **spec))
-    return LLM(replace(model, head=replace(model.head, head=head)), config)
+    head = replace(model.head, spec=replace(model.head.spec, **spec))
+    return LLM(replace(model, head=head), config)
 
 
 def agreement(llm: LLM, texts: Seq[Seq[int]], rounds: Seq[Seq[Seq[int]]], depth: int) -> Agreement:
