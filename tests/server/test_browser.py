@@ -19,7 +19,7 @@ playwright = pytest.importorskip("playwright.sync_api", reason="playwright is no
 
 pytestmark = pytest.mark.slow  # a server process, and a browser
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run", "--disable-dev-shm-usage"]
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
 KEY = "a-key-for-tests"
 WAIT_MS = 60_000
 HISTORY = 1000
