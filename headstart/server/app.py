@@ -18,13 +18,14 @@ import headstart
 from headstart.api import LLM
 from headstart.errors import UsageError
 from headstart.server import errors
+from headstart.server.answering import State
 from headstart.server.bridge import Bridge
 from headstart.server.docs_page import page
 from headstart.server.guards import REQUEST_ID, ApiKeys, HeadAsGet, Traced
 from headstart.server.prepare import Formats
 from headstart.server.recorder import Recorder
 from headstart.server.records import RecordedModel, RecordFiles, claim_folder
-from headstart.server.routes import State, router
+from headstart.server.routes import router
 from headstart.server.watch import Watch
 from headstart.text.parsers import format_in, make_parser
 
