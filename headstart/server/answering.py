@@ -25,12 +25,13 @@ from headstart.server.documents import Asked
 from headstart.server.errors import error_of
 from headstart.server.guards import OWNER
 from headstart.server.intake import Incoming, Intake, lane_of
-from headstart.server.prepare import Formats, Job, chat_job, is_constrained, num_choices
+from headstart.server.prepare import Formats, Job, chat_job, completion_job, is_constrained, num_choices
 from headstart.server.replies import Reply
-from headstart.server.schema import ChatRequest, Common
+from headstart.server.schema import ChatRequest, Common, CompletionRequest
 
 Result = TypeVar("Result")
 log = logging.getLogger("headstart.server")
+LATEST = ":latest"
 CLIENT_GONE = 499
 """As nginx calls it; nobody reads it."""
 
@@ -117,11 +118,14 @@ class OpenAITelling:
 Tell = Callable[[Reply], Telling]
 
 
-async def answer_chat(request: Request, translate: Callable[[], ChatRequest], tell: Tell) -> Response:
-    """The answer to a body of another API, as the chat that it comes to; `translate` runs in a worker thread."""
+async def answer_other(request: Request, translate: Callable[[], Common], tell: Tell) -> Response:
+    """The answer to a body of another API, as the chat or completion it comes to; `translate` runs in a thread."""
     state, incoming = state_of(request), incoming_of(request)
     async with state.deadline(incoming):
         body = await state.intake.lanes.run(lane_of(incoming), translate)
+    if isinstance(body, CompletionRequest):
+        return await answer(request, body, partial(completion_job, body=body), tell)
+    assert isinstance(body, ChatRequest)
     return await answer(request, body, partial(chat_job, formats=state.formats, body=body), tell)
 
 
@@ -223,8 +227,8 @@ async def prepared(request: Request, work: Callable[[], bytes], headers: dict[st
 
 
 def check_model(state: State, name: str | None) -> None:
-    """Raises ModelError for a name that this server does not serve."""
-    if name is not None and name not in state.names:
+    """Raises ModelError for a name that this server does not serve. Ollama's clients write a tag behind it."""
+    if name is not None and name.removesuffix(LATEST) not in state.names:
         shown = limits.shortened(name)
         raise ModelError(f"the model {shown!r} does not exist", f"this server has {', '.join(state.names)}")
 

@@ -30,6 +30,7 @@ from headstart.server import limits
 from headstart.server.errors import BodyError
 
 Result = TypeVar("Result")
+Model = TypeVar("Model", bound=BaseModel)
 CLOSE = {"Connection": "close"}
 _MARK = re.compile(rb'[",:\[{]')
 _STRING = re.compile(rb'(?:[^"\\]++|\\.){1,2048}+', re.DOTALL)
@@ -203,9 +204,13 @@ def _check_type(request: Request) -> None:
         raise HTTPException(415, "the body must be JSON: send the header Content-Type: application/json", CLOSE)
 
 
-def parsed(data: bytes, model: type[BaseModel]) -> BaseModel:
+def parsed(data: bytes, model: type[Model]) -> Model:
     """A body as its model. Raises BodyError with the first thing that is wrong."""
-    document = read_json(data)
+    return checked(read_json(data), model)
+
+
+def checked(document: Any, model: type[Model]) -> Model:
+    """A document as a model. Raises BodyError with the first thing that is wrong."""
     try:
         return model.model_validate(document)
     except ValidationError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
@@ -40,15 +41,17 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
 
 @router.get("/v1/models", response_model=answers.ModelList)
 async def models(request: Request) -> dict[str, Any]:
-    """What this server serves."""
+    """What this server serves, for clients of OpenAI's API and of Anthropic's."""
     state = state_of(request)
     info = state.bridge.llm.info
     entry = {
         "object": "model", "created": state.started, "owned_by": "headstart", "root": info["model"],
-        "max_model_len": info["context"],
+        "max_model_len": info["context"], "type": "model", "max_input_tokens": info["context"],
+        "created_at": datetime.fromtimestamp(state.started, UTC).isoformat(),
         **{key: info[key] for key in ("synthetic_acceptance",) if key in info},
     }  # fmt: skip
-    return {"object": "list", "data": [{"id": name, **entry} for name in state.names]}
+    data = [{"id": name, "display_name": name, **entry} for name in state.names]
+    return {"object": "list", "data": data, "has_more": False, "first_id": state.names[0], "last_id": state.names[-1]}
 
 
 @router.get("/v1/models/{name:path}", responses={404: ERRORS[404]}, response_model=answers.ModelEntry)
