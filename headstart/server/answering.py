@@ -151,13 +151,13 @@ async def answer(request: Request, body: Common, prepare: Callable[[LLM], Job], 
 
     with state.bridge.preparing(num_choices(body)):
         async with state.deadline(incoming):
-            reply = await _unless_gone(request, begun())
+            reply = await unless_gone(request, begun())
     incoming.release()
     if reply is None:
         return Response(status_code=CLIENT_GONE)
     if streamed:
         return _Stream(state, incoming, reply, tell(reply), headers)
-    whole = await _unless_gone(request, done(reply))
+    whole = await unless_gone(request, done(reply))
     if whole is None:
         return Response(status_code=CLIENT_GONE)
     return Response(whole, media_type="application/json", headers=headers)
@@ -175,7 +175,7 @@ class _Stream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await _unless_gone(Request(scope, receive), self._send_all(send))
+            await unless_gone(Request(scope, receive), self._send_all(send))
         finally:
             self._reply.close()
 
@@ -202,7 +202,7 @@ class _Stream(Response):
         await piece(self._telling.end, more=False)
 
 
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result | None:
+async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result | None:
     """Run `work`, but stop it as soon as the client hangs up; then None."""
     task, gone = asyncio.create_task(work), asyncio.create_task(_hung_up(request))
     try:

@@ -19,7 +19,7 @@ from headstart.api import LLM
 from headstart.errors import UsageError
 from headstart.server import errors
 from headstart.server.answering import State
-from headstart.server.apis import messages, ollama, responses
+from headstart.server.apis import embeddings, messages, ollama, responses
 from headstart.server.bridge import Bridge
 from headstart.server.docs_page import page
 from headstart.server.guards import REQUEST_ID, ApiKeys, HeadAsGet, Traced
@@ -91,7 +91,7 @@ def make_app(llm: LLM, config: ServerConfig) -> tuple[ASGIApp, Bridge]:
         redoc_url=None,
     )
     app.state.headstart = State(bridge, names, formats, int(time.time()), config.request_timeout)
-    for each in (router, messages.router, responses.router, ollama.router):
+    for each in (router, messages.router, responses.router, ollama.router, embeddings.router):
         app.include_router(each)
     app.add_route("/docs", lambda _: HTMLResponse(page(app.openapi())), include_in_schema=False)
     errors.install(app)

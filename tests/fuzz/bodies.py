@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from headstart.server import schema
-from headstart.server.apis import messages_body, ollama_body, responses_body
+from headstart.server.apis import embeddings, messages_body, ollama_body, responses_body
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 CHAT, TEXT, TOKENIZE, DETOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"
@@ -17,9 +17,9 @@ MODELS = {
     CHAT: schema.ChatRequest, TEXT: schema.CompletionRequest, TOKENIZE: schema.TokenizeRequest,
     DETOKENIZE: schema.DetokenizeRequest, MESSAGES: messages_body.MessagesRequest, COUNT: messages_body.CountRequest,
     "/v1/responses": responses_body.ResponsesRequest, "/api/chat": ollama_body.OllamaChatRequest,
-    "/api/generate": ollama_body.GenerateRequest,
+    "/api/generate": ollama_body.GenerateRequest, "/v1/embeddings": embeddings.EmbeddingRequest,
 }  # fmt: skip
-WEIGHTS = (6, 6, 2, 1, 3, 1, 3, 3, 1)
+WEIGHTS = (6, 6, 2, 1, 3, 1, 3, 3, 1, 2)
 MODEL = "smollm2-135m-mtp"
 MOST_BYTES = 17 * 2**20
 OUTPUT = 12
@@ -67,6 +67,7 @@ def base(path: str, rng: random.Random) -> dict[str, Any]:
         MESSAGES: {"model": MODEL, "messages": turns},
         COUNT: {"model": MODEL, "messages": turns},
         "/v1/responses": {"input": words, "max_output_tokens": OUTPUT},
+        "/v1/embeddings": {"input": words},
         "/api/chat": {"model": MODEL, "messages": turns, "options": {"num_predict": OUTPUT}},
         "/api/generate": {"model": MODEL, "prompt": words, "options": {"num_predict": OUTPUT}},
     }

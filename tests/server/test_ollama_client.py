@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
@@ -18,8 +19,9 @@ OPTIONS = {"seed": 1, "num_predict": 24, "temperature": 0.8}
 
 
 @pytest.fixture(scope="module")
-def client(server: Server) -> Any:
-    return pytest.importorskip("ollama").Client(server.url)
+def client(server: Server) -> Iterator[Any]:
+    with pytest.importorskip("ollama").Client(server.url) as found:
+        yield found
 
 
 def test_models(client: Any) -> None:
@@ -49,9 +51,15 @@ def test_raw_prompts_formats_and_calls(client: Any, server: Server) -> None:
     raw = client.generate(MODEL, "One, two, three,", raw=True, options={"num_predict": 6, "temperature": 0})
     assert "four" in raw.response
     schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
-    text = client.chat(MODEL, QUESTION, format={**schema, "additionalProperties": False}, options=OPTIONS)
+    text = client.chat(MODEL, QUESTION, format={**schema, "additionalProperties": False}, options={"temperature": 0})
     assert json.loads(text.message.content)["n"] in (1, 2)
-    body = {"model": MODEL, "messages": QUESTION, "tools": [TIME], "tool_choice": "required", "options": OPTIONS}
+    body = {
+        "model": MODEL,
+        "messages": QUESTION,
+        "tools": [TIME],
+        "tool_choice": "required",
+        "options": {"num_predict": 80},
+    }
     lines = server.post("/api/chat", **body, parallel_tool_calls=False).text.splitlines()
     (call,) = (call for line in lines for call in json.loads(line)["message"].get("tool_calls", ()))
     assert call == {"function": {"name": "get_time", "arguments": {}}}
