@@ -346,7 +346,8 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Delta:
-    """Newly committed tokens of one sequence, in order."""
+    """Newly committed tokens of one sequence, in order. `draft`: what the pass judged, of which it accepted the first
+    `num_accepted`; the text may end before them."""
 
     request_id: str
     choice: int
@@ -357,6 +358,8 @@ class Delta:
     stats: DraftStats | None = None  # set with finish_reason
     error: str = ""  # why finish_reason is "error"
     embedding: Any = None  # [H] float64: the mean of the prompt's hidden states behind the final norm, if it is wanted
+    draft: Draft | None = None
+    num_accepted: int = 0
 
 
 @dataclass

@@ -22,7 +22,7 @@ from headstart.errors import GenerationError, HeadstartError, ModelError, TimeLi
 from headstart.server import answers, fields, limits
 from headstart.server.bridge import Bridge
 from headstart.server.documents import Asked
-from headstart.server.errors import error_of
+from headstart.server.errors import BodyError, error_of
 from headstart.server.guards import OWNER
 from headstart.server.intake import Incoming, Intake, lane_of
 from headstart.server.prepare import Formats, Job, chat_job, completion_job, is_constrained, num_choices
@@ -123,6 +123,9 @@ async def answer_other(request: Request, translate: Callable[[], Common], tell: 
     state, incoming = state_of(request), incoming_of(request)
     async with state.deadline(incoming):
         body = await state.intake.lanes.run(lane_of(incoming), translate)
+    if body.n not in (None, 1) or (body.speculation is not None and body.speculation.events):
+        what = "speculation.events" if body.n in (None, 1) else "n"
+        raise BodyError(f"{what} is not supported here", what, "use /v1/chat/completions")
     if isinstance(body, CompletionRequest):
         return await answer(request, body, partial(completion_job, body=body), tell)
     assert isinstance(body, ChatRequest)
@@ -135,6 +138,8 @@ async def answer(request: Request, body: Common, prepare: Callable[[LLM], Job], 
     check_model(state, body.model)
     if body.stream_options is not None and not body.stream:
         raise UsageError("stream_options is given, but stream is not true", "leave it out")
+    if body.speculation is not None and body.speculation.events and not body.stream:
+        raise UsageError("speculation.events is true, but stream is not", "they come in the chunks of a stream")
     asked, name, streamed = Asked.of(body), body.model or state.names[0], bool(body.stream)
     lane = "grammar" if is_constrained(body) else lane_of(incoming)
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from headstart.server.documents import Answer, Step
-from headstart.server.errors import BodyError
 from headstart.server.intake import checked
 from headstart.server.replies import Reply
 from headstart.server.schema import Body, Common
@@ -22,11 +21,8 @@ Model = TypeVar("Model", bound=Common)
 def as_body(body: Body, given: Mapping[str, Any], model: type[Model]) -> Model:
     """The chat (or raw completion) that a body comes to: `given` has what it says in its API's words, and members that
     its API does not have are taken as those of a chat (`speculation`, `seed`, `guided_json`, ...). Raises BodyError."""
-    extra = body.model_extra or {}
-    if extra.get("n") not in (None, 1):
-        raise BodyError("n is not supported here", "n", "send several requests, or use /v1/chat/completions")
     said = {name: value for name, value in given.items() if value is not None}
-    return checked({**extra, "stream_options": None, **said}, model)
+    return checked({**(body.model_extra or {}), "stream_options": None, **said}, model)
 
 
 @dataclass
