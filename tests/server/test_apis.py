@@ -54,9 +54,9 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
     ("/api/pull", {"model": MODEL}, 404, "Not Found"),
 ]
 LONG: dict[str, dict[str, Any]] = {
-    MESSAGES: MESSAGE | {"max_tokens": 400, "stream": True},
-    RESPONSES: RESPONSE | {"max_output_tokens": 400, "stream": True},
-    OLLAMA: CHAT | {"options": {"num_predict": 400}},
+    MESSAGES: MESSAGE | {"max_tokens": 400, "stream": True, "ignore_eos": True},
+    RESPONSES: RESPONSE | {"max_output_tokens": 400, "stream": True, "ignore_eos": True},
+    OLLAMA: CHAT | {"options": {"num_predict": 400, "ignore_eos": True}},
 }
 
 
