@@ -96,11 +96,6 @@ def test_instructor(server: Server, mode: str) -> None:
     else:
         openai = pytest.importorskip("openai").OpenAI(base_url=f"{server.url}/v1", api_key="none")
         client = instructor.from_openai(openai, mode=instructor.Mode[mode])
-    asked = {
-        "model": MODEL,
-        "messages": [{"role": "user", "content": "Anna is 30."}],
-        "max_tokens": 200,
-        "response_model": Person,
-        "temperature": 0,
-    }
+    asked = {"model": MODEL, "messages": [{"role": "user", "content": "Anna is 30."}], "max_tokens": 200}
+    asked |= {"response_model": Person, "extra_body": {"temperature": 0}}
     assert 1 <= client.chat.completions.create(**asked, max_retries=1).age <= 99
