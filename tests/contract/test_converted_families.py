@@ -195,16 +195,12 @@ def sigmoid_keys(writer: Writer, config: Config) -> None:
     writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     writer.add_expert_weights_norm(True)
     writer.add_expert_weights_scale(config.get("router_scaling_factor") or config["routed_scaling_factor"])
-    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    if config["model_type"] != "hy_v3":  # whose tensors alone tell
+        writer.add_leading_dense_block_count(config["first_k_dense_replace"])
     writer.add_expert_group_count(config.get("n_group", 1))
     writer.add_expert_group_used_count(config.get("topk_group", 1))
     writer.add_rope_dimension_count(int(config["head_dim"] * config.get("partial_rotary_factor", 1)))
     writer.add_rope_freq_base(config["rope_theta"])
-
-
-def hy_v3_keys(writer: Writer, config: Config) -> None:
-    """Which layers are dense is told by their tensors alone."""
-    sigmoid_keys(writer, {**config, "first_k_dense_replace": 0})
 
 
 def exaone_moe_keys(writer: Writer, config: Config) -> None:
@@ -234,7 +230,7 @@ def bailing_names(arrays: Arrays, config: Config) -> Arrays:
 
 CONVERTED = {
     "exaone_moe": Converted("exaone-moe", exaone_moe_keys, exaone_moe_names, modules=1),
-    "hy_v3": Converted("hy-v3", hy_v3_keys, modules=1, table="exaone-moe"),
+    "hy_v3": Converted("hy-v3", sigmoid_keys, modules=1, table="exaone-moe"),
     "bailing_moe": Converted("bailingmoe2", sigmoid_keys, bailing_names, modules=1),
     "deepseek_v32": Converted("deepseek32", latent_keys, latent_names, modules=1, table="glm-dsa"),
     "glm_moe_dsa": Converted("glm-dsa", latent_keys, latent_names, modules=1),
