@@ -61,7 +61,7 @@ function Call({ call }) {
 
 function Counts({ answer }) {
   const { tokens, passes, drafted, accepted } = answer;
-  if (!passes) return html`<p class="counts"><span>Reading the prompt…</span></p>`;
+  if (!passes) return answer.error ? null : html`<p class="counts"><span>Reading the prompt…</span></p>`;
   const rate = speed(answer);
   const seed = answer.usage?.seed ?? answer.seed;
   return html`<p class="counts">
