@@ -167,7 +167,7 @@ def _experts(config: Config, *, hashed: bool) -> MoEConfig:
     if not isinstance(scoring, str) or scoring not in SCORES:
         raise ModelError(f"config.json: scoring_func is {scoring!r}", f"known: {', '.join(SCORES)}")
     router = RouterSpec(
-        num_experts=number(config, "num_experts", "n_routed_experts"),
+        num_experts=number(config, "num_experts", default=0, least=0) or number(config, "n_routed_experts"),
         top_k=number(config, "num_experts_per_tok"),
         scoring=SCORES[scoring],
         scale=real(config, "routed_scaling_factor", 1.5),
