@@ -62,7 +62,9 @@ OWN: Mapping[str, Mapping[str, Any]] = {
         "intermediate_size": 256, "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
     },
     "qwen3_moe": {"mlp_only_layers": []},  # llama.cpp has experts in all layers
-    "mellum": {"num_nextn_predict_layers": 0},  # whose module it does not convert
+    "mellum": {  # whose module it does not convert; the server ends where no layer has the window
+        "num_nextn_predict_layers": 0, "layer_types": [f"{kind}_attention" for kind in ("sliding", "full", "sliding")],
+    },
     "nemotron_h": {"hybrid_override_pattern": "ME*EM"},  # no MLP beside experts there
     "phi3": {"sliding_window": None},  # which llama.cpp does not apply
     "ernie4_5_moe": {"intermediate_size": 1024},  # by kv heads: what the converter takes for shared experts' width
