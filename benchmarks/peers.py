@@ -1,11 +1,11 @@
-"""headstart beside llama.cpp, vLLM-CPU and mistral.rs: the same weights, the same prompts, each engine timed by its own clock.
+"""headstart beside llama.cpp, vLLM-CPU and mistral.rs: the same weights and prompts, each engine timed by its own clock.
 
     python benchmarks/peers.py --questions question.jsonl --work WORK --llama-bin LLAMA/build/bin \\
         --vllm-python VLLM/bin/python --mistral-python MISTRAL/bin/python --json peers.json
 
 Engines: llama.cpp (llama-server, llama-bench, llama-batched-bench) on the default model's GGUF file as it is and on
-its Q8_0 and bf16 copies; vLLM on its bf16 safetensors copy; mistral.rs on the file as it is; headstart in the variants below. Copies are
-made once, in WORK. A peer that is not given, or a variant that does not start, is left out.
+its Q8_0 and bf16 copies; vLLM on its bf16 safetensors copy; mistral.rs on the file as it is; headstart in the variants
+below. Copies are made once, in WORK. A peer that is not given, or a variant that does not start, is left out.
 
 Every engine is a process of its own that loads once and is stopped (SIGSTOP) while another one has its turn. The
 smallest unit of work goes through all engines before the next one, in alternating order (A B C, C B A, ...), `--rounds`
