@@ -89,9 +89,9 @@ class AsyncLLM:
     ) -> AsyncIterator[TextDelta]:
         """The text of one prompt as it grows (n = 1)."""
         loop, left = asyncio.get_running_loop(), threading.Event()
-        pieces: asyncio.Queue[TextDelta | BaseException | None] = asyncio.Queue()
+        pieces: asyncio.Queue[TextDelta | None] = asyncio.Queue()
 
-        def put(piece: TextDelta | BaseException | None) -> None:
+        def put(piece: TextDelta | None) -> None:
             if not left.is_set():
                 loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
@@ -101,15 +101,13 @@ class AsyncLLM:
                     if left.is_set():
                         return
                     put(piece)
+            finally:
                 put(None)
-            except Exception as error:  # noqa: BLE001 (the reader raises it)
-                put(error)
 
-        self._threads.submit(pump)
+        running = self._threads.submit(pump)
         try:
             while (piece := await pieces.get()) is not None:
-                if isinstance(piece, BaseException):
-                    raise piece
                 yield piece
+            await asyncio.wrap_future(running)  # raises what broke it off
         finally:
             left.set()
