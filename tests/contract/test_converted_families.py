@@ -11,6 +11,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from gguf_files import add_vocabulary, written
 from support import family_of, make, prompt_of
 from test_families import logits_in_chunks
 
@@ -238,15 +239,8 @@ def write_converted(path: Path, config: Config, arrays: Arrays, how: Converted) 
     for name, parts in stacks.items():
         stack = np.stack([each for _, each in sorted(parts.items())])
         writer.add_tensor(new_name(names, name), stack)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list(["a", "b", "ab", *(f"<{i}>" for i in range(3, config["vocab_size"]))])
-    writer.add_token_merges(["a b"])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    add_vocabulary(writer, config["vocab_size"])
+    return written(writer, path)
 
 
 def model_at(path: Path) -> Model:
