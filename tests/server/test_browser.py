@@ -174,7 +174,8 @@ def test_stop_and_retry(page: Any, served: Server) -> None:
 
 
 def test_the_keyboard_suffices_and_history_stays(page: Any) -> None:
-    page.keyboard.type("Name a fruit.")  # the box has the focus at the start
+    page.locator("textarea:focus").wait_for()
+    page.keyboard.type("Name a fruit.")
     page.keyboard.press("Enter")
     page.locator(".after").wait_for()
     for _ in range(20):
@@ -187,8 +188,10 @@ def test_the_keyboard_suffices_and_history_stays(page: Any) -> None:
     page.keyboard.press("Escape")
     assert page.locator(".tip").is_hidden()
     text = page.locator(".reply .text").inner_text()
+    entry = page.get_by_role("button", name="Name a fruit.", exact=True)
+    entry.wait_for()  # it is listed once it is kept
     page.reload()
-    page.get_by_role("button", name="Name a fruit.", exact=True).click()
+    entry.click()
     assert page.locator(".reply .text").inner_text() == text
     with page.expect_download() as download:
         page.get_by_role("button", name="JSON", exact=True).click()
