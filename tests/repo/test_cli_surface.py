@@ -20,8 +20,8 @@ SAMPLING = {
     "--logprobs", "--n", "-n",
 }  # fmt: skip
 ENGINE = {
-    "--backend", "--quantization", "--kv-cache-dtype", "--dtype", "--device", "--threads", "--drafter", "--head",
-    "--depth", "--depth-by-batch", "--draft-vocab", "--rule", "--max-model-len", "--max-num-seqs",
+    "--backend", "--quantization", "--kv-cache-dtype", "--dtype", "--device", "--threads", "--numa", "--drafter",
+    "--head", "--depth", "--depth-by-batch", "--draft-vocab", "--rule", "--max-model-len", "--max-num-seqs",
     "--max-num-batched-tokens", "--block-size", "--kv-blocks", "--no-enable-prefix-caching", "--no-shared-lookup",
     "--ngram-min", "--ngram-max", "--seed", "--speculative-config", "--no-mtp", "--synthetic-acceptance",
 }  # fmt: skip
@@ -34,7 +34,7 @@ COMMANDS: dict[str, set[str]] = {
     | set(FLAGS)
     | {"--host", "--port", "--served-model-name", "--max-queue", "--request-timeout", "--shutdown-timeout"}
     | {"--api-key", "--ssl-certfile", "--ssl-keyfile", "--chat-template", "--tool-call-parser", "--reasoning-parser"}
-    | {"--log-format", "--access-log", "--allowed-origins", "--parse-special-tokens"}
+    | {"--log-format", "--access-log", "--allowed-origins", "--parse-special-tokens", "--no-web"}
     | {"--price-per-hour", "--engine", "--dry-run", "--vllm", "--record", "--record-limit"},
     "verify": ENGINE
     | JSON
