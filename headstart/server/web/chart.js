@@ -1,7 +1,7 @@
 // A chart over time: uPlot draws it, text beside it says the newest values, or those under the pointer.
 import { html, number, useEffect, useRef, useState } from "./ui.js";
 
-const HEIGHT = 150;
+const HEIGHT = 158;
 const syncKey = globalThis.uPlot.sync("dashboard").key;
 
 /** A colour of the style sheet as canvas wants it. */
@@ -16,19 +16,24 @@ function colour(name) {
 const translucent = (found, alpha) => found.replace(/^rgb\((.*)\)$/, `rgba($1, ${alpha})`);
 
 function options(chart, width, onCursor) {
+  const clock = (_, times) => times.map((time) => new Date(1000 * time).toLocaleTimeString("en", { hour12: false }));
   const axis = { stroke: colour("muted"), grid: { stroke: colour("line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
   const line = ([label, name]) => {
     const stroke = colour(name);
-    return { label, stroke, width: 1.75, points: { show: false }, spanGaps: false, fill: translucent(stroke, chart.stacked ? 0.35 : 0.1) };
+    return { label, stroke, width: 1.75, points: { show: false }, spanGaps: false, fill: translucent(stroke, 0.1) };
   };
-  const series = chart.series.map(line);
+  const series = chart.stacked ? chart.series.map(line).toReversed() : chart.series.map(line);
+  // each of a stack fills what is above the one below it
+  const bands = chart.stacked ? series.map(({ stroke }, i) => ({ series: [i + 1, i + 2], fill: translucent(stroke, 0.45) })) : [];
+  if (chart.stacked) series.forEach((each, i) => (each.fill = i === series.length - 1 ? bands.pop().fill : null));
   return {
     width, height: HEIGHT,
     legend: { show: false },
     cursor: { y: false, sync: { key: syncKey }, points: { size: 6 } },
     scales: { y: { range: (_, least, most) => [0, chart.most ?? Math.max(1, (most ?? 1) * 1.1)] } },
-    axes: [{ ...axis, space: 70 }, { ...axis, size: 44, space: 34 }],
-    series: [{}, ...(chart.stacked ? series.toReversed() : series)],
+    axes: [{ ...axis, space: 90, size: 26, values: clock }, { ...axis, size: 40, space: 30 }],
+    series: [{}, ...series],
+    bands,
     hooks: { setCursor: [(plot) => onCursor(plot.cursor.idx)] },
   };
 }

@@ -84,7 +84,7 @@ function Tiles({ samples }) {
   const now = samples.at(-1);
   const then = samples.length > LATELY ? samples.at(-LATELY) : NOTHING;
   const [state, word, why] = health(now, then);
-  const { share, seconds, dollars } = savings(now, null);
+  const { share, seconds, dollars } = savings(now, samples[0]);
   const sources = Object.entries(now.sources).filter(([, count]) => count);
   const tile = (title, value, more, kind = "") => html`<div class=${`tile ${kind}`}>
     <h2>${title}</h2><p class="value">${value}</p><p class="more">${more}</p>

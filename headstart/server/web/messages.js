@@ -11,7 +11,7 @@ export const Message = memo(({ message, place, running, actions }) => {
   }
   if (message.role === "tool") {
     return html`<article class="message tool" aria-label="Result of a tool">
-      <h3>Result of ${message.name}</h3><pre tabindex="0">${message.content}</pre>
+      <h2>Result of ${message.name}</h2><pre tabindex="0">${message.content}</pre>
     </article>`;
   }
   const { answer, plain } = message;
@@ -36,7 +36,7 @@ function Answer({ answer, place, plain, title }) {
     : markdown(answer.text, painter.paint);
   const label = `${title ? `${title}. ` : ""}Answer. Left and right arrow keys walk through its tokens.`;
   return html`<section class="answer">
-    ${title && html`<h3>${title}</h3>`}
+    ${title && html`<h2>${title}</h2>`}
     <div class="text" role="group" tabindex="0" aria-label=${label} data-place=${place} data-plain=${plain ? "" : null}>
       ${thoughts}${text}${answer.calls.map((call) => html`<${Call} call=${call} />`)}
     </div>

@@ -97,6 +97,19 @@ export const CHARTS = [
     },
   },
   {
+    title: "First token", digits: 2, unit: " s",
+    series: [["seconds until it", "shared"]],
+    of: (now, then) => [then && share(now.firstSum - then.firstSum, now.firstCount - then.firstCount)],
+  },
+  {
+    title: "Prompts from the prefix cache", digits: 0, unit: " %", most: 100,
+    series: [["of all tokens read", "shared"]],
+    of: (now, then) => {
+      const found = then && share(now.prefixFound - then.prefixFound, now.prefixAsked - then.prefixAsked);
+      return [found === null ? null : 100 * found];
+    },
+  },
+  {
     title: "KV cache in use", digits: 1, unit: " %", most: 100,
     series: [["of all blocks", "shared"]],
     of: (now) => [100 * now.kv],
@@ -116,9 +129,10 @@ export function health(now, then) {
   return first < DEAD ? ["bad", "Failing", says] : ["good", "Healthy", says];
 }
 
-/** What drafting saved since the start: share of passes, seconds of this machine, dollars where the price is known. */
-export function savings(now, uptime) {
+/** What drafting saved since the start: share of passes, seconds of this machine, dollars where the price is known (and
+ * shows between two samples). */
+export function savings(now, then) {
   const passes = now.output - now.saved;
   const seconds = share(now.saved * now.verify, passes) - now.draft;
-  return { share: share(now.saved, now.output), seconds, dollars: now.cost === null || !uptime ? null : (now.cost / uptime) * seconds };
+  return { share: share(now.saved, now.output), seconds, dollars: now.cost === null || then === now ? null : rate(now, then, "cost") * seconds };
 }

@@ -9,7 +9,7 @@ import { Bar, Fragment, KeyDialog, html, render, useEffect, useLayoutEffect, use
 
 const SHOWN = 60; // messages; earlier ones are drawn when somebody asks for them
 const DRAW_MS = 80;
-const MODES = [["on", "With drafting"], ["off", "Without"], ["both", "Both, compared"]];
+const MODES = [["on", "With"], ["off", "Without"], ["both", "Both"]];
 const LEGEND = [["head", "the head"], ["ngram", "this text"], ["shared", "earlier answers"], ["forced", "the format"]];
 const STARTERS = [
   "Explain what a prefix cache is, in three sentences.",
@@ -124,14 +124,15 @@ function App() {
     if (entry.id === talk.id) setTalk(kept.fresh());
   };
   const toggle = (name) => setPanel(panel === name ? "" : name);
-  const button = (name, title) => html`<button type="button" class="opens" aria-expanded=${panel === name}
-    aria-controls=${name} onClick=${() => toggle(name)}>${title}</button>`;
-  return html`<${Bar} page="playground" model=${model}>${button("history", "History")}${button("settings", "Settings")}</${Bar}>
+  const button = (name, title, icon) => html`<button type="button" class="opens" aria-expanded=${panel === name}
+    aria-controls=${name} aria-label=${title} title=${title} onClick=${() => toggle(name)}>${icon}</button>`;
+  return html`<${Bar} page="playground" model=${model}>${button("history", "History", "☰")}${button("settings", "Settings", "⚙")}</${Bar}>
     <main class="play" data-busy=${running ? "" : null} data-colours=${settings.colours ? "" : null} onKeyDown=${(event) => {
       if (event.key === "Escape") running ? running.abort.abort() : setPanel("");
     }}>
+      <h1 class="unseen">Playground</h1>
       <${History} ...${{ index, talk, open, remove, isOpen: panel === "history", busy: !!running, system: settings.system }} />
-      <section class="chat" aria-label="Conversation">
+      <section class="chat" aria-label="Conversation" onClick=${() => panel && setPanel("")}>
         <${Log} ...${{ talk, running, actions: actions.current, answerAt, send, colours: settings.colours, ready: !running && !Object.keys(wrong).length }} />
         ${trouble && html`<p class="wrong trouble" role="alert">${trouble} <button type="button" onClick=${connect}>Try again</button></p>`}
         <${Composer} ...${{ send, running, mode, setMode, wrong }} />
@@ -210,10 +211,10 @@ function Log({ talk, running, actions, answerAt, send, colours, ready }) {
 
 function Welcome({ send, ready }) {
   return html`<div class="welcome">
-    <h1>See what is drafted</h1>
+    <h2>See what is drafted</h2>
     <p>The model's own head guesses the next tokens, one pass of the model checks them all. Guesses that were right are
       coloured by who made them; hover over a token, or walk with the arrow keys, to see how sure it was and what was
-      rejected. The text is byte for byte what the model writes without: choose <b>Both, compared</b> to see it.</p>
+      rejected. The text is byte for byte what the model writes without: choose <b>Both</b> to see it.</p>
     <p class="starters">${STARTERS.map(
       (text) => html`<button type="button" disabled=${!ready} onClick=${() => send(text)}>${text}</button>`,
     )}</p>
@@ -240,13 +241,14 @@ function Composer({ send, running, mode, setMode, wrong }) {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) submit(event);
   };
   return html`<form class="composer" onSubmit=${submit}>
-    <textarea ref=${box} rows="1" aria-label="Message" placeholder="Say something. Enter sends, Shift+Enter breaks the line."
+    <textarea ref=${box} rows="1" aria-label="Message" placeholder="Say something"
       value=${text} onInput=${(event) => setText(event.target.value)} onKeyDown=${typed}></textarea>
     <div class="row">
-      <fieldset class="modes"><legend class="unseen">Drafting</legend>
+      <fieldset class="modes"><legend>Drafting</legend>
         ${MODES.map(([name, title]) => html`<label><input type="radio" name="mode" value=${name} checked=${mode === name}
           onChange=${() => setMode(name)} /><span>${title}</span></label>`)}
       </fieldset>
+      <span class="hint keys">Enter sends, Escape stops</span>
       ${running
         ? html`<button type="button" class="main" onClick=${() => running.abort.abort()}>Stop</button>`
         : html`<button class="main" disabled=${!ready}>Send</button>`}

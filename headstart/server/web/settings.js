@@ -19,7 +19,7 @@ const NUMBERS = [
   ["repetition_penalty", "Repetition", 0.1, 2, 0.05, "1"],
 ];
 const WHOLE = new Set(["top_k", "max_tokens", "seed"]);
-const SCHEMA = '{\n  "type": "object",\n  "properties": {\n    "name": {"type": "string"},\n    "age": {"type": "integer"}\n  },\n  "required": ["name", "age"]\n}';
+const SCHEMA = '{\n  "type": "object",\n  "properties": {\n    "name": {"type": "string"},\n    "age": {"type": "integer"}\n  },\n  "required": ["name", "age"],\n  "additionalProperties": false\n}';
 const TOOLS = '[{"type": "function", "function": {\n  "name": "get_weather",\n  "description": "Weather of a city",\n  "parameters": {"type": "object",\n    "properties": {"city": {"type": "string"}},\n    "required": ["city"]}}}]';
 
 export function kept() {
@@ -90,17 +90,17 @@ export function Settings({ settings, change, wrong }) {
   const example = (name, text) => !settings[name] && html`<button type="button" class="quiet"
     onClick=${() => change({ ...settings, [name]: text })}>Insert an example</button>`;
   return html`
-    <section><h3><label for="set-system">System prompt</label></h3>${area("system", 3, "None")}</section>
-    <section><h3>Sampling</h3><div class="numbers">${NUMBERS.map(number)}</div>
+    <section><h2><label for="set-system">System prompt</label></h2>${area("system", 3, "None")}</section>
+    <section><h2>Sampling</h2><div class="numbers">${NUMBERS.map(number)}</div>
       <label for="set-stop">Stop texts, one a line</label>${area("stop", 2, "None")}</section>
-    <section><h3>Drafts</h3>
+    <section><h2>Drafts</h2>
       <label>Depth
         <select value=${settings.depth} onChange=${set("depth")}>
           <option value="">as the server has it</option>
           ${[1, 2, 3, 4, 5, 6, 8].map((depth) => html`<option value=${depth}>${depth}</option>`)}
         </select></label>
       ${check("colours", "Colour the drafts")}${check("logprobs", "Log probabilities, shown with each token")}</section>
-    <section><h3>Answer</h3>
+    <section><h2>Answer</h2>
       <label>Format
         <select value=${settings.format} onChange=${set("format")}>
           <option value="text">Text</option><option value="json">A JSON object</option>

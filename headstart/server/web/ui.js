@@ -40,7 +40,7 @@ export function Bar({ page, model, children }) {
   const link = (name, href, title) =>
     html`<a href=${href} aria-current=${page === name ? "page" : null}>${title}</a>`;
   return html`<header class="bar">
-    <strong class="brand"><img src="web/icon.svg" alt="" width="22" height="22" />headstart</strong>
+    <strong class="brand"><img src="web/icon.svg" alt="" width="22" height="22" /><span>headstart</span></strong>
     <nav aria-label="Pages">${link("playground", "./", "Playground")}${link("dashboard", "dashboard", "Dashboard")}</nav>
     <span class="model" title=${model || ""}>${model || ""}</span>
     <span class="tools">${children}<${ThemeButton} /></span>
