@@ -68,7 +68,7 @@ def family_cells(results: Results) -> str:
     rows = results["tables"]["families-4"]["rows"]
     counts = [tuple(map(int, row[-1].split(" ")[0].split("/"))) for row in rows]
     forms = sum("+" in row[0] for row in rows)
-    which = f"{len(rows) - forms} families" + (f" and {forms} weight formats" if forms else "")
+    which = f"{len(rows) - forms} families and variants" + (f", {forms} weight formats" if forms else "")
     different = sum(compared - same for same, compared in counts)
     return f"{which}, {min(compared for _, compared in counts):,} texts each: differences {different}"
 
