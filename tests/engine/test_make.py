@@ -80,7 +80,7 @@ def test_a_full_memory_leaves_room_for_one_sequence(free: int, monkeypatch: pyte
 def test_more_blocks_than_memory(free: int) -> None:
     with pytest.raises(UsageError, match=r"--kv-blocks 9999999 take \d+\.\d GB, but there are 0\.1 GB") as error:
         LLM(tiny_model("llama"), EngineConfig(**{**AUTO_SIZED, "kv_blocks": 9_999_999}))
-    assert "blocks take a quarter of what is free" in error.value.hint
+    assert "blocks take 25% of what is free" in error.value.hint
 
 
 FLAGS = (

@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headstart.config import KVDtype, Quantization
+from headstart.config import Quantization
 from headstart.core import Sampled, SamplingRows, StepPlan, TokenLogprob
 from headstart.kernels.cuda.angles import Angles
 from headstart.kernels.cuda.device import Device, open_device, said
@@ -26,11 +27,9 @@ from headstart.kernels.cuda.matrix import Matrix, to_device
 from headstart.kernels.cuda.ops import CudaOps, Probe
 from headstart.kernels.cuda.plan import DevicePlan, Shape
 from headstart.kernels.cuda.pools import KVPool, StatePool
-from headstart.kernels.ops import KVSpec, Program, RawTensor, StepInputs
+from headstart.kernels.ops import KVSpec, Ops, Program, RawTensor, StepInputs
 from headstart.kernels.reference.sampling import logprobs, sample
 from headstart.kernels.states import StateSpec
-
-STORES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,8 +40,8 @@ class Handle:
 
 
 class CudaBackend:
-    """Weights in the file's precision (or quantized), activations float32, rounded to bfloat16 where they meet a matrix
-    or keys unless `narrow` is off; keys and values in bfloat16, or float32 where nothing is rounded."""
+    """Weights in the file's precision (or quantized), activations float32. `narrow`: keys and values are bfloat16, and
+    what meets them or a matrix is rounded to it, for tensor cores; else all is float32."""
 
     name = "cuda"
 
@@ -51,19 +50,18 @@ class CudaBackend:
         *,
         narrow: bool = True,
         quantization: Quantization | None = None,
-        kv_dtype: KVDtype | None = None,
         device: Device | None = None,
     ) -> None:
         self.device = device or open_device()
         self.quantization: Quantization | None = quantization
         self.launcher = Launcher(self.device, narrow=narrow)
-        self.angles = Angles(self.device.torch)
-        self._store = STORES[kv_dtype or ("bfloat16" if narrow else "float32")]
+        self.angles = Angles(self.device.place)
+        self._store = torch.bfloat16 if narrow else torch.float32
         self.weight_bytes = 0
 
     def weight(self, tensor: RawTensor, *, drafts: bool = False, precise: bool = False) -> Matrix | Tensor:
         if len(tensor.shape) == 1:
-            return torch.from_numpy(np.array(tensor.float32(), np.float32)).to(self.device.torch)
+            return torch.from_numpy(np.array(tensor.float32(), np.float32)).to(self.device.place)
         matrix = to_device(tensor, self.device, None if precise else self.quantization)
         if not drafts:
             self.weight_bytes += matrix.num_bytes
@@ -76,7 +74,7 @@ class CudaBackend:
         """Nothing is left to do."""
 
     def prepare(self, program: Program, *, hidden_width: int = 0) -> Handle:
-        program(Probe(), StepInputs(None, None, None, None))
+        program(cast(Ops, Probe()), StepInputs(None, None, None, None))
         return Handle(program)
 
     def kv_bytes(self, spec: KVSpec) -> int:
@@ -84,7 +82,7 @@ class CudaBackend:
         return spec.num_kv_heads * (spec.head_dim + values) * self._store.itemsize
 
     def index(self, ids: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(ids, np.int64)).to(self.device.torch)
+        return torch.from_numpy(np.ascontiguousarray(ids, np.int64)).to(self.device.place)
 
     def kv_pool(self, num_slots: int, spec: KVSpec) -> KVPool:
         keys = self._zeros((num_slots, spec.num_kv_heads, spec.head_dim), self._store)
@@ -117,7 +115,12 @@ class CudaBackend:
         if self.device.is_gpu or 0 in shape:
             return self.device.zeros(shape, dtype, "keys, values and states")
         raw = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)  # takes memory only as it is used
-        return torch.from_numpy(raw).view(dtype).view(shape)
+        zeros: Tensor = torch.from_numpy(raw).view(dtype).view(shape)
+        return zeros
+
+    @property
+    def runs_on(self) -> Literal["cpu", "cuda"]:
+        return "cuda" if self.device.is_gpu else "cpu"
 
     @torch.inference_mode()
     def run(
@@ -125,14 +128,14 @@ class CudaBackend:
     ) -> Mapping[str, Tensor]:
         shape = Shape.of(plan)
         self.angles.cover(int(plan.positions.max()))
-        rows = DevicePlan(shape, self.device.torch, plan)
+        rows = DevicePlan(shape, self.device.place, plan)
         if hidden is not None:
             hidden = torch.nn.functional.pad(hidden, (0, 0, 0, shape.rows - len(hidden)))
         elif hidden_pool is not None and plan.hidden_slots is not None:
             hidden = hidden_pool.index_select(0, rows["hidden_slots"])
         with said("a pass"):
             ops = CudaOps(self.launcher, rows, self.angles)
-            made = handle.program(ops, ops.inputs(hidden))
+            made = handle.program(cast(Ops, ops), ops.inputs(hidden))
         return {name: x[: plan.num_rows] for name, x in made.items()}  # no more rows than these have logits
 
     def rows(self, x: Tensor, rows: NDArray[np.int32]) -> Tensor:
@@ -168,7 +171,7 @@ class CudaBackend:
 
     @torch.inference_mode()
     def read_bandwidth(self, num_bytes: int, runs: int) -> float:
-        buffer = torch.ones(num_bytes // 4, device=self.device.torch)
+        buffer = torch.ones(num_bytes // 4, device=self.device.place)
         seconds = []
         for _ in range(runs):
             begin = time.perf_counter()

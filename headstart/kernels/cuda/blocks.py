@@ -1,7 +1,7 @@
 """GGUF's blocks as numbers, scales and offsets: value = (number - zero) * scale + offset, in groups of columns.
 
-Layouts: ggml-common.h of llama.cpp. Raw rows are uint8 [n, bytes]; U groups of a row. Products of two scales are exact in
-float32, so values are those of the file.
+Layouts: ggml-common.h of llama.cpp. Raw rows are uint8 [n, bytes]; U groups of a row. Products of two scales are exact
+in float32, so values are those of the file.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Unpacked:
     def moved(self, device: torch.device) -> Unpacked:
         """With its arrays on a device."""
         own = {name: getattr(self, name) for name in ("codes", "scales", "offsets")}
-        there = {
+        there: dict[str, Any] = {
             name: torch.from_numpy(np.require(array, requirements=["C", "W"])).to(device)
             for name, array in own.items()
             if array is not None
@@ -56,13 +56,13 @@ def _blocks(raw: Raw, size: int) -> Raw:
 
 def _halves(raw: Raw) -> Raw:
     """Bytes [..., n] -> their low halves, then their high ones, [..., 2 n]."""
-    return np.concatenate((raw & 15, raw >> 4), axis=-1)
+    return np.asarray(np.concatenate((raw & 15, raw >> 4), axis=-1), np.uint8)
 
 
 def _pairs(codes: Raw) -> Raw:
     """Codes of 4 bits [n, K] -> two in a byte."""
     flat = codes.reshape(len(codes), -1)
-    return flat[:, ::2] | (flat[:, 1::2] << 4)
+    return np.asarray(flat[:, ::2] | (flat[:, 1::2] << 4), np.uint8)
 
 
 def _flat(values: NDArray[Any]) -> NDArray[Any]:
@@ -71,7 +71,7 @@ def _flat(values: NDArray[Any]) -> NDArray[Any]:
 
 def _bits(raw: Raw, count: int) -> Raw:
     """The lowest `count` bits of each byte, [..., n] -> [..., count * n]: all first bits, then all second ones, ..."""
-    return np.concatenate([(raw >> i) & 1 for i in range(count)], axis=-1)
+    return np.asarray(np.concatenate([(raw >> i) & 1 for i in range(count)], axis=-1), np.uint8)
 
 
 def q4_0(raw: Raw, columns: int) -> Unpacked:
@@ -88,7 +88,7 @@ def q4_1(raw: Raw, columns: int) -> Unpacked:
 
 def _fifth(bits: Raw) -> Raw:
     """Bit i of 32 [..., 4] -> 16 at place i, [..., 32]."""
-    return np.unpackbits(np.ascontiguousarray(bits), axis=-1, bitorder="little") << 4
+    return np.asarray(np.unpackbits(np.ascontiguousarray(bits), axis=-1, bitorder="little") << 4, np.uint8)
 
 
 def q5_0(raw: Raw, columns: int) -> Unpacked:

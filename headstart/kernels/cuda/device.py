@@ -22,26 +22,26 @@ class Device:
     """`columns`: outputs of a product's tile at most; `elements`: of an elementwise program; `wide`: products of
     bfloat16 are taken in float32, as the interpreter has no other."""
 
-    torch: torch.device
+    place: torch.device
     columns: int
     elements: int
     wide: bool
 
     @property
     def is_gpu(self) -> bool:
-        return self.torch.type == "cuda"
+        return self.place.type == "cuda"
 
     def free_memory(self) -> int:
         """Bytes that are free where pools lie, those that torch has taken and does not use counted."""
         if not self.is_gpu:
             return machine.memory().available
-        kept = torch.cuda.memory_reserved(self.torch) - torch.cuda.memory_allocated(self.torch)
-        return int(torch.cuda.mem_get_info(self.torch)[0]) + kept
+        kept = torch.cuda.memory_reserved(self.place) - torch.cuda.memory_allocated(self.place)
+        return int(torch.cuda.mem_get_info(self.place)[0]) + kept
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> torch.Tensor:
         """Raises ModelError where they do not fit."""
         with said(what):
-            return torch.zeros(shape, dtype=dtype, device=self.torch)
+            return torch.zeros(shape, dtype=dtype, device=self.place)
 
 
 def interpreted() -> bool:

@@ -1,5 +1,5 @@
-"""Calls of the kernels: their grids, tiles and buffers. All that decides an order of sums is a function of a matrix's or
-an attention's own shape. Shapes: R rows, N outputs, K inputs, H heads, V features of a value."""
+"""Calls of the kernels: their grids, tiles and buffers. All that decides an order of sums is a function of a matrix's
+or an attention's own shape. Shapes: R rows, N outputs, K inputs, H heads, V features of a value."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Launcher:
         self.device, self.narrow = device, narrow
 
     def empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=self.device.torch)
+        return torch.empty(shape, dtype=torch.float32, device=self.device.place)
 
     def product(self, x: Tensor, matrix: Matrix, bias: Tensor | None = None, sums: Tensor | None = None) -> Tensor:
         """x [R, K] -> [R, N]. `sums`: of x by the matrix's groups, where they are known."""
@@ -146,8 +146,8 @@ class Launcher:
         out = self.empty(shape.rows, heads * spec.value_width)
         head_tile = min(tile_of(heads), max(4096 // value_tile, 1))
         attention.join[(shape.rows, -(-heads // head_tile))](
-            parts, maxima, totals, sinks, out, plan["positions"], plan["sees"], shape.first_position, splits, HEADS=heads,
-            VALUE_DIM=spec.value_width, WINDOW=spec.window, CHUNK=spec.chunk, MODE=mode, SINKS=sinks is not None,
-            HEAD_TILE=head_tile, VALUE_TILE=value_tile, SPLIT=SPLIT,
+            parts, maxima, totals, sinks, out, plan["positions"], plan["sees"], shape.first_position, splits,
+            HEADS=heads, VALUE_DIM=spec.value_width, WINDOW=spec.window, CHUNK=spec.chunk, MODE=mode,
+            SINKS=sinks is not None, HEAD_TILE=head_tile, VALUE_TILE=value_tile, SPLIT=SPLIT,
         )  # fmt: skip
         return out

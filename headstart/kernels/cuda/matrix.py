@@ -5,6 +5,7 @@ Shapes: N rows, K columns, U groups of a row.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,10 +70,11 @@ def to_device(tensor: RawTensor, device: Device, quantization: Quantization | No
         return _unpacked(tensor, layout, device)
     kept = tensor.dtype if tensor.dtype in _PLAIN else "F32"
     with said(f"the weight {tensor.name}"):
-        codes = torch.empty((rows, columns), dtype=_PLAIN[kept], device=device.torch)
+        codes = torch.empty((rows, columns), dtype=_PLAIN[kept], device=device.place)
     for begin, part in _parts(tensor):
-        own = isinstance(part, FileTensor) and kept == tensor.dtype and kept != "F32"
-        values = part.data.reshape(-1).view(_NUMPY[kept]) if own else part.float32()
+        values: NDArray[Any] = part.float32()  # a view, where these are floats
+        if isinstance(part, FileTensor) and part.dtype == kept != "F32":
+            values = part.data.reshape(-1).view(_NUMPY[kept])
         codes[begin : begin + part.shape[0]] = _tensor(values.reshape(part.shape)).view(_PLAIN[kept])
     return Matrix(PLAIN, rows, columns, codes, wide=kept != "BF16")
 
@@ -87,12 +89,13 @@ def _fits(group: int, columns: int) -> bool:
     return group % 16 == 0 and (group in (16, 32) or group % 64 == 0 or group % 32 == 0 or group >= columns)
 
 
-def _parts(tensor: RawTensor) -> Any:
-    """(first row, rows) of a matrix, some at a time."""
+def _parts(tensor: RawTensor) -> Iterator[tuple[int, RawTensor]]:
+    """(first row, rows) of a matrix, some at a time; of one that is made when it is wanted, what was made."""
     rows, columns = tensor.shape
     step = max(ROWS_AT_ONCE // max(columns, 1), 1)
     for begin in range(0, rows, step):
-        yield begin, tensor.take_rows(np.arange(begin, min(begin + step, rows))) if rows > step else tensor
+        whole = rows <= step and isinstance(tensor, FileTensor)
+        yield begin, tensor if whole else tensor.take_rows(np.arange(begin, min(begin + step, rows)))
 
 
 def _tensor(values: NDArray[Any]) -> Tensor:
@@ -104,12 +107,13 @@ def _unpacked(tensor: RawTensor, how: str | Layout, device: Device, *, rounded: 
     made: list[Unpacked] = []
     with said(f"the weight {tensor.name}"):
         for _, part in _parts(tensor):
+            assert isinstance(part, FileTensor)
             raw = _quantize(part, str(how)) if rounded else part.data
             one = BLOCKS[how](raw, columns) if isinstance(how, str) else of_layout(how, raw, columns)
-            made.append(one.moved(device.torch))
+            made.append(one.moved(device.place))
         first = made[0]
         joined = {name: _join([getattr(one, name) for one in made]) for name in ("codes", "scales", "offsets")}
-    levels = None if first.levels is None else _tensor(first.levels).to(device.torch)
+    levels = None if first.levels is None else _tensor(first.levels).to(device.place)
     kind = FLOAT8 if first.float8 else LEVELS if levels is not None else NIBBLES if first.packed else PLAIN
     return Matrix(kind, rows, columns, group=first.group, zero=first.zero, levels=levels, wide=first.wide, **joined)
 

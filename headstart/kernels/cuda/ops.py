@@ -1,8 +1,8 @@
 """`Ops` on the device: kernels, and of torch only what copies, adds or multiplies single elements.
 
-Of torch: `+`, `*`, cat, where, index_select: each element is a copy, or one IEEE operation of elements at its own place, so
-it is the same for any number of rows. Everything that sums, or takes a function, is a kernel. `refine` and `keep_groups`
-make drafts only and are torch's.
+Of torch: `+`, `*`, cat, where, index_select: each element is a copy, or one IEEE operation of elements at its own
+place, so it is the same for any number of rows. Everything that sums, or takes a function, is a kernel. `refine` and
+`keep_groups` make drafts only and are torch's.
 """
 
 from __future__ import annotations

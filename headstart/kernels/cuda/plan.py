@@ -6,6 +6,7 @@ Rows that fill up have slot -1, store nothing and see nothing. Shapes: R rows of
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -82,12 +83,13 @@ def _filled(values: Ints, size: int, filling: int = 0) -> Ints:
 
 
 def tiles_of(plan: StepPlan, shape: Shape, rows_per_tile: int) -> tuple[Ints, Ints]:
-    """(first rows, counts) of tiles of rows of one sequence, [R]; of those that fill up 0. A row with a path is alone."""
+    """(first rows, counts) of tiles of rows of one sequence, [R]; of those that fill up 0. A row with a path is
+    alone."""
     most = 1 if plan.paths else rows_per_tile
     starts: list[int] = []
     counts: list[int] = []
     bounds = plan.row_starts.tolist()
-    for begin, end in zip(bounds, bounds[1:], strict=False):
+    for begin, end in pairwise(bounds):
         for first in range(begin, end, most):
             starts.append(first)
             counts.append(min(most, end - first))

@@ -1,8 +1,9 @@
 """Triton: attention of rows over the paged keys and values of their own sequence.
 
-A tile is the query heads of one kv head (or sixteen of them) for some rows of a sequence, sixteen queries in all. It walks
-the positions in blocks from absolute position 0, a stretch of SPLIT positions per program; `join` puts the stretches
-together in order. What a query does not see adds nothing, bit for bit, so no query notices the others of its tile.
+A tile is the query heads of one kv head (or sixteen of them) for some rows of a sequence, sixteen queries in all. It
+walks the positions in blocks from absolute position 0, a stretch of SPLIT positions per program; `join` puts the
+stretches together in order. What a query does not see adds nothing, bit for bit, so no query notices the others of its
+tile.
 """
 
 import triton
@@ -55,11 +56,12 @@ def attend(
     first_position, table_width, scale, block_size, num_splits,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_STRIDE: tl.constexpr, VALUE_STRIDE: tl.constexpr, VALUE_HEAD: tl.constexpr,
-    TILE_HEADS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, MODE: tl.constexpr, PATHS: tl.constexpr, ROUND: tl.constexpr, WIDE: tl.constexpr,
+    TILE_HEADS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,
+    MODE: tl.constexpr, PATHS: tl.constexpr, ROUND: tl.constexpr, WIDE: tl.constexpr,
     BLOCK: tl.constexpr, STEP: tl.constexpr, VALUE_TILE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Of each query and split: the maximum and the sum of its weights, and its weighted values, [R, HEADS, splits(, V)].
-    q [R, HEADS * DIM]; keys and values by slot, with strides; a tile has tile_counts rows from tile_rows on."""
+    """Of each query and split: the maximum and the sum of its weights, and its weighted values, [R, HEADS, splits(,
+    V)]. q [R, HEADS * DIM]; keys and values by slot, with strides; a tile has tile_counts rows from tile_rows on."""
     tile, split = tl.program_id(0), tl.program_id(2)
     group: tl.constexpr = HEADS // KV_HEADS
     blocks: tl.constexpr = group // TILE_HEADS

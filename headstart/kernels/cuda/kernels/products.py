@@ -1,8 +1,8 @@
-"""Triton: rows times a matrix, for any number of rows with the bits of one. Shapes: R rows, N outputs, K inputs, U scales
-of a row of the matrix, P parts of K.
+"""Triton: rows times a matrix, for any number of rows with the bits of one. Shapes: R rows, N outputs, K inputs, U
+scales of a row of the matrix, P parts of K.
 
-A tile has sixteen rows whatever R is, K goes in steps of one size, and the P parts are joined in order. Masked rows of a
-tile are zeros, and nothing crosses rows.
+A tile has sixteen rows whatever R is, K goes in steps of one size, and the P parts are joined in order. Masked rows of
+a tile are zeros, and nothing crosses rows.
 """
 
 import triton
@@ -37,8 +37,8 @@ def product(
     KIND: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, OFFSETS: tl.constexpr, BIAS: tl.constexpr,
     ROUND: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """out [P, R, N] = x [R, K] times matrix [N, K], by parts of K. Codes of a GROUP share a scale, and an offset that is
-    added to each of them (`sums` [R, U]: the group's sum of x). ROUND: x to bfloat16. WIDE: products in float32."""
+    """out [P, R, N] = x [R, K] times matrix [N, K], by parts of K. Codes of a GROUP share a scale, and an offset that
+    is added to each of them (`sums` [R, U]: the group's sum of x). ROUND: x to bfloat16. WIDE: products in float32."""
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     part = tl.program_id(2)
@@ -78,8 +78,9 @@ def join_parts(parts, bias, out, size, num_out, num_parts, BIAS: tl.constexpr, C
     at = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
     inside = at < size
     total = tl.load(parts + at, mask=inside, other=0.0)
-    for part in range(1, num_parts):
-        total += tl.load(parts + part.to(tl.int64) * size + at, mask=inside, other=0.0)
+    for _ in range(1, num_parts):
+        parts += size
+        total += tl.load(parts + at, mask=inside, other=0.0)
     if BIAS:
         total += tl.load(bias + at % num_out, mask=inside, other=0.0)
     tl.store(out + at, total, mask=inside)

@@ -9,8 +9,8 @@ def norm(
     x, residual, weight, out, total, num_columns, eps, num_parts,
     WIDTH: tl.constexpr, GROUPS: tl.constexpr, GROUP_TILE: tl.constexpr, TILE: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """out [R, W] = x / rms(x) * weight by groups of WIDTH columns, of x + residual where there is one, whose sum goes to
-    `total`. weight [num_parts, WIDTH]: group g has part g % num_parts. A program per row."""
+    """out [R, W] = x / rms(x) * weight by groups of WIDTH columns, of x + residual where there is one, whose sum goes
+    to `total`. weight [num_parts, WIDTH]: group g has part g % num_parts. A program per row."""
     row = tl.program_id(0).to(tl.int64)
     group, column = tl.arange(0, GROUP_TILE), tl.arange(0, TILE)
     inside = (group[:, None] < GROUPS) & (column[None, :] < WIDTH)
