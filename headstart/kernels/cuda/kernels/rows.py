@@ -86,7 +86,8 @@ def scatter(x, slots, pool, num_columns, TILE: tl.constexpr):
 
 @triton.jit
 def sigmoid(x):
-    return tl.div_rn(1.0, 1.0 + tl.exp(-x))
+    small = tl.exp(-tl.abs(x))
+    return tl.div_rn(tl.where(x < 0, small, 1.0), 1.0 + small)
 
 
 @triton.jit
