@@ -343,7 +343,8 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Delta:
-    """Newly committed tokens of one sequence, in order."""
+    """Newly committed tokens of one sequence, in order. `draft`: what the pass judged, of which it accepted the first
+    `num_accepted`; the text may end before them."""
 
     request_id: str
     choice: int
@@ -353,6 +354,8 @@ class Delta:
     finish_reason: FinishReason | None = None
     stats: DraftStats | None = None  # set with finish_reason
     error: str = ""  # why finish_reason is "error"
+    draft: Draft | None = None
+    num_accepted: int = 0
 
 
 @dataclass

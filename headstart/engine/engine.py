@@ -182,7 +182,8 @@ class Engine:
             _count(self.stats, sequence.draft, verdict, emitted)
             if sequence.request.depth is None and sequence.is_ordinary:
                 _count(self.judged, sequence.draft, verdict, emitted)
-        sequence.draft = Draft()
+        draft, sequence.draft = sequence.draft, Draft()
+        draft.probs = None  # a reader who is late must not keep distributions
         reason = sequence.finish_reason
         if reason != "error":  # what has just been computed may be what is wrong: nobody shall find it in the cache
             self.memory.commit(sequence)
@@ -199,6 +200,8 @@ class Engine:
             finish_reason=reason,
             stats=sequence.stats if reason else None,
             error=sequence.error,
+            draft=draft,
+            num_accepted=verdict.num_accepted,
         )
 
     def _append(self, sequence: Sequence, verdict: Verdict) -> int:

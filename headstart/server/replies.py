@@ -13,6 +13,7 @@ from headstart.core import DraftStats
 from headstart.server.bridge import Bridge, Stream
 from headstart.server.documents import Answer, Asked, Documents, Json, Step, dumped
 from headstart.server.intake import Lanes
+from headstart.server.passes import Passes
 from headstart.server.prepare import Job
 from headstart.text.output import TextOutput
 from headstart.text.parsers import Event, joined
@@ -47,7 +48,8 @@ class Reply:
                 )
                 parser = job.parser() if job.parser else None
                 first = group[0] if group else None
-                group.append(Answer(next(numbers), prompt, Choice(request, output, now), parser, first))
+                passes = Passes(llm.tokenizer, request.stop_ids, job.continues) if asked.passes else None
+                group.append(Answer(next(numbers), prompt, Choice(request, output, now), parser, first, passes))
             self._answers.append(group)
 
     @property
@@ -80,7 +82,8 @@ class Reply:
                         events = joined([*events, *answer.parser.finish()])
                     answer.events += events
                 self._timed(answer, len(piece.token_ids))
-                yield Step(answer, piece.text, events, piece.token_ids, answer.finish_reason)
+                passes = answer.passes.told(delta, piece.token_ids) if answer.passes else []
+                yield Step(answer, piece.text, events, piece.token_ids, answer.finish_reason, passes)
             self._record()
         finally:
             self.close()

@@ -93,6 +93,8 @@ async def _answer(request: Request, body: Common, prepare: Callable[[LLM], Job])
     _check_model(state, body.model)
     if body.stream_options is not None and not body.stream:
         raise UsageError("stream_options is given, but stream is not true", "leave it out")
+    if body.speculation is not None and body.speculation.events and not body.stream:
+        raise UsageError("speculation.events is true, but stream is not", "they come in the chunks of a stream")
     asked, name, streamed = Asked.of(body), body.model or state.names[0], bool(body.stream)
     lane = "grammar" if is_constrained(body) else lane_of(incoming)
 

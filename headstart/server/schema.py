@@ -51,10 +51,13 @@ class StreamOptions(Body):
 
 
 class Speculation(Body):
-    """headstart's own: how this request drafts. `depth` only with mode auto."""
+    """headstart's own: how this request drafts. `depth` only with mode auto, `events` only with stream."""
 
     mode: Literal["auto", "off"] = "auto"
     depth: StrictInt | None = None
+    events: StrictBool = Field(
+        default=False, description="Chunks tell of each pass: who drafted which token, how sure, what was rejected."
+    )
 
 
 class StructuredOutputs(Body):
