@@ -53,7 +53,7 @@ def test_all_pools_are_within_the_budget(kind: str, free: int) -> None:
     """EAGLE-3 keeps the hidden states of several layers, a head of its own has keys and values: all of it counts."""
     llm = LLM(headed_model("llama", kind), EngineConfig(**AUTO_SIZED))
     assert llm.method == kind
-    budget = free * MEMORY_SHARE
+    budget = free * MEMORY_SHARE["cpu"]
     assert 0.9 * budget < bytes_of(llm) <= budget
 
 
@@ -64,7 +64,7 @@ def test_engines_of_one_process_share_the_memory(free: int) -> None:
     sizes = [bytes_of(llm) for llm in llms]
     assert sum(sizes) < free
     for one, following in pairwise(sizes):
-        assert following == pytest.approx((1 - MEMORY_SHARE) * one, rel=0.02)
+        assert following == pytest.approx((1 - MEMORY_SHARE["cpu"]) * one, rel=0.02)
     del llms
     gc.collect()
     assert bytes_of(LLM(model, config)) == sizes[0]

@@ -50,18 +50,38 @@ def slots_of(tables, sequence, table_width, p, inside, block_size, row, position
 
 
 @triton.jit
+def scored(q, q_at, is_query, key_at, inside, scale, SOFTCAP: tl.constexpr, ROUND: tl.constexpr, WIDE: tl.constexpr,
+           DIM: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """scale * q . k for queries [QUERIES] and the keys of a block [BLOCK], in steps of one size."""
+    scores = tl.zeros((QUERIES, BLOCK), tl.float32)
+    for d0 in tl.static_range(0, DIM, STEP):
+        d = d0 + tl.arange(0, STEP)
+        left = tl.load(q + q_at[:, None] + d[None, :], mask=is_query[:, None] & (d[None, :] < DIM), other=0.0)
+        right = tl.load(key_at[None, :] + d[:, None], mask=inside[None, :] & (d[:, None] < DIM), other=0.0)
+        if ROUND:
+            left = left.to(tl.bfloat16)
+        if WIDE:
+            scores += tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
+        else:
+            scores += tl.dot(left, right)
+    scores = scores * scale
+    if SOFTCAP:
+        scores = SOFTCAP * tanh(tl.div_rn(scores, SOFTCAP))
+    return scores
+
+
+@triton.jit
 def attend(
     q, keys, values, parts, maxima, totals,
     positions, sees, row_sequences, tables, tile_rows, tile_counts, path_starts, path_slots,
     first_position, table_width, scale, block_size, num_splits,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    KEY_STRIDE: tl.constexpr, VALUE_STRIDE: tl.constexpr, VALUE_HEAD: tl.constexpr,
-    TILE_HEADS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,
-    MODE: tl.constexpr, PATHS: tl.constexpr, ROUND: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK: tl.constexpr, STEP: tl.constexpr, VALUE_TILE: tl.constexpr, SPLIT: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_STRIDE: tl.constexpr,
+    VALUE_STRIDE: tl.constexpr, VALUE_HEAD: tl.constexpr, TILE_HEADS: tl.constexpr, WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, MODE: tl.constexpr, PATHS: tl.constexpr, ROUND: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, VALUE_TILE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Of each query and split: the maximum and the sum of its weights, and its weighted values, [R, HEADS, splits(,
-    V)]. q [R, HEADS * DIM]; keys and values by slot, with strides; a tile has tile_counts rows from tile_rows on."""
+    """Of each query and split, [R, HEADS, splits(, V)]: maximum and sum of its weights, and its weighted values.
+    q [R, HEADS * DIM]; keys and values by slot; a tile has tile_counts rows from tile_rows on."""
     tile, split = tl.program_id(0), tl.program_id(2)
     group: tl.constexpr = HEADS // KV_HEADS
     blocks: tl.constexpr = group // TILE_HEADS
@@ -75,8 +95,8 @@ def attend(
     sequence = tl.load(row_sequences + row0)
     begin = tl.maximum(tl.min(tl.where(last >= 0, first, 2147483647), axis=0) // BLOCK * BLOCK, split * SPLIT)
     end = tl.minimum(tl.max(last, axis=0) + 1, (split + 1) * SPLIT)
-    if begin >= end:  # `join` does not look here
-        return
+    if begin >= end:
+        return  # `join` does not look here
     most = tl.full((QUERIES,), NOTHING, tl.float32)
     total = tl.zeros((QUERIES,), tl.float32)
     summed = tl.zeros((QUERIES, VALUE_TILE), tl.float32)
@@ -87,21 +107,8 @@ def attend(
         inside = p < end
         slot = slots_of(tables, sequence, table_width, p, inside, block_size, row0, positions, path_starts, path_slots,
                         first_position, PATHS)  # fmt: skip
-        scores = tl.zeros((QUERIES, BLOCK), tl.float32)
-        for d0 in tl.static_range(0, DIM, STEP):
-            d = d0 + tl.arange(0, STEP)
-            left = tl.load(q + q_at[:, None] + d[None, :], mask=is_query[:, None] & (d[None, :] < DIM), other=0.0)
-            right = tl.load(keys + slot[None, :] * KEY_STRIDE + kv_head * DIM + d[:, None],
-                            mask=inside[None, :] & (d[:, None] < DIM), other=0.0)  # fmt: skip
-            if ROUND:
-                left = left.to(tl.bfloat16)
-            if WIDE:
-                scores += tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
-            else:
-                scores += tl.dot(left, right)
-        scores = scores * scale
-        if SOFTCAP:
-            scores = SOFTCAP * tanh(tl.div_rn(scores, SOFTCAP))
+        key_at = keys + slot * KEY_STRIDE + kv_head * DIM
+        scores = scored(q, q_at, is_query, key_at, inside, scale, SOFTCAP, ROUND, WIDE, DIM, STEP, BLOCK)
         visible = (p[None, :] >= first[:, None]) & (p[None, :] <= last[:, None]) & inside[None, :]
         scores = tl.where(visible, scores, NOTHING)
         higher = tl.maximum(most, tl.max(scores, axis=1))
