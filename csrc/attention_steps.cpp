@@ -42,6 +42,7 @@ void store_kv(Program& program, int k, int v, nb::object kv_pool) {
                 (v < 0 ? layout.value_dim == 0 : program.buffers[v].width == layout.num_heads * layout.value_dim),
             "store_kv: shapes differ");
     program.limits.reach(program.limits.slots, pool->num_slots);
+    program.written.push_back(pool);
     Step step;
     step.label = "rows";
     step.reads = {k};

@@ -1,4 +1,4 @@
-// How fast this machine's memory can be read: what a pass over a model's weights is compared with.
+// How fast this machine's memory can be read: what a pass over a model's weights is compared with. What barriers cost.
 #include <nanobind/ndarray.h>
 
 #include <algorithm>
@@ -52,10 +52,23 @@ double fastest_read(ThreadPool& pool, const Buffer& buffer, int runs) {
     return best;
 }
 
+// Seconds of one of `count` barriers of all threads, one after the other.
+double barrier_seconds(ThreadPool& pool, int count) {
+    if (count < 1) throw std::invalid_argument("barrier_seconds: no barriers");
+    nb::gil_scoped_release released;
+    ThreadPool::Turn turn(pool);
+    const auto begin = Clock::now();
+    turn.run([&](int thread) {
+        for (int i = 0; i < count; ++i) turn.meet(thread);
+    });
+    return std::chrono::duration<double>(Clock::now() - begin).count() / count;
+}
+
 } // namespace
 
 void bind_bandwidth(nb::module_& m) {
     m.def("fastest_read", &fastest_read, nb::arg("pool"), nb::arg("buffer"), nb::arg("runs"));
+    m.def("barrier_seconds", &barrier_seconds, nb::arg("pool"), nb::arg("count"));
 }
 
 } // namespace headstart

@@ -16,7 +16,7 @@ namespace {
 
 using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Longs = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Matrices = std::vector<const Matrix*>;
+using Matrices = std::vector<const OwnedMatrix*>;
 
 void require(bool holds, const char* what) {
     if (!holds) throw std::invalid_argument(what);
@@ -26,7 +26,7 @@ Matrices matrices_of(const nb::list& given) {
     Matrices found;
     for (nb::handle each : given) found.push_back(nb::cast<const OwnedMatrix*>(each));
     require(!found.empty(), "no matrices");
-    for (const Matrix* each : found)
+    for (const OwnedMatrix* each : found)
         require(each->rows == found[0]->rows && each->cols == found[0]->cols, "matrices of several shapes");
     return found;
 }
@@ -46,7 +46,7 @@ std::vector<const float*> biases_of(const nb::list& given, const Matrices& matri
 int64_t num_pairs(const Matrix& w) { return (w.num_blocks() + 1) / 2; }
 
 bool any_quantized(const Matrices& matrices) {
-    for (const Matrix* each : matrices)
+    for (const OwnedMatrix* each : matrices)
         if (each->quantized()) return true;
     return false;
 }
@@ -147,7 +147,7 @@ struct Widening {
 
 int widen(Program& program, const Routing* routing, int x, int dealt, Widening all, nb::object owners) {
     for (const Matrices* each : {&all.gates, &all.ups})
-        for (const Matrix* matrix : *each) program.want(x, *matrix);
+        for (const OwnedMatrix* matrix : *each) program.want(x, *matrix);
     const int64_t width = all.ups[0]->rows, pairs = num_pairs(*all.ups[0]);
     const int inner = program.buffer(width, false);
     program.buffers[inner].copies = routing->router.top_k;
@@ -160,9 +160,9 @@ int widen(Program& program, const Routing* routing, int x, int dealt, Widening a
         in.rows = share.count;
         if (routing->router.scales_inputs) in.factors = routing->factors.data() + share.first;
         const Output out = program.output(inner).from_row(share.first);
-        const Matrix& up = *all.ups[share.expert];
+        const Matrix& up = all.ups[share.expert]->here();
         if (!all.gates.empty()) {
-            program.kernels.gated(*all.gates[share.expert], up, all.gate_bias[share.expert], all.up_bias[share.expert],
+            program.kernels.gated(all.gates[share.expert]->here(), up, all.gate_bias[share.expert], all.up_bias[share.expert],
                                   all.kind, in, share.pair, out);
             return;
         }
@@ -198,7 +198,7 @@ int experts(Program& program, int x, std::pair<int, int> chosen, nb::list gate_l
     const int inner = widen(program, routing, x, dealt, std::move(all),
                             nb::make_tuple(gate_list, up_list, gate_biases, up_biases));
 
-    for (const Matrix* each : downs) program.want(inner, *each);
+    for (const OwnedMatrix* each : downs) program.want(inner, *each);
     const int spoken = program.buffer(downs[0]->rows, false);
     program.buffers[spoken].copies = top_k;
     const int64_t out_pairs = num_pairs(*downs[0]);
@@ -208,7 +208,7 @@ int experts(Program& program, int x, std::pair<int, int> chosen, nb::list gate_l
         const Output all = program.output(inner).from_row(share.first);
         Input in{all.values, all.stride, all.quants, share.count, program.halves(inner)};
         if (in.halves) in.halves += share.first * program.buffers[inner].half_stride();
-        program.kernels.linear(*downs[share.expert], down_bias[share.expert], in, share.pair,
+        program.kernels.linear(downs[share.expert]->here(), down_bias[share.expert], in, share.pair,
                                program.output(spoken).from_row(share.first));
     };
     program.add(std::move(narrow));
@@ -236,7 +236,7 @@ int head_linear(Program& program, int x, nb::list matrices) {
         part.halves = nullptr; // heads are no whole panels
         Output to = program.output(made);
         to.values += head * out;
-        program.kernels.linear(*heads[head], nullptr, part, task % pairs, to);
+        program.kernels.linear(heads[head]->here(), nullptr, part, task % pairs, to);
     };
     program.add(std::move(step));
     return made;

@@ -124,7 +124,7 @@ void init_matrix(OwnedMatrix* self, int32_t kind, int64_t rows, int64_t cols, in
     form.data = bytes.data();
     check(static_cast<int64_t>(bytes.size()) == form.num_bytes(), "data has the wrong size");
     check(reinterpret_cast<uintptr_t>(bytes.data()) % 64 == 0, "data is not aligned to 64 bytes");
-    new (self) OwnedMatrix{form, std::move(data)};
+    new (self) OwnedMatrix{form, std::move(data), {}};
 }
 
 const Source& source_named(const std::string& name) {

@@ -5,6 +5,7 @@
 #include <nanobind/ndarray.h>
 
 #include <string_view>
+#include <vector>
 
 #include "matrix.h"
 #include "pool.h"
@@ -14,6 +15,8 @@ namespace headstart {
 // Python's Matrix: the layout and the array that `data` lies in. Copy and destroy it with the GIL held.
 struct OwnedMatrix : Matrix {
     nanobind::object owner;
+    std::vector<Matrix> copies; // by node, where each has its own
+    const Matrix& here() const { return copies.size() > 1 ? copies[ThreadPool::own_node()] : *this; }
 };
 
 // Columns [column, column + 64) of one row, as they go into a panel, before the 16 rows are interleaved.

@@ -1,12 +1,21 @@
 #include "pool.h"
 
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
 #include "bindings.h"
 
+#ifdef __linux__
+#include <sched.h>
+#endif
 #if defined(__x86_64__) || defined(__i386__)
 #include <immintrin.h>
 #endif
 #include <algorithm>
 #include <chrono>
+#include <stdexcept>
+#include <tuple>
+#include <utility>
 
 namespace headstart {
 namespace {
@@ -36,27 +45,107 @@ template <class Done> int64_t wait_until(Done&& done) {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count();
 }
 
+thread_local int node_of_thread = 0;
+
+// The CPUs that the calling thread may run on; none where the system does not tell.
+std::vector<int> own_cpus() {
+    std::vector<int> found;
+#ifdef __linux__
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof set, &set) == 0)
+        for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
+            if (CPU_ISSET(cpu, &set)) found.push_back(cpu);
+#endif
+    return found;
+}
+
+// Binds the calling thread; it stays free where none of these CPUs can be had.
+void keep_to(const std::vector<int>& cpus) {
+#ifdef __linux__
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    for (const int cpu : cpus)
+        if (cpu >= 0 && cpu < CPU_SETSIZE) CPU_SET(cpu, &set);
+    if (!cpus.empty()) sched_setaffinity(0, sizeof set, &set);
+#else
+    (void)cpus;
+#endif
+}
+
+std::vector<Group> checked(int threads, std::vector<Group> groups) {
+    if (groups.empty()) return {{threads, 0, {}}};
+    int64_t sum = 0;
+    for (const Group& each : groups) {
+        if (each.threads < 1 || each.node < 0) throw std::invalid_argument("a group without threads, or without a node");
+        sum += each.threads;
+    }
+    if (sum != threads) throw std::invalid_argument("the groups have other threads than the pool");
+    return groups;
+}
+
+int count_nodes(const std::vector<Group>& groups) {
+    std::vector<bool> has_threads(groups.size(), false);
+    int count = 0;
+    for (const Group& each : groups) count = std::max(count, each.node + 1);
+    for (const Group& each : groups)
+        if (count <= (int)groups.size()) has_threads[each.node] = true;
+    for (int node = 0; node < count; ++node)
+        if (count > (int)groups.size() || !has_threads[node]) throw std::invalid_argument("a node without threads");
+    return count;
+}
+
 } // namespace
 
-void Barrier::wait(int count) {
-    if (count == 1) return;
-    const uint32_t round = round_.load(std::memory_order_acquire);
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == count) {
-        arrived_.store(0, std::memory_order_relaxed);
-        round_.store(round + 1, std::memory_order_release);
-        return;
-    }
-    const int64_t late = wait_until([&] { return round_.load(std::memory_order_acquire) != round; });
+Barrier::Barrier(const std::vector<Group>& groups)
+    : num_groups_((int)groups.size()), groups_(std::make_unique<Gate[]>(groups.size())) {
+    for (int i = 0; i < num_groups_; ++i) groups_[i].count = groups[i].threads;
+    all_.count = num_groups_;
+}
+
+bool Barrier::Gate::last(uint32_t& seen) {
+    seen = round.load(std::memory_order_acquire);
+    return arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == count;
+}
+
+void Barrier::Gate::open(uint32_t seen) {
+    arrived.store(0, std::memory_order_relaxed);
+    round.store(seen + 1, std::memory_order_release);
+}
+
+void Barrier::await(const Gate& gate, uint32_t seen) {
+    const int64_t late = wait_until([&] { return gate.round.load(std::memory_order_acquire) != seen; });
     if (late) late_.fetch_add(late, std::memory_order_relaxed);
 }
 
+void Barrier::wait(int group) {
+    Gate& own = groups_[group];
+    uint32_t seen, seen_by_all;
+    if (!own.last(seen)) return await(own, seen);
+    if (num_groups_ > 1) {
+        if (all_.last(seen_by_all))
+            all_.open(seen_by_all);
+        else
+            await(all_, seen_by_all);
+    }
+    own.open(seen);
+}
+
 ThreadPool::Turn::Turn(ThreadPool& pool) : pool_(pool) {
-    std::unique_lock lock(pool.turns_);
-    const uint64_t mine = pool.next_turn_++;
-    pool.turn_over_.wait(lock, [&] { return pool.turn_ == mine; });
+    {
+        std::unique_lock lock(pool.turns_);
+        const uint64_t mine = pool.next_turn_++;
+        pool.turn_over_.wait(lock, [&] { return pool.turn_ == mine; });
+    }
+    if (!pool.groups_[0].cpus.empty()) {
+        before_ = own_cpus();
+        keep_to(pool.groups_[0].cpus);
+    }
+    node_before_ = std::exchange(node_of_thread, pool.groups_[0].node);
 }
 
 ThreadPool::Turn::~Turn() {
+    node_of_thread = node_before_;
+    keep_to(before_);
     {
         std::lock_guard lock(pool_.turns_);
         ++pool_.turn_;
@@ -64,12 +153,19 @@ ThreadPool::Turn::~Turn() {
     pool_.turn_over_.notify_all();
 }
 
+int ThreadPool::Turn::helped(int thread, int i) const {
+    int begin = 0, group = 0;
+    while (begin + pool_.groups_[group].threads <= thread) begin += pool_.groups_[group++].threads;
+    const int own = pool_.groups_[group].threads;
+    return i < own ? begin + (thread - begin + i) % own : (begin + i) % pool_.size_;
+}
+
 void ThreadPool::Turn::settle(int64_t nanoseconds) {
     const int64_t late = pool_.barrier_.take_late();
     int &solo = pool_.solo_, &next = pool_.next_solo_;
     if (solo > 0) {
         --solo;
-    } else if (late > kLateAtLeast && late > nanoseconds / 2) {
+    } else if (late > kLateAtLeast && late > nanoseconds / 2 * (2 * pool_.size_ - 3)) { // one would have been faster
         solo = next;
         next = std::min(2 * next, kMostSolo);
     } else {
@@ -77,7 +173,13 @@ void ThreadPool::Turn::settle(int64_t nanoseconds) {
     }
 }
 
-ThreadPool::ThreadPool(int threads) : size_(threads < 1 ? 1 : threads) {
+int ThreadPool::own_node() { return node_of_thread; }
+
+ThreadPool::ThreadPool(int threads, std::vector<Group> groups)
+    : size_(threads < 1 ? 1 : threads), groups_(checked(size_, std::move(groups))), num_nodes_(count_nodes(groups_)),
+      barrier_(groups_) {
+    for (size_t group = 0; group < groups_.size(); ++group)
+        group_of_.insert(group_of_.end(), groups_[group].threads, (int)group);
     try {
         for (int thread = 1; thread < size_; ++thread) workers_.emplace_back([this, thread] { serve(thread); });
     } catch (...) { // the system gives no more; those that run would end the process
@@ -118,6 +220,9 @@ void ThreadPool::run_raw(Raw work, void* context) {
 }
 
 void ThreadPool::serve(int thread) {
+    const Group& group = groups_[group_of_[thread]];
+    keep_to(group.cpus);
+    node_of_thread = group.node;
     uint32_t seen = 0;
     for (;;) {
         auto limit = Clock::now() + kSpinBeforeSleep;
@@ -138,8 +243,15 @@ void ThreadPool::serve(int thread) {
 }
 
 void bind_pool(nanobind::module_& m) {
+    using Given = std::vector<std::tuple<int, int, std::vector<int>>>;
     nanobind::class_<ThreadPool>(m, "ThreadPool")
-        .def(nanobind::init<int>(), nanobind::arg("threads"))
+        .def("__init__",
+             [](ThreadPool* self, int threads, const Given& given) {
+                 std::vector<Group> groups;
+                 for (const auto& [count, node, cpus] : given) groups.push_back({count, node, cpus});
+                 new (self) ThreadPool(threads, std::move(groups));
+             },
+             nanobind::arg("threads"), nanobind::arg("groups") = Given{})
         .def_prop_ro("size", &ThreadPool::size);
 }
 

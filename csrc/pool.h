@@ -4,21 +4,40 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
 
 namespace headstart {
 
-// A spinning barrier; it yields when a thread is late (more threads than free cores), and counts that time.
+// Threads beside each other: they share a cache, or a node of memory, and may run on these CPUs (none: on any).
+struct Group {
+    int threads, node;
+    std::vector<int> cpus;
+};
+
+// A spinning barrier; it yields when a thread is late (more threads than free cores), and counts that time. Threads meet
+// in their group, then the groups' last ones: lines of memory go to few cores each, and between caches only once a group.
 class Barrier {
   public:
-    void wait(int count);
+    explicit Barrier(const std::vector<Group>& groups);
+    void wait(int group);
     int64_t take_late() { return late_.exchange(0, std::memory_order_relaxed); } // nanoseconds of all threads
 
   private:
-    alignas(64) std::atomic<int> arrived_{0};
-    alignas(64) std::atomic<uint32_t> round_{0};
+    struct Gate {
+        int count = 0;
+        alignas(64) std::atomic<int> arrived{0};
+        alignas(64) std::atomic<uint32_t> round{0};
+        bool last(uint32_t& seen); // arrives; `seen` is the round that ends with the last one
+        void open(uint32_t seen);
+    };
+    void await(const Gate& gate, uint32_t seen);
+
+    const int num_groups_;
+    std::unique_ptr<Gate[]> groups_;
+    Gate all_;
     alignas(64) std::atomic<int64_t> late_{0};
 };
 
@@ -26,12 +45,18 @@ class ThreadPool {
   public:
     class Turn;
 
-    explicit ThreadPool(int threads); // the caller of run() is one of them; throws std::system_error
+    // The caller of run() is one of the threads. Groups, where given, have them all, in order; threads keep to the CPUs
+    // of theirs, the caller while it has its turn. Throws std::system_error.
+    explicit ThreadPool(int threads, std::vector<Group> groups = {});
     ~ThreadPool();
     ThreadPool(const ThreadPool&) = delete;
     ThreadPool& operator=(const ThreadPool&) = delete;
 
     int size() const { return size_; }
+    const std::vector<Group>& groups() const { return groups_; }
+    int num_nodes() const { return num_nodes_; }
+    int node_of(int thread) const { return groups_[group_of_[thread]].node; }
+    static int own_node(); // of the thread that asks: 0 for who is none of a pool's
 
   private:
     using Raw = void (*)(void*, int);
@@ -42,6 +67,9 @@ class ThreadPool {
     void end();
 
     const int size_;
+    const std::vector<Group> groups_;
+    const int num_nodes_;
+    std::vector<int> group_of_; // each thread
     Barrier barrier_;
     int solo_ = 0, next_solo_ = kFewestSolo; // runs left without the others, and how many the next time
     Raw work_ = nullptr;
@@ -68,9 +96,14 @@ class ThreadPool::Turn {
     Turn(const Turn&) = delete;
     Turn& operator=(const Turn&) = delete;
 
+    const ThreadPool& pool() const { return pool_; }
     int size() const { return pool_.size(); }
     int active() const { return pool_.active(); } // threads that the next run() uses
-    void meet() { pool_.barrier_.wait(active()); }
+    void meet(int thread) {
+        if (active() > 1) pool_.barrier_.wait(pool_.group_of_[thread]);
+    }
+    // The thread that `thread` helps as the i-th: itself, those of its group, then the others.
+    int helped(int thread, int i) const;
 
     // After a run() with barriers that took so long: where most of it was waiting for a thread that had lost its core to
     // somebody else, the caller works alone for a while, then tries again, ever more seldom as long as that goes on.
@@ -96,6 +129,8 @@ class ThreadPool::Turn {
 
   private:
     ThreadPool& pool_;
+    std::vector<int> before_; // CPUs of the caller, given back at the end
+    int node_before_ = 0;
 };
 
 } // namespace headstart

@@ -321,11 +321,14 @@ void Program::execute(ThreadPool::Turn& turn, const Pass& pass, int thread) {
         Phase& phase = phases_[p];
         const int64_t total = num_tasks(phase, pass);
         const int64_t step = std::max<int64_t>(1, total / (count * 8));
-        // each thread has its own stretch of memory to stream, and helps the others when it is done
+        // Each thread has its own stretch of memory to stream, and helps the others when it is done. Counters of this
+        // phase and of the next one take turns: behind a barrier nobody looks at those of the phase before.
+        Counter* counters = counters_.get() + p % 2 * count;
         for (int i = 0; i < count; ++i) {
-            const int owner = (thread + i) % count;
+            const int owner = turn.helped(thread, i);
             const int64_t begin = total * owner / count, end = total * (owner + 1) / count;
-            auto& next = counters_[p * count + owner].next;
+            if (begin == end) continue;
+            auto& next = counters[owner].next;
             for (;;) {
                 if (begin + next.load(std::memory_order_relaxed) >= end) break;
                 const int64_t first = begin + next.fetch_add(step, std::memory_order_relaxed);
@@ -333,7 +336,8 @@ void Program::execute(ThreadPool::Turn& turn, const Pass& pass, int thread) {
                 run_tasks(phase, pass, first, std::min(first + step, end));
             }
         }
-        turn.meet();
+        counters_[(p + 1) % 2 * count + thread].next.store(0, std::memory_order_relaxed);
+        turn.meet(thread);
         if (profiling && thread == 0) {
             const auto now = Clock::now();
             phase.seconds += std::chrono::duration<double>(now - start).count();
@@ -344,7 +348,7 @@ void Program::execute(ThreadPool::Turn& turn, const Pass& pass, int thread) {
 
 void Program::compute(ThreadPool::Turn& turn, Arena& arena, Pass& pass) {
     allocate(arena, pass);
-    const int64_t wanted = (int64_t)phases_.size() * turn.size();
+    const int64_t wanted = 2 * turn.size();
     if (num_counters_ != wanted) {
         counters_ = std::make_unique<Counter[]>(wanted);
         num_counters_ = wanted;
@@ -355,6 +359,7 @@ void Program::compute(ThreadPool::Turn& turn, Arena& arena, Pass& pass) {
     for (auto& routing : routings) routing->reach(pass.num_rows);
     scores.reach(pass);
     share_contexts(pass, turn.active());
+    if (turn.pool().num_nodes() > 1) place_keys(turn, written, pass);
     const auto start = Clock::now();
     turn.run([&](int thread) { execute(turn, pass, thread); });
     turn.settle(std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count());

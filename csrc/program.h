@@ -48,6 +48,7 @@ struct KVPool {
     KVLayout layout;
     int64_t num_slots;
     Memory memory;
+    std::vector<bool> placed; // tiles of slots that lie on a node (place_keys); empty: none does
 };
 
 // Rows [num_slots, width] that are read one by one, as floats or rounded to bfloat16.
@@ -182,6 +183,9 @@ class Program;
 
 Activation activation_of(int kind); // throws std::invalid_argument
 
+// Before slots of a pass are written for the first time: each head's tiles go to the node whose threads attend to them.
+void place_keys(ThreadPool::Turn& turn, const std::vector<KVPool*>& pools, const Pass& pass); // placing.cpp
+
 void bind_attention_steps(nb::module_& m, nb::class_<Program>& program); // attention_steps.cpp
 void bind_stream_steps(nb::module_& m, nb::class_<Program>& program);    // stream_steps.cpp
 void bind_choice_steps(nb::class_<Program>& program);                     // choice_steps.cpp
@@ -248,6 +252,7 @@ class Program {
     std::vector<std::shared_ptr<RopeTable>> ropes;
     std::vector<std::shared_ptr<Routing>> routings;
     std::vector<AttendShape> attends; // of the attention steps
+    std::vector<KVPool*> written;     // pools that it stores keys in
     int64_t partial_floats = 0;       // of a query's stretch, at most
     float* partials() const { return reinterpret_cast<float*>(partials_->data()); }
     std::atomic<int32_t>& ended(int64_t tile) const { return ended_[tile]; } // stretches of a tile that are done
@@ -291,7 +296,7 @@ class Program {
     struct alignas(64) Counter {
         std::atomic<int64_t> next;
     };
-    std::unique_ptr<Counter[]> counters_; // phases x threads
+    std::unique_ptr<Counter[]> counters_; // 2 x threads
     int64_t num_counters_ = 0;
     std::unique_ptr<Memory> partials_;
     std::unique_ptr<std::atomic<int32_t>[]> ended_;

@@ -52,7 +52,7 @@ void choose(const float* x, int64_t width, int64_t count, int32_t* chosen) {
 }
 
 int refine(Program& program, int approximate, int x, nb::object matrix, int64_t count, const std::string& label) {
-    const Matrix* w = nb::cast<const OwnedMatrix*>(matrix);
+    const OwnedMatrix* w = nb::cast<const OwnedMatrix*>(matrix);
     const int64_t units = (w->rows + kUnit - 1) / kUnit;
     if (program.buffers[x].width != w->cols || program.buffers[approximate].width != w->rows ||
         program.buffers[x].logits != program.buffers[approximate].logits)
@@ -86,7 +86,7 @@ int refine(Program& program, int approximate, int x, nb::object matrix, int64_t 
         Output out = program.output(approximate);
         out.values += row * out.stride;
         const int32_t unit = reinterpret_cast<const int32_t*>(program.values(chosen, row))[task % count];
-        program.kernels.linear(*w, nullptr, in, unit, out);
+        program.kernels.linear(w->here(), nullptr, in, unit, out);
     };
     program.add(std::move(step));
     return approximate;

@@ -26,7 +26,7 @@ void require(bool holds, const char* what) {
 int64_t num_pairs(const Matrix& w) { return (w.num_blocks() + 1) / 2; }
 
 int embed(Program& program, nb::object matrix, int64_t width) {
-    const Matrix* table = nb::cast<const OwnedMatrix*>(matrix);
+    const OwnedMatrix* table = nb::cast<const OwnedMatrix*>(matrix);
     require(table->cols == width, "embed: the table has another width");
     program.limits.reach(program.limits.tokens, table->rows);
     const int out = program.buffer(width, false);
@@ -36,7 +36,7 @@ int embed(Program& program, nb::object matrix, int64_t width) {
     step.by_rows = true;
     step.owners = {matrix};
     step.run = [&program, table, out](const Pass& pass, int64_t row) {
-        program.kernels.embed(*table, pass.token_ids[row], program.values(out, row));
+        program.kernels.embed(table->here(), pass.token_ids[row], program.values(out, row));
     };
     program.add(std::move(step));
     return out;
@@ -59,7 +59,7 @@ int hidden_input(Program& program, int64_t width) {
 }
 
 int linear(Program& program, int x, nb::object matrix, std::optional<Floats> bias, const std::string& label) {
-    const Matrix* w = nb::cast<const OwnedMatrix*>(matrix);
+    const OwnedMatrix* w = nb::cast<const OwnedMatrix*>(matrix);
     require(program.buffers[x].width == w->cols, "linear: the input has another width than the matrix");
     require(!bias || (int64_t)bias->size() == w->rows, "linear: the bias has another width than the matrix");
     program.want(x, *w);
@@ -71,7 +71,7 @@ int linear(Program& program, int x, nb::object matrix, std::optional<Floats> bia
     step.owners = {matrix, nb::cast(bias)};
     step.num_tasks = [w](const Pass&) { return num_pairs(*w); };
     step.run = [&program, w, x, out, b = data_or_null(bias)](const Pass& pass, int64_t task) {
-        program.kernels.linear(*w, b, program.input(x, pass), task, program.output(out));
+        program.kernels.linear(w->here(), b, program.input(x, pass), task, program.output(out));
     };
     program.add(std::move(step));
     return out;
@@ -79,8 +79,8 @@ int linear(Program& program, int x, nb::object matrix, std::optional<Floats> bia
 
 int gated(Program& program, int x, nb::object gate_matrix, nb::object up_matrix, std::optional<Floats> gate_bias,
           std::optional<Floats> up_bias, int kind, const std::string& label) {
-    const Matrix* gate = nb::cast<const OwnedMatrix*>(gate_matrix);
-    const Matrix* up = nb::cast<const OwnedMatrix*>(up_matrix);
+    const OwnedMatrix* gate = nb::cast<const OwnedMatrix*>(gate_matrix);
+    const OwnedMatrix* up = nb::cast<const OwnedMatrix*>(up_matrix);
     require(program.buffers[x].width == gate->cols && gate->cols == up->cols && gate->rows == up->rows,
             "gated: shapes differ");
     program.want(x, *gate);
@@ -95,7 +95,7 @@ int gated(Program& program, int x, nb::object gate_matrix, nb::object up_matrix,
     step.num_tasks = [gate](const Pass&) { return num_pairs(*gate); };
     step.run = [&program, gate, up, x, out, g = data_or_null(gate_bias), u = data_or_null(up_bias),
                 kind = activation_of(kind)](const Pass& pass, int64_t task) {
-        program.kernels.gated(*gate, *up, g, u, kind, program.input(x, pass), task, program.output(out));
+        program.kernels.gated(gate->here(), up->here(), g, u, kind, program.input(x, pass), task, program.output(out));
     };
     program.add(std::move(step));
     return out;

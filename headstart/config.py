@@ -15,6 +15,7 @@ Quantization = Literal["int8", "int4"]
 KVDtype = Literal["float32", "bfloat16", "int8"]
 Dtype = Literal["float32", "float64", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
+Numa = Literal["auto", "replicate", "interleave", "off"]
 Rule = Literal["exact", "rejection"]
 Depth = int | Literal["auto"]
 DraftVocab = int | Literal["auto", "full"]
@@ -55,6 +56,12 @@ class EngineConfig:
     dtype: Dtype = _flag("float32", "--dtype", "Arithmetic of the reference backend.")
     device: Device = _flag("auto", "--device", "Where the model runs: cpu, cuda, or auto, where its backend does.")
     threads: int | None = _flag(None, "--threads", "CPU threads. Default: what affinity and cgroup quota allow.")
+    numa: Numa | None = _flag(
+        None,
+        "--numa",
+        "Weights on machines with several nodes of memory: auto (default; each core's share beside it), replicate "
+        "(all of them on each node), interleave (pages in turn) or off. One node: nothing to do.",
+    )
     drafter: str = _flag(
         "auto",
         "--drafter",
@@ -112,10 +119,9 @@ class EngineConfig:
         self._check_types()
         if self.backend != AUTO and self.backend not in (backends := registry.available("backends")):
             self._check_choice("backend", (AUTO, *backends))
-        if self.quantization is not None:
-            self._check_choice("quantization", get_args(Quantization))
-        if self.kv_cache_dtype is not None:
-            self._check_choice("kv_cache_dtype", get_args(KVDtype))
+        for name, choices in {"quantization": Quantization, "kv_cache_dtype": KVDtype, "numa": Numa}.items():
+            if getattr(self, name) is not None:
+                self._check_choice(name, get_args(choices))
         self._check_choice("dtype", get_args(Dtype))
         self._check_choice("device", get_args(Device))
         self._check_choice("rule", get_args(Rule))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,19 @@ class Threads:
 
 
 @dataclass(frozen=True)
+class Node:
+    """A node of memory (a socket, or a part of one) and the CPUs there that this process may run on: those that share
+    a last-level cache stand together."""
+
+    number: int
+    caches: tuple[tuple[int, ...], ...]
+
+    @property
+    def cpus(self) -> tuple[int, ...]:
+        return tuple(cpu for cache in self.caches for cpu in cache)
+
+
+@dataclass(frozen=True)
 class Memory:
     """Bytes: of the machine, free for this process without swapping, and its cgroup's limit (None: no limit)."""
 
@@ -66,6 +79,17 @@ def threads(root: Path = ROOT) -> Threads:
     return Threads(cores, affinity, min(_quotas(root), default=None))
 
 
+def nodes(root: Path = ROOT, usable: Collection[int] | None = None) -> tuple[Node, ...]:
+    """Nodes that have CPUs which this process may run on (`usable` stands in for them); one node where the system
+    does not tell."""
+    if usable is None:
+        usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    folders = sorted((root / "sys/devices/system/node").glob("node[0-9]*"), key=lambda each: int(each.name[4:]))
+    found = [(int(each.name[4:]), sorted(_numbers(read(each / "cpulist")) & set(usable))) for each in folders]
+    found = [(number, cpus) for number, cpus in found if cpus] or [(0, sorted(usable))]
+    return tuple(Node(number, _caches(root, cpus)) for number, cpus in found)
+
+
 def memory(root: Path = ROOT) -> Memory:
     found = {
         name: int(size) * 1024 for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", read(root / "proc/meminfo"), re.M)
@@ -87,6 +111,23 @@ def read(path: Path) -> str:
         return path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         return ""
+
+
+def _numbers(text: str) -> set[int]:
+    """Of a list as the system writes it, such as 0-3,8."""
+    ranges = [re.fullmatch(r"(\d+)(?:-(\d+))?", part) for part in text.split(",")]
+    return {n for each in ranges if each for n in range(int(each[1]), int(each[2] or each[1]) + 1)}
+
+
+def _caches(root: Path, cpus: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """These CPUs by the last-level cache that they share; together where the system does not tell."""
+    found: dict[tuple[int, ...], None] = {}
+    for cpu in cpus:
+        levels = (root / f"sys/devices/system/cpu/cpu{cpu}/cache").glob("index[0-9]*")
+        last = max(levels, key=lambda each: read(each / "level"), default=None)
+        shared = _numbers(read(last / "shared_cpu_list")) if last else set(cpus)
+        found[tuple(each for each in cpus if each in shared or each == cpu)] = None
+    return tuple(found)
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:

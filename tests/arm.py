@@ -20,9 +20,10 @@ ROOT = Path(__file__).parents[1]
 HOME = ROOT / "build" / "arm"
 SYSTEM, SITE, SOURCE, CMAKE = (HOME / name for name in ("system", "site", "source", "cmake"))
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+QEMU = "qemu-aarch64-static" if shutil.which("qemu-aarch64-static") else "qemu-aarch64"
 NEEDED = {
     "aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu",
-    "qemu-aarch64-static": "qemu-user-static",
+    QEMU: "qemu-user",
     "cmake": "cmake",
     "apt-get": "apt",
     "dpkg": "dpkg",
@@ -105,7 +106,7 @@ def build() -> None:
 
 def python(processor: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Debian's Python as this processor; -P, for the package beside the tests has no module for ARM."""
-    command = ["qemu-aarch64-static", "-cpu", processor, "-L", SYSTEM, SYSTEM / "usr" / "bin" / f"python{PYTHON}", "-P"]
+    command = [QEMU, "-cpu", processor, "-L", SYSTEM, SYSTEM / "usr" / "bin" / f"python{PYTHON}", "-P"]
     env = os.environ | {"PYTHONPATH": f"{SOURCE}:{SITE}", "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.run(
         [*command, *arguments], cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT

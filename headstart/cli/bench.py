@@ -38,8 +38,8 @@ STEP_EXAMPLES = (
     "headstart bench step --rows 1,4,8 --context 1000 --repeats 20",
     "headstart bench step ./my-model --quantization int8 --profile --json",
 )
-STEP_USES = {"backend", "quantization", "kv_cache_dtype", "dtype", "device", "threads", "drafter", "head", "depth",
-             "block_size"}  # fmt: skip
+STEP_USES = {"backend", "quantization", "kv_cache_dtype", "dtype", "device", "threads", "numa", "drafter", "head",
+             "depth", "block_size"}  # fmt: skip
 """Engine options that matter to passes of one sequence; the others are refused."""
 
 

@@ -16,8 +16,8 @@ EXAMPLES = (
     "headstart data --out texts --prompts prompts.jsonl --only-prompts",
     "headstart train --data texts --out my-head --minutes 60",
 )
-USES = {"backend", "quantization", "kv_cache_dtype", "dtype", "device", "threads", "max_model_len", "max_num_seqs",
-        "max_num_batched_tokens", "kv_blocks", "block_size", "seed"}  # fmt: skip
+USES = {"backend", "quantization", "kv_cache_dtype", "dtype", "device", "threads", "numa", "max_model_len",
+        "max_num_seqs", "max_num_batched_tokens", "kv_blocks", "block_size", "seed"}  # fmt: skip
 """Engine options that matter to plain decoding; the others are refused."""
 Paths = list[Path] | None
 

@@ -119,6 +119,7 @@ class Engine:
             return
         scheduled = time.perf_counter()
         forward = self.runner.forward(spans)
+        self.runner.pool(spans, forward)
         computed = time.perf_counter()
         verdicts = self._judge(spans, forward)
         deltas = [delta for delta in self._commit(spans, verdicts, forward) if delta]
@@ -200,6 +201,7 @@ class Engine:
             finish_reason=reason,
             stats=sequence.stats if reason else None,
             error=sequence.error,
+            embedding=sequence.pooled / sequence.num_prompt if reason and sequence.pooled is not None else None,
             draft=draft,
             num_accepted=verdict.num_accepted,
         )

@@ -208,6 +208,6 @@ def identity(model: Model, config: EngineConfig) -> dict[str, Any]:
         "head": model.head.source if model.head else None,
         "drafter": drafter_of(model, config)[1],
         "backend": [backend.name, backend.runs_on, config.dtype, config.quantization, config.kv_cache_dtype],
-        "threads": config.threads or machine.threads().usable,
+        "threads": [config.threads or machine.threads().usable, config.numa],
         "block_size": config.block_size,
     }

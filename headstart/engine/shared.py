@@ -101,6 +101,14 @@ class SharedEngine:
         self.engine, self._turns = engine, Turns()
         self.inboxes: dict[str, Inbox] = {}  # by request id
 
+    def stop(self) -> None:
+        """Nothing runs any more: whoever still waits for texts is told that they are lost."""
+        with self._turns:
+            self._lose(self.engine.live)
+            for name in list(self.inboxes):
+                self.engine.abort(name)
+                self.inboxes[name].lost = True
+
     def submit(self, request: Request, inbox: Inbox) -> list[Sequence]:
         """Raises what Engine.submit raises."""
         with self._turns:

@@ -93,6 +93,7 @@ class ChatMessage(Answer):
     role: Literal["assistant"]
     content: str | None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
 
 

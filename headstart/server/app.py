@@ -18,6 +18,8 @@ import headstart
 from headstart.api import LLM
 from headstart.errors import UsageError
 from headstart.server import errors
+from headstart.server.answering import State
+from headstart.server.apis import embeddings, messages, ollama, responses
 from headstart.server.bridge import Bridge
 from headstart.server.docs_page import page
 from headstart.server.guards import REQUEST_ID, ApiKeys, HeadAsGet, Traced
@@ -25,7 +27,7 @@ from headstart.server.pages import Pages
 from headstart.server.prepare import Formats
 from headstart.server.recorder import Recorder
 from headstart.server.records import RecordedModel, RecordFiles, claim_folder
-from headstart.server.routes import State, router
+from headstart.server.routes import router
 from headstart.server.watch import Watch
 from headstart.text.parsers import format_in, make_parser
 
@@ -92,7 +94,8 @@ def make_app(llm: LLM, config: ServerConfig) -> tuple[ASGIApp, Bridge]:
         redoc_url=None,
     )
     app.state.headstart = State(bridge, names, formats, int(time.time()), config.request_timeout)
-    app.include_router(router)
+    for each in (router, messages.router, responses.router, ollama.router, embeddings.router):
+        app.include_router(each)
     app.add_route("/docs", lambda _: HTMLResponse(page(app.openapi())), include_in_schema=False)
     errors.install(app)
     guarded: ASGIApp = ApiKeys(app, config.api_key) if config.api_key else app

@@ -162,7 +162,7 @@ class Documents:
                 calls[event.index]["function"]["arguments"] += event.text
         message: Json = {"role": "assistant", "content": content if content or not calls else None}
         if reasoning and self._asked.reasoning:
-            message["reasoning_content"] = reasoning
+            message |= _thought(reasoning)
         if calls:
             message["tool_calls"] = calls
         return message
@@ -213,7 +213,7 @@ class Documents:
         if isinstance(event, Content):
             return {"content": event.text}
         if isinstance(event, Reasoning):
-            return {"reasoning_content": event.text} if self._asked.reasoning else None
+            return _thought(event.text) if self._asked.reasoning else None
         if isinstance(event, ToolCall):
             return {"tool_calls": [{"index": event.index, **_call(answer, event)}]}
         return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
@@ -287,6 +287,11 @@ def _call(answer: Answer, event: ToolCall) -> Json:
         answer.call_ids.append(f"call_{uuid.uuid4().hex[:24]}")
     function = {"name": event.name, "arguments": ""}
     return {"id": answer.call_ids[event.index], "type": "function", "function": function}
+
+
+def _thought(text: str) -> Json:
+    """Under both names that clients read: DeepSeek's, and the newer one of vLLM and OpenRouter."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 class Written(str):

@@ -32,6 +32,7 @@ class Reply:
         self._requests = job.requests
         self._stream: Stream | None = None
         llm, texts = bridge.llm, job.prompts or [""] * len(job.requests)
+        self.tokenizer = llm.tokenizer
         self._documents = Documents(llm.tokenizer, asked)
         now = time.perf_counter()
         self._answers: list[list[Answer]] = []
@@ -55,6 +56,11 @@ class Reply:
     @property
     def answers(self) -> list[Answer]:
         return [answer for group in self._answers for answer in group]
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of all prompts."""
+        return sum(len(request.prompt_ids) for request in self._requests)
 
     async def begin(self) -> None:
         """Hand it to the engine. Raises what `Bridge.open` raises."""
@@ -159,9 +165,8 @@ class Reply:
         return "chat.completion.chunk" if self.asked.is_chat else "text_completion"
 
     def _counts(self) -> dict[str, Any]:
-        prompts = sum(len(request.prompt_ids) for request in self._requests)
         tokens = sum(len(answer.choice.tokens) for answer in self.answers)
-        return {"prompt_tokens": prompts, "completion_tokens": tokens, "total_tokens": prompts + tokens}
+        return {"prompt_tokens": self.num_prompt, "completion_tokens": tokens, "total_tokens": self.num_prompt + tokens}
 
     def usage(self) -> Json:
         """Of all choices: OpenAI's counts, the seed, and what drafting did."""

@@ -15,6 +15,7 @@ from headstart.config import EngineConfig
 from headstart.core import Report
 from headstart.errors import UsageError
 from headstart.kernels.backend import choose
+from headstart.kernels.native.placement import decide
 
 COMPILERS = ("c++", "g++", "clang++")
 
@@ -22,7 +23,7 @@ COMPILERS = ("c++", "g++", "clang++")
 def run() -> Report:
     """Collect everything; `ok` is false when no backend can run."""
     packages = package_versions()
-    cpu, threads, memory = machine.cpu(), machine.threads(), machine.memory()
+    cpu, threads, memory, nodes = machine.cpu(), machine.threads(), machine.memory(), machine.nodes()
     data: dict[str, Any] = {
         "version": __version__,
         "python": platform.python_version(),
@@ -34,6 +35,10 @@ def run() -> Report:
             "affinity": threads.affinity,
             "cgroup_quota": threads.quota,
             "usable": threads.usable,
+        },
+        "nodes": {
+            "cpus": [len(node.cpus) for node in nodes],
+            "placement": decide(threads.usable, None, nodes, threads.quota).why,
         },
         "memory": {"total": memory.total, "available": memory.available, "cgroup_limit": memory.limit},
         "compiler": first_line([COMPILERS, "--version"]),
@@ -118,6 +123,7 @@ def _lines(data: dict[str, Any]) -> list[str]:
         "backend": f"{data['backend']['name'] or 'NONE'}: {data['backend']['why']}",
         "cpu": f"{data['cpu']['model']} ({', '.join(data['cpu']['instruction_sets']) or 'no known instruction set'})",
         "threads": f"{limits['usable']} usable (cores {limits['cores']}, affinity {limits['affinity']}{quota})",
+        "nodes": f"{' + '.join(map(str, data['nodes']['cpus']))} cores: {data['nodes']['placement']}",
         "memory": f"{gib(usage['available'])} available of {gib(usage['total'])}{limit}",
         "compiler": data["compiler"] or "none found (the native backend is compiled at installation)",
         "gpu": "; ".join(data["gpu"]) or "none found",

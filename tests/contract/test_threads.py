@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 from support import assert_clean, family_of, in_threads, new_folder
 
+from headstart import machine
 from headstart.api import LLM
 from headstart.config import EngineConfig
 from headstart.core import SamplingParams
 from headstart.engine.load import Model, load_model
 from headstart.kernels.backends.native import limits
+from headstart.machine import Node
 from headstart.tools.tiny import write_model
 
 NATIVE = pytest.mark.skipif(limits(EngineConfig()) is not None, reason="not built")
@@ -63,7 +65,9 @@ def drop_a_stream(llm: LLM, number: int) -> None:
 
 
 @pytest.mark.parametrize(("backend", "family"), CASES)
-def test_threads_on_one_llm_and_llms_on_one_model(backend: str, family: str) -> None:
+def test_threads_on_one_llm_and_llms_on_one_model(backend: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    two_nodes = Node(0, ((0,),)), Node(1, ((1,),))  # each thread a group, as where each has a socket
+    monkeypatch.setattr(machine, "nodes", lambda: two_nodes)
     model = load(family, backend)
     first, second = (LLM(model, config_of(backend)) for _ in range(2))
     count = 24 if backend == "native" else 3

@@ -14,6 +14,7 @@ from headstart import api
 from headstart.config import EngineConfig
 from headstart.core import SamplingParams, StateSteps, StepPlan
 from headstart.engine.load import load_model
+from headstart.kernels.native.placement import FREE, Placement
 from headstart.layers.weights import Weights
 from headstart.models.tensors import canonical_tensors
 from headstart.tools.tiny import write_model
@@ -95,7 +96,8 @@ CASES += [(family, PATHS[0], FORMS[1]) for family in FAMILIES if family != "llam
 @pytest.mark.parametrize(("family", "path", "form"), CASES, ids=str)
 def test_bits_of_a_row_are_its_own(family: str, path: str, form: dict[str, Any]) -> None:
     def trunk(threads: int = 1) -> Trunk:
-        return Trunk(family, NativeBackend(threads=threads, path=path, **form))
+        placement = {3: Placement(((1, 0, (0,)), (1, 0, ()), (1, 1, ())), "replicate")}.get(threads, FREE)
+        return Trunk(family, NativeBackend(threads=threads, path=path, placement=placement, **form))
 
     alone = trunk().chunked(TOKENS, (1,))
     assert np.isfinite(alone).all()

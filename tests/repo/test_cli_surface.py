@@ -20,8 +20,8 @@ SAMPLING = {
     "--logprobs", "--n", "-n",
 }  # fmt: skip
 ENGINE = {
-    "--backend", "--quantization", "--kv-cache-dtype", "--dtype", "--device", "--threads", "--drafter", "--head",
-    "--depth", "--depth-by-batch", "--draft-vocab", "--rule", "--max-model-len", "--max-num-seqs",
+    "--backend", "--quantization", "--kv-cache-dtype", "--dtype", "--device", "--threads", "--numa", "--drafter",
+    "--head", "--depth", "--depth-by-batch", "--draft-vocab", "--rule", "--max-model-len", "--max-num-seqs",
     "--max-num-batched-tokens", "--block-size", "--kv-blocks", "--no-enable-prefix-caching", "--no-shared-lookup",
     "--ngram-min", "--ngram-max", "--seed", "--speculative-config", "--no-mtp", "--synthetic-acceptance",
 }  # fmt: skip

@@ -7,8 +7,10 @@ Times are headstart's own (`Completion.timing`), as `headstart generate` prints 
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -38,7 +40,9 @@ class Worker:
         completion = self.llm.generate([prompt], params, depth=depth)[0]
         return {
             "num_tokens": len(completion.token_ids),
+            "prompt_s": completion.timing["ttft_s"],
             "decode_s": completion.timing["decode_s"],
+            "resident_mib": resident_mib(),
             "token_ids": completion.token_ids,
             "text": completion.text,
             **_drafting([completion]),
@@ -56,6 +60,12 @@ class Worker:
         seconds = time.perf_counter() - started
         num_tokens = sum(len(each.token_ids) for each in completions)
         return {"num_tokens": num_tokens, "seconds": seconds, **_drafting(completions)}
+
+
+def resident_mib() -> float:
+    """The most that was resident. Not getrusage's: that begins with what the parent held when it forked."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(found[1]) / 1024 if found else 0.0
 
 
 def _drafting(completions: list[Completion]) -> dict[str, int]:

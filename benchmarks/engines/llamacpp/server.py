@@ -8,11 +8,13 @@ Batches: llama-batched-bench (random tokens, no sampling).
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from engines.process import EngineFailed, Server
@@ -70,6 +72,8 @@ class LlamaEngine:
         }  # fmt: skip
         self._bin, self._threads, self._log, self._more, self._ignore_eos = llama_bin, threads, log, more, ignore_eos
         self._server: LlamaServer | None = None
+        self.resident_mib = 0.0
+        """The most that the last tool held."""
 
     def start(self) -> None:
         """Nothing yet: only decoding needs a server."""
@@ -129,10 +133,15 @@ class LlamaEngine:
 
     def _tool(self, name: str, *arguments: str) -> str:
         command = [str(self._bin / name), "-m", str(self.model), "-t", str(self._threads), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise EngineFailed(f"{name} failed: {done.stderr[-500:]}")
-        return done.stdout
+        with TemporaryFile("w+") as out, TemporaryFile("w+") as errors:
+            process = subprocess.Popen(command, stdout=out, stderr=errors)
+            _, status, used = os.wait4(process.pid, 0)  # only this tells the memory of one child
+            process.returncode = os.waitstatus_to_exitcode(status)
+            out.seek(0), errors.seek(0)
+            if process.returncode:
+                raise EngineFailed(f"{name} failed: {errors.read()[-500:]}")
+            self.resident_mib = used.ru_maxrss / 1024
+            return out.read()
 
 
 def version(llama_bin: Path) -> str:

@@ -34,13 +34,20 @@ def limits(config: EngineConfig) -> tuple[str, str] | None:
 def open_native(config: EngineConfig, files: tuple[Path, ...]) -> NativeBackend:
     from headstart.kernels.native.backend import NativeBackend
     from headstart.kernels.native.packed_cache import PackedCache, key_of
+    from headstart.kernels.native.placement import decide
 
     cache = PackedCache.open(key_of(files, config.quantization) if files else None)
     threads, cores = config.threads or machine.threads().usable, machine.threads().cores
     if threads > max(MOST_THREADS_PER_CORE * cores, FEW_THREADS):
         what = f"--threads is {threads}, but this machine has {cores} cores: they would only wait for each other"
         raise UsageError(what, "leave --threads out: it is what affinity and quota allow")
-    return NativeBackend(threads=threads, quantization=config.quantization, kv_dtype=config.kv_cache_dtype, cache=cache)
+    return NativeBackend(
+        threads=threads,
+        quantization=config.quantization,
+        kv_dtype=config.kv_cache_dtype,
+        cache=cache,
+        placement=decide(threads, config.numa, machine.nodes(), machine.threads().quota),
+    )
 
 
 def paths() -> str:
@@ -55,6 +62,6 @@ BACKEND = BackendKind(
     exact=True,
     limits=limits,
     open=open_native,
-    flags=frozenset({"quantization", "kv_cache_dtype"}),
+    flags=frozenset({"quantization", "kv_cache_dtype", "numa"}),
     detail=paths,
 )

@@ -7,9 +7,9 @@ from headstart.core import SamplingRows, StepPlan
 from headstart.kernels.chain import GateRule
 
 class ThreadPool:
-    """The process's own threads; the caller is one of them."""
+    """The process's own threads; the caller is one of them. Groups: threads, node, CPUs that they keep to."""
 
-    def __init__(self, threads: int) -> None: ...
+    def __init__(self, threads: int, groups: Sequence[tuple[int, int, tuple[int, ...]]] = ...) -> None: ...
     @property
     def size(self) -> int: ...
 
@@ -61,6 +61,10 @@ def matrix_bytes(kind: int, rows: int, cols: int, group: int, scales: int, offse
 
 def pack_rows(pool: ThreadPool, source: str, raw: NDArray[np.uint8], cols: int, out: NDArray[np.uint8]) -> None:
     """raw [rows, bytes of a row] -> out [matrix_bytes]."""
+
+def place(pool: ThreadPool, matrix: Matrix, how: str) -> Matrix:
+    """The same matrix in memory of its own on the nodes of the pool's threads: "share" (beside who reads it),
+    "interleave" or "replicate"."""
 
 def dequantize_into(pool: ThreadPool, matrix: Matrix, out: NDArray[np.float32]) -> None:
     """The matrix's values -> out [rows, cols]."""
@@ -326,3 +330,6 @@ class Chain:
 
 def fastest_read(pool: ThreadPool, buffer: NDArray[np.uint8], runs: int) -> float:
     """Seconds of the fastest of `runs` readings of the whole buffer by all threads."""
+
+def barrier_seconds(pool: ThreadPool, count: int) -> float:
+    """Seconds of one of `count` barriers of all threads."""

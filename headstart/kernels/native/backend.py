@@ -37,9 +37,11 @@ from headstart.kernels.native._native import (
     ThreadPool,
     fastest_read,
     paths,
+    place,
 )
 from headstart.kernels.native.packed_cache import PackedCache, key_of
 from headstart.kernels.native.packing import pack
+from headstart.kernels.native.placement import FREE, Placement
 from headstart.kernels.native.program import record
 from headstart.kernels.ops import KVSpec, Program as Code, RawTensor
 from headstart.kernels.states import StateSpec
@@ -68,14 +70,16 @@ class NativeBackend:
         kv_dtype: KVDtype | None = None,
         path: str | None = None,
         cache: PackedCache | None = None,
+        placement: Placement = FREE,
     ) -> None:
         if path is not None and path not in paths():
             raise UsageError(f"the CPU cannot run the path {path!r}", f"it can run: {', '.join(paths())}")
         self.path = path or paths()[0]
         try:
-            self.threads = ThreadPool(threads)
+            self.threads = ThreadPool(threads, placement.groups)
         except RuntimeError as error:
             raise UsageError(f"the system starts no {threads} threads: {error}", "use fewer: --threads N") from None
+        self.placement = placement
         _alive.add(self)
         self.quantization: Quantization | None = quantization
         self._kv_store = _STORES[kv_dtype or "bfloat16"]
@@ -90,6 +94,8 @@ class NativeBackend:
             return np.array(tensor.float32(), np.float32)
         quantization = None if precise else self.quantization or ("int4" if drafts else None)
         matrix = self._cache.get(tensor) or self._cache.put(tensor, pack(tensor, self.threads, quantization))
+        if self.placement.weights:
+            matrix = place(self.threads, matrix, self.placement.weights)
         if not drafts:
             self.weight_bytes += matrix.num_bytes
         return matrix
@@ -227,7 +233,7 @@ def _after_fork() -> None:
     """A child process has none of the threads: those pools would wait for them for ever, also where they end."""
     for backend in list(_alive):
         _left_behind.append(backend.threads)
-        backend.threads = ThreadPool(backend.threads.size)
+        backend.threads = ThreadPool(backend.threads.size, backend.placement.groups)
 
 
 if hasattr(os, "register_at_fork"):

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import subprocess
 import sys
+import weakref
 from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import BaseModel
 from support import EOS, SMALL, VOCAB, agreeing_model, assert_clean, headed_model
 
 from headstart.api import LLM, Completion
 from headstart.config import EngineConfig
 from headstart.core import SamplingParams
-from headstart.errors import CapacityError, UsageError
+from headstart.errors import CapacityError, GenerationError, UsageError
 from headstart.text.grammar_spec import GrammarSpec
 from headstart.tools.tiny import write_tiny
 
@@ -412,7 +415,7 @@ def test_a_system_message_changes_the_prompt() -> None:
 BAD = {
     "empty text": ([""], {}, UsageError, "the prompt is empty"),
     "no ids": ([[]], {}, UsageError, "the prompt is empty"),
-    "a text alone": ("the thing", {}, UsageError, "prompts is one text"),
+    "a number alone": (7, {}, UsageError, "prompts is int"),
     "ids alone": ([1, 2, 3], {}, UsageError, "a prompt is 1"),
     "bytes": ([b"hello"], {}, UsageError, "a prompt is b'hello'"),
     "an iterator": (iter(["a"]), {}, UsageError, "prompts is list_iterator"),
@@ -447,6 +450,48 @@ def test_bad_arguments() -> None:
     with pytest.raises(UsageError, match="depth is 17, but the drafter's limit is 16"):
         each.generate(["a"], depth=17)
     assert_clean(each.engine)
+
+
+def test_as_vllm_has_it() -> None:
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    with LLM(MODELS["random"](FAMILY), depth=2, max_model_len=256, threads=1, kv_blocks=40) as each:
+        assert (each.config.depth, each.engine.max_length) == (2, 256)
+        one = each.generate("the thing", params)
+        assert one[0].outputs[0].text == one[0].text == each.generate(["the thing"], params)[0].text
+        said = [{"role": "user", "content": "the thing"}]
+        assert [done.text for done in each.chat([said, said], params)] == [one[0].text] * 2
+        assert each.chat(said, params)[0].token_ids == one[0].token_ids
+        with pytest.raises(UsageError, match="messages is 'the thing'"):
+            each.chat("the thing")
+    with pytest.raises(UsageError, match=r"LLM has no option .max_model_length.*did you mean max_model_len"):
+        LLM(MODELS["random"](FAMILY), max_model_length=5)
+
+
+def test_a_schema_is_a_constraint() -> None:
+    class Point(BaseModel, extra="forbid"):
+        x: bool
+
+    each = llm()
+    for constraint in (Point, Point.model_json_schema()):
+        done = each.generate("the", SamplingParams(max_tokens=200), constraint=constraint)[0]
+        assert Point.model_validate_json(done.text)
+    with pytest.raises(UsageError, match="constraint is 'json'"):
+        each.generate("the", constraint="json")
+
+
+def test_closing_gives_everything_back() -> None:
+    each = LLM(MODELS["random"](FAMILY), depth=0, max_model_len=256, threads=1, kv_blocks=40)
+    engine, stream = weakref.ref(each.engine), each.stream("the", SamplingParams(max_tokens=50, ignore_eos=True))
+    next(stream)
+    each.close()
+    with pytest.raises(GenerationError, match="broke off"):
+        list(stream)
+    each.close()
+    del stream
+    gc.collect()
+    assert engine() is None
+    with pytest.raises(UsageError, match="this LLM is closed"):
+        each.generate("the")
 
 
 def test_no_chat_template(tmp_path) -> None:

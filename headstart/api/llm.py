@@ -1,182 +1,69 @@
-"""headstart in process: `LLM.generate` and `LLM.stream`."""
+"""`LLM`: a model with its engine, in process."""
 
 from __future__ import annotations
 
+import difflib
+import gc
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import count
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from headstart.config import AUTO, EngineConfig
-from headstart.core import (
-    NOT_FINITE,
-    Delta,
-    DraftStats,
-    FinishReason,
-    Progress,
-    Request,
-    SamplingParams,
-    Sequence,
-    TokenLogprob,
-    no_progress,
-)
+from headstart.api.completion import Completion, TextDelta, gather
+from headstart.api.session import Session
+from headstart.config import AUTO, EngineConfig, config_fields
+from headstart.core import Progress, Request, SamplingParams, no_progress
 from headstart.engine.calibrate import known_costs
 from headstart.engine.load import Model, load_model, with_head
 from headstart.engine.make import change_head, identity, make_engine
 from headstart.engine.sampling import token_mask
-from headstart.engine.shared import Inbox, SharedEngine
-from headstart.errors import DeadEndError, GenerationError, UsageError
+from headstart.engine.shared import SharedEngine
+from headstart.errors import UsageError
 from headstart.text.chat import ChatTemplate
 from headstart.text.conversation import Conversation
-from headstart.text.output import TextOutput
+from headstart.text.grammar_spec import GrammarSpec
 
 if TYPE_CHECKING:
-    from headstart.text.grammar import GrammarCompiler, GrammarSpec
+    from headstart.text.grammar import GrammarCompiler
 
-Prompt = str | Seq[int] | Seq[Mapping[str, Any]]
+Message = Mapping[str, Any]
+Prompt = str | Seq[int] | Seq[Message]
 """A user message (or raw text), token ids, or chat messages."""
+Constraint = GrammarSpec | Mapping[str, Any] | type
+"""What a text must be: a grammar, a JSON schema, or a pydantic model, whose schema it is."""
 
 JSON_SAFE_BITS = 53
 """Seeds we draw survive a JSON reader that keeps numbers as doubles."""
 
 
-@dataclass
-class Completion:
-    """One finished choice. On the first, `choices` holds all n of its request."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    prompt_token_ids: list[int]
-    finish_reason: FinishReason
-    seed: int
-    usage: dict[str, int]
-    method: str
-    speculation: DraftStats
-    timing: dict[str, float]  # seconds to load, to the first token, from first to last; tokens/s of the latter
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    others: list[Completion] = field(default_factory=list, repr=False)  # after the first
-
-    @property
-    def choices(self) -> list[Completion]:
-        return [self, *self.others]
+def make_config(config: EngineConfig | None, options: Mapping[str, Any]) -> EngineConfig:
+    """`config` (None: defaults) with other values for some fields. Raises UsageError for an unknown name."""
+    for name in options:
+        if name not in config_fields():
+            close = difflib.get_close_matches(name, config_fields(), n=1)
+            raise UsageError(
+                f"LLM has no option {name!r}", f"did you mean {close[0]}?" if close else "EngineConfig has them all"
+            )
+    return replace(config or EngineConfig(), **options)
 
 
-@dataclass(frozen=True)
-class TextDelta:
-    """A piece of streamed text; `completion` comes with the last one."""
-
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason | None = None
-    completion: Completion | None = None
-
-
-@dataclass
-class Choice:
-    """One choice while it runs. `started`, `arrivals`: when it was sent or due, and when the engine gave tokens."""
-
-    request: Request
-    output: TextOutput
-    started: float
-    sequence: Sequence | None = None  # once the engine has it
-    text: str = ""
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    arrivals: list[float] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    error: str = ""
-
-    def push(self, delta: Delta, now: float) -> TextDelta:
-        """Take the tokens of a delta in; the result's finish_reason says whether the text is complete."""
-        piece = self.output.push(delta)
-        tokens = list(delta.tokens[: piece.num_tokens])
-        self.arrivals += [now] if tokens else []
-        self.text += piece.text
-        self.tokens += tokens
-        self.logprobs += [each for each in delta.logprobs[: piece.num_tokens] if each]
-        self.prompt_logprobs += [each for each in delta.prompt_logprobs if each]
-        self.finish_reason, self.error = piece.finish_reason, delta.error
-        return TextDelta(piece.text, tokens, piece.finish_reason)
-
-    def completion(self, llm: LLM) -> Completion:
-        """Of a text that has ended. Raises GenerationError where it broke off."""
-        assert self.sequence is not None and self.finish_reason is not None, "it still runs"
-        if self.finish_reason == "error":
-            kind = GenerationError if self.error == NOT_FINITE else DeadEndError
-            count = f"{len(self.tokens)} token{'' if len(self.tokens) == 1 else 's'}"
-            raise kind(f"the text broke off after {count}: {self.error}")
-        first, last = (self.arrivals[0], self.arrivals[-1]) if self.arrivals else (self.started, self.started)
-        return Completion(
-            index=self.sequence.choice,
-            text=self.text,
-            token_ids=self.tokens,
-            prompt_token_ids=list(self.request.prompt_ids),
-            finish_reason=self.finish_reason,
-            seed=self.request.seed,
-            usage={
-                "prompt_tokens": self.sequence.num_prompt,
-                "completion_tokens": len(self.tokens),
-                "cached_tokens": self.sequence.num_cached,
-            },
-            method=llm.method,
-            speculation=self.sequence.stats,
-            timing={
-                "load_s": llm.load_s,
-                "ttft_s": first - self.started,
-                "decode_s": last - first,
-                "decode_tokens_per_s": (len(self.tokens) - 1) / (last - first) if last > first else 0.0,
-            },
-            logprobs=self.logprobs,
-            prompt_logprobs=self.prompt_logprobs,
-        )
-
-
-class Session:
-    """Requests through the engine of an LLM, sent whenever one likes: `submit`, and `step` while choices are running.
-    Nothing is left in the engine when its context ends. Several sessions share the engine, in one thread or in many; a
-    session is for one thread at a time."""
-
-    def __init__(self, llm: LLM, *, continues: bool = False) -> None:
-        self._llm, self._continues = llm, continues
-        self._inbox = Inbox()
-        self.running: dict[tuple[str, int], Choice] = {}  # by request id and index
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._llm.shared.close(self._inbox)
-
-    def submit(self, request: Request, since: float | None = None) -> None:
-        """`since`: when it was due, if not now. Raises what `Engine.submit` raises."""
-        started = time.perf_counter() if since is None else since
-        for sequence in self._llm.shared.submit(request, self._inbox):
-            output = TextOutput(self._llm.tokenizer, request, self._continues)
-            self.running[request.request_id, sequence.choice] = Choice(request, output, started, sequence)
-
-    def step(self) -> Iterator[tuple[Choice, TextDelta]]:
-        """What has come, after a step of the engine where nothing waits to be taken. Choices that end are no longer
-        running. Raises GenerationError where a step of another session took them with it."""
-        self._llm.shared.wait(self._inbox)
-        while self._inbox.deltas:
-            now, delta = self._inbox.deltas.popleft()
-            key = (delta.request_id, delta.choice)
-            choice = self.running.get(key)
-            if choice is None:  # a stop string has ended it meanwhile
-                continue
-            piece = choice.push(delta, now)
-            if piece.finish_reason is not None:
-                del self.running[key]
-                self._llm.shared.abort(*key)  # a stop string ends the text before the engine knows
-            yield choice, piece
+def as_grammar(constraint: Constraint | None) -> GrammarSpec | None:
+    """Raises UsageError for what is none."""
+    if constraint is None or isinstance(constraint, GrammarSpec):
+        return constraint
+    if isinstance(constraint, Mapping):
+        return GrammarSpec("json_schema", constraint)
+    if hasattr(constraint, "model_json_schema"):
+        return GrammarSpec("json_schema", constraint.model_json_schema())
+    raise UsageError(
+        f"constraint is {constraint!r}", "give a JSON schema, a pydantic model or a GrammarSpec(kind, value)"
+    )
 
 
 class LLM:
@@ -186,6 +73,7 @@ class LLM:
     model: path, Hub name or alias; None is the default model. `Model` objects already loaded can be shared, by LLMs in
     several threads too; their passes go one after the other.
     progress: told (done, total, of what) while weights are read.
+    options: fields of EngineConfig, by name: `LLM("model", depth=2, max_model_len=4096)`.
     """
 
     def __init__(
@@ -193,9 +81,10 @@ class LLM:
         model: str | Model | None = None,
         config: EngineConfig | None = None,
         progress: Progress = no_progress,
+        **options: Any,
     ) -> None:
         started = time.perf_counter()
-        self.config = config or EngineConfig()
+        self.config = make_config(config, options)
         self.model = model if isinstance(model, Model) else load_model(model, self.config, progress)
         self.engine = make_engine(self.model, self.config)
         self.shared = SharedEngine(self.engine)
@@ -205,6 +94,29 @@ class LLM:
         self.load_s = time.perf_counter() - started
         self.chat_template: ChatTemplate | None = self.model.checkpoint.chat_template()
         self._ids = count()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def closed(self) -> bool:
+        return "shared" not in self.__dict__
+
+    def close(self) -> None:
+        """Give weights and caches back (weights once nobody else holds the `Model`). Texts that still run, in other
+        threads, end with GenerationError; whatever is asked for afterwards raises UsageError."""
+        if self.closed:
+            return
+        self.shared.stop()
+        del self.shared, self.engine, self.model
+        gc.collect()  # networks and what runs them know each other
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise UsageError("this LLM is closed", "make another one")
 
     def change_head(self, path: str | None) -> None:
         """Draft with the head at `path` (None: the model's own) from the next step on; the texts stay the same. For
@@ -271,10 +183,12 @@ class LLM:
         *,
         raw: bool = False,
         depth: int | None = None,
-        constraint: GrammarSpec | None = None,
+        constraint: Constraint | None = None,
     ) -> Request:
         """A request as the engine takes it; an unset seed is drawn here. With a constraint the text ends where the
         constraint says: ignore_eos has no effect, and min_tokens gives way. Raises UsageError for wrong values."""
+        self._check_open()
+        spec = as_grammar(constraint)
         if isinstance(prompt, str) and not prompt:
             raise UsageError("the prompt is empty", "give at least one character")
         size = self.model.config.vocab_size
@@ -282,11 +196,11 @@ class LLM:
             if unknown := [token for token in getattr(params, name) or () if not 0 <= token < size]:
                 raise UsageError(f"{name} names token {unknown[0]}, but ids end at {size - 1}")
         seed = next((s for s in (params.seed, self.config.seed) if s is not None), None)
-        ends = frozenset() if params.ignore_eos and constraint is None else self.tokenizer.eos_ids
+        ends = frozenset() if params.ignore_eos and spec is None else self.tokenizer.eos_ids
         stop_ids = ends | frozenset(params.stop_token_ids)
         allowed = params.allowed_token_ids
         rest = size - len(stop_ids) if allowed is None else len(set(allowed) - stop_ids)
-        if params.min_tokens and constraint is None and rest <= 0:
+        if params.min_tokens and spec is None and rest <= 0:
             raise UsageError("no token is left to choose until min_tokens are out: each of them ends the text")
         return Request(
             request_id=f"request-{next(self._ids)}",
@@ -298,7 +212,7 @@ class LLM:
             banned=self._banned(params.bad_words),
             allowed=None if allowed is None else token_mask(allowed, size),
             depth=depth,
-            constraint=None if constraint is None else self.grammars.compile(constraint),
+            constraint=None if spec is None else self.grammars.compile(spec),
         )
 
     def _banned(self, words: Seq[str]) -> dict[tuple[int, ...], frozenset[int]]:
@@ -311,39 +225,59 @@ class LLM:
 
     def generate(
         self,
-        prompts: Seq[Prompt],
+        prompts: Prompt | Seq[Prompt],
         params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
         raw: bool = False,
         depth: int | None = None,
-        constraint: GrammarSpec | None = None,
+        constraint: Constraint | None = None,
         on_finish: Callable[[int, Completion], None] | None = None,
+        abort: threading.Event | None = None,
     ) -> list[Completion]:
-        """All prompts together, continuously batched; results in the order of the prompts.
+        """All prompts together, continuously batched; results in the order of the prompts. One text is a list of one.
 
-        `constraint` is what each text must be. `on_finish(index, completion)` is called as each prompt ends. Raises
-        UsageError before anything runs when one of the prompts is wrong, GenerationError when a text breaks off.
+        `constraint` is what each text must be. `on_finish(index, completion)` is called as each prompt ends. Whoever
+        sets `abort` ends what runs; what had finished by then is returned. Raises UsageError before anything runs when
+        one of the prompts is wrong, GenerationError when a text breaks off.
         """
-        if isinstance(prompts, str) or not isinstance(prompts, Seq):
-            what = "one text" if isinstance(prompts, str) else type(prompts).__name__
-            raise UsageError(f"prompts is {what}", "give a list: generate([prompt])")
+        if isinstance(prompts, str):
+            prompts = [prompts]
+        if not isinstance(prompts, Seq):
+            raise UsageError(f"prompts is {type(prompts).__name__}", "give a text or a list: generate([prompt])")
         chosen = [params or SamplingParams()] * len(prompts) if not isinstance(params, Seq) else list(params)
         if len(chosen) != len(prompts):
             raise UsageError(f"{len(prompts)} prompts, but {len(chosen)} sets of sampling parameters")
         requests = [
-            self.request(prompt, each, raw=raw, depth=depth, constraint=constraint)
+            self.request(prompt, each, raw=raw, depth=depth, constraint=constraint)  # type: ignore[arg-type]
             for prompt, each in zip(prompts, chosen, strict=True)
         ]
         order = {request.request_id: index for index, request in enumerate(requests)}
         choices: list[list[Completion]] = [[] for _ in requests]
         for request, delta in self._run(requests, continues=raw):
+            if abort is not None and abort.is_set():
+                break
             if delta.completion is None:
                 continue
             index = order[request.request_id]
             choices[index].append(delta.completion)
             if len(choices[index]) == request.params.n and on_finish:
-                on_finish(index, _gather(choices[index]))
-        return [_gather(each) for each in choices]
+                on_finish(index, gather(choices[index]))
+        return [gather(each) for each in choices if each]
+
+    def chat(
+        self,
+        messages: Seq[Message] | Seq[Seq[Message]],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        depth: int | None = None,
+        constraint: Constraint | None = None,
+    ) -> list[Completion]:
+        """Answers to a conversation, or to several: as `generate`, for `[{"role": "user", "content": "Hi"}]`."""
+        if isinstance(messages, str) or not isinstance(messages, Seq) or not messages:
+            raise UsageError(f"messages is {messages!r}", 'give a list: chat([{"role": "user", "content": "Hi"}])')
+        several = not isinstance(messages[0], Mapping)
+        prompts: list[Any] = list(messages) if several else [messages]
+        return self.generate(prompts, params, depth=depth, constraint=constraint)
 
     def stream(
         self,
@@ -352,7 +286,7 @@ class LLM:
         *,
         raw: bool = False,
         depth: int | None = None,
-        constraint: GrammarSpec | None = None,
+        constraint: Constraint | None = None,
     ) -> Iterator[TextDelta]:
         """The text of one prompt as it grows (n = 1). Closing the iterator aborts the request. Raises as `generate`."""
         params = params or SamplingParams()
@@ -373,6 +307,7 @@ class LLM:
 
     def session(self, *, continues: bool = False) -> Session:
         """Requests that come one by one. `continues`: texts go on in the middle of their prompts (raw ones)."""
+        self._check_open()
         return Session(self, continues=continues)
 
     def _run(self, requests: Seq[Request], *, continues: bool) -> Iterator[tuple[Request, TextDelta]]:
@@ -386,12 +321,3 @@ class LLM:
                     if delta.finish_reason is not None:
                         delta = replace(delta, completion=choice.completion(self))
                     yield choice.request, delta
-
-
-def _gather(choices: list[Completion]) -> Completion:
-    """The first choice, holding all of them in order of their index."""
-    first, *others = sorted(choices, key=lambda each: each.index)
-    first.others = others
-    for each in others:
-        each.prompt_logprobs = first.prompt_logprobs
-    return first

@@ -1,0 +1,58 @@
+"""AsyncLLM: the texts of LLM, awaited."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from support import SMALL, assert_clean, headed_model
+
+from headstart import LLM, AsyncLLM, EngineConfig, SamplingParams
+from headstart.errors import UsageError
+
+CONFIG = EngineConfig(**{**SMALL, "dtype": "float64", "max_model_len": 256})
+PARAMS = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.8, seed=3)
+PROMPTS = ["the thing", "an answer", "x"]
+
+
+def expected() -> list[str]:
+    return [done.text for done in LLM(headed_model("mimo"), CONFIG).generate(PROMPTS, PARAMS)]
+
+
+def test_texts_are_those_of_llm() -> None:
+    async def run() -> None:
+        async with AsyncLLM(headed_model("mimo"), CONFIG) as llm:
+            answers = await asyncio.gather(*(llm.generate(prompt, PARAMS) for prompt in PROMPTS))
+            assert [done.text for done in answers] == expected()
+            pieces = [piece async for piece in llm.stream(PROMPTS[0], PARAMS)]
+            assert "".join(piece.text for piece in pieces) == expected()[0]
+            assert pieces[-1].completion is not None and pieces[-1].completion.text == expected()[0]
+            chat = await llm.chat([{"role": "user", "content": PROMPTS[0]}], PARAMS)
+            assert chat.text == expected()[0]
+
+    asyncio.run(run())
+
+
+def test_leaving_ends_the_text_and_errors_arrive() -> None:
+    async def run() -> None:
+        llm = AsyncLLM(headed_model("mimo"), CONFIG)
+        long = SamplingParams(max_tokens=200, ignore_eos=True)
+        async for _ in (stream := llm.stream("the", long)):
+            break
+        await stream.aclose()
+        task = asyncio.create_task(llm.generate("the", long))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        with pytest.raises(UsageError, match="the prompt is empty"):
+            await llm.generate("")
+        with pytest.raises(UsageError, match="only one choice"):
+            async for _ in llm.stream("the", SamplingParams(n=2)):
+                pass
+        while llm.llm.engine.has_work:
+            await asyncio.sleep(0.01)
+        assert_clean(llm.llm.engine)
+        await llm.close()
+
+    asyncio.run(run())
