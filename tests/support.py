@@ -51,8 +51,8 @@ from headstart.tools.tiny import write_model
 
 RELATIVES = (
     "bailing_moe", "cohere2", "ernie4_5", "exaone4", "exaone_moe", "falcon_h1", "gemma2", "glm", "glm4", "granite",
-    "granitemoehybrid", "hunyuan_v1_dense", "hy_v3", "llama4", "minicpm", "mistral", "mixtral", "olmo2", "phi3",
-    "qwen2_moe", "seed_oss",
+    "granitemoehybrid", "hunyuan_v1_dense", "hy_v3", "llama4", "mellum", "minicpm", "mistral", "mixtral", "olmo2",
+    "phi3", "qwen2_moe", "seed_oss",
 )  # fmt: skip
 """Layers of other families with declared differences: tests/contract/test_relatives.py has those, and no grid of its
 own."""

@@ -57,11 +57,14 @@ OWN: Mapping[str, Mapping[str, Any]] = {
         "layer_types": [f"{kind}_attention" for kind in ("sliding", "sliding", "full", "sliding", "full")],
     },
     "cohere2": {"sliding_window_pattern": 4, "num_hidden_layers": 5},  # llama.cpp knows no other
-    "exaone4": {"sliding_window": None},  # windows are there in the model of 64 layers alone
+    "exaone4": {"sliding_window": None, "num_nextn_predict_layers": 0},  # windows in that of 64 layers only
     "gpt_oss": {  # llama.cpp rounds YaRN's ramp, the model and headstart do not: compared without
         "intermediate_size": 256, "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
     },
     "qwen3_moe": {"mlp_only_layers": []},  # llama.cpp has experts in all layers
+    "mellum": {  # whose module it does not convert; the server ends where no layer has the window
+        "num_nextn_predict_layers": 0, "layer_types": [f"{kind}_attention" for kind in ("sliding", "full", "sliding")],
+    },
     "nemotron_h": {"hybrid_override_pattern": "ME*EM"},  # no MLP beside experts there
     "phi3": {"sliding_window": None},  # which llama.cpp does not apply
     "ernie4_5_moe": {"intermediate_size": 1024},  # by kv heads: what the converter takes for shared experts' width
@@ -75,7 +78,7 @@ OWN: Mapping[str, Mapping[str, Any]] = {
 RELEASED: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v3": {"scoring_func": "sigmoid"}, "glm4_moe_lite": {"scoring_func": "sigmoid"},
     "deepseek_v32": {"scoring_func": "sigmoid"}, "glm_moe_dsa": {"scoring_func": "sigmoid"},
-    "cohere2": {"rotary_pct": 1.0},
+    "cohere2": {"rotary_pct": 1.0}, "bailing_moe": {"norm_topk_prob": True}, "exaone_moe": {"scoring_func": "sigmoid"},
     "step3p5": {"norm_expert_weight": True},
     "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},

@@ -15,6 +15,9 @@ _TOP: Mapping[str, str] = {
     "rope_freqs.weight": "rope_freqs.weight",
     "per_layer_token_embd.weight": "embed_tokens_per_layer.weight",
     "per_layer_model_proj.weight": "per_layer_model_projection.weight",
+    "output_hc_fn.weight": "streams.fn",
+    "output_hc_base.weight": "streams.base",
+    "output_hc_scale.weight": "streams.scale",
     "per_layer_proj_norm.weight": "per_layer_projection_norm.weight",
 }
 
@@ -44,6 +47,23 @@ _BLOCK: Mapping[str, str] = {
     "attn_kv_b": "self_attn.kv_b_proj",
     "attn_k_b": "self_attn.k_b_proj",  # [heads, latent, nope]
     "attn_v_b": "self_attn.v_b_proj",  # [heads, value, latent]
+    "attn_kv": "self_attn.kv_proj",
+    "attn_kv_norm": "self_attn.kv_norm",
+    "attn_output_a": "self_attn.o_a_proj",
+    "attn_output_b": "self_attn.o_b_proj",
+    **{
+        f"{theirs}_compressor_{part}": f"{ours}.compressor.{name}"
+        for theirs, ours in (("attn", "self_attn"), ("indexer", "self_attn.indexer"))
+        for part, name in (
+            ("kv", "kv_proj"), ("gate", "gate_proj"), ("norm", "kv_norm"), ("ape.weight", "position_bias"),
+        )
+    },
+    **{
+        f"hc_{theirs}_{part}.weight": f"{ours}.{part}"
+        for theirs, ours in (("attn", "mixer_streams"), ("ffn", "mlp_streams"))
+        for part in ("fn", "base", "scale")
+    },
+    "ffn_gate_tid2eid.weight": "mlp.gate.table",
     "indexer.attn_q_b": "self_attn.indexer.wq_b",
     "indexer.attn_k": "self_attn.indexer.wk",
     "indexer.k_norm": "self_attn.indexer.k_norm",
@@ -97,7 +117,8 @@ IMPLIED: Mapping[str, Mapping[str, float | None]] = {
         "norm_topk_prob": False, "expert_gating_func": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0,
         "n_shared_experts": 0, "first_k_dense_replace": 0,
     },
-    **dict.fromkeys(("exaone-moe", "hy-v3", "bailingmoe2", "deepseek32", "glm-dsa"), _EXPERTS),
+    **dict.fromkeys(("exaone-moe", "bailingmoe2", "deepseek32", "glm-dsa"), _EXPERTS),
+    "hy-v3": {**_EXPERTS, "mlp_layer_types": None},  # told by the tensors alone
     "qwen3moe": {"norm_topk_prob": True},
     "lfm2": {"block_auto_adjust_ff_dim": False},
     "lfm2moe": {"norm_topk_prob": True, "routed_scaling_factor": 1.0, "first_k_dense_replace": 0},
@@ -163,6 +184,14 @@ KEYS: Mapping[str, str] = {
     "swiglu_clamp_exp": "swiglu_limits",
     "swiglu_clamp_shexp": "swiglu_limits_shared",
     "interleave_moe_layer_step": "interleave_moe_layer_step",
+    "attention.output_group_count": "o_groups",
+    "attention.output_lora_rank": "o_lora_rank",
+    "attention.compress_rope_freq_base": "compress_rope_theta",
+    "attention.compress_ratios": "compress_ratios",
+    "hyper_connection.count": "hc_mult",
+    "hyper_connection.sinkhorn_iterations": "hc_sinkhorn_iters",
+    "hyper_connection.epsilon": "hc_eps",
+    "hash_layer_count": "num_hash_layers",
     "shortconv.l_cache": "conv_L_cache",
     "ssm.conv_kernel": "linear_conv_kernel_dim",
     "ssm.group_count": "linear_num_key_heads",
@@ -179,7 +208,6 @@ FOUND: Mapping[str, str] = {
         ("attention_bias", "attention_out_bias", "mlp_bias", "use_qk_norm", "mamba_rms_norm"),
         "are there such tensors? all are taken",
     ),
-    "mlp_layer_types": "which layers have experts? another key says it",
     "rope_finetuned": "how the model was trained",
     "attention_k_eq_v": "are there tensors of values?",
     "expert_gating_func": "of sigmoids, where it is not the family's own",
@@ -190,6 +218,7 @@ HARMLESS: Mapping[str, str] = {
     "vocab_size": "the embedding says it",
     "rope.dimension_sections": "all axes have the same position in a text",
     "pooling_type": "of embeddings",
+    "embedding_length_out": "all residual streams",
     "tensor_data_layout": "how the file was made",
     "attention.value_length": "read with the heads",
     "attention.value_length_swa": "that of a key",

@@ -106,7 +106,6 @@ UNSUPPORTED: Mapping[str, str] = {
     "qwen4_exp": _STREAMS, "qwen4exp": _STREAMS,
     "mimo_v2": "projections fused in the order of several devices, and pictures (MiMo-V2.5, Pro, Omni)",
     "nemotron_h_puzzle": "layers of several sizes (Puzzle)", "mamba2": "Mamba2 layers",
-    "deepseek4": "llama.cpp's layout of DeepSeek-V4 (take its safetensors)",
     "gemma3n": _STREAMS, "gemma3n_text": _STREAMS,
     "kimi_k3": "Kimi delta attention",
     "minicpm3": "MiniCPM3's latent attention", "phimoe": "sparse-mixer routing",

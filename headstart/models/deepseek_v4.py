@@ -2,8 +2,9 @@
 module with windowed attention alone.
 
 Formula: transformers 5.23 `models/deepseek_v4`; the module: vLLM 0.32, `deepseek_v4/nvidia/mtp.py`. Files have
-DeepSeek's own names. A module reads all streams of the trunk; its two projections, of a token and of a stream, are one
-matrix here, as in llama.cpp's files. V4.1 and V4-Flash-0731 hold a DSpark drafter in place of a module, which is left.
+DeepSeek's own names; GGUF files those of llama.cpp's `conversion/deepseek.py`, which leaves the module out. A module
+reads all streams of the trunk; its two projections, of a token and of a stream, are one matrix here. V4.1 and
+V4-Flash-0731 hold a DSpark drafter in place of a module, which is left.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ SCORES: dict[str, Literal["softmax", "sigmoid", "softplus"]] = {
 }  # fmt: skip
 SERVED = {
     "topk_method": "noaux_tc", "swiglu_limit": 10.0, "hidden_act": "silu", "norm_topk_prob": True, "mlp_bias": False,
-    "attention_bias": False, "num_key_value_heads": 1,
+    "attention_bias": False, "num_key_value_heads": 1, "swiglu_limits": 10.0, "swiglu_limits_shared": 10.0,
 }  # fmt: skip
 
 
@@ -84,6 +85,7 @@ def _kinds(config: Config, rates: dict[str, int]) -> list[str]:
     count, kinds, ratios = keys.num_layers(config), config.get("layer_types"), config.get("compress_ratios")
     if kinds is None and ratios is not None:
         by_ratio = {0: SLIDING, 1: SLIDING, **{rate: kind for each in (RATES, rates) for kind, rate in each.items()}}
+        ratios = [ratios] * count if isinstance(ratios, int) else ratios  # of all layers, in a GGUF file
         if (
             not isinstance(ratios, list)
             or len(ratios) < count
@@ -165,7 +167,7 @@ def _experts(config: Config, *, hashed: bool) -> MoEConfig:
     if not isinstance(scoring, str) or scoring not in SCORES:
         raise ModelError(f"config.json: scoring_func is {scoring!r}", f"known: {', '.join(SCORES)}")
     router = RouterSpec(
-        num_experts=number(config, "n_routed_experts"),
+        num_experts=number(config, "num_experts", default=0, least=0) or number(config, "n_routed_experts"),
         top_k=number(config, "num_experts_per_tok"),
         scoring=SCORES[scoring],
         scale=real(config, "routed_scaling_factor", 1.5),
@@ -183,6 +185,8 @@ def _experts(config: Config, *, hashed: bool) -> MoEConfig:
     )
 
 
+GGUF_PARTS = {".q_a_layernorm.": ".q_a_norm.", ".indexer.wq_b.": ".indexer.q_b_proj."}
+"""What llama.cpp's files call as other families do -> ours."""
 BIAS = ".mlp.gate.e_score_correction_bias"
 UNUSED = re.compile(r".*\.gate\.bias_vl")  # of pictures
 
@@ -190,7 +194,10 @@ UNUSED = re.compile(r".*\.gate\.bias_vl")  # of pictures
 def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
     """The two projections of a module side by side; no bias where the token names its experts."""
     ours: dict[str, RawTensor] = {}
-    for name, tensor in tensors.items():
+    for written, tensor in tensors.items():
+        name = written
+        for theirs, own in GGUF_PARTS.items() if from_gguf else ():
+            name = name.replace(theirs, own)
         if UNUSED.fullmatch(name) or (name.endswith(BIAS) and name.replace(BIAS, ".mlp.gate.table") in tensors):
             continue
         if match := re.fullmatch(r"(mtp\.\d+)\.([eh])_proj\.weight", name):
@@ -286,6 +293,7 @@ FAMILY = Family(
     adapt=adapt,
     restore=restore,
     head=HeadSpec(tap="streams", recycle="streams"),
+    aliases=("deepseek4",),
     scratch={
         "num_key_value_heads": 1, "head_dim": 64, "qk_rope_head_dim": 32, "q_lora_rank": 64, "o_groups": 2,
         "o_lora_rank": 32, "sliding_window": 64, "compress_ratios": [4, 128, 4, 128, 0],

@@ -1,21 +1,29 @@
 """EXAONE 4: norms behind each part, q and k normed; in the larger one windows in three of four layers, and positions in
-those only.
+those only. EXAONE 4.5's text part is one, with an MTP module.
 
-Formula: transformers `models/exaone4`.
+Formula: transformers `models/exaone4`; the MTP module: vLLM 0.32 `exaone4_5_mtp.py`: e first, a layer like the first.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from headstart.heads.base import HeadSpec
 from headstart.layers.build import DecoderConfig
 from headstart.models import keys
 from headstart.models.base import Family
 from headstart.models.keys import Config
+from headstart.models.names import OWN_MODULE, WRAPPED, Names
 
 
 def parse(config: Config) -> DecoderConfig:
+    config, tied = keys.text_config(config)
     windows = keys.windows_in_turn(config, 4)
     rotated = [window > 0 for window in windows] if any(windows) else []
-    return keys.stack(config, windows=windows, rotated=rotated, mixer={"qk_norm": True}, layer={"norms": "post"})
+    sizes = keys.stack(
+        config, windows=windows, rotated=rotated, mixer={"qk_norm": True}, layer={"norms": "post"}, tied=tied
+    )
+    return replace(sizes, num_mtp=keys.one_mtp(config), mtp_layer=sizes.layers[0])
 
 
 FAMILY = Family(
@@ -25,9 +33,14 @@ FAMILY = Family(
         "sliding_window_pattern": "layer_types says it",
         "use_qk_norm": "q and k are normed in every file",
         "layer_types": "of windows, where there are any",
+        "mtp_share_layers": "of more than one module",
     },
+    names=Names({**WRAPPED, **OWN_MODULE}),
+    head=HeadSpec(),
+    trailing=True,  # in GGUF files
+    aliases=("exaone4_5", "exaone4_5_text"),
     small={
         "model_type": "exaone4", "architectures": ["Exaone4ForCausalLM"], "sliding_window": 9,
-        "sliding_window_pattern": 2,
+        "sliding_window_pattern": 2, "num_nextn_predict_layers": 1,
     },
 )  # fmt: skip

@@ -78,7 +78,9 @@ def sigmoid_experts(x: Tensor, w: Getter, c: dict[str, Any]) -> Tensor:
 
 def softmax_experts(x: Tensor, w: Getter, c: dict[str, Any]) -> Tensor:
     """Experts weighted by a softmax over those chosen, and one for every row behind a gate."""
-    out = gated(x, lambda n: w(f"shared_expert.{n}")) * torch.sigmoid(linear(x, w("shared_expert_gate.weight")))
+    out = torch.zeros_like(x)
+    if "shared_expert_intermediate_size" in c:
+        out = gated(x, lambda n: w(f"shared_expert.{n}")) * torch.sigmoid(linear(x, w("shared_expert_gate.weight")))
     for row in range(len(x)):
         best = (w("gate.weight") @ x[row]).topk(c["num_experts_per_tok"])
         for weight, e in zip(torch.softmax(best.values, 0), best.indices.tolist(), strict=True):
@@ -142,7 +144,7 @@ def feed_forward(x: Tensor, w: Getter, c: dict[str, Any]) -> Tensor:
         w("mlp.gate.weight")
     except KeyError:
         return gated(x, lambda n: w(f"mlp.{n}"))
-    experts = softmax_experts if "shared_expert_intermediate_size" in c else sigmoid_experts
+    experts = sigmoid_experts if "n_routed_experts" in c else softmax_experts
     return experts(x, lambda n: w(f"mlp.{n}"), c)
 
 
@@ -595,24 +597,58 @@ def masked_mtp(block: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tens
     return mtp
 
 
+def post_normed_block(x: Tensor, w: Getter, c: dict[str, Any], positions: Tensor, window: int = 10**6) -> Tensor:
+    """As glm_block, with norms behind each part and an MLP."""
+    dim, eps = c["head_dim"], c["rms_norm_eps"]
+    turning = int(dim * c.get("partial_rotary_factor", 1))
+    q, k, v = (linear(x, w(f"self_attn.{n}_proj.weight")).view(len(x), -1, dim) for n in "qkv")
+    q, k = rms(q, w("self_attn.q_norm.weight"), eps), rms(k, w("self_attn.k_norm.weight"), eps)
+    if turning:
+        q, k = rotated(q, positions, c["rope_theta"]), rotated(k, positions, c["rope_theta"])
+    out = linear(attended(q, k, v, dim**-0.5, window), w("self_attn.o_proj.weight"))
+    x = x + rms(out, w("post_attention_layernorm.weight"), eps)
+    return x + rms(gated(x, lambda n: w(f"mlp.{n}")), w("post_feedforward_layernorm.weight"), eps)
+
+
 def exaone_trunk(tensors: Tensors, c: dict[str, Any], tokens: Tensor) -> Tensor:
     """The state after the final norm; layers with a window rotate positions, those that see all do not."""
+    block = post_normed_block if c["model_type"] == "exaone4" else glm_block
     x, positions = tensors["model.embed_tokens.weight"][tokens], torch.arange(len(tokens))
     for i in range(c["num_hidden_layers"]):
         sliding = (i + 1) % c["sliding_window_pattern"] > 0
         kind = (c, positions, c["sliding_window"]) if sliding else ({**c, "partial_rotary_factor": 0}, positions)
-        x = glm_block(x, lambda n, i=i: tensors[f"model.layers.{i}.{n}"], *kind)
+        x = block(x, lambda n, i=i: tensors[f"model.layers.{i}.{n}"], *kind)
     return rms(x, tensors["model.norm.weight"], c["rms_norm_eps"])
 
 
 def exaone_mtp(tensors: Tensors, c: dict[str, Any], hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """vLLM's exaone_moe_mtp.py: Qwen's names, plain norms, a layer like the first, with an MLP."""
+    """vLLM's exaone_moe_mtp.py and exaone4_5_mtp.py: Qwen's names, plain norms, a layer like the first, with an MLP."""
+    block = post_normed_block if c["model_type"] == "exaone4" else glm_block
+    return own_mtp(block, tensors, c, hidden, tokens)
+
+
+def own_mtp(
+    block: Callable[..., Tensor], tensors: Tensors, c: dict[str, Any], hidden: Tensor, tokens: Tensor
+) -> tuple[Tensor, Tensor]:
+    """A module beside the layers, whose block has a window."""
     norm = lambda x, name: rms(x, tensors[f"mtp.{name}.weight"], c["rms_norm_eps"])  # noqa: E731
     e = norm(tensors["model.embed_tokens.weight"][tokens], "pre_fc_norm_embedding")
     x = linear(torch.cat((e, norm(hidden, "pre_fc_norm_hidden")), dim=-1), tensors["mtp.fc.weight"])
     w = lambda n: tensors[f"mtp.layers.0.{n}"]  # noqa: E731
-    y = norm(glm_block(x, w, c, torch.arange(len(tokens)), c["sliding_window"]), "norm")
+    y = norm(block(x, w, c, torch.arange(len(tokens)), c["sliding_window"]), "norm")
     return linear(y, tensors["lm_head.weight"]), y
+
+
+def mellum_block(x: Tensor, w: Getter, c: dict[str, Any], positions: Tensor, window: int = 0) -> Tensor:
+    """Layers with a window have a rope of their own."""
+    kind = "sliding_attention" if window else "full_attention"
+    c = {**c, "rope_theta": c["rope_parameters"][kind]["rope_theta"]}
+    return glm_block(x, w, c, positions, window or 10**6)
+
+
+def mellum_mtp(tensors: Tensors, c: dict[str, Any], hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """transformers' MtpLayer: plain norms, a layer with a window."""
+    return own_mtp(mellum_block, tensors, c, hidden, tokens)
 
 
 MODULES = {"mimo_v2_flash": (0, 1, 2, 2), "step3p5": (0, 1, 2, 0)}
@@ -633,6 +669,8 @@ NATIVE_HEADS: dict[str, tuple[Callable[..., Tensor], Callable[..., tuple[Tensor,
     "longcat_flash": (longcat_trunk, longcat_mtp),
     "deepseek_v4": (v4_trunk, v4_mtp),
     "nemotron_h": (nemotron_trunk, nemotron_mtp),
+    "exaone4": (exaone_trunk, exaone_mtp),
+    "mellum": (normed_trunk(mellum_block), mellum_mtp),
     "exaone_moe": (renamed(exaone_trunk), renamed(exaone_mtp)),
     "hy_v3": (renamed(normed_trunk(glm_block)), renamed(masked_mtp(glm_block))),
     "bailing_moe": (renamed(normed_trunk(glm_block)), renamed(trailing_mtp(glm_block))),

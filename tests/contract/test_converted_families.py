@@ -225,11 +225,71 @@ def exaone_moe_names(arrays: Arrays, config: Config) -> Arrays:
     return found
 
 
+V4_NAMES = {
+    r"^embed\.": "token_embd.", r"^norm\.": "output_norm.", r"^head\.": "output.",
+    r"^hc_head_(\w+)": r"output_hc_\1.weight",
+    r"\.ffn\.shared_experts\.w1": ".ffn_gate_shexp", r"\.ffn\.shared_experts\.w2": ".ffn_down_shexp",
+    r"\.ffn\.shared_experts\.w3": ".ffn_up_shexp", r"\.ffn\.experts\.w1": ".ffn_gate_exps",
+    r"\.ffn\.experts\.w2": ".ffn_down_exps", r"\.ffn\.experts\.w3": ".ffn_up_exps",
+    r"\.ffn\.gate\.bias": ".exp_probs_b.bias", r"\.ffn\.gate\.tid2eid": ".ffn_gate_tid2eid.weight",
+    r"\.ffn\.gate\.": ".ffn_gate_inp.", r"\.(hc_\w+)$": r".\1.weight", r"\.attn\.attn_sink": ".attn_sinks.weight",
+    r"\.attn\.indexer\.compressor\.": ".indexer_compressor_", r"\.attn\.compressor\.": ".attn_compressor_",
+    r"compressor_ape": "compressor_ape.weight", r"compressor_wkv": "compressor_kv",
+    r"compressor_wgate": "compressor_gate",
+    r"\.attn\.indexer\.wq_b": ".indexer.attn_q_b", r"\.attn\.indexer\.weights_proj": ".indexer.proj",
+    r"\.attn\.wq_(.)": r".attn_q_\1", r"\.attn\.q_norm": ".attn_q_a_norm", r"\.attn\.wkv": ".attn_kv",
+    r"\.attn\.kv_norm": ".attn_kv_norm", r"\.attn\.wo_(.)": r".attn_output_\1", r"^layers\.": "blk.",
+}  # fmt: skip
+"""DeepSeek's names -> those of its own table in the converter."""
+
+
+def v4_names(arrays: Arrays, config: Config) -> Arrays:
+    found: dict[str, Any] = {}
+    for name, array in arrays.items():
+        short = re.sub(r"\.experts\.\d+", ".experts", name)
+        for old, new in V4_NAMES.items():
+            short = re.sub(old, new, short)
+        if ".ffn.experts." in name:
+            array = np.concatenate((*found.get(short, ()), array)).reshape(-1, *array.shape)
+        if not name.startswith("mtp."):
+            found[short] = array.astype(np.int32) if "tid2eid" in name else array
+    return found
+
+
+def v4_keys(writer: Writer, config: Config) -> None:
+    writer.add_rope_dimension_count(config["qk_rope_head_dim"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_expert_count(config["n_routed_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_weights_norm(True)
+    writer.add_uint32("deepseek4.expert_gating_func", 4)
+    writer.add_array("deepseek4.swiglu_clamp_exp", [10.0] * 3)
+    writer.add_array("deepseek4.swiglu_clamp_shexp", [10.0] * 3)
+    writer.add_indexer_head_count(config["index_n_heads"])
+    writer.add_indexer_key_length(config["index_head_dim"])
+    writer.add_indexer_top_k(config["index_topk"])
+    for key, ours in {
+        "attention.output_group_count": "o_groups", "attention.output_lora_rank": "o_lora_rank",
+        "hyper_connection.count": "hc_mult", "hyper_connection.sinkhorn_iterations": "hc_sinkhorn_iters",
+        "hash_layer_count": "num_hash_layers",
+    }.items():  # fmt: skip
+        writer.add_uint32(f"deepseek4.{key}", config[ours])
+    writer.add_array("deepseek4.attention.compress_ratios", config["compress_ratios"])
+    writer.add_float32("deepseek4.attention.compress_rope_freq_base", config["compress_rope_theta"])
+    writer.add_float32("deepseek4.hyper_connection.epsilon", config["hc_eps"])
+
+
 def bailing_names(arrays: Arrays, config: Config) -> Arrays:
     return {name.replace("expert_bias", "expert_bias.bias"): array for name, array in arrays.items()}
 
 
 CONVERTED = {
+    "deepseek_v4": Converted("deepseek4", v4_keys, v4_names, table="deepseek2"),
     "exaone_moe": Converted("exaone-moe", exaone_moe_keys, exaone_moe_names, modules=1),
     "hy_v3": Converted("hy-v3", sigmoid_keys, modules=1, table="exaone-moe"),
     "bailing_moe": Converted("bailingmoe2", sigmoid_keys, bailing_names, modules=1),
@@ -243,7 +303,8 @@ CONVERTED = {
 }
 
 
-SAID: dict[str, Config] = {"gemma2": {"query_pre_attn_scalar": 16},
+SAID: dict[str, Config] = {"deepseek_v4": {"compress_rates": None, "intermediate_size": 24},
+        "gemma2": {"query_pre_attn_scalar": 16},
         "llama4": {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1},
         "step3p5": {"num_key_value_heads": 2}}  # fmt: skip
 """What a family's files do not say, as llama.cpp takes it."""
@@ -258,6 +319,8 @@ NEWER = {
 
 
 def new_name(names: gguf.TensorNameMap, name: str) -> str:
+    if name.startswith(("blk.", "output", "token_embd")):  # of a converter with a table of its own
+        return name
     if found := names.get_name(name, (".weight", ".bias")):
         return str(found)
     match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)(\.\w+)", name)

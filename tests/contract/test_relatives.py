@@ -60,7 +60,15 @@ VARIANTS: dict[str, Config] = {
         },
     },
     "glm, no biases": {"model_type": "glm", "attention_bias": False},
-    "exaone4, no windows": {"model_type": "exaone4", "sliding_window": None, "layer_types": ["full_attention"] * 3},
+    "exaone4": {"model_type": "exaone4", "num_nextn_predict_layers": 0},  # EXAONE 4.5 has one
+    "mellum, windows, an MLP": {
+        "model_type": "mellum", "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"], "num_nextn_predict_layers": 0,
+    },
+    "exaone4, no windows": {
+        "model_type": "exaone4", "num_nextn_predict_layers": 0, "sliding_window": None,
+        "layer_types": ["full_attention"] * 3,
+    },
     "granite, biases": {"model_type": "granite", "attention_bias": True, "mlp_bias": True},
     "granitemoehybrid, older names, rope, a dense part": {
         "model_type": "granitemoehybrid", "layer_types": ["attention", "mamba", "mamba"], "num_local_experts": 0,

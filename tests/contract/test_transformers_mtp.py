@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support import make, prompt_of, request, run, tiny_model
-from test_families import Forced, new_sequence
+from test_families import Forced, changed, new_sequence
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
@@ -19,6 +19,8 @@ from headstart.core import Span
 from headstart.drafters.base import Wish
 
 MAX_TOKENS = 40
+BOTH = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+"""Kinds of layers, of which transformers makes no rope where the trunk has none."""
 
 
 class Recorder:
@@ -37,11 +39,12 @@ class Recorder:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "mellum"])
 def test_drafts_of_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model(family, dtype="float32")
+    model = tiny_model(family, dtype="float32", **changed(BOTH if family == "mellum" else {}))
     oracle = AutoModelForCausalLM.from_pretrained(model.checkpoint.path, dtype=torch.float32)
-    oracle._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{model.config.num_layers}.*"]
+    if family != "mellum":  # whose modules have names of their own
+        oracle._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{model.config.num_layers}.*"]
     drafts, prompt = Recorder(monkeypatch), prompt_of(9, 6)
     given = torch.tensor([prompt])
     with torch.inference_mode():

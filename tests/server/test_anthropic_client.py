@@ -35,7 +35,9 @@ def options(**given: Any) -> dict[str, Any]:
 
 
 def test_a_stream_says_what_the_whole_message_says(client: Any, server: Server) -> None:
-    whole = client.messages.create(**options(system=[{"type": "text", "text": "Be brief."}]))
+    more = {"context_management": {"edits": []}, "thinking": {"type": "adaptive"}}  # as Claude Code sends it
+    system = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
+    whole = client.messages.create(**options(system=system, extra_body={"seed": 1, "temperature": 0.8, **more}))
     with client.messages.stream(**options(system="Be brief.")) as stream:
         text = "".join(stream.text_stream)
         streamed = stream.get_final_message()

@@ -14,9 +14,12 @@ from headstart.server.schema import Body, ChatRequest, Many, Name, Stop
 
 Json = dict[str, Any]
 Number = StrictInt | StrictFloat
-SILENT = frozenset({"cache_control", "diagnostics", "inference_geo", "speed", "user_profile_id", "workspace_id"})
-"""Members that change no text here: what is cached, where and how fast a request runs."""
-NOTHING: Mapping[str, tuple[Any, ...]] = {"container": (), "mcp_servers": ([],), "context_management": ({},)}
+SILENT = frozenset({
+    "cache_control", "context_management", "diagnostics", "inference_geo", "speed", "user_profile_id", "workspace_id",
+})  # fmt: skip
+"""Members that change no text here: what is cached, where and how fast a request runs, and what may be cleared from a
+long conversation, of which all is read."""
+NOTHING: Mapping[str, tuple[Any, ...]] = {"container": (), "mcp_servers": ([],)}
 """Members of what this server does not have, and values that ask for nothing."""
 
 

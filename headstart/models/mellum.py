@@ -1,0 +1,65 @@
+"""Mellum 2: Qwen3's attention with windows and a rope of their own in some layers, experts chosen by a softmax, one MTP
+module.
+
+Formula: transformers 5.23 `models/mellum`, which runs the module too (`modeling_layers.py`): e first, a layer of
+`mtp_layer_types` and `mtp_mlp_layer_types`.
+"""
+
+from __future__ import annotations
+
+from headstart.heads.base import HeadSpec
+from headstart.layers.build import DecoderConfig
+from headstart.models import keys
+from headstart.models.base import Family
+from headstart.models.keys import FULL, SLIDING, Config, flag, number
+from headstart.models.names import OWN_MODULE, PREFIXES, Names
+
+FEEDS = ("dense", "sparse")
+
+
+def parse(config: Config) -> DecoderConfig:
+    config = keys.inside(config, {})
+    bias, ropes = flag(config, "attention_bias"), keys.by_kind(config)
+    window = number(config, "sliding_window", default=0, least=0)
+    mixers = {
+        kind: keys.attention(
+            ropes[kind], window=window if kind == SLIDING else 0, qkv_bias=bias, o_bias=bias, qk_norm=True
+        )
+        for kind in (FULL, SLIDING)
+    }
+    parts = {"sparse": keys.softmax_experts(config)}
+    feeds = config.get("mlp_layer_types") or ["sparse"] * keys.num_layers(config)
+    keys.check_kinds(feeds, keys.num_layers(config), FEEDS)
+    count = keys.one_mtp(config)
+    guessed = config.get("mtp_layer_types") or [SLIDING]
+    guessed_feeds = config.get("mtp_mlp_layer_types") or ["sparse"]
+    keys.check_kinds(guessed, max(count, 1), (FULL, SLIDING))
+    keys.check_kinds(guessed_feeds, max(count, 1), FEEDS)
+    layers = [
+        keys.layer(config, mixers[kind], parts.get(feed) or keys.mlp(config))
+        for kind, feed in zip([*keys.kinds_in_turn(config, 1), guessed[0]], [*feeds, guessed_feeds[0]], strict=True)
+    ]
+    return keys.decoder(ropes[FULL], layers[:-1], num_mtp=count, mtp_layer=layers[-1])
+
+
+FAMILY = Family(
+    parse=parse,
+    defaults={
+        "max_position_embeddings": 131072, "head_dim": 128, "num_key_value_heads": 4, "num_experts_per_tok": 8,
+        "norm_topk_prob": True, "sliding_window": 1024, "rope_theta": 5e5, "rope_local_base_freq": 1e4,
+    },
+    harmless={
+        "intermediate_size": "of dense layers, where there are any",
+        "use_sliding_window": "layer_types says it",
+        **dict.fromkeys(("mtp_layer_types", "mtp_mlp_layer_types"), "of a module, where there is one"),
+    },
+    names=Names({**PREFIXES, **OWN_MODULE}),
+    head=HeadSpec(),
+    small={
+        "model_type": "mellum", "architectures": ["MellumForCausalLM"], "head_dim": 16, "sliding_window": 9,
+        "moe_intermediate_size": 24, "num_experts": 7, "num_experts_per_tok": 3, "rope_theta": None,
+        "num_nextn_predict_layers": 1, "rope_parameters": {
+            FULL: {"rope_type": "default", "rope_theta": 5e4}, SLIDING: {"rope_type": "default", "rope_theta": 300.0},
+        },
+    },
+)  # fmt: skip
