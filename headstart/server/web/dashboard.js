@@ -2,7 +2,7 @@
 import { Chart } from "./chart.js";
 import { CHARTS, health, sample, savings } from "./metrics.js";
 import * as server from "./server.js";
-import { Bar, KeyDialog, html, number, render, useEffect, useMemo, useRef, useState } from "./ui.js";
+import { Bar, KeyDialog, html, number, start, useEffect, useMemo, useRef, useState } from "./ui.js";
 
 const EVERY_MS = 2000;
 const SMOOTH = 5; // samples over which rates are taken
@@ -105,6 +105,4 @@ function Tiles({ samples }) {
   </section>`;
 }
 
-const app = document.getElementById("app");
-app.textContent = "";
-render(html`<${Dashboard} />`, app);
+start(html`<${Dashboard} />`);

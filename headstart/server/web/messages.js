@@ -18,15 +18,18 @@ export const Message = memo(({ message, place, running, actions }) => {
   return html`<article class="message reply" aria-label="Model" aria-busy=${running}>
     ${plain
       ? html`<div class="pair">
-            <${Answer} ...${{ answer, place, title: "With drafting" }} />
-            <${Answer} ...${{ answer: plain, place, plain: true, title: "Without drafting" }} />
+            <${Answer} ...${{ answer, place, title: "With drafting", ...grown(answer) }} />
+            <${Answer} ...${{ answer: plain, place, plain: true, title: "Without drafting", ...grown(plain) }} />
           </div><${Verdict} ...${{ answer, plain, running }} />`
-      : html`<${Answer} ...${{ answer, place }} />`}
+      : html`<${Answer} ...${{ answer, place, ...grown(answer) }} />`}
     ${!running && html`<${After} ...${{ message, place, actions }} />`}
   </article>`;
 });
 
-function Answer({ answer, place, plain, title }) {
+/** An answer is the same object while it grows: what else changes says that it did. */
+const grown = ({ tokens, text, finish, error, usage }) => ({ count: tokens.length, length: text.length, finish, error, usage });
+
+const Answer = memo(({ answer, place, plain, title }) => {
   const painter = new Painter(answer.tokens);
   const thoughts = answer.reasoning && html`<details open=${!answer.text}>
     <summary>Thoughts</summary><div class="thoughts">${painter.paint(answer.reasoning)}</div>
@@ -43,7 +46,7 @@ function Answer({ answer, place, plain, title }) {
     ${answer.error && html`<p class="wrong" role="alert">${answer.error}</p>`}
     <${Counts} answer=${answer} />
   </section>`;
-}
+});
 
 function Call({ call }) {
   let shown = call.arguments;
@@ -58,7 +61,7 @@ function Call({ call }) {
 
 function Counts({ answer }) {
   const { tokens, passes, drafted, accepted } = answer;
-  if (!passes) return html`<p class="counts"><span>Reading the prompt…</span></p>`;
+  if (!passes) return answer.error ? null : html`<p class="counts"><span>Reading the prompt…</span></p>`;
   const rate = speed(answer);
   const seed = answer.usage?.seed ?? answer.seed;
   return html`<p class="counts">

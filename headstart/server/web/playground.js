@@ -5,10 +5,10 @@ import { Message } from "./messages.js";
 import * as server from "./server.js";
 import { Settings, fields, keep, kept as keptSettings, problems } from "./settings.js";
 import { Tip } from "./tip.js";
-import { Bar, Fragment, KeyDialog, html, render, useEffect, useLayoutEffect, useRef, useState } from "./ui.js";
+import { Bar, Fragment, KeyDialog, html, start, useEffect, useLayoutEffect, useRef, useState } from "./ui.js";
 
 const SHOWN = 60; // messages; earlier ones are drawn when somebody asks for them
-const DRAW_MS = 80;
+const DRAW_MS = 120;
 const MODES = [["on", "With"], ["off", "Without"], ["both", "Both"]];
 const LEGEND = [["head", "the head"], ["ngram", "this text"], ["shared", "earlier answers"], ["forced", "the format"]];
 const STARTERS = [
@@ -257,6 +257,4 @@ function Composer({ send, running, mode, setMode, wrong }) {
   </form>`;
 }
 
-const app = document.getElementById("app");
-app.textContent = "";
-render(html`<${App} />`, app);
+start(html`<${App} />`);

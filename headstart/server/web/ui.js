@@ -1,11 +1,11 @@
 // Preact and htm, and what both pages show.
 import { Component, Fragment, h, render } from "./vendor/preact.js";
-import { useCallback, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./vendor/hooks.js";
+import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "./vendor/hooks.js";
 import htm from "./vendor/htm.js";
 import * as server from "./server.js";
 
 export const html = htm.bind(h);
-export { Fragment, render, useCallback, useEffect, useLayoutEffect, useMemo, useRef, useState };
+export { Fragment, useEffect, useLayoutEffect, useMemo, useRef, useState };
 
 /** Draws again only when one of its properties is another one. */
 export function memo(view) {
@@ -18,6 +18,15 @@ export function memo(view) {
       return view(props);
     }
   };
+}
+
+/** Draw the page, once what stands in the document has been painted. */
+export function start(view) {
+  const app = document.getElementById("app");
+  requestAnimationFrame(() => setTimeout(() => {
+    app.textContent = "";
+    render(view, app);
+  }));
 }
 
 /** 1234567 -> "1,234,567"; `digits` behind the point. */
