@@ -108,7 +108,7 @@ def test_a_flag_works_or_is_refused_by_name(flag: str, free: int) -> None:
 def test_a_system_without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = pytest.importorskip("headstart.kernels.native.backend", exc_type=ImportError)
 
-    def refuse(threads: int) -> None:
+    def refuse(*_: object) -> None:
         raise RuntimeError("Resource temporarily unavailable")
 
     monkeypatch.setattr(backend, "ThreadPool", refuse)
