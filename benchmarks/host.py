@@ -68,6 +68,7 @@ class NullBackend:
     """No arithmetic: the token of a position is a function of the position. A pass reads `num_bytes` of memory."""
 
     name = "null"
+    runs_on = "cpu"
 
     def __init__(self, clock: Clock, num_bytes: int) -> None:
         self._drafting = False

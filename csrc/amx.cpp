@@ -105,7 +105,7 @@ void gated(const Matrix& gate, const Matrix& up, const float* gate_bias, const f
         float lanes[32];
         const int64_t at = pair * 32, count = out.width - at < 32 ? out.width - at : 32;
         std::memcpy(lanes, out.values + r * out.stride + at, count * 4);
-        put_gated(lanes, r, pair, out);
+        quantize_gated(lanes, count, r, pair, out);
     }
     pad_gated(x.rows, pair, gate.num_blocks(), out);
 }

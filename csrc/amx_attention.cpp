@@ -53,7 +53,7 @@ struct Attend {
             whole[i].begun = false;
             sight[i] = sight_of(task, first_query + i);
             for (int64_t d = 0; d < task.layout.head_dim; d += 16)
-                _mm256_store_si256((__m256i*)(query[i] + d), (__m256i)_mm512_cvtneps_pbh(load(sight[i].values + d).v));
+                store_bf16(query[i] + d, load(sight[i].values + d));
             for (int64_t d = 0; d < wide(); d += 16) store(sums(i) + d, splat(0.0f));
             extent.add(sight[i]);
         }
@@ -148,7 +148,7 @@ struct Attend {
         if (shrink != 1.0f)
             for (int64_t d = 0; d < wide(); d += 16) store(sums(i) + d, load(sums(i) + d) * splat(shrink));
         for (int t = 0; t < tiles; ++t)
-            _mm256_store_si256((__m256i*)(weight[i] + t * 16), (__m256i)_mm512_cvtneps_pbh(load(score[i] + t * 16).v));
+            store_bf16(weight[i] + t * 16, load(score[i] + t * 16));
     }
 
     // The values of a tile; of one with positions outside first .. last - 1 a copy with zeros there, for anything may

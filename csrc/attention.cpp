@@ -16,6 +16,9 @@ template <int kQueries> constexpr int kAbreast = 2;
 #elif HEADSTART_NEON
 template <int kQueries> constexpr int kStrips = kQueries == 1 ? 2 : 1; // 4 queries x 4 registers
 template <int kQueries> constexpr int kAbreast = kQueries == 1 ? 2 : 1;
+#elif HEADSTART_AVX2
+template <int kQueries> constexpr int kStrips = kQueries == 1 ? 2 : 1; // 4 queries x 2 registers, of 16
+template <int kQueries> constexpr int kAbreast = kQueries == 1 ? 4 : kQueries == 2 ? 2 : 1;
 #else
 template <int kQueries> constexpr int kStrips = 1;
 template <int kQueries> constexpr int kAbreast = 2;
@@ -36,7 +39,7 @@ INLINE i32 splat_pair(const uint16_t* p) {
     return splat_int(both);
 }
 
-#if HEADSTART_NEON
+#if HEADSTART_NEON || HEADSTART_AVX2
 constexpr int kGroup = 4; // of queries
 #else
 constexpr int kGroup = 6;
@@ -173,17 +176,24 @@ template <Store kStore> struct Attend {
             for (int64_t p = (begin + 1) / 2 * 2; p + 2 <= end; p += 2) add_pair(p, splat_int(-1));
             if (end % 2 && end > begin) add_pair(end - 1, splat_int(0xffff));
         }
-        for (int64_t p = begin / kEach * kEach; p < end && !kPairs<kStore>; p += kEach) {
+        auto add = [&](int64_t p, int from, int to) __attribute__((always_inline)) { // those of its neighbours from .. to - 1
             const uint8_t* row = tile[p / 16] + at + p % 16 / kEach * line;
             f32 value[kWidth][kEach];
             for (int s = 0; s < kWidth; ++s) load_items<kStore>(row + s * kLine<kStore>, value[s]);
-            for (int way = 0; way < kEach; ++way) {
-                if (p + way < begin || p + way >= end) continue;
+            for (int way = from; way < to; ++way)
                 for (int i = 0; i < kCount; ++i) {
                     const f32 w = splat(query[i].weight[p + way]);
                     for (int s = 0; s < kWidth; ++s) sum[i][s] = fma(value[s][way], w, sum[i][s]);
                 }
+        };
+        if (!kPairs<kStore>) {
+            int64_t p = begin / kEach * kEach;
+            if (p < begin) {
+                add(p, 1, end < p + kEach ? (int)(end - p) : kEach);
+                p += kEach;
             }
+            for (; p + kEach <= end; p += kEach) add(p, 0, kEach);
+            if (p < end) add(p, 0, 1);
         }
         for (int i = 0; i < kCount; ++i)
             for (int s = 0; s < kWidth; ++s) store(query[i].sum + d + s * 16, sum[i][s]);
@@ -270,7 +280,7 @@ template <Store kStore> struct Attend {
         case 2: return step<2>(query, start);
         case 3: return step<3>(query, start);
         case 4: return step<4>(query, start);
-#if !HEADSTART_NEON
+#if !HEADSTART_NEON && !HEADSTART_AVX2
         case 5: return step<5>(query, start);
         default: return step<6>(query, start);
 #endif

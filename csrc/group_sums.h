@@ -7,11 +7,12 @@
 
 #if HEADSTART_NEON
 #include "group_sums_neon.h"
+#elif HEADSTART_AVX2 && !defined(__AVXVNNI__)
+#include "group_sums_avx2.h"
 #else
 
 namespace headstart::HEADSTART_PATH {
 
-constexpr int kBlocksAtOnce = 2;
 constexpr int32_t kLowered = 0; // what is taken off each byte of Q8, and each level
 
 INLINE i32 splat_bytes(const int8_t* p) {

@@ -8,8 +8,6 @@
 
 namespace headstart::HEADSTART_PATH {
 
-constexpr int kBlocksAtOnce = 1; // a block's 16 lanes are four registers of 32
-
 #if defined(__ARM_FEATURE_MATMUL_INT8)
 constexpr int32_t kLowered = 0;
 #else

@@ -41,10 +41,10 @@ template <Read kRead> INLINE f32 load_scale(const Matrix& w, const uint8_t* p, i
     return load_half(reinterpret_cast<const uint16_t*>(p) + group * 16);
 }
 
-// acc[r][b] += row r of x times block kFirst + b, b < kBlocksAtOnce. Up to 32 columns are summed as integers, then scaled.
-template <int kBits, int kGroup, Offsets kOffsets, Read kRead, bool kLevels, int kFirst, int kRows>
+// acc[r][b] += row r of x times block kFirst + b, b < kBlocks. Up to 32 columns are summed as integers, then scaled.
+template <int kBits, int kGroup, Offsets kOffsets, Read kRead, bool kLevels, int kFirst, int kRows, int kBlocks>
 INLINE void multiply_quantized(const Matrix& w, const uint8_t* const block[2], const Input& x, int64_t row,
-                               f32 (&acc)[kRows][kBlocksAtOnce]) {
+                               f32 (&acc)[kRows][kBlocks]) {
     const QuantLayout layout(w.cols);
     constexpr bool kMin = kOffsets == Offsets::MINS, kPoints = kOffsets == Offsets::POINTS;
     constexpr int kPart = kGroup < 32 ? kGroup : 32, kParts = kPanel / kPart;
@@ -66,42 +66,42 @@ INLINE void multiply_quantized(const Matrix& w, const uint8_t* const block[2], c
     constexpr int32_t kOff = kBits == 8 || kLevels ? kLowered : 0;
     const int32_t zero = kMin || kPoints ? kOff : kOff - w.zero; // what a sum of activations adds so many times
     const bool factors = kRead == Read::ANY && kLevels && w.has_factors();
-    f32 factor[kBlocksAtOnce];
-    for (int b = 0; b < kBlocksAtOnce; ++b)
+    f32 factor[kBlocks];
+    for (int b = 0; b < kBlocks; ++b)
         factor[b] = factors ? load(reinterpret_cast<const float*>(block[kFirst + b])) : splat(1.0f);
     const int64_t first = factors ? w.factor_bytes() : 0, num_panels = layout.padded / kPanel;
     const int64_t ahead = row == 0 ? 2 * (first + num_panels * panel_bytes) : 0; // the next pair of blocks
     for (int64_t panel = 0; panel < num_panels; ++panel) {
-        const uint8_t* p[kBlocksAtOnce];
-        for (int b = 0; b < kBlocksAtOnce; ++b) p[b] = block[kFirst + b] + first + panel * panel_bytes;
+        const uint8_t* p[kBlocks];
+        for (int b = 0; b < kBlocks; ++b) p[b] = block[kFirst + b] + first + panel * panel_bytes;
         for (int64_t line = 0; line < panel_bytes; line += 64)
-            for (int b = 0; b < kBlocksAtOnce; ++b) prefetch(p[b] + ahead + line);
+            for (int b = 0; b < kBlocks; ++b) prefetch(p[b] + ahead + line);
         for (int g = 0; g < kParts; ++g) {
             const int64_t part = panel * kParts + g, column = part * kPart, group = g * kPart / kGroup;
-            i32 sum[kRows][kBlocksAtOnce];
+            i32 sum[kRows][kBlocks];
             for (int r = 0; r < kRows; ++r) {
                 const i32 start = splat_int((kMin || kPoints) && !kOff ? 0 : zero * sums[r][part]);
-                for (int b = 0; b < kBlocksAtOnce; ++b) sum[r][b] = start;
+                for (int b = 0; b < kBlocks; ++b) sum[r][b] = start;
             }
             add_group<kBits, kPart, kLevels, kRows>(p, head, g, q, column, table, sum);
-            f32 s[kBlocksAtOnce], z[kBlocksAtOnce];
-            for (int b = 0; b < kBlocksAtOnce; ++b) {
+            f32 s[kBlocks], z[kBlocks];
+            for (int b = 0; b < kBlocks; ++b) {
                 s[b] = z[b] = load_scale<kRead>(w, p[b], group, factor[b]);
                 if (kPoints) z[b] = splat(0.0f) - to_float(load_u8(p[b] + scale_bytes + group * 16));
             }
             for (int r = 0; r < kRows; ++r) {
                 const f32 scale = splat(scales[r][column / 32]);
-                for (int b = 0; b < kBlocksAtOnce; ++b) {
+                for (int b = 0; b < kBlocks; ++b) {
                     f32 whole = to_float(sum[r][b]);
                     if (kPoints) whole = fma(z[b], splat((float)sums[r][part]), whole); // of integers below 2^24: exact
                     acc[r][b] = fma(whole, s[b] * scale, acc[r][b]);
                 }
             }
             if (!kMin) continue;
-            for (int b = 0; b < kBlocksAtOnce; ++b) s[b] = load_scale<kRead>(w, p[b] + scale_bytes, group, factor[b]);
+            for (int b = 0; b < kBlocks; ++b) s[b] = load_scale<kRead>(w, p[b] + scale_bytes, group, factor[b]);
             for (int r = 0; r < kRows; ++r) {
                 const f32 total = splat(scaled_sums[r][part]);
-                for (int b = 0; b < kBlocksAtOnce; ++b) acc[r][b] = fma(s[b], total, acc[r][b]);
+                for (int b = 0; b < kBlocks; ++b) acc[r][b] = fma(s[b], total, acc[r][b]);
             }
         }
     }
@@ -136,9 +136,9 @@ template <Kind kKind> INLINE auto load_codes(const FloatTable& table, const uint
 }
 
 // acc[r][b] += row r of x times block kFirst + b: codes of a group times floats, then the group's scale.
-template <Kind kKind, int kFirst, int kRows>
+template <Kind kKind, int kFirst, int kRows, int kBlocks>
 INLINE void multiply_coded(const Matrix& w, const uint8_t* const block[2], const Input& x, int64_t row,
-                           f32 (&acc)[kRows][kBlocksAtOnce]) {
+                           f32 (&acc)[kRows][kBlocks]) {
     const FloatTable table = float_table(float_levels(w.levels));
     const f32 unit_value = splat(kKind == Kind::F8 ? 256.0f : 1.0f);
     const int64_t panel_bytes = w.panel_bytes(), head = w.head_bytes(), num_panels = w.padded() / kPanel;
@@ -154,34 +154,34 @@ INLINE void multiply_coded(const Matrix& w, const uint8_t* const block[2], const
                 std::memcpy(tail[r], in[r], rest * 4);
                 in[r] = tail[r];
             }
-        const uint8_t* p[kBlocksAtOnce];
-        for (int b = 0; b < kBlocksAtOnce; ++b) p[b] = block[kFirst + b] + panel * panel_bytes;
+        const uint8_t* p[kBlocks];
+        for (int b = 0; b < kBlocks; ++b) p[b] = block[kFirst + b] + panel * panel_bytes;
         for (int64_t line = 0; line < panel_bytes; line += 64)
-            for (int b = 0; b < kBlocksAtOnce; ++b) prefetch(p[b] + ahead + line);
+            for (int b = 0; b < kBlocks; ++b) prefetch(p[b] + ahead + line);
         for (int64_t group = 0, unit = 0; group < kPanel / w.group; ++group) {
-            f32 sum[kRows][kBlocksAtOnce][kChains];
+            f32 sum[kRows][kBlocks][kChains];
             for (auto& r : sum)
                 for (auto& b : r)
                     for (auto& chain : b) chain = splat(0.0f);
             for (int64_t end = unit + units; unit < end; ++unit) {
-                decltype(load_codes<kKind>(table, nullptr)) codes[kBlocksAtOnce];
-                for (int b = 0; b < kBlocksAtOnce; ++b) codes[b] = load_codes<kKind>(table, p[b] + head + unit * 64);
+                decltype(load_codes<kKind>(table, nullptr)) codes[kBlocks];
+                for (int b = 0; b < kBlocks; ++b) codes[b] = load_codes<kKind>(table, p[b] + head + unit * 64);
 #pragma GCC unroll 8
                 for (int i = 0; i < kUnit<kKind>; ++i) {
-                    f32 weights[kBlocksAtOnce];
+                    f32 weights[kBlocks];
 #pragma GCC unroll 2
-                    for (int b = 0; b < kBlocksAtOnce; ++b) weights[b] = widen(codes[b], i);
+                    for (int b = 0; b < kBlocks; ++b) weights[b] = widen(codes[b], i);
 #pragma GCC unroll 8
                     for (int r = 0; r < kRows; ++r) {
                         const f32 a = splat(in[r][column_of(kKind, unit, i)]);
 #pragma GCC unroll 2
-                        for (int b = 0; b < kBlocksAtOnce; ++b)
+                        for (int b = 0; b < kBlocks; ++b)
                             sum[r][b][i % kChains] = fma(weights[b], a, sum[r][b][i % kChains]);
                     }
                 }
             }
 #pragma GCC unroll 2
-            for (int b = 0; b < kBlocksAtOnce; ++b) {
+            for (int b = 0; b < kBlocks; ++b) {
                 const f32 scale = load_scale<Read::F32>(w, p[b], group, unit_value) * unit_value;
                 for (int r = 0; r < kRows; ++r)
                     acc[r][b] = fma(kChains > 1 ? sum[r][b][0] + sum[r][b][kChains - 1] : sum[r][b][0], scale, acc[r][b]);

@@ -11,26 +11,32 @@
 namespace headstart::HEADSTART_PATH {
 namespace {
 
+// Rows that are multiplied together, and how many blocks at once: as many accumulators as registers hold. Simple: weights
+// are floats as they are loaded, and need no other registers.
 #if HEADSTART_AVX512
 constexpr int kRowTile = 6; // 6 rows x 2 blocks: 24 accumulators of 32 registers
+template <int kRows, bool kSimple = false> constexpr int kBlocksAtOnce = 2;
 #elif HEADSTART_AVX2
-constexpr int kRowTile = 2;
+constexpr int kRowTile = 4; // 4 rows x a block's 2 registers: 8 accumulators of 16 registers
+template <int kRows, bool kSimple = false> constexpr int kBlocksAtOnce = kRows <= (kSimple ? 2 : 1) ? 2 : 1;
 #elif HEADSTART_NEON
 constexpr int kRowTile = 4; // 4 rows x a block's 4 registers: 16 accumulators of 32 registers
+template <int kRows, bool kSimple = false> constexpr int kBlocksAtOnce = 1;
 #else
 constexpr int kRowTile = 1;
+template <int kRows, bool kSimple = false> constexpr int kBlocksAtOnce = 2;
 #endif
 
-// acc[r][b] += row r of x times block kFirst + b, b < kBlocksAtOnce, float matrices, column by column.
-template <Kind kKind, int kFirst, int kRows>
+// acc[r][b] += row r of x times block kFirst + b, b < kBlocks, float matrices, column by column.
+template <Kind kKind, int kFirst, int kRows, int kBlocks>
 INLINE void multiply_float(const Matrix& w, const uint8_t* const block[2], const Input& x, int64_t row,
-                           f32 (&acc)[kRows][kBlocksAtOnce]) {
+                           f32 (&acc)[kRows][kBlocks]) {
     const float* in[kRows];
     for (int r = 0; r < kRows; ++r) in[r] = x.values + x.at(row + r) * x.stride;
-    const auto add = [&](int64_t column, const f32 (&weights)[kBlocksAtOnce]) __attribute__((always_inline)) {
+    const auto add = [&](int64_t column, const f32 (&weights)[kBlocks]) __attribute__((always_inline)) {
         for (int r = 0; r < kRows; ++r) {
             const f32 a = splat(in[r][column]);
-            for (int b = 0; b < kBlocksAtOnce; ++b) acc[r][b] = fma(weights[b], a, acc[r][b]);
+            for (int b = 0; b < kBlocks; ++b) acc[r][b] = fma(weights[b], a, acc[r][b]);
         }
     };
 #if HEADSTART_PAIRS
@@ -56,21 +62,22 @@ INLINE void multiply_float(const Matrix& w, const uint8_t* const block[2], const
     if (kKind == Kind::BF16) {
         const i32 high = splat_int((int32_t)0xffff0000);
         for (int64_t k = 0; k < w.cols; k += 2) {
-            i32 pair[kBlocksAtOnce];
-            f32 even[kBlocksAtOnce], odd[kBlocksAtOnce];
-            for (int b = 0; b < kBlocksAtOnce; ++b) {
+            i32 pair[kBlocks];
+            f32 half[kBlocks]; // the even column, then the odd one
+            for (int b = 0; b < kBlocks; ++b) {
                 pair[b] = load(reinterpret_cast<const int32_t*>(block[kFirst + b] + k * 32));
-                even[b] = as_float(shift_left<16>(pair[b]));
-                odd[b] = as_float(pair[b] & high);
+                half[b] = as_float(shift_left<16>(pair[b]));
             }
-            add(k, even);
-            if (k + 1 < w.cols) add(k + 1, odd);
+            add(k, half);
+            if (k + 1 == w.cols) break;
+            for (int b = 0; b < kBlocks; ++b) half[b] = as_float(pair[b] & high);
+            add(k + 1, half);
         }
         return;
     }
     for (int64_t k = 0; k < w.cols; ++k) {
-        f32 weights[kBlocksAtOnce];
-        for (int b = 0; b < kBlocksAtOnce; ++b) {
+        f32 weights[kBlocks];
+        for (int b = 0; b < kBlocks; ++b) {
             if (kKind == Kind::F16)
                 weights[b] = load_half(reinterpret_cast<const uint16_t*>(block[kFirst + b] + k * 32));
             else
@@ -84,17 +91,18 @@ template <int kRows> using Tile = f32[kRows][2];
 template <int kRows> using Multiply = void (*)(const Matrix&, const uint8_t* const[2], const Input&, int64_t, Tile<kRows>&);
 
 // What multiply(sums, first block) makes of zeros, for both blocks.
-template <int kRows, class F> INLINE void from_zero(Tile<kRows>& acc, F&& multiply) {
+template <int kRows, bool kSimple = false, class F> INLINE void from_zero(Tile<kRows>& acc, F&& multiply) {
     const auto take = [&](auto first) __attribute__((always_inline)) {
-        f32 sum[kRows][kBlocksAtOnce];
+        constexpr int kBlocks = kBlocksAtOnce<kRows, kSimple>;
+        f32 sum[kRows][kBlocks];
         for (auto& r : sum)
             for (f32& lanes : r) lanes = splat(0.0f);
         multiply(sum, first);
         for (int r = 0; r < kRows; ++r)
-            for (int b = 0; b < kBlocksAtOnce; ++b) acc[r][first.value + b] = sum[r][b];
+            for (int b = 0; b < kBlocks; ++b) acc[r][first.value + b] = sum[r][b];
     };
     take(std::integral_constant<int, 0>{});
-    if constexpr (kBlocksAtOnce == 1) take(std::integral_constant<int, 1>{});
+    if constexpr (kBlocksAtOnce<kRows, kSimple> == 1) take(std::integral_constant<int, 1>{});
 }
 
 template <int kBits, int kGroup, Offsets kOffsets, Read kRead, bool kLevels, int kRows>
@@ -106,7 +114,7 @@ void quantized(const Matrix& w, const uint8_t* const block[2], const Input& x, i
 
 template <Kind kKind, int kRows>
 void floating(const Matrix& w, const uint8_t* const block[2], const Input& x, int64_t row, Tile<kRows>& acc) {
-    from_zero<kRows>(acc, [&](auto& sum, auto first) __attribute__((always_inline)) {
+    from_zero<kRows, kKind != Kind::BF16>(acc, [&](auto& sum, auto first) __attribute__((always_inline)) {
         multiply_float<kKind, first.value>(w, block, x, row, sum);
     });
 }
@@ -206,11 +214,9 @@ template <class F> INLINE void in_tiles(int64_t rows, F&& f) {
     case 5: f(row, std::integral_constant<int, 5>{}); break;
     case 4: f(row, std::integral_constant<int, 4>{}); break;
 #endif
-#if HEADSTART_AVX512 || HEADSTART_NEON
+#if HEADSTART_AVX512 || HEADSTART_AVX2 || HEADSTART_NEON
     case 3: f(row, std::integral_constant<int, 3>{}); break;
     case 2: f(row, std::integral_constant<int, 2>{}); break;
-#endif
-#if HEADSTART_AVX512 || HEADSTART_AVX2 || HEADSTART_NEON
     case 1: f(row, std::integral_constant<int, 1>{}); break;
 #endif
     default: break;

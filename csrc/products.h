@@ -36,13 +36,19 @@ INLINE f32 gate_lanes(const f32 (&acc)[2], int64_t width, const float* gate_bias
     return gate_mul(with_bias(acc[0], gate_bias, at, width), with_bias(acc[1], up_bias, at, width), kind);
 }
 
-// Lanes 32 pair .. 32 pair + 31 of one row. Those beyond the width become zeros.
-INLINE void put_gated(float (&lanes)[32], int64_t row, int64_t pair, const Output& out) {
+// The first `count` of the lanes 32 pair .. 32 pair + 31 of one row, in 8 bits where these are wanted; the others become
+// zeros.
+INLINE void quantize_gated(float (&lanes)[32], int64_t count, int64_t row, int64_t pair, const Output& out) {
+    if (!out.quants) return;
     const QuantLayout layout(out.width);
-    const int64_t count = out.width - pair * 32 < 32 ? out.width - pair * 32 : 32;
     for (int64_t i = count; i < 32; ++i) lanes[i] = 0.0f;
+    quantize_group(lanes, pair, layout, out.quants + row * layout.row_bytes());
+}
+
+INLINE void put_gated(float (&lanes)[32], int64_t row, int64_t pair, const Output& out) {
+    const int64_t count = out.width - pair * 32 < 32 ? out.width - pair * 32 : 32;
     std::memcpy(out.values + row * out.stride + pair * 32, lanes, count * 4);
-    if (out.quants) quantize_group(lanes, pair, layout, out.quants + row * layout.row_bytes());
+    quantize_gated(lanes, count, row, pair, out);
 }
 
 // The last panel of an odd number of groups is padded to 64 columns.

@@ -157,6 +157,7 @@ INLINE void store(int32_t* p, i32 x) {
 INLINE i32 splat_int(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 INLINE i32 operator+(i32 x, i32 y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 INLINE i32 operator&(i32 x, i32 y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
+INLINE i32 operator^(i32 x, i32 y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
 INLINE i32 max(i32 x, i32 y) { return {_mm256_max_epi32(x.a, y.a), _mm256_max_epi32(x.b, y.b)}; }
 template <int N> INLINE i32 shift_left(i32 x) { return {_mm256_slli_epi32(x.a, N), _mm256_slli_epi32(x.b, N)}; }
 template <int N> INLINE i32 shift_right(i32 x) { return {_mm256_srli_epi32(x.a, N), _mm256_srli_epi32(x.b, N)}; }
@@ -165,10 +166,13 @@ INLINE i32 round_to_int(f32 x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_e
 INLINE f32 as_float(i32 x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
 INLINE i32 as_int(f32 x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
 INLINE int32_t store_low_bytes(int8_t* p, i32 x) {
-    alignas(32) int32_t lanes[16], sum = 0;
-    store(lanes, x);
-    for (int l = 0; l < 16; ++l) sum += p[l] = (int8_t)lanes[l];
-    return sum;
+    const __m256i low = _mm256_set1_epi32(0xff);
+    const __m256i words = _mm256_packus_epi32(_mm256_and_si256(x.a, low), _mm256_and_si256(x.b, low));
+    const __m256i in_order = _mm256_permute4x64_epi64(words, 0xd8);
+    const __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(in_order), _mm256_extracti128_si256(in_order, 1));
+    const __m128i sums = _mm_sad_epu8(_mm_xor_si128(bytes, _mm_set1_epi8(-128)), _mm_setzero_si128()); // + 128
+    _mm_storeu_si128((__m128i*)p, bytes);
+    return _mm_cvtsi128_si32(sums) + _mm_extract_epi32(sums, 2) - 16 * 128;
 }
 #if defined(__AVXVNNI__)
 INLINE __m256i dot_half(__m256i sum, __m256i w, __m256i a) { return _mm256_dpbusd_avx_epi32(sum, w, a); }
@@ -354,6 +358,24 @@ INLINE float max_lanes(f32 a) { // not for NaN
     return reduce_lanes(a, [](f32 x, f32 y) __attribute__((always_inline)) { return max(x, y); });
 }
 INLINE int32_t max_lanes(i32 a) { return _mm512_reduce_max_epi32(a.v); }
+#elif HEADSTART_AVX2
+template <class F> INLINE float reduce_lanes(__m256 eight, F&& join) {
+    __m128 found = join(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    found = join(found, _mm_movehl_ps(found, found));
+    return _mm_cvtss_f32(join(found, _mm_movehdup_ps(found)));
+}
+INLINE float sum_lanes(f32 x) {
+    return reduce_lanes(_mm256_add_ps(x.a, x.b), [](__m128 a, __m128 b) __attribute__((always_inline)) { return _mm_add_ps(a, b); });
+}
+INLINE float max_lanes(f32 x) { // not for NaN
+    return reduce_lanes(_mm256_max_ps(x.a, x.b), [](__m128 a, __m128 b) __attribute__((always_inline)) { return _mm_max_ps(a, b); });
+}
+INLINE int32_t max_lanes(i32 x) {
+    const __m256i eight = _mm256_max_epi32(x.a, x.b);
+    __m128i found = _mm_max_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+    found = _mm_max_epi32(found, _mm_shuffle_epi32(found, 0x4e));
+    return _mm_cvtsi128_si32(_mm_max_epi32(found, _mm_shuffle_epi32(found, 0xb1)));
+}
 #elif !HEADSTART_NEON
 INLINE int32_t max_lanes(i32 a) {
     int32_t v[16], most = INT32_MIN;

@@ -14,7 +14,7 @@ from headstart.errors import UsageError
 Quantization = Literal["int8", "int4"]
 KVDtype = Literal["float32", "bfloat16", "int8"]
 Dtype = Literal["float32", "float64", "bfloat16"]
-Device = Literal["cpu", "cuda"]
+Device = Literal["auto", "cpu", "cuda"]
 Numa = Literal["auto", "replicate", "interleave", "off"]
 Rule = Literal["exact", "rejection"]
 Depth = int | Literal["auto"]
@@ -41,16 +41,20 @@ class EngineConfig:
     """How an engine runs. Raises UsageError, naming the flag, for a value outside its range."""
 
     backend: str = _flag(
-        "auto", "--backend", "What computes: native (compiled, CPU), reference (plain torch), or auto to choose."
+        "auto",
+        "--backend",
+        "What computes: cuda (Triton, a GPU), native (compiled, CPU), reference (plain torch), or auto to choose.",
     )
     quantization: Quantization | None = _flag(
         None, "--quantization", "Round weights to int8 or int4 at load. Default: the file's own precision."
     )
     kv_cache_dtype: KVDtype | None = _flag(
-        None, "--kv-cache-dtype", "Keys and values in the native cache: bfloat16 (default), int8 or float32."
+        None,
+        "--kv-cache-dtype",
+        "Keys and values: bfloat16 (default), int8 (native), or float32 (cuda rounds nothing to bfloat16 then).",
     )
     dtype: Dtype = _flag("float32", "--dtype", "Arithmetic of the reference backend.")
-    device: Device = _flag("cpu", "--device", "Where the model runs.")
+    device: Device = _flag("auto", "--device", "Where the model runs: cpu, cuda, or auto, where its backend does.")
     threads: int | None = _flag(None, "--threads", "CPU threads. Default: what affinity and cgroup quota allow.")
     numa: Numa | None = _flag(
         None,

@@ -62,8 +62,11 @@ OWN: Mapping[str, Mapping[str, Any]] = {
         "intermediate_size": 256, "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
     },
     "qwen3_moe": {"mlp_only_layers": []},  # llama.cpp has experts in all layers
-    "mellum": {  # whose module it does not convert; the server ends where no layer has the window
+    "mellum": {  # its module is not converted, all layers rotate by one base, one must have a window
         "num_nextn_predict_layers": 0, "layer_types": [f"{kind}_attention" for kind in ("sliding", "full", "sliding")],
+        "rope_parameters": {
+            f"{kind}_attention": {"rope_type": "default", "rope_theta": 5e4} for kind in ("sliding", "full")
+        },
     },
     "nemotron_h": {"hybrid_override_pattern": "ME*EM"},  # no MLP beside experts there
     "phi3": {"sliding_window": None},  # which llama.cpp does not apply

@@ -20,9 +20,9 @@ from headstart.heads.kind import head_kind
 from headstart.layers.decoder import tap_width
 from headstart.layers.network import DecoderNetwork, Network
 
-MEMORY_SHARE = 0.25
+MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.8}
 """Share of the free memory that the KV cache may take when --kv-blocks is not given; half of it where there is
-recurrent state, a quarter of it each for sequences and snapshots."""
+recurrent state, a quarter of it each for sequences and snapshots. A GPU is there for nothing else but activations."""
 MOST_SNAPSHOTS = 256
 BLOCK_RECORD = 512
 """Bytes of what is known of a block, beside its content."""
@@ -141,9 +141,9 @@ def _memory(
     free and that no other engine of this process has planned with. Raises UsageError for fewer blocks than one sequence
     needs, and for more than the memory holds."""
     free = model.backend.free_memory()
-    budget = int(
-        max(free - sum(size for device, size in PLANNED.values() if device == config.device), 0) * MEMORY_SHARE
-    )
+    place = model.backend.runs_on
+    planned = sum(size for device, size in PLANNED.values() if device == place)
+    budget = int(max(free - planned, 0) * MEMORY_SHARE[place])
     states = _states(model, config, budget, drafts=drafts)
     specs = [spec for network in networks for spec in network.kv_specs]
     backend = model.backend
@@ -155,20 +155,20 @@ def _memory(
             f"--kv-blocks {num_blocks} of {config.block_size} tokens hold less than one sequence of {max_length}",
             f"give at least {-(-max_length // config.block_size)} blocks, or lower --max-model-len",
         )
-    wanted, room = num_blocks * (block_bytes + BLOCK_RECORD), _whole_memory(config) or free
+    wanted, room = num_blocks * (block_bytes + BLOCK_RECORD), _whole_memory(place) or free
     if wanted > room and config.kv_blocks:
         raise UsageError(
             f"--kv-blocks {num_blocks} take {wanted / 1e9:.1f} GB, but there are {room / 1e9:.1f} GB",
-            f"{max(budget // block_bytes, 1)} blocks take a quarter of what is free, which is the default",
+            f"{max(budget // block_bytes, 1)} blocks take {MEMORY_SHARE[place]:.0%} of what is free: the default",
         )
     memory = KVMemory(num_blocks, config.block_size, prefix_caching=config.enable_prefix_caching, states=states)
-    PLANNED[memory] = config.device, num_blocks * block_bytes + _state_bytes(model, states)
+    PLANNED[memory] = place, num_blocks * block_bytes + _state_bytes(model, states)
     return memory
 
 
-def _whole_memory(config: EngineConfig) -> int | None:
+def _whole_memory(place: str) -> int | None:
     """Bytes, free or not; None where only what is free is known."""
-    if config.device != "cpu":
+    if place != "cpu":
         return None
     memory = machine.memory()
     return memory.limit or memory.total or None
@@ -202,11 +202,12 @@ def _state_bytes(model: Model, states: StateMemory | None) -> int:
 
 def identity(model: Model, config: EngineConfig) -> dict[str, Any]:
     """What the costs of passes and drafts depend on, beside the machine."""
+    backend = model.backend
     return {
         "files": hub.stamps(model.checkpoint.files),
         "head": model.head.source if model.head else None,
         "drafter": drafter_of(model, config)[1],
-        "backend": [model.backend.name, config.device, config.dtype, config.quantization, config.kv_cache_dtype],
+        "backend": [backend.name, backend.runs_on, config.dtype, config.quantization, config.kv_cache_dtype],
         "threads": [config.threads or machine.threads().usable, config.numa],
         "block_size": config.block_size,
     }

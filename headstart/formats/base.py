@@ -154,7 +154,7 @@ class Tensor:
         elif self.dtype == "BF16":
             values = (self._view("<u2").astype(np.uint32) << 16).view(np.float32)
         elif self.dtype == "F8_E4M3":
-            values = _e4m3_table()[self.data]
+            values = e4m3_table()[self.data]
         elif self.dtype == "F8_E5M2":  # the upper half of a float16
             values = (self.data.astype(np.uint16) << 8).view(np.float16)
         elif self.dtype == "F8_E8M0":
@@ -163,7 +163,7 @@ class Tensor:
             raise ModelError(f"tensor {self.name} holds {self.dtype}, but floating-point weights are wanted here")
         elif layout := layout_of(self.dtype):
             rows = self.data.reshape(math.prod(self.shape[:-1]), -1)
-            values = grouped_values(layout, rows, self.shape[-1], _e4m3_table())
+            values = grouped_values(layout, rows, self.shape[-1], e4m3_table())
         else:
             values = self._dequantize()
         # An unaligned view (safetensors allows any offset) is copied: C++ readers rely on alignment.
@@ -243,7 +243,7 @@ class Tensor:
             raise ModelError(f"tensor {self.name} is stored as {self.dtype}, which cannot be read", hint) from error
 
 
-def _e4m3_table() -> NDArray[np.float32]:
+def e4m3_table() -> NDArray[np.float32]:
     """float32 [256]: the values of F8_E4M3 (no infinities; 0x7f and 0xff are NaN)."""
     code = np.arange(256)
     exponent, mantissa = (code >> 3) & 15, code & 7

@@ -94,13 +94,20 @@ def joined(layout: Layout, codes: Bytes, scales: NDArray[Any], points: Any = Non
     return out
 
 
-def values(layout: Layout, rows: Bytes, columns: int, e4m3: Floats) -> Floats:
-    """Rows of such a type -> what they stand for, [n, columns]. `e4m3`: what each of the 256 codes stands for."""
+def split(layout: Layout, rows: Bytes, e4m3: Floats) -> tuple[Bytes, Floats, Bytes | None]:
+    """Rows of such a type -> codes [n, units, bytes], scales [n, units] with the row's factor, and zero points
+    [n, units] where there are any. `e4m3`: what each of the 256 codes stands for."""
     body = rows[:, layout.head_bytes :].reshape(len(rows), -1, layout.unit_bytes)
     scales = _scales(layout, np.ascontiguousarray(body[..., : layout.scale_bytes]), e4m3)
     if layout.head_bytes:
         scales = scales * np.ascontiguousarray(rows[:, : layout.head_bytes]).view("<f4")
-    codes = body[..., layout.scale_bytes + layout.has_points :]
+    points = body[..., layout.scale_bytes] if layout.has_points else None
+    return body[..., layout.scale_bytes + layout.has_points :], scales, points
+
+
+def values(layout: Layout, rows: Bytes, columns: int, e4m3: Floats) -> Floats:
+    """Rows of such a type -> what they stand for, [n, columns]; `e4m3` as in `split`."""
+    codes, scales, points = split(layout, rows, e4m3)
     if layout.code_bytes < layout.group:
         codes = np.stack((codes & 15, codes >> 4), axis=-1).reshape(*codes.shape[:2], -1)
     numbers: NDArray[Any] = codes
@@ -109,8 +116,7 @@ def values(layout: Layout, rows: Bytes, columns: int, e4m3: Floats) -> Floats:
     elif layout.codes in LEVELS:
         numbers = LEVELS[layout.codes][codes]
     else:
-        zero = body[..., layout.scale_bytes, None] if layout.has_points else np.uint8(128)
-        numbers = codes.astype(np.float32) - zero
+        numbers = codes.astype(np.float32) - (np.uint8(128) if points is None else points[..., None])
     with np.errstate(over="ignore", invalid="ignore"):
         found = np.asarray(numbers * scales[..., None], np.float32)
     return found.reshape(len(rows), -1)[:, :columns]

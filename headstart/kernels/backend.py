@@ -23,7 +23,8 @@ class BackendKind:
     rank: `auto` takes the lowest that can run. why: for doctor. exact: a text depends on no company, chunks, threads.
     limits: (why it cannot run a config here, a hint), or None. open: the backend, for weights of these files.
     flags: fields of EngineConfig that are None unless a backend which has them is meant. widens: weights become
-    --dtype. packages: whose versions its speed depends on. detail: more for doctor.
+    --dtype. packages: whose versions its speed depends on. present: is there a machine for it, as far as can be told at
+    no cost; `auto` does not think of it else. detail: more for doctor.
     """
 
     rank: int
@@ -34,6 +35,7 @@ class BackendKind:
     flags: frozenset[str] = frozenset()
     widens: bool = False
     packages: tuple[str, ...] = ()
+    present: Callable[[], bool] = lambda: True
     detail: Callable[[], str] = lambda: ""
 
 
@@ -55,11 +57,12 @@ def choose(config: EngineConfig) -> Chosen:
     """The backend that a config means. Raises UsageError for what cannot run here, naming the flag."""
     kinds = {name: kind_of(name) for name in registry.available("backends")}
     asked = config.backend != AUTO
-    wanted = [config.backend] if asked else sorted(kinds, key=lambda name: (kinds[name].rank, name))
+    present = {name: kind for name, kind in kinds.items() if kind.present()}
+    wanted = [config.backend] if asked else sorted(present, key=lambda name: (kinds[name].rank, name))
     refused: dict[str, tuple[str, str]] = {}
     for name in wanted:
         if (cannot := kinds[name].limits(config)) is None:
-            _check_flags(config, name, kinds)
+            _check_flags(config, kinds[name], present)
             why = "asked for" if asked else next((why for why, _ in refused.values()), kinds[name].why)
             return Chosen(name, kinds[name], why)
         refused[name] = cannot
@@ -72,9 +75,9 @@ def open_backend(config: EngineConfig, files: tuple[Path, ...] = ()) -> Backend:
     return choose(config).kind.open(config, files)
 
 
-def _check_flags(config: EngineConfig, name: str, kinds: dict[str, BackendKind]) -> None:
+def _check_flags(config: EngineConfig, chosen: BackendKind, kinds: dict[str, BackendKind]) -> None:
     for other, kind in kinds.items():
-        for field in sorted(kind.flags - kinds[name].flags, reverse=True):
+        for field in sorted(kind.flags - chosen.flags, reverse=True):
             if (value := getattr(config, field)) is not None:
                 cannot = kind.limits(config)
                 hint = cannot[0] if cannot else "use --backend auto"

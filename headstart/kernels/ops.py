@@ -288,9 +288,12 @@ Handle = Any
 
 
 class Backend(Protocol):
-    """Owns weights and pools, runs programs, samples."""
+    """Owns weights and pools, runs programs, samples. `runs_on`: whose memory and time that takes."""
 
     name: str
+
+    @property
+    def runs_on(self) -> Literal["cpu", "cuda"]: ...
 
     def weight(self, tensor: RawTensor, *, drafts: bool = False, precise: bool = False) -> Weight:
         """Take a file's tensor into this backend's own form. `drafts`: it only makes drafts, which never change the

@@ -26,7 +26,7 @@ class Prefilled:
 
     def __init__(self, model: Model, config: EngineConfig) -> None:
         self.model = model
-        self.meter = Meter(model.backend, waits=config.device != "cpu")
+        self.meter = Meter(model.backend, waits=model.backend.runs_on != "cpu")
         self.llm = LLM(replace(model, backend=cast(Backend, self.meter)), config)
         self.engine = self.llm.engine
         self.text = self.llm.encode(builtin_prompts()[0][1])

@@ -61,7 +61,7 @@ def test_flags_of_other_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     assert error.value.hint == "use --backend auto"
     with pytest.raises(UsageError, match="--backend is 'quantum', which is unknown") as error:
         EngineConfig(backend="quantum")
-    assert error.value.hint == "choose from: auto, native, reference"
+    assert error.value.hint == "choose from: auto, cuda, native, reference"
 
 
 @pytest.mark.slow

@@ -75,7 +75,7 @@ def test_a_prefix_without_a_snapshot_is_computed() -> None:
 def test_sequences_wait_for_a_slot(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
     specs, backend = hybrid().decoder.state_specs, hybrid().backend
     each = sum(backend.state_bytes(spec, MAX_DEPTH) for spec in specs)
-    monkeypatch.setattr(type(backend), "free_memory", lambda self: int(each * slots * 4 / MEMORY_SHARE) + 64)
+    monkeypatch.setattr(type(backend), "free_memory", lambda self: int(each * slots * 4 / MEMORY_SHARE["cpu"]) + 64)
     monkeypatch.setattr("headstart.engine.make.PLANNED", WeakKeyDictionary())  # engines of other tests
     engine, requests = engine_of(), [ask(prompt_of(20 + i, i), f"r{i}") for i in range(5)]
     assert engine.memory.states is not None
@@ -102,7 +102,7 @@ def test_memory_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A quarter of the budget each for sequences and snapshots, the other half for KV."""
     specs, backend = hybrid().decoder.state_specs, hybrid().backend
     state, kept = (sum(backend.state_bytes(spec, rows) for spec in specs) for rows in (0, MAX_DEPTH))
-    monkeypatch.setattr(type(backend), "free_memory", lambda self: int(40 * kept / MEMORY_SHARE))
+    monkeypatch.setattr(type(backend), "free_memory", lambda self: int(40 * kept / MEMORY_SHARE["cpu"]))
     for changes, running, snapshots in (
         ({"max_num_seqs": 8}, 8, 10 * kept // state),
         ({"max_num_seqs": 100}, 10, 10 * kept // state),

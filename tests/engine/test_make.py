@@ -53,7 +53,7 @@ def test_all_pools_are_within_the_budget(kind: str, free: int) -> None:
     """EAGLE-3 keeps the hidden states of several layers, a head of its own has keys and values: all of it counts."""
     llm = LLM(headed_model("llama", kind), EngineConfig(**AUTO_SIZED))
     assert llm.method == kind
-    budget = free * MEMORY_SHARE
+    budget = free * MEMORY_SHARE["cpu"]
     assert 0.9 * budget < bytes_of(llm) <= budget
 
 
@@ -64,7 +64,7 @@ def test_engines_of_one_process_share_the_memory(free: int) -> None:
     sizes = [bytes_of(llm) for llm in llms]
     assert sum(sizes) < free
     for one, following in pairwise(sizes):
-        assert following == pytest.approx((1 - MEMORY_SHARE) * one, rel=0.02)
+        assert following == pytest.approx((1 - MEMORY_SHARE["cpu"]) * one, rel=0.02)
     del llms
     gc.collect()
     assert bytes_of(LLM(model, config)) == sizes[0]
@@ -80,7 +80,7 @@ def test_a_full_memory_leaves_room_for_one_sequence(free: int, monkeypatch: pyte
 def test_more_blocks_than_memory(free: int) -> None:
     with pytest.raises(UsageError, match=r"--kv-blocks 9999999 take \d+\.\d GB, but there are 0\.1 GB") as error:
         LLM(tiny_model("llama"), EngineConfig(**{**AUTO_SIZED, "kv_blocks": 9_999_999}))
-    assert "blocks take a quarter of what is free" in error.value.hint
+    assert "blocks take 25% of what is free" in error.value.hint
 
 
 FLAGS = (
@@ -108,7 +108,7 @@ def test_a_flag_works_or_is_refused_by_name(flag: str, free: int) -> None:
 def test_a_system_without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = pytest.importorskip("headstart.kernels.native.backend", exc_type=ImportError)
 
-    def refuse(threads: int) -> None:
+    def refuse(*_: object) -> None:
         raise RuntimeError("Resource temporarily unavailable")
 
     monkeypatch.setattr(backend, "ThreadPool", refuse)

@@ -22,8 +22,8 @@ MOST_THREADS_PER_CORE, FEW_THREADS = 8, 16
 def limits(config: EngineConfig) -> tuple[str, str] | None:
     if importlib.util.find_spec(EXTENSION) is None:
         return "headstart was installed without a C++ compiler", "install one, then pip install headstart again"
-    if config.device != "cpu":
-        return f"the device is {config.device}", "use --device cpu"
+    if config.device == "cuda":
+        return "the device is cuda", "use --device cpu"
     if config.dtype != "float32":
         return f"--dtype {config.dtype} is the reference backend's", "leave --dtype out"
     if config.block_size % 16:

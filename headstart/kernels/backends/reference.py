@@ -24,7 +24,7 @@ def open_reference(config: EngineConfig, files: tuple[Path, ...]) -> ReferenceBa
     from headstart.kernels.reference.backend import ReferenceBackend  # torch is imported only when it is used
 
     threads = config.threads or machine.threads().usable
-    return ReferenceBackend(device=config.device, dtype=config.dtype, threads=threads)
+    return ReferenceBackend(device="cuda" if config.device == "cuda" else "cpu", dtype=config.dtype, threads=threads)
 
 
 BACKEND = BackendKind(

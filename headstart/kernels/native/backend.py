@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 from weakref import WeakSet
 
 import numpy as np
@@ -59,6 +60,7 @@ class NativeBackend:
     """
 
     name = "native"
+    runs_on: Literal["cpu"] = "cpu"
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -38,6 +39,10 @@ class ReferenceBackend:
         self.device, self.dtype = torch.device(device), DTYPES[dtype]
         if threads:
             torch.set_num_threads(threads)
+
+    @property
+    def runs_on(self) -> Literal["cpu", "cuda"]:
+        return "cuda" if self.device.type == "cuda" else "cpu"
 
     def weight(self, tensor: RawTensor, *, drafts: bool = False, precise: bool = False) -> Tensor:
         values = np.ascontiguousarray(tensor.float32())

@@ -221,7 +221,7 @@ def machine(model: Model, config: EngineConfig) -> dict[str, Any]:
     for package in kind_of(model.backend.name).packages:
         versions[package] = doctor.installed_version(package) or "unknown"
     return {
-        "device": config.device,
+        "device": model.backend.runs_on,
         "cpu": cpu().model,
         "threads": config.threads or threads().usable,
         "backend": model.backend.name,

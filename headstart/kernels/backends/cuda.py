@@ -1,0 +1,56 @@
+"""One GPU: Triton's kernels, exact to the bit. Checked in Triton's interpreter on the CPU, not yet on a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headstart.config import EngineConfig
+from headstart.kernels.backend import BackendKind
+
+if TYPE_CHECKING:
+    from headstart.kernels.cuda.backend import CudaBackend
+
+PACKAGES = ("torch", "triton")
+NODES = ("/dev/nvidia0", "/dev/dxg", "/dev/kfd")
+"""What the drivers of NVIDIA, of WSL and of AMD leave where a GPU is. Asking torch would import it."""
+
+
+def limits(config: EngineConfig) -> tuple[str, str] | None:
+    for package in PACKAGES:
+        if importlib.util.find_spec(package) is None:
+            return f"it needs {package}, which is not installed", "pip install 'headstart[cuda]'"
+    if config.device == "cpu":
+        return "the device is cpu", "use --device auto"
+    if config.kv_cache_dtype == "int8":
+        return "--kv-cache-dtype int8 is the native backend's", "use --kv-cache-dtype bfloat16"
+    if config.dtype != "float32":
+        return f"--dtype {config.dtype} is the reference backend's", "leave --dtype out"
+    return None
+
+
+def open_cuda(config: EngineConfig, files: tuple[Path, ...]) -> CudaBackend:
+    from headstart.kernels.cuda.backend import CudaBackend  # torch is imported only when it is used
+
+    narrow = config.kv_cache_dtype != "float32"
+    return CudaBackend(narrow=narrow, quantization=config.quantization)
+
+
+def present() -> bool:
+    """A driver's device, and packages that may use it."""
+    installed = all(importlib.util.find_spec(package) for package in PACKAGES)
+    return any(Path(node).exists() for node in NODES) and installed and not version("torch").endswith("+cpu")
+
+
+BACKEND = BackendKind(
+    rank=50,  # behind native until it has run on a GPU
+    why="Triton's kernels on a GPU, exact to the bit",
+    exact=True,
+    limits=limits,
+    open=open_cuda,
+    flags=frozenset({"quantization", "kv_cache_dtype"}),
+    packages=PACKAGES,
+    present=present,
+)

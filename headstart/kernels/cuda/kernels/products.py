@@ -1,0 +1,118 @@
+"""Triton: rows times a matrix, for any number of rows with the bits of one. Shapes: R rows, N outputs, K inputs, U
+scales of a row of the matrix, P parts of K.
+
+A tile has sixteen rows whatever R is, K goes in steps of one size, and the P parts are joined in order. Masked rows of
+a tile are zeros, and nothing crosses rows.
+"""
+
+import triton
+import triton.language as tl
+
+ROWS = tl.constexpr(16)
+"""Rows of a tile: what a tensor core takes at least, and all that is ever used."""
+PLAIN, NIBBLES, FLOAT8, LEVELS = (tl.constexpr(i) for i in range(4))
+"""How numbers are kept (cuda/matrix.py): in their own type, two in a byte, as E4M3, as places in a list of sixteen."""
+
+
+@triton.jit
+def numbers(matrix, levels, rows, columns, inside, num_columns, KIND: tl.constexpr, ZERO: tl.constexpr):
+    """What is stored at (rows, columns), which broadcast, in float32, less ZERO where two lie in a byte; 0 outside."""
+    if KIND == NIBBLES or KIND == LEVELS:
+        pairs = tl.load(matrix + rows.to(tl.int64) * ((num_columns + 1) // 2) + columns // 2, mask=inside, other=0)
+        codes = (pairs >> ((columns % 2) * 4).to(tl.uint8)) & 15
+        if KIND == LEVELS:
+            return tl.load(levels + codes.to(tl.int32), mask=inside, other=0.0)
+        return tl.where(inside, codes.to(tl.float32) - ZERO, 0.0)
+    stored = tl.load(matrix + rows.to(tl.int64) * num_columns + columns, mask=inside, other=0)
+    if KIND == FLOAT8:  # E4M3 is a float16 of a smaller bias, and fewer bits
+        bits = stored.to(tl.uint16)
+        half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+        return half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    return stored.to(tl.float32)
+
+
+@triton.jit
+def product(
+    x, matrix, scales, offsets, sums, levels, bias, out, num_rows, num_out, num_in, num_units, part_length,
+    KIND: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, OFFSETS: tl.constexpr, BIAS: tl.constexpr,
+    ROUND: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """out [P, R, N] = x [R, K] times matrix [N, K], by parts of K. Codes of a GROUP share a scale, and an offset that
+    is added to each of them (`sums` [R, U]: the group's sum of x). ROUND: x to bfloat16. WIDE: products in float32."""
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    part = tl.program_id(2)
+    is_row, is_column = row < num_rows, column < num_out
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for begin in range(0, part_length, STEP):
+        k = part * part_length + begin + tl.arange(0, STEP)
+        is_k = k < num_in
+        left = tl.load(x + row[:, None] * num_in + k[None, :], mask=is_row[:, None] & is_k[None, :], other=0.0)
+        inside = is_column[None, :] & is_k[:, None]
+        right = numbers(matrix, levels, column[None, :], k[:, None], inside, num_in, KIND, ZERO)
+        if ROUND:
+            left = left.to(tl.bfloat16)
+        if WIDE:
+            made = tl.dot(left.to(tl.float32), right, input_precision="ieee")
+        else:
+            made = tl.dot(left, right.to(tl.bfloat16))
+        if GROUP:
+            unit = (part * part_length + begin) // GROUP
+            known = is_column & (unit < num_units)
+            scale = tl.load(scales + column.to(tl.int64) * num_units + unit, mask=known, other=0.0).to(tl.float32)
+            made = made * scale[None, :]
+            if OFFSETS and begin % GROUP == 0:
+                offset = tl.load(offsets + column.to(tl.int64) * num_units + unit, mask=known, other=0.0)
+                summed = tl.load(sums + row * num_units + unit, mask=is_row & (unit < num_units), other=0.0)
+                made += summed[:, None] * offset[None, :]
+        total += made
+    if BIAS:
+        total += tl.load(bias + column, mask=is_column, other=0.0)[None, :]
+    at = (part * num_rows + row[:, None]).to(tl.int64) * num_out + column[None, :]
+    tl.store(out + at, total, mask=is_row[:, None] & is_column[None, :])
+
+
+@triton.jit
+def join_parts(parts, bias, out, size, num_out, num_parts, BIAS: tl.constexpr, COUNT: tl.constexpr):
+    """The sum of parts [P, size], first to last, and bias [N]."""
+    at = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
+    inside = at < size
+    total = tl.load(parts + at, mask=inside, other=0.0)
+    for _ in range(1, num_parts):
+        parts += size
+        total += tl.load(parts + at, mask=inside, other=0.0)
+    if BIAS:
+        total += tl.load(bias + at % num_out, mask=inside, other=0.0)
+    tl.store(out + at, total, mask=inside)
+
+
+@triton.jit
+def group_sums(x, sums, num_in, num_units, GROUP: tl.constexpr, WIDTH: tl.constexpr, UNITS: tl.constexpr,
+               ROUND: tl.constexpr):  # fmt: skip
+    """sums [R, U] of x [R, K] by groups, a row at a time: where a row stands in a tile must not matter."""
+    row = tl.program_id(0)
+    unit = tl.program_id(1) * UNITS + tl.arange(0, UNITS)
+    inner = tl.arange(0, WIDTH)
+    k = unit[:, None] * GROUP + inner[None, :]
+    inside = (inner[None, :] < GROUP) & (k < num_in)
+    values = tl.load(x + row * num_in + k, mask=inside, other=0.0)
+    if ROUND:
+        values = values.to(tl.bfloat16).to(tl.float32)
+    tl.store(sums + row * num_units + unit, tl.sum(values, axis=1), mask=unit < num_units)
+
+
+@triton.jit
+def take(matrix, scales, offsets, levels, ids, out, num_in, num_units, KIND: tl.constexpr, ZERO: tl.constexpr,
+         GROUP: tl.constexpr, OFFSETS: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    """out [R, K]: rows `ids` [R] of a matrix."""
+    row = tl.program_id(0)
+    at = tl.load(ids + row)
+    k = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = k < num_in
+    values = numbers(matrix, levels, at, k, inside, num_in, KIND, ZERO).to(tl.float32)
+    if GROUP:
+        unit = at.to(tl.int64) * num_units + k // GROUP
+        values = values * tl.load(scales + unit, mask=inside, other=0.0).to(tl.float32)
+        if OFFSETS:
+            values += tl.load(offsets + unit, mask=inside, other=0.0)
+    tl.store(out + row * num_in + k, values, mask=inside)

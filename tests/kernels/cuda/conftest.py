@@ -1,0 +1,11 @@
+"""Kernels run in Triton's interpreter on the CPU, unless there is a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(autouse=True, scope="session")
+def triton() -> None:
+    """Its wheels are for Linux alone."""
+    pytest.importorskip("triton", reason="the cuda backend's kernels are Triton's, and triton is not installed")

@@ -1,0 +1,255 @@
+"""The kernels of the cuda backend against `reference`, and one row against many, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, quantize
+
+from headstart.core import Paths, StepPlan
+from headstart.formats.base import Tensor, make_tensor
+from headstart.formats.grouped import Layout, joined
+from headstart.kernels.ops import AttentionSpec, Backend, Ops, StepInputs
+from headstart.kernels.reference.backend import ReferenceBackend
+from headstart.kernels.specs import RopeSpec, TemperSpec
+
+pytestmark = pytest.mark.slow
+NUM_ROWS = 18
+"""More than a tile."""
+
+
+@pytest.fixture(scope="module")
+def cuda() -> Any:
+    from headstart.kernels.cuda.backend import CudaBackend
+
+    return CudaBackend(narrow=False)
+
+
+@pytest.fixture(scope="module")
+def narrow() -> Any:
+    from headstart.kernels.cuda.backend import CudaBackend
+
+    return CudaBackend()
+
+
+REFERENCE = ReferenceBackend()
+
+
+def rng() -> np.random.Generator:
+    return np.random.default_rng(7)
+
+
+def plan_of(spans: list[tuple[int, int]], *, block_size: int = 4, **more: Any) -> StepPlan:
+    """Rows (first position, count) of sequences, whose blocks lie in disorder."""
+    tables = np.zeros((len(spans), 64), np.int32)
+    order, taken = rng().permutation(64).astype(np.int32), 0
+    for i, (start, count) in enumerate(spans):
+        needed = -(-(start + count) // block_size)
+        tables[i, :needed] = order[taken : taken + needed]
+        taken += needed
+    positions = np.concatenate([np.arange(start, start + count) for start, count in spans]).astype(np.int32)
+    sequences = np.repeat(np.arange(len(spans)), [count for _, count in spans])
+    slots = tables[sequences, positions // block_size] * block_size + positions % block_size
+    return StepPlan(
+        token_ids=np.arange(len(positions), dtype=np.int32),
+        positions=positions,
+        slots=slots.astype(np.int32),
+        row_starts=np.cumsum([0, *(count for _, count in spans)]).astype(np.int32),
+        block_tables=tables,
+        logit_rows=np.arange(len(positions), dtype=np.int32),
+        block_size=block_size,
+        **more,
+    )
+
+
+def run(backend: Backend, code: Any, plan: StepPlan, hidden: np.ndarray) -> Mapping[str, np.ndarray]:
+    made = backend.run(backend.prepare(code, hidden_width=hidden.shape[1]), plan, hidden=torch.from_numpy(hidden))
+    return {name: backend.numpy(x) for name, x in made.items()}
+
+
+def floats(*shape: int) -> Tensor:
+    values = rng().standard_normal(shape).astype(np.float32)
+    return make_tensor("w", shape, "F32", values.reshape(-1).view(np.uint8))
+
+
+def ggml(name: str, rows: int, columns: int) -> Tensor:
+    values = rng().standard_normal((rows, columns)).astype(np.float32)
+    if name in ("BF16", "F16"):
+        whole = torch.from_numpy(values).to(torch.bfloat16 if name == "BF16" else torch.float16)
+        return make_tensor("w", (rows, columns), name, whole.view(torch.uint8).numpy().reshape(-1))
+    if name.endswith("_K"):  # which gguf only reads: any bytes, with scales that are small
+        size, halves = {"Q4_K": (144, (0, 2)), "Q5_K": (176, (0, 2)), "Q6_K": (210, (208,))}[name]
+        blocks = rng().integers(0, 256, (rows, columns // 256, size), dtype=np.uint8)
+        for at in halves:
+            blocks[..., at : at + 2] = np.array([0.01], np.float16).view(np.uint8)
+        return make_tensor("w", (rows, columns), name, blocks.reshape(-1))
+    return make_tensor("w", (rows, columns), name, quantize(values, GGMLQuantizationType[name]).reshape(-1))
+
+
+def grouped(codes: str, group: int, scale: str, rows: int, columns: int) -> Tensor:
+    layout = Layout(codes, group, scale)
+    units = -(-columns // group)
+    raw = rng().integers(0, 120, (rows, columns * layout.code_bytes // group), dtype=np.uint8)
+    scales = rng().uniform(0.01, 0.1, (rows, units)).astype(np.float16 if scale == "F16" else np.float32)
+    points = rng().integers(0, 15, (rows, units), dtype=np.uint8) if layout.has_points else None
+    return make_tensor("w", (rows, columns), layout.name, joined(layout, raw, scales, points).reshape(-1))
+
+
+MATRICES = {
+    "float32, parts of K": lambda: floats(35, 1100),
+    **{name: lambda name=name: ggml(name, 35, 256) for name in ("BF16", "F16", "Q4_K", "Q5_K", "Q6_K")},
+    **{name: lambda name=name: ggml(name, 35, 96) for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")},
+    "FP8 by blocks": lambda: grouped("E4M3", 128, "F32", 35, 256),
+    "AWQ": lambda: grouped("U4", 64, "F16", 35, 192),
+    "NF4": lambda: grouped("NF4", 64, "F32", 35, 128),
+    "FP8 by rows": lambda: grouped("E4M3", 80, "F32", 35, 80),
+}
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_products(name: str, cuda: Any) -> None:
+    tensor = MATRICES[name]()
+    matrix, x = cuda.weight(tensor), torch.from_numpy(rng().standard_normal((NUM_ROWS, tensor.shape[1]))).float()
+    many, bias = cuda.launcher.product(x, matrix), floats(len(tensor.data))
+    wanted = x.double() @ torch.from_numpy(tensor.float32()).double().T
+    assert (many - wanted).abs().max() < 2e-5 * wanted.abs().max()
+    assert matrix.num_bytes <= 2 * tensor.nbytes, "codes stay in about their own size"
+    for row in (0, 17):
+        assert torch.equal(cuda.launcher.product(x[row : row + 1].contiguous(), matrix)[0], many[row])
+    shifted = cuda.launcher.product(x, matrix, cuda.weight(bias))
+    assert torch.allclose(shifted, many + torch.from_numpy(bias.float32()), atol=1e-5)
+    ids = torch.tensor([3, 34], dtype=torch.int32)
+    assert torch.equal(cuda.launcher.take(matrix, ids), torch.from_numpy(tensor.float32())[ids.long()])
+
+
+@pytest.mark.parametrize("name", ["BF16", "Q4_1"])
+def test_products_of_bfloat16(name: str, narrow: Any) -> None:
+    """Rows are rounded, matrices are not."""
+    tensor = ggml(name, 35, 96)
+    x = torch.from_numpy(rng().standard_normal((3, 96))).float()
+    made = narrow.launcher.product(x, narrow.weight(tensor))
+    wanted = x.bfloat16().double() @ torch.from_numpy(tensor.float32()).double().T
+    assert (made - wanted).abs().max() < 2e-5 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_rounded_weights(bits: Any) -> None:
+    from headstart.kernels.cuda.backend import CudaBackend
+
+    tensor = floats(35, 96)
+    matrix = CudaBackend(narrow=False, quantization=bits).weight(tensor)
+    x = torch.eye(96)
+    made = CudaBackend(narrow=False).launcher.product(x, matrix)
+    error = (made.T - torch.from_numpy(tensor.float32())).abs().max()
+    assert 0 < error < (0.02 if bits == "int8" else 0.3) and matrix.num_bytes * 3 < tensor.nbytes
+
+
+SPECS = {
+    "grouped": AttentionSpec(6, 2, 8, 0.35),
+    "window, softcap": AttentionSpec(2, 1, 24, 0.2, value_dim=8, window=7, softcap=5.0),
+    "chunks": AttentionSpec(2, 2, 16, 0.25, chunk=8, causal=True),
+    "latent": AttentionSpec(20, 1, 40, 0.2, value_dim=24, latent=True),
+    "before": AttentionSpec(4, 2, 16, 0.25, before=True),
+}
+
+
+def attending(backend: Backend, spec: AttentionSpec, *, sinks: bool = False) -> Any:
+    """A program: queries, keys and values made of the hidden state; keys and values that are there before."""
+    width = 16
+    before, keys, values = (
+        0.3 * rng().standard_normal((3, 260, 64)),
+        spec.num_kv_heads * spec.head_dim,
+        spec.value_width,
+    )
+    matrices = [floats(rows, width) for rows in (spec.num_heads * spec.head_dim, keys, spec.num_kv_heads * values)]
+    q, k, v = (backend.weight(matrix.affine(0.3, 0)) for matrix in matrices)
+    pool: Any = backend.kv_pool(260, spec)
+    for kept, known in ((pool.keys, before[0]), (pool.values, before[1])):
+        kept.copy_(torch.from_numpy(known[:, : kept[0].numel()]).view(kept.shape))
+    sink = backend.weight(floats(spec.num_heads)) if sinks else None
+
+    def code(ops: Ops, step: StepInputs) -> dict[str, Any]:
+        ops.store_kv(ops.linear(step.hidden, k), ops.linear(step.hidden, v), pool, spec)
+        return {"out": ops.attend(ops.linear(step.hidden, q), pool, spec, sink)}
+
+    return code
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_attention(name: str, cuda: Any) -> None:
+    """Over pages in disorder, of two sequences, one with rows in more than a tile and on both sides of a block's edge;
+    then a row alone, whose context is the same."""
+    spec, spans = SPECS[name], [(59, 9), (1, 3)]
+    plan, hidden = plan_of(spans), rng().standard_normal((12, 16)).astype(np.float32)
+    codes = [attending(backend, spec, sinks=name == "grouped") for backend in (REFERENCE, cuda)]
+    wanted, made = (
+        run(backend, code, plan, hidden)["out"] for backend, code in zip((REFERENCE, cuda), codes, strict=True)
+    )
+    assert np.allclose(made, wanted, rtol=2e-4, atol=1e-5)
+    alone = plan_of(spans)
+    alone.row_starts, alone.block_tables = np.array([0, 1], np.int32), plan.block_tables[:1]
+    for field in ("token_ids", "positions", "slots"):
+        setattr(alone, field, getattr(plan, field)[7:8])
+    alone.logit_rows = np.array([0], np.int32)
+    assert np.array_equal(run(cuda, codes[1], alone, hidden[7:8])["out"][0], made[7])
+
+
+def test_paths_of_a_tree(cuda: Any) -> None:
+    """Two branches behind a common row see themselves and what came before, and not each other."""
+    spec = SPECS["grouped"]
+    tree, hidden = plan_of([(6, 3)]), rng().standard_normal((3, 16)).astype(np.float32)
+    tree.positions = np.array([6, 7, 7], np.int32)
+    tree.sees = tree.positions
+    root, left, right = tree.slots.tolist()
+    tree.paths = Paths(np.array([0, 1, 3, 5], np.int32), np.array([root, root, left, root, right], np.int32))
+    made = [run(backend, attending(backend, spec), tree, hidden)["out"] for backend in (REFERENCE, cuda)]
+    assert np.allclose(*made, rtol=2e-4, atol=1e-5)
+
+
+def test_operations_on_rows(cuda: Any) -> None:
+    """All the small ones, in one program."""
+    plan, hidden = plan_of([(5, 9), (0, NUM_ROWS - 9)]), rng().standard_normal((NUM_ROWS, 24)).astype(np.float32)
+    half, trailing = RopeSpec((1.0, 0.1, 0.01), 6), RopeSpec((1.0, 0.3), 4, 1.5, trailing=True, inverse=True, behind=2)
+    kinds = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+    products = ("silu", "clamped", "silu_7", "silu_16", "silu_of_10")
+
+    def program(backend: Backend) -> Any:
+        wide, narrow, parts, matrix = (backend.weight(floats(*shape)) for shape in ((24,), (8,), (48,), (24, 24)))
+        split = [backend.weight(floats(4, 8)) for _ in range(3)]
+
+        def code(ops: Ops, step: StepInputs) -> dict[str, Any]:
+            x, at = step.hidden, step.positions
+            normed, total = ops.add_rms_norm(x, ops.scale(x, 0.5), wide, 1e-5)
+            other = ops.linear(x, matrix)
+            return {
+                "normed": normed,
+                "total": total,
+                "heads": ops.rms_norm(x, narrow, 1e-6),
+                "parts": ops.rms_norm(ops.concat(x, other, 3), parts, 1e-6, 3),
+                "centered": ops.center(x),
+                "half": ops.rope(x, at, half, 8),
+                "trailing": ops.rope(x, at, trailing, 8),
+                "tempered": ops.temper(x, at, TemperSpec(4, 0.1)),
+                "capped": ops.softcap(ops.scale(x, 9.0), 4.0),
+                "by heads": ops.head_linear(x, split),
+                "gates": ops.sigmoid_mul(ops.take_rows(ops.head_linear(x, split), step.logit_rows), x),
+                "softplus": ops.softplus(ops.scale(x, 20.0), wide, wide),
+                "zeroed": ops.zero_where(x, at, 5),
+                "put": ops.put_where(x, step.token_ids, 3, wide),
+                **{kind: ops.activate(ops.scale(x, 3.0), kind) for kind in kinds},
+                **{f"{kind} *": ops.activate_mul(ops.scale(x, 9.0), other, kind) for kind in products},
+            }
+
+        return code
+
+    wanted, made = (run(backend, program(backend), plan, hidden) for backend in (REFERENCE, cuda))
+    for name, values in wanted.items():
+        assert np.allclose(made[name], values, rtol=1e-4, atol=1e-5), name
+    alone = plan_of([(5, 1)])
+    for name, values in run(cuda, program(cuda), alone, hidden[:1]).items():
+        if name != "put":  # by the token
+            assert np.array_equal(values[0], made[name][0]), name
