@@ -45,6 +45,11 @@ SHAPES: Mapping[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 """Family and keys of config.json. The two large ones have a quarter and a tenth of their layers: what counts is the
 share of the limit, and they must be written and read here first."""
+DEFAULT = {
+    "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+    "num_key_value_heads": 3, "vocab_size": 49152, "max_position_embeddings": 8192, "tie_word_embeddings": True,
+}  # fmt: skip
+"""The default model's sizes, which transformers reads of a GGUF file only with another package."""
 DEPTH, RATES = 3, "0.75,0.5,0.35"
 """RATES: acceptance length 2.6."""
 PROMPT, BLOCK, LARGE = 32, 1 << 20, 1 << 20
@@ -187,13 +192,14 @@ def write_random(folder: Path, family: str, keys: Mapping[str, Any]) -> None:
 def _plain_torch(
     options: Options, name: str, shape: str, counts: Sequence[int], results: Results, limits: Mapping[int, float]
 ) -> None:
-    """transformers on a config of these sizes; GGUF's are read by transformers itself."""
+    """transformers on a config of these sizes."""
     import transformers
 
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
-    path = hub.resolve(name)
-    place = {"gguf_file": path.name} if path.is_file() else {}
-    config = transformers.AutoConfig.from_pretrained(path.parent if place else path, **place)
+    if shape == "default":
+        config = transformers.LlamaConfig(**DEFAULT)
+    else:
+        config = transformers.AutoConfig.from_pretrained(name)
     with torch.device(options.device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     for count in counts:

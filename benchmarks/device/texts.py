@@ -66,7 +66,7 @@ class Prompts:
         return int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:4], "big") % self.every == 0
 
     def own(self, count: int) -> list[Job]:
-        return [Job(tuple(self.turn), KIND, TEMPERATURE, PROMPT_TOKENS, TOP_P)] * count
+        return [Job(tuple(self.turn), KIND, TEMPERATURE, min(PROMPT_TOKENS, self.answer), TOP_P)] * count
 
     def given(self, number: int, count: int) -> list[Job]:
         """Of files and templates, of the side of this chunk."""
