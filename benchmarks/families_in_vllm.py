@@ -1,8 +1,9 @@
-"""Do native MTP heads draft in headstart what they draft in vLLM and transformers? Tiny trained models, greedy.
+"""Do native MTP heads draft in headstart what they draft in vLLM and transformers? Tiny models, greedy.
 
     python benchmarks/families_in_vllm.py --models FOLDER --vllm-python VLLM/bin/python [--families glm4_moe mimo]
 
-FOLDER/FAMILY is a model of `headstart train --from-scratch FAMILY`; one that is missing is trained first (--minutes).
+FOLDER/FAMILY is a model of `headstart train --from-scratch FAMILY`; one that is missing is trained first (--minutes),
+or made of random weights with which drafts are accepted now and then (--minutes 0).
 vLLM (CPU) writes a text with drafts; every round is then drafted again by headstart behind the same tokens, with
 vLLM's conventions (CONVENTIONS), and headstart writes the text itself. In transformers the same, one token deep.
 """
@@ -20,20 +21,31 @@ from typing import Any
 
 from engines.headstart.drafts import drafts_behind, in_headstart
 from engines.vllm.drafts import in_vllm
+from families.softened import agreeing
 
+from headstart import registry
 from headstart.api import LLM
 from headstart.config import EngineConfig
 from headstart.engine.load import load_model
+from headstart.models.base import Family
+from headstart.models.small import SCRATCH
 from headstart.tools.export.targets.vllm_mimo import CONFIGURATION, MODULE
+from headstart.tools.tiny import write_model
 from headstart.train.scratch import ScratchOptions, run as train
 
-FAMILIES = ("qwen3_5", "qwen3_5_moe", "glm4_moe", "deepseek_v3", "mimo")
+FAMILIES = (
+    "qwen3_5", "qwen3_5_moe", "glm4_moe", "deepseek_v3", "mimo", "glm4_moe_lite", "ernie4_5_moe", "qwen3_next",
+    "nemotron_h", "mimo_v2_flash", "step3p5", "longcat_flash",
+)  # fmt: skip
 CONVENTIONS: dict[str, dict[str, Any]] = {
     "glm4_moe": {"mask_first": True, "recycle": "pre_norm"},
     "deepseek_v3": {"mask_first": True},
+    "glm4_moe_lite": {"mask_first": True, "recycle": "pre_norm"},
+    "mimo_v2_flash": {"tap": "post_norm", "recycle": "post_norm"},
+    "step3p5": {"tap": "post_norm"},
 }
 """Where vLLM 0.32 differs from what a family declares: fields of HeadSpec."""
-ONLY_BFLOAT16 = ("qwen3_5", "qwen3_5_moe")
+ONLY_BFLOAT16 = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 """vLLM's kernels of these run in bfloat16 alone; the others are compared in float32, where ties are rarer."""
 IN_TRANSFORMERS = ("deepseek_v3", "glm4_moe")
 PROMPTS = (
@@ -72,7 +84,8 @@ def load(path: Path, dtype: str, depth: int, spec: dict[str, Any]) -> LLM:
     if model.head is None:
         sys.exit(f"{path} has no MTP head")
     head = replace(model.head, spec=replace(model.head.spec, **spec))
-    return LLM(replace(model, head=replace(model.head, head=head)), config)
+    head = replace(model.head, spec=replace(model.head.spec, **spec))
+    return LLM(replace(model, head=head), config)
 
 
 def agreement(llm: LLM, texts: Seq[Seq[int]], rounds: Seq[Seq[Seq[int]]], depth: int) -> Agreement:
@@ -104,6 +117,12 @@ def vllm_directory(path: Path, folder: Path) -> Path:
         config |= {"rope_scaling": {"rope_type": "yarn", "factor": 1.0, "original_max_position_embeddings": length}}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def random_model(family: str, path: Path) -> None:
+    declared: Family = registry.find("models", family).FAMILY
+    config, arrays = declared.tiny(**{**SCRATCH, **declared.scratch, "vocab_size": 512, "torch_dtype": "float32"})
+    write_model(path, config, agreeing(arrays))
 
 
 def against_vllm(path: Path, python: Path, depth: int, max_tokens: int) -> bool:
@@ -188,7 +207,10 @@ def main() -> int:
         path = args.models / family
         if not path.exists():
             args.models.mkdir(parents=True, exist_ok=True)
-            train(ScratchOptions(family=family, out=path, minutes=args.minutes))
+            if args.minutes:
+                train(ScratchOptions(family=family, out=path, minutes=args.minutes))
+            else:
+                random_model(family, path)
         if args.vllm_python:
             good &= against_vllm(path, args.vllm_python, args.depth, args.max_tokens)
         if family in IN_TRANSFORMERS:

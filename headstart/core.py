@@ -79,6 +79,7 @@ class Request:
     constraint: Constraint | None = field(default=None, compare=False)  # at its start; each choice walks a copy
     cache_salt: str = ""  # prefixes are shared by requests of the same salt
     owner: str = ""  # who asks: texts serve as drafts for requests of the same owner and salt
+    embeds: bool = False  # the prompt's embedding is wanted (see Delta), not a text
 
 
 @dataclass
@@ -151,6 +152,8 @@ class Sequence:
     admitted: bool = False  # has run before, perhaps preempted since
     num_cached: int = 0  # prompt positions taken from the prefix cache on first admission
     num_prompt_logprobs: int = 0  # prompt tokens whose logprobs are out; a preempted prompt is computed twice
+    num_pooled: int = 0  # prompt positions whose hidden states are in `pooled`, their sum [H] in float64
+    pooled: Any = None
     block_table: array[int] = field(default_factory=int_array)
     draft: Draft = field(default_factory=Draft)
     counts: TokenCounts = field(default_factory=TokenCounts)  # kept by engine.sampling for those that need it
@@ -343,7 +346,8 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Delta:
-    """Newly committed tokens of one sequence, in order."""
+    """Newly committed tokens of one sequence, in order. `draft`: what the pass judged, of which it accepted the first
+    `num_accepted`; the text may end before them."""
 
     request_id: str
     choice: int
@@ -353,6 +357,9 @@ class Delta:
     finish_reason: FinishReason | None = None
     stats: DraftStats | None = None  # set with finish_reason
     error: str = ""  # why finish_reason is "error"
+    embedding: Any = None  # [H] float64: the mean of the prompt's hidden states behind the final norm, if it is wanted
+    draft: Draft | None = None
+    num_accepted: int = 0
 
 
 @dataclass

@@ -91,16 +91,26 @@ def write_gguf(
     _write_rope(writer, config, tensors)
     if config["model_type"] == "gemma4_text":
         _write_gemma4(writer, config, tensors)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list(["a", "b", "ab", *(f"<{i}>" for i in range(3, config["vocab_size"]))])
-    writer.add_token_merges(["a b"])
+    add_vocabulary(writer, config["vocab_size"])
     more(writer)
     for name, array in tensors.items():
         if experts is not None and "_exps." in name:
             writer.add_tensor(name, gguf.quantize(array, experts), raw_dtype=experts)
         else:
             writer.add_tensor(name, np.ascontiguousarray(array, np.float32))
+    return written(writer, path)
+
+
+def add_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
+    """One merge; other tokens are names."""
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(["a", "b", "ab", *(f"<{i}>" for i in range(3, size))])
+    writer.add_token_merges(["a b"])
+
+
+def written(writer: gguf.GGUFWriter, path: Path) -> Path:
+    """The file at `path`, complete."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -50,10 +50,12 @@ from headstart.models.small import Arrays, random_arrays
 from headstart.tools.tiny import write_model
 
 RELATIVES = (
-    "cohere2", "ernie4_5", "exaone4", "falcon_h1", "gemma2", "glm", "glm4", "granite", "granitemoehybrid",
-    "hunyuan_v1_dense", "llama4", "minicpm", "mistral", "mixtral", "olmo2", "phi3", "qwen2_moe", "seed_oss",
+    "bailing_moe", "cohere2", "ernie4_5", "exaone4", "exaone_moe", "falcon_h1", "gemma2", "glm", "glm4", "granite",
+    "granitemoehybrid", "hunyuan_v1_dense", "hy_v3", "llama4", "minicpm", "mistral", "mixtral", "olmo2", "phi3",
+    "qwen2_moe", "seed_oss",
 )  # fmt: skip
-"""Llama's layers with declared differences: tests/contract/test_relatives.py has those, and no grid of its own."""
+"""Layers of other families with declared differences: tests/contract/test_relatives.py has those, and no grid of its
+own."""
 ALL_FAMILIES = registry.available("models")
 FAMILIES = [name for name in ALL_FAMILIES if name not in RELATIVES]
 DRAFTERS = sorted({*registry.available("drafters"), *registry.available("heads")} - {"head", "assistant", "eagle"})

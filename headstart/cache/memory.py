@@ -50,7 +50,8 @@ class KVMemory:
     def _cached_blocks(self, sequence: Sequence) -> list[tuple[bytes, Block]]:
         """Keys and blocks of the longest known prefix that leaves a row to be computed."""
         cached: list[tuple[bytes, Block]] = []
-        if not self.prefix_caching or sequence.prompt_logprobs is not None:
+        wants_all = sequence.prompt_logprobs is not None or sequence.request.embeds
+        if not self.prefix_caching or wants_all:
             return cached
         parent = root_key(sequence.request.cache_salt)
         for start in range(0, len(sequence.tokens) - self.block_size, self.block_size):

@@ -50,6 +50,7 @@ class ServeOptions(OptionGroup):
     price_per_hour: float | None = option("Dollars for this machine; /metrics then counts the cost.")
     log_format: str = option("text or json.", default="text")
     access_log: bool = option("A line for every request: id, path, status, seconds.", default=False)
+    no_web: bool = option("No pages for browsers at / and /dashboard.", default=False)
     record: Path | None = option("Keep token ids of prompts and answers in this folder, for headstart adapt.")
     record_limit: int = option("Megabytes that they may take; the oldest go first.", default=256)
 
@@ -119,6 +120,7 @@ def run(
 
     settings = serving.chosen()
     settings.pop("chat_template", None)
+    settings["web"] = not settings.pop("no_web")
     if serving.record is not None:
         prepare_folder(serving.record)
     serve_config = ServerConfig(**settings)

@@ -119,6 +119,7 @@ class Engine:
             return
         scheduled = time.perf_counter()
         forward = self.runner.forward(spans)
+        self.runner.pool(spans, forward)
         computed = time.perf_counter()
         verdicts = self._judge(spans, forward)
         deltas = [delta for delta in self._commit(spans, verdicts, forward) if delta]
@@ -182,7 +183,8 @@ class Engine:
             _count(self.stats, sequence.draft, verdict, emitted)
             if sequence.request.depth is None and sequence.is_ordinary:
                 _count(self.judged, sequence.draft, verdict, emitted)
-        sequence.draft = Draft()
+        draft, sequence.draft = sequence.draft, Draft()
+        draft.probs = None  # a reader who is late must not keep distributions
         reason = sequence.finish_reason
         if reason != "error":  # what has just been computed may be what is wrong: nobody shall find it in the cache
             self.memory.commit(sequence)
@@ -199,6 +201,9 @@ class Engine:
             finish_reason=reason,
             stats=sequence.stats if reason else None,
             error=sequence.error,
+            embedding=sequence.pooled / sequence.num_prompt if reason and sequence.pooled is not None else None,
+            draft=draft,
+            num_accepted=verdict.num_accepted,
         )
 
     def _append(self, sequence: Sequence, verdict: Verdict) -> int:

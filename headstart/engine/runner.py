@@ -22,10 +22,12 @@ from headstart.layers.network import FORWARD, Network, Opened, Pools
 
 @dataclass(frozen=True)
 class Forward:
-    """Logits of a trunk pass: `logits` [L, V]; those of span i are rows starts[i] .. starts[i + 1] - 1."""
+    """Logits of a trunk pass: `logits` [L, V]; those of span i are rows starts[i] .. starts[i + 1] - 1. `hidden` [R,
+    H]: the states of all rows behind the final norm."""
 
     logits: Buffer
     starts: Seq[int]
+    hidden: Buffer
 
 
 class Runner:
@@ -115,7 +117,8 @@ class Runner:
         output = self.run(self.trunk, FORWARD, parts, states=states)
         self.num_passes += 1
         self.num_rows += sum([span.num_rows for span in spans])
-        return Forward(output["logits"], list(accumulate([part.num_logits for part in parts], initial=0)))
+        starts = list(accumulate([part.num_logits for part in parts], initial=0))
+        return Forward(output["logits"], starts, output["hidden"])
 
     def sample(self, spans: Seq[Span], forward: Forward) -> tuple[Sampled, list[int]]:
         """Draw every sampling row of the pass at once. Returns the draws and where those of each span start."""
@@ -148,6 +151,20 @@ class Runner:
         first = forward.starts[index] + start - span.start
         rows = np.arange(first, first + len(known), dtype=np.int32)
         return self.backend.logprobs(self.backend.rows(forward.logits, rows), np.array(known, np.int64), num_wanted)
+
+    def pool(self, spans: Seq[Span], forward: Forward) -> None:
+        """Add up the hidden states of prompts that are to be embedded: one position after the other, so that the sum
+        does not depend on how the prompt was split. A preempted prompt is computed twice."""
+        rows = accumulate([span.num_rows for span in spans], initial=0)
+        for span, first in zip(spans, rows, strict=False):
+            sequence = span.sequence
+            start, end = max(span.start, sequence.num_pooled), min(span.start + span.num_rows, sequence.num_prompt)
+            if not sequence.request.embeds or start >= end:
+                continue
+            wanted = np.arange(first + start - span.start, first + end - span.start, dtype=np.int32)
+            for state in self.backend.numpy(self.backend.rows(forward.hidden, wanted)).astype(np.float64):
+                sequence.pooled = state if sequence.pooled is None else sequence.pooled + state
+            sequence.num_pooled = end
 
     def logprobs(self, span: Span, forward: Forward, index: int, tokens: Seq[int]) -> tuple[TokenLogprob | None, ...]:
         """Of tokens at the first sampling rows of span `index`; nothing when the request asks for none."""

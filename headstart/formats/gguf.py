@@ -150,6 +150,9 @@ def _config(file: GgufFile, tensors: dict[str, Tensor]) -> dict[str, Any]:
     keyed = [name.replace(".k_proj.", ".v_proj.") for name in tensors if name.endswith("self_attn.k_proj.weight")]
     config["attention_k_eq_v"] = not all(name in tensors for name in keyed)
     config["use_qk_norm"] = "self_attn.q_norm.weight" in parts
+    if "num_experts" in config and f"{arch}.leading_dense_block_count" not in metadata:
+        sparse = [f"layers.{i}.mlp.gate.weight" in tensors for i in range(config["num_hidden_layers"])]
+        config["mlp_layer_types"] = ["sparse" if each else "dense" for each in sparse]
     config["mamba_rms_norm"] = "linear_attn.norm.weight" in parts
     config |= _heads(config, metadata) | _special_ids(metadata)
     read = {f"{arch}.{key}" for key in (*KEYS, *HARMLESS, *(f"rope.scaling.{key}" for key in SCALING))}

@@ -53,6 +53,7 @@ _BLOCK: Mapping[str, str] = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
+    "exp_probs_b": "mlp.gate.e_score_correction_bias",  # of Hunyuan 3
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",  # of this suffix only, which is not ours
     "ffn_latent_down": "mlp.fc1_latent_proj",
     "ffn_latent_up": "mlp.fc2_latent_proj",
@@ -84,6 +85,10 @@ _BLOCK: Mapping[str, str] = {
     "nextn.shared_head_norm": "shared_head.norm",
 }
 
+_EXPERTS: Mapping[str, float | None] = {
+    "norm_topk_prob": False, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "n_shared_experts": 0,
+    "first_k_dense_replace": 0,
+}  # fmt: skip
 IMPLIED: Mapping[str, Mapping[str, float | None]] = {
     "glm4moe": {
         "norm_topk_prob": False, "routed_scaling_factor": 1.0, "n_shared_experts": 0, "first_k_dense_replace": 0,
@@ -92,14 +97,7 @@ IMPLIED: Mapping[str, Mapping[str, float | None]] = {
         "norm_topk_prob": False, "expert_gating_func": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0,
         "n_shared_experts": 0, "first_k_dense_replace": 0,
     },
-    "deepseek32": {
-        "norm_topk_prob": False, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "n_shared_experts": 0,
-        "first_k_dense_replace": 0,
-    },
-    "glm-dsa": {
-        "norm_topk_prob": False, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "n_shared_experts": 0,
-        "first_k_dense_replace": 0,
-    },
+    **dict.fromkeys(("exaone-moe", "hy-v3", "bailingmoe2", "deepseek32", "glm-dsa"), _EXPERTS),
     "qwen3moe": {"norm_topk_prob": True},
     "lfm2": {"block_auto_adjust_ff_dim": False},
     "lfm2moe": {"norm_topk_prob": True, "routed_scaling_factor": 1.0, "first_k_dense_replace": 0},
@@ -108,7 +106,7 @@ IMPLIED: Mapping[str, Mapping[str, float | None]] = {
     "step35": {"norm_topk_prob": False},
     "gemma4": {"rope_parameters": None},
     "falcon-h1": {"mamba_norm_before_gate": False},
-    "mimo2": {"attention_value_scale": 1.0},
+    "mimo2": {"attention_value_scale": 1.0, "v_head_dim": 0},  # as wide as keys
 }  # fmt: skip
 """What llama.cpp takes of an architecture where the file says nothing."""
 
@@ -181,6 +179,7 @@ FOUND: Mapping[str, str] = {
         ("attention_bias", "attention_out_bias", "mlp_bias", "use_qk_norm", "mamba_rms_norm"),
         "are there such tensors? all are taken",
     ),
+    "mlp_layer_types": "which layers have experts? another key says it",
     "rope_finetuned": "how the model was trained",
     "attention_k_eq_v": "are there tensors of values?",
     "expert_gating_func": "of sigmoids, where it is not the family's own",

@@ -110,7 +110,9 @@ UNSUPPORTED: Mapping[str, str] = {
     "gemma3n": _STREAMS, "gemma3n_text": _STREAMS,
     "kimi_k3": "Kimi delta attention",
     "minicpm3": "MiniCPM3's latent attention", "phimoe": "sparse-mixer routing",
-    "minimax_m3": "block-sparse attention", "bailing_hybrid": "lightning attention",
+    "minimax_m3": "block-sparse attention",
+    "bailing_hybrid": "lightning attention (Ling 2.5) or Kimi delta attention (Ling 3)",
+    "bailingmoe3": "Kimi delta attention", "hy_v4": "hyper-connections over latent attention",
 }  # fmt: skip
 """model_type (or llama.cpp's architecture) of a family that is not here -> what it has and no family here has."""
 DRAFTS: Mapping[str, str] = {

@@ -36,6 +36,10 @@ def parse(config: Config) -> DecoderConfig:
     kinds = [*keys.kinds_in_turn(config, 6)[:-1], FULL]
     window = number(config, "sliding_window", default=1024 if unified else 512, least=0)
     width = number(config, "hidden_size_per_layer_input", default=0 if unified else 256, least=0)
+    table = number(config, "vocab_size_per_layer_input", default=number(config, "vocab_size"))
+    if width and table < number(config, "vocab_size"):
+        what = f"config.json: vocab_size_per_layer_input is {table}, less than vocab_size {config['vocab_size']}"
+        raise ModelError(what, "every token needs a row of the per-layer embeddings")
     count, reads = len(kinds), keys.by_kind(config)
     first = count - number(config, "num_kv_shared_layers", default=0, least=0)
 
@@ -44,7 +48,7 @@ def parse(config: Config) -> DecoderConfig:
             index=i,
             count=count,
             width=width,
-            vocab_size=number(config, "vocab_size_per_layer_input", default=number(config, "vocab_size")),
+            vocab_size=table,
             activation=keys.activation(config),
         )
         read = reads[kinds[i]].inside(_own(config, kinds[i], i))

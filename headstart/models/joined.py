@@ -1,8 +1,8 @@
-"""Projections that a file keeps in one matrix: q, k and v; gate and up."""
+"""Projections that a file keeps in one matrix: q, k and v; gate and up; in MTP modules after the trunk's layers too."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
 import numpy as np
@@ -22,16 +22,23 @@ QKV, GATE_UP, SHARED_GATE_UP = "self_attn.qkv_proj", "mlp.gate_up_proj", "mlp.sh
 def split_joined(tensors: Mapping[str, RawTensor], config: DecoderConfig) -> dict[str, RawTensor]:
     """Joined matrices and biases apart, as rows of the whole. llama.cpp calls gate and up together `ffn_up`."""
     found = dict(tensors)
-    for i, layer in enumerate(config.layers):
+    for prefix, layer in _layers(config, f"layers.{config.num_layers}"):
         for joined, parts in _parts(layer).items():
             for end in ("weight", "bias"):
-                name, rows = f"layers.{i}.{joined}.{end}", sum(parts.values())
-                up = f"layers.{i}.mlp.up_proj.{end}"
+                name, rows = f"{prefix}.{joined}.{end}", sum(parts.values())
+                up = f"{prefix}.mlp.up_proj.{end}"
                 if joined == GATE_UP and name not in found and up in found and found[up].shape[0] == rows:
                     name = up
                 if name in found and found[name].shape[0] == rows:
-                    found |= _apart(found.pop(name), f"layers.{i}", parts, end)
+                    found |= _apart(found.pop(name), prefix, parts, end)
     return found
+
+
+def _layers(config: DecoderConfig, module: str) -> Iterator[tuple[str, LayerConfig]]:
+    """What names of layers begin with; `module`: those of the first MTP module."""
+    yield from ((f"layers.{i}", layer) for i, layer in enumerate(config.layers))
+    if config.mtp_layer:
+        yield module, config.mtp_layer
 
 
 def _parts(layer: LayerConfig) -> dict[str, dict[str, int]]:
@@ -63,10 +70,10 @@ def join(arrays: Arrays, config: DecoderConfig, *, qkv: bool, gate_up: bool) -> 
     """The way back, for arrays."""
     found = dict(arrays)
     wanted = {QKV: qkv, GATE_UP: gate_up, SHARED_GATE_UP: gate_up}
-    for i, layer in enumerate(config.layers):
+    for prefix, layer in _layers(config, "mtp.0.block"):
         for joined, parts in _parts(layer).items():
             for end in ("weight", "bias"):
-                names = [f"layers.{i}.{part}.{end}" for part in parts]
+                names = [f"{prefix}.{part}.{end}" for part in parts]
                 if wanted[joined] and all(name in found for name in names):
-                    found[f"layers.{i}.{joined}.{end}"] = np.concatenate([found.pop(name) for name in names])
+                    found[f"{prefix}.{joined}.{end}"] = np.concatenate([found.pop(name) for name in names])
     return found

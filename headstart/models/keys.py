@@ -276,6 +276,13 @@ def num_mtp(config: Config, default: int = 0) -> int:
     return default if told.key is None else told.modules
 
 
+def one_mtp(config: Config) -> int:
+    """As num_mtp, of families whose files have one module. Raises ModelError for more."""
+    if (count := num_mtp(config)) > 1:
+        raise ModelError(f"config.json promises {count} MTP modules, but one is served here", "--no-mtp runs without")
+    return count
+
+
 def mtp_recycle(
     config: Config, default: Literal["post_norm", "pre_norm"] = "post_norm"
 ) -> Literal["post_norm", "pre_norm"]:

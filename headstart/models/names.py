@@ -36,6 +36,16 @@ TRAILING: Mapping[str, str | None] = {
 """Parts of MTP modules that are the layers after the trunk's (DeepSeek's names); {i} counts from the first of them."""
 
 
+OWN_MODULE: Mapping[str, str | None] = {
+    "mtp.layers.{i}.": "mtp.{i}.block.",
+    "mtp.fc.": "mtp.{i}.projection.",
+    "mtp.pre_fc_norm_embedding.": "mtp.{i}.norm_embedding.",
+    "mtp.pre_fc_norm_hidden.": "mtp.{i}.norm_hidden.",
+    "mtp.norm.": "mtp.{i}.norm.",
+}
+"""Parts of one MTP module beside the layers (Qwen's names)."""
+
+
 @dataclass(frozen=True)
 class Names:
     """`prefixes`: how theirs begin -> how ours do (None: not the model's); `{i}` is a number, the same on both sides,

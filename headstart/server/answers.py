@@ -40,6 +40,32 @@ class Usage(Answer):
     speculation: dict[str, Any]
 
 
+class DraftedToken(Answer):
+    """A token of a pass. `score`: how sure its drafter was, 0 to 1, in its own measure; null where it cannot say."""
+
+    id: int
+    text: str
+    score: float | None
+
+
+class PassToken(DraftedToken):
+    """A token of the text; one that was not drafted has no score. Joined, their texts are the choice's before stop
+    strings and parsers."""
+
+    accepted: bool
+
+
+class Pass(Answer):
+    """What one pass of the model gave, in chunks only. `drafter`: who made its draft, null without one; `drafted` and
+    `accepted` are what `usage.speculation` adds up: the text may end before an accepted token."""
+
+    drafter: str | None
+    drafted: int = Field(ge=0)
+    accepted: int = Field(ge=0)
+    tokens: list[PassToken]
+    rejected: list[DraftedToken]
+
+
 class TextChoice(Answer):
     """One text."""
 
@@ -47,6 +73,7 @@ class TextChoice(Answer):
     text: str
     logprobs: dict[str, Any] | None
     finish_reason: FinishReason | None
+    speculation: list[Pass] | None = None
 
 
 class TextCompletion(Answer):
@@ -66,6 +93,7 @@ class ChatMessage(Answer):
     role: Literal["assistant"]
     content: str | None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
 
 
@@ -76,6 +104,7 @@ class ChatChoice(Answer):
     message: ChatMessage
     logprobs: dict[str, Any] | None
     finish_reason: FinishReason | None
+    speculation: list[Pass] | None = None
 
 
 class ChatCompletion(Answer):

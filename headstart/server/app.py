@@ -18,13 +18,16 @@ import headstart
 from headstart.api import LLM
 from headstart.errors import UsageError
 from headstart.server import errors
+from headstart.server.answering import State
+from headstart.server.apis import embeddings, messages, ollama, responses
 from headstart.server.bridge import Bridge
 from headstart.server.docs_page import page
 from headstart.server.guards import REQUEST_ID, ApiKeys, HeadAsGet, Traced
+from headstart.server.pages import Pages
 from headstart.server.prepare import Formats
 from headstart.server.recorder import Recorder
 from headstart.server.records import RecordedModel, RecordFiles, claim_folder
-from headstart.server.routes import State, router
+from headstart.server.routes import router
 from headstart.server.watch import Watch
 from headstart.text.parsers import format_in, make_parser
 
@@ -33,8 +36,9 @@ from headstart.text.parsers import format_in, make_parser
 class ServerConfig:
     """How one engine is served, and where. `served_model_name`: by which requests may call the model. Times in seconds,
     None: no limit; `shutdown_timeout` is what running requests get after SIGTERM. `allowed_origins`: of web pages that
-    may call (CORS); `parse_special_tokens`: names of special tokens in messages become those tokens. `record`: a
-    folder that keeps token ids of what is asked and written, within `record_limit` megabytes."""
+    may call (CORS); `web`: our own at `/` and `/dashboard`; `parse_special_tokens`: names of special tokens in messages
+    become those tokens. `record`: a folder that keeps token ids of what is asked and written, within `record_limit`
+    megabytes."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -52,6 +56,7 @@ class ServerConfig:
     price_per_hour: float | None = None
     log_format: str = "text"
     access_log: bool = False
+    web: bool = True
     record: Path | None = None
     record_limit: int = 256
 
@@ -89,11 +94,12 @@ def make_app(llm: LLM, config: ServerConfig) -> tuple[ASGIApp, Bridge]:
         redoc_url=None,
     )
     app.state.headstart = State(bridge, names, formats, int(time.time()), config.request_timeout)
-    app.include_router(router)
+    for each in (router, messages.router, responses.router, ollama.router, embeddings.router):
+        app.include_router(each)
     app.add_route("/docs", lambda _: HTMLResponse(page(app.openapi())), include_in_schema=False)
     errors.install(app)
     guarded: ASGIApp = ApiKeys(app, config.api_key) if config.api_key else app
-    guarded = HeadAsGet(guarded)
+    guarded = HeadAsGet(Pages(guarded) if config.web else guarded)
     if config.allowed_origins:
         anything = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": [REQUEST_ID]}
         guarded = CORSMiddleware(guarded, list(config.allowed_origins), **anything)  # type: ignore[arg-type]

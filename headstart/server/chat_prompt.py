@@ -15,6 +15,10 @@ from headstart.text.conversation import Conversation
 
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
 """What chat_template_kwargs cannot set."""
+DEVELOPER = "developer"
+"""OpenAI's newer word for the system; few templates know it."""
+THOUGHTS = ("reasoning_content", "reasoning")
+"""Names of what the model thought in an earlier turn: clients have either, templates read the first."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,8 @@ class Chat:
         own = any("tools" in source for source in template.sources.values())
         if self.tools and not own:
             messages = [{"role": "system", "content": _tool_prompt(self.tools)}, *messages]
+        if not any(DEVELOPER in source for source in template.sources.values()):
+            messages = [each | {"role": "system"} if each["role"] == DEVELOPER else each for each in messages]
         conversation = Conversation(
             messages,
             (self.tools or None) if own else None,
@@ -95,6 +101,8 @@ def _message(message: Message) -> dict[str, Any]:
             raise UsageError(f"a message holds a part of type {other!r}", "this model reads text only")
         document["content"] = "".join(part.text or "" for part in message.content)
     document.setdefault("content", "")
+    if thought := next((document[name] for name in THOUGHTS if isinstance(document.get(name), str)), None):
+        document[THOUGHTS[0]] = thought
     for call in document.get("tool_calls", ()):
         function = call.get("function")
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):

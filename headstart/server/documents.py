@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from headstart.api import Choice, Completion
 from headstart.core import TokenLogprob
+from headstart.server.passes import Passes
 from headstart.server.schema import ChatRequest, Common, CompletionRequest
 from headstart.text.parsers import Content, Event, Parser, Reasoning, ToolCall
 from headstart.text.tokenizer import Tokenizer
@@ -21,7 +22,8 @@ SLICE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What a body wants to be told. `logprobs`: of generated tokens. `may_be_kept`: by `serve --record`."""
+    """What a body wants to be told. `logprobs`: of generated tokens. `passes`: what drafting did, in chunks.
+    `may_be_kept`: by `serve --record`."""
 
     is_chat: bool
     echo: bool = False
@@ -32,6 +34,7 @@ class Asked:
     reasoning: bool = True
     usage: bool = False
     continuous_usage: bool = False
+    passes: bool = False
     may_be_kept: bool = True
 
     @classmethod
@@ -50,6 +53,7 @@ class Asked:
             reasoning=chat is not None and chat.include_reasoning,
             usage=options is not None and options.include_usage,
             continuous_usage=options is not None and options.include_usage and options.continuous_usage_stats,
+            passes=body.speculation is not None and body.speculation.events,
             may_be_kept=body.store is not False,
         )
 
@@ -69,6 +73,7 @@ class Answer:
     choice: Choice
     parser: Parser | None
     first: Answer | None = None
+    passes: Passes | None = None  # where they are told
     events: list[Event] = field(default_factory=list)
     num_logprobs: int = 0  # already sent
     begun: bool = False
@@ -107,11 +112,13 @@ class Step:
     events: list[Event]
     token_ids: list[int]
     finish_reason: str | None
+    passes: list[Json] = field(default_factory=list)
 
     def join(self, later: Step) -> None:
         self.text += later.text
         self.events += later.events
         self.token_ids += later.token_ids
+        self.passes += later.passes
         self.finish_reason = later.finish_reason
 
 
@@ -155,7 +162,7 @@ class Documents:
                 calls[event.index]["function"]["arguments"] += event.text
         message: Json = {"role": "assistant", "content": content if content or not calls else None}
         if reasoning and self._asked.reasoning:
-            message["reasoning_content"] = reasoning
+            message |= _thought(reasoning)
         if calls:
             message["tool_calls"] = calls
         return message
@@ -173,7 +180,7 @@ class Documents:
             answer.begun = True
             text = answer.prompt + text
             logprobs = [*self._echoed(answer), *logprobs]
-        carried = self._ids(answer, step.token_ids, first=begins)
+        carried = self._carried(step, first=begins)
         if not (text or logprobs or step.finish_reason or any(carried.values())):
             return []
         shown = self._text_logprobs(answer, logprobs) if self._asked.logprobs else None
@@ -189,7 +196,7 @@ class Documents:
             deltas.append({"content": step.text})
         deltas += [each for event in step.events if (each := self._event(answer, event))]
         logprobs = answer.new_logprobs() if self._asked.logprobs else []
-        carried = self._ids(answer, step.token_ids, first=begins)
+        carried = self._carried(step, first=begins)
         carries = step.finish_reason or logprobs or any(carried.values())
         if carries and (not deltas or "role" in deltas[-1]):  # what ends or counts goes with text, not with the role
             deltas.append({})
@@ -206,12 +213,16 @@ class Documents:
         if isinstance(event, Content):
             return {"content": event.text}
         if isinstance(event, Reasoning):
-            return {"reasoning_content": event.text} if self._asked.reasoning else None
+            return _thought(event.text) if self._asked.reasoning else None
         if isinstance(event, ToolCall):
             return {"tool_calls": [{"index": event.index, **_call(answer, event)}]}
         return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
 
     # Details.
+
+    def _carried(self, step: Step, *, first: bool) -> Json:
+        document = self._ids(step.answer, step.token_ids, first=first)
+        return document | {"speculation": step.passes} if step.passes else document
 
     def _ids(self, answer: Answer, token_ids: Seq[int], *, first: bool) -> Json:
         document: Json = {}
@@ -276,6 +287,11 @@ def _call(answer: Answer, event: ToolCall) -> Json:
         answer.call_ids.append(f"call_{uuid.uuid4().hex[:24]}")
     function = {"name": event.name, "arguments": ""}
     return {"id": answer.call_ids[event.index], "type": "function", "function": function}
+
+
+def _thought(text: str) -> Json:
+    """Under both names that clients read: DeepSeek's, and the newer one of vLLM and OpenRouter."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 class Written(str):

@@ -1,8 +1,9 @@
-"""Every error in OpenAI's shape."""
+"""Every error in the shape of the API that was called: OpenAI's, but for the paths of `_SHAPES`."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -26,17 +27,38 @@ class BodyError(UsageError):
         self.param = param
 
 
-def document(message: str, status: int, param: str | None = None) -> dict[str, Any]:
-    """The body of an error."""
-    kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+def document(message: str, status: int, param: str | None = None, path: str = "") -> dict[str, Any]:
+    """The body of an error, as clients of that path read it."""
     shown = limits.shortened(message, limits.MESSAGE)
-    return {"error": {"message": shown, "type": kind, "param": param, "code": status}}
+    shape = next((shape for start, shape in _SHAPES if path.startswith(start)), _openai)
+    return shape(shown, status, param)
 
 
-def error_of(error: HeadstartError) -> tuple[int, dict[str, Any]]:
+def _openai(message: str, status: int, param: str | None) -> dict[str, Any]:
+    kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
+def _anthropic(message: str, status: int, param: str | None) -> dict[str, Any]:
+    others = {503: "overloaded_error", 504: "timeout_error"}
+    kind = KINDS.get(status, "invalid_request_error" if status < 500 else others.get(status, "api_error"))
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def _ollama(message: str, status: int, param: str | None) -> dict[str, Any]:
+    return {"error": message}
+
+
+_SHAPES: tuple[tuple[str, Callable[[str, int, str | None], dict[str, Any]]], ...] = (
+    ("/v1/messages", _anthropic),
+    ("/api/", _ollama),
+)
+
+
+def error_of(error: HeadstartError, path: str = "") -> tuple[int, dict[str, Any]]:
     """HTTP status and body."""
     status = status_of(error).http
-    return status, document(str(error), status, error.param if isinstance(error, BodyError) else None)
+    return status, document(str(error), status, error.param if isinstance(error, BodyError) else None, path)
 
 
 def install(app: FastAPI) -> None:
@@ -47,15 +69,17 @@ def install(app: FastAPI) -> None:
 
 
 async def _ours(request: Request, error: HeadstartError) -> JSONResponse:
-    status, body = error_of(error)
+    status, body = error_of(error, request.url.path)
     headers = {"Retry-After": str(RETRY_SECONDS)} if isinstance(error, BusyError) else None
     return JSONResponse(body, status, headers)
 
 
 async def _http(request: Request, error: HTTPException) -> JSONResponse:
-    return JSONResponse(document(str(error.detail), error.status_code), error.status_code, error.headers)
+    body = document(str(error.detail), error.status_code, path=request.url.path)
+    return JSONResponse(body, error.status_code, error.headers)
 
 
 async def _bug(request: Request, error: Exception) -> JSONResponse:
     log.exception("a request failed", exc_info=error)
-    return JSONResponse(document("the server failed on this request", 500), 500, {"Connection": "close"})
+    body = document("the server failed on this request", 500, path=request.url.path)
+    return JSONResponse(body, 500, {"Connection": "close"})

@@ -8,7 +8,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence as Seq
 
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers, MutableHeaders
@@ -52,7 +52,8 @@ class Traced:
         except asyncio.CancelledError:
             if status:
                 raise
-            await JSONResponse(errors.document("the server has shut down", 503), 503)(scope, receive, answer)
+            body = errors.document("the server has shut down", 503, path=scope["path"])
+            await JSONResponse(body, 503)(scope, receive, answer)
         finally:
             if self.access_log:  # paths without queries: who calls, and with what, is the user's business
                 seconds = time.perf_counter() - begun
@@ -76,19 +77,25 @@ class HeadAsGet:
 
 
 class ApiKeys:
-    """401 without one of the bearer tokens."""
+    """401 without one of the keys, as a bearer token or, as Anthropic's clients send it, in `x-api-key`."""
 
     def __init__(self, app: ASGIApp, keys: Seq[str]) -> None:
         self.app, self.keys = app, [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+            given = _key_of(dict(scope["headers"]))
             # all are compared, and each takes the same time wherever they differ
-            right = [hmac.compare_digest(given.strip(), key) for key in self.keys]
-            if scheme.lower() != b"bearer" or not any(right):
-                body = errors.document("the API key is missing or wrong", 401)
+            right = [hmac.compare_digest(given, key) for key in self.keys]
+            if not any(right):
+                body = errors.document("the API key is missing or wrong", 401, path=scope["path"])
                 await JSONResponse(body, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
                 return
             scope[OWNER] = f"key {right.index(True)}"
         await self.app(scope, receive, send)
+
+
+def _key_of(headers: Mapping[bytes, bytes]) -> bytes:
+    """Empty, which is no key, where there is none."""
+    scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+    return given.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"").strip()

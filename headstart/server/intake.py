@@ -30,7 +30,10 @@ from headstart.server import limits
 from headstart.server.errors import BodyError
 
 Result = TypeVar("Result")
+Model = TypeVar("Model", bound=BaseModel)
 CLOSE = {"Connection": "close"}
+OF_BROWSERS = ("origin", "sec-fetch-site", "referer")
+"""At least one of these headers stands in whatever a web page sends to elsewhere."""
 _MARK = re.compile(rb'[",:\[{]')
 _STRING = re.compile(rb'(?:[^"\\]++|\\.){1,2048}+', re.DOTALL)
 """A part of a string; other threads run between two of them."""
@@ -197,15 +200,22 @@ def lane_of(incoming: Incoming) -> str:
 
 
 def _check_type(request: Request) -> None:
-    """Other types than JSON are what a web page may send to any server without asking."""
+    """Other types than JSON are what a web page may send to any server without asking. Ollama's clients often name
+    none, or curl's: there it is enough that no browser sends the request."""
+    if request.url.path.startswith("/api/") and not any(name in request.headers for name in OF_BROWSERS):
+        return
     given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if given != "application/json" and not (given.startswith("application/") and given.endswith("+json")):
         raise HTTPException(415, "the body must be JSON: send the header Content-Type: application/json", CLOSE)
 
 
-def parsed(data: bytes, model: type[BaseModel]) -> BaseModel:
+def parsed(data: bytes, model: type[Model]) -> Model:
     """A body as its model. Raises BodyError with the first thing that is wrong."""
-    document = read_json(data)
+    return checked(read_json(data), model)
+
+
+def checked(document: Any, model: type[Model]) -> Model:
+    """A document as a model. Raises BodyError with the first thing that is wrong."""
     try:
         return model.model_validate(document)
     except ValidationError as error:

@@ -13,6 +13,7 @@ from headstart.core import DraftStats
 from headstart.server.bridge import Bridge, Stream
 from headstart.server.documents import Answer, Asked, Documents, Json, Step, dumped
 from headstart.server.intake import Lanes
+from headstart.server.passes import Passes
 from headstart.server.prepare import Job
 from headstart.text.output import TextOutput
 from headstart.text.parsers import Event, joined
@@ -31,6 +32,7 @@ class Reply:
         self._requests = job.requests
         self._stream: Stream | None = None
         llm, texts = bridge.llm, job.prompts or [""] * len(job.requests)
+        self.tokenizer = llm.tokenizer
         self._documents = Documents(llm.tokenizer, asked)
         now = time.perf_counter()
         self._answers: list[list[Answer]] = []
@@ -47,12 +49,18 @@ class Reply:
                 )
                 parser = job.parser() if job.parser else None
                 first = group[0] if group else None
-                group.append(Answer(next(numbers), prompt, Choice(request, output, now), parser, first))
+                passes = Passes(llm.tokenizer, request.stop_ids, job.continues) if asked.passes else None
+                group.append(Answer(next(numbers), prompt, Choice(request, output, now), parser, first, passes))
             self._answers.append(group)
 
     @property
     def answers(self) -> list[Answer]:
         return [answer for group in self._answers for answer in group]
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of all prompts."""
+        return sum(len(request.prompt_ids) for request in self._requests)
 
     async def begin(self) -> None:
         """Hand it to the engine. Raises what `Bridge.open` raises."""
@@ -80,7 +88,8 @@ class Reply:
                         events = joined([*events, *answer.parser.finish()])
                     answer.events += events
                 self._timed(answer, len(piece.token_ids))
-                yield Step(answer, piece.text, events, piece.token_ids, answer.finish_reason)
+                passes = answer.passes.told(delta, piece.token_ids) if answer.passes else []
+                yield Step(answer, piece.text, events, piece.token_ids, answer.finish_reason, passes)
             self._record()
         finally:
             self.close()
@@ -156,9 +165,8 @@ class Reply:
         return "chat.completion.chunk" if self.asked.is_chat else "text_completion"
 
     def _counts(self) -> dict[str, Any]:
-        prompts = sum(len(request.prompt_ids) for request in self._requests)
         tokens = sum(len(answer.choice.tokens) for answer in self.answers)
-        return {"prompt_tokens": prompts, "completion_tokens": tokens, "total_tokens": prompts + tokens}
+        return {"prompt_tokens": self.num_prompt, "completion_tokens": tokens, "total_tokens": self.num_prompt + tokens}
 
     def usage(self) -> Json:
         """Of all choices: OpenAI's counts, the seed, and what drafting did."""

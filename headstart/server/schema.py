@@ -51,10 +51,13 @@ class StreamOptions(Body):
 
 
 class Speculation(Body):
-    """headstart's own: how this request drafts. `depth` only with mode auto."""
+    """headstart's own: how this request drafts. `depth` only with mode auto, `events` only with stream."""
 
     mode: Literal["auto", "off"] = "auto"
     depth: StrictInt | None = None
+    events: StrictBool = Field(
+        default=False, description="Chunks tell of each pass: who drafted which token, how sure, what was rejected."
+    )
 
 
 class StructuredOutputs(Body):
@@ -133,7 +136,7 @@ class Common(Body):
     store: StrictBool | None = Field(default=None, description="false: a server that records (--record) leaves it out.")
 
 
-def _kind_of_prompt(value: Any) -> str | None:
+def kind_of_prompt(value: Any) -> str | None:
     """By its first element: a union would try, and blame, every kind for every element."""
     if isinstance(value, str):
         return "text"
@@ -152,7 +155,7 @@ class CompletionRequest(Common):
         | Annotated[Many[StrictStr], Field(max_length=limits.PROMPTS), Tag("texts")]
         | Annotated[Many[Many[StrictInt]], Field(max_length=limits.PROMPTS), Tag("lists")],
         Discriminator(
-            _kind_of_prompt,
+            kind_of_prompt,
             custom_error_type="prompt",
             custom_error_message="it must be a text, a list of texts, token ids, or a list of lists of token ids",
         ),

@@ -57,6 +57,7 @@ class StopChecker:
         self._longest = max(map(len, self._stop), default=0)
         self._held = ""
         self._stopped = False
+        self.found: str | None = None  # the stop string that has cut the text
 
     def push(self, text: str, *, may_stop: bool = True) -> tuple[str, bool]:
         """What can be shown now, and whether a stop string was found. After that, nothing more comes.
@@ -88,6 +89,7 @@ class StopChecker:
         if not ends:
             return None
         end, start = min(ends)
+        self.found = text[start:end]
         return end if self._keeps else start
 
     def _possible_start(self, text: str) -> int:

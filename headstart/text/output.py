@@ -38,6 +38,11 @@ class TextOutput:
         self._detokenizer = Detokenizer(self.tokenizer, skip_special=self.skip_special, continues=self.continues)
         self._stops = StopChecker(self.request.params.stop, keeps=self.keeps_stop)
 
+    @property
+    def stop_string(self) -> str | None:
+        """The one that has ended the text."""
+        return self._stops.found
+
     def push(self, delta: Delta) -> Piece:
         """Add the tokens of a delta; on the last one also what was held back."""
         piece = Piece()

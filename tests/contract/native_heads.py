@@ -124,17 +124,16 @@ def mimo_mtp(tensors: Tensors, c: dict[str, Any], hidden: Tensor, tokens: Tensor
     return linear(y, tensors["lm_head.weight"]), y
 
 
-def glm_block(x: Tensor, w: Getter, c: dict[str, Any], positions: Tensor) -> Tensor:
-    """Head norms, then rotation of the first half of each head; experts, or a gated MLP where there are none."""
+def glm_block(x: Tensor, w: Getter, c: dict[str, Any], positions: Tensor, window: int = 10**6) -> Tensor:
+    """Head norms, then rotation of the first part of each head; experts, or a gated MLP where there are none."""
     dim, eps = c["head_dim"], c["rms_norm_eps"]
-    turning = int(dim * c["partial_rotary_factor"])
+    turning = int(dim * c.get("partial_rotary_factor", 1))
+    bias = (lambda n: w(f"self_attn.{n}_proj.bias")) if c.get("attention_bias") else lambda n: None
     y = rms(x, w("input_layernorm.weight"), eps)
-    q, k, v = (
-        linear(y, w(f"self_attn.{n}_proj.weight"), w(f"self_attn.{n}_proj.bias")).view(len(x), -1, dim) for n in "qkv"
-    )
+    q, k, v = (linear(y, w(f"self_attn.{n}_proj.weight"), bias(n)).view(len(x), -1, dim) for n in "qkv")
     q, k = rms(q, w("self_attn.q_norm.weight"), eps), rms(k, w("self_attn.k_norm.weight"), eps)
     q, k = (torch.cat((rotated(a[..., :turning], positions, c["rope_theta"]), a[..., turning:]), -1) for a in (q, k))
-    x = x + linear(attended(q, k, v, dim**-0.5), w("self_attn.o_proj.weight"))
+    x = x + linear(attended(q, k, v, dim**-0.5, window), w("self_attn.o_proj.weight"))
     return x + feed_forward(rms(x, w("post_attention_layernorm.weight"), eps), w, c)
 
 
@@ -550,6 +549,72 @@ def step_mtp(tensors: Tensors, c: dict[str, Any], hidden: Tensor, tokens: Tensor
     return linear(norm(x, "transformer.shared_head.norm"), w("transformer.shared_head.output.weight")), x
 
 
+AS_DEEPSEEK = {
+    "mlp.expert_bias": "mlp.gate.e_score_correction_bias", "mlp.router.gate.": "mlp.gate.",
+    "mlp.shared_mlp.": "mlp.shared_experts.", "mlp.gate.expert_bias": "mlp.gate.e_score_correction_bias",
+    "mlp.e_score_correction_bias": "mlp.gate.e_score_correction_bias", "final_layernorm": "shared_head.norm",
+    "word_embeddings.": "embed_tokens.", ".attention.dense.": ".self_attn.o_proj.",
+    ".attention.query_layernorm": ".self_attn.q_norm", ".attention.key_layernorm": ".self_attn.k_norm",
+    "num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts",
+    "router_scaling_factor": "routed_scaling_factor",
+}  # fmt: skip
+"""Names of tensors (parts of them) and keys of families with DeepSeek's experts -> DeepSeek's."""
+
+
+def as_deepseek(tensors: Tensors, c: dict[str, Any]) -> tuple[Tensors, dict[str, Any]]:
+    """Under DeepSeek's names, q, k and v apart."""
+    found: Tensors = {}
+    for name, tensor in tensors.items():
+        for old, new in AS_DEEPSEEK.items():
+            name = name if new in name else name.replace(old, new)
+        if ".query_key_value." in name:
+            heads = [c[key] * c["head_dim"] for key in ("num_attention_heads", *["num_key_value_heads"] * 2)]
+            for part, rows in zip("qkv", tensor.split(heads), strict=True):
+                found[name.replace("attention.query_key_value", f"self_attn.{part}_proj")] = rows
+        else:
+            found[name] = tensor
+    return found, {"n_group": 1, "topk_group": 1, **c} | {AS_DEEPSEEK.get(key, key): value for key, value in c.items()}
+
+
+def renamed(formula: Callable[..., Any]) -> Callable[..., Any]:
+    """A trunk or a module under DeepSeek's names."""
+    return lambda tensors, c, *rows: formula(*as_deepseek(tensors, c), *rows)
+
+
+def masked_mtp(block: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """trailing_mtp, where the first embedding is masked."""
+
+    def mtp(tensors: Tensors, c: dict[str, Any], hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        nothing = torch.zeros_like(tensors["model.embed_tokens.weight"][:1])
+        table = torch.cat((tensors["model.embed_tokens.weight"], nothing))
+        first = torch.tensor([len(table) - 1])
+        return trailing_mtp(block)(
+            {**tensors, "model.embed_tokens.weight": table}, c, hidden, torch.cat((first, tokens[1:]))
+        )
+
+    return mtp
+
+
+def exaone_trunk(tensors: Tensors, c: dict[str, Any], tokens: Tensor) -> Tensor:
+    """The state after the final norm; layers with a window rotate positions, those that see all do not."""
+    x, positions = tensors["model.embed_tokens.weight"][tokens], torch.arange(len(tokens))
+    for i in range(c["num_hidden_layers"]):
+        sliding = (i + 1) % c["sliding_window_pattern"] > 0
+        kind = (c, positions, c["sliding_window"]) if sliding else ({**c, "partial_rotary_factor": 0}, positions)
+        x = glm_block(x, lambda n, i=i: tensors[f"model.layers.{i}.{n}"], *kind)
+    return rms(x, tensors["model.norm.weight"], c["rms_norm_eps"])
+
+
+def exaone_mtp(tensors: Tensors, c: dict[str, Any], hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """vLLM's exaone_moe_mtp.py: Qwen's names, plain norms, a layer like the first, with an MLP."""
+    norm = lambda x, name: rms(x, tensors[f"mtp.{name}.weight"], c["rms_norm_eps"])  # noqa: E731
+    e = norm(tensors["model.embed_tokens.weight"][tokens], "pre_fc_norm_embedding")
+    x = linear(torch.cat((e, norm(hidden, "pre_fc_norm_hidden")), dim=-1), tensors["mtp.fc.weight"])
+    w = lambda n: tensors[f"mtp.layers.0.{n}"]  # noqa: E731
+    y = norm(glm_block(x, w, c, torch.arange(len(tokens)), c["sliding_window"]), "norm")
+    return linear(y, tensors["lm_head.weight"]), y
+
+
 MODULES = {"mimo_v2_flash": (0, 1, 2, 2), "step3p5": (0, 1, 2, 0)}
 """Families with more than one module: which serves each draft step."""
 NATIVE_HEADS: dict[str, tuple[Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor]]]] = {
@@ -568,5 +633,8 @@ NATIVE_HEADS: dict[str, tuple[Callable[..., Tensor], Callable[..., tuple[Tensor,
     "longcat_flash": (longcat_trunk, longcat_mtp),
     "deepseek_v4": (v4_trunk, v4_mtp),
     "nemotron_h": (nemotron_trunk, nemotron_mtp),
+    "exaone_moe": (renamed(exaone_trunk), renamed(exaone_mtp)),
+    "hy_v3": (renamed(normed_trunk(glm_block)), renamed(masked_mtp(glm_block))),
+    "bailing_moe": (renamed(normed_trunk(glm_block)), renamed(trailing_mtp(glm_block))),
 }
 """Family -> (hidden states that its head reads, draft logits and recycled vectors, of a module if it has several)."""

@@ -126,6 +126,9 @@ CASES = {
     "an LM head beside a tied embedding": Bad(
         "qwen2", "the config leaves no place for lm_head.weight", {"tie_word_embeddings": True}
     ),
+    "per-layer embeddings of too few tokens": Bad(
+        "gemma4", "vocab_size_per_layer_input is 100, less than vocab_size 131", {"vocab_size_per_layer_input": 100}
+    ),
     "keys beyond the kernels": Bad(
         "qwen3_5", "the native backend cannot run this model: recurrent", tiny={"linear_key_head_dim": 272}
     ),

@@ -11,6 +11,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from gguf_files import add_vocabulary, written
 from support import family_of, make, prompt_of
 from test_families import logits_in_chunks
 
@@ -186,7 +187,52 @@ def latent_names(arrays: Arrays, config: Config) -> Arrays:
     return found
 
 
+def sigmoid_keys(writer: Writer, config: Config) -> None:
+    writer.add_expert_count(config["num_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_shared_feed_forward_length(config["moe_intermediate_size"] * config["num_shared_experts"])
+    writer.add_expert_shared_count(config["num_shared_experts"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_expert_weights_norm(True)
+    writer.add_expert_weights_scale(config.get("router_scaling_factor") or config["routed_scaling_factor"])
+    if config["model_type"] != "hy_v3":  # whose tensors alone tell
+        writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    writer.add_expert_group_count(config.get("n_group", 1))
+    writer.add_expert_group_used_count(config.get("topk_group", 1))
+    writer.add_rope_dimension_count(int(config["head_dim"] * config.get("partial_rotary_factor", 1)))
+    writer.add_rope_freq_base(config["rope_theta"])
+
+
+def exaone_moe_keys(writer: Writer, config: Config) -> None:
+    sigmoid_keys(writer, config)
+    writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_sliding_window_pattern([True, False, True])
+
+
+def exaone_moe_names(arrays: Arrays, config: Config) -> Arrays:
+    parts = {
+        "fc": "eh_proj",
+        "pre_fc_norm_embedding": "enorm",
+        "pre_fc_norm_hidden": "hnorm",
+        "norm": "shared_head.norm",
+    }
+    found = {}
+    for name, array in arrays.items():
+        name = re.sub(r"^mtp\.layers\.0\.", "model.layers.3.", name).replace("correction_bias", "correction.bias")
+        found[re.sub(r"^mtp\.(\w+)\.", lambda m: f"model.layers.3.{parts[m[1]]}.", name)] = array
+    return found
+
+
+def bailing_names(arrays: Arrays, config: Config) -> Arrays:
+    return {name.replace("expert_bias", "expert_bias.bias"): array for name, array in arrays.items()}
+
+
 CONVERTED = {
+    "exaone_moe": Converted("exaone-moe", exaone_moe_keys, exaone_moe_names, modules=1),
+    "hy_v3": Converted("hy-v3", sigmoid_keys, modules=1, table="exaone-moe"),
+    "bailing_moe": Converted("bailingmoe2", sigmoid_keys, bailing_names, modules=1),
     "deepseek_v32": Converted("deepseek32", latent_keys, latent_names, modules=1, table="glm-dsa"),
     "glm_moe_dsa": Converted("glm-dsa", latent_keys, latent_names, modules=1),
     "gemma2": Converted("gemma2", gemma2_keys, gemma2_names),
@@ -204,7 +250,9 @@ SAID: dict[str, Config] = {"gemma2": {"query_pre_attn_scalar": 16},
 NEWER = {
     "enorm": "nextn.enorm", "hnorm": "nextn.hnorm", "eh_proj": "nextn.eh_proj", "final_layernorm": "layer_output_norm",
     "pre_mlp_layernorm": "ffn_norm", "shared_head.norm": "nextn.shared_head_norm",
-    "shared_head.head": "nextn.shared_head_head",
+    "shared_head.head": "nextn.shared_head_head", "mlp.shared_mlp.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_mlp.up_proj": "ffn_up_shexp", "mlp.shared_mlp.down_proj": "ffn_down_shexp",
+    "mlp.router.gate": "ffn_gate_inp", "mlp": "exp_probs_b",
 }  # fmt: skip
 """Names of b11434 that the released package of the converter's tables does not have for every architecture."""
 
@@ -238,15 +286,8 @@ def write_converted(path: Path, config: Config, arrays: Arrays, how: Converted) 
     for name, parts in stacks.items():
         stack = np.stack([each for _, each in sorted(parts.items())])
         writer.add_tensor(new_name(names, name), stack)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list(["a", "b", "ab", *(f"<{i}>" for i in range(3, config["vocab_size"]))])
-    writer.add_token_merges(["a b"])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    add_vocabulary(writer, config["vocab_size"])
+    return written(writer, path)
 
 
 def model_at(path: Path) -> Model:

@@ -11,6 +11,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from gguf_files import add_vocabulary, written
 from support import family_of, make, new_folder, prompt_of, request, run
 from test_families import logits_in_chunks
 
@@ -167,15 +168,8 @@ def write(path: Path, arch: str, config: Config, arrays: Arrays) -> Path:
             add[type(value)](f"{arch}.{key}", value)
     for name, array in converted(config, arrays, len(config.get("hybrid_override_pattern", ""))):
         writer.add_tensor(name, np.ascontiguousarray(array, np.float32))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list(["a", "b", "ab", *(f"<{i}>" for i in range(3, config["vocab_size"]))])
-    writer.add_token_merges(["a b"])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    add_vocabulary(writer, config["vocab_size"])
+    return written(writer, path)
 
 
 CASES: dict[str, tuple[str, str, Config]] = {

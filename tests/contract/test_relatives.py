@@ -12,6 +12,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from gguf_files import add_vocabulary, written
 from support import RELATIVES, family_of, make, new_folder, prompt_of, request, run
 from test_families import logits_in_chunks, oracle_of
 
@@ -230,15 +231,8 @@ def write_converted(path: Path, config: Config, arrays: Arrays) -> Path:
         writer.add_rope_scaling_attn_factors(np.sqrt(1 + np.log(2) / np.log(256)))
     for name, array in converted_tensors(config, arrays).items():
         writer.add_tensor(str(names.get_name(name, (".weight", ".bias"))), np.ascontiguousarray(array))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list(["a", "b", "ab", *(f"<{i}>" for i in range(3, config["vocab_size"]))])
-    writer.add_token_merges(["a b"])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    add_vocabulary(writer, config["vocab_size"])
+    return written(writer, path)
 
 
 @pytest.mark.parametrize("variant", [name for name, each in VARIANTS.items() if name in ARCH or "longrope" in name])

@@ -9,13 +9,18 @@ from functools import cache
 from typing import Any
 
 from headstart.server import schema
+from headstart.server.apis import embeddings, messages_body, ollama_body, responses_body
 
+MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 CHAT, TEXT, TOKENIZE, DETOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"
 MODELS = {
     CHAT: schema.ChatRequest, TEXT: schema.CompletionRequest, TOKENIZE: schema.TokenizeRequest,
-    DETOKENIZE: schema.DetokenizeRequest,
+    DETOKENIZE: schema.DetokenizeRequest, MESSAGES: messages_body.MessagesRequest, COUNT: messages_body.CountRequest,
+    "/v1/responses": responses_body.ResponsesRequest, "/api/chat": ollama_body.OllamaChatRequest,
+    "/api/generate": ollama_body.GenerateRequest, "/v1/embeddings": embeddings.EmbeddingRequest,
 }  # fmt: skip
-WEIGHTS = (6, 6, 2, 1)
+WEIGHTS = (6, 6, 2, 1, 3, 1, 3, 3, 1, 2)
+MODEL = "smollm2-135m-mtp"
 MOST_BYTES = 17 * 2**20
 OUTPUT = 12
 """max_tokens of most requests: long answers are not the point."""
@@ -55,9 +60,18 @@ def base(path: str, rng: random.Random) -> dict[str, Any]:
     words = " ".join(
         rng.choice(("red", "blue", "Tell", "me", "why", "7", "+", "?", "\n")) for _ in range(rng.randrange(1, 40))
     )
-    body: dict[str, Any] = {CHAT: {"messages": [{"role": "user", "content": words}]}, TEXT: {"prompt": words}}.get(
-        path, {}
-    )
+    turns = [{"role": "user", "content": words}]
+    rights: dict[str, dict[str, Any]] = {
+        CHAT: {"messages": turns},
+        TEXT: {"prompt": words},
+        MESSAGES: {"model": MODEL, "messages": turns},
+        COUNT: {"model": MODEL, "messages": turns},
+        "/v1/responses": {"input": words, "max_output_tokens": OUTPUT},
+        "/v1/embeddings": {"input": words},
+        "/api/chat": {"model": MODEL, "messages": turns, "options": {"num_predict": OUTPUT}},
+        "/api/generate": {"model": MODEL, "prompt": words, "options": {"num_predict": OUTPUT}},
+    }
+    body = rights.get(path, {})
     if path == TOKENIZE:
         return {"prompt": words}
     if path == DETOKENIZE:

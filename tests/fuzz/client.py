@@ -14,6 +14,12 @@ BUSY = frozenset({429, 503, 504})
 """What a loaded server may say to a request that is fine."""
 
 
+LINES = "application/x-ndjson"
+PARTS = ({"message", "type", "param", "code"}, {"message", "type"})
+"""Of OpenAI's errors, and of Anthropic's; Ollama's is a text."""
+ENDS = ("message_stop", "error", "response.completed", "response.incomplete")
+
+
 @dataclass(frozen=True)
 class Answer:
     """Status 0: the connection broke; `body` then says how."""
@@ -25,12 +31,13 @@ class Answer:
 
     @property
     def is_stream(self) -> bool:
-        return self.headers.get("content-type", "").startswith("text/event-stream")
+        return self.headers.get("content-type", "").startswith(("text/event-stream", LINES))
 
     def events(self) -> list[Any]:
         """The documents of a stream; its end as the text [DONE]."""
-        lines = [line for line in self.body.decode().split("\n") if line.startswith("data: ")]
-        return [line[6:] if line == "data: [DONE]" else json.loads(line[6:]) for line in lines]
+        start = "" if self.headers["content-type"].startswith(LINES) else "data: "
+        lines = [line.removeprefix(start) for line in self.body.decode().split("\n") if line and line.startswith(start)]
+        return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
 def encoded(body: Any) -> bytes:
@@ -76,8 +83,8 @@ def _wrong_error(answer: Answer) -> str:
     try:
         error = json.loads(answer.body)["error"]
     except (ValueError, KeyError, TypeError):
-        return f"an error that is not in OpenAI's shape: {answer.status} {answer.body[:200]!r}"
-    if set(error) != {"message", "type", "param", "code"} or not error["message"]:
+        return f"an error in nobody's shape: {answer.status} {answer.body[:200]!r}"
+    if not error or (isinstance(error, dict) and (set(error) not in PARTS or not error["message"])):
         return f"an error without its parts: {answer.body[:200]!r}"
     if len(answer.body) > 4000:
         return f"an error of {len(answer.body)} bytes"
@@ -87,9 +94,11 @@ def _wrong_error(answer: Answer) -> str:
 
 
 def _wrong_stream(events: list[Any]) -> str:
-    if not events or events[-1] != "[DONE]":
-        return "a stream without [DONE]"
-    for event in events[:-1]:
-        if "error" in event and event["error"]["code"] >= 500 and event["error"]["code"] not in BUSY:
+    last = events[-1] if events else {}
+    if last != "[DONE]" and last.get("type") not in ENDS and not last.get("done") and "error" not in last:
+        return "a stream without an end"
+    for event in events:
+        error = event.get("error") if isinstance(event, dict) else None
+        if isinstance(error, dict) and (error["type"] == "api_error" or 500 <= error.get("code", 0) not in BUSY):
             return f"an error in a stream: {event}"
     return ""

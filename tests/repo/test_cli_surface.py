@@ -34,7 +34,7 @@ COMMANDS: dict[str, set[str]] = {
     | set(FLAGS)
     | {"--host", "--port", "--served-model-name", "--max-queue", "--request-timeout", "--shutdown-timeout"}
     | {"--api-key", "--ssl-certfile", "--ssl-keyfile", "--chat-template", "--tool-call-parser", "--reasoning-parser"}
-    | {"--log-format", "--access-log", "--allowed-origins", "--parse-special-tokens"}
+    | {"--log-format", "--access-log", "--allowed-origins", "--parse-special-tokens", "--no-web"}
     | {"--price-per-hour", "--engine", "--dry-run", "--vllm", "--record", "--record-limit"},
     "verify": ENGINE
     | JSON

@@ -15,10 +15,10 @@ from fastapi import FastAPI
 
 from headstart.api import LLM
 from headstart.config import EngineConfig
+from headstart.server.answering import State
 from headstart.server.app import ServerConfig, make_app
 from headstart.server.bridge import Bridge
 from headstart.server.protocol import Protocol
-from headstart.server.routes import State
 
 ENGINE = EngineConfig(threads=1, max_num_seqs=8, kv_blocks=512, max_model_len=2048)
 

@@ -217,3 +217,11 @@ def test_a_call_that_the_model_makes_by_itself(client: OpenAI) -> None:
     assert answer.finish_reason == "tool_calls"
     assert answer.message.tool_calls[0].function.name == "get_time"
     assert answer.message.content is None
+
+
+def test_the_developer_is_the_system_where_a_template_knows_no_other(client: OpenAI) -> None:
+    said = []
+    for role in ("system", "developer"):
+        messages = [{"role": role, "content": "Answer in one word."}, *QUESTION]
+        said.append(chat(client, messages=messages, seed=1).choices[0].message.content)
+    assert said[0] == said[1]

@@ -18,10 +18,14 @@ schemathesis = pytest.importorskip("schemathesis")
 pytestmark = pytest.mark.slow  # a server process
 PATHS = {
     "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{name}", "/tokenize", "/detokenize",
-    "/health", "/ping", "/ready", "/version", "/metrics",
+    "/health", "/ping", "/ready", "/version", "/metrics", "/api/tags", "/api/ps", "/api/version",
 }  # fmt: skip
-POSTED = {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"}
-EXAMPLES = 40
+TRANSLATED = {
+    "/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/api/chat", "/api/generate", "/api/show",
+    "/v1/embeddings", "/api/embed", "/api/embeddings",
+}  # fmt: skip
+POSTED = {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", *TRANSLATED}
+EXAMPLES, FEW = 40, 4
 
 
 @pytest.fixture(scope="module")
@@ -32,17 +36,27 @@ def operations(server: Server) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("path", "mode"),
-    [(path, mode) for mode in schemathesis.GenerationMode for path in sorted(PATHS if mode.is_positive else POSTED)],
+    [
+        (path, mode)
+        for mode in schemathesis.GenerationMode
+        for path in sorted(PATHS | TRANSLATED if mode.is_positive else POSTED)
+    ],
 )
 def test_no_server_error(operations: dict[str, Any], path: str, mode: Any) -> None:
-    assert set(operations) == PATHS
+    assert set(operations) == PATHS | TRANSLATED
 
     @given(case=operations[path].as_strategy(generation_mode=mode))
-    @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=FEW if path in TRANSLATED else EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck)
+    )
     def check(case: Any) -> None:
         if isinstance(case.body, dict):  # long answers are not the point
-            limits = {name: case.body.get(name, 8) for name in ("max_tokens", "max_completion_tokens")}
+            limits = {
+                name: case.body.get(name, 8) for name in ("max_tokens", "max_completion_tokens", "max_output_tokens")
+            }
             case.body |= {name: min(value, 8) for name, value in limits.items() if type(value) is int}
+            if path.startswith("/api/"):
+                case.body["options"] = {"num_predict": 8}
         answer = case.call(timeout=30)
         assert answer.status_code < 500, answer.text
         if answer.status_code >= 400:

@@ -14,7 +14,7 @@ from headstart import hub
 from headstart.errors import UsageError
 from headstart.formats import open_checkpoint
 from headstart.formats.base import Checkpoint, Tensor
-from headstart.formats.drafters import MODEL, MTP, classify_path
+from headstart.formats.drafters import MODEL, MTP, DrafterKind, classify, classify_path
 from headstart.formats.json_object import read_object, read_packaged
 from headstart.heads.files import MARK, read_head
 from headstart.tools.inspect.parts import part_of
@@ -96,13 +96,22 @@ def _unknown(name: str) -> UsageError:
     return UsageError(f"unknown model {name!r}", f"did you mean {close[0]}? {known}" if close else known)
 
 
+def _refuse(name: str, drafter: DrafterKind) -> None:
+    """Raises UsageError for a drafter: it runs beside a model, whose sizes its config does not tell."""
+    if drafter.separate:
+        what = f"{name} is a drafter ({drafter.title}), and no model by itself"
+        raise UsageError(what, f"headstart plan MODEL --head {name}")
+
+
 def _from_config(name: str, config: Mapping[str, Any]) -> Shape:
+    _refuse(name, classify(config))
     shape = shape_of(name, config, weights=declared_format(config))
     return shape.noted(f"shape of {name}: its config.json; no weights were looked at, format {shape.weights}")
 
 
 def from_checkpoint(checkpoint: Checkpoint, name: str) -> Shape:
-    """Sizes by config, bytes by the tensors' headers."""
+    """Sizes by config, bytes by the tensors' headers. Raises UsageError for a drafter."""
+    _refuse(name, classify(checkpoint.config, checkpoint.tensors))
     types = Counter[str]()
     for tensor in checkpoint.tensors.values():
         types[tensor.dtype] += tensor.nbytes

@@ -79,7 +79,7 @@ def run(options: VerifyOptions, progress: Progress = no_progress) -> Report:
     options = replace(options, thread_counts=threads)
     drafters, loaded = options.drafters, dict[int, Model]()
     if not drafters:
-        _Verification(options, progress)  # what is out of range is said before a model is loaded
+        check_ranges(options)  # before a model is loaded
         loaded[threads[0]] = model = load_model(options.model, replace(options.config, threads=threads[0]))
         drafters = default_drafters(options, model.head.spec.kind if model.head else None)
     work = _Verification(replace(options, drafters=drafters), progress)
@@ -102,6 +102,16 @@ def default_threads(config: EngineConfig, *, exact: bool) -> tuple[int, ...]:
     return tuple(range(1, min(usable, 2) + 1)) if exact else (usable,)
 
 
+def check_ranges(options: VerifyOptions) -> None:
+    """Raises UsageError for a value that no cell can have: each alone, so that no cells are needed for it."""
+    levels = options.factors()
+    for name, values in levels.items():
+        for value in values:
+            cell = {each: some[0] for each, some in levels.items()} | {name: value}
+            _config(options, cell)
+            params_of(cell, 0, options.max_tokens)
+
+
 class _Verification:
     """The cells of a run, what plain decoding says, and what has been found so far."""
 
@@ -113,9 +123,7 @@ class _Verification:
         wanted = -(-options.min_texts // len(self.prompts))
         cells = pairwise(options.factors(), GRID_SEED, wanted)
         self._cells = [cell for count in options.thread_counts for cell in cells if cell["threads"] == count]
-        for cell in cells:  # values out of range are said before the work begins
-            _config(options, cell)
-            params_of(cell, 0, options.max_tokens)
+        check_ranges(options)
         self._plain: dict[tuple[float, int], list[Decoded]] = {}
         self._baselines = sorted({_key(cell) for cell in cells})
         self._headed: Mapping[str, Model] = {}  # by drafter, where it is not the model as it comes

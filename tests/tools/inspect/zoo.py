@@ -129,6 +129,11 @@ ZOO: dict[str, Animal] = {
         {"model.layers.4.final_layernorm.weight": (H,), "model.layers.4.self_attn.k_norm.weight": (8,)},
     ),
     "hy_v4": Animal({"model_type": "hy_v4", **MLA}, {"model.mtp_layers.0.final_layernorm.weight": (H,)}),
+    "bailing_moe": Animal(
+        {"model_type": "bailing_moe", "num_experts": 3, "moe_intermediate_size": 24},
+        {"model.layers.4.attention.dense.weight": (H, H), "model.layers.4.final_layernorm.weight": (H,)},
+        renamed={"self_attn.o_proj.": "attention.dense."},
+    ),
     "bailing_hybrid": Animal(
         {"model_type": "bailing_hybrid", **MLA, "num_experts": 3, "moe_intermediate_size": 24},
         {"model.layers.4.attention.dense.weight": (H, 40), "model.layers.4.final_layernorm.weight": (H,)},

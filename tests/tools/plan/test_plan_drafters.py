@@ -95,6 +95,23 @@ DFLASH = {
 }  # fmt: skip
 
 
+ASSISTANT = {
+    "architectures": ["Gemma4AssistantForCausalLM"], "model_type": "gemma4_assistant", "backbone_hidden_size": 2560,
+    "text_config": {
+        "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 256, "vocab_size": 262144,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [EAGLE3, DFLASH, ASSISTANT])
+def test_a_drafter_is_planned_beside_a_model_only(config: dict[str, Any], tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["plan", str(tmp_path), "--gpu", "h100"]) == 2
+    found = capsys.readouterr()
+    assert "no model by itself" in found.err and f"--head {tmp_path}" in found.err and not found.out
+
+
 @pytest.mark.parametrize(("config", "kind", "most"), [(EAGLE3, "eagle3", None), (DFLASH, "dflash", 15)])
 def test_a_drafters_own_config_says_its_size(
     config: dict[str, Any], kind: str, most: int | None, tmp_path: Path

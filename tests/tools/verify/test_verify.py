@@ -357,6 +357,15 @@ def test_min_texts_adds_cells(folder: Path) -> None:
     assert report.data["texts"] == 21
 
 
+def test_cells_are_made_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no drafter was named, and the model has to say which it has."""
+    made: list[int] = []
+    monkeypatch.setattr(verify, "pairwise", lambda *grid: made.append(1) or pairwise(*grid))
+    few = {"drafters": (), "depths": (1,), "chunk_sizes": (512,), "temperatures": (0.0,)}
+    assert verify.run(options(folder, {**SMALL_GRID, **few}, prompts=PROMPTS[:1], max_tokens=2)).ok
+    assert len(made) == 1
+
+
 def test_many_candidates_are_sampled_and_still_cover() -> None:
     factors = {f"f{i}": range(4) for i in range(8)}  # 65536 cells
     cells = pairwise(factors)

@@ -1,0 +1,51 @@
+"""Weights with which an MTP module of a random model agrees with its trunk now and then: drafts are accepted, rejected
+and cut at every place."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from headstart.models.small import Arrays
+
+SOFT = 0.1
+QUIET = (
+    "o_proj.weight", "wo_b.weight", "out_proj.weight", "down_proj.weight", "w2.weight", "experts.down_proj",
+    "down_proj_bias",
+)  # fmt: skip
+PROJECTIONS = {
+    "mtp.fc.weight": False, "eh_proj.weight": False, "input_proj.weight": True, "mtp_linear_proj.0.weight": False,
+}  # fmt: skip
+"""Ending of the name of an MTP module's projection -> does the hidden state come first?"""
+SUMMED = {".e_proj.weight": 1.0, ".h_proj.weight": 0.0}
+"""Two projections whose results are added -> how much of its input each lets through."""
+TAKES = r"pre_fc_norm_embedding\.weight|enorm(\.m)?\.weight|token_layernorm\.weight"
+SAYS = r"mtp\.(\d\.)?norm\.weight|shared_head\.norm\.weight|final_layernorm\.weight|mtp_emb_norm"
+LAST_NORMS = ("model.norm.weight", "backbone.norm_f.weight", "model.final_layernorm.weight", "norm.weight")
+"""Of the trunk."""
+
+
+def has_head(arrays: Arrays) -> bool:
+    """Is there an MTP module of a kind that `agreeing` knows?"""
+    return any(name.endswith(ending) for name in arrays for ending in {**PROJECTIONS, **SUMMED})
+
+
+def agreeing(arrays: Arrays) -> Arrays:
+    """Quiet blocks; an MTP module that passes its token's embedding on to the trunk's own last norm."""
+    arrays = {name: array * np.float32(SOFT if name.endswith(QUIET) else 1) for name, array in arrays.items()}
+    folded = any("pre_fc_norm" in name for name in arrays)  # norms that are 1 + w
+    last = next((name for name in LAST_NORMS if name in arrays), "")
+    for name, array in arrays.items():
+        for ending, hidden_first in PROJECTIONS.items():
+            if name.endswith(ending):
+                halves = [np.eye(len(array)), np.zeros((len(array),) * 2)]
+                arrays[name] = np.hstack(halves[::-1] if hidden_first else halves).astype(np.float32)
+        for ending, share in SUMMED.items():
+            if name.endswith(ending):
+                arrays[name] = np.float32(share) * np.eye(len(array), dtype=np.float32)
+        if re.search(TAKES, name):
+            arrays[name] = np.full_like(array, 0.0 if folded else 1.0)
+        elif re.search(SAYS, name) and name != last:
+            arrays[name] = arrays[last]
+    return arrays

@@ -1,0 +1,85 @@
+"""Ling 2 and Ring 2 (Bailing MoE V2): grouped attention with head norms and partial rotary, experts chosen by sigmoids
+in groups, MTP at layer N.
+
+Formula: inclusionAI's `modeling_bailing_moe_v2.py` (Ling-V2); the MTP module there: e first, a layer with experts,
+`final_layernorm`, whose result is recycled.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from headstart.errors import ModelError
+from headstart.heads.base import HeadSpec
+from headstart.layers.build import DecoderConfig
+from headstart.models import keys
+from headstart.models.base import Family
+from headstart.models.joined import join
+from headstart.models.keys import Config, flag
+from headstart.models.names import Names
+
+LLAMA_CPP = "bailingmoe2"
+SERVED = {"use_rmsnorm": True, "norm_head": False, "norm_softmax": False, "scoring_func": "sigmoid"}
+
+
+def parse(config: Config) -> DecoderConfig:
+    config = keys.inside(config, {})
+    keys.refuse_others(config, SERVED)
+    scores = config.get("score_function")
+    if config.get("model_type") != LLAMA_CPP and (scores != "sigmoid" or not flag(config, "use_qk_norm", True)):
+        raise ModelError(f"config.json: score_function is {scores!r}", "known: 'sigmoid' (Ling 2 and Ring 2)")
+    if (shared := config.get("num_shared_experts")) is not None:
+        config = config.inside({"n_shared_experts": shared})
+    mixer = keys.attention(
+        config,
+        qkv_bias=flag(config, "use_qkv_bias", flag(config, "attention_bias")),
+        o_bias=flag(config, "use_bias", flag(config, "attention_out_bias")),
+        qk_norm=True,
+    )
+    sparse = keys.layer(config, mixer, keys.sigmoid_experts(config))
+    layers = keys.after_dense(config, mixer, sparse)
+    return keys.decoder(config, layers, num_mtp=keys.one_mtp(config), mtp_layer=sparse)
+
+
+FAMILY = Family(
+    parse=parse,
+    defaults={
+        "max_position_embeddings": 32768, "rope_theta": 600000.0, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-6,
+        "num_key_value_heads": 4, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 1,
+        "moe_intermediate_size": 512, "routed_scaling_factor": 1.0, "n_shared_experts": 1,
+    },
+    harmless={
+        **dict.fromkeys(("embedding_dropout", "output_dropout"), "training only"),
+        **dict.fromkeys(("router_dtype", "use_fp32_router"), "of sums, which are float32 here"),
+        "rotary_dim": "partial_rotary_factor says it",
+        "rope_interleave": "of another attention",
+        "max_window_layers": "no layer has a window",
+        "moe_router_enable_expert_bias": "is there such a tensor? it is taken",
+        **dict.fromkeys(
+            ("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size"),
+            "the width of one times their number",
+        ),
+        "intermediate_size": "of dense layers, where there are any",
+    },
+    names=Names(
+        {"model.": "", "lm_head.": "lm_head.", "model.word_embeddings.": "embed_tokens."},
+        parts={
+            ".attention.query_key_value.": ".self_attn.qkv_proj.",
+            ".attention.dense.": ".self_attn.o_proj.",
+            ".attention.query_layernorm.": ".self_attn.q_norm.",
+            ".attention.key_layernorm.": ".self_attn.k_norm.",
+            ".mlp.gate.expert_bias": ".mlp.gate.e_score_correction_bias",
+            ".final_layernorm.": ".shared_head.norm.",
+        },
+    ),
+    restore=partial(join, qkv=True, gate_up=False),
+    head=HeadSpec(),
+    trailing=True,
+    aliases=("bailing_moe_v2", LLAMA_CPP),
+    small={
+        "model_type": "bailing_moe", "architectures": ["BailingMoeV2ForCausalLM"], "moe_intermediate_size": 24,
+        "num_experts": 8, "num_experts_per_tok": 3, "num_shared_experts": 1, "routed_scaling_factor": 2.5,
+        "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1,
+        "score_function": "sigmoid", "use_qk_norm": True, "partial_rotary_factor": 0.5,
+    },
+)  # fmt: skip

@@ -1,0 +1,86 @@
+"""EXAONE with experts (K-EXAONE): EXAONE 4's attention in layers that are normed before each part, experts chosen by
+sigmoids, one MTP module.
+
+Formula: transformers `models/exaone_moe`; the MTP module: vLLM 0.32 `exaone_moe_mtp.py`: e first, a layer with an MLP
+and the attention of `mtp_layer_types`, or else of the first layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headstart.heads.base import HeadSpec
+from headstart.layers.attention import AttentionConfig
+from headstart.layers.build import DecoderConfig
+from headstart.models import keys
+from headstart.models.base import Family
+from headstart.models.keys import FULL, SLIDING, Config
+from headstart.models.names import OWN_MODULE, PREFIXES, Names
+
+
+def parse(config: Config) -> DecoderConfig:
+    config = keys.inside(config, {})
+    shared = config.get("num_shared_experts")
+    config = config if shared is None else config.inside({"n_shared_experts": shared})
+    windows = keys.windows_in_turn(config, 4)
+    width = max(windows)
+    mixers = {window: _attention(config, window, any(windows)) for window in {*windows, width}}
+    kinds = config.get("mtp_layer_types") or [SLIDING if windows[0] else FULL]
+    keys.check_kinds(kinds, len(kinds), (FULL, SLIDING))
+    guess = _attention(config, width if kinds[0] == SLIDING else 0, any(windows))
+    dense, experts = keys.mlp(config), keys.sigmoid_experts(config)
+    return keys.decoder(
+        config,
+        [
+            keys.layer(config, mixers[window], experts if sparse else dense)
+            for window, sparse in zip(windows, _sparse(config), strict=True)
+        ],
+        num_mtp=keys.one_mtp(config),
+        mtp_layer=keys.layer(config, guess, dense),
+    )
+
+
+def _attention(config: Config, window: int, some_slide: bool) -> AttentionConfig:
+    """Where some layers have a window, only those rotate positions."""
+    still: dict[str, Any] = {"rope": None} if some_slide and not window else {}
+    return keys.attention(config, window=window, qk_norm=True, **still)
+
+
+def _sparse(config: Config) -> list[bool]:
+    """Which layers have experts."""
+    count = keys.num_layers(config)
+    if (kinds := config.get("mlp_layer_types")) is not None:
+        keys.check_kinds(kinds, count, ("dense", "sparse"))
+        return [kind == "sparse" for kind in kinds]
+    first = keys.number(config, "first_k_dense_replace", "first_last_k_dense_replace", default=1, least=0)
+    return [i >= first for i in range(count)]
+
+
+FAMILY = Family(
+    parse=parse,
+    defaults={
+        "max_position_embeddings": 2048, "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "n_group": 1, "topk_group": 1,
+        "num_experts_per_tok": 8, "routed_scaling_factor": 2.5, "moe_intermediate_size": 1024, "n_shared_experts": 1,
+    },
+    harmless={
+        **dict.fromkeys(("first_k_dense_replace", "first_last_k_dense_replace"), "mlp_layer_types says it"),
+        "is_moe_layer": "mlp_layer_types says it",
+        "sliding_window_pattern": "layer_types says it",
+        "layer_types": "of windows, where there are any",
+        "shared_expert_intermediate_size": "the width of one times their number",
+        "mtp_share_layers": "of more than one module",
+        "num_shared_experts": "read under another name",
+    },
+    names=Names(
+        {**PREFIXES, **OWN_MODULE}, parts={".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias"}
+    ),
+    head=HeadSpec(),
+    trailing=True,  # in GGUF files
+    aliases=("exaone-moe",),
+    small={
+        "model_type": "exaone_moe", "architectures": ["ExaoneMoeForCausalLM"], "sliding_window": 9,
+        "sliding_window_pattern": 2, "moe_intermediate_size": 24, "num_experts": 7, "num_experts_per_tok": 3,
+        "num_shared_experts": 1, "routed_scaling_factor": 1.5, "n_group": 1, "topk_group": 1,
+        "first_k_dense_replace": 1, "num_nextn_predict_layers": 1,
+    },
+)  # fmt: skip

@@ -1,0 +1,57 @@
+// Conversations, in this browser only (IndexedDB). A message has an entry of its own: a long history is not written
+// again for each new word of it.
+import { createStore, delMany, get, getMany, set, setMany } from "./vendor/idb-keyval.js";
+
+const store = createStore("headstart", "conversations");
+const INDEX = "index";
+const keys = (id, from, to) => Array.from({ length: Math.max(0, to - from) }, (_, i) => [id, from + i]);
+
+export const fresh = () => ({ id: crypto.getRandomValues(new Uint32Array(2)).join(""), title: "", messages: [] });
+
+/** Newest first: [{id, title, count}]. */
+export const listed = async () => (await get(INDEX, store).catch(() => [])) ?? [];
+
+export async function load(entry) {
+  const messages = (await getMany(keys(entry.id, 0, entry.count), store)).filter(Boolean);
+  return { id: entry.id, title: entry.title, messages };
+}
+
+/** Keep messages from number `from` on; the index that is then right. */
+export async function save({ id, title, messages }, from) {
+  const index = await listed();
+  const before = index.find((each) => each.id === id)?.count ?? 0;
+  const next = [{ id, title, count: messages.length }, ...index.filter((each) => each.id !== id)];
+  await setMany(keys(id, from, messages.length).map((key, i) => [key, messages[from + i]]), store);
+  await set(INDEX, next, store);
+  await delMany(keys(id, messages.length, before), store);
+  return next;
+}
+
+export async function remove(entry) {
+  const next = (await listed()).filter((each) => each.id !== entry.id);
+  await set(INDEX, next, store);
+  await delMany(keys(entry.id, 0, entry.count), store);
+  return next;
+}
+
+/** The text of a conversation, for people. */
+export function asMarkdown({ title, messages }, system) {
+  const parts = [`# ${title || "Conversation"}`];
+  if (system) parts.push(`**System**\n\n${system}`);
+  for (const each of messages) {
+    if (each.role !== "assistant") parts.push(`**${each.role === "tool" ? "Tool" : "You"}**\n\n${each.content}`);
+    else {
+      const calls = each.answer.calls.map((call) => `\`${call.name}(${call.arguments})\``);
+      parts.push(["**Model**", each.answer.text, ...calls].filter(Boolean).join("\n\n"));
+    }
+  }
+  return `${parts.join("\n\n")}\n`;
+}
+
+export function download(name, text, type) {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(new Blob([text], { type }));
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+}

@@ -1,0 +1,72 @@
+// What this page asks the server for. The key lives as long as the tab does.
+const KEY = "headstart.key";
+
+/** `status`: of the answer, 0 where none came. */
+export class ServerError extends Error {
+  constructor(message, status) {
+    super(message);
+    this.status = status;
+  }
+}
+
+export const setKey = (key) => sessionStorage.setItem(KEY, key);
+
+async function ask(path, options = {}) {
+  const headers = { ...options.headers };
+  const key = sessionStorage.getItem(KEY);
+  if (key) headers.Authorization = `Bearer ${key}`;
+  let answer;
+  try {
+    answer = await fetch(path, { ...options, headers });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ServerError("The server does not answer. Does it still run?", 0);
+  }
+  if (answer.ok) return answer;
+  const said = await answer.json().catch(() => null);
+  throw new ServerError(said?.error?.message ?? `The server answered ${answer.status}.`, answer.status);
+}
+
+export const json = async (path) => (await ask(path)).json();
+export const text = async (path) => (await ask(path)).text();
+
+/** The chunks of a streamed answer. Throws ServerError for what the server says, and where the connection breaks. */
+export async function* stream(body, signal) {
+  const answer = await ask("v1/chat/completions", {
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify({ ...body, stream: true }),
+    signal,
+  });
+  let done = false;
+  for await (const data of events(answer.body.getReader())) {
+    if (data === "[DONE]") {
+      done = true; // the end of the connection follows
+      continue;
+    }
+    const chunk = JSON.parse(data);
+    if (chunk.error) throw new ServerError(chunk.error.message, chunk.error.code);
+    yield chunk;
+  }
+  if (!done) throw new ServerError("The connection broke. What had come by then is kept.", 0);
+}
+
+/** The data of server-sent events. */
+async function* events(reader) {
+  const decoder = new TextDecoder();
+  let held = "";
+  try {
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      const pieces = (held + decoder.decode(value, { stream: true })).split("\n\n");
+      held = pieces.pop();
+      for (const piece of pieces) if (piece.startsWith("data: ")) yield piece.slice(6);
+    }
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ServerError("The connection broke. What had come by then is kept.", 0);
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}

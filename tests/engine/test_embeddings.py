@@ -1,0 +1,62 @@
+"""Embeddings of prompts: what transformers' hidden states come to, and the same bits in any company."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModel
+
+from headstart import hub
+from headstart.api import LLM
+from headstart.config import EngineConfig
+from headstart.core import Delta, SamplingParams
+
+NAME = next(name for name in hub.builtin_names() if name not in hub.BUILTIN)
+TEXTS = ["def read(self):\n    return self.value\n" * 4, "import os\n", "def read(self):\n    return self.value\n" * 4]
+
+
+def embedded(llm: LLM, texts: list[str], *, beside: int = 0) -> dict[int, np.ndarray]:
+    """By the number of each text; `beside`: so many texts are written in the same batch."""
+    asked, found = {}, {}
+    for number, text in enumerate(texts):
+        request = llm.request(text, SamplingParams(max_tokens=1, temperature=0.0), raw=True, depth=0)
+        llm.engine.submit(replace(request, embeds=True))
+        asked[request.request_id] = number
+    for number in range(beside):
+        llm.engine.submit(llm.request(f"class A{number}:", SamplingParams(max_tokens=12, seed=number), raw=True))
+
+    def deliver(deltas: list[Delta]) -> None:
+        for delta in deltas:
+            if delta.embedding is not None:
+                found[asked[delta.request_id]] = delta.embedding
+
+    while llm.engine.has_work:
+        llm.engine.step(deliver)
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[np.ndarray]:
+    llm = LLM(NAME, EngineConfig(max_model_len=256, threads=1))
+    return [embedded(llm, [text])[0] for text in TEXTS]
+
+
+def test_the_mean_is_that_of_transformers(alone: list[np.ndarray]) -> None:
+    llm = LLM(NAME, EngineConfig(max_model_len=256, backend="reference", dtype="float32"))
+    model = AutoModel.from_pretrained(hub.resolve(NAME), dtype=torch.float32)
+    for text, native, reference in zip(TEXTS, alone, embedded(llm, TEXTS).values(), strict=True):
+        ids = torch.tensor([llm.encode(text, raw=True)])
+        with torch.inference_mode():
+            expected = model(ids).last_hidden_state[0].double().mean(0).numpy()
+        np.testing.assert_allclose(reference, expected, atol=1e-4 * np.abs(expected).max())
+        assert native @ expected > 0.999 * np.linalg.norm(native) * np.linalg.norm(expected)
+
+
+def test_bits_do_not_depend_on_company_chunks_or_the_cache(alone: list[np.ndarray]) -> None:
+    llm = LLM(NAME, EngineConfig(max_model_len=256, threads=1, max_num_batched_tokens=24, max_num_seqs=4))
+    for _ in range(2):  # the second time the beginnings are in the prefix cache
+        found = embedded(llm, TEXTS, beside=3)
+        assert all(np.array_equal(found[number], vector) for number, vector in enumerate(alone))

@@ -1,0 +1,110 @@
+"""APIs beside OpenAI's completions: what is wrong is said in each one's own shape, and who leaves is let go."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from process import Server, running
+
+pytestmark = pytest.mark.slow  # a server process
+MODEL = "smollm2-135m-mtp"
+ASK = [{"role": "user", "content": "Hi"}]
+MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
+MESSAGE = {"model": MODEL, "messages": ASK, "max_tokens": 4}
+RESPONSES, OLLAMA, GENERATE = "/v1/responses", "/api/chat", "/api/generate"
+RESPONSE = {"model": MODEL, "input": "Hi", "max_output_tokens": 4}
+CHAT = {"model": MODEL, "messages": ASK, "options": {"num_predict": 4}}
+BAD: list[tuple[str, dict[str, Any], int, str]] = [
+    (MESSAGES, {}, 400, "model"),
+    (MESSAGES, MESSAGE | {"model": "no-such"}, 404, "no-such"),
+    (MESSAGES, {"model": MODEL, "messages": ASK}, 400, "max_tokens"),
+    (MESSAGES, MESSAGE | {"max_tokens": 0}, 400, "max_tokens"),
+    (MESSAGES, MESSAGE | {"messages": []}, 400, "messages"),
+    (MESSAGES, MESSAGE | {"messages": [{"role": "robot", "content": "x"}]}, 400, "messages.0.role"),
+    (MESSAGES, MESSAGE | {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "'image'"),
+    (MESSAGES, MESSAGE | {"tools": [{"type": "web_search_20250305", "name": "w"}]}, 400, "tools.0.type"),
+    (MESSAGES, MESSAGE | {"tool_choice": {"type": "any"}}, 400, "tools"),
+    (MESSAGES, MESSAGE | {"mcp_servers": [{"url": "x"}]}, 400, "mcp_servers"),
+    (MESSAGES, MESSAGE | {"stop_sequences": "x"}, 400, "stop_sequences"),
+    (MESSAGES, MESSAGE | {"n": 2}, 400, "n is not"),
+    (MESSAGES, MESSAGE | {"mirostat": 2}, 400, "mirostat"),
+    (COUNT, {"model": MODEL}, 400, "messages"),
+    (RESPONSES, {}, 400, "input"),
+    (RESPONSES, RESPONSE | {"model": "no-such"}, 404, "no-such"),
+    (RESPONSES, RESPONSE | {"max_output_tokens": 0}, 400, "max_output_tokens"),
+    (RESPONSES, RESPONSE | {"previous_response_id": "resp_1"}, 400, "keeps no responses"),
+    (RESPONSES, RESPONSE | {"background": True}, 400, "background"),
+    (RESPONSES, RESPONSE | {"tools": [{"type": "web_search"}]}, 400, "web_search"),
+    (RESPONSES, RESPONSE | {"input": [{"type": "item_reference", "id": "x"}]}, 400, "input.0"),
+    (RESPONSES, RESPONSE | {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, 400, "input_image"),
+    (RESPONSES, RESPONSE | {"text": {"format": {"type": "json_schema", "name": "x"}}}, 400, "text.format.schema"),
+    (RESPONSES, RESPONSE | {"tool_choice": "required"}, 400, "tools"),
+    (OLLAMA, {}, 400, "model"),
+    (OLLAMA, CHAT | {"model": "no-such"}, 404, "no-such"),
+    (OLLAMA, CHAT | {"format": "yaml"}, 400, "format"),
+    (OLLAMA, CHAT | {"options": {"mirostat": 2}}, 400, "mirostat"),
+    (OLLAMA, CHAT | {"options": {"temperature": -1}}, 400, "temperature"),
+    (OLLAMA, CHAT | {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, 400, "images"),
+    (OLLAMA, CHAT | {"logprobs": True}, 400, "logprobs"),
+    (GENERATE, {"model": MODEL, "prompt": "x", "context": [1]}, 400, "context"),
+    (GENERATE, {"model": MODEL, "prompt": "x", "raw": True, "system": "y"}, 400, "system"),
+    ("/api/show", {"model": "no-such"}, 404, "no-such"),
+    ("/api/pull", {"model": MODEL}, 404, "Not Found"),
+]
+LONG: dict[str, dict[str, Any]] = {
+    MESSAGES: MESSAGE | {"max_tokens": 400, "stream": True, "ignore_eos": True},
+    RESPONSES: RESPONSE | {"max_output_tokens": 400, "stream": True, "ignore_eos": True},
+    OLLAMA: CHAT | {"options": {"num_predict": 400, "ignore_eos": True}},
+}
+
+
+def error_in(path: str, body: Any) -> str:
+    """Its message, in the shape of the path's API."""
+    if path.startswith("/api/"):
+        assert set(body) == {"error"}
+        return str(body["error"])
+    error = body["error"]
+    if path.startswith(MESSAGES):
+        assert set(body) == {"type", "error"}
+        assert body["type"] == "error"
+        assert set(error) == {"type", "message"}
+    else:
+        assert set(error) == {"message", "type", "param", "code"}
+    return str(error["message"])
+
+
+def test_what_is_wrong_is_named_in_the_apis_own_shape(server: Server) -> None:
+    for path, body, status, says in BAD:
+        answer = server.post(path, **body)
+        assert answer.status_code == status, (path, body, answer.text)
+        assert says in error_in(path, answer.json()), (path, body)
+    for path in LONG:
+        content = server.client.post(path, content=b"{", headers={"Content-Type": "application/json"})
+        assert "JSON" in error_in(path, content.json())
+        bare = server.client.post(path, content=b"{}", headers={"Origin": "https://page.example"})
+        assert (bare.status_code, "JSON" in error_in(path, bare.json())) == (415, True)
+        assert server.client.post(path, content=b"{}").status_code == (400 if path.startswith("/api/") else 415)
+
+
+def test_who_leaves_a_stream_is_let_go(server: Server) -> None:
+    for path, body in LONG.items():
+        with server.client.stream("POST", path, json=body) as answer:
+            assert answer.status_code == 200, path
+            next(answer.iter_bytes())
+        server.wait_idle()
+
+
+def test_keys_as_each_api_sends_them() -> None:
+    small = ("--max-model-len", "512", "--kv-blocks", "64", "--threads", "1")
+    with running(*small, "--api-key", "secret", "--request-timeout", "0.6") as server:
+        for path, body in LONG.items():
+            refused = server.post(path, **body)
+            assert refused.status_code == 401
+            assert "key" in error_in(path, refused.json())
+            for header in ({"x-api-key": "secret"}, {"Authorization": "Bearer secret"}):
+                answer = server.client.post(path, json=body, headers=header)
+                assert answer.status_code == 200
+                last = [line for line in answer.text.splitlines() if line][-1].removeprefix("data: ")
+                assert "took longer" in json.dumps(json.loads(last))

@@ -1,0 +1,249 @@
+"""The pages in a real Chromium: one server that wants a key, one browser, and at the end the server is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from process import Server, running
+
+from headstart import hub
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+
+pytestmark = pytest.mark.slow  # a server process, and a browser
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
+KEY = "a-key-for-tests"
+WAIT_MS = 60_000
+HISTORY = 1000
+MOST_DRAWN = 250  # messages of a long history that are in the page at once
+FRAME_MS = 500  # for drawing one answer of a long history; a machine may be busy
+LONG = "Tell a long story about a river, a bridge and a clock."
+REMEMBERED = """
+async (count) => {
+  const { fresh, save } = await import("/web/conversations.js");
+  const { newAnswer, take } = await import("/web/answer.js");
+  const token = (id) => ({ id, text: `word${id} `, accepted: id % 2 === 0, score: 0.5 });
+  const messages = Array.from({ length: count }, (_, i) => {
+    if (i % 2 === 0) return { role: "user", content: `Question ${i}` };
+    const answer = newAnswer(true, i, false);
+    const tokens = Array.from({ length: 60 }, (_, id) => token(id));
+    const pass = { drafter: "mtp", drafted: 1, accepted: 1, tokens, rejected: [] };
+    take(answer, { choices: [{ delta: { content: `**Answer ${i}** ` }, finish_reason: "stop", speculation: [pass] }] });
+    answer.text += tokens.map((each) => each.text).join("");
+    return { role: "assistant", answer };
+  });
+  await save({ ...fresh(), title: "A long one", messages }, 0);
+}"""
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Server]:
+    if hub.cached_trunk() is None:
+        pytest.skip("the default model is not in the cache: headstart pull")
+    arguments = ("--threads", "1", "--depth", "2", "--api-key", KEY, "--no-shared-lookup")
+    with running(*arguments) as found:
+        found.client.headers["Authorization"] = f"Bearer {KEY}"
+        yield found
+
+
+@pytest.fixture(scope="module")
+def browser(served: Server) -> Iterator[Any]:
+    if CHROMIUM is None:
+        pytest.skip("there is no Chromium here")
+    with playwright.sync_playwright() as driver:
+        found = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def page(browser: Any, served: Server) -> Iterator[Any]:
+    """A fresh profile that knows the key, greedy and short. What goes wrong in the page, or leaves this machine, fails
+    the test."""
+    context = browser.new_context(viewport={"width": 1280, "height": 800}, base_url=served.url, color_scheme="light")
+    settings = json.dumps({"temperature": "0", "max_tokens": "24"})
+    context.add_init_script(
+        f"sessionStorage.getItem('headstart.key') ?? sessionStorage.setItem('headstart.key', '{KEY}');"
+        f"localStorage.getItem('headstart.settings') ?? localStorage.setItem('headstart.settings', '{settings}');"
+    )
+    context.set_default_timeout(WAIT_MS)
+    found, wrong = context.new_page(), list[str]()
+    found.on("pageerror", lambda error: wrong.append(str(error)))
+    found.on("console", lambda said: wrong.append(said.text) if "Security" in said.text else None)
+    found.on("request", lambda asked: None if asked.url.startswith((served.url, "blob:")) else wrong.append(asked.url))
+    found.goto("/")
+    yield found
+    context.close()
+    assert not wrong
+
+
+def say(page: Any, text: str) -> None:
+    """Ask by the keyboard, and wait for the answer's end."""
+    box = page.get_by_label("Message", exact=True)
+    box.fill(text)
+    box.press("Enter")
+    page.locator(".after").last.wait_for()
+
+
+def numbers(page: Any, place: str = ".counts") -> dict[str, int]:
+    """What stands below an answer."""
+    text = page.locator(place).last.inner_text()
+    patterns = {"tokens": r"(\d+) tokens(?!/)", "passes": r"(\d+) passes", "accepted": r"(\d+) of \d+ drafted"}
+    return {name: int(found[1]) if (found := re.search(pattern, text)) else 0 for name, pattern in patterns.items()}
+
+
+def drafted_tokens(page: Any, place: str = ".reply") -> set[tuple[str, str]]:
+    """Classes and numbers of the coloured tokens of the last answer."""
+    spans = page.locator(place).last.locator("span.t[class*='k-']")
+    return set(map(tuple, spans.evaluate_all("all => all.map(each => [each.className.split(' ')[1], each.dataset.i])")))
+
+
+def test_the_key_is_asked_for_and_not_kept(browser: Any, served: Server) -> None:
+    context = browser.new_context(base_url=served.url)
+    page = context.new_page()
+    page.goto("/")
+    page.get_by_label("API key").fill("another")
+    page.keyboard.press("Enter")
+    page.get_by_text("does not take this key").wait_for()
+    page.get_by_label("API key").fill(KEY)
+    page.keyboard.press("Enter")
+    page.get_by_role("dialog").wait_for(state="detached")
+    page.get_by_text("smollm2-135m-mtp").wait_for()
+    assert KEY not in page.evaluate("JSON.stringify({...localStorage})")
+    context.close()
+
+
+def test_an_answer_its_colours_and_the_counters(page: Any, served: Server) -> None:
+    """In JSON every character is shown, so every accepted token has its colour."""
+    page.get_by_label("Format").select_option("schema")
+    schema = {"type": "object", "properties": {"colour": {"enum": ["red"]}, "why": {"type": "string"}},
+              "required": ["colour", "why"], "additionalProperties": False}  # fmt: skip
+    page.get_by_label("JSON schema").fill("{")
+    page.get_by_text("This is not JSON").first.wait_for()
+    page.get_by_label("JSON schema").fill(json.dumps(schema))
+    page.get_by_label("Log probabilities").check()
+    before = served.metric("vllm:spec_decode_num_accepted_tokens_total")
+    say(page, "Which colour?")
+    accepted = served.metric("vllm:spec_decode_num_accepted_tokens_total") - before
+    shown, coloured = numbers(page), drafted_tokens(page)
+    assert accepted > 0
+    assert len(coloured) == shown["accepted"] >= accepted  # what the schema forces is counted apart
+    text = page.locator(".reply pre").inner_text()
+    assert '"colour": "red"' in text
+    page.locator("span.t").nth(3).hover()
+    page.get_by_text("Probability").wait_for()
+
+
+def test_both_texts_are_equal(page: Any) -> None:
+    page.get_by_label("Max tokens").fill("60")
+    page.get_by_label("Temperature").fill("0.8")
+    page.get_by_label("Both").check()
+    say(page, "Write a Markdown list of three animals, with **bold** names, and some code.")
+    said = page.locator(".verdict").inner_text()
+    assert said.startswith("Equal, byte for byte"), said
+    texts = page.locator(".pair .text").all_inner_texts()
+    assert texts[0] == texts[1] != ""
+    made, plain = map(int, re.findall(r"(\d+) passes instead of (\d+)", said)[0])
+    assert made < plain
+    assert not drafted_tokens(page, ".pair .answer:last-child")
+
+
+def test_stop_and_retry(page: Any, served: Server) -> None:
+    page.get_by_label("Max tokens").fill("2000")
+    box = page.get_by_label("Message", exact=True)
+    box.fill(LONG)
+    box.press("Enter")
+    page.locator("span.t").nth(5).wait_for()
+    page.get_by_role("button", name="Stop").click()
+    page.get_by_text("Stopped.").wait_for()
+    served.wait_idle()
+    assert page.locator(".reply .text").inner_text()
+    page.get_by_label("Max tokens").fill("8")
+    page.get_by_role("button", name="Retry").click()
+    page.get_by_text("cut at max tokens").wait_for()
+    assert page.locator(".reply").count() == 1
+    assert numbers(page)["tokens"] == 8
+
+
+def test_the_keyboard_suffices_and_history_stays(page: Any) -> None:
+    page.keyboard.type("Name a fruit.")  # the box has the focus at the start
+    page.keyboard.press("Enter")
+    page.locator(".after").wait_for()
+    for _ in range(20):
+        page.keyboard.press("Shift+Tab")
+        if page.evaluate("document.activeElement.matches('.text')"):
+            break
+    for _ in range(3):
+        page.keyboard.press("ArrowRight")
+    assert "token" in page.locator(".tip").inner_text()
+    page.keyboard.press("Escape")
+    assert page.locator(".tip").is_hidden()
+    text = page.locator(".reply .text").inner_text()
+    page.reload()
+    page.get_by_role("button", name="Name a fruit.", exact=True).click()
+    assert page.locator(".reply .text").inner_text() == text
+    with page.expect_download() as download:
+        page.get_by_role("button", name="JSON", exact=True).click()
+    kept = json.loads(Path(download.value.path()).read_text("utf-8"))
+    assert [each["role"] for each in kept["messages"]] == ["user", "assistant"]
+
+
+def test_dark_small_and_the_dashboard(page: Any, served: Server) -> None:
+    ground = "getComputedStyle(document.body).backgroundColor"
+    light = page.evaluate(ground)
+    page.get_by_role("button", name="Use the dark theme").click()
+    dark = page.evaluate(ground)
+    assert dark != light
+    page.set_viewport_size({"width": 360, "height": 700})
+    wide = "document.documentElement.scrollWidth"
+    assert page.evaluate(wide) == 360
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Max tokens").fill("12")
+    page.keyboard.press("Escape")
+    say(page, "Write `a_very_long_name_of_a_variable_that_does_not_fit_into_a_line = another_very_long_name`.")
+    assert page.evaluate(wide) == 360
+    page.goto("/dashboard")
+    page.locator(".chart canvas").first.wait_for()
+    assert page.evaluate(ground) == dark
+    assert page.evaluate(wide) == 360
+    ended = int(served.metric("vllm:request_success_total"))
+    page.get_by_text(f"{ended} ended").wait_for()
+
+
+def test_a_long_history_stays_fluid(page: Any) -> None:
+    page.evaluate(REMEMBERED, HISTORY)
+    page.reload()
+    page.get_by_role("button", name="A long one", exact=True).click()
+    page.get_by_text(f"Answer {HISTORY - 1}").wait_for()
+    page.get_by_role("button", name="Show earlier messages").click()
+    page.get_by_text(f"Question {HISTORY - 100}", exact=True).wait_for()
+    assert page.locator("article").count() < MOST_DRAWN
+    page.evaluate(
+        """() => { let last = performance.now(); globalThis.worst = 0;
+        const frame = (now) => { worst = Math.max(worst, now - last); last = now; requestAnimationFrame(frame); };
+        requestAnimationFrame((now) => { last = now; frame(now); }); }"""
+    )
+    page.get_by_label("Message", exact=True).press_sequentially("Is it still fluid?", delay=10)
+    assert page.evaluate("worst") < FRAME_MS
+
+
+def test_the_server_is_killed_in_the_middle(page: Any, served: Server) -> None:
+    """The last test: it leaves no server behind."""
+    page.get_by_label("Max tokens").fill("2000")
+    box = page.get_by_label("Message", exact=True)
+    box.fill(LONG)
+    box.press("Enter")
+    page.locator("span.t").nth(5).wait_for()
+    served.process.kill()
+    page.get_by_text("The connection broke").wait_for()
+    assert page.locator(".reply .text").inner_text()
+    page.get_by_role("button", name="Retry").click()
+    page.get_by_text("The server does not answer").wait_for()

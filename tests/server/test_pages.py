@@ -1,0 +1,81 @@
+"""The pages for browsers: what they are made of, and with what headers they come."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fastapi.responses import PlainTextResponse
+from starlette.testclient import TestClient
+
+import headstart
+from headstart.server.guards import ApiKeys
+from headstart.server.pages import POLICY, Pages
+
+WEB = Path(headstart.__file__).parent / "server" / "web"
+PAGE_BYTES = 300_000
+MOST_LINES = 400
+OWN = sorted(path for path in WEB.rglob("*") if path.is_file() and path.parent.name != "vendor")
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[TestClient]:
+    """The pages in front of an application that wants a key."""
+    yield TestClient(Pages(ApiKeys(PlainTextResponse("the application"), ["secret"])), headers={"Accept-Encoding": ""})
+
+
+@pytest.mark.parametrize("path", ["/", "/dashboard"])
+def test_a_page_and_all_that_it_loads(client: TestClient, path: str) -> None:
+    """Small, from here alone, without a key."""
+    seen: dict[str, int] = {}
+    left = [path]
+    while left:
+        name = left.pop()
+        if name in seen:
+            continue
+        answer = client.get(name)
+        assert (answer.status_code, answer.headers["content-security-policy"]) == (200, POLICY), name
+        assert "no-cache" in answer.headers["cache-control"]
+        seen[name] = len(answer.content)
+        folder = name.rpartition("/")[0]
+        if name == path:
+            left += [f"/{found}" for found in re.findall(r'(?:href|src)="(web/[^"]+)"', answer.text)]
+        elif name.endswith(".js"):
+            left += [f"{folder}/{found}" for found in re.findall(r'from ?"\./([^"]+)"', answer.text)]
+    assert len(seen) > 8
+    assert sum(seen.values()) < PAGE_BYTES
+
+
+def test_unchanged_files_are_not_sent_again(client: TestClient) -> None:
+    first = client.get("/web/ui.js", headers={"Accept-Encoding": "gzip"})
+    assert first.headers["content-encoding"] == "gzip"
+    assert first.text == (WEB / "ui.js").read_text("utf-8")
+    again = client.get("/web/ui.js", headers={"If-None-Match": first.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+
+
+def test_the_rest_is_the_application_s(client: TestClient) -> None:
+    paths = ("/v1/models", "/web/", "/web/../app.py", "/web/vendor/README.md", "/metrics")
+    assert [client.get(path).status_code for path in paths] == [401] * len(paths)
+    assert client.post("/", json={}).status_code == 401
+
+
+def test_nothing_is_inline_or_from_elsewhere() -> None:
+    for path in OWN:
+        text = path.read_text("utf-8")
+        assert len(text.splitlines()) <= MOST_LINES, path
+        if path.suffix == ".html":
+            assert not re.search(r"<style|style=|<script(?![^>]* src=)| on\w+=", text), path
+        assert not re.search(r"innerHTML|eval\(|document\.write", text), path
+        assert set(re.findall(r"https?://[\w./]+", text)) <= {"http://www.w3.org/2000/svg"}, path
+
+
+def test_libraries_are_what_their_table_says() -> None:
+    table = (WEB / "vendor" / "README.md").read_text("utf-8")
+    rows = dict(re.findall(r"^\| (\S+\.\w+) \|.*\| (\d+) \|$", table, re.MULTILINE))
+    files = {path.name: path.stat().st_size for path in (WEB / "vendor").iterdir() if path.suffix in (".js", ".css")}
+    assert {name: int(size) for name, size in rows.items()} == files
+    licences = (WEB / "vendor" / "LICENSES.txt").read_text("utf-8")
+    assert all(name in licences for name in files)

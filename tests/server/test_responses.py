@@ -1,0 +1,82 @@
+"""OpenAI's Responses API through the official client."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from openai import OpenAI
+from openai.types.responses import Response
+from process import Server
+from pydantic import BaseModel, Field
+
+pytestmark = pytest.mark.slow  # a server process
+MODEL = "smollm2-135m-mtp"
+WEATHER = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "The weather of a city.",
+    "strict": True,
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 20}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+
+
+class Person(BaseModel):
+    """What the text must be."""
+
+    age: int = Field(ge=1, le=99)
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> OpenAI:
+    return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def options(**given: Any) -> dict[str, Any]:
+    return {"model": MODEL, "input": "Name three colours.", "max_output_tokens": 30, "extra_body": {"seed": 1}} | given
+
+
+def test_a_stream_says_what_the_whole_response_says(client: OpenAI, server: Server) -> None:
+    whole = client.responses.create(**options(instructions="Be brief."))
+    items = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Name three colours."}]
+    events = list(client.responses.create(**options(input=items), stream=True))
+    last = events[-1]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events[:4]] == [
+        "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
+    ]  # fmt: skip
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert text == last.response.output_text == whole.output_text != ""
+    assert (last.type, whole.status) == ("response.incomplete", "incomplete")
+    assert whole.incomplete_details.reason == "max_output_tokens"
+    assert whole.usage.output_tokens == last.response.usage.output_tokens == 30
+    chat = [{"role": "system", "content": "Be brief."}, items[1]]
+    said = server.post("/v1/chat/completions", messages=chat, max_tokens=30, seed=1).json()
+    assert said["choices"][0]["message"]["content"] == text  # one path for all
+    Response.model_validate(whole.model_dump(exclude_none=True), strict=True)
+
+
+def test_tools_and_their_outputs(client: OpenAI) -> None:
+    asked = options(input="The weather in Paris?", tools=[WEATHER], max_output_tokens=80)
+    asked |= {"tool_choice": "required", "parallel_tool_calls": False}
+    (call,) = client.responses.create(**asked).output
+    assert set(json.loads(call.arguments)) == {"city"}
+    with client.responses.stream(**asked) as stream:
+        kinds = {event.type for event in stream}
+        streamed = stream.get_final_response().output[0]
+    assert streamed.arguments == call.arguments
+    assert {"response.function_call_arguments.delta", "response.function_call_arguments.done"} <= kinds
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "12 C"}
+    turns = [{"role": "user", "content": "The weather in Paris?"}, call, output]
+    assert client.responses.create(**options(input=turns, tools=[WEATHER], max_output_tokens=4)).usage.output_tokens
+
+
+def test_structured_output(client: OpenAI) -> None:
+    found = client.responses.parse(**options(text_format=Person, max_output_tokens=60))
+    assert isinstance(found.output_parsed, Person)
