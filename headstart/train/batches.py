@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from headstart.train.data import Example
-from headstart.train.features import FeatureCache, pad
+from headstart.train.features import States, on_device, pad
 
-BUCKET = 256
-"""Examples sorted by length together before they are cut into batches: little padding, still random company."""
+BUCKET, SMALL_BATCH = 256, 4096
+"""Examples sorted by length together before they are cut into batches (more where a batch has more tokens than the
+second number): little padding, still random company."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +26,7 @@ class Batch:
     final: Tensor  # [B, T, W] after the final norm
     best: Tensor  # [B, T] int64 argmax of the trunk at row p; -1 where not known
     loss: Tensor  # [B, T] bool, row p predicts a token that counts
+    on_host: Tensor  # the same in the host's memory: what it decides must not wait for a GPU
     kinds: tuple[str, ...]  # [B]
     num_tokens: int  # without padding
     seed: int = 0  # of what is drawn at random in it
@@ -35,9 +37,10 @@ def plan_epoch(lengths: Sequence[int], budget: int, seed: int, epoch: int) -> li
     rng = np.random.default_rng((seed, epoch))
     order = rng.permutation(len(lengths))
     batches: list[list[int]] = []
-    for start in range(0, len(order), BUCKET):
+    bucket = BUCKET * max(1, budget // SMALL_BATCH)
+    for start in range(0, len(order), bucket):
         batch: list[int] = []
-        for number in sorted(order[start : start + BUCKET].tolist(), key=lambda n: (lengths[n], n)):
+        for number in sorted(order[start : start + bucket].tolist(), key=lambda n: (lengths[n], n)):
             if batch and lengths[number] * (len(batch) + 1) > budget:
                 batches.append(batch)
                 batch = []
@@ -47,18 +50,25 @@ def plan_epoch(lengths: Sequence[int], budget: int, seed: int, epoch: int) -> li
 
 
 def collate(
-    examples: Sequence[Example], cache: FeatureCache, dtype: torch.dtype, device: torch.device, seed: int = 0
+    examples: Sequence[Example], cache: States, dtype: torch.dtype, device: torch.device, seed: int = 0
 ) -> Batch:
-    """Examples with their cached features."""
-    features = [cache[example.key] for example in examples]
-    kept = pad([part.hidden for part in features]).to(device, dtype)
+    """Examples with their hidden states."""
+    tokens = on_device(pad([torch.from_numpy(example.tokens).long() for example in examples]), device)
+    answers = pad([torch.from_numpy(example.loss) for example in examples])
+    hidden, best = cache.padded(examples, tokens, answers, dtype)
     return Batch(
-        tokens=pad([torch.from_numpy(example.tokens).long() for example in examples]).to(device),
-        tapped=kept[..., : -cache.hidden_size],
-        final=kept[..., -cache.hidden_size :],
-        best=pad([part.best for part in features]).to(device),
-        loss=pad([torch.from_numpy(example.loss) for example in examples]).to(device),
+        tokens=tokens,
+        tapped=hidden[..., : -cache.hidden_size],
+        final=hidden[..., -cache.hidden_size :],
+        best=best,
+        loss=on_device(answers, device),
+        on_host=answers,
         kinds=tuple(example.kind for example in examples),
         num_tokens=sum(len(example) for example in examples),
         seed=seed,
     )
+
+
+def places(where: Tensor, device: torch.device) -> Tensor:
+    """where [...] bool in the host's memory -> the flat numbers of its true elements, on the device."""
+    return on_device(where.flatten().nonzero()[:, 0], device)

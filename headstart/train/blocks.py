@@ -8,7 +8,7 @@ the text's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from headstart.heads.base import BlockSpec
 from headstart.heads.block import BlockModule
 from headstart.kernels.ops import AttentionSpec, Pool
 from headstart.train.batches import Batch
+from headstart.train.features import on_device
 from headstart.train.ops import DraftMemory, TrainOps
 
 CHUNK = 16
@@ -28,11 +29,17 @@ CHUNK = 16
 @dataclass(frozen=True, eq=False)
 class Blocks:
     """`source` [N] sequence; `anchors` [N, C] ascending positions; `valid` [N, C, g]: rows whose target, and those of
-    the rows before it, carry loss (false for anchors that only fill a chunk)."""
+    the rows before it, carry loss (false for anchors that only fill a chunk); `rows`: their flat numbers."""
 
     source: Tensor
     anchors: Tensor
     valid: Tensor
+    rows: Tensor
+
+    def to(self, device: torch.device) -> Blocks:
+        """The same there."""
+        parts = (self.source, self.anchors, self.valid, self.rows)
+        return Blocks(*(on_device(each.contiguous(), device) for each in parts))
 
     @property
     def positions(self) -> Tensor:
@@ -48,14 +55,14 @@ class Blocks:
 
 
 def choose(loss: Tensor, size: int, share: float, seed: int) -> Blocks:
-    """Random anchors at this share of the possible ones of each sequence, with blocks of `size` rows. loss [B, T]: row
-    p predicts a token of an answer."""
+    """Random anchors at this share of the possible ones of each sequence, with blocks of `size` rows. loss [B, T] on
+    the host: row p predicts a token of an answer."""
     generator = torch.Generator().manual_seed(seed)
     starts = loss.clone()
     starts[:, 1:] &= loss[:, :-1]  # the anchor itself is a token of an answer, for only behind one does a draft start
     starts[:, 0] = False
     sources, anchors, real = [], [], []
-    for number, row in enumerate(starts.cpu()):
+    for number, row in enumerate(starts):
         places = row.nonzero()[:, 0]
         if not len(places):
             continue
@@ -65,15 +72,16 @@ def choose(loss: Tensor, size: int, share: float, seed: int) -> Blocks:
         anchors.append(filled)
         real.append((torch.arange(filled.numel()) < len(picked)).view_as(filled))
         sources += [number] * len(filled)
-    device = loss.device
     empty = torch.zeros(0, CHUNK, dtype=torch.int64)
     blocks = Blocks(
-        torch.tensor(sources, dtype=torch.int64, device=device),
-        torch.cat((empty, *anchors)).to(device),
-        torch.cat((empty.bool(), *real)).to(device)[..., None].expand(-1, -1, size),
+        torch.tensor(sources, dtype=torch.int64),
+        torch.cat((empty, *anchors)),
+        torch.cat((empty.bool(), *real))[..., None].expand(-1, -1, size),
+        empty,
     )
     carries = blocks.at_rows(loss).cumprod(-1).bool()
-    return Blocks(blocks.source, blocks.anchors, blocks.valid & carries)
+    valid = blocks.valid & carries
+    return replace(blocks, valid=valid, rows=valid.flatten().nonzero()[:, 0])
 
 
 class BlockOps(TrainOps):
@@ -133,7 +141,7 @@ def draft(module: BlockModule, embedding: Tensor, batch: Batch, size: int, share
     streams = batch.tapped
     if not spec.anchor_predicts:
         raise ModelError("a block drafter whose anchor does not predict cannot be trained yet")
-    blocks = choose(batch.loss, size, share, batch.seed)
+    blocks = choose(batch.on_host, size, share, batch.seed).to(streams.device)
     ops = BlockOps(blocks, batch.tokens.shape[1], streams.device, streams.dtype)
     pools = [DraftMemory() for _ in module.layers]
     places = torch.arange(batch.tokens.shape[1], device=streams.device)

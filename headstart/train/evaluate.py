@@ -11,7 +11,7 @@ import torch
 from headstart.heads.base import HeadSpec
 from headstart.train.batches import collate, plan_epoch
 from headstart.train.data import Example
-from headstart.train.features import FeatureCache
+from headstart.train.features import States
 from headstart.train.objective import Target, Weighting, assess, cumulative
 
 BATCH_TOKENS = 4096
@@ -59,7 +59,7 @@ def evaluate(
     spec: HeadSpec,
     target: Target,
     examples: Sequence[Example],
-    cache: FeatureCache,
+    cache: States,
     weighting: Weighting,
 ) -> dict[str, Acceptance]:
     """Acceptance per kind of text, and of "all"."""

@@ -1,4 +1,4 @@
-"""Trunk hidden states, computed once and kept on disk: what later epochs read.
+"""Trunk hidden states: computed once and kept on disk for later epochs, or made for each batch where that is fast.
 
 The cache is a folder of shards, each complete or absent (written aside, then renamed):
 `shard-N/hidden.bin` bfloat16 [rows, W], `shard-N/best.npy` int32 [rows] (argmax of the trunk; -1 where no loss needs
@@ -24,6 +24,7 @@ from torch import Tensor
 from headstart.kernels.ops import StepInputs
 from headstart.layers.decoder import Decoder
 from headstart.train.data import Example
+from headstart.train.losses import chunk_of
 from headstart.train.ops import DraftMemory, TrainOps
 
 SHARD_TOKENS = 65_536
@@ -58,6 +59,33 @@ class Trunk:
         for batch in _groups(examples, BATCH_TOKENS, padded=True):
             yield from _compute(batch, self)
 
+    def padded(
+        self, examples: Sequence[Example], tokens: Tensor, answers: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """See `States`: computed now."""
+        hidden = trunk_hidden(self, tokens)
+        best = torch.full(tokens.shape, -1, device=tokens.device)
+        where = on_device(answers.flatten().nonzero()[:, 0], tokens.device)
+        best.view(-1)[where] = trunk_argmax(self, hidden.flatten(0, 1)[where, -self.hidden_size :])
+        return hidden.to(dtype), best
+
+    @property
+    def hidden_size(self) -> int:
+        return self.lm_head.shape[1]
+
+
+class States(Protocol):
+    """Where the hidden states of a batch come from: `FeatureCache`, or a `Trunk` that computes them."""
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    def padded(
+        self, examples: Sequence[Example], tokens: Tensor, answers: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Of B examples, their tokens [B, T] on the device and the rows that carry loss [B, T] on the host: hidden
+        states [B, T, (taps + 1) x W] and the trunk's choice [B, T] (-1 where no loss needs it), on the device."""
+
 
 class Labeller(Protocol):
     """What computes hidden states: `Trunk` (torch), or the native forward."""
@@ -65,7 +93,7 @@ class Labeller(Protocol):
     def features(self, examples: Sequence[Example]) -> Iterator[Features]: ...
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def trunk_hidden(trunk: Trunk, tokens: Tensor) -> Tensor:
     """tokens [B, T], padded on the right -> tapped streams and states after the final norm [B, T, (taps + 1) x W]."""
     ops = TrainOps(tokens.device, trunk.dtype)
@@ -78,12 +106,12 @@ def trunk_hidden(trunk: Trunk, tokens: Tensor) -> Tensor:
     return torch.cat((results["tapped"], hidden), dim=-1) if trunk.tap else hidden
 
 
-@torch.inference_mode()
-def trunk_argmax(trunk: Trunk, hidden: Tensor, chunk: int = 512) -> Tensor:
+@torch.no_grad()
+def trunk_argmax(trunk: Trunk, hidden: Tensor) -> Tensor:
     """hidden [N, W] -> argmax token [N]. Fast in the model's arithmetic, then exact among what rounding leaves open."""
-    coarse_head = trunk.model.lm_head.weight
+    coarse_head, chunk = trunk.model.lm_head.weight, chunk_of(hidden)
     tokens = [_refine(part, part @ coarse_head.T, trunk.lm_head) for part in hidden.split(chunk)]
-    return torch.cat(tokens) if tokens else torch.empty(0, dtype=torch.int64)
+    return torch.cat(tokens) if tokens else torch.empty(0, dtype=torch.int64, device=hidden.device)
 
 
 def _refine(hidden: Tensor, coarse: Tensor, lm_head: Tensor) -> Tensor:
@@ -91,9 +119,9 @@ def _refine(hidden: Tensor, coarse: Tensor, lm_head: Tensor) -> Tensor:
     best = coarse.amax(-1, keepdim=True)
     rows, tokens = (coarse >= best - best.abs() * 2**-6).nonzero(as_tuple=True)
     scores = (hidden[rows].to(lm_head.dtype) * lm_head[tokens]).sum(-1)
-    top = torch.full((len(hidden),), -torch.inf, dtype=scores.dtype).scatter_reduce(0, rows, scores, "amax")
+    top = scores.new_full((len(hidden),), -torch.inf).scatter_reduce(0, rows, scores, "amax")
     winners = torch.where(scores == top[rows], tokens, coarse.shape[1])
-    return torch.full((len(hidden),), coarse.shape[1]).scatter_reduce(0, rows, winners, "amin")
+    return tokens.new_full((len(hidden),), coarse.shape[1]).scatter_reduce(0, rows, winners, "amin")
 
 
 class FeatureCache:
@@ -129,6 +157,14 @@ class FeatureCache:
         shard, first, count = self._where[key]
         rows = slice(first, first + count)
         return Features(self._hidden[shard][rows], self._best[shard][rows].long())
+
+    def padded(
+        self, examples: Sequence[Example], tokens: Tensor, answers: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """See `States`: those that are kept."""
+        features = [self[example.key] for example in examples]
+        hidden, best = pad([part.hidden for part in features]), pad([part.best for part in features])
+        return on_device(hidden, tokens.device).to(dtype), on_device(best, tokens.device)
 
     def fill(self, examples: Sequence[Example], trunk: Labeller) -> Iterator[int]:
         """Compute what is missing, shard by shard, giving the tokens of each. Safe to stop at any point."""
@@ -168,6 +204,11 @@ def _compute(batch: list[Example], trunk: Trunk) -> Iterator[Features]:
         wanted = torch.from_numpy(example.loss)
         best[wanted] = trunk_argmax(trunk, states[wanted.to(device), -trunk.lm_head.shape[1] :]).cpu()
         yield Features(states.to(torch.bfloat16).cpu(), best)
+
+
+def on_device(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host there; nobody waits for the copy."""
+    return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
 
 
 def pad(parts: Sequence[Tensor]) -> Tensor:

@@ -17,10 +17,10 @@ from torch import Tensor
 from headstart.errors import UsageError
 from headstart.files import write_whole
 from headstart.heads.base import HeadSpec
-from headstart.train.batches import collate, plan_epoch
+from headstart.train.batches import Batch, collate, plan_epoch
 from headstart.train.data import Example
 from headstart.train.evaluate import Acceptance, evaluate
-from headstart.train.features import FeatureCache
+from headstart.train.features import States
 from headstart.train.head import modules_of
 from headstart.train.objective import Target, Weighting, assess
 from headstart.train.rounding import rounded
@@ -28,7 +28,7 @@ from headstart.train.rounding import rounded
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Hyper-parameters. The schedule runs over `tokens` when given, else over `minutes` of training time."""
+    """Hyper-parameters. The schedule runs over `tokens` and over `minutes` of training time, whichever ends first."""
 
     tokens: int | None = None
     minutes: float | None = None
@@ -118,15 +118,18 @@ class Trainer:
     @property
     def share_done(self) -> float:
         """Of the schedule, 0 to 1."""
-        if self.recipe.tokens:
-            return min(1.0, self.progress.tokens / self.recipe.tokens)
-        return min(1.0, self.progress.seconds / 60 / (self.recipe.minutes or 60))
+        tokens, minutes = self.recipe.tokens, self.recipe.minutes
+        by_tokens = self.progress.tokens / tokens if tokens else 0.0
+        by_time = self.progress.seconds / 60 / (minutes or 60) if minutes or not tokens else 0.0
+        return min(1.0, max(by_tokens, by_time))
 
-    def step(self, examples: Sequence[Example], cache: FeatureCache) -> float:
-        """One optimizer step on one batch; returns the loss."""
-        device = self.target.ids.device
+    def step(self, examples: Sequence[Example], cache: States) -> Tensor:
+        """One optimizer step on these examples; returns the loss, which a GPU may still be computing."""
         seed = (self.recipe.seed << 32) + self.progress.step
-        batch = collate(examples, cache, self.recipe.dtype, device, seed % MOST_SEED)
+        return self.learn(collate(examples, cache, self.recipe.dtype, self.target.ids.device, seed % MOST_SEED))
+
+    def learn(self, batch: Batch) -> Tensor:
+        """One optimizer step on a batch."""
         modules = self._modules(self.masters, self.recipe.rounded and self.share_done >= ROUNDED_FROM)
         outcome = assess(modules, self.spec, self.target, batch, self.recipe.weighting)
         outcome.loss.backward()
@@ -134,7 +137,7 @@ class Trainer:
         self._update_average()
         self.progress.step += 1
         self.progress.tokens += batch.num_tokens
-        return outcome.loss.item()
+        return outcome.loss.detach()
 
     def _modules(self, weights: Mapping[str, Tensor], as_run: bool) -> Sequence[Any]:
         if as_run:
@@ -148,7 +151,7 @@ class Trainer:
         for name, weight in self.masters.items():
             self.average[name].lerp_(weight, 1 - decay)
 
-    def evaluate(self, examples: Sequence[Example], cache: FeatureCache) -> dict[str, Acceptance]:
+    def evaluate(self, examples: Sequence[Example], cache: States) -> dict[str, Acceptance]:
         """Of the averaged weights, per kind and over "all"."""
         modules = self._modules(self.average, self.recipe.rounded)
         return evaluate(modules, self.spec, self.target, examples, cache, self.recipe.weighting)
@@ -209,7 +212,7 @@ def train(
     trainer: Trainer,
     training: Sequence[Example],
     held_out: Sequence[Example],
-    cache: FeatureCache,
+    cache: States,
     data_id: str,
     hooks: Hooks,
 ) -> None:
@@ -230,9 +233,10 @@ def train(
 
 
 def _steps(
-    trainer: Trainer, training: Sequence[Example], held_out: Sequence[Example], cache: FeatureCache, hooks: Hooks
+    trainer: Trainer, training: Sequence[Example], held_out: Sequence[Example], cache: States, hooks: Hooks
 ) -> None:
     progress, lengths = trainer.progress, [len(example) for example in training]
+    behind: Tensor | None = None  # the loss of the step before: a GPU has it while the next step is prepared
     last_checkpoint = last_evaluation = time.monotonic()
     while trainer.share_done < 1:
         plan = plan_epoch(lengths, trainer.recipe.batch_tokens, trainer.recipe.seed, progress.epoch)
@@ -240,7 +244,8 @@ def _steps(
             started, before = time.monotonic(), progress.tokens
             loss = trainer.step([training[i] for i in plan[progress.batch]], cache)
             progress.batch += 1
-            _note(progress, loss, progress.tokens - before, time.monotonic() - started)
+            told, behind = (loss, None) if loss.device.type == "cpu" else (behind, loss)
+            _note(progress, told, progress.tokens - before, time.monotonic() - started)
             hooks.shown(trainer)
             now = time.monotonic()
             if now - last_checkpoint > hooks.checkpoint_every:
@@ -254,9 +259,11 @@ def _steps(
             progress.epoch, progress.batch = progress.epoch + 1, 0
 
 
-def _note(progress: TrainingProgress, loss: float, tokens: int, seconds: float) -> None:
+def _note(progress: TrainingProgress, loss: Tensor | None, tokens: int, seconds: float) -> None:
     progress.seconds += seconds
-    progress.loss = loss if math.isnan(progress.loss) else 0.98 * progress.loss + 0.02 * loss
+    if loss is not None:
+        now = loss.item()
+        progress.loss = now if math.isnan(progress.loss) else 0.98 * progress.loss + 0.02 * now
     rate = tokens / max(seconds, 1e-9)
     progress.rate = rate if not progress.rate else 0.95 * progress.rate + 0.05 * rate
 

@@ -13,8 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK = 512
-"""Rows whose logits exist at the same time: small enough for the shared cache of a CPU."""
+CHUNK, GPU_CHUNK = 512, 8192
+"""Rows whose logits exist at the same time: small enough for the shared cache of a CPU, and enough to fill a GPU."""
+
+
+def chunk_of(x: Tensor) -> int:
+    """Rows whose logits exist at the same time, where x is."""
+    return CHUNK if x.device.type == "cpu" else GPU_CHUNK
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,10 +62,11 @@ def likely(hidden: Tensor, best: Tensor, lm_head: Tensor, size: int, generator: 
     over all rows, and for the last third random others, each for its share of what is left out."""
     if size >= len(lm_head):
         return everything(lm_head)
-    mass = torch.zeros(len(lm_head))
-    for rows in hidden.to(lm_head.dtype).split(CHUNK):
-        mass += (rows @ lm_head.T).softmax(-1).sum(0, dtype=torch.float32).cpu()
-    mass[best[best >= 0].cpu()] += len(hidden)
+    mass = torch.zeros(len(lm_head), device=lm_head.device)
+    for rows in hidden.to(lm_head.dtype).split(chunk_of(hidden)):
+        mass += (rows @ lm_head.T).softmax(-1).sum(0, dtype=torch.float32)
+    mass[best[best >= 0]] += len(hidden)
+    mass = mass.cpu()
     order = mass.argsort(descending=True)
     num_first = max(size - size // 3, int((mass >= len(hidden)).sum()))
     rest = order[num_first:]
@@ -81,12 +87,14 @@ def teach(hidden: Tensor, lm_head: Tensor, best: Tensor, candidates: Candidates 
         place = torch.full((len(lm_head),), -1, dtype=torch.int64, device=lm_head.device)
         place[candidates.ids] = torch.arange(len(candidates.ids), device=lm_head.device)
         lm_head, best = lm_head[candidates.ids], torch.where(best >= 0, place[best.clamp(min=0)], -1)
-    probs = torch.empty(len(hidden), len(lm_head), dtype=torch.bfloat16 if lm_head.dtype != torch.float64 else None)
+    kept = torch.bfloat16 if lm_head.dtype != torch.float64 else torch.float32
+    probs = torch.empty(len(hidden), len(lm_head), dtype=kept, device=hidden.device)
     prior = candidates.prior.to(lm_head.dtype)
-    for rows in torch.arange(len(hidden)).split(CHUNK):
-        logits = hidden[rows].to(lm_head.dtype) @ lm_head.T + prior
-        probs[rows[0] : rows[-1] + 1] = logits.softmax(-1).to(probs.dtype)
-    return Teacher(probs.to(hidden.device), best, candidates)
+    chunk = chunk_of(hidden)
+    for start in range(0, len(hidden), chunk):
+        logits = hidden[start : start + chunk].to(lm_head.dtype) @ lm_head.T + prior
+        probs[start : start + chunk] = logits.softmax(-1).to(kept)
+    return Teacher(probs, best, candidates)
 
 
 class _Distill(torch.autograd.Function):
@@ -110,8 +118,9 @@ class _Distill(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float64, device=y.device)
         hits = torch.zeros(len(y), dtype=torch.bool, device=y.device)
         shared = torch.zeros(len(y), dtype=weight.dtype, device=y.device)
-        for start in range(0, len(y), CHUNK):
-            part = slice(start, min(start + CHUNK, len(y)))
+        chunk = chunk_of(y)
+        for start in range(0, len(y), chunk):
+            part = slice(start, min(start + chunk, len(y)))
             target = teacher.probs[rows[part]].to(weight.dtype)
             label = teacher.best[rows[part]]
             logits = y[part] @ lm_head.T

@@ -14,7 +14,7 @@ from headstart.errors import ModelError
 from headstart.heads.base import HeadSpec
 from headstart.heads.block import BlockModule
 from headstart.layers.decoder import tapped_layers
-from headstart.train.batches import Batch
+from headstart.train.batches import Batch, places
 from headstart.train.blocks import confidence_loss, draft
 from headstart.train.features import Trunk
 from headstart.train.head import before_norm
@@ -93,18 +93,19 @@ def assess(modules: Sequence[Any], spec: HeadSpec, target: Target, batch: Batch,
         return _assess_blocks(modules[0], target, batch, weighting, teacher, row_of)
     depth = len(weighting.steps)
     outputs = unroll(modules, spec, target.embedding, _read(spec, target, batch), batch.tokens, depth)
-    valid = torch.stack([batch.loss & shift(batch.loss, i) for i in range(1, depth + 1)], dim=-1)
+    known = torch.stack([batch.on_host & shift(batch.on_host, i) for i in range(1, depth + 1)], dim=-1)
+    valid = known.to(batch.loss.device, non_blocking=True)
     hits, shared = torch.zeros_like(valid), torch.zeros_like(valid, dtype=torch.float32)
     total = batch.final.new_zeros((), dtype=torch.float32)
     for i, (y, weight) in enumerate(zip(outputs, weighting.steps, strict=True)):
-        where = valid[..., i]
-        rows = shift(row_of, i + 1)[where]
+        where = places(known[..., i], y.device)
+        rows = shift(row_of, i + 1).flatten()[where]
         scale = torch.full((len(rows),), weight, dtype=target.exact.dtype, device=y.device)
-        loss, hits[..., i][where], chances = distill(y[where], teacher, rows, scale, weighting.terms)
-        shared[..., i][where] = chances.float()
+        loss, right, chances = distill(y.flatten(0, 1)[where], teacher, rows, scale, weighting.terms)
+        hits.view(-1, depth)[where, i], shared.view(-1, depth)[where, i] = right, chances.float()
         total = total + loss
     source = torch.arange(len(batch.tokens), device=valid.device)[:, None].expand_as(batch.tokens)
-    return Outcome(total / valid[..., 0].sum().clamp(min=1), hits, shared, valid, source)
+    return Outcome(total / max(int(known[..., 0].sum()), 1), hits, shared, valid, source)
 
 
 def _assess_blocks(
@@ -112,16 +113,19 @@ def _assess_blocks(
 ) -> Outcome:
     drafted = draft(module, target.embedding, batch, len(weighting.steps), weighting.anchors)
     blocks, where = drafted.blocks, drafted.blocks.valid
-    scale = torch.tensor(weighting.steps, dtype=target.exact.dtype, device=where.device).expand(where.shape)[where]
-    y, before = drafted.y[where], None if drafted.before is None else drafted.before[where]
+    rows = blocks.rows
+    scale = torch.tensor(weighting.steps, dtype=target.exact.dtype, device=where.device)[rows % where.shape[-1]]
+    y, before = (None if x is None else x.flatten(0, 2)[rows] for x in (drafted.y, drafted.before))
+    assert y is not None
     if module.spec.logit_scale != 1:
         y = y * module.spec.logit_scale
     markov = None if before is None or module.markov is None else (before, module.markov.out.weight)
-    loss, right, chances = distill(y, teacher, blocks.at_rows(row_of)[where], scale, weighting.terms, markov)
+    loss, right, chances = distill(y, teacher, blocks.at_rows(row_of).flatten()[rows], scale, weighting.terms, markov)
     if module.confidence:
         loss = loss + confidence_loss(module, y, before, chances, scale)
-    hits, shared = torch.zeros_like(where), torch.zeros(where.shape, device=where.device)
-    hits[where], shared[where] = right, chances.float()
+    hits = torch.zeros(where.shape, dtype=torch.bool, device=where.device)
+    shared = torch.zeros(where.shape, device=where.device)
+    hits.view(-1)[rows], shared.view(-1)[rows] = right, chances.float()
     source = blocks.source[:, None].expand(where.shape[:-1])
     return Outcome(loss / scale.sum().clamp(min=1), hits, shared, where, source)
 
@@ -135,7 +139,8 @@ def _read(spec: HeadSpec, target: Target, batch: Batch) -> Tensor:
 
 def _teacher(target: Target, batch: Batch, weighting: Weighting) -> tuple[Teacher, Tensor]:
     """The trunk at all rows that carry loss, and [B, T] the place of each row in it."""
-    best, final = batch.best[batch.loss], batch.final[batch.loss]
+    where = places(batch.on_host, batch.loss.device)
+    best, final = batch.best.flatten()[where], batch.final.flatten(0, 1)[where]
     labels = torch.where(best >= 0, target.lookup[best.clamp(min=0)], -1)
     row_of = (batch.loss.flatten().cumsum(0) - 1).view_as(batch.loss)
     candidates = everything(target.lm_head)

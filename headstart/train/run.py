@@ -152,6 +152,8 @@ LABEL_SHARE = 0.45
 STEPS, FEWEST_TOKENS = 1500, 512
 RATES: Mapping[Device, int] = {"cpu": 1_000, "cuda": 100_000}
 """Training tokens a second, roughly: only to know whether a run is short."""
+MOST_TOKENS: Mapping[Device, int] = {"cpu": Recipe.batch_tokens, "cuda": 32_768}
+"""Of a step: a GPU needs so many to be busy."""
 
 
 def batch_tokens(options: TrainOptions) -> int:
@@ -159,7 +161,7 @@ def batch_tokens(options: TrainOptions) -> int:
     time that is left: a resumed run must go on in the same order."""
     training_s = 60 * (1 - LABEL_SHARE) * (options.minutes or 0)
     expected = options.tokens or int(training_s * RATES[options.device])
-    return min(Recipe.batch_tokens, max(FEWEST_TOKENS, expected // STEPS))
+    return min(MOST_TOKENS[options.device], max(FEWEST_TOKENS, expected // STEPS))
 
 
 class _Run:

@@ -128,7 +128,7 @@ class ScratchModel:
             return loss, torch.zeros(()), None
         everywhere = torch.ones_like(tokens, dtype=torch.bool)
         read = results["streams" if tap == "streams" else "hidden"]
-        batch = Batch(tokens, read, results["hidden"], logits.argmax(-1), everywhere, (), tokens.numel())
+        batch = Batch(tokens, read, results["hidden"], logits.argmax(-1), everywhere, everywhere, (), tokens.numel())
         outcome = assess(head.modules, head.spec, _whole_vocabulary(trunk), batch, weighting)
         if torch.is_grad_enabled():
             return loss, outcome.loss, None

@@ -34,7 +34,7 @@ from headstart.layers.moe import MoEConfig
 from headstart.text.chat import ChatTemplate
 from headstart.text.tokenizer import Tokenizer
 from headstart.train.data import ChatText, Example, Problems, count_tokens, encode_records, read_records
-from headstart.train.features import FeatureCache, Labeller, Trunk
+from headstart.train.features import FeatureCache, Labeller, States, Trunk
 from headstart.train.generate import answer, read_prompts
 from headstart.train.native_trunk import NativeTrunk
 from headstart.train.progress import note, shown
@@ -102,11 +102,11 @@ class Subject:
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Examples whose hidden states are in `cache`. `identity` names the set and order of the training examples."""
+    """Examples whose hidden states `cache` has, or makes. `identity` names the training examples and their order."""
 
     training: list[Example]
     held_out: list[Example]
-    cache: FeatureCache
+    cache: States
     counts: dict[str, dict[str, int]]
     problems: list[str]
 
@@ -185,19 +185,23 @@ def as_masters(tensors: Mapping[str, RawTensor]) -> dict[str, Tensor]:
 
 
 def _fastest(device: str) -> Literal["float32", "bfloat16"]:
-    """bfloat16 where the processor has instructions for it: a matrix product tells."""
+    """bfloat16 where the processor has instructions for it: the quickest of a few matrix products tells, whatever else
+    runs there; of the second form too, which gradients are made with."""
     if device == "cuda":
+        torch.set_float32_matmul_precision("high")  # what stays in float32, the teacher's logits, on tensor cores
         return "bfloat16"
     seconds: dict[torch.dtype, float] = {}
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.ones(256, 1024, dtype=dtype)
         w = torch.ones(1024, 1024, dtype=dtype)
-        x @ w.T
-        started = time.perf_counter()
-        for _ in range(3):
-            x @ w.T
-        seconds[dtype] = time.perf_counter() - started
+        seconds[dtype] = sum(min(_seconds(x, matrix) for _ in range(4)) for matrix in (w.T, w))
     return "bfloat16" if seconds[torch.bfloat16] < seconds[torch.float32] else "float32"
+
+
+def _seconds(x: Tensor, w: Tensor) -> float:
+    started = time.perf_counter()
+    x @ w
+    return time.perf_counter() - started
 
 
 def write_answers(subject: Subject, prompts: Sequence[Path], folder: Path, seed: int) -> None:
@@ -234,19 +238,29 @@ def prepare(
     order = np.random.default_rng(seed).permutation(len(examples))
     examples = [examples[i] for i in order]
     held_out, training = _split(examples)
-    name, tap = f"cache-{weights_fingerprint(subject.tensors)}-{subject.arithmetic}", subject.trunk.tap
-    name += "".join(f"-{layer}" for layer in tap)
-    cache = FeatureCache(work / name, subject.config.hidden_size, len(tap))
     if max_tokens is not None:
         training = _up_to(training, max_tokens)
-    labeller = subject.labeller
-    _label(cache, labeller, held_out, None)
-    _label(cache, labeller, training, label_seconds)
-    training = [example for example in training if example.key in cache]
+    cache: States = subject.trunk
+    if subject.engine_config.device == "cpu":  # a GPU is faster at making hidden states than a disk at keeping them
+        cache = _labelled(subject, training, held_out, work, label_seconds)
+        training = [example for example in training if example.key in cache]
     counts = count_tokens(training)
     for kind, row in counts.items():
         note(f"{kind}: {row['sequences']} sequences, {row['tokens']:,} tokens, loss on {row['loss']:,}")
     return Corpus(training, held_out, cache, counts, problems.lines())
+
+
+def _labelled(
+    subject: Subject, training: list[Example], held_out: list[Example], work: Path, label_seconds: float | None
+) -> FeatureCache:
+    """Hidden states on disk: of all that is held out, and of as much of the rest as the time allows."""
+    name, tap = f"cache-{weights_fingerprint(subject.tensors)}-{subject.arithmetic}", subject.trunk.tap
+    name += "".join(f"-{layer}" for layer in tap)
+    cache = FeatureCache(work / name, subject.config.hidden_size, len(tap))
+    labeller = subject.labeller
+    _label(cache, labeller, held_out, None)
+    _label(cache, labeller, training, label_seconds)
+    return cache
 
 
 def _split(examples: list[Example]) -> tuple[list[Example], list[Example]]:

@@ -52,7 +52,7 @@ def test_blocks_are_drafted_as_at_run_time(change: dict[str, object]) -> None:
     streams = torch.from_numpy(rng.standard_normal((2, length, len(spec.tap) * model.config.hidden_size)))
     loss = torch.ones(2, length, dtype=torch.bool)
     loss[0, :4], loss[:, -1], loss[1, 12:] = False, False, False
-    batch = Batch(tokens, streams, streams[..., :1], tokens, loss, ("a", "b"), 2 * length, seed=3)
+    batch = Batch(tokens, streams, streams[..., :1], tokens, loss, loss, ("a", "b"), 2 * length, seed=3)
     embedding = model.decoder.embedding
     drafted = draft(module, embedding, batch, 4, 0.7)
 

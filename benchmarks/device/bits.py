@@ -1,0 +1,104 @@
+"""One row against many on the device's own units: the logits of a row, bit for bit, whatever shares its pass.
+
+The rows of a text are first computed one pass each; then the same rows in chunks of many sizes, and beside other texts
+in shuffled order. Every row is compared with its first self: how many differ, and by how much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from device.clock import Clock, Results, table
+from headstart.core import Request, Rows, SamplingParams, Sequence
+from headstart.engine.load import Model
+from headstart.engine.plan import build_plan
+
+CHUNKS = (2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 127, 128, 129, 512)
+COMPANY = (1, 2, 7, 15, 31, 63)
+BLOCK_SIZE = 16
+
+
+@dataclass
+class Device:
+    """A trunk with room for some thousand positions."""
+
+    model: Model
+    blocks: int
+
+    def __post_init__(self) -> None:
+        backend, decoder = self.model.backend, self.model.decoder
+        pools = [backend.kv_pool(self.blocks * BLOCK_SIZE, spec) for spec in decoder.kv_specs]
+        assert not decoder.state_specs, "the text's rows are computed in any order"
+        self._handle = backend.prepare(decoder.program(pools))
+
+    def run(self, parts: Seq[Rows]) -> np.ndarray:
+        """Logits of all rows, in the order of the parts."""
+        backend = self.model.backend
+        return np.asarray(backend.numpy(backend.run(self._handle, build_plan(list(parts), BLOCK_SIZE))["logits"]))
+
+
+def sequence(tokens: list[int], first_block: int) -> Sequence:
+    made = Sequence(Request("", tuple(tokens), SamplingParams(), 0, frozenset()), 0, tokens, 0)
+    made.block_table.extend(range(first_block, first_block - (-len(tokens) // BLOCK_SIZE)))
+    return made
+
+
+def part(of: Sequence, start: int, end: int) -> Rows:
+    return Rows(of, start, of.tokens[start:end], end - start)
+
+
+def in_chunks(device: Device, tokens: list[int], size: int, first_block: int = 0) -> np.ndarray:
+    of = sequence(tokens, first_block)
+    ends = range(0, len(tokens), size)
+    return np.concatenate([device.run([part(of, at, min(at + size, len(tokens)))]) for at in ends])
+
+
+def beside(device: Device, tokens: list[int], others: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
+    """The rows one by one, each pass shared with as many other texts at other places."""
+    blocks = -(-len(tokens) // BLOCK_SIZE)
+    texts = [rng.permutation(tokens).tolist() for _ in range(others)]
+    company = [sequence(text, (1 + i) * blocks) for i, text in enumerate(texts)]
+    own, at = sequence(tokens, 0), np.zeros(others, int)
+    for place in range(len(tokens)):
+        parts = [part(own, place, place + 1)]
+        for i, of in enumerate(company):
+            end = min(int(at[i] + rng.integers(1, 4)), len(tokens))
+            if end > at[i]:
+                parts.append(part(of, int(at[i]), end))
+                at[i] = end
+        order = rng.permutation(len(parts))
+        logits = device.run([parts[i] for i in order])
+        before = sum(len(parts[i].token_ids) for i in order[: int(np.flatnonzero(order == 0)[0])])
+        yield logits[before : before + 1]
+
+
+def compare(found: np.ndarray, first: np.ndarray) -> dict[str, Any]:
+    return {
+        "rows": len(found),
+        "rows_that_differ": int((found != first).any(1).sum()),
+        "largest_difference": float(np.abs(found - first).max()),
+    }
+
+
+def run(model: Model, length: int, clock: Clock, results: Results, seed: int = 0) -> None:
+    rng = np.random.default_rng(seed)
+    low, high = 10, model.config.vocab_size - 10
+    tokens = rng.integers(low, high, length).tolist()
+    blocks = -(-length // BLOCK_SIZE)
+    device = Device(model, blocks * (1 + max(COMPANY)))
+    first, rows = in_chunks(device, tokens, 1), []
+    work = [("chunks of", size, lambda size=size: in_chunks(device, tokens, size)) for size in CHUNKS if size <= length]
+    short = tokens[: min(length, 48)]
+    work += [("beside", n, lambda n=n: np.concatenate(list(beside(device, short, n, rng)))) for n in COMPANY]
+    for what, count, make in work:
+        if clock.left < 0:
+            break
+        found = make()
+        told = compare(found, first[: len(found)])
+        results.add("bits", what=what, count=count, backend=model.backend.name, **told)
+        rows.append((f"{what} {count}", *told.values()))
+    table(("rows of one text", "rows", "differ", "largest difference"), rows)

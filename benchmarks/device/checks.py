@@ -1,0 +1,57 @@
+"""Commands that say whether the backend is right on the device: contract tests, `verify --full`, numerics."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from device.clock import Clock, Results, say, table
+
+ROOT = Path(__file__).parents[2]
+NO_TESTS = 5
+"""What pytest returns where a selection is empty."""
+
+
+def commands(backend: str, device: str) -> dict[str, list[str]]:
+    python, where = [sys.executable, "-m"], ["--backend", backend, "--device", device]
+    return {
+        "tests that need a GPU": [*python, "pytest", "tests", "-q", "-m", "gpu", "-p", "no:cacheprovider"],
+        "contract": [*python, "pytest", "tests/contract/test_backends.py", "tests/contract/test_exact.py", "-q", "-x",
+                     "-p", "no:cacheprovider"],
+        "verify": [*python, "headstart", "verify", *where],
+        "numerics": [*python, "headstart", "verify", "--numerics", *where],
+        "verify --full": [*python, "headstart", "verify", "--full", *where],
+    }  # fmt: skip
+
+
+def run(backend: str, device: str, clock: Clock, results: Results, out: Path) -> None:
+    """Each with what is left of the time; its whole output goes to `out`."""
+    rows = []
+    out.mkdir(parents=True, exist_ok=True)
+    for name, command in commands(backend, device).items():
+        if clock.left < 10:
+            say(f"no time for {name}")
+            continue
+        if results.done("checks", name=name, backend=backend, rc=0):
+            continue
+        begun = time.monotonic()
+        with (out / "checks.log").open("a", encoding="utf-8") as log:
+            log.write(f"$ {' '.join(command[1:])}\n")
+            log.flush()
+            try:
+                limit = None if clock.minutes is None else clock.left
+                environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+                done = subprocess.run(
+                    command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, timeout=limit, env=environment
+                ).returncode
+            except subprocess.TimeoutExpired:
+                done = -1
+        tail = (out / "checks.log").read_text("utf-8", "replace").rstrip().rsplit("\n", 3)[1:]
+        told = {0: "passed", NO_TESTS: "no such tests", -1: "out of time"}.get(done, "FAILED")
+        seconds = time.monotonic() - begun
+        results.add("checks", name=name, backend=backend, rc=done, seconds=seconds, tail=tail)
+        rows.append((name, told, seconds, tail[-1] if tail else ""))
+    table(("check", "result", "seconds", "its last line"), rows)

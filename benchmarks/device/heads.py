@@ -1,0 +1,380 @@
+"""Heads of several kinds that learn from the same batches, while the trunk writes what they learn from.
+
+A round: a chunk of new text is written, and its answers are trained on together with a chunk of some rounds ago, each
+batch by every head; the trunk's hidden states are computed for the batch and forgotten. State (weights, optimizers,
+round and batch) is written every minute and at the end; what is started again goes on with the same batch. On a machine
+that has lost the state, `start` names the heads that came back from an earlier one, and where their schedule stood.
+
+The defaults, by counting, for the default model on one H100 (nothing of this was measured on one yet): a pass of the
+writer reads 23 kB of keys and values for each of 2,048 x 384 places, 18 GB or 6 ms at 3 TB/s, and does 0.55 TFLOP and
+some 800 small kernels; at 12 to 14 ms a pass that is about 150,000 tokens/s. Training costs 0.8 GFLOP a token for the
+trunk and three heads, and 5 MB of traffic for logits: 100 M tokens are 400 s at 200 TFLOP/s and 180 s of traffic. Each
+text is trained on twice, so 40 M tokens of answers are written, 270 s. Together about 15 minutes of 24; where it is
+slower, the schedule ends by time.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from device.card import write_card
+from device.clock import Clock, Results, say, table
+from device.parts import PART_BYTES, archive
+from device.texts import LONG, SHORT, Prompts, Texts
+from device.writer import Writer
+from headstart import hub
+from headstart.config import EngineConfig
+from headstart.engine.load import Model, load_model
+from headstart.files import write_whole
+from headstart.heads.base import HeadSpec
+from headstart.heads.kind import HeadCheckpoint, head_kind
+from headstart.kernels.backend import ORACLE
+from headstart.layers.decoder import tapped_layers
+from headstart.layers.fingerprint import trunk_fingerprint
+from headstart.train.batches import Batch, collate, plan_epoch
+from headstart.train.data import Example, coverage, draft_vocabulary
+from headstart.train.evaluate import Acceptance, evaluate
+from headstart.train.export import export_head
+from headstart.train.features import Trunk
+from headstart.train.head import first_weights, modules_of, stream_scale
+from headstart.train.loop import Recipe, Trainer, rate_factor
+from headstart.train.objective import Target, Weighting
+from headstart.train.rounding import rounded
+from headstart.train.setup import Subject, existing_head, subject_of
+
+KINDS = ("mtp", "eagle3", "block")
+STOOD = "stood.json"
+"""Beside exported heads: where the schedule stood."""
+LAG = 3
+"""Rounds after which a chunk is trained on again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """`tokens`: of training, of each head; `minutes`: of all calls together, writing included: the schedule ends with
+    whichever comes first. `chunk`: tokens of answers a round; `start`: "shipped", "new", or a folder of heads by
+    kind."""
+
+    model: str = hub.DEFAULT_MODEL
+    device: str = "cuda"
+    dtype: str = "bfloat16"
+    kinds: Sequence[str] = KINDS
+    tokens: int = 100_000_000
+    minutes: float | None = None
+    chunk: int = 3_000_000
+    held_out: int = 40_000
+    every: int = 50
+    batch_tokens: int = 32_768
+    slots: int = 2048
+    answer: int = 256
+    files: Sequence[Path] = ()
+    start: str = "shipped"
+    draft_vocab: int = 12_288
+    seed: int = 0
+    save_every: float = 60.0
+
+
+@dataclass(eq=False)
+class Student:
+    """One head in training: the columns of the streams it reads, and its best held-out result."""
+
+    kind: str
+    trainer: Trainer
+    columns: list[int]
+    vocabulary: np.ndarray
+    best: float = 0.0
+    loss: Tensor | None = None  # smoothed, on the device
+    results: dict[str, Acceptance] = field(default_factory=dict)
+
+    def view(self, batch: Batch, width: int) -> Batch:
+        """The batch with its own streams only."""
+        parts = [batch.tapped[..., i * width : (i + 1) * width] for i in self.columns]
+        return replace(batch, tapped=torch.cat(parts, -1) if parts else batch.tapped[..., :0])
+
+    def learn(self, batch: Batch) -> None:
+        loss = self.trainer.learn(batch)
+        self.loss = loss.clone() if self.loss is None else self.loss.lerp_(loss, 0.02)
+
+
+class View:
+    """A trunk's states as one head reads them: for evaluation."""
+
+    def __init__(self, trunk: Trunk, columns: list[int]) -> None:
+        self._trunk, self._columns, self.hidden_size = trunk, columns, trunk.hidden_size
+
+    def padded(self, *asked: Any) -> tuple[Tensor, Tensor]:
+        hidden, best = self._trunk.padded(*asked)
+        width = self.hidden_size
+        parts = [hidden[..., i * width : (i + 1) * width] for i in (*self._columns, hidden.shape[-1] // width - 1)]
+        return torch.cat(parts, -1), best
+
+
+class School:
+    """One run, with what it writes: `work` keeps text and state, `out` what is to come back."""
+
+    def __init__(self, plan: Plan, work: Path, out: Path, clock: Clock, results: Results) -> None:
+        self.plan, self.work, self.out, self.clock, self.results = plan, work, out, clock, results
+        if plan.device == "cuda":
+            torch.set_float32_matmul_precision("high")
+        config = EngineConfig(backend=ORACLE, device=plan.device, dtype=plan.dtype, drafter="none", seed=0)
+        self.model: Model = load_model(plan.model, config)
+        self.subjects: dict[str, Subject] = {
+            kind: subject_of(self.model, config, kind, _depth(kind)) for kind in plan.kinds
+        }
+        self.text = next(iter(self.subjects.values())).text
+        self.state = work / "state.pt"
+        self.round, self.batch, self.seconds, self.written = 1, 0, 0.0, 0
+        ends = sorted(self.text.end_ids)
+        sizes = ((plan.slots, SHORT, plan.slots // 4), (max(1, plan.slots // 2), LONG, 0))
+        writers = [
+            Writer(self.model.decoder, ends, slots, prompt + max(plan.answer, 192), narrow)
+            for slots, prompt, narrow in sizes
+        ]
+        prompts = Prompts(self.model.tokenizer, self.text, plan.files, plan.seed, plan.every, plan.answer)
+        self.texts = Texts(prompts, (writers[0], writers[1]), work, plan.chunk, plan.seed)
+
+    def run(self) -> bool:
+        """To the end of the schedule, or until the clock says so. True at the end of the schedule."""
+        self._begun = self._saved = time.monotonic()
+        for number, tokens in ((0, self.plan.held_out), (self.round_kept, self.plan.chunk)):
+            self._write(number, tokens)
+            if not self.texts.there(number):
+                say("the time was over before there was text to learn from: the same command goes on")
+                return False
+        self._enrol()
+        while self._share < 1 and not self._late():
+            if not self._round():
+                break
+        self._save()
+        self._judge()
+        self._report()
+        return self._share >= 1
+
+    @property
+    def round_kept(self) -> int:
+        return int(torch.load(self.state, weights_only=False, mmap=True)["round"]) if self.state.exists() else 1
+
+    def _late(self) -> bool:
+        return self.clock.left < 0
+
+    @property
+    def _share(self) -> float:
+        return min(student.trainer.share_done for student in self.students)
+
+    def _write(self, number: int, tokens: int) -> None:
+        begun = time.monotonic()
+        count = self.texts.write(number, tokens, _seeded, self._late)
+        self.written += count
+        if count:
+            spent = time.monotonic() - begun
+            self.results.add("text", chunk=number, tokens=count, seconds=spent, tokens_per_s=count / spent)
+
+    # Beginning.
+
+    def _enrol(self) -> None:
+        first = self.texts.examples(1 if self.texts.there(1) else self.round_kept)
+        self.held_out = self.texts.examples(0)
+        union = sorted({layer for s in self.subjects.values() for layer in tapped_layers(s.spec.tap)})
+        shipped = {kind: self._known(kind) for kind in self.plan.kinds}
+        union = sorted({*union, *(layer for spec, *_ in shipped.values() for layer in tapped_layers(spec.tap))})
+        base = next(iter(self.subjects.values())).trunk
+        self.trunk = Trunk(base.model, base.lm_head, tuple(union))
+        self.students = [self._student(kind, *shipped[kind], union, first) for kind in self.plan.kinds]
+        if self.state.exists():
+            self._load()
+            return
+        stood = Path(self.plan.start) / STOOD
+        if stood.is_file():
+            self._go_on(json.loads(stood.read_text("utf-8")))
+        self._judge()
+
+    def _go_on(self, stood: dict[str, Any]) -> None:
+        """With heads of another machine: the schedule where it was, optimizers anew, other text."""
+        self.round, self.seconds, self.written = stood["round"] + 1, stood["seconds"], stood["written"]
+        for student in self.students:
+            progress = student.trainer.progress
+            progress.tokens, progress.step, progress.seconds = stood["tokens"], stood["step"], stood["seconds"]
+
+    def _known(self, kind: str) -> tuple[HeadSpec, dict[str, Tensor] | None, np.ndarray | None]:
+        subject, start = self.subjects[kind], self.plan.start
+        path = hub.shipped_heads(self.plan.model).get(kind) if start == "shipped" else Path(start) / kind
+        if start == "new" or path is None or not path.is_dir():
+            return subject.spec, None, None
+        spec, weights, ids = existing_head(subject, kind, path)
+        return spec, {name: each.to(self.plan.device) for name, each in weights.items()}, ids
+
+    def _student(
+        self,
+        kind: str,
+        spec: HeadSpec,
+        start: dict[str, Tensor] | None,
+        known: np.ndarray | None,
+        union: list[int],
+        first: list[Example],
+    ) -> Student:
+        config, training = self.model.config, head_kind(kind).training
+        assert training is not None
+        size = min(self.plan.draft_vocab, config.vocab_size)
+        vocabulary = known if known is not None else draft_vocabulary(first, size, self.text.end_ids)
+        if spec.block and start is None:
+            sizes = {"vocab_size": config.vocab_size, "draft_vocab_size": len(vocabulary)}
+            mask = min(self.text.end_ids, default=0)
+            spec = replace(spec, block=replace(spec.block, mask_token_id=mask, **sizes))
+        tokens = torch.from_numpy(max(first, key=len).tokens).long().to(self.plan.device)
+        masters = start or first_weights(training, spec, self.trunk.model, stream_scale(self.trunk.model, tokens))
+        weighting = (Weighting.of_block if spec.block else Weighting.of)(_depth(kind))
+        recipe = Recipe(
+            tokens=self.plan.tokens, minutes=self.plan.minutes, batch_tokens=self.plan.batch_tokens,
+            weighting=weighting, seed=self.plan.seed, dtype=self.trunk.dtype, rounded=True,
+        )  # fmt: skip
+        ids = torch.from_numpy(np.asarray(vocabulary)).to(self.plan.device)
+        target = Target.of(self.trunk, ids, rounded=True)
+        columns = [union.index(layer) for layer in tapped_layers(spec.tap)]
+        return Student(kind, Trainer(masters, spec, target, recipe), columns, np.asarray(vocabulary))
+
+    # Rounds.
+
+    def _round(self) -> bool:
+        """One round from where it stands; False where there was no time for it."""
+        self._write(self.round, self.plan.chunk)
+        if not self.texts.there(self.round):
+            return False
+        numbers = [n for n in (self.round, self.round - LAG) if n >= 1 and self.texts.there(n)]
+        examples = [example for n in numbers for example in self.texts.examples(n)]
+        plan = plan_epoch([len(each) for each in examples], self.plan.batch_tokens, self.plan.seed, self.round)
+        width = self.trunk.hidden_size
+        while self.batch < len(plan):
+            if self._late() or self._share >= 1:
+                return False
+            step = self.students[0].trainer.progress.step
+            chosen = [examples[i] for i in plan[self.batch]]
+            batch = collate(chosen, self.trunk, self.trunk.dtype, self.trunk.lm_head.device, step)
+            for student in self.students:
+                student.learn(student.view(batch, width))
+            self.batch += 1
+            self._tick()
+        self.round, self.batch = self.round + 1, 0
+        return True
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        self.seconds += now - self._begun
+        self._begun = now
+        for student in self.students:
+            student.trainer.progress.seconds = self.seconds
+        if now - self._saved > self.plan.save_every:
+            self._save()
+            self._judge()
+            self._saved = self._begun = time.monotonic()
+
+    def _save(self) -> None:
+        state = {
+            "round": self.round,
+            "batch": self.batch,
+            "seconds": self.seconds,
+            "written": self.written,
+            "heads": {
+                s.kind: {"trainer": s.trainer.state(), "best": s.best, "loss": s.loss} for s in self.students
+            },
+        }  # fmt: skip
+        content = io.BytesIO()
+        torch.save(state, content)
+        write_whole(self.state, content.getbuffer())
+
+    def _load(self) -> None:
+        state = torch.load(self.state, map_location=self.plan.device, weights_only=False)
+        self.round, self.batch = state["round"], state["batch"]
+        self.seconds, self.written = state["seconds"], state["written"]
+        for student in self.students:
+            kept = state["heads"][student.kind]
+            student.trainer.load_state(kept["trainer"])
+            student.best, student.loss = kept["best"], kept["loss"]
+        say(f"going on from round {self.round}, batch {self.batch}, {self._tokens:,} tokens")
+
+    @property
+    def _tokens(self) -> int:
+        return self.students[0].trainer.progress.tokens
+
+    # Results.
+
+    def _judge(self) -> None:
+        """Held-out acceptance of every head, and an export of what is better than before."""
+        row: dict[str, Any] = {"tokens": self._tokens, "seconds": round(self.seconds, 1), "written": self.written}
+        before = [student.best for student in self.students]
+        for student in self.students:
+            trainer = student.trainer
+            modules = modules_of(rounded(trainer.average), trainer.spec, self.trunk.hidden_size, trainer.recipe.dtype)
+            states, weighting = View(self.trunk, student.columns), trainer.recipe.weighting
+            student.results = evaluate(modules, trainer.spec, trainer.target, self.held_out, states, weighting)
+            told = student.results["all"]
+            loss = None if student.loss is None else round(float(student.loss), 4)
+            row[student.kind] = {"loss": loss, **told.data()}
+            if told.length > student.best:
+                student.best = told.length
+                self._export(student)
+        row["rate_factor"] = round(rate_factor(self.students[0].trainer.recipe, self._share), 4)
+        self.out.mkdir(parents=True, exist_ok=True)
+        with (self.out / "train-log.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        if before != [student.best for student in self.students]:
+            stood = {**row, "round": self.round, "step": self.students[0].trainer.progress.step}
+            write_whole(self.work / "heads" / STOOD, json.dumps(stood) + "\n")
+            archive(self.work / "heads", self.out, "heads", PART_BYTES)
+        lengths = "  ".join(f"{s.kind} {row[s.kind]['length']:.3f} (loss {row[s.kind]['loss']})" for s in self.students)
+        say(f"{self._tokens:,} tokens, {self.seconds:.0f} s: held-out acceptance length {lengths}")
+
+    def _export(self, student: Student) -> None:
+        config, trainer = self.model.config, student.trainer
+        training = head_kind(student.kind).training
+        assert training is not None
+        facts = {
+            "command": f"gpu.py train --tokens {self.plan.tokens} --start {Path(self.plan.start).name}",
+            "tokens": self._tokens,
+            "distinct_answer_tokens": self.written,
+            "steps": trainer.progress.step,
+            "minutes": round(self.seconds / 60, 1),
+            "draft_coverage": {
+                kind: round(share, 4) for kind, share in coverage(self.held_out, student.vocabulary).items()
+            },
+            "held_out": {kind: each.data() for kind, each in student.results.items()},
+        }
+        head = HeadCheckpoint(
+            spec=trainer.spec, hidden_size=config.hidden_size, vocab_size=config.vocab_size,
+            draft_token_ids=student.vocabulary, trunk=self.plan.model,
+            trunk_fingerprint=trunk_fingerprint(self.model.weights.tensors), training=facts,
+        )  # fmt: skip
+        own = {"lm_head.weight": trainer.target.exact} if training.own_lm_head else {}
+        folder = self.work / "heads" / student.kind
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        export_head(folder, head, {**trainer.average, **own})
+        write_card(folder, student.kind, facts, self.plan)
+
+    def _report(self) -> None:
+        rows = []
+        for student in self.students:
+            told = student.results["all"]
+            rate = self._tokens / max(self.seconds, 1e-9)
+            facts = {"tokens": self._tokens, "seconds": self.seconds, "tokens_per_s": rate, **told.data()}
+            self.results.add("train", kind=student.kind, best=student.best, share_done=self._share, **facts)
+            rows.append((student.kind, f"{self._tokens:,}", rate, told.length, student.best))
+        table(("head", "tokens seen", "tokens/s, all heads", "held-out length", "best"), rows)
+
+
+def _depth(kind: str) -> int:
+    training = head_kind(kind).training
+    assert training is not None
+    return training.depth
+
+
+def _seeded(seed: int) -> None:
+    torch.manual_seed(seed)

@@ -1,0 +1,163 @@
+"""Everything that a machine with a GPU is for, in one command of some minutes at a time.
+
+    python benchmarks/gpu.py pack --prompts gpteacher.jsonl          # here: what to take along, in scratch/gpu
+    python benchmarks/gpu.py all --carried scratch/gpu --minutes 9   # there, again and again
+    python benchmarks/gpu.py heads --out RETURNED --to HEADS         # here: the heads that came back
+
+The machine needs no network: Python with torch, numpy, tokenizers, jinja2, rich and typer (triton and transformers for
+some parts), this repository's files, and the default model. `pack` cuts that into parts of `--part-mb`, for transfers
+that take only so much at a time; a call finds those in `--carried`, keeps them in `--work`, and joins them once all are
+there. Prompt files (JSONL with `prompt`) are optional and never part of the repository.
+
+Parts, in this order; one that fails never stops the others, and what an earlier call has done is not done again:
+
+bits    a row's logits beside other rows, bit for bit (device/bits.py)
+checks  contract tests and `headstart verify --full` (device/checks.py)
+speed   tokens/s, plain and with drafts, beside plain torch and the limit of the memory (device/speed.py)
+train   heads for the default model on text that it writes there (device/heads.py)
+
+Results are rows of OUT/gpu.json, written as they come, and tables on stdout; heads come as OUT/heads.00, .01, ... State
+that is too large to come back stays in `--work`: a later call on the same machine goes on there, on another one `train
+--start HEADS` does, from the heads that came back and where their schedule stood.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+from device import parts
+from device.clock import Clock, Results, attempt, say
+
+from headstart import hub, registry
+
+PARTS = ("bits", "checks", "speed", "train")
+SHARES = {"bits": 0.15, "checks": 0.6, "speed": 0.9, "train": 1.0}
+"""Of the time that is left when a part has its turn, where several do."""
+HERE = Path(__file__).resolve().parents[1] / "scratch" / "gpu"
+
+
+def parser() -> argparse.ArgumentParser:
+    main = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    main.add_argument("command", choices=("all", *PARTS, "pack", "heads"))
+    main.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or HERE / "out"))
+    main.add_argument("--work", type=Path, default=hub.cache_dir() / "gpu", help="what stays on the machine")
+    main.add_argument("--carried", type=Path, default=HERE, help="what was taken along")
+    main.add_argument("--minutes", type=float, help="of this call; default: no end")
+    main.add_argument("--device", default="cuda")
+    main.add_argument("--backend", help="default: cuda where there is one and a GPU, else reference")
+    main.add_argument("--model", default=hub.DEFAULT_MODEL)
+    main.add_argument("--seed", type=int, default=0)
+    main.add_argument("--part-mb", type=float, default=20, help="pack: megabytes of a part")
+    main.add_argument("--prompts", type=Path, action="append", default=[], help="pack, train: JSONL prompts")
+    main.add_argument("--to", type=Path, help="heads: a new folder")
+    train = main.add_argument_group("train")
+    train.add_argument("--kinds", default="mtp,eagle3,block")
+    train.add_argument("--tokens", type=int, default=100_000_000)
+    train.add_argument("--train-minutes", type=float, default=24, help="of all calls together; 0: tokens alone decide")
+    train.add_argument("--start", default="shipped", help="shipped, new, or a folder of heads")
+    train.add_argument("--chunk", type=int, default=3_000_000, help="answer tokens of a round")
+    train.add_argument("--batch-tokens", type=int, default=32_768)
+    train.add_argument("--slots", type=int, default=2048, help="texts that are written at the same time")
+    train.add_argument("--answer", type=int, default=256, help="most tokens of an answer")
+    train.add_argument("--held-out", type=int, default=40_000, help="tokens")
+    train.add_argument("--every", type=int, default=50, help="one prompt in so many is held out")
+    speed = main.add_argument_group("bits, speed")
+    speed.add_argument("--length", type=int, default=513, help="bits: rows of the text")
+    speed.add_argument("--shapes", default="default,qwen3.5-0.8b,moe,qwen3.5-9b")
+    speed.add_argument("--batches", default="1,8,32")
+    speed.add_argument("--decode", type=int, default=128, help="tokens of each answer")
+    return main
+
+
+def main() -> int:
+    args = parser().parse_args()
+    if args.command == "pack":
+        return pack(args)
+    if args.command == "heads":
+        done = parts.unarchive(args.out, "heads", args.to)
+        say(f"heads in {args.to}" if done else f"no heads came back in {args.out}")
+        return 0 if done else 2
+    clock, results = Clock(args.minutes), Results(args.out / "gpu.json", about(args))
+    if parts.unpack(args.carried, args.work / "carried") is None and args.model == hub.DEFAULT_MODEL:
+        say("the default model is not here: gpu.py pack makes what to take along, and some parts are missing yet")
+        return 2
+    names = PARTS if args.command == "all" else (args.command,)
+    failed = 0
+    for name in names:
+        mine = clock if len(names) == 1 else clock.share(SHARES[name])
+        failed += not attempt(results, name, lambda: WORK[name](args, mine, results))  # noqa: B023  it runs now
+    return 1 if failed else 0
+
+
+def pack(args: argparse.Namespace) -> int:
+    made = parts.pack(args.carried, args.prompts, int(args.part_mb * 1e6))
+    for path in made:
+        print(f"{path.stat().st_size / 1e6:8.1f} MB  {path}")
+    return 0
+
+
+def about(args: argparse.Namespace) -> dict[str, Any]:
+    told = {"command": " ".join(sys.argv[1:]), "python": platform.python_version(), "device": args.device}
+    try:
+        import torch
+    except ImportError:
+        return told
+    if args.device == "cuda" and torch.cuda.is_available():
+        told["gpu"] = torch.cuda.get_device_name()
+    return {**told, "torch": torch.__version__}
+
+
+def backend_of(args: argparse.Namespace) -> str:
+    if args.backend:
+        return str(args.backend)
+    return "cuda" if args.device == "cuda" and "cuda" in registry.available("backends") else "reference"
+
+
+def bits(args: argparse.Namespace, clock: Clock, results: Results) -> None:
+    from device import bits, speed
+
+    from headstart.engine.load import load_model
+
+    model = load_model(args.model, speed.config_of(backend_of(args), args.device, drafter="none"))
+    bits.run(model, args.length, clock, results, args.seed)
+
+
+def checks(args: argparse.Namespace, clock: Clock, results: Results) -> None:
+    from device import checks
+
+    checks.run(backend_of(args), args.device, clock, results, args.out)
+
+
+def speed(args: argparse.Namespace, clock: Clock, results: Results) -> None:
+    from device import speed
+
+    batches = [int(each) for each in args.batches.split(",")]
+    options = speed.Options(backend_of(args), args.device, args.model, args.shapes.split(","), batches, args.decode)
+    speed.run(options, args.work, clock, results)
+
+
+def train(args: argparse.Namespace, clock: Clock, results: Results) -> None:
+    from device.heads import Plan, School
+
+    files = args.prompts or sorted((args.work / "carried").glob("*.jsonl"))
+    plan = Plan(
+        model=args.model, device=args.device, dtype="bfloat16" if args.device == "cuda" else "float32",
+        kinds=args.kinds.split(","), tokens=args.tokens, minutes=args.train_minutes or None, chunk=args.chunk,
+        held_out=args.held_out, every=args.every, batch_tokens=args.batch_tokens, slots=args.slots,
+        answer=args.answer, files=files, start=args.start, seed=args.seed,
+    )  # fmt: skip
+    School(plan, args.work / "train", args.out, clock, results).run()
+
+
+WORK = {"bits": bits, "checks": checks, "speed": speed, "train": train}
+
+if __name__ == "__main__":
+    sys.exit(main())

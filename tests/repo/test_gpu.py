@@ -1,0 +1,52 @@
+"""benchmarks/gpu.py on a CPU: what it writes is the model's text, and files come back whole."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from pathlib import Path
+
+import pytest
+from source import ROOT
+
+torch = pytest.importorskip("torch")
+
+from headstart.api import LLM  # noqa: E402
+from headstart.config import EngineConfig  # noqa: E402
+from headstart.core import SamplingParams  # noqa: E402
+from headstart.tools.tiny import write_tiny  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
+
+
+def test_files_come_back_together_from_parts(tmp_path: Path) -> None:
+    from device import parts
+
+    source, folder = tmp_path / "whole", tmp_path / "there"
+    source.write_bytes(bytes(range(256)) * 40)
+    made = parts.split(source, folder, "trunk", 3000)
+    assert len(made) == 5
+    last = made[-1].rename(tmp_path / made[-1].name)
+    assert not parts.join([folder], "trunk", tmp_path / "back")
+    assert parts.join([folder, tmp_path], "trunk", tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == source.read_bytes()
+    last.write_bytes(last.read_bytes()[::-1])
+    with pytest.raises(ValueError, match="do not come to the file"):
+        parts.join([folder, tmp_path], "trunk", tmp_path / "again")
+
+
+def test_greedy_text_in_slots_is_the_engines(tmp_path: Path) -> None:
+    """Six prompts of several lengths through three slots: old keys, masks and places are right."""
+    from device.writer import Job, Writer
+
+    folder = write_tiny("llama", tmp_path / "model")
+    llm = LLM(str(folder), EngineConfig(backend="reference", dtype="float64", threads=1, drafter="none"))
+    prompts = [[3 + (7 * i + j) % 90 for j in range(1 + 3 * i)] for i in range(6)]
+    writer = Writer(llm.model.decoder, sorted(llm.tokenizer.eos_ids), 3, 64, 1)
+    jobs = deque(Job(tuple(ids), str(i), 0.0, 20) for i, ids in enumerate(prompts))
+    found = {int(each.job.kind): each.tokens for each in writer.run(jobs, deque(), lambda _: None, lambda: False)}
+    expected = llm.generate(prompts, SamplingParams(max_tokens=20, temperature=0.0))
+    assert [found[i] for i in range(6)] == [each.token_ids for each in expected]
