@@ -143,7 +143,8 @@ def subject_of(
     exact = "float64" if engine_config.dtype == "float64" else "float32"
     head_name = lm_head_name(model.weights, model.config)
     raw = model.weights.raw(head_name, (model.config.vocab_size, model.config.hidden_size))
-    lm_head: Tensor = ReferenceBackend(device=engine_config.device, dtype=exact).weight(raw)
+    device = "cuda" if engine_config.device == "cuda" else "cpu"
+    lm_head: Tensor = ReferenceBackend(device=device, dtype=exact).weight(raw)
     text = ModelText(model.tokenizer, model.checkpoint.chat_template())
     made = head_kind(kind)
     assert made.training is not None
@@ -241,7 +242,7 @@ def prepare(
     if max_tokens is not None:
         training = _up_to(training, max_tokens)
     cache: States = subject.trunk
-    if subject.engine_config.device == "cpu":  # a GPU is faster at making hidden states than a disk at keeping them
+    if subject.engine_config.device != "cuda":  # a GPU is faster at making hidden states than a disk at keeping them
         cache = _labelled(subject, training, held_out, work, label_seconds)
         training = [example for example in training if example.key in cache]
     counts = count_tokens(training)
