@@ -50,7 +50,7 @@ def test_leaving_ends_the_text_and_errors_arrive() -> None:
         with pytest.raises(UsageError, match="only one choice"):
             async for _ in llm.stream("the", SamplingParams(n=2)):
                 pass
-        while llm.llm.engine.has_work:
+        while llm.llm.engine.has_work or llm.llm.engine.live:
             await asyncio.sleep(0.01)
         assert_clean(llm.llm.engine)
         await llm.close()
