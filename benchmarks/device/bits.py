@@ -38,11 +38,13 @@ class Device:
     def run(self, parts: Seq[Rows]) -> np.ndarray:
         """Logits of all rows, in the order of the parts."""
         backend = self.model.backend
-        return np.asarray(backend.numpy(backend.run(self._handle, build_plan(list(parts), BLOCK_SIZE))["logits"]))
+        logits = backend.run(self._handle, build_plan(list(parts), BLOCK_SIZE))["logits"]
+        return np.array(backend.numpy(logits))  # a copy: backends use their buffers again
 
 
 def sequence(tokens: list[int], first_block: int) -> Sequence:
-    made = Sequence(Request("", tuple(tokens), SamplingParams(), 0, frozenset()), 0, tokens, 0)
+    request = Request(request_id="", prompt_ids=tuple(tokens), params=SamplingParams(), seed=0, stop_ids=frozenset())
+    made = Sequence(request, 0, tokens, 0)
     made.block_table.extend(range(first_block, first_block - (-len(tokens) // BLOCK_SIZE)))
     return made
 

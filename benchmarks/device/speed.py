@@ -113,9 +113,7 @@ def _shape(options: Options, shape: str, work: Path, clock: Clock, results: Resu
         if not counts or clock.left < 10:
             continue
         more = {"drafter": "none"} if mode == "plain" else {"drafter": "mtp", "depth": DEPTH, **synthetic}
-        llm = LLM(
-            name, config_of(options.backend, options.device, max_num_seqs=max(counts), max_model_len=1024, **more)
-        )
+        llm = LLM(name, config_of(options.backend, options.device, max_num_seqs=max(counts), max_model_len=512, **more))
         for count in counts:
             told = decode(llm, count, options.decode)
             results.add("speed", shape=shape, mode=mode, batch=count, limit=limits[count], backend=options.backend,
