@@ -2,8 +2,8 @@
 
 Each trial has a prompt that no cache holds. It is asked (A), another question about the same beginning is (B), then A
 twice more: cold, warm, and warm again, which is the control. Then A streamed, without drafting, and among others. An
-answer is a difference of such a condition only if it is none of those that A got alone; it is asked once more then, so
-that a server whose answers differ anyway (one that ignores seeds) is not said to differ by what it was tried with.
+answer is a difference of such a condition only if it is none of those that A got alone; the control is made again then,
+so that a server whose answers differ anyway (one that ignores seeds) is not said to differ by what it was tried with.
 """
 
 from __future__ import annotations
@@ -191,10 +191,11 @@ class Trials:
         await self._compare("drafting", alone, first)
 
     async def _compare(self, condition: Condition, alone: Alone, said: Said) -> None:
-        """After a difference the control is made once more: rarely equal answers are found out by more of them."""
+        """After a difference the control is made once more, with two new answers: what the server keeps of the prompt
+        may be another by now, computed in company or without drafts, and is no fault of asking twice."""
         if not self._tally.add(condition, alone.case, alone.warm, said, known=alone.known):
-            more = await self._asker.ask(alone.case, alone.prompt, alone.seed)
-            self._tally.add("again", alone.case, alone.warm, more, known=alone.known)
+            one, other = [await self._asker.ask(alone.case, alone.prompt, alone.seed) for _ in range(2)]
+            self._tally.add("again", alone.case, one, other)
 
     async def _in_company(self, done: list[Alone], number: int) -> None:
         """All of a round at once, with others that go on for longer."""
