@@ -75,7 +75,7 @@ import sys
 import asyncio, concurrent.futures, multiprocessing.connection, subprocess, tempfile  # these are the system's own
 import gguf, jinja2, llguidance, numpy, prometheus_client, pydantic, rich.progress, safetensors, tokenizers
 import typer, uvicorn
-import os, signal
+import os, signal, types
 
 for name in ("fcntl", "grp", "pwd", "readline", "resource", "termios", "tty", "pty", "uvloop"):
     sys.modules[name] = None
@@ -89,6 +89,7 @@ del select.poll
 before, sys.platform = sys.platform, "win32"
 import headstart.system
 sys.platform = before
+headstart.system.sys = types.SimpleNamespace(platform="win32", stdin=sys.stdin)
 
 from importlib import import_module
 from pathlib import Path

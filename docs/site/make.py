@@ -23,6 +23,8 @@ ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build" / "docs"
 SITE = ROOT / "build" / "site"
 FENCE = re.compile(r"^(```.*?^```$)", re.MULTILINE | re.DOTALL)
+QUIET = {"NO_MKDOCS_2_WARNING": "1"}
+"""The theme asks those who build to move on; its makers look after it until May 2027."""
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 HEADS = ("smollm2-135m-mtp", "smollm2-135m-eagle3", "smollm2-135m-block")
 NAV: dict[str, dict[str, str]] = {
@@ -250,7 +252,7 @@ def main(site: Path) -> int:
         "--config-file",
         str(BUILD / "mkdocs.yml"),
     ]
-    if code := subprocess.run(command, check=False).returncode:
+    if code := subprocess.run(command, env=os.environ | QUIET, check=False).returncode:
         return code
     if found := outside(site):
         print("from elsewhere:", *found, sep="\n  ", file=sys.stderr)
