@@ -132,6 +132,9 @@ class Common(Body):
     cache_salt: Annotated[StrictStr, Field(min_length=1, max_length=limits.NAME)] | None = Field(
         default=None, description="Prefixes are found in the cache by requests of the same salt only."
     )
+    priority: Annotated[StrictInt, Field(ge=-limits.PRIORITY, le=limits.PRIORITY)] | None = Field(
+        default=None, description="Lower runs earlier. With an API key: not earlier than the key may."
+    )
     user: StrictStr | None = None
     store: StrictBool | None = Field(default=None, description="false: a server that records (--record) leaves it out.")
 
