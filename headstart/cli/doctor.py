@@ -33,8 +33,8 @@ def _with_settings(report: Report, settings: Settings) -> Report:
     data = {"file": str(settings.file) if settings.file else None, "set": found, "models": list(settings.models)}
     order = f"command line > environment > {data['file'] or 'headstart.toml (none here)'} > default"
     lines = [f"{'settings':10} {order}"]
-    for each in found:
-        hidden = f" ({each['hidden_by']} comes first)" if each["hidden_by"] else ""
-        lines.append(f"{'':10} {each['option']} {each['value']}: {each['place']}{hidden}")
+    for row in found:
+        hidden = f" ({row['hidden_by']} comes first)" if row["hidden_by"] else ""
+        lines.append(f"{'':10} {row['option']} {row['value']}: {row['place']}{hidden}")
     lines += [f"{'':10} model {name}: {settings.file} [models.{name}]" for name in settings.models]
     return replace(report, data=report.data | {"settings": data}, lines=[*report.lines, *lines])

@@ -65,7 +65,7 @@ def run(arguments: list[str]) -> int:
 def _invoke(arguments: list[str], places: dict[str, str]) -> int:
     """Run it; `places` then says where options were set that the line does not give."""
     command = typer.main.get_command(app)
-    if os.environ.get(COMPLETION_VARIABLE):
+    if COMPLETION_VARIABLE in os.environ:
         return _completed(command)
     try:
         with command.make_context("headstart", arguments, obj=places) as context:

@@ -71,9 +71,9 @@ class RunsByDefault(Group):
     default = "run"
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args[:1] and args[0] in NAMES:
+        if args[:1] and args[0] in NAMES and not ctx.resilient_parsing:
             show(self, ctx)
-        named = bool(args) and args[0] in self.commands
+        named = ctx.resilient_parsing or (bool(args) and args[0] in self.commands)
         return super().parse_args(ctx, args if named else [self.default, *args])
 
 
@@ -107,7 +107,7 @@ def text_of(command: Any, ctx: Any, *, rare: bool = False) -> str:
     blocks += [_section(name, rows, width) for name, rows in panels.items() if name not in hidden]
     if hidden:
         count = sum(len(panels[name]) for name in hidden)
-        blocks.append(_wrap(f"{count} more options: {ctx.command_path} {ALL}", width))
+        blocks.append(_wrap(f"{count} more option{'' if count == 1 else 's'}: {ctx.command_path} {ALL}", width))
     if command.epilog:  # to be copied, so never broken
         first, *examples = command.epilog.split("\n\n")
         blocks.append("\n".join([first, *(f"  {line}" for line in examples)]))

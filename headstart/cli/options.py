@@ -25,6 +25,7 @@ from headstart.config import Depth, DraftVocab, EngineConfig, config_fields, fla
 from headstart.core import Progress, Report, SamplingParams
 from headstart.errors import UsageError
 
+
 def model_names(incomplete: str) -> list[str]:
     """Built-in models, for a shell that completes."""
     from headstart import hub

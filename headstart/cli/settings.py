@@ -46,14 +46,14 @@ APART: Mapping[str, frozenset[str]] = {
     "tune": frozenset({"depth", "depth-by-batch", "rule", "no-mtp", "speculative-config"}),
     "demo": frozenset({"no-mtp"}),
     "bench run": frozenset({"depth", "no-mtp", "temperature"}),
-    "bench step": frozenset({"draft-vocab", "depth-by-batch", "rule", "max-model-len", "max-num-seqs", "kv-blocks", "seed",
-                             "max-num-batched-tokens", "no-enable-prefix-caching", "ngram-min", "ngram-max", "rows",
-                             "no-shared-lookup", "speculative-config", "context"}),
+    "bench step": frozenset({"draft-vocab", "depth-by-batch", "rule", "max-model-len", "max-num-seqs", "kv-blocks",
+                             "seed", "max-num-batched-tokens", "no-enable-prefix-caching", "ngram-min", "ngram-max",
+                             "no-shared-lookup", "speculative-config", "context", "rows"}),
     "train": frozenset({"depth", "draft-vocab"}),
     "plan": frozenset({"depth", "drafter", "context"}),
     "probe": frozenset({"model"}),
 }  # fmt: skip
-"""Options that a command does not take from what is said for all: it has none of the same meaning, or chooses itself."""
+"""Options that a command does not take from what is said for all: they mean something else there, or it chooses."""
 WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
@@ -68,7 +68,7 @@ class Setting:
 
     @property
     def shown(self) -> str:
-        return "***" if self.name in SECRET else json.dumps(self.value, default=str)
+        return "***" if self.name in SECRET else str(self.value)
 
 
 class Settings:
@@ -239,7 +239,7 @@ def _given(options: Mapping[str, Any], words: Sequence[str]) -> set[str]:
 
 
 def _named_file(words: Sequence[str]) -> Path | None:
-    for word, after in zip(words, [*words[1:], ""], strict=True):
+    for word, after in zip(words, [*words[1:], ""], strict=False):
         if word == CONFIG and after:
             return Path(after).expanduser()
         if word.startswith(f"{CONFIG}="):

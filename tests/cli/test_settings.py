@@ -154,15 +154,17 @@ def test_every_option_has_one_variable() -> None:
                 meanings.setdefault(variable, set()).add((scope, name))
     assert {variable: found for variable, found in meanings.items() if len(found) > 1} == {}
     assert not meanings.keys() & OTHER_VARIABLES
-    assert {"HEADSTART_API_KEY", "HEADSTART_SERVE_PORT", "HEADSTART_MODEL", "HEADSTART_BENCH_RUN_PAIRS"} <= set(meanings)
+    assert {"HEADSTART_API_KEY", "HEADSTART_SERVE_PORT", "HEADSTART_MODEL", "HEADSTART_BENCH_RUN_PAIRS"} <= set(
+        meanings
+    )
 
 
 def test_commands_that_choose_themselves_do_not_take_what_is_said_for_all() -> None:
     """verify goes through depths and drafters; a single pass has no queue."""
-    environment = {"HEADSTART_DEPTH": "3", "HEADSTART_DRAFTER": "mtp", "HEADSTART_SEED": "1", "HEADSTART_KV_BLOCKS": "9",
-                   "HEADSTART_MODEL": "m", "HEADSTART_THREADS": "1", "HEADSTART_NO_SHARED_LOOKUP": "1"}  # fmt: skip
+    given = {"depth": "3", "drafter": "mtp", "seed": "1", "kv_blocks": "9", "model": "m", "threads": "1"}
+    environment = {f"HEADSTART_{name.upper()}": value for name, value in given.items()}
     settings = Settings(ROOT, environment)
-    assert settings.of("verify").keys() == {"kv-blocks", "model", "threads", "no-shared-lookup"}
+    assert settings.of("verify").keys() == {"kv-blocks", "model", "threads"}
     used = {name.replace("_", "-") for name in bench.STEP_USES}
     assert settings.of("bench step").keys() <= {*used, "model"}
     assert "model" not in settings.of("probe")
@@ -175,13 +177,14 @@ def test_doctor_tells_what_is_set_and_where(monkeypatch: pytest.MonkeyPatch, cap
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
     assert "settings   command line > environment > headstart.toml > default" in shown
-    assert 'serve --port "9001": HEADSTART_SERVE_PORT' in shown
-    assert 'serve --port "9000": headstart.toml [serve] (HEADSTART_SERVE_PORT comes first)' in shown
+    assert "serve --port 9001: HEADSTART_SERVE_PORT" in shown
+    assert "serve --port 9000: headstart.toml [serve] (HEADSTART_SERVE_PORT comes first)" in shown
     assert "serve --api-key ***: headstart.toml [serve]" in shown and "secret" not in shown
     assert main(["doctor", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)["settings"]
     assert (document["file"], document["models"]) == ("headstart.toml", ["small"])
-    assert [each["option"] for each in document["set"]] == ["serve --port", "--threads", "serve --port", "serve --api-key"]
+    options = [each["option"] for each in document["set"]]
+    assert options == ["serve --port", "--threads", "serve --port", "serve --api-key"]
 
 
 def test_completion(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
@@ -191,8 +194,9 @@ def test_completion(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     assert main(["completion", "csh"]) == 2
     assert "shell is 'csh'" in capsys.readouterr().err
     monkeypatch.setenv("_HEADSTART_COMPLETE", "complete_bash")
-    for typed, expected in {"headstart ser": "serve", "headstart serve --por": "--port",
-                            "headstart chat smol": "smollm2-135m-mtp", "headstart bench st": "step"}.items():  # fmt: skip
+    lines = {"headstart ser": "serve", "headstart serve --por": "--port", "headstart chat smol": "smollm2-135m-mtp",
+             "headstart bench st": "step"}  # fmt: skip
+    for typed, expected in lines.items():
         monkeypatch.setenv("COMP_WORDS", typed)
         monkeypatch.setenv("COMP_CWORD", str(typed.count(" ")))
         assert main([]) == 0

@@ -15,11 +15,8 @@ BROAD_EXCEPT_ALLOWED = {
     "text/_directory_tokenizer.py",  # the tokenizers library raises bare Exception for a bad file
     "text/_pieces.py",  # and for bad tables
 }
-ENVIRONMENT = {
-    "HEADSTART_TRACEBACK", "HEADSTART_CACHE", "HEADSTART_API_KEY", "XDG_CACHE_HOME", "LOCALAPPDATA",
-    "_HEADSTART_COMPLETE",
-}  # fmt: skip
-"""Every environment variable that the package itself reads, beside those of options (cli/settings.py)."""
+ENVIRONMENT = {"HEADSTART_TRACEBACK", "HEADSTART_CACHE", "HEADSTART_API_KEY", "XDG_CACHE_HOME", "LOCALAPPDATA"}
+"""Every environment variable that the package itself reads."""
 
 
 def test_file_length() -> None:
