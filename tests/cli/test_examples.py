@@ -80,6 +80,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         for name in ("prompts.jsonl", "my-prompts.jsonl"):
             Path(name).write_text('{"prompt": "Why is the sky blue?"}\n')
         Path("my-settings.toml").write_text("threads = 1\n")
+        Path("keys.toml").write_text("[alice]\nkey = 'a'\n")
         Path("question.jsonl").write_text('{"category": "writing", "turns": ["Why is the sky blue?"]}\n')
         assert run(("bench", *SMALL["bench run"][1:], "--out", "before.json")).code == 0
         shutil.copy("before.json", "after.json")

@@ -35,8 +35,8 @@ COMMANDS: dict[str, set[str]] = {
     "serve": ENGINE
     | set(FLAGS)
     | {"--host", "--port", "--served-model-name", "--max-queue", "--request-timeout", "--shutdown-timeout"}
-    | {"--api-key", "--ssl-certfile", "--ssl-keyfile", "--chat-template", "--tool-call-parser", "--reasoning-parser"}
-    | {"--log-format", "--access-log", "--allowed-origins", "--parse-special-tokens", "--no-web"}
+    | {"--api-key", "--api-key-file", "--ssl-certfile", "--ssl-keyfile", "--chat-template", "--tool-call-parser"}
+    | {"--reasoning-parser", "--log-format", "--access-log", "--allowed-origins", "--parse-special-tokens", "--no-web"}
     | {"--price-per-hour", "--engine", "--dry-run", "--vllm", "--record", "--record-limit"},
     "verify": ENGINE
     | JSON
@@ -49,7 +49,7 @@ COMMANDS: dict[str, set[str]] = {
     | {"--depth", "--head", "--depth-by-batch", "--host", "--port", "--max-model-len", "--max-num-seqs"}
     | {"--served-model-name", "--api-key"}
     | {"--gpus", "--tp", "--dp", "--nodes", "--head-node", "--role", "--kv-offload"},
-    "probe": JSON | {"--model", "--api-key", "--no-metrics"},
+    "probe": JSON | {"--model", "--api-key", "--no-metrics", "--exact", "--against", "--max-tokens", "--minutes"},
     "plan": JSON
     | {"--gpu", "--batch", "--context", "--acceptance", "--depth", "--weights", "--kv-dtype", "--tp", "--ep"}
     | {"--price-per-hour", "--api-price", "--price-list", "--recalibrate", "--published", "--drafter", "--head"},
