@@ -38,9 +38,7 @@ class ServeOptions(OptionGroup):
     max_queue: int = option("Sequences that may wait; beyond: 503.", default=256)
     request_timeout: float | None = option("Seconds that a request may take. Default: any.")
     shutdown_timeout: int = option("Seconds that running requests get after SIGTERM.", default=30)
-    api_key: list[str] | None = option(
-        "Bearer token that requests must bring; may be repeated.", envvar="HEADSTART_API_KEY"
-    )
+    api_key: list[str] | None = option("Bearer token that requests must bring; may be repeated. Or $HEADSTART_API_KEY.")
     api_key_file: Path | None = option("TOML file of more keys, with what each may have (docs/server.md).")
     allowed_origins: list[str] | None = option("Origin of web pages that may call (CORS), or *; may be repeated.")
     parse_special_tokens: bool = option("Names of special tokens in messages become those tokens.", default=False)

@@ -26,6 +26,8 @@ ENGINE = {
     "--ngram-min", "--ngram-max", "--seed", "--speculative-config", "--no-mtp", "--synthetic-acceptance",
 }  # fmt: skip
 JSON = {"--json"}
+OF_ALL = {"-h", "--help", "--config"}
+GROUPS = {"bench", "models"}
 COMMANDS: dict[str, set[str]] = {
     "demo": ENGINE | JSON | {"--max-tokens"},
     "generate": SAMPLING | ENGINE | JSON | {"--prompt", "-p", "--prompt-file", "--raw"},
@@ -66,6 +68,7 @@ COMMANDS: dict[str, set[str]] = {
     "graft": JSON | {"--out", "-o", "--from", "--strip", "--quantize-head", "--no-measure", "--force"},
     "pull": JSON,
     "doctor": JSON,
+    "completion": set(),
     "bench": set(),
     "bench run": ENGINE
     | JSON
@@ -73,6 +76,9 @@ COMMANDS: dict[str, set[str]] = {
     | {"--output-tokens", "--prompts", "--temperature", "--modes", "--pairs", "--chunked-prefill", "--url", "--off-url"}
     | {"--api-key", "--price-per-hour", "--out", "--report", "--force", "--compare"},
     "bench step": ENGINE | JSON | {"--rows", "--context", "--repeats", "--profile"},
+    "models": set(),
+    "models list": JSON,
+    "models remove": JSON | {"--yes"},
 }
 
 
@@ -94,7 +100,8 @@ def test_commands_are_frozen() -> None:
 def test_options_are_frozen(command: str) -> None:
     found = found_commands(typer.main.get_command(app))[command]
     options = {flag for item in found.params for flag in (*item.opts, *item.secondary_opts) if flag.startswith("-")}
-    assert options - {"-h", "--help"} == COMMANDS[command]
+    assert options - OF_ALL == COMMANDS[command]
+    assert ("--config" in options) == (command not in GROUPS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
