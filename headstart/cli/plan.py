@@ -17,7 +17,7 @@ EXAMPLES = (
     "headstart plan gemma-4 --gpu 4090 --weights int4 --kv-dtype fp8 --drafter all",
     "headstart plan deepseek-v4 --gpu h200x4 --price-per-hour spot --api-price list",
     "headstart plan --gpu here --batch 1,8,32",
-    "headstart plan glm-4.5 --gpu h200x8 --fleet '100 req/s, 1500 in, 300 out, TTFT 1 s, TPOT 40 ms'",
+    "headstart plan deepseek-v4 --gpu h200x8 --fleet '100 req/s, 1500 in, 300 out, TTFT 1 s, TPOT 40 ms'",
     "headstart plan --published",
 )
 
