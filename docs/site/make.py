@@ -44,6 +44,7 @@ NAV: dict[str, dict[str, str]] = {
     },
     "Guides": {
         "The server": "docs/server.md",
+        "Settings": "docs/settings.md",
         "Monitoring": "docs/monitoring.md",
         "Inspect": "docs/inspect.md",
         "A head that learns": "docs/adapt.md",

@@ -11,6 +11,7 @@ from typing import Any, get_args, get_origin
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from headstart.cli import settings
 from headstart.errors import UsageError
 
 ALL = "--help-all"
@@ -32,9 +33,13 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ours = args[: args.index("--")] if "--" in args else args
+        if ctx.resilient_parsing:  # a line that is being typed
+            return super().parse_args(ctx, args)
         if ALL in ours:
             show(self, ctx, rare=True)
         self._refuse_empty(ours)
+        if not {*NAMES} & {*ours}:
+            ctx.default_map = settings.defaults(ctx, ours)
         return super().parse_args(ctx, args)
 
     def _refuse_empty(self, words: list[str]) -> None:
@@ -61,13 +66,21 @@ class Group(TyperGroup):
 
 
 class RunsByDefault(Group):
-    """A group whose command `run` is meant when none is named; its help is that of `run`, and names the others."""
+    """A group with a command that is meant when none is named; its help is that of this one, and names the others."""
+
+    default = "run"
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args[:1] and args[0] in NAMES:
+        if args[:1] and args[0] in NAMES and not ctx.resilient_parsing:
             show(self, ctx)
-        named = bool(args) and args[0] in self.commands
-        return super().parse_args(ctx, args if named else ["run", *args])
+        named = ctx.resilient_parsing or (bool(args) and args[0] in self.commands)
+        return super().parse_args(ctx, args if named else [self.default, *args])
+
+
+class ListsByDefault(RunsByDefault):
+    """The same with `list`."""
+
+    default = "list"
 
 
 def show(command: Any, ctx: Any, *, rare: bool = False) -> None:
@@ -92,7 +105,7 @@ def text_of(command: Any, ctx: Any, *, rare: bool = False) -> str:
     blocks += [_section(name, rows, width) for name, rows in panels.items() if name not in hidden]
     if hidden:
         count = sum(len(panels[name]) for name in hidden)
-        blocks.append(_wrap(f"{count} more options: {ctx.command_path} {ALL}", width))
+        blocks.append(_wrap(f"{count} more option{'' if count == 1 else 's'}: {ctx.command_path} {ALL}", width))
     if command.epilog:  # to be copied, so never broken
         first, *examples = command.epilog.split("\n\n")
         blocks.append("\n".join([first, *(f"  {line}" for line in examples)]))
@@ -101,7 +114,7 @@ def text_of(command: Any, ctx: Any, *, rare: bool = False) -> str:
 
 def meant(command: Any) -> Any:
     """The command that runs when this one is named."""
-    return command.commands["run"] if isinstance(command, RunsByDefault) else command
+    return command.commands[command.default] if isinstance(command, RunsByDefault) else command
 
 
 def usage(command: Any, ctx: Any) -> str:
@@ -133,8 +146,6 @@ def _option(item: Any) -> tuple[str, str]:
     names = sorted(item.opts, key=len)
     value = "" if item.is_flag else f" {item.metavar or _value(item.type_descriptor.annotation)}"
     meaning = item.help or ""
-    if item.envvar:
-        meaning += f" Or ${item.envvar}."
     if item.required:
         meaning += " Required."
     elif item.show_default and not item.is_flag and item.default not in (None, []):

@@ -21,6 +21,7 @@ EXAMPLES = (
     "headstart serve --port 8000",
     "headstart serve ./my-model --head my-head --depth 3 --max-num-seqs 16",
     "headstart serve --record my-records",
+    "headstart serve --host 0.0.0.0 --api-key-file keys.toml",
     "headstart serve ./my-model --engine vllm --max-num-seqs 64 --dry-run",
     "curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' "
     """-d '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 60}'""",
@@ -37,9 +38,8 @@ class ServeOptions(OptionGroup):
     max_queue: int = option("Sequences that may wait; beyond: 503.", default=256)
     request_timeout: float | None = option("Seconds that a request may take. Default: any.")
     shutdown_timeout: int = option("Seconds that running requests get after SIGTERM.", default=30)
-    api_key: list[str] | None = option(
-        "Bearer token that requests must bring; may be repeated.", envvar="HEADSTART_API_KEY"
-    )
+    api_key: list[str] | None = option("Bearer token that requests must bring; may be repeated. Or $HEADSTART_API_KEY.")
+    api_key_file: Path | None = option("TOML file of more keys, with what each may have (docs/server.md).")
     allowed_origins: list[str] | None = option("Origin of web pages that may call (CORS), or *; may be repeated.")
     parse_special_tokens: bool = option("Names of special tokens in messages become those tokens.", default=False)
     ssl_certfile: Path | None = option("TLS certificate (PEM).")
@@ -74,10 +74,15 @@ class ServeOptions(OptionGroup):
                 raise UsageError(f"{flag}: {path} is not a file")
 
 
-def refuse_empty_key(keys: list[str] | None) -> None:
-    """A variable that is not set must not open the server. (typer takes an empty environment variable for none.)"""
+def check_keys(keys: list[str] | None, file: Path | None) -> None:
+    """A variable that is not set must not open the server. (typer takes an empty environment variable for none.) Raises
+    UsageError, also for a file that is wrong."""
     if not all(key.strip() for key in keys or ()) or (not keys and os.environ.get("HEADSTART_API_KEY") == ""):
         raise UsageError("the API key is empty: everybody could use the server", "give one, or leave it out")
+    if file is not None:
+        from headstart.server.accounts import Accounts
+
+        Accounts.of(keys or (), file)
 
 
 def with_tuned(model: str | None, config: EngineConfig) -> EngineConfig:
@@ -96,7 +101,7 @@ def run(
 ) -> int:
     """Serve a model over HTTP, with OpenAI's and vLLM's request fields."""
     serving.check()
-    refuse_empty_key(serving.api_key)
+    check_keys(serving.api_key, serving.api_key_file)
     other.check()
     if other.engine_name is not None:
         from headstart.cli import launch

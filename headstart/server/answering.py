@@ -47,6 +47,7 @@ def errors_in(shape: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
             408: "The body did not come in time.",
             413: "The body is too large.",
             415: "The body is not JSON.",
+            429: "The API key has no requests or tokens left for now.",
             500: "The engine failed.",
             503: "Too much waits, or the server is shutting down.",
             504: "The request took longer than --request-timeout.",
@@ -140,12 +141,13 @@ async def answer(request: Request, body: Common, prepare: Callable[[LLM], Job], 
         raise UsageError("stream_options is given, but stream is not true", "leave it out")
     if body.speculation is not None and body.speculation.events and not body.stream:
         raise UsageError("speculation.events is true, but stream is not", "they come in the chunks of a stream")
+    account = state.bridge.watch.accounts.named(request.scope.get(OWNER, ""))
     asked, name, streamed = Asked.of(body), body.model or state.names[0], bool(body.stream)
     lane = "grammar" if is_constrained(body) else lane_of(incoming)
 
     async def begun() -> Reply:
         job = await state.intake.lanes.run(lane, prepare, state.bridge.llm)
-        job = job.owned(request.scope.get(OWNER, ""))
+        job = job.owned(account, body.priority)
         reply = Reply(state.bridge, state.intake.lanes, job, asked, name)
         await reply.begin()
         return reply
@@ -154,10 +156,11 @@ async def answer(request: Request, body: Common, prepare: Callable[[LLM], Job], 
         async with state.deadline(incoming):
             return await tell(reply).whole()
 
-    with state.bridge.preparing(num_choices(body)):
+    with state.bridge.preparing(num_choices(body), account.name):
         async with state.deadline(incoming):
             reply = await unless_gone(request, begun())
     incoming.release()
+    headers |= account.headers()
     if reply is None:
         return Response(status_code=CLIENT_GONE)
     if streamed:

@@ -18,6 +18,7 @@ import headstart
 from headstart.api import LLM
 from headstart.errors import UsageError
 from headstart.server import errors
+from headstart.server.accounts import Accounts
 from headstart.server.answering import State
 from headstart.server.apis import embeddings, messages, ollama, responses
 from headstart.server.bridge import Bridge
@@ -36,9 +37,9 @@ from headstart.text.parsers import format_in, make_parser
 class ServerConfig:
     """How one engine is served, and where. `served_model_name`: by which requests may call the model. Times in seconds,
     None: no limit; `shutdown_timeout` is what running requests get after SIGTERM. `allowed_origins`: of web pages that
-    may call (CORS); `web`: our own at `/` and `/dashboard`; `parse_special_tokens`: names of special tokens in messages
-    become those tokens. `record`: a folder that keeps token ids of what is asked and written, within `record_limit`
-    megabytes."""
+    may call (CORS); `api_key_file`: more keys, with what each may have (accounts.py); `web`: our own at `/` and
+    `/dashboard`; `parse_special_tokens`: names of special tokens in messages become those tokens. `record`: a folder
+    that keeps token ids of what is asked and written, within `record_limit` megabytes."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -47,6 +48,7 @@ class ServerConfig:
     request_timeout: float | None = None
     shutdown_timeout: int = 30
     api_key: tuple[str, ...] = ()
+    api_key_file: Path | None = None
     allowed_origins: tuple[str, ...] = ()
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
@@ -65,7 +67,9 @@ def make_app(llm: LLM, config: ServerConfig) -> tuple[ASGIApp, Bridge]:
     """The application over a loaded model, and its engine thread, which runs while the application does."""
     names = config.served_model_name or (llm.model.name,)
     recorder = _recorder(llm, config)
-    bridge = Bridge(llm, Watch(llm.engine, names[0], config.price_per_hour, recorder), config.max_queue)
+    accounts = Accounts.of(config.api_key, config.api_key_file)
+    watch = Watch(llm.engine, names[0], config.price_per_hour, recorder, accounts)
+    bridge = Bridge(llm, watch, config.max_queue)
     template = "\n".join(llm.chat_template.sources.values()) if llm.chat_template else ""
     formats = Formats(
         config.tool_call_parser or format_in(template, "tool_formats"),
@@ -98,7 +102,7 @@ def make_app(llm: LLM, config: ServerConfig) -> tuple[ASGIApp, Bridge]:
         app.include_router(each)
     app.add_route("/docs", lambda _: HTMLResponse(page(app.openapi())), include_in_schema=False)
     errors.install(app)
-    guarded: ASGIApp = ApiKeys(app, config.api_key) if config.api_key else app
+    guarded: ASGIApp = ApiKeys(app, accounts) if accounts else app
     guarded = HeadAsGet(Pages(guarded) if config.web else guarded)
     if config.allowed_origins:
         anything = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": [REQUEST_ID]}

@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 from headstart.config import AUTO
 from headstart.engine.engine import Engine
 from headstart.engine.odds import Odds
+from headstart.server.accounts import Accounts
 from headstart.server.recorder import Recorder
 
 Family = CounterMetricFamily | GaugeMetricFamily
@@ -41,6 +42,8 @@ class Watch:
     model: str
     price_per_hour: float | None = None
     recorder: Recorder | None = None
+    accounts: Accounts = field(default_factory=Accounts)
+    shed: int = 0  # requests refused for want of room
     requests: dict[str, int] = field(default_factory=dict)  # finish reason -> choices
     prompt_tokens: int = 0
     generated_tokens: int = 0
@@ -165,11 +168,26 @@ class _Counters(Collector):
             yield self._counter("headstart:records_kept", "Texts recorded.", watch.recorder.kept)
             lost = list(watch.recorder.lost.items())
             yield self._several(CounterMetricFamily, "headstart:records_lost", "Texts not recorded.", "reason", lost)
+        yield self._counter("headstart:requests_shed", "Requests refused since too much waits.", watch.shed)
+        yield from self._keys()
         yield self._gauge("headstart:depth", "Tokens drafted per sequence, lately.", engine.drafting.mean_depth)
         if engine.drafting.num_vocab is not None:
             text = "Tokens whose logits the head computes in full for each draft."
             yield self._gauge("headstart:draft_vocab", text, engine.drafting.num_vocab)
         yield self._gauge("headstart:spec_disabled", "1: drafting was switched off.", int(watch.spec_disabled))
+
+    def _keys(self) -> Iterator[Metric]:
+        """Of each API key, by the beginning of its hash."""
+        accounts = list(self._watch.accounts)
+        if not accounts:
+            return
+        counts = {"requests": "Requests begun.", "refused": "Requests beyond what the key may have.",
+                  "prompt_tokens": "Prompt tokens.", "generated_tokens": "Tokens put out."}  # fmt: skip
+        for name, text in counts.items():
+            values = [(account.name, getattr(account, name)) for account in accounts]
+            yield self._several(CounterMetricFamily, f"headstart:key_{name}", text, "key", values)
+        held = [(account.name, account.held) for account in accounts]
+        yield self._several(GaugeMetricFamily, "headstart:key_held", "Texts that run or wait.", "key", held)
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
         return self._several(CounterMetricFamily, name, text, "", [("", value)])

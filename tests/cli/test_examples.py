@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 from first_minute import SMALL, quiet_place, run
 
-from headstart.cli import bench
+from headstart.cli import bench, models
 from headstart.cli.app import COMMANDS
 
 pytestmark = pytest.mark.slow  # with all its lines
@@ -48,7 +48,7 @@ LITTLE = {
 ONLY_READ = (
     "--against transformers", "--full", "--numerics", "--from-scratch", "--gpu here", "bench step", "tune", "--preset",
     "headstart train", "graft ./my-finetune", "--program ./build/bin", "verify ./my-model", "my-head", "--to vllm",
-    "headstart adapt my-records", "--to gguf", "headstart data", "--drafters mtp", "headstart pull",
+    "headstart adapt my-records", "--to gguf", "headstart data", "--drafters mtp", "headstart pull", "models remove",
 )  # fmt: skip
 """Lines with work that cannot be made little, or for another engine's program: parsed here, run by other tests."""
 NO_SERVER = ("probe", "--url")
@@ -56,6 +56,7 @@ NO_SERVER = ("probe", "--url")
 
 def help_lines() -> list[str]:
     lines = [line for name in COMMANDS for line in import_module(f"headstart.cli.{name}").EXAMPLES]
+    lines += [*models.EXAMPLES, *models.LIST_EXAMPLES, *models.REMOVE_EXAMPLES]
     return [*lines, *bench.EXAMPLES, *bench.RUN_EXAMPLES, *bench.STEP_EXAMPLES]
 
 
@@ -81,6 +82,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             shutil.copy(paths["TEXTS"], name)
         for name in ("prompts.jsonl", "my-prompts.jsonl"):
             Path(name).write_text('{"prompt": "Why is the sky blue?"}\n')
+        Path("my-settings.toml").write_text("threads = 1\n")
+        Path("keys.toml").write_text("[alice]\nkey = 'a'\n")
         Path("question.jsonl").write_text('{"category": "writing", "turns": ["Why is the sky blue?"]}\n')
         assert run(("bench", *SMALL["bench run"][1:], "--out", "before.json")).code == 0
         shutil.copy("before.json", "after.json")

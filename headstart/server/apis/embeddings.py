@@ -11,19 +11,19 @@ import time
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from numpy.typing import NDArray
-from pydantic import Discriminator, Field, StrictInt, StrictStr, Tag
+from pydantic import Field, StrictInt, StrictStr
 
 from headstart.api import LLM
 from headstart.core import Request as EngineRequest, SamplingParams
 from headstart.errors import UsageError
-from headstart.server import fields, limits
-from headstart.server.answering import ERRORS, check_model, incoming_of, state_of, unless_gone
+from headstart.server import fields
+from headstart.server.answering import CLIENT_GONE, ERRORS, check_model, incoming_of, state_of, unless_gone
 from headstart.server.answers import Answer
 from headstart.server.apis.ollama import ERRORS as OLLAMA_ERRORS
 from headstart.server.apis.ollama_body import OllamaEmbeddingRequest, OllamaEmbedRequest
@@ -32,7 +32,7 @@ from headstart.server.documents import dumped
 from headstart.server.guards import OWNER
 from headstart.server.intake import CheckedRoute, lane_of
 from headstart.server.prepare import encoded
-from headstart.server.schema import Body, Many, kind_of_prompt
+from headstart.server.schema import Body, Texts
 
 router = APIRouter(route_class=CheckedRoute)
 POOLING = "mean"
@@ -46,18 +46,7 @@ class EmbeddingRequest(Body):
     """POST /v1/embeddings."""
 
     model: StrictStr | None = None
-    input: Annotated[
-        Annotated[StrictStr, Tag("text")]
-        | Annotated[Many[StrictInt], Tag("ids")]
-        | Annotated[Many[StrictStr], Field(max_length=limits.PROMPTS), Tag("texts")]
-        | Annotated[Many[Many[StrictInt]], Field(max_length=limits.PROMPTS), Tag("lists")],
-        Discriminator(
-            kind_of_prompt,
-            custom_error_type="input",
-            custom_error_message="it must be a text, a list of texts, token ids, or a list of lists of token ids",
-        ),
-        Field(description="A text, several, token ids, or several lists of them."),
-    ]
+    input: Texts
     encoding_format: Literal["float", "base64"] | None = "float"
     dimensions: StrictInt | None = Field(default=None, description="No other than the model's.")
     user: StrictStr | None = None
@@ -99,7 +88,7 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     _check_dimensions(state.bridge.llm, body.dimensions)
     found = await _embedded(request, partial(_texts, body.input), cut=False)
     if found is None:
-        return Response(status_code=499)
+        return Response(status_code=CLIENT_GONE)
     vectors, count = found
     shown: Callable[[Vectors], Any] = _base64 if body.encoding_format == "base64" else _floats
     document = {
@@ -121,7 +110,7 @@ async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
     _check_dimensions(state.bridge.llm, body.dimensions)
     found = await _embedded(request, partial(_texts, body.input), cut=body.truncate is not False)
     if found is None:
-        return Response(status_code=499)
+        return Response(status_code=CLIENT_GONE)
     document = {
         "model": body.model,
         "embeddings": [_floats(each) for each in found[0]],
@@ -139,7 +128,7 @@ async def embedding(body: OllamaEmbeddingRequest, request: Request) -> Response:
     """Of one text; Ollama's older way."""
     check_model(state_of(request), body.model)
     found = await _embedded(request, partial(_texts, body.prompt), cut=True)
-    return Response(status_code=499) if found is None else JSONResponse({"embedding": _floats(found[0][0])})
+    return Response(status_code=CLIENT_GONE) if found is None else JSONResponse({"embedding": _floats(found[0][0])})
 
 
 def _check_dimensions(llm: LLM, wanted: int | None) -> None:
