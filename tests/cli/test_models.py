@@ -95,7 +95,9 @@ class Answers(BaseHTTPRequestHandler):
         name = self.path.rpartition("/")[2]
         files = sorted(self.server.folder.iterdir())
         if self.path.startswith(f"/api/models/{REPO}/tree/"):
-            tree = [{"type": "file", "path": path.name, "size": path.stat().st_size, "oid": path.name} for path in files]
+            tree = [
+                {"type": "file", "path": path.name, "size": path.stat().st_size, "oid": path.name} for path in files
+            ]
             self._send(json.dumps(tree).encode(), body)
         elif self.path.startswith(f"/api/models/{REPO}"):
             named = [{"rfilename": path.name} for path in files]
