@@ -74,6 +74,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with quiet_place(folder) as paths, mock.patch("headstart.hub.DEFAULT_MODEL", paths["MODEL"]):
         for name in MODELS:
             shutil.copytree(paths["MODEL"], name)
+        for name in ("models/a", "models/b"):
+            shutil.copytree(paths["MODEL"], name)
         for name in ("texts.jsonl", "texts/texts.jsonl", "docs/guide.md", "task.txt"):
             Path(name).parent.mkdir(exist_ok=True)
             shutil.copy(paths["TEXTS"], name)
