@@ -21,7 +21,7 @@ COPY --from=build /wheels /wheels
 RUN pip install --no-cache-dir /wheels/*.whl && rm -r /wheels
 USER 1000
 # models that were fetched outlive the container when a volume is mounted here
-ENV HEADSTART_CACHE=/home/headstart/cache
+ENV HEADSTART_CACHE=/home/headstart/cache HF_HOME=/home/headstart/cache/huggingface
 RUN mkdir -p "$HEADSTART_CACHE"
 VOLUME /home/headstart/cache
 EXPOSE 8000

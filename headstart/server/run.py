@@ -8,7 +8,6 @@ import errno
 import gc
 import json
 import logging
-import os
 import signal
 import socket
 import sys
@@ -21,14 +20,13 @@ from headstart.server.app import ServerConfig, app_over
 from headstart.server.protocol import Protocol
 from headstart.server.shelf import Shelf
 from headstart.stats import synthetic_note
+from headstart.system import HANG_UP, has_terminal, on_signal
 
 log = logging.getLogger("headstart.server")
 
 
 SWITCH_SECONDS = 0.001
 """How long a thread may keep the others from running; /health is answered between those that prepare requests."""
-HANG_UP = getattr(signal, "SIGHUP", None)
-"""Not on Windows."""
 LAST_SECONDS = 5
 """After --shutdown-timeout, for telling so."""
 
@@ -124,7 +122,7 @@ def serve(
 def _handle_signals(server: _Server, shelf: Shelf, timeout: int, head: Callable[[], str | None]) -> None:
     """Of this process, on the running event loop."""
     loop = asyncio.get_running_loop()
-    attached = HANG_UP is not None and _has_terminal() and signal.getsignal(HANG_UP) is not signal.SIG_IGN
+    attached = HANG_UP is not None and has_terminal() and signal.getsignal(HANG_UP) is not signal.SIG_IGN
 
     def drain() -> None:
         if shelf.draining:
@@ -136,23 +134,15 @@ def _handle_signals(server: _Server, shelf: Shelf, timeout: int, head: Callable[
         loop.call_later(timeout, shelf.expire)
 
     def hang_up() -> None:
-        if attached and not _has_terminal():  # closed, with the server in it
+        if attached and not has_terminal():  # closed, with the server in it
             drain()
         elif shelf.stays:
             shelf.loaded[0].bridge.change_head(head())
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, drain)
+        on_signal(loop, number, drain)
     if HANG_UP is not None:
-        loop.add_signal_handler(HANG_UP, hang_up)
-
-
-def _has_terminal() -> bool:
-    try:
-        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
-    except OSError:
-        return False
-    return True
+        on_signal(loop, HANG_UP, hang_up)
 
 
 class _Server(uvicorn.Server):

@@ -1,5 +1,5 @@
-"""Every command line that README.md and `--help` show is run as it stands: with tiny models in the places of those that
-it names, and with less work. Nothing but a server that is not there may be missing."""
+"""Every command line that README.md, the quick start, the cookbook and `--help` show is run as it stands: with tiny
+models in the places of those that it names, and with less work. Nothing but a server may be missing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from headstart.cli import bench, models
 from headstart.cli.app import COMMANDS
 
 pytestmark = pytest.mark.slow  # with all its lines
-README = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "quickstart.md", *sorted((ROOT / "docs" / "cookbook").glob("*.md")))
 MODELS = ("my-model", "model", "original", "org/model", "org/original", "deepseek-ai/DeepSeek-V3", "DeepSeek-V3",
           "Qwen3.5-9B", "my-finetune", "smollm2-mimo", "my-eagle3")  # fmt: skip
 LESS = {
@@ -35,6 +36,7 @@ LESS = {
     "--modes": "off,1",
     "--rows": "1,2",
     "--context": "64",
+    "--max-model-len": "512",
 }
 """Values that are work."""
 LITTLE = {
@@ -59,7 +61,8 @@ def help_lines() -> list[str]:
 
 
 def readme_lines() -> list[str]:
-    return [line.strip() for line in re.findall(r"^\$ (headstart .*)", README, re.MULTILINE)]
+    texts = [path.read_text("utf-8") for path in DOCUMENTS]
+    return [line.strip() for text in texts for line in re.findall(r"^\$ (headstart .*)", text, re.MULTILINE)]
 
 
 LINES = dict.fromkeys(
@@ -125,7 +128,14 @@ def _made_little(words: list[str]) -> list[str]:
     return [*words[:end], *more, *words[end:]]
 
 
-def test_the_python_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-    exec(compile(code, "README.md", "exec"), {})
+def python_blocks() -> list[tuple[str, str]]:
+    """Those that need no server, with their document."""
+    found = [(path.name, path.read_text("utf-8")) for path in DOCUMENTS]
+    blocks = [(name, code) for name, text in found for code in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)]
+    return [(name, code) for name, code in blocks if "localhost" not in code]
+
+
+@pytest.mark.parametrize(("name", "code"), python_blocks(), ids=[name for name, _ in python_blocks()])
+def test_the_python_of_a_document(name: str, code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(code, name, "exec"), {"__name__": name})
     assert capsys.readouterr().out

@@ -53,7 +53,8 @@ COMMANDS: dict[str, set[str]] = {
     "probe": JSON | {"--model", "--api-key", "--no-metrics", "--exact", "--against", "--max-tokens", "--minutes"},
     "plan": JSON
     | {"--gpu", "--batch", "--context", "--acceptance", "--depth", "--weights", "--kv-dtype", "--tp", "--ep"}
-    | {"--price-per-hour", "--api-price", "--price-list", "--recalibrate", "--published", "--drafter", "--head"},
+    | {"--price-per-hour", "--api-price", "--price-list", "--recalibrate", "--published", "--drafter", "--head"}
+    | {"--fleet"},
     "tune": ENGINE | JSON | {"--workload", "--concurrency", "--minutes", "--retune"},
     "data": ENGINE
     | JSON
