@@ -51,7 +51,7 @@ ONLY_READ = (
     "headstart adapt my-records", "--to gguf", "headstart data", "--drafters mtp", "headstart pull", "models remove",
 )  # fmt: skip
 """Lines with work that cannot be made little, or for another engine's program: parsed here, run by other tests."""
-NO_SERVER = ("probe", "--url")
+NO_SERVER = ("probe", "--url", "headstart ps", "headstart stop")
 
 
 def help_lines() -> list[str]:
@@ -76,6 +76,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     folder = tmp_path_factory.mktemp("examples")
     with quiet_place(folder) as paths, mock.patch("headstart.hub.DEFAULT_MODEL", paths["MODEL"]):
         for name in MODELS:
+            shutil.copytree(paths["MODEL"], name)
+        for name in ("models/a", "models/b"):
             shutil.copytree(paths["MODEL"], name)
         for name in ("texts.jsonl", "texts/texts.jsonl", "docs/guide.md", "task.txt"):
             Path(name).parent.mkdir(exist_ok=True)
