@@ -48,7 +48,7 @@ def run(
     *,
     model: Annotated[str | None, typer.Option("--model", help="Model to ask for. Default: the first it lists.")] = None,
     api_key: Annotated[
-        str | None, typer.Option("--api-key", help="Bearer token that the server wants.", envvar="HEADSTART_API_KEY")
+        str | None, typer.Option("--api-key", help="Bearer token that the server wants. Or $HEADSTART_API_KEY.")
     ] = None,
     no_metrics: Annotated[bool, typer.Option("--no-metrics", help="Judge by times alone.")] = False,
     exact: Annotated[
