@@ -53,6 +53,11 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "mixtral": {"intermediate_size": 256}, "granitemoehybrid": {"intermediate_size": 256},
     "gemma3": {"vocab_size": 97, "sliding_window_pattern": 6, "num_hidden_layers": 7},  # as long as its tokenizer
     "gemma4": {"vocab_size": 97, "vocab_size_per_layer_input": 97},
+    "gemma3n": {  # llama.cpp knows the cutoff and the number of layers that have one, and shares from layer 20 on
+        "vocab_size": 97, "vocab_size_per_layer_input": 97, "num_kv_shared_layers": 0, "altup_num_inputs": 4,
+        "laurel_rank": 64, "activation_sparsity_pattern": [0.95] * 5,
+    },
+    "cohere2_moe": {"prefix_dense_intermediate_size": 512, "intermediate_size": 256},
     "gemma4_shared": {  # the last layers before those that share have a window and none, as released ones
         "layer_types": [f"{kind}_attention" for kind in ("sliding", "sliding", "full", "sliding", "full")],
     },
@@ -115,7 +120,7 @@ class Agreement:
     steps: int
 
 
-GELU = ("gemma2", "gemma3", "gemma4")
+GELU = ("gemma2", "gemma3", "gemma3n", "gemma4")
 SELECTING = ("deepseek_v32", "glm_moe_dsa")
 """Families whose rows read 11 of some 60 positions here: where rows are rounded to 8 bits they read a few others."""
 
