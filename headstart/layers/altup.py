@@ -19,8 +19,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from math import sqrt
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headstart.kernels.ops import Buffer, Ops, Pool, Weight
 from headstart.kernels.specs import StreamSpec
@@ -139,11 +141,11 @@ def _read(weights: Weights, name: str, hidden: int, config: AltUpConfig, eps: fl
     nothing = np.zeros((count, count))
     instead = np.zeros((count, count, count))  # of the mixing matrix, row by row
     instead[config.active] = -corrects
-    maps = {
+    maps: dict[str, tuple[NDArray[Any], ...]] = {
         "expect": (nothing, nothing, expects.reshape(count, count, count).swapaxes(0, 1).reshape(-1, count)),
         "correct": (nothing, corrects, instead.reshape(-1, count)),
     }
-    biases = {
+    biases: dict[str, tuple[NDArray[Any], ...]] = {
         "expect": (here, none, keep.ravel()),
         "correct": (here, none + 1, (keep - here[:, None]).ravel()),
         "further": (here, 1 - np.eye(count)[0], keep.ravel()),

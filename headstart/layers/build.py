@@ -79,8 +79,10 @@ def decoder(weights: Weights, config: DecoderConfig) -> Decoder:
 
 
 def _spread(weights: Weights, config: DecoderConfig) -> Spread | None:
-    if config.streams is None or isinstance(config.streams, AltUpConfig):
-        return config.streams and config.streams.build(weights, config.hidden_size)
+    if isinstance(config.streams, AltUpConfig):
+        return config.streams.build(weights, config.hidden_size)
+    if config.streams is None:
+        return None
     return read_streams(weights, "streams", config.hidden_size, config.streams, config.eps, last=True)
 
 

@@ -14,7 +14,7 @@ from headstart.errors import ModelError
 from headstart.heads.base import HeadSpec
 from headstart.kernels.ops import RawTensor
 from headstart.layers.build import DecoderConfig
-from headstart.layers.decoder import LayerConfig
+from headstart.layers.decoder import FeedForwardConfig, LayerConfig
 from headstart.layers.moe import MoEConfig
 from headstart.models import keys
 from headstart.models.base import Family
@@ -35,7 +35,7 @@ def parse(config: Config) -> DecoderConfig:
     window, bias = number(config, "sliding_window", default=0, least=0), flag(config, "attention_bias")
     feeds = _feeds(config, count)
     prefix = number(config, "prefix_dense_sliding_window_pattern", default=1)
-    parts = {
+    parts: dict[str, FeedForwardConfig] = {
         DENSE: keys.mlp(keys.inside(config, {"intermediate_size": _dense_width(config)})),
         SPARSE: _experts(config),
     }
@@ -83,7 +83,7 @@ def _dense_width(config: Config) -> int:
 
 def _experts(config: Config) -> MoEConfig:
     """The softmax is over those that are chosen: normalized, whatever `norm_topk_prob` says."""
-    inner = number(config, "moe_intermediate_size", "intermediate_size")
+    inner = number(config, "moe_intermediate_size", default=0, least=0) or number(config, "intermediate_size")
     experts = keys.softmax_experts(config, inner=inner)
     told = config.get("expert_selection_fn") or SCORES.get(number(config, "expert_gating_func", default=0, least=0))
     if told not in SCORES.values():

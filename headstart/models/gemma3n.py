@@ -39,7 +39,7 @@ def parse(config: Config) -> DecoderConfig:
         beside = PerLayerConfig(
             index=index,
             count=count,
-            width=number(config, "hidden_size_per_layer_input"),
+            width=number(config, "hidden_size_per_layer_input", default=256),
             vocab_size=table,
             activation=mlp.activation,
             beyond=max(vocab - table, 0),
@@ -66,11 +66,12 @@ def parse(config: Config) -> DecoderConfig:
 
 
 def _altup(config: Config) -> AltUpConfig:
-    count, active = number(config, "altup_num_inputs"), number(config, "altup_active_idx", least=0)
+    count = number(config, "altup_num_inputs", default=4)
+    active = number(config, "altup_active_idx", default=0, least=0)
     if active >= count or count > number(config, "hidden_size"):
         raise ModelError(f"config.json: altup_active_idx is {active}, but altup_num_inputs {count}")
     scaled = flag(config, "altup_correct_scale", True)
-    return AltUpConfig(count=count, active=active, rank=number(config, "laurel_rank"), scaled=scaled)
+    return AltUpConfig(count=count, active=active, rank=number(config, "laurel_rank", default=64), scaled=scaled)
 
 
 def _cutoffs(config: Config, count: int) -> list[float | None]:
@@ -125,8 +126,7 @@ FAMILY = Family(
     defaults={
         **_gemma.DEFAULTS, "vocab_size": 262400, "hidden_size": 2048, "intermediate_size": 16384,
         "num_hidden_layers": 35, "num_key_value_heads": 2, "max_position_embeddings": 32768,
-        "vocab_size_per_layer_input": 262144, "hidden_size_per_layer_input": 256, "final_logit_softcapping": 30.0,
-        "altup_num_inputs": 4, "altup_active_idx": 0, "laurel_rank": 64,
+        "vocab_size_per_layer_input": 262144, "final_logit_softcapping": 30.0,
     },
     harmless={
         **_gemma.HARMLESS,
