@@ -51,7 +51,6 @@ _BLOCK: Mapping[str, str] = {
     "attn_k_b": "self_attn.k_b_proj",  # [heads, latent, nope]
     "attn_v_b": "self_attn.v_b_proj",  # [heads, value, latent]
     "attn_kv": "self_attn.kv_proj",
-    "attn_kv_norm": "self_attn.kv_norm",
     "attn_output_a": "self_attn.o_a_proj",
     "attn_output_b": "self_attn.o_b_proj",
     **{
