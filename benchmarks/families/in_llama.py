@@ -54,8 +54,8 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "gemma3": {"vocab_size": 97, "sliding_window_pattern": 6, "num_hidden_layers": 7},  # as long as its tokenizer
     "gemma4": {"vocab_size": 97, "vocab_size_per_layer_input": 97},
     "gemma3n": {  # llama.cpp knows the softcap, the cutoff and which layers have one, and shares from layer 20 on
-        "final_logit_softcapping": 30.0, "vocab_size": 97, "vocab_size_per_layer_input": 97, "num_kv_shared_layers": 0, "altup_num_inputs": 4,
-        "laurel_rank": 64, "activation_sparsity_pattern": [0.95] * 5,
+        "final_logit_softcapping": 30.0, "vocab_size": 97, "vocab_size_per_layer_input": 97,
+        "num_kv_shared_layers": 0, "altup_num_inputs": 4, "laurel_rank": 64, "activation_sparsity_pattern": [0.95] * 5,
     },
     "deepseek_v4": {
         "num_key_value_heads": 1, "o_lora_rank": 128, "index_n_heads": 64,
@@ -127,8 +127,8 @@ class Agreement:
 
 GELU = ("gemma2", "gemma3", "gemma3n", "gemma4")
 APART = {"gemma3n": {"F32": 0.1, "F16": 1e-4}}
-"""Limits of families that llama.cpp computes otherwise. Gemma 3n: it divides the variance of activations by their number
-less one, the model and headstart by their number. With its divisor headstart is 4e-3 from it here, else 4e-2."""
+"""Limits of families that llama.cpp computes otherwise. Gemma 3n: it divides the variance of activations by their
+number less one, the model and headstart by their number. With its divisor headstart is 4e-3 from it here, else 4e-2."""
 IN_FP4 = ("deepseek_v4",)
 """Families whose experts are MXFP4 in a file of any type: what those read llama.cpp rounds to 8 bits."""
 SELECTING = ("deepseek_v32", "glm_moe_dsa")
