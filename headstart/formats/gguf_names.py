@@ -57,7 +57,10 @@ _BLOCK: Mapping[str, str] = {
         f"{theirs}_compressor_{part}": f"{ours}.compressor.{name}"
         for theirs, ours in (("attn", "self_attn"), ("indexer", "self_attn.indexer"))
         for part, name in (
-            ("kv", "kv_proj"), ("gate", "gate_proj"), ("norm", "kv_norm"), ("ape.weight", "position_bias"),
+            ("kv", "kv_proj"),
+            ("gate", "gate_proj"),
+            ("norm", "kv_norm"),
+            ("ape.weight", "position_bias"),
         )
     },
     **{
