@@ -79,6 +79,8 @@ class Request:
     constraint: Constraint | None = field(default=None, compare=False)  # at its start; each choice walks a copy
     cache_salt: str = ""  # prefixes are shared by requests of the same salt
     owner: str = ""  # who asks: texts serve as drafts for requests of the same owner and salt
+    share: float = 1.0  # of the engine, against other owners that wait
+    priority: int = 0  # lower runs earlier, whoever asks
     embeds: bool = False  # the prompt's embedding is wanted (see Delta), not a text
 
 

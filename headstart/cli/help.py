@@ -11,6 +11,7 @@ from typing import Any, get_args, get_origin
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from headstart.cli import settings
 from headstart.errors import UsageError
 
 ALL = "--help-all"
@@ -32,9 +33,13 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ours = args[: args.index("--")] if "--" in args else args
+        if ctx.resilient_parsing:  # a line that is being typed
+            return super().parse_args(ctx, args)
         if ALL in ours:
             show(self, ctx, rare=True)
         self._refuse_empty(ours)
+        if not {*NAMES} & {*ours}:
+            ctx.default_map = settings.defaults(ctx, ours)
         return super().parse_args(ctx, args)
 
     def _refuse_empty(self, words: list[str]) -> None:
@@ -61,13 +66,21 @@ class Group(TyperGroup):
 
 
 class RunsByDefault(Group):
-    """A group whose command `run` is meant when none is named; its help is that of `run`, and names the others."""
+    """A group with a command that is meant when none is named; its help is that of this one, and names the others."""
+
+    default = "run"
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args[:1] and args[0] in NAMES:
+        if args[:1] and args[0] in NAMES and not ctx.resilient_parsing:
             show(self, ctx)
-        named = bool(args) and args[0] in self.commands
-        return super().parse_args(ctx, args if named else ["run", *args])
+        named = ctx.resilient_parsing or (bool(args) and args[0] in self.commands)
+        return super().parse_args(ctx, args if named else [self.default, *args])
+
+
+class ListsByDefault(RunsByDefault):
+    """The same with `list`."""
+
+    default = "list"
 
 
 def show(command: Any, ctx: Any, *, rare: bool = False) -> None:
@@ -79,36 +92,49 @@ def show(command: Any, ctx: Any, *, rare: bool = False) -> None:
 def text_of(command: Any, ctx: Any, *, rare: bool = False) -> str:
     """The whole help of a command."""
     width = max(min(shutil.get_terminal_size().columns, WIDEST), NARROWEST)
-    of: Any = command.commands["run"] if isinstance(command, RunsByDefault) else command
-    arguments = [item for item in of.params if item.param_type_name == "argument" and not item.hidden]
-    pieces = [_piece(item) for item in arguments] + (["COMMAND ..."] if of is not command or _group(of) else [])
-    blocks = [_wrap(" ".join(("Usage:", ctx.command_path, "[OPTIONS]", *pieces)), width, "       ")]
+    arguments = arguments_of(command)
+    blocks = [_wrap(f"Usage: {usage(command, ctx)}", width, "       ")]
     blocks += [_wrap(" ".join(each.split()), width) for each in (command.help or "").split("\n\n") if each]
     if arguments:
-        blocks.append(_section("Arguments", [(_name(item), item.help or "") for item in arguments], width))
+        blocks.append(_section("Arguments", arguments, width))
     if hasattr(command, "commands"):
         rows = [(name, _first_paragraph(each.help)) for name, each in command.commands.items()]
         blocks.append(_section("Commands", rows, width))
-    panels = _panels(of, ctx)
+    panels = panels_of(command)
     hidden = [name for name in panels if name.startswith(MORE) and not rare]
     blocks += [_section(name, rows, width) for name, rows in panels.items() if name not in hidden]
     if hidden:
         count = sum(len(panels[name]) for name in hidden)
-        blocks.append(_wrap(f"{count} more options: {ctx.command_path} {ALL}", width))
+        blocks.append(_wrap(f"{count} more option{'' if count == 1 else 's'}: {ctx.command_path} {ALL}", width))
     if command.epilog:  # to be copied, so never broken
         first, *examples = command.epilog.split("\n\n")
         blocks.append("\n".join([first, *(f"  {line}" for line in examples)]))
     return "\n\n".join(blocks)
 
 
-def _group(command: Any) -> bool:
-    return hasattr(command, "commands")
+def meant(command: Any) -> Any:
+    """The command that runs when this one is named."""
+    return command.commands[command.default] if isinstance(command, RunsByDefault) else command
 
 
-def _panels(command: Any, ctx: Any) -> dict[str, list[tuple[str, str]]]:
+def usage(command: Any, ctx: Any) -> str:
+    """How it is written, with its arguments."""
+    of = meant(command)
+    pieces = [_piece(item) for item in of.params if item.param_type_name == "argument" and not item.hidden]
+    pieces += ["COMMAND ..."] if hasattr(command, "commands") else []
+    return " ".join((ctx.command_path, "[OPTIONS]", *pieces))
+
+
+def arguments_of(command: Any) -> list[tuple[str, str]]:
+    """Names and meanings."""
+    found = [item for item in meant(command).params if item.param_type_name == "argument" and not item.hidden]
+    return [(_name(item), item.help or "") for item in found]
+
+
+def panels_of(command: Any) -> dict[str, list[tuple[str, str]]]:
     """Rows of options by group, the command's own and -h first."""
     panels: dict[str, list[tuple[str, str]]] = {"Options": []}
-    for item in command.params:
+    for item in meant(command).params:
         if item.param_type_name == "option" and not item.hidden:
             panels.setdefault(item.rich_help_panel or "Options", []).append(_option(item))
     panels["Options"].append((", ".join(NAMES), "Show this message."))
@@ -120,8 +146,6 @@ def _option(item: Any) -> tuple[str, str]:
     names = sorted(item.opts, key=len)
     value = "" if item.is_flag else f" {item.metavar or _value(item.type_descriptor.annotation)}"
     meaning = item.help or ""
-    if item.envvar:
-        meaning += f" Or ${item.envvar}."
     if item.required:
         meaning += " Required."
     elif item.show_default and not item.is_flag and item.default not in (None, []):

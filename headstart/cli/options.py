@@ -20,17 +20,31 @@ import typer
 
 from headstart.cli.help import MORE
 from headstart.cli.render import finish, progress
+from headstart.cli.settings import CONFIG
 from headstart.config import Depth, DraftVocab, EngineConfig, config_fields, flag_of, parse_speculative_config
 from headstart.core import Progress, Report, SamplingParams
 from headstart.errors import UsageError
 
+
+def model_names(incomplete: str) -> list[str]:
+    """Built-in models, for a shell that completes."""
+    from headstart import hub
+
+    return [name for name in hub.builtin_names() if name.startswith(incomplete)]
+
+
 Model = Annotated[
     str | None,
-    typer.Argument(help="A path, a .gguf file, a Hugging Face repo id or an alias; none: the default model."),
+    typer.Argument(
+        help="A path, a .gguf file, a Hugging Face repo id or an alias; none: the default model.",
+        autocompletion=model_names,
+    ),
 ]
 DEFAULTS = SamplingParams()
 NUMBERS_OR_WORDS = frozenset({"depth", "draft_vocab"})
 """Fields of EngineConfig that take either."""
+CONFIG_FILE = "config_file"
+CONFIG_HELP = "TOML file with settings. Default: headstart.toml here, else in the user's folder for settings."
 T = TypeVar("T")
 
 
@@ -93,9 +107,11 @@ def expand(command: Callable[..., int]) -> Callable[..., int]:
     shown = [item.replace(annotation=hints[name]) for name, item in own.items() if name not in groups]
     members = {name: group.parameters() for name, group in groups.items()}
     shown += [member for group in members.values() for member in group]
+    shown.append(parameter(CONFIG_FILE, Path | None, None, CONFIG, panel=f"{MORE}Settings", help=CONFIG_HELP))
 
     @functools.wraps(command)
     def run(**values: Any) -> int:
+        del values[CONFIG_FILE]  # read before the others were
         for name, group in groups.items():
             values[name] = group.collect({member.name: values.pop(member.name) for member in members[name]})
         return command(**values)

@@ -17,6 +17,7 @@ EXAMPLES = (
     "headstart plan gemma-4 --gpu 4090 --weights int4 --kv-dtype fp8 --drafter all",
     "headstart plan deepseek-v4 --gpu h200x4 --price-per-hour spot --api-price list",
     "headstart plan --gpu here --batch 1,8,32",
+    "headstart plan deepseek-v4 --gpu h200x8 --fleet '100 req/s, 1500 in, 300 out, TTFT 1 s, TPOT 40 ms'",
     "headstart plan --published",
 )
 
@@ -46,6 +47,9 @@ class PlanFlags(OptionGroup):
     price_per_hour: str | None = option("Dollars for one device, or on-demand, or spot; gives the cost of tokens.")
     api_price: str | None = option("Dollars an API asks for a million tokens, or list: when is it beaten?")
     price_list: str | None = option("Your own prices, as a TOML file like the built-in one.")
+    fleet: str | None = option(
+        "A load, such as '100 req/s, 1500 in, 300 out, TTFT 1 s, TPOT 40 ms' (for p95, or say p99): how many machines?"
+    )
     recalibrate: bool = option("Measure this machine again.", default=False)
     published: bool = option("Instead: what others have published beside what is predicted for it.", default=False)
 
@@ -58,10 +62,36 @@ def run(model: Model = None, *, flags: PlanFlags, output: OutputOptions) -> int:
         return output.run("planning", lambda progress: plan.compare_published(), _print_published)
     values = flags.parsed(batches=int, depths=int)
     del values["published"]
-    return output.run("planning", partial(plan.run, plan.PlanOptions(model=model, **values)), _print_plan)
+    options = plan.PlanOptions(model=model, **values)
+    return output.run("planning", partial(plan.run, options), _print_fleet if options.load else _print_plan)
 
 
-def _print_plan(data: dict[str, Any]) -> None:
+def _print_fleet(data: dict[str, Any]) -> None:
+    _print_machine(data)
+    if "fleet" not in data:
+        return
+    found = data["fleet"]
+    print(f"load     {found['load']}")
+    rows = []
+    for each in found["rows"]:
+        if each["machines"] is None:
+            rows.append([each["drafter"], "none suffices", each["why"], *[""] * 4])
+            continue
+        first, token, cost = each["ttft_s"], each["tpot_s"], each["dollars_per_hour"]
+        rows.append([
+            each["drafter"], f"{each['machines']:,}", f"{first['p50']:.2f} / {first['asked']:.2f}",
+            f"{token['p50'] * 1e3:.1f} / {token['asked'] * 1e3:.1f}", f"{each['busy']:.0%}", f"{each['batch']:.0f}",
+            "" if cost is None else f"{cost:,.2f} ({each['dollars_per_million']:.3f})",
+        ])  # fmt: skip
+    asked = f"p{found['share']:g}"
+    columns = [
+        "drafter", f"machines\n({found['machine']})", f"TTFT s\np50 / {asked}", f"TPOT ms\np50 / {asked}", "busy",
+        "sequences\nat a time", "$ an hour\n($/M tokens)",
+    ]  # fmt: skip
+    print_table(columns, rows)
+
+
+def _print_machine(data: dict[str, Any]) -> None:
     room, model = data["memory"], data["model"]
     active = f" ({model['active_parameters'] / 1e9:.2f} B active)" if model["experts"] else ""
     print(f"model    {model['name']}: {model['parameters'] / 1e9:.2f} B parameters{active}, {model['weights']}")
@@ -76,6 +106,10 @@ def _print_plan(data: dict[str, Any]) -> None:
     weights, cache = room["weight_bytes_per_device"] / 1e9, room["cache_bytes_per_sequence"] / 1e6
     usable = room["usable_bytes"] / 1e9
     print(f"memory   {weights:.2f} GB of weights and {cache:.1f} MB a sequence on each device, {usable:.1f} GB: {fits}")
+
+
+def _print_plan(data: dict[str, Any]) -> None:
+    _print_machine(data)
     print(f"prompt   first token of {data['context']:,} positions alone after {data['ttft_s'] * 1e3:.0f} ms")
     priced = data["batches"][0]["plain"]["dollars_per_million"] is not None
     several = len(data["drafters"]) > 1

@@ -37,6 +37,8 @@ class ServeCommand(Command):
     """`serve`, which takes vLLM's command lines."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if ctx.resilient_parsing:
+            return super().parse_args(ctx, args)
         own = {flag: not getattr(item, "is_flag", False) for item in self.params for flag in item.opts}
         own |= dict.fromkeys((*NAMES, ALL), False)
         return super().parse_args(ctx, rewritten(args, own))

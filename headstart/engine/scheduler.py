@@ -3,14 +3,16 @@ len(tokens) + len(draft) - num_computed rows, within one token budget."""
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 
 from headstart.cache.memory import KVMemory
 from headstart.core import Draft, Sequence, Span
+from headstart.engine.waiting import Waiting
 
 
 class Scheduler:
-    """Continuous batching, first come first served; the youngest sequence is preempted when blocks run out.
+    """Continuous batching; who comes next stands in `waiting`. The youngest sequence of the last priority is preempted
+    when blocks run out.
 
     Any budget from one row on serves everybody: a sequence joins only when a row is left after all that run, so only
     the last one can still be in its prompt and at most `budget` run; drafts never take the row of one behind them.
@@ -19,13 +21,13 @@ class Scheduler:
     def __init__(self, memory: KVMemory, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         self.memory = memory
         self.max_num_seqs, self.budget = max_num_seqs, max_num_batched_tokens
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
+        self.running: list[Sequence] = []  # by priority, then in the order in which they joined
+        self.waiting = Waiting(self.running)
         self.num_preemptions = 0
         self.prefix_queries = self.prefix_hits = 0  # prompt tokens looked up, and found
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+        self.waiting.add(sequence)
 
     @property
     def has_work(self) -> bool:
@@ -41,21 +43,22 @@ class Scheduler:
                 budget -= self._extend(sequence, budget, spans, behind=len(running) - number)
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             # what was preempted in this very step waits: taking it back at once would only evict the next one
-            if self.num_preemptions > preemptions or not self._admit(self.waiting[0]):
+            sequence = self.waiting.first()
+            if self.num_preemptions > preemptions or not self._admit(sequence):
                 break
-            sequence = self.waiting.popleft()
-            self.running.append(sequence)
+            self.waiting.remove(sequence)
+            insort(self.running, sequence, key=_priority)
             budget -= self._extend(sequence, budget, spans)
         return spans
 
     def _extend(self, sequence: Sequence, budget: int, spans: list[Span], behind: int = 0) -> int:
-        """Append the rows of one running sequence, cut to the budget; returns their number. Its draft leaves a row
-        for each of the sequences `behind` it."""
+        """Append the rows of one running sequence, cut to the budget; returns their number. It leaves a row for
+        each of the sequences `behind` it."""
         pending = len(sequence.tokens) - sequence.num_computed
         room = budget - pending - behind
         if len(sequence.draft.tokens) > max(room, 0):
             sequence.draft = sequence.draft.cut(max(room, 0))
-        num_rows = min(pending + len(sequence.draft.tokens), budget)
+        num_rows = min(pending + len(sequence.draft.tokens), budget - behind)
         if num_rows <= 0 or not self._make_room(sequence, num_rows):
             return 0
         num_rows = min(num_rows, pending + len(sequence.draft.tokens))  # the draft may have been dropped
@@ -80,7 +83,7 @@ class Scheduler:
         self.running.remove(sequence)
         self.memory.release(sequence)
         sequence.draft = Draft()
-        self.waiting.appendleft(sequence)
+        self.waiting.put_back(sequence)
         self.num_preemptions += 1
 
     def _admit(self, sequence: Sequence) -> bool:
@@ -93,12 +96,18 @@ class Scheduler:
             sequence.admitted, sequence.num_cached = True, cached
             self.prefix_queries += sequence.num_prompt
             self.prefix_hits += cached
+            self.waiting.charge(sequence, sequence.num_prompt - cached)
         return True
 
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is, and free its blocks."""
+        self.waiting.charge(sequence, sequence.num_output)
         if sequence in self.running:
             self.running.remove(sequence)
             self.memory.release(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+
+
+def _priority(sequence: Sequence) -> int:
+    return sequence.request.priority

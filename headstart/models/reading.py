@@ -61,8 +61,8 @@ HARMLESS: Mapping[str, str] = {name: reason for reason, names in _REASONS.items(
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         ("is_encoder_decoder", "is_decoder", "add_cross_attention", "tie_encoder_decoder", "use_sliding_window",
-         "attention_bias", "mlp_bias", "use_qk_norm", "attention_k_eq_v", "alibi", "parallel_attn", "attn_output_gate",
-         "use_mla"),
+         "attention_bias", "attention_out_bias", "mlp_bias", "use_qk_norm", "attention_k_eq_v", "mamba_rms_norm",
+         "alibi", "parallel_attn", "attn_output_gate", "use_mla"),
         (False,),
     ),
     **dict.fromkeys(("logit_scale", "embedding_multiplier", "residual_multiplier", "logits_scaling"), (1,)),

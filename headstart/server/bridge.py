@@ -10,6 +10,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence as Seq
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -21,6 +22,8 @@ from headstart.errors import BusyError, CapacityError, GenerationError, Headstar
 from headstart.server.watch import Watch
 
 log = logging.getLogger("headstart.server")
+DRAIN, LONGEST_RETRY = 32, 60.0
+"""Ends from which the pace is told at which places become free, and the most seconds that a client is told to wait."""
 
 
 class Stream:
@@ -63,6 +66,10 @@ class Stream:
         self._bridge.forget(self, running=bool(self._open))
         self._open.clear()
 
+    def written(self, request: Request) -> list[int]:
+        """Tokens of each of its choices so far; none where it has not begun."""
+        return [each.num_output for (name, _), each in self.sequences.items() if name == request.request_id]
+
     def sequence(self, number: int, choice: int) -> Sequence:
         return self.sequences[self.requests[number].request_id, choice]
 
@@ -76,7 +83,9 @@ class Bridge:
         self.draining = False
         self._room = llm.config.max_num_seqs + max_queue
         self._in_flight = 0  # choices
+        self._ended: deque[float] = deque(maxlen=DRAIN)  # when the latest of them did
         self._preparing = 0  # choices that are on their way to it
+        self._held = 0
         self._streams: dict[str, Stream] = {}
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -96,10 +105,12 @@ class Bridge:
 
     async def open(self, requests: Seq[Request]) -> Stream:
         """Hand requests to the engine. Raises BusyError when too much waits, and what `Engine.submit` raises."""
-        count = sum(request.params.n for request in requests)
+        count, account = sum(request.params.n for request in requests), self.watch.accounts.named(requests[0].owner)
         self._check_free(count, self._in_flight)
+        account.begin(sum(len(request.prompt_ids) for request in requests))
         stream = Stream(self, requests)
         self._in_flight += count
+        account.held += count
         self._streams |= dict.fromkeys([request.request_id for request in requests], stream)
         accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._commands.put(partial(self._begin, stream, accepted))
@@ -111,21 +122,50 @@ class Bridge:
         return stream
 
     @contextmanager
-    def preparing(self, count: int) -> Iterator[None]:
-        """Choices that will be opened; they take a place from now on. Raises what `open` raises for want of room."""
-        self._check_free(count, self._in_flight + self._preparing)
+    def preparing(self, count: int, owner: str = "") -> Iterator[None]:
+        """Choices that will be opened; they take a place from now on. Raises what `open` raises for want of room, and
+        LimitError for what the owner may not have."""
+        taken, account = self._in_flight + self._preparing, self.watch.accounts.named(owner)
+        self._check_free(count, taken)
+        account.check()
+        self.watch.accounts.check_room(account, count, self._room - taken, self._drain_s(count))
         self._preparing += count
+        account.held += count
         try:
             yield
         finally:
             self._preparing -= count
+            account.held -= count
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Somebody works with it who has nothing in the engine yet, or not all the time."""
+        self._held += 1
+        try:
+            yield
+        finally:
+            self._held -= 1
+
+    @property
+    def is_idle(self) -> bool:
+        """Would nobody miss it?"""
+        return not (self._in_flight or self._preparing or self._held)
 
     def _check_free(self, count: int, taken: int) -> None:
         if self.draining:
             raise BusyError("the server is shutting down", "send the request to another one")
         self.check_room(count)
-        if taken + count > self._room:
-            raise BusyError(f"{taken} sequences run or wait, and {self._room} are allowed", "try again later")
+        if (excess := taken + count - self._room) > 0:
+            self.watch.shed += 1
+            seconds = self._drain_s(excess)
+            raise BusyError(f"{taken} sequences run or wait, and {self._room} are allowed", "try again later", seconds)
+
+    def _drain_s(self, count: int) -> float:
+        """Seconds until so many have ended, at the pace of the latest."""
+        if len(self._ended) < 2:
+            return 1.0
+        pace = (self._ended[-1] - self._ended[0]) / (len(self._ended) - 1)
+        return min(count * pace, LONGEST_RETRY)
 
     @property
     def is_full(self) -> bool:
@@ -154,6 +194,10 @@ class Bridge:
             if self._streams.pop(request.request_id, None) is None:
                 continue
             self._in_flight -= request.params.n
+            self._ended.extend([time.perf_counter()] * request.params.n)
+            account = self.watch.accounts.named(request.owner)
+            account.held -= request.params.n
+            account.wrote(sum(stream.written(request)))
             if running:
                 self.abort(request.request_id)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,13 +11,13 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from headstart.errors import BusyError, HeadstartError, UsageError, status_of
+from headstart.errors import BusyError, HeadstartError, LimitError, UsageError, status_of
 from headstart.server import limits
 
 log = logging.getLogger("headstart.server")
 
-KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
-RETRY_SECONDS = 1
+KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large",
+         429: "rate_limit_error"}  # fmt: skip
 
 
 class BodyError(UsageError):
@@ -70,8 +71,14 @@ def install(app: FastAPI) -> None:
 
 async def _ours(request: Request, error: HeadstartError) -> JSONResponse:
     status, body = error_of(error, request.url.path)
-    headers = {"Retry-After": str(RETRY_SECONDS)} if isinstance(error, BusyError) else None
+    headers = retry_headers(error) if isinstance(error, BusyError | LimitError) else None
     return JSONResponse(body, status, headers)
+
+
+def retry_headers(error: BusyError | LimitError) -> dict[str, str]:
+    """When to try again, in whole seconds, and what a caller is told of his limits."""
+    told = error.headers if isinstance(error, LimitError) else {}
+    return {"Retry-After": str(max(1, math.ceil(error.seconds))), **told}
 
 
 async def _http(request: Request, error: HTTPException) -> JSONResponse:

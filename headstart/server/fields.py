@@ -42,7 +42,6 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "kv_transfer_params": (({},), _NOTHING),
     "thinking_token_budget": ((), "use max_tokens"),
     "repetition_detection": ((), _SAMPLER),
-    "priority": ((0,), "requests are served in the order of their arrival"),
     "guided_decoding_backend": (("auto", "guidance", "llguidance"), _NOTHING),
     "guided_whitespace_pattern": ((), _CONSTRAINT),
     # SGLang's

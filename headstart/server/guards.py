@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import re
 import time
 import uuid
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Mapping
 
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headstart.server import errors
+from headstart.server.accounts import Accounts
 
 log = logging.getLogger("headstart.access")
 OPEN_PATHS = frozenset({"/health", "/ping", "/ready"})
 """What needs no API key: whoever restarts a server has none."""
 REQUEST_ID = "X-Request-Id"
 OWNER = "headstart.owner"
-"""Of a scope: which API key a request came with."""
+"""Of a scope: the account of the API key that a request came with."""
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -79,19 +79,17 @@ class HeadAsGet:
 class ApiKeys:
     """401 without one of the keys, as a bearer token or, as Anthropic's clients send it, in `x-api-key`."""
 
-    def __init__(self, app: ASGIApp, keys: Seq[str]) -> None:
-        self.app, self.keys = app, [key.encode() for key in keys]
+    def __init__(self, app: ASGIApp, accounts: Accounts) -> None:
+        self.app, self.accounts = app, accounts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            given = _key_of(dict(scope["headers"]))
-            # all are compared, and each takes the same time wherever they differ
-            right = [hmac.compare_digest(given, key) for key in self.keys]
-            if not any(right):
+            account = self.accounts.find(_key_of(dict(scope["headers"])))
+            if account is None:
                 body = errors.document("the API key is missing or wrong", 401, path=scope["path"])
                 await JSONResponse(body, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
                 return
-            scope[OWNER] = f"key {right.index(True)}"
+            scope[OWNER] = account.name
         await self.app(scope, receive, send)
 
 

@@ -39,6 +39,7 @@ LOGIT_BIAS = 4096
 TOKEN_IDS = 4096  # stop_token_ids
 CHOICES = 100_000
 BAD_WORDS = 1024
+PRIORITY = 2**31 - 1
 DETOKENIZED = 2**17
 PROMPT_LOGPROBS = 500_000  # logprobs of prompt tokens in one answer
 

@@ -14,6 +14,7 @@ from headstart.api import LLM
 from headstart.core import Request, SamplingParams
 from headstart.errors import CapacityError, UsageError
 from headstart.server import limits
+from headstart.server.accounts import Account
 from headstart.server.chat_prompt import Chat
 from headstart.server.schema import ChatRequest, Common, CompletionRequest, NamedTool, StructuredOutputs
 from headstart.text.grammar_spec import GrammarSpec, ToolCalls, ToolFrame
@@ -49,9 +50,10 @@ class Job:
     keeps_stop: bool = False
     continues: bool = False  # the output goes on in the middle of a text
 
-    def owned(self, owner: str) -> Job:
+    def owned(self, account: Account, priority: int | None) -> Job:
         """Asked for by somebody, whose answers nobody else gets to see as drafts."""
-        return replace(self, requests=[replace(request, owner=owner) for request in self.requests])
+        more = {"owner": account.name, "share": account.limits.share, "priority": account.priority(priority)}
+        return replace(self, requests=[replace(request, **more) for request in self.requests])  # type: ignore[arg-type]
 
 
 def num_choices(body: Common) -> int:

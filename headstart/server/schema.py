@@ -132,6 +132,9 @@ class Common(Body):
     cache_salt: Annotated[StrictStr, Field(min_length=1, max_length=limits.NAME)] | None = Field(
         default=None, description="Prefixes are found in the cache by requests of the same salt only."
     )
+    priority: Annotated[StrictInt, Field(ge=-limits.PRIORITY, le=limits.PRIORITY)] | None = Field(
+        default=None, description="Lower runs earlier. With an API key: not earlier than the key may."
+    )
     user: StrictStr | None = None
     store: StrictBool | None = Field(default=None, description="false: a server that records (--record) leaves it out.")
 
@@ -146,21 +149,24 @@ def kind_of_prompt(value: Any) -> str | None:
     return "texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "ids"
 
 
+Texts = Annotated[
+    Annotated[StrictStr, Tag("text")]
+    | Annotated[Many[StrictInt], Tag("ids")]
+    | Annotated[Many[StrictStr], Field(max_length=limits.PROMPTS), Tag("texts")]
+    | Annotated[Many[Many[StrictInt]], Field(max_length=limits.PROMPTS), Tag("lists")],
+    Discriminator(
+        kind_of_prompt,
+        custom_error_type="texts",
+        custom_error_message="it must be a text, a list of texts, token ids, or a list of lists of token ids",
+    ),
+    Field(description="A text, several, token ids, or several lists of them."),
+]
+
+
 class CompletionRequest(Common):
     """POST /v1/completions."""
 
-    prompt: Annotated[
-        Annotated[StrictStr, Tag("text")]
-        | Annotated[Many[StrictInt], Tag("ids")]
-        | Annotated[Many[StrictStr], Field(max_length=limits.PROMPTS), Tag("texts")]
-        | Annotated[Many[Many[StrictInt]], Field(max_length=limits.PROMPTS), Tag("lists")],
-        Discriminator(
-            kind_of_prompt,
-            custom_error_type="prompt",
-            custom_error_message="it must be a text, a list of texts, token ids, or a list of lists of token ids",
-        ),
-        Field(description="A text, several, token ids, or several lists of them."),
-    ]
+    prompt: Texts
     echo: StrictBool | None = False
     add_special_tokens: StrictBool = True
     logprobs: Annotated[StrictInt, _range(0, 20)] | None = None

@@ -226,8 +226,8 @@ def _take(document: dict[str, Any], answer: Response, now: float) -> None:
         answer.status, answer.body = 500, json.dumps(document)
     for choice in document.get("choices") or ():
         part = choice.get("delta") or choice.get("message") or choice
-        text = (part.get("content") if "text" not in part else part["text"]) or ""
-        text += part.get("reasoning_content") or part.get("reasoning") or ""
+        text = part.get("reasoning_content") or part.get("reasoning") or ""  # first, as it comes in streams
+        text += (part.get("content") if "text" not in part else part["text"]) or ""
         for call in part.get("tool_calls") or ():
             text += call.get("function", {}).get("arguments") or ""
         if choice.get("finish_reason"):

@@ -298,3 +298,14 @@ def test_equal_blocks_published_twice_stay_apart() -> None:
     taken = {pool.allocate().index for _ in range(3)}
     assert taken == {0, 1, 2}
     assert pool.find(b"same") is None
+
+
+def test_blocks_that_nobody_can_find_are_taken_first() -> None:
+    """A pool of which little is needed leaves the rest of its memory unwritten."""
+    pool = BlockPool(4)
+    kept, twin, empty = (pool.allocate() for _ in range(3))
+    for block in (kept, twin):
+        pool.publish(block, b"same")
+    for block in (kept, twin, empty):
+        pool.release(block)
+    assert [pool.allocate().index for _ in range(4)] == [empty.index, twin.index, 3, kept.index]

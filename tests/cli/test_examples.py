@@ -1,5 +1,5 @@
-"""Every command line that README.md and `--help` show is run as it stands: with tiny models in the places of those that
-it names, and with less work. Nothing but a server that is not there may be missing."""
+"""Every command line that README.md, the quick start, the cookbook and `--help` show is run as it stands: with tiny
+models in the places of those that it names, and with less work. Nothing but a server may be missing."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from unittest import mock
 import pytest
 from first_minute import SMALL, quiet_place, run
 
-from headstart.cli import bench
+from headstart.cli import bench, models
 from headstart.cli.app import COMMANDS
 
 pytestmark = pytest.mark.slow  # with all its lines
-README = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "quickstart.md", *sorted((ROOT / "docs" / "cookbook").glob("*.md")))
 MODELS = ("my-model", "model", "original", "org/model", "org/original", "deepseek-ai/DeepSeek-V3", "DeepSeek-V3",
           "Qwen3.5-9B", "my-finetune", "smollm2-mimo", "my-eagle3")  # fmt: skip
 LESS = {
@@ -35,6 +36,7 @@ LESS = {
     "--modes": "off,1",
     "--rows": "1,2",
     "--context": "64",
+    "--max-model-len": "512",
 }
 """Values that are work."""
 LITTLE = {
@@ -46,19 +48,21 @@ LITTLE = {
 ONLY_READ = (
     "--against transformers", "--full", "--numerics", "--from-scratch", "--gpu here", "bench step", "tune", "--preset",
     "headstart train", "graft ./my-finetune", "--program ./build/bin", "verify ./my-model", "my-head", "--to vllm",
-    "headstart adapt my-records", "--to gguf", "headstart data", "--drafters mtp", "headstart pull",
+    "headstart adapt my-records", "--to gguf", "headstart data", "--drafters mtp", "headstart pull", "models remove",
 )  # fmt: skip
 """Lines with work that cannot be made little, or for another engine's program: parsed here, run by other tests."""
-NO_SERVER = ("probe", "--url")
+NO_SERVER = ("probe", "--url", "headstart ps", "headstart stop")
 
 
 def help_lines() -> list[str]:
     lines = [line for name in COMMANDS for line in import_module(f"headstart.cli.{name}").EXAMPLES]
+    lines += [*models.EXAMPLES, *models.LIST_EXAMPLES, *models.REMOVE_EXAMPLES]
     return [*lines, *bench.EXAMPLES, *bench.RUN_EXAMPLES, *bench.STEP_EXAMPLES]
 
 
 def readme_lines() -> list[str]:
-    return [line.strip() for line in re.findall(r"^\$ (headstart .*)", README, re.MULTILINE)]
+    texts = [path.read_text("utf-8") for path in DOCUMENTS]
+    return [line.strip() for text in texts for line in re.findall(r"^\$ (headstart .*)", text, re.MULTILINE)]
 
 
 LINES = dict.fromkeys(
@@ -73,11 +77,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with quiet_place(folder) as paths, mock.patch("headstart.hub.DEFAULT_MODEL", paths["MODEL"]):
         for name in MODELS:
             shutil.copytree(paths["MODEL"], name)
+        for name in ("models/a", "models/b"):
+            shutil.copytree(paths["MODEL"], name)
         for name in ("texts.jsonl", "texts/texts.jsonl", "docs/guide.md", "task.txt"):
             Path(name).parent.mkdir(exist_ok=True)
             shutil.copy(paths["TEXTS"], name)
         for name in ("prompts.jsonl", "my-prompts.jsonl"):
             Path(name).write_text('{"prompt": "Why is the sky blue?"}\n')
+        Path("my-settings.toml").write_text("threads = 1\n")
+        Path("keys.toml").write_text("[alice]\nkey = 'a'\n")
         Path("question.jsonl").write_text('{"category": "writing", "turns": ["Why is the sky blue?"]}\n')
         assert run(("bench", *SMALL["bench run"][1:], "--out", "before.json")).code == 0
         shutil.copy("before.json", "after.json")
@@ -121,6 +129,6 @@ def _made_little(words: list[str]) -> list[str]:
 
 
 def test_the_python_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    (code,) = re.findall(r"^```python\n(.*?)^```", DOCUMENTS[0].read_text("utf-8"), re.MULTILINE | re.DOTALL)
     exec(compile(code, "README.md", "exec"), {})
     assert capsys.readouterr().out

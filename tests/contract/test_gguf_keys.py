@@ -15,6 +15,7 @@ from support import family_of
 from headstart.config import EngineConfig
 from headstart.engine.load import load_model
 from headstart.errors import ModelError
+from headstart.formats import gguf as gguf_format
 from headstart.models.small import Arrays
 
 Write = Callable[[gguf.GGUFWriter], None]
@@ -72,3 +73,10 @@ def test_a_tensor_that_nobody_takes_is_refused(case: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("case", HARMLESS)
 def test_what_changes_nothing_is_let_through(case: str, tmp_path: Path) -> None:
     load(tmp_path / "model.gguf", HARMLESS[case])
+
+
+def test_what_a_file_says_can_stand_in_a_config_json(tmp_path: Path) -> None:
+    """As in a copy in another format."""
+    found, path = family_of("llama"), tmp_path / "model.gguf"
+    write_gguf(path, *found.tiny())
+    found.read(gguf_format.open_checkpoint(path).config)

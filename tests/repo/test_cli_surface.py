@@ -26,6 +26,8 @@ ENGINE = {
     "--ngram-min", "--ngram-max", "--seed", "--speculative-config", "--no-mtp", "--synthetic-acceptance",
 }  # fmt: skip
 JSON = {"--json"}
+OF_ALL = {"-h", "--help", "--config"}
+GROUPS = {"bench", "models"}
 COMMANDS: dict[str, set[str]] = {
     "demo": ENGINE | JSON | {"--max-tokens"},
     "generate": SAMPLING | ENGINE | JSON | {"--prompt", "-p", "--prompt-file", "--raw"},
@@ -33,9 +35,10 @@ COMMANDS: dict[str, set[str]] = {
     "serve": ENGINE
     | set(FLAGS)
     | {"--host", "--port", "--served-model-name", "--max-queue", "--request-timeout", "--shutdown-timeout"}
-    | {"--api-key", "--ssl-certfile", "--ssl-keyfile", "--chat-template", "--tool-call-parser", "--reasoning-parser"}
-    | {"--log-format", "--access-log", "--allowed-origins", "--parse-special-tokens", "--no-web"}
-    | {"--price-per-hour", "--engine", "--dry-run", "--vllm", "--record", "--record-limit"},
+    | {"--api-key", "--api-key-file", "--ssl-certfile", "--ssl-keyfile", "--chat-template", "--tool-call-parser"}
+    | {"--reasoning-parser", "--log-format", "--access-log", "--allowed-origins", "--parse-special-tokens", "--no-web"}
+    | {"--price-per-hour", "--engine", "--dry-run", "--vllm", "--record", "--record-limit"}
+    | {"--models", "--keep-alive", "--memory"},
     "verify": ENGINE
     | JSON
     | {"--prompts", "--raw", "--max-tokens", "--against", "--numerics", "--full"}
@@ -47,10 +50,11 @@ COMMANDS: dict[str, set[str]] = {
     | {"--depth", "--head", "--depth-by-batch", "--host", "--port", "--max-model-len", "--max-num-seqs"}
     | {"--served-model-name", "--api-key"}
     | {"--gpus", "--tp", "--dp", "--nodes", "--head-node", "--role", "--kv-offload"},
-    "probe": JSON | {"--model", "--api-key", "--no-metrics"},
+    "probe": JSON | {"--model", "--api-key", "--no-metrics", "--exact", "--against", "--max-tokens", "--minutes"},
     "plan": JSON
     | {"--gpu", "--batch", "--context", "--acceptance", "--depth", "--weights", "--kv-dtype", "--tp", "--ep"}
-    | {"--price-per-hour", "--api-price", "--price-list", "--recalibrate", "--published", "--drafter", "--head"},
+    | {"--price-per-hour", "--api-price", "--price-list", "--recalibrate", "--published", "--drafter", "--head"}
+    | {"--fleet"},
     "tune": ENGINE | JSON | {"--workload", "--concurrency", "--minutes", "--retune"},
     "data": ENGINE
     | JSON
@@ -64,7 +68,10 @@ COMMANDS: dict[str, set[str]] = {
     "export": JSON | {"--to", "--out", "-o", "--head", "--model-type", "--force"},
     "graft": JSON | {"--out", "-o", "--from", "--strip", "--quantize-head", "--no-measure", "--force"},
     "pull": JSON,
+    "ps": JSON | {"--url", "--api-key"},
+    "stop": JSON | {"--url", "--api-key"},
     "doctor": JSON,
+    "completion": set(),
     "bench": set(),
     "bench run": ENGINE
     | JSON
@@ -72,6 +79,9 @@ COMMANDS: dict[str, set[str]] = {
     | {"--output-tokens", "--prompts", "--temperature", "--modes", "--pairs", "--chunked-prefill", "--url", "--off-url"}
     | {"--api-key", "--price-per-hour", "--out", "--report", "--force", "--compare"},
     "bench step": ENGINE | JSON | {"--rows", "--context", "--repeats", "--profile"},
+    "models": set(),
+    "models list": JSON,
+    "models remove": JSON | {"--yes"},
 }
 
 
@@ -93,7 +103,8 @@ def test_commands_are_frozen() -> None:
 def test_options_are_frozen(command: str) -> None:
     found = found_commands(typer.main.get_command(app))[command]
     options = {flag for item in found.params for flag in (*item.opts, *item.secondary_opts) if flag.startswith("-")}
-    assert options - {"-h", "--help"} == COMMANDS[command]
+    assert options - OF_ALL == COMMANDS[command]
+    assert ("--config" in options) == (command not in GROUPS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

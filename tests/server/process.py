@@ -18,6 +18,15 @@ import httpx
 
 PROGRAM = Path(sys.executable).with_name("headstart")
 START_SECONDS = 60
+MODEL = "smollm2-135m-mtp"
+QUESTION = [{"role": "user", "content": "Name three colours."}]
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 20}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+"""Arguments of a tool that tells the weather."""
 
 
 @dataclass(eq=False)

@@ -6,21 +6,14 @@ import json
 from typing import Any
 
 import pytest
-from process import Server
+from process import CITY, MODEL, QUESTION, Server
 
 anthropic = pytest.importorskip("anthropic")
 pytestmark = pytest.mark.slow  # a server process
-MODEL = "smollm2-135m-mtp"
-QUESTION = [{"role": "user", "content": "Name three colours."}]
 WEATHER = {
     "name": "get_weather",
     "description": "The weather of a city.",
-    "input_schema": {
-        "type": "object",
-        "properties": {"city": {"type": "string", "maxLength": 20}},
-        "required": ["city"],
-        "additionalProperties": False,
-    },
+    "input_schema": CITY,
 }
 
 

@@ -6,10 +6,9 @@ import json
 from typing import Any
 
 import pytest
-from process import Server, running
+from process import MODEL, Server, running
 
 pytestmark = pytest.mark.slow  # a server process
-MODEL = "smollm2-135m-mtp"
 ASK = [{"role": "user", "content": "Hi"}]
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 MESSAGE = {"model": MODEL, "messages": ASK, "max_tokens": 4}

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 from openai import BadRequestError, OpenAI
-from process import Server
+from process import MODEL, Server
 
 pytestmark = pytest.mark.slow  # a server process
-MODEL = "smollm2-135m-mtp"
 TEXTS = ["The cat sat on the mat.", "Prices rose by two per cent.", "A kitten lay on the rug."]
 
 

@@ -140,7 +140,7 @@ def test_salts_part_the_prefix_cache(server: Server) -> None:
 
 REFUSED: list[dict[str, Any]] = [
     {"functions": [{"name": "f"}]}, {"function_call": {"name": "f"}}, {"use_beam_search": True}, {"length_penalty": 2},
-    {"typical_p": 0.5}, {"chat_template": "x"}, {"modalities": ["audio"]}, {"priority": 3}, {"regex": "a"},
+    {"typical_p": 0.5}, {"chat_template": "x"}, {"modalities": ["audio"]}, {"priority": 2**31}, {"regex": "a"},
     {"min_tokens": 3, "stop_token_ids": [0], "allowed_token_ids": [0]}, {"repetition_penalty": 1e-50},
     {"echo": True}, {"stream_options": {"include_usage": True}}, {"chat_template_kwargs": {"messages": 1}},
     {"cache_salt": ""}, {"truncate_prompt_tokens": 0}, {"allowed_token_ids": []}, {"allowed_token_ids": [10**9]},

@@ -9,11 +9,9 @@ from typing import Any
 
 import httpx
 import pytest
-from process import Server
+from process import MODEL, QUESTION, Server
 
 pytestmark = pytest.mark.slow  # a server process
-MODEL = "smollm2-135m-mtp"
-QUESTION = [{"role": "user", "content": "Name three colours."}]
 TIME = {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}}}
 OPTIONS = {"seed": 1, "num_predict": 24, "temperature": 0.8}
 

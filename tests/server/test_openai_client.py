@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 from openai import NotFoundError, OpenAI
-from process import Server
+from process import MODEL, QUESTION, Server
 
 pytestmark = pytest.mark.slow  # a server process
-MODEL = "smollm2-135m-mtp"
-QUESTION = [{"role": "user", "content": "Name three colours."}]
 WEATHER = {
     "type": "function",
     "function": {

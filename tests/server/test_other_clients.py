@@ -6,26 +6,19 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from process import Server
+from process import CITY, MODEL, QUESTION, Server
 from pydantic import BaseModel, Field
 
 pytestmark = [
     pytest.mark.slow,  # a server process
     pytest.mark.filterwarnings("default"),  # theirs
 ]
-MODEL = "smollm2-135m-mtp"
-QUESTION = [{"role": "user", "content": "Name three colours."}]
 WEATHER = {
     "type": "function",
     "function": {
         "name": "get_weather",
         "description": "The weather of a city.",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string", "maxLength": 20}},
-            "required": ["city"],
-            "additionalProperties": False,
-        },
+        "parameters": CITY,
     },
 }
 

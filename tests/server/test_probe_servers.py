@@ -66,6 +66,16 @@ def test_probe_without_a_server(url: str, message: str, capsys: pytest.CaptureFi
     assert message in capsys.readouterr().err
 
 
+def test_this_server_is_exact(drafting: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    """One round of `probe --exact`, drafting switched by the requests themselves."""
+    assert main(["probe", drafting.url, "--exact", "--minutes", "0.001", "--max-tokens", "12", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["verdict"], found["engine"], found["not_tested"]) == ("exact", "headstart", [])
+    conditions = {row["condition"] for row in found["conditions"]}
+    assert conditions == {"again", "warm", "streamed", "drafting", "company"}
+    assert {form for row in found["conditions"] for form in row["forms"]} == {"short", "long", "schema", "tools"}
+
+
 def test_probe_of_a_page_that_is_no_such_server(plain: Server, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["probe", f"{plain.url}/metrics"]) == 2
     assert "no OpenAI-compatible server" in capsys.readouterr().err

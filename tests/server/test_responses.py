@@ -8,22 +8,16 @@ from typing import Any
 import pytest
 from openai import OpenAI
 from openai.types.responses import Response
-from process import Server
+from process import CITY, MODEL, Server
 from pydantic import BaseModel, Field
 
 pytestmark = pytest.mark.slow  # a server process
-MODEL = "smollm2-135m-mtp"
 WEATHER = {
     "type": "function",
     "name": "get_weather",
     "description": "The weather of a city.",
     "strict": True,
-    "parameters": {
-        "type": "object",
-        "properties": {"city": {"type": "string", "maxLength": 20}},
-        "required": ["city"],
-        "additionalProperties": False,
-    },
+    "parameters": CITY,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from headstart.errors import UsageError
 from headstart.tools.plan import acceptance, published
 from headstart.tools.plan.document import Prices, document, lines
 from headstart.tools.plan.drafters import KINDS, parse_drafters, with_drafter
+from headstart.tools.plan.fleet import assumptions, fleet
 from headstart.tools.plan.formats import kv_bytes, weight_format
 from headstart.tools.plan.here import machine_for
+from headstart.tools.plan.load import Load, parse_load
 from headstart.tools.plan.machine import HERE, Machine, find_device, make_machine, parse_gpu
 from headstart.tools.plan.predict import Drafting
 from headstart.tools.plan.prices import api_price, device_price
@@ -32,7 +35,8 @@ MOST_CONTEXT, MOST_BATCH = 2**24, 2**20
 class PlanOptions:
     """What to plan. Prices in dollars: of one device for an hour (or `on-demand`, `spot`), of an API for a million
     tokens (or `list`); words are looked up in `price_list` (None: the built-in one). `drafter`: kinds, comma-separated;
-    `head`: one that is a model of its own. `context` None: CONTEXT, or less where the model has less."""
+    `head`: one that is a model of its own. `context` None: CONTEXT, or less where the model has less. `fleet`: a load
+    (load.py), which also says the context."""
 
     model: str | None = None
     gpu: str = HERE
@@ -50,6 +54,7 @@ class PlanOptions:
     api_price: str | float | None = None
     price_list: str | None = None
     recalibrate: bool = False
+    fleet: str | None = None
 
     def __post_init__(self) -> None:
         if not self.batches or not 1 <= min(self.batches) <= max(self.batches) <= MOST_BATCH:
@@ -65,6 +70,12 @@ class PlanOptions:
             acceptance.parse(str(self.acceptance), self.depths)
         self.prices("")  # numbers that are none are refused before anything is loaded
         parse_drafters(self.drafter)
+        if self.load and self.context is not None:
+            raise UsageError("--fleet says how long sequences are", "leave --context out")
+
+    @property
+    def load(self) -> Load | None:
+        return parse_load(self.fleet) if self.fleet is not None else None
 
     def prices(self, device: str) -> Prices:
         """Of a device of the catalogue; an empty name leaves words unread. Raises UsageError."""
@@ -85,16 +96,23 @@ def run(options: PlanOptions, progress: Progress = no_progress) -> Report:
     shapes = _shapes(options, trunk, here=name == HERE)
     made = [_set_up(options, name, count, shape, progress) for shape in shapes]
     drafting = [Drafting(model, *_acceptances(options, model.shape)) for model, _ in made]
-    data = document(drafting, made[0][1], context, options.batches, options.depths, prices)
+    machine, load = made[0][1], options.load
+    data = document(drafting, machine, context, options.batches, options.depths, prices)
+    if load and data["memory"]["fits"]:
+        hour = None if prices.hour is None else prices.hour.dollars * machine.count
+        data["fleet"] = fleet(load, drafting, machine, hour, progress)
+        data["assumptions"] += assumptions()
     return Report(ok=data["memory"]["fits"], data=data, lines=lines(data, prices))
 
 
 def _context(options: PlanOptions, shape: Shape) -> int:
     """As asked for, within the model's; what nobody asked for fits. Raises UsageError."""
-    longest = shape.max_length or MOST_CONTEXT
+    longest, load = shape.max_length or MOST_CONTEXT, options.load
+    if load and (needed := ceil(1.5 * (load.prompt + load.output))) > longest:
+        raise UsageError(f"--fleet has sequences of up to {needed:,} tokens, but the model's context is {longest:,}")
     if options.context is not None and options.context > longest:
         raise UsageError(f"--context is {options.context}, but the model's context is {longest}")
-    return options.context or min(CONTEXT, longest)
+    return options.context or (round(load.prompt + load.output) if load else min(CONTEXT, longest))
 
 
 def _shapes(options: PlanOptions, trunk: Shape, *, here: bool) -> list[Shape]:

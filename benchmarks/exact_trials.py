@@ -1,0 +1,130 @@
+"""What `headstart probe --exact` finds at headstart, llama.cpp and vLLM, each with drafting and without.
+
+    python benchmarks/exact_trials.py --minutes 4
+    python benchmarks/exact_trials.py --llama-bin BUILD/bin --vllm VLLM/bin --mimo EXPORTED --out exact.json
+
+headstart serves its default model and leaves out drafting where a request says so. llama.cpp serves the same GGUF
+file, vLLM what `headstart export --to vllm-mimo` wrote: both draft by n-grams, and are compared with a second server
+that does not. Servers of one engine run beside each other, and are asked one after the other. Cells: differences of
+trials, of greedy answers and of sampled ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engines.process import EngineFailed, Server
+
+from headstart import hub
+from headstart.tools.probe import exact
+from headstart.tools.probe.tally import CONDITIONS, Condition
+
+START_SECONDS = 600
+SHOWN: tuple[Condition, ...] = ("again", "warm", "streamed", "drafting", "company")
+NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One run: a server, and what stands for it without drafting, if its requests cannot say so."""
+
+    name: str
+    command: tuple[str, ...]
+    plain: tuple[str, ...] | None
+    environment: dict[str, str]
+
+
+def settings(options: argparse.Namespace) -> Iterator[Setting]:
+    threads = str(options.threads)
+    words = ("-m", "headstart.cli.main", "serve", "--port", "{port}", "--threads", threads)
+    yield Setting("headstart, auto", (sys.executable, *words), None, {})
+    if options.llama_bin:
+        served = (str(options.llama_bin / "llama-server"), "--model", str(hub.resolve()), "--port", "{port}")
+        plain = (*served, "--metrics", "--ctx-size", "16384", "--parallel", "8", "--threads", threads)
+        lengths = ("--spec-ngram-simple-size-n", "3", "--spec-ngram-simple-size-m", "4")
+        drafting = ("--spec-type", "ngram-simple", *lengths)
+        yield Setting("llama.cpp, n-grams", (*plain, *drafting), plain, {})
+        uncached = (*plain, "--no-cache-prompt", "--cache-ram", "0")
+        yield Setting("llama.cpp, no cache", (*uncached, *drafting), uncached, {})
+    if options.vllm and options.mimo:
+        serve = (str(options.vllm / "vllm"), "serve", str(options.mimo), "--port", "{port}", "--trust-remote-code")
+        size = ("--dtype", "bfloat16", "--max-model-len", "2048", "--max-num-seqs", "16")
+        size += ("--enable-prompt-tokens-details",)
+        environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": threads}
+        drafting = ("--speculative-config", json.dumps(NGRAMS))
+        yield Setting("vLLM, n-grams", (*serve, *size, *drafting), (*serve, *size), environment)
+
+
+def trial(setting: Setting, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The document of one run. Raises EngineFailed."""
+    with ExitStack() as stack:
+        servers = []
+        for number, command in enumerate([setting.command, setting.plain]):
+            if command is not None:
+                server = Server(setting.name, command, folder / f"log{number}", setting.environment)
+                stack.callback(server.group.end)
+                servers.append(server)
+        for server in servers:
+            server.wait(START_SECONDS)
+        against = servers[1].url if len(servers) > 1 else None
+        asked = exact.ExactOptions(
+            url=servers[0].url, against=against, minutes=options.minutes, max_tokens=options.max_tokens,
+            seed=options.seed,
+        )  # fmt: skip
+        return exact.run(asked).data
+
+
+def row(setting: Setting, found: dict[str, Any]) -> str:
+    untested = {each["what"] for each in found["not_tested"]}
+    cells = []
+    for condition in SHOWN:
+        of = {each["sampling"]: each for each in found["conditions"] if each["condition"] == condition}
+        counts = []
+        for sampling in ("greedy", "sampled"):
+            if (each := of.get(sampling)) is not None:
+                mark = "?" if each["outcome"] == "cannot tell" else ""  # so does one request that is asked twice
+                counts.append(f"{each['trials'] - each['equal']} of {each['trials']}{mark}")
+            else:
+                counts.append("-")
+        cells.append("not tested" if condition in untested and not of else "; ".join(counts))
+    return f"| {setting.name} | {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=4.0, help="for each engine")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--llama-bin", type=Path, help="folder of llama-server")
+    parser.add_argument("--vllm", type=Path, help="folder of vLLM's program")
+    parser.add_argument("--mimo", type=Path, help="what headstart export --to vllm-mimo wrote")
+    parser.add_argument("--only", help="part of the names of the settings that run")
+    parser.add_argument("--out", type=Path, help="JSON with every document")
+    options = parser.parse_args()
+    record: dict[str, Any] = {}
+    print(f"| server | {' | '.join(CONDITIONS[each] for each in SHOWN)} |")
+    print("|---|" + "---|" * len(SHOWN))
+    with tempfile.TemporaryDirectory(prefix="exact-trials-") as folder:
+        for setting in settings(options):
+            if options.only and options.only not in setting.name:
+                continue
+            try:
+                record[setting.name] = trial(setting, options, Path(folder))
+            except EngineFailed as error:
+                sys.exit(str(error))
+            print(row(setting, record[setting.name]), flush=True)
+            if options.out:
+                options.out.write_text(json.dumps(record, indent=1))
+
+
+if __name__ == "__main__":
+    main()

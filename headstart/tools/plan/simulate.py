@@ -1,0 +1,155 @@
+"""Requests through a router and engines that batch continuously, event by event, on a clock of its own.
+
+An engine's step decodes all running sequences and reads prompts with the rows that are left; new requests go to the
+engine with the fewest. Lengths lie evenly between half and one and a half of their means; arrivals are Poisson's.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Step = Callable[[int, float, float], tuple[float, float]]
+"""(sequences that decode, prompt rows, mean context of the sequences) -> seconds of a step, and tokens that each
+decoding sequence gains by it."""
+WARM_UP = 0.2
+"""Share of the requests that find an empty fleet, and are not counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrivals:
+    """`times` in seconds, ascending; tokens of prompts and answers."""
+
+    times: NDArray[np.float64]
+    prompts: NDArray[np.float64]
+    outputs: NDArray[np.float64]
+
+
+def arrivals(rate: float, prompt: float, output: float, count: int, seed: int = 0) -> Arrivals:
+    """`count` requests at `rate` a second."""
+    rng = np.random.default_rng(seed)
+    times = np.cumsum(rng.exponential(1 / rate, count))
+    prompts, outputs = (np.ceil(mean * rng.uniform(0.5, 1.5, count)) for mean in (prompt, output))
+    return Arrivals(times=times, prompts=prompts, outputs=outputs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """Of the requests that count: seconds to the first token, and per token after it. `busy`: share of the time in
+    which an engine steps; `batch`: sequences that decode in a step, on average; `tokens_per_s` of one engine."""
+
+    ttft_s: NDArray[np.float64]
+    tpot_s: NDArray[np.float64]
+    busy: float
+    batch: float
+    tokens_per_s: float
+
+
+@dataclass
+class _Engine:
+    """`gained`: tokens that a sequence here from the beginning would have got; each ends at its own mark."""
+
+    waiting: deque[int] = field(default_factory=deque)
+    reading: deque[list[float]] = field(default_factory=deque)  # [request, rows left]
+    marks: list[tuple[float, int]] = field(default_factory=list)
+    gained: float = 0.0
+    contexts: float = 0.0  # of all decoding sequences together
+    steps_to: tuple[float, int] = (0.0, 0)  # tokens that this step gives, prompts that it ends
+    busy_s: float = 0.0
+    decoded: float = 0.0
+    steps: int = 0
+    stepping: bool = False
+
+    @property
+    def load(self) -> int:
+        return len(self.waiting) + len(self.reading) + len(self.marks)
+
+
+class _Fleet:
+    """One run."""
+
+    def __init__(self, step: Step, engines: int, slots: int, rows: int, asked: Arrivals) -> None:
+        self._step, self._slots, self._rows, self._asked = step, slots, rows, asked
+        self._engines = [_Engine() for _ in range(engines)]
+        self._ends: list[tuple[float, int]] = []  # of steps: (time, engine)
+        self.first, self.last = np.zeros(len(asked.times)), np.zeros(len(asked.times))
+
+    def run(self) -> list[_Engine]:
+        for request, now in enumerate(self._asked.times):
+            while self._ends and self._ends[0][0] <= now:
+                self._end(*heapq.heappop(self._ends))
+            number = min(range(len(self._engines)), key=lambda n: self._engines[n].load)
+            self._engines[number].waiting.append(request)
+            if not self._engines[number].stepping:
+                self._begin(float(now), number)
+        while self._ends:
+            self._end(*heapq.heappop(self._ends))
+        return self._engines
+
+    def _begin(self, now: float, number: int) -> None:
+        engine, asked = self._engines[number], self._asked
+        while engine.waiting and len(engine.reading) + len(engine.marks) < self._slots:
+            request = engine.waiting.popleft()
+            engine.reading.append([request, asked.prompts[request]])
+        decoding, read, ended = len(engine.marks), 0, 0
+        room = left = max(float(self._rows - decoding), 1.0)
+        contexts = engine.contexts
+        for prompt in engine.reading:
+            taken = min(prompt[1], left)
+            if not taken:
+                break
+            contexts += asked.prompts[int(prompt[0])] - prompt[1] + taken / 2
+            prompt[1] -= taken
+            left -= taken
+            read += 1
+            ended += not prompt[1]
+        engine.stepping = decoding + read > 0
+        if not engine.stepping:
+            return
+        seconds, gain = self._step(decoding, room - left, contexts / (decoding + read))
+        engine.steps_to = (gain, ended)
+        engine.busy_s += seconds
+        engine.decoded += decoding
+        engine.steps += 1
+        heapq.heappush(self._ends, (now + seconds, number))
+
+    def _end(self, now: float, number: int) -> None:
+        engine, asked = self._engines[number], self._asked
+        gain, ended = engine.steps_to
+        engine.gained += gain
+        engine.contexts += gain * len(engine.marks)
+        while engine.marks and engine.marks[0][0] <= engine.gained:
+            _, request = heapq.heappop(engine.marks)
+            self.last[request] = now
+            engine.contexts -= asked.prompts[request] + asked.outputs[request]
+        for _ in range(ended):
+            request = int(engine.reading.popleft()[0])
+            self.first[request] = self.last[request] = now
+            if asked.outputs[request] > 1:
+                heapq.heappush(engine.marks, (engine.gained + asked.outputs[request] - 1, request))
+                engine.contexts += asked.prompts[request]
+        engine.contexts = max(engine.contexts, 0.0) if engine.marks else 0.0
+        self._begin(now, number)
+
+
+def simulate(step: Step, asked: Arrivals, *, engines: int, slots: int, rows: int) -> Served:
+    """`slots`: sequences that an engine has room for; `rows`: of a step, those of prompts among them."""
+    fleet = _Fleet(step, engines, slots, rows, asked)
+    ended = fleet.run()
+    counted = slice(int(WARM_UP * len(asked.times)), None)
+    total = float(fleet.last.max())
+    ttft = fleet.first - asked.times
+    tpot = (fleet.last - fleet.first) / np.maximum(asked.outputs - 1, 1)
+    steps = sum(engine.steps for engine in ended)
+    return Served(
+        ttft_s=ttft[counted],
+        tpot_s=tpot[counted][asked.outputs[counted] > 1],
+        busy=sum(engine.busy_s for engine in ended) / (engines * total),
+        batch=sum(engine.decoded for engine in ended) / max(steps, 1),
+        tokens_per_s=float(asked.outputs.sum()) / (engines * total),
+    )

@@ -1,0 +1,161 @@
+"""headstart models and pull, with a cache of their own and a Hub on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headstart.cli.main import main
+from headstart.tools.tiny import write_tiny
+
+Capture = pytest.CaptureFixture[str]
+COMMIT = "0" * 40
+REPO = "org/tiny"
+PIECE = 10 * 2**20
+"""The Hub's client writes down so many bytes at a time."""
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of the Hub's client, and an empty one of ours."""
+    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "own"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "hub"
+
+
+def keep(cache: Path, name: str, model: Path, commit: str = COMMIT) -> Path:
+    """A repo as the Hub's client keeps it."""
+    folder = cache / f"models--{name.replace('/', '--')}"
+    shutil.copytree(model, folder / "snapshots" / commit)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(commit)
+    return folder
+
+
+def test_models_are_listed_and_removed(cache: Path, tmp_path: Path, capsys: Capture) -> None:
+    assert main(["models"]) == 0
+    assert "none yet" in capsys.readouterr().out
+    kept = keep(cache, REPO, write_tiny("mimo", tmp_path / "mimo"))
+    other = keep(cache, "org/half", write_tiny("llama", tmp_path / "llama"), "1" * 40)
+    (other / "snapshots" / ("1" * 40) / "model.safetensors").unlink()
+    assert main(["models", "--json"]) == 0
+    half, whole = json.loads(capsys.readouterr().out)["models"]
+    assert (whole["name"], whole["format"], whole["heads"]) == (REPO, "safetensors", "alive")
+    assert whole["bytes"] > (tmp_path / "mimo" / "model.safetensors").stat().st_size
+    assert (half["name"], half["format"], half["heads"]) == ("org/half", None, None)
+    assert main(["models", "list"]) == 0
+    assert REPO in capsys.readouterr().out
+    assert main(["models", "remove", REPO]) == 2
+    assert "--yes" in capsys.readouterr().err
+    assert main(["models", "remove", REPO, "org/none", "--yes"]) == 2
+    assert "'org/none' is not in the cache" in capsys.readouterr().err
+    assert kept.exists()
+    assert main(["models", "remove", REPO, "--yes", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["removed"] == [REPO]
+    assert not kept.exists() and other.exists()
+
+
+class Hub(ThreadingHTTPServer):
+    """Serves one repo; the first answers with its weights break off after `cut` bytes each."""
+
+    def __init__(self, folder: Path, cut: int, breaks: int) -> None:
+        super().__init__(("127.0.0.1", 0), Answers)
+        self.folder, self.cut, self.breaks = folder, cut, breaks
+        self.asked: list[tuple[str, str]] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Answers(BaseHTTPRequestHandler):
+    server: Hub
+
+    def log_message(self, *_: Any) -> None:
+        """Quiet."""
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def _answer(self, *, body: bool) -> None:
+        name = self.path.rpartition("/")[2]
+        files = sorted(self.server.folder.iterdir())
+        if self.path.startswith(f"/api/models/{REPO}/tree/"):
+            tree = [
+                {"type": "file", "path": path.name, "size": path.stat().st_size, "oid": path.name} for path in files
+            ]
+            self._send(json.dumps(tree).encode(), body)
+        elif self.path.startswith(f"/api/models/{REPO}"):
+            named = [{"rfilename": path.name} for path in files]
+            self._send(json.dumps({"id": REPO, "modelId": REPO, "sha": COMMIT, "siblings": named}).encode(), body)
+        elif self.path.startswith(f"/{REPO}/resolve/"):
+            self._send((self.server.folder / name).read_bytes(), body, name)
+        else:
+            self.send_error(404)
+
+    def _send(self, data: bytes, body: bool, name: str = "") -> None:
+        begin = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
+        self.send_response(206 if begin else 200)
+        for header, value in {
+            "Content-Length": str(len(data) - begin), "ETag": f'"{name}-tag"', "X-Repo-Commit": COMMIT,
+            "Accept-Ranges": "bytes",
+            **({"Content-Range": f"bytes {begin}-{len(data) - 1}/{len(data)}"} if begin else {}),
+        }.items():  # fmt: skip
+            self.send_header(header, value)
+        self.end_headers()
+        if not body:
+            return
+        if name:
+            self.server.asked.append((name, self.headers.get("Range", "")))
+        if name == "model.safetensors" and self.server.breaks:
+            self.server.breaks -= 1
+            self.wfile.write(data[begin : begin + self.server.cut])
+            self.close_connection = True
+            return
+        self.wfile.write(data[begin:])
+
+
+@pytest.fixture
+def hub_here(tmp_path: Path) -> Iterator[Hub]:
+    folder = write_tiny("mimo", tmp_path / "published")
+    (folder / "model.safetensors").write_bytes(bytes(range(256)) * (PIECE // 128))
+    with Hub(folder, PIECE + 1000, 1) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def pull(hub: Hub, home: Path) -> Path:
+    """In a process of its own: the Hub's client looks at the environment once."""
+    proxies = dict.fromkeys(("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), "")
+    place = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
+    command = [sys.executable, "-m", "headstart", "pull", REPO, "--json"]
+    done = subprocess.run(command, env=os.environ | proxies | place, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return Path(json.loads(done.stdout)["path"])
+
+
+@pytest.mark.slow  # processes; and the Hub's client waits a second before it goes on
+def test_a_download_that_breaks_off_goes_on_where_it_was(hub_here: Hub, tmp_path: Path) -> None:
+    found = pull(hub_here, tmp_path / "home")
+    assert (found / "model.safetensors").read_bytes() == (hub_here.folder / "model.safetensors").read_bytes()
+    assert [asked for name, asked in hub_here.asked if name == "model.safetensors"] == ["", f"bytes={PIECE}-"]
+    hub_here.asked.clear()
+    assert pull(hub_here, tmp_path / "home") == found
+    assert hub_here.asked == []  # everything is there

@@ -1,0 +1,203 @@
+"""headstart.toml and HEADSTART_*: who comes first, and what is said of what is wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from headstart.cli import bench
+from headstart.cli.app import app
+from headstart.cli.main import main
+from headstart.cli.settings import OTHER_VARIABLES, Settings
+
+Capture = pytest.CaptureFixture[str]
+ROOT = typer.main.get_command(app)
+
+
+@pytest.fixture(autouse=True)
+def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of its own to work in, and to have settings in."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
+    return tmp_path
+
+
+def write(text: str, path: str = "headstart.toml") -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(text)
+
+
+def generate(*words: str) -> int:
+    return main(["generate", "--prompt", "Why?", *words])
+
+
+def test_the_nearest_word_counts(fake_llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Command line, environment, file; in each the command's own before that of all."""
+    seen = []
+    steps: list[tuple[str, str]] = [
+        ("headstart.toml", "depth = 1"),
+        ("headstart.toml", "depth = 1\n[generate]\ndepth = 2"),
+        ("HEADSTART_DEPTH", "3"),
+        ("HEADSTART_GENERATE_DEPTH", "4"),
+        ("HEADSTART_SERVE_DEPTH", "9"),
+    ]
+    for place, text in steps:
+        write(text) if place.endswith(".toml") else monkeypatch.setenv(place, text)
+        assert generate() == 0
+        seen.append(fake_llm.configs[-1].depth)
+    assert generate("--depth", "5") == 0
+    assert [*seen, fake_llm.configs[-1].depth] == [1, 2, 3, 4, 4, 5]
+
+
+def test_the_file_is_looked_for(fake_llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    write("threads = 2", "user/headstart/headstart.toml")
+    generate()
+    write("threads = 3")
+    generate()
+    write("threads = 4", "other.toml")
+    monkeypatch.setenv("HEADSTART_CONFIG", "other.toml")
+    generate()
+    write("threads = 5", "another.toml")
+    generate("--config", "another.toml")
+    generate("--config=another.toml")
+    assert [config.threads for config in fake_llm.configs] == [2, 3, 4, 5, 5]
+
+
+def test_values_of_all_kinds(fake_llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    write('model = "some-model"\nstop = ["one two", "three"]\nraw = true\ntemperature = 0.5\nspeculative_config = '
+          '{method = "ngram", num_speculative_tokens = 4}\n')  # fmt: skip
+    monkeypatch.setenv("HEADSTART_IGNORE_EOS", "yes")
+    monkeypatch.setenv("HEADSTART_NO_SHARED_LOOKUP", "0")
+    assert generate() == 0
+    ((_, params, raw, _),) = fake_llm.asked
+    assert (params.stop, params.temperature, params.ignore_eos, raw) == (("one two", "three"), 0.5, True, True)
+    (config,) = fake_llm.configs
+    assert (config.drafter, config.depth, config.shared_lookup) == ("ngram", 4, True)
+    monkeypatch.setenv("HEADSTART_STOP", '["a b", "c"]')
+    assert generate() == 0
+    assert fake_llm.asked[-1][1].stop == ("a b", "c")
+
+
+def test_what_comes_first_hides_what_says_the_same(fake_llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    write("depth = 3")
+    assert generate("--no-mtp") == 0
+    monkeypatch.setenv("HEADSTART_NO_MTP", "1")
+    assert generate() == 0
+    assert generate("--depth", "2") == 0
+    assert [config.depth for config in fake_llm.configs] == [0, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("place", "text", "expected"),
+    [
+        ("headstart.toml", "threds = 4", ("headstart.toml: threds is no setting", "did you mean threads?")),
+        ("headstart.toml", "[serve]\nprot = 1", ("headstart.toml [serve]: prot is no", "did you mean port?")),
+        ("headstart.toml", "[srve]\nport = 1", ("headstart.toml: srve is no setting", "did you mean serve?")),
+        ("headstart.toml", "[bench.run]\nrows = 1", ("headstart.toml [bench.run]: rows is no setting", "")),
+        ("headstart.toml", "threads = true", ("headstart.toml: threads is true, but must be a text or a number", "")),
+        ("headstart.toml", "raw = 1", ("headstart.toml: raw is 1, but must be true or false", "")),
+        ("headstart.toml", "threads = ", ("headstart.toml is no TOML", "")),
+        ("headstart.toml", 'threads = "x"', ("--threads is 'x', but must be", "--threads is set by headstart.toml)")),
+        ("headstart.toml", "[generate]\ndepth = 17", ("--depth is 17", "--depth is set by headstart.toml [generate])")),
+        ("HEADSTART_THREDS", "4", ("HEADSTART_THREDS is no setting", "did you mean HEADSTART_THREADS?")),
+        ("HEADSTART_THREADS", "x", ("--threads is 'x', but must be", "--threads is set by HEADSTART_THREADS)")),
+        ("HEADSTART_TOP_P", "2", ("top_p is 2", "")),
+        ("HEADSTART_RAW", "maybe", ("HEADSTART_RAW is 'maybe', but must be true or false", "")),
+        ("HEADSTART_STOP", "[1", ("HEADSTART_STOP is '[1', which is no list", "")),
+        ("HEADSTART_CONFIG", "none.toml", ("cannot read none.toml: No such file", "")),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_place(
+    fake_llm: Any, place: str, text: str, expected: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    write(text) if place.endswith(".toml") else monkeypatch.setenv(place, text)
+    assert generate() == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert all(each in captured.err for each in expected)
+    assert 1 <= len(captured.err.splitlines()) <= 2
+
+
+def test_help_is_there_whatever_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADSTART_NONSENSE", "1")
+    assert main(["generate", "--help"]) == 0
+    assert generate() == 2
+
+
+def test_variables_that_kubernetes_sets(fake_llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a service that is called headstart."""
+    for name, value in {
+        "HEADSTART_SERVICE_HOST": "10.0.0.1",
+        "HEADSTART_SERVICE_PORT": "8000",
+        "HEADSTART_SERVICE_PORT_HTTP": "8000",
+        "HEADSTART_PORT": "tcp://10.0.0.1:8000",
+        "HEADSTART_PORT_8000_TCP": "tcp://10.0.0.1:8000",
+        "HEADSTART_PORT_8000_TCP_ADDR": "10.0.0.1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert generate() == 0
+
+
+def test_every_option_has_one_variable() -> None:
+    settings = Settings(ROOT, {})
+    meanings: dict[str, set[tuple[str, str]]] = {}
+    for command, options in settings.commands.items():
+        words = command.split()
+        for scope in ["", *(" ".join(words[:count]) for count in range(1, len(words) + 1))]:
+            for name in options:
+                variable = "HEADSTART_" + re.sub(r"\W", "_", f"{scope} {name}".strip()).upper()
+                meanings.setdefault(variable, set()).add((scope, name))
+    assert {variable: found for variable, found in meanings.items() if len(found) > 1} == {}
+    assert not meanings.keys() & OTHER_VARIABLES
+    assert {"HEADSTART_API_KEY", "HEADSTART_SERVE_PORT", "HEADSTART_MODEL", "HEADSTART_BENCH_RUN_PAIRS"} <= set(
+        meanings
+    )
+
+
+def test_commands_that_choose_themselves_do_not_take_what_is_said_for_all() -> None:
+    """verify goes through depths and drafters; a single pass has no queue."""
+    given = {"depth": "3", "drafter": "mtp", "seed": "1", "kv_blocks": "9", "model": "m", "threads": "1"}
+    environment = {f"HEADSTART_{name.upper()}": value for name, value in given.items()}
+    settings = Settings(ROOT, environment)
+    assert settings.of("verify").keys() == {"kv-blocks", "model", "threads"}
+    used = {name.replace("_", "-") for name in bench.STEP_USES}
+    assert settings.of("bench step").keys() <= {*used, "model"}
+    assert "model" not in settings.of("probe")
+    assert Settings(ROOT, {"HEADSTART_VERIFY_SEED": "1"}).of("verify")["seed"].value == "1"
+
+
+def test_doctor_tells_what_is_set_and_where(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    write('threads = 1\n[serve]\nport = 9000\napi-key = "secret"\n[models.small]\npath = "x"\n')
+    monkeypatch.setenv("HEADSTART_SERVE_PORT", "9001")
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert "settings   command line > environment > headstart.toml > default" in shown
+    assert "serve --port 9001: HEADSTART_SERVE_PORT" in shown
+    assert "serve --port 9000: headstart.toml [serve] (HEADSTART_SERVE_PORT comes first)" in shown
+    assert "serve --api-key ***: headstart.toml [serve]" in shown and "secret" not in shown
+    assert main(["doctor", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)["settings"]
+    assert (document["file"], document["models"]) == ("headstart.toml", ["small"])
+    options = [each["option"] for each in document["set"]]
+    assert options == ["serve --port", "--threads", "serve --port", "serve --api-key"]
+
+
+def test_completion(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    for shell in ("bash", "zsh", "fish"):
+        assert main(["completion", shell]) == 0
+        assert f"_HEADSTART_COMPLETE=complete_{shell}" in capsys.readouterr().out
+    assert main(["completion", "csh"]) == 2
+    assert "shell is 'csh'" in capsys.readouterr().err
+    monkeypatch.setenv("_HEADSTART_COMPLETE", "complete_bash")
+    lines = {"headstart ser": "serve", "headstart serve --por": "--port", "headstart chat smol": "smollm2-135m-mtp",
+             "headstart bench st": "step"}  # fmt: skip
+    for typed, expected in lines.items():
+        monkeypatch.setenv("COMP_WORDS", typed)
+        monkeypatch.setenv("COMP_CWORD", str(typed.count(" ")))
+        assert main([]) == 0
+        assert expected in capsys.readouterr().out.split()

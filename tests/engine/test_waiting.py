@@ -1,0 +1,137 @@
+"""Who comes next: shares of owners, priorities, and what was preempted; never a difference in a text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from support import Outputs, assert_clean, assert_same, collect, headed_model, make, prompt_of, request, run
+
+from headstart.core import Sequence
+from headstart.engine.waiting import Waiting
+
+FAMILY = "mimo"
+
+
+def sequence(owner: str, order: int, *, prompt: int = 10, **more: Any) -> Sequence:
+    asked = replace(request(prompt_of(prompt, order), name=f"{order}"), owner=owner, **more)
+    return Sequence(asked, 0, list(asked.prompt_ids), order)
+
+
+def served(waiting: Waiting, count: int, output: int = 0) -> str:
+    """Owners in the order in which they are taken; each writes so many tokens and ends."""
+    order = ""
+    for _ in range(count):
+        first = waiting.first()
+        waiting.remove(first)
+        waiting.charge(first, first.num_prompt + output)
+        order += first.request.owner
+    return order
+
+
+def filled(owners: str, **more: Any) -> Waiting:
+    waiting = Waiting([])
+    for order, owner in enumerate(owners):
+        waiting.add(sequence(owner, order, **more))
+    return waiting
+
+
+def test_without_owners_it_is_first_come_first_served() -> None:
+    waiting = Waiting([])
+    many = [sequence("", order) for order in range(5)]
+    for each in many:
+        waiting.add(each)
+    waiting.remove(many[2])
+    assert [each.order for each in waiting] == [0, 1, 3, 4]
+    taken = []
+    while waiting:
+        taken.append(waiting.first())
+        waiting.remove(taken[-1])
+    assert taken == [many[0], many[1], many[3], many[4]]
+
+
+def test_owners_take_turns_however_many_requests_one_has() -> None:
+    assert served(filled("aaaaaaab"), 8) == "abaaaaaa"
+    assert served(filled("aaaabbbb"), 8) == "abababab"
+
+
+def test_long_texts_count_for_what_they_are() -> None:
+    waiting = Waiting([])
+    for order in range(8):
+        waiting.add(sequence("a", order, prompt=30))
+        waiting.add(sequence("b", 10 + order, prompt=10))
+    assert served(waiting, 8) == "abbbabbb"
+
+
+def test_shares() -> None:
+    waiting = Waiting([])
+    for order in range(9):
+        waiting.add(sequence("a", order, share=2.0))
+        waiting.add(sequence("b", 10 + order))
+    assert served(waiting, 9).count("a") == 6
+
+
+def test_who_was_away_cannot_save_up_turns() -> None:
+    waiting = filled("aaaaaaaaaa")
+    assert served(waiting, 5) == "aaaaa"
+    for order in range(20, 25):
+        waiting.add(sequence("b", order))
+    assert served(waiting, 6).count("b") == 3
+
+
+def test_what_runs_counts_while_it_is_written() -> None:
+    running = [sequence("a", 0)]
+    waiting = Waiting(running)
+    for order, owner in enumerate("ab", 1):
+        waiting.add(sequence(owner, order))
+    assert waiting.first().request.owner == "a"
+    running[0].tokens += [1] * 5
+    assert waiting.first().request.owner == "b"
+
+
+def test_an_idle_engine_owes_nobody_anything() -> None:
+    waiting = filled("aaa")
+    served(waiting, 3, output=1000)
+    waiting.add(sequence("b", 4))
+    served(waiting, 1)
+    for order, owner in enumerate("ab", 5):
+        waiting.add(sequence(owner, order))
+    assert served(waiting, 2) == "ab"
+
+
+def test_priorities_come_first_and_the_preempted_before_their_equals() -> None:
+    waiting = Waiting([])
+    plain, urgent, back = sequence("a", 0), sequence("b", 1, priority=-1), sequence("a", 2)
+    waiting.add(plain)
+    waiting.add(urgent)
+    waiting.put_back(back)
+    assert len(waiting) == 3
+    assert back in waiting
+    taken = []
+    while waiting:
+        taken.append(waiting.first())
+        waiting.remove(taken[-1])
+    assert taken == [urgent, back, plain]
+
+
+def test_priority_decides_who_is_preempted_and_no_text() -> None:
+    """Few blocks: those of the last priority give way, though they came first."""
+    model = headed_model(FAMILY)
+    asked = [request(prompt_of(14, i), name=f"{i}", seed=i, temperature=0.9, max_tokens=40, stops=()) for i in range(3)]
+    expected = run(make(model, drafter="none", max_num_seqs=1), asked)
+    engine = make(model, drafter="mtp", depth=3, kv_blocks=16, max_num_batched_tokens=16)
+    outputs: Outputs = {}
+    for each in asked[:2]:
+        engine.submit(each)
+    for _ in range(6):
+        engine.step(lambda deltas: collect(outputs, deltas))
+    engine.submit(replace(asked[2], priority=-1))
+    preempted: set[str] = set()
+    while engine.has_work:
+        engine.step(lambda deltas: collect(outputs, deltas))
+        running = [each.request.priority for each in engine.scheduler.running]
+        assert running == sorted(running)
+        preempted.update(each.request.request_id for each in engine.scheduler.waiting if each.admitted)
+    assert_clean(engine)
+    assert_same(outputs, expected)
+    assert preempted and "2" not in preempted

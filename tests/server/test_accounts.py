@@ -1,0 +1,273 @@
+"""What an API key may have: budgets that refuse and say when to come again, and turns that no key takes from others."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from inside import ENGINE, inside
+from process import Server, running
+
+from headstart import hub
+from headstart.api import LLM
+from headstart.cli.main import main
+from headstart.errors import CapacityError, LimitError, UsageError
+from headstart.server import accounts
+from headstart.server.accounts import Account, Accounts, Bucket, Limits, duration, read_file
+
+TEXT = "/v1/completions"
+needs_model = pytest.mark.skipif(hub.cached_trunk() is None, reason="the default model is not in the cache")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """Seconds that the buckets see; tests add to them."""
+    now = [1000.0]
+    monkeypatch.setattr(accounts.time, "monotonic", lambda: now[0])
+    yield now
+
+
+def account(**limits: Any) -> Account:
+    return Account("name", b"", Limits(**limits))
+
+
+def test_a_bucket_fills_steadily_and_may_be_overdrawn(clock: list[float]) -> None:
+    bucket = Bucket(60, 60)
+    bucket.take(90)
+    assert (bucket.level, bucket.wait(0), bucket.wait(10)) == (-30, 30, 40)
+    clock[0] += 45
+    assert bucket.level == 15
+    clock[0] += 1e6
+    assert bucket.level == 60
+
+
+def test_requests_a_minute(clock: list[float]) -> None:
+    found = account(requests_per_minute=2)
+    found.begin(5)
+    found.begin(5)
+    with pytest.raises(LimitError, match=r"no requests left for 30\.0 s") as refused:
+        found.check()
+    assert refused.value.seconds == pytest.approx(30)
+    assert refused.value.headers == {
+        "x-ratelimit-limit-requests": "2", "x-ratelimit-remaining-requests": "0", "x-ratelimit-reset-requests": "1m0s",
+    }  # fmt: skip
+    clock[0] += 31
+    found.check()
+    assert (found.requests, found.refused) == (2, 1)
+
+
+def test_tokens_are_those_of_prompts_and_of_what_was_written(clock: list[float]) -> None:
+    found = account(tokens_per_minute=100, tokens_per_day=1000)
+    found.begin(60)
+    found.wrote(70)  # a text goes on, however little is left
+    with pytest.raises(LimitError, match="no tokens left"):
+        found.check()
+    assert found.headers()["x-ratelimit-remaining-tokens"] == "0"
+    clock[0] += 60
+    with pytest.raises(LimitError):
+        found.begin(80)
+    found.begin(60)
+    with pytest.raises(CapacityError, match="100 at most"):
+        found.begin(101)
+    for _ in range(9):
+        clock[0] += 60
+        found.begin(90)
+    clock[0] += 60
+    with pytest.raises(LimitError) as refused:  # the day's
+        found.begin(90)
+    assert refused.value.seconds > 600
+
+
+def test_a_refused_request_costs_nothing(clock: list[float]) -> None:
+    found = account(requests_per_minute=10, tokens_per_minute=50)
+    found.begin(40)
+    for _ in range(20):
+        with pytest.raises(LimitError):
+            found.begin(40)
+    assert found.headers()["x-ratelimit-remaining-requests"] == "9"
+
+
+DURATIONS = [(0.02, "20ms"), (1, "1s"), (360, "6m0s"), (86400, "24h0s"), (3725, "1h2m5s")]
+
+
+@pytest.mark.parametrize(("seconds", "text"), DURATIONS)
+def test_durations_are_written_as_by_openai(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_no_key_takes_all_places_of_the_queue() -> None:
+    both = Accounts.of(["one", "two"], None)
+    greedy, other = both
+    room = 48
+    while True:
+        try:
+            both.check_room(greedy, 1, room - greedy.held, 2.0)
+        except LimitError as refused:
+            assert refused.seconds == 2
+            break
+        greedy.held += 1
+    assert 36 <= greedy.held <= 40
+    both.check_room(other, 8, room - greedy.held, 2.0)
+    alone = Accounts.of(["one"], None)
+    (only,) = alone
+    only.held = 47
+    alone.check_room(only, 1, 1, 2.0)
+
+
+def test_keys_are_found_by_hash(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    digest = hashlib.sha256(b"secret").hexdigest()
+    file.write_text(f'[alice]\nkey = "open"\nshare = 2\npriority = 1\n[bob]\nsha256 = "{digest}"\ntokens_per_day = 5\n')
+    found = Accounts.of(["plain"], file)
+    assert all(found.find(key) for key in (b"open", b"secret", b"plain"))
+    assert not any(found.find(key) for key in (b"", b"other", digest.encode()))
+    alice, bob = found.find(b"open"), found.find(b"secret")
+    assert alice is not None and bob is not None
+    assert (alice.limits.share, bob.limits.tokens_per_day, bob.name) == (2, 5, digest[:8])
+    assert (alice.priority(None), alice.priority(0), alice.priority(7)) == (1, 1, 7)
+    assert found.named("nobody").priority(-7) == -7
+    assert "secret" not in repr(vars(found))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "has no keys"),
+        ("key = 'a'", "key: it must be a table"),
+        ("[a", "is no TOML"),
+        ("[a]\nshare = 1", "a: it needs one of key and sha256"),
+        ("[a]\nkey = ' '", "a: key is empty"),
+        ("[a]\nsha256 = 'xyz'", "a: sha256 must be 64"),
+        ("[a]\nkey = 'a'\nrpm = 3", "a: rpm is unknown"),
+        ("[a]\nkey = 'a'\nrequests_per_minute = 0", "a: requests_per_minute is 0"),
+        ("[a]\nkey = 'a'\ntokens_per_minute = inf", "a: tokens_per_minute is inf"),
+        ("[a]\nkey = 'a'\nshare = nan", "a: share is nan"),
+        ("[a]\nkey = 'a'\nshare = '2'", "a: share is '2'"),
+        ("[a]\nkey = 'a'\npriority = 1.5", "a: priority is 1.5"),
+        ("[a]\nkey = 'a'\npriority = 99999999999", "a: priority is 99999999999"),
+    ],
+)
+def test_wrong_files(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=re.escape(message)):
+        read_file(file)
+
+
+def test_wrong_files_end_the_command_before_a_model_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "/nowhere/model", "--api-key-file", str(tmp_path / "none.toml")]) == 2
+    assert "--api-key-file: cannot read" in capsys.readouterr().err
+    file = tmp_path / "keys.toml"
+    file.write_text("[a]\nkey = 'x'\n[b]\nkey = 'x'\n")
+    assert main(["serve", "/nowhere/model", "--api-key-file", str(file)]) == 2
+    assert "given twice" in capsys.readouterr().err
+
+
+# Servers.
+
+KEYS = """\
+[greedy]
+key = "greedy"
+[other]
+key = "other"
+[small]
+key = "small"
+requests_per_minute = 2
+tokens_per_minute = 200
+"""
+SMALL = ("--threads", "1", "--max-num-seqs", "4", "--max-model-len", "1024", "--kv-blocks", "256", "--max-queue", "200")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    file = tmp_path_factory.mktemp("keys") / "keys.toml"
+    file.write_text(KEYS)
+    with running(*SMALL, "--api-key-file", str(file)) as found:
+        found.client.headers["Authorization"] = "Bearer other"
+        yield found
+
+
+def asked(server: Server, key: str, **more: Any) -> httpx.Response:
+    body = {"prompt": "Once upon a time", "max_tokens": 16, "ignore_eos": True, "seed": 1, **more}
+    return httpx.post(server.url + TEXT, json=body, headers={"Authorization": f"Bearer {key}"}, timeout=120)
+
+
+@pytest.mark.slow
+@needs_model
+def test_one_key_with_64_requests_does_not_starve_another(server: Server) -> None:
+    """First come, first served would have the other wait for nearly all of them."""
+    done: list[int] = []
+    threads = [
+        threading.Thread(target=lambda seed: done.append(asked(server, "greedy", seed=seed, max_tokens=32).status_code),
+                         args=(seed,))
+        for seed in range(64)
+    ]  # fmt: skip
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + 30
+    while server.metric("vllm:num_requests_waiting") < 40:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    before = len(done)
+    mine = [asked(server, "other", seed=seed).status_code for seed in range(3)]
+    ended_meanwhile = len(done) - before
+    for thread in threads:
+        thread.join()
+    assert mine == [200] * 3
+    assert done == [200] * 64
+    assert ended_meanwhile < 30, "three requests one after the other wait for a place each"
+
+
+@pytest.mark.slow
+@needs_model
+def test_budgets_refuse_and_say_so(server: Server) -> None:
+    first = asked(server, "small")
+    assert first.status_code == 200
+    left = {name: value for name, value in first.headers.items() if name.startswith("x-ratelimit")}
+    assert left["x-ratelimit-limit-requests"] == "2"
+    assert left["x-ratelimit-remaining-requests"] == "1"
+    assert int(left["x-ratelimit-remaining-tokens"]) < 200
+    assert re.fullmatch(r"\d+(ms|s)", left["x-ratelimit-reset-tokens"])
+    assert asked(server, "small", stream=True).headers["x-ratelimit-remaining-requests"] == "0"
+    refused = asked(server, "small")
+    assert refused.status_code == 429
+    assert refused.json()["error"]["type"] == "rate_limit_error"
+    assert 1 <= int(refused.headers["retry-after"]) <= 30
+    assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+    assert asked(server, "other").status_code == 200
+    assert "x-ratelimit-limit-requests" not in asked(server, "other").headers
+    assert asked(server, "nobody").status_code == 401
+    name = hashlib.sha256(b"small").hexdigest()[:8]
+    metrics = server.client.get("/metrics").text
+    counts = {what: float(re.findall(rf'headstart:key_{what}_total{{[^}}]*key="{name}"[^}}]*}} (\S+)', metrics)[0])
+              for what in ("requests", "refused", "generated_tokens")}  # fmt: skip
+    assert counts == {"requests": 2, "refused": 1, "generated_tokens": 32}
+    assert "small" not in metrics
+
+
+@pytest.mark.slow
+@needs_model
+def test_priorities_are_bounded_by_the_key() -> None:
+    orders: list[tuple[str, int, float]] = []
+    with inside(LLM(None, ENGINE), api_key=("one", "two")) as found:
+        submit = found.bridge.llm.engine.submit
+
+        def noted(request: Any) -> Any:
+            orders.append((request.owner, request.priority, request.share))
+            return submit(request)
+
+        found.bridge.llm.engine.submit = noted  # type: ignore[method-assign]
+        for wanted in (None, -5, 5):
+            body = {"prompt": "Once", "max_tokens": 1, "priority": wanted}
+            answer = found.client.post(TEXT, json=body, headers={"Authorization": "Bearer one"})
+            assert answer.status_code == 200
+    assert [priority for _, priority, _ in orders] == [0, 0, 5]

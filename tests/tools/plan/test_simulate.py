@@ -1,0 +1,87 @@
+"""The simulated fleet: against queueing theory where that knows the answer, and `plan --fleet` as people call it."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from headstart.cli.main import main
+from headstart.errors import UsageError
+from headstart.tools.plan.load import Load, parse_load
+from headstart.tools.plan.simulate import Arrivals, arrivals, simulate
+
+Capture = pytest.CaptureFixture[str]
+TEXT = "100 req/s, 1500 in, 300 out, TTFT 1 s, TPOT 40 ms"
+
+
+def test_one_engine_with_one_slot_waits_as_a_queue_does() -> None:
+    """M/G/1: mean waiting time = rate * E[S^2] / (2 (1 - rate * E[S])) (Pollaczek-Khinchine)."""
+    asked = arrivals(0.6, 1000, 1, 12_000, seed=3)
+    asked = Arrivals(times=asked.times, prompts=asked.prompts, outputs=np.ones(12_000))
+    served = simulate(lambda decoding, rows, context: (rows / 1000, 1.0), asked, engines=1, slots=1, rows=10**6)
+    spans = asked.prompts / 1000
+    waits = 0.6 * np.mean(spans**2) / (2 * (1 - 0.6 * np.mean(spans)))
+    assert np.mean(served.ttft_s) == pytest.approx(waits + np.mean(spans), rel=0.05)
+    assert served.busy == pytest.approx(0.6, rel=0.03)
+
+
+def test_steps_are_shared_and_every_token_counts_once() -> None:
+    """Steps of one second and 16 rows, two tokens a step: the second prompt needs two steps beside the first answer."""
+    asked = Arrivals(times=np.array([0.0, 0.0]), prompts=np.array([10.0, 20.0]), outputs=np.array([5.0, 9.0]))
+    seen: list[tuple[int, float, float]] = []
+
+    def step(decoding: int, rows: float, context: float) -> tuple[float, float]:
+        seen.append((decoding, rows, context))
+        return 1.0, 2.0
+
+    served = simulate(step, asked, engines=1, slots=4, rows=16)
+    assert [each[:2] for each in seen] == [(0, 10), (1, 15), (1, 5), *[(1, 0)] * 4]
+    assert seen[2][2] == (10 + 2 + 15 + 2.5) / 2  # the first has got two tokens; 15 were read, these in the middle
+    assert list(served.ttft_s) == [1.0, 3.0]
+    assert list(served.tpot_s) == [0.5, 0.5]
+    assert served.busy == 1.0 and served.tokens_per_s == 2.0
+
+
+def test_more_engines_wait_less_and_fewer_slots_more() -> None:
+    asked = arrivals(5, 100, 50, 1000)
+
+    def mean_wait(engines: int, slots: int) -> float:
+        served = simulate(lambda n, rows, _: (0.01 + n * 1e-3 + rows * 1e-4, 1.0), asked, engines=engines, slots=slots,
+                          rows=512)  # fmt: skip
+        return float(np.mean(served.ttft_s))
+
+    assert mean_wait(1, 64) > mean_wait(2, 64) > 0
+    assert mean_wait(2, 2) > mean_wait(2, 64)
+
+
+def test_a_load_in_words() -> None:
+    load = Load(rate=100, prompt=1500, output=300, ttft_s=1, tpot_s=0.04)
+    assert parse_load(TEXT) == load
+    assert parse_load("TPOT 0.04s,TTFT 1000ms, 300 out,1500 in, 6000 requests/min, p95") == load
+    for text, said in (
+        ("fast", "'fast' is not understood"),
+        ("100 req/s, 1500 in, 300 out, TTFT 1 s", "lacks TPOT"),
+        (f"{TEXT}, 5 in", "says prompt a second time"),
+        (TEXT.replace("300", "0"), "must be above 0"),
+        (f"{TEXT}, p100", "p100, but it goes from p50"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            parse_load(text)
+
+
+def test_a_fleet_costs_less_with_drafts(capsys: Capture) -> None:
+    command = ["plan", "glm-4.5", "--gpu", "h200x8", "--price-per-hour", "2", "--json", "--fleet"]
+    assert main([*command, TEXT]) == 0
+    plain, drafts = json.loads(capsys.readouterr().out)["fleet"]["rows"]
+    assert plain["drafter"] == "none" and drafts["drafter"] == "mtp"
+    assert plain["machines"] > drafts["machines"] > 1
+    assert drafts["dollars_per_hour"] == 16 * drafts["machines"]
+    for row in (plain, drafts):
+        assert row["ttft_s"]["asked"] <= 1 and row["tpot_s"]["asked"] <= 0.04 and row["busy"] > 0.5
+    assert main([*command, TEXT.replace("40 ms", "4 ms")]) == 0
+    assert "alone" in json.loads(capsys.readouterr().out)["fleet"]["rows"][0]["why"]
+    assert main([*command, TEXT, "--context", "5"]) == 2
+    assert main([*command, TEXT.replace("1500 in", "150000 in")]) == 2
+    assert "up to 225,450 tokens" in capsys.readouterr().err

@@ -1,0 +1,276 @@
+"""`headstart probe --exact`: what counts say, and its verdict on servers that are inexact in one known way each."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from headstart.cli.main import main
+from headstart.tools.probe.asking import Said
+from headstart.tools.probe.cases import FORMS, Case, prompt_of
+from headstart.tools.probe.tally import Tally, difference, upper_bound, verdict_of
+
+GREEDY, SAMPLED = Case("short", False), Case("short", True)
+
+
+@pytest.mark.parametrize(
+    ("differences", "trials", "bound"),
+    [(0, 10, 0.2589), (0, 100, 0.0295), (1, 10, 0.3942), (5, 50, 0.1991), (3, 3, 1.0)],  # of published tables
+)
+def test_upper_bounds_are_those_of_clopper_and_pearson(differences: int, trials: int, bound: float) -> None:
+    assert upper_bound(differences, trials) == pytest.approx(bound, abs=5e-4)
+
+
+def test_a_difference_is_shown_where_it_begins() -> None:
+    one, other = Said("a" * 50 + "bc", (1, 2, 3)), Said("a" * 50 + "dc", (1, 2, 4, 5))
+    found = difference(GREEDY, one, other)
+    assert (found.character, found.token) == (50, 2)
+    assert (found.one, found.other) == ("a" * 30 + "bc", "a" * 30 + "dc")
+    assert difference(GREEDY, Said("ab"), Said("abc")).character == 2
+
+
+def test_what_differs_from_itself_tells_nothing_of_conditions() -> None:
+    tally = Tally()
+    tally.add("again", GREEDY, Said("a"), Said("a"))
+    tally.add("company", GREEDY, Said("a"), Said("b"))
+    tally.add("again", SAMPLED, Said("a"), Said("b"))
+    tally.add("drafting", SAMPLED, Said("a"), Said("c"))
+    outcomes = {(row.condition, row.sampling): row.outcome for row in tally.rows()}
+    assert outcomes["company", "greedy"] == "differs"
+    assert outcomes["drafting", "sampled"] == "cannot tell"
+    assert verdict_of(tally.rows()) == "differences"
+    assert verdict_of([row for row in tally.rows() if row.sampling == "sampled"]) == "not reproducible"
+
+
+def test_the_second_server_has_a_control_of_its_own() -> None:
+    """It is to blame for drafting alone."""
+    tally = Tally()
+    tally.add("there again", GREEDY, Said("b"), Said("c"))
+    for condition in ("drafting", "company"):
+        tally.add(condition, GREEDY, Said("a"), Said("b"))  # type: ignore[arg-type]
+    assert [row.outcome for row in tally.rows()] == ["differs", "cannot tell", "differs"]
+
+
+def test_any_answer_that_it_gave_alone_is_none_of_company() -> None:
+    tally = Tally()
+    assert tally.add("company", GREEDY, Said("warm"), Said("cold"), known=(Said("cold"),))
+    assert not tally.add("company", GREEDY, Said("warm"), Said("other"), known=(Said("cold"),))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_prompts_are_new_in_every_trial_and_begin_alike_in_one(form: Any) -> None:
+    case = Case(form, False)
+    asked, other = prompt_of(case, 1, 2, "asked"), prompt_of(case, 1, 2, "other")
+    assert asked == prompt_of(case, 1, 2, "asked") != other
+    assert asked[:15] == other[:15]
+    assert asked[:15] not in {prompt_of(case, *place, "asked")[:15] for place in ((1, 3), (2, 2))}
+
+
+# Servers.
+
+
+@dataclass(eq=False)
+class Made:
+    """A server whose texts depend on prompt, temperature and seed, and on what `fault` names. `refuses`: fields that it
+    answers with 400."""
+
+    fault: str = ""
+    refuses: tuple[str, ...] = ()
+    owner: str = "somebody"
+    drafts: int = 0
+    running: int = 0
+    seen: set[str] = field(default_factory=set)
+    spoilt: set[str] = field(default_factory=set)  # prompts whose cached state company has computed
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    url: str = ""
+
+    def text(self, body: dict[str, Any]) -> str:
+        prompt, greedy = body["messages"][0]["content"], not body["temperature"]
+        heeds_seed = self.fault != "seed"
+        drawn = random.Random(f"{prompt} {body.get('seed') if heeds_seed and not greedy else greedy}")
+        if not greedy and not heeds_seed:
+            drawn = random.Random()
+        words = [drawn.choice(("tree", "stone", "cloud", "fish")) for _ in range(body["max_tokens"])]
+        beginning = prompt[:20]
+        with self.lock:
+            self.running += 1
+            known, crowded = beginning in self.seen, self.running > 1
+            self.seen.add(beginning)
+        time.sleep(0.005)
+        with self.lock:
+            crowded |= self.running > 1
+            self.running -= 1
+        self.spoilt |= {prompt} if crowded else set()
+        changed = {
+            "company": crowded,
+            "warm": not known,
+            "kept": prompt in self.spoilt or crowded,
+            "drafting": True,
+            "stream": bool(body.get("stream")),
+        }  # fmt: skip
+        if changed.get(self.fault):
+            words[len(words) // 2 :] = ["elsewhere"]
+        return " ".join(words)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Models, chat completions, whole and streamed, and counters of drafts."""
+
+    made: Made
+
+    def do_GET(self) -> None:
+        if self.path == "/v1/models":
+            self._answer(200, json.dumps({"data": [{"id": "m", "owned_by": self.made.owner}]}))
+        elif self.path == "/metrics" and self.made.drafts:
+            with self.made.lock:
+                self.made.drafts += 1
+            total = f"vllm:spec_decode_num_drafts_total {self.made.drafts}\n"
+            self._answer(200, f"# TYPE vllm:spec_decode_num_drafts_total counter\n{total}")
+        else:
+            self._answer(404, "{}")
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        for name in self.made.refuses:
+            if name in body:
+                self._answer(400, json.dumps({"error": {"message": f"{name} is not supported"}}))
+                return
+        text = self.made.text(body)
+        if body.get("stream"):
+            pieces = [{"choices": [{"delta": {"content": piece}}]} for piece in (text[:9], text[9:])]
+            self._answer(200, "".join(f"data: {json.dumps(piece)}\n\n" for piece in pieces))
+        else:
+            self._answer(200, json.dumps({"choices": [{"message": {"content": text}}]}))
+
+    def _answer(self, status: int, body: str) -> None:
+        data = body.encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@contextmanager
+def served(fault: str = "", **settings: Any) -> Iterator[Made]:
+    made = Made(fault, **settings)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Handler,), {"made": made}))
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    made.url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        yield made
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def probed(capsys: pytest.CaptureFixture[str], url: str, *more: str) -> tuple[int, dict[str, Any]]:
+    code = main(["probe", url, "--exact", "--minutes", "0.001", "--max-tokens", "12", "--json", *more])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def differing(document: dict[str, Any]) -> set[tuple[str, str]]:
+    return {(row["condition"], row["sampling"]) for row in document["conditions"] if row["outcome"] == "differs"}
+
+
+def test_an_exact_server(capsys: pytest.CaptureFixture[str]) -> None:
+    with served() as server:
+        code, found = probed(capsys, server.url)
+    assert (code, found["verdict"]) == (0, "exact")
+    trials = {(row["condition"], row["sampling"]): row["trials"] for row in found["conditions"]}
+    names = ("again", "warm", "streamed", "company")
+    assert trials == {(name, how): 4 for name in names for how in ("greedy", "sampled")}
+    assert [each["what"] for each in found["not_tested"]] == ["drafting"]
+    assert found["summary"].startswith("EXACT: none of 32 answers")
+
+
+@pytest.mark.parametrize(
+    ("fault", "condition"),
+    [("company", "company"), ("kept", "company"), ("warm", "warm"), ("stream", "streamed")],
+)
+def test_a_server_that_differs_in_one_way(fault: str, condition: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with served(fault) as server:
+        code, found = probed(capsys, server.url)
+    assert (code, found["verdict"]) == (1, "differences")
+    assert differing(found) == {(condition, "greedy"), (condition, "sampled")}
+    place = next(row["first_difference"] for row in found["conditions"] if row["first_difference"])
+    assert "elsewhere" in place["one"] + place["other"]
+    assert place["character"] > 10
+
+
+def test_drafting_is_compared_with_a_second_server(capsys: pytest.CaptureFixture[str]) -> None:
+    with served(drafts=1) as server, served("drafting") as plain, served() as same:
+        code, found = probed(capsys, server.url, "--against", plain.url)
+        assert (code, differing(found)) == (1, {("drafting", "greedy"), ("drafting", "sampled")})
+        code, found = probed(capsys, server.url, "--against", same.url)
+    assert (code, differing(found)) == (0, set())
+    assert not found["not_tested"]
+    assert any("drafts were made" in note for note in found["notes"])
+
+
+def test_a_server_that_ignores_seeds_is_not_said_to_differ_by_anything_else(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with served("seed", drafts=1) as server, served("seed") as plain:
+        code, found = probed(capsys, server.url, "--against", plain.url)
+    assert (code, found["verdict"]) == (1, "not reproducible")
+    assert differing(found) == {("again", "sampled"), ("there again", "sampled")}
+    assert "is the seed heeded?" in found["summary"]
+    assert {row["outcome"] for row in found["conditions"] if row["sampling"] == "greedy"} == {"equal"}
+
+
+def test_what_a_server_refuses_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with served(refuses=("seed", "response_format", "tools", "return_token_ids")) as server:
+        code, found = probed(capsys, server.url)
+    assert code == 0
+    assert {row["sampling"] for row in found["conditions"]} == {"greedy"}
+    untested = {each["what"]: each["why"] for each in found["not_tested"]}
+    assert untested.keys() == {"schema", "tools", "sampled", "drafting"}
+    assert "seed is not supported" in untested["sampled"]
+    assert set(found["conditions"][0]["forms"]) == {"short", "long"}
+
+
+def test_known_faults_of_an_engine_are_told_to_people(capsys: pytest.CaptureFixture[str]) -> None:
+    with served("company", owner="llamacpp") as server:
+        assert main(["probe", server.url, "--exact", "--minutes", "0.001", "--max-tokens", "12"]) == 1
+    shown = capsys.readouterr().out
+    assert "engine: llama.cpp" in shown
+    assert "known, seen here: several slots" in shown
+    assert "known: cache_prompt" in shown
+    assert shown.strip().splitlines()[-1].startswith("DIFFERENCES: alone and in company (greedy ")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["http://127.0.0.1:1", "--exact"], "cannot reach"),
+        (["http://127.0.0.1:1", "--minutes", "3"], "--minutes is for --exact"),
+        (["http://127.0.0.1:1", "--exact", "--minutes", "0"], "--minutes is 0"),
+        (["http://127.0.0.1:1", "--exact", "--max-tokens", "0"], "--max-tokens is 0"),
+        (["http://127.0.0.1:1", "--exact", "--no-metrics"], "--no-metrics"),
+        (["http://127.0.0.1:1", "--exact", "--against", "http://["], "cannot reach"),
+    ],
+)
+def test_wrong_usage(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["probe", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_server_that_refuses_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    with served(refuses=("messages", "prompt")) as server:
+        assert main(["probe", server.url, "--exact"]) == 2
+        assert "is not supported" in capsys.readouterr().err
+        assert main(["probe", server.url, "--exact", "--model", "other"]) == 2
+        assert "has no model 'other'" in capsys.readouterr().err
