@@ -82,6 +82,26 @@ def listed(row, is_query, last, counts, EVERY: tl.constexpr, LIST: tl.constexpr)
 
 
 @triton.jit
+def added(scores, visible, right, most, total, summed, ROUND: tl.constexpr, WIDE: tl.constexpr):
+    """Maxima and sums of weights, and weighted values, with those of a block of positions."""
+    scores = tl.where(visible, scores, NOTHING)
+    higher = tl.maximum(most, tl.max(scores, axis=1))
+    base = tl.where(higher == NOTHING, 0.0, higher)
+    weights = tl.exp(scores - base[:, None])
+    older = tl.where(most == NOTHING, 0.0, tl.exp(most - base))
+    if ROUND:
+        weights = weights.to(tl.bfloat16)
+    if WIDE:
+        made = tl.dot(weights.to(tl.float32), right.to(tl.float32), input_precision="ieee")
+    else:
+        made = tl.dot(weights, right)
+    sees_any = tl.max(visible.to(tl.int32), axis=1) > 0
+    total = tl.where(sees_any, total * older + tl.sum(weights.to(tl.float32), axis=1), total)
+    summed = tl.where(sees_any[:, None], summed * older[:, None] + made, summed)
+    return higher, total, summed
+
+
+@triton.jit
 def attend(
     q, keys, values, parts, maxima, totals,
     positions, sees, row_sequences, tables, tile_rows, tile_counts, path_starts, path_slots, chosen, counts,
@@ -131,23 +151,9 @@ def attend(
         key_at = keys + slot * KEY_STRIDE + kv_head * DIM
         scores = scored(q, q_at, is_query, key_at, inside, scale, SOFTCAP, ROUND, WIDE, DIM, STEP, BLOCK)
         visible = (place[None, :] >= first[:, None]) & (place[None, :] <= last[:, None]) & inside[None, :]
-        scores = tl.where(visible, scores, NOTHING)
-        higher = tl.maximum(most, tl.max(scores, axis=1))
-        base = tl.where(higher == NOTHING, 0.0, higher)
-        weights = tl.exp(scores - base[:, None])
-        older = tl.where(most == NOTHING, 0.0, tl.exp(most - base))
         right = tl.load(values + slot[:, None] * VALUE_STRIDE + kv_head * VALUE_HEAD + v[None, :],
                         mask=inside[:, None] & (v[None, :] < VALUE_DIM), other=0.0)  # fmt: skip
-        if ROUND:
-            weights = weights.to(tl.bfloat16)
-        if WIDE:
-            made = tl.dot(weights.to(tl.float32), right.to(tl.float32), input_precision="ieee")
-        else:
-            made = tl.dot(weights, right)
-        sees_any = tl.max(visible.to(tl.int32), axis=1) > 0
-        total = tl.where(sees_any, total * older + tl.sum(weights.to(tl.float32), axis=1), total)
-        summed = tl.where(sees_any[:, None], summed * older[:, None] + made, summed)
-        most = higher
+        most, total, summed = added(scores, visible, right, most, total, summed, ROUND, WIDE)
     at = (row.to(tl.int64) * HEADS + head) * num_splits + first_split + split
     tl.store(maxima + at, most, mask=is_query)
     tl.store(totals + at, total, mask=is_query)
