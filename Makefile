@@ -14,6 +14,8 @@ KERNEL_TESTS := $(wildcard tests/kernels/test_native*.py tests/kernels/test_pack
 # Every room's own tests, the rules, and one slice of what holds across rooms.
 FAST_TESTS := $(wildcard tests/test_*.py) tests/contract/test_exact.py \
   $(filter-out tests/contract/ tests/e2e/ tests/server/ %/__pycache__/,$(wildcard tests/*/))
+# Names the oldest systems that a wheel serves; with the compiler here those are not old. manylinux's images are.
+REPAIR = PATH=$(BIN):$$PATH $(BIN)/python -m auditwheel repair --wheel-dir dist build/dist/*.whl
 # More arguments for the one pip call that installs torch, such as an index with smaller CPU builds.
 TORCH_ARGS ?=
 
@@ -58,9 +60,10 @@ sanitize: $(STAMP) ## kernel tests under AddressSanitizer and UBSan, threads on 
 	  $(SANITIZED)/bin/python -P -m pytest -q tests/contract/test_threads.py
 
 wheel: $(STAMP) ## sdist and wheel into dist/, and the wheel in a bare environment of every Python here
-	@rm -rf dist
+	@rm -rf dist build/dist
 	@$(BIN)/python -c 'from scikit_build_core.build import build_sdist; build_sdist("dist")'
-	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist dist/*.tar.gz
+	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/dist dist/*.tar.gz
+	@if [ "$$(uname)" = Linux ]; then $(REPAIR); else mv build/dist/*.whl dist; fi
 	@$(BIN)/python tests/wheel.py dist/*.whl
 
 docs: $(STAMP) ## the docs site into build/site

@@ -90,12 +90,12 @@ def row(setting: Setting, found: dict[str, Any]) -> str:
         counts = []
         for sampling in ("greedy", "sampled"):
             if (each := of.get(sampling)) is not None:
-                blamed = " (cannot tell)" if each["outcome"] == "cannot tell" else ""
-                counts.append(f"{each['trials'] - each['equal']} of {each['trials']}{blamed}")
+                mark = "?" if each["outcome"] == "cannot tell" else ""  # so does one request that is asked twice
+                counts.append(f"{each['trials'] - each['equal']} of {each['trials']}{mark}")
             else:
                 counts.append("-")
         cells.append("not tested" if condition in untested and not of else "; ".join(counts))
-    return f"| {setting.name} | {found['version'] or '?'} | {' | '.join(cells)} |"
+    return f"| {setting.name} | {' | '.join(cells)} |"
 
 
 def main() -> None:
@@ -111,8 +111,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON with every document")
     options = parser.parse_args()
     record: dict[str, Any] = {}
-    print(f"| server | version | {' | '.join(CONDITIONS[each] for each in SHOWN)} |")
-    print("|---|---|" + "---|" * len(SHOWN))
+    print(f"| server | {' | '.join(CONDITIONS[each] for each in SHOWN)} |")
+    print("|---|" + "---|" * len(SHOWN))
     with tempfile.TemporaryDirectory(prefix="exact-trials-") as folder:
         for setting in settings(options):
             if options.only and options.only not in setting.name:

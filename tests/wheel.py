@@ -42,7 +42,7 @@ class Tried:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("wheel", type=Path)
-    parser.add_argument("--python", action="append", help="Programs to try it with. Default: all of PATH.")
+    parser.add_argument("--python", action="append", help="A program to try it with. Default: all that are found.")
     options = parser.parse_args()
     contents(options.wheel)
     found = options.python or list(pythons())
@@ -76,8 +76,15 @@ def contents(wheel: Path) -> None:
 
 
 def pythons() -> Iterator[str]:
-    """One of each version."""
-    yield from filter(None, (shutil.which(f"python3.{minor}") for minor in VERSIONS))
+    """One of each version that starts: in PATH, or where pyenv keeps them."""
+    kept = [str(each) for each in Path("~/.pyenv/versions").expanduser().glob("*/bin")]
+    places = os.environ.get("PATH", os.defpath).split(os.pathsep) + kept
+    for minor in VERSIONS:
+        found = [path for place in places if (path := shutil.which(f"python3.{minor}", path=place))]
+        starts = (
+            path for path in found if not subprocess.run([path, "-V"], capture_output=True, check=False).returncode
+        )
+        yield from list(starts)[:1]
 
 
 def attempt(wheel: Path, program: str, home: Path) -> Tried:
@@ -119,12 +126,14 @@ def old_processors(tried: Tried) -> None:
         print("not tried: older processors (qemu-x86_64 of Debian's qemu-user is not installed)")
         return
     paths = "from headstart.kernels.native import _native; print(*_native.paths())"
+    # what says which of its own kernels numpy's library takes, where that was found wrong, is not for other processors
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("OPENBLAS_")}
     for name in OLD:
         begun = time.monotonic()
         command = [qemu, "-cpu", name, str(tried.python)]
-        found = run([*command, "-c", paths]).strip()
+        found = run([*command, "-c", paths], plain).strip()
         asked = ["-m", "headstart", "generate", MODELS[0], *ASKED, "--max-tokens", "8", "--threads", "1"]
-        answer = json.loads(run([*command, *asked]))
+        answer = json.loads(run([*command, *asked], plain))
         print(f"  as {name} ({found}): {time.monotonic() - begun:.0f} s: {answer['text']!r}")
 
 

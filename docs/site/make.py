@@ -186,15 +186,15 @@ def command_page(name: str, command: Any) -> str:
     examples = "\n".join(f"$ {line}" for line in (command.epilog or "").split("\n\n")[1:])
     parts += ["## Examples", f"```console\n{examples}\n```"]
     if arguments := arguments_of(command):
-        parts += ["## Arguments", table(arguments)]
+        parts += ["## Arguments", table("argument", arguments)]
     for title, rows in panels_of(command).items():
-        parts += [f"## {title.removeprefix(MORE)}", table(rows)]
+        parts += [f"## {title.removeprefix(MORE)}", table("option", rows)]
     return "\n\n".join(parts) + "\n"
 
 
-def table(rows: list[tuple[str, str]]) -> str:
-    lines = [f"| {code(first)} | {prose(second)} |" for first, second in rows]
-    return "\n".join(["| | |", "|---|---|", *lines])
+def table(first: str, rows: list[tuple[str, str]]) -> str:
+    lines = [f"| {code(name)} | {prose(meaning)} |" for name, meaning in rows]
+    return "\n".join([f"| {first} | |", "|---|---|", *lines])
 
 
 def code(text: str) -> str:

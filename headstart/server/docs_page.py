@@ -43,10 +43,19 @@ def _rows(schema: Mapping[str, Any], model: Mapping[str, Any]) -> Iterator[str]:
     for name, field in model.get("properties", {}).items():
         default = "<em>required</em>" if name in required else escape(str(field.get("default", "")))
         bounds = [
-            f"{word} {each[key]}" for each in field.get("anyOf", [field]) for key, word in BOUNDS.items() if key in each
+            f"{word} {_number(each[key])}"
+            for each in field.get("anyOf", [field])
+            for key, word in BOUNDS.items()
+            if key in each
         ]
-        text = escape(". ".join(filter(None, (field.get("description", ""), ", ".join(dict.fromkeys(bounds))))))
+        text = escape(
+            ". ".join(filter(None, (field.get("description", "").rstrip("."), ", ".join(dict.fromkeys(bounds)))))
+        )
         yield f"<tr><td><code>{escape(name)}</code><td>{escape(_type(schema, field))}<td>{default}<td>{text}</tr>"
+
+
+def _number(value: float) -> str:
+    return str(int(value) if value == int(value) else value)
 
 
 BOUNDS = {

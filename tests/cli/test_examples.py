@@ -128,14 +128,7 @@ def _made_little(words: list[str]) -> list[str]:
     return [*words[:end], *more, *words[end:]]
 
 
-def python_blocks() -> list[tuple[str, str]]:
-    """Those that need no server, with their document."""
-    found = [(path.name, path.read_text("utf-8")) for path in DOCUMENTS]
-    blocks = [(name, code) for name, text in found for code in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)]
-    return [(name, code) for name, code in blocks if "localhost" not in code]
-
-
-@pytest.mark.parametrize(("name", "code"), python_blocks(), ids=[name for name, _ in python_blocks()])
-def test_the_python_of_a_document(name: str, code: str, capsys: pytest.CaptureFixture[str]) -> None:
-    exec(compile(code, name, "exec"), {"__name__": name})
+def test_the_python_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = re.findall(r"^```python\n(.*?)^```", DOCUMENTS[0].read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    exec(compile(code, "README.md", "exec"), {})
     assert capsys.readouterr().out

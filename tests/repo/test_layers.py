@@ -201,6 +201,15 @@ def test_the_processor_is_looked_at_in_one_place() -> None:
     assert asking == ["cpu.cpp"]
 
 
+def test_only_kernels_are_compiled_for_more_than_the_least_processor() -> None:
+    """One flag for all, and a wheel ends on an older processor before it can choose."""
+    lines = (PACKAGE.parent / "CMakeLists.txt").read_text("utf-8").splitlines()
+    given = [line.strip() for line in lines if re.search(r"(?<![\w-])-m[a-z]", line)]
+    of_paths = ("set(flags_", "list(APPEND flags_", "check_cxx_compiler_flag(", "${flags_avx512bf16}")
+    assert given
+    assert not [line for line in given if not line.startswith(of_paths)]
+
+
 OF_OS = ("chown", "fork", "getloadavg", "getpgid", "geteuid", "getuid", "kill", "killpg", "mkfifo", "nice",
          "sched_getaffinity", "sched_setaffinity", "setsid", "statvfs", "sync", "sysconf", "umask", "uname",
          "waitpid")  # fmt: skip
