@@ -1,7 +1,8 @@
 # headstart serve in a container: docker build -t headstart . && docker run -p 8000:8000 headstart [MODEL] [FLAGS]
 
 FROM python:3.11-slim AS build
-# hadolint ignore=DL3008  any g++ 12 or later will do
+# any g++ from 12 on will do
+# hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ \
     && rm -rf /var/lib/apt/lists/*
@@ -12,7 +13,8 @@ COPY headstart headstart
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 FROM python:3.11-slim
-# hadolint ignore=DL3008  any version will do
+# any version will do
+# hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends libstdc++6 \
     && rm -rf /var/lib/apt/lists/* \
@@ -21,7 +23,7 @@ COPY --from=build /wheels /wheels
 RUN pip install --no-cache-dir /wheels/*.whl && rm -r /wheels
 USER 1000
 # models that were fetched outlive the container when a volume is mounted here
-ENV HEADSTART_CACHE=/home/headstart/cache
+ENV HEADSTART_CACHE=/home/headstart/cache HF_HOME=/home/headstart/cache/huggingface
 RUN mkdir -p "$HEADSTART_CACHE"
 VOLUME /home/headstart/cache
 EXPOSE 8000

@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-arm lint sanitize clean
+.PHONY: help demo test test-fast test-arm lint sanitize wheel docs clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -14,6 +14,8 @@ KERNEL_TESTS := $(wildcard tests/kernels/test_native*.py tests/kernels/test_pack
 # Every room's own tests, the rules, and one slice of what holds across rooms.
 FAST_TESTS := $(wildcard tests/test_*.py) tests/contract/test_exact.py \
   $(filter-out tests/contract/ tests/e2e/ tests/server/ %/__pycache__/,$(wildcard tests/*/))
+# Names the oldest systems that a wheel serves; with the compiler here those are not old. manylinux's images are.
+REPAIR = PATH=$(BIN):$$PATH $(BIN)/python -m auditwheel repair --wheel-dir dist build/dist/*.whl
 # More arguments for the one pip call that installs torch, such as an index with smaller CPU builds.
 TORCH_ARGS ?=
 
@@ -45,7 +47,7 @@ define sanitized # of these sanitizers
 	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 	  "$$($(SANITIZED)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/main.pth"
 	@$(BIN)/python -m pip --python $(SANITIZED)/bin/python install --quiet --no-deps --no-build-isolation --force-reinstall \
-	  -C cmake.define.HEADSTART_SANITIZE=$(1) -C build-dir=build/sanitized-cmake .
+	  -C cmake.define.HEADSTART_SANITIZE=$(1) -C wheel.py-api= -C build-dir=build/sanitized-cmake .
 endef
 
 sanitize: $(STAMP) ## kernel tests under AddressSanitizer and UBSan, threads on one model under ThreadSanitizer
@@ -56,6 +58,16 @@ sanitize: $(STAMP) ## kernel tests under AddressSanitizer and UBSan, threads on 
 	$(call sanitized,thread)
 	@LD_PRELOAD="$$($(CXX) -print-file-name=libtsan.so)" TSAN_OPTIONS="ignore_noninstrumented_modules=1 die_after_fork=0" \
 	  $(SANITIZED)/bin/python -P -m pytest -q tests/contract/test_threads.py
+
+wheel: $(STAMP) ## sdist and wheel into dist/, and the wheel in a bare environment of every Python here
+	@rm -rf dist build/dist
+	@$(BIN)/python -c 'from scikit_build_core.build import build_sdist; build_sdist("dist")'
+	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/dist dist/*.tar.gz
+	@if [ "$$(uname)" = Linux ]; then $(REPAIR); else mv build/dist/*.whl dist; fi
+	@$(BIN)/python tests/wheel.py dist/*.whl
+
+docs: $(STAMP) ## the docs site into build/site
+	@$(BIN)/python docs/site/make.py
 
 clean: ## remove build output and caches, keep the virtual environment
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,11 +1,10 @@
 #include "cpu.h"
+#include "system.h"
 
 #include <stdexcept>
 
 #ifdef HEADSTART_AMX
 #include <cpuid.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 #endif
 #ifdef HEADSTART_ARM
 #include <sys/auxv.h>
@@ -15,13 +14,12 @@ namespace headstart {
 namespace {
 
 #ifdef HEADSTART_AMX
-// Tiles of bfloat16, and the system's leave to use them (Linux keeps their 8 KiB of state for who has asked).
+// Tiles of bfloat16, and the system's leave to use them.
 bool has_amx() { // and AVX512-BF16, which no processor with tiles lacks
     unsigned a, b, c, d;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
     constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24;
-    constexpr long kRequestPermission = 0x1023, kTileData = 18; // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-    return (d & kBf16) && (d & kTile) && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+    return (d & kBf16) && (d & kTile) && may_use_tiles();
 }
 #endif
 

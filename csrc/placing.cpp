@@ -1,6 +1,5 @@
 // Weights beside the threads that read them: a page of memory lies on the node of the thread that touches it first.
 #include <nanobind/stl/string.h>
-#include <sys/mman.h>
 
 #include <algorithm>
 #include <cstring>
@@ -11,6 +10,7 @@
 #include "bindings.h"
 #include "packing.h"
 #include "program.h"
+#include "system.h"
 
 namespace headstart {
 namespace {
@@ -109,7 +109,7 @@ void place_keys(ThreadPool::Turn& turn, const std::vector<KVPool*>& pools, const
     for (KVPool* pool : pools) {
         if (pool->placed.empty()) {
             pool->placed.resize((pool->num_slots + 15) / 16);
-            madvise(pool->memory.data(), (size_t)pool->memory.size(), MADV_NOHUGEPAGE); // its pages are of many heads
+            keep_pages_small(pool->memory.data(), pool->memory.size()); // its pages are of many heads
         }
         for (int64_t row = 0; row < pass.num_rows; ++row) {
             const int64_t tile = pass.slots[row] / 16;

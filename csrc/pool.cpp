@@ -4,10 +4,8 @@
 #include <nanobind/stl/vector.h>
 
 #include "bindings.h"
+#include "system.h"
 
-#ifdef __linux__
-#include <sched.h>
-#endif
 #if defined(__x86_64__) || defined(__i386__)
 #include <immintrin.h>
 #endif
@@ -46,31 +44,6 @@ template <class Done> int64_t wait_until(Done&& done) {
 }
 
 thread_local int node_of_thread = 0;
-
-// The CPUs that the calling thread may run on; none where the system does not tell.
-std::vector<int> own_cpus() {
-    std::vector<int> found;
-#ifdef __linux__
-    cpu_set_t set;
-    if (sched_getaffinity(0, sizeof set, &set) == 0)
-        for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
-            if (CPU_ISSET(cpu, &set)) found.push_back(cpu);
-#endif
-    return found;
-}
-
-// Binds the calling thread; it stays free where none of these CPUs can be had.
-void keep_to(const std::vector<int>& cpus) {
-#ifdef __linux__
-    cpu_set_t set;
-    CPU_ZERO(&set);
-    for (const int cpu : cpus)
-        if (cpu >= 0 && cpu < CPU_SETSIZE) CPU_SET(cpu, &set);
-    if (!cpus.empty()) sched_setaffinity(0, sizeof set, &set);
-#else
-    (void)cpus;
-#endif
-}
 
 std::vector<Group> checked(int threads, std::vector<Group> groups) {
     if (groups.empty()) return {{threads, 0, {}}};

@@ -1,13 +1,11 @@
 #include "program.h"
 
 #include "cpu.h"
-
-#include <sys/mman.h>
+#include "system.h"
 
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <new>
 #include <stdexcept>
 
 namespace headstart {
@@ -58,13 +56,11 @@ AttendTasks::AttendTasks(const Pass& pass, const AttendShape& shape, int64_t mos
 
 Memory::Memory(int64_t bytes) : data_(nullptr), size_(bytes) {
     if (bytes <= 0) return;
-    void* found = mmap(nullptr, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (found == MAP_FAILED) throw std::bad_alloc();
-    data_ = static_cast<uint8_t*>(found);
+    data_ = map_pages(bytes);
 }
 
 Memory::~Memory() {
-    if (data_) munmap(data_, (size_t)size_);
+    if (data_) unmap_pages(data_, size_);
 }
 
 KVPool::KVPool(int64_t slots, int64_t num_heads, int64_t head_dim, int64_t value_dim, Store store)

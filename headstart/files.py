@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from headstart import system
 from headstart.errors import CapacityError
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -49,11 +50,14 @@ def write_pieces(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
     aside = _aside(path)
     try:
         with aside.open("xb") as file:
-            _lock(file.fileno())
+            system.lock(file.fileno())
             for piece in pieces:
                 file.write(piece)
             file.flush()
             os.fsync(file.fileno())  # else a crash could leave the name without the bytes
+            if system.RENAMES_OPEN_FILES:
+                aside.replace(path)  # locked until then
+        if not system.RENAMES_OPEN_FILES:
             aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
@@ -126,28 +130,20 @@ def _replace(aside: Path, out: Path, keep: bool) -> None:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Other processes see that somebody is at work on it."""
-    handle = os.open(folder, os.O_RDONLY)
+    handle = system.open_folder(folder)
     try:
-        _lock(handle)
+        if handle is not None:
+            system.lock(handle)
         yield
     finally:
-        os.close(handle)
-
-
-def _lock(handle: int) -> bool:
-    """True once it is ours; False when another process has it, and where there are no locks."""
-    with suppress(ImportError, OSError):  # Windows; a file system without them
-        import fcntl
-
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    return False
+        if handle is not None:
+            os.close(handle)
 
 
 def _is_left(path: Path) -> bool:
     handle = os.open(path, _READ)
     try:
-        return _lock(handle)
+        return system.lock(handle)
     finally:
         os.close(handle)
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headstart import system
+
 ROOT = Path("/")
 INSTRUCTION_SETS = (
     "avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_tile", "asimd", "sve",
@@ -75,7 +77,7 @@ def cpu(root: Path = ROOT) -> Cpu:
 
 def threads(root: Path = ROOT) -> Threads:
     cores = os.cpu_count() or 1
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+    affinity = len(system.cpus())
     return Threads(cores, affinity, min(_quotas(root), default=None))
 
 
@@ -83,7 +85,7 @@ def nodes(root: Path = ROOT, usable: Collection[int] | None = None) -> tuple[Nod
     """Nodes that have CPUs which this process may run on (`usable` stands in for them); one node where the system
     does not tell."""
     if usable is None:
-        usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+        usable = system.cpus()
     folders = sorted((root / "sys/devices/system/node").glob("node[0-9]*"), key=lambda each: int(each.name[4:]))
     found = [(int(each.name[4:]), sorted(_numbers(read(each / "cpulist")) & set(usable))) for each in folders]
     found = [(number, cpus) for number, cpus in found if cpus] or [(0, sorted(usable))]

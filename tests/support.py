@@ -50,9 +50,9 @@ from headstart.models.small import Arrays, random_arrays
 from headstart.tools.tiny import write_model
 
 RELATIVES = (
-    "bailing_moe", "cohere2", "ernie4_5", "exaone4", "exaone_moe", "falcon_h1", "gemma2", "glm", "glm4", "granite",
-    "granitemoehybrid", "hunyuan_v1_dense", "hy_v3", "llama4", "mellum", "minicpm", "mistral", "mixtral", "olmo2",
-    "phi3", "qwen2_moe", "seed_oss",
+    "bailing_moe", "cohere2", "cohere2_moe", "ernie4_5", "exaone4", "exaone_moe", "falcon_h1", "gemma2", "gemma3n",
+    "glm", "glm4", "granite", "granitemoehybrid", "hunyuan_v1_dense", "hy_v3", "llama4", "mellum", "minicpm", "mistral",
+    "mixtral", "olmo2", "phi3", "qwen2_moe", "seed_oss", "stablelm",
 )  # fmt: skip
 """Layers of other families with declared differences: tests/contract/test_relatives.py has those, and no grid of its
 own."""

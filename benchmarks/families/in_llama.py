@@ -53,6 +53,15 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "mixtral": {"intermediate_size": 256}, "granitemoehybrid": {"intermediate_size": 256},
     "gemma3": {"vocab_size": 97, "sliding_window_pattern": 6, "num_hidden_layers": 7},  # as long as its tokenizer
     "gemma4": {"vocab_size": 97, "vocab_size_per_layer_input": 97},
+    "gemma3n": {  # llama.cpp knows the softcap, the cutoff and which layers have one, and shares from layer 20 on
+        "final_logit_softcapping": 30.0, "vocab_size": 97, "vocab_size_per_layer_input": 97,
+        "num_kv_shared_layers": 0, "altup_num_inputs": 4, "laurel_rank": 64, "activation_sparsity_pattern": [0.95] * 5,
+    },
+    "deepseek_v4": {
+        "num_key_value_heads": 1, "o_lora_rank": 128, "index_n_heads": 64,
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
+    },
+    "cohere2_moe": {"prefix_dense_intermediate_size": 512, "intermediate_size": 256},
     "gemma4_shared": {  # the last layers before those that share have a window and none, as released ones
         "layer_types": [f"{kind}_attention" for kind in ("sliding", "sliding", "full", "sliding", "full")],
     },
@@ -83,6 +92,7 @@ RELEASED: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v32": {"scoring_func": "sigmoid"}, "glm_moe_dsa": {"scoring_func": "sigmoid"},
     "cohere2": {"rotary_pct": 1.0}, "bailing_moe": {"norm_topk_prob": True}, "exaone_moe": {"scoring_func": "sigmoid"},
     "step3p5": {"norm_expert_weight": True},
+    "deepseek_v4": {"norm_topk_prob": True, "swiglu_limit": 10.0, "scoring_func": "sqrtsoftplus"},
     "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "mimo_v2_flash": {
@@ -91,7 +101,7 @@ RELEASED: Mapping[str, Mapping[str, Any]] = {
     },
 }  # fmt: skip
 """Keys that the converter reads, and that released files have."""
-NOT_BY_TRANSFORMERS = ("mimo_v2_flash", "step3p5")
+NOT_BY_TRANSFORMERS = ("deepseek_v4", "mimo_v2_flash", "step3p5")
 """Families whose config the converter wants as released, not as transformers' class for it reads it."""
 NOT_THERE = ("mimo", "longcat_flash")
 """Families that llama.cpp has no architecture for."""
@@ -115,15 +125,21 @@ class Agreement:
     steps: int
 
 
-GELU = ("gemma2", "gemma3", "gemma4")
+GELU = ("gemma2", "gemma3", "gemma3n", "gemma4")
+APART = {"gemma3n": {"F32": 0.1, "F16": 1e-4}}
+"""Limits of families that llama.cpp computes otherwise. Gemma 3n: it divides the variance of activations by their
+number less one, the model and headstart by their number. With its divisor headstart is 4e-3 from it here, else 4e-2."""
+IN_FP4 = ("deepseek_v4",)
+"""Families whose experts are MXFP4 in a file of any type: what those read llama.cpp rounds to 8 bits."""
 SELECTING = ("deepseek_v32", "glm_moe_dsa")
 """Families whose rows read 11 of some 60 positions here: where rows are rounded to 8 bits they read a few others."""
 
 
 def judged(name: str, kind: str, found: Mapping[str, Agreement]) -> tuple[float, bool]:
     """What is shown of a family in files of a type, the worse of the backends, and whether it is good."""
-    limit = LIMITS[kind]
-    if (kind == "F32" and name in GELU) or (kind in ("Q8_0", "Q4_K_M") and name in SELECTING):
+    kind = "Q8_0" if name in IN_FP4 and kind in ("F32", "F16") else kind
+    limit = APART.get(name, LIMITS).get(kind, LIMITS[kind])
+    if (kind == "F32" and name in GELU and name not in APART) or (kind in ("Q8_0", "Q4_K_M") and name in SELECTING):
         limit = 2e-2 if kind == "F32" else 0.2
     worst = max(each.largest if kind == "F32" else each.median for each in found.values())
     return worst, worst <= limit
@@ -135,7 +151,8 @@ def small_model(family: Family, name: str, row: str, folder: Path, changes: Mapp
     wide = {key: value for key, value in WIDE.items() if there.get(key) is not None}
     config, arrays = family.tiny(**{**changes, **wide, **OWN.get(name, {}), **OWN.get(row, {})})
     # The folder's name is the model's in the file, and llama.cpp changes tokens of what has "phi3" in its name.
-    return write_model(folder / name / "small", config, stacked(arrays))
+    arrays = in_fp4(arrays) if name == "deepseek_v4" else stacked(arrays)
+    return write_model(folder / name / "small", config, arrays)
 
 
 def stacked(arrays: Arrays) -> Arrays:
@@ -152,6 +169,20 @@ def stacked(arrays: Arrays) -> Arrays:
         if kind == "down":
             found[f"{prefix}.down_proj"] = stacks[prefix, kind]
             found[f"{prefix}.gate_up_proj"] = np.concatenate((stacks[prefix, "gate"], stacks[prefix, "up"]), 1)
+    return found
+
+
+def in_fp4(arrays: Arrays) -> dict[str, Any]:
+    """Experts as DeepSeek-V4 is released, two random codes in a byte and a power of two for each 32 of them, and its
+    tables as integers: the converter takes no others."""
+    rng, found = np.random.default_rng(0), dict[str, Any]()
+    for name, array in arrays.items():
+        found[name] = array.astype(np.int64) if name.endswith("tid2eid") else array
+        if ".ffn.experts." in name:
+            rows, columns = array.shape
+            found[name] = rng.integers(-128, 128, (rows, columns // 2)).astype(np.int8)
+            scales = rng.integers(121, 124, (rows, columns // 32)).astype(np.uint8)
+            found[name.replace(".weight", ".scale")] = scales, "F8_E8M0"
     return found
 
 
@@ -185,7 +216,7 @@ def convert(folder: Path, path: Path, source: Path, *, half: bool) -> None:
 
 
 def quantize(source: Path, path: Path, kind: str, programs: Path) -> None:
-    command = [programs / "llama-quantize", source, path, kind]
+    command = [programs / "llama-quantize", "--allow-requantize", source, path, kind]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"llama-quantize {kind}: {(done.stderr + done.stdout).strip().splitlines()[-1][:120]}")

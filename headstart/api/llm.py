@@ -73,6 +73,7 @@ class LLM:
     model: path, Hub name or alias; None is the default model. `Model` objects already loaded can be shared, by LLMs in
     several threads too; their passes go one after the other.
     progress: told (done, total, of what) while weights are read.
+    room: bytes that its caches take at most; one sequence always has its place.
     options: fields of EngineConfig, by name: `LLM("model", depth=2, max_model_len=4096)`.
     """
 
@@ -81,12 +82,14 @@ class LLM:
         model: str | Model | None = None,
         config: EngineConfig | None = None,
         progress: Progress = no_progress,
+        *,
+        room: int | None = None,
         **options: Any,
     ) -> None:
         started = time.perf_counter()
         self.config = make_config(config, options)
         self.model = model if isinstance(model, Model) else load_model(model, self.config, progress)
-        self.engine = make_engine(self.model, self.config)
+        self.engine = make_engine(self.model, self.config, room)
         self.shared = SharedEngine(self.engine)
         if self.config.depth == AUTO and self.engine.drafting.drafter:
             self.engine.drafting.auto.costs = known_costs(self.engine, identity(self.model, self.config))

@@ -31,7 +31,8 @@ app = typer.Typer(
 )
 COMMANDS = (
     "demo", "generate", "chat", "serve", "verify", "inspect", "launch", "probe", "plan", "tune", "data", "train",
-    "adapt", "export", "graft", "pull", "doctor", "completion",
+    "adapt", "export", "graft", "pull", "ps", "stop", "doctor",
+    "completion",
 )  # fmt: skip
 """Modules of this package, in the order of `--help`."""
 for name in COMMANDS:

@@ -20,6 +20,7 @@ from headstart.cli.app import app
 from headstart.cli.completion import COMPLETION_VARIABLE
 from headstart.cli.render import print_error
 from headstart.errors import INTERNAL, HeadstartError, UsageError, status_of
+from headstart.system import ENDING
 
 TRACEBACK_VARIABLE = "HEADSTART_TRACEBACK"
 WRONG = status_of(UsageError("")).exit_code
@@ -91,8 +92,7 @@ def _interruptible() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
         yield
         return
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers}
+    before = {number: signal.getsignal(number) for number in ENDING}
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:  # as nohup wants it
             signal.signal(number, signal.default_int_handler)

@@ -92,17 +92,15 @@ def show(command: Any, ctx: Any, *, rare: bool = False) -> None:
 def text_of(command: Any, ctx: Any, *, rare: bool = False) -> str:
     """The whole help of a command."""
     width = max(min(shutil.get_terminal_size().columns, WIDEST), NARROWEST)
-    of: Any = command.commands[command.default] if isinstance(command, RunsByDefault) else command
-    arguments = [item for item in of.params if item.param_type_name == "argument" and not item.hidden]
-    pieces = [_piece(item) for item in arguments] + (["COMMAND ..."] if of is not command or _group(of) else [])
-    blocks = [_wrap(" ".join(("Usage:", ctx.command_path, "[OPTIONS]", *pieces)), width, "       ")]
+    arguments = arguments_of(command)
+    blocks = [_wrap(f"Usage: {usage(command, ctx)}", width, "       ")]
     blocks += [_wrap(" ".join(each.split()), width) for each in (command.help or "").split("\n\n") if each]
     if arguments:
-        blocks.append(_section("Arguments", [(_name(item), item.help or "") for item in arguments], width))
+        blocks.append(_section("Arguments", arguments, width))
     if hasattr(command, "commands"):
         rows = [(name, _first_paragraph(each.help)) for name, each in command.commands.items()]
         blocks.append(_section("Commands", rows, width))
-    panels = _panels(of, ctx)
+    panels = panels_of(command)
     hidden = [name for name in panels if name.startswith(MORE) and not rare]
     blocks += [_section(name, rows, width) for name, rows in panels.items() if name not in hidden]
     if hidden:
@@ -114,14 +112,29 @@ def text_of(command: Any, ctx: Any, *, rare: bool = False) -> str:
     return "\n\n".join(blocks)
 
 
-def _group(command: Any) -> bool:
-    return hasattr(command, "commands")
+def meant(command: Any) -> Any:
+    """The command that runs when this one is named."""
+    return command.commands[command.default] if isinstance(command, RunsByDefault) else command
 
 
-def _panels(command: Any, ctx: Any) -> dict[str, list[tuple[str, str]]]:
+def usage(command: Any, ctx: Any) -> str:
+    """How it is written, with its arguments."""
+    of = meant(command)
+    pieces = [_piece(item) for item in of.params if item.param_type_name == "argument" and not item.hidden]
+    pieces += ["COMMAND ..."] if hasattr(command, "commands") else []
+    return " ".join((ctx.command_path, "[OPTIONS]", *pieces))
+
+
+def arguments_of(command: Any) -> list[tuple[str, str]]:
+    """Names and meanings."""
+    found = [item for item in meant(command).params if item.param_type_name == "argument" and not item.hidden]
+    return [(_name(item), item.help or "") for item in found]
+
+
+def panels_of(command: Any) -> dict[str, list[tuple[str, str]]]:
     """Rows of options by group, the command's own and -h first."""
     panels: dict[str, list[tuple[str, str]]] = {"Options": []}
-    for item in command.params:
+    for item in meant(command).params:
         if item.param_type_name == "option" and not item.hidden:
             panels.setdefault(item.rich_help_panel or "Options", []).append(_option(item))
     panels["Options"].append((", ".join(NAMES), "Show this message."))

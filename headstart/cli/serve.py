@@ -4,28 +4,49 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from headstart.cli.adapt import with_adapted
-from headstart.cli.options import Model, OptionGroup, ServingOptions, option, read_text
+from headstart.cli.options import OptionGroup, ServingOptions, model_names, option, read_text
 from headstart.cli.render import finish, progress
 from headstart.cli.serve_elsewhere import OtherEngine, launch_options
+from headstart.cli.serve_several import ModelsOptions, shelf, wants_several
+from headstart.cli.settings import of_context
 from headstart.cli.vllm_flags import VllmFlags
 from headstart.cli.vllm_words import ServeCommand
 from headstart.config import EngineConfig
 from headstart.errors import UsageError
+
+if TYPE_CHECKING:
+    from headstart.cli.settings import Settings
+    from headstart.server.app import ServerConfig
 
 COMMAND = ServeCommand
 EXAMPLES = (
     "headstart serve --port 8000",
     "headstart serve ./my-model --head my-head --depth 3 --max-num-seqs 16",
     "headstart serve --record my-records",
+    "headstart serve ./my-model org/model --keep-alive 10m",
+    "headstart serve --models models --memory 8",
     "headstart serve --host 0.0.0.0 --api-key-file keys.toml",
     "headstart serve ./my-model --engine vllm --max-num-seqs 64 --dry-run",
     "curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' "
     """-d '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 60}'""",
 )
+
+Models = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="A path, a .gguf file, a Hugging Face repo id or an alias, or several; none: the default model.",
+        autocompletion=model_names,
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,43 +118,86 @@ def with_tuned(model: str | None, config: EngineConfig) -> EngineConfig:
 
 
 def run(
-    model: Model = None, *, serving: ServeOptions, engine: ServingOptions, vllm: VllmFlags, other: OtherEngine
+    model: Models = None,
+    *,
+    context: typer.Context,
+    serving: ServeOptions,
+    several: ModelsOptions,
+    engine: ServingOptions,
+    vllm: VllmFlags,
+    other: OtherEngine,
 ) -> int:
-    """Serve a model over HTTP, with OpenAI's and vLLM's request fields."""
+    """Serve a model over HTTP, with OpenAI's and vLLM's request fields; or several, loaded as requests name them."""
     serving.check()
+    several.check()
     check_keys(serving.api_key, serving.api_key_file)
     other.check()
     if other.engine_name is not None:
         from headstart.cli import launch
         from headstart.tools.launch.run import run as dry_run
 
-        options = launch_options(other.engine_name, model, serving, engine, vllm.given)
+        if len(model or ()) > 1:
+            raise UsageError("another engine serves one model", "leave the others out")
+        options = launch_options(other.engine_name, model[0] if model else None, serving, engine, vllm.given)
         if other.dry_run:
             return finish(dry_run(options), as_json=False)
         return launch.started(options, stay=True, as_json=False)
-    config = vllm.apply(engine.config)
-    if not engine.given & {"depth", "drafter", "rule"} and config.depth_by_batch is None:
+    config, settings = vllm.apply(engine.config), of_context(context)
+    tunes = not engine.given & {"depth", "drafter", "rule"} and config.depth_by_batch is None
+    if wants_several(model or (), several, settings):
+        return _serve_several(model or (), several, settings, config, serving, tunes=tunes)
+    return _serve_one(model[0] if model else None, config, serving, tunes=tunes)
+
+
+def _serve_several(
+    models: Sequence[str],
+    several: ModelsOptions,
+    settings: Settings,
+    config: EngineConfig,
+    serving: ServeOptions,
+    *,
+    tunes: bool,
+) -> int:
+    from headstart.server.run import listening, serve
+
+    def known(model: str | None, config: EngineConfig) -> EngineConfig:
+        return with_adapted(model, with_tuned(model, config) if tunes else config)
+
+    serve_config = _server_config(serving)
+    with listening(serve_config) as sockets:
+        serve(shelf(models, several, settings, config, serve_config, known), serve_config, sockets)
+    return 0
+
+
+def _serve_one(model: str | None, config: EngineConfig, serving: ServeOptions, *, tunes: bool) -> int:
+    if tunes:
         config = with_tuned(model, config)
     plain, config = config, with_adapted(model, config)
     template = read_text(serving.chat_template, "--chat-template") if serving.chat_template else None
 
     from headstart.api import LLM
-    from headstart.server.app import ServerConfig
+    from headstart.server.app import shelf_of_one
     from headstart.server.records import prepare_folder
     from headstart.server.run import listening, serve
     from headstart.text.chat import ChatTemplate
 
-    settings = serving.chosen()
-    settings.pop("chat_template", None)
-    settings["web"] = not settings.pop("no_web")
     if serving.record is not None:
         prepare_folder(serving.record)
-    serve_config = ServerConfig(**settings)
+    serve_config = _server_config(serving)
     with listening(serve_config) as sockets:  # before a model is loaded for nothing
         with progress("loading") as report_progress:
             llm = LLM(model, config, report_progress)
         if template is not None:
             known = llm.chat_template or ChatTemplate("")
             llm.chat_template = known.replaced(template, str(serving.chat_template))
-        serve(llm, serve_config, sockets, lambda: with_adapted(model, plain).head)
+        serve(shelf_of_one(llm, serve_config), serve_config, sockets, lambda: with_adapted(model, plain).head)
     return 0
+
+
+def _server_config(serving: ServeOptions) -> ServerConfig:
+    from headstart.server.app import ServerConfig
+
+    settings = serving.chosen()
+    settings.pop("chat_template", None)
+    settings["web"] = not settings.pop("no_web")
+    return ServerConfig(**settings)

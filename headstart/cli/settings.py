@@ -228,7 +228,9 @@ def _flag(item: Any) -> str:
 
 def _spelled(item: Any, value: Any) -> str:
     """How a message names it: an option by its flag, the model by its name."""
-    return str(value) if item.param_type_name == "argument" else _flag(item)
+    if item.param_type_name != "argument":
+        return _flag(item)
+    return str(value[0] if isinstance(value, list) and value else value)
 
 
 def _given(options: Mapping[str, Any], words: Sequence[str]) -> set[str]:
@@ -278,7 +280,7 @@ def _of_text(item: Any, text: str, place: str) -> Any:
     if not getattr(item, "multiple", False) and item.nargs == 1:
         return text
     if not text.lstrip().startswith("["):
-        return text.split()
+        return [text] if item.param_type_name == "argument" else text.split()
     try:
         return [str(each) for each in tomllib.loads(f"list = {text}")["list"]]
     except tomllib.TOMLDecodeError:

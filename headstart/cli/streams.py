@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import select
 import sys
 from contextlib import suppress
 from io import TextIOWrapper
@@ -13,6 +12,7 @@ from typing import TextIO
 
 from headstart.cli.render import print_error
 from headstart.errors import UsageError, status_of
+from headstart.system import has_no_reader
 
 NULL = Path(os.devnull)
 
@@ -33,15 +33,7 @@ def stdout_error() -> OSError | None:
         sys.stdout.flush()
     except OSError as error:
         return error
-    return BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)) if _has_no_reader(sys.stdout) else None
-
-
-def _has_no_reader(stream: TextIO) -> bool:
-    with suppress(OSError, AttributeError):  # no file behind it; Windows has no poll
-        poll = select.poll()
-        poll.register(stream.fileno(), 0)
-        return any(event & select.POLLERR for _, event in poll.poll(0))
-    return False
+    return BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)) if has_no_reader(sys.stdout) else None
 
 
 def lost_stdout(error: OSError, code: int = 0) -> int:

@@ -11,7 +11,7 @@ from headstart.engine.attach import attach_head, find_head
 from headstart.formats import open_checkpoint
 from headstart.formats.base import Checkpoint
 from headstart.heads.base import Head
-from headstart.kernels.backend import choose, open_backend
+from headstart.kernels.backend import TakesTurns, choose, open_backend
 from headstart.kernels.ops import Backend
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import Decoder
@@ -36,13 +36,18 @@ class Model:
     head: Head | None
 
 
-def load_model(name: str | None, config: EngineConfig, progress: Progress = no_progress) -> Model:
-    """Read a model by path, alias or Hub name, and the head that goes with it; `progress` counts its weights. Raises
-    ModelError or UsageError."""
+def load_model(
+    name: str | None, config: EngineConfig, progress: Progress = no_progress, beside: Backend | None = None
+) -> Model:
+    """Read a model by path, alias or Hub name, and the head that goes with it; `progress` counts its weights. `beside`:
+    the backend of another model that is in use, with which this one shares the threads. Raises ModelError or
+    UsageError."""
     choose(config)  # before anything is fetched
     alias = hub.resolve_alias(name)
     checkpoint = open_checkpoint(alias.trunk)
     backend = open_backend(config, checkpoint.files)
+    if isinstance(backend, TakesTurns) and beside is not None:
+        backend.take_turns(beside)
     loaded = load_decoder(checkpoint, backend, progress, config.max_model_len)
     model = Model(
         name=name or alias.name,

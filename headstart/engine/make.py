@@ -32,8 +32,9 @@ not tell of it. What has been filled counts twice: rather too small a cache than
 _planning = Lock()
 
 
-def make_engine(model: Model, config: EngineConfig) -> Engine:
-    """Attach the drafter and allocate pools for a loaded model. Raises UsageError for what does not fit."""
+def make_engine(model: Model, config: EngineConfig, room: int | None = None) -> Engine:
+    """Attach the drafter and allocate pools for a loaded model, of `room` bytes at most where that is for a sequence.
+    Raises UsageError for what does not fit."""
     max_length = context_length(model, config)
     drafter_type, method = drafter_of(model, config)
     runner = Runner(model.backend, model.config.vocab_size, keep_probs=config.rule == "rejection")
@@ -48,7 +49,7 @@ def make_engine(model: Model, config: EngineConfig) -> Engine:
     hidden_width = tap_width(trunk.tap, model.config.hidden_size, model.config.num_streams) if trunk.tap else 0
     networks = [trunk, *(opened.network for opened in runner.opened)]
     with _planning:
-        memory = _memory(model, config, networks, hidden_width, max_length, drafts=drafter is not None)
+        memory = _memory(model, config, networks, hidden_width, max_length, room, drafts=drafter is not None)
     num_slots = len(memory.pool.blocks) * config.block_size
     runner.allocate(trunk, memory, num_slots=num_slots, hidden_width=hidden_width)
     model.backend.loaded()
@@ -135,7 +136,14 @@ def context_length(model: Model, config: EngineConfig) -> int:
 
 
 def _memory(
-    model: Model, config: EngineConfig, networks: list[Network], hidden_width: int, max_length: int, *, drafts: bool
+    model: Model,
+    config: EngineConfig,
+    networks: list[Network],
+    hidden_width: int,
+    max_length: int,
+    room: int | None,
+    *,
+    drafts: bool,
 ) -> KVMemory:
     """Blocks for KV of all networks and hidden states, slots for recurrent state, within a share of the memory that is
     free and that no other engine of this process has planned with. Raises UsageError for fewer blocks than one sequence
@@ -144,6 +152,7 @@ def _memory(
     place = model.backend.runs_on
     planned = sum(size for device, size in PLANNED.values() if device == place)
     budget = int(max(free - planned, 0) * MEMORY_SHARE[place])
+    budget = budget if room is None else min(budget, room)
     states = _states(model, config, budget, drafts=drafts)
     specs = [spec for network in networks for spec in network.kv_specs]
     backend = model.backend
@@ -155,15 +164,20 @@ def _memory(
             f"--kv-blocks {num_blocks} of {config.block_size} tokens hold less than one sequence of {max_length}",
             f"give at least {-(-max_length // config.block_size)} blocks, or lower --max-model-len",
         )
-    wanted, room = num_blocks * (block_bytes + BLOCK_RECORD), _whole_memory(place) or free
-    if wanted > room and config.kv_blocks:
+    wanted, whole = num_blocks * (block_bytes + BLOCK_RECORD), _whole_memory(place) or free
+    if wanted > whole and config.kv_blocks:
         raise UsageError(
-            f"--kv-blocks {num_blocks} take {wanted / 1e9:.1f} GB, but there are {room / 1e9:.1f} GB",
+            f"--kv-blocks {num_blocks} take {wanted / 1e9:.1f} GB, but there are {whole / 1e9:.1f} GB",
             f"{max(budget // block_bytes, 1)} blocks take {MEMORY_SHARE[place]:.0%} of what is free: the default",
         )
     memory = KVMemory(num_blocks, config.block_size, prefix_caching=config.enable_prefix_caching, states=states)
     PLANNED[memory] = place, num_blocks * block_bytes + _state_bytes(model, states)
     return memory
+
+
+def pool_bytes(engine: Engine) -> int:
+    """What its pools take once they are full."""
+    return PLANNED[engine.memory][1]
 
 
 def _whole_memory(place: str) -> int | None:

@@ -24,6 +24,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
     raise ModelError(_why_unknown(path), HINT)
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Does a format know it, by its name and first bytes?"""
+    formats: list[Format] = [registry.find("formats", name).FORMAT for name in registry.available("formats")]
+    return any(each.detect(path) for each in formats)
+
+
 def find_checkpoint(name: str | Path, progress: Progress = no_progress) -> Checkpoint:
     """A path, an alias, or a repo on the Hub, of which nothing but headers is fetched. Raises ModelError for damaged
     or missing files, UsageError for an unknown name or when the Hub cannot be reached."""

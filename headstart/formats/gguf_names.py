@@ -10,6 +10,7 @@ from headstart.errors import ModelError
 _TOP: Mapping[str, str] = {
     "token_embd.weight": "embed_tokens.weight",
     "output_norm.weight": "norm.weight",
+    "output_norm.bias": "norm.bias",
     "token_embd_norm.weight": "norm.weight",  # so called in files with short convolutions
     "output.weight": "lm_head.weight",
     "rope_freqs.weight": "rope_freqs.weight",
@@ -19,6 +20,8 @@ _TOP: Mapping[str, str] = {
     "output_hc_base.weight": "streams.base",
     "output_hc_scale.weight": "streams.scale",
     "per_layer_proj_norm.weight": "per_layer_projection_norm.weight",
+    "altup_proj.weight": "altup_projections.weight",  # [streams - 1, H, H]
+    "altup_unembd_proj.weight": "altup_unembed_projections.weight",
 }
 
 _BLOCK: Mapping[str, str] = {
@@ -48,14 +51,16 @@ _BLOCK: Mapping[str, str] = {
     "attn_k_b": "self_attn.k_b_proj",  # [heads, latent, nope]
     "attn_v_b": "self_attn.v_b_proj",  # [heads, value, latent]
     "attn_kv": "self_attn.kv_proj",
-    "attn_kv_norm": "self_attn.kv_norm",
     "attn_output_a": "self_attn.o_a_proj",
     "attn_output_b": "self_attn.o_b_proj",
     **{
         f"{theirs}_compressor_{part}": f"{ours}.compressor.{name}"
         for theirs, ours in (("attn", "self_attn"), ("indexer", "self_attn.indexer"))
         for part, name in (
-            ("kv", "kv_proj"), ("gate", "gate_proj"), ("norm", "kv_norm"), ("ape.weight", "position_bias"),
+            ("kv", "kv_proj"),
+            ("gate", "gate_proj"),
+            ("norm", "kv_norm"),
+            ("ape.weight", "position_bias"),
         )
     },
     **{
@@ -93,6 +98,14 @@ _BLOCK: Mapping[str, str] = {
     "proj": "per_layer_projection",
     "post_norm": "post_per_layer_input_norm",
     "layer_output_scale.weight": "layer_scalar",
+    "altup_correct_coef": "altup.correction_coefs",
+    "altup_correct_scale.weight": "altup.correct_output_scale",
+    "altup_predict_coef": "altup.prediction_coefs",
+    "altup_router": "altup.modality_router",
+    "altup_router_norm": "altup.router_norm",
+    "laurel_l": "laurel.linear_left",
+    "laurel_r": "laurel.linear_right",
+    "laurel_post_norm": "laurel.post_laurel_norm",
     "ffn_gate_inp.scale": "router.scale",
     "ffn_down_exps.scale": "router.per_expert_scale",
     "ffn_gate_up_exps.weight": "mlp.experts.gate_up_proj",
@@ -126,6 +139,8 @@ IMPLIED: Mapping[str, Mapping[str, float | None]] = {
     "gemma2": {"query_pre_attn_scalar": 0},
     "step35": {"norm_topk_prob": False},
     "gemma4": {"rope_parameters": None},
+    "cohere2moe": {"expert_selection_fn": None, "expert_gating_func": 2, "norm_topk_prob": False},
+    "gemma3n": {"vocab_size_per_layer_input": None},  # as many tokens as all
     "falcon-h1": {"mamba_norm_before_gate": False},
     "mimo2": {"attention_value_scale": 1.0, "v_head_dim": 0},  # as wide as keys
 }  # fmt: skip
@@ -141,6 +156,9 @@ KEYS: Mapping[str, str] = {
     "attention.key_length_swa": "head_dim_sliding",
     "attention.shared_kv_layers": "num_kv_shared_layers",
     "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+    "altup.active_idx": "altup_active_idx",
+    "altup.num_inputs": "altup_num_inputs",
+    "activation_sparsity_scale": "activation_sparsity_scale",
     "attention.q_lora_rank": "q_lora_rank",
     "attention.kv_lora_rank": "kv_lora_rank",
     "attention.key_length_mla": "qk_head_dim",  # of a head, where key_length is that of the cache

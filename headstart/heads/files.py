@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -29,6 +28,7 @@ from headstart.kernels.ops import AttentionSpec, RopeSpec
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.decoder import LayerConfig
 from headstart.layers.mlp import MLPConfig
+from headstart.system import sync
 
 MARK = "headstart_head"
 VERSION = 1
@@ -72,7 +72,7 @@ def write_head(path: Path, head: HeadCheckpoint, arrays: Arrays) -> None:
         document, named = write(head, arrays)
         save(aside / "model.safetensors", named)
         (aside / "config.json").write_text(json.dumps(document, indent=2) + "\n", "utf-8")
-    os.sync()
+    sync()
 
 
 def _foreign(document: Document, path: Path) -> Layout | None:

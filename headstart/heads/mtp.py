@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -80,13 +81,14 @@ def _projection(weights: Weights, name: str, hidden: int, layer: LayerConfig) ->
 
 def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[MTPModule]:
     assert spec.layer is not None
+    norm = partial(weights.norm, size=hidden, eps=spec.layer.eps, centered=spec.layer.centered)
     return [
         MTPModule(
-            embedding_norm=weights.norm(f"mtp.{i}.norm_embedding", hidden, spec.layer.eps),
-            hidden_norm=weights.norm(f"mtp.{i}.norm_hidden", hidden, spec.layer.eps),
+            embedding_norm=norm(f"mtp.{i}.norm_embedding"),
+            hidden_norm=norm(f"mtp.{i}.norm_hidden"),
             projection=_projection(weights, f"mtp.{i}.projection", hidden, spec.layer),
             block=spec.layer.build(weights, f"mtp.{i}.block", hidden),
-            norm=weights.norm(f"mtp.{i}.norm", hidden, spec.layer.eps) if spec.output_norm else NoNorm(),
+            norm=norm(f"mtp.{i}.norm") if spec.output_norm else NoNorm(),
             streams=_streams(weights, f"mtp.{i}.streams", hidden, spec.layer),
         )
         for i in range(spec.num_modules)

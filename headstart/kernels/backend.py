@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from headstart import registry
 from headstart.config import AUTO, EngineConfig, flag_of
@@ -37,6 +37,15 @@ class BackendKind:
     packages: tuple[str, ...] = ()
     present: Callable[[], bool] = lambda: True
     detail: Callable[[], str] = lambda: ""
+
+
+@runtime_checkable
+class TakesTurns(Protocol):
+    """A backend of which several can be in use at a time without being in each other's way."""
+
+    def take_turns(self, other: Backend) -> None:
+        """Compute on the threads of another one from now on, a pass at a time, in order of arrival, where they are as
+        many. Before anything is loaded."""
 
 
 class Chosen(NamedTuple):

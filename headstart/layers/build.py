@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from headstart.kernels.specs import StreamSpec
-from headstart.layers.decoder import Decoder, LayerConfig
+from headstart.layers.altup import AltUpConfig
+from headstart.layers.decoder import Decoder, LayerConfig, norm_parts
 from headstart.layers.linear import Linear
-from headstart.layers.streams import read_streams, stream_shapes
+from headstart.layers.streams import Spread, read_streams, stream_shapes
 from headstart.layers.weights import Shapes, Weights
 
 
@@ -26,7 +27,8 @@ class DecoderConfig:
     logit_scale: float = 1.0
     logit_softcap: float = 0.0  # 0: none
     centered: bool = False  # the final norm is of x - mean(x)
-    streams: StreamSpec | None = None  # of all layers
+    biased: bool = False  # plus a bias
+    streams: StreamSpec | AltUpConfig | None = None  # of all layers
     num_mtp: int = 0  # native MTP modules promised by the config
     mtp_layer: LayerConfig | None = None  # the block of such a module; None: as the last layer
     mtp_lm_heads: bool = False  # each has an LM head of its own
@@ -52,9 +54,12 @@ class DecoderConfig:
         shapes: Shapes = {"embed_tokens.weight": embedding}
         for i, layer in enumerate(self.layers):
             shapes |= layer.shapes(f"layers.{i}", self.hidden_size)
-        if self.streams:
+        if isinstance(self.streams, AltUpConfig):
+            shapes |= self.streams.shapes(self.hidden_size)
+        elif self.streams:
             shapes |= stream_shapes("streams", self.hidden_size, self.streams, last=True)
-        return shapes | {"norm.weight": (self.hidden_size,)} | ({} if self.tied else {"lm_head.weight": embedding})
+        norm: Shapes = {f"norm.{end}": (self.hidden_size,) for end in norm_parts(self.biased)}
+        return shapes | norm | ({} if self.tied else {"lm_head.weight": embedding})
 
 
 def decoder(weights: Weights, config: DecoderConfig) -> Decoder:
@@ -64,15 +69,21 @@ def decoder(weights: Weights, config: DecoderConfig) -> Decoder:
     return Decoder(
         embedding=embedding,
         layers=[each.build(weights, f"layers.{i}", config.hidden_size) for i, each in enumerate(config.layers)],
-        norm=weights.norm("norm", config.hidden_size, config.eps, centered=config.centered),
+        norm=weights.norm("norm", config.hidden_size, config.eps, centered=config.centered, biased=config.biased),
         lm_head=Linear(weights.get(head, config.vocab_size, config.hidden_size)),
         embedding_scale=config.embedding_scale,
         logit_scale=config.logit_scale,
         logit_softcap=config.logit_softcap,
-        streams=read_streams(weights, "streams", config.hidden_size, config.streams, config.eps, last=True)
-        if config.streams
-        else None,
+        streams=_spread(weights, config),
     )
+
+
+def _spread(weights: Weights, config: DecoderConfig) -> Spread | None:
+    if isinstance(config.streams, AltUpConfig):
+        return config.streams.build(weights, config.hidden_size)
+    if config.streams is None:
+        return None
+    return read_streams(weights, "streams", config.hidden_size, config.streams, config.eps, last=True)
 
 
 def lm_head_name(weights: Weights, config: DecoderConfig) -> str:

@@ -11,7 +11,7 @@ from headstart.kernels.specs import StreamSpec
 from headstart.kernels.states import StateSpec
 from headstart.layers.linear import Linear
 from headstart.layers.norm import NoNorm, Norm, RMSNorm
-from headstart.layers.streams import Streams, read_streams, repeated, stream_shapes
+from headstart.layers.streams import Spread, Streams, read_streams, stream_shapes
 from headstart.layers.weights import Shapes, Weights
 
 Tap = Literal["post_norm", "pre_norm", "streams"] | tuple[int, ...]
@@ -131,6 +131,11 @@ NORM_NAMES: Mapping[Norms, tuple[str, str, str, str]] = {
 the first."""
 
 
+def norm_parts(biased: bool) -> tuple[str, ...]:
+    """What names of a norm's tensors end with."""
+    return ("weight", "bias") if biased else ("weight",)
+
+
 @dataclass(frozen=True)
 class NoPart:
     """In place of a mixer or a feed-forward part, in layers of one part each; that part has the first norm."""
@@ -151,16 +156,17 @@ class NoPart:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """One layer: its two parts, where norms stand (`centered`: of x - mean(x)), what each part's output is multiplied
-    by, and a part beside them. `scaled`: the stream is multiplied by `layer_scalar` [1] in the end. `shortcut`: another
-    feed-forward part, which reads what the first does and is added behind the next layer (experts of LongCat-Flash).
-    `streams`: the stream is several, side by side (layers.streams)."""
+    """One layer: its two parts, where norms stand (`centered`: of x - mean(x), `biased`: plus a bias), what each part's
+    output is multiplied by, a part beside them. `scaled`: in the end the stream is multiplied by `layer_scalar` [1].
+    `shortcut`: another feed-forward part, which reads what the first does and is added behind the next layer (experts
+    of LongCat-Flash). `streams`: the stream is several, side by side (layers.streams)."""
 
     mixer: MixerConfig
     mlp: FeedForwardConfig
     eps: float
     norms: Norms = "pre"
     centered: bool = False
+    biased: bool = False
     residual_scale: float = 1.0
     beside: BesideConfig | None = None
     scaled: bool = False
@@ -171,7 +177,9 @@ class LayerConfig:
         """From the tensors under `prefix` (no trailing dot). `reads`: columns that the mixer reads, where they are not
         the hidden size."""
         norms: list[Norm] = [
-            weights.norm(f"{prefix}.{name}", hidden, self.eps, centered=self.centered) if name else NoNorm()
+            weights.norm(f"{prefix}.{name}", hidden, self.eps, centered=self.centered, biased=self.biased)
+            if name
+            else NoNorm()
             for name in self._norms
         ]
         return DecoderLayer(
@@ -196,7 +204,7 @@ class LayerConfig:
     def shapes(self, prefix: str, hidden: int, *, reads: int | None = None) -> Shapes:
         """Names and shapes of what `build` takes."""
         return {
-            **{f"{prefix}.{name}.weight": (hidden,) for name in self._norms if name},
+            **{f"{prefix}.{name}.{end}": (hidden,) for name in self._norms if name for end in norm_parts(self.biased)},
             **self.mixer.shapes(prefix, hidden, reads=reads or hidden),
             **self.mlp.shapes(f"{prefix}.mlp", hidden),
             **(self.beside.shapes(prefix, hidden) if self.beside else {}),
@@ -293,7 +301,7 @@ class DecoderLayer:
 @dataclass(frozen=True)
 class Decoder:
     """Embedding, layers, final norm, LM head: a whole trunk. Embeddings are multiplied by `embedding_scale`, logits by
-    `logit_scale` and kept within `logit_softcap`, if there is one."""
+    `logit_scale` and kept within `logit_softcap`, if there is one. `streams`: there are several between the layers."""
 
     embedding: Weight
     layers: list[DecoderLayer]
@@ -302,7 +310,7 @@ class Decoder:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
-    streams: Streams | None = None  # what sums them before the final norm
+    streams: Spread | None = None
 
     @property
     def kv_specs(self) -> list[KVSpec]:
@@ -359,7 +367,7 @@ class DecoderProgram:
         model = self.model
         embedded = model.embed(ops, step.token_ids)
         streams = model.streams
-        delta, residual = None, repeated(ops, embedded, streams.spec.count) if streams else embedded
+        delta, residual = None, streams.begin(ops, embedded) if streams else embedded
         passing = Passing(step.token_ids, embedded)
         wanted = tapped_layers(self.tap)
         tapped: Buffer | None = None

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headstart.kernels.ops import Activation, Buffer, Ops
+import numpy as np
+
+from headstart.kernels.ops import Activation, Buffer, Ops, Weight
 from headstart.layers.linear import Linear
+from headstart.layers.magnitude import Magnitude, multiplied, read_magnitude
 from headstart.layers.weights import Shapes, Weights
 
 
 @dataclass(frozen=True, kw_only=True)
 class MLPConfig:
     """`inner`: its width. Canonical tensors under its prefix: gate_proj (if `gated`), up_proj, down_proj. `gate_scale`
-    multiplies what the activation reads, `output_scale` what comes out, of a gated one."""
+    multiplies what the activation reads, `output_scale` what comes out, of a gated one. `cutoff`: see Above."""
 
     inner: int
     activation: Activation = "silu"
@@ -20,6 +23,7 @@ class MLPConfig:
     bias: bool = False
     gate_scale: float = 1.0
     output_scale: float = 1.0
+    cutoff: float | None = None
 
     def build(self, weights: Weights, prefix: str, hidden: int) -> GatedMLP | MLP:
         """From the tensors under `prefix` (no trailing dot)."""
@@ -29,7 +33,8 @@ class MLPConfig:
         }
         if self.gated:
             gate, up, down = parts["gate_proj"], parts["up_proj"], parts["down_proj"]
-            return GatedMLP(gate, up, down, self.activation, self.gate_scale, self.output_scale)
+            above = None if self.cutoff is None else read_above(weights, self.inner, self.cutoff)
+            return GatedMLP(gate, up, down, self.activation, self.gate_scale, self.output_scale, above)
         return MLP(parts["up_proj"], parts["down_proj"], self.activation)
 
     def shapes(self, prefix: str, hidden: int) -> Shapes:
@@ -44,8 +49,27 @@ class MLPConfig:
 
 
 @dataclass(frozen=True)
+class Above:
+    """max(x - mean(x) - cutoff std(x), 0) by row, of which few are not 0: the sparse activations of Gemma 3n.
+    `threshold` [W]: -cutoff."""
+
+    magnitude: Magnitude
+    threshold: Weight
+
+    def __call__(self, ops: Ops, x: Buffer) -> Buffer:
+        direction, deviation = self.magnitude.apart(ops, ops.center(x))
+        kept = ops.activate(ops.shift(direction, self.threshold), "relu")
+        return multiplied(ops, kept, deviation)
+
+
+def read_above(weights: Weights, width: int, cutoff: float) -> Above:
+    """Of rows [R, width]."""
+    return Above(read_magnitude(weights, width), weights.made(f"{width} times {-cutoff}", np.full(width, -cutoff)))
+
+
+@dataclass(frozen=True)
 class GatedMLP:
-    """down(activation(gate(x)) * up(x)), with two factors."""
+    """down(activation(gate(x)) * up(x)), with two factors; `above`: what is kept of gate(x)."""
 
     gate_proj: Linear
     up_proj: Linear
@@ -53,10 +77,12 @@ class GatedMLP:
     activation: Activation
     gate_scale: float = 1.0
     output_scale: float = 1.0
+    above: Above | None = None
 
     def __call__(self, ops: Ops, x: Buffer) -> Buffer:
         gate, up = self.gate_proj(ops, x), self.up_proj(ops, x)
         gate = gate if self.gate_scale == 1 else ops.scale(gate, self.gate_scale)
+        gate = self.above(ops, gate) if self.above else gate
         y = self.down_proj(ops, ops.activate_mul(gate, up, self.activation))
         return y if self.output_scale == 1 else ops.scale(y, self.output_scale)
 

@@ -27,10 +27,10 @@ from headstart.layers.weights import Shapes, Weights
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
     """`inner`: width of one expert; `shared`: width of the shared experts together, 0 for none; `shared_gate`: a row
-    scales them by sigmoid(w . x); `shared_activation`: theirs, where it is another; `bias`: a bias corrects the choice
-    of experts; `biases`: the router and all matrices of experts have one; not `gated`: experts have no gate_proj;
-    `latent`: the routed ones read and write as many columns between two matrices that all share, 0: the row itself.
-    `table`: of so many tokens each has its experts, `gate.table` [V, top_k]."""
+    scales them by sigmoid(w . x); `shared_activation`: theirs, where it is another; `shared_scale`: a factor; `bias`:
+    one corrects the choice of experts; `biases`: the router and all matrices of experts have one; not `gated`: experts
+    have no gate_proj; `latent`: the routed ones read and write as many columns between two matrices that all share, 0:
+    the row itself. `table`: of so many tokens each has its experts, `gate.table` [V, top_k]."""
 
     router: RouterSpec
     inner: int
@@ -39,6 +39,7 @@ class MoEConfig:
     bias: bool = False
     activation: Activation = "silu"
     shared_activation: Activation | None = None
+    shared_scale: float = 1.0
     biases: bool = False
     gated: bool = True
     latent: int = 0
@@ -101,7 +102,8 @@ class MoEConfig:
         return shapes
 
     def _shared(self) -> MLPConfig:
-        return replace(self._mlp(self.shared), activation=self.shared_activation or self.activation)
+        activation = self.shared_activation or self.activation
+        return replace(self._mlp(self.shared), activation=activation, output_scale=self.shared_scale)
 
     def _mlp(self, inner: int) -> MLPConfig:
         """One expert."""

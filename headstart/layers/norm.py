@@ -45,11 +45,15 @@ class RMSNorm:
         return ops.add_rms_norm(x, residual, self.weight, self.eps)
 
 
+@dataclass(frozen=True)
 class LayerNorm(RMSNorm):
-    """RMSNorm of x - mean(x): layer normalization (Ba, Kiros, Hinton 2016) without a bias."""
+    """RMSNorm of x - mean(x), plus a bias: layer normalization (Ba, Kiros, Hinton 2016)."""
+
+    bias: Weight | None = None
 
     def __call__(self, ops: Ops, x: Buffer) -> Buffer:
-        return ops.rms_norm(ops.center(x), self.weight, self.eps)
+        normed = ops.rms_norm(ops.center(x), self.weight, self.eps)
+        return normed if self.bias is None else ops.shift(normed, self.bias)
 
     def add(self, ops: Ops, x: Buffer | None, residual: Buffer) -> tuple[Buffer, Buffer]:
         stream = residual if x is None else ops.add(x, residual)

@@ -29,19 +29,22 @@ TABLE, PROJECTION, NORM = (
 
 @dataclass(frozen=True, kw_only=True)
 class PerLayerConfig:
-    """Of layer `index` of `count`: `width` features for each of `vocab_size` tokens."""
+    """Of layer `index` of `count`: `width` features for each of `vocab_size` tokens; of `beyond` more tokens those of
+    token 0."""
 
     index: int
     count: int
     width: int
     vocab_size: int
     activation: Activation
+    beyond: int = 0
 
     def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float) -> PerLayer:
         """From the layer's part of the shared tensors, and its own under `prefix` (no trailing dot)."""
         shapes, width = self.shapes(prefix, hidden), self.width
         table = weights.raw(TABLE, shapes[TABLE]).shaped(self.vocab_size * self.count, width)
-        rows = np.arange(self.vocab_size, dtype=np.int64) * self.count + self.index
+        tokens = np.concatenate((np.arange(self.vocab_size), np.zeros(self.beyond, np.int64)))
+        rows = tokens * self.count + self.index
         projection = weights.raw(PROJECTION, shapes[PROJECTION])
         part = np.arange(self.index * width, (self.index + 1) * width, dtype=np.int64)
         # The factors around the norm stand in its weight and in epsilon.

@@ -11,12 +11,26 @@ Canonical tensors under a prefix: `fn` [mixes, streams * H], `base` [mixes], `sc
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from headstart.kernels.ops import Buffer, Ops, Weight
 from headstart.kernels.specs import StreamSpec
 from headstart.layers.linear import Linear
 from headstart.layers.norm import RMSNorm
 from headstart.layers.weights import Shapes, Weights
+
+
+class Spread(Protocol):
+    """How one stream becomes several before the first layer, and one again behind the last."""
+
+    @property
+    def spec(self) -> StreamSpec: ...
+
+    def begin(self, ops: Ops, x: Buffer) -> Buffer:
+        """[R, H] -> [R, streams * H]."""
+
+    def enter(self, ops: Ops, streams: Buffer) -> tuple[Buffer, Buffer | None]:
+        """[R, streams * H] -> [R, H], and what `Streams.leave` wants."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +42,10 @@ class Streams:
     mixes: Linear
     base: Weight
     scale: Weight
+
+    def begin(self, ops: Ops, x: Buffer) -> Buffer:
+        """[R, H] -> [R, streams * H], before the first layer."""
+        return repeated(ops, x, self.spec.count)
 
     def enter(self, ops: Ops, streams: Buffer) -> tuple[Buffer, Buffer]:
         """[R, streams * H] -> (their sum [R, H], weights for `leave`)."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headstart.errors import ModelError
 from headstart.formats.base import make_tensor
@@ -62,13 +64,23 @@ class Weights:
         weight = self.get(f"{prefix}.weight", num_out, num_in)
         return Linear(weight, self.get(f"{prefix}.bias", num_out) if bias else None)
 
-    def norm(self, name: str, size: int, eps: float, *, centered: bool = False) -> RMSNorm:
-        return (LayerNorm if centered else RMSNorm)(self.get(f"{name}.weight", size), eps)
+    def norm(self, name: str, size: int, eps: float, *, centered: bool = False, biased: bool = False) -> RMSNorm:
+        weight = self.get(f"{name}.weight", size)
+        if not centered:
+            return RMSNorm(weight, eps)
+        return LayerNorm(weight, eps, self.get(f"{name}.bias", size) if biased else None)
+
+    def made(self, name: str, values: NDArray[Any]) -> Weight:
+        """Numbers of our own, never rounded; made once by name, which no tensor of a file has."""
+        if name not in self._taken:
+            array = np.ascontiguousarray(values, np.float32)
+            tensor = make_tensor(name, array.shape, "F32", array.reshape(-1).view(np.uint8))
+            self._taken[name] = self.backend.weight(tensor, precise=True)
+        return self._taken[name]
 
     def plain_norm(self, size: int, eps: float) -> RMSNorm:
         """A norm without a weight."""
-        ones = np.ones(size, np.float32)
-        return RMSNorm(self.backend.weight(make_tensor("ones", (size,), "F32", ones.view(np.uint8)), precise=True), eps)
+        return RMSNorm(self.made(f"{size} ones", np.ones(size)), eps)
 
     def scalar(self, name: str) -> float:
         """The one number of a tensor."""

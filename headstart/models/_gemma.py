@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from headstart.errors import ModelError
 from headstart.kernels.ops import RawTensor
+from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
+from headstart.layers.mlp import MLPConfig
 from headstart.models import keys
 from headstart.models.keys import Config
 from headstart.models.names import Names
+from headstart.models.reading import Reading
 from headstart.models.small import Arrays
 
 OUTSIDE = (
@@ -73,3 +79,37 @@ def score_scalar(config: Config, layers_27b: int) -> int:
         return written
     hidden, heads = keys.number(config, "hidden_size"), keys.number(config, "num_attention_heads")
     return hidden // heads if keys.num_layers(config) == layers_27b else keys.number(config, "head_dim")
+
+
+def shared_layer(kinds: Sequence[str], first: int, index: int) -> int | None:
+    """The layer whose keys and values layer `index` reads; from `first` on, the last one of its kind before. Raises
+    ModelError."""
+    if index < first:
+        return None
+    before = [i for i in range(max(first, 0)) if kinds[i] == kinds[index]]
+    if not before:
+        raise ModelError(f"config.json: no {kinds[index]} layer is left whose keys layer {index} could read",
+                         "see num_kv_shared_layers")  # fmt: skip
+    return before[-1]
+
+
+def mlp(config: Reading, index: int) -> MLPConfig:
+    """Of layer `index`, where each may have a width of its own. Raises ModelError."""
+    inner = config.get("intermediate_size")
+    if isinstance(inner, list):
+        if len(inner) <= index:
+            raise ModelError(f"intermediate_size has widths of {len(inner)} layers, not of layer {index}")
+        config = config.inside({"intermediate_size": inner[index]})
+    return keys.mlp(config)
+
+
+def own_keys(tensors: dict[str, RawTensor], config: DecoderConfig) -> dict[str, RawTensor]:
+    """Without keys and values of layers that read those of others."""
+    mixers = [each.mixer for each in config.layers]
+    sharing = {
+        f"layers.{i}" for i, each in enumerate(mixers) if isinstance(each, AttentionConfig) and each.shares is not None
+    }
+    parts = ((name, name.partition(".self_attn.")) for name in tensors)
+    return {
+        name: tensors[name] for name, (layer, _, part) in parts if layer not in sharing or part[:2] not in ("k_", "v_")
+    }

@@ -100,13 +100,12 @@ class Family:
 
 
 _INDEXER = "sparse attention with an indexer (DSA)"
-_STREAMS = "several residual streams (hyper-connections, AltUp)"
+_STREAMS = "several residual streams (hyper-connections)"
 UNSUPPORTED: Mapping[str, str] = {
     "glm5_next": f"Kimi delta attention and {_INDEXER}", "glm5-next": f"Kimi delta attention and {_INDEXER}",
     "qwen4_exp": _STREAMS, "qwen4exp": _STREAMS,
     "mimo_v2": "projections fused in the order of several devices, and pictures (MiMo-V2.5, Pro, Omni)",
     "nemotron_h_puzzle": "layers of several sizes (Puzzle)", "mamba2": "Mamba2 layers",
-    "gemma3n": _STREAMS, "gemma3n_text": _STREAMS,
     "kimi_k3": "Kimi delta attention",
     "minicpm3": "MiniCPM3's latent attention", "phimoe": "sparse-mixer routing",
     "minimax_m3": "block-sparse attention",

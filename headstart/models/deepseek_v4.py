@@ -185,7 +185,9 @@ def _experts(config: Config, *, hashed: bool) -> MoEConfig:
     )
 
 
-GGUF_PARTS = {".q_a_layernorm.": ".q_a_norm.", ".indexer.wq_b.": ".indexer.q_b_proj."}
+GGUF_PARTS = {
+    ".q_a_layernorm.": ".q_a_norm.", ".kv_a_layernorm.": ".kv_norm.", ".indexer.wq_b.": ".indexer.q_b_proj.",
+}  # fmt: skip
 """What llama.cpp's files call as other families do -> ours."""
 BIAS = ".mlp.gate.e_score_correction_bias"
 UNUSED = re.compile(r".*\.gate\.bias_vl")  # of pictures

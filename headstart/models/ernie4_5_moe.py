@@ -102,5 +102,5 @@ FAMILY = Family(
         "moe_num_experts": 7, "moe_k": 3, "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
         "moe_intermediate_size": 24, "num_nextn_predict_layers": 1,
     },
-    scratch={**SCRATCH_EXPERTS, "moe_num_experts": 8, "moe_k": 2, "num_experts_per_tok": None},
+    scratch={"moe_intermediate_size": SCRATCH_EXPERTS["moe_intermediate_size"], "moe_num_experts": 8, "moe_k": 2},
 )  # fmt: skip

@@ -52,7 +52,7 @@ def parse(config: Config) -> DecoderConfig:
             activation=keys.activation(config),
         )
         read = reads[kinds[i]].inside(_own(config, kinds[i], i))
-        mixer = _attention(read, kinds[i], window, _shared(kinds, first, i))
+        mixer = _attention(read, kinds[i], window, _gemma.shared_layer(kinds, first, i))
         return _layer(config, mixer, _mlp(config, i, i >= first), beside=beside if width else None, scaled=True)
 
     plain = _attention(reads[FULL].inside(_own(config, FULL, count - 1)), FULL, window, None)
@@ -102,24 +102,8 @@ def _attention(config: Reading, kind: str, window: int, shares: int | None) -> A
     )
 
 
-def _shared(kinds: list[str], first: int, index: int) -> int | None:
-    """The layer whose keys and values layer `index` reads; from `first` on, the last one of its kind before."""
-    if index < first:
-        return None
-    before = [i for i in range(max(first, 0)) if kinds[i] == kinds[index]]
-    if not before:
-        raise ModelError(f"config.json: no {kinds[index]} layer is left whose keys layer {index} could read",
-                         "see num_kv_shared_layers")  # fmt: skip
-    return before[-1]
-
-
 def _mlp(config: Reading, index: int, shared: bool) -> MLPConfig:
-    inner = config.get("intermediate_size")
-    if isinstance(inner, list):  # a GGUF file's
-        if len(inner) <= index:
-            raise ModelError(f"the file has widths of {len(inner)} feed-forward parts, not of layer {index}")
-        config = config.inside({"intermediate_size": inner[index]})
-    mlp = keys.mlp(config)
+    mlp = _gemma.mlp(config, index)
     double = flag(config, "use_double_wide_mlp") and shared
     return MLPConfig(inner=2 * mlp.inner, activation=mlp.activation) if double else mlp
 
@@ -136,15 +120,9 @@ def _layer(config: Reading, mixer: AttentionConfig, mlp: MLPConfig, **more: Any)
 
 def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
     """Without keys and values of layers that read those of others; llama.cpp's names of the experts are of an MLP's."""
-    mixers = [each.mixer for each in config.layers]
-    sharing = {
-        f"layers.{i}" for i, each in enumerate(mixers) if isinstance(each, AttentionConfig) and each.shares is not None
-    }
     ours = {}
-    for name, tensor in tensors.items():
-        layer, _, part = name.partition(".self_attn.")
-        if layer in sharing and part.startswith(("k_", "v_")):
-            continue
+    for name, tensor in _gemma.own_keys(tensors, config).items():
+        layer = name.partition(".self_attn.")[0]
         if from_gguf:
             name = re.sub(r"\.mlp\.gate\.weight$", ".router.proj.weight", name).replace(".mlp.experts.", ".experts.")
             if f"{layer.removesuffix('.mlp.experts.down_proj.weight')}.mlp.experts.gate_up_proj" in tensors:

@@ -9,7 +9,6 @@ import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
@@ -17,21 +16,20 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
-from headstart.api import LLM
-from headstart.errors import GenerationError, HeadstartError, ModelError, TimeLimitError, UsageError
-from headstart.server import answers, fields, limits
-from headstart.server.bridge import Bridge
+from headstart.errors import GenerationError, HeadstartError, TimeLimitError, UsageError
+from headstart.server import answers, fields
 from headstart.server.documents import Asked
+from headstart.server.entries import KeepAlive, Served
 from headstart.server.errors import BodyError, error_of
 from headstart.server.guards import OWNER
 from headstart.server.intake import Incoming, Intake, lane_of
-from headstart.server.prepare import Formats, Job, chat_job, completion_job, is_constrained, num_choices
+from headstart.server.prepare import Job, chat_job, completion_job, is_constrained, num_choices
 from headstart.server.replies import Reply
 from headstart.server.schema import ChatRequest, Common, CompletionRequest
+from headstart.server.shelf import Shelf
 
 Result = TypeVar("Result")
 log = logging.getLogger("headstart.server")
-LATEST = ":latest"
 CLIENT_GONE = 499
 """As nginx calls it; nobody reads it."""
 
@@ -60,12 +58,9 @@ ERRORS = errors_in(answers.ErrorBody)
 
 @dataclass(frozen=True)
 class State:
-    """What the endpoints of one server share. `names`: by which requests may call the model; the first signs the
-    answers. `started`: Unix time."""
+    """What the endpoints of one server share. `started`: Unix time."""
 
-    bridge: Bridge
-    names: tuple[str, ...]
-    formats: Formats
+    shelf: Shelf
     started: int
     request_timeout: float | None
     intake: Intake = field(default_factory=Intake)
@@ -117,9 +112,20 @@ class OpenAITelling:
 
 
 Tell = Callable[[Reply], Telling]
+Prepare = Callable[[Served], Job]
 
 
-async def answer_other(request: Request, translate: Callable[[], Common], tell: Tell) -> Response:
+def completing(body: CompletionRequest) -> Prepare:
+    return lambda served: completion_job(served.llm, body)
+
+
+def chatting(body: ChatRequest) -> Prepare:
+    return lambda served: chat_job(served.llm, served.formats, body)
+
+
+async def answer_other(
+    request: Request, translate: Callable[[], Common], tell: Tell, keep_alive: KeepAlive | None = None
+) -> Response:
     """The answer to a body of another API, as the chat or completion it comes to; `translate` runs in a thread."""
     state, incoming = state_of(request), incoming_of(request)
     async with state.deadline(incoming):
@@ -128,27 +134,33 @@ async def answer_other(request: Request, translate: Callable[[], Common], tell: 
         what = "speculation.events" if body.n in (None, 1) else "n"
         raise BodyError(f"{what} is not supported here", what, "use /v1/chat/completions")
     if isinstance(body, CompletionRequest):
-        return await answer(request, body, partial(completion_job, body=body), tell)
+        return await answer(request, body, completing(body), tell, keep_alive)
     assert isinstance(body, ChatRequest)
-    return await answer(request, body, partial(chat_job, formats=state.formats, body=body), tell)
+    return await answer(request, body, chatting(body), tell, keep_alive)
 
 
-async def answer(request: Request, body: Common, prepare: Callable[[LLM], Job], tell: Tell = OpenAITelling) -> Response:
+async def answer(
+    request: Request, body: Common, prepare: Prepare, tell: Tell = OpenAITelling, keep_alive: KeepAlive | None = None
+) -> Response:
     state, incoming = state_of(request), incoming_of(request)
     headers = fields.header(fields.check(body.model_extra))
-    check_model(state, body.model)
+    state.shelf.find(body.model)
     if body.stream_options is not None and not body.stream:
         raise UsageError("stream_options is given, but stream is not true", "leave it out")
     if body.speculation is not None and body.speculation.events and not body.stream:
         raise UsageError("speculation.events is true, but stream is not", "they come in the chunks of a stream")
-    account = state.bridge.watch.accounts.named(request.scope.get(OWNER, ""))
-    asked, name, streamed = Asked.of(body), body.model or state.names[0], bool(body.stream)
+    account = state.shelf.accounts.named(request.scope.get(OWNER, ""))
+    served = await served_by(request, body.model, keep_alive)
+    if served is None:
+        return Response(status_code=CLIENT_GONE)
+    bridge = served.bridge
+    asked, name, streamed = Asked.of(body), body.model or served.names[0], bool(body.stream)
     lane = "grammar" if is_constrained(body) else lane_of(incoming)
 
     async def begun() -> Reply:
-        job = await state.intake.lanes.run(lane, prepare, state.bridge.llm)
+        job = await state.intake.lanes.run(lane, prepare, served)
         job = job.owned(account, body.priority)
-        reply = Reply(state.bridge, state.intake.lanes, job, asked, name)
+        reply = Reply(bridge, state.intake.lanes, job, asked, name)
         await reply.begin()
         return reply
 
@@ -156,7 +168,7 @@ async def answer(request: Request, body: Common, prepare: Callable[[LLM], Job], 
         async with state.deadline(incoming):
             return await tell(reply).whole()
 
-    with state.bridge.preparing(num_choices(body), account.name):
+    with bridge.preparing(num_choices(body), account.name):
         async with state.deadline(incoming):
             reply = await unless_gone(request, begun())
     incoming.release()
@@ -226,19 +238,26 @@ async def _hung_up(request: Request) -> None:
         pass
 
 
-async def prepared(request: Request, work: Callable[[], bytes], headers: dict[str, str]) -> Response:
-    """The JSON answer of work in a thread, within the request's time."""
+async def prepared(
+    request: Request, name: str | None, work: Callable[[Served], bytes], headers: dict[str, str]
+) -> Response:
+    """The JSON answer of work with a model in a thread, within the request's time."""
     state, incoming = state_of(request), incoming_of(request)
+    if (served := await served_by(request, name)) is None:
+        return Response(status_code=CLIENT_GONE)
     async with state.deadline(incoming):
-        data = await state.intake.lanes.run(lane_of(incoming), work)
+        data = await state.intake.lanes.run(lane_of(incoming), work, served)
     return Response(data, media_type="application/json", headers=headers)
 
 
-def check_model(state: State, name: str | None) -> None:
-    """Raises ModelError for a name that this server does not serve. Ollama's clients write a tag behind it."""
-    if name is not None and name.removesuffix(LATEST) not in state.names:
-        shown = limits.shortened(name)
-        raise ModelError(f"the model {shown!r} does not exist", f"this server has {', '.join(state.names)}")
+async def served_by(request: Request, name: str | None, keep_alive: KeepAlive | None = None) -> Served | None:
+    """The model of that name (None: the first), loaded where it is not in memory; None where the client has gone.
+    Raises ModelError for a name that this server does not have, and what loading raises."""
+    state = state_of(request)
+    if (found := state.shelf.at_hand(name, keep_alive)) is not None:
+        return found
+    async with state.deadline(incoming_of(request)):
+        return await unless_gone(request, state.shelf.get(name, keep_alive))
 
 
 def state_of(request: Request) -> State:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence as Seq
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +24,26 @@ from headstart.server.answering import State
 from headstart.server.apis import embeddings, messages, ollama, responses
 from headstart.server.bridge import Bridge
 from headstart.server.docs_page import page
+from headstart.server.entries import KeepAlive, Offer, Served
 from headstart.server.guards import REQUEST_ID, ApiKeys, HeadAsGet, Traced
 from headstart.server.pages import Pages
 from headstart.server.prepare import Formats
 from headstart.server.recorder import Recorder
 from headstart.server.records import RecordedModel, RecordFiles, claim_folder
 from headstart.server.routes import router
+from headstart.server.shelf import Shelf
 from headstart.server.watch import Watch
 from headstart.text.parsers import format_in, make_parser
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """How one engine is served, and where. `served_model_name`: by which requests may call the model. Times in seconds,
+    """How models are served, and where. `served_model_name`: by which requests may call the model. Times in seconds,
     None: no limit; `shutdown_timeout` is what running requests get after SIGTERM. `allowed_origins`: of web pages that
     may call (CORS); `api_key_file`: more keys, with what each may have (accounts.py); `web`: our own at `/` and
     `/dashboard`; `parse_special_tokens`: names of special tokens in messages become those tokens. `record`: a folder
-    that keeps token ids of what is asked and written, within `record_limit` megabytes."""
+    that keeps token ids of what is asked and written, within `record_limit` megabytes. Of several models: `keep_alive`,
+    how long one stays without requests, and `memory`, the bytes that all may take."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -61,15 +65,43 @@ class ServerConfig:
     web: bool = True
     record: Path | None = None
     record_limit: int = 256
+    keep_alive: KeepAlive | None = None
+    memory: int | None = None
 
 
 def make_app(llm: LLM, config: ServerConfig) -> tuple[ASGIApp, Bridge]:
-    """The application over a loaded model, and its engine thread, which runs while the application does."""
+    """The application over one loaded model, and its engine thread, which runs while the application does."""
+    shelf = shelf_of_one(llm, config)
+    return app_over(shelf, config), shelf.loaded[0].bridge
+
+
+def shelf_of_one(llm: LLM, config: ServerConfig) -> Shelf:
+    """One loaded model, which stays."""
     names = config.served_model_name or (llm.model.name,)
     recorder = _recorder(llm, config)
     accounts = Accounts.of(config.api_key, config.api_key_file)
-    watch = Watch(llm.engine, names[0], config.price_per_hour, recorder, accounts)
-    bridge = Bridge(llm, watch, config.max_queue)
+    offer = Offer(names=names, path=llm.model.name, config=llm.config)
+    shelf = Shelf([offer], partial(_served, config, accounts, recorder, ""), accounts, stays=True)
+    shelf.put(llm)
+    return shelf
+
+
+def shelf_of(offers: Seq[Offer], config: ServerConfig) -> Shelf:
+    """Several models, none of them in memory yet. Raises UsageError for wrong API keys."""
+    cost = replace(config, price_per_hour=None)  # the machine's, not each model's
+    accounts = Accounts.of(config.api_key, config.api_key_file)
+
+    def make(llm: LLM, names: tuple[str, ...]) -> Served:
+        return _served(cost, accounts, None, f"{names[0]}: ", llm, names)
+
+    return Shelf(offers, make, accounts, config.keep_alive, config.memory)
+
+
+def _served(
+    config: ServerConfig, accounts: Accounts, recorder: Recorder | None, said: str, llm: LLM, names: tuple[str, ...]
+) -> Served:
+    """A model behind its engine thread, which does not run yet. Raises UsageError for a format that nobody knows."""
+    watch = Watch(llm.engine, names[0], config.price_per_hour, recorder, accounts, said)
     template = "\n".join(llm.chat_template.sources.values()) if llm.chat_template else ""
     formats = Formats(
         config.tool_call_parser or format_in(template, "tool_formats"),
@@ -77,37 +109,43 @@ def make_app(llm: LLM, config: ServerConfig) -> tuple[ASGIApp, Bridge]:
         config.parse_special_tokens,
     )
     make_parser(formats.tools, (), formats.reasoning)  # a wrong name fails now, not at the first request
+    return Served(Bridge(llm, watch, config.max_queue), names, formats)
+
+
+def app_over(shelf: Shelf, config: ServerConfig) -> ASGIApp:
+    """The application over models; engine threads run while it does."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        llm.grammars.prepare()  # no other thread runs meanwhile, so not at the first request that needs it
-        bridge.start()
-        if recorder:
+        shelf.prepare()
+        shelf.start()
+        recorders = [served.bridge.watch.recorder for served in shelf.loaded if served.bridge.watch.recorder]
+        for recorder in recorders:
             recorder.start()
         yield
-        bridge.stop()
-        if recorder:
+        shelf.stop()
+        for recorder in recorders:
             recorder.stop()
 
     app = _App(
         title="headstart",
         version=headstart.__version__,
-        description="An OpenAI-compatible endpoint over one model, decoded with multi-token prediction.",
+        description="An OpenAI-compatible endpoint, decoded with multi-token prediction.",
         lifespan=lifespan,
         docs_url=None,  # FastAPI's own pages are blank without the network
         redoc_url=None,
     )
-    app.state.headstart = State(bridge, names, formats, int(time.time()), config.request_timeout)
+    app.state.headstart = State(shelf, int(time.time()), config.request_timeout)
     for each in (router, messages.router, responses.router, ollama.router, embeddings.router):
         app.include_router(each)
     app.add_route("/docs", lambda _: HTMLResponse(page(app.openapi())), include_in_schema=False)
     errors.install(app)
-    guarded: ASGIApp = ApiKeys(app, accounts) if accounts else app
+    guarded: ASGIApp = ApiKeys(app, shelf.accounts) if shelf.accounts else app
     guarded = HeadAsGet(Pages(guarded) if config.web else guarded)
     if config.allowed_origins:
         anything = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": [REQUEST_ID]}
         guarded = CORSMiddleware(guarded, list(config.allowed_origins), **anything)  # type: ignore[arg-type]
-    return Traced(guarded, config.access_log), bridge
+    return Traced(guarded, config.access_log)
 
 
 def _recorder(llm: LLM, config: ServerConfig) -> Recorder | None:

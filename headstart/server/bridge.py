@@ -85,6 +85,7 @@ class Bridge:
         self._in_flight = 0  # choices
         self._ended: deque[float] = deque(maxlen=DRAIN)  # when the latest of them did
         self._preparing = 0  # choices that are on their way to it
+        self._held = 0
         self._streams: dict[str, Stream] = {}
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -135,6 +136,20 @@ class Bridge:
         finally:
             self._preparing -= count
             account.held -= count
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Somebody works with it who has nothing in the engine yet, or not all the time."""
+        self._held += 1
+        try:
+            yield
+        finally:
+            self._held -= 1
+
+    @property
+    def is_idle(self) -> bool:
+        """Would nobody miss it?"""
+        return not (self._in_flight or self._preparing or self._held)
 
     def _check_free(self, count: int, taken: int) -> None:
         if self.draining:

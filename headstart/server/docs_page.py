@@ -22,16 +22,20 @@ def page(schema: Mapping[str, Any]) -> str:
         f"<h1>{escape(info['title'])} {escape(info['version'])}</h1><p>{escape(info['description'])} ",
         "The same for programs: <a href=openapi.json>openapi.json</a>.</p>",
     ]
+    parts += [f"<h2><code>{escape(name)}</code></h2>\n{text}" for name, text in operations(schema)]
+    return "\n".join(parts) + "\n"
+
+
+def operations(schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Each endpoint's method and path, and what it takes as HTML."""
     for path, methods in schema["paths"].items():
         for method, operation in methods.items():
-            parts.append(f"<h2><code>{method.upper()} {escape(path)}</code></h2>")
-            parts.append(f"<p>{escape(operation.get('description', ''))}</p>")
-            content = operation.get("requestBody", {}).get("content", {})
-            for body in content.values():
+            parts = [f"<p>{escape(operation.get('description', ''))}</p>"]
+            for body in operation.get("requestBody", {}).get("content", {}).values():
                 parts.append("<table><tr><th>field<th>type<th>default<th></tr>")
                 parts += _rows(schema, _resolved(schema, body["schema"]))
                 parts.append("</table>")
-    return "\n".join(parts) + "\n"
+            yield f"{method.upper()} {path}", "\n".join(parts)
 
 
 def _rows(schema: Mapping[str, Any], model: Mapping[str, Any]) -> Iterator[str]:
@@ -39,10 +43,19 @@ def _rows(schema: Mapping[str, Any], model: Mapping[str, Any]) -> Iterator[str]:
     for name, field in model.get("properties", {}).items():
         default = "<em>required</em>" if name in required else escape(str(field.get("default", "")))
         bounds = [
-            f"{word} {each[key]}" for each in field.get("anyOf", [field]) for key, word in BOUNDS.items() if key in each
+            f"{word} {_number(each[key])}"
+            for each in field.get("anyOf", [field])
+            for key, word in BOUNDS.items()
+            if key in each
         ]
-        text = escape(". ".join(filter(None, (field.get("description", ""), ", ".join(dict.fromkeys(bounds))))))
+        text = escape(
+            ". ".join(filter(None, (field.get("description", "").rstrip("."), ", ".join(dict.fromkeys(bounds)))))
+        )
         yield f"<tr><td><code>{escape(name)}</code><td>{escape(_type(schema, field))}<td>{default}<td>{text}</tr>"
+
+
+def _number(value: float) -> str:
+    return str(int(value) if value == int(value) else value)
 
 
 BOUNDS = {

@@ -8,7 +8,6 @@ import errno
 import gc
 import json
 import logging
-import os
 import signal
 import socket
 import sys
@@ -16,20 +15,18 @@ from collections.abc import Callable, Iterator
 
 import uvicorn
 
-from headstart.api import LLM
 from headstart.errors import UsageError
-from headstart.server.app import ServerConfig, make_app
-from headstart.server.bridge import Bridge
+from headstart.server.app import ServerConfig, app_over
 from headstart.server.protocol import Protocol
+from headstart.server.shelf import Shelf
 from headstart.stats import synthetic_note
+from headstart.system import HANG_UP, has_terminal, on_signal
 
 log = logging.getLogger("headstart.server")
 
 
 SWITCH_SECONDS = 0.001
 """How long a thread may keep the others from running; /health is answered between those that prepare requests."""
-HANG_UP = getattr(signal, "SIGHUP", None)
-"""Not on Windows."""
 LAST_SECONDS = 5
 """After --shutdown-timeout, for telling so."""
 
@@ -75,14 +72,16 @@ def _bound(made: socket.socket, address: tuple[str | int, ...]) -> socket.socket
 
 
 def serve(
-    llm: LLM, config: ServerConfig, sockets: list[socket.socket], head: Callable[[], str | None] = lambda: None
+    shelf: Shelf, config: ServerConfig, sockets: list[socket.socket], head: Callable[[], str | None] = lambda: None
 ) -> None:
-    """Serve until SIGINT or SIGTERM; SIGHUP has the head read anew. `sockets`: from `listening`; `head`: where it lies
-    by now. Raises UsageError where somebody else has begun to listen there meanwhile."""
+    """Serve until SIGINT or SIGTERM; SIGHUP has the head of a model that stays read anew. `sockets`: from
+    `listening`; `head`: where it lies by now. Raises UsageError where somebody else has begun to listen there
+    meanwhile."""
     set_up_logs(config.log_format, config.access_log)
-    app, bridge = make_app(llm, config)
+    app = app_over(shelf, config)
     sys.setswitchinterval(SWITCH_SECONDS)
-    gc.freeze()  # what the model is made of needs no looking through
+    if shelf.stays:
+        gc.freeze()  # what the model is made of needs no looking through
     server = _Server(
         uvicorn.Config(
             app,
@@ -97,15 +96,10 @@ def serve(
         )
     )
 
-    info = llm.info
-    log.info("%(model)s on %(backend)s: drafter %(drafter)s, depth %(depth)s, context %(context)d", info)
-    if info["draft_vocab"] is not None:
-        log.info("the head computes %(draft_vocab)d logits in full for each drafted token", info)
-    if rates := info.get("synthetic_acceptance"):
-        log.warning(synthetic_note(rates))
+    _tell(shelf)
 
     async def main() -> None:
-        _handle_signals(server, bridge, config.shutdown_timeout, head)
+        _handle_signals(server, shelf, config.shutdown_timeout, head)
         await server.serve(sockets=sockets)
 
     try:
@@ -117,37 +111,42 @@ def serve(
         raise UsageError(f"cannot listen on {config.host}:{config.port}: {error.strerror}", "--port") from error
 
 
-def _handle_signals(server: _Server, bridge: Bridge, timeout: int, head: Callable[[], str | None]) -> None:
+def _tell(shelf: Shelf) -> None:
+    """What is in memory. Nothing of it is held here: it may leave."""
+    for info in [served.llm.info for served in shelf.loaded]:
+        log.info("%(model)s on %(backend)s: drafter %(drafter)s, depth %(depth)s, context %(context)d", info)
+        if info["draft_vocab"] is not None:
+            log.info("the head computes %(draft_vocab)d logits in full for each drafted token", info)
+        if rates := info.get("synthetic_acceptance"):
+            log.warning(synthetic_note(rates))
+    if not shelf.stays:
+        log.info("models, loaded as they are asked for: %s", ", ".join(shelf.names))
+
+
+def _handle_signals(server: _Server, shelf: Shelf, timeout: int, head: Callable[[], str | None]) -> None:
     """Of this process, on the running event loop."""
     loop = asyncio.get_running_loop()
-    attached = HANG_UP is not None and _has_terminal() and signal.getsignal(HANG_UP) is not signal.SIG_IGN
+    attached = HANG_UP is not None and has_terminal() and signal.getsignal(HANG_UP) is not signal.SIG_IGN
 
     def drain() -> None:
-        if bridge.draining:
+        if shelf.draining:
             server.force_exit = True
             return
         log.info("shutting down: %d s for what runs", timeout)
-        bridge.draining = server.should_exit = True
-        loop.call_later(timeout, bridge.expire)
+        server.should_exit = True
+        shelf.drain()
+        loop.call_later(timeout, shelf.expire)
 
     def hang_up() -> None:
-        if attached and not _has_terminal():  # closed, with the server in it
+        if attached and not has_terminal():  # closed, with the server in it
             drain()
-        else:
-            bridge.change_head(head())
+        elif shelf.stays:
+            shelf.loaded[0].bridge.change_head(head())
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, drain)
+        on_signal(loop, number, drain)
     if HANG_UP is not None:
-        loop.add_signal_handler(HANG_UP, hang_up)
-
-
-def _has_terminal() -> bool:
-    try:
-        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
-    except OSError:
-        return False
-    return True
+        on_signal(loop, HANG_UP, hang_up)
 
 
 class _Server(uvicorn.Server):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence as Seq
 from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -35,7 +35,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 300.0, 3600.0
 
 @dataclass
 class Watch:
-    """Counts and times of one server, and what its machine costs in dollars. `stepped` runs in the engine's thread, the
+    """Counts and times of one server, and what its machine costs in dollars. `said`: begins its
+    lines in the log, where several models run. `stepped` runs in the engine's thread, the
     rest on the event loop."""
 
     engine: Engine
@@ -43,6 +44,7 @@ class Watch:
     price_per_hour: float | None = None
     recorder: Recorder | None = None
     accounts: Accounts = field(default_factory=Accounts)
+    said: str = ""
     shed: int = 0  # requests refused for want of room
     requests: dict[str, int] = field(default_factory=dict)  # finish reason -> choices
     prompt_tokens: int = 0
@@ -86,8 +88,8 @@ class Watch:
         drafts, accepted = stats.drafts - self._last_drafts[0], stats.accepted - self._last_drafts[1]
         self._last_drafts = (stats.drafts, stats.accepted)
         log.info(
-            "%.1f tokens/s, %d running, %d waiting, KV cache %.1f %%, acceptance length %.2f, depth %.1f",
-            tokens / seconds, len(engine.scheduler.running), len(engine.scheduler.waiting),
+            "%s%.1f tokens/s, %d running, %d waiting, KV cache %.1f %%, acceptance length %.2f, depth %.1f",
+            self.said, tokens / seconds, len(engine.scheduler.running), len(engine.scheduler.waiting),
             100 * engine.memory.usage, 1 + accepted / drafts if drafts else 1.0, engine.drafting.mean_depth,
         )  # fmt: skip
 
@@ -121,6 +123,29 @@ class Watch:
             "inspect` and `headstart verify`: is it a head of this trunk?", tries, 100 * rate, self._pause / 60,
         )  # fmt: skip
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
+
+
+def exposition(watches: Seq[Watch], more: Seq[Metric] = ()) -> bytes:
+    """What /metrics says of several models: each metric once, with all their values."""
+    if len(watches) == 1 and not more:
+        return generate_latest(watches[0].registry)
+    found: dict[str, Metric] = {}
+    for metric in [*(metric for watch in watches for metric in watch.registry.collect()), *more]:
+        if metric.name in found:
+            found[metric.name].samples += metric.samples
+        else:
+            found[metric.name] = metric
+    registry = CollectorRegistry()
+    registry.register(_Collected(list(found.values())))
+    return generate_latest(registry)
+
+
+@dataclass(eq=False)
+class _Collected(Collector):
+    metrics: list[Metric]
+
+    def collect(self) -> list[Metric]:
+        return self.metrics
 
 
 class _Counters(Collector):
@@ -169,25 +194,13 @@ class _Counters(Collector):
             lost = list(watch.recorder.lost.items())
             yield self._several(CounterMetricFamily, "headstart:records_lost", "Texts not recorded.", "reason", lost)
         yield self._counter("headstart:requests_shed", "Requests refused since too much waits.", watch.shed)
-        yield from self._keys()
+        if not watch.said:
+            yield from keys_of(watch.accounts, watch.model)
         yield self._gauge("headstart:depth", "Tokens drafted per sequence, lately.", engine.drafting.mean_depth)
         if engine.drafting.num_vocab is not None:
             text = "Tokens whose logits the head computes in full for each draft."
             yield self._gauge("headstart:draft_vocab", text, engine.drafting.num_vocab)
         yield self._gauge("headstart:spec_disabled", "1: drafting was switched off.", int(watch.spec_disabled))
-
-    def _keys(self) -> Iterator[Metric]:
-        """Of each API key, by the beginning of its hash."""
-        accounts = list(self._watch.accounts)
-        if not accounts:
-            return
-        counts = {"requests": "Requests begun.", "refused": "Requests beyond what the key may have.",
-                  "prompt_tokens": "Prompt tokens.", "generated_tokens": "Tokens put out."}  # fmt: skip
-        for name, text in counts.items():
-            values = [(account.name, getattr(account, name)) for account in accounts]
-            yield self._several(CounterMetricFamily, f"headstart:key_{name}", text, "key", values)
-        held = [(account.name, account.held) for account in accounts]
-        yield self._several(GaugeMetricFamily, "headstart:key_held", "Texts that run or wait.", "key", held)
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
         return self._several(CounterMetricFamily, name, text, "", [("", value)])
@@ -198,8 +211,27 @@ class _Counters(Collector):
     def _several(
         self, kind: type[Family], name: str, text: str, label: str, values: Iterable[tuple[object, float]]
     ) -> Metric:
-        """A value for each text of `label`; an empty label is left out."""
-        family = kind(name, text, labels=("model_name", label) if label else ("model_name",))
-        for place, value in values:
-            family.add_metric([self._watch.model, str(place)] if label else [self._watch.model], value)
-        return family
+        return _several(self._watch.model, kind, name, text, label, values)
+
+
+def keys_of(accounts: Accounts, model: str) -> Iterator[Metric]:
+    """Of each API key, by the beginning of its hash."""
+    if not accounts:
+        return
+    counts = {"requests": "Requests begun.", "refused": "Requests beyond what the key may have.",
+              "prompt_tokens": "Prompt tokens.", "generated_tokens": "Tokens put out."}  # fmt: skip
+    for name, text in counts.items():
+        values = [(account.name, getattr(account, name)) for account in accounts]
+        yield _several(model, CounterMetricFamily, f"headstart:key_{name}", text, "key", values)
+    held = [(account.name, account.held) for account in accounts]
+    yield _several(model, GaugeMetricFamily, "headstart:key_held", "Texts that run or wait.", "key", held)
+
+
+def _several(
+    model: str, kind: type[Family], name: str, text: str, label: str, values: Iterable[tuple[object, float]]
+) -> Metric:
+    """A value for each text of `label`; an empty label is left out."""
+    family = kind(name, text, labels=("model_name", label) if label else ("model_name",))
+    for place, value in values:
+        family.add_metric([model, str(place)] if label else [model], value)
+    return family

@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import ctypes
 import json
-import math
 import os
 import random
-import resource
 import signal
-from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from headstart import system
 from headstart.errors import UsageError
 from headstart.text.grammar import GrammarCompiler
-from headstart.text.grammar_limits import GrammarLimits
 from headstart.text.grammar_spec import GrammarSpec
 from headstart.text.grammar_state import GrammarState
 from headstart.text.grammar_trial import on_stack
@@ -30,14 +27,13 @@ PATHS, STEPS = 4, 12
 """A little of what the constraint allows is walked: what fails on every path is refused before it costs a request."""
 SHOWN = 2000
 """Characters of a message: a write to a pipe is whole up to 4096 bytes."""
-STATM = Path("/proc/self/statm")
 
 
 def main() -> None:
     """Answer questions until the pipe is closed."""
     questions, answers = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
     os.dup2(2, 1)  # nothing else is an answer
-    os.nice(5)
+    system.be_nice(5)
     compiler = GrammarCompiler(*questions.recv())
     compiler.prepare()
     while True:
@@ -45,29 +41,14 @@ def main() -> None:
             kind, key = questions.recv()
         except EOFError:
             return
-        child = os.fork()
-        if child == 0:
-            _limit(compiler.limits)
-            answers.send_bytes(json.dumps(_tried(compiler, kind, key)).encode())
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        if status:
-            ended = os.WTERMSIG(status) if os.WIFSIGNALED(status) else signal.SIGABRT
-            answers.send_bytes(json.dumps({"signal": int(ended)}).encode())
+        if ended := system.in_fork(partial(_answer, answers, compiler, kind, key)):
+            answers.send_bytes(json.dumps({"signal": ended}).encode())
 
 
-def _limit(limits: GrammarLimits) -> None:
-    used = int(STATM.read_text().split()[0]) * resource.getpagesize() if STATM.exists() else 0
-    for kind, most in (
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_CPU, math.ceil(limits.seconds) + 1),
-        (resource.RLIMIT_AS, used + limits.address_space + limits.stack),
-    ):
-        hard = resource.getrlimit(kind)[1]
-        with suppress(ValueError, OSError):  # not every system has every limit
-            resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
-    signal.setitimer(signal.ITIMER_PROF, limits.seconds)
-    signal.alarm(limits.wall_seconds)
+def _answer(answers: Connection, compiler: GrammarCompiler, kind: Any, key: str) -> None:
+    limits = compiler.limits
+    system.limit(limits.seconds, limits.wall_seconds, limits.address_space + limits.stack)
+    answers.send_bytes(json.dumps(_tried(compiler, kind, key)).encode())
 
 
 def _tried(compiler: GrammarCompiler, kind: Any, key: str) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -20,6 +19,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
+from headstart import system
 from headstart.errors import BusyError, CapacityError, UsageError
 from headstart.text.grammar_limits import GrammarLimits
 from headstart.text.grammar_spec import GrammarSpec
@@ -28,7 +28,6 @@ from headstart.text.grammar_vocabulary import Spelling
 T = TypeVar("T")
 
 _COMMAND = "from headstart.text._grammar_process import main; main()"
-_SLOW = frozenset({signal.SIGPROF, signal.SIGXCPU, signal.SIGALRM})
 _stack_size = threading.Lock()
 
 
@@ -62,6 +61,11 @@ class Trial:
     def run(self, spec: GrammarSpec) -> int:
         """Bytes that `spec` holds when compiled. Raises UsageError if it is wrong or costs too much, TooSlowError if
         that is time."""
+        if not system.CAN_FORK:
+            raise UsageError(
+                f"the {spec.kind} constraint may be too complex, and this system has no way to try it first",
+                "make it simpler",
+            )
         for _ in range(2):  # a process that somebody else has ended is started again
             if self._process is None or self._process.owner != os.getpid():
                 self._process = _Process((self._spelling(), self._vocab_size, self._limits))
@@ -116,7 +120,7 @@ def _judged(spec: GrammarSpec, answer: dict[str, Any], limits: GrammarLimits) ->
         raise UsageError(message, answer["hint"])
     if (number := answer.get("signal")) is not None:
         what, hint = f"the {spec.kind} constraint is too complex: to compile it takes", "make it simpler"
-        if number in _SLOW:
+        if number in system.TIME_IS_UP:
             raise TooSlowError(f"{what} more than {limits.seconds:g} s", hint)
         raise UsageError(f"{what} too much memory or too deep a nesting", hint)
     num_bytes = int(answer["bytes"])

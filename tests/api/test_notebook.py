@@ -1,15 +1,23 @@
-"""docs/python.ipynb runs from top to bottom."""
+"""docs/python.ipynb runs from top to bottom, and so does the Python of the cookbook that needs no server."""
 
 from __future__ import annotations
 
 import ast
 import asyncio
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-NOTEBOOK = Path(__file__).parents[2] / "docs/python.ipynb"
+DOCS = Path(__file__).parents[2] / "docs"
+NOTEBOOK = DOCS / "python.ipynb"
+BLOCKS = [
+    (path.name, code)
+    for path in sorted((DOCS / "cookbook").glob("*.md"))
+    for code in re.findall(r"^```python\n(.*?)^```", path.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    if "localhost" not in code
+]
 
 
 @pytest.mark.slow
@@ -18,4 +26,11 @@ def test_every_cell_runs(capsys: pytest.CaptureFixture[str]) -> None:
     source = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     code = compile(source, NOTEBOOK.name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     asyncio.run(eval(code, {"__name__": "notebook"}))
+    assert capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "code"), BLOCKS, ids=[name for name, _ in BLOCKS])
+def test_the_cookbook_runs(name: str, code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(code, name, "exec"), {"__name__": name})
     assert capsys.readouterr().out

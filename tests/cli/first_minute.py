@@ -50,6 +50,8 @@ SMALL: dict[str, tuple[str, ...]] = {
     "export": ("MODEL", "--out", "OUT"),
     "graft": ("MODEL", "--out", "OUT", "--strip"),
     "pull": ("qwen3_5-tiny",),
+    "ps": ("--url", "http://127.0.0.1:9"),
+    "stop": ("no-such-model", "--url", "http://127.0.0.1:9"),
     "doctor": (),
     "completion": ("bash",),
     "models list": (),

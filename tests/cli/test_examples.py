@@ -1,5 +1,5 @@
-"""Every command line that README.md and `--help` show is run as it stands: with tiny models in the places of those that
-it names, and with less work. Nothing but a server that is not there may be missing."""
+"""Every command line that README.md, the quick start, the cookbook and `--help` show is run as it stands: with tiny
+models in the places of those that it names, and with less work. Nothing but a server may be missing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from headstart.cli import bench, models
 from headstart.cli.app import COMMANDS
 
 pytestmark = pytest.mark.slow  # with all its lines
-README = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "quickstart.md", *sorted((ROOT / "docs" / "cookbook").glob("*.md")))
 MODELS = ("my-model", "model", "original", "org/model", "org/original", "deepseek-ai/DeepSeek-V3", "DeepSeek-V3",
           "Qwen3.5-9B", "my-finetune", "smollm2-mimo", "my-eagle3")  # fmt: skip
 LESS = {
@@ -35,6 +36,7 @@ LESS = {
     "--modes": "off,1",
     "--rows": "1,2",
     "--context": "64",
+    "--max-model-len": "512",
 }
 """Values that are work."""
 LITTLE = {
@@ -49,7 +51,7 @@ ONLY_READ = (
     "headstart adapt my-records", "--to gguf", "headstart data", "--drafters mtp", "headstart pull", "models remove",
 )  # fmt: skip
 """Lines with work that cannot be made little, or for another engine's program: parsed here, run by other tests."""
-NO_SERVER = ("probe", "--url")
+NO_SERVER = ("probe", "--url", "headstart ps", "headstart stop")
 
 
 def help_lines() -> list[str]:
@@ -59,7 +61,8 @@ def help_lines() -> list[str]:
 
 
 def readme_lines() -> list[str]:
-    return [line.strip() for line in re.findall(r"^\$ (headstart .*)", README, re.MULTILINE)]
+    texts = [path.read_text("utf-8") for path in DOCUMENTS]
+    return [line.strip() for text in texts for line in re.findall(r"^\$ (headstart .*)", text, re.MULTILINE)]
 
 
 LINES = dict.fromkeys(
@@ -73,6 +76,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     folder = tmp_path_factory.mktemp("examples")
     with quiet_place(folder) as paths, mock.patch("headstart.hub.DEFAULT_MODEL", paths["MODEL"]):
         for name in MODELS:
+            shutil.copytree(paths["MODEL"], name)
+        for name in ("models/a", "models/b"):
             shutil.copytree(paths["MODEL"], name)
         for name in ("texts.jsonl", "texts/texts.jsonl", "docs/guide.md", "task.txt"):
             Path(name).parent.mkdir(exist_ok=True)
@@ -124,6 +129,6 @@ def _made_little(words: list[str]) -> list[str]:
 
 
 def test_the_python_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    (code,) = re.findall(r"^```python\n(.*?)^```", DOCUMENTS[0].read_text("utf-8"), re.MULTILINE | re.DOTALL)
     exec(compile(code, "README.md", "exec"), {})
     assert capsys.readouterr().out

@@ -651,6 +651,51 @@ def mellum_mtp(tensors: Tensors, c: dict[str, Any], hidden: Tensor, tokens: Tens
     return own_mtp(mellum_block, tensors, c, hidden, tokens)
 
 
+def centered(x: Tensor, weight: Tensor, c: dict[str, Any]) -> Tensor:
+    return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, None, c["layer_norm_eps"])
+
+
+def cohere_block(x: Tensor, w: Getter, c: dict[str, Any], window: int, *, turned: bool) -> Tensor:
+    """Both parts read one norm; of routed and shared experts the mean is taken."""
+    dim, y = c["head_dim"], centered(x, w("input_layernorm.weight"), c)
+    q, k, v = (linear(y, w(f"self_attn.{n}_proj.weight")).view(len(x), -1, dim) for n in "qkv")
+    if turned:  # pairs lie side by side
+        halves = (torch.cat((each[..., 0::2], each[..., 1::2]), -1) for each in (q, k))
+        q, k = (rotated(each, torch.arange(len(x)), c["rope_theta"]) for each in halves)
+    x = x + linear(attended(q, k, v, dim**-0.5, window), w("self_attn.o_proj.weight"))
+    try:
+        gate = w("mlp.gate.weight")
+    except KeyError:
+        return x + gated(y, lambda n: w(f"mlp.{n}"))
+    said = gated(y, lambda n: w(f"mlp.shared_experts.{n}"))
+    for row in range(len(x)):
+        best = (gate @ y[row]).topk(c["num_experts_per_tok"])
+        scores = torch.sigmoid(best.values)
+        for weight, e in zip(scores / scores.sum(), best.indices.tolist(), strict=True):
+            said[row] += weight * gated(y[row], lambda n, e=e: w(f"mlp.experts.{e}.{n}"))
+    return x + said / 2
+
+
+def cohere_trunk(tensors: Tensors, c: dict[str, Any], tokens: Tensor) -> Tensor:
+    """The first layers, with an MLP, rotate and see all; of those behind every nth sees all and does not rotate."""
+    x, first = tensors["model.embed_tokens.weight"][tokens], c["first_k_dense_replace"]
+    for i in range(c["num_hidden_layers"]):
+        sliding = i >= first and (i - first + 1) % c["sliding_window_pattern"] > 0
+        w = lambda n, i=i: tensors[f"model.layers.{i}.{n}"]  # noqa: E731
+        x = cohere_block(x, w, c, c["sliding_window"] if sliding else 10**6, turned=sliding or i < first)
+    return centered(x, tensors["model.norm.weight"], c)
+
+
+def cohere_mtp(tensors: Tensors, c: dict[str, Any], hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """llama.cpp's cohere2moe.cpp: e first, a layer that rotates and sees all."""
+    w = lambda n: tensors[f"model.layers.{c['num_hidden_layers']}.{n}"]  # noqa: E731
+    table = tensors["model.embed_tokens.weight"]
+    joined = (centered(table[tokens], w("enorm.weight"), c), centered(hidden, w("hnorm.weight"), c))
+    x = cohere_block(linear(torch.cat(joined, -1), w("eh_proj.weight")), w, c, 10**6, turned=True)
+    y = centered(x, w("shared_head.norm.weight"), c)
+    return linear(y, table), y
+
+
 MODULES = {"mimo_v2_flash": (0, 1, 2, 2), "step3p5": (0, 1, 2, 0)}
 """Families with more than one module: which serves each draft step."""
 NATIVE_HEADS: dict[str, tuple[Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor]]]] = {
@@ -670,6 +715,7 @@ NATIVE_HEADS: dict[str, tuple[Callable[..., Tensor], Callable[..., tuple[Tensor,
     "deepseek_v4": (v4_trunk, v4_mtp),
     "nemotron_h": (nemotron_trunk, nemotron_mtp),
     "exaone4": (exaone_trunk, exaone_mtp),
+    "cohere2_moe": (cohere_trunk, cohere_mtp),
     "mellum": (normed_trunk(mellum_block), mellum_mtp),
     "exaone_moe": (renamed(exaone_trunk), renamed(exaone_mtp)),
     "hy_v3": (renamed(normed_trunk(glm_block)), renamed(masked_mtp(glm_block))),

@@ -238,7 +238,7 @@ V4_NAMES = {
     r"compressor_wgate": "compressor_gate",
     r"\.attn\.indexer\.wq_b": ".indexer.attn_q_b", r"\.attn\.indexer\.weights_proj": ".indexer.proj",
     r"\.attn\.wq_(.)": r".attn_q_\1", r"\.attn\.q_norm": ".attn_q_a_norm", r"\.attn\.wkv": ".attn_kv",
-    r"\.attn\.kv_norm": ".attn_kv_norm", r"\.attn\.wo_(.)": r".attn_output_\1", r"^layers\.": "blk.",
+    r"\.attn\.kv_norm": ".attn_kv_a_norm", r"\.attn\.wo_(.)": r".attn_output_\1", r"^layers\.": "blk.",
 }  # fmt: skip
 """DeepSeek's names -> those of its own table in the converter."""
 

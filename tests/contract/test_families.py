@@ -31,7 +31,7 @@ from headstart.errors import ModelError
 TRUNKS = {
     "llama4": "llama4_text",
     "mimo": "qwen2", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "gemma3": "gemma3_text",
-    "gemma4": "gemma4_text",
+    "gemma4": "gemma4_text", "gemma3n": "gemma3n_text",
     "minicpm": "granite", "bailing_moe": "glm4_moe",
 }  # fmt: skip
 """Families whose trunk is, to transformers, another family."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from functools import cache
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import gguf
@@ -69,6 +70,11 @@ VARIANTS: dict[str, Config] = {
         "model_type": "exaone4", "num_nextn_predict_layers": 0, "sliding_window": None,
         "layer_types": ["full_attention"] * 3,
     },
+    "gemma3n": {"model_type": "gemma3n", "laurel_rank": 64, "vocab_size_per_layer_input": 131},  # as GGUF files say
+    "gemma3n, fewer tokens by layer, another stream, no factor": {
+        "model_type": "gemma3n", "altup_active_idx": 1, "altup_correct_scale": False, "num_kv_shared_layers": 0,
+        "activation_sparsity_pattern": None, "attention_bias": True, "intermediate_size": 80,
+    },
     "granite, biases": {"model_type": "granite", "attention_bias": True, "mlp_bias": True},
     "granitemoehybrid, older names, rope, a dense part": {
         "model_type": "granitemoehybrid", "layer_types": ["attention", "mamba", "mamba"], "num_local_experts": 0,
@@ -99,6 +105,14 @@ VARIANTS: dict[str, Config] = {
             "original_max_position_embeddings": 32,
         },
     },
+    "cohere2_moe, a softmax, no shared experts, a norm that does not center": {
+        "model_type": "cohere2_moe", "rms_norm_eps": 1e-5, "expert_selection_fn": "softmax", "num_shared_experts": 0,
+        "first_k_dense_replace": 2, "prefix_dense_sliding_window_pattern": 2, "num_hidden_layers": 4,
+        "prefix_dense_intermediate_size": None, "num_nextn_predict_layers": 0,
+    },
+    "stablelm, both parts beside each other": {
+        "model_type": "stablelm", "use_parallel_residual": True, "use_qkv_bias": False, "partial_rotary_factor": 0.5,
+    },
     "cohere2, biases": {"model_type": "cohere2", "attention_bias": True},
     "cohere": {"model_type": "cohere", "sliding_window": None, "sliding_window_pattern": None},
 }  # fmt: skip
@@ -109,10 +123,10 @@ FAMILY_OF = {
 }  # fmt: skip
 """Other names of a family."""
 ARCH = {
-    "cohere2": "cohere2", "ernie4_5": "ernie4_5", "exaone4": "exaone4", "glm": "chatglm", "glm4": "glm4",
-    "granite": "granite", "hunyuan_v1_dense": "hunyuan-dense", "minicpm": "minicpm", "mistral": "llama",
+    "cohere2": "cohere2", "ernie4_5": "ernie4_5", "exaone4": "exaone4", "gemma3n": "gemma3n", "glm": "chatglm",
+    "glm4": "glm4", "granite": "granite", "hunyuan_v1_dense": "hunyuan-dense", "minicpm": "minicpm", "mistral": "llama",
     "mixtral": "llama", "olmo2": "olmo2", "olmo3": "olmo2", "phi3": "phi3", "qwen2_moe": "qwen2moe",
-    "seed_oss": "seed_oss",
+    "seed_oss": "seed_oss", "stablelm": "stablelm",
 }  # fmt: skip
 """model_type -> llama.cpp's architecture."""
 PERMUTED = ("granite", "minicpm", "mistral", "mixtral")
@@ -181,7 +195,9 @@ GGUF_KEYS: dict[str, str] = {
     "embedding_length": "hidden_size", "context_length": "max_position_embeddings", "block_count": "num_hidden_layers",
     "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps", "attention.key_length": "head_dim",
-    "rope.freq_base": "rope_theta",
+    "rope.freq_base": "rope_theta", "final_logit_softcapping": "final_logit_softcapping",
+    "embedding_length_per_layer_input": "hidden_size_per_layer_input", "altup.num_inputs": "altup_num_inputs",
+    "attention.shared_kv_layers": "num_kv_shared_layers",
 }  # fmt: skip
 """Keys of the converter -> those of config.json, or of the table below."""
 
@@ -209,8 +225,9 @@ def converted_tensors(config: Config, arrays: Arrays) -> Arrays:
         if config["model_type"] in PERMUTED and (match := re.search(r"\.([qk])_proj\.", name)):
             heads = config["num_attention_heads"] if match[1] == "q" else config["num_key_value_heads"]
             array = array.reshape(heads, 2, -1, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
-        if match := re.search(r"\.experts\.(\d+)", name):
-            stacks.setdefault(name.replace(match[0], ".experts"), {})[int(match[1])] = array
+        name = f"{name}.weight" if name.endswith("_scale") else name
+        if match := re.search(r"(\.experts|projections)\.(\d+)", name):
+            stacks.setdefault(name.replace(match[0], match[1]), {})[int(match[2])] = array
         else:
             found[name] = array
     return found | {name: np.stack([each for _, each in sorted(parts.items())]) for name, parts in stacks.items()}
@@ -225,11 +242,17 @@ def write_converted(path: Path, config: Config, arrays: Arrays) -> Path:
     for key, ours in GGUF_KEYS.items():
         value = converted(config).get(ours)
         if value is not None:
-            (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(f"{arch}.{key}", value)
+            by_kind = writer.add_uint32 if isinstance(value, int) else writer.add_float32
+            (writer.add_array if isinstance(value, list) else by_kind)(f"{arch}.{key}", value)
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     writer.add_rope_dimension_count(int(head_dim * config.get("partial_rotary_factor", 1)))
     if kind == "olmo3":
         writer.add_array(f"{arch}.attention.sliding_window_pattern", [(i + 1) % 4 != 0 for i in range(layers)])
+    if kind == "gemma3n":
+        slides = [each == "sliding_attention" for each in config["layer_types"]]
+        writer.add_array(f"{arch}.attention.sliding_window_pattern", slides)
+        shares = config["activation_sparsity_pattern"]
+        writer.add_activation_sparsity_scale([NormalDist().inv_cdf(each) if each else -np.inf for each in shares])
     if kind == "exaone4":
         writer.add_array(f"{arch}.attention.sliding_window_pattern", [(i + 1) % 2 != 0 for i in range(layers)])
     if rope := config.get("rope_scaling"):

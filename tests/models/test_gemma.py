@@ -21,10 +21,10 @@ FAMILIES = ("gemma3", "gemma4")
 Tiny = tuple[dict[str, Any], Arrays]
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture
 def tiny(request: pytest.FixtureRequest) -> Tiny:
     said = {"gemma3": {"query_pre_attn_scalar": 16, "sliding_window_pattern": 6}, "gemma4": {"rope_theta": 1e6}}
-    return family_of(request.param).tiny(**said[request.param])  # as GGUF files say it
+    return family_of(request.param).tiny(**said.get(request.param, {}))  # as GGUF files say it
 
 
 def model_at(path: Path) -> Model:
@@ -37,6 +37,7 @@ def logprobs(model: Model) -> list[float]:
     return [each.logprob for each in (*found.prompt_logprobs, *found.logprobs) if each]
 
 
+@pytest.mark.parametrize("tiny", (*FAMILIES, "gemma3n"), indirect=True)
 def test_the_text_part_of_a_wrapper(tiny: Tiny, tmp_path: Path) -> None:
     """Names of older and newer transformers; towers of pictures and sounds are left out."""
     config, arrays = tiny
@@ -55,6 +56,7 @@ def test_the_text_part_of_a_wrapper(tiny: Tiny, tmp_path: Path) -> None:
         np.testing.assert_allclose(logprobs(found), logprobs(expected), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("tiny", FAMILIES, indirect=True)
 def test_llama_cpp_files(tiny: Tiny, tmp_path: Path) -> None:
     """Folded norms, names, and what such files do not say."""
     plain = model_at(write_model(tmp_path / "plain", *tiny))
@@ -104,3 +106,18 @@ def test_scores_of_27b_in_gguf_files() -> None:
 def test_what_is_not_served_is_named(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelError, match=said):
         family_of("gemma3").tiny(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"altup_active_idx": 3}, "altup_active_idx is 3, but altup_num_inputs 3"),
+        ({"activation_sparsity_pattern": [0.9, 0.5, 0.0, 0.0]}, r"activation_sparsity_pattern is \[0\.9, 0\.5, 0\.0"),
+        ({"activation_sparsity_pattern": [0.9, 1.0, 0.0, 0.0, 0.0]}, "activation_sparsity_pattern is"),
+        ({"intermediate_size": [80, 80]}, "intermediate_size has widths of 2 layers, not of layer 2"),
+        ({"num_kv_shared_layers": 4}, "no full_attention layer is left whose keys layer 1 could read"),
+    ],
+)
+def test_sizes_of_gemma_3n_that_do_not_fit(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        family_of("gemma3n").tiny(**changes)

@@ -37,7 +37,8 @@ COMMANDS: dict[str, set[str]] = {
     | {"--host", "--port", "--served-model-name", "--max-queue", "--request-timeout", "--shutdown-timeout"}
     | {"--api-key", "--api-key-file", "--ssl-certfile", "--ssl-keyfile", "--chat-template", "--tool-call-parser"}
     | {"--reasoning-parser", "--log-format", "--access-log", "--allowed-origins", "--parse-special-tokens", "--no-web"}
-    | {"--price-per-hour", "--engine", "--dry-run", "--vllm", "--record", "--record-limit"},
+    | {"--price-per-hour", "--engine", "--dry-run", "--vllm", "--record", "--record-limit"}
+    | {"--models", "--keep-alive", "--memory"},
     "verify": ENGINE
     | JSON
     | {"--prompts", "--raw", "--max-tokens", "--against", "--numerics", "--full"}
@@ -67,6 +68,8 @@ COMMANDS: dict[str, set[str]] = {
     "export": JSON | {"--to", "--out", "-o", "--head", "--model-type", "--force"},
     "graft": JSON | {"--out", "-o", "--from", "--strip", "--quantize-head", "--no-measure", "--force"},
     "pull": JSON,
+    "ps": JSON | {"--url", "--api-key"},
+    "stop": JSON | {"--url", "--api-key"},
     "doctor": JSON,
     "completion": set(),
     "bench": set(),

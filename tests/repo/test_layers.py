@@ -12,7 +12,7 @@ from source import PACKAGE, imported_modules, trees
 from headstart import registry
 
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("core", "params", "stats", "config", "errors", "registry", "files", "hub", "machine", "svg", "_wheel"),
+    ("core", "params", "stats", "config", "errors", "registry", "files", "system", "hub", "machine", "svg", "_wheel"),
     ("text", "formats", "kernels"),
     ("layers", "cache"),
     ("heads", "models", "drafters"),
@@ -199,3 +199,34 @@ def test_the_processor_is_looked_at_in_one_place() -> None:
     csrc = PACKAGE.parent / "csrc"
     asking = [path.name for path in csrc.iterdir() if "__builtin_cpu_supports" in path.read_text()]
     assert asking == ["cpu.cpp"]
+
+
+def test_only_kernels_are_compiled_for_more_than_the_least_processor() -> None:
+    """One flag for all, and a wheel ends on an older processor before it can choose."""
+    lines = (PACKAGE.parent / "CMakeLists.txt").read_text("utf-8").splitlines()
+    given = [line.strip() for line in lines if re.search(r"(?<![\w-])-m[a-z]", line)]
+    of_paths = ("set(flags_", "list(APPEND flags_", "check_cxx_compiler_flag(", "${flags_avx512bf16}")
+    assert given
+    assert not [line for line in given if not line.startswith(of_paths)]
+
+
+OF_OS = ("chown", "fork", "getloadavg", "getpgid", "geteuid", "getuid", "kill", "killpg", "mkfifo", "nice",
+         "sched_getaffinity", "sched_setaffinity", "setsid", "statvfs", "sync", "sysconf", "umask", "uname",
+         "waitpid")  # fmt: skip
+OF_SIGNAL = ("SIGALRM", "SIGHUP", "SIGKILL", "SIGPROF", "SIGUSR1", "SIGXCPU", "alarm", "pause", "setitimer", "sigwait")
+ONLY_SOMEWHERE = {
+    "fcntl", "grp", "mmap", "msvcrt", "pty", "pwd", "readline", "resource", "select", "termios", "tty", "winreg",
+    *(f"os.{name}" for name in OF_OS), *(f"signal.{name}" for name in OF_SIGNAL),
+}  # fmt: skip
+"""Modules and names that Windows does not have, or macOS, or that differ there."""
+
+
+def test_the_operating_system_is_asked_in_one_place() -> None:
+    wrong = []
+    for path, tree in trees().items():
+        if path == "system.py":
+            continue
+        found = [(name.split(".")[0], line) for name, line in imported_modules(path, tree)]
+        found += [(ast.unparse(node), node.lineno) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+        wrong += [f"{path}:{line} {name}" for name, line in found if name in ONLY_SOMEWHERE]
+    assert not wrong, "\n".join(wrong)

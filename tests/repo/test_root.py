@@ -9,8 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 KNOWN = {
-    ".ci", ".dockerignore", ".gitignore", "CMakeLists.txt", "CONTRIBUTING.md", "Dockerfile", "LICENSE", "Makefile",
-    "README.md", "benchmarks", "csrc", "docs", "headstart", "pyproject.toml", "tests",
+    ".ci", ".dockerignore", ".github", ".gitignore", "CMakeLists.txt", "CONTRIBUTING.md", "Dockerfile", "LICENSE",
+    "Makefile", "README.md", "benchmarks", "csrc", "deploy", "docs", "headstart", "pyproject.toml", "tests",
 }  # fmt: skip
 
 

@@ -224,15 +224,15 @@ def test_a_fault_of_ours_closes_the_connection(server: Inside, monkeypatch: pyte
 
 
 def test_preparation_takes_a_place_and_counts_in_time(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    from headstart.server import routes
+    from headstart.server import answering
 
-    job = routes.completion_job
+    job = answering.completion_job
 
     def slow(*args: Any, **more: Any) -> Any:
         time.sleep(0.6)
         return job(*args, **more)
 
-    monkeypatch.setattr(routes, "completion_job", slow)
+    monkeypatch.setattr(answering, "completion_job", slow)
     with inside(llm, request_timeout=0.3, max_queue=0) as server:
         answer = server.post(TEXT, prompt="Once", max_tokens=2)
         assert answer.status_code == 504

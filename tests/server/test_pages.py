@@ -11,6 +11,7 @@ from fastapi.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
 import headstart
+from headstart.server.accounts import Accounts
 from headstart.server.guards import ApiKeys
 from headstart.server.pages import POLICY, Pages
 
@@ -23,7 +24,8 @@ OWN = sorted(path for path in WEB.rglob("*") if path.is_file() and path.parent.n
 @pytest.fixture(scope="module")
 def client() -> Iterator[TestClient]:
     """The pages in front of an application that wants a key."""
-    yield TestClient(Pages(ApiKeys(PlainTextResponse("the application"), ["secret"])), headers={"Accept-Encoding": ""})
+    guarded = ApiKeys(PlainTextResponse("the application"), Accounts.of(["secret"], None))
+    yield TestClient(Pages(guarded), headers={"Accept-Encoding": ""})
 
 
 @pytest.mark.parametrize("path", ["/", "/dashboard"])

@@ -1,4 +1,4 @@
-"""The README's curl lines, as printed."""
+"""curl lines and Python of README, the quick start and the cookbook, as printed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,21 @@ from process import Server
 from headstart.cli import serve
 
 pytestmark = pytest.mark.slow  # a server process; each line bounds its answer, which at T = 1 may else fill the context
-README = Path(__file__).parents[2] / "README.md"
-COMMANDS = re.findall(r"^\$ (curl .*?)(?=^\$|^```)", README.read_text("utf-8"), re.MULTILINE | re.DOTALL)
-COMMANDS += [line for line in serve.EXAMPLES if line.startswith("curl")]
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "quickstart.md", *sorted((ROOT / "docs" / "cookbook").glob("*.md")))
+TEXTS = {path.name: path.read_text("utf-8") for path in DOCUMENTS}
+COMMANDS = [
+    line
+    for text in TEXTS.values()
+    for line in re.findall(r"^\$ (curl .*?)(?=^\$|^```)", text, re.MULTILINE | re.DOTALL)
+]
+COMMANDS = list(dict.fromkeys([*COMMANDS, *(line for line in serve.EXAMPLES if line.startswith("curl"))]))
+CODES = [
+    (name, code)
+    for name, text in TEXTS.items()
+    for code in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    if "localhost:8000" in code
+]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=[str(i) for i in range(len(COMMANDS))])
@@ -29,9 +41,20 @@ def test_curl(server: Server, command: str) -> None:
         assert done.stdout.rstrip().endswith("[DONE]")
     elif "json_schema" in command:
         assert set(json.loads(json.loads(done.stdout)["choices"][0]["message"]["content"])) >= {"name", "legs"}
+    elif "guided_choice" in command:
+        assert json.loads(done.stdout)["choices"][0]["message"]["content"] in ("yes", "no")
+    elif "guided_regex" in command:
+        assert re.fullmatch(r"\d{4}-\d{2}-\d{2}", json.loads(done.stdout)["choices"][0]["text"])
     elif "metrics" not in command:
         assert json.loads(done.stdout)["choices"]
 
 
+@pytest.mark.parametrize(("name", "code"), CODES, ids=[name for name, _ in CODES])
+def test_python(server: Server, name: str, code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(code.replace("http://localhost:8000", server.url), name, "exec"), {"__name__": name})
+    assert capsys.readouterr().out
+
+
 def test_there_are_some() -> None:
-    assert len(COMMANDS) >= 5
+    assert len(COMMANDS) >= 7
+    assert len(CODES) >= 2

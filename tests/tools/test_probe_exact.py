@@ -89,6 +89,7 @@ class Made:
     drafts: int = 0
     running: int = 0
     seen: set[str] = field(default_factory=set)
+    spoilt: set[str] = field(default_factory=set)  # prompts whose cached state company has computed
     lock: threading.Lock = field(default_factory=threading.Lock)
     url: str = ""
 
@@ -108,9 +109,11 @@ class Made:
         with self.lock:
             crowded |= self.running > 1
             self.running -= 1
+        self.spoilt |= {prompt} if crowded else set()
         changed = {
             "company": crowded,
             "warm": not known,
+            "kept": prompt in self.spoilt or crowded,
             "drafting": True,
             "stream": bool(body.get("stream")),
         }  # fmt: skip
@@ -193,7 +196,10 @@ def test_an_exact_server(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["summary"].startswith("EXACT: none of 32 answers")
 
 
-@pytest.mark.parametrize(("fault", "condition"), [("company", "company"), ("warm", "warm"), ("stream", "streamed")])
+@pytest.mark.parametrize(
+    ("fault", "condition"),
+    [("company", "company"), ("kept", "company"), ("warm", "warm"), ("stream", "streamed")],
+)
 def test_a_server_that_differs_in_one_way(fault: str, condition: str, capsys: pytest.CaptureFixture[str]) -> None:
     with served(fault) as server:
         code, found = probed(capsys, server.url)

@@ -87,6 +87,12 @@ class NativeBackend:
         self.arena = Arena()
         self.weight_bytes = 0
 
+    def take_turns(self, other: object) -> None:
+        """See kernels.backend.TakesTurns."""
+        if isinstance(other, NativeBackend):
+            alike = other.threads.size == self.threads.size and other.placement.groups == self.placement.groups
+            self.threads = other.threads if alike else self.threads
+
     def weight(self, tensor: RawTensor, *, drafts: bool = False, precise: bool = False) -> Matrix | Array:
         """A vector as float32, a matrix packed; what only drafts is rounded to int4: half of int8's time, and
         costs 1 % of the acceptance length (docs/LOG.md)."""

@@ -10,7 +10,6 @@ import base64
 import time
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -23,15 +22,17 @@ from headstart.api import LLM
 from headstart.core import Request as EngineRequest, SamplingParams
 from headstart.errors import UsageError
 from headstart.server import fields
-from headstart.server.answering import CLIENT_GONE, ERRORS, check_model, incoming_of, state_of, unless_gone
+from headstart.server.accounts import Account
+from headstart.server.answering import CLIENT_GONE, ERRORS, incoming_of, served_by, state_of, unless_gone
 from headstart.server.answers import Answer
 from headstart.server.apis.ollama import ERRORS as OLLAMA_ERRORS
-from headstart.server.apis.ollama_body import OllamaEmbeddingRequest, OllamaEmbedRequest
+from headstart.server.apis.ollama_body import OllamaEmbeddingRequest, OllamaEmbedRequest, keep_of
 from headstart.server.bridge import Bridge
 from headstart.server.documents import dumped
+from headstart.server.entries import Served
 from headstart.server.guards import OWNER
 from headstart.server.intake import CheckedRoute, lane_of
-from headstart.server.prepare import encoded
+from headstart.server.prepare import encoded, owned
 from headstart.server.schema import Body, Texts
 
 router = APIRouter(route_class=CheckedRoute)
@@ -84,17 +85,15 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     """A vector for each text: the mean of its tokens' hidden states, of length 1."""
     state = state_of(request)
     headers = fields.header(fields.check(body.model_extra))
-    check_model(state, body.model)
-    _check_dimensions(state.bridge.llm, body.dimensions)
-    found = await _embedded(request, partial(_texts, body.input), cut=False)
-    if found is None:
+    served = await served_by(request, body.model)
+    if served is None or (found := await _embedded(request, served, body.input, body.dimensions, cut=False)) is None:
         return Response(status_code=CLIENT_GONE)
     vectors, count = found
     shown: Callable[[Vectors], Any] = _base64 if body.encoding_format == "base64" else _floats
     document = {
         "object": "list",
         "data": [{"object": "embedding", "index": i, "embedding": shown(each)} for i, each in enumerate(vectors)],
-        "model": body.model or state.names[0],
+        "model": body.model or served.names[0],
         "pooling": POOLING,
         "usage": {"prompt_tokens": count, "total_tokens": count},
     }
@@ -106,10 +105,8 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
 async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
     """The same in Ollama's words; texts that are too long are cut, unless `truncate` is false."""
     begun, state = time.perf_counter(), state_of(request)
-    check_model(state, body.model)
-    _check_dimensions(state.bridge.llm, body.dimensions)
-    found = await _embedded(request, partial(_texts, body.input), cut=body.truncate is not False)
-    if found is None:
+    served, cut = await served_by(request, body.model, keep_of(body)), body.truncate is not False
+    if served is None or (found := await _embedded(request, served, body.input, body.dimensions, cut=cut)) is None:
         return Response(status_code=CLIENT_GONE)
     document = {
         "model": body.model,
@@ -126,9 +123,10 @@ async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
 @router.post("/api/embeddings", responses=OLLAMA_ERRORS)
 async def embedding(body: OllamaEmbeddingRequest, request: Request) -> Response:
     """Of one text; Ollama's older way."""
-    check_model(state_of(request), body.model)
-    found = await _embedded(request, partial(_texts, body.prompt), cut=True)
-    return Response(status_code=CLIENT_GONE) if found is None else JSONResponse({"embedding": _floats(found[0][0])})
+    served = await served_by(request, body.model, keep_of(body))
+    if served is None or (found := await _embedded(request, served, body.prompt, None, cut=True)) is None:
+        return Response(status_code=CLIENT_GONE)
+    return JSONResponse({"embedding": _floats(found[0][0])})
 
 
 def _check_dimensions(llm: LLM, wanted: int | None) -> None:
@@ -145,26 +143,29 @@ def _texts(given: str | list[Any]) -> list[Text]:
     return list(given)
 
 
-async def _embedded(request: Request, texts: Callable[[], Seq[Text]], *, cut: bool) -> tuple[list[Vectors], int] | None:
+async def _embedded(
+    request: Request, served: Served, given: str | list[Any], dimensions: int | None, *, cut: bool
+) -> tuple[list[Vectors], int] | None:
     """Vectors of texts, and the number of their tokens; None where the client has gone. `cut`: of those that are too
     long only the beginning is read."""
+    _check_dimensions(served.llm, dimensions)
     state, incoming = state_of(request), incoming_of(request)
-    owner = request.scope.get(OWNER, "")
+    account = state.shelf.accounts.named(request.scope.get(OWNER, ""))
 
     async def work() -> tuple[list[Vectors], int]:
-        llm = state.bridge.llm
-        requests = await state.intake.lanes.run(lane_of(incoming), _requests, llm, texts(), cut, owner)
+        requests = await state.intake.lanes.run(lane_of(incoming), _requests, served.llm, _texts(given), cut, account)
         incoming.release()
         vectors: list[Vectors] = []
         for start in range(0, len(requests), AT_ONCE):
-            vectors += await _through_engine(state.bridge, requests[start : start + AT_ONCE])
+            vectors += await _through_engine(served.bridge, requests[start : start + AT_ONCE])
         return vectors, sum(len(each.prompt_ids) for each in requests)
 
-    async with state.deadline(incoming):
-        return await unless_gone(request, work())
+    with served.bridge.held():
+        async with state.deadline(incoming):
+            return await unless_gone(request, work())
 
 
-def _requests(llm: LLM, texts: Seq[Text], cut: bool, owner: str) -> list[EngineRequest]:
+def _requests(llm: LLM, texts: Seq[Text], cut: bool, account: Account) -> list[EngineRequest]:
     """One for each text, that ends with the prompt."""
     params = SamplingParams(max_tokens=1, temperature=0.0, seed=0)
     requests = []
@@ -175,7 +176,7 @@ def _requests(llm: LLM, texts: Seq[Text], cut: bool, owner: str) -> list[EngineR
             text = text[: llm.engine.max_length * llm.tokenizer.longest]
         ids = encoded(llm, text, True) if isinstance(text, str) else text
         request = llm.request(ids[: llm.engine.max_length - 1] if cut else ids, params, depth=0)
-        requests.append(replace(request, embeds=True, owner=owner))
+        requests.append(owned(replace(request, embeds=True), account))
     return requests
 
 

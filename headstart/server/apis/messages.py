@@ -11,15 +11,15 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import Field
 
-from headstart.api import LLM
 from headstart.errors import HeadstartError
 from headstart.server import fields
-from headstart.server.answering import answer_other, check_model, errors_in, prepared, state_of
+from headstart.server.answering import answer_other, errors_in, prepared
 from headstart.server.answers import Answer
 from headstart.server.apis.blocks import Block, Change, Told
 from headstart.server.apis.messages_body import CountRequest, MessagesRequest, chat_of
 from headstart.server.chat_prompt import Chat
 from headstart.server.documents import dumped
+from headstart.server.entries import Served
 from headstart.server.errors import error_of
 from headstart.server.intake import CheckedRoute
 from headstart.server.replies import Reply
@@ -83,16 +83,15 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
 @router.post(f"{PATH}/count_tokens", responses=ERRORS, response_model=TokenCount)
 async def count_tokens(body: CountRequest, request: Request) -> Response:
     """Tokens of the prompt that messages come to."""
-    state = state_of(request)
-    check_model(state, body.model)
-    work = partial(_counted, state.bridge.llm, state.formats.parse_special, body)
-    return await prepared(request, work, fields.header(fields.check(body.model_extra)))
+    headers = fields.header(fields.check(body.model_extra))
+    return await prepared(request, body.model, lambda served: _counted(served, body), headers)
 
 
-def _counted(llm: LLM, parse_special: bool, body: CountRequest) -> bytes:
+def _counted(served: Served, body: CountRequest) -> bytes:
     chat: ChatRequest = chat_of(body)
     tools = [tool.model_dump(exclude_none=True) for tool in chat.tools or () if chat.tool_choice != "none"]
-    return dumped({"input_tokens": len(Chat.of(chat, tools, parse_special).encoded(llm)[0])}).encode()
+    ids = Chat.of(chat, tools, served.formats.parse_special).encoded(served.llm)[0]
+    return dumped({"input_tokens": len(ids)}).encode()
 
 
 class MessageTelling:

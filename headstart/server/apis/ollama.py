@@ -1,33 +1,36 @@
-"""Ollama's API: https://docs.ollama.com/api. One model, always loaded."""
+"""Ollama's API: https://docs.ollama.com/api."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import AsyncIterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any, Literal
 
+from anyio.to_thread import run_sync
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
 import headstart
 from headstart.errors import HeadstartError
-from headstart.server.answering import answer_other, check_model, errors_in, state_of
+from headstart.server.answering import CLIENT_GONE, answer_other, errors_in, served_by, state_of
 from headstart.server.answers import Answer
 from headstart.server.apis.blocks import Block, Change, Told
-from headstart.server.apis.described import described
+from headstart.server.apis.described import listed, shown
 from headstart.server.apis.ollama_body import (
     Asking,
     GenerateRequest,
     OllamaChatRequest,
     ShowRequest,
     chat_of,
+    keep_of,
     prompt_of,
 )
 from headstart.server.documents import dumped
+from headstart.server.entries import Entry
 from headstart.server.errors import error_of
 from headstart.server.intake import CheckedRoute
 from headstart.server.replies import Reply
@@ -37,7 +40,7 @@ router = APIRouter(route_class=CheckedRoute)
 SPOKEN = "0.12.0"
 """The version of Ollama whose API this is: clients look at it before they use what is new."""
 NEVER = "2318-01-01T00:00:00+00:00"
-"""When the model is unloaded; clients want a date."""
+"""When a model that stays is unloaded; clients want a date."""
 
 
 class OllamaError(Answer):
@@ -83,46 +86,56 @@ ERRORS = errors_in(OllamaError)
 async def chat(body: OllamaChatRequest, request: Request) -> Response:
     """The next turn of a conversation, in Ollama's words. Streams, unless told not to."""
     if not body.messages:
-        return _loaded(body, request, message={"role": "assistant", "content": ""})
-    return await answer_other(request, partial(chat_of, body), ChatTelling)
+        return await _moved(body, request, message={"role": "assistant", "content": ""})
+    return await answer_other(request, partial(chat_of, body), ChatTelling, keep_of(body))
 
 
 @router.post("/api/generate", responses=ERRORS, response_model=OllamaGeneration)
 async def generate(body: GenerateRequest, request: Request) -> Response:
     """The answer to one prompt. Streams, unless told not to."""
     if not body.prompt:
-        return _loaded(body, request, response="")
-    return await answer_other(request, partial(prompt_of, body), GenerateTelling)
+        return await _moved(body, request, response="")
+    return await answer_other(request, partial(prompt_of, body), GenerateTelling, keep_of(body))
 
 
-def _loaded(body: Asking, request: Request, **said: Any) -> Response:
-    """Whoever asks nothing wants the model in memory, where it is."""
-    check_model(state_of(request), body.model)
-    return JSONResponse({"model": body.model, "created_at": _now(), **said, "done": True, "done_reason": "load"})
+async def _moved(body: Asking, request: Request, **said: Any) -> Response:
+    """Whoever asks nothing wants the model in memory; with a keep_alive of 0, out of it."""
+    keep_alive, reason = keep_of(body), "load"
+    if keep_alive is not None and keep_alive.seconds == 0:
+        reason = "unload" if await state_of(request).shelf.release(body.model) else "load"
+    elif await served_by(request, body.model, keep_alive) is None:
+        return Response(status_code=CLIENT_GONE)
+    return JSONResponse({"model": body.model, "created_at": _now(), **said, "done": True, "done_reason": reason})
 
 
 @router.get("/api/tags", response_model=OllamaModels)
 async def tags(request: Request) -> Json:
-    """What this server serves."""
-    state = state_of(request)
-    return {"models": [described(state.bridge.llm, name).listed for name in state.names]}
+    """What this server serves, in memory or not."""
+    shelf = state_of(request).shelf
+    return {"models": [each for entry in shelf.entries for each in await run_sync(listed, entry)]}
 
 
 @router.get("/api/ps", response_model=OllamaModels)
 async def ps(request: Request) -> Json:
-    """What is in memory: the same."""
-    state = state_of(request)
-    llm = state.bridge.llm
-    more = {"expires_at": NEVER, "size_vram": 0, "context_length": llm.engine.max_length}
-    return {"models": [{**described(llm, name).listed, **more} for name in state.names]}
+    """What is in memory, and how long."""
+    found: list[Json] = []
+    for entry in state_of(request).shelf.entries:
+        if entry.served is not None:
+            more = {"expires_at": _expires(entry), "size_vram": 0, "context_length": entry.served.llm.engine.max_length}
+            found += [{**each, **more} for each in await run_sync(listed, entry)]
+    return {"models": found}
+
+
+def _expires(entry: Entry) -> str:
+    left = entry.expires
+    return NEVER if left is None else (datetime.now(UTC) + timedelta(seconds=left)).isoformat()
 
 
 @router.post("/api/show", responses=ERRORS)
 async def show(body: ShowRequest, request: Request) -> Response:
     """One model: its sizes, its chat template, what it can do."""
-    state = state_of(request)
-    check_model(state, body.model)
-    return JSONResponse(described(state.bridge.llm, body.model).shown(state.formats))
+    entry = state_of(request).shelf.find(body.model)
+    return JSONResponse(await run_sync(shown, entry, body.model))
 
 
 @router.get("/api/version")

@@ -7,8 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
+from headstart.errors import UsageError
 from headstart.server import limits
 from headstart.server.apis.blocks import as_body
+from headstart.server.entries import KeepAlive
 from headstart.server.errors import BodyError
 from headstart.server.schema import Body, ChatRequest, CompletionRequest, Many, Name, Tool
 
@@ -61,7 +63,7 @@ class OllamaMessage(Body):
 
 
 class Named(Body):
-    """What names a model. `keep_alive` is taken: a model stays as long as its server."""
+    """What names a model. `keep_alive`: how long it stays without requests, where models come and go."""
 
     model: StrictStr
     keep_alive: Number | StrictStr | None = None
@@ -112,6 +114,14 @@ class ShowRequest(Body):
 
     model: StrictStr
     verbose: StrictBool | None = False
+
+
+def keep_of(body: Named) -> KeepAlive | None:
+    """Raises BodyError for what is no time."""
+    try:
+        return None if body.keep_alive is None else KeepAlive.of(body.keep_alive)
+    except UsageError as error:
+        raise BodyError(error.message.replace("keep-alive", "keep_alive", 1), "keep_alive", error.hint) from None
 
 
 def chat_of(body: OllamaChatRequest) -> ChatRequest:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
 import subprocess
 import tempfile
@@ -17,6 +16,7 @@ from typing import Any
 
 from headstart.core import Progress
 from headstart.errors import UsageError
+from headstart.system import end_group
 from headstart.tools.advice import advise
 from headstart.tools.client import Server, get
 from headstart.tools.engine_metrics import Counts
@@ -110,10 +110,8 @@ def _check_free(wanted: Wanted) -> None:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Ask, wait, then kill whatever is left of the group."""
-    for number in (signal.SIGINT, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number)
-        except ProcessLookupError:
+    for kill in (False, True):
+        if not end_group(process, kill=kill):
             break
         try:
             process.wait(END_SECONDS)

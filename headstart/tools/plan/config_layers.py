@@ -12,8 +12,10 @@ from headstart.tools.plan.shape import MLP, Attention
 Config = Mapping[str, Any]
 
 KERNELS = {"full": 7, "latent": 12, "chosen": 18, "compressed": 24, "recurrent": 10, "dense": 4, "experts": 10}
-"""Kernels that one layer of a kind launches in today's engines, fused where that is usual; streams add three."""
+"""Kernels that one layer of a kind launches in today's engines, fused where that is usual; streams add three,
+alternating ones and what goes with them twelve."""
 STREAM_KERNELS = 3
+ALTUP_KERNELS = 12
 NO_MIXER = Attention(weights=0, kernels=0, stride=0)
 NO_FEED = MLP(weights=0, kernels=0)
 LETTERS = {"M": "mamba", "*": "full_attention", "E": "moe", "O": "moe", "-": "mlp"}
@@ -35,8 +37,16 @@ def parts(config: Config) -> list[tuple[Attention, MLP]]:
     num_layers = int(config["num_hidden_layers"])
     wide = first_borrowing(config, num_layers) if config.get("use_double_wide_mlp") else num_layers
     sparse = sparse_layers(config, num_layers)
-    feeds = [feed_forward(config, dense=not each, wide=index >= wide) for index, each in enumerate(sparse)]
+    feeds = [
+        feed_forward(of_layer(config, index), dense=not each, wide=index >= wide) for index, each in enumerate(sparse)
+    ]
     return list(zip(attention_layers(config, num_layers), feeds, strict=True))
+
+
+def of_layer(config: Config, index: int) -> Config:
+    """The config as one layer reads it, where each has a width of its own."""
+    widths = config.get("intermediate_size")
+    return {**config, "intermediate_size": widths[index]} if isinstance(widths, list) else config
 
 
 def shortcut_parts(config: Config) -> list[tuple[Attention, MLP]]:
@@ -292,6 +302,8 @@ def feed_forward(config: Config, *, dense: bool, wide: bool = False) -> MLP:
     if dense:
         inner = _inner(config)
         beside = 3 * hidden * int(config.get("hidden_size_per_layer_input") or 0)  # a layer's own embedding comes in
+        beside += alternating(config)
+        extra += ALTUP_KERNELS if config.get("altup_num_inputs") else 0
         return MLP(weights=matrices * hidden * inner * (1 + wide) + beside, kernels=KERNELS["dense"] + extra)
     inner, experts = int(config.get("moe_intermediate_size") or config["intermediate_size"]), num_experts(config)
     latent_size = int(config.get("moe_latent_size") or 0)
@@ -306,6 +318,14 @@ def feed_forward(config: Config, *, dense: bool, wide: bool = False) -> MLP:
         active=int(next(value for key in CHOSEN_KEYS if (value := config.get(key)))),
         expert_weights=matrices * width * inner,
     )
+
+
+def alternating(config: Config) -> int:
+    """Weights of a layer over alternating streams: the learned residual, and its share of what makes several streams of
+    one and one of several."""
+    streams, hidden = int(config.get("altup_num_inputs") or 1), int(config["hidden_size"])
+    ends = 2 * (streams - 1) * hidden * hidden // int(config["num_hidden_layers"])
+    return 2 * hidden * int(config.get("laurel_rank") or 0) + ends
 
 
 def _inner(config: Config) -> int:

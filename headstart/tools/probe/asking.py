@@ -12,8 +12,11 @@ from headstart.tools.engine_metrics import Counts
 from headstart.tools.probe.cases import FIELDS, FORMS, GREEDY, SAMPLED, TOOL_CHOICES, Case, Form, prompt_of
 from headstart.tools.probe.endpoint import CHAT, COMPLETIONS, NEW_LENGTH
 
-SWITCHES: dict[str, dict[str, Any]] = {"headstart": {"speculation": {"mode": "off"}}}
-"""Engines whose requests can leave out drafting, and how."""
+OFF, DEEP = "off", "deep"
+SWITCHES: dict[str, dict[str, dict[str, Any]]] = {
+    "headstart": {OFF: {"speculation": {"mode": "off"}}, DEEP: {"speculation": {"mode": "auto", "depth": 3}}}
+}
+"""Engines whose requests can leave out drafting, or have more of it than they would get on a busy machine, and how."""
 EXTRAS = {"return_token_ids": True}
 """Left out for a server that refuses them."""
 TRY_TOKENS = 8
@@ -76,6 +79,14 @@ class Asker:
             body = {**body, "stream": True}
             body.pop("return_token_ids", None)  # pieces of a stream may have them split in other ways
         return self._said(await self._post(body), streamed)
+
+    async def takes(self, **more: Any) -> bool:
+        """Does it take these fields?"""
+        try:
+            await self._post(self._body("Say something.", False, 1) | {self._length: TRY_TOKENS} | more)
+        except Refused:
+            return False
+        return True
 
     async def fill(self, prompt: str, seed: int) -> None:
         """Have it write twice as much as it is asked for elsewhere."""

@@ -2,8 +2,8 @@
 
 Each trial has a prompt that no cache holds. It is asked (A), another question about the same beginning is (B), then A
 twice more: cold, warm, and warm again, which is the control. Then A streamed, without drafting, and among others. An
-answer is a difference of such a condition only if it is none of those that A got alone; it is asked once more then, so
-that a server whose answers differ anyway (one that ignores seeds) is not said to differ by what it was tried with.
+answer is a difference of such a condition only if it is none of those that A got alone; the control is made again then,
+so that a server whose answers differ anyway (one that ignores seeds) is not said to differ by what it was tried with.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +18,7 @@ from headstart.core import Progress, Report, no_progress
 from headstart.errors import UsageError
 from headstart.tools.client import Server
 from headstart.tools.engine_metrics import Counts
-from headstart.tools.probe.asking import SWITCHES, Asker, Lost, Refused, Said, entry_of
+from headstart.tools.probe.asking import OFF, SWITCHES, Asker, Lost, Refused, Said, entry_of
 from headstart.tools.probe.cases import Case, Question, filler_of, prompt_of, seed_of
 from headstart.tools.probe.known import Recognized, recognize
 from headstart.tools.probe.tally import Condition, Tally
@@ -43,6 +42,7 @@ class ExactOptions:
     api_key: str | None = None
     max_tokens: int = MAX_TOKENS
     minutes: float = MINUTES
+    rounds: int = MOST_ROUNDS
     seed: int | None = None
 
 
@@ -91,7 +91,7 @@ def run(options: ExactOptions, progress: Progress = no_progress) -> Report:
         asker = await Asker.at(server, listed, options.max_tokens, seed)
         against = await Asker.at(other, there, options.max_tokens, seed) if other and there else None
         trials = Trials(asker, against, found, seed)
-        await trials.run(options.minutes, progress)
+        await trials.run(options.minutes, options.rounds, progress)
 
     asyncio.run(work())
     data = document(found, {"url": str(server), "against": str(other) if other else None, "model": listed["id"],
@@ -105,22 +105,25 @@ class Trials:
     def __init__(self, asker: Asker, against: Asker | None, found: Found, seed: int) -> None:
         self._asker, self._against, self._found, self._seed = asker, against, found, seed
         self._tally = found.tally
-        self._switch: Mapping[str, Any] | None = None if against else SWITCHES.get(found.engine.name or "")
+        self._ways: dict[str, dict[str, Any]] = {}
         self._drafts_off = 0
 
-    async def run(self, minutes: float, progress: Progress) -> None:
-        """Rounds until the time is up. Raises UsageError when the first does not come to its end."""
-        begun, total = time.monotonic(), max(1, round(60 * minutes))
+    async def run(self, minutes: float, rounds: int, progress: Progress) -> None:
+        """So many rounds, or until the time is up. Raises UsageError when the first does not come to its end."""
+        begun, total = time.monotonic(), 60 * minutes
+        if self._against is None:
+            switch = SWITCHES.get(self._found.engine.name or "", {})
+            self._ways = {way: fields for way, fields in switch.items() if await self._asker.takes(**fields)}
         before = [await each.metrics() for each in self._servers]
         number = -1
         try:
-            for number in range(MOST_ROUNDS):
+            for number in range(rounds):
                 done = []
                 for case in self._asker.cases:
                     spent = time.monotonic() - begun
                     if number and spent > total:
                         break
-                    progress(min(int(spent), total), total, f"round {number + 1}: {case}")
+                    progress(round(min(spent, total)), max(1, round(total)), f"round {number + 1}: {case}")
                     done += await self._alone(case, number)
                 await self._in_company(done, number)
                 if time.monotonic() - begun > total:
@@ -174,11 +177,11 @@ class Trials:
         await self._compare("streamed", alone, said)
 
     async def _drafting(self, alone: Alone) -> None:
-        """Without drafting: there, or here where a request can say so."""
+        """Without drafting: there, or here where a request can say so; then with more."""
         if self._against is None:
-            if self._switch is not None:
-                said = await self._asker.ask(alone.case, alone.prompt, alone.seed, **self._switch)
-                self._drafts_off += said.drafts or 0
+            for way, fields in self._ways.items():
+                said = await self._asker.ask(alone.case, alone.prompt, alone.seed, **fields)
+                self._drafts_off += said.drafts or 0 if way == OFF else 0
                 await self._compare("drafting", alone, said)
             return
         if alone.case not in self._against.cases:
@@ -191,10 +194,11 @@ class Trials:
         await self._compare("drafting", alone, first)
 
     async def _compare(self, condition: Condition, alone: Alone, said: Said) -> None:
-        """After a difference the control is made once more: rarely equal answers are found out by more of them."""
+        """After a difference the control is made once more, with two new answers: what the server keeps of the prompt
+        may be another by now, computed in company or without drafts, and is no fault of asking twice."""
         if not self._tally.add(condition, alone.case, alone.warm, said, known=alone.known):
-            more = await self._asker.ask(alone.case, alone.prompt, alone.seed)
-            self._tally.add("again", alone.case, alone.warm, more, known=alone.known)
+            one, other = [await self._asker.ask(alone.case, alone.prompt, alone.seed) for _ in range(2)]
+            self._tally.add("again", alone.case, one, other)
 
     async def _in_company(self, done: list[Alone], number: int) -> None:
         """All of a round at once, with others that go on for longer."""
@@ -232,7 +236,7 @@ class Trials:
     def _see_drafts(self, here: Counts | None, there: Counts | None = None) -> None:
         """Was there drafting on one side, and none on the other?"""
         found = self._found
-        if self._against is None and self._switch is None:
+        if self._against is None and not self._ways:
             why = "this server's requests cannot leave it out; --against URL names a second server, without drafting"
             found.untested.append(("drafting", why))
             return

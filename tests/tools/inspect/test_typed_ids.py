@@ -163,6 +163,38 @@ RUN: dict[str, dict[str, Any]] = {
         "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096,
         "sliding_window_size": 4096, "tie_word_embeddings": True,
     },
+    "google/gemma-3n-E2B-it": {
+        "architectures": ["Gemma3nForConditionalGeneration"], "audio_config": {}, "model_type": "gemma3n",
+        "audio_soft_tokens_per_image": 188, "audio_token_id": 262273, "boa_token_id": 256000, "boi_token_id": 255999,
+        "eoa_token_id": 262272, "eoi_token_id": 262144, "eos_token_id": [1, 106], "image_token_id": 262145,
+        "initializer_range": 0.02, "torch_dtype": "bfloat16", "transformers_version": "4.53.0",
+        "vision_config": {"architecture": "mobilenetv5_300m_enc"}, "vision_soft_tokens_per_image": 256, "text_config": {
+            "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 20, "altup_active_idx": 0, "altup_coef_clip": 120.0,
+            "altup_correct_scale": True, "altup_lr_multiplier": 1.0, "altup_num_inputs": 4, "attention_bias": False,
+            "attention_dropout": 0.0, "final_logit_softcapping": 30.0, "head_dim": 256, "hidden_size": 2048,
+            "hidden_activation": "gelu_pytorch_tanh", "hidden_size_per_layer_input": 256, "initializer_range": 0.02,
+            "intermediate_size": [8192] * 30, "laurel_rank": 64, "max_position_embeddings": 32768,
+            "layer_types": ["full_attention" if i % 5 == 4 else "sliding_attention" for i in range(30)],
+            "model_type": "gemma3n_text", "num_attention_heads": 8, "num_hidden_layers": 30, "num_key_value_heads": 2,
+            "num_kv_shared_layers": 10, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06,
+            "rope_local_base_freq": 10000.0, "rope_scaling": None, "rope_theta": 1000000.0, "sliding_window": 512,
+            "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 262400, "vocab_size_per_layer_input": 262144,
+        },
+    },
+    "CohereLabs/North-Mini-Code-1.0": {
+        **COMMON, "model_type": "cohere2_moe", "attention_bias": False, "expert_selection_fn": "sigmoid",
+        "first_k_dense_replace": 1, "head_dim": 128, "hidden_size": 2048, "intermediate_size": 768,
+        "layer_norm_eps": 1e-5, "layer_types": ["full_attention", *INTERLEAVED, *INTERLEAVED[:16]], "logit_scale": 1.0,
+        "norm_topk_prob": False, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 49,
+        "num_key_value_heads": 4, "num_shared_experts": 0, "prefix_dense_intermediate_size": 3072,
+        "prefix_dense_sliding_window_pattern": 1, "shared_expert_combination_strategy": "average",
+        "sliding_window": 4096, "sliding_window_pattern": 4, "use_qk_norm": False, "tie_word_embeddings": True,
+    },
+    "stabilityai/stablelm-2-zephyr-1_6b": {
+        **{key: value for key, value in COMMON.items() if key != "rms_norm_eps"}, "hidden_dropout": 0.0,
+        "layer_norm_eps": 1e-5, "model_type": "stablelm", "partial_rotary_factor": 0.25, "rope_theta": 10000,
+        "qk_layernorm": False, "use_parallel_residual": False, "use_qkv_bias": True,
+    },
     "Qwen/Qwen3-VL-8B-Instruct": {
         **SEES, "model_type": "qwen3_vl", "text_config": {**VL_TEXT, "model_type": "qwen3_vl_text"},
     },
@@ -381,6 +413,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {**COHERE, "model_type": "cohere", "use_qk_norm": True, "sliding_window": None}, "use_qk_norm is true",
     ),
     "openbmb/MiniCPM4.1-8B": ({**COMMON, "model_type": "minicpm", "sparse_config": {"topk": 64}}, "sparse_config"),
+    "stabilityai/stablelm-2-12b-chat": (
+        {**COMMON, "model_type": "stablelm", "qk_layernorm": True}, "norms with a weight for each head",
+    ),
     "tencent/Hunyuan-A13B-Instruct": (
         {**COMMON, "model_type": "hunyuan_v1_dense", "num_experts": 64}, "Hunyuan with experts",
     ),

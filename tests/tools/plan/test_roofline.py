@@ -112,6 +112,14 @@ def test_a_config_with_mamba2_has_its_familys_weights_and_states(config: dict[st
     assert sum(group.count * group.attention.state for group in shape.layers) == states * 128
 
 
+@pytest.mark.parametrize("card", ["gemma-3n-e2b", "gemma-3n-e4b"])
+def test_a_card_has_its_familys_weights(card: str) -> None:
+    counts, config = find_shape(card).parameters(), {"model_type": "gemma3n_text", **cards()[card]["config"]}
+    family = family_named("gemma3n_text")
+    expected = sum(math.prod(each) for each in family.shapes(family.read(config)).values())
+    assert sum(counts.values()) - counts["head"] == pytest.approx(expected, rel=1e-3)
+
+
 def test_the_head_of_a_card_has_its_published_size() -> None:
     assert find_shape("qwen3.6-27b").parameters()["head"] * 2 == pytest.approx(811e6 + 40e6, rel=0.05)
 

@@ -1,0 +1,76 @@
+// Linux is what it runs on. The rest is written after the systems' documentation and was never tried.
+#include "system.h"
+
+#include <new>
+
+#ifdef _WIN32
+#define NOMINMAX
+#include <windows.h>
+#else
+#include <sys/mman.h>
+#endif
+#ifdef __linux__
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace headstart {
+
+#ifdef _WIN32
+uint8_t* map_pages(int64_t bytes) {
+    void* found = VirtualAlloc(nullptr, (SIZE_T)bytes, MEM_RESERVE | MEM_COMMIT, PAGE_READWRITE);
+    if (!found) throw std::bad_alloc();
+    return static_cast<uint8_t*>(found);
+}
+
+void unmap_pages(uint8_t* data, int64_t) { VirtualFree(data, 0, MEM_RELEASE); }
+#else
+uint8_t* map_pages(int64_t bytes) {
+    void* found = mmap(nullptr, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (found == MAP_FAILED) throw std::bad_alloc();
+    return static_cast<uint8_t*>(found);
+}
+
+void unmap_pages(uint8_t* data, int64_t bytes) { munmap(data, (size_t)bytes); }
+#endif
+
+#ifdef __linux__
+void keep_pages_small(uint8_t* data, int64_t bytes) { madvise(data, (size_t)bytes, MADV_NOHUGEPAGE); }
+
+std::vector<int> own_cpus() {
+    std::vector<int> found;
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof set, &set) == 0)
+        for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
+            if (CPU_ISSET(cpu, &set)) found.push_back(cpu);
+    return found;
+}
+
+void keep_to(const std::vector<int>& cpus) {
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    for (const int cpu : cpus)
+        if (cpu >= 0 && cpu < CPU_SETSIZE) CPU_SET(cpu, &set);
+    if (!cpus.empty()) sched_setaffinity(0, sizeof set, &set);
+}
+
+bool may_use_tiles() {
+#ifdef __x86_64__
+    constexpr long kRequestPermission = 0x1023, kTileData = 18; // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+    return false;
+#endif
+}
+#else
+void keep_pages_small(uint8_t*, int64_t) {}
+
+std::vector<int> own_cpus() { return {}; }
+
+void keep_to(const std::vector<int>&) {}
+
+bool may_use_tiles() { return false; }
+#endif
+
+} // namespace headstart

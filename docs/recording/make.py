@@ -1,0 +1,182 @@
+"""Record a terminal in which headstart is tried: python docs/recording/make.py [--keep]
+
+Types the commands of SCENES into a shell and writes what came, with its times, as headstart.cast (asciicast, version
+2); `--keep` takes the one that is there. headstart.svg is drawn from it: lines of text, shown one after the other by
+the picture's own style, so it moves wherever pictures are shown. Needs pyte, which is a terminal in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import sys
+import time
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import pyte
+
+HERE = Path(__file__).parent
+COLUMNS, LINES = 92, 24
+KEY_S, THINK_S = 0.045, 0.6
+READ_S = 2.0
+"""How long what came stays before the next command."""
+LONGEST_S = 90
+FRAME_S = 0.12
+PROMPT = "$ "
+QUESTION = "Write a Python function that reverses a list, with an example."
+SCENES = (
+    f'headstart generate --max-tokens 72 --prompt "{QUESTION}"',
+    f'headstart generate --max-tokens 72 --no-mtp --prompt "{QUESTION}"   # without drafts: the same text',
+    "headstart serve --port 8123 2>/dev/null &",
+    "until curl -sf localhost:8123/ready >/dev/null; do sleep 0.2; done",
+    """curl -s localhost:8123/v1/chat/completions -H 'Content-Type: application/json' -d '{"max_tokens": 40,"""
+    """ "messages": [{"role": "user", "content": "Count to ten."}]}' | python3 -m json.tool | tail -27""",
+    "kill %1; clear; headstart inspect | head -20",
+)
+FONT, WIDE, HIGH, EDGE = 14, 8.43, 19, 14
+COLOURS = {"default": "#d1d5db", "green": "#86efac", "red": "#fca5a5", "yellow": "#fde68a", "brown": "#fde68a",
+           "blue": "#93c5fd", "magenta": "#d8b4fe", "cyan": "#67e8f9", "black": "#6b7280"}  # fmt: skip
+
+
+class Event(NamedTuple):
+    """Output, and when it came."""
+
+    seconds: float
+    text: str
+
+
+def record() -> Iterator[Event]:
+    """Of a shell in a terminal of its own."""
+    child, terminal = pty.fork()
+    if child == 0:
+        environment = os.environ | {
+            "PS1": PROMPT,
+            "TERM": "xterm-256color",
+            "COLUMNS": str(COLUMNS),
+            "LINES": str(LINES),
+        }
+        os.execvpe("bash", ["bash", "--norc", "--noprofile", "+m"], environment)
+    import fcntl
+    import struct
+    import termios
+
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
+    begun = time.monotonic()
+
+    def read(seconds: float, until: str = "") -> Iterator[Event]:
+        """What comes for so long, or until the shell waits again."""
+        text, end = "", time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0 and not (until and text.endswith(until)):
+            if select.select([terminal], [], [], left)[0]:
+                piece = os.read(terminal, 65536).decode("utf-8", "replace")
+                text = (text + piece)[-200:]
+                yield Event(time.monotonic() - begun, piece)
+
+    yield from read(5, PROMPT)
+    for scene in SCENES:
+        for key in scene:
+            os.write(terminal, key.encode())
+            yield from read(KEY_S)
+        yield from read(THINK_S)
+        os.write(terminal, b"\n")
+        yield from read(LONGEST_S, f"\n{PROMPT}")
+        yield from read(READ_S)
+    os.write(terminal, b"exit\n")
+    os.waitpid(child, 0)
+
+
+def write_cast(path: Path, events: list[Event]) -> None:
+    header = {"version": 2, "width": COLUMNS, "height": LINES, "env": {"TERM": "xterm-256color"}}
+    lines = [json.dumps(header), *(json.dumps([round(each.seconds, 3), "o", each.text]) for each in events)]
+    path.write_text("\n".join(lines) + "\n", "utf-8")
+
+
+def read_cast(path: Path) -> list[Event]:
+    rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()[1:]]
+    return [Event(seconds, text) for seconds, _, text in rows]
+
+
+def frames(events: list[Event]) -> Iterator[tuple[float, list[str]]]:
+    """When the screen changes, and its lines as SVG; changes that follow each other at once are one."""
+    import pyte
+
+    screen = pyte.Screen(COLUMNS, LINES)
+    stream = pyte.Stream(screen)
+    shown, last = [""], -1.0
+    for place, each in enumerate(events):
+        stream.feed(each.text)
+        following = events[place + 1].seconds if place + 1 < len(events) else float("inf")
+        if following - each.seconds < FRAME_S / 4 and each.seconds - last < FRAME_S:
+            continue
+        lines = [line_of(screen, number) for number in range(LINES)]
+        if lines != shown:
+            shown, last = lines, each.seconds
+            yield each.seconds, lines
+
+
+def line_of(screen: pyte.Screen, number: int) -> str:
+    """A line's letters, with runs of one look together; empty where it is."""
+    runs: list[tuple[tuple[str, bool], str]] = []
+    for column in range(COLUMNS):
+        letter = screen.buffer[number][column]
+        look = (letter.fg, letter.bold)
+        if runs and runs[-1][0] == look:
+            runs[-1] = (look, runs[-1][1] + letter.data)
+        else:
+            runs.append((look, letter.data))
+    if not "".join(text for _, text in runs).strip():
+        return ""
+    spans = "".join(
+        f'<tspan fill="{COLOURS.get(colour, COLOURS["default"])}"{BOLD if bold else ""}>{escape(text)}</tspan>'
+        for (colour, bold), text in runs
+    )
+    return f'<text x="{EDGE}" y="{EDGE + HIGH * (number + 0.75):g}">{spans}</text>'
+
+
+BOLD = ' font-weight="bold"'
+
+
+def svg(events: list[Event]) -> str:
+    """Each line of a frame is written once, and shown while it stands there."""
+    found = list(frames(events))
+    length = events[-1].seconds + READ_S
+    width, height = round(2 * EDGE + COLUMNS * WIDE), 2 * EDGE + LINES * HIGH
+    spans: list[tuple[str, float, float]] = []
+    for number in range(LINES):
+        begin, shown = 0.0, ""
+        for seconds, lines in [*found, (length, [""] * LINES)]:
+            if lines[number] != shown:
+                spans += [(shown, begin, seconds)] if shown else []
+                begin, shown = seconds, lines[number]
+    rules, parts = [], []
+    for index, (line, begin, end) in enumerate(spans):
+        first, last = 100 * begin / length, 100 * end / length
+        after = f"{last:.3f}%,to{{visibility:hidden}}" if end < length else ""
+        rules.append(f"@keyframes k{index}{{0%{{visibility:hidden}}{first:.3f}%{{visibility:visible}}{after}}}")
+        parts.append(line.replace("<text ", f'<text style="animation-name:k{index}" ', 1))
+    style = f"text{{white-space:pre;visibility:hidden;animation:{length:.2f}s step-end infinite}}" + "".join(rules)
+    head = (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" font-size="{FONT}" '
+            'font-family="ui-monospace,SFMono-Regular,Menlo,Consolas,\'DejaVu Sans Mono\',monospace">')  # fmt: skip
+    title = "<title>headstart in a terminal: a text with drafting and without, a server, a look at a model</title>"
+    ground = f'<rect width="{width}" height="{height}" rx="8" fill="#111827"/>'
+    return "\n".join([head, title, f"<style>{style}</style>", ground, *parts, "</svg>", ""])
+
+
+def main(arguments: list[str]) -> int:
+    cast = HERE / "headstart.cast"
+    if "--keep" not in arguments:
+        write_cast(cast, list(record()))
+    events = read_cast(cast)
+    (HERE / "headstart.svg").write_text(svg(events), "utf-8")
+    print(f"{events[-1].seconds:.0f} s, {len(events)} events")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

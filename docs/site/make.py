@@ -1,0 +1,268 @@
+"""The docs site: `make docs`, or python docs/site/make.py [FOLDER]
+
+Its pages are the documents of the repository with links made to fit, the notebook, a page for each command from its own
+help, and the HTTP API from its OpenAPI description. MkDocs makes HTML of them, and fails at a link that leads nowhere.
+Nothing on the pages is fetched from elsewhere when somebody reads them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import html
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+BUILD = ROOT / "build" / "docs"
+SITE = ROOT / "build" / "site"
+FENCE = re.compile(r"^(```.*?^```$)", re.MULTILINE | re.DOTALL)
+QUIET = {"NO_MKDOCS_2_WARNING": "1"}
+"""The theme asks those who build to move on; its makers look after it until May 2027."""
+LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
+HEADS = ("smollm2-135m-mtp", "smollm2-135m-eagle3", "smollm2-135m-block")
+NAV: dict[str, dict[str, str]] = {
+    "Home": {"headstart": "README.md"},
+    "Start": {
+        "Quick start": "docs/quickstart.md",
+        "How it works": "docs/how-it-works.md",
+        "From Python": "docs/python.ipynb",
+        "Deploy": "docs/deploy.md",
+    },
+    "Cookbook": {
+        "Agents": "docs/cookbook/agents.md",
+        "JSON and other forms": "docs/cookbook/json.md",
+        "Long documents": "docs/cookbook/long-documents.md",
+        "Benchmark your provider": "docs/cookbook/provider.md",
+        "Keep heads through fine-tuning": "docs/cookbook/fine-tuning.md",
+    },
+    "Guides": {
+        "The server": "docs/server.md",
+        "Settings": "docs/settings.md",
+        "Monitoring": "docs/monitoring.md",
+        "Inspect": "docs/inspect.md",
+        "A head that learns": "docs/adapt.md",
+        "CUDA": "docs/cuda.md",
+    },
+    "Results": {
+        "Benchmarks": "docs/benchmarks.md",
+        "Their scripts": "benchmarks/README.md",
+        **{f"Head {name}": f"headstart/heads/{name}/README.md" for name in HEADS},
+        "Model qwen3_5-tiny": "headstart/checkpoints/qwen3_5-tiny/README.md",
+    },
+    "Inside": {
+        "Architecture": "docs/ARCHITECTURE.md",
+        "Contributing": "CONTRIBUTING.md",
+        "Log": "docs/LOG.md",
+        "Libraries of the pages": "headstart/server/web/vendor/README.md",
+    },
+}
+PAGES = {source: "index.md" if source == "README.md" else re.sub(r"^docs/|\.ipynb$|\.md$", "", source) + ".md"
+         for section in NAV.values() for source in section.values()}  # fmt: skip
+"""Documents of the repository, and where the site has them."""
+SETTINGS: dict[str, Any] = {
+    "site_name": "headstart",
+    "site_description": "An LLM engine built around multi-token prediction",
+    "docs_dir": "pages",
+    "use_directory_urls": False,  # so that it can be read without a server, too
+    "theme": {
+        "name": "material",
+        "font": False,  # those of the reader's system: others would come from elsewhere
+        "features": ["navigation.tabs", "navigation.top", "content.code.copy", "search.highlight", "toc.follow"],
+        "palette": [
+            {"media": f"(prefers-color-scheme: {name})", "scheme": scheme, "primary": "indigo",
+             "toggle": {"icon": "material/theme-light-dark", "name": f"Switch to {other}"}}
+            for name, scheme, other in (("light", "default", "dark"), ("dark", "slate", "light"))
+        ],
+    },
+    "plugins": ["search"],
+    "markdown_extensions": ["tables", "attr_list", "pymdownx.superfences", "pymdownx.highlight",
+                            {"toc": {"permalink": True, "toc_depth": 3}}],
+    "validation": {
+        "nav": {"omitted_files": "warn", "not_found": "warn"},
+        "links": {"not_found": "warn", "anchors": "warn", "absolute_links": "warn", "unrecognized_links": "warn"},
+    },
+}  # fmt: skip
+
+
+def write_pages(folder: Path) -> list[Any]:
+    """All pages, and what they show, into `folder`; the table of contents for MkDocs."""
+    nav: list[Any] = [{section: [{title: PAGES[source]} for title, source in pages.items()]}
+                      for section, pages in NAV.items()]  # fmt: skip
+    for source, place in PAGES.items():
+        path = ROOT / source
+        text = notebook(path) if path.suffix == ".ipynb" else path.read_text("utf-8")
+        put(folder / place, for_mkdocs(linked(text, path, place, folder)))
+    commands = dict(command_pages())
+    for name, text in commands.items():
+        put(folder / "commands" / f"{name.replace(' ', '-')}.md", text)
+    put(folder / "http.md", http_page())
+    listed = [{name: f"commands/{name.replace(' ', '-')}.md"} for name in commands]
+    nav.insert(4, {"Reference": [{"HTTP": "http.md"}, {"Commands": listed}]})
+    return nav
+
+
+def put(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, "utf-8")
+
+
+def outside_fences(text: str, change: Callable[[str], str]) -> str:
+    """With everything changed but code blocks."""
+    return "".join(part if part.startswith("```") else change(part) for part in FENCE.split(text))
+
+
+def linked(text: str, path: Path, place: str, folder: Path) -> str:
+    """Links to documents lead to their pages, files beside documents come along, and other files of the repository are
+    named only."""
+
+    def fix(found: re.Match[str]) -> str:
+        label, (target, _, anchor) = found[1], found[2].partition("#")
+        if not target or ":" in target:
+            return found[0]
+        source = os.path.relpath(path.parent / target, ROOT)
+        if source in PAGES:
+            new = os.path.relpath(PAGES[source], Path(place).parent)
+            return f"[{label}]({new}{'#' * bool(anchor)}{anchor})"
+        if source.startswith("docs/") and (ROOT / source).is_file():
+            name = source.removeprefix("docs/")
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / source, folder / name)
+            return f"[{label}]({os.path.relpath(name, Path(place).parent)})"
+        return label
+
+    return outside_fences(text, lambda part: LINK.sub(fix, part))
+
+
+def for_mkdocs(text: str) -> str:
+    """As its Markdown wants lists: an empty line before them, and four spaces for those inside others."""
+
+    def lists(part: str) -> str:
+        part = re.sub(r"^ {2,3}(?=(?:[-*]|\d+\.) )", "    ", part, flags=re.MULTILINE)
+        return re.sub(r"^(?!\s*(?:[-*|]|\d+\.) |\s*$)(.+)\n(?=(?:[-*]|\d+\.) )", r"\1\n\n", part, flags=re.MULTILINE)
+
+    return outside_fences(text, lists)
+
+
+def notebook(path: Path) -> str:
+    cells = json.loads(path.read_text("utf-8"))["cells"]
+    texts = ["".join(cell["source"]) for cell in cells]
+    return "\n\n".join(
+        f"```python\n{text}\n```" if cell["cell_type"] == "code" else text
+        for cell, text in zip(cells, texts, strict=True)
+    )
+
+
+def command_pages() -> Iterator[tuple[str, str]]:
+    """Name and page of each command."""
+    import typer
+
+    from headstart.cli.app import app
+
+    def below(group: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+        for name, command in group.commands.items():
+            yield prefix + name, command
+            if hasattr(command, "commands"):
+                yield from below(command, f"{prefix}{name} ")
+
+    for name, command in below(typer.main.get_command(app), ""):
+        yield name, command_page(name, command)
+
+
+def command_page(name: str, command: Any) -> str:
+    import typer
+
+    from headstart.cli.help import MORE, arguments_of, panels_of, usage
+
+    context = typer.Context(command, info_name=f"headstart {name}")
+    parts = [f"# headstart {name}", *(prose(each) for each in (command.help or "").split("\n\n"))]
+    parts.append(f"```text\n{usage(command, context)}\n```")
+    examples = "\n".join(f"$ {line}" for line in (command.epilog or "").split("\n\n")[1:])
+    parts += ["## Examples", f"```console\n{examples}\n```"]
+    if arguments := arguments_of(command):
+        parts += ["## Arguments", table("argument", arguments)]
+    for title, rows in panels_of(command).items():
+        parts += [f"## {title.removeprefix(MORE)}", table("option", rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def table(first: str, rows: list[tuple[str, str]]) -> str:
+    lines = [f"| {code(name)} | {prose(meaning)} |" for name, meaning in rows]
+    return "\n".join([f"| {first} | |", "|---|---|", *lines])
+
+
+def code(text: str) -> str:
+    return f"<code>{html.escape(text).replace('|', '&#124;')}</code>"
+
+
+def prose(text: str) -> str:
+    """Words of a help text, none of which is Markdown."""
+    text = html.escape(" ".join(text.split()), quote=False)
+    return re.sub(r"[\\`*_\[\]|]", lambda found: f"&#{ord(found[0])};", text)
+
+
+def http_page() -> str:
+    """The endpoints and their fields, as the server itself describes them."""
+    import httpx
+
+    from headstart import LLM
+    from headstart.server.app import ServerConfig, make_app
+    from headstart.server.docs_page import operations
+
+    async def described() -> dict[str, Any]:
+        with LLM("qwen3_5-tiny") as llm:
+            app, _ = make_app(llm, ServerConfig())
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
+                found: dict[str, Any] = (await client.get("/openapi.json")).json()
+                return found
+
+    parts = ["# HTTP", "What `headstart serve` answers; [the server](server.md) says what it means. A running server"
+             " has this page at `/docs`, and `/openapi.json` for programs."]  # fmt: skip
+    for name, text in operations(asyncio.run(described())):
+        parts += [f"## `{name}`", text]
+    return "\n\n".join(parts) + "\n"
+
+
+def outside(site: Path) -> list[str]:
+    """What pages would fetch from elsewhere when they are read."""
+    tag = re.compile(r"""<(?:script|img|iframe|link)\b[^>]*?\b(?:src|href)=["']?((?:https?:)?//[^"'\s>]+)""")
+    found = [f"{path.name}: {each}" for path in site.rglob("*.html") for each in tag.findall(path.read_text("utf-8"))]
+    css = re.compile(r"""(?:url\(|@import )["']?((?:https?:)?//[^"')]+)""")
+    return found + [
+        f"{path.name}: {each}" for path in site.rglob("*.css") for each in css.findall(path.read_text("utf-8"))
+    ]
+
+
+def main(site: Path) -> int:
+    shutil.rmtree(BUILD, ignore_errors=True)
+    settings = SETTINGS | {"nav": write_pages(BUILD / "pages"), "site_dir": str(site)}
+    put(BUILD / "mkdocs.yml", json.dumps(settings, indent=1))  # JSON is YAML
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "--config-file",
+        str(BUILD / "mkdocs.yml"),
+    ]
+    if code := subprocess.run(command, env=os.environ | QUIET, check=False).returncode:
+        return code
+    if found := outside(site):
+        print("from elsewhere:", *found, sep="\n  ", file=sys.stderr)
+        return 1
+    pages = list(site.rglob("*.html"))
+    size = sum(path.stat().st_size for path in site.rglob("*") if path.is_file())
+    print(f"{len(pages)} pages, {size / 1e6:.1f} MB: {site / 'index.html'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else SITE))

@@ -1,0 +1,77 @@
+"""The docs site: its pages say what the program says, and lead nowhere else."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from source import ROOT
+from test_cli_surface import COMMANDS
+from test_links import DOCUMENTS
+
+
+def script(path: str) -> Any:
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+site = script("docs/site/make.py")
+HIDDEN = {"--synthetic-acceptance", "--vllm"}
+
+
+def test_every_document_is_a_page() -> None:
+    assert set(site.PAGES) == {*DOCUMENTS, "docs/python.ipynb"}
+
+
+def test_every_command_has_a_page_with_all_its_options() -> None:
+    pages = dict(site.command_pages())
+    assert set(COMMANDS) == set(pages)
+    for name, flags in COMMANDS.items():
+        shown = set(re.findall(r"(?<![\w-])--?[a-z][a-z0-9-]*", re.sub(r"&#\d+;", " ", pages[name])))
+        assert {flag for flag in flags if flag not in shown} <= HIDDEN, name
+        assert f"$ headstart {name}" in pages[name]
+
+
+def test_links_are_made_to_fit(tmp_path: Path) -> None:
+    path = ROOT / "docs" / "cookbook" / "agents.md"
+    text = (
+        "[a](../adapt.md#recording) [b](../../Dockerfile) ![c](../demo.svg) [d](https://e.org) ```[a](../adapt.md)```"
+    )
+    found = site.linked(text, path, "cookbook/agents.md", tmp_path)
+    assert found.startswith("[a](../adapt.md#recording) b ![c](../demo.svg) [d](https://e.org)")
+    assert (tmp_path / "demo.svg").is_file()
+
+
+def test_what_comes_from_elsewhere_is_found(tmp_path: Path) -> None:
+    page = (
+        '<link href="a.css"><a href="https://a.org"></a><script src="https://b.org/x.js"></script><img src=//c.org/y>'
+    )
+    (tmp_path / "page.html").write_text(page)
+    (tmp_path / "style.css").write_text("a { background: url('https://d.org/z') }")
+    assert sorted(each.split("//")[1] for each in site.outside(tmp_path)) == ["b.org/x.js", "c.org/y", "d.org/z"]
+
+
+def test_pictures_are_those_that_the_script_draws(tmp_path: Path) -> None:
+    pictures = script("docs/pictures/make.py")
+    pictures.write(tmp_path)
+    for name in pictures.PICTURES:
+        assert (tmp_path / name).read_text() == (ROOT / "docs" / "pictures" / name).read_text(), "docs/pictures/make.py"
+
+
+@pytest.mark.slow
+def test_the_site_is_made(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "docs/site/make.py", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    pages = (tmp_path / "site").rglob("*.html")
+    assert len(list(pages)) > 40
+    assert "/v1/chat/completions" in (tmp_path / "site" / "http.html").read_text("utf-8")

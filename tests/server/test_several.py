@@ -1,0 +1,200 @@
+"""A server with several models: the texts are those of servers with one; lists, metrics and errors tell the truth."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from process import PROGRAM, Server, running
+
+from headstart import hub
+from headstart.tools.tiny import write_tiny
+
+pytestmark = pytest.mark.slow  # server processes
+SMALL = ("--threads", "1", "--max-num-seqs", "8", "--kv-blocks", "512")
+DEFAULT = hub.DEFAULT_MODEL
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("several")
+    write_tiny("mimo", place / "models" / "small")
+    shutil.copytree(place / "models" / "small", place / "models" / "broken")
+    (place / "models" / "broken" / "model.safetensors").write_bytes(b"")
+    write_tiny("llama", place / "own")
+    (place / "headstart.toml").write_text(
+        f'[serve]\nmodels = "{place}/models"\nkeep_alive = "30s"\n[models.mine]\npath = "{place}/own"\ndepth = 2\n'
+    )
+    return place
+
+
+@pytest.fixture(scope="module")
+def several(folder: Path) -> Iterator[Server]:
+    if hub.cached_trunk() is None:
+        pytest.skip("the default model is not in the cache: headstart pull")
+    with running(DEFAULT, "--config", str(folder / "headstart.toml"), *SMALL) as server:
+        yield server
+
+
+def answer(server: Server, model: str | None, number: int) -> str:
+    found = server.post(
+        "/v1/chat/completions", messages=[{"role": "user", "content": f"Count to {number}."}], seed=number,
+        max_tokens=40, temperature=0.7, **({"model": model} if model else {}),
+    )  # fmt: skip
+    assert found.status_code == 200, found.text
+    text: str = found.json()["choices"][0]["message"]["content"]
+    return text
+
+
+def headstart(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([PROGRAM, *words], capture_output=True, text=True, timeout=60)
+
+
+def names(server: Server, path: str) -> list[str]:
+    return [each["name"] for each in server.client.get(path).json()["models"]]
+
+
+def test_texts_are_those_of_a_server_with_one_model(several: Server, server: Server, folder: Path) -> None:
+    """Requests to three models at once, two of them loaded by these; a request that names none goes to the first."""
+    asked = [(model, number) for number in range(3) for model in (DEFAULT, "small", "mine", None)]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        together = dict(zip(asked, pool.map(lambda each: answer(several, *each), asked), strict=True))
+    with running(str(folder / "models" / "small"), *SMALL) as small, running(str(folder / "own"), *SMALL) as own:
+        alone = {DEFAULT: server, "small": small, "mine": own, None: server}
+        assert together == {(model, number): answer(alone[model], None, number) for model, number in asked}
+    assert len(set(together.values())) == 9
+
+
+def test_lists_tell_what_there_is_and_what_is_in_memory(several: Server) -> None:
+    answer(several, "small", 1)
+    listed = {each["id"]: each for each in several.client.get("/v1/models").json()["data"]}
+    assert list(listed) == [DEFAULT, "mine", "broken", "small"]
+    assert (listed["small"]["loaded"], listed["broken"]["loaded"]) == (True, False)
+    assert (listed["small"]["max_model_len"], listed["broken"]["max_model_len"]) == (512, 0)
+    assert several.client.get("/v1/models/small").json() == listed["small"]
+    assert several.client.get("/v1/models/none").status_code == 404
+    tags = [f"{name}:latest" for name in (DEFAULT, "mine", "broken", "small")]
+    assert names(several, "/api/tags") == tags
+    assert "small:latest" in names(several, "/api/ps") and "broken:latest" not in names(several, "/api/ps")
+    shown = several.post("/api/show", model="mine").json()
+    assert shown["model_info"]["llama.context_length"] == 512
+    assert several.post("/api/show", model="none").status_code == 404
+    assert several.client.get("/health").status_code == several.client.get("/ready").status_code == 200
+
+
+def test_metrics_have_the_models_name(several: Server) -> None:
+    for model in (DEFAULT, "small"):
+        answer(several, model, 1)
+    text = several.client.get("/metrics").text
+    types = [line for line in text.splitlines() if line.startswith("# TYPE")]
+    assert len(types) == len(set(types)), "a metric stands there twice"
+    for model in (DEFAULT, "small"):
+        assert f'vllm:generation_tokens_total{{model_name="{model}"}}' in text
+        assert f'headstart:model_loaded{{model_name="{model}"}} 1.0' in text
+    assert 'headstart:model_loaded{model_name="broken"} 0.0' in text
+
+
+def test_a_model_that_cannot_be_loaded_is_told_to_who_asks(several: Server) -> None:
+    for path, body in {"/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
+                       "/tokenize": {"prompt": "Hi"}, "/v1/embeddings": {"input": "Hi"}}.items():  # fmt: skip
+        found = several.post(path, model="broken", **body)
+        assert found.status_code == 500
+        assert "the model broken cannot be loaded" in found.json()["error"]["message"]
+    assert several.post("/v1/completions", model="none", prompt="Hi").status_code == 404
+    assert several.client.get("/health").status_code == 200
+
+
+def test_other_endpoints_load_a_model_too(several: Server) -> None:
+    bodies: dict[str, dict[str, Any]] = {
+        "/tokenize": {"prompt": "Hi"},
+        "/v1/embeddings": {"input": "Hi"},
+        "/api/embed": {"input": "Hi"},
+        "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "Hi"}]},
+    }
+    for path, body in bodies.items():
+        several.post("/api/generate", model="small", keep_alive=0)
+        assert "small:latest" not in names(several, "/api/ps")
+        assert several.post(path, model="small", **body).status_code == 200
+        assert "small:latest" in names(several, "/api/ps")
+
+
+def test_ollamas_keep_alive(several: Server) -> None:
+    for given in ("soon", "5 minutes"):
+        found = several.post("/api/generate", model="small", prompt="Hi", keep_alive=given)
+        assert found.status_code == 400 and "keep_alive" in found.json()["error"]
+    loads = several.metric("headstart:model_loads_total")
+    assert several.post("/api/generate", model="mine", keep_alive=0).json()["done_reason"] == "unload"
+    several.post("/api/generate", model="mine", prompt="Hi", stream=False, keep_alive="1s", options={"num_predict": 2})
+    assert "mine:latest" in names(several, "/api/ps")
+    deadline = time.monotonic() + 20
+    while "mine:latest" in names(several, "/api/ps"):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert several.metric("headstart:model_loads_total") == loads + 1
+    assert several.post("/api/generate", model="mine", keep_alive=-1).json()["done_reason"] == "load"
+    found = {each["name"]: each["expires_at"] for each in several.client.get("/api/ps").json()["models"]}
+    assert found["mine:latest"].startswith("2318") and not found.get(f"{DEFAULT}:latest", "").startswith("2318")
+
+
+def test_ps_and_stop(several: Server) -> None:
+    answer(several, "small", 1)
+    shown = headstart("ps", "--url", several.url)
+    assert shown.returncode == 0 and "small" in shown.stdout
+    stopped = headstart("stop", "small", "--url", several.url, "--json")
+    assert (stopped.returncode, json.loads(stopped.stdout)) == (0, {"model": "small", "unloaded": True})
+    listed = json.loads(headstart("ps", "--url", several.url, "--json").stdout)["models"]
+    assert "small" not in [each["name"] for each in listed]
+    wrong = headstart("stop", "none", "--url", several.url)
+    assert wrong.returncode == 2 and "the model 'none' does not exist" in wrong.stderr
+    assert headstart("ps", "--url", "http://127.0.0.1:9").returncode == 2
+
+
+def test_one_model_stays(server: Server) -> None:
+    found = server.post("/api/generate", model=DEFAULT, keep_alive=0)
+    assert found.json()["done_reason"] == "load"
+    assert headstart("stop", DEFAULT, "--url", server.url).returncode == 1
+    assert names(server, "/api/ps") == [f"{DEFAULT}:latest"]
+    assert "model_loaded" not in server.client.get("/metrics").text
+
+
+def test_a_model_that_does_not_fit(folder: Path) -> None:
+    with running("--models", str(folder / "models"), "--memory", "0.000001", *SMALL) as tight:
+        found = tight.post("/v1/completions", model="small", prompt="Hi")
+        assert found.status_code == 503 and "all models may take" in found.json()["error"]["message"]
+        assert tight.client.get("/health").status_code == 200
+        assert tight.client.get("/metrics").status_code == 200
+        assert tight.stop(signal.SIGTERM) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["a", "b", "--served-model-name", "c"], "--served-model-name is for one model"),
+        (["a", "b", "--head", "c"], "--head is for one model"),
+        (["a", "a"], "two models are called a"),
+        (["--models", "none"], "--models: none is no folder"),
+        (["--models", "."], "--models: there is no model in ."),
+        (["a", "b", "--keep-alive", "soon"], "--keep-alive is 'soon', which is no time"),
+        (["a", "b", "--memory", "0"], "--memory is 0, but must be above 0"),
+        (["a", "b", "--engine", "vllm"], "another engine serves one model"),
+        (["--config", "table.toml"], "table.toml [models.x]: dept is no setting"),
+        (["--config", "depth.toml"], "depth.toml [models.x]: --depth is 17"),
+        (["--config", "path.toml"], "path.toml [models.x] has no path"),
+    ],
+)
+def test_what_is_wrong_is_said(words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("table.toml").write_text('[models.x]\npath = "x"\ndept = 1')
+    Path("depth.toml").write_text('[models.x]\npath = "x"\ndepth = 17')
+    Path("path.toml").write_text("[models.x]\ndepth = 1")
+    done = headstart("serve", "--port", "0", *words)
+    assert done.returncode == 2
+    assert message in done.stderr

@@ -1,0 +1,213 @@
+"""Several models in one process: who is in memory, who has to leave, and who is not disturbed by it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import shutil
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+from weakref import ref
+
+import pytest
+
+from headstart.config import EngineConfig
+from headstart.core import SamplingParams
+from headstart.errors import BusyError, GenerationError, ModelError, UsageError
+from headstart.server import shelf as shelf_module
+from headstart.server.app import ServerConfig, shelf_of
+from headstart.server.bridge import Stream
+from headstart.server.entries import KeepAlive, Offer, Served, models_in
+from headstart.server.shelf import Shelf
+from headstart.tools.tiny import write_tiny
+
+CONFIG = EngineConfig(threads=1, max_num_seqs=4, kv_blocks=64)
+Check = Callable[[Shelf], Coroutine[Any, Any, None]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models a and b, and one that cannot be read."""
+    place = tmp_path_factory.mktemp("models")
+    write_tiny("mimo", place / "a")
+    write_tiny("llama", place / "b")
+    shutil.copytree(place / "b", place / "broken")
+    (place / "broken" / "model.safetensors").write_bytes(b"")
+    return place
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shelf_module, "SWEEP_SECONDS", 0.02)
+    monkeypatch.setattr(shelf_module, "LEAST_SECONDS", 0.1)
+
+
+def on_shelf(folder: Path, check: Check, keep_alive: float | None = None, memory: int | None = None) -> None:
+    offers = [Offer(names=(name,), path=str(path), config=CONFIG) for name, path in models_in(folder).items()]
+
+    async def main() -> None:
+        shelf = shelf_of(offers, ServerConfig(keep_alive=KeepAlive(keep_alive), memory=memory))
+        shelf.start()
+        try:
+            async with asyncio.timeout(60):
+                await check(shelf)
+        finally:
+            shelf.stop()
+
+    asyncio.run(main())
+
+
+async def begun(served: Served, tokens: int = 20) -> Stream:
+    params = SamplingParams(max_tokens=tokens, seed=1, temperature=1.0, ignore_eos=True)
+    return await served.bridge.open([served.llm.request(list(range(5, 15)), params)])
+
+
+async def written(stream: Stream) -> list[int]:
+    try:
+        return [token async for _, delta in stream for token in delta.tokens]
+    finally:
+        stream.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+def loaded(shelf: Shelf) -> list[str]:
+    return [each.names[0] for each in shelf.loaded]
+
+
+def sizes_of(folder: Path) -> dict[str, int]:
+    found: dict[str, int] = {}
+
+    async def check(shelf: Shelf) -> None:
+        for name in ("a", "b"):
+            await shelf.get(name)
+            found[name] = shelf.find(name).size
+
+    on_shelf(folder, check)
+    return found
+
+
+def test_a_model_comes_when_it_is_asked_for_and_leaves_when_nobody_asks(folder: Path) -> None:
+    async def check(shelf: Shelf) -> None:
+        assert loaded(shelf) == []
+        waiting = [asyncio.create_task(shelf.get("a")) for _ in range(4)]
+        waiting[0].cancel()
+        first = (await asyncio.gather(*waiting, return_exceptions=True))[-1]
+        assert isinstance(first, Served) and shelf.find("a").loads == 1
+        expected, engine = await written(await begun(first)), ref(first.llm.engine)
+        del first, waiting
+        await until(lambda: loaded(shelf) == [])
+        async with shelf._moving:
+            gc.collect()
+        assert engine() is None, "its memory is not given back"
+        assert await written(await begun(await shelf.get("a:latest"))) == expected
+        assert shelf.find("a").loads == 2
+        with pytest.raises(ModelError, match="this server has a, b, broken"):
+            await shelf.get("c")
+
+    on_shelf(folder, check, keep_alive=0.2)
+
+
+def test_the_longest_idle_leaves_for_another_and_who_works_does_not(folder: Path) -> None:
+    sizes = sizes_of(folder)
+
+    async def check(shelf: Shelf) -> None:
+        await shelf.get("a")
+        running = await begun(await shelf.get("b"), 100)
+        assert loaded(shelf) == ["b"]
+        with pytest.raises(BusyError, match="models that run leave"):
+            await shelf.get("a")
+        expected = await written(running)
+        await shelf.get("a")
+        assert loaded(shelf) == ["a"]
+        assert await written(await begun(await shelf.get("b"), 100)) == expected
+
+    on_shelf(folder, check, memory=sizes["a"] + sizes["b"] - 1)
+
+
+def test_a_model_larger_than_all_memory_says_so(folder: Path) -> None:
+    async def check(shelf: Shelf) -> None:
+        for _ in range(2):
+            with pytest.raises(BusyError, match="but all models may take"):
+                await shelf.get("a")
+        assert loaded(shelf) == []
+
+    on_shelf(folder, check, memory=1000)
+
+
+def test_a_model_that_cannot_be_loaded_disturbs_nobody(folder: Path) -> None:
+    async def check(shelf: Shelf) -> None:
+        expected = await written(await begun(await shelf.get("b"), 100))
+        running = await begun(await shelf.get("b"), 100)
+        for _ in range(2):
+            with pytest.raises(GenerationError, match=r"the model broken cannot be loaded: .*too short"):
+                await shelf.get("broken")
+        assert await written(running) == expected
+        assert loaded(shelf) == ["b"]
+
+    on_shelf(folder, check)
+
+
+def test_a_model_does_not_leave_while_it_writes(folder: Path) -> None:
+    async def check(shelf: Shelf) -> None:
+        running = await begun(await shelf.get("a"), 400)
+        assert not await shelf.release("a")
+        assert len(await written(running)) == 400
+        await until(lambda: loaded(shelf) == [])
+        with (await shelf.get("b")).bridge.held():
+            assert not await shelf.release("b")
+        assert await shelf.release("b") and await shelf.release("b")
+
+    on_shelf(folder, check)
+
+
+def test_models_share_the_threads(folder: Path) -> None:
+    """In turns: two pools of as many threads as there are cores would be in each other's way."""
+
+    async def check(shelf: Shelf) -> None:
+        a, b = await shelf.get("a"), await shelf.get("b")
+        assert a.llm.model.backend.threads is b.llm.model.backend.threads  # type: ignore[attr-defined]
+        alone = [await written(await begun(each, 50)) for each in (a, b)]
+        streams = [await begun(each, 50) for each in (a, b)]
+        assert await asyncio.gather(*map(written, streams)) == alone
+
+    on_shelf(folder, check)
+
+
+def test_nothing_is_begun_at_the_end(folder: Path) -> None:
+    async def check(shelf: Shelf) -> None:
+        await shelf.get("a")
+        shelf.drain()
+        with pytest.raises(BusyError, match="shutting down"):
+            await shelf.get("b")
+        with pytest.raises(BusyError, match="shutting down"):
+            await begun(await shelf.get("a"))
+
+    on_shelf(folder, check)
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [(90, 90.0), ("90", 90.0), ("5m", 300.0), ("1h30m", 5400.0), ("250ms", 0.25), (0, 0.0), (-1, None), ("-1m", None)],
+)
+def test_times_to_stay(given: float | str, seconds: float | None) -> None:
+    assert KeepAlive.of(given).seconds == seconds
+
+
+@pytest.mark.parametrize("given", ["", "soon", "5 m", "m", "1h30", "nan", "--1"])
+def test_what_is_no_time(given: str) -> None:
+    with pytest.raises(UsageError, match="which is no time"):
+        KeepAlive.of(given)
+
+
+def test_models_of_a_folder(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "a", tmp_path / "a")
+    for name in ("x.gguf", "y-00001-of-00002.gguf", "y-00002-of-00002.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    (tmp_path / "notes.txt").write_text("a note")
+    (tmp_path / "empty").mkdir()
+    assert list(models_in(tmp_path)) == ["a", "x", "y"]

@@ -1,0 +1,115 @@
+"""What only some systems have; and the package where it is not there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from headstart import system
+from headstart.tools.tiny import write_tiny
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_a_lock_is_had_once(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with path.open("w") as first, path.open("w") as second:
+        assert system.lock(first.fileno())
+        assert not system.lock(second.fileno())
+    with path.open("w") as third:
+        assert system.lock(third.fileno())
+
+
+def test_a_pipe_without_a_reader_is_noticed() -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as stream:
+        assert not system.has_no_reader(stream)
+        os.close(reading)
+        assert system.has_no_reader(stream)
+
+
+def test_a_fork_says_what_ended_it() -> None:
+    assert system.in_fork(lambda: None) == 0
+    assert system.in_fork(lambda: os.kill(os.getpid(), signal.SIGTERM)) == signal.SIGTERM
+
+
+def test_a_fork_has_limits() -> None:
+    def spin() -> None:
+        system.limit(0.05, 60, 1 << 30)
+        while True:
+            pass
+
+    def fill() -> None:
+        system.limit(60.0, 60, 1 << 26)
+        try:
+            bytearray(1 << 27)
+        except MemoryError:
+            os.abort()
+
+    begun = time.monotonic()
+    assert system.in_fork(spin) in system.TIME_IS_UP
+    assert time.monotonic() - begun < 10
+    assert system.in_fork(fill) == signal.SIGABRT
+
+
+def test_a_group_of_processes_is_ended() -> None:
+    command = ["bash", "-c", "trap '' INT; sleep 100 & echo; wait"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdout is not None
+    with process.stdout as stream:
+        stream.readline()
+        assert system.end_group(process, kill=True)
+        process.wait()
+        assert not stream.read(), "sleep has it open as long as it runs"
+
+
+WITHOUT = """
+import sys
+
+import asyncio, concurrent.futures, multiprocessing.connection, subprocess, tempfile  # these are the system's own
+import gguf, jinja2, llguidance, numpy, prometheus_client, pydantic, rich.progress, safetensors, tokenizers
+import typer, uvicorn
+import os, signal, types
+
+for name in ("fcntl", "grp", "pwd", "readline", "resource", "termios", "tty", "pty", "uvloop"):
+    sys.modules[name] = None
+for name in ("fork", "killpg", "nice", "sched_getaffinity", "setsid", "sysconf", "uname", "O_NONBLOCK", "O_NOCTTY"):
+    delattr(os, name)
+for name in ("SIGHUP", "SIGALRM", "SIGPROF", "SIGXCPU", "SIGKILL", "setitimer", "alarm"):
+    delattr(signal, name)
+import select
+del select.poll
+
+before, sys.platform = sys.platform, "win32"
+import headstart.system
+sys.platform = before
+headstart.system.sys = types.SimpleNamespace(platform="win32", stdin=sys.stdin)
+
+from importlib import import_module
+from pathlib import Path
+
+root = Path(headstart.__file__).parent
+names = [".".join(("headstart", *path.relative_to(root).with_suffix("").parts)) for path in root.rglob("*.py")]
+skipped = ("headstart.kernels.cuda", "headstart.kernels.reference", "headstart.train", "headstart.__main__")
+for name in sorted(names):
+    if not name.startswith(skipped):  # torch
+        import_module(name.removesuffix(".__init__"))
+
+from headstart.cli import edge
+
+sys.exit(edge.run(["generate", sys.argv[1], "--prompt", "Hi", "--max-tokens", "3"]))
+"""
+
+
+@pytest.mark.slow
+def test_it_runs_without_what_windows_lacks(tmp_path: Path) -> None:
+    folder = write_tiny("llama", tmp_path / "model")
+    done = subprocess.run([sys.executable, "-c", WITHOUT, str(folder)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "3 tokens" in done.stderr
