@@ -408,7 +408,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "two MTP modules": ({**NEMOTRON, "num_nextn_predict_layers": 2}, "2 MTP modules of full_attention, moe"),
     "XiaomiMiMo/MiMo-V2.5": ({"model_type": "mimo_v2"}, "projections fused in the order of several devices"),
-    "inclusionAI/Ling-3.0-Flash": ({"model_type": "bailing_hybrid"}, "lightning attention (Ling 2.5) or Kimi delta attention (Ling 3)"),
+    "inclusionAI/Ling-3.0-Flash": ({"model_type": "bailing_hybrid"}, "Kimi delta attention (Ling 3)"),
     "openbmb/MiniCPM3-4B": ({"model_type": "minicpm3"}, "MiniCPM3's latent attention"),
     "microsoft/Phi-3.5-MoE-instruct": ({"model_type": "phimoe"}, "sparse-mixer routing"),
     "CohereLabs/c4ai-command-r-plus": (
