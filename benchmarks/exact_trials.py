@@ -1,6 +1,6 @@
 """What `headstart probe --exact` finds at headstart, llama.cpp and vLLM, each with drafting and without.
 
-    python benchmarks/exact_trials.py --minutes 4
+    python benchmarks/exact_trials.py --rounds 6
     python benchmarks/exact_trials.py --llama-bin BUILD/bin --vllm VLLM/bin --mimo EXPORTED --out exact.json
 
 headstart serves its default model and leaves out drafting where a request says so. llama.cpp serves the same GGUF
@@ -27,7 +27,7 @@ from headstart import hub
 from headstart.tools.probe import exact
 from headstart.tools.probe.tally import CONDITIONS, Condition
 
-START_SECONDS = 600
+START_SECONDS, MINUTES = 1800, 600.0
 SHOWN: tuple[Condition, ...] = ("again", "warm", "streamed", "drafting", "company")
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 
@@ -76,8 +76,8 @@ def trial(setting: Setting, options: argparse.Namespace, folder: Path) -> dict[s
             server.wait(START_SECONDS)
         against = servers[1].url if len(servers) > 1 else None
         asked = exact.ExactOptions(
-            url=servers[0].url, against=against, minutes=options.minutes, max_tokens=options.max_tokens,
-            seed=options.seed,
+            url=servers[0].url, against=against, minutes=MINUTES, rounds=options.rounds,
+            max_tokens=options.max_tokens, seed=options.seed,
         )  # fmt: skip
         return exact.run(asked).data
 
@@ -100,7 +100,7 @@ def row(setting: Setting, found: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=4.0, help="for each engine")
+    parser.add_argument("--rounds", type=int, default=6, help="for each engine; a round has 8 trials of a condition")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)

@@ -3,6 +3,7 @@ on `native`, as one table.
 
     python benchmarks/verify_families.py --llama-source LLAMA --json verify.json      # all columns, 500 cells each
     python benchmarks/verify_families.py --rows qwen3_5 --cells 100 --columns cells
+    python benchmarks/verify_families.py --columns cuda --json cuda.json               # kernels of cuda, without a GPU
 
 Rows are the families, variants of some, and `mimo+FORMAT`: a trunk in a weight format, its MTP module in floats.
 
@@ -17,6 +18,9 @@ cells         `headstart verify`, all pairs of levels and many random cells: tem
               at a time; chunks of 1, 37 and 512 rows; prefix cache and preemption on and off; 1 and 2 threads. The
               trunk is softened and the MTP module made to say what the trunk says from its last token, so that drafts
               are accepted, rejected and cut at every place.
+cuda          On `cuda` beside `reference`, float32 (where there is no GPU in Triton's interpreter): the largest
+              difference of a log-probability (limit 2e-4), whether drafts, chunks and company change no bit, and how
+              many drafted tokens were accepted (families/in_cuda.py). Not among the default columns.
 
 With --json results are kept as they come: the same command goes on where one was stopped, and measures again what was
 red or had other settings. Exit code 1 on a red cell; nothing is excused. `-`: there is none (no MTP module; no
@@ -34,11 +38,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from families import in_llama, in_transformers
+from families import in_cuda, in_llama, in_transformers
 from families.kept import Kept, marked, red
 from families.rows import Row, all_rows
 
 from headstart.config import AUTO, EngineConfig
+from headstart.errors import ModelError
 from headstart.tools.verify import run as verify
 from headstart.tools.verify.options import VerifyOptions
 
@@ -122,11 +127,24 @@ def drafter(row: Row, args: argparse.Namespace, folder: Path) -> Measured:
     return {"drafter": "equal"}, {}
 
 
+def cuda(row: Row, args: argparse.Namespace, folder: Path) -> Measured:
+    model, vocab, drafts = row.write(folder)
+    try:
+        found = in_cuda.compare(model, vocab, drafts=drafts)
+    except ModelError as error:
+        return {"cuda": f"refused: {error}", "exact": "-"}, {}
+    return {
+        "cuda": marked(f"{found.difference:.0e}", found.difference <= in_cuda.LIMIT and found.same),
+        "exact": marked(f"{found.accepted} accepted", found.exact),
+    }, vars(found)
+
+
 COLUMNS: dict[str, tuple[tuple[str, ...], Callable[[Row, argparse.Namespace, Path], Measured]]] = {
     "transformers": (("logits", "greedy", "native"), transformers),
     "llama": (in_llama.TYPES, llama),
     "drafter": (("drafter",), drafter),
     "cells": (("cells",), cells),
+    "cuda": (("cuda", "exact"), cuda),
 }
 
 
@@ -163,7 +181,8 @@ def parsed(rows: dict[str, Row]) -> argparse.Namespace:
     add("--threads", type=lambda text: [int(word) for word in text.split(",")], default=[1, 2])
     add("--json", type=Path, help="file that keeps the results")
     args = parser.parse_args()
-    args.columns = args.columns or [name for name in COLUMNS if name != "llama" or args.llama_source]
+    asked = {"cuda": False, "llama": args.llama_source}
+    args.columns = args.columns or [name for name in COLUMNS if asked.get(name, True)]
     for option, given, known in (("--rows", args.rows, rows), ("--columns", args.columns, COLUMNS)):
         if unknown := sorted(set(given) - set(known)):
             parser.error(f"{option}: unknown {unknown[0]}")

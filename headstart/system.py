@@ -10,8 +10,8 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -92,14 +92,27 @@ def input_follows(seconds: float) -> bool:
     return not WINDOWS and bool(select.select([sys.stdin], [], [], seconds)[0])
 
 
-def edit_lines() -> None:
-    """Have `input` edit lines, where Python was built with readline; and know where a paste ends."""
+@contextmanager
+def edited_lines(history: Path, most: int) -> Iterator[None]:
+    """Have `input` edit lines, where Python was built with readline; and know where a paste ends. `history`: a file of
+    the user's own that keeps so many lines, for the arrow keys of the next time; where it cannot be written, none."""
     try:
         import readline
     except ImportError:
+        yield
         return
     if sys.platform != "win32":
         readline.parse_and_bind("set enable-bracketed-paste on")
+    with suppress(OSError):
+        readline.read_history_file(history)
+    readline.set_history_length(most)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            history.parent.mkdir(parents=True, exist_ok=True)
+            history.touch(mode=0o600)
+            readline.write_history_file(history)
 
 
 def on_signal(loop: asyncio.AbstractEventLoop, number: int, work: Callable[[], None]) -> None:

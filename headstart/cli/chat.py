@@ -11,22 +11,27 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headstart.cli.adapt import with_adapted
+from headstart.cli.chat_commands import Talk
 from headstart.cli.documents import print_stream
 from headstart.cli.options import EngineOptions, Model, SamplingOptions
 from headstart.cli.render import print_error, progress, stderr
 from headstart.errors import CapacityError, UsageError
-from headstart.system import edit_lines, input_follows
+from headstart.hub import cache_dir
+from headstart.system import edited_lines, input_follows
 
 if TYPE_CHECKING:
     from headstart.api import LLM
-    from headstart.core import SamplingParams
 
 EXAMPLES = (
     "headstart chat",
     "headstart chat --system 'Answer in one sentence.' --temperature 0.7",
     "printf 'Hello!\\nAnd again?\\n' | headstart chat",
 )
-HELP = "/reset forgets the conversation, /exit ends it; Ctrl-C ends an answer"
+HELP = "/help lists commands, /exit ends the conversation; Ctrl-C ends an answer"
+QUOTES = '"""'
+"""Around a text of several lines."""
+MOST_LINES = 1000
+"""Of what was typed, for the arrow keys of the next conversation."""
 PASTE_S = 0.05
 """Nobody types a second line so soon after the first: it was pasted with it."""
 
@@ -47,30 +52,27 @@ def run(
 
     with progress("loading") as report_progress:
         llm = LLM(model, with_adapted(model, engine.config), report_progress)
-    start = [{"role": "system", "content": system}] if system else []
-    messages = list(start)
+    talk = Talk(params, system)
     for text in _turns():
         if text == "/exit":
             break
-        if text == "/reset":
-            messages = list(start)
-        elif text.startswith("/"):
-            print_error(f"unknown command {text.split()[0]}", HELP)
-        elif text:
-            messages = _turn(llm, messages, text, params)
+        try:
+            asked = talk.command(text) if text.startswith("/") else text
+        except UsageError as error:
+            print_error(error.message, error.hint)
+            continue
+        if asked:
+            _turn(llm, talk, asked)
     return 0
 
 
-def _turn(llm: LLM, messages: list[dict[str, str]], text: str, params: SamplingParams) -> list[dict[str, str]]:
-    """Answer one line; returns the conversation after it, unchanged if it does not fit the context."""
-    asked = [*messages, {"role": "user", "content": text}]
+def _turn(llm: LLM, talk: Talk, text: str) -> None:
+    """Answer one text; the conversation stays as it was if it does not fit the context."""
     try:
         with _one_ctrl_c() as pressed:
-            answer = print_stream(llm.stream(asked, params), pressed)
+            talk.answered(text, print_stream(llm.stream(talk.asking(text), talk.params), pressed))
     except CapacityError as error:
         print_error(error.message, "/reset starts a new conversation")
-        return messages
-    return [*asked, {"role": "assistant", "content": answer}]
 
 
 @contextmanager
@@ -95,16 +97,33 @@ def _one_ctrl_c() -> Iterator[Callable[[], bool]]:
 
 
 def _turns() -> Iterator[str]:
-    """What the user says, stripped: a line of a pipe; at a terminal, with line editing, a line or a pasted text."""
+    """What the user says, stripped: a line of a pipe; at a terminal, with line editing, a line or a pasted text; what
+    stands between QUOTES."""
     if not sys.stdin.isatty():
-        yield from (line.strip() for line in sys.stdin)
+        for line in sys.stdin:
+            yield "\n".join(_quoted(line.strip(), lambda: next(sys.stdin, QUOTES).rstrip("\n")))
         return
-    edit_lines()
+    with edited_lines(cache_dir() / "chat_history", MOST_LINES):
+        yield from _typed()
+
+
+def _quoted(first: str, more: Callable[[], str]) -> list[str]:
+    """The lines of a text that begins with QUOTES, without them; else the one line."""
+    if not first.startswith(QUOTES):
+        return [first]
+    lines = [first.removeprefix(QUOTES)]
+    while not lines[-1].rstrip().endswith(QUOTES):
+        lines.append(more())
+    lines[-1] = lines[-1].rstrip().removesuffix(QUOTES)
+    return lines
+
+
+def _typed() -> Iterator[str]:
     stderr().print(HELP, style="dim")
     leaving = False
     while True:
         try:
-            lines = [input("> ")]
+            lines = _quoted(input("> "), lambda: input("... "))
             while not lines[-1].startswith("/") and input_follows(PASTE_S):
                 lines.append(input())
         except EOFError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,8 @@ def run(
 ) -> int:
     """Continue one prompt; streams to the terminal, or prints one JSON document."""
     if model and " " in model.strip() and not Path(model).exists():
-        raise UsageError(f"{model!r} stands where the model does, and is none", "give the prompt with --prompt")
+        hint = f"headstart generate --prompt {shlex.quote(model)}"
+        raise UsageError(f"{model!r} stands where the model does, and is none", f"for a prompt: {hint}")
     prompt = prompts.text()
     params = sampling.params(engine.config.seed)
 

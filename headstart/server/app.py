@@ -117,10 +117,9 @@ def app_over(shelf: Shelf, config: ServerConfig) -> ASGIApp:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        for each in shelf.loaded:
-            each.llm.grammars.prepare()  # no other thread runs meanwhile, so not at the first request that needs it
+        shelf.prepare()
         shelf.start()
-        recorders = [each.bridge.watch.recorder for each in shelf.loaded if each.bridge.watch.recorder]
+        recorders = [served.bridge.watch.recorder for served in shelf.loaded if served.bridge.watch.recorder]
         for recorder in recorders:
             recorder.start()
         yield

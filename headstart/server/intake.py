@@ -86,7 +86,7 @@ def _shares(size: int) -> tuple[int, int]:
     return small, size - small
 
 
-def _trim() -> Callable[[int], int] | None:
+def trim_function() -> Callable[[int], int] | None:
     """glibc keeps what threads have freed; this gives it back."""
     return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
@@ -101,7 +101,7 @@ class Lanes:
             "grammar": anyio.CapacityLimiter(limits.GRAMMAR_THREADS),
             "answer": anyio.CapacityLimiter(limits.ANSWER_THREADS),
         }
-        self._trim, self._trimmed = _trim(), 0.0
+        self._trim, self._trimmed = trim_function(), 0.0
 
     def trim(self) -> None:
         """After something large; at most every now and then."""

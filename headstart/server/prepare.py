@@ -52,8 +52,13 @@ class Job:
 
     def owned(self, account: Account, priority: int | None) -> Job:
         """Asked for by somebody, whose answers nobody else gets to see as drafts."""
-        more = {"owner": account.name, "share": account.limits.share, "priority": account.priority(priority)}
-        return replace(self, requests=[replace(request, **more) for request in self.requests])  # type: ignore[arg-type]
+        return replace(self, requests=[owned(request, account, priority) for request in self.requests])
+
+
+def owned(request: Request, account: Account, priority: int | None = None) -> Request:
+    """With its turn among those of others."""
+    share, first = account.limits.share, account.priority(priority)
+    return replace(request, owner=account.name, share=share, priority=first)
 
 
 def num_choices(body: Common) -> int:

@@ -96,15 +96,7 @@ def serve(
         )
     )
 
-    for each in shelf.loaded:
-        info = each.llm.info
-        log.info("%(model)s on %(backend)s: drafter %(drafter)s, depth %(depth)s, context %(context)d", info)
-        if info["draft_vocab"] is not None:
-            log.info("the head computes %(draft_vocab)d logits in full for each drafted token", info)
-        if rates := info.get("synthetic_acceptance"):
-            log.warning(synthetic_note(rates))
-    if not shelf.stays:
-        log.info("models, loaded as they are asked for: %s", ", ".join(shelf.names))
+    _tell(shelf)
 
     async def main() -> None:
         _handle_signals(server, shelf, config.shutdown_timeout, head)
@@ -117,6 +109,18 @@ def serve(
         if error.errno != errno.EADDRINUSE:
             raise
         raise UsageError(f"cannot listen on {config.host}:{config.port}: {error.strerror}", "--port") from error
+
+
+def _tell(shelf: Shelf) -> None:
+    """What is in memory. Nothing of it is held here: it may leave."""
+    for info in [served.llm.info for served in shelf.loaded]:
+        log.info("%(model)s on %(backend)s: drafter %(drafter)s, depth %(depth)s, context %(context)d", info)
+        if info["draft_vocab"] is not None:
+            log.info("the head computes %(draft_vocab)d logits in full for each drafted token", info)
+        if rates := info.get("synthetic_acceptance"):
+            log.warning(synthetic_note(rates))
+    if not shelf.stays:
+        log.info("models, loaded as they are asked for: %s", ", ".join(shelf.names))
 
 
 def _handle_signals(server: _Server, shelf: Shelf, timeout: int, head: Callable[[], str | None]) -> None:

@@ -22,6 +22,7 @@ from headstart.errors import BusyError, GenerationError, HeadstartError, ModelEr
 from headstart.server import limits
 from headstart.server.accounts import Accounts
 from headstart.server.entries import Entry, KeepAlive, Offer, Served, headers_of
+from headstart.server.intake import trim_function
 from headstart.server.watch import keys_of
 
 log = logging.getLogger("headstart.server")
@@ -87,6 +88,11 @@ class Shelf:
     def load_first(self) -> None:
         """By the caller, before the server runs. Raises what loading raises."""
         self.put(self._read(self.entries[0]))
+
+    def prepare(self) -> None:
+        """What no other thread may run beside, so not at the first request that needs it."""
+        for each in self.loaded:
+            each.llm.grammars.prepare()
 
     def start(self) -> None:
         """Bind to the running event loop."""
@@ -226,7 +232,7 @@ class Shelf:
         entry.served = None
         await asyncio.to_thread(served.bridge.stop)
         del served
-        await asyncio.to_thread(gc.collect)  # networks and what runs them know each other
+        await asyncio.to_thread(_give_back)
         log.info("unloaded %s", entry.name)
         return True
 
@@ -247,6 +253,13 @@ class Shelf:
             seconds = entry.keep_alive.seconds
             if entry.served is not None and seconds is not None and now - entry.used >= max(seconds, LEAST_SECONDS):
                 yield entry
+
+
+def _give_back() -> None:
+    """Memory of what nobody needs: networks and what runs them know each other; glibc keeps what threads have freed."""
+    gc.collect()
+    if trim := trim_function():
+        trim(0)
 
 
 def _look_at(task: asyncio.Task[None]) -> None:

@@ -32,6 +32,9 @@ class Slow(FakeLLM):
         yield from super().stream(prompt, params)
 
 headstart.api.LLM = Slow
+from pathlib import Path
+import headstart.cli.chat
+headstart.cli.chat.cache_dir = lambda: Path({cache!r})
 from headstart.cli.main import main
 sys.exit(main(["chat"]))
 """
@@ -40,9 +43,9 @@ sys.exit(main(["chat"]))
 class Terminal:
     """A chat at a pseudo-terminal: what is typed, and what is shown."""
 
-    def __init__(self) -> None:
+    def __init__(self, cache: Path) -> None:
         self.main, side = pty.openpty()
-        program = PROGRAM.format(here=str(Path(__file__).parent))
+        program = PROGRAM.format(here=str(Path(__file__).parent), cache=str(cache))
         environment = os.environ | {"TERM": "xterm", "INPUTRC": os.devnull}
         command = [sys.executable, "-c", program]
         self.process = subprocess.Popen(
@@ -84,8 +87,8 @@ def _own_terminal() -> None:
 
 
 @pytest.fixture
-def terminal() -> Iterator[Terminal]:
-    chat = Terminal()
+def terminal(tmp_path: Path) -> Iterator[Terminal]:
+    chat = Terminal(tmp_path)
     chat.wait_for("> ")
     yield chat
     chat.process.kill()
@@ -117,3 +120,16 @@ def test_pasted_lines_are_one_turn(terminal: Terminal, paste: str) -> None:
     terminal.wait_for("> ")
     terminal.type("/exit\r")
     assert terminal.process.wait(10) == 0
+
+
+def test_a_text_in_quotes_and_what_was_typed_before(terminal: Terminal, tmp_path: Path) -> None:
+    for line in ('"""one', "two", "", 'three"""'):
+        terminal.type(f"{line}\r")
+        if not line.endswith('"""'):
+            terminal.wait_for("... ")
+    assert "<'one\\ntwo\\n\\nthree'>" in terminal.wait_for("blue.")
+    terminal.wait_for("> ")
+    terminal.type("/exit\r")
+    assert terminal.process.wait(10) == 0
+    history = tmp_path / "chat_history"
+    assert "two" in history.read_text() and history.stat().st_mode & 0o077 == 0

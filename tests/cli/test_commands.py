@@ -167,6 +167,52 @@ def test_chat_keeps_the_conversation(fake_llm: Any, monkeypatch: pytest.MonkeyPa
     assert "the context is 2048" in captured.err
 
 
+def chat(monkeypatch: pytest.MonkeyPatch, *lines: str) -> int:
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+    return main(["chat", "--temperature", "0.7"])
+
+
+def test_chat_saves_loads_and_answers_again(
+    fake_llm: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture
+) -> None:
+    file = str(tmp_path / "talk.json")
+    lines = ["/set system Be brief.", "/set max-tokens 9", "Hello", "/regenerate", f"/save {file}", f"/save {file}"]
+    assert chat(monkeypatch, *lines, "/set", "/help") == 0
+    captured = capsys.readouterr().err
+    assert "is there already" in captured and "max_tokens 9" in captured and "/regenerate" in captured
+    assert chat(monkeypatch, f"/load {file}", '"""And', 'now?"""') == 0
+    asked = [[message["content"] for message in prompt] for prompt, *_ in fake_llm.asked]
+    first = ["Be brief.", "Hello"]
+    assert asked == [first, first, [*first, "The sky is blue.", "And\nnow?"]]
+    assert [params.max_tokens for _, params, *_ in fake_llm.asked] == [9, 9, 9]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("/sat", "unknown command /sat"),
+        ("/set temprature 1", "did you mean temperature?"),
+        ("/set temperature hot", "temperature is 'hot', which is no number"),
+        ("/set temperature -1", "temperature is -1.0"),
+        ("/regenerate", "there is no answer yet"),
+        ("/save", "/save needs the name of a file"),
+        ("/save /none/such/talk.json", "cannot write /none/such/talk.json"),
+        ("/load none.json", "cannot read none.json"),
+        ("/load bad.json", "bad.json holds no conversation"),
+        ("/load role.json", "has a turn of somebody else"),
+    ],
+)
+def test_what_chat_does_not_do(
+    fake_llm: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str, message: str, capsys: Capture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bad.json").write_text('{"messages": 1}')
+    Path("role.json").write_text('{"messages": [{"role": "tool", "content": "x"}]}')
+    assert chat(monkeypatch, line, "Hello") == 0
+    assert message in capsys.readouterr().err
+    assert len(fake_llm.asked) == 1
+
+
 def test_doctor(capsys: Capture) -> None:
     assert main(["doctor", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)

@@ -1,10 +1,11 @@
-"""benchmarks/gpu.py on a CPU: what it writes is the model's text, and files come back whole."""
+"""benchmarks/gpu.py on a CPU: what it writes is the model's text, what it trains goes on where it stopped."""
 
 from __future__ import annotations
 
 import sys
 from collections import deque
 from pathlib import Path
+from typing import Any
 
 import pytest
 from source import ROOT
@@ -50,3 +51,39 @@ def test_greedy_text_in_slots_is_the_engines(tmp_path: Path) -> None:
     found = {int(each.job.kind): each.tokens for each in writer.run(jobs, deque(), lambda _: None, lambda: False)}
     expected = llm.generate(prompts, SamplingParams(max_tokens=20, temperature=0.0))
     assert [found[i] for i in range(6)] == [each.token_ids for each in expected]
+
+
+@pytest.mark.slow
+def test_training_that_is_stopped_ends_with_the_same_head(tmp_path: Path) -> None:
+    """Stopped while text is written, and between batches."""
+    from device.clock import Clock, Results
+    from device.heads import Plan, School
+
+    folder = write_tiny("llama", tmp_path / "model", num_hidden_layers=1)
+    plan = Plan(
+        model=str(folder), device="cpu", dtype="float32", start="new", tokens=700, chunk=100, held_out=60, every=3,
+        batch_tokens=256, slots=8, answer=12, draft_vocab=90, seed=1, kinds=("mtp",),
+    )  # fmt: skip
+
+    def school(name: str, clock: Any) -> Any:
+        return School(plan, tmp_path / name, tmp_path / f"{name}-out", clock, Results(tmp_path / f"{name}.json"))
+
+    class Looks(Clock):
+        """Late after so many looks."""
+
+        looks = 0
+
+        @property
+        def left(self) -> float:
+            self.looks += 1
+            return 25.0 - self.looks
+
+    whole, stops = school("whole", Clock()), 0
+    assert whole.run()
+    while not (broken := school("broken", Looks())).run():
+        stops += 1
+    ours, theirs = (each.students[0].trainer for each in (whole, broken))
+    assert stops > 0 and ours.progress.step == theirs.progress.step > 2
+    for name, weight in ours.masters.items():
+        assert torch.equal(weight, theirs.masters[name]), name
+    assert any(not torch.equal(weight, ours.average[name]) for name, weight in ours.masters.items()), "it learned"

@@ -6,9 +6,10 @@ bits do not depend on them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import triton
@@ -16,16 +17,19 @@ import triton
 from headstart import machine
 from headstart.errors import ModelError, UsageError
 
+Made = TypeVar("Made")
+
 
 @dataclass(frozen=True)
 class Device:
     """`columns`: outputs of a product's tile at most; `elements`: of an elementwise program; `wide`: products of
-    bfloat16 are taken in float32, as the interpreter has no other."""
+    bfloat16 are taken in float32, as the interpreter has no other; `graphs`: work can be recorded and replayed."""
 
     place: torch.device
     columns: int
     elements: int
     wide: bool
+    graphs: bool = False
 
     @property
     def is_gpu(self) -> bool:
@@ -38,10 +42,18 @@ class Device:
         kept = torch.cuda.memory_reserved(self.place) - torch.cuda.memory_allocated(self.place)
         return int(torch.cuda.mem_get_info(self.place)[0]) + kept
 
-    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> torch.Tensor:
-        """Raises ModelError where they do not fit."""
-        with said(what):
-            return torch.zeros(shape, dtype=dtype, device=self.place)
+    def record(self, work: Callable[[], Made]) -> tuple[Made, Callable[[], None]]:
+        """What the work makes, and how to make it again in the same places. The work is done once before, so that all
+        kernels are compiled and all tables are there."""
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            work()
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            made = work()
+        return made, graph.replay
 
 
 def interpreted() -> bool:
@@ -61,7 +73,7 @@ def open_device() -> Device:
             "the backend is cuda, but torch finds no CUDA GPU",
             "use --backend native; or TRITON_INTERPRET=1, which runs its kernels on the CPU, for tests",
         )
-    return Device(torch.device("cuda"), columns=64, elements=1024, wide=False)
+    return Device(torch.device("cuda"), columns=64, elements=1024, wide=False, graphs=True)
 
 
 @contextmanager

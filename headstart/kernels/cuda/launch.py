@@ -1,5 +1,5 @@
 """Calls of the kernels: their grids, tiles and buffers. All that decides an order of sums is a function of a matrix's
-or an attention's own shape. Shapes: R rows, N outputs, K inputs, H heads, V features of a value."""
+own shape. Shapes: R rows, N outputs, K inputs."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ import torch
 from torch import Tensor
 
 from headstart.kernels.cuda.device import Device
-from headstart.kernels.cuda.kernels import attention, products, rows as row_kernels
+from headstart.kernels.cuda.kernels import products, rows as row_kernels
 from headstart.kernels.cuda.matrix import Matrix
-from headstart.kernels.cuda.plan import DevicePlan
-from headstart.kernels.ops import AttentionSpec
 
 ROWS = 16
 WANTED_PROGRAMS, LEAST_PART = 256, 512
 """K is taken apart until a product has about so many tiles of 64 outputs, into parts no shorter than that."""
-SPLIT = 512
-"""Positions that one program of attention sums; as many as native's stretches."""
 
 
 def tile_of(size: int) -> int:
     """The next power of two."""
     return 1 << max(size - 1, 0).bit_length()
+
+
+def step_of(matrix: Matrix) -> int:
+    """Columns of one step over K: of one group."""
+    return gcd(matrix.group, 64) if 0 < matrix.group < matrix.columns else 64
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Parts:
 
     @classmethod
     def of(cls, matrix: Matrix) -> Parts:
-        step = gcd(matrix.group, 64) if 0 < matrix.group < matrix.columns else 64
+        step = step_of(matrix)
         wanted = min(WANTED_PROGRAMS // max(-(-matrix.rows // 64), 1), matrix.columns // LEAST_PART)
         unit = max(step, matrix.group if matrix.group < matrix.columns else step)
         length = -(-matrix.columns // max(wanted, 1) // unit) * unit if wanted > 1 else matrix.columns
@@ -121,33 +122,3 @@ class Launcher:
         columns = x.shape[1]
         tile = min(tile_of(columns), 4096)
         row_kernels.scatter[(len(x), -(-columns // tile))](x, slots, pool, columns, TILE=tile)
-
-    def attend(
-        self, q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: DevicePlan, sinks: Tensor | None
-    ) -> Tensor:
-        """q [R, H * D] over keys and values by slot [slots, ...] -> [R, H * V]."""
-        shape, heads, group = plan.shape, spec.num_heads, spec.num_heads // spec.num_kv_heads
-        tile_heads = gcd(group, ROWS) if group > ROWS else group
-        tile_rows, tile_counts = plan.tiles(ROWS // tile_heads)
-        splits, wide = -(-shape.context // SPLIT), keys.dtype != torch.bfloat16 or not self.narrow
-        parts = self.empty(shape.rows, heads, splits, spec.value_width)
-        maxima, totals = self.empty(shape.rows, heads, splits), self.empty(shape.rows, heads, splits)
-        value_tile, mode = max(tile_of(spec.value_width), 16), 2 if spec.before else 1 if spec.causal else 0
-        attention.attend[(shape.rows, heads // tile_heads, splits)](
-            q, keys, values, parts, maxima, totals, plan["positions"], plan["sees"], plan["sequences"], plan["tables"],
-            tile_rows, tile_counts, plan["path_starts"], plan["path_slots"], shape.first_position, shape.blocks,
-            spec.scale, shape.block_size, splits, HEADS=heads, KV_HEADS=spec.num_kv_heads, DIM=spec.head_dim,
-            VALUE_DIM=spec.value_width, KEY_STRIDE=keys.stride(0), VALUE_STRIDE=values.stride(0),
-            VALUE_HEAD=values.stride(1), TILE_HEADS=tile_heads, WINDOW=spec.window, CHUNK=spec.chunk,
-            SOFTCAP=spec.softcap, MODE=mode, PATHS=shape.paths > 0,
-            ROUND=not wide, WIDE=self.device.wide or wide, BLOCK=64, STEP=max(gcd(spec.head_dim, 64), 16),
-            VALUE_TILE=value_tile, SPLIT=SPLIT,
-        )  # fmt: skip
-        out = self.empty(shape.rows, heads * spec.value_width)
-        head_tile = min(tile_of(heads), max(4096 // value_tile, 1))
-        attention.join[(shape.rows, -(-heads // head_tile))](
-            parts, maxima, totals, sinks, out, plan["positions"], plan["sees"], shape.first_position, splits,
-            HEADS=heads, VALUE_DIM=spec.value_width, WINDOW=spec.window, CHUNK=spec.chunk, MODE=mode,
-            SINKS=sinks is not None, HEAD_TILE=head_tile, VALUE_TILE=value_tile, SPLIT=SPLIT,
-        )  # fmt: skip
-        return out

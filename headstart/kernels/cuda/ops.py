@@ -13,23 +13,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.errors import ModelError
+from headstart.kernels.cuda import attending, recurrence
 from headstart.kernels.cuda.angles import Angles
-from headstart.kernels.cuda.kernels import rows as row_kernels
+from headstart.kernels.cuda.kernels import rows as row_kernels, streams as stream_kernels
 from headstart.kernels.cuda.launch import Launcher, tile_of
 from headstart.kernels.cuda.matrix import Matrix
+from headstart.kernels.cuda.mixing import Mixer, Told, uniform
 from headstart.kernels.cuda.plan import DevicePlan
-from headstart.kernels.cuda.pools import KVPool
-from headstart.kernels.ops import NEVER, Activation, AttentionSpec, StepInputs
+from headstart.kernels.indexing import CompressSpec, IndexSpec
+from headstart.kernels.ops import NEVER, Activation, AttentionSpec, Experts, StepInputs
 from headstart.kernels.reference.refine import best, largest
-from headstart.kernels.specs import RopeSpec, TemperSpec
+from headstart.kernels.specs import RopeSpec, RouterSpec, StreamSpec, TemperSpec
+from headstart.kernels.states import ConvSpec, DeltaSpec, ScanSpec
+from headstart.kernels.torch_backend import KVPool, StatePool
 
 
 class CudaOps:
     """`Ops` over torch tensors, for the rows of one plan."""
 
-    def __init__(self, launcher: Launcher, plan: DevicePlan, angles: Angles) -> None:
-        self._launch, self._plan, self._angles = launcher, plan, angles
+    def __init__(self, launcher: Launcher, plan: DevicePlan, angles: Angles, mixer: Mixer) -> None:
+        self._launch, self._plan, self._angles, self._mixer = launcher, plan, angles, mixer
+        self._chosen: dict[KVPool, attending.Listed] = {}  # the last choice over each pool
 
     def inputs(self, hidden: Tensor | None) -> StepInputs:
         plan = self._plan
@@ -95,9 +99,18 @@ class CudaOps:
         return torch.cat(heads, dim=-1).flatten(-2)
 
     def head_linear(self, x: Tensor, weights: Sequence[Matrix]) -> Tensor:
-        heads = x.unflatten(-1, (len(weights), -1)).unbind(-2)
-        made = [self.linear(head.contiguous(), weight) for head, weight in zip(heads, weights, strict=True)]
-        return torch.cat(made, dim=-1)
+        return self._mixer.by_heads(x, weights)
+
+    def moe(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        bias: Tensor | None,
+        experts: Experts,
+        spec: RouterSpec,
+        told: Told | None = None,
+    ) -> Tensor:
+        return self._mixer.mixture(x, logits, bias, experts, spec, self._plan, told)
 
     def rope(self, x: Tensor, positions: Tensor, spec: RopeSpec, head_dim: int) -> Tensor:
         cosines, sines = self._angles.table(spec)
@@ -114,11 +127,69 @@ class CudaOps:
             self._launch.scatter(v, self._plan["slots"], pool.values.flatten(1))
 
     def attend(
-        self, q: Tensor, pool: KVPool, spec: AttentionSpec, sinks: Tensor | None = None, chosen: Any = None
+        self, q: Tensor, pool: KVPool, spec: AttentionSpec, sinks: Tensor | None = None, chosen: KVPool | None = None
     ) -> Tensor:
-        if chosen is not None:
-            raise unsupported("attention to chosen positions")
-        return self._launch.attend(q, pool.keys, pool.values, spec, self._plan, sinks)
+        listed = None if chosen is None else self._chosen[chosen]
+        return attending.attend(self._launch, q, pool, spec, self._plan, sinks, listed)
+
+    def attend_beside(
+        self,
+        q: Tensor,
+        pool: KVPool,
+        entries: KVPool,
+        spec: AttentionSpec,
+        every: int,
+        sinks: Tensor | None = None,
+        chosen: KVPool | None = None,
+    ) -> Tensor:
+        listed = attending.ends_of(self._plan, every) if chosen is None else self._chosen[chosen]
+        return attending.attend_beside(self._launch, q, (pool, entries), spec, self._plan, sinks, listed)
+
+    def store_index(self, k: Tensor, pool: KVPool, spec: IndexSpec) -> None:
+        self._launch.scatter(k, self._plan["slots"], pool.keys.flatten(1))
+
+    def choose(self, q: Tensor, weights: Tensor, pool: KVPool, spec: IndexSpec) -> None:
+        self._chosen[pool] = attending.choose(self._launch, q, weights, pool, spec, self._plan)
+
+    def compress(self, values: Tensor, gates: Tensor, bias: Tensor, pool: KVPool, spec: CompressSpec) -> Tensor:
+        return attending.compress(self._launch, values, gates, bias, pool, spec, self._plan)
+
+    def stream_weights(self, mixes: Tensor, base: Tensor, scale: Tensor, spec: StreamSpec) -> Tensor:
+        out = torch.empty_like(mixes)
+        stream_kernels.stream_weights[(len(mixes),)](
+            mixes, base, scale, out, spec.eps, spec.iterations, COUNT=spec.count, TILE=tile_of(spec.count),
+            ALL=mixes.shape[1] > spec.count,
+        )  # fmt: skip
+        return out
+
+    def sum_streams(self, streams: Tensor, weights: Tensor | None, spec: StreamSpec) -> Tensor:
+        width, stride = streams.shape[1] // spec.count, 0 if weights is None else weights.shape[1]
+        out, tile = self._launch.empty(len(streams), width), min(tile_of(width), self._launch.device.elements)
+        stream_kernels.sum_streams[(len(streams), -(-width // tile))](
+            streams, weights, out, width, stride, COUNT=spec.count, WEIGHED=weights is not None, TILE=tile
+        )
+        return out
+
+    def mix_streams(self, streams: Tensor, x: Tensor, weights: Tensor, spec: StreamSpec) -> Tensor:
+        out, width = torch.empty_like(streams), x.shape[1]
+        tile = min(tile_of(width), self._launch.device.elements)
+        stream_kernels.mix_streams[(len(streams), -(-width // tile), spec.count)](
+            streams, x, weights, out, width, COUNT=spec.count, TILE=tile
+        )
+        return out
+
+    def causal_conv(
+        self, x: Tensor, weight: Tensor, pool: StatePool, spec: ConvSpec, bias: Tensor | None = None
+    ) -> Tensor:
+        return recurrence.conv(self._launch, x, weight, pool, spec, self._plan, bias)
+
+    def gated_delta(self, qkv: Tensor, log_decay: Tensor, strength: Tensor, pool: StatePool, spec: DeltaSpec) -> Tensor:
+        return recurrence.gated_delta(self._launch, (qkv, log_decay, strength), pool, spec, self._plan)
+
+    def selective_scan(
+        self, xbc: Tensor, step: Tensor, rate: Tensor, skip: Tensor, pool: StatePool, spec: ScanSpec
+    ) -> Tensor:
+        return recurrence.selective_scan(self._launch, (xbc, step), rate, skip, pool, spec, self._plan)
 
     def softplus(self, x: Tensor, rate: Tensor | None, bias: Tensor) -> Tensor:
         out = torch.empty_like(x)
@@ -140,23 +211,17 @@ class CudaOps:
 
 
 class Probe:
-    """Runs a program once without rows, to hear of operations that there are no kernels for. Raises ModelError."""
+    """Runs a program once without rows, to hear of weights that there are no kernels for. Raises ModelError."""
 
     def __getattr__(self, name: str) -> Any:
-        if not hasattr(CudaOps, name):
-            raise unsupported(name.replace("_", " "))
         return self._taken
 
-    def attend(self, q: Any, pool: Any, spec: AttentionSpec, sinks: Any = None, chosen: Any = None) -> None:
-        if chosen is not None:
-            raise unsupported("attention to chosen positions")
+    def moe(self, x: Any, logits: Any, bias: Any, experts: Experts, spec: RouterSpec, told: Any = None) -> None:
+        for matrices in (experts.gate, experts.up, experts.down):
+            uniform(matrices)
 
     def add_rms_norm(self, *arguments: Any) -> tuple[None, None]:
         return None, None
 
     def _taken(self, *arguments: Any, **about: Any) -> None:
         """An operation that there is."""
-
-
-def unsupported(what: str) -> ModelError:
-    return ModelError(f"the cuda backend has no kernel yet for {what}", "use --backend native")

@@ -5,6 +5,7 @@ Rows that fill up have slot -1, store nothing and see nothing. Shapes: R rows of
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -13,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headstart.core import StepPlan
+from headstart.core import StateSteps, StepPlan
 
 Ints = NDArray[np.int32]
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -29,8 +30,8 @@ def bucket_of(count: int) -> int:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a recording of a program is made for: rows, rows with logits, blocks of a table, path slots, block size and
-    first position."""
+    """What a recording of a program is made for: rows, rows with logits, blocks of a table, path slots, block size,
+    first position, and states that are written."""
 
     rows: int
     logits: int
@@ -38,12 +39,15 @@ class Shape:
     paths: int
     block_size: int
     first_position: int
+    stores: int = 0
 
     @classmethod
     def of(cls, plan: StepPlan) -> Shape:
         blocks = max(FEWEST_BLOCKS, 1 << (max(plan.block_tables.shape[1], 1) - 1).bit_length())
         paths = bucket_of(len(plan.paths.slots)) if plan.paths else 0
-        return cls(bucket_of(plan.num_rows), len(plan.logit_rows), blocks, paths, plan.block_size, plan.first_position)
+        stores = bucket_of(len(plan.states.store_slots)) if plan.states and len(plan.states.store_slots) else 0
+        rows, logits = bucket_of(plan.num_rows), bucket_of(len(plan.logit_rows)) if len(plan.logit_rows) else 0
+        return cls(rows, logits, blocks, paths, plan.block_size, plan.first_position, stores)
 
     @property
     def context(self) -> int:
@@ -53,7 +57,7 @@ class Shape:
 
 def arrays_of(plan: StepPlan, shape: Shape) -> dict[str, Ints]:
     """The integers that kernels read, all of the sizes that `shape` says."""
-    rows, count = shape.rows, plan.num_rows
+    rows = shape.rows
     sequences = np.repeat(np.arange(len(plan.block_tables), dtype=np.int32), np.diff(plan.row_starts))
     tables = np.zeros((rows, shape.blocks), np.int32)
     tables[: len(plan.block_tables), : plan.block_tables.shape[1]] = plan.block_tables
@@ -63,7 +67,7 @@ def arrays_of(plan: StepPlan, shape: Shape) -> dict[str, Ints]:
         "slots": _filled(plan.slots, rows, -1),
         "sees": _filled(plan.positions if plan.sees is None else plan.sees, rows, -1),
         "sequences": _filled(sequences, rows),
-        "logit_rows": plan.logit_rows,
+        "logit_rows": _filled(plan.logit_rows, shape.logits),
         "tables": tables,
         "path_starts": np.zeros(rows + 1, np.int32),
         "path_slots": np.zeros(max(shape.paths, 1), np.int32),
@@ -71,9 +75,34 @@ def arrays_of(plan: StepPlan, shape: Shape) -> dict[str, Ints]:
     if plan.hidden_slots is not None:
         made["hidden_slots"] = _filled(plan.hidden_slots, rows)
     if plan.paths:
-        made["path_starts"] = np.pad(plan.paths.starts, (0, rows - count), mode="edge").astype(np.int32)
+        made["path_starts"] = _continued(plan.paths.starts, rows + 1)
         made["path_slots"] = _filled(plan.paths.slots, shape.paths)
+    return made if plan.states is None else made | state_arrays(plan, plan.states, sequences, shape)
+
+
+def state_arrays(plan: StepPlan, told: StateSteps, sequences: Ints, shape: Shape) -> dict[str, Ints]:
+    """Of recurrent layers: StateSteps by sequence, stores by number, and where rows are kept (owner -1: nowhere)."""
+    rows, places = shape.rows, plan.positions - told.keeps[sequences]
+    made = {
+        "row_starts": _continued(plan.row_starts, rows + 1),
+        "own": _filled(told.own, rows),
+        "reads": _filled(told.reads, rows, -1),
+        "starts": _filled(told.starts, rows),
+        "store_starts": _continued(told.store_starts, rows + 1),
+        "keep_owns": _filled(np.where(places >= 0, told.own[sequences], -1).astype(np.int32), rows, -1),
+        "keep_places": _filled(np.maximum(places, 0).astype(np.int32), rows),
+    }
+    if shape.stores:
+        of = np.repeat(np.arange(len(told.own), dtype=np.int32), np.diff(told.store_starts))
+        made["store_sequences"] = _filled(of, shape.stores)
+        made["store_positions"] = _filled(told.store_positions, shape.stores, int(told.starts[0]))
+        made["store_slots"] = _filled(told.store_slots, shape.stores, -1)
     return made
+
+
+def _continued(values: Ints, size: int) -> Ints:
+    """The last one again and again."""
+    return np.pad(values, (0, size - len(values)), mode="edge").astype(np.int32)
 
 
 def _filled(values: Ints, size: int, filling: int = 0) -> Ints:
@@ -96,9 +125,14 @@ def tiles_of(plan: StepPlan, shape: Shape, rows_per_tile: int) -> tuple[Ints, In
     return _filled(np.array(starts, np.int32), shape.rows), _filled(np.array(counts, np.int32), shape.rows)
 
 
+NOTHING = {"slots": -1, "sees": -1, "store_slots": -1, "keep_owns": -1}
+"""What rows and stores that do nothing are told; all else is 0."""
+
+
 @dataclass(eq=False)
 class DevicePlan:
-    """Integers of one shape on the device; `update` puts another plan of that shape into the same places."""
+    """Integers of one shape on the device, in one buffer; `update` puts another plan of that shape into the same
+    places."""
 
     shape: Shape
     device: torch.device
@@ -107,15 +141,26 @@ class DevicePlan:
     _tiles: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.ints = {name: self._made(array) for name, array in arrays_of(self.plan, self.shape).items()}
+        arrays = arrays_of(self.plan, self.shape)
+        self._whole = self._made(_joined(arrays))
+        parts = self._whole.split([array.size for array in arrays.values()])
+        self.ints = {name: part.view(arrays[name].shape) for name, part in zip(arrays, parts, strict=True)}
 
     def update(self, plan: StepPlan) -> None:
         self.plan = plan
-        for name, array in arrays_of(plan, self.shape).items():
-            self.ints[name].copy_(torch.from_numpy(array), non_blocking=True)
+        self._whole.copy_(torch.from_numpy(_joined(arrays_of(plan, self.shape))), non_blocking=True)
         for size, kept in self._tiles.items():
             for place, array in zip(kept, tiles_of(plan, self.shape, size), strict=True):
                 place.copy_(torch.from_numpy(array), non_blocking=True)
+
+    def clear(self) -> None:
+        """A plan of no rows."""
+        self._whole.zero_()
+        for name, filling in NOTHING.items():
+            if name in self.ints:
+                self.ints[name].fill_(filling)
+        for _, counts in self._tiles.values():
+            counts.zero_()
 
     def tiles(self, rows_per_tile: int) -> tuple[Tensor, Tensor]:
         """Of attention, for so many rows each at most; kept up to date from then on."""
@@ -129,3 +174,7 @@ class DevicePlan:
 
     def __getitem__(self, name: str) -> Tensor:
         return self.ints[name]
+
+
+def _joined(arrays: Mapping[str, Ints]) -> Ints:
+    return np.concatenate([array.reshape(-1) for array in arrays.values()])

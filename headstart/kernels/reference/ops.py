@@ -8,7 +8,7 @@ rounding only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -20,23 +20,16 @@ from headstart.kernels.indexing import CompressSpec, IndexSpec
 from headstart.kernels.ops import NEVER, Activation, AttentionSpec, Experts, KVSpec, StepInputs
 from headstart.kernels.reference.choice import best_positions, index_scores
 from headstart.kernels.reference.moe import ACTIVATIONS, gated, mixture
-from headstart.kernels.reference.recurrent import StatePool, conv_step, delta_step, scan_step, walk
+from headstart.kernels.reference.recurrent import conv_step, delta_step, scan_step, walk
 from headstart.kernels.reference.refine import best, largest
 from headstart.kernels.reference.spans import Group, Spans
 from headstart.kernels.reference.streams import entries_of, mix_streams, stream_weights, sum_streams
 from headstart.kernels.specs import RopeSpec, RouterSpec, StreamSpec, TemperSpec
 from headstart.kernels.states import ConvSpec, DeltaSpec, ScanSpec
+from headstart.kernels.torch_backend import KVPool, StatePool
 
 SHORT_SPAN, SHORT_CONTEXT = 8, 128
 """Spans are padded in groups of like size: up to 8 rows or more (prefill), contexts up to 128, 256, 512, ..."""
-
-
-@dataclass(frozen=True, eq=False)
-class KVPool:
-    """Keys [num_slots, K, D] and values [num_slots, K, V]; latent values are a view of the keys."""
-
-    keys: Tensor
-    values: Tensor
 
 
 class ReferenceOps:

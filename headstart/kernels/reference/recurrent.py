@@ -6,7 +6,6 @@ Shapes: S sequences, T rows of the longest (kept ones and those of the pass), W 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,18 +14,11 @@ from torch import Tensor
 
 from headstart.core import StepPlan
 from headstart.kernels.states import ConvSpec, DeltaSpec, ScanSpec
+from headstart.kernels.torch_backend import StatePool
 
 L2_EPSILON = 1e-6
 Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(states [S, ...], rows [S, W]) -> (states after the rows, outputs [S, out])."""
-
-
-@dataclass(frozen=True, eq=False)
-class StatePool:
-    """`states` [num_slots, *state_shape]; `rows` [num_owned, num_kept, W]: row j is at position keeps + j."""
-
-    states: Tensor
-    rows: Tensor
 
 
 def conv_step(weight: Tensor, spec: ConvSpec) -> Step:

@@ -61,7 +61,7 @@ def sample(
         probs[failed] = 0.0
     tokens[failed] = -1
     found: Int64 = tokens.cpu().numpy()
-    return Sampled(found, _asked(logits, rows, found, token_ids), probs, failures)
+    return Sampled(found, asked(logits, rows, found, token_ids), probs, failures)
 
 
 def _spread(weights: Tensor, token_ids: Tensor, vocab_size: int) -> Tensor:
@@ -251,10 +251,12 @@ def _top(
     return tuple(zip((columns if token_ids is None else token_ids[columns]).tolist(), values, strict=True))
 
 
-def _asked(logits: Tensor, rows: SamplingRows, tokens: Int64, token_ids: Tensor | None) -> list[TokenLogprob | None]:
+def asked(logits: Tensor, rows: SamplingRows, tokens: Int64, token_ids: Tensor | None) -> list[TokenLogprob | None]:
+    """The logprobs of rows that ask for them and have a token."""
     found: list[TokenLogprob | None] = [None] * len(rows)
-    if (asked := np.flatnonzero((rows.num_logprobs >= 0) & (tokens >= 0))).size:
-        part = logits if len(asked) == len(rows) else logits[torch.from_numpy(asked).to(logits.device)]
-        for row, logprob in zip(asked, logprobs(part, tokens[asked], rows.num_logprobs[asked], token_ids), strict=True):
+    if (wanted := np.flatnonzero((rows.num_logprobs >= 0) & (tokens >= 0))).size:
+        part = logits if len(wanted) == len(rows) else logits[torch.from_numpy(wanted).to(logits.device)]
+        made = logprobs(part, tokens[wanted], rows.num_logprobs[wanted], token_ids)
+        for row, logprob in zip(wanted, made, strict=True):
             found[row] = logprob
     return found

@@ -22,6 +22,7 @@ from headstart.api import LLM
 from headstart.core import Request as EngineRequest, SamplingParams
 from headstart.errors import UsageError
 from headstart.server import fields
+from headstart.server.accounts import Account
 from headstart.server.answering import CLIENT_GONE, ERRORS, incoming_of, served_by, state_of, unless_gone
 from headstart.server.answers import Answer
 from headstart.server.apis.ollama import ERRORS as OLLAMA_ERRORS
@@ -31,7 +32,7 @@ from headstart.server.documents import dumped
 from headstart.server.entries import Served
 from headstart.server.guards import OWNER
 from headstart.server.intake import CheckedRoute, lane_of
-from headstart.server.prepare import encoded
+from headstart.server.prepare import encoded, owned
 from headstart.server.schema import Body, Texts
 
 router = APIRouter(route_class=CheckedRoute)
@@ -149,10 +150,10 @@ async def _embedded(
     long only the beginning is read."""
     _check_dimensions(served.llm, dimensions)
     state, incoming = state_of(request), incoming_of(request)
-    owner = request.scope.get(OWNER, "")
+    account = state.shelf.accounts.named(request.scope.get(OWNER, ""))
 
     async def work() -> tuple[list[Vectors], int]:
-        requests = await state.intake.lanes.run(lane_of(incoming), _requests, served.llm, _texts(given), cut, owner)
+        requests = await state.intake.lanes.run(lane_of(incoming), _requests, served.llm, _texts(given), cut, account)
         incoming.release()
         vectors: list[Vectors] = []
         for start in range(0, len(requests), AT_ONCE):
@@ -164,7 +165,7 @@ async def _embedded(
             return await unless_gone(request, work())
 
 
-def _requests(llm: LLM, texts: Seq[Text], cut: bool, owner: str) -> list[EngineRequest]:
+def _requests(llm: LLM, texts: Seq[Text], cut: bool, account: Account) -> list[EngineRequest]:
     """One for each text, that ends with the prompt."""
     params = SamplingParams(max_tokens=1, temperature=0.0, seed=0)
     requests = []
@@ -175,7 +176,7 @@ def _requests(llm: LLM, texts: Seq[Text], cut: bool, owner: str) -> list[EngineR
             text = text[: llm.engine.max_length * llm.tokenizer.longest]
         ids = encoded(llm, text, True) if isinstance(text, str) else text
         request = llm.request(ids[: llm.engine.max_length - 1] if cut else ids, params, depth=0)
-        requests.append(replace(request, embeds=True, owner=owner))
+        requests.append(owned(replace(request, embeds=True), account))
     return requests
 
 

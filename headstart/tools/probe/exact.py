@@ -42,6 +42,7 @@ class ExactOptions:
     api_key: str | None = None
     max_tokens: int = MAX_TOKENS
     minutes: float = MINUTES
+    rounds: int = MOST_ROUNDS
     seed: int | None = None
 
 
@@ -90,7 +91,7 @@ def run(options: ExactOptions, progress: Progress = no_progress) -> Report:
         asker = await Asker.at(server, listed, options.max_tokens, seed)
         against = await Asker.at(other, there, options.max_tokens, seed) if other and there else None
         trials = Trials(asker, against, found, seed)
-        await trials.run(options.minutes, progress)
+        await trials.run(options.minutes, options.rounds, progress)
 
     asyncio.run(work())
     data = document(found, {"url": str(server), "against": str(other) if other else None, "model": listed["id"],
@@ -107,8 +108,8 @@ class Trials:
         self._ways: dict[str, dict[str, Any]] = {}
         self._drafts_off = 0
 
-    async def run(self, minutes: float, progress: Progress) -> None:
-        """Rounds until the time is up. Raises UsageError when the first does not come to its end."""
+    async def run(self, minutes: float, rounds: int, progress: Progress) -> None:
+        """So many rounds, or until the time is up. Raises UsageError when the first does not come to its end."""
         begun, total = time.monotonic(), 60 * minutes
         if self._against is None:
             switch = SWITCHES.get(self._found.engine.name or "", {})
@@ -116,7 +117,7 @@ class Trials:
         before = [await each.metrics() for each in self._servers]
         number = -1
         try:
-            for number in range(MOST_ROUNDS):
+            for number in range(rounds):
                 done = []
                 for case in self._asker.cases:
                     spent = time.monotonic() - begun

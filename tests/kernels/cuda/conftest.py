@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 
@@ -9,3 +11,17 @@ import pytest
 def triton() -> None:
     """Its wheels are for Linux alone."""
     pytest.importorskip("triton", reason="the cuda backend's kernels are Triton's, and triton is not installed")
+
+
+@pytest.fixture(scope="session")
+def cuda(triton: None) -> Any:
+    from headstart.kernels.cuda.backend import CudaBackend
+
+    return CudaBackend(narrow=False)
+
+
+@pytest.fixture(scope="session")
+def narrow(triton: None) -> Any:
+    from headstart.kernels.cuda.backend import CudaBackend
+
+    return CudaBackend()

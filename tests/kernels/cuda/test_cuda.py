@@ -2,78 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from cuda_ops import REFERENCE, floats, only, plan_of, rng, run
 from gguf import GGMLQuantizationType, quantize
 
-from headstart.core import Paths, StepPlan
+from headstart.core import Paths
 from headstart.formats.base import Tensor, make_tensor
 from headstart.formats.grouped import Layout, joined
 from headstart.kernels.ops import AttentionSpec, Backend, Ops, StepInputs
-from headstart.kernels.reference.backend import ReferenceBackend
 from headstart.kernels.specs import RopeSpec, TemperSpec
 
 pytestmark = pytest.mark.slow
 NUM_ROWS = 18
 """More than a tile."""
-
-
-@pytest.fixture(scope="module")
-def cuda() -> Any:
-    from headstart.kernels.cuda.backend import CudaBackend
-
-    return CudaBackend(narrow=False)
-
-
-@pytest.fixture(scope="module")
-def narrow() -> Any:
-    from headstart.kernels.cuda.backend import CudaBackend
-
-    return CudaBackend()
-
-
-REFERENCE = ReferenceBackend()
-
-
-def rng() -> np.random.Generator:
-    return np.random.default_rng(7)
-
-
-def plan_of(spans: list[tuple[int, int]], *, block_size: int = 4, **more: Any) -> StepPlan:
-    """Rows (first position, count) of sequences, whose blocks lie in disorder."""
-    tables = np.zeros((len(spans), 64), np.int32)
-    order, taken = rng().permutation(64).astype(np.int32), 0
-    for i, (start, count) in enumerate(spans):
-        needed = -(-(start + count) // block_size)
-        tables[i, :needed] = order[taken : taken + needed]
-        taken += needed
-    positions = np.concatenate([np.arange(start, start + count) for start, count in spans]).astype(np.int32)
-    sequences = np.repeat(np.arange(len(spans)), [count for _, count in spans])
-    slots = tables[sequences, positions // block_size] * block_size + positions % block_size
-    return StepPlan(
-        token_ids=np.arange(len(positions), dtype=np.int32),
-        positions=positions,
-        slots=slots.astype(np.int32),
-        row_starts=np.cumsum([0, *(count for _, count in spans)]).astype(np.int32),
-        block_tables=tables,
-        logit_rows=np.arange(len(positions), dtype=np.int32),
-        block_size=block_size,
-        **more,
-    )
-
-
-def run(backend: Backend, code: Any, plan: StepPlan, hidden: np.ndarray) -> Mapping[str, np.ndarray]:
-    made = backend.run(backend.prepare(code, hidden_width=hidden.shape[1]), plan, hidden=torch.from_numpy(hidden))
-    return {name: backend.numpy(x) for name, x in made.items()}
-
-
-def floats(*shape: int) -> Tensor:
-    values = rng().standard_normal(shape).astype(np.float32)
-    return make_tensor("w", shape, "F32", values.reshape(-1).view(np.uint8))
 
 
 def ggml(name: str, rows: int, columns: int) -> Tensor:
@@ -113,17 +58,18 @@ MATRICES = {
 @pytest.mark.parametrize("name", MATRICES)
 def test_products(name: str, cuda: Any) -> None:
     tensor = MATRICES[name]()
-    matrix, x = cuda.weight(tensor), torch.from_numpy(rng().standard_normal((NUM_ROWS, tensor.shape[1]))).float()
+    matrix, values = cuda.weight(tensor), torch.from_numpy(tensor.float32()).to(cuda.place)
+    x = torch.from_numpy(rng().standard_normal((NUM_ROWS, tensor.shape[1]))).float().to(cuda.place)
     many, bias = cuda.launcher.product(x, matrix), floats(len(tensor.data))
-    wanted = x.double() @ torch.from_numpy(tensor.float32()).double().T
+    wanted = x.double() @ values.double().T
     assert (many - wanted).abs().max() < 2e-5 * wanted.abs().max()
     assert matrix.num_bytes <= 2 * tensor.nbytes, "codes stay in about their own size"
     for row in (0, 17):
         assert torch.equal(cuda.launcher.product(x[row : row + 1].contiguous(), matrix)[0], many[row])
     shifted = cuda.launcher.product(x, matrix, cuda.weight(bias))
-    assert torch.allclose(shifted, many + torch.from_numpy(bias.float32()), atol=1e-5)
-    ids = torch.tensor([3, 34], dtype=torch.int32)
-    assert torch.equal(cuda.launcher.take(matrix, ids), torch.from_numpy(tensor.float32())[ids.long()])
+    assert torch.allclose(shifted, many + torch.from_numpy(bias.float32()).to(cuda.place), atol=1e-5)
+    ids = torch.tensor([3, 34], dtype=torch.int32, device=cuda.place)
+    assert torch.equal(cuda.launcher.take(matrix, ids), values[ids.long()])
 
 
 @pytest.mark.parametrize("name", ["BF16", "Q4_1"])
@@ -131,7 +77,7 @@ def test_products_of_bfloat16(name: str, narrow: Any) -> None:
     """Rows are rounded, matrices are not."""
     tensor = ggml(name, 35, 96)
     x = torch.from_numpy(rng().standard_normal((3, 96))).float()
-    made = narrow.launcher.product(x, narrow.weight(tensor))
+    made = narrow.launcher.product(x.to(narrow.place), narrow.weight(tensor)).cpu()
     wanted = x.bfloat16().double() @ torch.from_numpy(tensor.float32()).double().T
     assert (made - wanted).abs().max() < 2e-5 * wanted.abs().max()
 
@@ -142,8 +88,8 @@ def test_rounded_weights(bits: Any) -> None:
 
     tensor = floats(35, 96)
     matrix = CudaBackend(narrow=False, quantization=bits).weight(tensor)
-    x = torch.eye(96)
-    made = CudaBackend(narrow=False).launcher.product(x, matrix)
+    backend = CudaBackend(narrow=False)
+    made = backend.launcher.product(torch.eye(96).to(backend.place), matrix).cpu()
     error = (made.T - torch.from_numpy(tensor.float32())).abs().max()
     assert 0 < error < (0.02 if bits == "int8" else 0.3) and matrix.num_bytes * 3 < tensor.nbytes
 
@@ -190,12 +136,8 @@ def test_attention(name: str, cuda: Any) -> None:
         run(backend, code, plan, hidden)["out"] for backend, code in zip((REFERENCE, cuda), codes, strict=True)
     )
     assert np.allclose(made, wanted, rtol=2e-4, atol=1e-5)
-    alone = plan_of(spans)
-    alone.row_starts, alone.block_tables = np.array([0, 1], np.int32), plan.block_tables[:1]
-    for field in ("token_ids", "positions", "slots"):
-        setattr(alone, field, getattr(plan, field)[7:8])
-    alone.logit_rows = np.array([0], np.int32)
-    assert np.array_equal(run(cuda, codes[1], alone, hidden[7:8])["out"][0], made[7])
+    alone = run(cuda, codes[1], only(plan, 7), hidden[7:8])["out"][0]
+    assert np.array_equal(alone, made[7])
 
 
 def test_paths_of_a_tree(cuda: Any) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support import SMALL, family_of, new_folder, soften
+from support import SMALL, family_of, new_folder, request, run, soften
 
 from headstart.config import EngineConfig
 from headstart.core import Request, SamplingParams
 from headstart.engine.load import load_model
 from headstart.engine.make import make_engine
-from headstart.errors import ModelError, UsageError
+from headstart.errors import UsageError
 from headstart.tools.tiny import write_model
 
 PROMPT = (3, 5, 7, 5, 7, 5, 9, 5, 7, 5)
@@ -36,12 +36,20 @@ def test_the_text_is_that_of_reference_and_of_no_draft() -> None:
     assert texts[0] == texts[1] == texts[2] and accepted > 0
 
 
-def test_what_has_no_kernel_is_said_when_it_is_loaded() -> None:
-    config, arrays = family_of("deepseek_v32").tiny()
-    wanted = EngineConfig(**{**SMALL, "backend": "cuda", "drafter": "none"})
-    model = load_model(str(write_model(new_folder(), config, arrays)), wanted)
-    with pytest.raises(ModelError, match="the cuda backend has no kernel yet for"):
-        make_engine(model, wanted)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["deepseek_v4", "granitemoehybrid"])
+def test_families(family: str) -> None:
+    """Compressed attention, an indexer, experts and streams; Mamba2. All: benchmarks/verify_families.py --columns
+    cuda."""
+    config, arrays = family_of(family).tiny()
+    folder, texts = write_model(new_folder(), config, soften(arrays, 0.1)), list[list[int]]()
+    for backend in ("reference", "cuda"):
+        kept: dict[str, Any] = {"kv_cache_dtype": "float32", "drafter": "ngram", "depth": 2}
+        more = kept if backend == "cuda" else {"drafter": "none"}
+        wanted = EngineConfig(**{**SMALL, "backend": backend, "max_num_batched_tokens": 7, **more})
+        asked = request(PROMPT, max_tokens=3, stops=())
+        texts.append(run(make_engine(load_model(str(folder), wanted), wanted), [asked])["r", 0].tokens)
+    assert texts[0] == texts[1] and len(texts[0]) == 3
 
 
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,20 +32,17 @@ def numbers(matrix, levels, rows, columns, inside, num_columns, KIND: tl.constex
 
 
 @triton.jit
-def product(
-    x, matrix, scales, offsets, sums, levels, bias, out, num_rows, num_out, num_in, num_units, part_length,
-    KIND: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, OFFSETS: tl.constexpr, BIAS: tl.constexpr,
-    ROUND: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+def walked(
+    x, row, is_row, matrix, scales, offsets, sums, levels, column, is_column, start, length, num_in, num_units,
+    KIND: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, OFFSETS: tl.constexpr, ROUND: tl.constexpr,
+    WIDE: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """out [P, R, N] = x [R, K] times matrix [N, K], by parts of K. Codes of a GROUP share a scale, and an offset that
-    is added to each of them (`sums` [R, U]: the group's sum of x). ROUND: x to bfloat16. WIDE: products in float32."""
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    part = tl.program_id(2)
-    is_row, is_column = row < num_rows, column < num_out
+    """[ROWS, COLUMNS]: rows of x [., K] times columns of matrix [N, K], K from `start` on for `length`. Codes of a
+    GROUP share a scale, and an offset that is added to each of them (`sums` [., U]: the group's sum of x). ROUND: x to
+    bfloat16. WIDE: products in float32."""
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for begin in range(0, part_length, STEP):
-        k = part * part_length + begin + tl.arange(0, STEP)
+    for begin in range(0, length, STEP):
+        k = start + begin + tl.arange(0, STEP)
         is_k = k < num_in
         left = tl.load(x + row[:, None] * num_in + k[None, :], mask=is_row[:, None] & is_k[None, :], other=0.0)
         inside = is_column[None, :] & is_k[:, None]
@@ -57,7 +54,7 @@ def product(
         else:
             made = tl.dot(left, right.to(tl.bfloat16))
         if GROUP:
-            unit = (part * part_length + begin) // GROUP
+            unit = (start + begin) // GROUP
             known = is_column & (unit < num_units)
             scale = tl.load(scales + column.to(tl.int64) * num_units + unit, mask=known, other=0.0).to(tl.float32)
             made = made * scale[None, :]
@@ -66,6 +63,22 @@ def product(
                 summed = tl.load(sums + row * num_units + unit, mask=is_row & (unit < num_units), other=0.0)
                 made += summed[:, None] * offset[None, :]
         total += made
+    return total
+
+
+@triton.jit
+def product(
+    x, matrix, scales, offsets, sums, levels, bias, out, num_rows, num_out, num_in, num_units, part_length,
+    KIND: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, OFFSETS: tl.constexpr, BIAS: tl.constexpr,
+    ROUND: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """out [P, R, N] = x [R, K] times matrix [N, K], by parts of K."""
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    part = tl.program_id(2)
+    is_row, is_column = row < num_rows, column < num_out
+    total = walked(x, row, is_row, matrix, scales, offsets, sums, levels, column, is_column, part * part_length,
+                   part_length, num_in, num_units, KIND, ZERO, GROUP, OFFSETS, ROUND, WIDE, COLUMNS, STEP)  # fmt: skip
     if BIAS:
         total += tl.load(bias + column, mask=is_column, other=0.0)[None, :]
     at = (part * num_rows + row[:, None]).to(tl.int64) * num_out + column[None, :]

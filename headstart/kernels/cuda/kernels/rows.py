@@ -169,17 +169,22 @@ def softcap(x, out, size, cap, COUNT: tl.constexpr):
 
 
 @triton.jit
+def softplus_of(value):
+    """ln(1 + e^value)."""
+    small = tl.exp(-tl.abs(value))
+    # ln(1 + y) without the rounding of 1 + y (Goldberg 1991): y ln(1 + y) / ((1 + y) - 1)
+    whole = 1.0 + small
+    log1p = tl.where(whole == 1.0, small, small * tl.div_rn(tl.log(whole), tl.where(whole == 1.0, 1.0, whole - 1.0)))
+    return tl.maximum(value, 0.0) + log1p
+
+
+@triton.jit
 def softplus(x, rate, bias, out, size, num_columns, RATE: tl.constexpr, COUNT: tl.constexpr):
     """rate * ln(1 + e^(x + bias)), by column."""
     at = tl.program_id(0).to(tl.int64) * COUNT + tl.arange(0, COUNT)
     inside = at < size
     column = at % num_columns
-    value = tl.load(x + at, mask=inside, other=0.0) + tl.load(bias + column, mask=inside, other=0.0)
-    small = tl.exp(-tl.abs(value))
-    # ln(1 + y) without the rounding of 1 + y (Goldberg 1991): y ln(1 + y) / ((1 + y) - 1)
-    whole = 1.0 + small
-    log1p = tl.where(whole == 1.0, small, small * tl.div_rn(tl.log(whole), tl.where(whole == 1.0, 1.0, whole - 1.0)))
-    made = tl.maximum(value, 0.0) + log1p
+    made = softplus_of(tl.load(x + at, mask=inside, other=0.0) + tl.load(bias + column, mask=inside, other=0.0))
     if RATE:
         made = made * tl.load(rate + column, mask=inside, other=0.0)
     tl.store(out + at, made, mask=inside)

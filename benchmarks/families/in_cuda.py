@@ -1,0 +1,78 @@
+"""Small random models on `cuda` beside `reference`: in Triton's interpreter, where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if not Path("/dev/nvidia0").exists():  # Triton reads it when it is imported, by whoever is first
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+sys.path[:0] = [str(Path(__file__).parents[2] / "tests")]
+from support import Outputs, make, prompt_of, request, run  # noqa: E402
+
+from headstart.config import EngineConfig  # noqa: E402
+from headstart.engine.load import load_model  # noqa: E402
+
+LENGTHS, TOKENS, DEPTH = (11, 4), 3, 3
+"""Of the prompts; tokens of each answer; drafted tokens."""
+CHUNK = 9
+LIMIT = 2e-4
+"""Of log-probabilities in float32."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """`difference`: the largest of a log-probability from `reference`'s, of all tokens of prompts and answers; `same`:
+    are the answers? `exact`: are tokens and log-probabilities those of plain decoding, bit for bit, with drafts, of
+    which some were `accepted`, in chunks and in company?"""
+
+    difference: float
+    same: bool
+    exact: bool
+    accepted: int
+
+    @property
+    def good(self) -> bool:
+        return self.difference <= LIMIT and self.same and self.exact
+
+
+def compare(folder: Path, vocab: int, *, drafts: bool) -> Found:
+    """A model of which MTP modules draft, or else prompt lookup."""
+    prompts = [[3 + token % (vocab - 3) for token in prompt_of(length, length)] for length in LENGTHS]
+    prompts[0][8:] = prompts[0][3:8]  # something to look up
+    plain = {"drafter": "none", "max_num_seqs": 1, "enable_prefix_caching": False}
+    drafting = {"drafter": "mtp" if drafts else "ngram", "depth": DEPTH, "max_num_batched_tokens": CHUNK}
+    theirs, _ = texts(folder, "reference", prompts, plain)
+    ours, _ = texts(folder, "cuda", prompts, plain)
+    drafted, accepted = texts(folder, "cuda", prompts, drafting)
+    differences = [abs(a - b) for a, b in zip(numbers(theirs), numbers(ours), strict=True)]
+    return Found(
+        difference=max(differences),
+        same=[each.tokens for each in theirs.values()] == [each.tokens for each in ours.values()],
+        exact=(numbers(ours), tokens(ours)) == (numbers(drafted), tokens(drafted)),
+        accepted=accepted,
+    )
+
+
+def texts(folder: Path, backend: str, prompts: list[list[int]], settings: dict[str, Any]) -> tuple[Outputs, int]:
+    """What the engine says to the prompts, greedy, and how many drafted tokens it accepted."""
+    kept: dict[str, Any] = {"kv_cache_dtype": "float32"} if backend == "cuda" else {}
+    asked = {"backend": backend, "dtype": "float32", **kept, **settings}
+    engine = make(load_model(str(folder), EngineConfig(backend=backend, dtype="float32", threads=1, **kept)), **asked)
+    about: dict[str, Any] = {"max_tokens": TOKENS, "stops": (), "logprobs": 0, "prompt_logprobs": 0}
+    found = run(engine, [request(prompt, name=str(i), **about) for i, prompt in enumerate(prompts)])
+    return dict(sorted(found.items())), engine.stats.accepted
+
+
+def numbers(outputs: Outputs) -> list[float]:
+    """All log-probabilities."""
+    return [
+        known.logprob for each in outputs.values() for known in (*each.prompt_logprobs, *each.logprobs) if known
+    ]  # fmt: skip
+
+
+def tokens(outputs: Outputs) -> list[list[int]]:
+    return [each.tokens for each in outputs.values()]

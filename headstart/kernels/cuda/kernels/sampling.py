@@ -1,0 +1,386 @@
+"""Triton: logits to tokens, with the bits of kernels/reference/sampling.py and of `native`. Scores are float64; masses
+are integers, whose sums have no order. Launched without fused multiply-adds (see cuda/sampling.py).
+
+Shapes: L rows, W logits of a row, T tiles of it. `reals` [6, L] and `ints` [4, L]: parameters of rows.
+"""
+
+import triton
+import triton.language as tl
+
+NOTHING = tl.constexpr(float("-inf"))
+INFINITE = tl.constexpr(float("inf"))
+TEMPERATURE, FLOOR, TOP_P, REPETITION, PRESENCE, FREQUENCY = (tl.constexpr(i) for i in range(6))
+SEED, POSITION, CHOICE, TOP_K = (tl.constexpr(i) for i in range(4))
+GREEDY_BELOW = tl.constexpr(9.999999747378752e-06)
+"""float32 of core.GREEDY_BELOW."""
+GUMBEL_MIN, GUMBEL_MAX = tl.constexpr(-3.14), tl.constexpr(22.88)
+NOTHING_LEFT, NOT_FINITE = tl.constexpr(-1), tl.constexpr(-2)
+LN2_HIGH, LN2_LOW = tl.constexpr(0x2C5C85FDF47 * 2.0**-42), tl.constexpr(5.497923018708371e-14)
+LEAST = tl.constexpr(-9223372036854775808)
+"""Of the keys that order scores."""
+NO_COLUMN = tl.constexpr(2147483647)
+
+
+@triton.jit
+def exact_log(x):
+    """philox.log: of positive normal float64 numbers."""
+    bits = x.to(tl.int64, bitcast=True)
+    exponent = (bits - 0x3FE6A09E667F3BCD) >> 52
+    f = (bits - (exponent << 52)).to(tl.float64, bitcast=True) - 1.0
+    s = f / (f + 2.0)
+    z = s * s
+    series = z * (2.0 / 21)
+    for i in tl.static_range(9):
+        series = (series + 2.0 / (19 - 2 * i)) * z
+    k = exponent.to(tl.float64)
+    return k * LN2_HIGH + (k * LN2_LOW + (f - s * (f - series)))
+
+
+@triton.jit
+def gumbel(ids, seed, position, choice):
+    """Noise of tokens [N] (philox.gumbel), stream 0."""
+    zero = tl.zeros_like(ids).to(tl.uint32)
+    group = (ids >> 2).to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox(seed, group, zero + position.to(tl.uint32), zero + choice.to(tl.uint32), zero)
+    place = ids & 3
+    word = tl.where(place == 0, w0, tl.where(place == 1, w1, tl.where(place == 2, w2, w3)))
+    rest = ((4294967295 - word.to(tl.int64)).to(tl.float64) + 0.5) * 2.3283064365386963e-10
+    return -exact_log(-exact_log(rest))
+
+
+@triton.jit
+def mass(below):
+    """e^x of float32 x <= 0 in units of 2^-40: reference.sampling.mass."""
+    clamped = tl.maximum(below, -87.0)
+    k = (clamped * 1.4426950216293335 + 12582912.0) - 12582912.0  # rounded to even
+    r = (clamped - k * 0.693145751953125) - k * 1.428606765330187e-06
+    series = r * (1.0 / 5040)
+    series = (series + 1.0 / 720) * r
+    series = (series + 1.0 / 120) * r
+    series = (series + 1.0 / 24) * r
+    series = (series + 1.0 / 6) * r
+    series = (series + 0.5) * r
+    series = (series + 1.0) * r
+    series = series + 1.0
+    power = ((k.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+    return tl.where(below < -87.0, 0.0, series * power * 1099511627776.0).to(tl.int64)
+
+
+@triton.jit
+def columns_of(ids, token_ids, width, inside, MAPPED: tl.constexpr):
+    """Columns of target ids, -1 of those that are not there; token_ids [W] ascend."""
+    if MAPPED:
+        low = tl.zeros_like(ids)
+        high = low + width
+        for _ in range(32):  # the first column whose id is not less
+            middle = (low + high) // 2
+            searching = low < high
+            less = tl.load(token_ids + middle, mask=inside & searching, other=0) < ids
+            low = tl.where(searching & less, middle + 1, low)
+            high = tl.where(searching & (less == 0), middle, high)
+        found = tl.load(token_ids + low, mask=inside & (low < width), other=-1)
+        return tl.where(found == ids, low, -1)
+    else:
+        return tl.where((ids >= 0) & (ids < width), ids, -1)
+
+
+@triton.jit
+def edit(logits, allowed, token_ids, scores, width, stride, mask_stride, MASKED: tl.constexpr, MAPPED: tl.constexpr,
+         TILE: tl.constexpr):  # fmt: skip
+    """scores [L, W]: logits, -inf of what the mask forbids."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = column < width
+    values = tl.load(logits + row * stride + column, mask=inside, other=0.0).to(tl.float64)
+    if MASKED:
+        ids = column
+        if MAPPED:
+            ids = tl.load(token_ids + column, mask=inside, other=0).to(tl.int32)
+        words = tl.load(allowed + row * mask_stride + ids // 32, mask=inside, other=0)
+        values = tl.where(((words >> (ids % 32)) & 1) != 0, values, NOTHING)
+    tl.store(scores + row * width + column, values, mask=inside)
+
+
+@triton.jit
+def bias(scores, indptr, ids, values, token_ids, width, MAPPED: tl.constexpr, TILE: tl.constexpr):
+    """Add values to scores of ids, which are distinct within a row. A program per row."""
+    row = tl.program_id(0).to(tl.int64)
+    end = tl.load(indptr + row + 1)
+    for begin in range(tl.load(indptr + row), end, TILE):
+        at = begin + tl.arange(0, TILE)
+        inside = at < end
+        column = columns_of(tl.load(ids + at, mask=inside, other=-1), token_ids, width, inside, MAPPED)
+        place = scores + row * width + column
+        has = inside & (column >= 0)
+        added = tl.load(values + at, mask=has, other=0.0).to(tl.float64)
+        tl.store(place, tl.load(place, mask=has, other=0.0) + added, mask=has)
+
+
+@triton.jit
+def penalized(value, count, reals, row, num_rows):
+    repetition = tl.load(reals + REPETITION * num_rows + row)
+    value = tl.where(value > 0, value / repetition, value * repetition)
+    presence = tl.where(count > 0, tl.load(reals + PRESENCE * num_rows + row), 0.0)
+    return value - (tl.load(reals + FREQUENCY * num_rows + row) * count + presence)
+
+
+@triton.jit
+def penalize(
+    scores, indptr, ids, counts, reals, drafted, token_ids, width, num_rows, num_drafted, stride,
+    MAPPED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Penalties of known tokens, of which those drafted since [L, stride] count as well, and then of drafted tokens
+    that are not known. A program per row."""
+    row = tl.program_id(0).to(tl.int64)
+    first, end = tl.load(indptr + row), tl.load(indptr + row + 1)
+    own = drafted + row * stride
+    for begin in range(first, end, TILE):
+        at = begin + tl.arange(0, TILE)
+        inside = at < end
+        known = tl.load(ids + at, mask=inside, other=-1)
+        count = tl.load(counts + at, mask=inside, other=0).to(tl.float64)
+        for i in range(num_drafted):
+            count += (tl.load(own + i) == known).to(tl.float64)
+        column = columns_of(known, token_ids, width, inside, MAPPED)
+        place, has = scores + row * width + column, inside & (column >= 0)
+        value = tl.load(place, mask=has, other=0.0)
+        tl.store(place, penalized(value, count, reals, row, num_rows), mask=has)
+    lane = tl.arange(0, TILE)
+    for i in range(num_drafted):
+        token = tl.load(own + i)
+        earlier, count = tl.zeros((TILE,), tl.int32), tl.zeros((TILE,), tl.float64)
+        for j in range(num_drafted):
+            same = (tl.load(own + j) == token).to(tl.int32)
+            count += same.to(tl.float64)
+            earlier += tl.where(j < i, same, 0)
+        for begin in range(first, end, TILE):
+            at = begin + lane
+            earlier += (tl.load(ids + at, mask=at < end, other=-1) == token).to(tl.int32)
+        is_one = (lane == 0) & (token >= 0) & (tl.sum(earlier, axis=0) == 0)
+        column = columns_of(token.to(tl.int32) + tl.zeros_like(lane), token_ids, width, is_one, MAPPED)
+        place, has = scores + row * width + column, is_one & (column >= 0)
+        value = tl.load(place, mask=has, other=0.0)
+        tl.store(place, penalized(value, count, reals, row, num_rows), mask=has)
+
+
+@triton.jit
+def peak(scores, peaks, width, stride, TILE: tl.constexpr):
+    """peaks [L, T]: maxima; infinite where a score is NaN."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    values = tl.load(scores + row * stride + column, mask=column < width, other=NOTHING).to(tl.float64)
+    values = tl.where(values == values, values, INFINITE)
+    tl.store(peaks + row * tl.num_programs(1) + tl.program_id(1), tl.max(values, axis=0))
+
+
+@triton.jit
+def highest(peaks, row, num_tiles, TILES: tl.constexpr):
+    """The maximum of a row."""
+    tile = tl.arange(0, TILES)
+    return tl.max(tl.load(peaks + row * num_tiles + tile, mask=tile < num_tiles, other=NOTHING), axis=0)
+
+
+@triton.jit
+def key_of(score):
+    """Keys ascend with scores; zeros are one."""
+    bits = tl.where(score == 0, 0.0, score).to(tl.int64, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFFFFFFFFFF, bits)
+
+
+@triton.jit
+def cooled(scores, row, begin, width, stride, temperature, TILE: tl.constexpr):
+    """(columns, which there are, score / T) of a tile."""
+    column = begin + tl.arange(0, TILE)
+    inside = column < width
+    value = tl.load(scores + row * stride + column, mask=inside, other=0.0).to(tl.float64) / temperature
+    return column, inside, value
+
+
+@triton.jit
+def survives(key, column, inside, least, cut, last):
+    """At least `least`; and above `cut`, or equal to it in a column up to `last`."""
+    return inside & (key >= least) & ((key > cut) | ((key == cut) & (column <= last)))
+
+
+@triton.jit
+def measured(
+    scores, row, width, stride, temperature, best, least, cut, last, bounds, WAYS: tl.constexpr, WEIGHED: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """[WAYS]: how many of the surviving scores have keys of each bound or more; WEIGHED: their mass."""
+    total = tl.zeros((WAYS,), tl.int64)
+    for begin in range(0, width, TILE):
+        column, inside, value = cooled(scores, row, begin, width, stride, temperature, TILE)
+        key = key_of(value)
+        has = survives(key, column, inside, least, cut, last)
+        size = has.to(tl.int64)
+        if WEIGHED:
+            size = tl.where(has, mass(tl.where(has, value - best, 0.0).to(tl.float32)), 0)
+        total += tl.sum(tl.where(key[:, None] >= bounds[None, :], size[:, None], 0), axis=0)
+    return total
+
+
+@triton.jit
+def boundary(
+    scores, row, width, stride, temperature, best, least, cut, last, goal, WEIGHED: tl.constexpr, TILE: tl.constexpr
+):
+    """The highest key whose scores and those above come to `goal` (float64), LEAST where all do not; and what those
+    above it come to. Sixteen bounds at a time."""
+    found, above = tl.full((), LEAST, tl.int64), tl.full((), 0, tl.int64)
+    step, way = tl.full((), 1152921504606846976, tl.int64), tl.arange(0, 16)
+    for _ in range(16):
+        bounds = found + way.to(tl.int64) * step
+        reached = measured(
+            scores, row, width, stride, temperature, best, least, cut, last, bounds, 16, WEIGHED, TILE
+        )  # fmt: skip
+        most = tl.max(tl.where(reached.to(tl.float64) >= goal, way, 0), axis=0)
+        above = tl.where(most < 15, tl.sum(tl.where(way == most + 1, reached, 0), axis=0), above)
+        found = found + most.to(tl.int64) * step
+        step = step >> 4
+    return found, above
+
+
+@triton.jit
+def last_tie(
+    scores,
+    row,
+    width,
+    stride,
+    temperature,
+    best,
+    least,
+    cut,
+    last,
+    at,
+    before,
+    goal,
+    WEIGHED: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The last column of scores with key `at` that still belong: what comes before them (`before`, and of these the
+    lower columns) is less than `goal`, or nothing."""
+    found = tl.full((), -1, tl.int32)
+    for begin in range(0, width, TILE):
+        column, inside, value = cooled(scores, row, begin, width, stride, temperature, TILE)
+        key = key_of(value)
+        is_tie = survives(key, column, inside, least, cut, last) & (key == at)
+        size = is_tie.to(tl.int64)
+        if WEIGHED:
+            size = tl.where(is_tie, mass(tl.where(is_tie, value - best, 0.0).to(tl.float32)), 0)
+        ahead = before + tl.cumsum(size, axis=0) - size
+        belongs = is_tie & ((ahead.to(tl.float64) < goal) | (ahead == 0))
+        found = tl.maximum(found, tl.max(tl.where(belongs, column, -1), axis=0))
+        before += tl.sum(size, axis=0)
+    return found
+
+
+@triton.jit
+def limit(scores, peaks, reals, ints, cuts, lasts, width, stride, num_rows, num_tiles, TILES: tl.constexpr,
+          TILE: tl.constexpr):  # fmt: skip
+    """cuts [3, L] and lasts [2, L] of rows: min-p's least key; the cut of top-k and of top-p, and the last column that
+    ties there. A program per row."""
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(reals + TEMPERATURE * num_rows + row)
+    best = highest(peaks, row, num_tiles, TILES)
+    least, cut = tl.full((), LEAST, tl.int64), tl.full((), LEAST, tl.int64)
+    last, cut_p, last_p = tl.full((), NO_COLUMN, tl.int32), cut, tl.full((), NO_COLUMN, tl.int32)
+    if (temperature >= GREEDY_BELOW) & (best > NOTHING) & (best < INFINITE):
+        best = best / temperature
+        least = key_of(best + tl.load(reals + FLOOR * num_rows + row))
+        top = tl.load(ints + TOP_K * num_rows + row)
+        if (top > 0) & (top < width):
+            goal = top.to(tl.float64)
+            found, above = boundary(scores, row, width, stride, temperature, best, least, cut, last, goal, False, TILE)
+            last = last_tie(scores, row, width, stride, temperature, best, least, cut, NO_COLUMN, found, above, goal,
+                            False, TILE)  # fmt: skip
+            cut = found
+        share = tl.load(reals + TOP_P * num_rows + row)
+        if share < 1:
+            all_of = tl.full((1,), LEAST, tl.int64)
+            whole = tl.sum(measured(scores, row, width, stride, temperature, best, least, cut, last, all_of, 1, True,
+                                    TILE), axis=0)  # fmt: skip
+            goal = share * whole.to(tl.float64)
+            cut_p, above = boundary(scores, row, width, stride, temperature, best, least, cut, last, goal, True, TILE)
+            last_p = last_tie(scores, row, width, stride, temperature, best, least, cut, last, cut_p, above, goal, True,
+                              TILE)  # fmt: skip
+    tl.store(cuts + row, least)
+    tl.store(cuts + num_rows + row, cut)
+    tl.store(cuts + 2 * num_rows + row, cut_p)
+    tl.store(lasts + row, last)
+    tl.store(lasts + num_rows + row, last_p)
+
+
+@triton.jit
+def noisy(
+    scores, peaks, reals, ints, cuts, lasts, token_ids, values, columns, width, stride, num_rows, num_tiles, before,
+    LIMITED: tl.constexpr, MAPPED: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """values and columns [L, T]: the largest score with its noise in each tile; of greedy rows the largest score. The
+    token's position is the row's + `before`. Tiles that cannot win draw no noise."""
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    temperature = tl.load(reals + TEMPERATURE * num_rows + row)
+    is_greedy = temperature < GREEDY_BELOW
+    temperature = tl.where(is_greedy, 1.0, temperature)
+    column, inside, value = cooled(scores, row, tile * TILE, width, stride, temperature, TILE)
+    alive = inside & (value == value)
+    if LIMITED:
+        key = key_of(value)
+        cut, last = tl.load(cuts + num_rows + row), tl.load(lasts + row)
+        alive = survives(key, column, alive, tl.load(cuts + row), cut, last)
+        cut, last = tl.load(cuts + 2 * num_rows + row), tl.load(lasts + num_rows + row)
+        alive = survives(key, column, alive, LEAST, cut, last)
+    value = tl.where(alive, value, NOTHING)
+    best = highest(peaks, row, num_tiles, TILES) / temperature
+    if (is_greedy == 0) & (tl.max(value, axis=0) + GUMBEL_MAX >= best + GUMBEL_MIN):
+        ids = column
+        if MAPPED:
+            ids = tl.load(token_ids + column, mask=inside, other=0).to(tl.int32)
+        position = tl.load(ints + POSITION * num_rows + row) + before
+        noise = gumbel(ids, tl.load(ints + SEED * num_rows + row), position, tl.load(ints + CHOICE * num_rows + row))
+        value = tl.where(alive, value + noise, NOTHING)
+    top = tl.max(value, axis=0)
+    tl.store(values + row * num_tiles + tile, top)
+    tl.store(columns + row * num_tiles + tile, tl.min(tl.where(alive & (value == top), column, NO_COLUMN), axis=0))
+
+
+@triton.jit
+def pick(values, columns, peaks, token_ids, tokens, num_tiles, stride, MAPPED: tl.constexpr, TILES: tl.constexpr):
+    """tokens [L]: of the lowest column with the largest value, or why there is none."""
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.arange(0, TILES)
+    inside = tile < num_tiles
+    value = tl.load(values + row * num_tiles + tile, mask=inside, other=NOTHING)
+    column = tl.load(columns + row * num_tiles + tile, mask=inside, other=NO_COLUMN)
+    best = highest(peaks, row, num_tiles, TILES)
+    at = tl.min(tl.where(value == tl.max(value, axis=0), column, NO_COLUMN), axis=0)
+    is_token = (best > NOTHING) & (best < INFINITE)
+    token = at.to(tl.int64)
+    if MAPPED:
+        token = tl.load(token_ids + at, mask=is_token, other=0)
+    token = tl.where(best == NOTHING, NOTHING_LEFT, tl.where(is_token, token, NOT_FINITE))
+    tl.store(tokens + row * stride, token)
+
+
+@triton.jit
+def logprob(logits, tokens, token_ids, out, width, stride, token_stride, MAPPED: tl.constexpr, TILE: tl.constexpr):
+    """out [L]: the raw log-softmax of a token of each row; 0 where there is none. A program per row."""
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(tokens + row * token_stride)
+    lane = tl.arange(0, TILE)
+    most = tl.full((TILE,), NOTHING, tl.float32)
+    for begin in range(0, width, TILE):
+        column = begin + lane
+        most = tl.maximum(most, tl.load(logits + row * stride + column, mask=column < width, other=NOTHING))
+    best = tl.max(most, axis=0).to(tl.float64)
+    total = tl.zeros((TILE,), tl.int64)
+    for begin in range(0, width, TILE):
+        column = begin + lane
+        inside = column < width
+        value = tl.load(logits + row * stride + column, mask=inside, other=0.0).to(tl.float64)
+        total += tl.where(inside, mass(tl.where(inside, value - best, 0.0).to(tl.float32)), 0)
+    whole = tl.sum(total, axis=0).to(tl.float64) * 9.094947017729282e-13
+    ids = token.to(tl.int32) + tl.zeros_like(lane)
+    column = columns_of(ids, token_ids, width, (lane == 0) & (token >= 0), MAPPED)
+    chosen = tl.load(logits + row * stride + column, mask=(lane == 0) & (column >= 0), other=0.0).to(tl.float64)
+    value = tl.sum(tl.where(lane == 0, chosen, 0.0), axis=0) - best - exact_log(whole)
+    tl.store(out + row, tl.where(token >= 0, value, 0.0).to(tl.float32))

@@ -1,0 +1,124 @@
+"""Programs as the device runs them again and again: one recording for each shape of plans, over buffers of its own.
+
+A recording is made with a plan that does nothing, as making it runs it. Where the device has no graphs a program runs
+at once. What a recording gives is valid until it runs again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from headstart.core import StepPlan
+from headstart.kernels.cuda.angles import Angles
+from headstart.kernels.cuda.device import Device, said
+from headstart.kernels.cuda.launch import Launcher
+from headstart.kernels.cuda.mixing import Mixer
+from headstart.kernels.cuda.ops import CudaOps
+from headstart.kernels.cuda.plan import DevicePlan, Shape
+from headstart.kernels.ops import Ops, Program
+
+LOGIT_RESULTS = ("logits", "confidence")
+"""Results with a row for each of plan.logit_rows; others have one for each row."""
+MOST_ROWS, MOST_RECORDINGS = 256, 64
+"""Passes of more rows run at once: launches are a small part of their time. Recordings of a program: the oldest goes
+when there are more."""
+
+
+@dataclass(eq=False)
+class Recording:
+    """`rows`: the plan on the device; `hidden`: what the program reads; `replay`: compute `made` from these."""
+
+    rows: DevicePlan
+    hidden: Tensor | None
+    made: Mapping[str, Tensor]
+    replay: Callable[[], None]
+    version: int
+
+
+@dataclass(eq=False)
+class Handle:
+    """A program, and how it was recorded: by shape, and whether plans tell hidden slots and states, and hidden
+    states are given."""
+
+    program: Program
+    recordings: dict[tuple[Shape, bool, bool, bool], Recording] = field(default_factory=dict)
+
+
+class Recorder:
+    """Runs programs on one device."""
+
+    def __init__(self, device: Device, launcher: Launcher) -> None:
+        self._device, self._launcher = device, launcher
+        self.angles, self._mixer = Angles(device.place), Mixer(launcher)
+
+    def run(
+        self, handle: Handle, plan: StepPlan, hidden_pool: Tensor | None, hidden: Tensor | None,
+        tokens: Tensor | None = None,
+    ) -> dict[str, Tensor]:  # fmt: skip
+        """As Backend.run. `tokens` [R]: token ids that are on the device already."""
+        shape = Shape.of(plan)
+        self.angles.cover(int(plan.positions.max()))
+        recorded = self._device.graphs and shape.rows <= MOST_ROWS
+        made = self._recorded if recorded else self._at_once
+        found = made(handle, shape, plan, hidden_pool, hidden, tokens)
+        counts = {name: len(plan.logit_rows) if name in LOGIT_RESULTS else plan.num_rows for name in found}
+        return {name: x[: counts[name]] for name, x in found.items()}
+
+    def _at_once(
+        self, handle: Handle, shape: Shape, plan: StepPlan, hidden_pool: Tensor | None, hidden: Tensor | None,
+        tokens: Tensor | None,
+    ) -> Mapping[str, Tensor]:  # fmt: skip
+        rows = DevicePlan(shape, self._device.place, plan)
+        if tokens is not None:
+            rows["token_ids"][: plan.num_rows] = tokens
+        if hidden is not None:
+            hidden = torch.nn.functional.pad(hidden, (0, 0, 0, shape.rows - len(hidden)))
+        elif hidden_pool is not None and plan.hidden_slots is not None:
+            hidden = hidden_pool.index_select(0, rows["hidden_slots"])
+        return self._compute(handle.program, rows, hidden)
+
+    def _compute(self, program: Program, rows: DevicePlan, hidden: Tensor | None) -> Mapping[str, Tensor]:
+        with said("a pass"):
+            ops = CudaOps(self._launcher, rows, self.angles, self._mixer)
+            return program(cast(Ops, ops), ops.inputs(hidden))
+
+    def _recorded(
+        self, handle: Handle, shape: Shape, plan: StepPlan, hidden_pool: Tensor | None, hidden: Tensor | None,
+        tokens: Tensor | None,
+    ) -> Mapping[str, Tensor]:  # fmt: skip
+        stored = hidden_pool if hidden is None and plan.hidden_slots is not None else None
+        key = shape, plan.hidden_slots is not None, plan.states is not None, hidden is not None
+        known = handle.recordings.get(key)
+        if known is None or known.version != self.angles.version:
+            known = self._record(handle.program, shape, plan, stored, hidden)
+            handle.recordings[key] = known
+            while len(handle.recordings) > MOST_RECORDINGS:
+                del handle.recordings[next(iter(handle.recordings))]
+        known.rows.update(plan)
+        if tokens is not None:
+            known.rows["token_ids"][: plan.num_rows] = tokens
+        if hidden is not None:
+            assert known.hidden is not None
+            known.hidden[: len(hidden)] = hidden
+        known.replay()
+        return known.made
+
+    def _record(
+        self, program: Program, shape: Shape, plan: StepPlan, hidden_pool: Tensor | None, hidden: Tensor | None
+    ) -> Recording:
+        rows = DevicePlan(shape, self._device.place, plan)
+        rows.clear()
+        given = None if hidden is None else torch.zeros((shape.rows, hidden.shape[1]), device=self._device.place)
+
+        def work() -> Mapping[str, Tensor]:
+            read = given if hidden_pool is None else hidden_pool.index_select(0, rows["hidden_slots"])
+            return self._compute(program, rows, read)
+
+        version = self.angles.version
+        made, replay = self._device.record(work)
+        return Recording(rows, given, made, replay, version)

@@ -1,0 +1,182 @@
+"""Recorded programs and whole drafts of the cuda backend, on a device whose graphs run their work again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import support
+import torch
+
+from headstart.config import EngineConfig
+from headstart.engine.engine import Engine
+from headstart.engine.load import Model, load_model
+from headstart.engine.make import make_engine
+from headstart.errors import ModelError
+from headstart.heads.base import Head, HeadSpec
+from headstart.tools.tiny import write_model
+
+pytestmark = pytest.mark.slow
+DRAFT_IDS = tuple(range(1, support.VOCAB, 3))
+MIXED: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.7, "repetition_penalty": 1.3, "frequency_penalty": 0.3},
+    {"temperature": 1.2, "top_p": 0.7, "top_k": 20},
+)
+HEADS: dict[str, Callable[[Model], Head]] = {
+    "mtp, draft vocabulary": lambda model: support.make_head(model, draft_ids=DRAFT_IDS),
+    "mtp, two modules": lambda model: support.make_head(
+        model, HeadSpec(num_modules=2, beyond="cycle", recycle="pre_norm")
+    ),
+    "dspark": lambda model: support.make_block(
+        model, draft_ids=DRAFT_IDS, tap=(0,), num_layers=1, markov_rank=8, confidence=True
+    ),
+    "dflash": lambda model: support.make_block(
+        model, tap=(0,), num_layers=1, block_size=4, causal=False, anchor_predicts=False
+    ),
+}
+
+
+@cache
+def model_of(family: str = "mimo") -> Model:
+    changes = {"layer_types": ["linear_attention"]} if family == "qwen3_next" else {}
+    config, arrays = support.family_of(family).tiny(num_hidden_layers=1, **changes)
+    path = write_model(support.new_folder(), config, support.soften(arrays, 0.1))
+    return load_model(str(path), EngineConfig(backend="cuda", kv_cache_dtype="float32"))
+
+
+def engine_of(model: Model, **settings: Any) -> Engine:
+    wanted = {**support.SMALL, "backend": "cuda", "kv_cache_dtype": "float32", "depth": 2, **settings}
+    return make_engine(model, EngineConfig(**wanted))
+
+
+def drafts_of(engine: Engine, max_tokens: int = 4) -> list[Any]:
+    """Tokens and draft of every sequence after every step."""
+    seen: list[Any] = []
+    for i, fields in enumerate(MIXED):
+        engine.submit(support.request(support.prompt_of(4 + 3 * i, i), name=str(i), max_tokens=max_tokens, **fields))
+    while engine.has_work:
+        engine.step(lambda deltas: None)
+        seen.append([(s.order, list(s.tokens), list(s.draft.tokens)) for s in engine.scheduler.running])
+    return seen
+
+
+@contextmanager
+def step_by_step(engine: Engine) -> Iterator[None]:
+    """The backend makes no whole drafts meanwhile."""
+    runner: Any = engine.runner
+    known, runner._chain = runner._chain, lambda steps: None
+    try:
+        yield
+    finally:
+        runner._chain = known
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_whole_drafts_are_those_of_single_steps(head: str) -> None:
+    made = HEADS[head](model_of())
+    engines = [engine_of(replace(model_of(), head=made), drafter=made.spec.kind) for _ in range(2)]
+    whole = drafts_of(engines[0])
+    with step_by_step(engines[1]):
+        assert whole == drafts_of(engines[1])
+    assert any(len(draft) == 2 for step in whole for _, _, draft in step)
+
+
+@dataclass(frozen=True)
+class Replaying:
+    """Makes a device of the interpreter's record work: a recording runs it again, into the same places."""
+
+    made: list[int]
+
+    def device(self) -> Any:
+        from headstart.kernels.cuda.device import Device, open_device
+
+        recordings = self.made
+
+        class Graphs(Device):
+            def record(self, work: Any) -> Any:
+                recordings.append(1)
+                kept = work()
+
+                def replay() -> None:
+                    for name, x in work().items():
+                        kept[name].copy_(x)
+
+                return kept, replay
+
+        own = open_device()
+        return Graphs(own.place, own.columns, own.elements, own.wide, graphs=True)
+
+
+@contextmanager
+def recorded(model: Model, device: Any) -> Iterator[None]:
+    recorder: Any = model.backend.recorder  # type: ignore[attr-defined]
+    known, recorder._device = recorder._device, device
+    try:
+        yield
+    finally:
+        recorder._device = known
+
+
+@pytest.mark.parametrize("family", ["mimo", "qwen3_next"])
+def test_recordings_serve_all_plans_of_a_shape(family: str) -> None:
+    """The same text, recurrent states included; a second round of the same shapes records nothing new."""
+    plain = model_of(family)
+    model = plain if plain.head else replace(plain, head=support.make_head(plain))
+    wanted, made = drafts_of(engine_of(model)), Replaying([])
+    with recorded(model, made.device()):
+        engine = engine_of(model)
+        assert drafts_of(engine) == wanted
+        count = len(made.made)
+        engine.memory.pool.check()
+        drafts_of(engine)
+    handles = [*engine.runner.trunk.handles.values(), *engine.runner.opened[0].handles.values()]
+    shapes = {shape.rows for handle in handles for shape, *_ in handle.recordings}
+    assert 0 < count <= 24 and len(shapes) > 2, shapes
+    assert len(made.made) <= count + 4, "chunks of prompts that the prefix cache has shortened, and nothing else"
+
+
+def test_tables_that_grow_are_recorded_anew() -> None:
+    model, made = model_of(), Replaying([])
+    with recorded(model, made.device()):
+        engine = engine_of(model, drafter="none")
+        engine.submit(support.request([3, 4, 5], max_tokens=3))
+        while engine.has_work:
+            engine.step(lambda deltas: None)
+        before, recorder = len(made.made), model.backend.recorder  # type: ignore[attr-defined]
+        recorder.angles.cover(5000)
+        engine.submit(support.request([3, 4, 6], max_tokens=3))
+        while engine.has_work:
+            engine.step(lambda deltas: None)
+    assert len(made.made) == 2 * before
+
+
+def test_memory_that_runs_out_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a device, of which torch says so."""
+
+    def full(*shape: Any, **about: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model = model_of()
+    monkeypatch.setattr(torch, "zeros", full)
+    monkeypatch.setattr(model.backend, "place", torch.device("cuda"))
+    with pytest.raises(ModelError, match="the GPU has no memory left for keys, values and states") as raised:
+        engine_of(model, drafter="none")
+    assert "--kv-blocks" in str(raised.value.hint)
+
+
+def test_blocks_fit_the_free_memory_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """80 % of it, for keys and values of all networks and hidden states."""
+    from headstart.engine import make as making
+
+    model, free = model_of(), 200_000
+    monkeypatch.setattr(type(model.backend), "free_memory", lambda self: free)
+    monkeypatch.setattr(type(model.backend), "runs_on", "cuda")
+    monkeypatch.setattr(making, "PLANNED", making.WeakKeyDictionary())
+    engine = engine_of(model, kv_blocks=None, max_num_seqs=64, drafter="none", max_model_len=64)
+    per_token = sum(model.backend.kv_bytes(spec) for spec in model.decoder.kv_specs)
+    blocks = len(engine.memory.pool.blocks)
+    assert blocks == int(0.8 * free) // (8 * per_token) and blocks < 64 * 64 // 8

@@ -1,0 +1,112 @@
+"""The cuda backend's sampler: noise, tokens and logprobs are those of `reference`, and so of `native`, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_sampling import entry, sequence
+
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+
+from headstart.core import NOT_FINITE, NOTHING_LEFT  # noqa: E402
+from headstart.engine.sampling import build_rows  # noqa: E402
+from headstart.kernels import philox  # noqa: E402
+from headstart.kernels.cuda.kernels.sampling import gumbel  # noqa: E402
+from headstart.kernels.reference.sampling import logprobs as reference_logprobs, sample  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+
+@triton.jit
+def noise(ids, at, out, COUNT: tl.constexpr):
+    i = tl.arange(0, COUNT)
+    tl.store(out + i, gumbel(tl.load(ids + i), tl.load(at), tl.load(at + 1), tl.load(at + 2)))
+
+
+WIDTH, VOCAB = 131, 400
+
+PARAMS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_k": 5},
+    {"temperature": 1.3, "top_p": 0.6},
+    {"temperature": 0.9, "min_p": 0.1},
+    {"temperature": 0.8, "top_k": 20, "top_p": 0.8, "min_p": 0.02, "seed": 2**63 + 5},
+    {"temperature": 1.0, "logit_bias": {3: 5.0, 7: -100.0, 130: 2.0}, "output": (4, 5, 4)},
+    {"temperature": 0.6, "repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.3,
+     "output": (9, 9, 12, 1)},
+    {"temperature": 0.0, "repetition_penalty": 0.7, "top_k": 3, "output": (9, 30)},
+    {"temperature": 1.5, "top_p": 0.3, "top_k": 200},
+)  # fmt: skip
+
+
+def numbers(seed: int, ties: bool) -> np.ndarray:
+    made = np.random.default_rng(seed).standard_normal((len(PARAMS), WIDTH)).astype(np.float32) * 2
+    return np.round(made) if ties else made
+
+
+def rows_of(seed: int, allowed: np.ndarray | None = None) -> Any:
+    return build_rows([entry(sequence(**{"seed": seed + i, **each})) for i, each in enumerate(PARAMS)], allowed=allowed)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_tokens(ties: bool, mapped: bool, masked: bool, cuda: Any) -> None:
+    """All parameters, alone and together, over a whole vocabulary or a part of it."""
+    rng = np.random.default_rng(3)
+    ids = np.sort(rng.permutation(VOCAB)[:WIDTH]) if mapped else None
+    tokens = None if ids is None else torch.from_numpy(ids)
+    allowed = rng.integers(0, 2**32, (len(PARAMS), -(-VOCAB // 32)), dtype=np.uint32) if masked else None
+    for seed in range(2):
+        logits, rows = torch.from_numpy(numbers(seed, ties)), rows_of(100 * seed, allowed)
+        size = VOCAB if mapped else WIDTH
+        wanted = sample(logits, rows, tokens, size)
+        found = cuda.sample(
+            logits.to(cuda.place), rows, vocab_size=size, token_ids=None if ids is None else cuda.index(ids)
+        )
+        assert found.tokens.tolist() == wanted.tokens.tolist() and found.failures == wanted.failures
+
+
+def test_rows_that_fail_do_so_alone(cuda: Any) -> None:
+    logits = torch.from_numpy(numbers(1, False))
+    logits[1], logits[3, 5], logits[5, 5] = -torch.inf, torch.nan, torch.inf
+    found = cuda.sample(logits.to(cuda.place), rows_of(5), vocab_size=WIDTH)
+    assert found.failures == {1: NOTHING_LEFT, 3: NOT_FINITE, 5: NOT_FINITE}
+    assert found.tokens.tolist() == sample(logits, rows_of(5), None, WIDTH).tokens.tolist()
+
+
+def test_what_was_drawn_since_counts(cuda: Any) -> None:
+    """Positions and penalties of the next tokens of a draft are those of rows that know of it."""
+    from headstart.kernels.cuda.sampling import DrawRows
+
+    sequences = [sequence(**{"seed": i, **each}) for i, each in enumerate(PARAMS)]
+    drawn = torch.full((len(PARAMS), 3), -1, dtype=torch.int64, device=cuda.place)
+    known = DrawRows.of(build_rows([entry(each) for each in sequences]), cuda.place)
+    for number in range(3):
+        logits = torch.from_numpy(numbers(number, True))
+        prefixes = drawn[:, :number].tolist()
+        cuda.sampler.draw(logits.to(cuda.place), known, None, drawn, number)
+        rows = build_rows([entry(each, prefix) for each, prefix in zip(sequences, prefixes, strict=True)])
+        assert drawn[:, number].tolist() == sample(logits, rows, None, WIDTH).tokens.tolist()
+
+
+def test_logprobs(cuda: Any) -> None:
+    logits, tokens = torch.from_numpy(numbers(2, False)), np.arange(len(PARAMS)) * 7
+    wanted = [each.logprob for each in reference_logprobs(logits, tokens, np.zeros(len(tokens), np.int64))]
+    found = cuda.sampler.logprobs(logits.to(cuda.place), torch.from_numpy(tokens).to(cuda.place), None)
+    assert found.tolist() == wanted
+
+
+def test_noise(cuda: Any) -> None:
+    """Its very bits, also of large ids and positions."""
+    ids = np.r_[np.arange(200), np.arange(200_000, 200_056)]
+    for seed, position, choice in ((0, 0, 0), (2**64 - 3, 70_000, 3), (123456789012345, 5, 1)):
+        at = np.array([seed, position, choice], np.uint64).view(np.int64)
+        given = [torch.from_numpy(each).to(cuda.place) for each in (ids.astype(np.int32), at, np.zeros(256))]
+        noise[(1,)](*given, COUNT=256, enable_fp_fusion=False)
+        assert np.array_equal(given[2].cpu().numpy(), philox.numpy_gumbel(ids, seed, position, choice, philox.TOKEN))
