@@ -19,8 +19,11 @@ INLINE uint8x16_t lowered(uint8x16_t bytes) { return kLowered ? veorq_u8(bytes, 
 INLINE ByteTable lowered_table(const uint8_t* levels) { return {lowered(vld1q_u8(levels))}; }
 
 // What the low or the high nibbles of 16 bytes stand for.
+template <bool kHigh> INLINE uint8x16_t codes_of(uint8x16_t bytes) {
+    return kHigh ? vshrq_n_u8(bytes, 4) : vandq_u8(bytes, vdupq_n_u8(15));
+}
 template <bool kHigh, bool kLevels> INLINE uint8x16_t nibbles(const ByteTable& table, uint8x16_t bytes) {
-    const uint8x16_t codes = kHigh ? vshrq_n_u8(bytes, 4) : vandq_u8(bytes, vdupq_n_u8(15));
+    const uint8x16_t codes = codes_of<kHigh>(bytes);
     return kLevels ? vqtbl1q_u8(table.v, codes) : codes;
 }
 
@@ -28,7 +31,7 @@ template <bool kHigh, bool kLevels> INLINE uint8x16_t nibbles(const ByteTable& t
 template <bool kHigh> INLINE uint8x16_t sixes(uint8x16_t bytes, uint8x16_t tops, int quad) {
     if (quad % 2 == 0) tops = kHigh ? vshlq_n_u8(tops, 2) : vshlq_n_u8(tops, 4);
     if (quad % 2 == 1 && kHigh) tops = vshrq_n_u8(tops, 2);
-    return vorrq_u8(nibbles<kHigh, false>({}, bytes), vandq_u8(tops, vdupq_n_u8(0x30)));
+    return vorrq_u8(codes_of<kHigh>(bytes), vandq_u8(tops, vdupq_n_u8(0x30)));
 }
 
 // Codes of the low or the high nibbles at `p`, of 16 bytes that are the quad's.

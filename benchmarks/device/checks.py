@@ -21,11 +21,11 @@ def commands(backend: str, device: str, model: str) -> dict[str, list[str]]:
     return {
         "tests that need a GPU": [*python, "pytest", "tests", "-q", "-m", "gpu", "-p", "no:cacheprovider"],
         "kernels": [*python, "pytest", "tests/kernels/cuda", "-q", "-p", "no:cacheprovider"],
-        "contract": [*python, "pytest", "tests/contract/test_backends.py", "tests/contract/test_exact.py", "-q", "-x",
-                     "-p", "no:cacheprovider"],
         "verify": [*python, "headstart", "verify", *where],
         "numerics": [*python, "headstart", "verify", "--numerics", *where],
         "verify --full": [*python, "headstart", "verify", "--full", *where],
+        "contract": [*python, "pytest", "tests/contract/test_backends.py", "tests/contract/test_exact.py", "-q", "-x",
+                     "-p", "no:cacheprovider"],
     }  # fmt: skip
 
 

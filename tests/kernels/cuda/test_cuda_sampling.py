@@ -72,6 +72,16 @@ def test_tokens(ties: bool, mapped: bool, masked: bool, cuda: Any) -> None:
         assert found.tokens.tolist() == wanted.tokens.tolist() and found.failures == wanted.failures
 
 
+def test_of_equal_logits_the_lowest_ids_stay(cuda: Any) -> None:
+    """One more or less would be drawn by some of these rows."""
+    limits = ({"top_k": 2}, {"top_p": 3.5 / 16}, {"top_k": 4, "top_p": 0.5})
+    sequences = [sequence(seed=i, temperature=1.0, **limits[i % 3]) for i in range(30)]
+    logits, rows = torch.zeros(30, 16), build_rows([entry(each) for each in sequences])
+    found = cuda.sample(logits.to(cuda.place), rows, vocab_size=16).tokens
+    assert found.tolist() == sample(logits, rows, None, 16).tokens.tolist()
+    assert [max(found[i::3]) for i in range(3)] == [1, 3, 1]
+
+
 def test_rows_that_fail_do_so_alone(cuda: Any) -> None:
     logits = torch.from_numpy(numbers(1, False))
     logits[1], logits[3, 5], logits[5, 5] = -torch.inf, torch.nan, torch.inf
