@@ -133,7 +133,7 @@ def bits(args: argparse.Namespace, clock: Clock, results: Results) -> None:
 def checks(args: argparse.Namespace, clock: Clock, results: Results) -> None:
     from device import checks
 
-    checks.run(backend_of(args), args.device, clock, results, args.out)
+    checks.run(backend_of(args), args.device, args.model, clock, results, args.out)
 
 
 def speed(args: argparse.Namespace, clock: Clock, results: Results) -> None:

@@ -5,6 +5,17 @@
 #include "kernels.h"
 #include "simd.h"
 
+namespace headstart::HEADSTART_PATH {
+
+// Bits 4 and 5 of four columns of each lane of Q6, in place: of those in low or in high nibbles.
+template <bool kHigh> INLINE i32 top_bits(i32 tops, int quad) {
+    const i32 mask = splat_int(0x30303030);
+    if (quad % 2 == 0) return (kHigh ? shift_left<2>(tops) : shift_left<4>(tops)) & mask;
+    return (kHigh ? shift_right<2>(tops) : tops) & mask;
+}
+
+} // namespace headstart::HEADSTART_PATH
+
 #if HEADSTART_NEON
 #include "group_sums_neon.h"
 #elif HEADSTART_AVX2 && !defined(__AVXVNNI__)
@@ -45,18 +56,25 @@ INLINE void add_group(const uint8_t* const (&p)[kBlocks], int64_t head, int g, c
     }
     // a half of 32 columns: low nibbles are its first 16 columns, high ones the last 16
     const i32 low = splat_int(0x0f0f0f0f);
-    const int64_t half = kPart == 32 ? g : g / 2;
+    const int64_t half = (kPart == 32 ? g : g / 2) * (kBits == 6 ? 384 : 256);
     for (int quad = 0; quad < 4; ++quad) {
-        i32 both[kBlocks], w[kBlocks];
-        for (int b = 0; b < kBlocks; ++b)
-            both[b] = load(reinterpret_cast<const int32_t*>(p[b] + head + half * 256 + quad * 64));
+        i32 both[kBlocks], tops[kBlocks], w[kBlocks];
+        for (int b = 0; b < kBlocks; ++b) {
+            both[b] = load(reinterpret_cast<const int32_t*>(p[b] + head + half + quad * 64));
+            if (kBits == 6) tops[b] = load(reinterpret_cast<const int32_t*>(p[b] + head + half + 256 + quad / 2 * 64));
+        }
         if (kPart == 32 || g % 2 == 0) {
-            for (int b = 0; b < kBlocks; ++b) w[b] = kLevels ? look_up(table, both[b] & low) : both[b] & low;
+            for (int b = 0; b < kBlocks; ++b) {
+                w[b] = both[b] & low;
+                if (kBits == 6) w[b] = w[b] | top_bits<false>(tops[b], quad);
+                if (kLevels) w[b] = look_up(table, w[b]);
+            }
             add(w, quad * 4);
         }
         if (kPart == 32 || g % 2 == 1) {
             for (int b = 0; b < kBlocks; ++b) {
                 w[b] = shift_right<4>(both[b]) & low;
+                if (kBits == 6) w[b] = w[b] | top_bits<true>(tops[b], quad);
                 if (kLevels) w[b] = look_up(table, w[b]);
             }
             add(w, (kPart == 32 ? 16 : 0) + quad * 4);

@@ -20,10 +20,18 @@ INLINE __m256i four_bytes(const int8_t* p) {
 
 INLINE __m256i in_pairs(__m256i sums) { return _mm256_madd_epi16(sums, _mm256_set1_epi16(1)); }
 
+enum class Bytes { NIBBLES, SIXES, SIGNED };
+
 // Adds 4 columns of a block to the sums of each row.
-template <bool kSigned, int kRows>
+template <Bytes kBytes, int kRows>
 INLINE void add_four(i32 w, const int8_t* const (&q)[kRows], int64_t at, i32 (&acc)[kRows]) {
-    if constexpr (!kSigned) { // nibbles as they are: 8 products of pairs, at most 8 x 2 x 15 x 127, fit 16 bits
+    if constexpr (kBytes == Bytes::SIXES) { // a pair, at most 2 x 63 x 127, fits
+        for (int r = 0; r < kRows; ++r) {
+            const __m256i a = four_bytes(q[r] + at);
+            acc[r].a = _mm256_add_epi32(acc[r].a, in_pairs(_mm256_maddubs_epi16(w.a, a)));
+            acc[r].b = _mm256_add_epi32(acc[r].b, in_pairs(_mm256_maddubs_epi16(w.b, a)));
+        }
+    } else if constexpr (kBytes == Bytes::NIBBLES) { // nibbles as they are: 8 products of pairs, at most 8 x 2 x 15 x 127, fit 16 bits
         for (int r = 0; r < kRows; ++r) {
             const __m256i a = four_bytes(q[r] + at);
             acc[r].a = _mm256_add_epi16(acc[r].a, _mm256_maddubs_epi16(w.a, a));
@@ -42,9 +50,10 @@ INLINE void add_four(i32 w, const int8_t* const (&q)[kRows], int64_t at, i32 (&a
 template <int kBits, int kPart, bool kLevels, int kRows, int kBlocks>
 INLINE void add_group(const uint8_t* const (&p)[kBlocks], int64_t head, int g, const int8_t* const (&q)[kRows],
                       int64_t column, const ByteTable& table, i32 (&sum)[kRows][kBlocks]) {
-    constexpr bool kSigned = kBits == 8 || kLevels;
-    // of 4 bits a half of 32 columns: low nibbles are its first 16 columns, high ones the last 16
-    const int64_t at = head + (kBits == 8 ? g * kPart * 16 : (kPart == 32 ? g : g / 2) * 256);
+    constexpr Bytes kBytes = kBits == 8 || kLevels ? Bytes::SIGNED : kBits == 6 ? Bytes::SIXES : Bytes::NIBBLES;
+    // of 4 or 6 bits a half of 32 columns: low nibbles are its first 16 columns, high ones the last 16
+    const int64_t half = (kPart == 32 ? g : g / 2) * (kBits == 6 ? 384 : 256);
+    const int64_t at = head + (kBits == 8 ? g * kPart * 16 : half);
     const i32 low = splat_int(0x0f0f0f0f), middle = splat_int((int32_t)0x80808080);
     for (int b = 0; b < kBlocks; ++b) {
         i32 acc[kRows];
@@ -52,20 +61,24 @@ INLINE void add_group(const uint8_t* const (&p)[kBlocks], int64_t head, int g, c
         for (int quad = 0; quad < (kBits == 8 ? kPart / 4 : 4); ++quad) {
             const i32 bytes = load(reinterpret_cast<const int32_t*>(p[b] + at + quad * 64));
             if (kBits == 8) {
-                add_four<kSigned>(bytes ^ middle, q, column + quad * 4, acc);
+                add_four<kBytes>(bytes ^ middle, q, column + quad * 4, acc);
                 continue;
             }
+            i32 tops = bytes;
+            if (kBits == 6) tops = load(reinterpret_cast<const int32_t*>(p[b] + at + 256 + quad / 2 * 64));
             if (kPart == 32 || g % 2 == 0) {
-                const i32 w = bytes & low;
-                add_four<kSigned>(kLevels ? look_up(table, w) : w, q, column + quad * 4, acc);
+                i32 w = bytes & low;
+                if (kBits == 6) w = w | top_bits<false>(tops, quad);
+                add_four<kBytes>(kLevels ? look_up(table, w) : w, q, column + quad * 4, acc);
             }
             if (kPart == 32 || g % 2 == 1) {
-                const i32 w = shift_right<4>(bytes) & low;
-                add_four<kSigned>(kLevels ? look_up(table, w) : w, q, column + (kPart == 32 ? 16 : 0) + quad * 4, acc);
+                i32 w = shift_right<4>(bytes) & low;
+                if (kBits == 6) w = w | top_bits<true>(tops, quad);
+                add_four<kBytes>(kLevels ? look_up(table, w) : w, q, column + (kPart == 32 ? 16 : 0) + quad * 4, acc);
             }
         }
         for (int r = 0; r < kRows; ++r)
-            sum[r][b] = sum[r][b] + (kSigned ? acc[r] : i32{in_pairs(acc[r].a), in_pairs(acc[r].b)});
+            sum[r][b] = sum[r][b] + (kBytes != Bytes::NIBBLES ? acc[r] : i32{in_pairs(acc[r].a), in_pairs(acc[r].b)});
     }
 }
 

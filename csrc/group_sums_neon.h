@@ -19,10 +19,30 @@ INLINE uint8x16_t lowered(uint8x16_t bytes) { return kLowered ? veorq_u8(bytes, 
 INLINE ByteTable lowered_table(const uint8_t* levels) { return {lowered(vld1q_u8(levels))}; }
 
 // What the low or the high nibbles of 16 bytes stand for.
+template <bool kHigh> INLINE uint8x16_t codes_of(uint8x16_t bytes) {
+    return kHigh ? vshrq_n_u8(bytes, 4) : vandq_u8(bytes, vdupq_n_u8(15));
+}
 template <bool kHigh, bool kLevels> INLINE uint8x16_t nibbles(const ByteTable& table, uint8x16_t bytes) {
-    const uint8x16_t codes = kHigh ? vshrq_n_u8(bytes, 4) : vandq_u8(bytes, vdupq_n_u8(15));
+    const uint8x16_t codes = codes_of<kHigh>(bytes);
     return kLevels ? vqtbl1q_u8(table.v, codes) : codes;
 }
+
+// The same with the bits on top of Q6, which two quads of columns share.
+template <bool kHigh> INLINE uint8x16_t sixes(uint8x16_t bytes, uint8x16_t tops, int quad) {
+    if (quad % 2 == 0) tops = kHigh ? vshlq_n_u8(tops, 2) : vshlq_n_u8(tops, 4);
+    if (quad % 2 == 1 && kHigh) tops = vshrq_n_u8(tops, 2);
+    return vorrq_u8(codes_of<kHigh>(bytes), vandq_u8(tops, vdupq_n_u8(0x30)));
+}
+
+// Codes of the low or the high nibbles at `p`, of 16 bytes that are the quad's.
+template <int kBits, bool kHigh, bool kLevels>
+INLINE uint8x16_t codes_at(const uint8_t* p, int quad, int i, const ByteTable& table) {
+    const uint8x16_t bytes = vld1q_u8(p + quad * 64 + i * 16);
+    if (kBits == 6) return sixes<kHigh>(bytes, vld1q_u8(p + 256 + quad / 2 * 64 + i * 16), quad);
+    return nibbles<kHigh, kLevels>(table, bytes);
+}
+
+constexpr int64_t half_bytes(int bits) { return bits == 6 ? 384 : 256; } // of 32 columns with nibbles
 
 #if defined(__ARM_FEATURE_DOTPROD)
 
@@ -48,18 +68,17 @@ INLINE void add_four(const uint8x16_t (&w)[4], const int8x16_t (&a)[kRows], i32 
 template <int kBits, bool kLevels, bool kFirst, bool kSecond, int kQuad, int kRows>
 INLINE void add_quad(const uint8_t* p, const int8x16_t (&first)[kRows], const int8x16_t (&second)[kRows],
                      const ByteTable& table, i32 (&sum)[kRows][1]) {
-    uint8x16_t w[4], part[4];
-    for (int i = 0; i < 4; ++i) w[i] = vld1q_u8(p + kQuad * 64 + i * 16);
+    uint8x16_t part[4];
     if (kBits == 8) {
-        for (int i = 0; i < 4; ++i) part[i] = lowered(w[i]);
+        for (int i = 0; i < 4; ++i) part[i] = lowered(vld1q_u8(p + kQuad * 64 + i * 16));
         return add_four<kQuad>(part, first, sum);
     }
     if (kFirst) {
-        for (int i = 0; i < 4; ++i) part[i] = nibbles<false, kLevels>(table, w[i]);
+        for (int i = 0; i < 4; ++i) part[i] = codes_at<kBits, false, kLevels>(p, kQuad, i, table);
         add_four<kQuad>(part, first, sum);
     }
     if (kSecond) {
-        for (int i = 0; i < 4; ++i) part[i] = nibbles<true, kLevels>(table, w[i]);
+        for (int i = 0; i < 4; ++i) part[i] = codes_at<kBits, true, kLevels>(p, kQuad, i, table);
         add_four<kQuad>(part, second, sum);
     }
 }
@@ -76,7 +95,7 @@ INLINE void add_sixteen(const uint8_t* p, const int8x16_t (&first)[kRows], const
 template <int kBits, int kPart, bool kLevels, int kRows>
 INLINE void add_group(const uint8_t* const (&p)[1], int64_t head, int g, const int8_t* const (&q)[kRows],
                       int64_t column, const ByteTable& table, i32 (&sum)[kRows][1]) {
-    const uint8_t* quants = p[0] + head + (kBits == 8 ? g * kPart * 16 : g * kPart / 32 * 256);
+    const uint8_t* quants = p[0] + head + (kBits == 8 ? g * kPart * 16 : g * kPart / 32 * half_bytes(kBits));
     int8x16_t first[kRows], second[kRows];
     for (int r = 0; r < kRows; ++r) {
         first[r] = vld1q_s8(q[r] + column);
@@ -86,11 +105,11 @@ INLINE void add_group(const uint8_t* const (&p)[1], int64_t head, int g, const i
         add_sixteen<8, false, true, false>(quants, first, first, table, sum);
         if (kPart == 32) add_sixteen<8, false, true, false>(quants + 256, second, second, table, sum);
     } else if (kPart == 32) {
-        add_sixteen<4, kLevels, true, true>(quants, first, second, table, sum);
+        add_sixteen<kBits, kLevels, true, true>(quants, first, second, table, sum);
     } else if (g % 2 == 0) {
-        add_sixteen<4, kLevels, true, false>(quants, first, second, table, sum);
+        add_sixteen<kBits, kLevels, true, false>(quants, first, second, table, sum);
     } else {
-        add_sixteen<4, kLevels, false, true>(quants, first, second, table, sum);
+        add_sixteen<kBits, kLevels, false, true>(quants, first, second, table, sum);
     }
 }
 
@@ -146,21 +165,19 @@ INLINE void add_bytes(const uint8_t* p, const int8_t* const (&q)[kRows], int32x4
     }
 }
 
-template <bool kFirst, bool kSecond, int kRows>
+template <int kBits, bool kFirst, bool kSecond, int kRows>
 INLINE void add_levels(const uint8_t* p, const int8_t* const (&q)[kRows], const ByteTable& table,
                        int32x4_t (&sum)[kRows][4]) {
     for (int i = 0; i < 4; ++i) {
         Halves<kRows> all;
         clear(all);
         for (int quad = 0; quad < 4; quad += kFirst && kSecond ? 1 : 2) {
-            const uint8x16_t w = vld1q_u8(p + quad * 64 + i * 16);
-            if (kFirst && kSecond) {
-                add_two(all, nibbles<false, true>(table, w), quad * 4, nibbles<true, true>(table, w), quad * 4 + 16, q);
-            } else {
-                const uint8x16_t next = vld1q_u8(p + quad * 64 + 64 + i * 16);
-                add_two(all, nibbles<kSecond, true>(table, w), quad * 4, nibbles<kSecond, true>(table, next),
-                        quad * 4 + 4, q);
-            }
+            if (kFirst && kSecond)
+                add_two(all, codes_at<kBits, false, true>(p, quad, i, table), quad * 4,
+                        codes_at<kBits, true, true>(p, quad, i, table), quad * 4 + 16, q);
+            else
+                add_two(all, codes_at<kBits, kSecond, true>(p, quad, i, table), quad * 4,
+                        codes_at<kBits, kSecond, true>(p, quad + 1, i, table), quad * 4 + 4, q);
         }
         for (int r = 0; r < kRows; ++r) sum[r][i] = vaddq_s32(sum[r][i], vpaddq_s32(all.low[r], all.high[r]));
     }
@@ -186,11 +203,11 @@ INLINE void add_nibbles(const uint8_t* p, const int8_t* const (&q)[kRows], int32
     }
 }
 
-template <bool kLevels, bool kFirst, bool kSecond, int kRows>
+template <int kBits, bool kLevels, bool kFirst, bool kSecond, int kRows>
 INLINE void add_codes(const uint8_t* p, const int8_t* const (&q)[kRows], const ByteTable& table,
                       int32x4_t (&sum)[kRows][4]) {
-    if (kLevels)
-        add_levels<kFirst, kSecond>(p, q, table, sum);
+    if (kLevels || kBits == 6)
+        add_levels<kBits, kFirst, kSecond>(p, q, table, sum);
     else
         add_nibbles<kFirst, kSecond>(p, q, sum);
 }
@@ -198,7 +215,7 @@ INLINE void add_codes(const uint8_t* p, const int8_t* const (&q)[kRows], const B
 template <int kBits, int kPart, bool kLevels, int kRows>
 INLINE void add_group(const uint8_t* const (&p)[1], int64_t head, int g, const int8_t* const (&q)[kRows],
                       int64_t column, const ByteTable& table, i32 (&sum)[kRows][1]) {
-    const uint8_t* quants = p[0] + head + (kBits == 8 ? g * kPart * 16 : g * kPart / 32 * 256);
+    const uint8_t* quants = p[0] + head + (kBits == 8 ? g * kPart * 16 : g * kPart / 32 * half_bytes(kBits));
     const int8_t* from[kRows];
     int32x4_t s[kRows][4];
     for (int r = 0; r < kRows; ++r) {
@@ -208,11 +225,11 @@ INLINE void add_group(const uint8_t* const (&p)[1], int64_t head, int g, const i
     if (kBits == 8)
         add_bytes<kPart / 4>(quants, from, s);
     else if (kPart == 32)
-        add_codes<kLevels, true, true>(quants, from, table, s);
+        add_codes<kBits, kLevels, true, true>(quants, from, table, s);
     else if (g % 2 == 0)
-        add_codes<kLevels, true, false>(quants, from, table, s);
+        add_codes<kBits, kLevels, true, false>(quants, from, table, s);
     else
-        add_codes<kLevels, false, true>(quants, from, table, s);
+        add_codes<kBits, kLevels, false, true>(quants, from, table, s);
     for (int r = 0; r < kRows; ++r) sum[r][0] = {s[r][0], s[r][1], s[r][2], s[r][3]};
 }
 

@@ -15,7 +15,7 @@ constexpr int kChains = 2; // sums of even and of odd columns, as one alone wait
 constexpr int kChains = 1;
 #endif
 
-enum class Read { F16, F32, ANY }; // how scales are read: ANY looks at each panel what they are
+enum class Read { F16, F32, I8, ANY }; // how scales are read: ANY looks at each panel what they are
 
 // Powers of two, halved: they belong to twice the values of E2M1. So are the FP8 scales beside such values.
 INLINE f32 halved_e8m0(const uint8_t* p) {
@@ -31,12 +31,14 @@ INLINE f32 halved_e4m3(const uint8_t* p, f32 factor) { // digits in place, the e
 template <Read kRead> INLINE f32 load_scale(const Matrix& w, const uint8_t* p, int64_t group, f32 factor) {
     if (kRead == Read::F32) return load(reinterpret_cast<const float*>(p) + group * 16);
     if (kRead == Read::F16) return load_half(reinterpret_cast<const uint16_t*>(p) + group * 16);
+    if (kRead == Read::I8) return load_i8(reinterpret_cast<const int8_t*>(p) + group * 16) * factor;
     switch (w.scales) {
     case Scales::F32: return load(reinterpret_cast<const float*>(p) + group * 16);
     case Scales::BF16: return load_bf16(reinterpret_cast<const uint16_t*>(p) + group * 16);
     case Scales::E8M0: return halved_e8m0(p + group * 16);
     case Scales::E4M3: return halved_e4m3(p + group * 16, factor);
-    case Scales::F16: break;
+    case Scales::F16:
+    case Scales::I8: break;
     }
     return load_half(reinterpret_cast<const uint16_t*>(p) + group * 16);
 }
@@ -48,7 +50,7 @@ INLINE void multiply_quantized(const Matrix& w, const uint8_t* const block[2], c
     const QuantLayout layout(w.cols);
     constexpr bool kMin = kOffsets == Offsets::MINS, kPoints = kOffsets == Offsets::POINTS;
     constexpr int kPart = kGroup < 32 ? kGroup : 32, kParts = kPanel / kPart;
-    constexpr int64_t kKnown = kPanel / kGroup * kLanes * (kRead == Read::F32 ? 4 : 2);
+    constexpr int64_t kKnown = kPanel / kGroup * kLanes * (kRead == Read::I8 ? 1 : 2);
     const int64_t scale_bytes = kRead == Read::ANY ? w.scale_bytes() : kKnown;
     const int64_t head = kRead == Read::ANY ? w.head_bytes() : (kKnown * (kMin ? 2 : 1) + 63) / 64 * 64;
     const int64_t panel_bytes = head + kPanel * kLanes * kBits / 8;
@@ -66,14 +68,20 @@ INLINE void multiply_quantized(const Matrix& w, const uint8_t* const block[2], c
     constexpr int32_t kOff = kBits == 8 || kLevels ? kLowered : 0;
     const int32_t zero = kMin || kPoints ? kOff : kOff - w.zero; // what a sum of activations adds so many times
     const bool factors = kRead == Read::ANY && kLevels && w.has_factors();
-    f32 factor[kBlocks];
+    f32 factor[kBlocks], min_factor[kBlocks];
     for (int b = 0; b < kBlocks; ++b)
-        factor[b] = factors ? load(reinterpret_cast<const float*>(block[kFirst + b])) : splat(1.0f);
+        factor[b] = min_factor[b] = factors ? load(reinterpret_cast<const float*>(block[kFirst + b])) : splat(1.0f);
     const int64_t first = factors ? w.factor_bytes() : 0, num_panels = layout.padded / kPanel;
-    const int64_t ahead = row == 0 ? 2 * (first + num_panels * panel_bytes) : 0; // the next pair of blocks
+    const int64_t ahead = row == 0 ? 2 * w.block_bytes() : 0; // the next pair of blocks
     for (int64_t panel = 0; panel < num_panels; ++panel) {
+        const int64_t before = kRead == Read::I8 ? (panel / kFactorPanels + 1) * kLanes * 4 : first;
         const uint8_t* p[kBlocks];
-        for (int b = 0; b < kBlocks; ++b) p[b] = block[kFirst + b] + first + panel * panel_bytes;
+        for (int b = 0; b < kBlocks; ++b) p[b] = block[kFirst + b] + before + panel * panel_bytes;
+        if (kRead == Read::I8 && panel % kFactorPanels == 0)
+            for (int b = 0; b < kBlocks; ++b) {
+                factor[b] = load_half(reinterpret_cast<const uint16_t*>(p[b] - kLanes * 4));
+                if (kMin) min_factor[b] = load_half(reinterpret_cast<const uint16_t*>(p[b] - kLanes * 2));
+            }
         for (int64_t line = 0; line < panel_bytes; line += 64)
             for (int b = 0; b < kBlocks; ++b) prefetch(p[b] + ahead + line);
         for (int g = 0; g < kParts; ++g) {
@@ -98,7 +106,7 @@ INLINE void multiply_quantized(const Matrix& w, const uint8_t* const block[2], c
                 }
             }
             if (!kMin) continue;
-            for (int b = 0; b < kBlocks; ++b) s[b] = load_scale<kRead>(w, p[b] + scale_bytes, group, factor[b]);
+            for (int b = 0; b < kBlocks; ++b) s[b] = load_scale<kRead>(w, p[b] + scale_bytes, group, min_factor[b]);
             for (int r = 0; r < kRows; ++r) {
                 const f32 total = splat(scaled_sums[r][part]);
                 for (int b = 0; b < kBlocks; ++b) acc[r][b] = fma(s[b], total, acc[r][b]);

@@ -126,16 +126,12 @@ void coded(const Matrix& w, const uint8_t* const block[2], const Input& x, int64
     });
 }
 
-template <int kBits, int kGroup, int kRows> Multiply<kRows> pick_quantized(const Matrix& w) {
-    if (w.offsets == Offsets::MINS) {
-        if (w.scales == Scales::F32) return quantized<kBits, kGroup, Offsets::MINS, Read::F32, false, kRows>;
-        return quantized<kBits, kGroup, Offsets::MINS, Read::F16, false, kRows>;
-    }
-    if (w.scales == Scales::F32) return quantized<kBits, kGroup, Offsets::NONE, Read::F32, false, kRows>;
-    return quantized<kBits, kGroup, Offsets::NONE, Read::F16, false, kRows>;
+template <int kBits, int kGroup, Read kRead, int kRows> Multiply<kRows> pick_quantized(const Matrix& w) {
+    if (w.offsets == Offsets::MINS) return quantized<kBits, kGroup, Offsets::MINS, kRead, false, kRows>;
+    return quantized<kBits, kGroup, Offsets::NONE, kRead, false, kRows>;
 }
 
-template <int kRows> Multiply<kRows> pick(const Matrix& w) {
+template <int kRows> Multiply<kRows> pick(const Matrix& w) { // of those that are known()
     const bool levels = w.levels != Levels::NONE, points = w.offsets == Offsets::POINTS;
     switch (w.kind) {
     case Kind::F32: return floating<Kind::F32, kRows>;
@@ -146,14 +142,20 @@ template <int kRows> Multiply<kRows> pick(const Matrix& w) {
     case Kind::Q8:
         if (points) return quantized<8, 64, Offsets::POINTS, Read::ANY, false, kRows>;
         if (w.group == 64) return quantized<8, 64, Offsets::NONE, Read::ANY, false, kRows>;
-        return w.group == 16 ? pick_quantized<8, 16, kRows>(w) : pick_quantized<8, 32, kRows>(w);
+        return pick_quantized<8, 32, Read::F16, kRows>(w);
+    case Kind::Q6:
+        if (w.offsets == Offsets::MINS) return quantized<6, 32, Offsets::MINS, Read::I8, false, kRows>;
+        return quantized<6, 16, Offsets::NONE, Read::I8, false, kRows>;
     case Kind::Q4: break;
     }
     if (levels && w.group == 16) return quantized<4, 16, Offsets::NONE, Read::ANY, true, kRows>;
+    if (levels && w.scales == Scales::I8) return quantized<4, 32, Offsets::NONE, Read::I8, true, kRows>;
     if (levels) return quantized<4, 32, Offsets::NONE, Read::ANY, true, kRows>;
     if (points && w.group == 64) return quantized<4, 64, Offsets::POINTS, Read::ANY, false, kRows>;
     if (points) return quantized<4, 32, Offsets::POINTS, Read::ANY, false, kRows>;
-    return w.group == 16 ? pick_quantized<4, 16, kRows>(w) : pick_quantized<4, 32, kRows>(w);
+    if (w.group == 16) return pick_quantized<4, 16, Read::I8, kRows>(w);
+    if (w.scales == Scales::I8) return quantized<4, 32, Offsets::MINS, Read::I8, false, kRows>;
+    return pick_quantized<4, 32, Read::F16, kRows>(w);
 }
 
 template <int kRows>

@@ -9,12 +9,15 @@
 //   Q8    panel = head, quants: 16 column quads x 16 lanes x 4 bytes
 //   Q4    panel = head, quants: for each half of 32 columns 4 x 64 bytes; byte i of lane l of vector j holds column
 //         4 j + i of the half in its low nibble and column 16 + 4 j + i in its high nibble
+//   Q6    panel = head, quants: for each half 4 x 64 bytes as of Q4, then 2 x 64 bytes with the bits on top: byte i of
+//         lane l of vector j holds those of columns 8 j + i, 16 + 8 j + i, 8 j + 4 + i and 20 + 8 j + i, two bits each
 //   F8    panel = head, codes (FP8 E4M3): 32 column pairs x 16 lanes x 2 bytes
 //   L4    panel = head, codes as Q4's, which stand for 16 floats
 //
 // Head: scales, then mins or zero points, filled up to 64 bytes: each (64 / group) x 16 lanes, group 16, 32 or 64. Mins
 // have the scales' type, zero points are bytes. Scales of type E4M3 are multiplied by a factor of the row: 16 floats
-// before the panels of a block.
+// before the panels of a block. So are those of type I8, by halves that stand before every fourth panel, 64 bytes: 16 of
+// the scales, then 16 of the mins.
 // Value of a weight: with mins scale * q + min; with zero points scale * (q - point); else scale * (q - zero), with q
 // unsigned, or the level that q stands for (Q4 of E2M1: twice its value, and half of the scale; L4: the float itself).
 #pragma once
@@ -31,12 +34,13 @@
 
 namespace headstart {
 
-enum class Kind : int32_t { F32 = 0, F16 = 1, BF16 = 2, Q8 = 3, Q4 = 4, F8 = 5, L4 = 6 };
-enum class Scales : int32_t { F16 = 0, F32 = 1, BF16 = 2, E8M0 = 3, E4M3 = 4 };
+enum class Kind : int32_t { F32 = 0, F16 = 1, BF16 = 2, Q8 = 3, Q4 = 4, F8 = 5, L4 = 6, Q6 = 7 };
+enum class Scales : int32_t { F16 = 0, F32 = 1, BF16 = 2, E8M0 = 3, E4M3 = 4, I8 = 5 };
 enum class Offsets : int32_t { NONE = 0, MINS = 1, POINTS = 2 };
 enum class Levels : int32_t { NONE = 0, E2M1 = 1, IQ4 = 2, NF4 = 3, FP4 = 4 };
 
 constexpr int64_t kLanes = 16, kPanel = 64;
+constexpr int64_t kFactorPanels = 4; // that share halves by which I8 scales are multiplied
 
 HEADSTART_INLINE int64_t whole_panels(int64_t cols) { return (cols + kPanel - 1) / kPanel * kPanel; }
 
@@ -52,8 +56,22 @@ struct Matrix {
 
     HEADSTART_INLINE int64_t padded() const { return whole_panels(cols); }
     HEADSTART_INLINE int64_t num_blocks() const { return (rows + kLanes - 1) / kLanes; }
-    HEADSTART_INLINE bool quantized() const { return kind == Kind::Q8 || kind == Kind::Q4; } // times 8-bit rows
+    HEADSTART_INLINE bool quantized() const { // times 8-bit rows
+        return kind == Kind::Q8 || kind == Kind::Q4 || kind == Kind::Q6;
+    }
     HEADSTART_INLINE bool grouped() const { return kind >= Kind::Q8; }                       // has scales
+    // Do the kernels multiply such a matrix? Of all that could be written down these come in files.
+    HEADSTART_INLINE bool known() const {
+        const bool none = offsets == Offsets::NONE, mins = offsets == Offsets::MINS, plain = scales <= Scales::BF16;
+        if (!grouped()) return true;
+        if (kind == Kind::F8 || kind == Kind::L4) return none && scales == Scales::F32;
+        if (kind == Kind::Q6) return scales == Scales::I8 && group == (mins ? 32 : 16) && (mins || none);
+        if (levels != Levels::NONE) return kind == Kind::Q4 && none && (scales != Scales::I8 || group == 32);
+        if (group == 64) return plain && !mins && (kind == Kind::Q8 || !none);
+        if (!none && !mins) return kind == Kind::Q4 && group == 32 && plain;
+        if (group == 16) return kind == Kind::Q4 && scales == Scales::I8;
+        return scales == Scales::F16 || (kind == Kind::Q4 && mins && scales == Scales::I8);
+    }
     HEADSTART_INLINE bool alike(const Matrix& other) const { // may be multiplied side by side
         return kind == other.kind && group == other.group && zero == other.zero && scales == other.scales &&
                offsets == other.offsets && levels == other.levels;
@@ -76,12 +94,18 @@ struct Matrix {
         case Kind::F8: return head_bytes() + kPanel * kLanes;
         case Kind::Q4:
         case Kind::L4: return head_bytes() + kPanel * kLanes / 2;
+        case Kind::Q6: return head_bytes() + kPanel * kLanes / 4 * 3;
         }
         return 0;
     }
-    HEADSTART_INLINE bool has_factors() const { return grouped() && scales == Scales::E4M3; }
+    HEADSTART_INLINE bool has_factors() const { return grouped() && scales >= Scales::E4M3; }
     HEADSTART_INLINE int64_t factor_bytes() const { return has_factors() ? kLanes * 4 : 0; }
-    HEADSTART_INLINE int64_t block_bytes() const { return factor_bytes() + padded() / kPanel * panel_bytes(); }
+    HEADSTART_INLINE int64_t factor_panels() const { return scales == Scales::I8 ? kFactorPanels : padded() / kPanel; }
+    // Where a panel of a block begins; its factors stand before the first that has them.
+    HEADSTART_INLINE int64_t panel_at(int64_t panel) const {
+        return panel * panel_bytes() + (panel / factor_panels() + 1) * factor_bytes();
+    }
+    HEADSTART_INLINE int64_t block_bytes() const { return panel_at(padded() / kPanel - 1) + panel_bytes(); }
     HEADSTART_INLINE int64_t num_bytes() const { return num_blocks() * block_bytes(); }
     HEADSTART_INLINE const uint8_t* block(int64_t index) const { return data + index * block_bytes(); }
 };

@@ -39,6 +39,13 @@ template <class Unit> void interleave(const Strip* strips, int64_t bytes, uint8_
             std::memcpy(out, strips[lane].body + unit, sizeof(Unit));
 }
 
+// Floats of E4M3; of I8 halves of scales, then of mins.
+void write_factors(const Matrix& form, const Strip* strips, uint8_t* out) {
+    const int64_t size = form.scales == Scales::E4M3 ? 4 : 2;
+    for (int64_t which = 0; which < 4 / size; ++which)
+        for (int64_t lane = 0; lane < kLanes; ++lane, out += size) std::memcpy(out, &strips[lane].factors[which], size);
+}
+
 void write_panel(const Matrix& form, const Strip* strips, uint8_t* out) {
     uint8_t* body = out;
     if (form.grouped()) {
@@ -66,18 +73,18 @@ void pack(ThreadPool& pool, const Source& source, const uint8_t* raw, int64_t ro
         Strip strips[kLanes];
         std::fill_n(strips, kLanes, blank);
         const int64_t first = block * kLanes, lanes = std::min(kLanes, rows - first);
-        uint8_t* panel = out + block * form.block_bytes() + form.factor_bytes();
-        if (form.has_factors()) {
-            std::fill(panel - form.factor_bytes(), panel, uint8_t(0));
-            for (int64_t lane = 0; lane < lanes; ++lane)
-                std::memcpy(panel - form.factor_bytes() + lane * 4, raw + (first + lane) * row_bytes, 4);
-        }
-        for (int64_t column = 0; column < cols; column += kPanel, panel += form.panel_bytes()) {
-            const int64_t count = std::min(kPanel, cols - column);
+        for (int64_t panel = 0; panel * kPanel < cols; ++panel) {
+            const int64_t column = panel * kPanel, count = std::min(kPanel, cols - column);
             if (count < kPanel) std::fill_n(strips, kLanes, blank);
-            for (int64_t lane = 0; lane < lanes; ++lane)
-                source.fill(raw + (first + lane) * row_bytes + source.head_bytes(), column, count, strips[lane]);
-            write_panel(form, strips, panel);
+            for (int64_t lane = 0; lane < lanes; ++lane) {
+                const uint8_t* row = raw + (first + lane) * row_bytes;
+                if (source.head_bytes()) std::memcpy(strips[lane].factors, row, source.head_bytes());
+                source.fill(row + source.head_bytes(), column, count, strips[lane]);
+            }
+            uint8_t* at = out + block * form.block_bytes() + form.panel_at(panel);
+            if (form.has_factors() && panel % form.factor_panels() == 0)
+                write_factors(form, strips, at - form.factor_bytes());
+            write_panel(form, strips, at);
         }
     };
     const bool quantizes = source.fill == fill_int8 || source.fill == fill_int4;
@@ -100,8 +107,8 @@ void check(bool good, const char* what) {
 }
 
 void check_form(const Matrix& form) {
-    check(form.kind >= Kind::F32 && form.kind <= Kind::L4, "unknown kind");
-    check(form.scales >= Scales::F16 && form.scales <= Scales::E4M3, "unknown type of scales");
+    check(form.kind >= Kind::F32 && form.kind <= Kind::Q6, "unknown kind");
+    check(form.scales >= Scales::F16 && form.scales <= Scales::I8, "unknown type of scales");
     check(form.offsets >= Offsets::NONE && form.offsets <= Offsets::POINTS, "unknown kind of offsets");
     check(form.levels >= Levels::NONE && form.levels <= Levels::FP4, "unknown levels");
     check(form.rows > 0 && form.cols > 0, "an empty matrix");
@@ -121,6 +128,7 @@ void init_matrix(OwnedMatrix* self, int32_t kind, int64_t rows, int64_t cols, in
     Bytes bytes;
     check(nb::try_cast(data, bytes), "data is not a contiguous array of uint8");
     Matrix form = form_of(kind, rows, cols, group, zero, scales, offsets, levels);
+    check(form.known(), "no kernel multiplies such a matrix");
     form.data = bytes.data();
     check(static_cast<int64_t>(bytes.size()) == form.num_bytes(), "data has the wrong size");
     check(reinterpret_cast<uintptr_t>(bytes.data()) % 64 == 0, "data is not aligned to 64 bytes");

@@ -21,8 +21,9 @@ struct OwnedMatrix : Matrix {
 
 // Columns [column, column + 64) of one row, as they go into a panel, before the 16 rows are interleaved.
 struct Strip {
-    alignas(64) uint8_t body[kPanel * 4]; // plain values; or Q8, F8: one byte a column; or Q4, L4: 32 bytes in the panel's order
+    alignas(64) uint8_t body[kPanel * 4]; // plain values; or Q8, F8: one byte a column; or the panel's order: Q4, L4 32 bytes, Q6 48
     uint32_t scales[4], offsets[4];       // their bits
+    uint32_t factors[2];                  // of scales and mins
 };
 
 // Reads the file's form of a row: `count` of 64 columns from `column` on. Columns beyond count are left as they are.
@@ -46,7 +47,7 @@ struct Source {
     Matrix form(int64_t rows, int64_t cols) const {
         return {kind, rows, cols, group, zero, scales, offsets, levels, nullptr};
     }
-    int64_t head_bytes() const { return form(1, 1).has_factors() ? 4 : 0; }
+    int64_t head_bytes() const { return scales == Scales::E4M3 ? 4 : 0; }
     int64_t row_bytes(int64_t cols) const { return head_bytes() + (cols + unit_columns - 1) / unit_columns * unit_bytes; }
 };
 

@@ -71,6 +71,20 @@ void pack_nibbles(const uint8_t* quants, uint8_t* body) {
             body[half * 16 + i] = static_cast<uint8_t>(quants[half * 32 + i] | quants[half * 32 + 16 + i] << 4);
 }
 
+// One byte a column, of 6 bits -> the panel's order: nibbles of a half, then the bits on top.
+void pack_sixes(const uint8_t* quants, uint8_t* body) {
+    for (int half = 0; half < 2; ++half, quants += 32, body += 24)
+        for (int i = 0; i < 16; ++i) {
+            body[i] = static_cast<uint8_t>((quants[i] & 15) | quants[16 + i] << 4);
+            const int tops = quants[i] >> 4 | quants[16 + i] >> 4 << 2;
+            uint8_t& top = body[16 + i / 8 * 4 + i % 4];
+            top = static_cast<uint8_t>(i % 8 < 4 ? tops : top | tops << 4);
+        }
+}
+
+// A scale or minimum as a signed byte.
+uint32_t small(int value) { return static_cast<uint8_t>(static_cast<int8_t>(value)); }
+
 // The 6-bit scale and minimum of one of 8 groups, out of 12 bytes: 4 scales, 4 minima, each with 2 bits on top that
 // belong to the other four, whose lower nibbles share 4 bytes.
 void scale_and_min(const uint8_t* packed, int group, int& scale, int& min) {
@@ -84,14 +98,20 @@ void scale_and_min(const uint8_t* packed, int group, int& scale, int& min) {
     }
 }
 
+// What scales and minima are multiplied by: x - m and x + -m are the same float.
+void fill_k_factors(const uint8_t* at, Strip& strip) {
+    strip.factors[0] = load16(at);
+    strip.factors[1] = load16(at + 2) ^ 0x8000;
+}
+
 // Scales and minima of Q4_K's and Q5_K's groups of 32: d, dmin, 12 bytes.
 void fill_k_scales(const uint8_t* block, int quarter, Strip& strip) {
-    const float d = float_from_half(load16(block)), dmin = float_from_half(load16(block + 2));
+    fill_k_factors(block, strip);
     for (int half = 0; half < 2; ++half) {
         int scale, min;
         scale_and_min(block + 4, quarter * 2 + half, scale, min);
-        strip.scales[half] = bits_of_float(d * static_cast<float>(scale));
-        strip.offsets[half] = bits_of_float(-(dmin * static_cast<float>(min))); // x - m and x + -m are the same float
+        strip.scales[half] = small(scale);
+        strip.offsets[half] = small(min);
     }
 }
 
@@ -113,24 +133,27 @@ void fill_q5_k(const uint8_t* row, int64_t column, int64_t, Strip& strip) {
     const int quarter = static_cast<int>(column % kBlock / kPanel);
     fill_k_scales(block, quarter, strip);
     const uint8_t *high = block + 16, *low = high + 32 + quarter * 32; // bit g of high[i]: column i of group g
+    uint8_t quants[kPanel];
     for (int i = 0; i < 32; ++i) {
         const int bits = high[i] >> quarter * 2;
-        strip.body[i] = static_cast<uint8_t>((low[i] & 15) | (bits & 1) << 4);
-        strip.body[32 + i] = static_cast<uint8_t>(low[i] >> 4 | (bits >> 1 & 1) << 4);
+        quants[i] = static_cast<uint8_t>((low[i] & 15) | (bits & 1) << 4);
+        quants[32 + i] = static_cast<uint8_t>(low[i] >> 4 | (bits >> 1 & 1) << 4);
     }
+    pack_sixes(quants, strip.body);
 }
 
 void fill_q6_k(const uint8_t* row, int64_t column, int64_t, Strip& strip) {
     const uint8_t* block = row + column / kBlock * 210;
     const int quarter = static_cast<int>(column % kBlock / kPanel), half = quarter / 2, odd = quarter % 2;
     const uint8_t *low = block + half * 64, *high = block + 128 + half * 32, *scales = block + 192 + quarter * 4;
-    const float d = float_from_half(load16(block + 208));
+    uint8_t quants[kPanel];
     for (int i = 0; i < kPanel; ++i) {
         const int nibble = odd ? low[i] >> 4 : low[i] & 15, top = high[i % 32] >> (odd * 4 + i / 32 * 2) & 3;
-        strip.body[i] = static_cast<uint8_t>(nibble | top << 4);
+        quants[i] = static_cast<uint8_t>(nibble | top << 4);
     }
-    for (int group = 0; group < 4; ++group)
-        strip.scales[group] = bits_of_float(d * static_cast<float>(static_cast<int8_t>(scales[group])));
+    pack_sixes(quants, strip.body);
+    strip.factors[0] = load16(block + 208);
+    for (int group = 0; group < 4; ++group) strip.scales[group] = scales[group];
 }
 
 // The 2-bit part of Q2_K and Q3_K: each half of the block has 32 bytes, each quarter two of their bit pairs.
@@ -142,7 +165,7 @@ void fill_bit_pairs(const uint8_t* pairs, int quarter, uint8_t* quants) {
 void fill_q3_k(const uint8_t* row, int64_t column, int64_t, Strip& strip) {
     const uint8_t *block = row + column / kBlock * 110, *scales = block + 96;
     const int quarter = static_cast<int>(column % kBlock / kPanel);
-    const float d = float_from_half(load16(block + 108));
+    strip.factors[0] = load16(block + 108);
     uint8_t quants[kPanel];
     fill_bit_pairs(block + 32, quarter, quants);
     for (int i = 0; i < kPanel; ++i) quants[i] |= (block[i % 32] >> (quarter * 2 + i / 32) & 1) << 2;
@@ -150,31 +173,31 @@ void fill_q3_k(const uint8_t* row, int64_t column, int64_t, Strip& strip) {
     for (int i = 0; i < 4; ++i) { // 6-bit scales: nibbles in 8 bytes, top bits in 4
         const int group = quarter * 4 + i, nibble = group < 8 ? scales[group] & 15 : scales[group - 8] >> 4;
         const int top = scales[8 + group % 4] >> group / 4 * 2 & 3;
-        strip.scales[i] = bits_of_float(d * static_cast<float>((nibble | top << 4) - 32));
+        strip.scales[i] = small((nibble | top << 4) - 32);
     }
 }
 
 void fill_q2_k(const uint8_t* row, int64_t column, int64_t, Strip& strip) {
     const uint8_t* block = row + column / kBlock * 84;
     const int quarter = static_cast<int>(column % kBlock / kPanel);
-    const float d = float_from_half(load16(block + 80)), dmin = float_from_half(load16(block + 82));
+    fill_k_factors(block + 80, strip);
     uint8_t quants[kPanel];
     fill_bit_pairs(block + 16, quarter, quants);
     pack_nibbles(quants, strip.body);
     for (int i = 0; i < 4; ++i) {
         const int both = block[quarter * 4 + i];
-        strip.scales[i] = bits_of_float(d * static_cast<float>(both & 15));
-        strip.offsets[i] = bits_of_float(-(dmin * static_cast<float>(both >> 4)));
+        strip.scales[i] = small(both & 15);
+        strip.offsets[i] = small(both >> 4);
     }
 }
 
 void fill_iq4_xs(const uint8_t* row, int64_t column, int64_t, Strip& strip) {
     const uint8_t* block = row + column / kBlock * 136;
-    const float d = float_from_half(load16(block));
+    strip.factors[0] = load16(block);
     for (int half = 0; half < 2; ++half) { // 6-bit scales: two bits of a word, a nibble of 4 bytes
         const int group = static_cast<int>(column % kBlock / 32) + half, top = load16(block + 2) >> group * 2 & 3;
         const int nibble = block[4 + group / 2] >> group % 2 * 4 & 15;
-        strip.scales[half] = bits_of_float(d * static_cast<float>((nibble | top << 4) - 32));
+        strip.scales[half] = small((nibble | top << 4) - 32);
         std::memcpy(strip.body + half * 16, block + 8 + group * 16, 16);
     }
 }
@@ -234,12 +257,12 @@ constexpr Source kSources[] = {
     {"Q8_0", Kind::Q8, 32, 128, Scales::F16, Offsets::NONE, Levels::NONE, 32, 34, fill_q8_0},
     {"IQ4_NL", Kind::Q4, 32, 128, Scales::F16, Offsets::NONE, Levels::IQ4, 32, 18, fill_q4<false>},
     {"MXFP4", Kind::Q4, 32, 128, Scales::E8M0, Offsets::NONE, Levels::E2M1, 32, 17, fill_mxfp4},
-    {"IQ4_XS", Kind::Q4, 32, 128, Scales::F32, Offsets::NONE, Levels::IQ4, kBlock, 136, fill_iq4_xs},
-    {"Q2_K", Kind::Q4, 16, 0, Scales::F32, Offsets::MINS, Levels::NONE, kBlock, 84, fill_q2_k},
-    {"Q3_K", Kind::Q4, 16, 4, Scales::F32, Offsets::NONE, Levels::NONE, kBlock, 110, fill_q3_k},
-    {"Q4_K", Kind::Q4, 32, 0, Scales::F32, Offsets::MINS, Levels::NONE, kBlock, 144, fill_q4_k},
-    {"Q5_K", Kind::Q8, 32, 0, Scales::F32, Offsets::MINS, Levels::NONE, kBlock, 176, fill_q5_k},
-    {"Q6_K", Kind::Q8, 16, 32, Scales::F32, Offsets::NONE, Levels::NONE, kBlock, 210, fill_q6_k},
+    {"IQ4_XS", Kind::Q4, 32, 128, Scales::I8, Offsets::NONE, Levels::IQ4, kBlock, 136, fill_iq4_xs},
+    {"Q2_K", Kind::Q4, 16, 0, Scales::I8, Offsets::MINS, Levels::NONE, kBlock, 84, fill_q2_k},
+    {"Q3_K", Kind::Q4, 16, 4, Scales::I8, Offsets::NONE, Levels::NONE, kBlock, 110, fill_q3_k},
+    {"Q4_K", Kind::Q4, 32, 0, Scales::I8, Offsets::MINS, Levels::NONE, kBlock, 144, fill_q4_k},
+    {"Q5_K", Kind::Q6, 32, 0, Scales::I8, Offsets::MINS, Levels::NONE, kBlock, 176, fill_q5_k},
+    {"Q6_K", Kind::Q6, 16, 32, Scales::I8, Offsets::NONE, Levels::NONE, kBlock, 210, fill_q6_k},
     {"int8", Kind::Q8, 32, 128, Scales::F16, Offsets::NONE, Levels::NONE, 1, 4, fill_int8},
     {"int4", Kind::Q4, 32, 0, Scales::F16, Offsets::MINS, Levels::NONE, 1, 4, fill_int4},
     {"E4M3:16:F32", Kind::F8, 16, 0, Scales::F32, Offsets::NONE, Levels::NONE, 16, 20, fill_e4m3<16>},

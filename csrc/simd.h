@@ -60,6 +60,7 @@ INLINE void store(int32_t* p, i32 a) { _mm512_storeu_si512(p, a.v); }
 INLINE i32 splat_int(int32_t a) { return {_mm512_set1_epi32(a)}; }
 INLINE i32 operator+(i32 a, i32 b) { return {_mm512_add_epi32(a.v, b.v)}; }
 INLINE i32 operator&(i32 a, i32 b) { return {_mm512_and_si512(a.v, b.v)}; }
+INLINE i32 operator|(i32 a, i32 b) { return {_mm512_or_si512(a.v, b.v)}; }
 INLINE i32 max(i32 a, i32 b) { return {_mm512_max_epi32(a.v, b.v)}; }
 template <int N> INLINE i32 shift_left(i32 a) { return {_mm512_slli_epi32(a.v, N)}; }
 template <int N> INLINE i32 shift_right(i32 a) { return {_mm512_srli_epi32(a.v, N)}; }
@@ -157,6 +158,7 @@ INLINE void store(int32_t* p, i32 x) {
 INLINE i32 splat_int(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 INLINE i32 operator+(i32 x, i32 y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 INLINE i32 operator&(i32 x, i32 y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
+INLINE i32 operator|(i32 x, i32 y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
 INLINE i32 operator^(i32 x, i32 y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
 INLINE i32 max(i32 x, i32 y) { return {_mm256_max_epi32(x.a, y.a), _mm256_max_epi32(x.b, y.b)}; }
 template <int N> INLINE i32 shift_left(i32 x) { return {_mm256_slli_epi32(x.a, N), _mm256_slli_epi32(x.b, N)}; }
@@ -270,6 +272,7 @@ INLINE void store(int32_t* p, i32 a) { std::memcpy(p, a.v, 64); }
 INLINE i32 splat_int(int32_t a) { i32 r; LANES r.v[l] = a; return r; }
 INLINE i32 operator+(i32 a, i32 b) { LANES a.v[l] = (int32_t)((uint32_t)a.v[l] + (uint32_t)b.v[l]); return a; }
 INLINE i32 operator&(i32 a, i32 b) { LANES a.v[l] &= b.v[l]; return a; }
+INLINE i32 operator|(i32 a, i32 b) { LANES a.v[l] |= b.v[l]; return a; }
 INLINE i32 max(i32 a, i32 b) { LANES a.v[l] = a.v[l] > b.v[l] ? a.v[l] : b.v[l]; return a; }
 template <int N> INLINE i32 shift_left(i32 a) { LANES a.v[l] = (int32_t)((uint32_t)a.v[l] << N); return a; }
 template <int N> INLINE i32 shift_right(i32 a) { LANES a.v[l] = (int32_t)((uint32_t)a.v[l] >> N); return a; }

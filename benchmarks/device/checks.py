@@ -1,4 +1,5 @@
-"""Commands that say whether the backend is right on the device: contract tests, `verify --full`, numerics."""
+"""Commands that say whether the backend is right on the device: its kernels beside `reference`, contract tests,
+`verify --full`, numerics."""
 
 from __future__ import annotations
 
@@ -15,23 +16,24 @@ NO_TESTS = 5
 """What pytest returns where a selection is empty."""
 
 
-def commands(backend: str, device: str) -> dict[str, list[str]]:
-    python, where = [sys.executable, "-m"], ["--backend", backend, "--device", device]
+def commands(backend: str, device: str, model: str) -> dict[str, list[str]]:
+    python, where = [sys.executable, "-m"], [model, "--backend", backend, "--device", device]
     return {
         "tests that need a GPU": [*python, "pytest", "tests", "-q", "-m", "gpu", "-p", "no:cacheprovider"],
-        "contract": [*python, "pytest", "tests/contract/test_backends.py", "tests/contract/test_exact.py", "-q", "-x",
-                     "-p", "no:cacheprovider"],
+        "kernels": [*python, "pytest", "tests/kernels/cuda", "-q", "-p", "no:cacheprovider"],
         "verify": [*python, "headstart", "verify", *where],
         "numerics": [*python, "headstart", "verify", "--numerics", *where],
         "verify --full": [*python, "headstart", "verify", "--full", *where],
+        "contract": [*python, "pytest", "tests/contract/test_backends.py", "tests/contract/test_exact.py", "-q", "-x",
+                     "-p", "no:cacheprovider"],
     }  # fmt: skip
 
 
-def run(backend: str, device: str, clock: Clock, results: Results, out: Path) -> None:
+def run(backend: str, device: str, model: str, clock: Clock, results: Results, out: Path) -> None:
     """Each with what is left of the time; its whole output goes to `out`."""
     rows = []
     out.mkdir(parents=True, exist_ok=True)
-    for name, command in commands(backend, device).items():
+    for name, command in commands(backend, device, model).items():
         if clock.left < 10:
             say(f"no time for {name}")
             continue

@@ -20,6 +20,7 @@ import numpy as np
 
 from device.clock import say
 from device.writer import Job, Writer, Written
+from headstart.errors import UsageError
 from headstart.files import write_whole
 from headstart.text.tokenizer import Tokenizer
 from headstart.train.corpus import read_documents
@@ -150,6 +151,8 @@ class Texts:
         return self.prompts.given(number, count)
 
     def _keep(self, number: int, found: list[Written]) -> None:
+        if not found:
+            raise UsageError(f"no prompt of chunk {number} came to an answer", "raise --held-out, --chunk or --answer")
         kinds = sorted({each.job.kind for each in found})
         ids = [np.asarray((*each.job.ids, *each.tokens), np.int32) for each in found]
         self.folder.mkdir(parents=True, exist_ok=True)

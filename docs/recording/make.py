@@ -23,24 +23,28 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 COLUMNS, LINES = 92, 24
-KEY_S, THINK_S = 0.045, 0.6
-READ_S = 2.0
+KEY_S, THINK_S = 0.03, 0.3
+READ_S = 1.5
 """How long what came stays before the next command."""
-LONGEST_S = 90
-FRAME_S = 0.12
+LONGEST_S = 40
+FRAME_S = 0.2
+IDLE_S = 1.5
+"""Longer waits, such as those for a program to start, are cut to this, as players do it."""
 PROMPT = "$ "
+PASTING = "\x1b[?2004h"
+"""What bash says to the terminal before its prompt."""
 QUESTION = "Write a Python function that reverses a list, with an example."
 SCENES = (
     f'headstart generate --max-tokens 72 --prompt "{QUESTION}"',
     f'headstart generate --max-tokens 72 --no-mtp --prompt "{QUESTION}"   # without drafts: the same text',
     "headstart serve --port 8123 2>/dev/null &",
     "until curl -sf localhost:8123/ready >/dev/null; do sleep 0.2; done",
-    """curl -s localhost:8123/v1/chat/completions -H 'Content-Type: application/json' -d '{"max_tokens": 40,"""
-    """ "messages": [{"role": "user", "content": "Count to ten."}]}' | python3 -m json.tool | tail -27""",
-    "kill %1; clear; headstart inspect | head -20",
+    'curl -s localhost:8123/v1/completions --json \'{"prompt": "1, 2, 3, 4, 5, 6,", "max_tokens": 24}\'; echo',
+    "kill %1; clear; headstart inspect | head -18     # where the drafts come from",
 )
 FONT, WIDE, HIGH, EDGE = 14, 8.43, 19, 14
-COLOURS = {"default": "#d1d5db", "green": "#86efac", "red": "#fca5a5", "yellow": "#fde68a", "brown": "#fde68a",
+PLAIN = "#d1d5db"
+COLOURS = {"green": "#86efac", "red": "#fca5a5", "yellow": "#fde68a", "brown": "#fde68a",
            "blue": "#93c5fd", "magenta": "#d8b4fe", "cyan": "#67e8f9", "black": "#6b7280"}  # fmt: skip
 
 
@@ -75,7 +79,7 @@ def record() -> Iterator[Event]:
         while (left := end - time.monotonic()) > 0 and not (until and text.endswith(until)):
             if select.select([terminal], [], [], left)[0]:
                 piece = os.read(terminal, 65536).decode("utf-8", "replace")
-                text = (text + piece)[-200:]
+                text = (text + piece.replace(PASTING, ""))[-200:]
                 yield Event(time.monotonic() - begun, piece)
 
     yield from read(5, PROMPT)
@@ -92,14 +96,19 @@ def record() -> Iterator[Event]:
 
 
 def write_cast(path: Path, events: list[Event]) -> None:
-    header = {"version": 2, "width": COLUMNS, "height": LINES, "env": {"TERM": "xterm-256color"}}
+    header = {"version": 2, "width": COLUMNS, "height": LINES, "idle_time_limit": IDLE_S}
     lines = [json.dumps(header), *(json.dumps([round(each.seconds, 3), "o", each.text]) for each in events)]
     path.write_text("\n".join(lines) + "\n", "utf-8")
 
 
 def read_cast(path: Path) -> list[Event]:
+    """With long waits cut."""
     rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()[1:]]
-    return [Event(seconds, text) for seconds, _, text in rows]
+    events, now, before = [], 0.0, 0.0
+    for seconds, _, text in rows:
+        now, before = now + min(seconds - before, IDLE_S), seconds
+        events.append(Event(now, text))
+    return events
 
 
 def frames(events: list[Event]) -> Iterator[tuple[float, list[str]]]:
@@ -122,24 +131,27 @@ def frames(events: list[Event]) -> Iterator[tuple[float, list[str]]]:
 
 def line_of(screen: pyte.Screen, number: int) -> str:
     """A line's letters, with runs of one look together; empty where it is."""
+    line = "".join(screen.buffer[number][column].data for column in range(COLUMNS))
+    if not line.strip():
+        return ""
     runs: list[tuple[tuple[str, bool], str]] = []
-    for column in range(COLUMNS):
+    for column in range(len(line.rstrip())):
         letter = screen.buffer[number][column]
         look = (letter.fg, letter.bold)
         if runs and runs[-1][0] == look:
             runs[-1] = (look, runs[-1][1] + letter.data)
         else:
             runs.append((look, letter.data))
-    if not "".join(text for _, text in runs).strip():
-        return ""
     spans = "".join(
-        f'<tspan fill="{COLOURS.get(colour, COLOURS["default"])}"{BOLD if bold else ""}>{escape(text)}</tspan>'
+        f"<tspan{looks_of(colour, bold)}>{escape(text)}</tspan>" if looks_of(colour, bold) else escape(text)
         for (colour, bold), text in runs
     )
     return f'<text x="{EDGE}" y="{EDGE + HIGH * (number + 0.75):g}">{spans}</text>'
 
 
-BOLD = ' font-weight="bold"'
+def looks_of(colour: str, bold: bool) -> str:
+    fill = f' fill="{COLOURS[colour]}"' if colour in COLOURS else ""
+    return fill + (' font-weight="bold"' if bold else "")
 
 
 def svg(events: list[Event]) -> str:
@@ -160,10 +172,13 @@ def svg(events: list[Event]) -> str:
         after = f"{last:.3f}%,to{{visibility:hidden}}" if end < length else ""
         rules.append(f"@keyframes k{index}{{0%{{visibility:hidden}}{first:.3f}%{{visibility:visible}}{after}}}")
         parts.append(line.replace("<text ", f'<text style="animation-name:k{index}" ', 1))
-    style = f"text{{white-space:pre;visibility:hidden;animation:{length:.2f}s step-end infinite}}" + "".join(rules)
+    style = (
+        f"text{{fill:{PLAIN};white-space:pre;visibility:hidden;animation:{length:.2f}s step-end infinite}}"
+        + "".join(rules)
+    )
     head = (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" font-size="{FONT}" '
             'font-family="ui-monospace,SFMono-Regular,Menlo,Consolas,\'DejaVu Sans Mono\',monospace">')  # fmt: skip
-    title = "<title>headstart in a terminal: a text with drafting and without, a server, a look at a model</title>"
+    title = "<title>headstart in a terminal: a text with drafting and without, a server, a model</title>"
     ground = f'<rect width="{width}" height="{height}" rx="8" fill="#111827"/>'
     return "\n".join([head, title, f"<style>{style}</style>", ground, *parts, "</svg>", ""])
 

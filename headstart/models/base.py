@@ -113,6 +113,7 @@ UNSUPPORTED: Mapping[str, str] = {
     "bailingmoe3": "Kimi delta attention", "hy_v4": "hyper-connections over latent attention",
 }  # fmt: skip
 """model_type (or llama.cpp's architecture) of a family that is not here -> what it has and no family here has."""
+ELSEWHERE = "other engines have it: headstart launch vllm MODEL, or headstart launch llamacpp FILE.gguf"
 DRAFTS: Mapping[str, str] = {
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "name that model, and this one with --head"),
     "gemma4-assistant": "name that model, and the safetensors of this one with --head",
@@ -132,7 +133,7 @@ def family_named(model_type: str) -> Family:
     if hint := DRAFTS.get(model_type):
         raise ModelError(f"{model_type} is no model by itself: it reads the keys of the one that it drafts for", hint)
     if model_type not in names and (feature := UNSUPPORTED.get(model_type)):
-        raise ModelError(f"{model_type} models need {feature}, which is not supported", f"known: {', '.join(names)}")
+        raise ModelError(f"{model_type} models need {feature}, which is not supported", ELSEWHERE)
     family: Family = registry.find("models", model_type).FAMILY
     return family
 

@@ -135,6 +135,11 @@ FAMILY = Family(
         "audio_soft_tokens_per_image": "of sounds",
     },
     aliases=("gemma3n_text",),
+    scratch={
+        "layer_types": [SLIDING] * 3 + [FULL], "num_kv_shared_layers": 0, "sliding_window": 64, "laurel_rank": 16,
+        "intermediate_size": 256, "activation_sparsity_pattern": [0.9, 0.9, 0.0, 0.0], "altup_num_inputs": 4,
+        "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 4096, "final_logit_softcapping": 30.0,
+    },
     small={
         "model_type": "gemma3n_text", "architectures": ["Gemma3nForCausalLM"], "head_dim": 16, "sliding_window": 11,
         "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 120, "tie_word_embeddings": True,

@@ -60,8 +60,9 @@ def backend() -> dict[str, str | None]:
 
 def gpus() -> list[str]:
     """Names and memory of NVIDIA GPUs, as their driver tells."""
-    query = ["--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
-    return output([("nvidia-smi",), *query]).splitlines()
+    query = ["--query-gpu=name,memory.free,memory.total,driver_version", "--format=csv,noheader"]
+    told = (line.rsplit(", ", 3) for line in output([("nvidia-smi",), *query]).splitlines())
+    return [f"{name}, {free} free of {total}, driver {driver}" for name, free, total, driver in told]
 
 
 def package_versions() -> dict[str, str | None]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from headstart.errors import UsageError
 from headstart.heads.base import HeadSpec
 from headstart.heads.kind import Start, Training, head_kind, plain_parts
+from headstart.kernels.ops import StepInputs
 from headstart.layers.attention import Attention
 from headstart.layers.decoder import Decoder, DecoderLayer
 from headstart.layers.mlp import GatedMLP
@@ -25,12 +26,10 @@ from headstart.train.ops import DraftMemory, TrainOps
 def stream_scale(trunk: Decoder, tokens: Tensor) -> float:
     """Median rms of what the last layer reads, over tokens [T]."""
     ops = TrainOps(tokens.device, trunk.embedding.dtype)
-    positions = torch.arange(len(tokens), device=tokens.device)
-    delta, residual = None, trunk.embed(ops, tokens[None])
-    pools = trunk.pools([DraftMemory() for _ in trunk.kv_specs], [None] * len(trunk.state_specs))
-    for layer, pool in zip(trunk.layers[:-1], pools, strict=False):
-        delta, residual = layer(ops, delta, residual, positions, pool)
-    stream = residual if delta is None else residual + delta
+    positions, no_rows = torch.arange(len(tokens), device=tokens.device), tokens[:0]
+    kv, states = [DraftMemory() for _ in trunk.kv_specs], [None] * len(trunk.state_specs)
+    program = trunk.program(kv, None, (len(trunk.layers) - 1,), states)
+    stream = program(ops, StepInputs(tokens[None], positions, no_rows))["tapped"]
     return float(stream.float().square().mean(-1).sqrt().median())
 
 

@@ -10,7 +10,7 @@ import torch
 
 from headstart.core import StepPlan
 from headstart.formats.base import Tensor, make_tensor
-from headstart.kernels.ops import Backend, Ops, StepInputs
+from headstart.kernels.ops import Ops, StepInputs
 from headstart.kernels.reference.backend import ReferenceBackend
 
 REFERENCE = ReferenceBackend()
@@ -53,8 +53,9 @@ def only(plan: StepPlan, row: int) -> StepPlan:
     return alone
 
 
-def run(backend: Backend, code: Any, plan: StepPlan, hidden: np.ndarray) -> Mapping[str, np.ndarray]:
-    made = backend.run(backend.prepare(code, hidden_width=hidden.shape[1]), plan, hidden=torch.from_numpy(hidden))
+def run(backend: Any, code: Any, plan: StepPlan, hidden: np.ndarray) -> Mapping[str, np.ndarray]:
+    given = torch.from_numpy(hidden).to(backend.place)
+    made = backend.run(backend.prepare(code, hidden_width=hidden.shape[1]), plan, hidden=given)
     return {name: backend.numpy(x) for name, x in made.items()}
 
 

@@ -28,11 +28,14 @@ ONE_THREAD = packing.ThreadPool(1)
 # Matrices.
 
 
-F16, F32_SCALES, BF16_SCALES, E8M0, E4M3 = range(5)
-SCALE_TYPES = ("<f2", "<f4", "<u2", "u1", "u1")
+F16, F32_SCALES, BF16_SCALES, E8M0, E4M3, I8 = range(6)
+SCALE_TYPES = ("<f2", "<f4", "<u2", "u1", "u1", "i1")
 MINS, POINTS = 1, 2
 FLOAT8, LEVELS = 5, 6
 """Kinds of csrc/matrix.h that have scales, and multiply rows of floats."""
+SIX_BITS = 7
+FACTOR_PANELS = 4
+"""That share the factors of scales of 8 bits."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class Form:
     @property
     def quantized(self) -> bool:
         """Are rows taken in 8 bits?"""
-        return self.kind in (3, 4)
+        return self.kind in (3, 4, SIX_BITS)
 
     @property
     def has_min(self) -> bool:
@@ -61,25 +64,29 @@ class Form:
 
     @property
     def factor_bytes(self) -> int:
-        return 64 * (self.scales == E4M3)
+        return 64 * (self.scales in (E4M3, I8))
 
-
-def _quantized_forms() -> dict[str, Form]:
-    forms = {}
-    for kind, bits, zeros in ((3, 8, (128, 16, 32, 0)), (4, 4, (8, 8, 4, 0))):
-        flags = [(group, wide, low) for group in (16, 32) for wide in (False, True) for low in (False, True)]
-        for i, (group, wide, low) in enumerate(flags):
-            name = f"Q{bits}-{group}-{'f32' if wide else 'f16'}{'-min' if low else ''}"
-            forms[name] = Form(kind, group, 0 if low else zeros[i // 2], int(wide), int(low))
-    return forms
+    def panels(self, data: Array, blocks: int, panels: int) -> list[Array]:
+        """Views of the panels, each [blocks, bytes]."""
+        num_factors = -(-panels // FACTOR_PANELS) if self.scales == I8 else 1
+        rows = data.reshape(blocks, -1)
+        size = (rows.shape[1] - num_factors * self.factor_bytes) // panels
+        starts = [
+            i * size + self.factor_bytes * (1 + (i // FACTOR_PANELS) * (self.scales == I8)) for i in range(panels)
+        ]
+        return [rows[:, start : start + size] for start in starts]
 
 
 FORMS = {
-    "F32": Form(0), "F16": Form(1), "BF16": Form(2), **_quantized_forms(),
+    "F32": Form(0), "F16": Form(1), "BF16": Form(2),
+    "Q8-32-f16": Form(3, 32, 128), "Q8-32-f16-16": Form(3, 32, 16), "Q8-32-f16-min": Form(3, offsets=MINS),
+    "Q4-32-f16": Form(4, 32, 8), "Q4-32-f16-min": Form(4, offsets=MINS), "Q4-32-i8-min": Form(4, 32, 0, I8, MINS),
+    "Q4-16-i8": Form(4, 16, 4, I8), "Q4-16-i8-min": Form(4, 16, 0, I8, MINS),
+    "Q6-16-i8": Form(SIX_BITS, 16, 32, I8), "Q6-32-i8-min": Form(SIX_BITS, 32, 0, I8, MINS),
     "Q8-64-f32": Form(3, 64, 128, F32_SCALES), "Q8-64-bf16-points": Form(3, 64, 0, BF16_SCALES, POINTS),
     "Q4-64-bf16-points": Form(4, 64, 0, BF16_SCALES, POINTS), "Q4-32-f16-points": Form(4, 32, 0, F16, POINTS),
     "E2M1-32-e8m0": Form(4, 32, 128, E8M0, levels=1), "E2M1-16-e4m3": Form(4, 16, 128, E4M3, levels=1),
-    "IQ4-32-f32": Form(4, 32, 128, F32_SCALES, levels=2),
+    "IQ4-32-f16": Form(4, 32, 128, F16, levels=2), "IQ4-32-i8": Form(4, 32, 128, I8, levels=2),
     "E4M3-64": Form(FLOAT8, 64, scales=F32_SCALES), "E4M3-16": Form(FLOAT8, 16, scales=F32_SCALES),
     "NF4-64": Form(LEVELS, 64, scales=F32_SCALES, levels=3), "FP4-32": Form(LEVELS, 32, scales=F32_SCALES, levels=4),
 }  # fmt: skip
@@ -103,20 +110,25 @@ def _two_bytes(form: Form, values: Array) -> Array:
 
 
 def _fill_grouped(form: Form, rows: int, cols: int, rng: np.random.Generator, out: Array) -> None:
-    blocks = out.reshape(-(-rows // 16), -1)
-    factors = rng.uniform(0.5, 2, (len(blocks), 16)).astype("<f4").view(np.uint8)
-    blocks[:, : form.factor_bytes] = factors[:, : form.factor_bytes]
-    panels = blocks[:, form.factor_bytes :].reshape(len(blocks), -(-cols // 64), -1)
-    codes = rng.integers(0, 256, panels.shape, dtype=np.uint8)
-    panels[:] = np.where(codes & 0x7F == 0x7F, codes - 1, codes) if form.kind == FLOAT8 else codes
-    head = _scales_of(form, rng, panels.shape[:2])
-    panels[..., : head.shape[-1]] = head
+    blocks, num_panels = -(-rows // 16), -(-cols // 64)
+    if form.factor_bytes:  # written everywhere: what is no factor follows
+        size = "<f4" if form.scales == E4M3 else "<f2"
+        factors = rng.uniform(0.5, 2, out.size // np.dtype(size).itemsize) / (1 if form.scales == E4M3 else 100)
+        out[:] = factors.astype(size).view(np.uint8)
+    for panel in form.panels(out, blocks, num_panels):
+        codes = rng.integers(0, 256, panel.shape, dtype=np.uint8)
+        panel[:] = np.where(codes & 0x7F == 0x7F, codes - 1, codes) if form.kind == FLOAT8 else codes
+        head = _scales_of(form, rng, (blocks,))
+        panel[:, : head.shape[-1]] = head
 
 
 def _scales_of(form: Form, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
     """Random bytes of the scales of panels, and of their mins."""
-    most = {3: 255, 4: 6 if form.levels == 1 else 127 if form.levels == 2 else 15, FLOAT8: 200, LEVELS: 1}[form.kind]
+    small = 6 if form.levels == 1 else 127 if form.levels == 2 else 15
+    most = {3: 255, 4: small, FLOAT8: 200, LEVELS: 1, SIX_BITS: 63}[form.kind]
     shape = (*shape, form.per_panel)
+    if form.scales == I8:
+        return rng.integers(-32, 64, (*shape[:-1], shape[-1] * (2 if form.has_min else 1))).astype("i1").view(np.uint8)
     if form.scales in (E8M0, E4M3):
         return rng.integers(*((122, 126) if form.scales == E8M0 else (0, 0x40)), shape).astype(np.uint8)
     heads = [rng.standard_normal(shape) * 2 / most]
@@ -136,8 +148,8 @@ def set_scale(matrix: packing.Matrix, row: int, group: int, value: float) -> Non
     """Overwrite one scale of a matrix whose scales are floats."""
     form = Form(matrix.kind, matrix.group, scales=matrix.scales)
     per_panel, size = 64 // matrix.group, np.dtype(SCALE_TYPES[matrix.scales]).itemsize
-    panels = matrix.data.reshape(-(-matrix.rows // 16), -(-matrix.cols // 64), -1)
-    panel = panels[row // 16, group // per_panel]
+    panels = form.panels(matrix.data, -(-matrix.rows // 16), -(-matrix.cols // 64))
+    panel = panels[group // per_panel][row // 16]
     at = (group % per_panel * 16 + row % 16) * size
     panel[at : at + size] = _stored(form, np.array([value], "<f4")).view(np.uint8)
 

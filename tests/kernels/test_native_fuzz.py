@@ -65,7 +65,7 @@ def test_products(path: str, seed: int, name: str, rows: int, width: int, out: i
     rng = np.random.default_rng(seed)
     form = FORMS[name]
     w, bias = random_matrix(form, out, width, rng), rng.standard_normal(out).astype(np.float32)
-    up, down = random_matrix(form, out, width, rng), random_matrix(FORMS["Q8-16-f32-min"], 5, out, rng)
+    up, down = random_matrix(form, out, width, rng), random_matrix(FORMS["Q6-16-i8"], 5, out, rng)
 
     def code(ops: Any, step: Any) -> dict[str, Any]:
         x = step.hidden

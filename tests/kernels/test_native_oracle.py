@@ -129,7 +129,7 @@ def test_a_gated_step_is_its_parts(path: str, name: str) -> None:
     """silu(gate) * up in one step, and its 8-bit form, have the bits of the ops one by one."""
     rng = np.random.default_rng(6)
     gate, up = random_matrix(FORMS[name], 71, 99, rng), random_matrix(FORMS["Q8-32-f16"], 71, 99, rng)
-    down, bias = random_matrix(FORMS["Q4-16-f32-min"], 21, 71, rng), rng.standard_normal(71).astype(np.float32)
+    down, bias = random_matrix(FORMS["Q4-16-i8-min"], 21, 71, rng), rng.standard_normal(71).astype(np.float32)
 
     def code(ops: Any, step: Any) -> dict[str, Any]:
         x, results = step.hidden, {}

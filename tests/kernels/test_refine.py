@@ -46,7 +46,7 @@ def two(form: str, rows: int) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("form", ["F32", "Q8-32-f16", "Q4-16-f32-min"])
+@pytest.mark.parametrize("form", ["F32", "Q8-32-f16", "Q4-16-i8-min"])
 @pytest.mark.parametrize(("rows", "count"), [(300, 3), (33, 1), (64, 9)])
 def test_the_best_blocks_are_exact(path: str, form: str, rows: int, count: int) -> None:
     x = np.random.default_rng(0).standard_normal((9, COLS)).astype(np.float32)

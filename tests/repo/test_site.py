@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -64,6 +65,23 @@ def test_pictures_are_those_that_the_script_draws(tmp_path: Path) -> None:
     pictures.write(tmp_path)
     for name in pictures.PICTURES:
         assert (tmp_path / name).read_text() == (ROOT / "docs" / "pictures" / name).read_text(), "docs/pictures/make.py"
+
+
+def test_the_recording_is_one_of_commands_that_there_are() -> None:
+    """asciicast, version 2; the picture needs nothing but itself."""
+    folder = ROOT / "docs" / "recording"
+    head, *rows = [json.loads(line) for line in (folder / "headstart.cast").read_text("utf-8").splitlines()]
+    assert head["version"] == 2
+    times = [seconds for seconds, kind, _ in rows if kind == "o"]
+    assert times == sorted(times)
+    assert len(times) == len(rows)
+    recording = script("docs/recording/make.py")
+    assert recording.read_cast(folder / "headstart.cast")[-1].seconds < 90
+    names = {name for scene in recording.SCENES for name in re.findall(r"(?:^|; )headstart (\w+)", scene)}
+    assert names
+    assert names <= COMMANDS.keys()
+    picture = (folder / "headstart.svg").read_text("utf-8")
+    assert not re.findall(r"<script|href=|url\(|@import", picture)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import pytest
 from process import Server, running
 
 from headstart import hub
+from headstart.tools.tiny import write_tiny
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
@@ -250,3 +251,20 @@ def test_the_server_is_killed_in_the_middle(page: Any, served: Server) -> None:
     assert page.locator(".reply .text").inner_text()
     page.get_by_role("button", name="Retry").click()
     page.get_by_text("The server does not answer").wait_for()
+
+
+def test_a_model_is_chosen_where_there_are_several(browser: Any, tmp_path: Path) -> None:
+    for name in ("one", other := "another-model-with-a-long-name"):
+        write_tiny("mimo", tmp_path / name)
+    with running("--models", str(tmp_path), "--threads", "1") as several:
+        page = browser.new_page(base_url=several.url, viewport={"width": 360, "height": 700})
+        page.set_default_timeout(WAIT_MS)
+        page.goto("/")
+        page.get_by_label("Model", exact=True).select_option(other)
+        say(page, "Hi")
+        assert [each["name"] for each in several.client.get("/api/ps").json()["models"]] == [f"{other}:latest"]
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        page.goto("/dashboard")
+        page.get_by_label("Model", exact=True).select_option(other)
+        page.locator(".tile").first.wait_for()
+        page.close()

@@ -551,3 +551,9 @@ def test_weights_are_rounded_as_drafts_run() -> None:
     assert errors[0] < 1.1 * errors[1]
     odd = torch.randn(4, 20)
     assert int4(odd) is odd
+
+
+@pytest.mark.parametrize("family", ["gemma3n", "gemma4", "deepseek_v4"])
+def test_the_scale_of_a_stream_whose_layers_read_the_token_again_or_that_is_several(family: str) -> None:
+    model = support.tiny_model(family, "float32")
+    assert 0.5 < stream_scale(model.decoder, torch.tensor(support.prompt_of(20, 3))) < 10

@@ -7,11 +7,10 @@ in float32, so values are those of the file.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 Raw = NDArray[np.uint8]
@@ -33,16 +32,6 @@ class Unpacked:
     levels: Any = None
     float8: bool = False
     wide: bool = False
-
-    def moved(self, device: torch.device) -> Unpacked:
-        """With its arrays on a device."""
-        own = {name: getattr(self, name) for name in ("codes", "scales", "offsets")}
-        there: dict[str, Any] = {
-            name: torch.from_numpy(np.require(array, requirements=["C", "W"])).to(device)
-            for name, array in own.items()
-            if array is not None
-        }
-        return replace(self, **there)
 
 
 def _half(raw: Raw) -> NDArray[np.float32]:

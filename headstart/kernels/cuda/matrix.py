@@ -103,23 +103,24 @@ def _tensor(values: NDArray[Any]) -> Tensor:
 
 
 def _unpacked(tensor: RawTensor, how: str | Layout, device: Device, *, rounded: bool = False) -> Matrix:
+    """Part by part into the place where it stays."""
     rows, columns = tensor.shape
-    made: list[Unpacked] = []
+    whole: dict[str, Tensor] = {}
     with said(f"the weight {tensor.name}"):
-        for _, part in _parts(tensor):
+        for begin, part in _parts(tensor):
             assert isinstance(part, FileTensor)
             raw = _quantize(part, str(how)) if rounded else part.data
-            one = BLOCKS[how](raw, columns) if isinstance(how, str) else of_layout(how, raw, columns)
-            made.append(one.moved(device.place))
-        first = made[0]
-        joined = {name: _join([getattr(one, name) for one in made]) for name in ("codes", "scales", "offsets")}
-    levels = None if first.levels is None else _tensor(first.levels).to(device.place)
-    kind = FLOAT8 if first.float8 else LEVELS if levels is not None else NIBBLES if first.packed else PLAIN
-    return Matrix(kind, rows, columns, group=first.group, zero=first.zero, levels=levels, wide=first.wide, **joined)
-
-
-def _join(parts: list[Any]) -> Any:
-    return None if parts[0] is None else parts[0] if len(parts) == 1 else torch.cat(parts)
+            form = BLOCKS[how](raw, columns) if isinstance(how, str) else of_layout(how, raw, columns)
+            for name in ("codes", "scales", "offsets"):
+                if (array := getattr(form, name)) is None:
+                    continue
+                values = _tensor(array)
+                if name not in whole:
+                    whole[name] = torch.empty((rows, *values.shape[1:]), dtype=values.dtype, device=device.place)
+                whole[name][begin : begin + len(values)] = values
+    levels = None if form.levels is None else _tensor(form.levels).to(device.place)
+    kind = FLOAT8 if form.float8 else LEVELS if levels is not None else NIBBLES if form.packed else PLAIN
+    return Matrix(kind, rows, columns, group=form.group, zero=form.zero, levels=levels, wide=form.wide, **whole)
 
 
 def _quantize(part: RawTensor, name: str) -> NDArray[np.uint8]:

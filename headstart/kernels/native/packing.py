@@ -16,7 +16,7 @@ Quantization = Literal["int8", "int4"]
 
 _ALIGN = 64
 _FLOATS_AT_ONCE = 4 << 20
-_BITS = {0: 32, 1: 16, 2: 16, 3: 8, 4: 4, 5: 9, 6: 4}
+_BITS = {0: 32, 1: 16, 2: 16, 3: 8, 4: 4, 5: 9, 6: 4, 7: 6}
 """Kind of a matrix -> bits of one weight, without its scales. FP8 counts as more than int8, which is faster."""
 _BITS_OF: Mapping[Quantization, int] = {"int8": 8, "int4": 4}
 

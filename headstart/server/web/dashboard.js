@@ -11,17 +11,23 @@ const WINDOWS = [[120, "2 minutes"], [900, "15 minutes"], [3600, "1 hour"]];
 const LATELY = 150; // samples by which the head is judged
 const NOTHING = sample("", 0);
 
+/** The metrics of one model of several. */
+const of = (text, model) =>
+  text.split("\n").filter((line) => !line.includes('model_name="') || line.includes(`model_name="${model}"`)).join("\n");
+
 function useSamples() {
-  const [state, setState] = useState({ samples: [], trouble: "", needsKey: false, model: "" });
+  const [state, setState] = useState({ samples: [], trouble: "", needsKey: false, model: "", models: [] });
+  const chosen = useRef("");
   const kept = useRef([]);
   const pause = useRef(false);
   const look = async () => {
     if (pause.current) return;
     try {
       const text = await server.text("metrics");
-      kept.current = [...kept.current.slice(1 - KEPT), sample(text, Date.now() / 1000)];
-      const model = /model_name="([^"]*)"/.exec(text)?.[1] ?? "";
-      setState({ samples: kept.current, trouble: "", needsKey: false, model });
+      const models = [...text.matchAll(/^headstart:model_loaded\{model_name="([^"]*)"/gm)].map(([, name]) => name);
+      const model = chosen.current || models[0] || (/model_name="([^"]*)"/.exec(text)?.[1] ?? "");
+      kept.current = [...kept.current.slice(1 - KEPT), sample(models.length ? of(text, model) : text, Date.now() / 1000)];
+      setState({ samples: kept.current, trouble: "", needsKey: false, model, models });
     } catch (error) {
       pause.current = error.status === 401;
       setState((state) => ({ ...state, needsKey: error.status === 401, trouble: error.status === 401 ? "" : error.message }));
@@ -36,11 +42,16 @@ function useSamples() {
     pause.current = false;
     look();
   };
-  return { ...state, goOn };
+  const choose = (model) => {
+    chosen.current = model;
+    kept.current = [];
+    goOn();
+  };
+  return { ...state, goOn, choose };
 }
 
 function Dashboard() {
-  const { samples, trouble, needsKey, model, goOn } = useSamples();
+  const { samples, trouble, needsKey, model, models, goOn, choose } = useSamples();
   const [span, setSpan] = useState(120);
   const [theme, setTheme] = useState(0);
   useEffect(() => {
@@ -55,7 +66,7 @@ function Dashboard() {
   }, []);
   const data = useMemo(() => CHARTS.map((chart) => columns(chart, samples)), [samples]);
   const now = samples.at(-1);
-  return html`<${Bar} page="dashboard" model=${model}>
+  return html`<${Bar} ...${{ page: "dashboard", model, models, choose }}>
       <label class="span"><span class="unseen">Time shown</span>
         <select value=${span} onChange=${(event) => setSpan(Number(event.target.value))}>
           ${WINDOWS.map(([seconds, title]) => html`<option value=${seconds}>${title}</option>`)}

@@ -20,6 +20,7 @@ const randomSeed = () => crypto.getRandomValues(new Uint32Array(1))[0];
 
 function App() {
   const [model, setModel] = useState("");
+  const [models, setModels] = useState([]);
   const [needsKey, setNeedsKey] = useState(false);
   const [trouble, setTrouble] = useState("");
   const [settings, setSettings] = useState(keptSettings);
@@ -34,7 +35,9 @@ function App() {
 
   const connect = async () => {
     try {
-      setModel((await server.json("v1/models")).data[0].id);
+      const names = (await server.json("v1/models")).data.map((each) => each.id);
+      setModels(names);
+      setModel((chosen) => (names.includes(chosen) ? chosen : names[0]));
       setTrouble("");
     } catch (error) {
       if (error.status === 401) setNeedsKey(true);
@@ -93,6 +96,7 @@ function App() {
     const draw = drawer(next, place);
     for (const answer of Object.values(answers)) {
       const body = { messages: asked, ...fields(settings, answer.drafting), seed };
+      if (models.length > 1) body.model = model;
       if (how === "both") body.cache_salt = `compare-${crypto.randomUUID?.() ?? `${seed}-${performance.now()}`}-${answer.drafting}`;
       if (!abort.signal.aborted) await stream(body, answer, abort.signal, draw);
     }
@@ -126,7 +130,7 @@ function App() {
   const toggle = (name) => setPanel(panel === name ? "" : name);
   const button = (name, title, icon) => html`<button type="button" class="opens" aria-expanded=${panel === name}
     aria-controls=${name} aria-label=${title} title=${title} onClick=${() => toggle(name)}>${icon}</button>`;
-  return html`<${Bar} page="playground" model=${model}>${button("history", "History", "☰")}${button("settings", "Settings", "⚙")}</${Bar}>
+  return html`<${Bar} ...${{ page: "playground", model, models, choose: setModel }}>${button("history", "History", "☰")}${button("settings", "Settings", "⚙")}</${Bar}>
     <main class="play" data-busy=${running ? "" : null} data-colours=${settings.colours ? "" : null} onKeyDown=${(event) => {
       if (event.key === "Escape") running ? running.abort.abort() : setPanel("");
     }}>

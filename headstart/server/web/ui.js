@@ -45,13 +45,18 @@ export function ThemeButton() {
   </button>`;
 }
 
-export function Bar({ page, model, children }) {
+/** `models`: those that can be chosen from, with `choose`; with one there is no choice. */
+export function Bar({ page, model, models = [], choose, children }) {
   const link = (name, href, title) =>
     html`<a href=${href} aria-current=${page === name ? "page" : null}>${title}</a>`;
   return html`<header class="bar">
     <strong class="brand"><img src="web/icon.svg" alt="" width="22" height="22" /><span>headstart</span></strong>
     <nav aria-label="Pages">${link("playground", "./", "Playground")}${link("dashboard", "dashboard", "Dashboard")}</nav>
-    <span class="model" title=${model || ""}>${model || ""}</span>
+    ${models.length > 1
+      ? html`<select class="models" aria-label="Model" value=${model} onChange=${(event) => choose(event.target.value)}>
+          ${models.map((name) => html`<option value=${name}>${name}</option>`)}
+        </select>`
+      : html`<span class="model" title=${model || ""}>${model || ""}</span>`}
     <span class="tools">${children}<${ThemeButton} /></span>
   </header>`;
 }

@@ -64,12 +64,12 @@ def cached() -> Iterator[Cached]:
         if path := hub.cached_trunk(name):
             stat = path.stat()
             yield Cached(name, stat.st_size, stat.st_atime, path, partial(hub.forget, name))
-    from huggingface_hub import scan_cache_dir
+    from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
     try:
-        cache = scan_cache_dir()
-    except CacheNotFound:
+        cache = scan_cache_dir(constants.HF_HUB_CACHE)
+    except (CacheNotFound, ValueError, OSError):  # none yet; no folder; one that is not to be read
         return
     for repo in sorted((each for each in cache.repos if each.repo_type == "model"), key=lambda each: each.repo_id):
         revisions = sorted(repo.revisions, key=lambda each: each.last_modified, reverse=True)

@@ -46,11 +46,10 @@ def rows_of(machine: Machine) -> int:
 
 
 class Steps:
-    """Seconds of mixed steps by the roofline, and tokens gained, at the best depth for so many sequences."""
+    """Seconds of mixed steps by the roofline, and tokens gained, at the best of `depths` for so many sequences."""
 
-    def __init__(self, drafting: Drafting, machine: Machine, context: float, *, plain: bool) -> None:
-        self._drafting, self._machine, self._context = drafting, machine, context
-        self._depths = (0,) if plain else tuple(depth for depth in DEPTHS if depth <= drafting.deepest)
+    def __init__(self, drafting: Drafting, machine: Machine, context: float, *, depths: Sequence[int]) -> None:
+        self._drafting, self._machine, self._context, self._depths = drafting, machine, context, depths
         self._depth: dict[int, tuple[int, float, float]] = {}
         self._seconds: dict[tuple[int, int, int], float] = {}
 
@@ -85,7 +84,8 @@ def wanted(load: Load, drafting: Drafting, machine: Machine, *, plain: bool) -> 
     slots = memory(drafting.model, split_of(machine), load.prompt + load.output).max_batch
     if machine.device.name == HERE:
         slots = min(slots, EngineConfig().max_num_seqs)
-    steps = Steps(drafting, machine, context, plain=plain)
+    depths = [0] if plain else [depth for depth in DEPTHS if depth <= drafting.deepest]
+    steps = Steps(drafting, machine, context, depths=depths)
     if why := _impossible(load, drafting.model, machine, steps, slots):
         return Wanted(drafter=name, machines=None, why=why)
 

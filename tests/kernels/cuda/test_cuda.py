@@ -58,17 +58,18 @@ MATRICES = {
 @pytest.mark.parametrize("name", MATRICES)
 def test_products(name: str, cuda: Any) -> None:
     tensor = MATRICES[name]()
-    matrix, x = cuda.weight(tensor), torch.from_numpy(rng().standard_normal((NUM_ROWS, tensor.shape[1]))).float()
+    matrix, values = cuda.weight(tensor), torch.from_numpy(tensor.float32()).to(cuda.place)
+    x = torch.from_numpy(rng().standard_normal((NUM_ROWS, tensor.shape[1]))).float().to(cuda.place)
     many, bias = cuda.launcher.product(x, matrix), floats(len(tensor.data))
-    wanted = x.double() @ torch.from_numpy(tensor.float32()).double().T
+    wanted = x.double() @ values.double().T
     assert (many - wanted).abs().max() < 2e-5 * wanted.abs().max()
     assert matrix.num_bytes <= 2 * tensor.nbytes, "codes stay in about their own size"
     for row in (0, 17):
         assert torch.equal(cuda.launcher.product(x[row : row + 1].contiguous(), matrix)[0], many[row])
     shifted = cuda.launcher.product(x, matrix, cuda.weight(bias))
-    assert torch.allclose(shifted, many + torch.from_numpy(bias.float32()), atol=1e-5)
-    ids = torch.tensor([3, 34], dtype=torch.int32)
-    assert torch.equal(cuda.launcher.take(matrix, ids), torch.from_numpy(tensor.float32())[ids.long()])
+    assert torch.allclose(shifted, many + torch.from_numpy(bias.float32()).to(cuda.place), atol=1e-5)
+    ids = torch.tensor([3, 34], dtype=torch.int32, device=cuda.place)
+    assert torch.equal(cuda.launcher.take(matrix, ids), values[ids.long()])
 
 
 @pytest.mark.parametrize("name", ["BF16", "Q4_1"])
@@ -76,7 +77,7 @@ def test_products_of_bfloat16(name: str, narrow: Any) -> None:
     """Rows are rounded, matrices are not."""
     tensor = ggml(name, 35, 96)
     x = torch.from_numpy(rng().standard_normal((3, 96))).float()
-    made = narrow.launcher.product(x, narrow.weight(tensor))
+    made = narrow.launcher.product(x.to(narrow.place), narrow.weight(tensor)).cpu()
     wanted = x.bfloat16().double() @ torch.from_numpy(tensor.float32()).double().T
     assert (made - wanted).abs().max() < 2e-5 * wanted.abs().max()
 
@@ -87,8 +88,8 @@ def test_rounded_weights(bits: Any) -> None:
 
     tensor = floats(35, 96)
     matrix = CudaBackend(narrow=False, quantization=bits).weight(tensor)
-    x = torch.eye(96)
-    made = CudaBackend(narrow=False).launcher.product(x, matrix)
+    backend = CudaBackend(narrow=False)
+    made = backend.launcher.product(torch.eye(96).to(backend.place), matrix).cpu()
     error = (made.T - torch.from_numpy(tensor.float32())).abs().max()
     assert 0 < error < (0.02 if bits == "int8" else 0.3) and matrix.num_bytes * 3 < tensor.nbytes
 

@@ -59,3 +59,12 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device.torch.cuda, "is_available", lambda: False)
     with pytest.raises(UsageError, match="the backend is cuda, but torch finds no CUDA GPU"):
         device.open_device()
+
+
+def test_every_operation_has_its_kernels() -> None:
+    """What a family may use is refused nowhere: a new operation needs one here."""
+    from headstart.kernels.cuda.ops import CudaOps
+    from headstart.kernels.ops import Ops
+
+    wanted = {name for name in vars(Ops) if not name.startswith("_")}
+    assert len(wanted) > 30 and not {name for name in wanted if not hasattr(CudaOps, name)}

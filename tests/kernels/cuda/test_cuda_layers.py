@@ -87,7 +87,7 @@ def test_experts(name: str, cuda: Any) -> None:
 
 def test_experts_of_several_types_are_refused_when_loaded(cuda: Any) -> None:
     experts = experts_of(cuda, 3)
-    odd = torch.zeros(INNER, WIDTH, dtype=torch.bfloat16)
+    odd = torch.zeros(INNER, WIDTH, dtype=torch.bfloat16, device=cuda.place)
     mixed = Experts(experts.gate, (*experts.up[:2], type(experts.up[0])(0, INNER, WIDTH, odd)), experts.down)
     with pytest.raises(ModelError, match="no kernel for experts of several weight types") as raised:
         cuda.prepare(lambda ops, step: {"y": ops.moe(step.hidden, step.hidden, None, mixed, RouterSpec(3, 1))})
@@ -160,8 +160,8 @@ def test_recurrent_layers(name: str, cuda: Any) -> None:
         hidden = np.random.default_rng(number).standard_normal((plan.num_rows, 8)).astype(np.float32)
         made, wanted = run(cuda, code, plan, hidden)["y"], run(REFERENCE, oracle, plan, hidden)["y"]
         assert np.allclose(made, wanted, rtol=2e-4, atol=1e-5), number
-        assert torch.allclose(pool.states, theirs.states, rtol=2e-4, atol=1e-5), number
-        assert torch.allclose(pool.rows, theirs.rows, rtol=2e-4, atol=1e-5), number
+        assert torch.allclose(pool.states.cpu(), theirs.states, rtol=2e-4, atol=1e-5), number
+        assert torch.allclose(pool.rows.cpu(), theirs.rows, rtol=2e-4, atol=1e-5), number
         single = first_of(plan)
         same = run(cuda, alone[0], single, hidden[: single.num_rows])["y"]
         assert np.array_equal(same, made[: single.num_rows]), number

@@ -172,7 +172,7 @@ def test_blocks_fit_the_free_memory_of_the_device(monkeypatch: pytest.MonkeyPatc
     """80 % of it, for keys and values of all networks and hidden states."""
     from headstart.engine import make as making
 
-    model, free = model_of(), 1_000_000
+    model, free = model_of(), 200_000
     monkeypatch.setattr(type(model.backend), "free_memory", lambda self: free)
     monkeypatch.setattr(type(model.backend), "runs_on", "cuda")
     monkeypatch.setattr(making, "PLANNED", making.WeakKeyDictionary())

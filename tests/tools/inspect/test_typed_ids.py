@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from headstart.formats.base import Checkpoint
+from headstart.models.base import UNSUPPORTED
 from headstart.tools.inspect.runs import runs_here
 
 COMMON: dict[str, Any] = {
@@ -407,6 +408,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "two MTP modules": ({**NEMOTRON, "num_nextn_predict_layers": 2}, "2 MTP modules of full_attention, moe"),
     "XiaomiMiMo/MiMo-V2.5": ({"model_type": "mimo_v2"}, "projections fused in the order of several devices"),
+    "inclusionAI/Ling-3.0-Flash": ({"model_type": "bailing_hybrid"}, "Kimi delta attention (Ling 3)"),
     "openbmb/MiniCPM3-4B": ({"model_type": "minicpm3"}, "MiniCPM3's latent attention"),
     "microsoft/Phi-3.5-MoE-instruct": ({"model_type": "phimoe"}, "sparse-mixer routing"),
     "CohereLabs/c4ai-command-r-plus": (
@@ -436,3 +438,4 @@ def test_one_line_names_what_is_missing(name: str) -> None:
     config, said = REFUSED[name]
     found = verdict(config)
     assert not found["runs"] and said in found["why"] and "\n" not in found["why"]
+    assert (config["model_type"] in UNSUPPORTED) == ("headstart launch" in found["fix"])
