@@ -254,8 +254,8 @@ function Composer({ send, running, mode, setMode, wrong }) {
       </fieldset>
       <span class="hint keys">Enter sends, Escape stops</span>
       ${running
-        ? html`<button type="button" class="main" onClick=${() => running.abort.abort()}>Stop</button>`
-        : html`<button class="main" disabled=${!ready}>Send</button>`}
+        ? html`<button key="stop" type="button" class="main" onClick=${() => running.abort.abort()}>Stop</button>`
+        : html`<button key="send" class="main" disabled=${!ready}>Send</button>`}
     </div>
     ${faults.length > 0 && html`<p class="wrong" role="alert">In the settings: ${faults.join(" ")}</p>`}
   </form>`;
