@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import pyte
 
 HERE = Path(__file__).parent
+PLACES = {str(HERE.parents[1]): ".", str(Path.home()): "~"}
+"""Folders of the machine that records, and what is shown for them."""
 COLUMNS, LINES = 92, 24
 KEY_S, THINK_S = 0.03, 0.3
 READ_S = 1.5
@@ -97,7 +99,11 @@ def record() -> Iterator[Event]:
 
 def write_cast(path: Path, events: list[Event]) -> None:
     header = {"version": 2, "width": COLUMNS, "height": LINES, "idle_time_limit": IDLE_S}
-    lines = [json.dumps(header), *(json.dumps([round(each.seconds, 3), "o", each.text]) for each in events)]
+    lines = [json.dumps(header)]
+    for seconds, text in events:
+        for place, shown in PLACES.items():
+            text = text.replace(place, shown)
+        lines.append(json.dumps([round(seconds, 3), "o", text]))
     path.write_text("\n".join(lines) + "\n", "utf-8")
 
 
