@@ -21,7 +21,7 @@ from headstart.errors import UsageError
 from headstart.server import errors
 from headstart.server.accounts import Accounts
 from headstart.server.answering import State
-from headstart.server.apis import embeddings, messages, ollama, responses
+from headstart.server.apis import embeddings, messages, ollama, render, responses
 from headstart.server.bridge import Bridge
 from headstart.server.docs_page import page
 from headstart.server.entries import KeepAlive, Offer, Served
@@ -30,6 +30,7 @@ from headstart.server.pages import Pages
 from headstart.server.prepare import Formats
 from headstart.server.recorder import Recorder
 from headstart.server.records import RecordedModel, RecordFiles, claim_folder
+from headstart.server.replicas.state import Member
 from headstart.server.routes import router
 from headstart.server.shelf import Shelf
 from headstart.server.watch import Watch
@@ -43,7 +44,8 @@ class ServerConfig:
     may call (CORS); `api_key_file`: more keys, with what each may have (accounts.py); `web`: our own at `/` and
     `/dashboard`; `parse_special_tokens`: names of special tokens in messages become those tokens. `record`: a folder
     that keeps token ids of what is asked and written, within `record_limit` megabytes. Of several models: `keep_alive`,
-    how long one stays without requests, and `memory`, the bytes that all may take."""
+    how long one stays without requests, and `memory`, the bytes that all may take. `join`: a router elsewhere that this
+    server takes part in; `member`: which of several replicas behind one router it is."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -67,6 +69,13 @@ class ServerConfig:
     record_limit: int = 256
     keep_alive: KeepAlive | None = None
     memory: int | None = None
+    join: str | None = None
+    member: Member | None = None
+
+    @property
+    def said(self) -> str:
+        """Begins its lines in a log of several."""
+        return "" if self.member is None else f"replica {self.member.number}"
 
 
 def make_app(llm: LLM, config: ServerConfig) -> tuple[ASGIApp, Bridge]:
@@ -135,8 +144,8 @@ def app_over(shelf: Shelf, config: ServerConfig) -> ASGIApp:
         docs_url=None,  # FastAPI's own pages are blank without the network
         redoc_url=None,
     )
-    app.state.headstart = State(shelf, int(time.time()), config.request_timeout)
-    for each in (router, messages.router, responses.router, ollama.router, embeddings.router):
+    app.state.headstart = State(shelf, int(time.time()), config.request_timeout, config.member)
+    for each in (router, messages.router, responses.router, ollama.router, embeddings.router, render.router):
         app.include_router(each)
     app.add_route("/docs", lambda _: HTMLResponse(page(app.openapi())), include_in_schema=False)
     errors.install(app)
