@@ -199,6 +199,9 @@ def _serve_one(
     with listening(serve_config.host, serve_config.port) as sockets:  # before a model is loaded for nothing
         with progress("loading") as report_progress:
             llm = LLM(model, config, report_progress, room=room)
+            if replicas.member is not None and llm.model.backend.could_map:  # weights that the others share
+                llm.close()
+                llm = LLM(model, config, report_progress, room=room)
         if template is not None:
             known = llm.chat_template or ChatTemplate("")
             llm.chat_template = known.replaced(template, str(serving.chat_template))
