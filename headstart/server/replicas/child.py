@@ -79,18 +79,19 @@ class Child:
             return True
         return status != 200 or not any(total(text, metric) for metric in NUMBERS.values())
 
-    def send(self, number: signal.Signals) -> None:
+    def kill(self) -> None:
         with suppress(ProcessLookupError):
-            self.process.send_signal(number)
+            self.process.kill()
 
     async def end(self, seconds: float) -> None:
         """Let what runs there end within that time."""
         self.state = "leaving"
-        self.send(signal.SIGTERM)
+        with suppress(ProcessLookupError):
+            self.process.terminate()
         try:
             await asyncio.wait_for(self.process.wait(), seconds)
         except TimeoutError:
-            self.send(signal.SIGKILL)
+            self.kill()
             await self.process.wait()
 
 

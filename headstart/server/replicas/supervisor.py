@@ -145,7 +145,7 @@ class Supervisor:
         try:
             await child.ready()
         except BaseException:
-            child.send(signal.SIGKILL)
+            child.kill()
             raise
         if before is not None and before.alive:
             before.state = "leaving"
@@ -208,7 +208,7 @@ class Supervisor:
                     silent.pop(child, None)
                 elif child.alive and now - silent.setdefault(child, now) > MOST_SILENCE:
                     log.error("replica %d does not answer for %.0f s; it is killed", child.number, MOST_SILENCE)
-                    child.send(signal.SIGKILL)
+                    child.kill()
 
     def _ready(self) -> list[str]:
         return [child.url for child in self.children.values() if child.state == "ready"]
@@ -278,7 +278,7 @@ class Supervisor:
     def _kill(self) -> None:
         for child in {*self.children.values(), *self.leaving}:
             if child.alive:
-                child.send(signal.SIGKILL)
+                child.kill()
         if self.router.process is not None and self.router.process.returncode is None:
             self.router.process.kill()
 
