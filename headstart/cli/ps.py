@@ -39,10 +39,13 @@ def _print(data: dict[str, Any]) -> None:
     print_table(("model", "weights", "context", "leaves"), rows)
     if data["replicas"]:
         print()
-        print_table(("replica", "state", "runs", "waits", "starts", "cpus", "process"), map(_replica, data["replicas"]))
+        print_table(
+            ("replica", "state", "runs", "waits", "starts", "cpus", "process", "address"),
+            [_replica(each) for each in data["replicas"]],
+        )
 
 
 def _replica(each: dict[str, Any]) -> tuple[Any, ...]:
     runs, waits = ("" if each[name] is None else f"{each[name]:.0f}" for name in ("running", "waiting"))
     cpus = ",".join(map(str, each["cpus"])) or "any"
-    return (each["number"], each["state"], runs, waits, each["starts"], cpus, each["pid"])
+    return (each["number"], each["state"], runs, waits, each["starts"], cpus, each["pid"], each["url"])

@@ -35,6 +35,8 @@ EXAMPLES = (
     "headstart serve ./my-model org/model --keep-alive 10m",
     "headstart serve --models models --memory 8",
     "headstart serve --host 0.0.0.0 --api-key-file keys.toml",
+    "headstart serve --replicas 2 --threads 1",
+    "headstart serve --host 0.0.0.0 --join http://router:8000",
     "headstart serve ./my-model --engine vllm --max-num-seqs 64 --dry-run",
     "curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' "
     """-d '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 60}'""",

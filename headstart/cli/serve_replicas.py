@@ -88,7 +88,6 @@ def supervised(replicas: ReplicaOptions, config: EngineConfig, serving: dict[str
                 room=int(machine.memory().available * MEMORY_SHARE) // len(shares),
                 origins=serving.get("allowed_origins", ()),
                 shutdown_timeout=serving["shutdown_timeout"],
-                key=next(iter(serving.get("api_key", ())), None),
                 join=replicas.join,
             ),
             sockets,

@@ -149,7 +149,7 @@ def app_over(shelf: Shelf, config: ServerConfig) -> ASGIApp:
         app.include_router(each)
     app.add_route("/docs", lambda _: HTMLResponse(page(app.openapi())), include_in_schema=False)
     errors.install(app)
-    guarded: ASGIApp = ApiKeys(app, shelf.accounts) if shelf.accounts else app
+    guarded: ASGIApp = ApiKeys(app, shelf.accounts, config.member) if shelf.accounts else app
     guarded = HeadAsGet(Pages(guarded) if config.web else guarded)
     if config.allowed_origins:
         anything = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": [REQUEST_ID]}

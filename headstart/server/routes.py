@@ -167,7 +167,7 @@ async def replicas(request: Request) -> dict[str, Any]:
     member = state_of(request).member
     found = []
     if member is not None:
-        found = await siblings.listed(member, (await exposed(request, own=True)).decode(), request.headers)
+        found = await siblings.listed(member, (await exposed(request, own=True)).decode())
     return {"replicas": found}
 
 
@@ -175,6 +175,6 @@ async def exposed(request: Request, *, own: bool = False) -> bytes:
     """Metrics, of this process alone where they are asked for so."""
     state = state_of(request)
     text = exposition([each.bridge.watch for each in state.shelf.loaded], state.shelf.metrics())
-    if own or state.member is None or siblings.OWN in request.headers:
+    if own or state.member is None or request.headers.get(siblings.OWN) == state.member.token:
         return text
-    return exposition([], await siblings.metrics(state.member, text.decode(), request.headers))
+    return exposition([], await siblings.metrics(state.member, text.decode()))

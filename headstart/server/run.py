@@ -18,7 +18,7 @@ from headstart.errors import UsageError
 from headstart.server.app import ServerConfig, app_over
 from headstart.server.logs import set_up_logs
 from headstart.server.protocol import Protocol
-from headstart.server.replicas.join import Joined, own_url
+from headstart.server.replicas.join import Joined
 from headstart.server.shelf import Shelf
 from headstart.stats import synthetic_note
 from headstart.system import HANG_UP, has_terminal, on_signal
@@ -89,11 +89,10 @@ def _tell(shelf: Shelf) -> None:
 
 
 def _joined(config: ServerConfig, sockets: list[socket.socket]) -> Joined | None:
-    """Membership in a router elsewhere. Raises UsageError where that could not reach this server."""
+    """Membership in a router elsewhere."""
     if config.join is None:
         return None
-    port = sockets[0].getsockname()[1]
-    return Joined(config.join, own_url(config.join, config.host, port, tls=config.ssl_certfile is not None))
+    return Joined(config.join, config.host, sockets[0].getsockname()[1], tls=config.ssl_certfile is not None)
 
 
 def _handle_signals(

@@ -70,10 +70,10 @@ class Child:
         except OSError:
             return False
 
-    async def idle(self, headers: dict[str, str]) -> bool:
+    async def idle(self, token: str) -> bool:
         """Has it nothing left to do? Also where it does not tell."""
         try:
-            asked = headers | {OWN: "1"}
+            asked = {OWN: token}
             status, text = await asyncio.to_thread(ask, self.url, "/metrics", "GET", asked, HEALTH_SECONDS)
         except OSError:
             return True

@@ -19,18 +19,17 @@ EVERY = 5.0
 
 
 def check(router: str, host: str) -> None:
-    """Raises UsageError for what is no address, or where the router could not reach a server on `host`."""
+    """Raises UsageError for what is no address, or where the router could not reach a server on `host`. A name that
+    nobody knows may be known later."""
     _place(router)
-    own_url(router, host, 1, tls=False)
+    with suppress(OSError):
+        own_url(router, host, 1, tls=False)
 
 
 def own_url(router: str, host: str, port: int, *, tls: bool) -> str:
-    """Where the router reaches a server that listens on `host`. Raises UsageError where it cannot."""
-    there = _place(router)
-    try:
-        found = socket.getaddrinfo(*there, type=socket.SOCK_DGRAM)
-    except OSError as error:
-        raise UsageError(f"--join: there is no {there[0]}: {error}", "is the address right?") from None
+    """Where the router reaches a server that listens on `host`. Looks names up. Raises UsageError where it cannot,
+    OSError for a router whose name nobody knows."""
+    found = socket.getaddrinfo(*_place(router), type=socket.SOCK_DGRAM)
     if host in ("0.0.0.0", "::", ""):
         host = _address_towards(found[0][0], found[0][4])
     if _is_loopback(host) and not all(_is_loopback(str(each[4][0])) for each in found):
@@ -64,10 +63,12 @@ def _is_loopback(host: str) -> bool:
 
 
 class Joined:
-    """Membership of the server at `own` in the router at `router`, kept up by a task."""
+    """Membership of a server that listens on `host` and `port` in the router at `router`, kept up by a task."""
 
-    def __init__(self, router: str, own: str) -> None:
-        self.router, self.own = router, own
+    def __init__(self, router: str, host: str, port: int, *, tls: bool) -> None:
+        self.router = router
+        self._listens = host, port, tls
+        self._own: str | None = None
         self._task: asyncio.Task[None] | None = None
         self._said = ""
 
@@ -79,24 +80,28 @@ class Joined:
         if self._task is not None:
             self._task.cancel()
             self._task = None
-            if not await deregister(self.router, self.own):
+            if self._own is not None and not await deregister(self.router, self._own):
                 log.warning("cannot tell the router at %s that this server leaves", self.router)
 
     async def _keep(self) -> None:
+        host, port, tls = self._listens
         while True:
-            known = await registered(self.router)
-            if known is None:
-                self._say(logging.WARNING, f"no router answers at {self.router}; trying again")
-            elif self.own in known:
-                self._say(logging.INFO, f"joined the router at {self.router} as {self.own}")
-            elif await register(self.router, self.own):
-                continue
-            else:
-                self._say(logging.WARNING, f"the router at {self.router} does not take {self.own}; trying again")
+            try:
+                own = self._own or await asyncio.to_thread(own_url, self.router, host, port, tls=tls)
+                self._own = own
+                level, said = await self._look(own)
+            except (OSError, UsageError) as error:
+                level, said = logging.WARNING, f"cannot join {self.router}: {error}; trying again"
+            if said != self._said:  # once, until it is something else
+                self._said = said
+                log.log(level, said)
             await asyncio.sleep(EVERY)
 
-    def _say(self, level: int, text: str) -> None:
-        """Once, until it is something else."""
-        if text != self._said:
-            self._said = text
-            log.log(level, text)
+    async def _look(self, own: str) -> tuple[int, str]:
+        """What is to be said of the router."""
+        known = await registered(self.router)
+        if known is None:
+            return logging.WARNING, f"no router answers at {self.router}; trying again"
+        if own in known or await register(self.router, own):
+            return logging.INFO, f"joined the router at {self.router} as {own}"
+        return logging.WARNING, f"the router at {self.router} does not take {own}; trying again"

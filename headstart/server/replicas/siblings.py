@@ -18,19 +18,18 @@ from headstart.server.replicas.state import Fleet, Known, Member
 log = logging.getLogger("headstart.server")
 
 OWN = "x-headstart-own"
-"""A request with this header is about the replica that it reaches."""
+"""A request with this header, and the token of the fleet, is about the replica that it reaches."""
 ENGINE = "engine"
 """The label that tells replicas apart, as vLLM has it."""
 SECONDS = 2.0
 NUMBERS = {"running": "vllm:num_requests_running", "waiting": "vllm:num_requests_waiting"}
-PASSED = ("authorization", "x-api-key")
 
 
-async def metrics(member: Member, own: str, headers: Mapping[str, str]) -> list[Metric]:
+async def metrics(member: Member, own: str) -> list[Metric]:
     """Of all replicas, told apart by a label, and of their router. `own`: what this one says of itself. One that does
     not answer in time is left out, and counts as down. Raises OSError or ValueError without their document."""
     fleet = await asyncio.to_thread(member.fleet)
-    texts = await _told(member, fleet, own, headers)
+    texts = await _told(member, fleet, own)
     found: dict[str, Metric] = {}
     for number, text in texts.items():
         for metric in text_string_to_metric_families(text):
@@ -41,19 +40,18 @@ async def metrics(member: Member, own: str, headers: Mapping[str, str]) -> list[
     return list(found.values())
 
 
-async def listed(member: Member, own: str, headers: Mapping[str, str]) -> list[dict[str, Any]]:
+async def listed(member: Member, own: str) -> list[dict[str, Any]]:
     """Each replica with its state and its load (None where it does not tell)."""
     fleet = await asyncio.to_thread(member.fleet)
-    texts = await _told(member, fleet, own, headers)
+    texts = await _told(member, fleet, own)
     return [vars(each) | _load(texts.get(each.number)) for each in fleet.replicas]
 
 
-async def _told(member: Member, fleet: Fleet, own: str, headers: Mapping[str, str]) -> dict[int, str]:
+async def _told(member: Member, fleet: Fleet, own: str) -> dict[int, str]:
     """What each says of itself, by number."""
-    passed = {name: headers[name] for name in PASSED if name in headers} | {OWN: "1"}
 
     async def of(each: Known) -> str:
-        return own if each.number == member.number else await _text(each.url, passed)
+        return own if each.number == member.number else await _text(each.url, {OWN: fleet.token})
 
     texts = await asyncio.gather(*(of(each) for each in fleet.replicas))
     return {each.number: text for each, text in zip(fleet.replicas, texts, strict=True) if text}

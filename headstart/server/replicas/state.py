@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,10 +29,12 @@ class Known:
 
 @dataclass(frozen=True, kw_only=True)
 class Fleet:
-    """All of them. `room`: bytes that the caches of one may take; `router`: where its metrics are."""
+    """All of them. `room`: bytes that the caches of one may take; `router`: where its metrics are; `token`: by which
+    they ask each other, since the router passes no API key."""
 
     room: int
     router: str
+    token: str
     replicas: tuple[Known, ...] = ()
 
     def write(self, folder: Path) -> None:
@@ -48,10 +50,11 @@ class Fleet:
 
 @dataclass(frozen=True)
 class Member:
-    """Which replica this process is."""
+    """Which replica this process is. `token`: that of the fleet."""
 
     folder: Path
     number: int
+    token: str = field(default="", repr=False, compare=False)
 
     @classmethod
     def of(cls, text: str) -> Member:
@@ -59,7 +62,7 @@ class Member:
         folder, _, number = text.rpartition(":")
         if not folder or not number.isdecimal() or not (Path(folder) / NAME).is_file():
             raise UsageError(f"--replica is {text!r}", "it is for processes that --replicas starts: use that")
-        return cls(Path(folder), int(number))
+        return cls(Path(folder), int(number), Fleet.read(Path(folder)).token)
 
     def __str__(self) -> str:
         return f"{self.folder}:{self.number}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import shutil
 import signal
 import socket
@@ -21,7 +22,7 @@ from typing import Any
 
 from headstart.errors import UsageError
 from headstart.server.replicas.child import Child, EndedError, how, spawn
-from headstart.server.replicas.join import Joined, own_url
+from headstart.server.replicas.join import Joined
 from headstart.server.replicas.router import Policy, Router
 from headstart.server.replicas.shares import Share
 from headstart.server.replicas.state import Fleet, Known, Member
@@ -46,7 +47,7 @@ ENDED_EARLY = 1
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """What is supervised. `words`: the command line of `serve`, which replicas get; `room`: bytes of a replica's
-    caches; `key`: an API key, by which replicas tell what they do."""
+    caches."""
 
     host: str
     port: int
@@ -55,7 +56,6 @@ class Settings:
     room: int
     origins: tuple[str, ...] = ()
     shutdown_timeout: int = 30
-    key: str | None = None
     join: str | None = None
     policy: Policy = "cache_aware"
 
@@ -84,6 +84,7 @@ class Supervisor:
     children: dict[int, Child] = field(default_factory=dict)
     leaving: set[Child] = field(default_factory=set)
     starts: dict[int, int] = field(default_factory=dict)
+    token: str = field(default_factory=secrets.token_hex, repr=False)
     stopping: bool = False
     joined: Joined | None = None
     _starting: dict[int, asyncio.Lock] = field(default_factory=dict)
@@ -124,8 +125,7 @@ class Supervisor:
         said = f"{count} x {'/'.join(map(str, sorted(threads)))} threads"
         log.info("running on %s (Ctrl-C to stop): %s behind vllm-router", self.router.url, said)
         if self.settings.join is not None:
-            own = own_url(self.settings.join, self.router.host, self.router.port, tls=False)
-            self.joined = Joined(self.settings.join, own)
+            self.joined = Joined(self.settings.join, self.router.host, self.router.port, tls=False)
             self.joined.start()
 
     async def _started(self, number: int) -> Child:
@@ -236,10 +236,9 @@ class Supervisor:
 
     async def _retire(self, old: Child) -> None:
         """What it has begun may take as long as it wants."""
-        headers = {"authorization": f"Bearer {self.settings.key}"} if self.settings.key else {}
         told = time.monotonic()
         await asyncio.sleep(IDLE_SECONDS)  # requests on their way
-        while old.alive and not await old.idle(headers):
+        while old.alive and not await old.idle(self.token):
             if time.monotonic() - told > TELL_SECONDS:
                 told = time.monotonic()
                 log.info("process %d of replica %d still has requests", old.process.pid, old.number)
@@ -285,7 +284,8 @@ class Supervisor:
     def _write(self) -> None:
         """For the replicas."""
         known = [self._known(number, share) for number, share in enumerate(self.settings.shares)]
-        Fleet(room=self.settings.room, router=self.router.metrics, replicas=tuple(known)).write(self.folder)
+        fleet = Fleet(room=self.settings.room, router=self.router.metrics, token=self.token, replicas=tuple(known))
+        fleet.write(self.folder)
 
     def _known(self, number: int, share: Share) -> Known:
         if (child := self.children.get(number)) is not None:
