@@ -87,9 +87,9 @@ class Joined:
         host, port, tls = self._listens
         while True:
             try:
-                own = self._own or await asyncio.to_thread(own_url, self.router, host, port, tls=tls)
-                self._own = own
-                level, said = await self._look(own)
+                if self._own is None:
+                    self._own = await asyncio.to_thread(own_url, self.router, host, port, tls=tls)
+                level, said = await self._look(self._own)
             except (OSError, UsageError) as error:
                 level, said = logging.WARNING, f"cannot join {self.router}: {error}; trying again"
             if said != self._said:  # once, until it is something else
