@@ -48,6 +48,21 @@ def lock(handle: int) -> bool:
     return False
 
 
+@contextmanager
+def alone(handle: int) -> Iterator[None]:
+    """While no other process has an open file so; where there are no locks, with whoever else comes."""
+    if sys.platform == "win32":
+        yield
+        return
+    import fcntl
+
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.flock(handle, fcntl.LOCK_UN)
+
+
 def open_folder(path: Path) -> int | None:
     """A handle to lock a folder by; None on Windows, which opens none."""
     return None if WINDOWS else os.open(path, os.O_RDONLY)

@@ -89,6 +89,8 @@ def shelf_of_one(llm: LLM, config: ServerConfig) -> Shelf:
     names = config.served_model_name or (llm.model.name,)
     recorder = _recorder(llm, config)
     accounts = Accounts.of(config.api_key, config.api_key_file)
+    if config.member is not None:
+        accounts.share(config.member.folder)
     offer = Offer(names=names, path=llm.model.name, config=llm.config)
     shelf = Shelf([offer], partial(_served, config, accounts, recorder, ""), accounts, stays=True)
     shelf.put(llm)

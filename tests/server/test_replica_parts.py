@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from headstart.cli.main import main
-from headstart.errors import UsageError
+from headstart.errors import LimitError, UsageError
 from headstart.machine import Node
+from headstart.server.accounts import Accounts
 from headstart.server.replicas import join, router, siblings
 from headstart.server.replicas.child import command, how
 from headstart.server.replicas.router import Router
@@ -88,6 +89,24 @@ def test_replicas_that_do_not_answer_count_as_down(member: Member) -> None:
     assert values["headstart:replica_starts_total", "0"] == 2.0
     listed = asyncio.run(siblings.listed(member, own))
     assert [each["running"] for each in listed] == [None, 3.0]
+
+
+def test_replicas_draw_on_one_budget(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text("[a]\nkey = 'a'\ntokens_per_day = 1000\n[b]\nkey = 'b'\nrequests_per_minute = 2\n")
+    one, two = (Accounts.of((), keys) for _ in range(2))
+    for each in (one, two):
+        each.share(tmp_path)
+    (first, second), (first_there, second_there) = list(one), list(two)
+    first.begin(400)
+    first_there.begin(400)
+    assert int(first.headers()["x-ratelimit-remaining-tokens"]) in (200, 201)
+    with pytest.raises(LimitError, match="tokens"):
+        first_there.begin(400)
+    second.begin(1)
+    second_there.begin(1)
+    with pytest.raises(LimitError, match="requests"):
+        second.begin(1)
 
 
 @pytest.mark.parametrize("text", ["", "x", "nowhere:1", "/tmp:one"])
