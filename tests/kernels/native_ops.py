@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Array = NDArray[Any]
 PATHS = instruction_paths()
 PAIRED = ("amx", "avx512bf16")
-"""Paths on which bfloat16 meets bfloat16: rows are rounded, and over a cache of bfloat16 or 8 bits queries and weights."""
+"""Paths on which bfloat16 meets bfloat16: rows are rounded, queries and weights over a cache that is not float32."""
 BLOCK = 16
 ONE_THREAD = packing.ThreadPool(1)
 
