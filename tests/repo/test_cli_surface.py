@@ -24,6 +24,7 @@ ENGINE = {
     "--head", "--depth", "--depth-by-batch", "--draft-vocab", "--rule", "--max-model-len", "--max-num-seqs",
     "--max-num-batched-tokens", "--block-size", "--kv-blocks", "--no-enable-prefix-caching", "--no-shared-lookup",
     "--ngram-min", "--ngram-max", "--seed", "--speculative-config", "--no-mtp", "--synthetic-acceptance",
+    "--kv-spill", "--kv-spill-gb",
 }  # fmt: skip
 JSON = {"--json"}
 OF_ALL = {"-h", "--help", "--config"}
