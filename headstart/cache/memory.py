@@ -28,8 +28,9 @@ class KVMemory:
 
     @property
     def usage(self) -> float:
-        """Share of blocks that are referenced."""
-        return 1 - self.pool.num_free / len(self.pool.blocks)
+        """Share of blocks that are in use. Also for other threads."""
+        spare = self.spill.num_spare if self.spill else 0
+        return 1 - min((self.pool.num_free + spare) / len(self.pool.blocks), 1.0)
 
     def blocks_for(self, num_slots: int) -> int:
         return -(-num_slots // self.block_size)

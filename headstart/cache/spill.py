@@ -14,9 +14,9 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 
 from headstart.cache.blocks import Block, BlockPool
+from headstart.cache.moving import LONGEST, Item, Load
 from headstart.cache.parts import STATE, TRUNK, Part
 from headstart.cache.recurrent import StateMemory
 from headstart.cache.store import BlockStore, Tier
@@ -36,39 +36,6 @@ STATES_BACK = 64
 """Blocks from the end of a known prefix at which a recurrent state is looked for."""
 
 
-@dataclass(eq=False)
-class _Item:
-    """One part of one block, or the state in one slot (`block` None), on its way. `when_ns`: how old it shall look."""
-
-    number: int
-    part: Part
-    key: bytes
-    index: int
-    block: Block | None = None
-    when_ns: int = 0
-    known: bool = False  # it was in the store before
-    tier: Tier | None = None  # where it was found; None: it was not
-
-
-@dataclass(eq=False)
-class _Load:
-    """Blocks of one chain that are read for `sequences`. `keys`: of blocks[i]; those before `fresh` were there."""
-
-    sequences: list[Sequence]
-    keys: list[bytes]
-    blocks: list[Block]
-    fresh: int
-    items: list[tuple[int, _Item]]  # with the place of its block
-    todo: deque[_Item] = field(default_factory=deque)
-    running: int = 0  # workers
-    state: int | None = None  # the slot of a state that is held
-
-    @property
-    def first(self) -> bytes | None:
-        """The key of the first block that is read."""
-        return self.keys[self.fresh] if self.fresh < len(self.keys) else None
-
-
 class Spill:
     """The store behind one engine's pools. `parts`: what of a block is kept, by number; of STATE items are slots of
     `states`. `hits`: tokens of prompts that were found in the store, by where they were."""
@@ -79,14 +46,14 @@ class Spill:
         self.store, self.hits = store, Counter[Tier]()
         self._pool, self._states, self._parts, self._block_size = pool, states, dict(parts), block_size
         self._guard = threading.Lock()  # of queues that workers take from
-        self._to_save: deque[_Item] = deque()
-        self._saved: deque[_Item] = deque()
-        self._loaded: deque[_Load] = deque()
+        self._to_save: deque[Item] = deque()
+        self._saved: deque[Item] = deque()
+        self._loaded: deque[Load] = deque()
         self._came = threading.Event()  # something was loaded
-        self._loads: list[_Load] = []
+        self._loads: list[Load] = []
         self._ready: list[Sequence] = []
         self._led: set[Sequence] = set()  # sequences that had a load of their own
-        self._held: dict[Sequence, _Load] = {}  # loaded, and not yet attached to
+        self._held: dict[Sequence, Load] = {}  # loaded, and not yet attached to
         self._saver = ThreadPoolExecutor(1, "headstart-save")
         self._loaders = ThreadPoolExecutor(min(LOADERS, os.cpu_count() or 1), "headstart-load")
 
@@ -121,7 +88,7 @@ class Spill:
                 block.kept[number] = now
                 self._pool.share(block)
                 # the end of a prefix is worth nothing without its begin, which goes last
-                items.append(_Item(number, part, key, block.index, block, now_ns - place * 1000, before is not None))
+                items.append(Item(number, part, key, block.index, block, now_ns - place * 1000, before is not None))
         self._send(items)
 
     def save_states(self, snapshots: Iterable[tuple[bytes, int]]) -> None:
@@ -130,10 +97,10 @@ class Spill:
         part, items = self._parts[STATE], []
         for key, slot in snapshots:
             self._states.pin(slot)
-            items.append(_Item(STATE, part, key, slot, None, time.time_ns()))
+            items.append(Item(STATE, part, key, slot, None, time.time_ns()))
         self._send(items)
 
-    def _send(self, items: list[_Item]) -> None:
+    def _send(self, items: list[Item]) -> None:
         if items:
             with self._guard:
                 self._to_save.extend(items)
@@ -148,9 +115,10 @@ class Spill:
             try:
                 self._save(item)
             finally:
-                self._saved.append(item)
+                with self._guard:
+                    self._saved.append(item)
 
-    def _save(self, item: _Item) -> None:
+    def _save(self, item: Item) -> None:
         part, store = item.part, self.store
         # what was computed is written even where there is a file, which was broken or nobody had time to read
         if item.known and store.touch(part.name, item.key, item.when_ns):
@@ -166,7 +134,7 @@ class Spill:
 
     def fetch(self, sequence: Sequence, keys: Seq[bytes]) -> bool:
         """Begin to read what the store has of a prefix beyond what is in the pool; False where there is nothing."""
-        if sequence in self._led:
+        if sequence in self._led or any(load.is_overdue for load in self._loads):
             return False
         known = next((i for i, key in enumerate(keys) if self._pool.find(key) is None), len(keys))
         for load in self._loads:
@@ -217,15 +185,15 @@ class Spill:
             blocks.append(block)
         while len(blocks) < len(keys) and pool.num_free:
             blocks.append(pool.allocate())
-        load = _Load([sequence], keys, blocks, known, [])
+        load = Load([sequence], keys, blocks, known, [])
         for place in range(known, len(blocks)):
             parts = ((number, part) for number, part in self._parts.items() if number != STATE)
-            load.items += [(place, _Item(n, part, keys[place], blocks[place].index)) for n, part in parts]
+            load.items += [(place, Item(n, part, keys[place], blocks[place].index)) for n, part in parts]
         if wants_state and len(blocks) == len(keys):
             assert self._states is not None
             load.state = self._states.reserve_slot()
             if load.state is not None:
-                load.items.append((len(keys) - 1, _Item(STATE, self._parts[STATE], keys[-1], load.state)))
+                load.items.append((len(keys) - 1, Item(STATE, self._parts[STATE], keys[-1], load.state)))
         load.todo.extend(item for _, item in load.items)
         self._loads.append(load)
         self._led.add(sequence)
@@ -233,7 +201,7 @@ class Spill:
         for _ in range(load.running):
             self._loaders.submit(self._load_all, load).add_done_callback(_tell)
 
-    def _load_all(self, load: _Load) -> None:
+    def _load_all(self, load: Load) -> None:
         try:
             while True:
                 with self._guard:
@@ -253,7 +221,7 @@ class Spill:
                     self._loaded.append(load)
             self._came.set()
 
-    def _load(self, item: _Item) -> bool:
+    def _load(self, item: Item) -> bool:
         found = self.store.get(item.part.name, item.key, item.part.num_bytes)
         if found is None:
             return False
@@ -266,23 +234,40 @@ class Spill:
     def collect(self) -> list[Sequence]:
         """What workers have done comes into its place; sequences that need wait no longer."""
         self._absorb()
+        for load in self._loads:
+            if load.is_overdue and load.sequences:
+                log.warning("a prefix could not be read within %.0f s: it is computed", LONGEST)
+                self._ready += load.sequences
+                load.sequences = []
+                self._give_up(load)
         ready, self._ready = self._ready, []
         return ready
 
+    @property
+    def num_spare(self) -> int:
+        """Blocks that nothing but the store holds."""
+        with self._guard:
+            items = [item for item in (*self._to_save, *self._saved) if item.block]
+        waiting = Counter(item.index for item in items)
+        blocks = {item.index: item.block for item in items if item.block}
+        return sum(block.references == waiting[index] for index, block in blocks.items())
+
     def _absorb(self) -> None:
         self._came.clear()
-        while self._saved:
-            self._let_go(self._saved.popleft())
+        with self._guard:
+            saved, self._saved = self._saved, deque()
+        for item in saved:
+            self._let_go(item)
         while self._loaded:
             self._settle(self._loaded.popleft())
 
-    def _let_go(self, item: _Item) -> None:
+    def _let_go(self, item: Item) -> None:
         if item.block:
             self._pool.release(item.block)
         elif self._states:
             self._states.unpin(item.index)
 
-    def _settle(self, load: _Load) -> None:
+    def _settle(self, load: Load) -> None:
         """Publish what was read, up to the first gap. The blocks stay held for the sequence that asked."""
         self._loads.remove(load)
         good, now = self._good(load), time.monotonic()
@@ -309,7 +294,7 @@ class Spill:
         else:
             self._free(load)
 
-    def _good(self, load: _Load) -> int:
+    def _good(self, load: Load) -> int:
         """Blocks up to the first whose keys and values of the trunk are missing."""
         bad = [place for place, item in load.items if item.number == TRUNK and item.tier is None]
         return min(bad, default=len(load.blocks))
@@ -356,25 +341,25 @@ class Spill:
             while pool.num_free < wanted and self._held:
                 self._free(self._held.popitem()[1])
 
-    def _unsaved(self, wanted: int) -> list[_Item]:
+    def _unsaved(self, wanted: int) -> list[Item]:
         """What waits to be saved of blocks that nobody else holds: of the latest such blocks, so many at most."""
-        taken: list[_Item] = []
+        taken: list[Item] = []
         with self._guard:
             waiting = Counter(item.index for item in self._to_save if item.block)
             blocks = {item.index: item.block for item in reversed(self._to_save) if item.block}
             alone = [index for index, block in blocks.items() if block.references == waiting[index]]
             chosen = set(alone[: max(wanted, 0)])
-            kept: deque[_Item] = deque()
+            kept: deque[Item] = deque()
             for item in self._to_save:
                 (taken if item.block and item.index in chosen else kept).append(item)
             self._to_save = kept
         return taken
 
-    def _give_up(self, load: _Load) -> None:
+    def _give_up(self, load: Load) -> None:
         with self._guard:
             load.todo.clear()
 
-    def _free(self, load: _Load) -> None:
+    def _free(self, load: Load) -> None:
         while load.blocks:
             self._pool.release(load.blocks.pop())
         if load.state is not None and self._states:
