@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -245,6 +246,7 @@ def test_a_slow_disk_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return inner(*about)
 
     monkeypatch.setattr(BlockStore, "get", slow)
+    monkeypatch.setattr("headstart.cache.moving.LONGEST", 1e9)
     engine, order = engine_of(model, tmp_path), []
     engine.submit(ask(prompt, "known"))
     engine.submit(ask(prompt[:150], "also", max_tokens=3))
@@ -259,6 +261,33 @@ def test_a_slow_disk_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
             break
     assert order[0] == "new" and set(order) == {"new", "also", "known"}
     assert engine.scheduler.prefix_hits == 192 + 144
+    support.assert_clean(engine)
+
+
+def test_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A prefix that cannot be read is computed; its blocks come back when the disk does."""
+    model, prompt = support.agreeing_model("llama"), support.prompt_of(200, 1)
+    expected, _ = rows_of(engine_of(model, tmp_path), ask(prompt))
+    inner, hangs = BlockStore.get, threading.Event()
+
+    def hanging(*about: Any) -> Any:
+        hangs.wait(60)
+        return inner(*about)
+
+    monkeypatch.setattr(BlockStore, "get", hanging)
+    monkeypatch.setattr("headstart.cache.moving.LONGEST", 0.05)
+    engine, found = engine_of(model, tmp_path), dict[Any, Any]()
+    with caplog.at_level(logging.WARNING, "headstart.cache"):
+        for name in ("r", "also"):
+            engine.submit(ask(prompt, name))
+            while engine.has_work:
+                engine.step(lambda deltas: support.collect(found, deltas))
+    support.assert_same({("r", 0): found["r", 0]}, expected)
+    assert found["also", 0].tokens == expected["r", 0].tokens
+    assert "could not be read" in caplog.text
+    hangs.set()
+    while engine.memory.spill._loads:  # type: ignore[union-attr]
+        engine.memory.collect()
     support.assert_clean(engine)
 
 
