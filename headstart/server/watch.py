@@ -22,6 +22,8 @@ from headstart.server.recorder import Recorder
 Family = CounterMetricFamily | GaugeMetricFamily
 log = logging.getLogger("headstart.server")
 
+HANDED = {"prompts": "Prompts that the prefill server computed.", "tokens": "Their tokens that were not known here.",
+          "fetched": "Blocks that came over HTTP.", "failed": "Prompts that it did not compute."}  # fmt: skip
 TIERS: tuple[Tier, ...] = ("ram", "disk")
 LOG_EVERY = 10.0
 """Seconds between log lines while there is work."""
@@ -37,6 +39,16 @@ FIRST_PAUSE, LONGEST_PAUSE = 300.0, 3600.0
 
 
 @dataclass
+class Handed:
+    """Prompts that were computed elsewhere, their tokens, blocks that were fetched, and prompts for which it failed."""
+
+    prompts: int = 0
+    tokens: int = 0
+    fetched: int = 0
+    failed: int = 0
+
+
+@dataclass
 class Watch:
     """Counts and times of one server, and what its machine costs in dollars. `said`: begins its
     lines in the log, where several models run. `stepped` runs in the engine's thread, the
@@ -48,6 +60,7 @@ class Watch:
     recorder: Recorder | None = None
     accounts: Accounts = field(default_factory=Accounts)
     said: str = ""
+    handoff: Handed | None = None  # prompts that another server computed
     shed: int = 0  # requests refused for want of room
     requests: dict[str, int] = field(default_factory=dict)  # finish reason -> choices
     prompt_tokens: int = 0
@@ -180,6 +193,9 @@ class _Counters(Collector):
         yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found.", scheduler.prefix_hits)
         if engine.memory.spill is not None:
             yield from self._spilled(engine.memory.spill, scheduler.prefix_hits)
+        if watch.handoff is not None:
+            for name, count in vars(watch.handoff).items():
+                yield self._counter(f"headstart:prefill_{name}", HANDED[name], count)
         name, ended = "vllm:request_success", list(watch.requests.items())
         yield self._several(CounterMetricFamily, name, "Choices by how they ended.", "finished_reason", ended)
         if engine.synthetic is not None:
