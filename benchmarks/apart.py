@@ -5,8 +5,8 @@
 `--streams` texts are written all the time (short prompts, 200 tokens each, the next one as soon as one ends) while a
 prompt of `--tokens` random ids with an answer of 16 tokens comes every `--every` seconds. Ways, in turn, `--rounds`
 times: `one`, a server on all `--cpus`; `apart`, the same number of CPUs, one for the prefill server and the others for
-the decode server, which share a folder; `http`, the same with two folders. Of the streams seconds a token and the gaps between pieces,
-of the prompts the time to the first token. Greedy, so all ways have to write the same texts.
+the decode server, which share a folder; `http`, the same with two folders. Of the streams milliseconds a token and the
+gaps between pieces, of the prompts the time to the first token. Greedy, so all ways have to write the same texts.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ async def load(args: argparse.Namespace, served: Served, seed: int) -> Row:
             answer = await served.ask(prompt_of(10_000 + 100 * number + turn, 32), 200, **more)
             times = [at for at, _ in answer.pieces]
             paces.append((times[-1] - times[0]) / (answer.usage["completion_tokens"] - 1))
-            gaps.extend(b - a for a, b in zip(times, times[1:], strict=False))
+            gaps.extend(b - a for a, b in pairwise(times))
             texts[f"stream {number} {turn}"] = answer.text
             turn += 1
 

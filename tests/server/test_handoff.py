@@ -36,7 +36,7 @@ def prompt_of(seed: int, length: int = LENGTH) -> list[int]:
 def answer(server: Server, seed: int, **more: Any) -> Any:
     found = server.post(
         "/v1/completions", prompt=prompt_of(seed), max_tokens=20, temperature=0.8, seed=seed, logprobs=1,
-        ignore_eos=True, speculation={"mode": "on", "depth": 2}, **more,
+        ignore_eos=True, speculation={"mode": "auto", "depth": 2}, **more,
     )  # fmt: skip
     assert found.status_code == 200, found.text
     choice = found.json()["choices"][0]
