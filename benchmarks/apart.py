@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import json
 import random
+import shlex
 import shutil
 import sys
 import tempfile
@@ -103,7 +104,7 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true", help="without drafts")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--serve", nargs="*", default=[], help="more options of headstart serve")
+    parser.add_argument("--serve", type=shlex.split, default=[], help="more options of headstart serve, in quotes")
     args = parser.parse_args()
     rows: dict[str, list[Row]] = {way: [] for way in args.ways}
     for turn in range(args.rounds):

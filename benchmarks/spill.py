@@ -22,6 +22,7 @@ import argparse
 import json
 import os
 import random
+import shlex
 import shutil
 import statistics
 import sys
@@ -76,7 +77,7 @@ def ttft(args: argparse.Namespace, folder: Path) -> Body:
                     times[again].append(answer.first)
                     texts.add(answer.text)
                     tier = f"headstart:kv_hit_tokens_total{{{again}}}"
-                    hits[again].append(after.get(tier, 0.0) - before.get(tier, 0.0))
+                    hits[again].append(after.get(tier, 0.0) - before.get(tier, 0.0))  # the cold run has no tier
         if len(texts) != 1:
             sys.exit(f"the texts differ: {texts}")
     rows = {
@@ -192,7 +193,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, help="where blocks go, on a disk; default: a temporary folder")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--serve", nargs="*", default=[], help="more options of headstart serve")
+    parser.add_argument("--serve", type=shlex.split, default=[], help="more options of headstart serve, in quotes")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="spill-", dir=args.folder))
     try:

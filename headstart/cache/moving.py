@@ -26,6 +26,7 @@ class Item:
     block: Block | None = None
     when_ns: int = 0
     known: bool = False  # it was in the store before
+    cold: bool = False  # the disk was asked to read it ahead
     tier: Tier | None = None  # where it was found; None: it was not
 
 

@@ -210,7 +210,7 @@ class Spill:
                     item = load.todo.popleft()
                     ahead = load.todo[AHEAD] if len(load.todo) > AHEAD else None
                 if ahead:
-                    self.store.read_ahead(ahead.part.name, ahead.key)
+                    ahead.cold = self.store.read_ahead(ahead.part.name, ahead.key)
                 if not self._load(item) and item.number == TRUNK:
                     with self._guard:
                         load.todo.clear()  # what comes behind it is of no use
@@ -222,7 +222,7 @@ class Spill:
             self._came.set()
 
     def _load(self, item: Item) -> bool:
-        found = self.store.get(item.part.name, item.key, item.part.num_bytes)
+        found = self.store.get(item.part.name, item.key, item.part.num_bytes, cold=item.cold)
         if found is None:
             return False
         item.part.write(item.index, found[0])

@@ -51,6 +51,7 @@ PAUSE = 30.0
 LEFT_AFTER = 600.0
 """Seconds after which a file aside is nobody's."""
 _ASIDE = ".new-"
+_CAN_ADVISE = hasattr(os, "posix_fadvise")
 _READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
@@ -137,8 +138,9 @@ class BlockStore:
         except OSError:
             return None
 
-    def get(self, part: str, key: bytes, num_bytes: int) -> tuple[Bytes, Tier] | None:
-        """The bytes of a block and where they were, or None where it is not there or not as it should be."""
+    def get(self, part: str, key: bytes, num_bytes: int, *, cold: bool = False) -> tuple[Bytes, Tier] | None:
+        """The bytes of a block and where they were, or None where it is not there or not as it should be. `cold`: it
+        was not in memory before it was read ahead."""
         path = self.path(part, key)
         try:
             handle = os.open(path, _READ)
@@ -156,20 +158,23 @@ class BlockStore:
         if tier is None or not _is_whole(part, key, data):
             self._drop(path)
             return None
+        tier = "disk" if cold else tier
         with self._guard:
             self.counts.loaded[tier] += 1
             self.counts.loaded_bytes[tier] += len(data)
         return data[HEADER_BYTES:], tier
 
-    def read_ahead(self, part: str, key: bytes) -> None:
-        """It will be read soon: a disk may begin."""
-        if hasattr(os, "posix_fadvise"):
-            with suppress(OSError):
-                handle = os.open(self.path(part, key), _READ)
-                try:
+    def read_ahead(self, part: str, key: bytes) -> bool:
+        """It will be read soon: a disk may begin. True where it has to."""
+        with suppress(OSError):
+            handle = os.open(self.path(part, key), _READ)
+            try:
+                if _read_cached(handle, memoryview(bytearray(1)), HEADER_BYTES) is None and _CAN_ADVISE:
                     os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_WILLNEED)
-                finally:
-                    os.close(handle)
+                    return True
+            finally:
+                os.close(handle)
+        return False
 
     def _write(self, path: Path, pieces: Seq[bytes | memoryview], when_ns: int) -> None:
         aside = path.with_name(f"{_ASIDE}{secrets.token_hex(6)}")

@@ -241,9 +241,9 @@ def test_a_slow_disk_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
     rows_of(engine_of(model, tmp_path), ask(prompt))
     inner = BlockStore.get
 
-    def slow(*about: Any) -> Any:
+    def slow(*about: Any, **more: Any) -> Any:
         time.sleep(0.05)
-        return inner(*about)
+        return inner(*about, **more)
 
     monkeypatch.setattr(BlockStore, "get", slow)
     monkeypatch.setattr("headstart.cache.moving.LONGEST", 1e9)
@@ -270,9 +270,9 @@ def test_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capl
     expected, _ = rows_of(engine_of(model, tmp_path), ask(prompt))
     inner, hangs = BlockStore.get, threading.Event()
 
-    def hanging(*about: Any) -> Any:
+    def hanging(*about: Any, **more: Any) -> Any:
         hangs.wait(60)
-        return inner(*about)
+        return inner(*about, **more)
 
     monkeypatch.setattr(BlockStore, "get", hanging)
     monkeypatch.setattr("headstart.cache.moving.LONGEST", 0.05)
@@ -299,9 +299,9 @@ def test_what_waits_for_files_gives_its_blocks_to_who_runs(tmp_path: Path, monke
     support.run(engine_of(model, tmp_path, **settings), requests)
     inner = BlockStore.get
 
-    def slow(*about: Any) -> Any:
+    def slow(*about: Any, **more: Any) -> Any:
         time.sleep(0.002)
-        return inner(*about)
+        return inner(*about, **more)
 
     monkeypatch.setattr(BlockStore, "get", slow)
     support.assert_same(support.run(engine_of(model, tmp_path, **settings), requests), expected)
