@@ -29,10 +29,11 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from measure.served import Served
+from measure.served import NotAnsweredError, Served
 
 Body = dict[str, Any]
 LEAST_ID, MOST_ID = 100, 30_000
@@ -162,7 +163,7 @@ def _ignoring(served: Served, made: list[tuple[list[int], Body]]) -> None:
     """It will be killed."""
     try:
         answers(served, made, 8)
-    except (SystemExit, OSError):
+    except (NotAnsweredError, OSError):
         return
 
 
@@ -172,14 +173,19 @@ def bound(args: argparse.Namespace, folder: Path) -> Body:
         while (counts := served.metrics())["headstart:kv_spilled_bytes_total"] < 1.5e9 * args.gb:
             served.ask_all([prompt_of(args.seed + 8 * turn + i, 900) for i in range(8)], 1, 8)
             turn += 1
-            most = max(most, sum(-(-path.stat().st_size // 4096) * 4096 for path in _files(folder)))
+            most = max(most, taken(folder))
     written, evicted = (counts[f"headstart:kv_{name}_total"] for name in ("spilled_bytes", "evicted_blocks"))
     print(f"{written / 1e9:.2f} GB written, at most {most / 1e9:.3f} GB there, the bound is {args.gb} GB")
     return {"bound_bytes": args.gb * 1e9, "most_bytes": most, "written_bytes": written, "evicted": evicted}
 
 
-def _files(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file()]
+def taken(folder: Path) -> int:
+    """Bytes of its files, in pages; of files that are there."""
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            total += -(-path.stat().st_size // 4096) * 4096 if path.is_file() else 0
+    return total
 
 
 def main() -> None:

@@ -16,6 +16,10 @@ from headstart.tools.client import Response, Server, get, post
 COMPLETIONS = "/v1/completions"
 
 
+class NotAnsweredError(Exception):
+    """What the server said, and the end of its log."""
+
+
 class Served:
     """`words`: what follows `headstart serve`; `cpus`: those that it may run on."""
 
@@ -57,11 +61,11 @@ class Served:
         self.process.wait()
 
     async def ask(self, prompt: Sequence[int], max_tokens: int, **more: Any) -> Response:
-        """Greedy and streamed unless `more` says something else; sys.exit where it fails."""
+        """Greedy and streamed unless `more` says something else. Raises NotAnsweredError."""
         body = {"prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
         answer = await post(self.server, COMPLETIONS, body | {"stream_options": {"include_usage": True}} | more)
         if answer.status != 200 or answer.broken:
-            sys.exit(f"{answer.status} {answer.body[:300]}\n" + "".join(self.log[-20:]))
+            raise NotAnsweredError(f"{answer.status} {answer.body[:300]}\n" + "".join(self.log[-20:]))
         return answer
 
     def ask_all(self, prompts: Sequence[Sequence[int]], max_tokens: int, at_once: int = 1, **more: Any) -> list[Any]:
