@@ -6,6 +6,6 @@ from headstart.system import end_with_parent
 
 if __name__ == "__main__":
     end_with_parent()
-    from vllm_router.launch_router import main  # type: ignore[import-not-found, unused-ignore]
+    from vllm_router.launch_router import main
 
     main()
