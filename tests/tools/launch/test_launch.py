@@ -18,6 +18,7 @@ from headstart.tools.launch.depth import choose_depth
 from headstart.tools.launch.detect import find_installed
 from headstart.tools.launch.facts import Facts, drafter_of, read_facts
 from headstart.tools.launch.launcher import Parallelism, Plan, Wanted
+from headstart.tools.launch.report import check_lines
 from headstart.tools.launch.versions import at_least, parse
 from headstart.tools.tiny import write_tiny
 
@@ -111,8 +112,8 @@ def test_an_index_without_its_shards_is_not_taken_for_a_bare_config(tmp_path: Pa
 def test_drafts_by_the_users_own_flags_are_told() -> None:
     found = {"alive": True, "acceptance_length": 3.9}
     data = {"depth": 0, "why_depth": "the model has no MTP head", "check": found, "log": "l", "started_s": 1}
-    assert launch._check_lines(data)[1] == "# drafting is alive: acceptance length 3.90"
-    assert "plain decoding" in launch._check_lines({**data, "check": {"alive": False, "acceptance_length": None}})[1]
+    assert check_lines(data)[1] == "# drafting is alive: acceptance length 3.90"
+    assert "plain decoding" in check_lines({**data, "check": {"alive": False, "acceptance_length": None}})[1]
 
 
 def test_our_own_heads_must_be_exported_first() -> None:
@@ -532,7 +533,7 @@ def test_docker_listens_on_all_addresses(tmp_path: Path, capsys: pytest.CaptureF
         (["vllm"], "which engine and which model"),
         (["vlm", "{model}", "--dry-run"], "unknown launcher 'vlm'"),
         (["vllm", "{model}", "--dry-run", "--gpus", "none", "--", "--max-num-seqz", "3"], "no --max-num-seqz"),
-        (["vllm", "{model}", "--dry-run", "--gpus", "none", "--nodes", "2"], "divide GPUs"),
+        (["vllm", "{model}", "--dry-run", "--gpus", "none", "--nodes", "2"], "there are none"),
         (["vllm", "{model}", "--dry-run", "--gpus", "none", "--", "--port", "9"], "--port is given after --"),
         (["vllm", "{model}", "--dry-run", "--role", "both", "--gpus", "h100"], "--role is 'both'"),
         (["vllm", "{model}", "--program", "/nowhere/vllm"], "/nowhere/vllm is no program"),
