@@ -78,13 +78,14 @@ def _devices(platform: str) -> dict[str, Any]:
     if platform == "cuda":
         device = {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
         return {"deploy": {"resources": {"reservations": {"devices": [device]}}}}
-    return {
+    others: dict[str, dict[str, Any]] = {
         "rocm": {"devices": ["/dev/kfd", "/dev/dri"], "group_add": ["video"], "cap_add": ["SYS_PTRACE"],
                  "security_opt": ["seccomp=unconfined"]},
         "xpu": {"devices": ["/dev/dri"]},
         "npu": {"privileged": True},
         "cpu": {"security_opt": ["seccomp=unconfined"], "cap_add": ["SYS_NICE"]},
-    }[platform]  # fmt: skip
+    }  # fmt: skip
+    return others[platform]
 
 
 GRES = {"cuda": "gpu", "rocm": "gpu", "xpu": "gpu", "npu": "npu"}

@@ -236,16 +236,17 @@ def _remote_code(launcher: Launcher, facts: Facts, wanted: Wanted) -> list[str]:
 
 def run(options: LaunchOptions, *, docker: bool = False) -> Report:
     """What would be run, or the file that --emit writes. Raises UsageError, ModelError or CapacityError."""
-    if options.emit is None:
+    kind = options.emit
+    if kind is None:
         prepared = prepare(mounted(options) if docker else options)
         data = document(prepared, docker=docker)
         return Report(True, data, lines_of(data))
-    if options.emit not in KINDS:
-        raise UsageError(f"--emit is {options.emit!r}, which is unknown", f"choose {', '.join(KINDS)}")
-    if options.emit == "kuberay" and options.engine_version is None:
+    if kind not in KINDS:
+        raise UsageError(f"--emit is {kind!r}, which is unknown", f"choose {', '.join(KINDS)}")
+    if kind == "kuberay" and options.engine_version is None:
         options = replace(options, engine_version=RAY_VLLM)
     prepared = prepare(mounted(options))
-    text = emitted(prepared, options.emit)
+    text = emitted(prepared, kind)
     return Report(True, {**document(prepared, docker=False), "emitted": text}, text.splitlines())
 
 

@@ -102,6 +102,8 @@ class Running:
     parts: list[Part]
     folder: Path
     started_s: float = 0.0
+    over: bool = False
+    """They are being ended on purpose."""
 
     @property
     def engines(self) -> list[Part]:
@@ -176,6 +178,7 @@ def start(
             part.start()
         yield running
     finally:
+        running.over = True
         for part in reversed(parts):
             part.end()
 

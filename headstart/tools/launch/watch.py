@@ -29,12 +29,12 @@ class Watch:
     loading: set[str] = field(default_factory=set)
 
     def forever(self) -> None:
-        """Raises CheckFailed when a server that is alone is gone, or one of several too often."""
+        """Until they are ended on purpose. Raises CheckFailed when one that is alone is gone, or another often."""
         looked = time.monotonic()
-        while True:
+        while not self.running.over:
             time.sleep(POLL_S)
             for part in self.running.parts:
-                if how := part.ended():
+                if (how := part.ended()) and not self.running.over:
                     self.gone(part, how)
             if time.monotonic() - looked >= HEALTH_S:
                 looked = time.monotonic()

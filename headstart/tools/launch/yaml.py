@@ -9,6 +9,8 @@ from typing import Any
 PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
 BLOCKS_BREAK = re.compile(r"[^\S\n ]| $", re.MULTILINE)
 """What a block of text cannot hold, or readers would not see."""
+UNSEEN = re.compile("[\x7f-\x9f\u2028\u2029\ufeff]")
+"""What JSON leaves as it is in a string, and YAML takes for the end of a line, or not at all."""
 WORDS = frozenset({"true", "false", "null", "yes", "no", "on", "off", "y", "n"})
 
 
@@ -41,7 +43,8 @@ def _entry(head: str, item: Any, indent: int) -> list[str]:
 
 
 def _scalar(value: Any) -> str:
-    if isinstance(value, str):
-        plain = PLAIN.fullmatch(value) and value.lower() not in WORDS
-        return value if plain else json.dumps(value)
-    return json.dumps(value)
+    if not isinstance(value, str):
+        return json.dumps(value)
+    if PLAIN.fullmatch(value) and value.lower() not in WORDS:
+        return value
+    return UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value, ensure_ascii=False))

@@ -153,9 +153,7 @@ def _matrix(machine: Machine, name: str, weights: float, rows: float, size: floa
     return Cost(name, num_bytes, operations, machine.rates.seconds(num_bytes, operations))
 
 
-def _layer_costs(
-    model: SizedModel, machine: Machine, work: Pass, apart: Sequence[Pass], group: Layers
-) -> list[Cost]:
+def _layer_costs(model: SizedModel, machine: Machine, work: Pass, apart: Sequence[Pass], group: Layers) -> list[Cost]:
     """`apart`: the share of one replica, by what has a context of its own."""
     attention, mlp, count, local = group.attention, group.mlp, group.count, _together(apart)
     costs = [

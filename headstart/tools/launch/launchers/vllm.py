@@ -141,11 +141,11 @@ class Vllm(Launcher):
         if wanted.platform == "cpu" and "dtype" not in wanted.settings:
             arguments.add("--dtype", "bfloat16")
         if parallel.nodes > 1 and self._by_ray(wanted, arguments, plan):
-            port = f"{parallel.head_node}:{RAY_PORT}"
+            head = f"--address={parallel.head_node}:{RAY_PORT}"
             rest = f"each of nodes 1 to {parallel.nodes - 1}"
             plan.before = [
                 Step(("ray", "start", "--head", f"--port={RAY_PORT}"), "node 0", inside=True),
-                Step(("ray", "start", "--block", f"--address={port}"), rest, inside=True, node=1),
+                Step(("ray", "start", "--block", head), rest, inside=True, node=1),
             ]
         for node in range(1 if plan.before else parallel.nodes):
             words = ("vllm", "serve", facts.source, *arguments.words, *self._node(node, wanted, arguments))
