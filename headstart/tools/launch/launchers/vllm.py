@@ -36,7 +36,7 @@ FLAGS = (
         "--revision", "--pipeline-parallel-size",
     ),
     *(Flag(name, ENGINE, since="0.19") for name in ("--nnodes", "--node-rank", "--master-addr", "--master-port")),
-    Flag("--headless", FRONTEND, since="0.19"),
+    Flag("--headless", FRONTEND, since="0.11"),
     *flags_of(
         FRONTEND, "--host", "--port", "--api-key", "--ssl-certfile", "--ssl-keyfile", "--chat-template",
         "--tool-call-parser", "--enable-auto-tool-choice",
