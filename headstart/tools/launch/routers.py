@@ -50,7 +50,8 @@ class Router(Program):
                 arguments.add(f"--{each.role}", each.url)
                 arguments.words += [str(each.bootstrap)] if each.bootstrap else []
             arguments.add("--prefill-policy", "cache_aware")
-            arguments.add("--decode-policy", "power_of_two")
+            several = sum(each.role == "decode" for each in servers) > 1
+            arguments.add("--decode-policy", "power_of_two" if several else "round_robin")  # the former refuses one
         else:
             arguments.add("--worker-urls", servers[0].url)
             arguments.words += [each.url for each in servers[1:]]

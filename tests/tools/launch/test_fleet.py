@@ -73,6 +73,7 @@ def test_prefill_and_decode_of_vllm(model: str) -> None:
         assert transfer == {"kv_connector": "NixlConnector", "kv_role": role}
     assert after(prefill, "--speculative-config") == after(decode, "--speculative-config")
     assert router.words[:6] == ("vllm-router", "--host", "127.0.0.1", "--port", "9000", "--vllm-pd-disaggregation")
+    assert after(router, "--decode-policy") == "round_robin"  # one server is no choice, and the router says so
     assert (after(router, "--prefill"), after(router, "--decode")) == ("http://127.0.0.1:9001", "http://127.0.0.1:9002")
 
 
@@ -103,6 +104,7 @@ def test_servers_fill_one_machine_after_another(model: str) -> None:
     assert after(router, "--prefill") == "http://10.0.0.1:8001"
     assert after(router, "--decode") == "http://NODE_1:8003"
     assert servers[3].where == "decode-1 on node 1"
+    assert after(router, "--decode-policy") == "power_of_two"
 
 
 @pytest.mark.parametrize(
