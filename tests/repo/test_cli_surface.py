@@ -24,6 +24,7 @@ ENGINE = {
     "--head", "--depth", "--depth-by-batch", "--draft-vocab", "--rule", "--max-model-len", "--max-num-seqs",
     "--max-num-batched-tokens", "--block-size", "--kv-blocks", "--no-enable-prefix-caching", "--no-shared-lookup",
     "--ngram-min", "--ngram-max", "--seed", "--speculative-config", "--no-mtp", "--synthetic-acceptance",
+    "--kv-spill", "--kv-spill-gb",
 }  # fmt: skip
 JSON = {"--json"}
 OF_ALL = {"-h", "--help", "--config"}
@@ -38,7 +39,7 @@ COMMANDS: dict[str, set[str]] = {
     | {"--api-key", "--api-key-file", "--ssl-certfile", "--ssl-keyfile", "--chat-template", "--tool-call-parser"}
     | {"--reasoning-parser", "--log-format", "--access-log", "--allowed-origins", "--parse-special-tokens", "--no-web"}
     | {"--price-per-hour", "--engine", "--dry-run", "--vllm", "--record", "--record-limit"}
-    | {"--models", "--keep-alive", "--memory"},
+    | {"--models", "--keep-alive", "--memory", "--role", "--prefill"},
     "verify": ENGINE
     | JSON
     | {"--prompts", "--raw", "--max-tokens", "--against", "--numerics", "--full"}
@@ -46,10 +47,10 @@ COMMANDS: dict[str, set[str]] = {
     | {"--preemption", "--thread-counts"},
     "inspect": JSON | {"--head", "--target", "--deep"},
     "launch": JSON
-    | {"--dry-run", "--docker", "--check", "--translate", "--engine-version", "--program"}
+    | {"--dry-run", "--docker", "--emit", "--check", "--translate", "--engine-version", "--program"}
     | {"--depth", "--head", "--depth-by-batch", "--host", "--port", "--max-model-len", "--max-num-seqs"}
     | {"--served-model-name", "--api-key"}
-    | {"--gpus", "--tp", "--dp", "--nodes", "--head-node", "--role", "--kv-offload"},
+    | {"--gpus", "--tp", "--dp", "--nodes", "--head-node", "--role", "--kv-offload", "--disaggregate"},
     "probe": JSON | {"--model", "--api-key", "--no-metrics", "--exact", "--against", "--max-tokens", "--minutes"},
     "plan": JSON
     | {"--gpu", "--batch", "--context", "--acceptance", "--depth", "--weights", "--kv-dtype", "--tp", "--ep"}
