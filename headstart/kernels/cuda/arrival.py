@@ -1,12 +1,20 @@
-"""Numbers on their way from the device to the host, which waits for them only when it reads them."""
+"""Numbers on their way between host and device. The host waits only for those that it reads: a copy that torch calls
+blocking would have it wait for all that has been launched before."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+
+def sent(array: NDArray[Any], place: torch.device) -> Tensor:
+    """A copy there. What is not pinned is copied aside at once, so the array may change afterwards."""
+    host = torch.from_numpy(np.require(array, requirements=["C", "W"]))
+    return host.to(place, non_blocking=True, copy=True)
 
 
 class Arrival:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.core import SamplingRows, StepPlan
+from headstart.kernels.cuda.arrival import sent
 from headstart.kernels.cuda.kernels import drafting as kernels
 from headstart.kernels.cuda.plan import DevicePlan, Shape
 from headstart.kernels.cuda.recording import Handle, Recorder
@@ -88,7 +89,7 @@ class Loop:
         self._plan = DevicePlan(shape.first, place, given.plan)
         self._step = DevicePlan(shape.step, place, given.step)
         self._told, self._drafted, self._places = (
-            torch.tensor(each, device=place) for each in (given.told, given.drafted, given.places)
+            sent(each, place) for each in (given.told, given.drafted, given.places)
         )
         self._draws = torch.zeros(max(shape.draws, 1), dtype=torch.int64, device=place)
         self._rows = DrawRows.of(given.rows, place, shape.step.rows)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.core import StateSteps, StepPlan
+from headstart.kernels.cuda.arrival import sent
 
 Ints = NDArray[np.int32]
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -173,7 +174,7 @@ class DevicePlan:
         return self._tiles[rows_per_tile]
 
     def _made(self, array: Ints) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
+        return sent(array, self.device)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.ints[name]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from headstart.core import GREEDY_BELOW, SamplingRows
 from headstart.kernels import philox
+from headstart.kernels.cuda.arrival import sent
 from headstart.kernels.cuda.kernels import sampling as kernels
 from headstart.kernels.cuda.launch import Launcher, tile_of
 
@@ -46,7 +47,7 @@ class DrawRows:
         count = len(rows) if count is None else count
 
         def moved(*arrays: NDArray[Any]) -> Any:
-            return tuple(torch.from_numpy(np.require(each, requirements=["C", "W"])).to(place) for each in arrays)
+            return tuple(sent(each, place) for each in arrays)
 
         def starts(indptr: NDArray[Any]) -> NDArray[Any]:
             return np.pad(indptr, (0, count + 1 - len(indptr)), mode="edge")
