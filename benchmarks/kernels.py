@@ -26,6 +26,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / each) for each in (".", "tests", "tests/kernels", "tests/kernels/cuda")]
+SPILLED = 16
+"""Bytes of a thread outside of its registers that are worth a word."""
 ONE_BY_ONE = {"scatter", "keep", "conv_states", "count", "deal", "choose"}
 """Kernels that copy or count: what they give has no rounding, and their tiles may follow the number of rows."""
 
@@ -59,6 +61,12 @@ def compile_all(args: argparse.Namespace) -> int:
             print(f"| {name} | {len(all_made)} | " + " | ".join(map(str, most)) + " |")
             if most[0] > SHARED[target]:
                 bad.append(f"{target}, {name}: {most[0]} bytes of shared memory")
+        for made in compiler.found.values():
+            if made.local > SPILLED:
+                print(
+                where = f"{made.local} bytes of a thread outside of {made.registers} registers"
+                print(f"\n{made.kernel} keeps {where}: {made.about}")
+                )
         bad += [f"{target}, {name}: {why}" for name, why in compiler.failed.items()]
         bad += [f"{target}, {line}" for line in [*fused(compiler), *unlike(compiler)]]
         if args.keep:

@@ -42,10 +42,11 @@ _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuo
 
 @dataclass
 class Compiled:
-    """One binary: bytes of shared memory; registers of a thread and bytes that it keeps outside of them (stack and
-    spills; -1: not known)."""
+    """One binary: the constants it was compiled for; bytes of shared memory; registers of a thread and bytes that it
+    keeps outside of them (stack and spills; -1: not known)."""
 
     kernel: str
+    about: str
     shared: int
     registers: int = -1
     local: int = -1
@@ -106,7 +107,9 @@ class Compiler:
     def _take(self, name: str, made: Any) -> None:
         if made.hash not in self.found:
             assembly = made.asm["ptx" if self.target.backend == "cuda" else "amdgcn"]
-            told = Compiled(name, made.metadata.shared, assembly=assembly)
+            names, constants = made.src.fn.arg_names, made.src.constants
+            about = " ".join(f"{names[at[0]]}={value}" for at, value in constants.items() if names[at[0]].isupper())
+            told = Compiled(name, about, made.metadata.shared, assembly=assembly)
             if self.target.backend == "cuda":
                 told.registers, told.local = _used(made.asm["cubin"])
             self.found[made.hash] = told

@@ -48,7 +48,7 @@ def taken() -> Iterator[list[int]]:
 
 def texts(engine: Engine, depth: int | None, count: int = 2, **fields: Any) -> list[list[int]]:
     about = {"max_tokens": 6, "temperature": 0.5, "depth": depth, **fields}
-    asked = [support.request(support.prompt_of(3 + 6 * i, i), name=str(i), **about) for i in range(count)]
+    asked = [support.request(support.prompt_of(4 + 6 * i, i), name=str(i), **about) for i in range(count)]
     return [each.tokens for each in support.run(engine, asked).values()]
 
 
@@ -76,10 +76,10 @@ def test_drafts_and_texts_are_those_of_drafts_made_later(graphs: bool) -> None:
 def test_texts_are_those_of_plain_decoding() -> None:
     """With depths chosen by themselves, and where sequences are preempted."""
     model = agreeing()
-    wanted = texts(engine_of(model), 0)
-    assert texts(engine_of(model, depth=AUTO), None) == wanted
+    wanted = texts(engine_of(model), 0, max_tokens=9)
+    assert texts(engine_of(model, depth=AUTO), None, max_tokens=9) == wanted
     engine = engine_of(model, kv_blocks=3, max_model_len=24)
-    assert texts(engine, None) == wanted and engine.scheduler.num_preemptions > 0
+    assert texts(engine, None, max_tokens=9) == wanted and engine.scheduler.num_preemptions > 0
 
 
 def test_synthetic_acceptance_is_known_before() -> None:

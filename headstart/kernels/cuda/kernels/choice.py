@@ -72,7 +72,7 @@ def choose(scores, chosen, counts, positions, sees, first_position, context, lis
         bounds = rank + way.to(tl.int64) * step
         reached = tl.zeros((16,), tl.int32)
         for begin in range(0, last + 1, TILE):
-            _, ranks = ranked(scores, row, begin, last, first_position, context, EVERY, TILE)
+            _p, ranks = ranked(scores, row, begin, last, first_position, context, EVERY, TILE)
             reached += tl.sum((ranks[:, None] >= bounds[None, :]).to(tl.int32), axis=0)
         most = tl.max(tl.where(reached >= top, way, 0), axis=0)
         above = tl.where(most < 15, tl.sum(tl.where(way == most + 1, reached, 0), axis=0), above)
