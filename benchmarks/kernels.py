@@ -63,10 +63,8 @@ def compile_all(args: argparse.Namespace) -> int:
                 bad.append(f"{target}, {name}: {most[0]} bytes of shared memory")
         for made in compiler.found.values():
             if made.local > SPILLED:
-                print(
                 where = f"{made.local} bytes of a thread outside of {made.registers} registers"
                 print(f"\n{made.kernel} keeps {where}: {made.about}")
-                )
         bad += [f"{target}, {name}: {why}" for name, why in compiler.failed.items()]
         bad += [f"{target}, {line}" for line in [*fused(compiler), *unlike(compiler)]]
         if args.keep:
