@@ -144,11 +144,10 @@ struct Attend {
             float* at = score[i] + t * 16;
             store(at, hide(load(at) * splat(task.scale), t, begin[i], end[i]));
         }
-        const float shrink = soften(score[i], tiles, task.softcap, each.peak, each.total);
+        const auto put = [&](int t, f32 weights) __attribute__((always_inline)) { store_bf16(weight[i] + t * 16, weights); };
+        const float shrink = soften(score[i], tiles, task.softcap, each, put);
         if (shrink != 1.0f)
             for (int64_t d = 0; d < wide(); d += 16) store(sums(i) + d, load(sums(i) + d) * splat(shrink));
-        for (int t = 0; t < tiles; ++t)
-            store_bf16(weight[i] + t * 16, load(score[i] + t * 16));
     }
 
     // The values of a tile; of one with positions outside first .. last - 1 a copy with zeros there, for anything may

@@ -143,15 +143,17 @@ template <Store kStore> struct Attend {
     }
 
     APART void soften(Query& each) {
-        const float shrink = headstart::HEADSTART_PATH::soften(each.weight, tiles, task.softcap, each.peak, each.total);
+        const auto put = [&](int t, f32 weights) __attribute__((always_inline)) {
+            if (kStore == Store::I8) weights = weights * load(scales(t) + 16); // a value's scale goes into its weight
+            if (kPairs<kStore>)
+                store_bf16(each.weight_pairs + t * 16, weights); // those of what it does not see are zeros
+            else
+                store(each.weight + t * 16, weights);
+        };
+        const float shrink = headstart::HEADSTART_PATH::soften(each.weight, tiles, task.softcap, each, put);
         if (shrink != 1.0f)
             for (int64_t d = 0; d < task.layout.padded_value(); d += 16)
                 store(each.sum + d, load(each.sum + d) * splat(shrink));
-        if (kStore == Store::I8) // a value's scale goes into its weight
-            for (int t = 0; t < tiles; ++t)
-                store(each.weight + t * 16, load(each.weight + t * 16) * load(scales(t) + 16));
-        if (kPairs<kStore>) // those of what it does not see are zeros
-            for (int t = 0; t < tiles; ++t) store_bf16(each.weight_pairs + t * 16, load(each.weight + t * 16));
     }
 
     // sum += weight * value over positions begin .. end - 1 of the chunk, for kCount queries.

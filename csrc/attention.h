@@ -84,25 +84,35 @@ INLINE float shrinks(float by) {
     return lanes[0];
 }
 
-// Scores of one query and chunk to e^(score - peak). Returns what its sums so far shrink by.
-INLINE float soften(float* scores, int tiles, float cap, float& peak, float& total) {
+// Scores of one query and chunk to e^(score - peak), put(t, weights of 16 positions). Returns what its sums so far shrink by.
+template <int kCount, class Put>
+INLINE float soften_tiles(const float* scores, float cap, Softmax& softmax, Put&& put) {
     f32 w[kTiles], best = splat(-INFINITY);
-    for (int t = 0; t < tiles; ++t) {
+    for (int t = 0; t < kCount; ++t) {
         w[t] = load(scores + t * 16);
         if (cap != 0.0f) w[t] = select_less(w[t], splat(-FLT_MAX), w[t], softcap(w[t], cap)); // hidden ones stay -inf
         best = max(best, w[t]);
     }
     const float top = max_lanes(best);
     float shrink = 1.0f;
-    if (top > peak || std::isnan(top)) {
-        shrink = shrinks(peak - top);
-        total *= shrink;
-        peak = top;
+    if (top > softmax.peak || std::isnan(top)) {
+        shrink = shrinks(softmax.peak - top);
+        softmax.total *= shrink;
+        softmax.peak = top;
     }
-    for (int t = 0; t < kTiles; ++t) w[t] = t < tiles ? exp(w[t] - splat(peak)) : splat(0.0f);
-    total += sum_lanes((w[0] + w[1]) + (w[2] + w[3]));
-    for (int t = 0; t < tiles; ++t) store(scores + t * 16, w[t]);
+    for (int t = 0; t < kTiles; ++t) w[t] = t < kCount ? exp(w[t] - splat(softmax.peak)) : splat(0.0f);
+    softmax.total += sum_lanes((w[0] + w[1]) + (w[2] + w[3]));
+    for (int t = 0; t < kCount; ++t) put(t, w[t]);
     return shrink;
+}
+
+template <class Put> INLINE float soften(const float* scores, int tiles, float cap, Softmax& softmax, Put&& put) {
+    switch (tiles) { // whole chunks stay in registers
+    case 1: return soften_tiles<1>(scores, cap, softmax, put);
+    case 2: return soften_tiles<2>(scores, cap, softmax, put);
+    case 3: return soften_tiles<3>(scores, cap, softmax, put);
+    default: return soften_tiles<4>(scores, cap, softmax, put);
+    }
 }
 
 // Sums over some positions, and over those behind them (nullptr: zeros), become sums over all.

@@ -166,7 +166,7 @@ INLINE void multiply_coded(const Matrix& w, const uint8_t* const block[2], const
         for (int b = 0; b < kBlocks; ++b) p[b] = block[kFirst + b] + panel * panel_bytes;
         for (int64_t line = 0; line < panel_bytes; line += 64)
             for (int b = 0; b < kBlocks; ++b) prefetch(p[b] + ahead + line);
-        for (int64_t group = 0, unit = 0; group < kPanel / w.group; ++group) {
+        for (int64_t group = 0, unit = 0; group < w.groups(); ++group) {
             f32 sum[kRows][kBlocks][kChains];
             for (auto& r : sum)
                 for (auto& b : r)

@@ -159,9 +159,8 @@ template <int kRows> Multiply<kRows> pick(const Matrix& w) { // of those that ar
 }
 
 template <int kRows>
-void linear_rows(const Matrix& w, const float* bias, const Input& x, int64_t row, int64_t pair, const Output& out) {
-    const bool both = 2 * pair + 1 < w.num_blocks();
-    const uint8_t* const block[2] = {w.block(2 * pair), w.block(2 * pair + (both ? 1 : 0))};
+void linear_rows(const Matrix& w, const uint8_t* const block[2], const float* bias, const Input& x, int64_t row,
+                 int64_t pair, const Output& out) {
     Tile<kRows> acc;
     pick<kRows>(w)(w, block, x, row, acc);
     for (int r = 0; r < kRows; ++r) put_linear(acc[r], w, bias, row + r, pair, out);
@@ -181,27 +180,43 @@ void quantize(const float* x, int64_t width, uint8_t* row) {
     }
 }
 
+// Blocks 2 pair and 2 pair + 1 of both matrices, those there are: [half][gate, up].
+struct GatedBlocks {
+    const uint8_t* at[2][2];
+    int halves;
+    bool alike;
+};
+
+INLINE GatedBlocks gated_blocks(const Matrix& gate, const Matrix& up, int64_t pair) {
+    GatedBlocks found{{}, 2 * pair + 1 < gate.num_blocks() ? 2 : 1, gate.alike(up)};
+    for (int half = 0; half < found.halves; ++half) {
+        found.at[half][0] = gate.block(2 * pair + half);
+        found.at[half][1] = up.block(2 * pair + half);
+    }
+    return found;
+}
+
 template <int kRows>
-void gated_rows(const Matrix& gate, const Matrix& up, const float* gate_bias, const float* up_bias, Activation kind,
-                const Input& x, int64_t row, int64_t pair, const Output& out) {
-    alignas(64) float tile[kRows][32] = {};
-    for (int64_t half = 0; half < 2 && 2 * pair + half < gate.num_blocks(); ++half) {
-        const int64_t index = 2 * pair + half;
+void gated_rows(const Matrix& gate, const Matrix& up, const GatedBlocks& blocks, const float* gate_bias,
+                const float* up_bias, Activation kind, const Input& x, int64_t row, int64_t pair, const Output& out) {
+    alignas(64) float tile[kRows][32]; // what no block fills is behind the width
+    for (int half = 0; half < blocks.halves; ++half) {
+        const uint8_t* const* block = blocks.at[half];
         Tile<kRows> acc;
-        if (gate.alike(up)) {
-            const uint8_t* const block[2] = {gate.block(index), up.block(index)};
+        if (blocks.alike) {
             pick<kRows>(gate)(gate, block, x, row, acc);
         } else { // files that mix types inside a layer: each matrix by itself, twice the work
             Tile<kRows> other;
-            const uint8_t* const first[2] = {gate.block(index), gate.block(index)};
-            const uint8_t* const second[2] = {up.block(index), up.block(index)};
+            const uint8_t* const first[2] = {block[0], block[0]};
+            const uint8_t* const second[2] = {block[1], block[1]};
             pick<kRows>(gate)(gate, first, x, row, acc);
             pick<kRows>(up)(up, second, x, row, other);
             for (int r = 0; r < kRows; ++r) acc[r][1] = other[r][1];
         }
         for (int r = 0; r < kRows; ++r) {
             if (x.factors) scale_both(acc[r], x.factors[row + r]);
-            store(tile[r] + half * 16, gate_lanes(acc[r], gate.rows, gate_bias, up_bias, kind, index * 16));
+            const int64_t at = (2 * pair + half) * 16;
+            store(tile[r] + half * 16, gate_lanes(acc[r], gate.rows, gate_bias, up_bias, kind, at));
         }
     }
     for (int r = 0; r < kRows; ++r) put_gated(tile[r], row + r, pair, out);
@@ -226,13 +241,16 @@ template <class F> INLINE void in_tiles(int64_t rows, F&& f) {
 }
 
 void linear(const Matrix& w, const float* bias, const Input& x, int64_t pair, const Output& out) {
-    in_tiles(x.rows, [&](int64_t row, auto tile) { linear_rows<tile.value>(w, bias, x, row, pair, out); });
+    const int64_t last = 2 * pair + 1 < w.num_blocks() ? 2 * pair + 1 : 2 * pair;
+    const uint8_t* const block[2] = {w.block(2 * pair), w.block(last)};
+    in_tiles(x.rows, [&](int64_t row, auto tile) { linear_rows<tile.value>(w, block, bias, x, row, pair, out); });
 }
 
 void gated(const Matrix& gate, const Matrix& up, const float* gate_bias, const float* up_bias, Activation kind,
            const Input& x, int64_t pair, const Output& out) {
+    const GatedBlocks blocks = gated_blocks(gate, up, pair);
     in_tiles(x.rows, [&](int64_t row, auto tile) {
-        gated_rows<tile.value>(gate, up, gate_bias, up_bias, kind, x, row, pair, out);
+        gated_rows<tile.value>(gate, up, blocks, gate_bias, up_bias, kind, x, row, pair, out);
     });
     pad_gated(x.rows, pair, gate.num_blocks(), out);
 }

@@ -79,10 +79,11 @@ struct Matrix {
     HEADSTART_INLINE int64_t scale_size() const {
         return scales == Scales::F32 ? 4 : scales == Scales::F16 || scales == Scales::BF16 ? 2 : 1;
     }
-    // of one panel
-    HEADSTART_INLINE int64_t scale_bytes() const { return kPanel / group * kLanes * scale_size(); }
+    // Of one panel. No divisions here: these are asked for with every few rows.
+    HEADSTART_INLINE int64_t groups() const { return group == 16 ? 4 : group == 32 ? 2 : 1; }
+    HEADSTART_INLINE int64_t scale_bytes() const { return groups() * kLanes * scale_size(); }
     HEADSTART_INLINE int64_t head_bytes() const {
-        const int64_t more = offsets == Offsets::MINS ? scale_bytes() : offsets == Offsets::POINTS ? kPanel / group * kLanes : 0;
+        const int64_t more = offsets == Offsets::MINS ? scale_bytes() : offsets == Offsets::POINTS ? groups() * kLanes : 0;
         return (scale_bytes() + more + 63) / 64 * 64;
     }
     HEADSTART_INLINE int64_t panel_bytes() const {
@@ -103,7 +104,7 @@ struct Matrix {
     HEADSTART_INLINE int64_t factor_panels() const { return scales == Scales::I8 ? kFactorPanels : padded() / kPanel; }
     // Where a panel of a block begins; its factors stand before the first that has them.
     HEADSTART_INLINE int64_t panel_at(int64_t panel) const {
-        return panel * panel_bytes() + (panel / factor_panels() + 1) * factor_bytes();
+        return panel * panel_bytes() + ((scales == Scales::I8 ? panel / kFactorPanels : 0) + 1) * factor_bytes();
     }
     HEADSTART_INLINE int64_t block_bytes() const { return panel_at(padded() / kPanel - 1) + panel_bytes(); }
     HEADSTART_INLINE int64_t num_bytes() const { return num_blocks() * block_bytes(); }

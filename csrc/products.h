@@ -47,7 +47,9 @@ INLINE void quantize_gated(float (&lanes)[32], int64_t count, int64_t row, int64
 
 INLINE void put_gated(float (&lanes)[32], int64_t row, int64_t pair, const Output& out) {
     const int64_t count = out.width - pair * 32 < 32 ? out.width - pair * 32 : 32;
-    std::memcpy(out.values + row * out.stride + pair * 32, lanes, count * 4);
+    float* to = out.values + row * out.stride + pair * 32;
+    store_some(to, count, load(lanes));
+    if (count > 16) store_some(to + 16, count - 16, load(lanes + 16));
     quantize_gated(lanes, count, row, pair, out);
 }
 
