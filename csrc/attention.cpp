@@ -57,32 +57,57 @@ struct Query : Sight {
 
 // Queries go through a chunk in groups of at most kGroup, while it is in the first-level cache. The loops are functions of
 // their own, so that none costs another its registers.
-template <Store kStore> struct Attend {
-    explicit Attend(const AttendTask& work) : task(work) {} // the rest is set where it is used: it is large
+template <Store kStore, bool kWidened = false> struct Attend {
+    static constexpr Store kRead = kWidened ? Store::BF16 : kStore; // what the loops read
+    static constexpr bool kScaled = kStore == Store::I8;
+
+    explicit Attend(const AttendTask& work) : task(work), read(work.layout) { read.store = kRead; } // the rest is large
     const AttendTask& task;
+    KVLayout read;
     Query query[kMostQueries];
     const uint8_t *tile[kTiles], *next[kTiles]; // of this chunk and the one after it
     int tiles, next_tiles;
+    const float* scale[kTiles]; // kScaled: of keys, then of values
+    alignas(64) uint8_t wide[kWidened ? kTiles : 1][kWidened ? 32 * (kMaxKeys + kMaxValueDim) : 1];
 
-    const float* scales(int t) const { return reinterpret_cast<const float*>(tile[t] + task.layout.scales_at()); }
+    // The tiles of 8 bits as BF16 has them, which holds these numbers exactly, once for all queries.
+    void widen() {
+        const int64_t dim = task.layout.head_dim, width = task.layout.padded_value(), bytes = task.layout.scales_at();
+        for (int t = 0; t < tiles; ++t) {
+            const auto* from = reinterpret_cast<const int8_t*>(tile[t]);
+            for (int64_t at = 0; at < bytes && t < next_tiles; at += 64) prefetch(next[t] + at);
+            uint8_t* to = wide[t];
+            for (int64_t d = 0; d < dim; d += 2, to += 64)
+                pair(load_i8(from + d * 16), d + 1 < dim ? load_i8(from + d * 16 + 16) : splat(0.0f), to);
+            from += dim * 16;
+            for (int64_t p = 0; p < 16; p += 2, from += 2 * width)
+                for (int64_t d = 0; d < width; d += 16, to += 64) pair(load_i8(from + d), load_i8(from + width + d), to);
+            tile[t] = wide[t];
+        }
+    }
+
+    static void pair(f32 even, f32 odd, uint8_t* to) {
+        const i32 high = splat_int((int32_t)0xffff0000);
+        store(reinterpret_cast<int32_t*>(to), shift_right<16>(as_int(even)) | (as_int(odd) & high));
+    }
 
     // Scaled scores of kCount tiles; -inf where a query may not look. Fetches the next chunk meanwhile, bit by bit:
     // more requests than the core keeps open would hold up its own loads.
     template <int kQueries, int kCount> APART void score(Query* query, int t) {
-        constexpr int kEach = kWays<kStore>;
-        const int64_t dim = task.layout.head_dim, values_at = task.layout.values_at();
+        constexpr int kEach = kWays<kRead>;
+        const int64_t dim = task.layout.head_dim, values_at = read.values_at();
         f32 sum[kQueries][kCount];
         for (auto& each : sum)
             for (f32& one : each) one = splat(0.0f);
         for (int64_t d = 0; d < dim; d += kEach) {
-            const int64_t line = d / kEach * kLine<kStore>;
+            const int64_t line = d / kEach * kLine<kRead>;
             f32 key[kCount][kEach];
             for (int c = 0; c < kCount; ++c) {
                 if (t + c < next_tiles) {
                     prefetch(next[t + c] + line);
                     prefetch(next[t + c] + values_at + line);
                 }
-                load_items<kStore>(tile[t + c] + line, key[c]);
+                load_items<kRead>(tile[t + c] + line, key[c]);
             }
             for (int way = 0; way < kEach && d + way < dim; ++way)
                 for (int i = 0; i < kQueries; ++i) {
@@ -95,7 +120,7 @@ template <Store kStore> struct Attend {
 
     // The same with kPairs. Only the first queries fetch the next chunk for those that come after them.
     template <int kQueries, int kCount, bool kFetch> APART void score_pairs(Query* query, int t) {
-        const int64_t bytes = task.layout.head_dim * 32, values_at = task.layout.values_at();
+        const int64_t bytes = task.layout.head_dim * 32, values_at = read.values_at();
         const uint8_t *keys[kCount], *fetched[kCount];
         f32 sum[kQueries][kCount];
         for (auto& each : sum)
@@ -125,9 +150,9 @@ template <Store kStore> struct Attend {
 
     template <int kQueries, int kCount> void score_some(Query* query, int& t) {
         for (; t + kCount <= tiles; t += kCount) {
-            if (!kPairs<kStore> || task.layout.head_dim > kMaxKeys)
+            if (!kPairs<kRead> || task.layout.head_dim > kMaxKeys)
                 score<kQueries, kCount>(query, t);
-            else if (task.first_query == 0 && query == this->query)
+            else if (!kWidened && task.first_query == 0 && query == this->query)
                 score_pairs<kQueries, kCount, true>(query, t);
             else
                 score_pairs<kQueries, kCount, false>(query, t);
@@ -137,15 +162,17 @@ template <Store kStore> struct Attend {
     template <int kQueries, int kCount> void put_scores(Query* query, int t, const f32 (&sum)[kQueries][kCount], int c) {
         for (int i = 0; i < kQueries; ++i) {
             f32 value = sum[i][c] * splat(task.scale);
-            if (kStore == Store::I8) value = value * load(scales(t));
+            if (kScaled) value = value * load(scale[t]);
             store(query[i].weight + t * 16, hide(value, t, query[i].begin, query[i].end));
         }
     }
 
     APART void soften(Query& each) {
         const auto put = [&](int t, f32 weights) __attribute__((always_inline)) {
-            if (kStore == Store::I8) weights = weights * load(scales(t) + 16); // a value's scale goes into its weight
-            if (kPairs<kStore>)
+            const f32 bare = weights;
+            if (kScaled) weights = weights * load(scale[t] + 16); // a value's scale goes into its weight
+            if (kWidened) weights = select_less(splat(0.0f), bare, weights, splat(0.0f)); // what nobody wrote may be NaN
+            if (kPairs<kRead>)
                 store_bf16(each.weight_pairs + t * 16, weights); // those of what it does not see are zeros
             else
                 store(each.weight + t * 16, weights);
@@ -158,8 +185,8 @@ template <Store kStore> struct Attend {
 
     // sum += weight * value over positions begin .. end - 1 of the chunk, for kCount queries.
     template <int kCount, int kWidth> void gather_strips(Query* query, int64_t d, int64_t begin, int64_t end) {
-        constexpr int kEach = kWays<kStore>;
-        const int64_t line = task.layout.padded_value() / 16 * kLine<kStore>, at = task.layout.values_at() + d / 16 * kLine<kStore>;
+        constexpr int kEach = kWays<kRead>;
+        const int64_t line = task.layout.padded_value() / 16 * kLine<kRead>, at = read.values_at() + d / 16 * kLine<kRead>;
         f32 sum[kCount][kWidth];
         for (int i = 0; i < kCount; ++i)
             for (int s = 0; s < kWidth; ++s) sum[i][s] = load(query[i].sum + d + s * 16);
@@ -167,13 +194,13 @@ template <Store kStore> struct Attend {
             const uint8_t* row = tile[p / 16] + at + p % 16 / kEach * line;
             i32 both[kWidth];
             for (int s = 0; s < kWidth; ++s)
-                both[s] = load(reinterpret_cast<const int32_t*>(row + s * kLine<kStore>)) & seen;
+                both[s] = load(reinterpret_cast<const int32_t*>(row + s * kLine<kRead>)) & seen;
             for (int i = 0; i < kCount; ++i) {
                 const i32 w = splat_pair(query[i].weight_pairs + p);
                 for (int s = 0; s < kWidth; ++s) sum[i][s] = dot_pairs(sum[i][s], both[s], w);
             }
         };
-        if (kPairs<kStore>) { // anything may stand where a query does not look
+        if (kPairs<kRead>) { // anything may stand where a query does not look
             if (begin % 2) add_pair(begin - 1, splat_int((int32_t)0xffff0000));
             for (int64_t p = (begin + 1) / 2 * 2; p + 2 <= end; p += 2) add_pair(p, splat_int(-1));
             if (end % 2 && end > begin) add_pair(end - 1, splat_int(0xffff));
@@ -181,14 +208,14 @@ template <Store kStore> struct Attend {
         auto add = [&](int64_t p, int from, int to) __attribute__((always_inline)) { // those of its neighbours from .. to - 1
             const uint8_t* row = tile[p / 16] + at + p % 16 / kEach * line;
             f32 value[kWidth][kEach];
-            for (int s = 0; s < kWidth; ++s) load_items<kStore>(row + s * kLine<kStore>, value[s]);
+            for (int s = 0; s < kWidth; ++s) load_items<kRead>(row + s * kLine<kRead>, value[s]);
             for (int way = from; way < to; ++way)
                 for (int i = 0; i < kCount; ++i) {
                     const f32 w = splat(query[i].weight[p + way]);
                     for (int s = 0; s < kWidth; ++s) sum[i][s] = fma(value[s][way], w, sum[i][s]);
                 }
         };
-        if (!kPairs<kStore>) {
+        if (!kPairs<kRead>) {
             int64_t p = begin / kEach * kEach;
             if (p < begin) {
                 add(p, 1, end < p + kEach ? (int)(end - p) : kEach);
@@ -218,7 +245,7 @@ template <Store kStore> struct Attend {
             each.whole.begun = false;
             extent.add(each);
             const int64_t dim = task.layout.head_dim;
-            for (int64_t d = 0; kPairs<kStore> && d < dim && dim <= kMaxKeys; d += 16)
+            for (int64_t d = 0; kPairs<kRead> && d < dim && dim <= kMaxKeys; d += 16)
                 store_bf16(each.pairs + d, load_some(each.values + d, dim - d));
             std::memset(each.sum, 0, task.layout.padded_value() * 4);
         }
@@ -228,6 +255,9 @@ template <Store kStore> struct Attend {
             tiles = next_tiles;
             std::memcpy(tile, next, sizeof tile);
             next_tiles = locate(task, start + kChunk, extent.until, next);
+            for (int t = 0; t < tiles && kScaled; ++t)
+                scale[t] = reinterpret_cast<const float*>(tile[t] + task.layout.scales_at());
+            if (kWidened) widen();
             for (int i = 0; i < count; i += kGroup) step_group(query + i, count - i, start);
             if ((start + kChunk) % kStretch != 0 && start + kChunk < extent.until) continue;
             for (int i = 0; i < count; ++i)
@@ -260,12 +290,12 @@ template <Store kStore> struct Attend {
         }
         if (last <= first) return;
         int t = 0;
-        if (kPairs<kStore>) score_some<kQueries, 4>(query, t);
+        if (kPairs<kRead>) score_some<kQueries, 4>(query, t);
         score_some<kQueries, kAbreast<kQueries>>(query, t);
         if (kAbreast<kQueries> > 1) score_some<kQueries, 1>(query, t);
         for (int i = 0; i < kQueries; ++i)
             if (query[i].end > query[i].begin) soften(query[i]);
-        if (kPairs<kStore>) { // two products are one operation, unless the query itself sees one of them only
+        if (kPairs<kRead>) { // two products are one operation, unless the query itself sees one of them only
             begin = (begin + 1) / 2 * 2;
             end = end / 2 * 2;
         }
@@ -296,7 +326,10 @@ void attend(const AttendTask& task) {
     switch (task.layout.store) {
     case Store::F32: return Attend<Store::F32>(task).run();
     case Store::BF16: return Attend<Store::BF16>(task).run();
-    case Store::I8: return Attend<Store::I8>(task).run();
+    case Store::I8:
+        if constexpr (kPairs<Store::BF16>)
+            if (task.layout.head_dim <= kMaxKeys) return Attend<Store::I8, true>(task).run();
+        return Attend<Store::I8>(task).run();
     }
 }
 
