@@ -149,7 +149,12 @@ void bind_attention_steps(nb::module_& m, nb::class_<Program>& program) {
              [](KVPool* self, int64_t num_slots, int64_t num_heads, int64_t head_dim, int64_t value_dim, int store) {
                  new (self) KVPool(num_slots, num_heads, head_dim, value_dim, static_cast<Store>(store));
              })
-        .def("copy_rows", copy_rows);
+        .def("copy_rows", copy_rows)
+        .def_prop_ro("slot_bytes", &KVPool::slot_bytes)
+        .def("slots", [](nb::handle self, int64_t first, int64_t count) {
+            const KVPool& pool = nb::cast<const KVPool&>(self);
+            return slots_of(self, pool.memory, pool.slot_bytes(), 16, first, count);
+        });
     program.def("store_kv", store_kv);
     program.def("attend", attend, nb::arg("q"), nb::arg("pool"), nb::arg("num_heads"), nb::arg("scale"),
                 nb::arg("window"), nb::arg("softcap"), nb::arg("sinks").none(), nb::arg("causal") = false,

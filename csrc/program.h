@@ -39,12 +39,18 @@ class Memory {
     int64_t size_;
 };
 
+// The bytes of slots first .. first + count - 1 of a pool, which lie `slot_bytes` apart, as an array of Python's that keeps
+// `owner`. Slots are taken `step` at a time.
+nb::ndarray<nb::numpy, uint8_t> slots_of(nb::handle owner, const Memory& memory, int64_t slot_bytes, int64_t step,
+                                         int64_t first, int64_t count);
+
 // Keys and values of one layer for num_slots token positions (a multiple of 16).
 struct KVPool {
     KVPool(int64_t num_slots, int64_t num_heads, int64_t head_dim, int64_t value_dim, Store store);
     uint8_t* tile(int64_t slot, int64_t head) const {
         return memory.data() + layout.tile_at(slot, head);
     }
+    int64_t slot_bytes() const { return layout.tile_bytes() * layout.num_heads / 16; } // its share of a tile
     KVLayout layout;
     int64_t num_slots;
     Memory memory;
@@ -57,6 +63,7 @@ struct RowPool {
         : width(width), num_slots(num_slots), wide(wide), memory(num_slots * width * (wide ? 4 : 2)) {}
     void put(int64_t slot, const float* row);
     void get(int64_t slot, float* row) const;
+    int64_t slot_bytes() const { return width * (wide ? 4 : 2); }
     int64_t width, num_slots;
     bool wide;
     Memory memory;
@@ -66,6 +73,7 @@ struct RowPool {
 struct HiddenPool {
     HiddenPool(int64_t num_slots, int64_t width) : width(width), num_slots(num_slots), memory(num_slots * width * 4) {}
     float* row(int64_t slot) const { return reinterpret_cast<float*>(memory.data()) + slot * width; }
+    int64_t slot_bytes() const { return width * 4; }
     int64_t width, num_slots;
     Memory memory;
 };
@@ -79,6 +87,7 @@ struct StatePool {
     float* kept(int64_t slot, int64_t place) const {
         return reinterpret_cast<float*>(rows.data()) + (slot * num_kept + place) * row_size;
     }
+    int64_t slot_bytes() const { return state_size * 4; }
     int64_t num_slots, num_owned, num_kept, state_size, row_size;
     Memory states, rows;
 };

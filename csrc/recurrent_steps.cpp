@@ -259,7 +259,12 @@ nb::ndarray<nb::numpy, float> state_of(StatePool& pool, int64_t slot) {
 void bind_recurrent_steps(nb::module_& m, nb::class_<Program>& program) {
     nb::class_<StatePool>(m, "StatePool")
         .def(nb::init<int64_t, int64_t, int64_t, int64_t, int64_t>())
-        .def("state", state_of);
+        .def("state", state_of)
+        .def_prop_ro("slot_bytes", &StatePool::slot_bytes)
+        .def("slots", [](nb::handle self, int64_t first, int64_t count) {
+            const StatePool& pool = nb::cast<const StatePool&>(self);
+            return slots_of(self, pool.states, pool.slot_bytes(), 1, first, count);
+        });
     program
         .def("causal_conv", causal_conv, nb::arg("x"), nb::arg("taps"), nb::arg("pool"), nb::arg("width"),
              nb::arg("bias").none())

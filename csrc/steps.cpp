@@ -337,7 +337,14 @@ void bind_program(nb::module_& m) {
         for (const Path& path : paths()) names.push_back(path.name);
         return names;
     });
-    nb::class_<HiddenPool>(m, "HiddenPool").def(nb::init<int64_t, int64_t>()).def_ro("width", &HiddenPool::width);
+    nb::class_<HiddenPool>(m, "HiddenPool")
+        .def(nb::init<int64_t, int64_t>())
+        .def_ro("width", &HiddenPool::width)
+        .def_prop_ro("slot_bytes", &HiddenPool::slot_bytes)
+        .def("slots", [](nb::handle self, int64_t first, int64_t count) {
+            const HiddenPool& pool = nb::cast<const HiddenPool&>(self);
+            return slots_of(self, pool.memory, pool.slot_bytes(), 1, first, count);
+        });
     nb::class_<RopeTable>(m, "RopeTable").def(nb::init<std::vector<double>, double>());
     nb::class_<Arena>(m, "Arena").def(nb::init<>());
     nb::class_<Program> program(m, "Program");

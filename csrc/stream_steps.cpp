@@ -223,7 +223,12 @@ void RowPool::get(int64_t slot, float* row) const {
 void bind_stream_steps(nb::module_& m, nb::class_<Program>& program) {
     nb::class_<RowPool>(m, "RowPool")
         .def(nb::init<int64_t, int64_t, bool>(), nb::arg("num_slots"), nb::arg("width"), nb::arg("wide"))
-        .def("copy_rows", copy_kept);
+        .def("copy_rows", copy_kept)
+        .def_prop_ro("slot_bytes", &RowPool::slot_bytes)
+        .def("slots", [](nb::handle self, int64_t first, int64_t count) {
+            const RowPool& pool = nb::cast<const RowPool&>(self);
+            return slots_of(self, pool.memory, pool.slot_bytes(), 1, first, count);
+        });
     program.def("stream_weights", stream_weights)
         .def("sum_streams", sum_streams)
         .def("mix_streams", mix_streams)

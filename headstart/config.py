@@ -28,6 +28,7 @@ MOST_THREADS, MOST_BLOCK = 1024, 4096
 """Larger numbers of threads, or of positions in a block, are mistakes."""
 MOST = {"max_num_seqs": 2**16, "max_num_batched_tokens": 2**20, "kv_blocks": 2**31, "ngram_min": 1024}
 """So are larger ones of these: lists of such a length would be made before anything could say so."""
+MOST_GB = 10**6
 DRAFTER_WORDS = ("auto", "none")
 """Values of `drafter` that are not names of drafters: what the model offers best, and plain decoding."""
 
@@ -108,6 +109,12 @@ class EngineConfig:
     enable_prefix_caching: bool = _flag(
         True, "--enable-prefix-caching", "Keep computed prompts for later requests that begin the same."
     )
+    kv_spill: str | None = _flag(
+        None,
+        "--kv-spill",
+        "Directory that keeps computed prompts beyond memory and process; servers of a machine may share one.",
+    )
+    kv_spill_gb: float = _flag(10.0, "--kv-spill-gb", "GB that --kv-spill takes at most; the oldest go first.")
     ngram_min: int = _flag(2, "--ngram-min", "Shortest n-gram that the ngram drafter looks up.")
     ngram_max: int = _flag(4, "--ngram-max", "Longest n-gram that the ngram drafter looks up.")
     shared_lookup: bool = _flag(
@@ -144,6 +151,7 @@ class EngineConfig:
             self._check_range(name, 1, most)
         self._check_range("ngram_max", self.ngram_min, MOST["ngram_min"], hint="it cannot be below --ngram-min")
         self._check_range("seed", 0, 2**64 - 1)
+        self._check_spill()
 
     @property
     def synthetic_rates(self) -> tuple[float, ...]:
@@ -154,6 +162,11 @@ class EngineConfig:
         """The deepest draft while so many sequences run."""
         depths = [depth for start, depth in _depth_table(self.depth_by_batch) if start <= running]
         return depths[-1] if depths else MAX_DEPTH
+
+    def _check_spill(self) -> None:
+        if not isinstance(self.kv_spill_gb, int | float) or not 0 < self.kv_spill_gb <= MOST_GB:
+            what = f"--kv-spill-gb is {self.kv_spill_gb}, but must be above 0 and at most {MOST_GB}"
+            raise UsageError(what, "10 is the default")
 
     def _check_types(self) -> None:
         """Of texts and switches, and that only what may be left open is None."""

@@ -364,6 +364,9 @@ def assert_clean(engine: Engine) -> None:
     assert not engine.has_work
     assert not engine._live
     assert not engine.memory._keys
+    if engine.memory.spill:
+        engine.memory.spill.flush()
+        assert not engine.memory.collect()
     engine.memory.pool.check()
     assert engine.memory.pool.num_free == len(engine.memory.pool.blocks)
     if engine.memory.states:

@@ -114,6 +114,8 @@ class LLM:
         if self.closed:
             return
         self.shared.stop()
+        if spill := self.engine.memory.spill:
+            spill.close()
         del self.shared, self.engine, self.model
         gc.collect()  # networks and what runs them know each other
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,21 +18,31 @@ def root_key(salt: str) -> bytes:
     return hashlib.blake2b(salt.encode(), digest_size=24).digest() if salt else ROOT
 
 
-def block_key(parent: bytes, tokens: list[int]) -> bytes:
+def block_key(parent: bytes, tokens: Seq[int]) -> bytes:
     """Names a full block by its tokens and everything before them (a 128-bit hash chain: collisions do not happen)."""
     content = np.asarray(tokens, dtype=np.int64).tobytes()
     return hashlib.blake2b(parent + content, digest_size=16).digest()
 
 
+def keys_of(tokens: Seq[int], salt: str, size: int) -> Iterator[bytes]:
+    """Of all full blocks, one after the other."""
+    parent = root_key(salt)
+    for start in range(0, len(tokens) - size + 1, size):
+        parent = block_key(parent, tokens[start : start + size])
+        yield parent
+
+
 @dataclass
 class Block:
     """`key` is set once the block is full of committed tokens. `filled`: of each network beside the trunk, the leading
-    slots that hold its KV too (slots before its first position hold none and count as filled)."""
+    slots that hold its KV too (slots before its first position hold none and count as filled). `kept`: when which part
+    of it was last seen to in a store (cache/spill.py)."""
 
     index: int
     references: int = 0
     key: bytes | None = None
     filled: Counter[int] = field(default_factory=Counter)
+    kept: dict[int, float] = field(default_factory=dict)
 
 
 class BlockPool:
@@ -55,6 +66,7 @@ class BlockPool:
             del self._index[block.key]
         block.key, block.references = None, 1
         block.filled.clear()
+        block.kept.clear()
         return block
 
     def find(self, key: bytes) -> Block | None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
-from headstart.cache.blocks import Block, BlockPool, block_key, root_key
+from headstart.cache.blocks import Block, BlockPool, block_key, keys_of, root_key
 from headstart.cache.recurrent import StateMemory
+from headstart.cache.spill import Spill
 from headstart.core import Sequence, int_array
+
+A_MOMENT = 0.01
+"""Seconds that an engine without other work waits for a load, before it looks for something new to do."""
 
 
 class KVMemory:
@@ -18,12 +23,14 @@ class KVMemory:
     ) -> None:
         self.pool, self.block_size, self.prefix_caching = BlockPool(num_blocks), block_size, prefix_caching
         self.states = states
+        self.spill: Spill | None = None  # what is beyond the pool
         self._keys: dict[Sequence, list[bytes]] = {}  # keys of the published blocks of each live sequence
 
     @property
     def usage(self) -> float:
-        """Share of blocks that are referenced."""
-        return 1 - self.pool.num_free / len(self.pool.blocks)
+        """Share of blocks that are in use. Also for other threads."""
+        spare = self.spill.num_spare if self.spill else 0
+        return 1 - min((self.pool.num_free + spare) / len(self.pool.blocks), 1.0)
 
     def blocks_for(self, num_slots: int) -> int:
         return -(-num_slots // self.block_size)
@@ -50,17 +57,51 @@ class KVMemory:
     def _cached_blocks(self, sequence: Sequence) -> list[tuple[bytes, Block]]:
         """Keys and blocks of the longest known prefix that leaves a row to be computed."""
         cached: list[tuple[bytes, Block]] = []
-        wants_all = sequence.prompt_logprobs is not None or sequence.request.embeds
-        if not self.prefix_caching or wants_all:
-            return cached
-        parent = root_key(sequence.request.cache_salt)
-        for start in range(0, len(sequence.tokens) - self.block_size, self.block_size):
-            parent = block_key(parent, sequence.tokens[start : start + self.block_size])
-            block = self.pool.find(parent)
+        for key in self.prefix_keys(sequence):
+            block = self.pool.find(key)
             if block is None:
                 break
-            cached.append((parent, block))
+            cached.append((key, block))
         return cached
+
+    def prefix_keys(self, sequence: Sequence) -> Iterator[bytes]:
+        """Of the full blocks that leave a row to be computed; none where all rows shall be."""
+        wants_all = sequence.prompt_logprobs is not None or sequence.request.embeds
+        if not self.prefix_caching or wants_all:
+            return iter(())
+        return keys_of(sequence.tokens[:-1], sequence.request.cache_salt, self.block_size)
+
+    def fetch(self, sequence: Sequence) -> bool:
+        """Begin to load what is known of its prefix beyond the pool; False where nothing is: it can be admitted."""
+        return self.spill is not None and self.spill.fetch(sequence, list(self.prefix_keys(sequence)))
+
+    def collect(self) -> list[Sequence]:
+        """Sequences whose prefixes have been loaded, as far as they could be."""
+        return [each for each in self.spill.collect() if not self.fetch(each)] if self.spill else []
+
+    def attached(self, sequence: Sequence) -> None:
+        """It is admitted."""
+        if self.spill:
+            self.spill.attached(sequence)
+
+    def drop(self, sequence: Sequence) -> None:
+        """It will not be admitted."""
+        if self.spill:
+            self.spill.drop(sequence)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Meanwhile nothing is beyond the pool: measurements mean to compute. No sequence lives before or after."""
+        spill, self.spill = self.spill, None
+        try:
+            yield
+        finally:
+            self.spill = spill
+
+    def wait(self) -> None:
+        """A moment, where something is being loaded."""
+        if self.spill:
+            self.spill.wait(A_MOMENT)
 
     def reserve(self, sequence: Sequence, num_slots: int) -> bool:
         """Make the sequence's table cover `num_slots` positions; False (no block taken) when blocks, or slots of
@@ -68,6 +109,8 @@ class KVMemory:
         if self.states and not self.states.hold(sequence):
             return False
         missing = self.blocks_for(num_slots) - len(sequence.block_table)
+        if missing > self.pool.num_free and self.spill:
+            self.spill.relieve(missing)
         if missing > self.pool.num_free:
             return False
         sequence.block_table.extend(self.pool.allocate().index for _ in range(missing))
@@ -78,14 +121,18 @@ class KVMemory:
         if not self.prefix_caching:
             return
         keys = self._keys.setdefault(sequence, [])
+        known = len(keys)
         while (len(keys) + 1) * self.block_size <= sequence.num_computed:
             start = len(keys) * self.block_size
             parent = keys[-1] if keys else root_key(sequence.request.cache_salt)
             key = block_key(parent, sequence.tokens[start : start + self.block_size])
             self.pool.publish(self._block(sequence, len(keys)), key)
             keys.append(key)
-        if self.states:
-            self.states.publish(sequence, keys)
+        snapshots = self.states.publish(sequence, keys) if self.states else []
+        if self.spill and (len(keys) > known or snapshots):
+            self.spill.save(self._chain(sequence, known))
+            if snapshots:
+                self.spill.save_states(snapshots)
 
     def fill(self, sequence: Sequence, network: int, end: int) -> None:
         """The KV of a network beside the trunk is now valid below position `end`."""
@@ -106,6 +153,8 @@ class KVMemory:
 
     def release(self, sequence: Sequence) -> None:
         """Give everything back; a preempted sequence starts again from its (possibly cached) prefix."""
+        if self.spill:
+            self.spill.save(self._chain(sequence))
         # last blocks first, so that the front of a prefix survives longest
         for index in reversed(sequence.block_table):
             self.pool.release(self.pool.blocks[index])
@@ -115,6 +164,11 @@ class KVMemory:
         self._keys.pop(sequence, None)
         if self.states:
             self.states.release(sequence)
+
+    def _chain(self, sequence: Sequence, first: int = 0) -> Iterator[tuple[int, bytes, Block]]:
+        """Its published blocks from one on, with their places and keys."""
+        keys = self._keys.get(sequence, ())
+        return ((i, keys[i], self._block(sequence, i)) for i in range(first, len(keys)))
 
     def _block(self, sequence: Sequence, i: int) -> Block:
         return self.pool.blocks[sequence.block_table[i]]

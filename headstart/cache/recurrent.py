@@ -7,7 +7,7 @@ A snapshot is written by the pass that computes its prefix, and is found by the 
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -43,6 +43,13 @@ class StateMemory:
         self._snapshots: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._held: dict[Sequence, _Held] = {}
         self._reading: set[int] = set()  # slots that the latest pass reads
+        self._pinned: Counter[int] = Counter()  # snapshots that somebody copies, or waits for
+        self._arriving: set[int] = set()  # slots that are written from elsewhere
+
+    @property
+    def every(self) -> int:
+        """Positions between two snapshots, whole blocks."""
+        return self._every
 
     def hold(self, sequence: Sequence) -> bool:
         """Give the sequence a slot of its own, unless it has one; False when none is free."""
@@ -103,20 +110,54 @@ class StateMemory:
         """A slot for a snapshot: an unused one, else that of the snapshot whose last use is the longest ago."""
         if self._unused:
             return self._unused.pop()
-        busy = self._reading | {held.source for held in self._held.values()}
+        busy = self._reading | {held.source for held in self._held.values()} | self._pinned.keys()
         key = next((key for key, slot in self._snapshots.items() if slot not in busy), None)
         return None if key is None else self._snapshots.pop(key)
 
-    def publish(self, sequence: Sequence, keys: Seq[bytes]) -> None:
-        """The sequence's first blocks have these keys: snapshots at their ends can be found from now on."""
-        held = self._held[sequence]
+    def publish(self, sequence: Sequence, keys: Seq[bytes]) -> list[tuple[bytes, int]]:
+        """The sequence's first blocks have these keys: snapshots at their ends can be found from now on. Returns those
+        that are new, with their slots."""
+        held, new = self._held[sequence], list[tuple[bytes, int]]()
         for position in [each for each in held.pending if each <= len(keys) * self._block_size]:
             key, slot = keys[position // self._block_size - 1], held.pending.pop(position)
             if key in self._snapshots:
                 self._unused.append(slot)
             else:
                 self._snapshots[key] = slot
+                new.append((key, slot))
             self._snapshots.move_to_end(key)
+        return new
+
+    def has(self, key: bytes) -> bool:
+        """Is there a snapshot behind the block with this key?"""
+        return key in self._snapshots
+
+    def pin(self, slot: int) -> None:
+        """A snapshot stays where it is until it is unpinned as often."""
+        self._pinned[slot] += 1
+
+    def unpin(self, slot: int) -> None:
+        self._pinned[slot] -= 1
+        if not self._pinned[slot]:
+            del self._pinned[slot]
+
+    def reserve_slot(self) -> int | None:
+        """A slot for a snapshot from elsewhere, until it has `arrived`; None where all are busy."""
+        slot = self._take()
+        if slot is not None:
+            self._arriving.add(slot)
+        return slot
+
+    def arrived(self, slot: int, key: bytes | None) -> bool:
+        """The slot holds the state behind the block with this key, and is found and pinned; or nothing (None). False
+        where it is not needed."""
+        self._arriving.remove(slot)
+        if key is None or key in self._snapshots:
+            self._unused.append(slot)
+            return False
+        self._snapshots[key] = slot
+        self.pin(slot)
+        return True
 
     def rewind(self, sequence: Sequence, position: int) -> None:
         """Take the state for that before `position`, whatever it is: for measurements that repeat a pass."""
@@ -133,7 +174,7 @@ class StateMemory:
         own = [held.own for held in self._held.values()]
         assert sorted(own + self._free) == list(range(self.num_running))
         pending = [slot for held in self._held.values() for slot in held.pending.values()]
-        taken = pending + self._unused + list(self._snapshots.values())
+        taken = pending + self._unused + list(self._snapshots.values()) + list(self._arriving)
         assert sorted(taken) == list(range(self.num_running, self.num_slots))
 
 

@@ -282,6 +282,8 @@ class EngineOptions(OptionGroup):
         config = EngineConfig(**given)
         if config.synthetic_acceptance and not cls.load_tests:
             raise UsageError("--synthetic-acceptance is for load tests", "use it with generate, serve or bench")
+        if config.kv_spill is not None and not config.enable_prefix_caching:
+            raise UsageError("--kv-spill keeps prompts, --no-enable-prefix-caching keeps none", "give one of them")
         return cls(config=config, given=frozenset(given))
 
     def refuse_others(self, used: Set[str], purpose: str) -> None:

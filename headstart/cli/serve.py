@@ -33,6 +33,8 @@ EXAMPLES = (
     "headstart serve --record my-records",
     "headstart serve ./my-model org/model --keep-alive 10m",
     "headstart serve --models models --memory 8",
+    "headstart serve --port 8001 --role prefill --kv-spill kv",
+    "headstart serve --role decode --prefill http://localhost:8001 --kv-spill kv",
     "headstart serve --host 0.0.0.0 --api-key-file keys.toml",
     "headstart serve ./my-model --engine vllm --max-num-seqs 64 --dry-run",
     "curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' "
@@ -72,6 +74,8 @@ class ServeOptions(OptionGroup):
     log_format: str = option("text or json.", default="text")
     access_log: bool = option("A line for every request: id, path, status, seconds.", default=False)
     no_web: bool = option("No pages for browsers at / and /dashboard.", default=False)
+    role: str | None = option("prefill: compute prompts for decode servers; decode: have --prefill compute them.")
+    prefill: str | None = option("URL of the server that computes prompts for this one.", metavar="URL")
     record: Path | None = option("Keep token ids of prompts and answers in this folder, for headstart adapt.")
     record_limit: int = option("Megabytes that they may take; the oldest go first.", default=256)
 
@@ -93,6 +97,24 @@ class ServeOptions(OptionGroup):
         for flag, path in (("--ssl-certfile", self.ssl_certfile), ("--ssl-keyfile", self.ssl_keyfile)):
             if path is not None and not path.is_file():
                 raise UsageError(f"{flag}: {path} is not a file")
+
+
+def check_role(serving: ServeOptions, config: EngineConfig) -> ServeOptions:
+    """`--prefill` alone makes a decode server. Raises UsageError for roles that do not work like that."""
+    role = serving.role or ("decode" if serving.prefill is not None else None)
+    if role not in (None, "prefill", "decode"):
+        raise UsageError(f"--role is {role!r}, which is unknown", "choose prefill or decode")
+    if role == "decode" and serving.prefill is None:
+        raise UsageError("--role decode needs a server that computes prompts", "name it: --prefill http://HOST:PORT")
+    if role == "prefill" and serving.prefill is not None:
+        raise UsageError("--role prefill computes prompts itself", "--prefill is for --role decode")
+    if role is not None and config.kv_spill is None:
+        raise UsageError(f"--role {role} hands prompts over in files", "say where they lie: --kv-spill DIR")
+    if serving.prefill is not None:
+        from headstart.server.handoff import Address
+
+        Address.of(serving.prefill)
+    return replace(serving, role=role)
 
 
 def check_keys(keys: list[str] | None, file: Path | None) -> None:
@@ -146,7 +168,7 @@ def run(
     tunes = not engine.given & {"depth", "drafter", "rule"} and config.depth_by_batch is None
     if wants_several(model or (), several, settings):
         return _serve_several(model or (), several, settings, config, serving, tunes=tunes)
-    return _serve_one(model[0] if model else None, config, serving, tunes=tunes)
+    return _serve_one(model[0] if model else None, config, check_role(serving, config), tunes=tunes)
 
 
 def _serve_several(

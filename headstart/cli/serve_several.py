@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from headstart.server.entries import Offer
     from headstart.server.shelf import Shelf
 
-OF_ONE = ("served_model_name", "chat_template", "tool_call_parser", "reasoning_parser", "record")
+OF_ONE = ("served_model_name", "chat_template", "tool_call_parser", "reasoning_parser", "record", "role", "prefill")
 """Options of the server that belong to one model."""
 GB = 10**9
 Prepare = Callable[[str | None, EngineConfig], EngineConfig]

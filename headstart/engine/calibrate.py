@@ -148,12 +148,13 @@ def _measure_long(run: _Run, costs: Costs, short: int) -> None:
 def known_costs(engine: Engine, identity: Mapping[str, Any]) -> Costs:
     """Of this machine, model and settings: as kept from an earlier start, if that still holds, or measured now."""
     path = hub.record_path("costs", identity)
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        kept = Costs.of(json.loads(path.read_text())["costs"])
-        if _still_holds(engine, kept):
-            return kept
-    begun = time.perf_counter()
-    costs = calibrate(engine)
+    with engine.memory.alone():
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            kept = Costs.of(json.loads(path.read_text())["costs"])
+            if _still_holds(engine, kept):
+                return kept
+        begun = time.perf_counter()
+        costs = calibrate(engine)
     if time.perf_counter() - begun > WORTH_KEEPING_S:
         with contextlib.suppress(OSError):  # a cache that cannot be written is none
             hub.keep_record(path, {"costs": costs.document(), "of": identity})

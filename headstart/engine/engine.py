@@ -116,6 +116,7 @@ class Engine:
         begun = time.perf_counter()
         spans = self.scheduler.schedule()
         if not spans:
+            self.memory.wait()
             return
         scheduled = time.perf_counter()
         forward = self.runner.forward(spans)

@@ -14,6 +14,7 @@ from headstart.drafters.base import Drafter, DraftVocabulary, Target
 from headstart.engine.engine import Engine
 from headstart.engine.load import Model
 from headstart.engine.runner import Runner
+from headstart.engine.spilling import named_parts, open_spill
 from headstart.engine.vocabulary import can_sketch, listed, num_exact, sketched
 from headstart.errors import ModelError, UsageError
 from headstart.heads.kind import head_kind
@@ -53,6 +54,7 @@ def make_engine(model: Model, config: EngineConfig, room: int | None = None) -> 
     num_slots = len(memory.pool.blocks) * config.block_size
     runner.allocate(trunk, memory, num_slots=num_slots, hidden_width=hidden_width)
     model.backend.loaded()
+    memory.spill = open_spill(runner, memory, model, config)
     engine = Engine(runner, memory, drafter, config, max_length)
     if drafter_type and engine.drafting.has_head:
         engine.drafting.num_vocab = num_exact(model, vocabulary)
@@ -83,6 +85,8 @@ def change_head(engine: Engine, model: Model, config: EngineConfig) -> None:
             if (theirs := getattr(new, name)) != (ours := getattr(drafting.drafter, name)):
                 raise ModelError(f"its {name} is {theirs}, that of the head in use is {ours}", "start the server again")
     engine.change_drafter(new)
+    if engine.memory.spill:
+        engine.memory.spill.change(named_parts(runner, model, config))
     drafting.num_vocab = num_exact(model, DraftVocabulary())
 
 

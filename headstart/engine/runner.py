@@ -11,6 +11,7 @@ from itertools import accumulate
 import numpy as np
 
 from headstart.cache.memory import KVMemory
+from headstart.cache.parts import STATE, TRUNK
 from headstart.core import Draft, Rows, Sampled, Sequence, Span, StateSteps, TokenLogprob
 from headstart.drafters.base import Hope, Steps, Wish
 from headstart.engine.plan import build_plan, span_rows
@@ -107,6 +108,14 @@ class Runner:
         opened.handles = {
             name: self.backend.prepare(made.code, hidden_width=made.hidden_width) for name, made in programs
         }
+
+    def stored(self) -> dict[int, list[Pool]]:
+        """Pools by what of a block goes to a store together: of the trunk with its hidden states, of each network that
+        stores anything, of recurrent states."""
+        hidden = [] if self._hidden_pool is None else [self._hidden_pool]
+        found = {TRUNK: [*self.trunk.pools.kv, *hidden], STATE: list(self.trunk.pools.states)}
+        found |= {opened.index: list(opened.pools.kv) for opened in self.opened}
+        return {number: pools for number, pools in found.items() if pools}
 
     @contextmanager
     def replacing(self) -> Iterator[None]:

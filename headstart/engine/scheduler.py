@@ -27,7 +27,7 @@ class Scheduler:
         self.prefix_queries = self.prefix_hits = 0  # prompt tokens looked up, and found
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting.add(sequence)
+        self.waiting.add(sequence, held=self.memory.fetch(sequence))
 
     @property
     def has_work(self) -> bool:
@@ -35,13 +35,15 @@ class Scheduler:
 
     def schedule(self) -> list[Span]:
         """Spans of the next pass: running sequences first, then as many waiting ones as fit."""
+        for sequence in self.memory.collect():
+            self.waiting.let_go(sequence)
         spans: list[Span] = []
         budget, preemptions = self.budget, self.num_preemptions
         running = list(self.running)
         for number, sequence in enumerate(running, 1):
             if sequence in self.running:  # not preempted by an older one in this very step
                 budget -= self._extend(sequence, budget, spans, behind=len(running) - number)
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+        while self.waiting.has_next and budget > 0 and len(self.running) < self.max_num_seqs:
             # what was preempted in this very step waits: taking it back at once would only evict the next one
             sequence = self.waiting.first()
             if self.num_preemptions > preemptions or not self._admit(sequence):
@@ -92,6 +94,7 @@ class Scheduler:
         if not self.memory.reserve(sequence, min(len(sequence.tokens), cached + self.budget)):
             self.memory.release(sequence)
             return False
+        self.memory.attached(sequence)
         if not sequence.admitted:
             sequence.admitted, sequence.num_cached = True, cached
             self.prefix_queries += sequence.num_prompt
@@ -107,6 +110,7 @@ class Scheduler:
             self.memory.release(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+            self.memory.drop(sequence)
 
 
 def _priority(sequence: Sequence) -> int:

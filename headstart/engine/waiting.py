@@ -8,6 +8,7 @@ here what was written is charged. Of one owner in the order of arrival. Without 
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Iterator, Sequence as Seq
 
@@ -20,6 +21,7 @@ class Waiting:
     def __init__(self, running: Seq[Sequence]) -> None:
         self._running = running
         self._queues: dict[tuple[int, str], deque[Sequence]] = {}  # by priority and owner, none of them empty
+        self._held: list[Sequence] = []  # not to be next yet
         self._returned: deque[Sequence] = deque()  # preempted, the oldest first
         self._served: dict[str, float] = {}  # by owner: tokens of prompts that began and outputs that ended, per share
         self._count = 0
@@ -28,6 +30,7 @@ class Waiting:
         return self._count
 
     def __iter__(self) -> Iterator[Sequence]:
+        yield from self._held
         yield from self._returned
         for queue in self._queues.values():
             yield from queue
@@ -35,8 +38,23 @@ class Waiting:
     def __contains__(self, sequence: object) -> bool:
         return any(each is sequence for each in self)
 
-    def add(self, sequence: Sequence) -> None:
-        """At the end of its owner's queue. Who was away has no claim to what others got meanwhile."""
+    @property
+    def has_next(self) -> bool:
+        return bool(self._queues or self._returned)
+
+    def let_go(self, sequence: Sequence) -> None:
+        """It was held, and may be next."""
+        self._held.remove(sequence)
+        self._count -= 1
+        self.add(sequence)
+
+    def add(self, sequence: Sequence, *, held: bool = False) -> None:
+        """Into its owner's queue, by arrival; or aside until it is let go. Who was away has no claim to what others got
+        meanwhile."""
+        self._count += 1
+        if held:
+            self._held.append(sequence)
+            return
         owner = sequence.request.owner
         active = {each.request.owner for each in self._running} | {other for _, other in self._queues}
         if not active:
@@ -45,8 +63,11 @@ class Waiting:
             served = self._so_far()
             least = min(served.get(each, 0.0) for each in active)
             self._served[owner] = max(self._served.get(owner, 0.0), least)
-        self._queues.setdefault(_place(sequence), deque()).append(sequence)
-        self._count += 1
+        queue = self._queues.setdefault(_place(sequence), deque())
+        if queue and queue[-1].order > sequence.order:
+            insort(queue, sequence, key=_order)
+        else:
+            queue.append(sequence)
 
     def put_back(self, sequence: Sequence) -> None:
         """It ran, and shall run again before others of its priority."""
@@ -69,6 +90,8 @@ class Waiting:
         """It is admitted, or has ended."""
         if sequence in self._returned:
             self._returned.remove(sequence)
+        elif sequence in self._held:
+            self._held.remove(sequence)
         else:
             queue = self._queues[_place(sequence)]
             queue.remove(sequence)
@@ -88,6 +111,10 @@ class Waiting:
             owner = each.request.owner
             served[owner] = served.get(owner, 0.0) + each.num_output / each.request.share
         return served
+
+
+def _order(sequence: Sequence) -> int:
+    return sequence.order
 
 
 def _place(sequence: Sequence) -> tuple[int, str]:

@@ -328,6 +328,16 @@ class Backend(Protocol):
     def state_pool(self, num_slots: int, num_owned: int, num_kept: int, spec: StateSpec) -> Pool:
         """Recurrent states; the first `num_owned` slots belong to sequences and have `num_kept` rows each."""
 
+    def read_slots(self, pool: Pool, first: int, count: int) -> NDArray[np.uint8]:
+        """The bytes of so many slots of a pool, in whole blocks where those are of positions: a copy on the host, or a
+        view. Any thread, for slots that no pass writes."""
+
+    def write_slots(self, pool: Pool, first: int, content: NDArray[np.uint8]) -> None:
+        """Put back what `read_slots` gave. Any thread, for slots that no pass reads or writes."""
+
+    def fingerprint(self) -> str:
+        """All that the bits of what it computes depend on, beside the model."""
+
     def run(
         self, handle: Handle, plan: StepPlan, *, hidden_pool: Pool = None, hidden: Buffer = None
     ) -> Mapping[str, Buffer]:

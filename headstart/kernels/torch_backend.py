@@ -44,6 +44,7 @@ class TorchBackend:
     """Of `Backend` what does not depend on how a program runs. `place`: where tensors lie; `kept`: type of keys and
     values, `hidden`: of hidden states, `summed`: of recurrent states."""
 
+    name: str
     place: torch.device
     kept: torch.dtype
     hidden: torch.dtype
@@ -92,6 +93,29 @@ class TorchBackend:
         rows = self.zeros((num_owned, num_kept, spec.row_width), self.summed)
         return StatePool(self.zeros((num_slots, *spec.state_shape), self.summed), rows)
 
+    @torch.inference_mode()
+    def read_slots(self, pool: KVPool | StatePool | Tensor, first: int, count: int) -> NDArray[np.uint8]:
+        rows = [_as_bytes(each[first : first + count].cpu()) for each in _tensors(pool)]
+        return rows[0] if len(rows) == 1 else np.concatenate(rows)
+
+    @torch.inference_mode()
+    def write_slots(self, pool: KVPool | StatePool | Tensor, first: int, content: NDArray[np.uint8]) -> None:
+        tensors = _tensors(pool)
+        count = len(content) // sum(each[0].nbytes for each in tensors)
+        for each in tensors:
+            rows = torch.empty((count, *each.shape[1:]), dtype=each.dtype)
+            _as_bytes(rows)[:] = content[: rows.nbytes]
+            each[first : first + count] = rows.to(self.place)
+            content = content[rows.nbytes :]
+
+    def fingerprint(self) -> str:
+        kinds = f"{self.kept} {self.hidden} {self.summed}"
+        return f"{self.name} {torch.__version__} {self.place.type} {kinds} {self.rounding()}"
+
+    def rounding(self) -> str:
+        """More of it."""
+        return ""
+
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Zeros, so that no stale NaN can pass a masked weight. On CPU by numpy (calloc): memory is taken only as it
         is used, where torch.zeros would fill it at once."""
@@ -137,6 +161,19 @@ class TorchBackend:
             buffer.sum().item()  # waits for the device
             seconds.append(time.perf_counter() - begin)
         return num_bytes / min(seconds)
+
+
+def _tensors(pool: KVPool | StatePool | Tensor) -> list[Tensor]:
+    """What a pool keeps by slots."""
+    if isinstance(pool, KVPool):
+        return [pool.keys] if pool.latent else [pool.keys, pool.values]
+    return [pool.states if isinstance(pool, StatePool) else pool]
+
+
+def _as_bytes(x: Tensor) -> NDArray[np.uint8]:
+    """The memory of a tensor on the host."""
+    found: NDArray[np.uint8] = x.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return found
 
 
 def _wide(logits: Tensor) -> Tensor:

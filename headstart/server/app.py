@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 import headstart
 from headstart.api import LLM
 from headstart.errors import UsageError
-from headstart.server import errors
+from headstart.server import errors, handed_over
 from headstart.server.accounts import Accounts
 from headstart.server.answering import State
 from headstart.server.apis import embeddings, messages, ollama, responses
@@ -26,6 +26,7 @@ from headstart.server.bridge import Bridge
 from headstart.server.docs_page import page
 from headstart.server.entries import KeepAlive, Offer, Served
 from headstart.server.guards import REQUEST_ID, ApiKeys, HeadAsGet, Traced
+from headstart.server.handoff import Handoff
 from headstart.server.pages import Pages
 from headstart.server.prepare import Formats
 from headstart.server.recorder import Recorder
@@ -43,7 +44,8 @@ class ServerConfig:
     may call (CORS); `api_key_file`: more keys, with what each may have (accounts.py); `web`: our own at `/` and
     `/dashboard`; `parse_special_tokens`: names of special tokens in messages become those tokens. `record`: a folder
     that keeps token ids of what is asked and written, within `record_limit` megabytes. Of several models: `keep_alive`,
-    how long one stays without requests, and `memory`, the bytes that all may take."""
+    how long one stays without requests, and `memory`, the bytes that all may take. `role`: prefill hands computed
+    prompts to other servers; `prefill`: the URL of one that does."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -67,6 +69,8 @@ class ServerConfig:
     record_limit: int = 256
     keep_alive: KeepAlive | None = None
     memory: int | None = None
+    role: str | None = None
+    prefill: str | None = None
 
 
 def make_app(llm: LLM, config: ServerConfig) -> tuple[ASGIApp, Bridge]:
@@ -109,7 +113,11 @@ def _served(
         config.parse_special_tokens,
     )
     make_parser(formats.tools, (), formats.reasoning)  # a wrong name fails now, not at the first request
-    return Served(Bridge(llm, watch, config.max_queue), names, formats)
+    bridge = Bridge(llm, watch, config.max_queue)
+    if config.prefill is not None:
+        bridge.handoff = Handoff(config.prefill, next(iter(config.api_key), None), llm.engine.memory)
+        watch.handoff = bridge.handoff.counts
+    return Served(bridge, names, formats)
 
 
 def app_over(shelf: Shelf, config: ServerConfig) -> ASGIApp:
@@ -138,6 +146,8 @@ def app_over(shelf: Shelf, config: ServerConfig) -> ASGIApp:
     app.state.headstart = State(shelf, int(time.time()), config.request_timeout)
     for each in (router, messages.router, responses.router, ollama.router, embeddings.router):
         app.include_router(each)
+    if config.role == "prefill":
+        app.include_router(handed_over.router)
     app.add_route("/docs", lambda _: HTMLResponse(page(app.openapi())), include_in_schema=False)
     errors.install(app)
     guarded: ASGIApp = ApiKeys(app, shelf.accounts) if shelf.accounts else app

@@ -15,11 +15,15 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence as Seq
 from contextlib import contextmanager, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
 
 from headstart.api import LLM
 from headstart.core import Delta, Request, Sequence
 from headstart.errors import BusyError, CapacityError, GenerationError, HeadstartError
 from headstart.server.watch import Watch
+
+if TYPE_CHECKING:
+    from headstart.server.handoff import Handoff
 
 log = logging.getLogger("headstart.server")
 DRAIN, LONGEST_RETRY = 32, 60.0
@@ -81,6 +85,7 @@ class Bridge:
         self.llm, self.watch = llm, watch
         self.failures = 0  # steps in a row that raised
         self.draining = False
+        self.handoff: Handoff | None = None  # who computes prompts for it
         self._room = llm.config.max_num_seqs + max_queue
         self._in_flight = 0  # choices
         self._ended: deque[float] = deque(maxlen=DRAIN)  # when the latest of them did
@@ -113,8 +118,10 @@ class Bridge:
         account.held += count
         self._streams |= dict.fromkeys([request.request_id for request in requests], stream)
         accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._commands.put(partial(self._begin, stream, accepted))
         try:
+            if self.handoff is not None:
+                await self.handoff.bring(requests)
+            self._commands.put(partial(self._begin, stream, accepted))
             await accepted
         except BaseException:
             stream.close()

@@ -11,6 +11,8 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from headstart.cache.spill import Spill
+from headstart.cache.store import Tier
 from headstart.config import AUTO
 from headstart.engine.engine import Engine
 from headstart.engine.odds import Odds
@@ -20,6 +22,9 @@ from headstart.server.recorder import Recorder
 Family = CounterMetricFamily | GaugeMetricFamily
 log = logging.getLogger("headstart.server")
 
+HANDED = {"prompts": "Prompts that the prefill server computed.", "tokens": "Their tokens that were not known here.",
+          "fetched": "Blocks that came over HTTP.", "failed": "Prompts that it did not compute."}  # fmt: skip
+TIERS: tuple[Tier, ...] = ("ram", "disk")
 LOG_EVERY = 10.0
 """Seconds between log lines while there is work."""
 FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -34,6 +39,16 @@ FIRST_PAUSE, LONGEST_PAUSE = 300.0, 3600.0
 
 
 @dataclass
+class Handed:
+    """Prompts that were computed elsewhere, their tokens, blocks that were fetched, and prompts for which it failed."""
+
+    prompts: int = 0
+    tokens: int = 0
+    fetched: int = 0
+    failed: int = 0
+
+
+@dataclass
 class Watch:
     """Counts and times of one server, and what its machine costs in dollars. `said`: begins its
     lines in the log, where several models run. `stepped` runs in the engine's thread, the
@@ -45,6 +60,7 @@ class Watch:
     recorder: Recorder | None = None
     accounts: Accounts = field(default_factory=Accounts)
     said: str = ""
+    handoff: Handed | None = None  # prompts that another server computed
     shed: int = 0  # requests refused for want of room
     requests: dict[str, int] = field(default_factory=dict)  # finish reason -> choices
     prompt_tokens: int = 0
@@ -175,6 +191,11 @@ class _Counters(Collector):
         yield self._counter("vllm:generation_tokens", "Tokens put out.", watch.generated_tokens)
         yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", scheduler.prefix_queries)
         yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found.", scheduler.prefix_hits)
+        if engine.memory.spill is not None:
+            yield from self._spilled(engine.memory.spill, scheduler.prefix_hits)
+        if watch.handoff is not None:
+            for name, count in vars(watch.handoff).items():
+                yield self._counter(f"headstart:prefill_{name}", HANDED[name], count)
         name, ended = "vllm:request_success", list(watch.requests.items())
         yield self._several(CounterMetricFamily, name, "Choices by how they ended.", "finished_reason", ended)
         if engine.synthetic is not None:
@@ -201,6 +222,24 @@ class _Counters(Collector):
             text = "Tokens whose logits the head computes in full for each draft."
             yield self._gauge("headstart:draft_vocab", text, engine.drafting.num_vocab)
         yield self._gauge("headstart:spec_disabled", "1: drafting was switched off.", int(watch.spec_disabled))
+
+    def _spilled(self, spill: Spill, prefix_hits: int) -> Iterator[Metric]:
+        """Of --kv-spill."""
+        counts, hits = spill.store.counts, spill.hits
+        tiers = [("pool", max(prefix_hits - hits.total(), 0)), *((tier, hits[tier]) for tier in TIERS)]
+        text = "Prompt tokens found, by where they were."
+        yield self._several(CounterMetricFamily, "headstart:kv_hit_tokens", text, "tier", tiers)
+        yield self._counter("headstart:kv_spilled_blocks", "Blocks written.", counts.saved)
+        yield self._counter("headstart:kv_spilled_bytes", "Bytes of blocks written.", counts.saved_bytes)
+        for name, found in (("blocks", counts.loaded), ("bytes", counts.loaded_bytes)):
+            text, values = (
+                f"{name.title()} read back, by where they were.",
+                [("ram", found["ram"]), ("disk", found["disk"])],
+            )
+            yield self._several(CounterMetricFamily, f"headstart:kv_loaded_{name}", text, "tier", values)
+        yield self._counter("headstart:kv_broken_blocks", "Files dropped for a wrong digest.", counts.dropped)
+        yield self._counter("headstart:kv_evicted_blocks", "Files removed, the oldest first.", counts.evicted)
+        yield self._counter("headstart:kv_unwritten_blocks", "Writes that failed.", counts.failed)
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
         return self._several(CounterMetricFamily, name, text, "", [("", value)])

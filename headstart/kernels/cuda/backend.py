@@ -11,6 +11,7 @@ from typing import cast
 
 import numpy as np
 import torch
+import triton
 from torch import Tensor
 
 from headstart.config import Quantization
@@ -129,6 +130,10 @@ class CudaBackend(TorchBackend):
         return CudaChain(
             self.recorder, self.sampler, steps, vocab_size=vocab_size, token_ids=token_ids, rows_given=rows_given
         )
+
+    def rounding(self) -> str:
+        device = torch.cuda.get_device_name(self.place) if self.place.type == "cuda" else "interpreter"
+        return f"{triton.__version__} {device} {self.quantization}"
 
     def free_memory(self) -> int:
         return self.device.free_memory()

@@ -115,12 +115,20 @@ class KVPool:
     def __init__(self, num_slots: int, num_heads: int, head_dim: int, value_dim: int, store: int) -> None: ...
     def copy_rows(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
         """Keys and values of slots `sources` to slots `targets`, as if all at once."""
+    @property
+    def slot_bytes(self) -> int: ...
+    def slots(self, first: int, count: int) -> NDArray[np.uint8]:
+        """The memory of these slots. Raises ValueError for slots that are not there."""
 
 class RowPool:
     """Rows [num_slots, width] that are read one by one; wide: as floats, else as bfloat16."""
 
     def __init__(self, num_slots: int, width: int, wide: bool) -> None: ...
     def copy_rows(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None: ...
+    @property
+    def slot_bytes(self) -> int: ...
+    def slots(self, first: int, count: int) -> NDArray[np.uint8]:
+        """The memory of these slots. Raises ValueError for slots that are not there."""
 
 class HiddenPool:
     """Hidden states [num_slots, width]."""
@@ -128,6 +136,10 @@ class HiddenPool:
     def __init__(self, num_slots: int, width: int) -> None: ...
     @property
     def width(self) -> int: ...
+    @property
+    def slot_bytes(self) -> int: ...
+    def slots(self, first: int, count: int) -> NDArray[np.uint8]:
+        """The memory of these slots. Raises ValueError for slots that are not there."""
 
 class StatePool:
     """Recurrent states of one layer [num_slots, state_size], and kept rows [num_owned, num_kept, row_size]."""
@@ -135,6 +147,10 @@ class StatePool:
     def __init__(self, num_slots: int, num_owned: int, num_kept: int, state_size: int, row_size: int) -> None: ...
     def state(self, slot: int) -> NDArray[np.float32]:
         """A copy of one state."""
+    @property
+    def slot_bytes(self) -> int: ...
+    def slots(self, first: int, count: int) -> NDArray[np.uint8]:
+        """The memory of these slots. Raises ValueError for slots that are not there."""
 
 class RopeTable:
     """cos and sin of position * inv_freq, times scale."""

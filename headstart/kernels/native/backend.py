@@ -6,11 +6,13 @@ several threads: whatever uses the pool's threads, and the arena of scratch, has
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Literal
 from weakref import WeakSet
@@ -24,7 +26,7 @@ from headstart.core import Sampled, SamplingRows, StepPlan, TokenLogprob
 from headstart.errors import ModelError, UsageError
 from headstart.kernels.chain import GateRule
 from headstart.kernels.indexing import CompressSpec
-from headstart.kernels.native import sampling
+from headstart.kernels.native import _native, sampling
 from headstart.kernels.native._native import (
     Arena,
     Chain,
@@ -47,6 +49,7 @@ from headstart.kernels.ops import KVSpec, Program as Code, RawTensor
 from headstart.kernels.states import StateSpec
 
 Array = NDArray[np.float32]
+Stored = KVPool | RowPool | HiddenPool | StatePool
 _alive: WeakSet[NativeBackend] = WeakSet()
 _left_behind: list[ThreadPool] = []
 _STORES: Mapping[KVDtype, int] = {"float32": 0, "bfloat16": 1, "int8": 2}
@@ -161,6 +164,16 @@ class NativeBackend:
     def state_pool(self, num_slots: int, num_owned: int, num_kept: int, spec: StateSpec) -> StatePool:
         return StatePool(num_slots, num_owned, num_kept, math.prod(spec.state_shape), spec.row_width)
 
+    def read_slots(self, pool: Stored, first: int, count: int) -> NDArray[np.uint8]:
+        return pool.slots(first, count)
+
+    def write_slots(self, pool: Stored, first: int, content: NDArray[np.uint8]) -> None:
+        slots = len(content) // pool.slot_bytes
+        pool.slots(first, slots)[:] = content
+
+    def fingerprint(self) -> str:
+        return f"{self.name} {self.path} {self.quantization} {self._kv_store} {_build()}"
+
     def run(
         self, handle: Program, plan: StepPlan, *, hidden_pool: HiddenPool | None = None, hidden: Array | None = None
     ) -> Mapping[str, Array]:
@@ -236,6 +249,12 @@ class NativeChain:
     ) -> list[tuple[list[int], list[float]]]:
         backend = self.backend
         return self.chain.draft(backend.threads, backend.arena, first, plan, hidden_pool, rows, depths, gates)
+
+
+@cache
+def _build() -> str:
+    """Of the compiled kernels: another compiler, or another version, may round elsewhere."""
+    return hashlib.sha256(Path(_native.__file__).read_bytes()).hexdigest()[:16]
 
 
 def _after_fork() -> None:

@@ -1,0 +1,115 @@
+"""Blocks that outlive their process, on native: the bits of the next one are those that it would have computed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import support
+
+from headstart.api import LLM
+from headstart.core import SamplingParams
+from headstart.kernels.ops import AttentionSpec
+from headstart.tools.tiny import write_model
+
+pytest.importorskip("headstart.kernels.native._native")
+FAMILIES = ("llama", "qwen3_5", "deepseek_v3", "deepseek_v32", "deepseek_v4", "gemma3", "mimo")
+PROMPT = support.prompt_of(300, 1)
+SETTINGS: dict[str, Any] = {"backend": "native", "threads": 1, "max_model_len": 400, "kv_blocks": 60}
+
+
+@cache
+def model_of(family: str) -> str:
+    return str(write_model(support.new_folder(), *support.family_of(family).tiny()))
+
+
+def answer(llm: LLM, seed: int = 1) -> tuple[list[int], list[float]]:
+    params = SamplingParams(max_tokens=12, temperature=0.8, seed=seed, logprobs=0, ignore_eos=True)
+    found = llm.generate([PROMPT], params)[0]
+    return found.token_ids, [each.logprob for each in found.logprobs]
+
+
+def hits(llm: LLM) -> int:
+    assert llm.engine.memory.spill is not None
+    return llm.engine.memory.spill.hits.total()
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", "float32"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_bits_are_the_same(family: str, kind: str, tmp_path: Path) -> None:
+    settings = {**SETTINGS, "kv_cache_dtype": kind}
+    with LLM(model_of(family), **settings) as plain:
+        expected = answer(plain)
+    with LLM(model_of(family), **settings, kv_spill=str(tmp_path)) as first:
+        assert answer(first) == expected
+    with LLM(model_of(family), **settings, kv_spill=str(tmp_path)) as second:
+        assert answer(second) == expected
+        assert hits(second) == 288
+        blocks = {number: part.read(3) for number, part in second.engine.memory.spill._parts.items() if number != -2}  # type: ignore[union-attr]
+        assert all(piece.any() for pieces in blocks.values() for piece in pieces[:1])
+
+
+def test_slots_of_pools_are_their_memory() -> None:
+    from headstart.kernels.native.backend import NativeBackend
+
+    backend = NativeBackend(threads=1)
+    pool = backend.kv_pool(64, AttentionSpec(4, 2, 24, 1.0))
+    values = np.random.default_rng(0).integers(0, 256, len(backend.read_slots(pool, 0, 32)), np.uint8)
+    backend.write_slots(pool, 32, values)
+    assert (backend.read_slots(pool, 32, 32) == values).all() and not backend.read_slots(pool, 0, 32).any()
+    for first, count in ((0, 8), (8, 16), (48, 32), (-16, 16), (0, 2**62)):
+        with pytest.raises(ValueError, match="no such slots"):
+            backend.read_slots(pool, first, count)
+    view = backend.read_slots(pool, 32, 32)
+    del pool
+    assert (view == values).all(), "a view keeps its pool"
+
+
+WRITER = """
+import sys, json
+from headstart.api import LLM
+from headstart.core import SamplingParams
+sys.path.insert(0, sys.argv[3])
+llm = LLM(sys.argv[1], backend="native", threads=1, max_model_len=400, kv_blocks=60, kv_spill=sys.argv[2])
+import numpy as np
+print("ready", flush=True)
+for turn in range(int(sys.argv[4]), 10**6):
+    prompt = np.random.default_rng(turn % 40).integers(3, 100, 300).tolist()
+    done = llm.generate([prompt], SamplingParams(max_tokens=8, ignore_eos=True))[0]
+    print(json.dumps([turn, done.token_ids]), flush=True)
+"""
+
+
+def writer(folder: Path, first: int) -> subprocess.Popen[str]:
+    words = [sys.executable, "-c", WRITER, model_of("llama"), str(folder), str(Path(__file__).parent), str(first)]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+def test_killed_processes_that_share_a_folder(tmp_path: Path) -> None:
+    """kill -9 of one of two that write: the other goes on, and whoever comes next finds only what is right."""
+    processes = [writer(tmp_path, 0), writer(tmp_path, 20)]
+    for process in processes:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    time.sleep(1.0)
+    processes[0].send_signal(signal.SIGKILL)
+    lines = [json.loads(line) for line in processes[0].communicate()[0].splitlines() if line.endswith("]")]
+    time.sleep(0.5)
+    processes[1].send_signal(signal.SIGKILL)
+    lines += [json.loads(line) for line in processes[1].communicate()[0].splitlines() if line.endswith("]")]
+    assert len(lines) > 4
+    with LLM(model_of("llama"), **SETTINGS, kv_spill=str(tmp_path)) as llm, LLM(model_of("llama"), **SETTINGS) as plain:
+        for turn, tokens in lines:
+            prompt = np.random.default_rng(turn % 40).integers(3, 100, 300).tolist()
+            for each in (llm, plain):
+                done = each.generate([prompt], SamplingParams(max_tokens=8, ignore_eos=True))[0]
+                assert done.token_ids == tokens
+        assert hits(llm) > 0 and not llm.engine.memory.spill.store.counts.dropped  # type: ignore[union-attr]

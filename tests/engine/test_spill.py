@@ -1,0 +1,376 @@
+"""Blocks that outlive their engine: texts and logprobs of the next one are the same, and nothing is computed twice."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import support
+
+from headstart.cache.spill import Spill
+from headstart.cache.store import BlockStore
+from headstart.config import AUTO, EngineConfig
+from headstart.core import Request
+from headstart.engine.engine import Engine
+from headstart.engine.load import Model, load_model
+from headstart.engine.make import change_head
+from headstart.errors import UsageError
+from headstart.tools.tiny import write_model
+
+FAMILIES = ("llama", "qwen3_5", "deepseek_v3", "deepseek_v32", "deepseek_v4", "gemma3", "gpt_oss", "falcon_h1")
+"""Attention, recurrent states, latent, indexed and compressed keys, windows, sinks, both kinds of mixers at once."""
+LONG: dict[str, Any] = {"max_model_len": 400, "kv_blocks": 120, "max_num_batched_tokens": 64}
+
+
+def ask(prompt: list[int], name: str = "r", **params: Any) -> Request:
+    given = {"max_tokens": 10, "logprobs": 2, **params}
+    return support.request(prompt, name=name, stops=(), **given)
+
+
+def engine_of(model: Model, folder: Path | None, **settings: Any) -> Engine:
+    spill = {} if folder is None else {"kv_spill": str(folder)}
+    return support.make(model, **{**LONG, **spill, **settings})
+
+
+def rows_of(engine: Engine, *requests: Request) -> tuple[support.Outputs, int]:
+    """What requests give, and the rows that the trunk computed for them."""
+    before = engine.runner.num_rows
+    return support.run(engine, requests), engine.runner.num_rows - before
+
+
+def store_of(engine: Engine) -> BlockStore:
+    assert engine.memory.spill is not None
+    return engine.memory.spill.store
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_next_engine_goes_on_from_the_files(family: str, tmp_path: Path) -> None:
+    """300 tokens; whoever comes next computes the rows behind the last block or snapshot, and the head nothing."""
+    model, prompt = support.headed_model(family), support.prompt_of(300, 1)
+    depth: dict[str, Any] = {"drafter": "mtp", "depth": 3}
+    expected, _ = rows_of(engine_of(model, None, **depth), ask(prompt))
+    first, _ = rows_of(engine_of(model, tmp_path, **depth), ask(prompt))
+    engine = engine_of(model, tmp_path, **depth)
+    missed = []
+    inner = engine.drafting.drafter.propose  # type: ignore[union-attr]
+
+    def propose(wishes: Any) -> None:
+        missed.extend(engine.drafting.drafter.missed(wish.sequence) for wish in wishes)  # type: ignore[union-attr]
+        inner(wishes)
+
+    engine.drafting.drafter.propose = propose  # type: ignore[union-attr, method-assign]
+    found, rows = rows_of(engine, ask(prompt))
+    support.assert_same(first, expected)
+    support.assert_same(found, expected)
+    assert engine.scheduler.prefix_hits == 296
+    assert engine.memory.spill.hits.total() == 296  # type: ignore[union-attr]
+    assert rows <= 4 + 10 * 4
+    assert missed[0] <= 300 - 296, "no prompt pass of the head"
+    again, _ = rows_of(engine, ask(prompt))
+    support.assert_same(again, expected)
+    assert engine.memory.spill.hits.total() == 296, "now from the pool"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "block", "draft_model", "medusa"])
+def test_other_heads(kind: str, tmp_path: Path) -> None:
+    model, prompt = support.headed_model("llama", kind), support.prompt_of(200, 2)
+    settings: dict[str, Any] = {"drafter": kind, "depth": 3}
+    expected, _ = rows_of(engine_of(model, None, **settings), ask(prompt))
+    rows_of(engine_of(model, tmp_path, **settings), ask(prompt))
+    engine = engine_of(model, tmp_path, **settings)
+    found, _ = rows_of(engine, ask(prompt))
+    support.assert_same(found, expected)
+    assert engine.scheduler.prefix_hits == 192
+    assert found["r", 0].stats == expected["r", 0].stats, "drafts are the same, too"
+
+
+@pytest.mark.parametrize("blocks", [16, 80])
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_varied_requests_with_little_room(family: str, blocks: int, tmp_path: Path) -> None:
+    """Preempted, in company, with every sampling parameter, three times over."""
+    model = support.agreeing_model(family)
+    settings: dict[str, Any] = {"kv_blocks": blocks, "depth": AUTO, "max_model_len": 128, "max_num_batched_tokens": 32}
+    requests = support.varied_requests(0.8)
+    expected = support.run(engine_of(model, None, **settings), requests)
+    for turn in range(3):
+        engine = engine_of(model, tmp_path, **settings)
+        support.assert_same(support.run(engine, requests), expected)
+        assert not turn or blocks == 16 or engine.memory.spill.hits.total() > 0  # type: ignore[union-attr]
+
+
+def test_many_at_once_that_begin_the_same(tmp_path: Path) -> None:
+    model, common = support.agreeing_model("llama"), support.prompt_of(150, 3)
+    requests = [ask([*common, *support.prompt_of(20 + i, i)], f"r{i}", n=2) for i in range(6)]
+    expected = support.run(engine_of(model, None), requests)
+    support.run(engine_of(model, tmp_path), requests)
+    engine = engine_of(model, tmp_path)
+    support.assert_same(support.run(engine, requests), expected)
+    assert engine.scheduler.prefix_hits > 6 * 2 * 144
+    assert store_of(engine).counts.loaded.total() < 120, "what they have in common is loaded once"
+
+
+def test_beyond_the_pool(tmp_path: Path) -> None:
+    """Conversations in turn, each as long as the pool: the next turn finds what the pool has lost."""
+    model = support.agreeing_model("llama")
+    engine = engine_of(model, tmp_path, kv_blocks=50, max_model_len=400)
+    prompts = [support.prompt_of(320, turn) for turn in range(3)]
+    for prompt in prompts:
+        support.run(engine, [ask(prompt)])
+    assert engine.scheduler.prefix_hits == 0
+    for prompt in prompts:
+        more = [*prompt, *support.prompt_of(8, 9)]
+        expected = support.run(engine_of(model, None), [ask(more)])
+        support.assert_same(support.run(engine, [ask(more)]), expected)
+    assert engine.scheduler.prefix_hits == 3 * 320
+
+
+def files_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("how", ["bit", "cut"])
+def test_broken_files_are_not_used(how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, prompt = support.headed_model("qwen3_5"), support.prompt_of(300, 1)
+    expected, _ = rows_of(engine_of(model, tmp_path), ask(prompt))
+    for path in files_in(tmp_path):
+        data = bytearray(path.read_bytes())
+        if how == "bit":
+            data[-7] ^= 16
+        path.write_bytes(data if how == "bit" else data[: len(data) // 2])
+    engine = engine_of(model, tmp_path)
+    with caplog.at_level(logging.WARNING, "headstart.cache"):
+        found, _ = rows_of(engine, ask(prompt))
+    support.assert_same(found, expected)
+    assert engine.scheduler.prefix_hits == 0 and store_of(engine).counts.dropped
+    assert len([record for record in caplog.records if "broken" in record.message]) == 1
+    for _ in range(4):  # what was dropped is written again; the rest is found when it is read
+        engine = engine_of(model, tmp_path)
+        support.assert_same(rows_of(engine, ask(prompt))[0], expected)
+    assert engine.scheduler.prefix_hits == 296 and not store_of(engine).counts.dropped
+
+
+def test_a_gap_ends_the_prefix(tmp_path: Path) -> None:
+    model, prompt = support.headed_model("llama"), support.prompt_of(300, 1)
+    engine = engine_of(model, tmp_path)
+    expected, _ = rows_of(engine, ask(prompt))
+    sequence = engine._start(ask(prompt), 0)
+    keys = list(engine.memory.prefix_keys(sequence))
+    part = engine.memory.spill._parts[-1]  # type: ignore[union-attr]
+    store_of(engine).path(part.name, keys[20]).unlink()
+    engine = engine_of(model, tmp_path)
+    support.assert_same(rows_of(engine, ask(prompt))[0], expected)
+    assert engine.scheduler.prefix_hits == 160
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "backend": {"dtype": "float32"},
+    "block size": {"block_size": 16},
+}
+
+
+@pytest.mark.parametrize("what", ["weights", "config", "version", *OTHERS])
+def test_files_of_another_engine_are_not_found(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, arrays = support.family_of("llama").tiny(num_hidden_layers=2)
+    prompt = support.prompt_of(200, 1)
+
+    def loaded(config: Any, arrays: Any) -> Model:
+        folder = write_model(support.new_folder(), config, arrays)
+        return load_model(str(folder), EngineConfig(backend="reference", dtype="float64", threads=1))
+
+    same = engine_of(loaded(config, arrays), tmp_path)
+    rows_of(same, ask(prompt))
+    again = engine_of(loaded(config, arrays), tmp_path)
+    rows_of(again, ask(prompt))
+    assert again.scheduler.prefix_hits == 192, "the same files elsewhere are the same model"
+    settings = OTHERS.get(what, {})
+    if what == "weights":
+        name = next(name for name in arrays if "embed" in name)
+        arrays = {**arrays, name: arrays[name].copy()}
+        arrays[name][77, 3] += 1  # one number of one token that no prompt has
+    elif what == "config":
+        config = {**config, "rope_theta": 12345.0}
+    elif what == "version":
+        monkeypatch.setattr("headstart.engine.spilling.__version__", "0.0.0")
+    model = loaded(config, arrays)
+    if what == "backend":
+        folder = write_model(support.new_folder(), config, arrays)
+        model = load_model(str(folder), EngineConfig(backend="reference", dtype="float32", threads=1))
+    other = engine_of(model, tmp_path, **settings)
+    expected, _ = rows_of(engine_of(model, None, **settings), ask(prompt))
+    support.assert_same(rows_of(other, ask(prompt))[0], expected)
+    assert other.scheduler.prefix_hits == 0 and store_of(other).counts.saved > 0
+
+
+def test_salts_stay_apart(tmp_path: Path) -> None:
+    model, prompt = support.headed_model("llama"), support.prompt_of(200, 1)
+    rows_of(engine_of(model, tmp_path), replace(ask(prompt), cache_salt="a"))
+    for salt, hits in (("b", 0), ("", 0), ("a", 192)):
+        engine = engine_of(model, tmp_path)
+        rows_of(engine, replace(ask(prompt), cache_salt=salt))
+        assert engine.scheduler.prefix_hits == hits
+
+
+def test_without_a_disk_serving_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*about: Any) -> None:
+        raise OSError(28, os.strerror(28))
+
+    model, requests = support.agreeing_model("llama"), support.varied_requests(0.8)
+    expected = support.run(support.make(model), requests)
+    monkeypatch.setattr("headstart.cache.store._write_all", full)
+    engine = support.make(model, kv_spill=str(tmp_path))
+    with caplog.at_level(logging.WARNING, "headstart.cache"):
+        support.assert_same(support.run(engine, requests), expected)
+        shutil.rmtree(tmp_path)
+        support.assert_same(support.run(engine, requests), expected)
+    assert len(caplog.records) == 1 and store_of(engine).counts.failed == 1
+
+
+def test_a_slow_disk_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others run while a prefix is read; one that is aborted meanwhile leaves nothing."""
+    model, prompt = support.agreeing_model("llama"), support.prompt_of(200, 1)
+    rows_of(engine_of(model, tmp_path), ask(prompt))
+    inner = BlockStore.get
+
+    def slow(*about: Any, **more: Any) -> Any:
+        time.sleep(0.05)
+        return inner(*about, **more)
+
+    monkeypatch.setattr(BlockStore, "get", slow)
+    monkeypatch.setattr("headstart.cache.moving.LONGEST", 1e9)
+    engine, order = engine_of(model, tmp_path), []
+    engine.submit(ask(prompt, "known"))
+    engine.submit(ask(prompt[:150], "also", max_tokens=3))
+    engine.submit(ask(support.prompt_of(20, 7), "new", max_tokens=3))
+    engine.submit(ask(prompt, "gone"))
+    assert len(engine.scheduler.waiting) == 4
+    for step in range(10_000):
+        engine.step(lambda deltas: order.extend(each.request_id for each in deltas if each.finish_reason))
+        if step == 1:
+            engine.abort("gone")
+        if not engine.has_work:
+            break
+    assert order[0] == "new" and set(order) == {"new", "also", "known"}
+    assert engine.scheduler.prefix_hits == 192 + 144
+    support.assert_clean(engine)
+
+
+def test_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A prefix that cannot be read is computed; its blocks come back when the disk does."""
+    model, prompt = support.agreeing_model("llama"), support.prompt_of(200, 1)
+    expected, _ = rows_of(engine_of(model, tmp_path), ask(prompt))
+    inner, hangs = BlockStore.get, threading.Event()
+
+    def hanging(*about: Any, **more: Any) -> Any:
+        hangs.wait(60)
+        return inner(*about, **more)
+
+    monkeypatch.setattr(BlockStore, "get", hanging)
+    monkeypatch.setattr("headstart.cache.moving.LONGEST", 0.05)
+    engine, found = engine_of(model, tmp_path), dict[Any, Any]()
+    with caplog.at_level(logging.WARNING, "headstart.cache"):
+        for name in ("r", "also"):
+            engine.submit(ask(prompt, name))
+            while engine.has_work:
+                engine.step(lambda deltas: support.collect(found, deltas))
+    support.assert_same({("r", 0): found["r", 0]}, expected)
+    assert found["also", 0].tokens == expected["r", 0].tokens
+    assert "could not be read" in caplog.text
+    hangs.set()
+    while engine.memory.spill._loads:  # type: ignore[union-attr]
+        engine.memory.collect()
+    support.assert_clean(engine)
+
+
+def test_what_waits_for_files_gives_its_blocks_to_who_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompts = support.agreeing_model("llama"), [support.prompt_of(100, i) for i in range(4)]
+    requests = [ask(prompt, f"r{i}", max_tokens=20) for i, prompt in enumerate(prompts)]
+    settings: dict[str, Any] = {"kv_blocks": 16, "max_model_len": 128}
+    expected = support.run(engine_of(model, None, **settings), requests)
+    support.run(engine_of(model, tmp_path, **settings), requests)
+    inner = BlockStore.get
+
+    def slow(*about: Any, **more: Any) -> Any:
+        time.sleep(0.002)
+        return inner(*about, **more)
+
+    monkeypatch.setattr(BlockStore, "get", slow)
+    support.assert_same(support.run(engine_of(model, tmp_path, **settings), requests), expected)
+
+
+def test_another_head_on_a_running_engine(tmp_path: Path) -> None:
+    """What the old one stored is under its own name."""
+    first = support.agreeing_model("llama")
+    second = replace(first, head=replace(support.make_head(first, seed=5), source="another"))
+    settings: dict[str, Any] = {"drafter": "mtp", "depth": 3}
+    engine, prompt = engine_of(first, tmp_path, **settings), support.prompt_of(200, 1)
+    expected = support.run(engine, [ask(prompt)])
+    change_head(engine, second, EngineConfig(**support.SMALL, **settings))
+    support.assert_same(support.run(engine, [ask(prompt)]), expected)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert len(names) == 3, "a trunk, two heads"
+    for model in (first, second):
+        found, _ = rows_of(fresh := engine_of(model, tmp_path, **settings), ask(prompt))
+        support.assert_same(found, expected)
+        assert fresh.scheduler.prefix_hits == 192
+    assert {path.name for path in tmp_path.iterdir()} == names
+
+
+def test_two_engines_at_once_on_one_folder(tmp_path: Path) -> None:
+    """What one has written the other finds, while both run."""
+    model, prompts = support.agreeing_model("llama"), [support.prompt_of(100, i) for i in range(6)]
+    engines = [engine_of(model, tmp_path), engine_of(model, tmp_path)]
+    expected = [support.run(engine_of(model, None), [ask(prompt)]) for prompt in prompts]
+    for turn, prompt in enumerate(prompts):
+        for engine in engines if turn % 2 else engines[::-1]:
+            support.assert_same(support.run(engine, [ask(prompt)]), expected[turn])
+    assert [engine.scheduler.prefix_hits for engine in engines] == [3 * 96, 3 * 96]
+
+
+def test_the_bound(tmp_path: Path) -> None:
+    model, most = support.agreeing_model("llama"), 600_000
+    engine = engine_of(model, tmp_path, kv_spill_gb=most / 1e9)
+    for turn in range(12):
+        support.run(engine, [ask(support.prompt_of(200, turn))])
+        sizes = [-(-path.stat().st_size // 4096) * 4096 for path in files_in(tmp_path)]
+        assert sum(sizes) <= most
+    assert store_of(engine).counts.evicted > 0
+
+
+def test_prompts_that_want_all_rows(tmp_path: Path) -> None:
+    model, prompt = support.headed_model("llama"), support.prompt_of(100, 1)
+    rows_of(engine_of(model, tmp_path), ask(prompt))
+    engine = engine_of(model, tmp_path)
+    found, rows = rows_of(engine, ask(prompt, prompt_logprobs=1))
+    assert len(found["r", 0].prompt_logprobs) == 99 and engine.scheduler.prefix_hits == 0 and rows >= 100
+
+
+def test_wrong_settings(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--kv-spill-gb is 0, but must be above 0"):
+        EngineConfig(kv_spill_gb=0)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="--kv-spill: cannot write"):
+        engine_of(support.headed_model("llama"), tmp_path / "file")
+
+
+def test_closing_writes_what_waits(tmp_path: Path) -> None:
+    model, prompt = support.headed_model("llama"), support.prompt_of(200, 1)
+    engine = engine_of(model, tmp_path)
+    engine.submit(ask(prompt))
+    while engine.has_work:
+        engine.step(lambda deltas: None)
+    assert isinstance(engine.memory.spill, Spill)
+    engine.memory.spill.close()
+    engine = engine_of(model, tmp_path)
+    rows_of(engine, ask(prompt))
+    assert engine.scheduler.prefix_hits == 192
+    assert np.sum([engine.memory.spill.hits[tier] for tier in ("ram", "disk")]) == 192  # type: ignore[union-attr]

@@ -1,0 +1,149 @@
+"""Prefill and decode servers: the texts of one server, through a shared folder and over HTTP, and whatever breaks."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from process import PROGRAM, Server, running
+
+from headstart.tools.tiny import write_tiny
+
+pytestmark = pytest.mark.slow  # server processes
+SMALL = ("--threads", "1", "--max-num-seqs", "8", "--kv-blocks", "512")
+LENGTH = 400
+
+
+@pytest.fixture(scope="module", params=["mimo", "qwen3_5"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """With an MTP head of its own; one with recurrent layers."""
+    place = tmp_path_factory.mktemp("models") / request.param
+    write_tiny(request.param, place)
+    return str(place)
+
+
+def prompt_of(seed: int, length: int = LENGTH) -> list[int]:
+    drawn = random.Random(seed)
+    return [drawn.randrange(3, 120) for _ in range(length)]
+
+
+def answer(server: Server, seed: int, **more: Any) -> Any:
+    found = server.post(
+        "/v1/completions", prompt=prompt_of(seed), max_tokens=20, temperature=0.8, seed=seed, logprobs=1,
+        ignore_eos=True, speculation={"mode": "auto", "depth": 2}, **more,
+    )  # fmt: skip
+    assert found.status_code == 200, found.text
+    choice = found.json()["choices"][0]
+    return choice["text"], choice["logprobs"]
+
+
+def answers(server: Server, seeds: range) -> list[Any]:
+    with ThreadPoolExecutor(8) as threads:
+        return list(threads.map(lambda seed: answer(server, seed), seeds))
+
+
+@pytest.fixture(scope="module")
+def expected(model: str) -> list[Any]:
+    with running(model, *SMALL) as server:
+        return answers(server, range(8))
+
+
+@pytest.fixture
+def prefill(model: str, tmp_path: Path) -> Iterator[Server]:
+    with running(model, *SMALL, "--role", "prefill", "--kv-spill", str(tmp_path / "kv")) as server:
+        yield server
+
+
+@pytest.mark.parametrize("place", ["kv", "other"], ids=["shared folder", "over HTTP"])
+def test_prompts_are_computed_elsewhere(
+    model: str, expected: list[Any], prefill: Server, place: str, tmp_path: Path
+) -> None:
+    words = (*SMALL, "--role", "decode", "--prefill", prefill.url, "--kv-spill", str(tmp_path / place))
+    with running(model, *words) as decode:
+        assert answers(decode, range(8)) == expected
+        assert decode.metric("headstart:prefill_prompts_total") == 8
+        assert decode.metric("headstart:prefill_failed_total") == 0
+        assert (decode.metric("headstart:prefill_fetched_total") > 0) == (place == "other")
+        known = decode.metric("headstart:kv_hit_tokens_total")
+        assert known == decode.metric("vllm:prefix_cache_hits_total") >= 8 * (LENGTH - 16)
+        assert decode.metric("vllm:spec_decode_num_drafts_total") > 0
+        assert prefill.metric("vllm:spec_decode_num_drafts_total") == 0, "drafts are made on the decode side only"
+        assert answers(decode, range(8)) == expected
+        assert decode.metric("headstart:prefill_prompts_total") == 8, "what is known here is not asked for"
+        decode.wait_idle()
+    prefill.wait_idle()
+
+
+def test_the_other_server_ends(model: str, expected: list[Any], prefill: Server, tmp_path: Path) -> None:
+    """With kill -9, while requests come: nobody notices."""
+    words = (*SMALL, "--prefill", prefill.url, "--kv-spill", str(tmp_path / "other"))
+    with running(model, *words) as decode:
+        with ThreadPoolExecutor(8) as threads:
+            found = [threads.submit(answer, decode, seed) for seed in range(8)]
+            prefill.stop(signal.SIGKILL)
+            assert [each.result() for each in found] == expected
+        assert answer(decode, 0) == expected[0]
+        assert answer(decode, 100)[0]
+        assert decode.metric("headstart:prefill_failed_total") >= 1
+        assert decode.log.read_text().count("prompts are computed here") == 1
+
+
+def test_a_server_of_another_kind(model: str, expected: list[Any], tmp_path: Path) -> None:
+    """Another model, and none that hands anything over: one line, and the same texts."""
+    write_tiny("llama", tmp_path / "llama")
+    words = ("--role", "prefill", "--kv-spill", str(tmp_path / "kv"))
+    for other in ((str(tmp_path / "llama"), *SMALL, *words), (model, *SMALL)):
+        with running(*other) as wrong:
+            place = str(tmp_path / f"kv-{len(other)}")
+            with running(model, *SMALL, "--prefill", wrong.url, "--kv-spill", place) as decode:
+                assert answer(decode, 1) == expected[1]
+                assert decode.metric("headstart:prefill_failed_total") == 1
+                said = [line for line in decode.log.read_text().splitlines() if "prompts are computed here" in line]
+                assert len(said) == 1 and ("another model" in said[0] or "404" in said[0])
+
+
+def test_who_asks_for_blocks(model: str, prefill: Server, tmp_path: Path) -> None:
+    found = prefill.post("/kv/prefill", prompt=prompt_of(1)).json()
+    assert found["trunk"] in found["files"] and found["files"][found["trunk"]] == list(range(LENGTH // 16))
+    for path, status in ((f"/kv/blocks/{found['trunk']}/{'0' * 32}", 404), (f"/kv/blocks/{'0' * 32}/{'0' * 32}", 400),
+                         (f"/kv/blocks/{found['trunk']}/..%2F..%2Fx", 404)):  # fmt: skip
+        answered = prefill.client.get(path)
+        assert answered.status_code == status, answered.text
+    for body in ({}, {"prompt": []}, {"prompt": [10**6]}, {"prompt": [-1]}, {"prompt": "x"}):
+        assert prefill.post("/kv/prefill", **body).status_code == 400
+    with running(model, *SMALL, "--kv-spill", str(tmp_path / "kv")) as ordinary:
+        assert ordinary.post("/kv/prefill", prompt=[5]).status_code == 404
+    with running(model, *SMALL, "--role", "prefill", "--kv-spill", str(tmp_path / "kv"), "--api-key", "one") as closed:
+        assert closed.post("/kv/prefill", prompt=prompt_of(1)).status_code == 401
+        words = (*SMALL, "--prefill", closed.url, "--kv-spill", str(tmp_path / "new"), "--api-key", "one")
+        with running(model, *words) as decode:
+            decode.client.headers["Authorization"] = "Bearer one"
+            assert answer(decode, 3)[0]
+            assert decode.metric("headstart:prefill_prompts_total") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--role", "both", "--kv-spill", "x"], "--role is 'both', which is unknown"),
+        (["--role", "decode", "--kv-spill", "x"], "--role decode needs a server that computes prompts"),
+        (["--role", "prefill"], "--role prefill hands prompts over in files"),
+        (["--prefill", "http://localhost:1"], "--role decode hands prompts over in files"),
+        (["--role", "prefill", "--prefill", "http://localhost:1", "--kv-spill", "x"], "computes prompts itself"),
+        (["--prefill", "ftp://x", "--kv-spill", "x"], "--prefill is 'ftp://x', which is no URL"),
+        (["--prefill", "http://x:99999999", "--kv-spill", "x"], "which is no URL"),
+        (["--kv-spill-gb", "0"], "--kv-spill-gb is 0"),
+        (["--kv-spill", "x", "--no-enable-prefix-caching"], "--kv-spill keeps prompts"),
+        (["--kv-spill", "/proc/x"], "--kv-spill: cannot write /proc/x"),
+    ],
+)
+def test_wrong_words(model: str, words: list[str], said: str, tmp_path: Path) -> None:
+    command = [PROGRAM, "serve", model, *SMALL, "--port", "0", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
