@@ -13,7 +13,9 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from headstart.kernels.cuda import backend as cuda_backend
+from headstart.kernels.cuda import backend as cuda_backend, kernels
 from headstart.kernels.cuda.device import Device
 
 TARGETS = {
@@ -141,9 +143,7 @@ def _told(error: BaseException) -> str:
 
 
 def _kernels() -> list[Any]:
-    from headstart.kernels.cuda.kernels import attention, choice, experts, products, recurrent, rows, sampling, streams
-
-    modules = (attention, choice, experts, products, recurrent, rows, sampling, streams)
+    modules = [import_module(f"{kernels.__name__}.{each.name}") for each in iter_modules(kernels.__path__)]
     return [each for module in modules for each in vars(module).values() if isinstance(each, JITFunction)]
 
 

@@ -17,7 +17,7 @@ from headstart.drafters.base import Hope, Steps, Wish
 from headstart.engine.plan import build_plan, span_rows
 from headstart.engine.sampling import Entry, allowed_tokens, build_rows, is_plain, is_steady
 from headstart.errors import ModelError
-from headstart.kernels.chain import Begun, Chain, Drawn, EarlyChain, Judged
+from headstart.kernels.chain import Begun, Chain, Drawn, DrawsEarly, EarlyChain, Judged
 from headstart.kernels.ops import Backend, Buffer, Pool, Weight
 from headstart.layers.network import FORWARD, Network, Opened, Pools
 
@@ -183,7 +183,9 @@ class Runner:
             logits = self.backend.rows(logits, np.array(rows, np.int32))
         sampling = build_rows(entries, allowed=allowed_tokens(entries, self.vocab_size))
         size, keep = self.vocab_size, self._keep_probs
-        begun = None if keep else self.backend.begin_sample(logits, sampling, vocab_size=size)
+        begun, backend = None, self.backend
+        if isinstance(backend, DrawsEarly) and not keep:
+            begun = backend.begin_sample(logits, sampling, vocab_size=size)
         at_once = partial(self.backend.sample, logits, sampling, vocab_size=size, keep_probs=keep)
         return Draws(starts, begun.wait if begun else at_once, begun)
 

@@ -40,13 +40,21 @@ class GateRule:
 
 
 class Drawn(Protocol):
-    """Tokens that are being drawn (Backend.begin_sample); the host may wait for them, the next work need not. `tokens`
+    """Tokens that are being drawn (DrawsEarly); the host may wait for them, the next work need not. `tokens`
     [L, 1]: where they will lie."""
 
     @property
     def tokens(self) -> Any: ...
 
     def wait(self) -> Sampled: ...
+
+
+@runtime_checkable
+class DrawsEarly(Protocol):
+    """A backend whose chains can work on with what will be drawn (EarlyChain)."""
+
+    def begin_sample(self, logits: Any, rows: SamplingRows, *, vocab_size: int) -> Drawn | None:
+        """`Backend.sample`, begun; None: not now."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.core import Sampled, SamplingRows, StepPlan, TokenLogprob
-from headstart.kernels.chain import Chain, Drawn
+from headstart.kernels.chain import Chain
 from headstart.kernels.indexing import CompressSpec, IndexSpec as IndexSpec
 from headstart.kernels.specs import RopeSpec as RopeSpec, RouterSpec as RouterSpec, StreamSpec, TemperSpec as TemperSpec
 from headstart.kernels.states import ConvSpec, DeltaSpec, ScanSpec, StateSpec
@@ -362,9 +362,6 @@ class Backend(Protocol):
         """Process and draw, one token per row of logits [L, V']. `token_ids` [V'] maps a reduced draft vocabulary to
         target ids (see `index`); `keep_probs` also returns the processed distribution over all `vocab_size` ids. A
         row that has no token left, or NaN, fails alone (see Sampled)."""
-
-    def begin_sample(self, logits: Buffer, rows: SamplingRows, *, vocab_size: int) -> Drawn | None:
-        """`sample`, where a chain of this backend can work on with what will be drawn (EarlyChain); None: it cannot."""
 
     def prepare_chain(
         self,

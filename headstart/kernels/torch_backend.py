@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.core import Sampled, SamplingRows, TokenLogprob
-from headstart.kernels.chain import Drawn
 from headstart.kernels.ops import KVSpec
 from headstart.kernels.reference.sampling import logprobs, sample
 from headstart.kernels.states import StateSpec
@@ -144,9 +143,6 @@ class TorchBackend:
         drawn = sample(_wide(logits), rows, token_ids=token_ids, vocab_size=vocab_size, keep_probs=keep_probs)
         # rejection is judged on the host
         return drawn if drawn.probs is None else replace(drawn, probs=drawn.probs.cpu().numpy())
-
-    def begin_sample(self, logits: Tensor, rows: SamplingRows, *, vocab_size: int) -> Drawn | None:
-        return None
 
     @torch.inference_mode()
     def logprobs(self, logits: Tensor, tokens: NDArray[np.int64], num_top: int) -> list[TokenLogprob]:

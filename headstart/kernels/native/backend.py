@@ -198,9 +198,6 @@ class NativeBackend:
             self.threads, self.path, logits, rows, vocab_size=vocab_size, token_ids=token_ids, keep_probs=keep_probs
         )
 
-    def begin_sample(self, logits: Array, rows: SamplingRows, *, vocab_size: int) -> None:
-        """The threads that draw are those that draft."""
-
     def prepare_chain(
         self,
         steps: Sequence[tuple[Program, int]],
